@@ -23,9 +23,9 @@ from router.config import Policy, RouterConfig
 from router.feedback.decision_feedback import TICK_SECONDS
 from router.fleet_state.reservations import Booking
 from router.prefix_index.prompt import BYTES_PER_TOKEN, TextPrompt
-from router.scheduling.scheduler import FIRST_TRY, Need
+from router.scheduling.scheduler import FIRST_TRY, RoutingRequest
 from router.service import RouterService
-from router.telemetry.request_log import Exchange
+from router.telemetry.request_log import RequestLog
 
 MODEL, UNLIMITED = "m", 2**31 - 1
 TEXT_ONLY = Capabilities(kv_events=False, load=False, experts=False, token_ids=False)
@@ -69,7 +69,7 @@ def guess_ms(block_size: int, size: int, repeats: int) -> float:
     for number in range(repeats):
         prompt = TextPrompt(dice.randbytes(size), MODEL)
         started = time.thread_time()
-        decision = service.picker.decide(Need(MODEL, prompt, 0, OUTPUT, None), f"d{number}", number, 0.0)
+        decision = service.picker.decide(RoutingRequest(MODEL, prompt, 0, OUTPUT, None), f"d{number}", number, 0.0)
         service.picker.reservations.release(service.picker.book(decision, prompt, 0.0))
         times.append(1e3 * (time.thread_time() - started))
     return median(times)
@@ -128,9 +128,9 @@ def routed(policy: Policy, speed: EngineSpeed | None, prefix_bytes: int, request
                 continue
             group = order.pop()
             text = prefixes[group] + dice.randbytes(QUESTION_BYTES)
-            exchange = Exchange("r", f"d{number}", "/v1/chat/completions", now[0])
+            exchange = RequestLog("r", f"d{number}", "/v1/chat/completions", now[0])
             exchange.stream = True
-            decision, booking = service.book(exchange, Need(MODEL, TextPrompt(text, MODEL), 0, OUTPUT, None), "", FIRST_TRY)
+            decision, booking = service.book(exchange, RoutingRequest(MODEL, TextPrompt(text, MODEL), 0, OUTPUT, None), "", FIRST_TRY)
             server = decision.target.key[0] - 1
             went[group][server] += 1
             first, step = servers.take(server, now[0], prefixes[group], len(text))

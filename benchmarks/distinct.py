@@ -17,7 +17,7 @@ import typer
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
 from deploy.demo_model import checkpoint_path
 from engine_adapter.embedded.checkpoint import Checkpoint
-from engine_adapter.embedded.model_runner import Forward, Runner, Work
+from engine_adapter.embedded.model_runner import Forward, ModelRunner, SequenceWork
 from fleet.placement import linear
 
 SEQUENCES = (2, 4, 8, 16, 32)
@@ -25,9 +25,9 @@ LIMIT = 1.5
 """Factor by which prediction and measurement may differ, median over batch sizes."""
 
 
-def batch(tokens: list[int]) -> list[Work]:
+def batch(tokens: list[int]) -> list[SequenceWork]:
     """Sequences that decode one token each, with nothing before it."""
-    return [Work([token], 0, [page], wants_logits=True) for page, token in enumerate(tokens)]
+    return [SequenceWork([token], 0, [page], wants_logits=True) for page, token in enumerate(tokens)]
 
 
 def distinct(forward: Forward) -> int:
@@ -35,7 +35,7 @@ def distinct(forward: Forward) -> int:
     return sum(len(np.unique(forward.routed[:, layer])) for layer in range(forward.routed.shape[1]))
 
 
-def compared(runner: Runner, same: list[Work], different: list[Work], rounds: int) -> tuple[float, int]:
+def compared(runner: ModelRunner, same: list[SequenceWork], different: list[SequenceWork], rounds: int) -> tuple[float, int]:
     """Seconds that the different tokens take longer, each side at its fastest, in turns; and distinct experts more."""
     taken: tuple[list[float], list[float]] = [], []
     counts = [0, 0]
@@ -54,7 +54,7 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> No
     chance = np.random.default_rng(7)
     with Checkpoint(checkpoint_path()) as checkpoint:
         about = checkpoint.config
-        runner = Runner(checkpoint, linear(layers=about.layers, experts=about.experts, ranks=1))
+        runner = ModelRunner(checkpoint, linear(layers=about.layers, experts=about.experts, ranks=1))
     speed = runner.measure_speed()
     ratios = []
     for count in SEQUENCES:

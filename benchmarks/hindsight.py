@@ -19,11 +19,11 @@ from bus.memory import MemoryBroker
 from fleet.events import Capabilities, EngineJoined
 from fleet.signatures import ClusterModel
 from router.config import RouterConfig
-from router.evaluation.distinct_experts import Reading, read
+from router.evaluation.distinct_experts import ReadingGroup, read
 from router.fleet_state.reservations import Reservations
 from router.prefix_index.prompt import TokenPrompt
-from router.scheduling.scheduler import Need
-from router.scheduling.speed_correction import PREFILL_SPEED, Speeds
+from router.scheduling.scheduler import RoutingRequest
+from router.scheduling.speed_correction import PREFILL_SPEED, SpeedCorrection
 from router.service import RouterService
 
 OPEN_PER_RANK = 100
@@ -103,8 +103,8 @@ def request(repeats: int, rounds: int) -> dict[str, float]:
             service.clock(),
         )
         service.view.heard(engine + 1, service.clock())
-    need = Need("m", TokenPrompt(list(range(1024))), 1152, 128, None)
-    picker, hindsight, plain = service.picker, service.hindsight, Speeds(1.0)
+    need = RoutingRequest("m", TokenPrompt(list(range(1024))), 1152, 128, None)
+    picker, hindsight, plain = service.picker, service.hindsight, SpeedCorrection(1.0)
     measured = picker.speeds
     for engine in range(ENGINES):
         for rank in range(RANKS):
@@ -115,7 +115,7 @@ def request(repeats: int, rounds: int) -> dict[str, float]:
     booking = picker.book(decision, need.prompt, service.clock())
     hindsight.booked(decision, booking)  # the one that is looked at again
 
-    def decided(speeds: Speeds) -> None:
+    def decided(speeds: SpeedCorrection) -> None:
         picker.speeds = speeds
         picker.decide(need, "d", 1, service.clock())
 
@@ -141,7 +141,7 @@ def distinct(rounds: int) -> tuple[float, float]:
     """Milliseconds: preparing the clusters, once per version; pricing the mixes of all engines."""
     chance = np.random.default_rng(0)
     profiles = chance.dirichlet(np.full(EXPERTS, 0.3), size=(CLUSTERS, LAYERS)).astype(np.float32)
-    reading = Reading(ClusterModel(1, profiles, np.full(CLUSTERS, 1 / CLUSTERS, np.float32), 0.1), TOP_K, 0)
+    reading = ReadingGroup(ClusterModel(1, profiles, np.full(CLUSTERS, 1 / CLUSTERS, np.float32), 0.1), TOP_K, 0)
     misses = reading.misses()
     mixes = [20 * chance.dirichlet(np.full(CLUSTERS, 0.2)) for _ in range(ENGINES)]
     prepared = median([microseconds(reading.misses, 1) for _ in range(rounds)])
@@ -150,7 +150,7 @@ def distinct(rounds: int) -> tuple[float, float]:
 
 def learnt(seed: int) -> int:
     """Requests after which the factor is right, and stays so for as many more."""
-    speeds, chance = Speeds(4.0), np.random.default_rng(seed)
+    speeds, chance = SpeedCorrection(4.0), np.random.default_rng(seed)
     wrong = 0
     for number in range(200):
         speeds.prefilled((1, 0), 0, 0.1, 0.01, 0.1 * SLOWNESS * float(np.exp(chance.normal(0, SCATTER))) + 0.01)

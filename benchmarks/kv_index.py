@@ -32,12 +32,12 @@ from bus.protocol.codec import decode, encode, seal, unseal
 from bus.protocol.subjects import KV_EVENTS
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.events import KvBlock, KvChange, KvEvent, KvSnapshot, KvSnapshotRequested, KvStored, RoutedKvEvent
-from router.fleet_state.target_table import Roster
-from router.prefix_index.block_hash_chain import Runs
-from router.prefix_index.block_index import Holders
-from router.prefix_index.kv_event_index import KvIndex
+from router.fleet_state.target_table import TargetTable
+from router.prefix_index.block_hash_chain import HashRuns
+from router.prefix_index.block_index import BlockIndex
+from router.prefix_index.kv_event_index import KvEventIndex
 from router.prefix_index.prompt import TokenPrompt
-from router.sync.kv_event_subscriber import KvFeeds
+from router.sync.kv_event_subscriber import KvEventSubscriber
 from router.telemetry.metrics import RouterMetrics
 
 FLEETS = (8, 64, 512)
@@ -63,17 +63,17 @@ def changed(rank: Rank, local: list[int], number: int, behind: int | None = None
 
 class Ours:
     def __init__(self, ranks: list[Rank]) -> None:
-        self.holders = Holders()
-        self._index = KvIndex(self.holders)
+        self.holders = BlockIndex()
+        self._index = KvEventIndex(self.holders)
         targets = tuple(SimpleNamespace(key=rank) for rank in ranks)
-        self._roster = cast(Roster, SimpleNamespace(model="m", targets=targets, block_sizes=(BLOCK_SIZE,)))
+        self._roster = cast(TargetTable, SimpleNamespace(model="m", targets=targets, block_sizes=(BLOCK_SIZE,)))
 
     def hold(self, held: Held) -> None:
         local = local_hashes(held.ids[: held.tokens])
         self._index.apply(changed(rank, local, 1) for rank in held.ranks)
 
     def forget_runs(self) -> None:
-        self.holders.runs = Runs()
+        self.holders.runs = HashRuns()
 
     def find(self, ids: list[int]) -> tuple[NDArray[np.int64], int]:
         prompt = TokenPrompt(ids)
@@ -159,8 +159,8 @@ async def ingested(events: int, blocks: int) -> float:
     """Events per second on one core, of `blocks` each, one in a message: from bytes to the index, of 64 ranks in turn."""
     ranks = [(engine, rank) for engine in range(1, 9) for rank in range(RANKS)]
     broker = MemoryBroker()
-    index = KvIndex(Holders())
-    feeds = KvFeeds(index, MemoryBus(broker), broker.subjects, RouterMetrics())
+    index = KvEventIndex(BlockIndex())
+    feeds = KvEventSubscriber(index, MemoryBus(broker), broker.subjects, RouterMetrics())
     await _joined(feeds, MemoryBus(broker), broker, ranks)
     messages = list(_messages(ranks, events, blocks))
     gc.collect()
@@ -176,7 +176,7 @@ async def ingested(events: int, blocks: int) -> float:
     return events / taken
 
 
-async def _joined(feeds: KvFeeds, bus: MemoryBus, broker: MemoryBroker, ranks: list[Rank]) -> None:
+async def _joined(feeds: KvEventSubscriber, bus: MemoryBus, broker: MemoryBroker, ranks: list[Rank]) -> None:
     """Every rank's feed is in step, with nothing stored."""
 
     async def empty(request: Message) -> Message:
@@ -219,7 +219,7 @@ def grown(ranks: int, shared: bool, tree: bool) -> float:
     everybody = [(engine, rank) for engine in range(1, ranks // RANKS + 1) for rank in range(RANKS)]
     chance, process = np.random.default_rng(2), psutil.Process()
     each = SHARED_BY if shared else 1
-    index, radix = KvIndex(Holders()), cast(Any, RadixTree())
+    index, radix = KvEventIndex(BlockIndex()), cast(Any, RadixTree())
 
     def apply(event: bytes) -> None:
         if tree:

@@ -30,9 +30,9 @@ from deploy.process import alongside
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded import step_loop
-from engine_adapter.embedded.dispatch_stats import SentLog, Step
+from engine_adapter.embedded.dispatch_stats import DispatchLog, FinishedStep
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.engine import Sent
+from engine_adapter.engine import DispatchCounts
 
 WINDOW_STEPS = 32
 LEAST_WINDOWS = 12
@@ -44,7 +44,7 @@ MOST_SHARE = 0.01
 """of a step's time"""
 
 
-class Switched(SentLog):
+class Switched(DispatchLog):
     """Counts in every second window of steps, and takes the time."""
 
     def __init__(self, rank: int, *, layers: int, top_k: int) -> None:
@@ -55,7 +55,7 @@ class Switched(SentLog):
         self.spent = 0.0
         """processor time"""
 
-    def add(self, epoch: int, step: Step) -> None:
+    def add(self, epoch: int, step: FinishedStep) -> None:
         """Count, or do not."""
         counting = len(self.ends) // WINDOW_STEPS % 2 == 0
         began = time.thread_time()
@@ -65,8 +65,8 @@ class Switched(SentLog):
         self.ends.append(time.perf_counter())
         self.seconds.append(step.seconds)
 
-    def take(self) -> tuple[Sent, ...]:
-        """As `SentLog`."""
+    def take(self) -> tuple[DispatchCounts, ...]:
+        """As `DispatchLog`."""
         began = time.thread_time()
         taken = super().take()
         self.spent += time.thread_time() - began

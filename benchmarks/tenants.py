@@ -26,12 +26,12 @@ from fleet.timing import EngineSpeed
 from router.access.tenancy import cache_salt
 from router.config import RouterConfig
 from router.fleet_state.reservations import Booking
-from router.prefix_index.block_hash_chain import Runs
+from router.prefix_index.block_hash_chain import HashRuns
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.decision import Owner
-from router.scheduling.scheduler import FIRST_TRY, Need
+from router.scheduling.scheduler import FIRST_TRY, RoutingRequest
 from router.service import RouterService
-from router.telemetry.request_log import Exchange
+from router.telemetry.request_log import RequestLog
 
 RANKS, BLOCK, DIGEST, MODEL, WORKER = 8, 16, "f" * 64, "m", 1
 SYSTEM, TURN, CONVERSATIONS, OPEN = 1_024, 160, 64, 8
@@ -76,8 +76,8 @@ class Fleet:
 
     def ask(self, ids: list[int], salt: str) -> None:
         """One request, from its decision to the rank's events."""
-        need = Need(MODEL, TokenPrompt(ids, salted_seed(salt)), len(ids) + 1, TURN, DIGEST, owner=Owner("", salt))
-        decision, booking = self.service.book(Exchange("r", "d", "/v1/completions", 0.0), need, "", FIRST_TRY)
+        need = RoutingRequest(MODEL, TokenPrompt(ids, salted_seed(salt)), len(ids) + 1, TURN, DIGEST, owner=Owner("", salt))
+        decision, booking = self.service.book(RequestLog("r", "d", "/v1/completions", 0.0), need, "", FIRST_TRY)
         cache, blocks = self.caches[decision.target.rank], identify(ids, BLOCK, salt)
         table = cache.open(blocks[: (len(ids) - 1) // BLOCK])
         self.prompt_tokens += len(ids)
@@ -121,7 +121,7 @@ def hashing_us(salts: tuple[str, ...], repeats: int) -> list[float]:
         ids = list(range(at, at + 4_096))
         for taken, salt in zip(times, salts, strict=True):
             started = time.perf_counter()
-            TokenPrompt(ids, salted_seed(salt)).chained(BLOCK).reach(256, Runs())
+            TokenPrompt(ids, salted_seed(salt)).chained(BLOCK).reach(256, HashRuns())
             taken.append(1e6 * (time.perf_counter() - started))
     return [median(taken) for taken in times]
 

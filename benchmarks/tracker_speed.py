@@ -40,12 +40,12 @@ from fleet.events import RequestOutcome, RequestProfile
 from fleet.placement import linear
 from fleet.prediction import MOST_TOKENS, Query, Tables, predict
 from fleet.signatures import ClusterModel, pack
-from router.prediction.table_replica import Replica, read
+from router.prediction.table_replica import TableReplica, read
 from tracker.activity.decay_window import BATCH
-from tracker.activity.engine_activity import Activity
+from tracker.activity.engine_activity import EngineActivity
 from tracker.config import TrackerConfig
-from tracker.drift.detector import Drift
-from tracker.prediction.model_learner import Learning
+from tracker.drift.detector import DriftDetector
+from tracker.prediction.model_learner import ModelLearner
 from tracker.service import TrackerService
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -162,7 +162,7 @@ def measure_ingest(out: Report, rounds: int, share: float) -> list[Target]:
 
 def measure_reports(out: Report, repeats: int) -> list[Target]:
     layers, experts, ranks = 58, 256, 512
-    activity, reports = Activity(TrackerConfig()), [report(layers, experts, rank) for rank in range(ranks)]
+    activity, reports = EngineActivity(TrackerConfig()), [report(layers, experts, rank) for rank in range(ranks)]
     took, most = [], 0
     for turn in range(BATCH * (1 + repeats)):
         began = time.perf_counter_ns()
@@ -195,7 +195,7 @@ def tables(prompts: list[Query]) -> Tables:
     random = np.random.default_rng(1)
     profiles = random.dirichlet(np.full(256, 0.5), (CLUSTERS, 58)).astype(np.float32)
     model = ClusterModel(1, profiles, random.dirichlet(np.full(CLUSTERS, 4.0)).astype(np.float32), 0.01)
-    learning = Learning(TrackerConfig())
+    learning = ModelLearner(TrackerConfig())
     learning.adopt(model, [])
     for number, query in enumerate(prompts):
         known = query.prefix[: len(query.prefix) // 2]
@@ -224,7 +224,7 @@ def tables(prompts: list[Query]) -> Tables:
         )
         learning.profiled(profile, 1, float(number))
         learning.finished(outcome, float(number))
-    found = Replica(256 << 20).prepare(read(learning.whole("model"))).tables
+    found = TableReplica(256 << 20).prepare(read(learning.whole("model"))).tables
     assert found is not None
     return found
 
@@ -298,7 +298,7 @@ class Watched(NamedTuple):
 def watch(flow: Flow, before: Mix, after: Mix, rate: float, seed: int) -> Watched:
     """An hour of one mix, then another."""
     config, random = TrackerConfig(), np.random.default_rng(seed)
-    drift, alarms = Drift(config, LAYERS, EXPERTS), []
+    drift, alarms = DriftDetector(config, LAYERS, EXPERTS), []
     for second, (counts, tokens) in enumerate(flow.seconds(before, after, HOUR, rate, HOUR + AFTER, random)):
         now = float(second + 1)
         drift.observe(counts, tokens, now)

@@ -26,10 +26,10 @@ from router.config import RouterConfig
 from router.fleet_state.reservations import Booking
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.batch_assignment import order_of
-from router.scheduling.filters import Limits
-from router.scheduling.scheduler import FIRST_TRY, Need
+from router.scheduling.filters import SaturationLimits
+from router.scheduling.scheduler import FIRST_TRY, RoutingRequest
 from router.service import RouterService
-from router.telemetry.request_log import Exchange
+from router.telemetry.request_log import RequestLog
 
 RANKS, MODEL, DIGEST, BLOCK_SIZE = 8, "m", "f" * 64, 16
 SPEEDS = (EngineSpeed(prefill_token=2e-5, decode_sequence=5e-5, decode_block=2e-7), EngineSpeed(prefill_token=4e-5, decode_sequence=8e-5, decode_block=3e-7))
@@ -44,10 +44,10 @@ class House(NamedTuple):
     """A router and requests for it."""
 
     service: RouterService
-    needs: list[Need]
+    needs: list[RoutingRequest]
 
-    def exchange(self) -> Exchange:
-        made = Exchange("r", "d", "/v1/completions", self.service.clock())
+    def exchange(self) -> RequestLog:
+        made = RequestLog("r", "d", "/v1/completions", self.service.clock())
         made.priority, made.urgency = "normal", 1
         return made
 
@@ -80,7 +80,7 @@ class House(NamedTuple):
             ids = chance.integers(0, 50_000, int(chance.integers(50, 3000))).tolist()
             for _ in range(int(chance.integers(1, 3))):
                 service.picker.kv.apply([_stored(ids[: int(chance.integers(0, len(ids)))], int(chance.integers(ranks)), at)])
-            needs.append(Need(MODEL, TokenPrompt(ids), len(ids) + 200, int(chance.integers(10, 400)), DIGEST))
+            needs.append(RoutingRequest(MODEL, TokenPrompt(ids), len(ids) + 200, int(chance.integers(10, 400)), DIGEST))
         return cls(service, needs)
 
     def load(self, places: int, requests: int, seed: int) -> None:
@@ -122,7 +122,7 @@ def assigning(quick: bool) -> tuple[Report, float, float]:
         service, now = house.service, house.service.clock()
         decisions = [service.decide(need, "d") for need in house.needs]
         load = service.picker.reservations.load(service.view.roster(MODEL).rows, now)
-        limits = Limits(PLACES, 60.0)
+        limits = SaturationLimits(PLACES, 60.0)
         taken = timed_ms(3 if quick else 15, lambda decisions=decisions, load=load, limits=limits: order_of(decisions, load, limits))  # type: ignore[misc]
         shuffles = [np.random.default_rng(seed).permutation(requests).tolist() for seed in range(SHUFFLES)]
         worth = booked(house, order_of(decisions, load, limits)) / float(np.mean([booked(house, order) for order in shuffles]))
@@ -182,7 +182,7 @@ class Crowd:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*self.tasks)
 
-    async def _admitted(self, need: Need) -> None:
+    async def _admitted(self, need: RoutingRequest) -> None:
         _, booking = await self.house.service.waiting.admit(self.house.exchange(), need, "", FIRST_TRY, begun=False)
         self.running.append(booking)
 

@@ -1,7 +1,7 @@
 """A key belongs to one holder at a time: claimed by compare-and-set, held by changing it, free when it rests.
 
 A live claim is one whose revision changes within the lease. No clocks are compared: a claimant watches the key for one lease
-by its own clock. `judge` decides; `Lease` does what it says over the bus. An engine's name is held so (`NameClaim`), and the lead among
+by its own clock. `judge` decides; `ClaimLease` does what it says over the bus. An engine's name is held so (`NameClaim`), and the lead among
 migration services.
 """
 
@@ -43,7 +43,7 @@ class NameTaken(LeaseTaken):
     """Another engine serves under this name; the text says where, and what to do."""
 
 
-class Verdict(enum.Enum):
+class ClaimStep(enum.Enum):
     """What a claimant does next."""
 
     CREATE = "create the key: nobody holds it"
@@ -52,18 +52,18 @@ class Verdict(enum.Enum):
     REFUSE = "give up: the holder lives"
 
 
-def judge(seen: Claim | None, now: Claim | None, watched: float, *, replaces: int | None = None, lease: float = LEASE_SECONDS) -> Verdict:
+def judge(seen: Claim | None, now: Claim | None, watched: float, *, replaces: int | None = None, lease: float = LEASE_SECONDS) -> ClaimStep:
     """Decide from the key as first seen held, the key now, and the seconds between.
 
     replaces: worker_id of an incarnation that is known to be dead (the launcher ended it): its claim is not waited for.
     """
     if now is None:
-        return Verdict.CREATE
+        return ClaimStep.CREATE
     if replaces is not None and holder_of(now).worker_id == replaces:
-        return Verdict.TAKE
+        return ClaimStep.TAKE
     if seen is not None and seen.revision != now.revision:
-        return Verdict.REFUSE
-    return Verdict.TAKE if watched >= lease else Verdict.WAIT
+        return ClaimStep.REFUSE
+    return ClaimStep.TAKE if watched >= lease else ClaimStep.WAIT
 
 
 def holder_of(claim: Claim) -> Holder:
@@ -74,7 +74,7 @@ def holder_of(claim: Claim) -> Holder:
         return Holder(worker_id=UNREADABLE, node="an unknown node", beat=0)
 
 
-class Lease:
+class ClaimLease:
     """One holder's claim of a key. It lasts as long as it is refreshed, at least once in `lease` seconds."""
 
     def __init__(self, bus: Bus, key: str, *, worker_id: int, node: str, replaces: int | None = None, lease: float = LEASE_SECONDS) -> None:
@@ -103,9 +103,9 @@ class Lease:
             if seen is None:
                 seen, since = now, clock()
             verdict = judge(seen, now, clock() - since, replaces=self._replaces, lease=self._lease)
-            if verdict is Verdict.REFUSE and now is not None:
+            if verdict is ClaimStep.REFUSE and now is not None:
                 raise self._taken(now)
-            if verdict is not Verdict.WAIT and await self._put(now):
+            if verdict is not ClaimStep.WAIT and await self._put(now):
                 return
             await asyncio.sleep(LOOK_SECONDS)
 
@@ -166,7 +166,7 @@ class Lease:
         return LeaseTaken(f"{self._key!r} is held by {holder.worker_id} on {holder.node}; it is free {self._lease:g} s after that falls silent")
 
 
-class NameClaim(Lease):
+class NameClaim(ClaimLease):
     """One incarnation's claim of its engine's name. NameTaken is what its methods raise."""
 
     def __init__(self, bus: Bus, key: str, engine: str, *, worker_id: int, node: str, replaces: int | None = None, lease: float = LEASE_SECONDS) -> None:

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from bus import BlobLost, BusError, Declined, Message, Received, StoreFull
-from bus.parts import Answers, Exchange, fetch_parts, wanted_part
+from bus.parts import Exchange, PartedAnswers, fetch_parts, wanted_part
 from bus.protocol.codec import (
     BLOB_TOPIC,
     LARGE,
@@ -25,9 +25,9 @@ from bus.protocol.codec import (
     PAYLOAD_BYTES,
     Envelope,
     PartWanted,
-    Reason,
-    Refused,
-    Rejected,
+    RejectionReason,
+    Rejections,
+    Undeliverable,
     decode,
     encode,
     parts_offered,
@@ -85,7 +85,7 @@ def check_stored(subject: str, message: Message, patterns: tuple[str, ...]) -> N
         raise BusError(f"subject {subject!r} is not stored; only {', '.join(patterns)} are")
 
 
-class Outbox:
+class SequencedPublisher:
     """An identity with a sequence of its own, and the envelopes made under it."""
 
     def __init__(self, keep: Keep, wall_clock: Callable[[], float] = time.time) -> None:
@@ -118,7 +118,7 @@ class Outbox:
         return self.plain(PART_WANTED_TOPIC, msgspec.msgpack.encode(wanted))
 
 
-class Speaker(Outbox):
+class Encoder(SequencedPublisher):
     """A publisher on one subject. What cannot be sent now is dropped, and the sequence shows it."""
 
     def __init__(self, subject: str, send: Send, keep: Keep, connected: Callable[[], bool], wall_clock: Callable[[], float] = time.time) -> None:
@@ -154,20 +154,20 @@ async def _opened(subject: str, envelope: Envelope, fetch: Fetch) -> Received:
     try:
         content = await fetch(found.digest)
     except BlobLost as error:
-        raise Refused(Reason.BLOB, str(error)) from error
+        raise Undeliverable(RejectionReason.BLOB, str(error)) from error
     if len(content) != found.size:
-        raise Refused(Reason.BLOB, f"content {found.digest} has {len(content)} bytes, announced were {found.size}")
+        raise Undeliverable(RejectionReason.BLOB, f"content {found.digest} has {len(content)} bytes, announced were {found.size}")
     return _received(subject, envelope, decode(found.topic, content))
 
 
 def _received(subject: str, envelope: Envelope, message: Message) -> Received:
     named, speaker = getattr(message, "engine", None), engine_of(subject)
     if named is not None and speaker is not None and named != speaker:  # a server's permissions are by subject
-        raise Refused(Reason.SPEAKER, f"{type(message).__name__} of engine {named!r} on {subject}")
+        raise Undeliverable(RejectionReason.SPEAKER, f"{type(message).__name__} of engine {named!r} on {subject}")
     return Received(subject, envelope.publisher_id, envelope.sequence, envelope.published_at / 1000, message)
 
 
-async def asked(subject: str, raw: bytes, exchange: Exchange, outbox: Outbox, fetch: Fetch, seconds: float) -> Message:
+async def asked(subject: str, raw: bytes, exchange: Exchange, outbox: SequencedPublisher, fetch: Fetch, seconds: float) -> Message:
     """The answer to a request, in one message or in parts. Declined with the reason of a RequestRefused; BusError when it cannot be read.
 
     seconds: for the first message, and again for each part.
@@ -180,20 +180,20 @@ async def asked(subject: str, raw: bytes, exchange: Exchange, outbox: Outbox, fe
         else:
             content = await fetch_parts(offer, envelope.publisher_id, exchange, outbox.asking_for, seconds)
             message = _received(subject, envelope, decode(offer.topic, content)).message
-    except Refused as refusal:
+    except Undeliverable as refusal:
         raise BusError(f"the answer to {subject!r} cannot be read ({refusal}); do both sides run the same version?") from refusal
     if isinstance(message, RequestRefused):
         raise Declined(message.reason)
     return message
 
 
-class Inbox:
+class BoundedSubscription:
     """What arrived and was not read yet; bounded in number and bytes, the oldest go first. Messages are decoded when they are read.
 
     One reader at a time. Iteration ends when the inbox is closed.
     """
 
-    def __init__(self, limit: int, limit_bytes: int, fetch: Fetch, rejected: Rejected) -> None:
+    def __init__(self, limit: int, limit_bytes: int, fetch: Fetch, rejected: Rejections) -> None:
         if limit < 1:
             raise BusError(f"a subscription needs room for at least one message, not {limit}")
         self.dropped = 0
@@ -230,10 +230,10 @@ class Inbox:
             subject, raw = await self._next()
             try:
                 received = await opened(subject, raw, self._fetch)
-            except Refused as refusal:
+            except Undeliverable as refusal:
                 self._refuse(subject, refusal.reason, refusal)
             except BusError as error:
-                self._refuse(subject, Reason.BLOB, error)
+                self._refuse(subject, RejectionReason.BLOB, error)
             else:
                 self._held = None
                 return received
@@ -253,16 +253,18 @@ class Inbox:
                 await self._changed.wait()
         return self._held
 
-    def _refuse(self, subject: str, reason: Reason, why: Exception) -> None:
+    def _refuse(self, subject: str, reason: RejectionReason, why: Exception) -> None:
         self._held = None
         self._rejected.count(reason)
         logger.debug("refused a message on %s: %s", subject, why)
 
 
-class Desk:
+class RequestServer:
     """Answers the requests on one subject, several at a time, while `run` runs."""
 
-    def __init__(self, subject: str, answer: Answer, outbox: Outbox, answers: Answers, fetch: Fetch, rejected: Rejected, full: FullStores) -> None:
+    def __init__(
+        self, subject: str, answer: Answer, outbox: SequencedPublisher, answers: PartedAnswers, fetch: Fetch, rejected: Rejections, full: FullStores
+    ) -> None:
         self.subject = sendable(subject)
         self._topic = topic_of(subject)
         self._answer = answer
@@ -307,7 +309,7 @@ class Desk:
                 sealed = self._part(wanted_part(envelope))
             else:
                 sealed = self._enclosed(await self._considered(envelope))
-        except Refused as refusal:
+        except Undeliverable as refusal:
             self._rejected.count(refusal.reason)
             sealed = self._refusal(f"the request cannot be read: {refusal}")
         except StoreFull as error:
@@ -342,7 +344,7 @@ class Desk:
         try:
             request = await _opened(self.subject, envelope, self._fetch)
         except BusError as error:
-            self._rejected.count(Reason.BLOB)
+            self._rejected.count(RejectionReason.BLOB)
             return RequestRefused(reason=f"the request's content cannot be fetched: {error}")
         try:
             return await self._answer(request.message)

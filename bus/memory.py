@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from bus import BlobLost, BusError, BusTimeout, Claim, ClaimLost, Message, NobodyThere, Received, StoreFull, StoreUse
 from bus.config import BusConfig
-from bus.mailbox import Answer, Desk, Inbox, Outbox, Speaker, asked, audible, check_stored, opened, sendable
-from bus.parts import Answers
-from bus.protocol.codec import Refused, Rejected
+from bus.mailbox import Answer, BoundedSubscription, Encoder, RequestServer, SequencedPublisher, asked, audible, check_stored, opened, sendable
+from bus.parts import PartedAnswers
+from bus.protocol.codec import Rejections, Undeliverable
 from bus.protocol.subjects import Subjects, check_key, matches
 from bus.stores import FullStores
 
@@ -49,8 +49,8 @@ class MemoryBroker:
         self.parcels: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
         self._log: list[Stored] = []
         self._last = 0
-        self._inboxes: dict[Inbox, tuple[str, ...]] = {}
-        self._desks: dict[str, list[Desk]] = {}
+        self._inboxes: dict[BoundedSubscription, tuple[str, ...]] = {}
+        self._desks: dict[str, list[RequestServer]] = {}
         self._followers: set[asyncio.Event] = set()
         self._claims: dict[str, Claim] = {}
         self._revision = 0
@@ -123,7 +123,7 @@ class MemoryBroker:
         return [entry for entry in self._log[at:] if matches(pattern, entry.subject)]
 
     @contextmanager
-    def listening(self, inbox: Inbox, patterns: tuple[str, ...]) -> Iterator[None]:
+    def listening(self, inbox: BoundedSubscription, patterns: tuple[str, ...]) -> Iterator[None]:
         self._inboxes[inbox] = patterns
         try:
             yield
@@ -131,7 +131,7 @@ class MemoryBroker:
             del self._inboxes[inbox]
 
     @contextmanager
-    def serving(self, desk: Desk) -> Iterator[None]:
+    def serving(self, desk: RequestServer) -> Iterator[None]:
         desks = self._desks.setdefault(desk.subject, [])
         desks.append(desk)
         try:
@@ -149,7 +149,7 @@ class MemoryBroker:
         finally:
             self._followers.discard(event)
 
-    def desk(self, subject: str) -> Desk | None:
+    def desk(self, subject: str) -> RequestServer | None:
         """Whoever answers on a subject; each in turn when there are several."""
         desks = self._desks.get(subject)
         if not desks:
@@ -194,22 +194,22 @@ class MemoryBus:
     def __init__(self, broker: MemoryBroker | None = None) -> None:
         self.broker = broker or MemoryBroker()
         self._config = self.broker.config
-        self._rejected = Rejected()
+        self._rejected = Rejections()
         self._full = FullStores()
-        self._inboxes: set[Inbox] = set()
+        self._inboxes: set[BoundedSubscription] = set()
         self._awaited: set[asyncio.Event] = set()
         """set when the bus is closed"""
         self._closed = False
-        self._voice = Outbox(self._keep_parcel)
-        self._recorder = Outbox(self.put_blob)
-        self._answers = Answers(self._config.answers_bytes, self._config.answers_seconds)
+        self._voice = SequencedPublisher(self._keep_parcel)
+        self._recorder = SequencedPublisher(self.put_blob)
+        self._answers = PartedAnswers(self._config.answers_bytes, self._config.answers_seconds)
 
     @property
     def connected(self) -> bool:
         return not self._closed and self.broker.reachable
 
     @property
-    def rejected(self) -> Rejected:
+    def rejected(self) -> Rejections:
         return self._rejected
 
     @property
@@ -220,17 +220,17 @@ class MemoryBus:
         await self._standing(self._config.request_seconds)
         return self.broker.stores()
 
-    def publisher(self, subject: str) -> Speaker:
-        return Speaker(subject, self._send, self._keep_parcel, lambda: self.connected)
+    def publisher(self, subject: str) -> Encoder:
+        return Encoder(subject, self._send, self._keep_parcel, lambda: self.connected)
 
     async def _send(self, subject: str, raw: bytes) -> None:
         if self.connected:
             self.broker.deliver(subject, raw)
 
     @asynccontextmanager
-    async def subscribe(self, *subjects: str, limit: int = 65536) -> AsyncIterator[Inbox]:
+    async def subscribe(self, *subjects: str, limit: int = 65536) -> AsyncIterator[BoundedSubscription]:
         patterns = tuple(audible(subject) for subject in subjects)
-        inbox = Inbox(limit, self._config.queue_bytes, self._content, self._rejected)
+        inbox = BoundedSubscription(limit, self._config.queue_bytes, self._content, self._rejected)
         await self._standing(self._config.request_seconds)
         self._inboxes.add(inbox)
         try:
@@ -265,7 +265,7 @@ class MemoryBus:
 
     @asynccontextmanager
     async def serve(self, subject: str, answer: Answer) -> AsyncIterator[None]:
-        desk = Desk(subject, answer, self._voice, self._answers, self._content, self._rejected, self._full)
+        desk = RequestServer(subject, answer, self._voice, self._answers, self._content, self._rejected, self._full)
         await self._standing(self._config.request_seconds)
         async with desk.open():
             with self.broker.serving(desk):
@@ -310,7 +310,7 @@ class MemoryBus:
     async def _opened(self, entry: Stored) -> Received | None:
         try:
             return await opened(entry.subject, entry.raw, self._content)
-        except Refused as refusal:
+        except Undeliverable as refusal:
             self._rejected.count(refusal.reason)
             return None
 

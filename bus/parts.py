@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from bus import BusError, BusTimeout, Message, NobodyThere, StoreFull
-from bus.protocol.codec import PART_BYTES, PART_TOPIC, Envelope, PartsOffer, PartWanted, Reason, Refused, checksum, unseal
+from bus.protocol.codec import PART_BYTES, PART_TOPIC, Envelope, PartsOffer, PartWanted, RejectionReason, Undeliverable, checksum, unseal
 
 PART_SECONDS = 1.0
 """A part that has not come after this time is requested again; the time doubles with every try, since the server may only be slow."""
@@ -42,7 +42,7 @@ class _Kept:
     """parts that those to whom it was offered have not fetched yet"""
 
 
-class Answers:
+class PartedAnswers:
     """Large answers that may be fetched: at most `most_bytes`, each until nothing of it was fetched for `seconds`.
 
     The same message object answers several requests with one offer: it is encoded and kept once.
@@ -188,7 +188,7 @@ async def _fetched(wanted: PartWanted, exchange: Exchange, sealed: Sealed, secon
 def _read(raw: bytes) -> Envelope:
     try:
         return unseal(raw)
-    except Refused as refusal:
+    except Undeliverable as refusal:
         raise BusError(f"a part of an answer cannot be read: {refusal}") from refusal
 
 
@@ -197,4 +197,4 @@ def wanted_part(envelope: Envelope) -> PartWanted:
     try:
         return msgspec.msgpack.decode(envelope.payload, type=PartWanted)
     except (ValueError, RecursionError) as error:
-        raise Refused(Reason.PAYLOAD, str(error)) from error
+        raise Undeliverable(RejectionReason.PAYLOAD, str(error)) from error

@@ -12,7 +12,7 @@ import msgspec
 from bus.config import BusConfig
 from deploy.config import ConfigError, Configuration
 from deploy.http.sockets import CannotListen, adopt
-from deploy.launch_spec import Order
+from deploy.launch_spec import LaunchSpec
 from deploy.parts.launch import run_part
 from deploy.process import FINAL, print_error
 from deploy.reload import planner_settings, router_settings
@@ -28,7 +28,7 @@ from tracker.config import TrackerConfig
 def main(arguments: list[str]) -> int:
     """Do what the supervisor ordered; the exit status."""
     try:
-        order = msgspec.json.decode(arguments[0], type=Order)
+        order = msgspec.json.decode(arguments[0], type=LaunchSpec)
         settings = read_settings(Path(order.config), {}, Path.cwd())
         return run_part(order.part, settings, os.environ, *_arguments(order, settings))
     except (IndexError, msgspec.DecodeError):
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     return FINAL
 
 
-def _arguments(order: Order, settings: Configuration) -> tuple[Any, ...]:
+def _arguments(order: LaunchSpec, settings: Configuration) -> tuple[Any, ...]:
     """What the part's `serve` takes."""
     bus, ready = settings.part(BusConfig), Path(order.ready)
     if order.credentials is not None:

@@ -8,7 +8,7 @@ import msgspec
 PartName = Literal["router", "tracker", "planner", "rank", "simulated"]
 
 
-class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
+class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """Which rank of which incarnation of an engine a process is; a simulated engine's is all of them, and called 0."""
 
     engine: str
@@ -21,7 +21,7 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
     """worker_id of the incarnation before, which is dead"""
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What `python -m deploy` gets as its one argument, as JSON."""
 
     part: PartName
@@ -39,7 +39,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """listening socket of this process alone, where several share a port"""
     bus: bool = True
     """False: a router before plain servers only, without NATS"""
-    rank: RankOrder | None = None
+    rank: RankLaunch | None = None
     credentials: str | None = None
     """file with the login of this process on NATS; None: as the configuration says"""
 

@@ -19,7 +19,7 @@ from typing import Any
 import uvloop
 
 from deploy.descriptors import raise_limit
-from deploy.telemetry.log_writer import Bare, JsonLines, LogFile, LogWriter
+from deploy.telemetry.log_writer import JsonFormatter, LogFile, LogWriter, PlainFormatter
 from fleet.redaction import without_secrets
 
 FAILURE = 1
@@ -48,7 +48,7 @@ def set_up_logging(level: str, form: str = "text", access_log: str = "-") -> Non
     # What no line shows need not be looked up for each of them.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     lines = LogWriter(STDERR, _told_of_drops)
-    lines.setFormatter(JsonLines() if form == "json" else WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    lines.setFormatter(JsonFormatter() if form == "json" else WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[lines])
     access = logging.getLogger(ACCESS)
     access.propagate = False
@@ -60,7 +60,7 @@ def set_up_logging(level: str, form: str = "text", access_log: str = "-") -> Non
         return f'{{"dropped_lines":{dropped}}}'
 
     requests = LogWriter(STDOUT, notice) if access_log == "-" else LogFile(Path(access_log), notice)
-    requests.setFormatter(Bare())
+    requests.setFormatter(PlainFormatter())
     access.addHandler(requests)
 
 

@@ -13,10 +13,10 @@ from typing import Any
 PAGE = Path(__file__).parent / "handover.md"
 sys.path.insert(0, str(PAGE.parents[1]))
 
-from fleet.handover import CELL, CONDUCTING, RANK, Cell, Conducting, RankState  # noqa: E402 the repository need not be installed
+from fleet.handover import CELL, CONDUCTING, RANK, Cell, CoordinatorState, RankState  # noqa: E402 the repository need not be installed
 
 TABLES: dict[str, tuple[Mapping[tuple[Any, Any], Any], StrEnum]] = {
-    "coordinator": (CONDUCTING, Conducting.IDLE),
+    "coordinator": (CONDUCTING, CoordinatorState.IDLE),
     "rank": (RANK, RankState.SERVING),
     "cell": (CELL, Cell.FREE),
 }

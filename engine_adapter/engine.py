@@ -41,7 +41,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RankLoad:
     """One rank's load now."""
 
     running: int
@@ -67,7 +67,7 @@ class Activations:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sent:
+class DispatchCounts:
     """Where the tokens of this rank's requests were sent in some steps of one epoch, and what this rank served. A step counts when it is over.
 
     Arrays are float64 [layers], sums over the steps; layers that are sharded have zeros.
@@ -93,11 +93,11 @@ class Sent:
     communication_seconds: float | None = None
     """of `step_seconds`: spent sending to other ranks and waiting for them; None: the engine cannot tell"""
 
-    def with_more(self, more: "Sent") -> "Sent":
+    def with_more(self, more: "DispatchCounts") -> "DispatchCounts":
         """These steps and those, which are of the same epoch; ValueError when they are not."""
         if more.epoch != self.epoch:
             raise ValueError(f"what was sent in epoch {more.epoch} does not add to that of epoch {self.epoch}")
-        return Sent(
+        return DispatchCounts(
             epoch=self.epoch,
             steps=self.steps + more.steps,
             step_seconds=self.step_seconds + more.step_seconds,
@@ -146,18 +146,18 @@ class EndedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class RankFacts:
     """Everything that happened on a rank since the last `take_facts`, in order."""
 
     kv: tuple[KvChange | Literal["cleared"], ...]
     """stored and removed blocks in order; the string "cleared" when all are gone"""
-    load: Load
+    load: RankLoad
     activations: Activations | None
     ended: tuple[EndedRequest, ...] = ()
     """requests that ended, in order; bounded in bytes"""
     ended_lost: int = 0
     """older ones that had to be let go before they were taken"""
-    sent: tuple[Sent, ...] = ()
+    sent: tuple[DispatchCounts, ...] = ()
     """where tokens were sent, one per epoch that was served meanwhile, in order; empty: there was no step"""
 
 
@@ -263,7 +263,7 @@ class Engine(Protocol):
         """Return when there is something new to take (soon after, not at, every step)."""
         ...
 
-    def take_facts(self) -> Facts:
+    def take_facts(self) -> RankFacts:
         """Drain what happened. Cheap: called up to some twenty times a second."""
         ...
 

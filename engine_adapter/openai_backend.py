@@ -13,7 +13,7 @@ from typing import Never
 import aiohttp
 import msgspec
 
-from engine_adapter.engine import EngineDescription, EngineFailed, Facts, Load
+from engine_adapter.engine import EngineDescription, EngineFailed, RankFacts, RankLoad
 from fleet.blocks import BLOCK_SIZE
 from fleet.events import Capabilities
 from fleet.experts import ModelShape
@@ -22,14 +22,14 @@ from fleet.redaction import without_secrets
 
 MOST_BYTES = 1024 * 1024
 """of a list of models; a longer answer is no list of models"""
-IDLE = Load(running=0, waiting=0, prefill_tokens=0, decode_blocks=0, used_blocks=0)
+IDLE = RankLoad(running=0, waiting=0, prefill_tokens=0, decode_blocks=0, used_blocks=0)
 """stands where nothing is known; never published, since the load capability is off"""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlainConfig:
+class BackendAgentConfig:
     """Where the server is and how patiently it is watched. ValueError names the setting that is out of range."""
 
     url: str
@@ -90,10 +90,10 @@ class _Models(msgspec.Struct, frozen=True):
     data: tuple[_Model, ...]
 
 
-class PlainEngine:
+class BackendAgent:
     """One server. `start` looks once; `run` watches it until it stays away."""
 
-    def __init__(self, config: PlainConfig) -> None:
+    def __init__(self, config: BackendAgentConfig) -> None:
         self._config = config
         self._description: EngineDescription | None = None
 
@@ -135,8 +135,8 @@ class PlainEngine:
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
-    def take_facts(self) -> Facts:
-        return Facts(kv=(), load=IDLE, activations=None)
+    def take_facts(self) -> RankFacts:
+        return RankFacts(kv=(), load=IDLE, activations=None)
 
     async def run(self) -> None:
         """Watch the server; EngineFailed when it leaves several probes in a row unanswered."""

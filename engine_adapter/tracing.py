@@ -8,7 +8,7 @@ are made after the fact, from the moments the step thread noted anyway, so that 
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from engine_adapter.serving.generation import Outcome
+from engine_adapter.serving.generation import GenerationOutcome
 
 Attributes = dict[str, str | int]
 
@@ -21,7 +21,7 @@ class EngineTracing:
         self._propagator = TraceContextTextMapPropagator()
         self._about: Attributes = {"roost.engine": engine, "roost.rank": rank, "gen_ai.request.model": model}
 
-    def record(self, traceparent: str | None, outcome: Outcome | None) -> None:
+    def record(self, traceparent: str | None, outcome: GenerationOutcome | None) -> None:
         """Say how a request spent its time, as far as it came: `roost.outcome` is on the span in which it ended.
 
         Nothing happens without a `traceparent` or an outcome (the engine never had the request), or when nobody records.
@@ -60,7 +60,7 @@ class HandoverTracing:
         span.end()
 
 
-def _stages(outcome: Outcome) -> tuple[tuple[str, int, int, Attributes], ...]:
+def _stages(outcome: GenerationOutcome) -> tuple[tuple[str, int, int, Attributes], ...]:
     """(name, begin, end, attributes) of the three stages; end 0: the request ended in this one."""
     moments = outcome.moments
     queue: Attributes = {"roost.preemptions": outcome.preemptions}
@@ -73,7 +73,7 @@ def _stages(outcome: Outcome) -> tuple[tuple[str, int, int, Attributes], ...]:
     )
 
 
-def _end(span: trace.Span, outcome: Outcome) -> None:
+def _end(span: trace.Span, outcome: GenerationOutcome) -> None:
     span.set_attribute("roost.outcome", outcome.reason)
     if outcome.reason == "failed":
         span.set_attribute("error.type", type(outcome.failure).__name__)

@@ -49,7 +49,7 @@ def numbered(names: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
 
-class Held(NamedTuple):
+class LocalReplicas(NamedTuple):
     """What is in the slots of a placement, shaped such that arrays [layers, slots] may be made with them."""
 
     layer: NDArray[np.intp]
@@ -64,7 +64,7 @@ class Held(NamedTuple):
     """ranks, experts"""
 
     @classmethod
-    def of(cls, placement: Placement) -> "Held":
+    def of(cls, placement: Placement) -> "LocalReplicas":
         layers, slots = placement.expert_of_slot.shape
         expert = np.maximum(placement.expert_of_slot, 0).astype(np.intp)
         rank = (np.arange(slots) // placement.slots_per_rank)[None]
@@ -94,7 +94,7 @@ class Flows(NamedTuple):
 def flows(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) -> Flows:
     """Expected pairs of each slot. demand: [ranks, layers, experts] pairs (any unit) by the rank their requests live on."""
     ranks, layers, experts = demand.shape
-    held = Held.of(placement)
+    held = LocalReplicas.of(placement)
     keep, spill, claim = _parts(placement)
     kept = demand[held.rank, held.layer, held.expert] * keep
     if not placement.split.near.any():
@@ -121,7 +121,7 @@ def loads(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) ->
 
 def served_by(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) -> Table:
     """float64 [layers, ranks, ranks]: expected pairs that each rank (first) serves of each rank's tokens (second). Arguments as of `flows`."""
-    held, parts = Held.of(placement), onward(placement, node)
+    held, parts = LocalReplicas.of(placement), onward(placement, node)
     kept = demand[held.rank, held.layer, held.expert] * _parts(placement)[0]
     found = np.empty((placement.layers, placement.ranks, placement.ranks))
     for layer, here in enumerate(found):
@@ -143,7 +143,7 @@ def onward(placement: Placement, node: NDArray[np.intp]) -> Table:
     _, spill, claim = _parts(placement)
     if not placement.split.near.any():
         return spill[None]
-    held, experts = Held.of(placement), placement.experts
+    held, experts = LocalReplicas.of(placement), placement.experts
     nodes, own = int(node.max()) + 1, node[held.rank]
     claimed = _sums(claim, own * experts + held.expert, nodes * experts).reshape(-1, nodes, experts)
     most = np.maximum(claimed, 1.0)
@@ -153,7 +153,7 @@ def onward(placement: Placement, node: NDArray[np.intp]) -> Table:
 
 def shares(placement: Placement, home: int, node: NDArray[np.intp]) -> Table:
     """float64 [layers, slots]: the part of what rank `home` wants of a slot's expert that this slot serves; over an expert's slots they add up to 1."""
-    held, parts = Held.of(placement), onward(placement, node)
+    held, parts = LocalReplicas.of(placement), onward(placement, node)
     own = slice(home * placement.slots_per_rank, (home + 1) * placement.slots_per_rank)
     keep = _parts(placement)[0][:, own]
     kept = _sums(keep, held.expert[:, own], placement.experts)
@@ -168,7 +168,7 @@ def own_part(placement: Placement, node: NDArray[np.intp]) -> Table:
     keep = np.asarray(placement.split.keep / FULL)
     if placement.keeps_all:
         return keep
-    parts, rank = onward(placement, node), Held.of(placement).rank[0]
+    parts, rank = onward(placement, node), LocalReplicas.of(placement).rank[0]
     back = parts[np.minimum(node[rank], len(parts) - 1), :, np.arange(len(rank))].T
     return np.asarray(keep + (1.0 - keep) * back)
 

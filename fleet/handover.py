@@ -5,7 +5,7 @@ Theory
 A handover is a two-phase commit among the ranks of one engine, conducted by the coordinator (the leading migration service), where the
 second phase ends in a *flip*: all ranks serve the new epoch from one and the same step on.
 
-1. The coordinator makes the handover durable (`Conducting.PROPOSING`, by compare-and-set on the engine's key), then proposes it to every
+1. The coordinator makes the handover durable (`CoordinatorState.PROPOSING`, by compare-and-set on the engine's key), then proposes it to every
    rank. A rank pulls the experts it lacks into free cells, compares checksums, and says `staged`. Nothing that is served has changed.
 2. When every rank has staged, the coordinator makes that durable too (PROPOSING -> COMMITTING, by compare-and-set on the same revision). This
    is *the decision*. Before it, any coordinator may give the handover up; after it, nobody may. One that was replaced meanwhile loses the
@@ -45,7 +45,7 @@ from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
 
-class Conducting(StrEnum):
+class CoordinatorState(StrEnum):
     """Where the coordinator is with one engine; what is stored under the engine's key."""
 
     IDLE = "idle"
@@ -54,7 +54,7 @@ class Conducting(StrEnum):
     ABORTING = "aborting"
 
 
-class Cue(StrEnum):
+class CoordinatorEvent(StrEnum):
     """What moves the coordinator."""
 
     BEGIN = "begin"
@@ -67,15 +67,15 @@ class Cue(StrEnum):
     """the life that the handover is for is over: it said so, or another has joined under the engine's name. Silence is no proof"""
 
 
-CONDUCTING: Mapping[tuple[Conducting, Cue], Conducting] = {
-    (Conducting.IDLE, Cue.BEGIN): Conducting.PROPOSING,
-    (Conducting.PROPOSING, Cue.ALL_STAGED): Conducting.COMMITTING,
-    (Conducting.PROPOSING, Cue.FAILED): Conducting.ABORTING,
-    (Conducting.PROPOSING, Cue.ENGINE_GONE): Conducting.IDLE,
-    (Conducting.COMMITTING, Cue.ALL_SERVING): Conducting.IDLE,
-    (Conducting.COMMITTING, Cue.ENGINE_GONE): Conducting.IDLE,
-    (Conducting.ABORTING, Cue.ALL_ABORTED): Conducting.IDLE,
-    (Conducting.ABORTING, Cue.ENGINE_GONE): Conducting.IDLE,
+CONDUCTING: Mapping[tuple[CoordinatorState, CoordinatorEvent], CoordinatorState] = {
+    (CoordinatorState.IDLE, CoordinatorEvent.BEGIN): CoordinatorState.PROPOSING,
+    (CoordinatorState.PROPOSING, CoordinatorEvent.ALL_STAGED): CoordinatorState.COMMITTING,
+    (CoordinatorState.PROPOSING, CoordinatorEvent.FAILED): CoordinatorState.ABORTING,
+    (CoordinatorState.PROPOSING, CoordinatorEvent.ENGINE_GONE): CoordinatorState.IDLE,
+    (CoordinatorState.COMMITTING, CoordinatorEvent.ALL_SERVING): CoordinatorState.IDLE,
+    (CoordinatorState.COMMITTING, CoordinatorEvent.ENGINE_GONE): CoordinatorState.IDLE,
+    (CoordinatorState.ABORTING, CoordinatorEvent.ALL_ABORTED): CoordinatorState.IDLE,
+    (CoordinatorState.ABORTING, CoordinatorEvent.ENGINE_GONE): CoordinatorState.IDLE,
 }
 
 
@@ -171,7 +171,7 @@ class IllegalMove(Exception):
     """An event that a state does not allow; the text names role, state and event."""
 
 
-_ROLES: Mapping[type[StrEnum], str] = {Conducting: "coordinator", RankState: "rank", Cell: "cell"}
+_ROLES: Mapping[type[StrEnum], str] = {CoordinatorState: "coordinator", RankState: "rank", Cell: "cell"}
 
 State = TypeVar("State", bound=StrEnum)
 Happening = TypeVar("Happening", bound=StrEnum)
@@ -186,7 +186,7 @@ def moved(table: Mapping[tuple[State, Happening], State], state: State, event: H
     return after
 
 
-class Verdict(StrEnum):
+class CommandVerdict(StrEnum):
     """What a rank does with a command. Only TAKE changes anything but the highest token (`heard`); to REPEAT it says again where it is."""
 
     TAKE = "take"
@@ -203,7 +203,7 @@ class Verdict(StrEnum):
     """commit before it was staged, or abort after the commit"""
 
 
-class Standing(NamedTuple):
+class ProtocolState(NamedTuple):
     """All that a rank remembers of the protocol."""
 
     state: RankState
@@ -219,74 +219,74 @@ class Standing(NamedTuple):
     """number of the last one that was flipped to"""
 
 
-def is_open(rank: Standing, handover: int) -> bool:
+def is_open(rank: ProtocolState, handover: int) -> bool:
     """Whether this handover is open here. It goes before the question what is over: an abort that came for a later one concludes that one alone."""
     return rank.state is not RankState.SERVING and handover == rank.handover
 
 
-def heard(rank: Standing, token: int) -> Standing:
+def heard(rank: ProtocolState, token: int) -> ProtocolState:
     """After any command, whatever became of it: the highest token seen counts, also when the command brought nothing new."""
     return rank if token <= rank.token else rank._replace(token=token)
 
 
-def heed_propose(rank: Standing, token: int, handover: int, epoch: int) -> Verdict:
+def heed_propose(rank: ProtocolState, token: int, handover: int, epoch: int) -> CommandVerdict:
     """What becomes of a proposal. epoch: the one it makes."""
     if token < rank.token:
-        return Verdict.FENCED
+        return CommandVerdict.FENCED
     if is_open(rank, handover):
-        return Verdict.REPEAT
+        return CommandVerdict.REPEAT
     if handover <= rank.concluded:
-        return Verdict.PAST
+        return CommandVerdict.PAST
     if rank.state is not RankState.SERVING:
-        return Verdict.BUSY
-    return Verdict.TAKE if epoch == rank.served + 1 else Verdict.PAST
+        return CommandVerdict.BUSY
+    return CommandVerdict.TAKE if epoch == rank.served + 1 else CommandVerdict.PAST
 
 
-def heed_commit(rank: Standing, token: int, handover: int) -> Verdict:
+def heed_commit(rank: ProtocolState, token: int, handover: int) -> CommandVerdict:
     """What becomes of a commit."""
     if token < rank.token:
-        return Verdict.FENCED
+        return CommandVerdict.FENCED
     if is_open(rank, handover):
-        return {RankState.STAGED: Verdict.TAKE, RankState.READY: Verdict.REPEAT}.get(rank.state, Verdict.PREMATURE)
+        return {RankState.STAGED: CommandVerdict.TAKE, RankState.READY: CommandVerdict.REPEAT}.get(rank.state, CommandVerdict.PREMATURE)
     if handover == rank.flipped:
-        return Verdict.REPEAT
-    return Verdict.PAST if handover <= rank.concluded else Verdict.UNKNOWN
+        return CommandVerdict.REPEAT
+    return CommandVerdict.PAST if handover <= rank.concluded else CommandVerdict.UNKNOWN
 
 
-def heed_abort(rank: Standing, token: int, handover: int) -> Verdict:
+def heed_abort(rank: ProtocolState, token: int, handover: int) -> CommandVerdict:
     """What becomes of an abort. One of a handover that was never proposed here is taken too: its proposal may still come, and must find it over."""
     if token < rank.token:
-        return Verdict.FENCED
+        return CommandVerdict.FENCED
     if is_open(rank, handover):
-        return Verdict.PREMATURE if rank.state is RankState.READY else Verdict.TAKE
+        return CommandVerdict.PREMATURE if rank.state is RankState.READY else CommandVerdict.TAKE
     if handover <= rank.concluded:
-        return Verdict.PREMATURE if handover == rank.flipped else Verdict.REPEAT
-    return Verdict.TAKE
+        return CommandVerdict.PREMATURE if handover == rank.flipped else CommandVerdict.REPEAT
+    return CommandVerdict.TAKE
 
 
-def proposed(rank: Standing, token: int, handover: int) -> Standing:
+def proposed(rank: ProtocolState, token: int, handover: int) -> ProtocolState:
     """After a proposal that was taken."""
     return rank._replace(state=moved(RANK, rank.state, RankEvent.PROPOSE), token=token, handover=handover)
 
 
-def staged(rank: Standing, *, failed: bool = False) -> Standing:
+def staged(rank: ProtocolState, *, failed: bool = False) -> ProtocolState:
     """After everything was pulled and verified, or could not be."""
     return rank._replace(state=moved(RANK, rank.state, RankEvent.FAILED if failed else RankEvent.STAGED))
 
 
-def committed(rank: Standing, token: int) -> Standing:
+def committed(rank: ProtocolState, token: int) -> ProtocolState:
     """After a commit that was taken: ready."""
     return rank._replace(state=moved(RANK, rank.state, RankEvent.COMMIT), token=token)
 
 
-def flipped(rank: Standing) -> Standing:
+def flipped(rank: ProtocolState) -> ProtocolState:
     """After the step at which all ranks went over."""
     state = moved(RANK, rank.state, RankEvent.FLIPPED)
     concluded = max(rank.concluded, rank.handover)
     return rank._replace(state=state, served=rank.served + 1, handover=0, concluded=concluded, flipped=rank.handover)
 
 
-def aborted(rank: Standing, token: int, handover: int) -> Standing:
+def aborted(rank: ProtocolState, token: int, handover: int) -> ProtocolState:
     """After an abort that was taken, of the open handover or of one that has not come yet."""
     concluded = max(rank.concluded, handover)
     if handover != rank.handover:

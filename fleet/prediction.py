@@ -106,7 +106,7 @@ class Tables:
         return [1.0 / max(share, LEAST_SHARE) if share > 0 else 0.0 for share in self.shares.tolist()]
 
 
-class Known(NamedTuple):
+class SourceEvidence(NamedTuple):
     """What the sources say of one request. ratios: float32 [sources, K]; evidence: tokens behind each; blocks: length of the known prefix;
     hash: of its last block, 0 without; looked_up: prompt tokens that were read from the token table."""
 
@@ -121,7 +121,7 @@ class Prediction(NamedTuple):
     """weights: float32 [K]. reliabilities: by source, as `Tables` has them."""
 
     weights: Weights
-    known: Known
+    known: SourceEvidence
     reliabilities: list[float]
 
     @property
@@ -175,7 +175,7 @@ def pattern(evidence: Sequence[float]) -> int:
     return found
 
 
-def know(tables: Tables, query: Query) -> Known:
+def know(tables: Tables, query: Query) -> SourceEvidence:
     """Ask every source."""
     ratios = np.zeros((len(SOURCES), len(tables.shares)), np.float32)
     evidence = [0.0] * len(SOURCES)
@@ -194,7 +194,7 @@ def know(tables: Tables, query: Query) -> Known:
     if len(ids) and len(tables.tokens):
         evidence[TOKENS] = len(ids)
         ratios[TOKENS] = _INDEPENDENT[len(ids)] @ _rows_of(tables.tokens, ids)
-    return Known(ratios, tuple(evidence), blocks, last, looked_up)
+    return SourceEvidence(ratios, tuple(evidence), blocks, last, looked_up)
 
 
 def longest_known(blocks: Mapping[int, bytes], prefix: Sequence[int], guess: int = 0) -> tuple[int, bytes | None]:

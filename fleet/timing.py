@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.dispatch import Held, onward, own_part
+from fleet.dispatch import LocalReplicas, onward, own_part
 from fleet.placement import EMPTY, FULL, Placement
 
 Seconds = NDArray[np.float64]
@@ -155,7 +155,7 @@ class _Masses:
     """What ranks send to each rank, of profiles."""
 
     def __init__(self, placement: Placement, node: NDArray[np.intp]) -> None:
-        self._held = Held.of(placement)
+        self._held = LocalReplicas.of(placement)
         self._ranks = placement.ranks
         self._onward = onward(placement, node)
         self._which = np.minimum(node, len(self._onward) - 1)
@@ -205,7 +205,7 @@ def expected_local_share(profile: NDArray[Any], placement: Placement, node: NDAr
     """Expected share of routed pairs that the home rank serves itself, mean over layers: float64 [..., ranks]. Arguments as above."""
     layers, experts = placement.layers, placement.experts
     wanted = np.asarray(profile, np.float64).reshape(-1, layers, experts)
-    held, own = Held.of(placement), own_part(placement, node)
+    held, own = LocalReplicas.of(placement), own_part(placement, node)
     local = np.zeros((len(wanted), placement.ranks))
     for layer in range(boundary, layers):
         local += wanted[:, layer] @ held.by_rank(own[layer], layer).T

@@ -16,7 +16,7 @@ from concurrent.futures import Executor
 from bus import Bus, BusError, Received, Subscription
 from bus.claims import LeaseTaken
 from bus.joins import holds_its_name, vouched
-from bus.protocol.sequence import Order, Sequences
+from bus.protocol.sequence import MessageOrder, Sequences
 from bus.protocol.subjects import Subjects
 from fleet.events import (
     ClustersPublished,
@@ -36,19 +36,19 @@ from fleet.events import (
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from migration.config import MigrationConfig
-from migration.control_loop.controller import Autopilot
-from migration.engine_state.demand_windows import Watch
-from migration.engine_state.placement_registry import Entry, Fault, Ledger, Refused
-from migration.engine_state.unknown_engines import Strangers
-from migration.execution.executor import Conductor
-from migration.execution.leader_lease import Leadership
-from migration.loop_state.dispatch_windows import Measured
+from migration.control_loop.controller import Controller
+from migration.engine_state.demand_windows import DemandWindows
+from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementFault, PlacementRegistry
+from migration.engine_state.unknown_engines import UnknownEngines
+from migration.execution.executor import PlanExecutor
+from migration.execution.leader_lease import LeaderLease
+from migration.loop_state.dispatch_windows import DispatchWindows
 from migration.model.move_history import retraced
 from migration.reload import refused, reloaded
-from migration.requests.operator_commands import Requests
-from migration.requests.plan_queries import Inquiries
+from migration.requests.operator_commands import OperatorCommands
+from migration.requests.plan_queries import PlanQueries
 from migration.telemetry.metrics import MigrationMetrics
-from migration.telemetry.tracing import Tracing
+from migration.telemetry.tracing import MigrationTracing
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class MigrationService:
     One such service of a namespace leads (`migration.execution.leader_lease`); others wait, and are `ready` as well. It records each incarnation's first epoch
     exactly once, also across its own restarts, because it reads the log before it writes and again whenever it does not know whether a write arrived.
 
-    clock: seconds that never go back. thinking: see `Inquiries`.
+    clock: seconds that never go back. thinking: see `PlanQueries`.
     """
 
     def __init__(
@@ -74,26 +74,26 @@ class MigrationService:
     ) -> None:
         self.ready = asyncio.Event()
         self.metrics = MigrationMetrics()
-        self.ledger = Ledger(config.most_incarnations)
-        self.watch = Watch(config)
-        self.measured = Measured(config)
+        self.ledger = PlacementRegistry(config.most_incarnations)
+        self.watch = DemandWindows(config)
+        self.measured = DispatchWindows(config)
         self._bus = bus
         self._subjects = subjects
         self._config = config
         self._clock = clock
         self._instance = secrets.randbits(64)
         """identity of this process, for the audit of its settings"""
-        self._inquiries = Inquiries(self.ledger, self.watch, config, self.metrics, clock, self._trust, thinking)
+        self._inquiries = PlanQueries(self.ledger, self.watch, config, self.metrics, clock, self._trust, thinking)
         self._sequences = Sequences()
-        self._strangers = Strangers()
+        self._strangers = UnknownEngines()
         self._joining = asyncio.Lock()
         """held while somebody joins or leaves: both the log and an engine that was asked may say so, and it is recorded once"""
-        self._warned: dict[Fault, float] = {}
+        self._warned: dict[PlacementFault, float] = {}
         """when the log last told of a refusal"""
-        self._autopilot: Autopilot | None = None
+        self._autopilot: Controller | None = None
         """while we lead"""
-        self._lead = Leadership(bus, subjects.coordinator, config.lease_seconds, clock)
-        self._tracing = Tracing.create()
+        self._lead = LeaderLease(bus, subjects.coordinator, config.lease_seconds, clock)
+        self._tracing = MigrationTracing.create()
 
     async def run(self) -> None:
         """Wait for the lead; read, then follow. BusError when the bus cannot be reached at the start."""
@@ -116,7 +116,7 @@ class MigrationService:
     async def _leading(self) -> None:
         """Until cancelled. LeaseTaken, in a group, once another service leads."""
         subjects, conductor = self._subjects, self._conductor()
-        requests = Requests(self._bus, subjects, self.ledger, self.watch, conductor)
+        requests = OperatorCommands(self._bus, subjects, self.ledger, self.watch, conductor)
         autopilot = self._autopilot = self._pilots(conductor, requests)
         async with (
             self._bus.subscribe(subjects.demand, subjects.kv_metrics) as heard,
@@ -154,11 +154,11 @@ class MigrationService:
                 self.ready.set()
                 await asyncio.get_running_loop().create_future()
 
-    def _conductor(self) -> Conductor:
-        return Conductor(self._bus, self._subjects, self._config, self.ledger, self.metrics, self._lead, self._recorded, self._clock, self._tracing)
+    def _conductor(self) -> PlanExecutor:
+        return PlanExecutor(self._bus, self._subjects, self._config, self.ledger, self.metrics, self._lead, self._recorded, self._clock, self._tracing)
 
-    def _pilots(self, conductor: Conductor, requests: Requests) -> Autopilot:
-        return Autopilot(
+    def _pilots(self, conductor: PlanExecutor, requests: OperatorCommands) -> Controller:
+        return Controller(
             self._bus,
             self._subjects,
             self._config,
@@ -253,16 +253,16 @@ class MigrationService:
                 return False
             try:
                 if not isinstance(answer, EngineJoined) or (answer.engine, answer.worker_id) != (engine, worker_id):
-                    raise Refused(Fault.CONTRADICTION, "it says that it is somebody else")  # noqa: TRY301
+                    raise InvalidPlacementEvent(PlacementFault.CONTRADICTION, "it says that it is somebody else")  # noqa: TRY301
                 logger.info("engine %s (worker %d) is there, though the log does not say so any more", engine, worker_id)
                 await self._joined(answer)
-            except Refused as refusal:
+            except InvalidPlacementEvent as refusal:
                 self.metrics.rejected(refusal.fault.value)
                 logger.warning("worker %d of engine %s cannot be used as it describes itself: %s", worker_id, engine, refusal)
             self._counted()
         return self.ledger.present(engine)
 
-    async def _retrace(self, entries: Iterable[Entry]) -> None:
+    async def _retrace(self, entries: Iterable[EngineEntry]) -> None:
         """What was moved lately, from the log."""
         lives: dict[int, list[tuple[Placement, str | None, float]]] = {entry.worker_id: [] for entry in entries}
         now, wall = self._clock(), time.time()
@@ -288,7 +288,7 @@ class MigrationService:
                 self._committed(received.message)
             else:
                 self._refuse(received, "kind", "is no PlacementCommitted")
-        except Refused as refusal:
+        except InvalidPlacementEvent as refusal:
             self._refuse(received, refusal.fault.value, str(refusal))
         self.metrics.serving(self.ledger.engines())
 
@@ -301,7 +301,7 @@ class MigrationService:
         """An epoch that we have made, or found in the log."""
         try:
             self._committed(committed)
-        except Refused as refusal:
+        except InvalidPlacementEvent as refusal:
             self.metrics.rejected(refusal.fault.value)
             logger.warning("epoch %d of engine %s: %s", committed.placement.epoch, committed.engine, refusal)
         self.metrics.serving(self.ledger.engines())
@@ -314,7 +314,7 @@ class MigrationService:
                 case EngineJoined() as joined:
                     try:
                         await self._joined(joined)
-                    except Refused as refusal:
+                    except InvalidPlacementEvent as refusal:
                         self._refuse(received, refusal.fault.value, str(refusal))
                 case EngineLeft() as left:
                     self.ledger.left(left.worker_id)
@@ -377,19 +377,19 @@ class MigrationService:
     async def _listen(self, heard: Subscription) -> None:
         async for received in heard:
             verdict = self._sequences.observe(received.publisher_id, received.sequence)
-            if verdict.order is Order.GAP:
+            if verdict.order is MessageOrder.GAP:
                 self.metrics.lost.inc(verdict.missing)
             if not verdict.fresh:
                 continue
             try:
                 await self._hear(received)
-            except Refused as refusal:
+            except InvalidPlacementEvent as refusal:
                 self._refuse_often(received, refusal)
 
     async def _hear(self, received: Received) -> None:
         """One fact. Refused when it cannot be used."""
         if isinstance(sent := received.message, DispatchMeasured) and self.ledger.engine_of(sent.worker_id) not in (None, sent.engine):
-            raise Refused(Fault.CONTRADICTION, f"engine {sent.engine!r} measured what another one sent")
+            raise InvalidPlacementEvent(PlacementFault.CONTRADICTION, f"engine {sent.engine!r} measured what another one sent")
         match received.message:
             case DemandPublished() as demand:
                 self.watch.demand(demand, self._clock())
@@ -408,10 +408,10 @@ class MigrationService:
         try:
             clusters = await asyncio.to_thread(ClusterModel.from_record, published.record)
         except ValueError as error:
-            raise Refused(Fault.CLUSTERS, f"clusters of model {published.model!r}: {error}") from error
+            raise InvalidPlacementEvent(PlacementFault.CLUSTERS, f"clusters of model {published.model!r}: {error}") from error
         self.watch.clusters(published.model, clusters)
 
-    def _refuse_often(self, received: Received, refusal: Refused) -> None:
+    def _refuse_often(self, received: Received, refusal: InvalidPlacementEvent) -> None:
         """Counted always; in the log now and then, whoever it is that says so much nonsense."""
         self.metrics.rejected(refusal.fault.value)
         now = self._clock()
@@ -432,5 +432,5 @@ class MigrationService:
                 answer = await self._bus.request(self._subjects.describe_profile, DescribeClusters(model=model), _ANSWER_SECONDS)
                 if isinstance(answer, ClustersPublished):
                     await self._clusters(answer)
-            except (BusError, Refused) as error:
+            except (BusError, InvalidPlacementEvent) as error:
                 logger.debug("no clusters of model %s: %s", model, error)

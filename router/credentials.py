@@ -14,7 +14,7 @@ from router.http.asgi_response import Headers
 
 
 @dataclass(frozen=True, slots=True)
-class Credentials:
+class RouterCredentials:
     """clients: None, no key is needed. backend_key: sent to plain servers; fleet: to Roost's own ranks. No
     secret is in its text form."""
 
@@ -25,7 +25,7 @@ class Credentials:
     """of the [backends.NAME] with a key file of their own, by base URL"""
 
     @classmethod
-    def read(cls, config: RouterConfig) -> "Credentials":
+    def read(cls, config: RouterConfig) -> "RouterCredentials":
         """OSError, or ValueError that names the file, when one of them cannot be used."""
         return cls(
             None if config.api_key_file is None else _client_keys(Path(config.api_key_file), config),
@@ -59,7 +59,7 @@ class Credentials:
         found = TRUSTED if self.clients is None else self.clients.caller(authorization)
         return frozenset() if found is None else found.rights
 
-    def changes(self, new: "Credentials") -> dict[str, tuple[str, str]]:
+    def changes(self, new: "RouterCredentials") -> dict[str, tuple[str, str]]:
         """By setting, what its file held and what it holds in `new`, where that differs; without any
         secret."""
         changed = {}

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Chores(Generic[Key]):
+class KeyedQueue(Generic[Key]):
     """Asking again for a key that waits already changes nothing. `refused` counts keys that found no room."""
 
     def __init__(self, limit: int) -> None:

@@ -6,7 +6,7 @@ import os
 _FETCHED_BYTES = 4096
 
 
-class SystemBytes:
+class SecureRandom:
     """State: fetched bytes that were not given out yet. Each byte is given out once; a copy of the object (by a
     fork) would give the same ones."""
 

@@ -20,37 +20,37 @@ from fleet.events import ConfigChanged
 from router.admission.retry_budget import RetryBudget
 from router.bodies.reader import BodyReader
 from router.config import RouterConfig
-from router.credentials import Credentials
-from router.feedback.decision_feedback import Hindsight
-from router.feedback.outcome_reporter import Outcomes
-from router.feedback.routed_experts_reporter import ForeignReports
-from router.fleet_state.booking_replication import Word
-from router.fleet_state.engine_state import Standing
+from router.credentials import RouterCredentials
+from router.feedback.decision_feedback import DecisionFeedback
+from router.feedback.outcome_reporter import OutcomeReporter
+from router.feedback.routed_experts_reporter import RoutedExpertsReporter
+from router.fleet_state.booking_replication import BookingMessage
+from router.fleet_state.engine_state import EngineStatus
 from router.fleet_state.reservations import Booking, Reservations
 from router.fleet_state.target_table import RankKey
-from router.fleet_state.view import View
-from router.foreign_api.routed_experts_parser import Tap, Usage
+from router.fleet_state.view import FleetView
+from router.foreign_api.routed_experts_parser import RoutedExpertsParser, TokenUsage
 from router.http.body_budget import BodyBudget
-from router.openai_api.completion_state import Failure
-from router.prefix_index.approximate_index import Prefixes
-from router.prefix_index.block_index import Holders
-from router.prefix_index.kv_event_index import KvIndex
+from router.openai_api.completion_state import AttemptFailure
+from router.prefix_index.approximate_index import ApproximateIndex
+from router.prefix_index.block_index import BlockIndex
+from router.prefix_index.kv_event_index import KvEventIndex
 from router.prefix_index.prompt import Prompt
 from router.reload import refused, reloaded
 from router.scheduling.decision import Decision
-from router.scheduling.external_reservations import ReleaseRecord, Reserved
-from router.scheduling.scheduler import FIRST_TRY, Lap, Need, Picker, Try
-from router.secure_random import SystemBytes
-from router.sync.fleet_subscriber import Feeds
-from router.sync.peer_routers import Peers
-from router.sync.readiness import Warmup
+from router.scheduling.external_reservations import ExternalReservations, ReleaseRecord
+from router.scheduling.scheduler import FIRST_TRY, Attempt, Lap, RoutingRequest, Scheduler
+from router.secure_random import SecureRandom
+from router.sync.fleet_subscriber import FleetSubscriber
+from router.sync.peer_routers import PeerRouters
+from router.sync.readiness import Readiness
 from router.telemetry.metrics import RouterMetrics
-from router.telemetry.request_log import Exchange
+from router.telemetry.request_log import RequestLog
 from router.tokenization.tokenizer import ModelTokenizer
-from router.tokenization.tokenizer_registry import Lexicon
+from router.tokenization.tokenizer_registry import TokenizerRegistry
 from router.upstream.rank_client import Upstream
-from router.upstream.static_backends import PlainBackends
-from router.wait_queue import WaitingRoom
+from router.upstream.static_backends import StaticBackends
+from router.wait_queue import WaitQueue
 
 log = logging.getLogger(__name__)
 
@@ -84,42 +84,44 @@ class RouterService:
         self.started_at = int(time.time())
         self.metrics = RouterMetrics()
         self.upstream = Upstream(config)
-        self._use(Credentials.read(config))
+        self._use(RouterCredentials.read(config))
         self._chance = random.Random() if chance is None else chance
-        self._secrets = SystemBytes()
+        self._secrets = SecureRandom()
         self.draining = False
         """the router is asked to stop: it is not ready any more"""
         self.refusing = False
         """and new requests are refused"""
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="roost-router")
         reservations = Reservations(settle_seconds=config.settle_seconds, stale_seconds=config.stale_load_seconds)
-        self.view = View(reservations)
-        holders = Holders()
-        self.picker = Picker(self.view, reservations, KvIndex(holders), Prefixes(config.prefix_blocks_per_rank, holders), config)
+        self.view = FleetView(reservations)
+        holders = BlockIndex()
+        self.picker = Scheduler(self.view, reservations, KvEventIndex(holders), ApproximateIndex(config.prefix_blocks_per_rank, holders), config)
         self.retries = RetryBudget(config.retry_share, config.least_retries)
-        self.lexicon = Lexicon(self.threads, self._tokenizer_changed, config.segment_cache_bytes)
+        self.lexicon = TokenizerRegistry(self.threads, self._tokenizer_changed, config.segment_cache_bytes)
         self.body_budget = BodyBudget(config.bodies_bytes)
         self.bodies = BodyReader(config, self.lexicon)
-        self.hindsight = Hindsight(self.picker, self.metrics, self.threads, clock, bus, subjects)
-        self.waiting = WaitingRoom(self)
+        self.hindsight = DecisionFeedback(self.picker, self.metrics, self.threads, clock, bus, subjects)
+        self.waiting = WaitQueue(self)
         told = self.forget_worker, self.hindsight.reported, self.waiting.wake
-        self.feeds = None if bus is None else Feeds(bus, subjects, self.picker, self.lexicon, self.metrics, self.threads, clock, *told)
-        self._outcomes = None if bus is None else Outcomes(bus, subjects, self.metrics, seconds=config.outcome_seconds, most=config.most_outcomes_waiting)
+        self.feeds = None if bus is None else FleetSubscriber(bus, subjects, self.picker, self.lexicon, self.metrics, self.threads, clock, *told)
+        self._outcomes = (
+            None if bus is None else OutcomeReporter(bus, subjects, self.metrics, seconds=config.outcome_seconds, most=config.most_outcomes_waiting)
+        )
         most = WHOLE_EVENTS * config.max_event_bytes
-        self._foreign = None if bus is None else ForeignReports(bus, subjects, self.view, self.metrics, self.threads, most)
-        self.reserved = Reserved(config.reservation_seconds)
+        self._foreign = None if bus is None else RoutedExpertsReporter(bus, subjects, self.view, self.metrics, self.threads, most)
+        self.reserved = ExternalReservations(config.reservation_seconds)
         self._known_to_share: set[int] = set()
         """workers of engines that do not isolate tenants, of which the log says so already"""
-        self.peers: Peers | None = None
+        self.peers: PeerRouters | None = None
         if bus is not None and self.feeds is not None:
             others = self._heard_elsewhere, self.end_reserved, self.waiting.wake, self.feeds.acquainted
-            self.peers = Peers(bus, subjects, config, reservations, self.metrics, clock, *others)
+            self.peers = PeerRouters(bus, subjects, config, reservations, self.metrics, clock, *others)
         self.tag = secrets.token_hex(4)
         """what the ids of this router's decisions begin with"""
-        self.warmup = Warmup(self.view, self.feeds, self.peers)
+        self.warmup = Readiness(self.view, self.feeds, self.peers)
         self._audible_since = -inf
         """engines on the bus can be heard since then"""
-        self.backends = PlainBackends(config, lambda url: self.credentials.backend_key_of(url), self.view, clock, self.forget_worker)
+        self.backends = StaticBackends(config, lambda url: self.credentials.backend_key_of(url), self.view, clock, self.forget_worker)
 
     @property
     def ready(self) -> bool:
@@ -168,7 +170,7 @@ class RouterService:
         said = reloaded(self.config, new, self.instance)
         if said.refused is not None:
             return said
-        credentials = Credentials.read(new)
+        credentials = RouterCredentials.read(new)
         self.upstream.reconfigure(new)
         said = msgspec.structs.replace(said, changed=said.changed | self.credentials.changes(credentials))
         self._use(credentials)
@@ -178,7 +180,7 @@ class RouterService:
             self.retries.reconfigure(new.retry_share, new.least_retries)
         return said
 
-    def _use(self, credentials: Credentials) -> None:
+    def _use(self, credentials: RouterCredentials) -> None:
         self.credentials = credentials
         self.metrics.know_tenants(frozenset() if credentials.clients is None else credentials.clients.tenants)
 
@@ -217,11 +219,11 @@ class RouterService:
         """For a request that names none: its sampling must be repeatable by the rank that continues it."""
         return int.from_bytes(self._secrets.take(8)) >> 1
 
-    def decide(self, need: Need, decision_id: str, attempt: Try = FIRST_TRY, lap: Lap | None = None) -> Decision:
-        """Without booking anything. ApiError as `Picker.decide` says."""
+    def decide(self, need: RoutingRequest, decision_id: str, attempt: Attempt = FIRST_TRY, lap: Lap | None = None) -> Decision:
+        """Without booking anything. ApiError as `Scheduler.decide` says."""
         return self.picker.decide(need, decision_id, self._chance.getrandbits(32), self.clock(), attempt, lap)
 
-    def book(self, exchange: Exchange, need: Need, suffix: str, attempt: Try) -> tuple[Decision, Booking]:
+    def book(self, exchange: RequestLog, need: RoutingRequest, suffix: str, attempt: Attempt) -> tuple[Decision, Booking]:
         """Decide, promise the chosen rank the load at once, and write the decision's span."""
         started, lap = time.perf_counter(), self.metrics.lap()
         decision = self.decide(need, exchange.decision_id + suffix, attempt, lap)
@@ -330,7 +332,7 @@ class RouterService:
             self.release(booking)
         return True
 
-    def _heard_elsewhere(self, rank: RankKey, word: Word) -> None:
+    def _heard_elsewhere(self, rank: RankKey, word: BookingMessage) -> None:
         self.picker.went(rank, word.session, word.prefix, self.clock())
 
     def finished(self, decision: Decision, booking: Booking, prompt: Prompt, *, reported: bool = False) -> None:
@@ -340,35 +342,35 @@ class RouterService:
         if self._outcomes is not None:
             self._outcomes.note(decision, prompt, reported=reported)
 
-    def tap(self, decision: Decision) -> Tap | None:
+    def tap(self, decision: Decision) -> RoutedExpertsParser | None:
         """What listens for experts in the answer of an engine that does not report them itself."""
         return None if self._foreign is None else self._foreign.tap(decision)
 
-    def routed(self, decision: Decision, tap: Tap, usage: Usage) -> bool:
+    def routed(self, decision: Decision, tap: RoutedExpertsParser, usage: TokenUsage) -> bool:
         """The answer has passed; whether it named its experts."""
         return self._foreign is not None and self._foreign.note(decision, tap, usage)
 
-    def attempt_failed(self, exchange: Exchange, decision: Decision, booking: Booking, how: Failure, detail: str) -> None:
+    def attempt_failed(self, exchange: RequestLog, decision: Decision, booking: Booking, how: AttemptFailure, detail: str) -> None:
         """Remember what failed; an engine that cannot be reached is left alone until it gives a sign of life."""
         exchange.failures.append(how)
         self.metrics.failed(how)
         log.warning("request %s: %s failed: %s", exchange.request_id, decision.target.name, detail)
-        if how is Failure.BUSY:
+        if how is AttemptFailure.BUSY:
             self.picker.said_busy(decision.target.key, self.clock())
         elif self.picker.health.failed(booking, self.clock()):
             self.metrics.breakers_opened.inc()
             log.warning("%s is left alone for a while: too many failures in a row", decision.target.name)
-        if how is Failure.CONNECT and not self.bus_silent:  # else nothing could say that it is back
+        if how is AttemptFailure.CONNECT and not self.bus_silent:  # else nothing could say that it is back
             self.view.unreachable(decision.target.key[0])
 
-    def may_retry(self, how: Failure, *, begun: bool) -> None:
+    def may_retry(self, how: AttemptFailure, *, begun: bool) -> None:
         """Ask before a request is tried once more; begun: its client has part of the answer, which would be lost. ApiError 503 (429 after
         a rank that was busy), with Retry-After, when too many of the last requests were tried again already."""
-        if begun or how is Failure.CONNECT or self.retries.may_retry(self.clock(), self.picker.health.open_visits):
+        if begun or how is AttemptFailure.CONNECT or self.retries.may_retry(self.clock(), self.picker.health.open_visits):
             return
         self.metrics.retries_refused.inc()
         said = f"a rank failed this request ({how.value}), and too many of the last requests were tried again already; ask again"
-        busy = how is Failure.BUSY
+        busy = how is AttemptFailure.BUSY
         raise ApiError(429 if busy else 503, said, code="saturated" if busy else "upstream_failed", retry_after=2.0)
 
     def tokenizer(self, digest: str | None) -> ModelTokenizer | None:
@@ -442,7 +444,7 @@ class RouterService:
     def _doubt_failures(self, now: float) -> None:
         """While nobody can say that he is back, one failed connection keeps no engine out; breakers do, for as long as it goes on failing."""
         for state in self.view.engines():
-            if state.standing is Standing.UNREACHABLE and not self.backends.probes(state.joined.worker_id):
+            if state.standing is EngineStatus.UNREACHABLE and not self.backends.probes(state.joined.worker_id):
                 self.view.heard(state.joined.worker_id, now)
 
     def _expire(self, now: float) -> None:

@@ -14,14 +14,14 @@ from itertools import islice
 from typing import Protocol
 
 from fleet.completions import ApiError
-from router.admission.queue_policy import CONTINUES, NoRoom, Queue, Rate, Refusal, Room, Waiter, retry_after
+from router.admission.queue_policy import CONTINUES, PriorityQueue, QueueBounds, QueueRefusal, Rate, Saturated, Waiter, retry_after
 from router.config import RouterConfig
 from router.fleet_state.reservations import Booking
-from router.fleet_state.target_table import Roster
+from router.fleet_state.target_table import TargetTable
 from router.scheduling.decision import Decision
-from router.scheduling.scheduler import FIRST_TRY, Need, Picker, Try
+from router.scheduling.scheduler import FIRST_TRY, Attempt, RoutingRequest, Scheduler
 from router.telemetry.metrics import RouterMetrics
-from router.telemetry.request_log import Exchange
+from router.telemetry.request_log import RequestLog
 
 log = logging.getLogger(__name__)
 
@@ -41,19 +41,19 @@ _GUESSED_SECONDS = 2.0
 Admitted = tuple[Decision, Booking]
 
 
-class Desk(Protocol):
+class QueueService(Protocol):
     """What the waiting room needs of the router's service."""
 
     config: RouterConfig
-    picker: Picker
+    picker: Scheduler
     metrics: RouterMetrics
     clock: Callable[[], float]
 
-    def decide(self, need: Need, decision_id: str, attempt: Try = ...) -> Decision:
-        """`NoRoom` when nobody can take the request at present; books nothing."""
+    def decide(self, need: RoutingRequest, decision_id: str, attempt: Attempt = ...) -> Decision:
+        """`Saturated` when nobody can take the request at present; books nothing."""
         ...
 
-    def book(self, exchange: Exchange, need: Need, suffix: str, attempt: Try) -> Admitted:
+    def book(self, exchange: RequestLog, need: RoutingRequest, suffix: str, attempt: Attempt) -> Admitted:
         """As `decide`, and the load is promised."""
         ...
 
@@ -65,12 +65,12 @@ class _Waiting(Waiter):
 
     __slots__ = ("attempt", "done", "exchange", "need", "own_end", "suffix")
 
-    def __init__(self, exchange: Exchange, model: str, urgency: int, came: float, until: float, size: int) -> None:
+    def __init__(self, exchange: RequestLog, model: str, urgency: int, came: float, until: float, size: int) -> None:
         super().__init__(model, urgency, came, until, size)
         self.exchange = exchange
         self.own_end = until
         """as long as engines of its model live"""
-        self.need: Need | None = None
+        self.need: RoutingRequest | None = None
         """None: it waits for an engine to live, and will ask for a place afterwards"""
         self.suffix = ""
         self.attempt = FIRST_TRY
@@ -82,16 +82,16 @@ class _Waiting(Waiter):
         return 0 if self.need is None else self.need.context
 
 
-class WaitingRoom:
+class WaitQueue:
     """Requests await `admit` and `live_roster`; whoever knows of room calls `wake`. Used on one event loop.
 
     State: the queue; of each model that somebody waits for, the rate at which places become free, and since when no engine of it lives,
     if so; and one timer.
     """
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: QueueService) -> None:
         self._desk = desk
-        self._queue: Queue[_Waiting] = Queue()
+        self._queue: PriorityQueue[_Waiting] = PriorityQueue()
         self._rates: dict[str, Rate] = {}
         self._dead_since: dict[str, float] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -101,19 +101,19 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._queue)
 
-    async def admit(self, exchange: Exchange, need: Need, suffix: str, attempt: Try, *, begun: bool, wait: bool = True) -> Admitted:
+    async def admit(self, exchange: RequestLog, need: RoutingRequest, suffix: str, attempt: Attempt, *, begun: bool, wait: bool = True) -> Admitted:
         """Decide and book: at once where there is room and nobody waits that is as urgent or aged. begun: the client has part of its answer
         already; wait: False refuses the request where it would have to.
 
-        ApiError as `Picker.decide` says, or with one of `Refusal`'s codes when there is no place; those have Retry-After. Cancelled while
+        ApiError as `Scheduler.decide` says, or with one of `QueueRefusal`'s codes when there is no place; those have Retry-After. Cancelled while
         it waits, a request leaves the queue at once and nothing stays booked for it.
         """
         urgency = CONTINUES if begun else exchange.urgency
-        full: NoRoom | None = None
+        full: Saturated | None = None
         if not self._queue or not self._queue.passes_over(need.model, urgency, self._aged_before(self._desk.clock())):
             try:
                 return self._desk.book(exchange, need, suffix, attempt)
-            except NoRoom as error:
+            except Saturated as error:
                 full = error
         waiting = self._newcomer(exchange, need.model, urgency, need.prompt.tokens)
         if not wait:
@@ -123,12 +123,12 @@ class WaitingRoom:
         assert found is not None
         return found
 
-    async def live_roster(self, exchange: Exchange, model: str) -> Roster:
+    async def live_roster(self, exchange: RequestLog, model: str) -> TargetTable:
         """The ranks that may serve a model, at once where there are any. ApiError 404 for an unknown model, also at once."""
         while True:
             try:
                 return self._desk.picker.roster(model)
-            except NoRoom as error:
+            except Saturated as error:
                 await self._wait(self._newcomer(exchange, model, exchange.urgency, 0), error)
 
     def wake(self) -> None:
@@ -141,7 +141,7 @@ class WaitingRoom:
         """The router stops: who waits is refused, and nobody waits any more."""
         self._closed = True
         for waiting in self._queue.ended(math.inf):
-            self._refuse(waiting, Refusal.STOPPING)
+            self._refuse(waiting, QueueRefusal.STOPPING)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -152,14 +152,14 @@ class WaitingRoom:
 
     # One request that waits
 
-    def _newcomer(self, exchange: Exchange, model: str, urgency: int, tokens: int) -> _Waiting:
+    def _newcomer(self, exchange: RequestLog, model: str, urgency: int, tokens: int) -> _Waiting:
         now = self._desk.clock()
         until = now + self._desk.config.queue_wait_seconds
         if urgency != CONTINUES:
             until = min(until, exchange.give_up_at)
         return _Waiting(exchange, model, urgency, now, until, _HELD_BYTES + exchange.body_bytes + _TOKEN_BYTES * tokens)
 
-    async def _wait(self, waiting: _Waiting, full: NoRoom | None) -> Admitted | None:
+    async def _wait(self, waiting: _Waiting, full: Saturated | None) -> Admitted | None:
         """Until there is a place (or, without `need`, an engine). full: why there is none; None: that was not tried yet."""
         self._enter(waiting, full)
         exchange, began = waiting.exchange, time.time_ns()
@@ -184,20 +184,20 @@ class WaitingRoom:
             if exchange.trace is not None:
                 exchange.trace.queued(exchange.priority, began, time.time_ns(), refused)
 
-    def _enter(self, waiting: _Waiting, full: NoRoom | None) -> None:
+    def _enter(self, waiting: _Waiting, full: Saturated | None) -> None:
         """ApiError when it may not wait."""
         config = self._desk.config
         if self._closed:
-            raise self._refusal(waiting, Refusal.STOPPING)
-        accepted, shed = self._queue.offer(waiting, Room(config.queue_requests, config.queue_bytes))
+            raise self._refusal(waiting, QueueRefusal.STOPPING)
+        accepted, shed = self._queue.offer(waiting, QueueBounds(config.queue_requests, config.queue_bytes))
         if not accepted:
             raise self._unplaced(waiting, full)
         self._rates.setdefault(waiting.model, Rate(waiting.came))
         for one in shed:
-            self._refuse(one, Refusal.SHED)
+            self._refuse(one, QueueRefusal.SHED)
         if full is None:
             self.wake()
-        elif full.code == Refusal.NO_ENGINE:
+        elif full.code == QueueRefusal.NO_ENGINE:
             self._without_engine(waiting.model, waiting.came)
         self._look_later()
 
@@ -230,7 +230,7 @@ class WaitingRoom:
 
     def _serve(self, now: float) -> None:
         for waiting in self._queue.ended(now):
-            self._refuse(waiting, Refusal.NO_ENGINE if waiting.model in self._dead_since else Refusal.QUEUE_TIMEOUT)
+            self._refuse(waiting, QueueRefusal.NO_ENGINE if waiting.model in self._dead_since else QueueRefusal.QUEUE_TIMEOUT)
         for model in self._queue.models:
             places = self._desk.picker.places(model, now)
             if places is None:
@@ -304,7 +304,7 @@ class WaitingRoom:
         exchange.queued_seconds = max(exchange.queued_seconds, self._desk.clock() - waiting.came)  # known to whoever hears of the booking
         try:
             admitted = self._desk.book(waiting.exchange, waiting.need, waiting.suffix, waiting.attempt)
-        except NoRoom:
+        except Saturated:
             return False
         except Exception as error:  # noqa: BLE001 whatever it is, it is about this request, and told to it
             self._queue.remove(waiting)
@@ -317,39 +317,39 @@ class WaitingRoom:
 
     # Refusing
 
-    def _refuse(self, waiting: _Waiting, why: Refusal) -> None:
+    def _refuse(self, waiting: _Waiting, why: QueueRefusal) -> None:
         """It has left the queue already."""
         if not waiting.done.done():
             waiting.done.set_exception(self._refusal(waiting, why))
 
-    def _unplaced(self, waiting: _Waiting, full: NoRoom | None) -> ApiError:
+    def _unplaced(self, waiting: _Waiting, full: Saturated | None) -> ApiError:
         """It may not even wait. full: why there is no place for it now; None: others are before it."""
-        dead = full is not None and full.code == Refusal.NO_ENGINE
-        return self._refusal(waiting, Refusal.NO_ENGINE if dead else Refusal.SATURATED, full)
+        dead = full is not None and full.code == QueueRefusal.NO_ENGINE
+        return self._refusal(waiting, QueueRefusal.NO_ENGINE if dead else QueueRefusal.SATURATED, full)
 
-    def _refusal(self, waiting: _Waiting, why: Refusal, full: NoRoom | None = None) -> ApiError:
+    def _refusal(self, waiting: _Waiting, why: QueueRefusal, full: Saturated | None = None) -> ApiError:
         now = self._desk.clock()
         self._desk.metrics.refused(waiting.exchange.priority, why.value)
         otherwise = _GUESSED_SECONDS if full is None or full.retry_after is None else full.retry_after
         rate = self._rates.get(waiting.model)
         seconds = retry_after(self._queue.ahead(waiting.model, waiting.urgency), 0.0 if rate is None else rate.per_second(now), otherwise)
-        if why is Refusal.NO_ENGINE:
+        if why is QueueRefusal.NO_ENGINE:
             try:
                 self._desk.picker.roster(waiting.model)
             except ApiError as error:
                 return error
         return ApiError(why.status, self._said(waiting, why, now), code=why.value, retry_after=seconds)
 
-    def _said(self, waiting: _Waiting, why: Refusal, now: float) -> str:
+    def _said(self, waiting: _Waiting, why: QueueRefusal, now: float) -> str:
         match why:
-            case Refusal.SATURATED:
+            case QueueRefusal.SATURATED:
                 queue = f", and {len(self._queue)} requests wait already" if self._queue else ""
                 return f"every rank that serves this model is saturated{queue}; try again later"
-            case Refusal.SHED:
+            case QueueRefusal.SHED:
                 return f"every rank that serves this model is saturated, and requests more urgent than {waiting.exchange.priority!r} filled the queue"
-            case Refusal.QUEUE_TIMEOUT:
+            case QueueRefusal.QUEUE_TIMEOUT:
                 return f"no rank that serves this model had room within {now - waiting.came:.1f} s; try again later"
-            case Refusal.NO_ENGINE:
+            case QueueRefusal.NO_ENGINE:
                 return "no rank that serves this model can take this request now"
-            case Refusal.STOPPING:
+            case QueueRefusal.STOPPING:
                 return "the router stops; ask again"

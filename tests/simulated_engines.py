@@ -15,10 +15,10 @@ from typing import Any
 from bus import Bus
 from bus.protocol.subjects import Subjects
 from deploy.http.sockets import listen, url_of
-from deploy.parts.simulated import OPEN, Host, hosted, nodes
-from engine_adapter.agent.engine_agent import Identity
+from deploy.parts.simulated import OPEN, SimulatedHost, hosted, nodes
+from engine_adapter.agent.engine_agent import AgentIdentity
 from engine_adapter.config import AgentConfig
-from engine_adapter.serving.admission import Admission
+from engine_adapter.serving.admission import RouterAdmission
 from engine_adapter.simulated.model.config import SimulatedConfig
 from fleet.placement import Placement
 
@@ -36,13 +36,13 @@ async def simulated_engine(
     placement: Placement | None = None,
     agent: AgentConfig = AGENT,
     drain_seconds: float = 1.0,
-    admission: Admission = OPEN,
+    admission: RouterAdmission = OPEN,
     **settings: Any,
-) -> AsyncIterator[Host]:
+) -> AsyncIterator[SimulatedHost]:
     """An engine that has joined, until the block ends. settings: of `SimulatedConfig`; replaces: worker_id of one of the same name that died."""
     config = SimulatedConfig(**{"shape": "demo", "time_scale": 0.1, "kv_blocks": 2048} | settings)
     doors = [listen("127.0.0.1", 0) for _ in range(config.ranks)]
     urls = tuple(map(url_of, doors))
-    who = Identity(engine=name, worker_id=next(_workers) << 32, node=name, urls=urls, nodes=nodes(name, config), replaces=replaces)
+    who = AgentIdentity(engine=name, worker_id=next(_workers) << 32, node=name, urls=urls, nodes=nodes(name, config), replaces=replaces)
     async with hosted(bus, subjects, who, doors, config, agent, drain_seconds=drain_seconds, placement=placement, admission=admission) as host:
         yield host

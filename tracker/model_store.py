@@ -1,6 +1,6 @@
 """All that the tracker knows, and whose it is.
 
-Windows and placements (`Activity`) and change detection (`Drift`) belong to the event loop. Clusters and tables (`Lessons`) belong to
+Windows and placements (`EngineActivity`) and change detection (`DriftDetector`) belong to the event loop. Clusters and tables (`Learners`) belong to
 one thread: nothing touches them but functions handed to `learning`. A second thread (`aside`) runs what is long and pure on values
 that never change: fitting clusters, reading placements, writing files.
 """
@@ -12,11 +12,11 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fleet.events import PopularityDescribed, PopularityShifted, RankPopularity
-from tracker.activity.engine_activity import Activity, Seen
+from tracker.activity.engine_activity import EngineActivity, ReportedCounts
 from tracker.config import TrackerConfig
-from tracker.drift.detector import Drift
-from tracker.prediction.learners import Learnt, Lessons
-from tracker.state_file import Saved
+from tracker.drift.detector import DriftDetector
+from tracker.prediction.learners import Learners, LearntTables
+from tracker.state_file import SavedState
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -25,7 +25,7 @@ AT_ONCE = 16
 """Ranks looked at before the event loop turns."""
 
 
-class Knowledge:
+class ModelStore:
     """Made and used on one event loop. Its time is that of `clock`, moved so that it goes on across restarts.
 
     clock: seconds that never go back. first_version: of everything that will be said, above all that was said before.
@@ -35,9 +35,9 @@ class Knowledge:
     def __init__(
         self, config: TrackerConfig, clock: Callable[[], float], first_version: int, learning: Executor | None = None, fitting: Executor | None = None
     ) -> None:
-        self.activity = Activity(config, first_version)
-        self.drifts: dict[str, Drift] = {}
-        self.lessons = Lessons(config, first_version)
+        self.activity = EngineActivity(config, first_version)
+        self.drifts: dict[str, DriftDetector] = {}
+        self.lessons = Learners(config, first_version)
         """for functions in the learning thread only"""
         self.config = config
         self._clock = clock
@@ -65,11 +65,11 @@ class Knowledge:
 
     # The present
 
-    def observe(self, seen: Seen, now: float) -> None:
+    def observe(self, seen: ReportedCounts, now: float) -> None:
         """Let the change detection of a model see a report."""
         drift = self.drifts.get(seen.model)
         if drift is None or (drift.layers, drift.experts) != seen.counts.shape:
-            drift = self.drifts[seen.model] = Drift(self.config, *seen.counts.shape)
+            drift = self.drifts[seen.model] = DriftDetector(self.config, *seen.counts.shape)
         drift.observe(seen.counts, seen.tokens, now)
 
     def judge(self, now: float) -> list[PopularityShifted]:
@@ -117,7 +117,7 @@ class Knowledge:
                 await asyncio.sleep(0)
         return tuple(found)
 
-    def measures(self, learnt: dict[str, Learnt], now: float) -> dict[str, dict[str, float | None]]:
+    def measures(self, learnt: dict[str, LearntTables], now: float) -> dict[str, dict[str, float | None]]:
         """Figures of each model."""
         found: dict[str, dict[str, float | None]] = {name: {"profile_age_seconds": age} for name, age in self.activity.ages(now).items()}
         for name, drift in self.drifts.items():
@@ -130,14 +130,14 @@ class Knowledge:
 
     # Across restarts
 
-    async def state(self, wall_now: float) -> Saved:
+    async def state(self, wall_now: float) -> SavedState:
         """Everything. wall_now: the wall clock, seconds."""
         pieces = []
         for number, piece in enumerate(self.activity.state(), start=1):
             pieces.append(piece)
             if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
-        return Saved(
+        return SavedState(
             saved_at=wall_now,
             now=self.now(),
             meaning_from=self.lessons.meaning_from,
@@ -146,10 +146,10 @@ class Knowledge:
             drifts={name: drift.state() for name, drift in self.drifts.items()},
         )
 
-    async def restore(self, saved: Saved, wall_now: float) -> None:
+    async def restore(self, saved: SavedState, wall_now: float) -> None:
         """Go on where `state` stood, before anything was heard; the time in between counts. A part that cannot be used begins afresh."""
         self._ahead = saved.now + max(0.0, wall_now - saved.saved_at) - self._clock()
-        activity = Activity(self.config, self._first_version)
+        activity = EngineActivity(self.config, self._first_version)
         try:
             activity.restore(saved.activity)
         except ValueError as error:
@@ -160,7 +160,7 @@ class Knowledge:
         for name, shape in activity.shapes.items():
             await self._restore_model(name, shape, saved)
 
-    async def _restore_model(self, name: str, shape: tuple[int, int], saved: Saved) -> None:
+    async def _restore_model(self, name: str, shape: tuple[int, int], saved: SavedState) -> None:
         try:
             if name in saved.learnt:
                 await self.learning(self.lessons.restore, name, shape, saved.learnt[name])
@@ -173,8 +173,8 @@ class Knowledge:
             logger.warning("what was usual for %s is not known any more: %s", name, error)
 
 
-def _drift(config: TrackerConfig, shape: tuple[int, int], state: dict[str, Any]) -> Drift:
-    drift = Drift.restore(config, state)
+def _drift(config: TrackerConfig, shape: tuple[int, int], state: dict[str, Any]) -> DriftDetector:
+    drift = DriftDetector.restore(config, state)
     if (drift.layers, drift.experts) != shape:
         raise ValueError(f"it is of {drift.layers} x {drift.experts} experts, the model has {shape[0]} x {shape[1]}")
     return drift

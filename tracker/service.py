@@ -13,7 +13,7 @@ import msgspec
 from bus import Bus, BusError, Message, Received, Subscription
 from bus.joins import vouched
 from bus.protocol.codec import LARGE
-from bus.protocol.sequence import Order, Sequences
+from bus.protocol.sequence import MessageOrder, Sequences
 from bus.protocol.subjects import Subjects
 from fleet.events import (
     ClustersPublished,
@@ -38,14 +38,14 @@ from fleet.events import (
 )
 from fleet.layout import Layout
 from fleet.placement import PlacementRecord
-from tracker.activity.local_supply import Supply
-from tracker.activity.report_validation import Fault, Refused
-from tracker.clustering.online_clusters import Clusters
+from tracker.activity.local_supply import LocalSupply
+from tracker.activity.report_validation import InvalidReport, ReportFault
+from tracker.clustering.online_clusters import OnlineClusters
 from tracker.clustering.refit import Refit
 from tracker.config import TrackerConfig
 from tracker.metrics import TrackerMetrics
-from tracker.model_store import AT_ONCE, Knowledge
-from tracker.prediction.learners import Learnt
+from tracker.model_store import AT_ONCE, ModelStore
+from tracker.prediction.learners import LearntTables
 from tracker.state_file import read, write
 from tracker.tracing import ShiftTracing
 
@@ -76,7 +76,7 @@ class TrackerService:
     """Runs until cancelled, once. `ready` is set once it listens and knows the engines that are recorded as present.
 
     clock: seconds that never go back; the only time that decay knows. wall_clock: tells how long a restart took.
-    learning, fitting: see `Knowledge`.
+    learning, fitting: see `ModelStore`.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class TrackerService:
         self._wall_clock = wall_clock
         self._tracing = ShiftTracing()
         # Microseconds: a restarted tracker goes on above every version it gave before.
-        self._knows = Knowledge(config, clock, time.time_ns() // 1000, learning, fitting)
+        self._knows = ModelStore(config, clock, time.time_ns() // 1000, learning, fitting)
         self._sequences = Sequences(limit=4 * config.most_ranks)
-        self._learnt: dict[str, Learnt] = {}
+        self._learnt: dict[str, LearntTables] = {}
         self._whole: dict[str, TablesPublished] = {}
         """tables as they are published at present, by model, for as long as routers ask for them"""
         self._versions: dict[str, int] = {}
         """of the tables that were published last, by model"""
-        self._warned: dict[Fault, float] = {}
+        self._warned: dict[ReportFault, float] = {}
         """when the log last told of a refusal"""
         self.reports = 0
         """taken into account so far"""
@@ -156,7 +156,7 @@ class TrackerService:
         named, known = getattr(received.message, "engine", None), self._knows.activity.engine_of(getattr(received.message, "worker_id", -1))
         if named in (None, known) or known is None:
             return True
-        self._refuse(Fault.SPEAKER, f"a {type(received.message).__name__} of engine {named!r}: its worker is engine {known!r}")
+        self._refuse(ReportFault.SPEAKER, f"a {type(received.message).__name__} of engine {named!r}: its worker is engine {known!r}")
         return False
 
     async def _listen_to_requests(self, told: Subscription) -> None:
@@ -202,11 +202,11 @@ class TrackerService:
 
     async def _place(self, worker_id: int, placement: PlacementRecord, layout: Layout | None) -> None:
         try:
-            self._knows.activity.placed(worker_id, await self._knows.aside(Supply.of, placement, layout))
-        except Refused as refusal:
+            self._knows.activity.placed(worker_id, await self._knows.aside(LocalSupply.of, placement, layout))
+        except InvalidReport as refusal:
             self._refuse(refusal.fault, f"a placement of worker {worker_id}: {refusal}")
         except ValueError as error:
-            self._refuse(Fault.PLACEMENT, f"a placement of worker {worker_id}: {error}")
+            self._refuse(ReportFault.PLACEMENT, f"a placement of worker {worker_id}: {error}")
 
     def _hear(self, received: Received) -> None:
         """One fact. What cannot be used is counted; it must not stop the listening."""
@@ -226,10 +226,10 @@ class TrackerService:
                 case other:
                     self.metrics.rejected("kind")
                     logger.debug("a %s on %s means nothing here", type(other).__name__, received.subject)
-        except Refused as refusal:
+        except InvalidReport as refusal:
             self._refuse(refusal.fault, f"a {type(received.message).__name__}: {refusal}")
 
-    def _refuse(self, fault: Fault, what: str) -> None:
+    def _refuse(self, fault: ReportFault, what: str) -> None:
         """Counted always; in the log now and then, whoever it is that says so much nonsense."""
         self.metrics.rejected(fault.value)
         now = self._knows.now()
@@ -248,7 +248,7 @@ class TrackerService:
         verdict = self._sequences.observe(received.publisher_id, received.sequence)
         if not verdict.fresh:
             self.metrics.duplicates.inc()
-        elif verdict.order is Order.GAP:
+        elif verdict.order is MessageOrder.GAP:
             self.metrics.lost.inc(verdict.missing)
         return verdict.fresh
 
@@ -300,7 +300,7 @@ class TrackerService:
             for name, clusters, job in await self._knows.learning(self._knows.lessons.due, self._knows.now()):
                 await self._fit_one(name, clusters, job)
 
-    async def _fit_one(self, name: str, clusters: Clusters, job: Refit | None) -> None:
+    async def _fit_one(self, name: str, clusters: OnlineClusters, job: Refit | None) -> None:
         fitted = None
         if job is not None:
             with self.metrics.refits.time():

@@ -1,7 +1,7 @@
 """The tracker's memory on disk: one file, written whole or not at all, and believed only when it is undamaged.
 
-Layout: MAGIC, which names the format's version; the sha256 of the body; the body, a msgpack `Saved`. Times in its parts are those of
-the tracker's own clock (`Saved.now`); `saved_at` is the wall clock's, so that whoever reads the file knows how much time has gone by.
+Layout: MAGIC, which names the format's version; the sha256 of the body; the body, a msgpack `SavedState`. Times in its parts are those of
+the tracker's own clock (`SavedState.now`); `saved_at` is the wall clock's, so that whoever reads the file knows how much time has gone by.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ MOST_BYTES = 4 << 30
 """No more of a file is read."""
 
 
-class Saved(msgspec.Struct, frozen=True, kw_only=True):
+class SavedState(msgspec.Struct, frozen=True, kw_only=True):
     """What was known. ValueError while reading for anything else."""
 
     saved_at: float
@@ -36,10 +36,10 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     """by model"""
 
 
-_DECODER: msgspec.msgpack.Decoder[Saved] = msgspec.msgpack.Decoder(Saved)
+_DECODER: msgspec.msgpack.Decoder[SavedState] = msgspec.msgpack.Decoder(SavedState)
 
 
-def write(path: Path, saved: Saved) -> int:
+def write(path: Path, saved: SavedState) -> int:
     """Replace the file at once; its bytes. OSError when it cannot be written: then the old one is still there."""
     body = msgspec.msgpack.encode(saved)
     draft = path.with_name(path.name + ".new")
@@ -59,7 +59,7 @@ def write(path: Path, saved: Saved) -> int:
     return len(MAGIC) + _DIGEST + len(body)
 
 
-def read(path: Path) -> Saved | None:
+def read(path: Path) -> SavedState | None:
     """What was kept; None when nothing was, or when it cannot be used: such a file is set aside, and the log says why."""
     try:
         with path.open("rb") as file:
@@ -73,7 +73,7 @@ def read(path: Path) -> Saved | None:
     return None
 
 
-def _parsed(raw: bytes) -> Saved:
+def _parsed(raw: bytes) -> SavedState:
     if not raw.startswith(MAGIC):
         raise ValueError("it was not written by this version of the tracker")
     body = memoryview(raw)[len(MAGIC) + _DIGEST :]

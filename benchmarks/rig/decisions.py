@@ -21,10 +21,10 @@ from router.config import RouterConfig
 from router.fleet_state.dispatch_cost import locality
 from router.fleet_state.reservations import Booking
 from router.prediction.predictor import keys_of
-from router.prediction.table_replica import Replica, read
-from router.prefix_index.block_hash_chain import Runs
+from router.prediction.table_replica import TableReplica, read
+from router.prefix_index.block_hash_chain import HashRuns
 from router.prefix_index.prompt import TokenPrompt
-from router.scheduling.scheduler import Need
+from router.scheduling.scheduler import RoutingRequest
 from router.service import RouterService
 
 RANKS, CLUSTERS, VOCABULARY = 8, 32, 50_000
@@ -85,7 +85,7 @@ def clusters(chance: np.random.Generator) -> ClusterModel:
     return ClusterModel(1, profiles, np.full(CLUSTERS, 1 / CLUSTERS, np.float32), 0.1)
 
 
-def tables(chance: np.random.Generator, known: Sequence[Prompts]) -> Replica:
+def tables(chance: np.random.Generator, known: Sequence[Prompts]) -> TableReplica:
     """The tracker's tables: KNOWN_BLOCKS blocks of others, those of the cached parts of prompts, a row for every token, a session, a tenant."""
     keys = [np.array(_chain(ids)[: int(part.share * len(ids)) // BLOCK_SIZE], np.uint64) for part in known for ids in part.ids]
     ratios = chance.normal(0, 0.1, (VOCABULARY, CLUSTERS))
@@ -105,7 +105,7 @@ def tables(chance: np.random.Generator, known: Sequence[Prompts]) -> Replica:
         sessions=_rows(chance, np.array([KEYS.session], np.uint64)),
         tenants=_rows(chance, np.array([KEYS.tenant], np.uint64)),
     )
-    return Replica(RouterConfig().prediction_bytes).prepare(read(published))
+    return TableReplica(RouterConfig().prediction_bytes).prepare(read(published))
 
 
 def _rows(chance: np.random.Generator, keys: NDArray[np.uint64]) -> KeyedRows:
@@ -121,7 +121,7 @@ def _chain(ids: list[int]) -> list[int]:
 class Roost:
     """A router that knows `ranks` ranks. It decides, books and, OPEN requests per rank later, releases."""
 
-    def __init__(self, ranks: int, model: ClusterModel, foretold: Replica) -> None:
+    def __init__(self, ranks: int, model: ClusterModel, foretold: TableReplica) -> None:
         self.engines = ranks // RANKS
         self.router = RouterService(None, MemoryBroker().subjects, RouterConfig(policy="cost"))
         self._foretold = foretold
@@ -172,7 +172,7 @@ class Roost:
 
     def forget_runs(self) -> None:
         """As if no prompt had been hashed yet."""
-        self.router.picker.kv.holders.runs = Runs()
+        self.router.picker.kv.holders.runs = HashRuns()
 
     def overlap(self, ids: list[int]) -> dict[Rank, int]:
         """Blocks that each rank has of a prompt."""
@@ -180,7 +180,7 @@ class Roost:
 
     def decide(self, ids: list[int]) -> None:
         """From token ids to a booking, and the release of an older one."""
-        need = Need(MODEL, TokenPrompt(ids), len(ids) + OUTPUT, OUTPUT, DIGEST, keys=KEYS)
+        need = RoutingRequest(MODEL, TokenPrompt(ids), len(ids) + OUTPUT, OUTPUT, DIGEST, keys=KEYS)
         self._decided += 1
         decision = self.router.decide(need, f"{self._decided:016x}")
         self._open.append(self.router.picker.book(decision, need.prompt, self.router.clock()))

@@ -25,13 +25,13 @@ from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.demo_model import checkpoint_path
 from deploy.process import alongside, until_ready
-from engine_adapter.agent.engine_agent import Agent, Identity
+from engine_adapter.agent.engine_agent import Agent, AgentIdentity
 from engine_adapter.agent.handover_agent import Staging
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.model_runner import Forward, Prepared, Work
-from engine_adapter.embedded.setup import Machine, MovableExperts, build_machine
+from engine_adapter.embedded.model_runner import Forward, PreparedEpoch, SequenceWork
+from engine_adapter.embedded.setup import MovableExperts, RankSetup, build_machine
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.transfer.nixl_loader import agent_name
 from engine_adapter.transfer.selection import open_transfers
@@ -84,7 +84,7 @@ class Diary:
 class WatchedSteps:
     """A forward pass that writes the diary."""
 
-    machine: Machine
+    machine: RankSetup
     experts: MovableExperts
     diary: Diary
 
@@ -96,16 +96,16 @@ class WatchedSteps:
     def cells(self) -> NDArray[np.int32]:
         return self.experts.cells
 
-    def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> Prepared:
+    def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> PreparedEpoch:
         return self.experts.prepare(placement, cells)
 
-    def adopt(self, prepared: Prepared) -> None:
+    def adopt(self, prepared: PreparedEpoch) -> None:
         began = time.monotonic()
         self.experts.adopt(prepared)
         self.diary.flip.append(began)
         self.diary.flip_seconds.append(time.monotonic() - began)
 
-    def forward(self, work: Sequence[Work], tokens_by_rank: Sequence[int] | None = None) -> Forward:
+    def forward(self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None) -> Forward:
         found = self.machine.runner.forward(work, tokens_by_rank)
         self.diary.step.append(time.monotonic())
         self.diary.collectives.append(self.machine.lockstep.collectives)
@@ -130,14 +130,14 @@ async def stream(engine: EmbeddedEngine, diary: Diary, seed: int) -> None:
 async def serve(job: Job, folder: Path, rank: int) -> None:
     subjects, diary = Subjects(), Diary()
 
-    def build(config: EmbeddedConfig, number: int, run_directory: Path | None) -> Machine:
+    def build(config: EmbeddedConfig, number: int, run_directory: Path | None) -> RankSetup:
         machine = build_machine(config, number, run_directory)
         assert machine.experts is not None
         watched = WatchedSteps(machine, machine.experts, diary)
         return replace(machine, runner=watched, experts=watched)
 
     config = EmbeddedConfig(checkpoint=checkpoint_path(), ranks=job.ranks, slots_per_rank=job.slots, ballast_bytes=job.ballast_bytes, kv_blocks=512)
-    who = Identity(engine=job.engine, worker_id=job.worker_id, node="here", urls=tuple(f"http://127.0.0.1:{1 + number}" for number in range(job.ranks)))
+    who = AgentIdentity(engine=job.engine, worker_id=job.worker_id, node="here", urls=tuple(f"http://127.0.0.1:{1 + number}" for number in range(job.ranks)))
     transfer = TransferConfig(**job.transfer)  # type: ignore[arg-type]
     async with AsyncExitStack() as stack:
         bus = await NatsBus.connect(job.nats, subjects, BusConfig(), name=f"{job.engine}/{rank}")

@@ -19,17 +19,17 @@ from fleet.placement import Placement, linear
 from fleet.routings import count_pairs
 from fleet.signatures import ClusterModel, Weights
 from fleet.timing import EngineSpeed, step_seconds
-from migration.planning.cluster_homes import Traffic, homes
-from migration.solvers.locality_placement import Room
-from router.fleet_state.cluster_homes import AT_HOME, Homes
+from migration.planning.cluster_homes import ClusterTraffic, homes
+from migration.solvers.locality_placement import LocalityProblem
+from router.fleet_state.cluster_homes import AT_HOME, ClusterHomes
 from router.fleet_state.dispatch_cost import locality
 from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Reservations
-from router.fleet_state.view import View
+from router.fleet_state.view import FleetView
 from router.prediction.predictor import Forecast
 from router.scheduling.cost import TERMS
 from router.scheduling.decision import Ask, Conditions, Decision, Outlook, decide
-from router.scheduling.filters import Limits, candidates
-from router.scheduling.policies import Rules
+from router.scheduling.filters import SaturationLimits, candidates
+from router.scheduling.policies import PolicyRules
 
 RANKS = 4
 BLOCKS_HELD = 16
@@ -64,7 +64,7 @@ def world(experts: NDArray[Any], domain: NDArray[Any], *, width: int, slots: int
     profiles /= profiles.sum(axis=2, keepdims=True)
     shares = np.full(domains, 1 / domains)
     model = ClusterModel(1, profiles.astype(np.float32), shares.astype(np.float32), 0.02)
-    found = homes(Traffic(profiles, shares, leak=0.1), Room(np.zeros(RANKS, np.intp), slots))
+    found = homes(ClusterTraffic(profiles, shares, leak=0.1), LocalityProblem(np.zeros(RANKS, np.intp), slots))
     if found.homes is None or found.located is None:
         raise ValueError(f"these {domains} domains have no homes: {found.reason}")
     placement = linear(layers=experts.shape[2], experts=width, ranks=RANKS, slots_per_rank=slots)
@@ -109,7 +109,7 @@ class Setting:
     users: int
     gain: float
     given: bool = True
-    rules: Rules = Rules()  # noqa: RUF009 immutable
+    rules: PolicyRules = PolicyRules()  # noqa: RUF009 immutable
     speed: EngineSpeed = SPEED
     prompt: int = 192
     output: int = 64
@@ -134,14 +134,14 @@ class _Router:
 
     def __init__(self, world: World, setting: Setting, random: np.random.Generator) -> None:
         self._world, self._setting, self._random = world, setting, random
-        self._view = View(Reservations(settle_seconds=0.1, stale_seconds=5.0))
+        self._view = FleetView(Reservations(settle_seconds=0.1, stale_seconds=5.0))
         joined, placement = _joined(world.placement, setting.speed), world.placement
         self._view.learn(joined.model, world.model)
         self._view.join(joined, 0.0)
         self._view.heard(joined.worker_id, 0.0)
         self._view.price(joined.worker_id, placement.epoch, locality((0,) * RANKS, joined.shape, EP, placement, world.model))
         if setting.given:
-            self._view.settle(joined.worker_id, Homes(1, placement.epoch, (RANKS * world.share.T).astype(np.float32)))
+            self._view.settle(joined.worker_id, ClusterHomes(1, placement.epoch, (RANKS * world.share.T).astype(np.float32)))
         self._factors = np.stack([1.0 + setting.uneven * random.normal(size=RANKS), np.ones(RANKS)])
 
     def decide(self, row: int, load: NDArray[np.int64]) -> Decision:
@@ -153,7 +153,7 @@ class _Router:
         outlook = Outlook(forecast, remote, nodes, local, prior, added, prices.priced, home, prices.versions)
         seed = int(self._random.integers(1 << 32))
         ask = Ask(decision_id="d", seed=seed, model="m", prompt_tokens=setting.prompt, output_tokens=setting.output)
-        found = candidates(roster, load, 1, Limits(requests=512, queue_seconds=60.0))
+        found = candidates(roster, load, 1, SaturationLimits(requests=512, queue_seconds=60.0))
         return decide(ask, roster, found, np.zeros(RANKS, np.int64), Conditions(load, factors=self._factors), setting.rules, 1, outlook)
 
 

@@ -15,10 +15,10 @@ from fleet.events import KvBlock, RequestOutcome, RequestProfile
 from fleet.prediction import Prediction, Query, Tables, predict
 from fleet.signatures import ClusterModel, Weights, pack, unpack
 from fleet.timing import expected_local_share
-from router.prediction.table_replica import SLICE, Replica, read
-from tracker.clustering.online_clusters import Clusters
+from router.prediction.table_replica import SLICE, TableReplica, read
+from tracker.clustering.online_clusters import OnlineClusters
 from tracker.config import TrackerConfig
-from tracker.prediction.model_learner import Learning
+from tracker.prediction.model_learner import ModelLearner
 
 RANKS = 4
 REPLICA_BYTES = 96 << 20
@@ -55,10 +55,10 @@ class Fleet:
     said: list[Said] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.clusters = Clusters(self.config, self.layers, self.experts)
-        self.learning = Learning(self.config)
+        self.clusters = OnlineClusters(self.config, self.layers, self.experts)
+        self.learning = ModelLearner(self.config)
         self.learning.adopt(self.clusters.model, [])
-        self.replica = Replica(REPLICA_BYTES).prepare(read(self.learning.whole(MODEL)))
+        self.replica = TableReplica(REPLICA_BYTES).prepare(read(self.learning.whole(MODEL)))
         self.placement = aligned(self.clusters.model, RANKS)
 
     @property
@@ -77,11 +77,11 @@ class Fleet:
     def copy(self) -> "Fleet":
         """As after a restart of the tracker: another one, that goes on from here."""
         other = Fleet(self.layers, self.experts, self.prompt, np.random.default_rng(0), self.config, self.now, self.served, list(self.said))
-        other.clusters = Clusters.restore(self.config, self.clusters.state())
-        other.learning = Learning.restore(self.config, self.learning.state(), self.learning.version + 1)
+        other.clusters = OnlineClusters.restore(self.config, self.clusters.state())
+        other.learning = ModelLearner.restore(self.config, self.learning.state(), self.learning.version + 1)
         other.learning.adopt(other.clusters.model, [])
         other.placement = self.placement
-        other.replica = Replica(REPLICA_BYTES).prepare(read(other.learning.whole(MODEL)))
+        other.replica = TableReplica(REPLICA_BYTES).prepare(read(other.learning.whole(MODEL)))
         return other
 
     def leave_prefix(self, request: Request) -> None:

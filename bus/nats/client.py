@@ -11,11 +11,11 @@ from nats.aio.msg import Msg
 
 from bus import BlobLost, BusError, BusTimeout, Claim, Message, NobodyThere, Received, StoreUse
 from bus.config import BusConfig
-from bus.mailbox import Answer, Desk, Inbox, Outbox, Speaker, asked, audible, check_stored, opened, sendable
+from bus.mailbox import Answer, BoundedSubscription, Encoder, RequestServer, SequencedPublisher, asked, audible, check_stored, opened, sendable
 from bus.nats.link import Link, because, whole
 from bus.nats.storage import Storage
-from bus.parts import Answers
-from bus.protocol.codec import Refused, Rejected
+from bus.parts import PartedAnswers
+from bus.protocol.codec import Rejections, Undeliverable
 from bus.protocol.subjects import Subjects
 from bus.stores import FullStores
 
@@ -28,11 +28,11 @@ class NatsBus:
         self._config = link.config
         self._stored_subjects = subjects.stored
         self._storage = Storage(link, subjects)
-        self._rejected = Rejected()
-        self._inboxes: set[Inbox] = set()
-        self._voice = Outbox(self._keep_parcel)
-        self._recorder = Outbox(self.put_blob)
-        self._answers = Answers(link.config.answers_bytes, link.config.answers_seconds)
+        self._rejected = Rejections()
+        self._inboxes: set[BoundedSubscription] = set()
+        self._voice = SequencedPublisher(self._keep_parcel)
+        self._recorder = SequencedPublisher(self.put_blob)
+        self._answers = PartedAnswers(link.config.answers_bytes, link.config.answers_seconds)
 
     @classmethod
     async def connect(cls, servers: str | Sequence[str], subjects: Subjects, config: BusConfig | None = None, *, name: str = "roost") -> "NatsBus":
@@ -60,7 +60,7 @@ class NatsBus:
         return self._link.connected
 
     @property
-    def rejected(self) -> Rejected:
+    def rejected(self) -> Rejections:
         return self._rejected
 
     @property
@@ -70,13 +70,13 @@ class NatsBus:
     async def stores(self) -> tuple[StoreUse, ...]:
         return await self._storage.uses()
 
-    def publisher(self, subject: str) -> Speaker:
-        return Speaker(subject, self._link.send, self._keep_parcel, lambda: self.connected)
+    def publisher(self, subject: str) -> Encoder:
+        return Encoder(subject, self._link.send, self._keep_parcel, lambda: self.connected)
 
     @asynccontextmanager
-    async def subscribe(self, *subjects: str, limit: int = 65536) -> AsyncIterator[Inbox]:
+    async def subscribe(self, *subjects: str, limit: int = 65536) -> AsyncIterator[BoundedSubscription]:
         patterns = [audible(subject) for subject in subjects]
-        inbox = Inbox(limit, self._config.queue_bytes, self._content, self._rejected)
+        inbox = BoundedSubscription(limit, self._config.queue_bytes, self._content, self._rejected)
 
         async def hear(message: Msg) -> None:
             inbox.put(message.subject, message.data)
@@ -115,7 +115,7 @@ class NatsBus:
 
     @asynccontextmanager
     async def serve(self, subject: str, answer: Answer) -> AsyncIterator[None]:
-        desk = Desk(subject, answer, self._voice, self._answers, self._content, self._rejected, self._storage.full)
+        desk = RequestServer(subject, answer, self._voice, self._answers, self._content, self._rejected, self._storage.full)
 
         async def hear(message: Msg) -> None:
             async def reply(raw: bytes) -> None:
@@ -166,7 +166,7 @@ class NatsBus:
         while True:
             try:
                 return await opened(message.subject, message.data, self._content)
-            except Refused as refusal:
+            except Undeliverable as refusal:
                 self._rejected.count(refusal.reason)
                 return None
             except BusError as error:

@@ -25,7 +25,7 @@ from nats.js.object_store import ObjectStore
 
 from bus import BlobLost, BusError, Claim, ClaimLost, StoreFull, StoreUse
 from bus.nats.link import GONE, Link, because, is_full, whole
-from bus.protocol.names import Names
+from bus.protocol.names import StoreNames
 from bus.protocol.subjects import Subjects, check_key
 from bus.stores import FullStores
 
@@ -45,7 +45,7 @@ TOO_FEW_SERVERS = (10005, 10074)
 """JetStream's error codes."""
 
 
-class Run:
+class ReplayRun:
     """Messages of one short-lived consumer, in order. Iteration ends when continuity is broken: reconnect, silence, a gap."""
 
     def __init__(self, queue: "asyncio.Queue[Msg | None]", link: Link, pending: int) -> None:
@@ -91,7 +91,7 @@ class Storage:
     """Everything durable of one namespace, over a link that may break."""
 
     def __init__(self, link: Link, subjects: Subjects) -> None:
-        self.stream, self.claims, self.blobs, self.parcels = Names.of(subjects)
+        self.stream, self.claims, self.blobs, self.parcels = StoreNames.of(subjects)
         self.full = FullStores()
         self._subjects = subjects.stored
         self._link = link
@@ -260,7 +260,7 @@ class Storage:
             logger.warning("following %s: %s; trying again", subject, error)
 
     @asynccontextmanager
-    async def _run(self, stream: str, subject: str, policy: dict[str, Any], *, patient: bool) -> AsyncIterator[Run]:
+    async def _run(self, stream: str, subject: str, policy: dict[str, Any], *, patient: bool) -> AsyncIterator[ReplayRun]:
         """patient: wait for a broken connection without limit."""
         queue: asyncio.Queue[Msg | None] = asyncio.Queue()
 
@@ -288,7 +288,7 @@ class Storage:
             self._link.runs.add(queue)
             stack.callback(self._link.runs.discard, queue)
             info = await self.done(f"reading {subject}", lambda: self._js.add_consumer(stream, config))
-            yield Run(queue, self._link, info.num_pending or 0)
+            yield ReplayRun(queue, self._link, info.num_pending or 0)
 
     # Claims
 

@@ -84,7 +84,7 @@ class PartWanted(msgspec.Struct, frozen=True, kw_only=True):
     """from 0"""
 
 
-class Reason(StrEnum):
+class RejectionReason(StrEnum):
     """Why a message was not delivered."""
 
     OVERSIZE = "oversize"
@@ -100,32 +100,32 @@ class Reason(StrEnum):
     """a message of one engine on another one's subject"""
 
 
-class Refused(Exception):
+class Undeliverable(Exception):
     """A message that cannot be delivered; counted by its reader's bus and dropped."""
 
-    def __init__(self, reason: Reason, detail: str) -> None:
+    def __init__(self, reason: RejectionReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
 
 
-class Rejected(Mapping[str, int]):
+class Rejections(Mapping[str, int]):
     """How many arriving messages were refused, by reason. Every reason is present from the start."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
-    def count(self, reason: Reason) -> None:
+    def count(self, reason: RejectionReason) -> None:
         self._counts[reason.value] += 1
 
     def __getitem__(self, reason: str) -> int:
-        return self._counts[Reason(reason).value]
+        return self._counts[RejectionReason(reason).value]
 
     def __iter__(self) -> Iterator[str]:
-        return (reason.value for reason in Reason)
+        return (reason.value for reason in RejectionReason)
 
     def __len__(self) -> int:
-        return len(Reason)
+        return len(RejectionReason)
 
     def __repr__(self) -> str:
         return f"<Rejected {dict(self)}>"
@@ -183,8 +183,8 @@ def seal(publisher_id: int, sequence: int, published_at: float, topic: str, payl
 def unseal(raw: bytes) -> Envelope:
     """The envelope of what arrived; Refused when it is too large or no envelope."""
     if len(raw) > WIRE_BYTES:
-        raise Refused(Reason.OVERSIZE, f"{len(raw)} bytes; at most {WIRE_BYTES} are read")
-    return _read(_ENVELOPE, raw, Reason.ENVELOPE)
+        raise Undeliverable(RejectionReason.OVERSIZE, f"{len(raw)} bytes; at most {WIRE_BYTES} are read")
+    return _read(_ENVELOPE, raw, RejectionReason.ENVELOPE)
 
 
 def reference(topic: str, digest: str, payload: bytes) -> bytes:
@@ -198,9 +198,9 @@ def referred(envelope: Envelope) -> BlobReference | None:
     """What an envelope refers to, or None when it carries its own payload. Refused when the reference is malformed or too large."""
     if envelope.topic != BLOB_TOPIC:
         return None
-    found = _read(_REFERENCE, envelope.payload, Reason.PAYLOAD)
+    found = _read(_REFERENCE, envelope.payload, RejectionReason.PAYLOAD)
     if found.size > PAYLOAD_BYTES:
-        raise Refused(Reason.OVERSIZE, f"refers to {found.size} bytes; at most {PAYLOAD_BYTES} are read")
+        raise Undeliverable(RejectionReason.OVERSIZE, f"refers to {found.size} bytes; at most {PAYLOAD_BYTES} are read")
     return found
 
 
@@ -213,37 +213,37 @@ def parts_offered(envelope: Envelope) -> PartsOffer | None:
     """The offer in an answer, or None when it carries its own payload. Refused when it is malformed or too large."""
     if envelope.topic != PARTS_TOPIC:
         return None
-    offer = _read(_OFFER, envelope.payload, Reason.PAYLOAD)
+    offer = _read(_OFFER, envelope.payload, RejectionReason.PAYLOAD)
     if offer.size > PAYLOAD_BYTES:
-        raise Refused(Reason.OVERSIZE, f"offers {offer.size} bytes; at most {PAYLOAD_BYTES} are read")
+        raise Undeliverable(RejectionReason.OVERSIZE, f"offers {offer.size} bytes; at most {PAYLOAD_BYTES} are read")
     if offer.parts != -(-offer.size // PART_BYTES):
-        raise Refused(Reason.PAYLOAD, f"offers {offer.size} bytes in {offer.parts} parts of {PART_BYTES}")
+        raise Undeliverable(RejectionReason.PAYLOAD, f"offers {offer.size} bytes in {offer.parts} parts of {PART_BYTES}")
     return offer
 
 
 def decode(topic: str, payload: bytes) -> Message:
     """The message of a payload; fields that are not known are ignored. Refused with the reason when it is none."""
     if topic == KV_EVENTS:
-        return _read(_KV_EVENTS, payload, Reason.PAYLOAD)
+        return _read(_KV_EVENTS, payload, RejectionReason.PAYLOAD)
     if topic == KV_METRICS:
-        return _read(_KV_METRICS, payload, Reason.PAYLOAD)
+        return _read(_KV_METRICS, payload, RejectionReason.PAYLOAD)
     try:
         return _EVENT.decode(payload)
     except _UNDECODABLE as error:
-        raise Refused(*_fault(payload, error)) from error
+        raise Undeliverable(*_fault(payload, error)) from error
 
 
-def _fault(payload: bytes, error: BaseException) -> tuple[Reason, str]:
+def _fault(payload: bytes, error: BaseException) -> tuple[RejectionReason, str]:
     """Tells an unknown kind (a newer speaker) from a malformed message."""
     try:
         kind = _TAG.decode(payload).kind
     except _UNDECODABLE:
-        return Reason.PAYLOAD, str(error)
-    return (Reason.PAYLOAD, f"{kind}: {error}") if kind in _KINDS else (Reason.KIND, f"unknown kind {kind!r:.80}")
+        return RejectionReason.PAYLOAD, str(error)
+    return (RejectionReason.PAYLOAD, f"{kind}: {error}") if kind in _KINDS else (RejectionReason.KIND, f"unknown kind {kind!r:.80}")
 
 
-def _read(decoder: "msgspec.msgpack.Decoder[T]", raw: bytes, reason: Reason) -> T:
+def _read(decoder: "msgspec.msgpack.Decoder[T]", raw: bytes, reason: RejectionReason) -> T:
     try:
         return decoder.decode(raw)
     except _UNDECODABLE as error:
-        raise Refused(reason, str(error)) from error
+        raise Undeliverable(reason, str(error)) from error

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from bus.protocol.subjects import Subjects
 
 
-class Names(NamedTuple):
+class StoreNames(NamedTuple):
     """Of one namespace."""
 
     stream: str
@@ -15,7 +15,7 @@ class Names(NamedTuple):
     parcels: str
 
     @classmethod
-    def of(cls, subjects: Subjects) -> "Names":
+    def of(cls, subjects: Subjects) -> "StoreNames":
         return cls(*(f"{subjects.namespace}-{kind}" for kind in ("stored", "claims", "blobs", "parcels")))
 
     @property

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bus.protocol.names import Names
+from bus.protocol.names import StoreNames
 from bus.protocol.roles import Login, Role, inbox_prefix, user_name
 from bus.protocol.subjects import Subjects
 
@@ -35,12 +35,12 @@ def rights(role: Role, subjects: Subjects, engine: str = "*", user: str | None =
         "planner": _planner,
         "operator": _operator,
         "subscriber": _subscriber,
-    }[role](subjects, Names.of(subjects), engine)
+    }[role](subjects, StoreNames.of(subjects), engine)
     inbox = f"{inbox_prefix(user or user_name(role, None if engine == '*' or role != 'engine' else engine))}.>"
     return Rights(made.publish, (*made.subscribe, inbox), made.answers)
 
 
-def _engine(subjects: Subjects, names: Names, engine: str) -> Rights:
+def _engine(subjects: Subjects, names: StoreNames, engine: str) -> Rights:
     """Says and answers what is its own; reads the log (what it served before) and the claims."""
     own = (
         subjects.kv_events,  # Dynamo's: shared by all engines
@@ -63,7 +63,7 @@ def _engine(subjects: Subjects, names: Names, engine: str) -> Rights:
     return Rights((*own, *asks, *keeps, *_stores(names)), (subjects.clusters, *answers), answers=True)
 
 
-def _router(subjects: Subjects, names: Names, _: str) -> Rights:
+def _router(subjects: Subjects, names: StoreNames, _: str) -> Rights:
     """Hears engines, tracker, planner and its siblings; says what it booked and expected."""
     says = (subjects.reservations, subjects.requests_finished, subjects.requests_read, subjects.imports, subjects.config("router"))
     asks = (
@@ -88,7 +88,7 @@ def _router(subjects: Subjects, names: Names, _: str) -> Rights:
     return Rights((*says, *asks, *names.contents(names.parcels), *_stores(names), *_mends(names)), (*hears, *answers), answers=True)
 
 
-def _tracker(subjects: Subjects, names: Names, _: str) -> Rights:
+def _tracker(subjects: Subjects, names: StoreNames, _: str) -> Rights:
     """Hears what ranks and routers report; says what follows from it."""
     says = (subjects.profiles, subjects.demand, subjects.clusters, subjects.tables, subjects.shifts)
     hears = (
@@ -103,7 +103,7 @@ def _tracker(subjects: Subjects, names: Names, _: str) -> Rights:
     return Rights((*says, *names.contents(names.parcels), *_stores(names), *_mends(names)), hears, answers=True)
 
 
-def _planner(subjects: Subjects, names: Names, _: str) -> Rights:
+def _planner(subjects: Subjects, names: StoreNames, _: str) -> Rights:
     """Commands ranks; keeps its lead, its handovers and what it must not forget under keys of its own."""
     says = (subjects.homes, subjects.placements(), subjects.migrations(), subjects.config("planner"))
     asks = (subjects.describe_engine("*", "*"), subjects.describe_profile, subjects.handover("*", "*", "*"))
@@ -123,7 +123,7 @@ def _planner(subjects: Subjects, names: Names, _: str) -> Rights:
     return Rights((*says, *asks, *keeps, *_stores(names), *_extends(names), *_mends(names)), (*hears, *answers), answers=True)
 
 
-def _operator(subjects: Subjects, names: Names, _: str) -> Rights:
+def _operator(subjects: Subjects, names: StoreNames, _: str) -> Rights:
     """Whoever runs `roost` commands, and the server's own tools: hears everything, asks and orders everything, administers streams."""
     says = (subjects.drains(), subjects.config(), subjects.imports)
     asks = (
@@ -143,7 +143,7 @@ def _operator(subjects: Subjects, names: Names, _: str) -> Rights:
     return Rights((*says, *asks, *keeps, "$JS.API.>", "$JS.FC.>", "$JS.ACK.>"), (subjects.everything,), answers=False)
 
 
-def _subscriber(subjects: Subjects, names: Names, _: str) -> Rights:
+def _subscriber(subjects: Subjects, names: StoreNames, _: str) -> Rights:
     """Hears and replays what is said openly; no questions and their answers (some hold prompts), no claims, no blobs, and nothing of its own."""
     reads = (names.stream, f"OBJ_{names.parcels}")
     asks = (
@@ -156,7 +156,7 @@ def _subscriber(subjects: Subjects, names: Names, _: str) -> Rights:
     return Rights(asks, subjects.published, answers=False)
 
 
-def _stores(names: Names) -> tuple[str, ...]:
+def _stores(names: StoreNames) -> tuple[str, ...]:
     """Find the streams, make those that are missing (existing ones are not changed by it), read log, claims and contents."""
     objects = (f"OBJ_{names.blobs}", f"OBJ_{names.parcels}")
     return (
@@ -178,12 +178,12 @@ def _consumes(stream: str) -> tuple[str, ...]:
     )
 
 
-def _extends(names: Names) -> tuple[str, ...]:
+def _extends(names: StoreNames) -> tuple[str, ...]:
     """Give the log the subjects that a newer version stores."""
     return (f"$JS.API.STREAM.UPDATE.{names.stream}",)
 
 
-def _mends(names: Names) -> tuple[str, ...]:
+def _mends(names: StoreNames) -> tuple[str, ...]:
     """Remove contents: damaged ones, and plans that are over."""
     return tuple(subject for bucket in (names.blobs, names.parcels) for subject in (f"$JS.API.STREAM.PURGE.OBJ_{bucket}", *(names.contents(bucket))))
 

@@ -13,7 +13,7 @@ WINDOW = 4096
 """Messages behind the newest one for which "late" can be told from "duplicate"."""
 
 
-class Order(StrEnum):
+class MessageOrder(StrEnum):
     """How a message stands to those heard before from its publisher."""
 
     NEW = "new"
@@ -28,15 +28,15 @@ class Order(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    order: Order
+class SequenceVerdict:
+    order: MessageOrder
     missing: int = 0
     """messages skipped right before this one (GAP), or sent before the first one heard (NEW)"""
 
     @property
     def fresh(self) -> bool:
         """Whether the message is heard for the first time."""
-        return self.order is not Order.DUPLICATE
+        return self.order is not MessageOrder.DUPLICATE
 
 
 class _Heard:
@@ -77,20 +77,20 @@ class Sequences:
     def __len__(self) -> int:
         return len(self._heard)
 
-    def observe(self, publisher_id: int, sequence: int) -> Verdict:
+    def observe(self, publisher_id: int, sequence: int) -> SequenceVerdict:
         """Take note of a message; ValueError for a negative sequence."""
         if sequence < 0:
             raise ValueError(f"sequences: sequence numbers start at 0, not {sequence}")
         heard = self._heard.get(publisher_id)
         if heard is None:
             self._add(publisher_id, sequence)
-            return Verdict(Order.NEW, missing=sequence)
+            return SequenceVerdict(MessageOrder.NEW, missing=sequence)
         self._heard.move_to_end(publisher_id)
         skipped = sequence - heard.newest - 1
         if skipped < 0:
-            return Verdict(Order.LATE if heard.fill(sequence) else Order.DUPLICATE)
+            return SequenceVerdict(MessageOrder.LATE if heard.fill(sequence) else MessageOrder.DUPLICATE)
         heard.advance(sequence)
-        return Verdict(Order.GAP, missing=skipped) if skipped else Verdict(Order.IN_ORDER)
+        return SequenceVerdict(MessageOrder.GAP, missing=skipped) if skipped else SequenceVerdict(MessageOrder.IN_ORDER)
 
     def cover(self, publisher_id: int, sequence: int) -> None:
         """A snapshot holds everything up to `sequence` (-1: nothing was sent yet): those messages count as heard from now on."""

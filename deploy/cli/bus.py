@@ -12,7 +12,7 @@ from bus.protocol.permissions import rights
 from bus.protocol.roles import ROLES
 from bus.protocol.subjects import Subjects
 from deploy.run_directory import private_text
-from deploy.security.credentials import Credentials
+from deploy.security.credentials import ServerCredentials
 from deploy.terminal.options import CONFIG, JSON, USAGE, ConfigOption, JsonOption, fail, settings_from, show
 
 AUTHORIZATION = "authorization.conf"
@@ -75,7 +75,7 @@ def credentials(
     namespace = settings_from(config, {}, BusConfig).part(BusConfig).namespace
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        drawn = Credentials(folder, Subjects(namespace), engine or ())
+        drawn = ServerCredentials(folder, Subjects(namespace), engine or ())
         drawn.tell(url)
         private_text(folder / AUTHORIZATION, drawn.authorization())
     except (OSError, ValueError) as error:

@@ -36,11 +36,11 @@ def top(
     Where the output is no terminal it is text, one page per interval; with --json one object per line.
     """
     from deploy.views.backends import watch_backends
-    from deploy.views.decision import RouterDoor
+    from deploy.views.decision import RouterAddress
     from deploy.views.top import show_top
 
     if url is not None:
-        watch_backends(RouterDoor(url, key_from(api_key_file)), interval, once=once, as_json=as_json)
+        watch_backends(RouterAddress(url, key_from(api_key_file)), interval, once=once, as_json=as_json)
         return
     show_top(bus_from(config, nats), interval, once=once, as_json=as_json)
 

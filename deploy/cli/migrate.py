@@ -44,9 +44,9 @@ def migrate(
 
     Status 1: it was refused, or given up, and the engine serves what it served before.
     """
-    from deploy.views.migration import Manner, show_migration, show_plan_file
+    from deploy.views.migration import OutputForm, show_migration, show_plan_file
 
-    manner, bus = Manner(wait=not no_wait, as_json=as_json), bus_from(config, nats)
+    manner, bus = OutputForm(wait=not no_wait, as_json=as_json), bus_from(config, nats)
     if plan is not None:
         for name, value in (("--expert", expert), ("--from", source), ("--move", move or None), ("--swap", swap)):
             if value is not None:
@@ -75,9 +75,9 @@ def rollback(
 
     That is a plan too, so a second rollback undoes the first; to go further back, name a plan: roost events --kind migration --since 1d lists them.
     """
-    from deploy.views.migration import Manner, show_rollback
+    from deploy.views.migration import OutputForm, show_rollback
 
-    show_rollback(bus_from(config, nats), engine, before or "", Manner(wait=not no_wait, as_json=as_json))
+    show_rollback(bus_from(config, nats), engine, before or "", OutputForm(wait=not no_wait, as_json=as_json))
 
 
 def _expert(text: str) -> ExpertId:

@@ -40,13 +40,13 @@ def drain(
     With --url: to a server given by --backend or \[backends.NAME], at this router process, until it is undone or the process ends.
     """
     from deploy.views.backends import drain_backend
-    from deploy.views.decision import RouterDoor
+    from deploy.views.decision import RouterAddress
     from deploy.views.operation import show_drain
 
     if undo and (wait is not None or reason):
         fail("--undo takes neither --wait nor --reason", USAGE)
     if url is not None:
-        drain_backend(RouterDoor(url, key_from(api_key_file)), place, undo=undo, wait=wait, reason=reason, as_json=as_json)
+        drain_backend(RouterAddress(url, key_from(api_key_file)), place, undo=undo, wait=wait, reason=reason, as_json=as_json)
         return
     show_drain(bus_from(config, nats), place, undo=undo, wait=wait, reason=reason, as_json=as_json)
 

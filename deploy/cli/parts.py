@@ -12,7 +12,7 @@ from deploy.config import Configuration
 from deploy.http.sockets import CannotListen, listen
 from deploy.local.fleet import Fleet, serve_and_reload
 from deploy.local.nats_server import NoNats
-from deploy.local.router_sockets import RouterDoors
+from deploy.local.router_sockets import RouterSockets
 from deploy.local.supervise import UnitFailed
 from deploy.parts.launch import log_as_set, run_part
 from deploy.process import run as run_process
@@ -56,7 +56,7 @@ MetricsOption = Annotated[str | None, typer.Option("--metrics", metavar="HOST:PO
 ApiKeyOption = Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is the key that the plain servers want.")]
 
 
-class EngineKind(StrEnum):
+class WorkerKind(StrEnum):
     """Engines a worker can stand for."""
 
     embedded = "embedded"
@@ -160,7 +160,7 @@ def planner(
 
 def worker(
     engine: Annotated[
-        EngineKind | None,
+        WorkerKind | None,
         typer.Option(
             "--engine",
             help="embedded: our own engine; simulated: no weights, the time of GPUs; openai: any OpenAI-compatible server, by --url.  [default: embedded]",
@@ -196,7 +196,7 @@ def worker(
 
     SIGHUP: its ranks read the file of the fleet's secret again (not --engine openai).
     """
-    own = engine is not EngineKind.openai
+    own = engine is not WorkerKind.openai
     checkpoint = Path(model) if model is not None and own else None
     flags: Flags = {
         **(engine_flags(config, engine, ranks=ranks, checkpoint=checkpoint, model_shape=model_shape) if own else {}),
@@ -228,13 +228,13 @@ def worker(
 
 def _plain_worker(settings: Configuration, api_key_file: Path | None, *, url: str | None, **about: Any) -> None:
     """about: further fields of PlainConfig."""
-    from engine_adapter.openai_backend import PlainConfig  # with its HTTP client, which no other command needs
+    from engine_adapter.openai_backend import BackendAgentConfig  # with its HTTP client, which no other command needs
 
     if url is None:
         fail("--engine openai needs --url, e.g. --url http://127.0.0.1:8080", USAGE)
     try:
         key = None if api_key_file is None else api_key_file.read_text(encoding="utf-8").split("\n")[0].strip()
-        plain = PlainConfig(url=url, api_key=key, **about)
+        plain = BackendAgentConfig(url=url, api_key=key, **about)
     except (OSError, ValueError) as error:
         fail(str(error), USAGE)
     _end_with("plain", settings, settings.part(WorkerConfig).name, plain, settings.part(BusConfig), settings.part(AgentConfig))
@@ -242,7 +242,7 @@ def _plain_worker(settings: Configuration, api_key_file: Path | None, *, url: st
 
 async def _several_routers(settings: Configuration, read: Read, *, bus: bool) -> None:
     out = console()
-    with RouterDoors.listening(settings.part(RouterConfig)) as doors, run_directory(home(os.environ)) as run:
+    with RouterSockets.listening(settings.part(RouterConfig)) as doors, run_directory(home(os.environ)) as run:
         out.print(f"[dim]starting; logs are in {run.path}[/dim]")
         async with Fleet(settings, run, os.environ, lambda text: out.print(f"  {text}", markup=False)) as fleet:
             await fleet.start_routers(doors, bus=bus)

@@ -72,20 +72,20 @@ def plan(
     for name, given in (("--ranks", ranks), ("--slots-per-rank", slots_per_rank), ("--nodes", nodes)):
         if given is not None:
             fail(f"{name} belongs to --profile FILE", USAGE)
-    from deploy.views.plan import Asked, show_plan
+    from deploy.views.plan import PlanQuery, show_plan
 
     if policy is not None and policy not in POLICIES:
         fail(f"no policy {policy!r}; there are: {', '.join(POLICIES)}", USAGE)
     if apply and dead is not None:
         fail("--dead only asks what if; a plan is carried out on ranks that live: leave out --dead, or --apply", USAGE)
-    asked = Asked(engine, policy or "", None if budget is None else in_bytes(budget), memory, _numbers(dead), tuple(layer or ()))
+    asked = PlanQuery(engine, policy or "", None if budget is None else in_bytes(budget), memory, _numbers(dead), tuple(layer or ()))
     bus = bus_from(config, nats)
     answer = show_plan(bus, asked, out, everything=everything, applied=apply, as_json=as_json)
     if apply:
-        from deploy.views.migration import Manner, show_applied
+        from deploy.views.migration import OutputForm, show_applied
 
         also = {"asked": msgspec.json.decode(answer.record)} if as_json else {}
-        show_applied(bus, answer.engine, answer.plan, Manner(as_json=as_json, steps=False), also)
+        show_applied(bus, answer.engine, answer.plan, OutputForm(as_json=as_json, steps=False), also)
 
 
 def in_bytes(text: str) -> int:

@@ -12,7 +12,7 @@ from deploy.config import Configuration
 from deploy.http.sockets import CannotListen
 from deploy.local.fleet import Fleet, serve_and_reload
 from deploy.local.nats_server import NoNats
-from deploy.local.router_sockets import RouterDoors
+from deploy.local.router_sockets import RouterSockets
 from deploy.local.supervise import UnitFailed
 from deploy.process import run as run_process
 from deploy.reload import Read
@@ -47,7 +47,7 @@ from fleet.redaction import without_secrets
 from router.config import RouterConfig
 
 
-class EngineKind(StrEnum):
+class OwnEngineKind(StrEnum):
     """Engines that `roost up` can start itself."""
 
     embedded = "embedded"
@@ -70,7 +70,7 @@ def up(
     host: Annotated[str | None, typer.Option("--host", help="Address the router listens on.  [default: 127.0.0.1]", show_default=False)] = None,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="Use this NATS server instead of starting a private one.")] = NATS,
     engine: Annotated[
-        EngineKind | None,
+        OwnEngineKind | None,
         typer.Option("--engine", help="embedded: our own engine; simulated: no weights, the time of GPUs.  [default: embedded]", show_default=False),
     ] = None,
     model_shape: ModelShapeOption = None,
@@ -121,7 +121,7 @@ def up(
 async def _up(settings: Configuration, read: Read) -> None:
     out = console()
     router = settings.part(RouterConfig)
-    with RouterDoors.listening(router) as doors, run_directory(home(os.environ)) as run:
+    with RouterSockets.listening(router) as doors, run_directory(home(os.environ)) as run:
         out.print(f"[dim]starting; logs are in {run.path}[/dim]")
         async with Fleet(settings, run, os.environ, lambda text: out.print(f"  {text}", markup=False)) as fleet:
             await fleet.start_up(doors)

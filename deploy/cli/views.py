@@ -70,11 +70,11 @@ def status(
 ) -> None:
     """Show engines, ranks, load and epochs, what the loop measured, predicted, decided and moved, and the servers given by --backend. Live: roost top."""
     from deploy.views.backends import backends_if_any, backends_of, show_backends
-    from deploy.views.decision import RouterDoor
+    from deploy.views.decision import RouterAddress
     from deploy.views.status import show_status
 
     settings = with_login(with_bus(settings_from(config, bus_flags(nats), BusConfig, RouterConfig)), "operator")
-    door = RouterDoor(url or router_url(settings), key_from(api_key_file), ca)
+    door = RouterAddress(url or router_url(settings), key_from(api_key_file), ca)
     backends = backends_if_any(door) if url is None else backends_of(door)
     if url is not None or (backends and not names_bus(settings)):
         show_backends(door, [one for one in backends if engine in (None, one.name)], as_json=as_json)
@@ -154,14 +154,14 @@ def explain(
     config: ConfigOption = CONFIG,
 ) -> None:
     """Explain a routing decision: every candidate with its terms, the one chosen and why, and who it would have been otherwise."""
-    from deploy.views.decision import RouterDoor, show_decision
+    from deploy.views.decision import RouterAddress, show_decision
 
     if (prompt is None) == (decision is None):
         fail('give a prompt, or a decision to read back: roost explain "prompt", or roost explain --id ID', USAGE)
     if decision is not None and (session, tenant, without, gone) != (None,) * 4:
         fail("--session, --tenant, --without and --gone are for a prompt: a served decision is read back as it was made", USAGE)
     settings = settings_from(config, {}, RouterConfig)
-    door = RouterDoor(router or router_url(settings), key_from(api_key_file), ca)
+    door = RouterAddress(router or router_url(settings), key_from(api_key_file), ca)
     if decision is not None:
         answer = door.get(f"/v1/decisions/{decision}")
     else:

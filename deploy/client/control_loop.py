@@ -16,7 +16,7 @@ UNKNOWN = "it is not known whether that holds: a planner was asked that did not 
 SILENCE = "no planner says what it does by itself: it is not running (roost events --kind migration, and its log, tell), or it is of an older version of Roost"
 
 
-class NotTold(Exception):
+class NoAnswer(Exception):
     """Nobody says what the migration service does by itself; the text says why, as far as that is known."""
 
 
@@ -32,26 +32,26 @@ async def steered(bus: Bus, subjects: Subjects, paused: bool, reason: str, say: 
     for look in range(LOOKS):
         try:
             return await _asked(bus, subjects, SteerLoop(paused=paused, reason=reason))
-        except NotTold as error:
+        except NoAnswer as error:
             if not isinstance(error.__cause__, BusTimeout):
                 if perhaps:
-                    raise NotTold(f"{error}; {UNKNOWN}") from error
+                    raise NoAnswer(f"{error}; {UNKNOWN}") from error
                 raise
             hangs = not isinstance(error.__cause__, NobodyThere)
             if not look or hangs > perhaps:
                 say("the planner does not answer; it is asked again" if hangs else "no planner is there; one may be about to take over")
             perhaps = perhaps or hangs
             await asyncio.sleep(TAKEOVER_SECONDS / LOOKS)
-    raise NotTold(UNKNOWN if perhaps else f"{SILENCE}; nothing was changed")
+    raise NoAnswer(UNKNOWN if perhaps else f"{SILENCE}; nothing was changed")
 
 
 async def _asked(bus: Bus, subjects: Subjects, question: DescribeLoop | SteerLoop) -> LoopDescribed:
     try:
         answer = await bus.request(subjects.loop, question, ASK_SECONDS)
     except BusTimeout as error:
-        raise NotTold(SILENCE) from error
+        raise NoAnswer(SILENCE) from error
     except Declined as refusal:
-        raise NotTold(str(refusal)) from refusal
+        raise NoAnswer(str(refusal)) from refusal
     if not isinstance(answer, LoopDescribed):
-        raise NotTold(f"the planner answered with {type(answer).__name__}; is it of another version of Roost?")
+        raise NoAnswer(f"the planner answered with {type(answer).__name__}; is it of another version of Roost?")
     return answer

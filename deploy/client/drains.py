@@ -21,12 +21,12 @@ QUIET_REPORTS = 2
 """A rank is idle after so many load reports in a row that say so."""
 
 
-class NoSuchPlace(Exception):
+class NoSuchTarget(Exception):
     """There is no such engine or rank; the text says what there is."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DrainTarget:
     """A rank of an engine, or (None) all of them."""
 
     engine: EngineNow
@@ -41,29 +41,29 @@ class Place:
         return range(_targets(self.engine)) if self.rank is None else (self.rank,)
 
 
-async def find(bus: Bus, subjects: Subjects, text: str) -> Place:
+async def find(bus: Bus, subjects: Subjects, text: str) -> DrainTarget:
     """The place that ENGINE or ENGINE/RANK names. NoSuchPlace says what there is instead."""
     engines = {engine.joined.engine: engine for engine in await members(bus, subjects)}
     name, slash, number = text.partition("/")
     there = ", ".join(f"{engine} (ranks 0 to {_targets(now) - 1})" if _targets(now) > 1 else engine for engine, now in engines.items()) or "none"
     if name not in engines:
         said = f"no engine {name!r} is a member of the fleet; engines: {there}. Servers given by --backend are no members: name their router with --url"
-        raise NoSuchPlace(said)
+        raise NoSuchTarget(said)
     if not slash:
-        return Place(engines[name], None)
+        return DrainTarget(engines[name], None)
     targets = _targets(engines[name])
     if not number.isdecimal() or int(number) >= targets:
         one = " (it is one target: its ranks work on every request together)" if targets == 1 else ""
-        raise NoSuchPlace(f"engine {name} has no rank {number!r}{one}; ranks: {', '.join(map(str, range(targets)))}")
-    return Place(engines[name], int(number))
+        raise NoSuchTarget(f"engine {name} has no rank {number!r}{one}; ranks: {', '.join(map(str, range(targets)))}")
+    return DrainTarget(engines[name], int(number))
 
 
-async def drain(bus: Bus, subjects: Subjects, place: Place, reason: str) -> None:
+async def drain(bus: Bus, subjects: Subjects, place: DrainTarget, reason: str) -> None:
     """No new requests there. BusError when it cannot be stored."""
     await _say(bus, subjects, place.engine, place.rank, draining=True, reason=reason)
 
 
-async def undrain(bus: Bus, subjects: Subjects, place: Place) -> bool:
+async def undrain(bus: Bus, subjects: Subjects, place: DrainTarget) -> bool:
     """Requests again; of a whole engine also where ranks were drained singly. False when nothing there was drained.
 
     NoSuchPlace when a rank was drained with its whole engine.
@@ -71,7 +71,7 @@ async def undrain(bus: Bus, subjects: Subjects, place: Place) -> bool:
     drained = place.engine.drains
     if place.rank is not None and None in drained:
         engine = place.engine.joined.engine
-        raise NoSuchPlace(f"engine {engine} is drained as a whole; undo that with: roost drain {engine} --undo, and drain its other ranks singly")
+        raise NoSuchTarget(f"engine {engine} is drained as a whole; undo that with: roost drain {engine} --undo, and drain its other ranks singly")
     lifted = list(drained) if place.rank is None else [rank for rank in drained if rank == place.rank]
     for rank in lifted:
         await _say(bus, subjects, place.engine, rank, draining=False, reason="")
@@ -95,7 +95,7 @@ class _Heard:
             self.quiet[message.dp_rank] = 0 if busy or message.active_prefill_tokens else self.quiet.get(message.dp_rank, 0) + 1
 
 
-async def until_idle(bus: Bus, subjects: Subjects, place: Place, seconds: float, say: Callable[[str], None]) -> bool:
+async def until_idle(bus: Bus, subjects: Subjects, place: DrainTarget, seconds: float, say: Callable[[str], None]) -> bool:
     """Wait until nothing runs there by the ranks' own word, and nothing is booked there by that of the routers; False after `seconds`.
 
     say: told the progress, in words, whenever it changes.
@@ -118,12 +118,12 @@ async def until_idle(bus: Bus, subjects: Subjects, place: Place, seconds: float,
             await asyncio.sleep(min(LOOK_SECONDS, left))
 
 
-async def _listen(said: Subscription, heard: _Heard, place: Place) -> None:
+async def _listen(said: Subscription, heard: _Heard, place: DrainTarget) -> None:
     async for received in said:
         heard.note(received.message, place.engine.joined.worker_id)
 
 
-async def _booked(bus: Bus, subjects: Subjects, heard: _Heard, place: Place) -> int:
+async def _booked(bus: Bus, subjects: Subjects, heard: _Heard, place: DrainTarget) -> int:
     """Requests that routers have booked there; a router that does not answer is gone."""
     wanted = {(place.engine.joined.worker_id, rank) for rank in place.ranks}
     count = 0
@@ -138,7 +138,7 @@ async def _booked(bus: Bus, subjects: Subjects, heard: _Heard, place: Place) -> 
     return count
 
 
-def _state(heard: _Heard, booked: int, place: Place) -> tuple[bool, str]:
+def _state(heard: _Heard, booked: int, place: DrainTarget) -> tuple[bool, str]:
     """Whether nothing runs there, and what is known in words."""
     loads = place.engine.joined.capabilities.load
     silent = [rank for rank in place.ranks if rank not in heard.running] if loads else []

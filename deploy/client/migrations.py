@@ -62,7 +62,7 @@ def in_short(name: str) -> str:
 
 
 @dataclass(slots=True)
-class Course:
+class PlanProgress:
     """How one plan goes. `done`: its handovers that are; `ranks`: where each rank is with the present one."""
 
     accepted: MigrationAccepted
@@ -129,14 +129,14 @@ class Course:
         return f"handover {min(self.done + 1, self.accepted.handovers)} of {self.accepted.handovers}" + (f": {where}" if where else "")
 
 
-async def carried_out(bus: Bus, subjects: Subjects, order: Order, *, wait: bool, began: Callable[[Course], None], say: Say) -> Course:
+async def carried_out(bus: Bus, subjects: Subjects, order: Order, *, wait: bool, began: Callable[[PlanProgress], None], say: Say) -> PlanProgress:
     """Ask for it, and with `wait` return when it is over, whichever way. began: told once it is accepted; say: told of each thing that happens.
 
     NotAccepted when the planner refuses, or does not answer.
     """
     known = {_identity(one) async for one in bus.replay(subjects.migrations(order.engine), since=BEFORE_SECONDS, follow=False)}
     async with bus.subscribe(subjects.handovers()) as heard:
-        course = Course(await _accepted(bus, subjects, order, say))
+        course = PlanProgress(await _accepted(bus, subjects, order, say))
         began(course)
         if wait:
             async with alongside(_listen(heard, course), "hear how ranks get on"), alongside(_wonder(course, say), "notice silence"):
@@ -166,7 +166,7 @@ async def _accepted(bus: Bus, subjects: Subjects, order: Order, say: Say) -> Mig
     return answer
 
 
-async def _follow(bus: Bus, subjects: Subjects, course: Course, known: set[tuple[int, int]], say: Say) -> None:
+async def _follow(bus: Bus, subjects: Subjects, course: PlanProgress, known: set[tuple[int, int]], say: Say) -> None:
     """What is stored tells all, also across reconnects; a plan of the same id may have been carried out before."""
     async with aclosing(_stored(bus, subjects, course)) as stored:
         async for received in stored:
@@ -176,17 +176,17 @@ async def _follow(bus: Bus, subjects: Subjects, course: Course, known: set[tuple
                 return
 
 
-async def _stored(bus: Bus, subjects: Subjects, course: Course) -> AsyncGenerator[Received, None]:
+async def _stored(bus: Bus, subjects: Subjects, course: PlanProgress) -> AsyncGenerator[Received, None]:
     async for received in bus.replay(subjects.migrations(course.accepted.engine), since=BEFORE_SECONDS):
         yield received
 
 
-async def _listen(heard: Subscription, course: Course) -> None:
+async def _listen(heard: Subscription, course: PlanProgress) -> None:
     async for received in heard:
         course.note(received.message)
 
 
-async def _wonder(course: Course, say: Say) -> None:
+async def _wonder(course: PlanProgress, say: Say) -> None:
     while True:
         before = course.heard
         await asyncio.sleep(QUIET_SECONDS)

@@ -26,7 +26,7 @@ from deploy.demo_model.corpus import Document
 from deploy.demo_model.heldout import read_documents
 from deploy.demo_model.record_routings import chosen_experts
 
-__all__ = ["Skew", "control_model", "losses_by_domain", "losses_by_position", "main", "measure_skew"]
+__all__ = ["RoutingSkew", "control_model", "losses_by_domain", "losses_by_position", "main", "measure_skew"]
 
 CHECKPOINT = checkpoint_path()
 ROUTINGS = routings_path()
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Skew:
+class RoutingSkew:
     """How unevenly experts are chosen, averaged over layers; masses are shares (0 to 1) of the routed (token, choice) pairs."""
 
     overall_share: float
@@ -103,7 +103,7 @@ def control_model(seed: int = 0) -> Qwen3MoeForCausalLM:
     return model.eval()
 
 
-def measure_skew(arrays: dict[str, npt.NDArray[Any]]) -> Skew:
+def measure_skew(arrays: dict[str, npt.NDArray[Any]]) -> RoutingSkew:
     """Return the skew of the `test` requests with their own text of a file of `record_routings`; priors are learnt on its `fit` ones."""
     split = int(arrays["prompt"])
     fit = arrays["part"] == 0
@@ -118,7 +118,7 @@ def measure_skew(arrays: dict[str, npt.NDArray[Any]]) -> Skew:
     cosine = profiles @ profiles.T
     same = domain[:, None] == domain[None, :]
     sources = {"overall prior": learnt.mean(0)[None], "domain": learnt[domain], "own prompt": prompt[test], "hindsight": decode[test]}
-    return Skew(
+    return RoutingSkew(
         overall_share=favourite_mass(whole[test].mean(0), whole[test].mean(0)),
         domain_share={name: favourite_mass(profile, profile) for name, profile in by_domain.items()},
         effective_experts={name: effective_experts(profile) for name, profile in by_domain.items()},
@@ -147,7 +147,7 @@ def effective_experts(profile: Floats) -> float:
     return float(np.exp(entropy).mean())
 
 
-def _report(name: str, skew: Skew) -> None:
+def _report(name: str, skew: RoutingSkew) -> None:
     log.info("%s", name)
     log.info("  overall top-8 share %.2f; centred cosine same %.2f, cross %.2f", skew.overall_share, skew.cosine_same, skew.cosine_cross)
     for domain in DOMAINS:

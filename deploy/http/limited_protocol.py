@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 
 from deploy.http.connection_gate import ConnectionGate
 from deploy.http.limits import Count, HttpLimits
-from deploy.http.write_coalescing import Gathering
+from deploy.http.write_coalescing import WriteCoalescing
 from fleet.completions import ApiError
 
 SLICE_BYTES = 16 * 1024
@@ -98,7 +98,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         real = cast("asyncio.Transport", transport)
-        self._wire = Gathering(real, self.loop, linger_seconds=self._limits.write_seconds, has_input=self._has_input)
+        self._wire = WriteCoalescing(real, self.loop, linger_seconds=self._limits.write_seconds, has_input=self._has_input)
         super().connection_made(self._wire)
         if len(self.connections) > self._gate.most:
             self._squeeze_in(len(self.connections) - self._gate.most)

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from deploy.http.server import HttpFace
+from deploy.http.server import HttpServer
 from deploy.http.sockets import CannotListen, listen
 from deploy.process import alongside
 from deploy.security.exposure import is_loopback
@@ -74,5 +74,5 @@ async def offer_metrics(stack: AsyncExitStack, address: str, exposition: Callabl
     if key is None and not is_loopback(host):
         log.warning("insecure: other machines may read /metrics on %s without a key; metrics_key_file names one", address)
     app = MetricsApp(exposition, key)
-    face = await stack.enter_async_context(HttpFace(app, listen(host, int(port)), drain_seconds=1.0))
+    face = await stack.enter_async_context(HttpServer(app, listen(host, int(port)), drain_seconds=1.0))
     await stack.enter_async_context(alongside(face.failed(), "serves metrics"))

@@ -104,7 +104,7 @@ def _is_no_cancellation(record: logging.LogRecord) -> bool:
     return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
-class HttpFace:
+class HttpServer:
     """Serves an application while its context lasts; leaving it waits for open requests, at most `drain_seconds`.
 
     count: called with the cause of each connection that was cut for exceeding `limits`.
@@ -139,7 +139,7 @@ class HttpFace:
         logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)  # once, however often it is added
         self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> "HttpFace":
+    async def __aenter__(self) -> "HttpServer":
         self._task = asyncio.create_task(self._serve(), name=f"serve HTTP on {', '.join(map(url_of, self._doors))}")
         return self
 

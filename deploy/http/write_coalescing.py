@@ -14,7 +14,7 @@ MOST_GATHERED = 64 * 1024
 """Bytes; more are sent at once, so that the transport's own limits say when a client reads too slowly."""
 
 
-class Gathering(asyncio.Transport):
+class WriteCoalescing(asyncio.Transport):
     """A transport that holds what is written until the present turn of the loop is over. Everything else goes straight to the real one."""
 
     def __init__(

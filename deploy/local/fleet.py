@@ -28,14 +28,14 @@ from bus.protocol.roles import Role
 from bus.protocol.subjects import Subjects
 from deploy.config import ConfigError, Configuration, Key, without_settings
 from deploy.http.sockets import HttpError, listen, probe, url_of
-from deploy.launch_spec import Order, PartName, RankOrder
+from deploy.launch_spec import LaunchSpec, PartName, RankLaunch
 from deploy.local.nats_server import NatsServer, greet
-from deploy.local.router_sockets import RouterDoors
+from deploy.local.router_sockets import RouterSockets
 from deploy.local.supervise import Command, Incarnation, Policy, Say, Unit, UnitFailed
 from deploy.process import alongside, on_hangup
 from deploy.reload import Read, check
 from deploy.run_directory import SETTINGS, RunDirectory, Running, private_text
-from deploy.security.credentials import FOLDER, Credentials
+from deploy.security.credentials import FOLDER, ServerCredentials
 from deploy.settings import UpConfig, WorkerConfig, engine_ranks
 from fleet.events import ConfigChanged
 from fleet.redaction import without_secrets
@@ -70,24 +70,24 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class FleetFiles:
     """What every child stands on."""
 
     run: RunDirectory
     config_file: Path
     environment: Mapping[str, str]
-    credentials: Credentials | None = None
+    credentials: ServerCredentials | None = None
     """of the private NATS server"""
 
     def command(
-        self, part: PartName, ready: Path, *, door: socket.socket | None = None, doors: Sequence[socket.socket] = (), rank: RankOrder | None = None
+        self, part: PartName, ready: Path, *, door: socket.socket | None = None, doors: Sequence[socket.socket] = (), rank: RankLaunch | None = None
     ) -> Command:
         """A Roost process of this very installation."""
         descriptor, descriptors = None if door is None else door.fileno(), tuple(one.fileno() for one in doors)
-        order = Order(part=part, config=str(self.config_file), ready=str(ready), descriptor=descriptor, descriptors=descriptors, rank=rank)
+        order = LaunchSpec(part=part, config=str(self.config_file), ready=str(ready), descriptor=descriptor, descriptors=descriptors, rank=rank)
         return self.ordered(part if rank is None else rank.engine if part == "simulated" else f"{rank.engine}/{rank.rank}", order)
 
-    def ordered(self, name: str, order: Order) -> Command:
+    def ordered(self, name: str, order: LaunchSpec) -> Command:
         """The process that does this, with its own login on NATS; the working directory cannot get into its imports (-P)."""
         if self.credentials is not None:
             file = self.credentials.file("engine", order.rank.engine) if order.rank is not None else self.credentials.file(_role(order.part))
@@ -106,7 +106,7 @@ def _role(part: PartName) -> Role:
 class EngineLauncher:
     """The lives of one engine: embedded, a process per rank; or simulated, one for all."""
 
-    def __init__(self, name: str, ranks: int, worker: WorkerConfig, ground: Ground) -> None:
+    def __init__(self, name: str, ranks: int, worker: WorkerConfig, ground: FleetFiles) -> None:
         self.name = name
         self._worker = worker
         self.worker_id: int | None = None
@@ -126,7 +126,7 @@ class EngineLauncher:
         tls = worker.tls_cert is not None  # then routers compare the name in the URL with the certificate
         self.urls = tuple(url_of(door, tls=tls, host=worker.host if tls else None) for door in doors)
         orders = [
-            RankOrder(engine=self.name, rank=rank, worker_id=self.worker_id, urls=self.urls, meet=str(meet), replaces=before) for rank in range(self._ranks)
+            RankLaunch(engine=self.name, rank=rank, worker_id=self.worker_id, urls=self.urls, meet=str(meet), replaces=before) for rank in range(self._ranks)
         ]
         joined = [meet / f"joined-{rank}" for rank in range(self._ranks)]
         if worker.engine == "simulated":
@@ -194,7 +194,7 @@ class Fleet:
         self.engines: list[EngineLauncher] = []
         self.engine_units: list[Unit] = []
         """units that the fleet can do without, as long as one is left"""
-        self._credentials: Credentials | None = None
+        self._credentials: ServerCredentials | None = None
         """where the NATS server is ours"""
         self._settings = settings
         self._worker = settings.part(WorkerConfig)
@@ -215,7 +215,7 @@ class Fleet:
         """Folder with the logins of the NATS server, where that is ours."""
         return None if self._credentials is None else self._credentials.folder
 
-    async def start_up(self, doors: RouterDoors) -> None:
+    async def start_up(self, doors: RouterSockets) -> None:
         """Start everything, with the router on sockets that listen, and return when the router is ready.
 
         UnitFailed, CannotListen, NoNats and OSError say what could not be.
@@ -234,7 +234,7 @@ class Fleet:
             await self._watched(_good(f"{url}/ready"))
         self._tell_where()
 
-    async def start_routers(self, doors: RouterDoors, *, bus: bool) -> None:
+    async def start_routers(self, doors: RouterSockets, *, bus: bool) -> None:
         """Start the router's processes before engines somewhere else, and return when they serve. bus: on the NATS server that is set."""
         if bus:
             self.nats_url = ",".join(self._settings.part(BusConfig).servers)
@@ -312,7 +312,7 @@ class Fleet:
 
     async def _start_nats(self) -> str:
         names = [self._engine_name(number) for number in range(self._settings.part(UpConfig).engines)]
-        logins = self._credentials = Credentials(self._run.folder(FOLDER), Subjects(self._settings.part(BusConfig).namespace), names)
+        logins = self._credentials = ServerCredentials(self._run.folder(FOLDER), Subjects(self._settings.part(BusConfig).namespace), names)
         server = NatsServer(self._run.folder("nats"), self._run.log("nats"), logins.authorization(), logins.login("operator"))
         await self.add(Unit("nats", server.launch, replace(self._policy, ready_seconds=NATS_START_SECONDS), self._say))
         await self._all_ready()
@@ -335,7 +335,7 @@ class Fleet:
                 out.write(f"{secrets.token_urlsafe(32)}\n")
             self._secret_files = dict.fromkeys(unset, file.absolute())
 
-    def _ground(self) -> Ground:
+    def _ground(self) -> FleetFiles:
         kept = Path(dict(self._settings.items())["tracker", "state_file"].value or self._run.path / TRACKER_STATE)
         where: dict[Key, Any] = {("bus", "urls"): self.nats_url.split(",") if self.nats_url else None, ("tracker", "state_file"): kept.absolute()}
         where |= self._secret_files
@@ -344,14 +344,14 @@ class Fleet:
         draft = file.with_suffix(".new")
         private_text(draft, told.as_toml(secrets=True))
         draft.replace(file)  # whole or not at all: a part may be reading it
-        return Ground(self._run, file, child_environment(self._environment), self._credentials)
+        return FleetFiles(self._run, file, child_environment(self._environment), self._credentials)
 
-    def _single(self, ground: Ground, part: PartName) -> Unit:
+    def _single(self, ground: FleetFiles, part: PartName) -> Unit:
         """A part of one process, started in the same way in every life."""
         ready = self._run.path / f"{part}.ready"
         return self._process(ground.command(part, ready), ready, None)
 
-    def _routers(self, ground: Ground, doors: RouterDoors, *, bus: bool = True) -> list[Unit]:
+    def _routers(self, ground: FleetFiles, doors: RouterSockets, *, bus: bool = True) -> list[Unit]:
         """Each process is a unit: when one dies, it alone is started again."""
         self.router_url, self.router_urls = doors.url, doors.urls if doors.private else ()
         router = self._settings.part(RouterConfig)
@@ -380,7 +380,7 @@ class Fleet:
 
         return Unit(command.name, launch, policy or self._policy, self._say)
 
-    def _engine(self, name: str, ground: Ground) -> Unit:
+    def _engine(self, name: str, ground: FleetFiles) -> Unit:
         launcher = EngineLauncher(name, engine_ranks(self._settings), self._worker, ground)
         self.engines.append(launcher)
         unit = Unit(name, launcher.launch, self._policy, self._say)

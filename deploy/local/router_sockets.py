@@ -4,12 +4,12 @@ import socket
 from dataclasses import dataclass
 
 from deploy.http.sockets import CannotListen, listen, listen_together, url_of
-from deploy.launch_spec import Order
+from deploy.launch_spec import LaunchSpec
 from router.config import RouterConfig
 
 
 @dataclass(frozen=True, slots=True)
-class RouterDoors:
+class RouterSockets:
     """Open while the context lasts: kept open by the supervisor, too, so that nobody is refused while a process starts again.
 
     shared: on one port, one for each process. private: of each of several processes alone; empty for one.
@@ -20,7 +20,7 @@ class RouterDoors:
     tls: bool = False
 
     @classmethod
-    def listening(cls, config: RouterConfig) -> "RouterDoors":
+    def listening(cls, config: RouterConfig) -> "RouterSockets":
         """CannotListen says which address cannot be had, and why."""
         tls = config.tls_cert is not None
         if config.processes == 1:
@@ -45,10 +45,10 @@ class RouterDoors:
         """Where each process can be asked how it is."""
         return tuple(url_of(door, tls=self.tls) for door in self.private or self.shared)
 
-    def order(self, number: int, *, config: str, ready: str, bus: bool) -> Order:
+    def order(self, number: int, *, config: str, ready: str, bus: bool) -> LaunchSpec:
         """What one of the processes is told."""
         several = bool(self.private)
-        return Order(
+        return LaunchSpec(
             part="router",
             config=config,
             ready=ready,
@@ -62,7 +62,7 @@ class RouterDoors:
         for door in (*self.shared, *self.private):
             door.close()
 
-    def __enter__(self) -> "RouterDoors":
+    def __enter__(self) -> "RouterSockets":
         return self
 
     def __exit__(self, *_: object) -> None:

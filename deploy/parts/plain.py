@@ -11,16 +11,16 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.process import alongside, first_failure, first_of
-from engine_adapter.agent.engine_agent import Agent, Identity
+from engine_adapter.agent.engine_agent import Agent, AgentIdentity
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EngineFailed
-from engine_adapter.openai_backend import PlainConfig, PlainEngine
+from engine_adapter.openai_backend import BackendAgent, BackendAgentConfig
 
 EXPECTED = (BusError, NameTaken)
 log = logging.getLogger(__name__)
 
 
-async def serve(name: str, plain: PlainConfig, bus_config: BusConfig, agent_config: AgentConfig) -> None:
+async def serve(name: str, plain: BackendAgentConfig, bus_config: BusConfig, agent_config: AgentConfig) -> None:
     """Represent the server until cancelled. NameTaken when another engine has the name; BusError when NATS cannot be reached at start."""
     subjects = Subjects(bus_config.namespace)
     bus = await NatsBus.connect(bus_config.servers, subjects, bus_config, name=name)
@@ -30,11 +30,11 @@ async def serve(name: str, plain: PlainConfig, bus_config: BusConfig, agent_conf
         await bus.close()
 
 
-async def represent(bus: Bus, subjects: Subjects, name: str, plain: PlainConfig, agent_config: AgentConfig) -> None:
+async def represent(bus: Bus, subjects: Subjects, name: str, plain: BackendAgentConfig, agent_config: AgentConfig) -> None:
     """An incarnation of the engine for every time the server is there, until cancelled. NameTaken as `serve`."""
     replaces: int | None = None
     while True:
-        who = Identity(engine=name, worker_id=secrets.randbits(64), node=socket.gethostname(), urls=(plain.base,), replaces=replaces)
+        who = AgentIdentity(engine=name, worker_id=secrets.randbits(64), node=socket.gethostname(), urls=(plain.base,), replaces=replaces)
         try:
             await _while_it_is_there(bus, subjects, who, plain, agent_config)
         except (EngineFailed, ExceptionGroup) as error:
@@ -46,9 +46,9 @@ async def represent(bus: Bus, subjects: Subjects, name: str, plain: PlainConfig,
         await asyncio.sleep(plain.probe_seconds)
 
 
-async def _while_it_is_there(bus: Bus, subjects: Subjects, who: Identity, plain: PlainConfig, config: AgentConfig) -> None:
+async def _while_it_is_there(bus: Bus, subjects: Subjects, who: AgentIdentity, plain: BackendAgentConfig, config: AgentConfig) -> None:
     """From the moment the server answers until it stays away (EngineFailed)."""
-    engine = PlainEngine(plain)
+    engine = BackendAgent(plain)
     await engine.start()
     agent = Agent(bus, subjects, engine, who, config)
     async with alongside(agent.run(), f"agent of {who.engine}") as speaking, alongside(_watch(engine, agent), f"watch {plain.base}") as watching:
@@ -56,7 +56,7 @@ async def _while_it_is_there(bus: Bus, subjects: Subjects, who: Identity, plain:
         await first_failure([speaking, watching])
 
 
-async def _watch(engine: PlainEngine, agent: Agent) -> None:
+async def _watch(engine: BackendAgent, agent: Agent) -> None:
     try:
         await engine.run()
     except EngineFailed as error:

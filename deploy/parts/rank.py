@@ -12,14 +12,14 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.http.limits import RANK_LIMITS
-from deploy.http.server import HttpFace
-from deploy.launch_spec import RankOrder, tell
+from deploy.http.server import HttpServer
+from deploy.launch_spec import RankLaunch, tell
 from deploy.parts.resume import agree
 from deploy.process import alongside, first_failure, on_hangup, until_ready
 from deploy.security.rank_security import RankSecurity
 from deploy.security.tls import CertificateError
 from deploy.settings import WorkerConfig
-from engine_adapter.agent.engine_agent import Agent, Identity
+from engine_adapter.agent.engine_agent import Agent, AgentIdentity
 from engine_adapter.agent.handover_agent import Staging
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 async def serve(
     door: socket.socket,
-    order: RankOrder,
+    order: RankLaunch,
     bus_config: BusConfig,
     config: EmbeddedConfig,
     agent_config: AgentConfig,
@@ -48,7 +48,7 @@ async def serve(
 ) -> None:
     """Serve until cancelled. EngineFailed, BusError, NameTaken, TransferError (perhaps in a group) when that is impossible."""
     name, subjects = f"{order.engine}/{order.rank}", Subjects(bus_config.namespace)
-    who = Identity(engine=order.engine, worker_id=order.worker_id, node=socket.gethostname(), urls=order.urls, replaces=order.replaces)
+    who = AgentIdentity(engine=order.engine, worker_id=order.worker_id, node=socket.gethostname(), urls=order.urls, replaces=order.replaces)
     async with AsyncExitStack() as stack:
         stack.enter_context(door)
         bus = await NatsBus.connect(bus_config.servers, subjects, bus_config, name=name)
@@ -62,7 +62,7 @@ async def serve(
         security = RankSecurity(worker)
         stack.enter_context(on_hangup(security.reload))
         app = RankApp(engine, EngineTracing(engine=order.engine, rank=order.rank, model=config.served_model), security.admission)
-        face = await stack.enter_async_context(HttpFace(app, door, drain_seconds=worker.drain_seconds, limits=RANK_LIMITS, tls=security.tls))
+        face = await stack.enter_async_context(HttpServer(app, door, drain_seconds=worker.drain_seconds, limits=RANK_LIMITS, tls=security.tls))
         serving = await stack.enter_async_context(alongside(face.failed(), f"HTTP face of {name}"))
         speaking = await stack.enter_async_context(alongside(agent.run(), f"agent of {name}"))
         await until_ready(agent.joined, stepping, serving, speaking)
@@ -73,7 +73,7 @@ async def serve(
         await first_failure([stepping, serving, speaking])
 
 
-async def _staging(stack: AsyncExitStack, engine: EmbeddedEngine, who: Identity, rank: int, config: TransferConfig) -> Staging:
+async def _staging(stack: AsyncExitStack, engine: EmbeddedEngine, who: AgentIdentity, rank: int, config: TransferConfig) -> Staging:
     """What the rank reads experts with; closed after its agent has ended."""
     if engine.experts is None:
         return Staging(config=config)

@@ -12,7 +12,7 @@ from deploy.client.last_plan_entry import before_verdicts
 from engine_adapter.engine import EngineFailed
 from engine_adapter.initial_placement import last_decided, last_is_left, leave_last
 from fleet.events import MigrationStaged, PlacementCommitted
-from fleet.handover import Conducting
+from fleet.handover import CoordinatorState
 from fleet.placement import PlacementRecord
 from migration.handover.coordinator import OpenHandover
 
@@ -74,4 +74,4 @@ async def _decided(bus: Bus, subjects: Subjects, engine: str) -> int | None:
     except msgspec.DecodeError as error:
         log.warning("what is stored of the handover of engine %s cannot be read, and counts as not decided: %s", engine, error)
         return None
-    return found.handover if found.state is Conducting.COMMITTING else None
+    return found.handover if found.state is CoordinatorState.COMMITTING else None

@@ -16,14 +16,14 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.http.limits import HttpLimits
-from deploy.http.server import HttpFace
+from deploy.http.server import HttpServer
 from deploy.http.sockets import url_of
 from deploy.launch_spec import take_back, tell
 from deploy.process import alongside, dropped_lines, first_failure, on_hangup, until_ready
 from deploy.security.exposure import missing_at_router
 from deploy.security.tls import ServerTls
 from router.api.app import create_app
-from router.api.bus_api import Inquiries
+from router.api.bus_api import BusApi
 from router.api.library import Decider
 from router.config import RouterConfig
 from router.service import RouterService
@@ -72,7 +72,7 @@ async def serve(
             stack.enter_context(on_hangup(hangup.set))
             tasks.append(await stack.enter_async_context(alongside(_reload(service, read, hangup, tls), "read the settings again")))
         if bus is not None:
-            inquiries = Inquiries(bus, subjects, Decider(service))
+            inquiries = BusApi(bus, subjects, Decider(service))
             tasks.append(await stack.enter_async_context(alongside(inquiries.run(), "answer questions on the bus")))
         if private is not None:
             tasks.append(await _face(stack, app, private, service, tls))
@@ -119,7 +119,7 @@ async def _begin_to_stop(service: RouterService) -> None:
 async def _face(stack: AsyncExitStack, app: FastAPI, door: socket.socket, service: RouterService, tls: ServerTls | None) -> "asyncio.Task[None]":
     config = service.config
     count = service.metrics.connection_cut
-    face = HttpFace(app, door, drain_seconds=config.drain_seconds, limits=http_limits(config), count=count, tls=tls)
+    face = HttpServer(app, door, drain_seconds=config.drain_seconds, limits=http_limits(config), count=count, tls=tls)
     await stack.enter_async_context(face)
     return await stack.enter_async_context(alongside(face.failed(), f"the router's HTTP face on {url_of(door)}"))
 

@@ -16,20 +16,20 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.http.limits import RANK_LIMITS
-from deploy.http.server import HttpFace
-from deploy.launch_spec import RankOrder, tell
+from deploy.http.server import HttpServer
+from deploy.launch_spec import RankLaunch, tell
 from deploy.parts.resume import last_life
 from deploy.process import alongside, on_hangup, until_ready
 from deploy.security.rank_security import RankSecurity
 from deploy.security.tls import CertificateError, ServerTls
 from deploy.settings import WorkerConfig
-from engine_adapter.agent.engine_agent import Agent, Identity
+from engine_adapter.agent.engine_agent import Agent, AgentIdentity
 from engine_adapter.agent.handover_agent import Staging
 from engine_adapter.config import AgentConfig, TransferConfig
 from engine_adapter.engine import EngineFailed
-from engine_adapter.serving.admission import Admission, NoSecret
+from engine_adapter.serving.admission import NoSecret, RouterAdmission
 from engine_adapter.simulated.engine import EngineDied, SimulatedEngine
-from engine_adapter.simulated.http import SimulatedDoor
+from engine_adapter.simulated.http import SimulatedHttp
 from engine_adapter.simulated.model.config import SimulatedConfig
 from engine_adapter.simulated.model.faults import FaultOrder
 from engine_adapter.tracing import EngineTracing, HandoverTracing
@@ -38,14 +38,14 @@ from fleet.placement import Placement, PlacementRecord
 EXPECTED = (BusError, EngineFailed)
 FINAL = (CertificateError, NameTaken, NoSecret)
 TRANSFER = TransferConfig()
-OPEN = Admission(None)
+OPEN = RouterAdmission(None)
 log = logging.getLogger(__name__)
 
 
-class Host:
+class SimulatedHost:
     """A simulated engine that serves. After `gone` it takes no request any more, and has broken every connection if it died."""
 
-    def __init__(self, engine: SimulatedEngine, agents: Sequence[Agent], identity: Identity) -> None:
+    def __init__(self, engine: SimulatedEngine, agents: Sequence[Agent], identity: AgentIdentity) -> None:
         self.engine = engine
         self.identity = identity
         self.gone = asyncio.Event()
@@ -77,7 +77,7 @@ class Host:
 async def hosted(
     bus: Bus,
     subjects: Subjects,
-    who: Identity,
+    who: AgentIdentity,
     doors: Sequence[socket.socket],
     config: SimulatedConfig,
     agent_config: AgentConfig,
@@ -86,9 +86,9 @@ async def hosted(
     placement: Placement | None = None,
     last: PlacementRecord | None = None,
     transfer: TransferConfig = TRANSFER,
-    admission: Admission = OPEN,
+    admission: RouterAdmission = OPEN,
     tls: ServerTls | None = None,
-) -> AsyncIterator[Host]:
+) -> AsyncIterator[SimulatedHost]:
     """A simulated engine that serves on `doors`, one per rank, and has joined, while the context lasts. EngineFailed, NameTaken or BusError
     (perhaps in a group) when that is impossible. placement, last: see `SimulatedEngine`."""
     async with AsyncExitStack() as stack:
@@ -105,12 +105,12 @@ async def hosted(
             stack.push_async_callback(rank.transfer.close)
         serving = [await stack.enter_async_context(alongside(rank.run(), f"steps of {who.engine}/{number}")) for number, rank in enumerate(engine.ranks)]
         tracings = {rank: EngineTracing(engine=who.engine, rank=rank, model=config.served_model) for rank in range(config.ranks)}
-        app = SimulatedDoor(engine, {door.getsockname()[1]: rank for rank, door in enumerate(doors)}, tracings, admission)
-        face = await stack.enter_async_context(HttpFace(app, *doors, drain_seconds=drain_seconds, limits=RANK_LIMITS, tls=tls))
+        app = SimulatedHttp(engine, {door.getsockname()[1]: rank for rank, door in enumerate(doors)}, tracings, admission)
+        face = await stack.enter_async_context(HttpServer(app, *doors, drain_seconds=drain_seconds, limits=RANK_LIMITS, tls=tls))
         serving.append(await stack.enter_async_context(alongside(face.failed(), f"HTTP faces of {who.engine}")))
         speaking = [await stack.enter_async_context(alongside(agent.run(), f"agent of {who.engine}/{rank}")) for rank, agent in enumerate(agents)]
         engine.at_death = face.abort
-        host = Host(engine, agents, who)
+        host = SimulatedHost(engine, agents, who)
         await until_ready(agents[0].joined, *serving, *speaking)
         await stack.enter_async_context(alongside(host.watch(serving, speaking), f"watch {who.engine}"))
         yield host
@@ -118,7 +118,7 @@ async def hosted(
 
 async def serve(
     doors: Sequence[socket.socket],
-    order: RankOrder,
+    order: RankLaunch,
     bus_config: BusConfig,
     config: SimulatedConfig,
     agent_config: AgentConfig,
@@ -128,7 +128,7 @@ async def serve(
 ) -> None:
     """Serve as a process of its own until cancelled. EngineFailed, BusError, NameTaken (perhaps in a group) when that is impossible."""
     subjects = Subjects(bus_config.namespace)
-    who = Identity(
+    who = AgentIdentity(
         engine=order.engine,
         worker_id=order.worker_id,
         node=socket.gethostname(),

@@ -19,7 +19,7 @@ FOLDER = "bus"
 _SECRET_BYTES = 32
 
 
-class Credentials:
+class ServerCredentials:
     """Of one server. Written when it is made; `tell` adds where the server is."""
 
     def __init__(self, folder: Path, subjects: Subjects, engines: Iterable[str]) -> None:

@@ -6,7 +6,7 @@ import logging
 from deploy.security.exposure import missing_at_ranks
 from deploy.security.tls import CertificateError, ServerTls
 from deploy.settings import WorkerConfig
-from engine_adapter.serving.admission import Admission
+from engine_adapter.serving.admission import RouterAdmission
 
 log = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ class RankSecurity:
     """Of one process with ranks. NoSecret or CertificateError when a file cannot be used at the start."""
 
     def __init__(self, worker: WorkerConfig) -> None:
-        self.admission = Admission(worker.fleet_secret_file)
+        self.admission = RouterAdmission(worker.fleet_secret_file)
         self.tls = ServerTls.of(worker.tls_cert, worker.tls_key)
         if (lacks := missing_at_ranks(worker)) is not None:  # else it would not have been started
             log.warning("insecure: %s", lacks)

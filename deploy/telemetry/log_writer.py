@@ -25,14 +25,14 @@ FLUSH_SECONDS = 1.0
 """How long a flush, and so the end of the process, waits for a reader."""
 
 
-class Bare(logging.Formatter):
+class PlainFormatter(logging.Formatter):
     """A message as it is."""
 
     def format(self, record: logging.LogRecord) -> str:
         return record.getMessage()
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """One JSON object per line: time (RFC 3339, UTC), level, logger, message, and the traceback of an error."""
 
     def format(self, record: logging.LogRecord) -> str:

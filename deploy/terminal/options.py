@@ -20,10 +20,10 @@ from deploy.security.credentials import of_run
 from deploy.security.exposure import missing_at_ranks, missing_at_router
 from deploy.security.tls import CertificateError, ServerTls
 from deploy.settings import WorkerConfig, read_settings
-from engine_adapter.serving.admission import Admission, NoSecret
+from engine_adapter.serving.admission import NoSecret, RouterAdmission
 from fleet.redaction import without_secrets
 from router.config import RouterConfig
-from router.credentials import Credentials
+from router.credentials import RouterCredentials
 
 USAGE = 2
 """Exit status of a command that was called, or configured, in a way that cannot work."""
@@ -133,7 +133,7 @@ def check_router_door(config: RouterConfig) -> None:
     """End the command when the router's door lacks what its address needs, or a file of keys, secrets or certificates cannot be used."""
     _secured(missing_at_router(config), insecure=config.insecure)
     try:
-        Credentials.read(config)
+        RouterCredentials.read(config)
         ServerTls.of(config.tls_cert, config.tls_key)
     except (OSError, ValueError) as error:
         fail(str(error), USAGE)
@@ -143,7 +143,7 @@ def check_rank_doors(config: WorkerConfig, *, secret_is_made: bool = False) -> N
     """The same of the doors of an engine's ranks. secret_is_made: the command makes the fleet's secret, if no file is set."""
     _secured(missing_at_ranks(config, secret_is_made=secret_is_made), insecure=config.insecure)
     try:
-        Admission(config.fleet_secret_file)
+        RouterAdmission(config.fleet_secret_file)
         ServerTls.of(config.tls_cert, config.tls_key)
     except (NoSecret, CertificateError) as error:
         fail(str(error), USAGE)

@@ -9,7 +9,7 @@ import typer
 
 from deploy.process import FAILURE
 from deploy.terminal.options import console, in_json, note, printable, show
-from deploy.views.decision import RouterDoor
+from deploy.views.decision import RouterAddress
 from router.api.backend_record import BackendSpeed, BackendStatus
 
 _PATH = "/v1/backends"
@@ -22,12 +22,12 @@ class _Listed(msgspec.Struct):
     data: list[BackendStatus]
 
 
-def backends_of(door: RouterDoor) -> list[BackendStatus]:
+def backends_of(door: RouterAddress) -> list[BackendStatus]:
     """The static backends of a router; ends the command when it does not answer."""
     return msgspec.json.decode(door.get(_PATH), type=_Listed).data
 
 
-def backends_if_any(door: RouterDoor) -> list[BackendStatus]:
+def backends_if_any(door: RouterAddress) -> list[BackendStatus]:
     """The same; none where no router answers, or it does not say."""
     body = door.try_get(_PATH)
     try:
@@ -43,7 +43,7 @@ def backend_lines(backends: Sequence[BackendStatus]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def show_backends(door: RouterDoor, backends: Sequence[BackendStatus], *, as_json: bool) -> None:
+def show_backends(door: RouterAddress, backends: Sequence[BackendStatus], *, as_json: bool) -> None:
     """What `roost status` says where there is no bus."""
     if as_json:
         show(in_json({"router": door.url, "backends": backends}))
@@ -53,7 +53,7 @@ def show_backends(door: RouterDoor, backends: Sequence[BackendStatus], *, as_jso
         show(line)
 
 
-def watch_backends(door: RouterDoor, interval: float, *, once: bool, as_json: bool) -> None:
+def watch_backends(door: RouterAddress, interval: float, *, once: bool, as_json: bool) -> None:
     """What `roost top` shows where there is no bus, until Ctrl-C."""
     out = console()
     try:
@@ -69,7 +69,7 @@ def watch_backends(door: RouterDoor, interval: float, *, once: bool, as_json: bo
         return
 
 
-def drain_backend(door: RouterDoor, name: str, *, undo: bool, wait: float | None, reason: str, as_json: bool) -> None:
+def drain_backend(door: RouterAddress, name: str, *, undo: bool, wait: float | None, reason: str, as_json: bool) -> None:
     """Drain a backend at its router, or undo it, and wait for `wait` seconds until nothing runs there, if asked to; 1 if it takes longer."""
     body: dict[str, Any] = {"draining": not undo, "reason": reason}
     now = msgspec.json.decode(door.post(f"{_PATH}/{name}/drain", body, {}), type=BackendStatus)

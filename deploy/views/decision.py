@@ -35,7 +35,7 @@ WHYS = {
 }
 
 
-class RouterDoor:
+class RouterAddress:
     """Asks a router; ends the command with the router's own words when it refuses."""
 
     def __init__(self, url: str, key: str | None, ca: Path | None = None) -> None:

@@ -32,7 +32,7 @@ MOST_EVENTS = 256
 MOST_LAYERS = 4096
 
 
-class Happened(NamedTuple):
+class EventLine(NamedTuple):
     """Something worth a line. at: Unix seconds, as its sender's clock had it."""
 
     at: float
@@ -40,12 +40,12 @@ class Happened(NamedTuple):
     words: str
 
 
-class Live:
+class LiveState:
     """Fed with what is heard. now: seconds of a clock that never goes back."""
 
     def __init__(self, began: float) -> None:
         self.engines: dict[str, EngineNow] = {}
-        self.events: deque[Happened] = deque(maxlen=MOST_EVENTS)
+        self.events: deque[EventLine] = deque(maxlen=MOST_EVENTS)
         self.happened = 0
         """events so far, also those that are kept no more"""
         self._began = began
@@ -84,7 +84,7 @@ class Live:
         said = words(received.message, self._homes)
         if said is not None:
             self.happened += 1
-            self.events.append(Happened(received.published_at, type(received.message).__name__, said))
+            self.events.append(EventLine(received.published_at, type(received.message).__name__, said))
 
     def _leave(self, message: EngineLeft) -> None:
         known = self.engines.get(message.engine)

@@ -12,7 +12,7 @@ from rich.text import Text
 from bus import Bus
 from bus.config import BusConfig
 from bus.protocol.subjects import Subjects
-from deploy.client.control_loop import NotTold, described, steered
+from deploy.client.control_loop import NoAnswer, described, steered
 from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.options import console, fail, in_json, note, printable, show
 from deploy.views.plan import in_units, many
@@ -262,7 +262,7 @@ def show_steering(bus_config: BusConfig, paused: bool | None, reason: str, *, as
 
     try:
         loop = on_bus(bus_config, ask)
-    except NotTold as error:
+    except NoAnswer as error:
         fail(str(error))
     if paused is not None and loop.paused != paused:
         fail(f"the planner answered that it {'is' if loop.paused else 'is not'} paused, and was asked for the opposite; is another operator at it?")

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from bus import Bus
 from bus.config import BusConfig
 from bus.protocol.subjects import Subjects
-from deploy.client.migrations import Course, NoSuchEngine, NotAccepted, Order, carried_out, engine_named
+from deploy.client.migrations import NoSuchEngine, NotAccepted, Order, PlanProgress, carried_out, engine_named
 from deploy.process import FAILURE, print_error
 from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.options import USAGE, console, fail, in_json, note, show
@@ -31,7 +31,7 @@ INTERRUPTED = 128 + signal.SIGINT
 """exit status, as shells have it"""
 
 
-class Manner(NamedTuple):
+class OutputForm(NamedTuple):
     """How it is shown."""
 
     wait: bool = True
@@ -41,7 +41,7 @@ class Manner(NamedTuple):
 
 
 def show_migration(
-    bus_config: BusConfig, expert: ExpertId, engine: str, rank: int, manner: Manner, *, source: int | None, move: bool, swap: int | None
+    bus_config: BusConfig, expert: ExpertId, engine: str, rank: int, manner: OutputForm, *, source: int | None, move: bool, swap: int | None
 ) -> None:
     """Bring one expert to a rank, and tell how it goes. Ends the command with 1 when that is refused or given up; so do the others here."""
 
@@ -52,7 +52,7 @@ def show_migration(
     _show(bus_config, ask, manner)
 
 
-def show_plan_file(bus_config: BusConfig, file: Path, engine: str | None, manner: Manner) -> None:
+def show_plan_file(bus_config: BusConfig, file: Path, engine: str | None, manner: OutputForm) -> None:
     """Carry out the plan in a file, on an engine or (None) the only one with experts."""
     try:
         plan = msgspec.json.decode(_content(file), type=Plan)
@@ -68,7 +68,7 @@ def show_plan_file(bus_config: BusConfig, file: Path, engine: str | None, manner
     _show(bus_config, ask, manner)
 
 
-def show_applied(bus_config: BusConfig, engine: str, plan: bytes, manner: Manner, also: dict[str, Any]) -> None:
+def show_applied(bus_config: BusConfig, engine: str, plan: bytes, manner: OutputForm, also: dict[str, Any]) -> None:
     """Carry out a plan that was just made. also: what else belongs into the JSON."""
 
     async def ask(bus: Bus, subjects: Subjects) -> ApplyPlan:
@@ -77,7 +77,7 @@ def show_applied(bus_config: BusConfig, engine: str, plan: bytes, manner: Manner
     _show(bus_config, ask, manner, also)
 
 
-def show_rollback(bus_config: BusConfig, engine: str | None, plan: str, manner: Manner) -> None:
+def show_rollback(bus_config: BusConfig, engine: str | None, plan: str, manner: OutputForm) -> None:
     """Bring an engine back to the placement before a plan; empty: the last one of which anything was committed."""
 
     async def ask(bus: Bus, subjects: Subjects) -> RollBack:
@@ -94,7 +94,7 @@ def _content(file: Path) -> bytes:
     return content
 
 
-def _show(bus_config: BusConfig, ask: Callable[[Bus, Subjects], Awaitable[Order]], manner: Manner, also: dict[str, Any] | None = None) -> None:
+def _show(bus_config: BusConfig, ask: Callable[[Bus, Subjects], Awaitable[Order]], manner: OutputForm, also: dict[str, Any] | None = None) -> None:
     shown = _Shown(manner)
 
     async def work(bus: Bus, subjects: Subjects) -> None:
@@ -119,14 +119,14 @@ def _show(bus_config: BusConfig, ask: Callable[[Bus, Subjects], Awaitable[Order]
 class _Shown:
     """What is on the screen while it lasts."""
 
-    def __init__(self, manner: Manner) -> None:
-        self.course: Course | None = None
+    def __init__(self, manner: OutputForm) -> None:
+        self.course: PlanProgress | None = None
         self.left = False
         self._manner = manner
         self._bar: Progress | None = None
         self._moving: asyncio.Task[None] | None = None
 
-    def begin(self, course: Course) -> None:
+    def begin(self, course: PlanProgress) -> None:
         self.course = course
         if self._manner.as_json:
             return
@@ -151,7 +151,7 @@ class _Shown:
             self._moving.cancel()
             await asyncio.gather(self._moving, return_exceptions=True)
 
-    async def _move(self, bar: Progress, course: Course) -> None:
+    async def _move(self, bar: Progress, course: PlanProgress) -> None:
         with bar:
             row = bar.add_task("", total=course.accepted.handovers, moved="")
             while True:
@@ -160,12 +160,12 @@ class _Shown:
                 await asyncio.sleep(LOOK_SECONDS)
 
 
-def outcome(course: Course) -> str:
+def outcome(course: PlanProgress) -> str:
     """done, given up, or under way."""
     return "given up" if course.given_up is not None else "done" if course.over else "under way"
 
 
-def _tell(course: Course, manner: Manner, *, left: bool, also: dict[str, Any]) -> None:
+def _tell(course: PlanProgress, manner: OutputForm, *, left: bool, also: dict[str, Any]) -> None:
     accepted, failed = course.accepted, course.given_up
     if manner.as_json:
         show(in_json({**also, **as_record(course)}))
@@ -185,7 +185,7 @@ def _tell(course: Course, manner: Manner, *, left: bool, also: dict[str, Any]) -
         raise typer.Exit(INTERRUPTED)
 
 
-def as_record(course: Course) -> dict[str, Any]:
+def as_record(course: PlanProgress) -> dict[str, Any]:
     """What came of it, for programs."""
     failed = course.given_up
     return {

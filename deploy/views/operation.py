@@ -10,7 +10,7 @@ import typer
 from bus import Bus, Subscription
 from bus.config import BusConfig
 from bus.protocol.subjects import Subjects
-from deploy.client.drains import NoSuchPlace, Place, drain, find, undrain, until_idle
+from deploy.client.drains import DrainTarget, NoSuchTarget, drain, find, undrain, until_idle
 from deploy.process import FAILURE
 from deploy.run_directory import Running
 from deploy.security.credentials import of_run
@@ -23,7 +23,7 @@ from fleet.settings import FilePath
 def show_drain(bus_config: BusConfig, place: str, *, undo: bool, wait: float | None, reason: str, as_json: bool) -> None:
     """Drain a place, or undo it, and wait for `wait` seconds until nothing runs there, if asked to. Ends the command with 1 if more is needed."""
 
-    async def work(bus: Bus, subjects: Subjects) -> tuple[Place, bool, bool | None]:
+    async def work(bus: Bus, subjects: Subjects) -> tuple[DrainTarget, bool, bool | None]:
         found = await find(bus, subjects, place)
         if undo:
             return found, await undrain(bus, subjects, found), None
@@ -32,7 +32,7 @@ def show_drain(bus_config: BusConfig, place: str, *, undo: bool, wait: float | N
 
     try:
         found, changed, idle = on_bus(bus_config, work)
-    except NoSuchPlace as error:
+    except NoSuchTarget as error:
         fail(str(error))
     joined = found.engine.joined
     if as_json:

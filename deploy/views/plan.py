@@ -22,7 +22,7 @@ MOST_SHOWN = 20
 _GB, _MB, _KB = 1e9, 1e6, 1e3
 
 
-class Asked(NamedTuple):
+class PlanQuery(NamedTuple):
     """What a plan is asked for; engine None: the only one with experts. Fields as of `DescribePlan`."""
 
     engine: str | None = None
@@ -33,7 +33,7 @@ class Asked(NamedTuple):
     layers: tuple[int, ...] = ()
 
 
-def show_plan(bus_config: BusConfig, asked: Asked, out: Path | None, *, everything: bool, applied: bool, as_json: bool) -> PlanDescribed:
+def show_plan(bus_config: BusConfig, asked: PlanQuery, out: Path | None, *, everything: bool, applied: bool, as_json: bool) -> PlanDescribed:
     """Ask the planner, print what it says, and write the plan to `out`. Ends the command where that or carrying out (applied) needs a plan and
     there is none."""
 
@@ -61,7 +61,7 @@ def _write(answer: PlanDescribed, out: Path) -> None:
     note(f"wrote {out}; carry it out while epoch and placement are the same: roost migrate --plan {out} --to {answer.engine}")
 
 
-async def described(bus: Bus, subjects: Subjects, asked: Asked) -> PlanDescribed:
+async def described(bus: Bus, subjects: Subjects, asked: PlanQuery) -> PlanDescribed:
     """The planner's own words. Ends the command when it says that it knows too little, or says nothing."""
     try:
         joined = await engine_named(bus, subjects, asked.engine)

@@ -22,7 +22,7 @@ from deploy.terminal.panels import Panel, Rows, Table, demand_panels
 from fleet.events import CountsImported, DemandPublished, DescribePopularity, EngineJoined, PopularityDescribed, RankPopularity
 from fleet.experts import ModelShape
 from fleet.popularity import ExpertCounts
-from tracker.importers.load_files import Load, read_load
+from tracker.importers.load_files import ExpertLoads, read_load
 
 HOTTEST = 6
 """Experts named per layer, and per list of a rank."""
@@ -33,7 +33,7 @@ TAKEN_LOOKS, TAKEN_SECONDS = 5, 0.2
 """How often, and after how long each time, the tracker is asked whether it has taken a file."""
 
 
-class Skew(msgspec.Struct, frozen=True):
+class LayerSkew(msgspec.Struct, frozen=True):
     """How unevenly one layer's experts are wanted. entropy: 1 is even, 0 is one expert alone; top_tenth: share of the most wanted tenth."""
 
     layer: int
@@ -44,7 +44,7 @@ class Skew(msgspec.Struct, frozen=True):
     """(expert, share), most first"""
 
 
-def skew(profile: Table) -> tuple[Skew, ...]:
+def skew(profile: Table) -> tuple[LayerSkew, ...]:
     """The skew of each layer of a table of counts or probabilities; layers without any are even."""
     experts = profile.shape[1]
     sums = profile.sum(axis=1, keepdims=True)
@@ -55,7 +55,7 @@ def skew(profile: Table) -> tuple[Skew, ...]:
     entropy = -(falling * logs).sum(axis=1) / np.log(experts) if experts > 1 else np.ones(len(shares))
     tenth = falling[:, : -(-experts // 10)].sum(axis=1)
     return tuple(
-        Skew(
+        LayerSkew(
             layer,
             float(experts * falling[layer, 0]),
             float(entropy[layer]),
@@ -172,7 +172,7 @@ def _print_skew(profile: Table) -> None:
     table(head, ((str(one.layer), f"{one.max_over_mean:.2f}", f"{one.entropy:.3f}", f"{one.top_tenth:.1%}", _hottest(one)) for one in skew(profile)))
 
 
-def _hottest(one: Skew) -> str:
+def _hottest(one: LayerSkew) -> str:
     return ", ".join(f"{expert} {share:.1%}" for expert, share in one.hottest)
 
 
@@ -237,7 +237,7 @@ def learn_load(bus_config: BusConfig, file: Path, model: str, top_k: int | None,
 
 
 async def learn(
-    bus: Bus, subjects: Subjects, load: Load, digest: str, model: str, top_k: int | None, tokens: int | None
+    bus: Bus, subjects: Subjects, load: ExpertLoads, digest: str, model: str, top_k: int | None, tokens: int | None
 ) -> tuple[CountsImported, float, float]:
     """Publish a load. Returns it, and the tokens that the tracker remembers before and after. Ends the command when it does not fit the model."""
     described = await describe(bus, subjects, model)
@@ -257,7 +257,7 @@ async def learn(
     return said, described.tokens, after.tokens
 
 
-def _experts_per_token(load: Load, shape: ModelShape | None, top_k: int | None) -> int:
+def _experts_per_token(load: ExpertLoads, shape: ModelShape | None, top_k: int | None) -> int:
     """As given, as the engines say, or as the file says."""
     found = top_k or (None if shape is None else shape.top_k) or load.top_k
     if found is None:
@@ -265,14 +265,14 @@ def _experts_per_token(load: Load, shape: ModelShape | None, top_k: int | None) 
     return found
 
 
-def _pairs(load: Load, top_k: int, tokens: int | None) -> tuple[int, NDArray[np.int64]]:
+def _pairs(load: ExpertLoads, top_k: int, tokens: int | None) -> tuple[int, NDArray[np.int64]]:
     try:
         return load.pairs(top_k, tokens)
     except ValueError as error:
         fail(f"{error} with --tokens", USAGE)
 
 
-def loaded(file: Path) -> tuple[Load, str]:
+def loaded(file: Path) -> tuple[ExpertLoads, str]:
     """A file's load and the sha256 of its content; ends the command when it cannot be read."""
     try:
         content = file.read_bytes()

@@ -11,7 +11,7 @@ from rich.text import Text
 from bus import Bus, BusError, StoreUse
 from bus.config import BusConfig
 from bus.protocol.subjects import Subjects
-from deploy.client.control_loop import NotTold, described
+from deploy.client.control_loop import NoAnswer, described
 from deploy.client.fleet_status import EngineNow, as_record, engines_now
 from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.options import USAGE, fail, in_json, printable, show
@@ -39,7 +39,7 @@ _FORMS: tuple[tuple[bool, Telling], ...] = ((True, "whole"), (False, "whole"), (
 """whether each rank has a line, and how the loop is told; the fullest first"""
 Figures = Mapping[str, LoopFigures]
 NOTHING: Figures = {}
-Loop = LoopDescribed | NotTold
+Loop = LoopDescribed | NoAnswer
 """what the planner said, or why it said nothing"""
 
 
@@ -86,15 +86,15 @@ async def loop_of(bus: Bus, subjects: Subjects) -> Loop:
     """What the planner says of itself, or why it does not."""
     try:
         return await described(bus, subjects)
-    except NotTold as error:
+    except NoAnswer as error:
         return error
     except BusError as error:
-        return NotTold(str(error))
+        return NoAnswer(str(error))
 
 
 def loop_record(loop: Loop) -> dict[str, LoopDescribed | str | None]:
     """For programs."""
-    return {"loop": None, "loop_unknown": str(loop)} if isinstance(loop, NotTold) else {"loop": loop, "loop_unknown": None}
+    return {"loop": None, "loop_unknown": str(loop)} if isinstance(loop, NoAnswer) else {"loop": loop, "loop_unknown": None}
 
 
 def only(name: str, engines: Sequence[EngineNow], loop: Loop) -> tuple[list[EngineNow], Loop]:
@@ -102,7 +102,7 @@ def only(name: str, engines: Sequence[EngineNow], loop: Loop) -> tuple[list[Engi
     found = [one for one in engines if one.joined.engine == name]
     if not found:
         fail(f"no engine {name!r}; there are: {', '.join(one.joined.engine for one in engines) or 'none'}", USAGE)
-    if isinstance(loop, NotTold):
+    if isinstance(loop, NoAnswer):
         return found, loop
     return found, LoopDescribed(
         **{field: getattr(loop, field) for field in loop.__struct_fields__ if field != "engines"},
@@ -171,7 +171,7 @@ def _or_dash(number: int | None) -> str:
 
 def loop_lines(loop: Loop, now: float, telling: Telling = "whole", live: Figures = NOTHING) -> list[Text]:
     """What the loop does, and what was measured just now."""
-    if isinstance(loop, NotTold):
+    if isinstance(loop, NoAnswer):
         lines = wrapped(f"loop: {printable(str(loop))}")
         for name, found in live.items() if telling != "rows" else ():
             lines += [Text(printable(name), "bold"), *figures(None, found)]

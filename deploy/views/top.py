@@ -17,12 +17,12 @@ from rich.text import Text
 from bus import Bus, BusError, Received, Subscription
 from bus.config import BusConfig
 from bus.protocol.subjects import Subjects
-from deploy.client.control_loop import NotTold
+from deploy.client.control_loop import NoAnswer
 from deploy.client.fleet_status import LISTEN_SECONDS, as_record, members, note_plans
 from deploy.process import alongside
 from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.options import in_json, show
-from deploy.views.live_state import Happened, Live
+from deploy.views.live_state import EventLine, LiveState
 from deploy.views.status import Loop, fitting, loop_of, loop_record
 
 PAST_SECONDS = 600.0
@@ -41,18 +41,18 @@ MORE = "... a larger window shows the rest"
 class Page(Protocol):
     """What is shown with every turn."""
 
-    def show(self, watch: "Watch") -> None: ...
+    def show(self, watch: "FleetWatch") -> None: ...
 
 
-class Watch:
+class FleetWatch:
     """What is known of the fleet, kept fresh over the bus."""
 
     def __init__(self, bus: Bus, subjects: Subjects, where: str) -> None:
         self._bus, self._subjects = bus, subjects
         self._clock = asyncio.get_running_loop().time
         self.where = where
-        self.live = Live(self._clock())
-        self.loop: Loop = NotTold("the planner was not asked yet")
+        self.live = LiveState(self._clock())
+        self.loop: Loop = NoAnswer("the planner was not asked yet")
         self.missed = 0
         """messages that came faster than they were read"""
         self.heard = asyncio.Event()
@@ -100,7 +100,7 @@ class Watch:
             try:
                 await self._ask_who_is_there()
             except BusError as error:
-                self.loop = NotTold(str(error))
+                self.loop = NoAnswer(str(error))
 
     async def _ask_who_is_there(self) -> None:
         engines = await members(self._bus, self._subjects)
@@ -126,7 +126,7 @@ def _identity(received: Received) -> tuple[int, int]:
 # What is shown
 
 
-def page(watch: Watch, now: float, height: int) -> list[Text]:
+def page(watch: FleetWatch, now: float, height: int) -> list[Text]:
     """A screen: the fleet, the loop, and below what happened last, the newest at the end. now: Unix seconds."""
     live = watch.live
     missed = f", {watch.missed} messages missed" if watch.missed else ""
@@ -141,7 +141,7 @@ def page(watch: Watch, now: float, height: int) -> list[Text]:
     return [head, *body, Text("-" * 80, "dim"), *happened(list(live.events)[-left:] if left else [])]
 
 
-def happened(events: Sequence[Happened]) -> list[Text]:
+def happened(events: Sequence[EventLine]) -> list[Text]:
     """A line each."""
     return [Text(f"{clock(one.at)} {one.words}") for one in events]
 
@@ -151,26 +151,26 @@ def clock(at: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(at)) if 0 <= at < _LAST else "--:--:--"
 
 
-class Screen:
+class ScreenPage:
     """A terminal's own second page, which leaves no trace."""
 
     def __init__(self, console: Console, screen: LiveScreen) -> None:
         self._console, self._screen = console, screen
 
-    def show(self, watch: Watch) -> None:
+    def show(self, watch: FleetWatch) -> None:
         lines = page(watch, time.time(), self._console.size.height)
         for line in lines:
             line.no_wrap, line.overflow = True, "ellipsis"
         self._screen.update(Group(*lines), refresh=True)
 
 
-class Lines:
+class TextPage:
     """Text, one page after another; of what happened what is new."""
 
     def __init__(self) -> None:
         self._told = 0
 
-    def show(self, watch: Watch) -> None:
+    def show(self, watch: FleetWatch) -> None:
         now, live = time.time(), watch.live
         new = live.happened - self._told
         self._told = live.happened
@@ -179,19 +179,19 @@ class Lines:
         show("\n".join(line.plain for line in [head, *body, *happened(list(live.events)[-new:] if new else [])]) + "\n")
 
 
-class JsonLines:
+class JsonPage:
     """One object per line."""
 
     def __init__(self) -> None:
         self._told = 0
 
-    def show(self, watch: Watch) -> None:
+    def show(self, watch: FleetWatch) -> None:
         live = watch.live
         new = live.happened - self._told
         self._told = live.happened
         show(in_json(self._record(watch, list(live.events)[-new:] if new else [])))
 
-    def _record(self, watch: Watch, events: Sequence[Happened]) -> dict[str, Any]:
+    def _record(self, watch: FleetWatch, events: Sequence[EventLine]) -> dict[str, Any]:
         measured = watch.live.figures()
         return {
             "at": time.time(),
@@ -212,7 +212,7 @@ def show_top(bus_config: BusConfig, interval: float, *, once: bool, as_json: boo
     where = f"NATS {bus_config.where}"
 
     async def work(bus: Bus, subjects: Subjects) -> None:
-        watch = Watch(bus, subjects, where)
+        watch = FleetWatch(bus, subjects, where)
         ended = asyncio.Event()
         async with watch.going_on(interval):
             await _heard_enough(watch)
@@ -222,7 +222,7 @@ def show_top(bus_config: BusConfig, interval: float, *, once: bool, as_json: boo
     on_bus(bus_config, work)
 
 
-async def _heard_enough(watch: Watch) -> None:
+async def _heard_enough(watch: FleetWatch) -> None:
     """The first page has what one interval of heartbeats and load reports says."""
     try:
         async with asyncio.timeout(LISTEN_SECONDS):
@@ -233,7 +233,7 @@ async def _heard_enough(watch: Watch) -> None:
         pass  # what was not heard is shown as silent
 
 
-async def _turns(watch: Watch, shown: Page, ended: asyncio.Event, interval: float, *, once: bool) -> None:
+async def _turns(watch: FleetWatch, shown: Page, ended: asyncio.Event, interval: float, *, once: bool) -> None:
     while not ended.is_set():
         watch.turn()
         shown.show(watch)
@@ -248,7 +248,7 @@ async def _turns(watch: Watch, shown: Page, ended: asyncio.Event, interval: floa
 
 def _shown_on(console: Console, ended: asyncio.Event, *, as_json: bool, once: bool) -> AbstractContextManager[Page]:
     """A screen where there is one and it is watched for longer than a moment."""
-    return _screen(console, ended) if console.is_terminal and not as_json and not once else _pages(JsonLines() if as_json else Lines())
+    return _screen(console, ended) if console.is_terminal and not as_json and not once else _pages(JsonPage() if as_json else TextPage())
 
 
 @contextmanager
@@ -260,7 +260,7 @@ def _pages(page: Page) -> Iterator[Page]:
 def _screen(console: Console, ended: asyncio.Event) -> Iterator[Page]:
     """The terminal is as before afterwards, whatever happens."""
     with keys(ended), LiveScreen(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as screen:
-        yield Screen(console, screen)
+        yield ScreenPage(console, screen)
 
 
 @contextmanager

@@ -19,21 +19,21 @@ from bus.protocol.subjects import Subjects
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.handover.inbound_copies import (
-    Broken,
+    CellsVerified,
     Effect,
-    EndLease,
-    Landed,
-    Late,
-    Lease,
-    Leased,
-    Read,
-    Renewed,
+    LeaseDenied,
+    LeaseGranted,
+    LeaseRenewed,
+    ReadBroken,
+    ReadCells,
+    ReadLanded,
+    ReadLate,
+    ReadSettled,
+    ReleaseLease,
     Report,
-    Settled,
-    Stop,
-    Unleased,
-    Verified,
-    Verify,
+    RequestLease,
+    StopReads,
+    VerifyCells,
 )
 from engine_adapter.handover.read_deadlines import Deadlines
 from engine_adapter.transfer.checksums import checksums, compare
@@ -52,7 +52,7 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None] | None"]
 log = logging.getLogger(__name__)
 
 
-class Tracing(Protocol):
+class CopyTracing(Protocol):
     """See `engine_adapter.tracing`."""
 
     def stage(self, traceparent: str, name: str, began: int, attributes: Attributes, failure: str) -> None:
@@ -69,7 +69,7 @@ class _Errand:
     reading: "asyncio.Task[None] | None" = None
 
 
-class Errands:
+class CopyRunner:
     """The reads of one rank. report: called with what became of them, on the event loop."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Errands:
         memory: ExpertMemory,
         ways: Sequence[Transfer],
         config: TransferConfig,
-        tracing: Tracing | None,
+        tracing: CopyTracing | None,
         report: Callable[[Report], None],
         spawn: Spawn,
     ) -> None:
@@ -109,18 +109,18 @@ class Errands:
     def carry_out(self, effect: Effect) -> None:
         """Begin what is asked for."""
         match effect:
-            case Lease():
+            case RequestLease():
                 self._errands[effect.batch] = _Errand(self.traceparent)
                 self._spawn(self._lease(effect), f"rank {self._rank} asks rank {effect.source} to let it read")
-            case Read():
+            case ReadCells():
                 self._begin_read(effect)
-            case Stop():
+            case StopReads():
                 errand = self._errands.get(effect.batch)
                 if errand is not None and errand.reading is not None:
                     errand.reading.cancel()
-            case Verify():
+            case VerifyCells():
                 self._spawn(self._verify(effect), f"rank {self._rank} compares checksums")
-            case EndLease():
+            case ReleaseLease():
                 self._end_lease(effect)
 
     @property
@@ -136,16 +136,16 @@ class Errands:
 
     # leases
 
-    async def _lease(self, effect: Lease) -> None:
+    async def _lease(self, effect: RequestLease) -> None:
         try:
             answer = await self._ask_to_read(effect, min(ANSWER_SECONDS, effect.until - _now()))
         except (BusError, TypeError) as error:
-            self._report(Unleased(effect.batch, f"rank {effect.source} does not let rank {self._rank} read: {error}"))
+            self._report(LeaseDenied(effect.batch, f"rank {effect.source} does not let rank {self._rank} read: {error}"))
             return
         self._errands[effect.batch].renewing = self._spawn(self._renew(effect), f"rank {self._rank} keeps its lease of rank {effect.source}")
-        self._report(Leased(effect.batch, answer))
+        self._report(LeaseGranted(effect.batch, answer))
 
-    async def _ask_to_read(self, effect: Lease, seconds: float) -> ExpertsLeased:
+    async def _ask_to_read(self, effect: RequestLease, seconds: float) -> ExpertsLeased:
         request = LeaseExperts(
             worker_id=self._worker_id,
             rank=effect.source,
@@ -159,16 +159,16 @@ class Errands:
             raise TypeError(f"it answered with {type(answer).__name__}")
         return answer
 
-    async def _renew(self, effect: Lease) -> None:
+    async def _renew(self, effect: RequestLease) -> None:
         while True:
             await asyncio.sleep(self._config.lease_seconds / RENEWALS)
             try:
                 answer = await self._ask_to_read(effect, min(ANSWER_SECONDS, self._config.lease_seconds / RENEWALS))
-                self._report(Renewed(effect.batch, answer.lease))
+                self._report(LeaseRenewed(effect.batch, answer.lease))
             except (BusError, TypeError) as error:
                 log.info("rank %d reads on from rank %d, though its lease could not be renewed: %s", self._rank, effect.source, error)
 
-    def _end_lease(self, effect: EndLease) -> None:
+    def _end_lease(self, effect: ReleaseLease) -> None:
         """The reads have settled: the errand is over, and its source may do what it likes. Nothing depends on its hearing that: leases run out."""
         errand = self._errands.pop(effect.batch, None)
         if errand is not None and errand.renewing is not None:
@@ -176,7 +176,7 @@ class Errands:
         if effect.lease:
             self._spawn(self._let_source_go(effect), f"rank {self._rank} has read from rank {effect.source}")
 
-    async def _let_source_go(self, effect: EndLease) -> None:
+    async def _let_source_go(self, effect: ReleaseLease) -> None:
         request = EndLeaseRequest(worker_id=self._worker_id, rank=effect.source, lease=effect.lease)
         try:
             await self._bus.request(self._subjects.leases(self._engine, self._worker_id, effect.source), request, ANSWER_SECONDS)
@@ -185,19 +185,19 @@ class Errands:
 
     # reads
 
-    def _begin_read(self, effect: Read) -> None:
+    def _begin_read(self, effect: ReadCells) -> None:
         reading = self._spawn(self._read(effect), f"rank {self._rank} reads from rank {effect.source}")
         if reading is not None:
             self._errands[effect.batch].reading = reading
-            reading.add_done_callback(lambda task: self._report(Settled(effect.batch)) if task.cancelled() else None)  # nothing lands: it would be Overdue
+            reading.add_done_callback(lambda task: self._report(ReadSettled(effect.batch)) if task.cancelled() else None)  # nothing lands: it would be Overdue
 
-    async def _read(self, effect: Read) -> None:
+    async def _read(self, effect: ReadCells) -> None:
         began, now = time.time_ns(), _now()
         traceparent = self._errands[effect.batch].traceparent
         way = next((one for one in self._ways if one.reaches(effect.address)), None)
         if way is None:
             known = ", ".join(one.name for one in self._ways) or "none"
-            self._report(Broken(effect.batch, f"rank {self._rank} has no way to read the memory of rank {effect.source} (ways: {known}); set transfer.way"))
+            self._report(ReadBroken(effect.batch, f"rank {self._rank} has no way to read the memory of rank {effect.source} (ways: {known}); set transfer.way"))
             return
         size = len(effect.pulls) * self._memory.cell_bytes
         seconds = min(self._deadlines.allowed(effect.source, way.name, size), effect.until - now)
@@ -208,39 +208,39 @@ class Errands:
             if isinstance(error, PeerGone):
                 way.forget(effect.address)
             self._trace(traceparent, "pull", began, attributes, str(error))
-            self._report(Broken(effect.batch, f"rank {self._rank} could not read from rank {effect.source}: {error}"))
+            self._report(ReadBroken(effect.batch, f"rank {self._rank} could not read from rank {effect.source}: {error}"))
         except Overdue as overdue:
             self._trace(traceparent, "pull", began, attributes, str(overdue))
             await self._outlast(effect, overdue)
         except Exception as error:
             log.exception("rank %d cannot tell whether anything lands from rank %d any more: its cells stay quarantined", self._rank, effect.source)
             self._trace(traceparent, "pull", began, attributes, str(error))
-            self._report(Late(effect.batch, f"reading by {way.name} failed in a way it never should: {error or type(error).__name__}; see the log"))
+            self._report(ReadLate(effect.batch, f"reading by {way.name} failed in a way it never should: {error or type(error).__name__}; see the log"))
         else:
             self._deadlines.learn(effect.source, way.name, pulled.bytes, pulled.seconds)
             self._trace(traceparent, "pull", began, attributes)
-            self._report(Landed(effect.batch, way.name, pulled.bytes, pulled.seconds))
+            self._report(ReadLanded(effect.batch, way.name, pulled.bytes, pulled.seconds))
 
-    async def _outlast(self, effect: Read, overdue: Overdue) -> None:
+    async def _outlast(self, effect: ReadCells, overdue: Overdue) -> None:
         """Keep a late read's cells in quarantine until nothing can land in them any more."""
         log.warning("rank %d: %s; its cells are quarantined", self._rank, overdue)
-        self._report(Late(effect.batch, f"rank {self._rank} reads from rank {effect.source}: {overdue}"))
+        self._report(ReadLate(effect.batch, f"rank {self._rank} reads from rank {effect.source}: {overdue}"))
         if self._ended:
             return
         await asyncio.wait([overdue.settled])
         log.info("rank %d: what it read from rank %d has settled", self._rank, effect.source)
-        self._report(Settled(effect.batch))
+        self._report(ReadSettled(effect.batch))
 
-    async def _verify(self, effect: Verify) -> None:
+    async def _verify(self, effect: VerifyCells) -> None:
         began = time.time_ns()
         wrong = await asyncio.get_running_loop().run_in_executor(self.executor, self._compare, effect)
         found = next(filter(None, wrong), "")
         self._trace(self.traceparent, "verify", began, {"roost.source": effect.source, "roost.experts": len(effect.cells)}, found)
         if found:
             log.warning("rank %d: what it read from rank %d is damaged: %s", self._rank, effect.source, found)
-        self._report(Verified(effect.batch, wrong))
+        self._report(CellsVerified(effect.batch, wrong))
 
-    def _compare(self, effect: Verify) -> tuple[str, ...]:
+    def _compare(self, effect: VerifyCells) -> tuple[str, ...]:
         """Of each cell, the tensors that are not as they were promised. On a thread."""
         tensors = self._memory.tensors
         pairs = zip(effect.cells, effect.promised, strict=True)

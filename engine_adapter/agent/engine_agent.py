@@ -18,12 +18,12 @@ from typing import Literal
 from bus import Bus, BusError, Message
 from bus.claims import NameClaim
 from bus.protocol.subjects import Subjects
-from engine_adapter.agent.handover_agent import HandoverDesk, Staging
+from engine_adapter.agent.handover_agent import HandoverAgent, Staging
 from engine_adapter.batching.kv_snapshot import KvMirror
 from engine_adapter.config import AgentConfig
-from engine_adapter.engine import Activations, Engine, Load
+from engine_adapter.engine import Activations, Engine, RankLoad
 from engine_adapter.reporting.dispatch_reports import DispatchReports
-from engine_adapter.reporting.request_profiles import Profiling
+from engine_adapter.reporting.request_profiles import RequestProfiler
 from fleet.events import (
     EngineHeartbeat,
     EngineJoined,
@@ -50,7 +50,7 @@ _NO_WAYS = Staging()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class AgentIdentity:
     """Who this incarnation of the engine is; the launcher chooses it and tells all ranks."""
 
     engine: str
@@ -68,7 +68,7 @@ class Identity:
 class Agent:
     """The agent of one rank. `run` speaks until it is cancelled; `joined` is set once the engine may be used."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, engine: Engine, identity: Identity, config: AgentConfig, staging: Staging = _NO_WAYS) -> None:
+    def __init__(self, bus: Bus, subjects: Subjects, engine: Engine, identity: AgentIdentity, config: AgentConfig, staging: Staging = _NO_WAYS) -> None:
         """staging: what experts are read with, when the engine hands them over."""
         self.joined = asyncio.Event()
         self._bus = bus
@@ -84,7 +84,7 @@ class Agent:
         self._snapshot: KvSnapshot | None = None
         """of the last moment: many routers ask at once, and one object is encoded once (`bus.parts`)"""
         self._tokenizer: str | None = None
-        self._load: Load | None = None
+        self._load: RankLoad | None = None
         self._load_at = float("-inf")
         self._activations: Activations | None = None
         self._experts_at = float("-inf")
@@ -95,15 +95,15 @@ class Agent:
         self._experts = bus.publisher(subjects.experts(identity.engine))
         self._dispatching = DispatchReports(bus, subjects, self._about, identity.engine, identity.worker_id, config.experts_seconds)
         self._profiling = self._make_profiling()
-        self.desk = None if engine.experts is None else HandoverDesk(bus, subjects, engine, identity.engine, identity.worker_id, staging)
+        self.desk = None if engine.experts is None else HandoverAgent(bus, subjects, engine, identity.engine, identity.worker_id, staging)
         """takes part in handovers; None: this engine's experts stay where they are"""
 
-    def _make_profiling(self) -> Profiling | None:
+    def _make_profiling(self) -> RequestProfiler | None:
         """None for an engine that says nothing of experts: nothing is listened to and nothing kept then."""
         about, who = self._about, self._identity
         if about.shape is None or not about.capabilities.experts:
             return None
-        return Profiling(self._bus, self._subjects, about, about.shape, who.engine, who.worker_id, self._config, who.nodes)
+        return RequestProfiler(self._bus, self._subjects, about, about.shape, who.engine, who.worker_id, self._config, who.nodes)
 
     def leaving(self, reason: str | None) -> None:
         """Say why the engine will leave; goes into `EngineLeft`. None: it goes without a word, and keeps its name until the claim has run out."""
@@ -164,7 +164,7 @@ class Agent:
         self._event_id += 1
         return RoutedKvEvent(worker_id=self._identity.worker_id, event=KvEvent(event_id=self._event_id, data=change, dp_rank=self._about.rank))
 
-    async def _say_load(self, load: Load, now: float) -> None:
+    async def _say_load(self, load: RankLoad, now: float) -> None:
         due = now - self._load_at >= self._config.load_seconds
         if self._about.capabilities.load and (due or load != self._load):
             await self._metrics.publish(

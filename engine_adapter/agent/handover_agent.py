@@ -22,13 +22,13 @@ import msgspec
 
 from bus import Bus, Message
 from bus.protocol.subjects import Subjects
-from engine_adapter.agent.copy_runner import Attributes, Errands, Tracing
-from engine_adapter.agent.memory_audit import Audit
+from engine_adapter.agent.copy_runner import Attributes, CopyRunner, CopyTracing
+from engine_adapter.agent.memory_audit import MemoryAudit
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import Adoption, Engine, EngineFailed, Experts
-from engine_adapter.handover.cell_table import Residency
+from engine_adapter.handover.cell_table import CellTable
 from engine_adapter.handover.inbound_copies import Report
-from engine_adapter.handover.rank_protocol import Adopt, Conduct, Effect, Forget, Prepare
+from engine_adapter.handover.rank_protocol import Adopt, Effect, Forget, Prepare, RankProtocol
 from engine_adapter.transfer.checksums import checksums
 from engine_adapter.transfer.port import Transfer
 from engine_adapter.transfer.read_validation import own_address
@@ -44,7 +44,7 @@ from fleet.events import (
     MemoryAddress,
     ProposeHandover,
 )
-from fleet.handover import Verdict
+from fleet.handover import CommandVerdict
 from fleet.placement import Placement
 
 TICK_SECONDS = 0.001
@@ -62,12 +62,12 @@ class Staging:
     ways: tuple[Transfer, ...] = ()
     """how other ranks' memory can be read, the best first; they belong to the caller, who closes them after the rank's agent has ended"""
     config: TransferConfig = field(default_factory=TransferConfig)
-    tracing: Tracing | None = None
+    tracing: CopyTracing | None = None
     executor: Executor | None = None
     """compares checksums; None: a thread of its own, that yields to those that compute"""
 
 
-class HandoverDesk:
+class HandoverAgent:
     """Of one rank. `run` serves until it is cancelled."""
 
     def __init__(self, bus: Bus, subjects: Subjects, engine: Engine, name: str, worker_id: int, staging: Staging) -> None:
@@ -88,8 +88,8 @@ class HandoverDesk:
         self._memory = self._experts.memory
         self._own = own_address(self._memory)
         self._slots = engine.placement.slots_per_rank
-        residency = Residency(engine.placement.on_rank(self._rank), self._experts.cells, self._memory.cells)
-        self.conduct = Conduct(
+        residency = CellTable(engine.placement.on_rank(self._rank), self._experts.cells, self._memory.cells)
+        self.conduct = RankProtocol(
             worker_id=worker_id, rank=self._rank, placement=engine.placement, residency=residency, tensors=len(self._memory.tensors), config=staging.config
         )
         self._publisher = bus.publisher(subjects.handovers(name))
@@ -97,7 +97,7 @@ class HandoverDesk:
         self._changed = asyncio.Event()
         self._sealed = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
-        self._errands = Errands(
+        self._errands = CopyRunner(
             bus,
             subjects,
             engine=name,
@@ -142,7 +142,7 @@ class HandoverDesk:
             residency.seal(resident, await self._aside(checksums, self._memory.cell(resident.cell), tensors))
         self._sealed.set()
         if self._config.audit_seconds:
-            await Audit(residency, self._memory, self._config.audit_seconds, self._aside).run()
+            await MemoryAudit(residency, self._memory, self._config.audit_seconds, self._aside).run()
 
     async def _keep(self) -> None:
         """Let time pass, and say on the bus whenever something changed."""
@@ -194,23 +194,23 @@ class HandoverDesk:
         if (worker_id, rank) != (self._worker_id, self._rank):
             raise ValueError(f"this is rank {self._rank} of worker {self._worker_id}, not rank {rank} of worker {worker_id}")
 
-    async def _propose(self, command: ProposeHandover) -> Verdict:
+    async def _propose(self, command: ProposeHandover) -> CommandVerdict:
         placement: Placement | str = ""
-        if self.conduct.heed(command) is Verdict.TAKE:  # a large table takes milliseconds to check
+        if self.conduct.heed(command) is CommandVerdict.TAKE:  # a large table takes milliseconds to check
             placement = await self._aside(_read_placement, command)
         verdict = self.conduct.propose(command, placement, self._now())
-        if verdict is Verdict.TAKE:
+        if verdict is CommandVerdict.TAKE:
             self._errands.traceparent = command.traceparent
             log.info("rank %d stages handover %d to epoch %d (plan %s)", self._rank, command.handover, command.placement.epoch, command.plan)
         self._happened()
         return verdict
 
-    async def _abort(self, command: AbortHandover) -> Verdict:
+    async def _abort(self, command: AbortHandover) -> CommandVerdict:
         verdict = self.conduct.abort(command, self._now())
-        if verdict is Verdict.TAKE:
+        if verdict is CommandVerdict.TAKE:
             log.info("rank %d gives handover %d up: %s", self._rank, command.handover, command.reason)
         self._happened()
-        if verdict is Verdict.TAKE and self._errands.reads:
+        if verdict is CommandVerdict.TAKE and self._errands.reads:
             await asyncio.wait(self._errands.reads, timeout=STOP_SECONDS)
         return verdict
 

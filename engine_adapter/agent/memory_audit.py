@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from engine_adapter.engine import EngineFailed, ExpertMemory
-from engine_adapter.handover.cell_table import Residency, Resident
+from engine_adapter.handover.cell_table import CellTable, ResidentCell
 from engine_adapter.transfer.checksums import checksums, compare
 
 log = logging.getLogger(__name__)
@@ -20,10 +20,10 @@ Aside = Callable[..., Awaitable[Sums]]
 """Calls a function with arguments in another thread, which yields to those that compute."""
 
 
-class Audit:
+class MemoryAudit:
     """Of one rank. seconds: in which each expert that is served is compared once. `run` ends when one is not what it was."""
 
-    def __init__(self, residency: Residency, memory: ExpertMemory, seconds: float, aside: Aside) -> None:
+    def __init__(self, residency: CellTable, memory: ExpertMemory, seconds: float, aside: Aside) -> None:
         self.compared = 0
         self._residency = residency
         self._memory = memory
@@ -40,7 +40,7 @@ class Audit:
             if not residents:
                 await asyncio.sleep(self._seconds)
 
-    async def _compare(self, resident: Resident) -> None:
+    async def _compare(self, resident: ResidentCell) -> None:
         promised = self._residency.sealed(resident)
         if promised is None:
             return

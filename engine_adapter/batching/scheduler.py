@@ -23,7 +23,7 @@ class Overloaded(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Generation:
+class SequenceState:
     """One request on its way through the rank. Only the scheduler changes it."""
 
     tokens: list[int]
@@ -56,7 +56,7 @@ class Generation:
 class Slice:
     """`count` tokens of a sequence from position `start`; `last`: they are all that is known, so a new token can be sampled behind them."""
 
-    generation: Generation
+    generation: SequenceState
     start: int
     count: int
     last: bool
@@ -66,7 +66,7 @@ class Slice:
         return self.generation.tokens[self.start : self.start + self.count]
 
 
-class Scheduler:
+class BatchScheduler:
     """Queue and running set of one rank over its KV cache."""
 
     def __init__(self, cache: KvCache, *, max_batch_tokens: int, max_running: int, max_waiting: int) -> None:
@@ -76,8 +76,8 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_running = max_running
         self.max_waiting = max_waiting
-        self._waiting: deque[Generation] = deque()
-        self._running: list[Generation] = []
+        self._waiting: deque[SequenceState] = deque()
+        self._running: list[SequenceState] = []
         """in order of arrival"""
 
     @property
@@ -97,7 +97,7 @@ class Scheduler:
         """Tokens in prefill or waiting for it; what the cache may save the waiting ones is not known yet and not subtracted."""
         return sum(one.pending for one in self._running if one.pending > 1) + sum(one.pending for one in self._waiting)
 
-    def submit(self, generation: Generation) -> None:
+    def submit(self, generation: SequenceState) -> None:
         """Queue a request. Overloaded when `max_waiting` of them are open beside `max_running`; ValueError when it could never be served."""
         known, room = len(generation.tokens), self.cache.pages * self.cache.block_size
         if not known or generation.max_new < 1 or known + generation.max_new > room:
@@ -128,7 +128,7 @@ class Scheduler:
         if full > one.table.registered:
             self.cache.register(one.table, one.blocks, full)
 
-    def append(self, generation: Generation, token: int) -> None:
+    def append(self, generation: SequenceState, token: int) -> None:
         """A token was sampled behind the sequence."""
         generation.tokens.append(token)
         generation.generated += 1
@@ -137,7 +137,7 @@ class Scheduler:
             last = generation.blocks[-1] if generation.blocks else None
             generation.blocks.append(following(last, generation.tokens[-size:], generation.salt))
 
-    def remove(self, generation: Generation) -> None:
+    def remove(self, generation: SequenceState) -> None:
         """The request is finished or cancelled: free everything it holds. Unknown requests are ignored: both may happen at once."""
         if generation in self._running:
             self._running.remove(generation)
@@ -162,25 +162,25 @@ class Scheduler:
             while one.table.pages and not self.cache.extend(one.table, need):
                 self._preempt(self._running[-1])
 
-    def _preempt(self, latest: Generation) -> None:
+    def _preempt(self, latest: SequenceState) -> None:
         self._running.pop()
         self.cache.close(latest.table)
         latest.computed = 0
         self._waiting.appendleft(latest)
 
-    def _prompts(self) -> Iterator[Generation]:
+    def _prompts(self) -> Iterator[SequenceState]:
         yield from [one for one in self._running if one.pending > 1]
         while self._waiting and len(self._running) < self.max_running and self._admissible(self._waiting[0]):
             yield self._admit(self._waiting.popleft())
 
-    def _shareable(self, one: Generation) -> list[Block]:
+    def _shareable(self, one: SequenceState) -> list[Block]:
         """At least the last token is computed anew: its logits are what the request is about."""
         return one.blocks[: (len(one.tokens) - 1) // self.cache.block_size]
 
-    def _admissible(self, one: Generation) -> bool:
+    def _admissible(self, one: SequenceState) -> bool:
         return self.cache.fits(self._shareable(one), self.cache.blocks_for(len(one.tokens)), spare=len(self._running))
 
-    def _admit(self, one: Generation) -> Generation:
+    def _admit(self, one: SequenceState) -> SequenceState:
         one.table = self.cache.open(self._shareable(one))
         one.computed = len(one.table.pages) * self.cache.block_size
         if not one.admissions:
@@ -190,6 +190,6 @@ class Scheduler:
         self._running.append(one)
         return one
 
-    def _slice(self, one: Generation, budget: int) -> Slice:
+    def _slice(self, one: SequenceState, budget: int) -> Slice:
         count = min(budget, one.pending)
         return Slice(one, one.computed, count, last=count == one.pending)

@@ -63,7 +63,7 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SequenceSpan:
     """One sequence of a step: `tokens` tokens from position `start`, over `pages`."""
 
     tokens: int
@@ -85,12 +85,12 @@ class Rotary:
         return self.cos.index_select(0, positions).unsqueeze(1), self.sin.index_select(0, positions).unsqueeze(1)
 
 
-def plan_attention(spans: Sequence[Span], rows: int, kv_heads: int, page_tokens: int, rotary: Rotary) -> AttentionPlan:
+def plan_attention(spans: Sequence[SequenceSpan], rows: int, kv_heads: int, page_tokens: int, rotary: Rotary) -> AttentionPlan:
     """Prepare a step whose tokens are those of `spans`, in order, padded to `rows` rows."""
     positions = np.zeros(rows, np.int64)
     cells = np.empty(sum(span.tokens for span in spans), np.int64)
     chunks: list[Chunk] = []
-    single: list[Span] = []
+    single: list[SequenceSpan] = []
     single_rows: list[int] = []
     begin = 0
     for span in spans:
@@ -109,17 +109,17 @@ def plan_attention(spans: Sequence[Span], rows: int, kv_heads: int, page_tokens:
     return AttentionPlan(*rotary.at(torch.from_numpy(positions)), torch.from_numpy(cells), decodes, tuple(chunks))
 
 
-def _page_count(span: Span, page_tokens: int) -> int:
+def _page_count(span: SequenceSpan, page_tokens: int) -> int:
     return (span.start + span.tokens - 1) // page_tokens + 1
 
 
-def _chunk(span: Span, begin: int, page_tokens: int, dtype: torch.dtype) -> Chunk:
+def _chunk(span: SequenceSpan, begin: int, page_tokens: int, dtype: torch.dtype) -> Chunk:
     pages = torch.tensor(span.pages[: _page_count(span, page_tokens)], dtype=torch.int64)
     mask = torch.full((span.tokens, len(pages) * page_tokens), -torch.inf, dtype=dtype).triu_(span.start + 1)
     return Chunk(begin, begin + span.tokens, pages, mask)
 
 
-def _decodes(spans: Sequence[Span], rows: NDArray[np.int64], kv_heads: int, page_tokens: int, dtype: torch.dtype) -> Iterator[Decodes]:
+def _decodes(spans: Sequence[SequenceSpan], rows: NDArray[np.int64], kv_heads: int, page_tokens: int, dtype: torch.dtype) -> Iterator[Decodes]:
     counts = np.array([_page_count(span, page_tokens) for span in spans], np.int64)
     groups = [np.arange(len(spans))] if counts.max() - counts.min() <= SPAN_PAGES else list(_groups(np.argsort(counts, kind="stable"), counts))
     for group in groups:

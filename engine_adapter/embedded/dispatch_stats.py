@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.engine import Sent, balance
+from engine_adapter.engine import DispatchCounts, balance
 
 KEPT_PAIRS = 1 << 15
 """(token, k) pairs, of all ranks and layers, from which steps are counted although nobody asked"""
@@ -21,7 +21,7 @@ MOST_EPOCHS = 16
 """that are kept apart until somebody takes them; beyond, the oldest are let go"""
 
 
-class Step(NamedTuple):
+class FinishedStep(NamedTuple):
     """A step that is over."""
 
     seconds: float
@@ -32,7 +32,7 @@ class Step(NamedTuple):
     """of `seconds`: in collectives, waiting for slower ranks included"""
 
 
-class SentLog:
+class DispatchLog:
     """Where tokens go. `add` is for the step thread, `take` for any."""
 
     def __init__(self, rank: int, *, layers: int, top_k: int) -> None:
@@ -40,14 +40,14 @@ class SentLog:
         self._layers, self._top_k = layers, top_k
         self._lock = threading.Lock()
         self._epoch = 0
-        self._steps: list[Step] = []
+        self._steps: list[FinishedStep] = []
         """of this epoch, not counted yet"""
         self._pairs = 0
         """in them"""
-        self._counted: deque[Sent] = deque(maxlen=MOST_EPOCHS)
+        self._counted: deque[DispatchCounts] = deque(maxlen=MOST_EPOCHS)
         """one per epoch"""
 
-    def add(self, epoch: int, step: Step) -> None:
+    def add(self, epoch: int, step: FinishedStep) -> None:
         """A step in which any rank had a token is over; epoch: that it was served with."""
         with self._lock:
             if epoch != self._epoch:
@@ -58,7 +58,7 @@ class SentLog:
             if self._pairs >= KEPT_PAIRS or len(self._steps) >= KEPT_STEPS:
                 self._count(epoch, self._drained(), self._counted)
 
-    def take(self) -> tuple[Sent, ...]:
+    def take(self) -> tuple[DispatchCounts, ...]:
         """What was sent since the last call, one per epoch; empty when there was no step."""
         with self._lock:
             taken, self._counted = self._counted, deque(maxlen=MOST_EPOCHS)
@@ -66,25 +66,25 @@ class SentLog:
         self._count(epoch, steps, taken)  # the step thread need not wait for it
         return tuple(taken)
 
-    def _drained(self) -> list[Step]:
+    def _drained(self) -> list[FinishedStep]:
         steps, self._steps, self._pairs = self._steps, [], 0
         return steps
 
-    def _count(self, epoch: int, steps: list[Step], into: deque[Sent]) -> None:
+    def _count(self, epoch: int, steps: list[FinishedStep], into: deque[DispatchCounts]) -> None:
         if not steps:
             return
         new = counted(epoch, steps, self._rank, layers=self._layers, top_k=self._top_k)
         into.append(into.pop().with_more(new) if into and into[-1].epoch == epoch else new)
 
 
-def counted(epoch: int, steps: Sequence[Step], rank: int, *, layers: int, top_k: int) -> Sent:
+def counted(epoch: int, steps: Sequence[FinishedStep], rank: int, *, layers: int, top_k: int) -> DispatchCounts:
     """What rank `rank` sent and served in steps of one epoch, at least one."""
     tokens = np.array([step.tokens_by_rank for step in steps])  # [steps, ranks]
     own = int(tokens[:, rank].sum())
     seconds = sum(step.seconds for step in steps)
     remote, local, served, balanced = _alone(own, len(steps), layers, top_k) if tokens.shape[1] == 1 else _among(steps, tokens, rank)
     communication = sum(step.communication_seconds for step in steps)
-    return Sent(epoch, len(steps), seconds, own, own * top_k, remote, local, served, balanced, communication)
+    return DispatchCounts(epoch, len(steps), seconds, own, own * top_k, remote, local, served, balanced, communication)
 
 
 def _alone(tokens: int, steps: int, layers: int, top_k: int) -> NDArray[np.float64]:
@@ -92,7 +92,7 @@ def _alone(tokens: int, steps: int, layers: int, top_k: int) -> NDArray[np.float
     return np.broadcast_to(np.array([0.0, tokens * top_k, tokens * top_k, steps])[:, None], (4, layers))
 
 
-def _among(steps: Sequence[Step], tokens: NDArray[np.int64], rank: int) -> NDArray[np.float64]:
+def _among(steps: Sequence[FinishedStep], tokens: NDArray[np.int64], rank: int) -> NDArray[np.float64]:
     """float64 [4, layers]: ranks reached, pairs at home, pairs served, balance; summed over steps. tokens: [steps, ranks]."""
     ranks, layers = tokens.shape[1], len(steps[0].served_by)
     every = _by_layer(steps, [slice(None)] * len(steps))
@@ -106,7 +106,7 @@ def _among(steps: Sequence[Step], tokens: NDArray[np.int64], rank: int) -> NDArr
     return np.stack([went.sum(axis=1) - went[:, rank], (own == rank).sum(axis=(1, 2)), loads[:, :, rank].sum(axis=1), balance(loads).sum(axis=1)])
 
 
-def _by_layer(steps: Sequence[Step], rows: Sequence[slice]) -> NDArray[np.int64]:
+def _by_layer(steps: Sequence[FinishedStep], rows: Sequence[slice]) -> NDArray[np.int64]:
     """int64 [layers, tokens, k] of these rows of each step, steps in order."""
     layers = len(steps[0].served_by)
     found = np.concatenate([step.served_by[layer][part] for layer in range(layers) for step, part in zip(steps, rows, strict=True)])

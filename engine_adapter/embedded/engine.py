@@ -18,15 +18,15 @@ from engine_adapter.batching.detokenizer import TextStream
 from engine_adapter.batching.kv_cache import identify
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.routed_experts import RoutedTrace
-from engine_adapter.batching.scheduler import Generation, Overloaded
+from engine_adapter.batching.scheduler import Overloaded, SequenceState
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.expert_handover import RankExperts
-from engine_adapter.embedded.setup import Machine, MachineBuilder, build_machine
-from engine_adapter.embedded.step_loop import PeerLeft, Report, Seat, StepLoop
-from engine_adapter.engine import EngineDescription, EngineFailed, Facts
+from engine_adapter.embedded.setup import MachineBuilder, RankSetup, build_machine
+from engine_adapter.embedded.step_loop import EmbeddedSequence, PeerLeft, StepLoop, StepReport
+from engine_adapter.engine import EngineDescription, EngineFailed, RankFacts
 from engine_adapter.serving.checkpoint_tokenizer import CheckpointTokenizer
 from engine_adapter.serving.fact_log import FactLog
-from engine_adapter.serving.generation import Answer, Delta, Moments, Outcome
+from engine_adapter.serving.generation import AnswerDelta, AnswerStream, GenerationOutcome, RequestTimes
 from fleet.events import Capabilities
 from fleet.layout import EP
 from fleet.placement import Placement
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 class _Loaded:
     """What the step thread makes of a configuration."""
 
-    machine: Machine
+    machine: RankSetup
     tokenizer: CheckpointTokenizer
     description: EngineDescription
     facts: FactLog
@@ -62,7 +62,7 @@ class _Running:
     """done when the thread is, with what ended it"""
 
 
-def _load(config: EmbeddedConfig, rank: int, run_directory: Path | None, build: MachineBuilder, report: Callable[[Report], None]) -> _Loaded:
+def _load(config: EmbeddedConfig, rank: int, run_directory: Path | None, build: MachineBuilder, report: Callable[[StepReport], None]) -> _Loaded:
     tokenizer = CheckpointTokenizer(Path(config.folder))
     machine = build(config, rank, run_directory)
     facts = FactLog(machine.shape.layers, machine.shape.experts, _FACT_BLOCKS_PER_PAGE * config.kv_blocks)
@@ -105,7 +105,7 @@ class EmbeddedEngine:
         self._build = build
         self._running: _Running | None = None
         self._failure: EngineFailed | None = None
-        self._open: dict[Answer, Seat] = {}
+        self._open: dict[AnswerStream, EmbeddedSequence] = {}
         """requests that the step thread has not finished; the event loop's"""
         self._news = asyncio.Event()
         self._seed = secrets.randbits(63) if config.seed is None else config.seed
@@ -157,17 +157,17 @@ class EmbeddedEngine:
             raise
         self._running.ended.add_done_callback(self._on_end)
 
-    async def submit(self, request: GenerationRequest) -> Answer:
+    async def submit(self, request: GenerationRequest) -> AnswerStream:
         """Queue a request. Overloaded when too many are open; EngineFailed when the engine is gone; ValueError for a request out of bounds."""
         self._refuse_if_failed()
         if len(self._open) >= self.config.max_running + self.config.max_waiting:
             raise Overloaded(self.config.max_waiting)
         self._check(request)
-        answer = Answer(self._cancel)
+        answer = AnswerStream(self._cancel)
         seat = await asyncio.to_thread(self._seat, request, answer) if len(request.prompt) > _LONG_PROMPT else self._seat(request, answer)
         self._refuse_if_failed()
         if self._is_over(seat):
-            answer.put(Delta(outcome=seat.outcome("stop", seat.moments.submitted)))
+            answer.put(AnswerDelta(outcome=seat.outcome("stop", seat.moments.submitted)))
             return answer
         self._open[answer] = seat
         self._alive.steps.submit(seat)
@@ -181,7 +181,7 @@ class EmbeddedEngine:
     async def wait_facts(self) -> None:
         await self._news.wait()
 
-    def take_facts(self) -> Facts:
+    def take_facts(self) -> RankFacts:
         self._news.clear()
         return replace(self._alive.facts.take(), sent=self._alive.steps.take_sent())
 
@@ -238,35 +238,35 @@ class EmbeddedEngine:
         if min(request.prompt) < 0 or max(request.prompt) >= self.vocabulary:
             raise ValueError(f"request with an id outside 0..{self.vocabulary - 1}")
 
-    def _seat(self, request: GenerationRequest, answer: Answer) -> Seat:
+    def _seat(self, request: GenerationRequest, answer: AnswerStream) -> EmbeddedSequence:
         served, shape = self._alive, self._alive.machine.shape
         blocks = identify(request.prompt, self.config.block_size, request.salt)
-        generation = Generation(list(request.prompt), request.max_tokens, blocks=blocks, salt=request.salt)
+        generation = SequenceState(list(request.prompt), request.max_tokens, blocks=blocks, salt=request.salt)
         text = TextStream(served.tokenizer.detokenizer(), request.stop)
         if request.emitted:
             text.resume(request.prompt[-request.emitted :])
         routed = RoutedTrace(shape.layers, shape.experts, shape.top_k)
-        return Seat(request, answer, generation, text, routed, Moments(submitted=time.time_ns()))
+        return EmbeddedSequence(request, answer, generation, text, routed, RequestTimes(submitted=time.time_ns()))
 
-    def _is_over(self, seat: Seat) -> bool:
+    def _is_over(self, seat: EmbeddedSequence) -> bool:
         """Whether a continuation had come to its end already before it broke."""
         request = seat.request
         ended = request.emitted and not request.ignore_eos and request.prompt[-1] in self._alive.tokenizer.eos
         return seat.text.stopped or bool(ended)
 
-    def _cancel(self, answer: Answer) -> Outcome | None:
+    def _cancel(self, answer: AnswerStream) -> GenerationOutcome | None:
         seat = self._open.pop(answer, None)
         if seat is None:
             return None
         self._alive.steps.cancel(seat)
         return seat.outcome("cancelled", time.time_ns())
 
-    def _deliver(self, report: Report) -> None:
+    def _deliver(self, report: StepReport) -> None:
         for answer, news in report.news:
             seat = self._open.get(answer)
             if seat is None:
                 continue  # cancelled in the meantime
-            if isinstance(news, Delta):
+            if isinstance(news, AnswerDelta):
                 answer.put(news)
             else:
                 answer.fail(news, seat.outcome("failed", time.time_ns(), news))
@@ -331,6 +331,6 @@ def _settle(future: "concurrent.futures.Future[Any]", result: object) -> bool:
     return True
 
 
-def _tell(loop: asyncio.AbstractEventLoop, listener: Callable[[Report], None], report: Report) -> None:
+def _tell(loop: asyncio.AbstractEventLoop, listener: Callable[[StepReport], None], report: StepReport) -> None:
     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more, and the process is ending
         loop.call_soon_threadsafe(listener, report)

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.embedded.model_runner import Prepared
+from engine_adapter.embedded.model_runner import PreparedEpoch
 from engine_adapter.embedded.setup import MovableExperts
 from engine_adapter.embedded.step_loop import StepLoop
 from engine_adapter.engine import Adoption, EngineFailed, ExpertMemory
@@ -18,7 +18,7 @@ class RankExperts:
     def __init__(self, experts: MovableExperts, steps: StepLoop) -> None:
         self._experts = experts
         self._steps = steps
-        self._open: tuple[Prepared, asyncio.Future[None]] | None = None
+        self._open: tuple[PreparedEpoch, asyncio.Future[None]] | None = None
         """what the step thread goes over to as soon as every rank is ready, and who waits for it"""
         self._failure: EngineFailed | None = None
 
@@ -31,7 +31,7 @@ class RankExperts:
         """int32 [layers, slots_per_rank], of the epoch that is served; not to be written to."""
         return self._experts.cells
 
-    async def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> Prepared:
+    async def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> PreparedEpoch:
         """As the port says; ValueError when the placement or the cells do not fit what is served."""
         return await asyncio.to_thread(self._experts.prepare, placement, cells)
 
@@ -46,7 +46,7 @@ class RankExperts:
             raise ValueError(f"experts: epoch {self._open[0].placement.epoch} is still waited for; adopt one after the other")
         await asyncio.shield(self._open[1])
 
-    def flipped(self, prepared: Prepared) -> None:
+    def flipped(self, prepared: PreparedEpoch) -> None:
         """The step thread has gone over to it."""
         if self._open is not None and self._open[0] is prepared:
             self._open[1].set_result(None)
@@ -60,9 +60,9 @@ class RankExperts:
             self._open[1].exception()  # perhaps nobody waits any more
             self._open = None
 
-    def _begin(self, adoption: Adoption) -> tuple[Prepared, "asyncio.Future[None]"]:
+    def _begin(self, adoption: Adoption) -> tuple[PreparedEpoch, "asyncio.Future[None]"]:
         served = self._steps.placement.epoch
-        if not isinstance(adoption, Prepared):
+        if not isinstance(adoption, PreparedEpoch):
             raise TypeError(f"experts: {adoption!r} was not prepared by this engine")
         if adoption.placement.epoch != served + 1:
             raise ValueError(f"experts: epoch {adoption.placement.epoch} cannot follow epoch {served}")

@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from engine_adapter.embedded.arena import load_arena
-from engine_adapter.embedded.attention import Attention, AttentionPlan, Rotary, Span, plan_attention
+from engine_adapter.embedded.attention import Attention, AttentionPlan, Rotary, SequenceSpan, plan_attention
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint
 from engine_adapter.embedded.dispatch import GROUP_ROWS, Dispatch, GlooDispatch, LocalDispatch, Sending
 from engine_adapter.embedded.malloc_tuning import keep_freed_memory
 from engine_adapter.embedded.moe import GroupedMatrices, SparseBlock
-from engine_adapter.embedded.sequence_parallel import Crew, share
+from engine_adapter.embedded.sequence_parallel import ThreadTeam, share
 from engine_adapter.embedded.step_sync import RankGroup
-from fleet.dispatch import Held, own_part
+from fleet.dispatch import LocalReplicas, own_part
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
 
@@ -33,7 +33,7 @@ _FEW_PAIRS, _MANY_PAIRS = 16, 144
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class SequenceWork:
     """What one sequence wants from one step: `tokens` computed at positions start, start + 1, ..."""
 
     tokens: Sequence[int]
@@ -71,7 +71,7 @@ class _Layer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedEpoch:
     """Everything that one epoch is served with (`engine_adapter.engine.Adoption`); adopting it exchanges references."""
 
     placement: Placement
@@ -81,7 +81,7 @@ class Prepared:
     sending: Sending
 
 
-class Runner:
+class ModelRunner:
     """One rank of the engine: its weights, its KV pages, its forward pass. Used by one thread, which it holds to one torch thread.
 
     An engine of one rank may share large steps among several threads, by sequences; ranks share them by nature.
@@ -124,7 +124,7 @@ class Runner:
         self.arena = load_arena(checkpoint, placement, rank, dtype, ballast_bytes)
         self._of_cell = [(self.arena.gate_up(cell).t(), self.arena.down(cell)) for cell in range(self.arena.cells)]
         self._dtype = RUN_DTYPES[dtype]
-        self._crew = Crew(threads if group is None else 1)
+        self._crew = ThreadTeam(threads if group is None else 1)
         # one per thread, since a dispatch is open until its combine; the first is asked for the whole step
         self._dispatches: list[Dispatch] = (
             [LocalDispatch(placement, max_tokens) for _ in range(self._crew.threads)]
@@ -138,7 +138,7 @@ class Runner:
         self._head = self._embedding if self.config.tied else checkpoint.tensor("lm_head.weight", self._dtype)
         cells = self.arena.first_cells()
         layers = [self._load_layer(checkpoint, layer, cells[layer]) for layer in range(self.config.layers)]
-        self._served = Prepared(placement, _frozen(cells), layers, self._dispatches[0].sending(placement))
+        self._served = PreparedEpoch(placement, _frozen(cells), layers, self._dispatches[0].sending(placement))
         # K heads before V heads; zeroed, because padding is read (and weighs nothing)
         self.kv = torch.zeros((self.config.layers, 2 * self.config.kv_heads, kv_pages, PAGE_TOKENS, self.config.head_dim), dtype=self._dtype)
 
@@ -183,16 +183,16 @@ class Runner:
         """int32 [layers, slots_per_rank]: the cell of each slot, in the epoch that is served. Not to be written to."""
         return self._served.cells
 
-    def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> Prepared:
+    def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> PreparedEpoch:
         """All that serving a placement takes with this rank's slots in these cells, whatever is served now. For any thread, beside the steps;
         nothing changes. ValueError when it does not fit what is served, or the arena."""
         served = self._served
         _check_adoption(served.placement, placement, cells, self.arena.cells)
         kept = (cells == served.cells).all(axis=1).tolist()
         layers = [layer if same else self._with_cells(layer, cells[at]) for at, (layer, same) in enumerate(zip(served.layers, kept, strict=True))]
-        return Prepared(placement, _frozen(cells.copy()), layers, self._dispatches[0].sending(placement))
+        return PreparedEpoch(placement, _frozen(cells.copy()), layers, self._dispatches[0].sending(placement))
 
-    def adopt(self, prepared: Prepared) -> None:
+    def adopt(self, prepared: PreparedEpoch) -> None:
         """Between two steps: serve what was prepared. Every rank calls it before the same step."""
         self._served = prepared
         for dispatch in self._dispatches:
@@ -207,7 +207,7 @@ class Runner:
         gate_up, down = self._matrices(cells)
         return replace(layer, block=replace(layer.block, gate_up=gate_up, down=down))
 
-    def forward(self, work: Sequence[Work], tokens_by_rank: Sequence[int] | None = None) -> Forward:
+    def forward(self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None) -> Forward:
         """Compute one step. All ranks call it for the same step; a rank without work gives an empty sequence.
 
         tokens_by_rank: what the step headers say (None: the ranks ask each other once more). WorkError and DispatchError before
@@ -225,11 +225,11 @@ class Runner:
         return Forward(torch.cat([one.logits for one in found]), np.concatenate([one.routed for one in found]))
 
     @torch.inference_mode()
-    def _compute(self, work: Sequence[Work], dispatch: Dispatch) -> Forward:
+    def _compute(self, work: Sequence[SequenceWork], dispatch: Dispatch) -> Forward:
         """One thread's part of a step: all of it, or some of its sequences."""
         ids = list(chain.from_iterable(one.tokens for one in work))
         rows = max(len(ids), GROUP_ROWS) if ids else 0
-        spans = [Span(len(one.tokens), one.start, one.pages) for one in work]
+        spans = [SequenceSpan(len(one.tokens), one.start, one.pages) for one in work]
         plan = plan_attention(spans, rows, self.config.kv_heads, PAGE_TOKENS, self._rotary)
         hidden = self._embedding.index_select(0, torch.tensor(ids + [0] * (rows - len(ids)), dtype=torch.int64))
         routed = np.empty((len(ids), self.config.layers, self.config.top_k), self._routed_dtype)
@@ -249,7 +249,7 @@ class Runner:
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(hidden, (self.config.hidden,), weight, self.config.rms_eps)
 
-    def _logits(self, hidden: torch.Tensor, work: Sequence[Work]) -> torch.Tensor:
+    def _logits(self, hidden: torch.Tensor, work: Sequence[SequenceWork]) -> torch.Tensor:
         ends = np.cumsum([len(one.tokens) for one in work], dtype=np.int64)
         wanted = [int(end) - 1 for end, one in zip(ends, work, strict=True) if one.wants_logits]
         if not wanted:
@@ -258,7 +258,7 @@ class Runner:
         last = hidden.index_select(0, torch.tensor(padded))
         return F.linear(self._normed(last, self._norm), self._head)[: len(wanted)].to(torch.float32)
 
-    def _check(self, work: Sequence[Work]) -> None:
+    def _check(self, work: Sequence[SequenceWork]) -> None:
         for at, one in enumerate(work):
             end = one.start + len(one.tokens)
             if not one.tokens or one.start < 0 or end > self.config.max_positions:
@@ -278,7 +278,7 @@ class Runner:
         sequences = min(_MANY_SEQUENCES, self.kv_pages, self.max_tokens)
         pages = max(1, min(16, self.kv_pages // sequences, self.config.max_positions // PAGE_TOKENS))
         prompt = min(128, self.max_tokens, self.kv_pages * PAGE_TOKENS, self.config.max_positions)
-        prefill = _fastest_seconds(lambda: self.forward([Work([1] * prompt, 0, range(-(-prompt // PAGE_TOKENS)), wants_logits=True)]), 5)
+        prefill = _fastest_seconds(lambda: self.forward([SequenceWork([1] * prompt, 0, range(-(-prompt // PAGE_TOKENS)), wants_logits=True)]), 5)
         alone, together, longer = self._fastest_steps([self._decodes(1, 1), self._decodes(sequences, 1), self._decodes(sequences, pages)], 15)
         sequence = max(0.0, together - alone) / max(1, sequences - 1)
         step = max(0.0, alone - sequence)
@@ -293,10 +293,10 @@ class Runner:
             expert_pair=self._pair_seconds(),
         )
 
-    def _decodes(self, sequences: int, pages: int) -> list[Work]:
-        return [Work([1], pages * PAGE_TOKENS - 1, range(at * pages, (at + 1) * pages), wants_logits=True) for at in range(sequences)]
+    def _decodes(self, sequences: int, pages: int) -> list[SequenceWork]:
+        return [SequenceWork([1], pages * PAGE_TOKENS - 1, range(at * pages, (at + 1) * pages), wants_logits=True) for at in range(sequences)]
 
-    def _fastest_steps(self, works: Sequence[Sequence[Work]], times: int) -> list[float]:
+    def _fastest_steps(self, works: Sequence[Sequence[SequenceWork]], times: int) -> list[float]:
         """Seconds of each, in turn, so that a machine that grows busy meanwhile slows all of them: their differences are what matters."""
         taken = [[_fastest_seconds(partial(self.forward, work), 1) for work in works] for _ in range(times)]
         return [min(seconds) for seconds in zip(*taken, strict=True)]
@@ -341,7 +341,7 @@ class Runner:
         ranks, tokens = self.placement.ranks, self.max_tokens
         if ranks == 1:
             return 0.0
-        here = Held.of(self.placement).by_rank(own_part(self.placement, np.zeros(ranks, np.intp))[0], 0)[self.rank]
+        here = LocalReplicas.of(self.placement).by_rank(own_part(self.placement, np.zeros(ranks, np.intp))[0], 0)[self.rank]
         own, away = np.flatnonzero(here == here.max()), np.flatnonzero(here == here.min())
         x = torch.zeros((tokens, self.config.hidden), dtype=self._dtype)
 

@@ -28,7 +28,7 @@ def share(tokens: Sequence[int], threads: int, least: int = LEAST_TOKENS) -> lis
     return [slice(0, len(tokens))]
 
 
-class Crew:
+class ThreadTeam:
     """The calling thread and `threads - 1` more, which sleep between calls."""
 
     def __init__(self, threads: int) -> None:

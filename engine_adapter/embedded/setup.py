@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.checkpoint import Checkpoint
-from engine_adapter.embedded.model_runner import Forward, Prepared, Runner, Work
-from engine_adapter.embedded.step_sync import Lockstep, RankGroup
+from engine_adapter.embedded.model_runner import Forward, ModelRunner, PreparedEpoch, SequenceWork
+from engine_adapter.embedded.step_sync import RankGroup, StepSync
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.initial_placement import initial, resumed
 from fleet.dispatch import COVER
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class ForwardPass(Protocol):
     """What computes; see `runner.Runner`."""
 
-    def forward(self, work: Sequence[Work], tokens_by_rank: Sequence[int] | None = None) -> Forward: ...
+    def forward(self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None) -> Forward: ...
 
 
 class MovableExperts(Protocol):
@@ -42,13 +42,13 @@ class MovableExperts(Protocol):
     @property
     def cells(self) -> NDArray[np.int32]: ...
 
-    def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> Prepared: ...
+    def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> PreparedEpoch: ...
 
-    def adopt(self, prepared: Prepared) -> None: ...
+    def adopt(self, prepared: PreparedEpoch) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class RankSetup:
     """What a rank computes with, and what is known of the model."""
 
     shape: ModelShape
@@ -61,7 +61,7 @@ class Machine:
     runner: ForwardPass
     experts: MovableExperts | None = None
     """None: they stay where they are"""
-    lockstep: Lockstep
+    lockstep: StepSync
     kv_block_bytes: int = 0
     """memory of one KV block, with all layers; 0: not known"""
     weights_digest: str | None = None
@@ -70,10 +70,10 @@ class Machine:
     """give everything back; the other ranks then see that this one is gone"""
 
 
-MachineBuilder = Callable[[EmbeddedConfig, int, Path | None], Machine]
+MachineBuilder = Callable[[EmbeddedConfig, int, Path | None], RankSetup]
 
 
-def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None) -> Machine:
+def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None) -> RankSetup:
     """Load a rank, meet the others and measure speeds together. Called by the step thread, which alone uses the result.
 
     run_directory: None for an engine of one rank, which then makes its own. CheckpointError, LockstepError and ValueError say
@@ -82,14 +82,14 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
     with contextlib.ExitStack() as opened:
         directory = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="roost-"))) if run_directory is None else run_directory
         group = _join(config, rank, directory, opened)
-        lockstep = Lockstep(directory, rank, group)
+        lockstep = StepSync(directory, rank, group)
         opened.callback(lockstep.close)
         with Checkpoint(Path(config.folder)) as checkpoint:
             about = checkpoint.config
             weights = checkpoint.digest(config.dtype) if rank == 0 else None
             size = {"layers": about.layers, "experts": about.experts, "ranks": config.ranks}
             placement = resumed(directory, initial(None if config.placement is None else Path(config.placement), **size, slots_per_rank=config.slots_per_rank))
-            runner = Runner(
+            runner = ModelRunner(
                 checkpoint,
                 placement,
                 rank=rank,
@@ -103,7 +103,7 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
             )
         opened.callback(runner.close)
         speed = _with_links(runner, config, runner.measure_speed())
-        return Machine(
+        return RankSetup(
             shape=runner.shape,
             vocabulary=about.vocabulary,
             max_context=about.max_positions,
@@ -118,7 +118,7 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
         )
 
 
-def _with_links(runner: Runner, config: EmbeddedConfig, measured: EngineSpeed) -> EngineSpeed:
+def _with_links(runner: ModelRunner, config: EmbeddedConfig, measured: EngineSpeed) -> EngineSpeed:
     """The speeds that hold, with links slowed down as configured: what they add is what was asked for, and need not be measured."""
     if config.link_seconds:
         runner.slow_links(config.link_seconds)

@@ -20,15 +20,15 @@ from engine_adapter.batching.kv_cache import KvCache
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.routed_experts import RoutedTrace
 from engine_adapter.batching.sampling import Draw, logprobs, sample
-from engine_adapter.batching.scheduler import Generation, Overloaded, Scheduler, Slice
+from engine_adapter.batching.scheduler import BatchScheduler, Overloaded, SequenceState, Slice
 from engine_adapter.config import EmbeddedConfig
-from engine_adapter.embedded.dispatch_stats import SentLog, Step
-from engine_adapter.embedded.model_runner import Forward, Prepared, Work
-from engine_adapter.embedded.setup import Machine
+from engine_adapter.embedded.dispatch_stats import DispatchLog, FinishedStep
+from engine_adapter.embedded.model_runner import Forward, PreparedEpoch, SequenceWork
+from engine_adapter.embedded.setup import RankSetup
 from engine_adapter.embedded.step_sync import StepHeader
-from engine_adapter.engine import EndedRequest, Load, Sent
+from engine_adapter.engine import DispatchCounts, EndedRequest, RankLoad
 from engine_adapter.serving.fact_log import DecodeSteps, FactLog
-from engine_adapter.serving.generation import Answer, Delta, Ending, Moments, Outcome, ScoredToken
+from engine_adapter.serving.generation import AnswerDelta, AnswerStream, Ending, GenerationOutcome, RequestTimes, ScoredToken
 from fleet.handover import flips
 from fleet.placement import Placement
 from fleet.routings import count_pairs
@@ -42,17 +42,17 @@ class PeerLeft(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class EmbeddedSequence:
     """One request and all of its state on the step thread."""
 
     request: GenerationRequest
-    answer: Answer
-    generation: Generation
+    answer: AnswerStream
+    generation: SequenceState
     text: TextStream
     routed: RoutedTrace
-    moments: Moments
+    moments: RequestTimes
 
-    def outcome(self, reason: Ending, now: int, failure: Exception | None = None) -> Outcome:
+    def outcome(self, reason: Ending, now: int, failure: Exception | None = None) -> GenerationOutcome:
         """Everything known of the request, at its end.
 
         Of one that is cancelled or failed the event loop asks while the step thread may still be at it: the numbers may then lack
@@ -61,7 +61,7 @@ class Seat:
         prompt_tokens = len(self.request.prompt) - self.request.emitted
         moments = replace(self.moments)
         moments.finished = max(now, moments.admitted, moments.first_token)
-        return Outcome(
+        return GenerationOutcome(
             reason=reason,
             prompt_tokens=prompt_tokens,
             completion_tokens=self.generation.generated,
@@ -82,39 +82,41 @@ class Seat:
 
 
 @dataclass(slots=True)
-class Report:
+class StepReport:
     """What the event loop must hear of one step."""
 
-    news: list[tuple[Answer, Delta | Exception]] = field(default_factory=list)
+    news: list[tuple[AnswerStream, AnswerDelta | Exception]] = field(default_factory=list)
     facts: bool = False
     """whether there are new facts to take"""
-    flipped: Prepared | None = None
+    flipped: PreparedEpoch | None = None
     """what is served from this step on"""
 
 
 class _Order(NamedTuple):
-    seat: Seat
+    seat: EmbeddedSequence
     cancel: bool
 
 
 class StepLoop:
     """`run` belongs to the step thread; `submit`, `cancel`, `adopt`, `leave`, `take_sent`, `placement` and `stepping_since` to any."""
 
-    def __init__(self, machine: Machine, config: EmbeddedConfig, eos: frozenset[int], facts: FactLog, report: Callable[[Report], None], rank: int = 0) -> None:
+    def __init__(
+        self, machine: RankSetup, config: EmbeddedConfig, eos: frozenset[int], facts: FactLog, report: Callable[[StepReport], None], rank: int = 0
+    ) -> None:
         self._machine = machine
         self._eos = eos
         self._facts = facts
         self._report = report
         self._cache = KvCache(config.kv_blocks, config.block_size)
-        self._scheduler = Scheduler(self._cache, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, max_waiting=config.max_waiting)
-        self._seats: dict[Generation, Seat] = {}
+        self._scheduler = BatchScheduler(self._cache, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, max_waiting=config.max_waiting)
+        self._seats: dict[SequenceState, EmbeddedSequence] = {}
         self._orders: deque[_Order] = deque()
         self._step = 0
-        self._ready: Prepared | None = None
+        self._ready: PreparedEpoch | None = None
         self.placement: Placement = machine.placement
         """the one that is served"""
         self._decoding = DecodeSteps()
-        self._sent = SentLog(rank, layers=machine.shape.layers, top_k=machine.shape.top_k)
+        self._sent = DispatchLog(rank, layers=machine.shape.layers, top_k=machine.shape.top_k)
         self._communicated = 0.0
         """seconds in collectives before the present step"""
         self._began = 0
@@ -123,15 +125,15 @@ class StepLoop:
         self.stepping_since: float | None = None
         """monotonic seconds at which the present step began; None while asleep"""
 
-    def submit(self, seat: Seat) -> None:
+    def submit(self, seat: EmbeddedSequence) -> None:
         """Queue a request for the next step."""
         self._order(_Order(seat, cancel=False))
 
-    def cancel(self, seat: Seat) -> None:
+    def cancel(self, seat: EmbeddedSequence) -> None:
         """Free what the request holds before the next step."""
         self._order(_Order(seat, cancel=True))
 
-    def adopt(self, prepared: Prepared) -> None:
+    def adopt(self, prepared: PreparedEpoch) -> None:
         """Go over to it at the first step at which every rank is ready for its epoch. A report says when; one at a time."""
         self._ready = prepared
         self._nudge()
@@ -141,7 +143,7 @@ class StepLoop:
         self.leaving = True
         self._nudge()
 
-    def take_sent(self) -> tuple[Sent, ...]:
+    def take_sent(self) -> tuple[DispatchCounts, ...]:
         """Where this rank's tokens were sent since the last call, by epoch."""
         return self._sent.take()
 
@@ -151,7 +153,7 @@ class StepLoop:
             self.stepping_since = time.monotonic()
             self._began = time.time_ns()
             self._communicated = self._machine.lockstep.communication_seconds
-            report = Report()
+            report = StepReport()
             self._take_orders(report)
             slices = self._scheduler.plan()
             tokens_by_rank = self._exchange(sum(one.count for one in slices), report)
@@ -175,7 +177,7 @@ class StepLoop:
         if all(one.count == 1 for one in slices) and max(tokens_by_rank) <= self._scheduler.max_running:
             self._decoding.note(now, seconds)
         communication = self._machine.lockstep.communication_seconds - self._communicated
-        self._sent.add(self.placement.epoch, Step(seconds, tokens_by_rank, forward.served_by, min(communication, seconds)))
+        self._sent.add(self.placement.epoch, FinishedStep(seconds, tokens_by_rank, forward.served_by, min(communication, seconds)))
 
     def _order(self, order: _Order) -> None:
         self._orders.append(order)
@@ -186,7 +188,7 @@ class StepLoop:
         with suppress(OSError):
             self._machine.lockstep.nudge()
 
-    def _exchange(self, tokens: int, report: Report) -> list[int] | None:
+    def _exchange(self, tokens: int, report: StepReport) -> list[int] | None:
         """Every rank's tokens of this step; None when this rank leaves. What is served afterwards is the same on all ranks."""
         leaving, next_up, served = self.leaving, self._ready, self.placement.epoch
         ready = served if next_up is None else next_up.placement.epoch
@@ -201,13 +203,13 @@ class StepLoop:
             self._flip(next_up, report)
         return [header.tokens for header in headers]
 
-    def _flip(self, prepared: Prepared, report: Report) -> None:
+    def _flip(self, prepared: PreparedEpoch, report: StepReport) -> None:
         if self._machine.experts is None:
             raise RuntimeError("step loop: asked to serve another epoch with experts that stay where they are")
         self._machine.experts.adopt(prepared)
         self.placement, self._ready, report.flipped = prepared.placement, None, prepared
 
-    def _take_orders(self, report: Report) -> None:
+    def _take_orders(self, report: StepReport) -> None:
         while self._orders:
             seat, cancel = self._orders.popleft()
             if cancel:
@@ -220,15 +222,15 @@ class StepLoop:
             else:
                 self._seats[seat.generation] = seat
 
-    def _end(self, seat: Seat, report: Report) -> None:
+    def _end(self, seat: EmbeddedSequence, report: StepReport) -> None:
         """Free everything a request holds and report what it computed. May be repeated: it can finish and be cancelled at once."""
         if self._seats.pop(seat.generation, None) is not None and (ended := seat.ended()) is not None:
             self._facts.add_ended(ended)
             report.facts = True
         self._scheduler.remove(seat.generation)
 
-    def _compute(self, slices: list[Slice], tokens_by_rank: list[int], report: Report) -> Forward:
-        work = [Work(one.tokens, one.start, one.generation.table.pages, one.last) for one in slices]
+    def _compute(self, slices: list[Slice], tokens_by_rank: list[int], report: StepReport) -> Forward:
+        work = [SequenceWork(one.tokens, one.start, one.generation.table.pages, one.last) for one in slices]
         self._note_admissions(slices)
         forward = self._machine.runner.forward(work, tokens_by_rank)
         now = time.time_ns()
@@ -258,7 +260,7 @@ class StepLoop:
             if one.generation.cached_tokens:
                 self._facts.add_cached(one.generation.cached_tokens)
 
-    def _advance(self, rows: list[Seat], logits: NDArray[np.float32], now: int, report: Report) -> None:
+    def _advance(self, rows: list[EmbeddedSequence], logits: NDArray[np.float32], now: int, report: StepReport) -> None:
         """Sample a token for each row and say what it adds."""
         tokens = sample(logits, [Draw(seat.request.sampling, len(seat.generation.tokens)) for seat in rows])
         scored = self._score(rows, logits, tokens)
@@ -272,7 +274,7 @@ class StepLoop:
             if delta.outcome is not None:
                 self._end(seat, report)
 
-    def _score(self, rows: list[Seat], logits: NDArray[np.float32], tokens: NDArray[np.int64]) -> dict[int, list[ScoredToken]]:
+    def _score(self, rows: list[EmbeddedSequence], logits: NDArray[np.float32], tokens: NDArray[np.int64]) -> dict[int, list[ScoredToken]]:
         wanted = [(row, seat.request.sampling.logprobs) for row, seat in enumerate(rows)]
         counts = {row: count for row, count in wanted if count is not None}
         if not counts:
@@ -281,20 +283,20 @@ class StepLoop:
         found = logprobs(logits[chosen], tokens[chosen], list(counts.values()))
         return {row: [ScoredToken(int(tokens[row]), one, rows[row].text.decoded)] for row, one in zip(chosen, found, strict=True)}
 
-    def _delta(self, seat: Seat, token: int, now: int) -> Delta:
+    def _delta(self, seat: EmbeddedSequence, token: int, now: int) -> AnswerDelta:
         if token in self._eos and not seat.request.ignore_eos:
-            return Delta([token], seat.text.finish(), outcome=seat.outcome("stop", now))
+            return AnswerDelta([token], seat.text.finish(), outcome=seat.outcome("stop", now))
         text = seat.text.feed(token)
         if not seat.text.stopped and seat.generation.generated < seat.generation.max_new:
-            return Delta([token], text)
+            return AnswerDelta([token], text)
         rest = "" if seat.text.stopped else seat.text.finish()
-        return Delta([token], text + rest, outcome=seat.outcome("stop" if seat.text.stopped else "length", now))
+        return AnswerDelta([token], text + rest, outcome=seat.outcome("stop" if seat.text.stopped else "length", now))
 
-    def _say(self, report: Report) -> None:
+    def _say(self, report: StepReport) -> None:
         changes = self._cache.take_changes()
         self._facts.add_kv(changes, self._cache.restated)
         scheduler = self._scheduler
-        load = Load(
+        load = RankLoad(
             running=scheduler.running,
             waiting=scheduler.waiting,
             prefill_tokens=scheduler.uncomputed_prompt_tokens,

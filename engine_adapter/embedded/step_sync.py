@@ -1,6 +1,6 @@
 """How the ranks of one engine keep step: their process group, the header each step begins with, and sleeping while nobody has work.
 
-**Step.** All ranks run the same numbered steps. A step begins with one all_gather of the ranks' headers (`Lockstep.exchange`).
+**Step.** All ranks run the same numbered steps. A step begins with one all_gather of the ranks' headers (`StepSync.exchange`).
 
 **Sleep.** When the headers of a step show that no rank has work, all ranks sleep before the next step n, outside any collective
 (gloo raises or blocks for minutes there). A rank that gets work sends `wake(n)` to all the others and goes on; a sleeping rank takes
@@ -34,19 +34,19 @@ _LONGEST_SOCKET_PATH = 107
 _T = TypeVar("_T")
 
 
-class LockstepError(Exception):
+class StepSyncError(Exception):
     """The ranks cannot go on together; the engine fails as a unit."""
 
 
-class PeerLost(LockstepError):
+class PeerLost(StepSyncError):
     """Another rank died or closed its connections."""
 
 
-class PeerTimeout(LockstepError):
+class PeerTimeout(StepSyncError):
     """Another rank did not answer within the step time-out: frozen, or much too slow."""
 
 
-class StepMismatch(LockstepError):
+class StepMismatch(StepSyncError):
     """The ranks are not at the same step, or do not serve the same epoch."""
 
 
@@ -163,7 +163,7 @@ def _translated(call: Callable[[], _T], what: str, timeout_s: float) -> _T:
         raise PeerLost(f"{what}: the connection to another rank broke: {text}") from error
 
 
-class Lockstep:
+class StepSync:
     """One rank's step headers and sleep. `exchange` and `sleep` are the step thread's; `nudge` is for any thread."""
 
     def __init__(self, run_directory: Path, rank: int = 0, group: RankGroup | None = None) -> None:
@@ -287,12 +287,12 @@ def _socket_path(run_directory: Path, rank: int) -> str:
 
 def _bind(path: str) -> socket.socket:
     if len(path.encode()) > _LONGEST_SOCKET_PATH:
-        raise LockstepError(f"{path}: too long for a unix socket ({_LONGEST_SOCKET_PATH} bytes at most); choose a shorter run directory")
+        raise StepSyncError(f"{path}: too long for a unix socket ({_LONGEST_SOCKET_PATH} bytes at most); choose a shorter run directory")
     control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         control.bind(path)
     except OSError as error:
         control.close()
-        raise LockstepError(f"{path}: cannot bind the control socket: {error.strerror}; every start of an engine needs a run directory of its own") from error
+        raise StepSyncError(f"{path}: cannot bind the control socket: {error.strerror}; every start of an engine needs a run directory of its own") from error
     control.setblocking(False)
     return control

@@ -28,7 +28,7 @@ Wanted = tuple[int, int, int]
 """(layer, slot of this rank, expert)"""
 
 
-class NoRoom(Exception):
+class NoFreeCell(Exception):
     """No cell is free; the text says what holds them."""
 
 
@@ -40,7 +40,7 @@ class Inconsistent(Exception):
     """The books of the cells do not agree with each other: a defect in this program."""
 
 
-class Resident(NamedTuple):
+class ResidentCell(NamedTuple):
     """A cell of the experts that are served."""
 
     cell: int
@@ -64,7 +64,7 @@ class _Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class ReadLease:
     """A promise to one reader that some cells will not change."""
 
     number: int
@@ -79,7 +79,7 @@ class Lease:
     """seconds; without renewal it is over then"""
 
 
-class Residency:
+class CellTable:
     """What lies where on one rank.
 
     held: int16 [layers, slots], the experts in the rank's slots, -1 in empty ones. cells: int32 [layers, slots], the cell that each slot is in.
@@ -100,7 +100,7 @@ class Residency:
             cell = int(cells[layer, slot])
             self._records[cell] = _Record(Cell.LIVE, layer, slot, int(held[layer, slot]), since=now)
         self._counts = Counter(record.use for record in self._records)
-        self._leases: dict[int, Lease] = {}
+        self._leases: dict[int, ReadLease] = {}
         self._last_lease = 0
 
     # experts on their way in
@@ -112,7 +112,7 @@ class Residency:
                 self._move(cell, CellEvent.RESERVED, now)
                 record.layer, record.slot, record.expert = wanted
                 return cell
-        raise NoRoom(f"no cell is free for expert {ExpertId(wanted[0], wanted[2])}: {self.told()}")
+        raise NoFreeCell(f"no cell is free for expert {ExpertId(wanted[0], wanted[2])}: {self.told()}")
 
     def landed(self, cell: int, now: float) -> None:
         """All its bytes are there."""
@@ -194,19 +194,19 @@ class Residency:
 
     # what lies there
 
-    def residents(self) -> Iterator[Resident]:
+    def residents(self) -> Iterator[ResidentCell]:
         """The cells of all experts that are served."""
         for (layer, slot), expert in np.ndenumerate(self.held):
             if expert != EMPTY:
-                yield Resident(int(self.table[layer, slot]), layer, slot, int(expert))
+                yield ResidentCell(int(self.table[layer, slot]), layer, slot, int(expert))
 
-    def seal(self, resident: Resident, checksums: tuple[int, ...]) -> None:
+    def seal(self, resident: ResidentCell, checksums: tuple[int, ...]) -> None:
         """What was loaded into a cell has these checksums: it can be leased from now on. No news, where the cell is in another use meanwhile."""
         record = self._records[resident.cell]
         if record.use is Cell.LIVE and (record.layer, record.expert) == (resident.layer, resident.expert):
             record.checksums = checksums
 
-    def sealed(self, resident: Resident) -> tuple[int, ...] | None:
+    def sealed(self, resident: ResidentCell) -> tuple[int, ...] | None:
         """The checksums of what is served from a cell; None where they are not known yet, or the cell is in another use meanwhile."""
         record = self._records[resident.cell]
         serves = record.use is Cell.LIVE and (record.layer, record.expert) == (resident.layer, resident.expert)
@@ -214,25 +214,25 @@ class Residency:
 
     # readers
 
-    def lease(self, reader: int, handover: int, experts: Sequence[Wanted], seconds: float, now: float) -> Lease:
+    def lease(self, reader: int, handover: int, experts: Sequence[Wanted], seconds: float, now: float) -> ReadLease:
         """Promise not to change the cells of these experts for so long; asked again, the promise is renewed. LeaseRefused when one of them is not
         served here."""
         asked = tuple(experts)
         held = next((one for one in self._leases.values() if (one.reader, one.handover, one.experts) == (reader, handover, asked)), None)
         if held is None:
             return self._grant(reader, handover, asked, seconds, now)
-        renewed = Lease(held.number, reader, handover, asked, held.cells, held.checksums, now + seconds)
+        renewed = ReadLease(held.number, reader, handover, asked, held.cells, held.checksums, now + seconds)
         self._leases[held.number] = renewed
         return renewed
 
-    def _grant(self, reader: int, handover: int, asked: tuple[Wanted, ...], seconds: float, now: float) -> Lease:
+    def _grant(self, reader: int, handover: int, asked: tuple[Wanted, ...], seconds: float, now: float) -> ReadLease:
         if not 0 < len(asked) <= self.held.size or len(set(asked)) < len(asked):
             raise LeaseRefused(f"a lease of {len(asked)} experts: ask for 1 to {self.held.size}, each once")
         if len(self._leases) >= MOST_LEASES:
             raise LeaseRefused(f"{MOST_LEASES} leases are open already; ask again when readers have ended theirs")
         cells = tuple(self._cell_of(one) for one in asked)
         self._last_lease += 1
-        lease = Lease(self._last_lease, reader, handover, asked, cells, tuple(self._records[cell].checksums for cell in cells), now + seconds)
+        lease = ReadLease(self._last_lease, reader, handover, asked, cells, tuple(self._records[cell].checksums for cell in cells), now + seconds)
         self._leases[lease.number] = lease
         for cell in cells:
             self._records[cell].readers.add(lease.number)
@@ -262,7 +262,7 @@ class Residency:
             self._settle_drained(cell, now)
         return True
 
-    def expire(self, now: float) -> tuple[Lease, ...]:
+    def expire(self, now: float) -> tuple[ReadLease, ...]:
         """End the leases of readers that have been silent too long, dead ones among them."""
         silent = tuple(lease for lease in self._leases.values() if lease.until <= now)
         for lease in silent:

@@ -18,8 +18,8 @@ from itertools import count
 from typing import NamedTuple
 
 from engine_adapter.config import TransferConfig
-from engine_adapter.handover.cell_table import NoRoom, Residency
-from engine_adapter.handover.proposal_check import CannotStage, Coming, Fault
+from engine_adapter.handover.cell_table import CellTable, NoFreeCell
+from engine_adapter.handover.proposal_check import CannotStage, IncomingExperts, StagingFault
 from fleet.events import ExpertsLeased, MemoryAddress, PullTold
 from fleet.experts import ExpertId
 from fleet.handover import Cell
@@ -30,8 +30,8 @@ MOST_SOURCES = 2
 # Effects
 
 
-class Lease(NamedTuple):
-    """Ask a rank to let these experts be read, and ask again from time to time (which renews it) until `EndLease`. Reported: Leased, Unleased."""
+class RequestLease(NamedTuple):
+    """Ask a rank to let these experts be read, and ask again from time to time (which renews it) until `ReleaseLease`. Reported: Leased, Unleased."""
 
     batch: int
     source: int
@@ -43,7 +43,7 @@ class Lease(NamedTuple):
     """an answer that comes later is of no use"""
 
 
-class Read(NamedTuple):
+class ReadCells(NamedTuple):
     """Read whole cells. Reported: Landed, Broken, or Late and then Settled."""
 
     batch: int
@@ -55,13 +55,13 @@ class Read(NamedTuple):
     """never longer than this"""
 
 
-class Stop(NamedTuple):
+class StopReads(NamedTuple):
     """Nobody waits for this read any more. Reported: Settled, once nothing can land."""
 
     batch: int
 
 
-class Verify(NamedTuple):
+class VerifyCells(NamedTuple):
     """Compare what landed with what was promised. Reported: Verified."""
 
     batch: int
@@ -70,7 +70,7 @@ class Verify(NamedTuple):
     promised: tuple[tuple[int, ...], ...]
 
 
-class EndLease(NamedTuple):
+class ReleaseLease(NamedTuple):
     """Nothing is read from there any more."""
 
     batch: int
@@ -79,33 +79,33 @@ class EndLease(NamedTuple):
     """0: none was granted"""
 
 
-Effect = Lease | Read | Stop | Verify | EndLease
+Effect = RequestLease | ReadCells | StopReads | VerifyCells | ReleaseLease
 
 # Reports
 
 
-class Leased(NamedTuple):
+class LeaseGranted(NamedTuple):
     """The source lets us read."""
 
     batch: int
     answer: ExpertsLeased
 
 
-class Renewed(NamedTuple):
+class LeaseRenewed(NamedTuple):
     """It goes on; under this number, where it had forgotten the other."""
 
     batch: int
     lease: int
 
 
-class Unleased(NamedTuple):
+class LeaseDenied(NamedTuple):
     """It refused, or did not answer."""
 
     batch: int
     text: str
 
 
-class Landed(NamedTuple):
+class ReadLanded(NamedTuple):
     """All bytes are there."""
 
     batch: int
@@ -114,41 +114,41 @@ class Landed(NamedTuple):
     seconds: float
 
 
-class Broken(NamedTuple):
+class ReadBroken(NamedTuple):
     """The read failed, and nothing is under way."""
 
     batch: int
     text: str
 
 
-class Late(NamedTuple):
+class ReadLate(NamedTuple):
     """The read took too long, and goes on."""
 
     batch: int
     text: str
 
 
-class Settled(NamedTuple):
+class ReadSettled(NamedTuple):
     """Nothing of it can land any more."""
 
     batch: int
 
 
-class Verified(NamedTuple):
+class CellsVerified(NamedTuple):
     """wrong: of each cell, what is not as it was promised, in words; empty where all is."""
 
     batch: int
     wrong: tuple[str, ...]
 
 
-Report = Leased | Renewed | Unleased | Landed | Broken | Late | Settled | Verified
+Report = LeaseGranted | LeaseRenewed | LeaseDenied | ReadLanded | ReadBroken | ReadLate | ReadSettled | CellsVerified
 
 
 @dataclass(slots=True)
 class _Want:
     """One expert that comes."""
 
-    coming: Coming
+    coming: IncomingExperts
     cell: int
     tries: int = 0
     failed: set[int] = field(default_factory=set)
@@ -197,10 +197,10 @@ class _Batch:
     """cells that are quarantined with it"""
 
 
-class Arrivals:
+class InboundCopies:
     """The batches of one rank. tensors: how many a cell holds, so how many checksums an expert has."""
 
-    def __init__(self, residency: Residency, *, tensors: int, slots_per_rank: int, config: TransferConfig) -> None:
+    def __init__(self, residency: CellTable, *, tensors: int, slots_per_rank: int, config: TransferConfig) -> None:
         self.effects: list[Effect] = []
         """to be carried out; whoever does so empties it"""
         self.pulls: list[PullTold] = []
@@ -212,12 +212,12 @@ class Arrivals:
         self._numbers = count(1)
         self._batches: dict[int, _Batch] = {}
 
-    def expect(self, coming: tuple[Coming, ...], handover: int, until: float, now: float) -> None:
+    def expect(self, coming: tuple[IncomingExperts, ...], handover: int, until: float, now: float) -> None:
         """Begin to bring these experts; CannotStage when there are not cells enough for them."""
         free = self._residency.count(Cell.FREE)
         if len(coming) > free:
             raise CannotStage(
-                Fault.ROOM,
+                StagingFault.ROOM,
                 f"{len(coming)} experts come, and {free} cells are free ({self._residency.told()}): copy less in one handover, or wait until cells settle",
             )
         self._queue([_Want(one, self._residency.reserve(one[:3], now)) for one in coming], handover, until)
@@ -249,27 +249,27 @@ class Arrivals:
         batch = self._batches.get(report.batch)
         if batch is None:
             return
-        if isinstance(report, Renewed):
+        if isinstance(report, LeaseRenewed):
             batch.lease = report.lease
             return
         if batch.stage is _Stage.GIVEN_UP:
             self._heard_late(batch, report, now)
             return
         match report:
-            case Leased(_, answer):
+            case LeaseGranted(_, answer):
                 self._read(batch, answer, now)
-            case Unleased(_, text):
-                self._again(batch, Fault.SOURCE, text, now)
-            case Landed():
+            case LeaseDenied(_, text):
+                self._again(batch, StagingFault.SOURCE, text, now)
+            case ReadLanded():
                 self._verify(batch, report, now)
-            case Broken(_, text):
-                self._again(batch, Fault.TRANSFER, text, now)
-            case Late(_, text):
+            case ReadBroken(_, text):
+                self._again(batch, StagingFault.TRANSFER, text, now)
+            case ReadLate(_, text):
                 self._elsewhere(batch, text, now)
-            case Verified(_, wrong):
+            case CellsVerified(_, wrong):
                 self._stage(batch, wrong, now)
-            case Settled():  # a read that was not given up reports what became of it
-                self._again(batch, Fault.TRANSFER, f"the read from rank {batch.source} ended before its time; try again", now)
+            case ReadSettled():  # a read that was not given up reports what became of it
+                self._again(batch, StagingFault.TRANSFER, f"the read from rank {batch.source} ended before its time; try again", now)
         self._begin()
 
     # one batch after another
@@ -293,28 +293,30 @@ class Arrivals:
                 busy.add(batch.source)
                 batch.stage = _Stage.LEASING
                 experts = tuple((want.coming.layer, want.source, want.coming.expert) for want in batch.wants)
-                self.effects.append(Lease(batch.number, batch.source, batch.handover, experts, batch.until))
+                self.effects.append(RequestLease(batch.number, batch.source, batch.handover, experts, batch.until))
 
     def _read(self, batch: _Batch, answer: ExpertsLeased, now: float) -> None:
         batch.lease = answer.lease
         asked, sums = len(batch.wants), {len(one) for one in answer.checksums}
         if (len(answer.cells), len(answer.checksums)) != (asked, asked) or sums != {self._tensors}:
             told = f"{len(answer.cells)} cells with checksums of {len(answer.checksums)} experts, {sorted(sums)} each"
-            self.effects.append(EndLease(batch.number, batch.source, batch.lease))
-            self._again(batch, Fault.SOURCE, f"rank {batch.source} leased {told}; {asked} x {self._tensors} were asked for: run one version on all ranks", now)
+            self.effects.append(ReleaseLease(batch.number, batch.source, batch.lease))
+            self._again(
+                batch, StagingFault.SOURCE, f"rank {batch.source} leased {told}; {asked} x {self._tensors} were asked for: run one version on all ranks", now
+            )
             return
         batch.stage, batch.promised = _Stage.READING, answer.checksums
         pulls = tuple((source, want.cell) for source, want in zip(answer.cells, batch.wants, strict=True))
-        self.effects.append(Read(batch.number, batch.source, answer.memory, pulls, batch.until))
+        self.effects.append(ReadCells(batch.number, batch.source, answer.memory, pulls, batch.until))
 
-    def _verify(self, batch: _Batch, report: Landed, now: float) -> None:
+    def _verify(self, batch: _Batch, report: ReadLanded, now: float) -> None:
         told = PullTold(source=batch.source, transfer=report.way, experts=len(batch.wants), bytes=report.bytes, seconds=report.seconds)
         self.pulls.append(told)
         for want in batch.wants:
             self._residency.landed(want.cell, now)
         batch.stage = _Stage.VERIFYING
-        self.effects.append(EndLease(batch.number, batch.source, batch.lease))
-        self.effects.append(Verify(batch.number, batch.source, tuple(want.cell for want in batch.wants), batch.promised))
+        self.effects.append(ReleaseLease(batch.number, batch.source, batch.lease))
+        self.effects.append(VerifyCells(batch.number, batch.source, tuple(want.cell for want in batch.wants), batch.promised))
 
     def _stage(self, batch: _Batch, wrong: tuple[str, ...], now: float) -> None:
         del self._batches[batch.number]
@@ -327,26 +329,26 @@ class Arrivals:
                 self._residency.verified(want.cell, promised, now)
         if bad:
             what = f"expert {bad[0].name}, as read from rank {batch.source}, is not what that rank promised: {next(filter(None, wrong))}"
-            self._retry(batch, bad, Fault.CHECKSUM, f"{what}; look after that rank's memory, or restart its engine", now)
+            self._retry(batch, bad, StagingFault.CHECKSUM, f"{what}; look after that rank's memory, or restart its engine", now)
 
     # trying again
 
-    def _again(self, batch: _Batch, fault: Fault, text: str, now: float) -> None:
+    def _again(self, batch: _Batch, fault: StagingFault, text: str, now: float) -> None:
         """Nothing of a batch is under way: each of its experts is tried from its next source."""
         del self._batches[batch.number]
         for want in batch.wants:
             self._residency.broken(want.cell, now)
         if batch.stage is _Stage.READING:
-            self.effects.append(EndLease(batch.number, batch.source, batch.lease))
+            self.effects.append(ReleaseLease(batch.number, batch.source, batch.lease))
         self._retry(batch, batch.wants, fault, text, now)
 
     def _elsewhere(self, batch: _Batch, text: str, now: float) -> None:
         """The read of a batch is overdue."""
         wants = batch.wants
         self._quarantine(batch, now)
-        self._retry(batch, wants, Fault.OVERDUE, text, now, same=False)
+        self._retry(batch, wants, StagingFault.OVERDUE, text, now, same=False)
 
-    def _retry(self, batch: _Batch, wants: list[_Want], fault: Fault, text: str, now: float, *, same: bool = True) -> None:
+    def _retry(self, batch: _Batch, wants: list[_Want], fault: StagingFault, text: str, now: float, *, same: bool = True) -> None:
         if not all(want.another(self._config.retries, same=same) for want in wants):
             raise CannotStage(fault, text)
         reserved: list[int] = []
@@ -354,7 +356,7 @@ class Arrivals:
             for want in wants:
                 want.cell = self._residency.reserve(want.coming[:3], now)
                 reserved.append(want.cell)
-        except NoRoom as error:
+        except NoFreeCell as error:
             for cell in reserved:
                 self._residency.broken(cell, now)
             raise CannotStage(fault, f"{text}; and it cannot be read from elsewhere: {error}") from error
@@ -365,7 +367,7 @@ class Arrivals:
     def _give_up(self, batch: _Batch, now: float) -> None:
         if batch.stage in (_Stage.READING, _Stage.VERIFYING):
             if batch.stage is _Stage.READING:
-                self.effects.append(Stop(batch.number))
+                self.effects.append(StopReads(batch.number))
             self._quarantine(batch, now)
             return
         for want in batch.wants:
@@ -382,10 +384,10 @@ class Arrivals:
 
     def _heard_late(self, batch: _Batch, report: Report, now: float) -> None:
         """What was given up comes to its end, by whatever is heard of it but that it is late."""
-        if isinstance(report, Late):
+        if isinstance(report, ReadLate):
             return
         del self._batches[batch.number]
         for cell in batch.settling:
             self._residency.settled(cell, now)
-        lease = report.answer.lease if isinstance(report, Leased) else batch.lease
-        self.effects.append(EndLease(batch.number, batch.source, lease))
+        lease = report.answer.lease if isinstance(report, LeaseGranted) else batch.lease
+        self.effects.append(ReleaseLease(batch.number, batch.source, lease))

@@ -17,7 +17,7 @@ LONGEST_SECONDS = 86_400.0
 """that staging may be given"""
 
 
-class Fault(StrEnum):
+class StagingFault(StrEnum):
     """Why a rank could not stage, in a word."""
 
     PLACEMENT = "placement"
@@ -45,12 +45,12 @@ class Fault(StrEnum):
 class CannotStage(Exception):
     """A rank cannot stage what was proposed; the text says whose fault it is and what to do."""
 
-    def __init__(self, fault: Fault, text: str) -> None:
+    def __init__(self, fault: StagingFault, text: str) -> None:
         super().__init__(text)
         self.fault = fault
 
 
-class Coming(NamedTuple):
+class IncomingExperts(NamedTuple):
     """An expert that a rank does not hold, and shall."""
 
     layer: int
@@ -61,22 +61,22 @@ class Coming(NamedTuple):
     """slots over all ranks that hold it in the epoch that is served, the proposed one first"""
 
 
-class Asked(NamedTuple):
+class ProposalRequest(NamedTuple):
     """What a proposal asks of one rank."""
 
-    coming: tuple[Coming, ...]
+    coming: tuple[IncomingExperts, ...]
     moved: int
     """experts that only change slots on this rank: they take their cells along"""
 
 
-def asked(command: ProposeHandover, proposed: Placement, served: Placement, rank: int) -> Asked:
+def asked(command: ProposeHandover, proposed: Placement, served: Placement, rank: int) -> ProposalRequest:
     """CannotStage names what does not fit: the shape, the deadline, a copy, or a slot that none fills."""
     wanted = (proposed.layers, proposed.experts, proposed.ranks, proposed.slots_per_rank)
     present = (served.layers, served.experts, served.ranks, served.slots_per_rank)
     if wanted != present:
-        raise CannotStage(Fault.PLACEMENT, f"a placement of (layers, experts, ranks, slots per rank) {wanted}, and this engine has {present}; plan anew")
+        raise CannotStage(StagingFault.PLACEMENT, f"a placement of (layers, experts, ranks, slots per rank) {wanted}, and this engine has {present}; plan anew")
     if not 0 < command.deadline_seconds <= LONGEST_SECONDS:
-        raise CannotStage(Fault.DEADLINE, f"{command.deadline_seconds} s for staging: use more than 0, and {LONGEST_SECONDS:.0f} at most")
+        raise CannotStage(StagingFault.DEADLINE, f"{command.deadline_seconds} s for staging: use more than 0, and {LONGEST_SECONDS:.0f} at most")
     return _coming(proposed, served, rank, _sources(command.copies, proposed, served))
 
 
@@ -87,20 +87,20 @@ def _sources(copies: Sequence[ExpertCopy], proposed: Placement, served: Placemen
     for copy in copies:
         what = f"copy of expert {copy.layer}/{copy.expert} from slot {copy.source} to slot {copy.slot}"
         if not (0 <= copy.layer < layers and 0 <= copy.slot < slots and 0 <= copy.source < slots):
-            raise CannotStage(Fault.COPIES, f"{what}: there are {layers} layers of {slots} slots; plan anew")
+            raise CannotStage(StagingFault.COPIES, f"{what}: there are {layers} layers of {slots} slots; plan anew")
         if copy.expert == EMPTY or int(proposed.expert_of_slot[copy.layer, copy.slot]) != copy.expert:
-            raise CannotStage(Fault.COPIES, f"{what}: slot {copy.slot} of the new placement does not hold it; plan anew")
+            raise CannotStage(StagingFault.COPIES, f"{what}: slot {copy.slot} of the new placement does not hold it; plan anew")
         if int(served.expert_of_slot[copy.layer, copy.source]) != copy.expert:
-            raise CannotStage(Fault.COPIES, f"{what}: slot {copy.source} does not hold it in epoch {served.epoch}, which is served; plan anew")
+            raise CannotStage(StagingFault.COPIES, f"{what}: slot {copy.source} does not hold it in epoch {served.epoch}, which is served; plan anew")
         if sources.setdefault((copy.layer, copy.slot), copy.source) != copy.source:
-            raise CannotStage(Fault.COPIES, f"{what}: another copy fills slot {copy.slot} too; plan anew")
+            raise CannotStage(StagingFault.COPIES, f"{what}: another copy fills slot {copy.slot} too; plan anew")
     return sources
 
 
-def _coming(proposed: Placement, served: Placement, rank: int, sources: dict[tuple[int, int], int]) -> Asked:
+def _coming(proposed: Placement, served: Placement, rank: int, sources: dict[tuple[int, int], int]) -> ProposalRequest:
     first = rank * proposed.slots_per_rank
     before, after = served.on_rank(rank), proposed.on_rank(rank)
-    coming: list[Coming] = []
+    coming: list[IncomingExperts] = []
     moved = 0
     for layer, slot in np.argwhere((after != before) & (after != EMPTY)).tolist():
         expert = int(after[layer, slot])
@@ -110,8 +110,8 @@ def _coming(proposed: Placement, served: Placement, rank: int, sources: dict[tup
         source = sources.get((layer, first + slot))
         if source is None:
             raise CannotStage(
-                Fault.COPIES, f"expert {ExpertId(layer, expert)} comes to slot {first + slot} of rank {rank}, and no copy says where from; plan anew"
+                StagingFault.COPIES, f"expert {ExpertId(layer, expert)} comes to slot {first + slot} of rank {rank}, and no copy says where from; plan anew"
             )
         others = (holder for holder in np.flatnonzero(served.expert_of_slot[layer] == expert).tolist() if holder != source)
-        coming.append(Coming(layer, slot, expert, (source, *others)))
-    return Asked(tuple(coming), moved)
+        coming.append(IncomingExperts(layer, slot, expert, (source, *others)))
+    return ProposalRequest(tuple(coming), moved)

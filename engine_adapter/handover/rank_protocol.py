@@ -19,11 +19,25 @@ from numpy.typing import NDArray
 
 from engine_adapter.config import TransferConfig
 from engine_adapter.handover import inbound_copies
-from engine_adapter.handover.cell_table import Residency
-from engine_adapter.handover.inbound_copies import Arrivals, Report
-from engine_adapter.handover.proposal_check import CannotStage, Fault, asked
+from engine_adapter.handover.cell_table import CellTable
+from engine_adapter.handover.inbound_copies import InboundCopies, Report
+from engine_adapter.handover.proposal_check import CannotStage, StagingFault, asked
 from fleet.events import AbortHandover, CommitHandover, HandoverDescribed, ProposeHandover, PullTold
-from fleet.handover import Cell, RankState, Standing, Verdict, aborted, committed, flipped, heard, heed_abort, heed_commit, heed_propose, proposed, staged
+from fleet.handover import (
+    Cell,
+    CommandVerdict,
+    ProtocolState,
+    RankState,
+    aborted,
+    committed,
+    flipped,
+    heard,
+    heed_abort,
+    heed_commit,
+    heed_propose,
+    proposed,
+    staged,
+)
 from fleet.placement import Placement
 
 
@@ -64,18 +78,18 @@ class _Open:
     """int32 [layers, slots_per_rank], once everything is staged"""
 
 
-class Conduct:
+class RankProtocol:
     """The protocol of one rank over its residency. tensors: how many an expert consists of."""
 
-    def __init__(self, *, worker_id: int, rank: int, placement: Placement, residency: Residency, tensors: int, config: TransferConfig) -> None:
+    def __init__(self, *, worker_id: int, rank: int, placement: Placement, residency: CellTable, tensors: int, config: TransferConfig) -> None:
         self.residency = residency
         self.placement = placement
         """served"""
-        self.standing = Standing(RankState.SERVING, placement.epoch)
+        self.standing = ProtocolState(RankState.SERVING, placement.epoch)
         self.failure = ""
         """why the open or last handover could not be staged"""
         self.fault = ""
-        self.arrivals = Arrivals(residency, tensors=tensors, slots_per_rank=placement.slots_per_rank, config=config)
+        self.arrivals = InboundCopies(residency, tensors=tensors, slots_per_rank=placement.slots_per_rank, config=config)
         self._worker_id = worker_id
         self._rank = rank
         self._config = config
@@ -90,15 +104,15 @@ class Conduct:
 
     # commands
 
-    def heed(self, command: ProposeHandover) -> Verdict:
+    def heed(self, command: ProposeHandover) -> CommandVerdict:
         """What would become of a proposal; nothing changes."""
         return heed_propose(self.standing, command.token, command.handover, command.placement.epoch)
 
-    def propose(self, command: ProposeHandover, placement: Placement | str, now: float) -> Verdict:
+    def propose(self, command: ProposeHandover, placement: Placement | str, now: float) -> CommandVerdict:
         """placement: the one that the command has; what is wrong with it, in words, where it is none."""
         verdict = self.heed(command)
         self.standing = heard(self.standing, command.token)
-        if verdict is not Verdict.TAKE:
+        if verdict is not CommandVerdict.TAKE:
             return verdict
         self.standing = proposed(self.standing, command.token, command.handover)
         self.failure = self.fault = ""
@@ -107,18 +121,18 @@ class Conduct:
         self._attempt(lambda: self._begin(command, placement, open_, now), now)
         return verdict
 
-    def commit(self, command: CommitHandover) -> Verdict:
+    def commit(self, command: CommitHandover) -> CommandVerdict:
         verdict = heed_commit(self.standing, command.token, command.handover)
         self.standing = heard(self.standing, command.token)
-        if verdict is Verdict.TAKE:
+        if verdict is CommandVerdict.TAKE:
             self.standing = committed(self.standing, command.token)
             self._effects.append(Adopt(command.handover))
         return verdict
 
-    def abort(self, command: AbortHandover, now: float) -> Verdict:
+    def abort(self, command: AbortHandover, now: float) -> CommandVerdict:
         verdict = heed_abort(self.standing, command.token, command.handover)
         self.standing = heard(self.standing, command.token)
-        if verdict is not Verdict.TAKE:
+        if verdict is not CommandVerdict.TAKE:
             return verdict
         if self._open is not None and self._open.number == command.handover:
             self._let_go(now)
@@ -130,7 +144,7 @@ class Conduct:
         """A coordinator asked where this rank is: none before it is listened to any more."""
         self.standing = heard(self.standing, token)
 
-    def describe(self, now: float, verdict: Verdict | None = None) -> HandoverDescribed:
+    def describe(self, now: float, verdict: CommandVerdict | None = None) -> HandoverDescribed:
         """Where this rank is. verdict: on the command that this answers."""
         standing, residency = self.standing, self.residency
         return HandoverDescribed(
@@ -169,7 +183,7 @@ class Conduct:
     def unprepared(self, handover: int, text: str, now: float) -> None:
         """It cannot be."""
         if self._stages(handover):
-            self._fail(CannotStage(Fault.ENGINE, text), now)
+            self._fail(CannotStage(StagingFault.ENGINE, text), now)
 
     def adopted(self, now: float) -> None:
         """The engine serves the new epoch, since the last step at the latest."""
@@ -186,7 +200,7 @@ class Conduct:
         if self._open is not None and self._stages(self._open.number) and now >= self._open.until:
             what = self.arrivals.hindrance or "the engine prepares"
             seconds = self._open.until - self._open.began
-            self._fail(CannotStage(Fault.OVERDUE, f"rank {self._rank} had not staged {seconds:.3g} s after the proposal: {what}"), now)
+            self._fail(CannotStage(StagingFault.OVERDUE, f"rank {self._rank} had not staged {seconds:.3g} s after the proposal: {what}"), now)
 
     @property
     def wakes(self) -> float:
@@ -203,12 +217,12 @@ class Conduct:
 
     def _begin(self, command: ProposeHandover, placement: Placement | str, open_: _Open, now: float) -> None:
         if isinstance(placement, str):
-            raise CannotStage(Fault.PLACEMENT, placement)
+            raise CannotStage(StagingFault.PLACEMENT, placement)
         wanted = asked(command, placement, self.placement, self._rank)
         held = self.residency.count(Cell.QUARANTINED)
         if held > self._config.quarantine_cells:
             raise CannotStage(
-                Fault.QUARANTINE,
+                StagingFault.QUARANTINE,
                 f"{held} cells of rank {self._rank} are in quarantine, and {self._config.quarantine_cells} may be: reads into them have not settled; look after"
                 " the ranks that were read from, and try again",
             )

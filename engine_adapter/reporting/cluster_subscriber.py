@@ -21,7 +21,7 @@ LONGEST_PAUSE = 30.0
 log = logging.getLogger(__name__)
 
 
-class ClusterFeed:
+class ClusterSubscriber:
     """Follows the clusters of `model`, an engine of this shape, while `run` runs."""
 
     def __init__(self, bus: Bus, subjects: Subjects, model: str, shape: ModelShape, look_seconds: float) -> None:

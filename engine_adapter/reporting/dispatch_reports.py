@@ -2,7 +2,7 @@
 
 from bus import Bus
 from bus.protocol.subjects import Subjects
-from engine_adapter.engine import EngineDescription, Sent
+from engine_adapter.engine import DispatchCounts, EngineDescription
 from fleet.events import DispatchMeasured
 
 
@@ -15,14 +15,14 @@ class DispatchReports:
         self._about = about
         self._engine, self._worker_id = engine, worker_id
         self._interval = interval
-        self._sent: Sent | None = None
+        self._sent: DispatchCounts | None = None
         self._since = float("-inf")
 
     def begin(self, now: float) -> None:
         """The first interval begins."""
         self._since = now
 
-    async def hear(self, sent: tuple[Sent, ...], now: float) -> None:
+    async def hear(self, sent: tuple[DispatchCounts, ...], now: float) -> None:
         """What was sent since the last call. Of a flip is known here that it was before now; what was sent before it is said at once."""
         for one in sent:
             if self._sent is not None and self._sent.epoch != one.epoch:

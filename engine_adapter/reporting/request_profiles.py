@@ -19,7 +19,7 @@ from bus.protocol.subjects import Subjects
 from engine_adapter.batching.profile_signatures import most_together, request_profiles
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EndedRequest, EngineDescription
-from engine_adapter.reporting.cluster_subscriber import ClusterFeed
+from engine_adapter.reporting.cluster_subscriber import ClusterSubscriber
 from fleet.dispatch import numbered
 from fleet.events import RequestProfile, RequestsProfiled
 from fleet.experts import ModelShape
@@ -61,7 +61,7 @@ class _Waiting(NamedTuple):
     placement: Placement
 
 
-class Profiling:
+class RequestProfiler:
     """The profiles of one rank. `take` never blocks; `run` works until it is cancelled."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Profiling:
         self._worker_id = worker_id
         self._config = config
         self._node = np.array(numbered(nodes or ("",) * about.ranks), np.intp)
-        self._clusters = ClusterFeed(bus, subjects, about.model, shape, config.heartbeat_seconds)
+        self._clusters = ClusterSubscriber(bus, subjects, about.model, shape, config.heartbeat_seconds)
         self._publisher = bus.publisher(subjects.requests_profiled(engine))
         self._waiting: deque[_Waiting] = deque()
         self._waiting_bytes = 0

@@ -17,7 +17,7 @@ class NoSecret(Exception):
     """The fleet's secret cannot be read; the text names the file and says why."""
 
 
-class Admission:
+class RouterAdmission:
     """Holds the fleet's secret, as its file has it. Without a file every request is admitted."""
 
     def __init__(self, file: Path | None) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.batching.kv_cache import Change
-from engine_adapter.engine import Activations, EndedRequest, Facts, Load
+from engine_adapter.engine import Activations, EndedRequest, RankFacts, RankLoad
 
-NO_LOAD = Load(running=0, waiting=0, prefill_tokens=0, decode_blocks=0, used_blocks=0)
+NO_LOAD = RankLoad(running=0, waiting=0, prefill_tokens=0, decode_blocks=0, used_blocks=0)
 ENDED_BYTES = 64 * 1024 * 1024
 """of ended requests that wait to be taken; the last one stays however large it is"""
 MOST_ENDED = 4096
@@ -97,14 +97,14 @@ class FactLog:
                 self._ended_bytes -= self._ended.popleft().nbytes
                 self._ended_lost += 1
 
-    def set_load(self, load: Load) -> bool:
+    def set_load(self, load: RankLoad) -> bool:
         """The load now; returns whether it changed."""
         with self._lock:
             changed = load != self._load
             self._load = load
         return changed
 
-    def take(self) -> Facts:
+    def take(self) -> RankFacts:
         """Everything since the last call. The load is the latest."""
         with self._lock:
             kv, self._kv, self._blocks = tuple(self._kv), [], 0
@@ -114,7 +114,7 @@ class FactLog:
             ended, lost = tuple(self._ended), self._ended_lost
             self._ended.clear()
             self._ended_bytes = self._ended_lost = 0
-            return Facts(kv, self._load, activations, ended, lost)
+            return RankFacts(kv, self._load, activations, ended, lost)
 
 
 def _size(change: Change) -> int:

@@ -21,7 +21,7 @@ class ScoredToken(NamedTuple):
 
 
 @dataclass(slots=True)
-class Moments:
+class RequestTimes:
     """When things happened to a request: nanoseconds of the wall clock, 0 if they have not."""
 
     submitted: int = 0
@@ -31,18 +31,18 @@ class Moments:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class GenerationOutcome:
     """Everything known of a request at its end, as far as it came."""
 
     reason: Ending
-    """`cancelled` and `failed` are an `Answer`'s alone; no `Delta` says them"""
+    """`cancelled` and `failed` are an `AnswerStream`'s alone; no `AnswerDelta` says them"""
     prompt_tokens: int
     """without what a continuation had emitted before"""
     completion_tokens: int
     """what this rank added"""
     cached_tokens: int
     preemptions: int
-    moments: Moments
+    moments: RequestTimes
     routed: Routed
     """the experts chosen for each computed token"""
     failure: Exception | None = None
@@ -50,15 +50,15 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Delta:
+class AnswerDelta:
     """What an answer grew by since it was last read; pieces that were not read in time are joined."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     scored: list[ScoredToken] = field(default_factory=list)
-    outcome: Outcome | None = None
+    outcome: GenerationOutcome | None = None
 
-    def absorb(self, later: "Delta") -> None:
+    def absorb(self, later: "AnswerDelta") -> None:
         """Append what came afterwards."""
         self.token_ids += later.token_ids
         self.text += later.text
@@ -66,20 +66,20 @@ class Delta:
         self.outcome = later.outcome
 
 
-class Answer:
+class AnswerStream:
     """The reader's end of a request, for one event loop: an async iterator of what is new.
 
-    A slow reader costs the engine nothing: what it has not read is one joined `Delta`, as long as the answer at most.
+    A slow reader costs the engine nothing: what it has not read is one joined `AnswerDelta`, as long as the answer at most.
     Reading raises what ended the request early: `EngineFailed`, `Overloaded`, `ValueError`. `cancel` may be called at any
     time and frees what the request holds before the engine's next step.
     """
 
-    def __init__(self, cancel: Callable[["Answer"], Outcome | None]) -> None:
+    def __init__(self, cancel: Callable[["AnswerStream"], GenerationOutcome | None]) -> None:
         """cancel: tells the engine; gives what it knows of the request so far."""
-        self.outcome: Outcome | None = None
+        self.outcome: GenerationOutcome | None = None
         """how the request ended, whether read or not; None while it has not, or when the engine never had it"""
         self._cancel = cancel
-        self._unread: Delta | None = None
+        self._unread: AnswerDelta | None = None
         self._error: Exception | None = None
         self._over = False
         self._patient = False
@@ -91,7 +91,7 @@ class Answer:
         """Whether the engine is done with the request, read or not."""
         return self._over
 
-    def put(self, delta: Delta) -> None:
+    def put(self, delta: AnswerDelta) -> None:
         """The engine says what is new."""
         if self._over:
             return
@@ -104,7 +104,7 @@ class Answer:
         if self._over or not self._patient:
             self._news.set()
 
-    def fail(self, error: Exception, outcome: Outcome) -> None:
+    def fail(self, error: Exception, outcome: GenerationOutcome) -> None:
         """The engine gives the request up."""
         if not self._over:
             self._over = True
@@ -119,7 +119,7 @@ class Answer:
             self._news.set()
             self.outcome = self._cancel(self)
 
-    async def rest(self) -> Delta:
+    async def rest(self) -> AnswerDelta:
         """All that is unread, once the engine is done: one wake instead of one a step, which the step thread would wait for.
 
         Raises as reading does.
@@ -128,15 +128,15 @@ class Answer:
         while not self._over:
             self._news.clear()
             await self._news.wait()
-        whole = Delta()
+        whole = AnswerDelta()
         async for delta in self:
             whole.absorb(delta)
         return whole
 
-    def __aiter__(self) -> "Answer":
+    def __aiter__(self) -> "AnswerStream":
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> AnswerDelta:
         while self._unread is None:
             if self._over:
                 error, self._error = self._error, None

@@ -16,8 +16,8 @@ import msgspec
 from engine_adapter.batching.request_validation import GenerationRequest, check, decision_id, generation_request, parse
 from engine_adapter.batching.scheduler import Overloaded
 from engine_adapter.engine import EngineDescription, EngineFailed
-from engine_adapter.serving.admission import HEALTH_PATH, Admission
-from engine_adapter.serving.generation import Answer, Delta, Outcome, ScoredToken
+from engine_adapter.serving.admission import HEALTH_PATH, RouterAdmission
+from engine_adapter.serving.generation import AnswerDelta, AnswerStream, GenerationOutcome, ScoredToken
 from fleet.completions import DECISION_HEADER, DONE, ApiError, Choice, Completion, Logprobs, PromptDetails, RankRequest, Usage, sse
 
 Scope = MutableMapping[str, Any]
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
     def piece(self, token: int) -> str: ...
 
 
-class Served(Protocol):
+class ServedModelInfo(Protocol):
     """A started rank of an engine, as its HTTP face sees it."""
 
     @property
@@ -65,18 +65,18 @@ class Served(Protocol):
         """A seed for a request that states none."""
         ...
 
-    async def submit(self, request: GenerationRequest) -> Answer:
+    async def submit(self, request: GenerationRequest) -> AnswerStream:
         """Overloaded when too many are open; EngineFailed when the engine is gone; ValueError for a request out of bounds."""
         ...
 
 
-class Tracing(Protocol):
+class RankTracing(Protocol):
     """See `engine_adapter.tracing`."""
 
-    def record(self, traceparent: str | None, outcome: Outcome | None) -> None: ...
+    def record(self, traceparent: str | None, outcome: GenerationOutcome | None) -> None: ...
 
 
-class ClientGone(Exception):
+class ClientClosed(Exception):
     """The client closed the connection before its request was complete."""
 
 
@@ -93,7 +93,7 @@ class _Reply:
     def completion(self, choices: list[Choice], usage: Usage | None = None) -> Completion:
         return Completion(id=self.id, model=self.model, choices=choices, created=self.created, usage=usage)
 
-    def choice(self, delta: Delta) -> Choice:
+    def choice(self, delta: AnswerDelta) -> Choice:
         return Choice(
             text=delta.text,
             token_ids=delta.token_ids if self.request.return_token_ids else None,
@@ -101,7 +101,7 @@ class _Reply:
             finish_reason=None if delta.outcome is None else delta.outcome.reason,
         )
 
-    def events(self, delta: Delta) -> Iterator[bytes]:
+    def events(self, delta: AnswerDelta) -> Iterator[bytes]:
         """The server-sent events that a piece of an answer is worth; none when it shows nothing yet."""
         if delta.text or delta.outcome is not None or self.request.return_token_ids or delta.scored:
             yield sse(self.completion([self.choice(delta)]))
@@ -115,7 +115,7 @@ class _Reply:
 class RankApp:
     """The ASGI application over a started engine."""
 
-    def __init__(self, engine: Served, tracing: Tracing | None = None, admission: Admission | None = None) -> None:
+    def __init__(self, engine: ServedModelInfo, tracing: RankTracing | None = None, admission: RouterAdmission | None = None) -> None:
         """admission: None, the application before this one has checked who asks."""
         self._engine = engine
         self._admission = admission
@@ -139,7 +139,7 @@ class RankApp:
             await self._route(scope)(scope, receive, send)
         except ApiError as error:
             await refuse(send, error)
-        except ClientGone:
+        except ClientClosed:
             return
 
     def _route(self, scope: Scope) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
@@ -182,7 +182,7 @@ class RankApp:
         if failure is not None:
             raise failure
 
-    async def _submit(self, request: RankRequest, decision: str) -> Answer:
+    async def _submit(self, request: RankRequest, decision: str) -> AnswerStream:
         engine = self._engine
         prompt = request.prompt
         if isinstance(prompt, str):
@@ -195,12 +195,12 @@ class RankApp:
         except (EngineFailed, Overloaded) as error:
             raise _unavailable(error) from error
 
-    async def _whole(self, answer: Answer, reply: _Reply, send: Send) -> None:
+    async def _whole(self, answer: AnswerStream, reply: _Reply, send: Send) -> None:
         whole = await _read(answer.rest())
         if whole.outcome is not None:
             await respond(send, 200, msgspec.json.encode(reply.completion([reply.choice(whole)], _usage(whole.outcome))))
 
-    async def _stream(self, answer: Answer, reply: _Reply, send: Send) -> None:
+    async def _stream(self, answer: AnswerStream, reply: _Reply, send: Send) -> None:
         """The status goes out with the first piece, so that an engine that fails before it is a 503; later it is an error event."""
         begun = False
         try:
@@ -238,7 +238,7 @@ def _unavailable(error: EngineFailed | Overloaded) -> ApiError:
     return ApiError(503, str(error), code=code, retry_after=_RETRY_SECONDS)
 
 
-async def _cancel_when_gone(receive: Receive, answer: Answer) -> None:
+async def _cancel_when_gone(receive: Receive, answer: AnswerStream) -> None:
     """Wait for the client's disconnect; what it asked for is then cancelled, and everything it holds is free at the next step."""
     while (await receive())["type"] != "http.disconnect":
         continue
@@ -255,7 +255,7 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientClosed
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         _check_size(size)
@@ -286,7 +286,7 @@ async def refuse(send: Send, error: ApiError) -> None:
     await respond(send, error.status, error.body(), retry)
 
 
-def _usage(outcome: Outcome) -> Usage:
+def _usage(outcome: GenerationOutcome) -> Usage:
     prompt, completion = outcome.prompt_tokens, outcome.completion_tokens
     details = PromptDetails(cached_tokens=outcome.cached_tokens)
     return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion, prompt_tokens_details=details)

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from engine_adapter.engine import EngineFailed
 from engine_adapter.initial_placement import fitting, initial
 from engine_adapter.serving.fact_log import DecodeSteps
-from engine_adapter.simulated.handover import Flipping
-from engine_adapter.simulated.link_model import Links
+from engine_adapter.simulated.handover import AdoptionRun
+from engine_adapter.simulated.link_model import SimulatedLinks
 from engine_adapter.simulated.model.config import PLACEMENTS, SimulatedConfig
-from engine_adapter.simulated.model.dispatch_model import Routes, Traffic
+from engine_adapter.simulated.model.dispatch_model import DispatchModel, StepTraffic
 from engine_adapter.simulated.model.faults import FaultOrder, Faults
-from engine_adapter.simulated.model.routing_model import Tastes, place
-from engine_adapter.simulated.model.step_time import Plan, seconds, tokens_of_row
-from engine_adapter.simulated.model.step_totals import Sums
+from engine_adapter.simulated.model.routing_model import RoutingModel, place
+from engine_adapter.simulated.model.step_time import StepPlan, seconds, tokens_of_row
+from engine_adapter.simulated.model.step_totals import StepTotals
 from engine_adapter.simulated.model.text import WordTokenizer
 from engine_adapter.simulated.rank import SimulatedRank
 from fleet.placement import Placement, PlacementRecord
@@ -54,7 +54,7 @@ class SimulatedEngine:
         self.config = config
         self.failure: EngineFailed | None = None
         self.faults = Faults(config.ranks)
-        self.tastes = Tastes(config)
+        self.tastes = RoutingModel(config)
         self.tokenizer = WordTokenizer()
         first = self._first() if placement is None else placement
         self.placement = first if last is None else _resumed(last, first)
@@ -66,8 +66,8 @@ class SimulatedEngine:
             raise ValueError(f"simulated engine: {self.placement!r} is not of {self.tastes.shape} on {config.ranks} ranks")
         self.routes = self._routes_of(self.placement)
         self.sums = self._nothing_yet()
-        self.flipping = Flipping(config.ranks, self._routes_of, self.wake)
-        self.links = Links(config, self.faults, self.chance)
+        self.flipping = AdoptionRun(config.ranks, self._routes_of, self.wake)
+        self.links = SimulatedLinks(config, self.faults, self.chance)
         self._dice = np.random.default_rng((config.seed, xxhash.xxh3_64_intdigest(name.encode())))
         self._decoding = DecodeSteps()
         self._wake = asyncio.Event()
@@ -75,11 +75,11 @@ class SimulatedEngine:
         self._over = asyncio.Event()
         self.ranks = tuple(SimulatedRank(self, number) for number in range(config.ranks))
 
-    def _routes_of(self, placement: Placement) -> Routes:
-        return Routes(self.tastes, placement, self.config.node_of_rank, cover=self.config.covers)
+    def _routes_of(self, placement: Placement) -> DispatchModel:
+        return DispatchModel(self.tastes, placement, self.config.node_of_rank, cover=self.config.covers)
 
-    def _nothing_yet(self) -> Sums:
-        return Sums.none(self.placement.layers, self.placement.ranks)
+    def _nothing_yet(self) -> StepTotals:
+        return StepTotals.none(self.placement.layers, self.placement.ranks)
 
     def _first(self) -> Placement:
         """Epoch 0 as configured. ValueError when it is to come from a file that cannot be read, or is of another model."""
@@ -172,7 +172,7 @@ class SimulatedEngine:
                 rank.say()
             self.flipping.done()
 
-    def _seconds(self, plans: Sequence[Plan], caused: Traffic) -> float:
+    def _seconds(self, plans: Sequence[StepPlan], caused: StepTraffic) -> float:
         needed = seconds(self.config.speed, plans, caused)
         slow = [self.faults.factor("slow", rank, self.now) for rank in range(self.config.ranks)]
         return self.config.time_scale * float((needed * slow).max())
@@ -193,7 +193,7 @@ class SimulatedEngine:
                 async with asyncio.timeout_at(end if end < float("inf") else None):
                     await self._alarm.wait()
 
-    def _book(self, plans: Sequence[Plan], by_row: NDArray[np.int64], caused: Traffic, lasted: float) -> None:
+    def _book(self, plans: Sequence[StepPlan], by_row: NDArray[np.int64], caused: StepTraffic, lasted: float) -> None:
         """The step is over; of one in which the engine failed nothing came out. lasted: as simulated, or longer on a busy machine."""
         if self.failure is not None:
             return

@@ -11,45 +11,45 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.engine import Adoption, EngineFailed
-from engine_adapter.simulated.model.dispatch_model import Routes
+from engine_adapter.simulated.model.dispatch_model import DispatchModel
 from engine_adapter.simulated.model.memory import SimulatedCells
 from fleet.handover import flips
 from fleet.placement import Placement
 
 
-class Prepared(NamedTuple):
+class SimulatedEpoch(NamedTuple):
     """A placement that one rank has prepared to serve (`engine_adapter.engine.Adoption`)."""
 
     placement: Placement
     cells: NDArray[np.int32]
     """of this rank's slots"""
-    routes: Routes
+    routes: DispatchModel
 
 
-class Flipping:
+class AdoptionRun:
     """The engine's side. `wake`: called when a rank has got ready: a sleeping engine has a step to take."""
 
-    def __init__(self, ranks: int, routes: Callable[[Placement], Routes], wake: Callable[[], None]) -> None:
+    def __init__(self, ranks: int, routes: Callable[[Placement], DispatchModel], wake: Callable[[], None]) -> None:
         """routes: worked out in a thread; takes a second where experts and ranks are many."""
         self._routes = routes
         self._wake = wake
-        self._ready: list[tuple[Prepared, asyncio.Future[None]] | None] = [None] * ranks
-        self._coming: tuple[Placement, asyncio.Future[Routes]] | None = None
+        self._ready: list[tuple[SimulatedEpoch, asyncio.Future[None]] | None] = [None] * ranks
+        self._coming: tuple[Placement, asyncio.Future[DispatchModel]] | None = None
 
-    async def routes(self, placement: Placement) -> Routes:
+    async def routes(self, placement: Placement) -> DispatchModel:
         """Worked out once for all ranks."""
         if self._coming is None or self._coming[0] != placement:
             self._coming = placement, asyncio.get_running_loop().run_in_executor(None, self._routes, placement)
         return await asyncio.shield(self._coming[1])
 
-    async def adopt(self, rank: int, prepared: Prepared) -> None:
+    async def adopt(self, rank: int, prepared: SimulatedEpoch) -> None:
         """Ready from the next step on; returns once it is served."""
         served: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ready[rank] = prepared, served
         self._wake()
         await served
 
-    def due(self, served: int) -> Sequence[Prepared]:
+    def due(self, served: int) -> Sequence[SimulatedEpoch]:
         """What the ranks go over to at this step, by rank; empty: they do not."""
         ready = [None if one is None else one[0] for one in self._ready]
         whole = [one for one in ready if one is not None]
@@ -70,11 +70,11 @@ class Flipping:
                 one[1].set_exception(type(failure)(str(failure)))
 
 
-class Group(Protocol):
+class HandoverGroup(Protocol):
     """The engine, as the experts of one of its ranks see it."""
 
     placement: Placement
-    flipping: Flipping
+    flipping: AdoptionRun
 
     def refuse_if_failed(self) -> None: ...
 
@@ -82,14 +82,14 @@ class Group(Protocol):
 class SimulatedExperts:
     """What handovers go through on one rank (`engine_adapter.engine.Experts`)."""
 
-    def __init__(self, engine: Group, rank: int) -> None:
+    def __init__(self, engine: HandoverGroup, rank: int) -> None:
         per, layers = engine.placement.slots_per_rank, engine.placement.layers
         self.memory = SimulatedCells(engine.placement, rank)
         self.cells = np.arange(layers * per, dtype=np.int32).reshape(layers, per)
         self._engine = engine
         self._rank = rank
 
-    async def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> Prepared:
+    async def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> SimulatedEpoch:
         """ValueError when the placement is of another engine, or a slot's cell does not hold its expert."""
         now = self._engine.placement
         if (placement.layers, placement.experts, placement.ranks, placement.slots_per_rank) != (now.layers, now.experts, now.ranks, now.slots_per_rank):
@@ -97,10 +97,10 @@ class SimulatedExperts:
         wrong = self.memory.misplaced(placement.on_rank(self._rank), cells)
         if wrong is not None:
             raise ValueError(f"simulated engine: the cell of layer {wrong[0]} slot {wrong[1]} on rank {self._rank} does not hold that slot's expert")
-        return Prepared(placement, cells.copy(), await self._engine.flipping.routes(placement))
+        return SimulatedEpoch(placement, cells.copy(), await self._engine.flipping.routes(placement))
 
     async def adopt(self, adoption: Adoption) -> None:
-        if not isinstance(adoption, Prepared):
+        if not isinstance(adoption, SimulatedEpoch):
             raise TypeError(f"simulated engine: {adoption!r} was not prepared by it")
         self._engine.refuse_if_failed()
         await self._engine.flipping.adopt(self._rank, adoption)

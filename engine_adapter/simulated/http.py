@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from engine_adapter.serving.admission import Admission
-from engine_adapter.serving.http import RankApp, Receive, Scope, Send, Served, Tracing, read_body, refuse, respond
+from engine_adapter.serving.admission import RouterAdmission
+from engine_adapter.serving.http import RankApp, RankTracing, Receive, Scope, Send, ServedModelInfo, read_body, refuse, respond
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.model.faults import FaultOrder
 from fleet.completions import ApiError
@@ -30,14 +30,14 @@ class ConnectionCut(Exception):
     """The connection is to break now."""
 
 
-class SimulatedDoor:
+class SimulatedHttp:
     """ASGI application of all ranks of an engine; `ranks`: the rank of each port. A connection is broken by returning in mid-answer."""
 
-    def __init__(self, engine: SimulatedEngine, ranks: Mapping[int, int], tracings: Mapping[int, Tracing] | None, admission: Admission) -> None:
+    def __init__(self, engine: SimulatedEngine, ranks: Mapping[int, int], tracings: Mapping[int, RankTracing] | None, admission: RouterAdmission) -> None:
         self._engine = engine
         self._ranks = dict(ranks)
         self._admission = admission
-        served: list[Served] = list(engine.ranks)
+        served: list[ServedModelInfo] = list(engine.ranks)
         self._apps = [RankApp(one, (tracings or {}).get(rank)) for rank, one in enumerate(served)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

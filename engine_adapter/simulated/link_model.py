@@ -10,11 +10,11 @@ from engine_adapter.simulated.model.config import SimulatedConfig
 from engine_adapter.simulated.model.faults import Faults
 from engine_adapter.simulated.model.memory import SimulatedCells
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled
-from engine_adapter.transfer.read_validation import Reading, own_address, refuse
+from engine_adapter.transfer.read_validation import OpenRead, own_address, refuse
 from fleet.events import MemoryAddress
 
 
-class Links:
+class SimulatedLinks:
     """Between all ranks of one engine. Several reads of one rank take their turns on its link."""
 
     def __init__(self, config: SimulatedConfig, faults: Faults, chance: Callable[[float], bool]) -> None:
@@ -55,7 +55,7 @@ class SimulatedTransfer:
 
     name = "simulated"
 
-    def __init__(self, links: Links, rank: int, memory: SimulatedCells) -> None:
+    def __init__(self, links: SimulatedLinks, rank: int, memory: SimulatedCells) -> None:
         self._links = links
         self._rank = rank
         self._memory = memory
@@ -76,7 +76,7 @@ class SimulatedTransfer:
         if found is None:
             raise AddressRefused(f"{address.agent!r} is no rank of this engine")
         source, memory = found
-        loop, reading = asyncio.get_running_loop(), Reading()
+        loop, reading = asyncio.get_running_loop(), OpenRead()
         began = loop.time()
         self._free_at = max(self._free_at, began) + self._links.seconds(self._rank, source, len(pulls), began)
 

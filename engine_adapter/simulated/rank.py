@@ -12,21 +12,21 @@ from numpy.typing import NDArray
 from engine_adapter.batching.detokenizer import TextStream
 from engine_adapter.batching.kv_cache import Change, KvCache, identify
 from engine_adapter.batching.request_validation import GenerationRequest
-from engine_adapter.batching.scheduler import Generation, Scheduler
-from engine_adapter.engine import EngineDescription, EngineFailed, Facts, Load, Sent
+from engine_adapter.batching.scheduler import BatchScheduler, SequenceState
+from engine_adapter.engine import DispatchCounts, EngineDescription, EngineFailed, RankFacts, RankLoad
 from engine_adapter.serving.fact_log import FactLog
-from engine_adapter.serving.generation import Answer, Delta, Moments, Outcome
-from engine_adapter.simulated.handover import Flipping, SimulatedExperts
-from engine_adapter.simulated.link_model import Links
+from engine_adapter.serving.generation import AnswerDelta, AnswerStream, GenerationOutcome, RequestTimes
+from engine_adapter.simulated.handover import AdoptionRun, SimulatedExperts
+from engine_adapter.simulated.link_model import SimulatedLinks
 from engine_adapter.simulated.model.config import SimulatedConfig
-from engine_adapter.simulated.model.dispatch_model import Routes
+from engine_adapter.simulated.model.dispatch_model import DispatchModel
 from engine_adapter.simulated.model.faults import Faults
 from engine_adapter.simulated.model.presets import cache_token_bytes
-from engine_adapter.simulated.model.routing_model import Tastes
-from engine_adapter.simulated.model.step_time import Plan, plan, tokens_of_row
-from engine_adapter.simulated.model.step_totals import Sums
+from engine_adapter.simulated.model.routing_model import RoutingModel
+from engine_adapter.simulated.model.step_time import StepPlan, plan, tokens_of_row
+from engine_adapter.simulated.model.step_totals import StepTotals
 from engine_adapter.simulated.model.text import VOCABULARY, Script, WordTokenizer
-from engine_adapter.simulated.sequences import RowTrace, Seat
+from engine_adapter.simulated.sequences import RowTrace, SimulatedSequence
 from fleet.events import Capabilities
 from fleet.layout import EP
 from fleet.placement import Placement
@@ -40,18 +40,18 @@ _LONG_PROMPT = 4096
 """ids from which a request is prepared off the event loop"""
 
 
-class Group(Protocol):
+class SimulatedGroup(Protocol):
     """The engine, as one of its ranks sees it; see `engine.SimulatedEngine`."""
 
     config: SimulatedConfig
-    tastes: Tastes
+    tastes: RoutingModel
     tokenizer: WordTokenizer
     placement: Placement
     faults: Faults
-    flipping: Flipping
-    links: Links
-    routes: Routes
-    sums: Sums
+    flipping: AdoptionRun
+    links: SimulatedLinks
+    routes: DispatchModel
+    sums: StepTotals
     failure: EngineFailed | None
 
     @property
@@ -70,9 +70,9 @@ class Group(Protocol):
 
 
 class SimulatedRank:
-    """One rank behind the Engine port (`engine_adapter.engine`) and behind an HTTP face (`engine_adapter.serving.http.Served`)."""
+    """One rank behind the Engine port (`engine_adapter.engine`) and behind an HTTP face (`engine_adapter.serving.http.ServedModelInfo`)."""
 
-    def __init__(self, engine: Group, number: int) -> None:
+    def __init__(self, engine: SimulatedGroup, number: int) -> None:
         config = engine.config
         self.description = _describe(config, number, engine.tokenizer.archive)
         self.vocabulary = VOCABULARY
@@ -81,17 +81,17 @@ class SimulatedRank:
         self._config = config
         self._number = number
         self._cache = KvCache(config.kv_blocks, config.block_size)
-        self.scheduler = Scheduler(self._cache, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, max_waiting=config.max_waiting)
+        self.scheduler = BatchScheduler(self._cache, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, max_waiting=config.max_waiting)
         shape = config.model_shape
         self._facts = FactLog(shape.layers, shape.experts, _FACT_BLOCKS_PER_PAGE * config.kv_blocks, _ENDED_BYTES)
-        self._seats: dict[Generation, Seat] = {}
-        self._open: dict[Answer, Seat] = {}
+        self._seats: dict[SequenceState, SimulatedSequence] = {}
+        self._open: dict[AnswerStream, SimulatedSequence] = {}
         self._news = asyncio.Event()
         self._activity = np.zeros(engine.tastes.rows, np.int64)
         """tokens by row since the activations were last counted"""
         self.counted = engine.sums
         """what the engine's steps added up to when the activations were last counted"""
-        self._sent: deque[Sent] = deque(maxlen=_MOST_SENT)
+        self._sent: deque[DispatchCounts] = deque(maxlen=_MOST_SENT)
         self._counted_at = float("-inf")
         self._budget = float(config.profiled_tokens_per_second)
         self._budget_at = float("-inf")
@@ -126,7 +126,7 @@ class SimulatedRank:
     async def wait_facts(self) -> None:
         await self._news.wait()
 
-    def take_facts(self) -> Facts:
+    def take_facts(self) -> RankFacts:
         self.say()
         self._news.clear()
         now = self._engine.now
@@ -136,15 +136,15 @@ class SimulatedRank:
         self._sent.clear()
         return replace(self._facts.take(), sent=sent)
 
-    async def submit(self, request: GenerationRequest) -> Answer:
+    async def submit(self, request: GenerationRequest) -> AnswerStream:
         """Queue a request. Overloaded when too many are open; EngineFailed when the engine is gone; ValueError for a request out of bounds."""
         self._engine.refuse_if_failed()
         self._check(request)
-        answer = Answer(self._cancel)
+        answer = AnswerStream(self._cancel)
         seat = await asyncio.to_thread(self._seat, request, answer) if len(request.prompt) > _LONG_PROMPT else self._seat(request, answer)
         self._engine.refuse_if_failed()
         if self._is_over(seat):
-            answer.put(Delta(outcome=seat.outcome("stop", time.time_ns())))
+            answer.put(AnswerDelta(outcome=seat.outcome("stop", time.time_ns())))
             return answer
         self.scheduler.submit(seat.generation)
         self._seats[seat.generation] = self._open[answer] = seat
@@ -158,7 +158,7 @@ class SimulatedRank:
 
     # what the engine calls
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """The next step's work; noted as admitted from now on."""
         slices = self.scheduler.plan()
         now = time.time_ns() if slices else 0
@@ -170,7 +170,7 @@ class SimulatedRank:
                     self._facts.add_cached(one.generation.cached_tokens)
         return plan(slices, self._engine.tastes)
 
-    def book(self, done: Plan, by_row: NDArray[np.int64]) -> NDArray[np.int64]:
+    def book(self, done: StepPlan, by_row: NDArray[np.int64]) -> NDArray[np.int64]:
         """The step is over; by_row: int [rows] its tokens. What was cancelled meanwhile was never computed: without it, by_row again."""
         parts = [one for one in done.parts if one.part.generation in self._seats]
         if len(parts) < len(done.parts):
@@ -193,7 +193,7 @@ class SimulatedRank:
         changes = self._kept(self._cache.take_changes())
         self._facts.add_kv(changes, self._cache.restated)
         factor = engine.faults.factor("lie_load", self._number, engine.now)
-        load = Load(
+        load = RankLoad(
             running=round(factor * self.scheduler.running),
             waiting=round(factor * self.scheduler.waiting),
             prefill_tokens=round(factor * self.scheduler.uncomputed_prompt_tokens),
@@ -216,9 +216,9 @@ class SimulatedRank:
             self._facts.add_activations(self._engine.tastes.counts(self._activity), tokens)
             self._activity[:] = 0
 
-    def _sent_in(self, new: Sums, tokens: int) -> Sent:
+    def _sent_in(self, new: StepTotals, tokens: int) -> DispatchCounts:
         remote, local = self._engine.routes.sent(self._number, self._activity)
-        return Sent(
+        return DispatchCounts(
             epoch=self.placement.epoch,
             steps=new.steps,
             step_seconds=new.seconds,
@@ -252,9 +252,9 @@ class SimulatedRank:
         if min(request.prompt) < 0 or max(request.prompt) >= VOCABULARY:
             raise ValueError(f"request with an id outside 0..{VOCABULARY - 1}")
 
-    def _seat(self, request: GenerationRequest, answer: Answer) -> Seat:
+    def _seat(self, request: GenerationRequest, answer: AnswerStream) -> SimulatedSequence:
         blocks = identify(request.prompt, self._config.block_size, request.salt)
-        generation = Generation(list(request.prompt), request.max_tokens, blocks=blocks, salt=request.salt)
+        generation = SequenceState(list(request.prompt), request.max_tokens, blocks=blocks, salt=request.salt)
         text = TextStream(self.tokenizer.detokenizer(), request.stop)
         if request.emitted:
             text.resume(request.prompt[-request.emitted :])
@@ -262,14 +262,14 @@ class SimulatedRank:
         seed = request.sampling.seed if request.sampling.temperature > 0 else 0
         script = Script(self.tokenizer, own, seed, 0 if request.ignore_eos else self._config.output_tokens)
         trace = RowTrace(self._engine.tastes)
-        return Seat(request, answer, generation, text, script, trace, Moments(submitted=time.time_ns()), self.tokenizer.end)
+        return SimulatedSequence(request, answer, generation, text, script, trace, RequestTimes(submitted=time.time_ns()), self.tokenizer.end)
 
-    def _is_over(self, seat: Seat) -> bool:
+    def _is_over(self, seat: SimulatedSequence) -> bool:
         """Whether a continuation had come to its end already before it broke."""
         request = seat.request
         return seat.text.stopped or bool(request.emitted and not request.ignore_eos and request.prompt[-1] == seat.end)
 
-    def _advance(self, seat: Seat, now: int) -> None:
+    def _advance(self, seat: SimulatedSequence, now: int) -> None:
         token = seat.script.token(len(seat.generation.tokens))
         self.scheduler.append(seat.generation, token)
         if not seat.moments.first_token:
@@ -279,7 +279,7 @@ class SimulatedRank:
         if delta.outcome is not None:
             self._end(seat)
 
-    def _cancel(self, answer: Answer) -> Outcome | None:
+    def _cancel(self, answer: AnswerStream) -> GenerationOutcome | None:
         seat = self._open.get(answer)
         if seat is None:
             return None
@@ -287,7 +287,7 @@ class SimulatedRank:
         self.say()
         return seat.outcome("cancelled", time.time_ns())
 
-    def _end(self, seat: Seat) -> None:
+    def _end(self, seat: SimulatedSequence) -> None:
         """Free everything that a request holds, and report what it computed."""
         del self._open[seat.answer], self._seats[seat.generation]
         self.scheduler.remove(seat.generation)

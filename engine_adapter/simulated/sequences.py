@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from engine_adapter.batching.detokenizer import TextStream
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.sampling import TokenLogprobs
-from engine_adapter.batching.scheduler import Generation
+from engine_adapter.batching.scheduler import SequenceState
 from engine_adapter.engine import EndedRequest
-from engine_adapter.serving.generation import Answer, Delta, Ending, Moments, Outcome, ScoredToken
-from engine_adapter.simulated.model.routing_model import Tastes
+from engine_adapter.serving.generation import AnswerDelta, AnswerStream, Ending, GenerationOutcome, RequestTimes, ScoredToken
+from engine_adapter.simulated.model.routing_model import RoutingModel
 from engine_adapter.simulated.model.text import Script
 from fleet.events import KvBlock
 from fleet.routings import UNKNOWN, count_pairs
@@ -22,7 +22,7 @@ from fleet.routings import UNKNOWN, count_pairs
 class RowTrace:
     """The rows of one request's tokens by position: `rank.routed.Routed` in two bytes a position."""
 
-    def __init__(self, tastes: Tastes) -> None:
+    def __init__(self, tastes: RoutingModel) -> None:
         self._tastes = tastes
         self._rows = array("h")
 
@@ -68,16 +68,16 @@ class EndedRows(EndedRequest):
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class SimulatedSequence:
     """One request and all of its state."""
 
     request: GenerationRequest
-    answer: Answer
-    generation: Generation
+    answer: AnswerStream
+    generation: SequenceState
     text: TextStream
     script: Script
     trace: RowTrace
-    moments: Moments
+    moments: RequestTimes
     end: int
     """id that ends the answer"""
 
@@ -86,11 +86,11 @@ class Seat:
         """The client's own."""
         return len(self.request.prompt) - self.request.emitted
 
-    def outcome(self, reason: Ending, now: int, failure: Exception | None = None) -> Outcome:
+    def outcome(self, reason: Ending, now: int, failure: Exception | None = None) -> GenerationOutcome:
         """Everything known of the request, at its end."""
         moments = replace(self.moments)
         moments.finished = max(now, moments.admitted, moments.first_token)
-        return Outcome(
+        return GenerationOutcome(
             reason=reason,
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.generation.generated,
@@ -108,16 +108,16 @@ class Seat:
         blocks = [block.identity for block in self.generation.blocks]
         return EndedRows(self.request.decision, self.prompt_tokens, self.trace, blocks)
 
-    def say(self, token: int, now: int) -> Delta:
+    def say(self, token: int, now: int) -> AnswerDelta:
         """The piece of the answer that a token makes, which the generation has already."""
         scored = self._scored(token)
         if token == self.end and not self.request.ignore_eos:
-            return Delta([token], self.text.finish(), scored, self.outcome("stop", now))
+            return AnswerDelta([token], self.text.finish(), scored, self.outcome("stop", now))
         text = self.text.feed(token)
         if not self.text.stopped and self.generation.generated < self.generation.max_new:
-            return Delta([token], text, scored)
+            return AnswerDelta([token], text, scored)
         rest = "" if self.text.stopped else self.text.finish()
-        return Delta([token], text + rest, scored, self.outcome("stop" if self.text.stopped else "length", now))
+        return AnswerDelta([token], text + rest, scored, self.outcome("stop" if self.text.stopped else "length", now))
 
     def _scored(self, token: int) -> list[ScoredToken]:
         """No other token was possible: its log-probability is 0."""

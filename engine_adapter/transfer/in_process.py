@@ -1,7 +1,7 @@
 """Transfers between ranks of one process, with faults to order: the other ways' twin for tests and simulation.
 
 `MemoryFabric` is what lies between the ranks. It can stop a rank (reads from it hang until it goes on, as from a stopped process), and kill it (reads fail,
-hanging ones too). A single pull can be given a `Fault`. All delays are of the event loop's clock, which a test may run as fast as it likes.
+hanging ones too). A single pull can be given a `PullFault`. All delays are of the event loop's clock, which a test may run as fast as it likes.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ import msgspec
 
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
-from engine_adapter.transfer.read_validation import Reading, own_address, refuse
+from engine_adapter.transfer.read_validation import OpenRead, own_address, refuse
 from fleet.events import MemoryAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class PullFault:
     """What happens to one pull."""
 
     delay_seconds: float = 0.0
@@ -75,7 +75,7 @@ class MemoryTransfer:
 
     def __init__(self, fabric: MemoryFabric, agent: str, memory: ExpertMemory) -> None:
         self.agent = agent
-        self.faults: deque[Fault] = deque()
+        self.faults: deque[PullFault] = deque()
         """of the next pulls, one each"""
         self.asked: list[tuple[str, tuple[Pull, ...]]] = []
         """every pull so far: agent that was read from, cells"""
@@ -100,8 +100,8 @@ class MemoryTransfer:
         if peer is None:
             raise AddressRefused(f"agent {address.agent!r} is not of this process")
         self.asked.append((address.agent, tuple(pulls)))
-        fault = self.faults.popleft() if self.faults else Fault()
-        reading = Reading()
+        fault = self.faults.popleft() if self.faults else PullFault()
+        reading = OpenRead()
         task = asyncio.create_task(self._carry_out(reading, peer, tuple(pulls), fault), name=f"{self.agent} reads from {address.agent}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -119,7 +119,7 @@ class MemoryTransfer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _carry_out(self, reading: Reading, peer: _Rank, pulls: tuple[Pull, ...], fault: Fault) -> None:
+    async def _carry_out(self, reading: OpenRead, peer: _Rank, pulls: tuple[Pull, ...], fault: PullFault) -> None:
         began = asyncio.get_running_loop().time()
         try:
             await self._until_it_runs(peer, fault.delay_seconds)
@@ -141,7 +141,7 @@ class MemoryTransfer:
         if peer.killed.is_set():
             raise PeerGone("the rank that was read from is dead: read another replica")
 
-    def _land(self, peer: _Rank, pulls: tuple[Pull, ...], fault: Fault) -> None:
+    def _land(self, peer: _Rank, pulls: tuple[Pull, ...], fault: PullFault) -> None:
         if fault.broken and pulls:
             half = self._own.cell_bytes // 2
             self._memory.cell(pulls[0].cell)[:half] = peer.memory.cell(pulls[0].source)[:half]

@@ -22,7 +22,7 @@ from engine_adapter.engine import ExpertMemory
 from engine_adapter.transfer.nixl_loader import Nixl, NixlMissing, load_nixl
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
 from engine_adapter.transfer.read_validation import own_address, refuse
-from engine_adapter.transfer.reader_thread import Part, Worker
+from engine_adapter.transfer.reader_thread import Part, ReaderThread
 from fleet.events import MemoryAddress
 
 _GREETING_BYTES = 4096
@@ -42,7 +42,7 @@ class NixlTransfer:
         """agent: a name that no other had (`agents.agent_name`)."""
         self._own = own_address(memory)
         self._way = _NixlWay(memory, agent)
-        self._worker = Worker(self._way, config, memory.cell_bytes)
+        self._worker = ReaderThread(self._way, config, memory.cell_bytes)
 
     async def open(self) -> None:
         """Be reachable: until then `address` adds nothing. TransferError when NIXL is missing, or finds no way to speak."""

@@ -10,7 +10,7 @@ _LEAST_PIECE = 64 * 1024
 _log = logging.getLogger(__name__)
 
 
-class Pace:
+class RateLimit:
     """At most so many bytes per second, however many reads share them. What was not used is not saved up."""
 
     def __init__(self, bytes_per_second: int | None, piece_bytes: int) -> None:

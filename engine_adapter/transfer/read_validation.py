@@ -35,7 +35,7 @@ def refuse(address: MemoryAddress, pulls: Sequence[Pull], own: MemoryAddress) ->
         raise AddressRefused(f"{len(pulls)} cells are to be read into fewer ({sorted(pull.cell for pull in pulls)}): whoever asked is at fault")
 
 
-class Reading:
+class OpenRead:
     """A read under way. Whoever carries it out ends it (`end`, on the event loop) when no byte can land any more, and not before."""
 
     def __init__(self) -> None:

@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 
 from engine_adapter.config import TransferConfig
 from engine_adapter.transfer.port import PeerGone, Pull, Pulled, TransferError
-from engine_adapter.transfer.rate_limit import Pace, lower_priority
-from engine_adapter.transfer.read_validation import Reading
+from engine_adapter.transfer.rate_limit import RateLimit, lower_priority
+from engine_adapter.transfer.read_validation import OpenRead
 from fleet.events import MemoryAddress
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3
@@ -48,7 +48,7 @@ class Part(NamedTuple):
     size: int
 
 
-class Connection(Protocol):
+class PeerMemory(Protocol):
     """A peer's memory."""
 
     def greet(self) -> object | None:
@@ -87,7 +87,7 @@ class Way(Protocol):
         """What changes when a peer of the same key is another one than before."""
         ...
 
-    def connect(self, address: MemoryAddress) -> Connection:
+    def connect(self, address: MemoryAddress) -> PeerMemory:
         """TransferError when that is impossible."""
         ...
 
@@ -119,7 +119,7 @@ def requests(pulls: Sequence[Pull], cell_bytes: int, piece_bytes: int) -> Iterat
 @dataclass(slots=True, eq=False)
 class _Peer:
     address: MemoryAddress
-    connection: Connection
+    connection: PeerMemory
     jobs: int = 0
     """reads that have not settled"""
     failed: str = ""
@@ -129,7 +129,7 @@ class _Peer:
 @dataclass(slots=True, eq=False)
 class _Job:
     address: MemoryAddress
-    reading: Reading
+    reading: OpenRead
     requests: Iterator[tuple[Part, ...]]
     bytes: int
     peer: _Peer | None = None
@@ -146,7 +146,7 @@ class _Job:
         return pause
 
 
-class Worker:
+class ReaderThread:
     """Carries out reads by one way. The methods without underscore are for one event loop."""
 
     def __init__(self, way: Way, config: TransferConfig, cell_bytes: int) -> None:
@@ -155,7 +155,7 @@ class Worker:
         self._way = way
         self._niceness = config.niceness
         self._cell_bytes = cell_bytes
-        self._pace = Pace(config.bytes_per_second, config.piece_bytes)
+        self._pace = RateLimit(config.bytes_per_second, config.piece_bytes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] | None = None
@@ -195,7 +195,7 @@ class Worker:
                 await self.open()
         except TimeoutError:
             raise TransferError(f"{self._way.name} could not be opened within {seconds:.3g} s; nothing was read") from None
-        reading, pulls = Reading(), tuple(pulls)
+        reading, pulls = OpenRead(), tuple(pulls)
         parts = requests(pulls, self._cell_bytes, self._pace.piece_bytes)
         job = _Job(address, reading, parts, len(pulls) * self._cell_bytes)
         self._order(lambda: self._jobs.append(job))

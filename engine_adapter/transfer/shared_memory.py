@@ -20,7 +20,7 @@ from engine_adapter.config import TransferConfig
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
 from engine_adapter.transfer.read_validation import own_address, refuse
-from engine_adapter.transfer.reader_thread import Part, Worker
+from engine_adapter.transfer.reader_thread import Part, ReaderThread
 from fleet.events import MemoryAddress
 
 
@@ -42,7 +42,7 @@ class SharedTransfer:
     def __init__(self, memory: ExpertMemory, config: TransferConfig) -> None:
         self._own = own_address(memory)
         self._memory = memory
-        self._worker = Worker(_SharedWay(memory), config, memory.cell_bytes)
+        self._worker = ReaderThread(_SharedWay(memory), config, memory.cell_bytes)
 
     def address(self, address: MemoryAddress) -> MemoryAddress:
         if self._memory.descriptor < 0 or not this_host():

@@ -27,24 +27,24 @@ from fleet.events import (
     SteerLoop,
 )
 from migration.config import MigrationConfig
-from migration.control_loop.evaluator import Judge
-from migration.control_loop.homes_publisher import Housing
-from migration.control_loop.state_store import Remembering
-from migration.engine_state.demand_windows import Watch
-from migration.engine_state.placement_registry import Entry, Ledger, Refused
-from migration.execution.executor import Busy, Conductor
+from migration.control_loop.evaluator import PlanEvaluator
+from migration.control_loop.homes_publisher import HomesPublisher
+from migration.control_loop.state_store import StateStore
+from migration.engine_state.demand_windows import DemandWindows
+from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementRegistry
+from migration.execution.executor import ExecutorBusy, PlanExecutor
 from migration.execution.handover_driver import Unfit
-from migration.execution.leader_lease import Leadership
-from migration.loop_state.dispatch_windows import Measured, Window
-from migration.loop_state.engine_loop import Pilot, Shift, Standing, grounds, story, withheld
-from migration.loop_state.plan_history import Annals, Tale
+from migration.execution.leader_lease import LeaderLease
+from migration.loop_state.dispatch_windows import DispatchWindow, DispatchWindows
+from migration.loop_state.engine_loop import DemandShift, EngineLoopState, EngineStanding, grounds, story, withheld
+from migration.loop_state.plan_history import PlanHistory, PlanStory
 from migration.model.plan import Plan
-from migration.planning.planner import Decided
-from migration.planning.problem import Question
-from migration.requests.operator_commands import ASK_SECONDS, NoRoom, Requests
-from migration.requests.plan_queries import Inquiries
+from migration.planning.planner import PlannerDecision
+from migration.planning.problem import PlanningQuestion
+from migration.requests.operator_commands import ASK_SECONDS, OperatorCommands, RankFull
+from migration.requests.plan_queries import PlanQueries
 from migration.telemetry.metrics import MigrationMetrics
-from migration.telemetry.tracing import Tracing
+from migration.telemetry.tracing import MigrationTracing
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ MOST_ENGINES = 1024
 """Engines whose plans are remembered, present or gone."""
 
 
-class Autopilot:
+class Controller:
     """Used on one event loop, while leading. clock: seconds that never go back; wall: Unix seconds."""
 
     def __init__(
@@ -67,15 +67,15 @@ class Autopilot:
         bus: Bus,
         subjects: Subjects,
         config: MigrationConfig,
-        ledger: Ledger,
-        watch: Watch,
-        measured: Measured,
-        inquiries: Inquiries,
-        conductor: Conductor,
-        requests: Requests,
-        lead: Leadership,
+        ledger: PlacementRegistry,
+        watch: DemandWindows,
+        measured: DispatchWindows,
+        inquiries: PlanQueries,
+        conductor: PlanExecutor,
+        requests: OperatorCommands,
+        lead: LeaderLease,
         metrics: MigrationMetrics,
-        tracing: Tracing | None = None,
+        tracing: MigrationTracing | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -91,12 +91,12 @@ class Autopilot:
         self._metrics = metrics
         self._clock = clock
         self._wall = wall
-        self._remembering = Remembering(bus, subjects.loop_key, lead.standing)
-        self._judge = Judge(bus, subjects, config, watch, measured, inquiries, conductor, requests, self._remembering, metrics, tracing, clock, wall)
-        self._housing = Housing(bus, subjects, ledger, watch, metrics, self._under_way)
-        self._annals: dict[str, Annals] = {}
+        self._remembering = StateStore(bus, subjects.loop_key, lead.standing)
+        self._judge = PlanEvaluator(bus, subjects, config, watch, measured, inquiries, conductor, requests, self._remembering, metrics, tracing, clock, wall)
+        self._housing = HomesPublisher(bus, subjects, ledger, watch, metrics, self._under_way)
+        self._annals: dict[str, PlanHistory] = {}
         """by engine"""
-        self._pilots: dict[str, Pilot] = {}
+        self._pilots: dict[str, EngineLoopState] = {}
         """by engine, of those that are present"""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._woken: dict[str, asyncio.Event] = {}
@@ -164,12 +164,12 @@ class Autopilot:
             engines=tuple(story(pilot, self._standing(pilot, entry), config, now) for pilot, entry in here),
         )
 
-    def _standing(self, pilot: Pilot, entry: Entry) -> Standing:
+    def _standing(self, pilot: EngineLoopState, entry: EngineEntry) -> EngineStanding:
         now, memory = self._clock(), self._judge.memory(pilot.engine).begun(pilot.worker_id)
         window = self._window(entry, now)
-        return Standing(entry.epoch, window, memory.at_start, self._judge.trust(pilot.engine), self._watch.resting(pilot.worker_id, now))
+        return EngineStanding(entry.epoch, window, memory.at_start, self._judge.trust(pilot.engine), self._watch.resting(pilot.worker_id, now))
 
-    def _window(self, entry: Entry, now: float) -> Window | None:
+    def _window(self, entry: EngineEntry, now: float) -> DispatchWindow | None:
         """What was measured lately: of the epoch that is served, as soon as that can be told."""
         seconds = self._config.window_seconds
         of_now = self._measured.window(entry.worker_id, entry.layout.boundary, now, epoch=entry.epoch, seconds=seconds)
@@ -188,7 +188,7 @@ class Autopilot:
             if said.settled:
                 pilot.settled()
             else:
-                pilot.shifted(Shift(now, said.traceparent))
+                pilot.shifted(DemandShift(now, said.traceparent))
                 self._woken[pilot.engine].set()
 
     async def _follow(self) -> None:
@@ -209,7 +209,7 @@ class Autopilot:
             if (pilot := self._pilots.get(said.engine)) is not None:
                 self._news(pilot, said)
 
-    def _news(self, pilot: Pilot, said: MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged) -> None:
+    def _news(self, pilot: EngineLoopState, said: MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged) -> None:
         """Once a plan is over there are other homes, whoever had it carried out."""
         last = pilot.annals.last
         if isinstance(said, MigrationCommitted | MigrationAborted) and last is not None and last.end is said:
@@ -222,13 +222,13 @@ class Autopilot:
                 self._judge.rest(entry, pilot.annals)
         self._woken[pilot.engine].set()
 
-    def _begin(self, engine: str) -> Annals:
+    def _begin(self, engine: str) -> PlanHistory:
         """Of an engine that was not spoken of yet, in the place of the one that is gone and was spoken of first, where there are too many."""
         if len(self._annals) >= MOST_ENGINES:
             gone = next((known for known in self._annals if known not in self._pilots), None)
             if gone is not None:
                 del self._annals[gone]
-        annals = self._annals[engine] = Annals()
+        annals = self._annals[engine] = PlanHistory()
         return annals
 
     # Who is there
@@ -244,7 +244,7 @@ class Autopilot:
         for engine, entry in engines.items():
             if engine not in self._pilots:
                 annals = self._annals.get(engine) or self._begin(engine)
-                pilot = self._pilots[engine] = Pilot(engine, entry.worker_id, now + self._config.cycle_seconds, annals)
+                pilot = self._pilots[engine] = EngineLoopState(engine, entry.worker_id, now + self._config.cycle_seconds, annals)
                 self._woken[engine] = asyncio.Event()
                 self._judge.rest(entry, annals)
                 self._tasks[engine] = tasks.create_task(self._pilot(pilot), name=f"thinks over engine {engine}, and judges its plans")
@@ -265,7 +265,7 @@ class Autopilot:
 
     # What is done
 
-    async def _pilot(self, pilot: Pilot) -> None:
+    async def _pilot(self, pilot: EngineLoopState) -> None:
         """Until cancelled. Whatever fails is told, and tried again: a defect in one thought must not end the record of placements."""
         woken = self._woken[pilot.engine]
         while True:
@@ -281,7 +281,7 @@ class Autopilot:
                 continue
             await self._tried(pilot)
 
-    async def _tried(self, pilot: Pilot) -> None:
+    async def _tried(self, pilot: EngineLoopState) -> None:
         try:
             await self._turn(pilot)
         except BusError as error:
@@ -294,7 +294,7 @@ class Autopilot:
             pilot.rested(self._clock(), None, self._config)
             pilot.retry_at = self._clock() + _RETRY_SECONDS
 
-    async def _turn(self, pilot: Pilot) -> None:
+    async def _turn(self, pilot: EngineLoopState) -> None:
         """What is due, one thing."""
         now, entry = self._clock(), self._ledger.entry(pilot.worker_id)
         if entry is None:
@@ -308,13 +308,13 @@ class Autopilot:
         else:
             await self._think(pilot, entry)
 
-    async def _undo(self, pilot: Pilot, tale: Tale) -> None:
+    async def _undo(self, pilot: EngineLoopState, tale: PlanStory) -> None:
         undoing = pilot.undoing_of(tale)
         try:
             if not self._acting():
                 raise ValueError("nothing was done by itself at that time: roost rollback")  # noqa: TRY301
             harm = await self._judge.undo(pilot, tale, self._acting)
-        except (Busy, NoRoom, Unfit) as error:
+        except (ExecutorBusy, RankFull, Unfit) as error:
             undoing.failed(str(error), self._clock(), self._config.cycle_seconds)
         except ValueError as error:
             undoing.never(str(error))
@@ -325,7 +325,7 @@ class Autopilot:
             return
         logger.warning("engine %s: %s", pilot.engine, undoing.trouble)
 
-    async def _think(self, pilot: Pilot, entry: Entry) -> None:
+    async def _think(self, pilot: EngineLoopState, entry: EngineEntry) -> None:
         """The engine's plan of the cycle, or because of a shift; carried out where it pays and nothing forbids it."""
         now, config = self._clock(), self._config
         self._watch.turn(now)
@@ -338,10 +338,10 @@ class Autopilot:
             if last is not None and last.end is not None:  # the log was heard before who wrote it has heard that it is written
                 pilot.next_at = now + _LOOK_SECONDS
             return
-        question = Question(config.policy, pilot.left_bytes(now, config), trust=self._judge.trust(pilot.engine))
+        question = PlanningQuestion(config.policy, pilot.left_bytes(now, config), trust=self._judge.trust(pilot.engine))
         try:
             decided = await self._inquiries.decide(entry, question)
-        except Refused as refusal:
+        except InvalidPlacementEvent as refusal:
             logger.debug("engine %s is not planned for: %s", entry.engine, refusal)
             pilot.told(str(refusal), self._wall())
             await self._housing.again(pilot)
@@ -353,7 +353,7 @@ class Autopilot:
             return
         await self._decided(pilot, decided, answers)
 
-    async def _decided(self, pilot: Pilot, decided: Decided, answers: Shift | None) -> None:
+    async def _decided(self, pilot: EngineLoopState, decided: PlannerDecision, answers: DemandShift | None) -> None:
         """A plan pays."""
         plan, record, paused = decided.plan, decided.record, self._remembering.memory
         if plan is None:
@@ -372,7 +372,7 @@ class Autopilot:
         await self._carry_out(pilot, entry, decided, answers)
         return None
 
-    async def _carry_out(self, pilot: Pilot, entry: Entry, decided: Decided, answers: Shift | None) -> None:
+    async def _carry_out(self, pilot: EngineLoopState, entry: EngineEntry, decided: PlannerDecision, answers: DemandShift | None) -> None:
         plan, record = decided.plan, decided.record
         if plan is None:
             return
@@ -399,7 +399,7 @@ class Autopilot:
         """Whether anything is to be moved that nobody has asked for."""
         return self._config.automatic and not self._remembering.memory.paused
 
-    def _overtaken(self, pilot: Pilot, plan: Plan) -> bool:
+    def _overtaken(self, pilot: EngineLoopState, plan: Plan) -> bool:
         """Whether the engine does not serve any more what a plan was made for, or is on its way to something else."""
         entry = self._ledger.engines().get(pilot.engine)
         return entry is None or (entry.worker_id, entry.epoch) != (pilot.worker_id, plan.base_epoch) or self._under_way(pilot.engine)
@@ -412,7 +412,7 @@ class Autopilot:
             return True
         return False
 
-    async def _start(self, pilot: Pilot, entry: Entry, now: float) -> None:
+    async def _start(self, pilot: EngineLoopState, entry: EngineEntry, now: float) -> None:
         """Remember the first window of this life, and ask for clusters that were not heard."""
         memory = self._judge.memory(pilot.engine).begun(pilot.worker_id)
         if memory.at_start is None:

@@ -12,22 +12,22 @@ from bus.protocol.subjects import Subjects
 from fleet.events import LoopFigures, PlanJudged
 from fleet.placement import Placement
 from migration.config import MigrationConfig
-from migration.control_loop.state_store import Remembering
-from migration.engine_state.demand_windows import Watch
-from migration.engine_state.placement_registry import Entry, Refused
-from migration.execution.executor import Conductor
+from migration.control_loop.state_store import StateStore
+from migration.engine_state.demand_windows import DemandWindows
+from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent
+from migration.execution.executor import PlanExecutor
 from migration.handover.handover_messages import Grounds
-from migration.loop_state.dispatch_windows import Measured
-from migration.loop_state.engine_loop import Pilot, prices
-from migration.loop_state.persistent_state import EngineMemory, Harm, Judging
-from migration.loop_state.plan_history import Annals, Tale
-from migration.loop_state.verdict import Case, Judgement, judged, recovered
+from migration.loop_state.dispatch_windows import DispatchWindows
+from migration.loop_state.engine_loop import EngineLoopState, prices
+from migration.loop_state.persistent_state import EngineMemory, Harm, PendingVerdict
+from migration.loop_state.plan_history import PlanHistory, PlanStory
+from migration.loop_state.verdict import Judgement, PlanCase, judged, recovered
 from migration.model.plan_record import PlanRecord
-from migration.planning.counterfactual import Regret
-from migration.requests.operator_commands import ASK_SECONDS, Requests
-from migration.requests.plan_queries import Inquiries
+from migration.planning.counterfactual import Counterfactual
+from migration.requests.operator_commands import ASK_SECONDS, OperatorCommands
+from migration.requests.plan_queries import PlanQueries
 from migration.telemetry.metrics import MigrationMetrics
-from migration.telemetry.tracing import Tracing
+from migration.telemetry.tracing import MigrationTracing
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ HARM_RESTS = 4.0
 _NOTHING = LoopFigures(remote_ranks=0.0, local=0.0, balance=0.0, step_seconds=0.0)
 
 
-class Judge:
+class PlanEvaluator:
     """Used on one event loop, while leading. clock: seconds that never go back; wall: Unix seconds."""
 
     def __init__(
@@ -44,14 +44,14 @@ class Judge:
         bus: Bus,
         subjects: Subjects,
         config: MigrationConfig,
-        watch: Watch,
-        measured: Measured,
-        inquiries: Inquiries,
-        conductor: Conductor,
-        requests: Requests,
-        remembering: Remembering,
+        watch: DemandWindows,
+        measured: DispatchWindows,
+        inquiries: PlanQueries,
+        conductor: PlanExecutor,
+        requests: OperatorCommands,
+        remembering: StateStore,
         metrics: MigrationMetrics,
-        tracing: Tracing | None,
+        tracing: MigrationTracing | None,
         clock: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
@@ -82,17 +82,17 @@ class Judge:
         known = self.memory(engine)
         return recovered(known.trust, self._wall() - known.trust_at, self._config.lifetime_seconds)
 
-    async def begun(self, pilot: Pilot, entry: Entry, plan: str, record: PlanRecord, base_epoch: int) -> None:
+    async def begun(self, pilot: EngineLoopState, entry: EngineEntry, plan: str, record: PlanRecord, base_epoch: int) -> None:
         """A plan of the planner's own was accepted: what it is to be judged by is remembered. Without that it cannot be judged."""
         machines = self._watch.machines(entry.worker_id)
         reckoned = None if machines is None else prices(record, entry.placement.ranks, machines[0].top_k)
         if reckoned is None:
             return
         window = self._measured.window(entry.worker_id, entry.layout.boundary, self._clock(), epoch=base_epoch, seconds=self._config.judge_seconds)
-        judging = Judging(plan=plan, prices=reckoned, before=None if window is None else window.measured)
+        judging = PendingVerdict(plan=plan, prices=reckoned, before=None if window is None else window.measured)
         await self._remember(pilot.engine, msgspec.structs.replace(self.memory(pilot.engine).begun(pilot.worker_id), judging=judging))
 
-    async def judge(self, pilot: Pilot, entry: Entry, tale: Tale, disturbed: str = "") -> None:
+    async def judge(self, pilot: EngineLoopState, entry: EngineEntry, tale: PlanStory, disturbed: str = "") -> None:
         """Find out what a plan brought, and record it. disturbed: why it cannot be found out any more. BusError when the bus fails: try again."""
         now, memory, planned = self._clock(), self.memory(pilot.engine), tale.planned
         judging = memory.judging if memory.judging is not None and memory.judging.plan == planned.plan else None
@@ -100,7 +100,7 @@ class Judge:
         window = self._measured.window(entry.worker_id, entry.layout.boundary, now, epoch=tale.epoch, since=since)
         disturbed = disturbed or _disturbed(pilot, entry, tale)
         regret = None if disturbed or judging is None else await self._regret(entry, tale)
-        case = Case(
+        case = PlanCase(
             predicted_before=planned.before or _NOTHING,
             predicted_after=planned.after or _NOTHING,
             before=None if judging is None else judging.before,
@@ -114,8 +114,8 @@ class Judge:
         )
         await self._record(pilot, entry, tale, case, judged(case, self.trust(pilot.engine)))
 
-    async def undo(self, pilot: Pilot, tale: Tale, still: Callable[[], bool]) -> Harm:
-        """Have a harmful plan undone; what is to rest then (`harmed`). still: see `Conductor.accept`. Busy, NoRoom or Unfit when it cannot be now;
+    async def undo(self, pilot: EngineLoopState, tale: PlanStory, still: Callable[[], bool]) -> Harm:
+        """Have a harmful plan undone; what is to rest then (`harmed`). still: see `PlanExecutor.accept`. Busy, NoRoom or Unfit when it cannot be now;
         another ValueError when it cannot be; BusError when the bus fails."""
         entry, made = self._requests.movable(pilot.engine), pilot.annals.epoch
         if entry.epoch != made:
@@ -142,7 +142,7 @@ class Judge:
         """
         await self._remember(engine, self.memory(engine).harmed(harm, self._wall()))
 
-    def rest(self, entry: Entry, annals: Annals) -> None:
+    def rest(self, entry: EngineEntry, annals: PlanHistory) -> None:
         """Let experts rest that were part of plans which did harm, once these are undone: where they do harm they must not be held."""
         if annals.last is not None and annals.last.end is None:
             return  # perhaps the rollback; nothing is planned before its end
@@ -152,15 +152,15 @@ class Judge:
             if cells is not None and harm.until > wall and (stands is None or stands.planned.plan != harm.plan):
                 self._watch.harmed(entry.worker_id, cells, now + harm.until - wall)
 
-    async def _regret(self, entry: Entry, tale: Tale) -> Regret | None:
+    async def _regret(self, entry: EngineEntry, tale: PlanStory) -> Counterfactual | None:
         """None: nobody can say."""
         try:
             return await self._inquiries.regret(entry, await self._requests.before(tale.planned))
-        except (Refused, ValueError) as error:
+        except (InvalidPlacementEvent, ValueError) as error:
             logger.info("whether engine %s was better off before plan %s is not known: %s", entry.engine, tale.planned.plan, error)
             return None
 
-    async def _record(self, pilot: Pilot, entry: Entry, tale: Tale, case: Case, found: Judgement) -> None:
+    async def _record(self, pilot: EngineLoopState, entry: EngineEntry, tale: PlanStory, case: PlanCase, found: Judgement) -> None:
         said = PlanJudged(
             engine=entry.engine,
             worker_id=tale.planned.worker_id,
@@ -202,7 +202,7 @@ def changed(before: Placement, after: Placement) -> NDArray[np.bool_]:
     return np.asarray((held[0] != held[1]).any(axis=1))
 
 
-def _disturbed(pilot: Pilot, entry: Entry, tale: Tale) -> str:
+def _disturbed(pilot: EngineLoopState, entry: EngineEntry, tale: PlanStory) -> str:
     """Why what is measured now says nothing of a plan; empty: it does."""
     if entry.worker_id != tale.planned.worker_id:
         return "the engine has begun a new life meanwhile"

@@ -7,44 +7,46 @@ from collections.abc import Callable
 from bus import Bus, BusError
 from bus.protocol.subjects import Subjects
 from fleet.events import HomesPublished
-from migration.engine_state.demand_windows import Watch
-from migration.engine_state.placement_registry import Entry, Ledger
-from migration.loop_state.engine_loop import Pilot
-from migration.loop_state.homes_versions import Homesteads
-from migration.model.engine_view import Homes
+from migration.engine_state.demand_windows import DemandWindows
+from migration.engine_state.placement_registry import EngineEntry, PlacementRegistry
+from migration.loop_state.engine_loop import EngineLoopState
+from migration.loop_state.homes_versions import HomesVersions
+from migration.model.engine_view import PlannedHomes
 from migration.telemetry.metrics import MigrationMetrics
 
 logger = logging.getLogger(__name__)
 
 
-class Housing:
+class HomesPublisher:
     """Used on one event loop, while leading. under_way: whether an engine has a plan that is not over."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, ledger: Ledger, watch: Watch, metrics: MigrationMetrics, under_way: Callable[[str], bool]) -> None:
+    def __init__(
+        self, bus: Bus, subjects: Subjects, ledger: PlacementRegistry, watch: DemandWindows, metrics: MigrationMetrics, under_way: Callable[[str], bool]
+    ) -> None:
         self._ledger = ledger
         self._watch = watch
         self._metrics = metrics
         self._under_way = under_way
-        self._said = Homesteads(time.time_ns() // 1000)  # versions above those of whoever led before
+        self._said = HomesVersions(time.time_ns() // 1000)  # versions above those of whoever led before
         self._publisher = bus.publisher(subjects.homes)
 
     def keep_only(self, worker_ids: set[int]) -> None:
         """Those that are present."""
         self._said.keep_only(worker_ids)
 
-    async def now(self, pilot: Pilot, entry: Entry, homes: Homes) -> None:
+    async def now(self, pilot: EngineLoopState, entry: EngineEntry, homes: PlannedHomes) -> None:
         """These hold with what is served now."""
         pilot.homes = homes
         self._watch.housed(pilot.worker_id, homes)
         await self._say(entry, homes)
 
-    async def after(self, pilot: Pilot, entry: Entry, homes: Homes | None, epoch: int) -> None:
+    async def after(self, pilot: EngineLoopState, entry: EngineEntry, homes: PlannedHomes | None, epoch: int) -> None:
         """These hold from an epoch on, which the plan that was just accepted ends with. None: it gives none of its own."""
         if homes is not None:
             pilot.homes_after = homes._replace(epoch=epoch)
             await self._say(entry, pilot.homes_after)
 
-    async def settle(self, pilot: Pilot) -> None:
+    async def settle(self, pilot: EngineLoopState) -> None:
         """Once a plan is over, its homes are those of now; or, where it was given up, those of before are said again, under a new version."""
         entry, after = self._ledger.entry(pilot.worker_id), pilot.homes_after
         if after is None or entry is None or self._under_way(pilot.engine):
@@ -57,12 +59,12 @@ class Housing:
             before = after._replace(share=None, clusters=0, note="the plan that they were for was given up") if pilot.homes is None else pilot.homes
             await self.now(pilot, entry, before._replace(epoch=entry.epoch))
 
-    async def again(self, pilot: Pilot) -> None:
+    async def again(self, pilot: EngineLoopState) -> None:
         """For those who missed it."""
         if (said := self._said.last(pilot.worker_id)) is not None:
             await self._publish(said)
 
-    async def _say(self, entry: Entry, homes: Homes) -> None:
+    async def _say(self, entry: EngineEntry, homes: PlannedHomes) -> None:
         said = self._said.said(entry, self._watch.model(entry.worker_id), homes)
         self._metrics.homes.inc(self._said.changes)
         self._said.changes = 0

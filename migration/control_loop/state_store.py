@@ -15,7 +15,7 @@ ATTEMPTS = 5
 """Times that one write is tried while others change the key in between."""
 
 
-class Remembering:
+class StateStore:
     """Used on one event loop, while leading. standing: waits until nobody else can lead."""
 
     def __init__(self, bus: Bus, key: str, standing: Callable[[], Awaitable[None]]) -> None:

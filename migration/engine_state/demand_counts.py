@@ -6,11 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.events import KvMetrics
-from migration.model.engine_view import Counted
+from migration.model.engine_view import DemandCounts
 
 
 @dataclass(slots=True)
-class Wanted:
+class DemandByRank:
     """The last word about one rank, and what it wanted since the window began. Counting a word is a matter of its seconds until another comes."""
 
     rates: NDArray[np.float32]
@@ -47,6 +47,6 @@ class Wanted:
         return before + float(self.rates[-1].sum()) * self.lasted
 
     @property
-    def counted(self) -> Counted:
+    def counted(self) -> DemandCounts:
         """The window as it stands."""
-        return Counted(self.before, self.rates, self.lasted, self.known)
+        return DemandCounts(self.before, self.rates, self.lasted, self.known)

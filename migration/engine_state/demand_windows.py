@@ -20,10 +20,10 @@ from fleet.prediction import SOURCES, together
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
-from migration.engine_state.demand_counts import Wanted
-from migration.engine_state.placement_registry import Entry, Fault, Refused
-from migration.model.engine_view import CacheUse, Demand, Homes, View
-from migration.model.move_history import History
+from migration.engine_state.demand_counts import DemandByRank
+from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementFault
+from migration.model.engine_view import CacheUse, Demand, EngineView, PlannedHomes
+from migration.model.move_history import MoveHistory
 
 MOST_MODELS = 64
 """Models whose clusters are kept."""
@@ -40,11 +40,11 @@ class _Engine:
     node: NDArray[np.intp]
     began: float
     """when the window did that is open"""
-    ranks: list[Wanted]
-    history: History
+    ranks: list[DemandByRank]
+    history: MoveHistory
     since: Demand | None = None
     """the first window that was closed after the last plan; None: none was"""
-    homes: Homes | None = None
+    homes: PlannedHomes | None = None
     closed: list[Demand] = field(default_factory=list)
     """the last two windows, the older first"""
     hurried: int = 0
@@ -71,7 +71,7 @@ class _Engine:
         return Demand(tuple(rank.counted for rank in self.ranks), np.array([rank.pairs for rank in self.ranks]), now - self.began, self.began)
 
 
-class Watch:
+class DemandWindows:
     """Engines that are present and hold experts. `now` is seconds of one clock that never goes back."""
 
     def __init__(self, config: MigrationConfig) -> None:
@@ -102,7 +102,7 @@ class Watch:
 
     # Who is there
 
-    def joined(self, joined: EngineJoined, entry: Entry, now: float) -> None:
+    def joined(self, joined: EngineJoined, entry: EngineEntry, now: float) -> None:
         """An incarnation serves experts; it replaces the one before. Refused when its demand would take too much room."""
         for worker_id in [worker_id for worker_id, engine in self._engines.items() if engine.joined.engine == joined.engine and worker_id != joined.worker_id]:
             del self._engines[worker_id]
@@ -112,13 +112,13 @@ class Watch:
         shape = placement.ranks, placement.layers, placement.experts
         cells = sum(engine.cells for engine in self._engines.values()) + int(np.prod(shape))
         if cells > self._config.most_cells:
-            raise Refused(
-                Fault.CAPACITY,
+            raise InvalidPlacementEvent(
+                PlacementFault.CAPACITY,
                 f"the demand of engine {joined.engine!r} has {np.prod(shape)} cells, {cells} with all others; raise planner.most_cells to plan for it",
             )
         nothing = np.zeros(shape[1:], np.float32)
-        ranks = [Wanted(rates=nothing, counted_at=now) for _ in range(shape[0])]
-        self._engines[joined.worker_id] = _Engine(joined, shape, _nodes(joined, shape[0]), now, ranks, History.begin(joined.worker_id, placement))
+        ranks = [DemandByRank(rates=nothing, counted_at=now) for _ in range(shape[0])]
+        self._engines[joined.worker_id] = _Engine(joined, shape, _nodes(joined, shape[0]), now, ranks, MoveHistory.begin(joined.worker_id, placement))
 
     def placed(self, worker_id: int, placement: Placement, plan: str | None, now: float) -> None:
         """An engine serves another epoch, of a plan of ours or (None) not. What it cannot have served changes nothing."""
@@ -128,10 +128,10 @@ class Watch:
             try:
                 engine.history = engine.history.committed(placement, plan, now)
             except ValueError as error:
-                raise Refused(Fault.SHAPE, f"engine {engine.joined.engine!r}: {error}") from error
+                raise InvalidPlacementEvent(PlacementFault.SHAPE, f"engine {engine.joined.engine!r}: {error}") from error
             engine.since = engine.since if goes_on else None
 
-    def housed(self, worker_id: int, homes: Homes) -> None:
+    def housed(self, worker_id: int, homes: PlannedHomes) -> None:
         """The homes that are said of an engine from now on."""
         if worker_id in self._engines:
             self._engines[worker_id].homes = homes
@@ -168,7 +168,7 @@ class Watch:
         engine = self._engines.get(worker_id)
         return "" if engine is None else engine.joined.model
 
-    def retraced(self, worker_id: int, history: History | None) -> None:
+    def retraced(self, worker_id: int, history: MoveHistory | None) -> None:
         """What the log tells of an engine, in the place of a history that begins today. What does not lead to what is served changes nothing."""
         engine = self._engines.get(worker_id)
         if engine is not None and history is not None and history.epoch == engine.history.epoch and np.array_equal(history.table, engine.history.table):
@@ -180,23 +180,25 @@ class Watch:
         """Refused when it cannot be used, or is older than what is known; then nothing changed."""
         engine, rank = self._rank(said.worker_id, said.rank, f"a demand of engine {said.engine!r}")
         if (said.engine, said.model) != (engine.joined.engine, engine.joined.model):
-            raise Refused(
-                Fault.CONTRADICTION,
+            raise InvalidPlacementEvent(
+                PlacementFault.CONTRADICTION,
                 f"worker {said.worker_id} is engine {engine.joined.engine!r} of model {engine.joined.model!r}, not {said.engine!r} of {said.model!r}",
             )
         if said.version <= rank.version:
-            raise Refused(Fault.STALE, f"version {said.version} of the demand of {said.engine}/{said.rank}; {rank.version} is known")
+            raise InvalidPlacementEvent(PlacementFault.STALE, f"version {said.version} of the demand of {said.engine}/{said.rank}; {rank.version} is known")
         if (said.demand.layers, said.demand.experts) != engine.shape[1:]:
-            raise Refused(
-                Fault.SHAPE,
+            raise InvalidPlacementEvent(
+                PlacementFault.SHAPE,
                 f"a demand of {said.demand.layers} x {said.demand.experts} experts; engine {said.engine!r} has {engine.shape[1]} x {engine.shape[2]}",
             )
         try:
             rates = said.demand.array()
         except ValueError as error:
-            raise Refused(Fault.DEMAND, f"the demand of {said.engine}/{said.rank}: {error}") from error
+            raise InvalidPlacementEvent(PlacementFault.DEMAND, f"the demand of {said.engine}/{said.rank}: {error}") from error
         if not 0 <= said.pairs < np.inf:
-            raise Refused(Fault.DEMAND, f"the demand of {said.engine}/{said.rank} comes of {said.pairs} pairs; it must be finite and not negative")
+            raise InvalidPlacementEvent(
+                PlacementFault.DEMAND, f"the demand of {said.engine}/{said.rank} comes of {said.pairs} pairs; it must be finite and not negative"
+            )
         self._count(engine, said.rank, now)
         rank.speak(rates)
         rank.version, rank.heard_at, rank.pairs = said.version, now, said.pairs
@@ -258,17 +260,19 @@ class Watch:
 
     # What that makes
 
-    def view(self, entry: Entry, now: float) -> View:
+    def view(self, entry: EngineEntry, now: float) -> EngineView:
         """One engine as it is now. Refused when too little is known: the text says what is missing."""
         engine = self._engines.get(entry.worker_id)
         if engine is None or engine.joined.shape is None:
-            raise Refused(Fault.UNKNOWN, f"engine {entry.engine!r} is not watched: it is gone, or its demand takes more than planner.most_cells allows")
+            raise InvalidPlacementEvent(
+                PlacementFault.UNKNOWN, f"engine {entry.engine!r} is not watched: it is gone, or its demand takes more than planner.most_cells allows"
+            )
         if entry.layout.targets_are_ranks:
             self._check_known(engine, now)
         self._count_all(engine, now)
         fit, later = self._windows(engine, now)
         joined = engine.joined
-        return View(
+        return EngineView(
             engine=joined.engine,
             worker_id=joined.worker_id,
             model=joined.model,
@@ -302,17 +306,17 @@ class Watch:
         if unknown:
             heard = max(engine.ranks[number].heard_at for number in unknown)
             said = "nobody has said yet" if heard == -np.inf else f"nobody has said for {now - heard:.0f} s"
-            raise Refused(
-                Fault.DEMAND,
+            raise InvalidPlacementEvent(
+                PlacementFault.DEMAND,
                 f"{said} what ranks {_listed(unknown)} of engine {engine.joined.engine!r} want: send requests, and see that the tracker runs (roost status)",
             )
 
-    def _holds(self, rank: Wanted, now: float) -> bool:
+    def _holds(self, rank: DemandByRank, now: float) -> bool:
         """Whether the last word about a rank's demand still holds; that it wants nothing holds until the rank says that it is busy."""
         busy = rank.load is not None and now - rank.load_at <= self._config.stale_seconds and not _idle(rank.load)
         return now - rank.heard_at <= self._config.stale_seconds or (rank.version >= 0 and not rank.wants and not busy)
 
-    def _is_idle(self, rank: Wanted, now: float) -> bool:
+    def _is_idle(self, rank: DemandByRank, now: float) -> bool:
         return rank.load is not None and now - rank.load_at <= self._config.stale_seconds and _idle(rank.load)
 
     def _count(self, engine: _Engine, number: int, now: float) -> None:
@@ -333,12 +337,12 @@ class Watch:
         for number in range(len(engine.ranks)):
             self._count(engine, number, now)
 
-    def _rank(self, worker_id: int, rank: int, what: str) -> tuple[_Engine, Wanted]:
+    def _rank(self, worker_id: int, rank: int, what: str) -> tuple[_Engine, DemandByRank]:
         engine = self._engines.get(worker_id)
         if engine is None:
-            raise Refused(Fault.UNKNOWN, f"{what}: worker {worker_id} has not joined, or has left")
+            raise InvalidPlacementEvent(PlacementFault.UNKNOWN, f"{what}: worker {worker_id} has not joined, or has left")
         if not 0 <= rank < len(engine.ranks):
-            raise Refused(Fault.SHAPE, f"{what}: rank {rank} of worker {worker_id}, which has ranks 0..{len(engine.ranks) - 1}")
+            raise InvalidPlacementEvent(PlacementFault.SHAPE, f"{what}: rank {rank} of worker {worker_id}, which has ranks 0..{len(engine.ranks) - 1}")
         return engine, engine.ranks[rank]
 
 

@@ -4,7 +4,7 @@ Heartbeats prove life; their absence proves death only while they could have bee
 """
 
 
-class Pulse:
+class Liveness:
     """Heartbeats by incarnation. seconds: of silence, after which an engine counts as dead."""
 
     def __init__(self, seconds: float) -> None:

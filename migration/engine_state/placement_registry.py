@@ -14,7 +14,7 @@ from fleet.layout import Layout
 from fleet.placement import Placement, PlacementRecord
 
 
-class Fault(StrEnum):
+class PlacementFault(StrEnum):
     """Why something that was said was refused."""
 
     PLACEMENT = "placement"
@@ -36,16 +36,16 @@ class Fault(StrEnum):
     """more than may be kept"""
 
 
-class Refused(ValueError):
+class InvalidPlacementEvent(ValueError):
     """What an engine or the log says cannot be."""
 
-    def __init__(self, fault: Fault, detail: str) -> None:
+    def __init__(self, fault: PlacementFault, detail: str) -> None:
         super().__init__(detail)
         self.fault = fault
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class EngineEntry:
     """The newest placement known of one incarnation."""
 
     engine: str
@@ -58,16 +58,16 @@ class Entry:
         return self.placement.epoch
 
 
-class Ledger:
+class PlacementRegistry:
     """Entries by incarnation; bounded, those that are gone for longest are forgotten first."""
 
     def __init__(self, most_incarnations: int = 1024) -> None:
         self._most = most_incarnations
-        self._entries: OrderedDict[int, Entry] = OrderedDict()
+        self._entries: OrderedDict[int, EngineEntry] = OrderedDict()
         self._present: dict[str, int] = {}
         """worker_id of each engine that has joined and not left, by name"""
 
-    def entry(self, worker_id: int) -> Entry | None:
+    def entry(self, worker_id: int) -> EngineEntry | None:
         """What an incarnation serves; None: nothing was recorded for it."""
         return self._entries.get(worker_id)
 
@@ -80,11 +80,11 @@ class Ledger:
         """Whether an engine of this name has joined and not left."""
         return engine in self._present
 
-    def newest(self) -> dict[str, Entry]:
+    def newest(self) -> dict[str, EngineEntry]:
         """The entry that was made last of each engine, by name, whether it is present or not."""
         return {entry.engine: entry for entry in self._entries.values()}
 
-    def engines(self) -> dict[str, Entry]:
+    def engines(self) -> dict[str, EngineEntry]:
         """What the engines that are present serve, by name; without those that say nothing of experts."""
         return {engine: self._entries[worker_id] for engine, worker_id in self._present.items() if worker_id in self._entries}
 
@@ -117,13 +117,13 @@ class Ledger:
         try:
             placement = Placement.from_record(committed.placement)
         except ValueError as error:
-            raise Refused(Fault.PLACEMENT, f"engine {committed.engine!r}: {error}") from error
+            raise InvalidPlacementEvent(PlacementFault.PLACEMENT, f"engine {committed.engine!r}: {error}") from error
         known = self._entries.get(committed.worker_id)
         if known is not None:
             _agree(known, placement)
             if placement.epoch <= known.epoch:
                 return False
-        self._entries[committed.worker_id] = Entry(committed.engine, committed.worker_id, committed.layout, placement)
+        self._entries[committed.worker_id] = EngineEntry(committed.engine, committed.worker_id, committed.layout, placement)
         self._entries.move_to_end(committed.worker_id)
         self._forget()
         return True
@@ -140,26 +140,32 @@ def _checked_join(joined: EngineJoined, record: PlacementRecord) -> tuple[Layout
     """Layout and placement of a join; Refused when they contradict each other, the model or the number of ranks."""
     name = f"engine {joined.engine!r}"
     if joined.shape is None or joined.layout is None:
-        raise Refused(Fault.SHAPE, f"{name} states a placement but no {'shape' if joined.shape is None else 'layout'}; its agent must state both")
+        raise InvalidPlacementEvent(
+            PlacementFault.SHAPE, f"{name} states a placement but no {'shape' if joined.shape is None else 'layout'}; its agent must state both"
+        )
     try:
         joined.layout.check(joined.shape)
     except ValueError as error:
-        raise Refused(Fault.LAYOUT, f"{name}: {error}") from error
+        raise InvalidPlacementEvent(PlacementFault.LAYOUT, f"{name}: {error}") from error
     try:
         placement = Placement.from_record(record)
     except ValueError as error:
-        raise Refused(Fault.PLACEMENT, f"{name}: {error}") from error
+        raise InvalidPlacementEvent(PlacementFault.PLACEMENT, f"{name}: {error}") from error
     wanted = (joined.shape.layers, joined.shape.experts, len(joined.urls) if joined.layout.targets_are_ranks else placement.ranks)
     stated = (placement.layers, placement.experts, placement.ranks)
     if stated != wanted:
-        raise Refused(Fault.SHAPE, f"{name}: placement of (layers, experts, ranks) {stated}; its model and URLs have {wanted}")
+        raise InvalidPlacementEvent(PlacementFault.SHAPE, f"{name}: placement of (layers, experts, ranks) {stated}; its model and URLs have {wanted}")
     return joined.layout, placement
 
 
-def _agree(known: Entry, placement: Placement) -> None:
+def _agree(known: EngineEntry, placement: Placement) -> None:
     """Placements of one incarnation have one shape, and one epoch is one placement."""
     before = known.placement
     if (before.layers, before.experts, before.ranks) != (placement.layers, placement.experts, placement.ranks):
-        raise Refused(Fault.SHAPE, f"worker {known.worker_id} of engine {known.engine!r} serves {before}; it cannot go over to {placement}")
+        raise InvalidPlacementEvent(
+            PlacementFault.SHAPE, f"worker {known.worker_id} of engine {known.engine!r} serves {before}; it cannot go over to {placement}"
+        )
     if before.epoch == placement.epoch and before != placement:
-        raise Refused(Fault.CONTRADICTION, f"worker {known.worker_id} of engine {known.engine!r} serves another placement at epoch {placement.epoch}")
+        raise InvalidPlacementEvent(
+            PlacementFault.CONTRADICTION, f"worker {known.worker_id} of engine {known.engine!r} serves another placement at epoch {placement.epoch}"
+        )

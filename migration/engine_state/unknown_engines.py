@@ -15,7 +15,7 @@ class _Stranger:
     pause: float
 
 
-class Strangers:
+class UnknownEngines:
     """Says when to ask one who it is: a moment after it was first heard, and then after pauses that double up to an hour, while it is heard."""
 
     def __init__(self, most: int = 256) -> None:

@@ -15,20 +15,20 @@ from bus import BlobLost, Bus, BusError, Subscription
 from bus.claims import LeaseTaken
 from bus.protocol.subjects import Subjects, engine_of
 from fleet.events import EngineHeartbeat, HandoverDescribed, MigrationAccepted, MigrationPlanned, Origin, PlacementCommitted
-from fleet.handover import Conducting as State
+from fleet.handover import CoordinatorState as State
 from migration.config import MigrationConfig
-from migration.engine_state.liveness import Pulse
-from migration.engine_state.placement_registry import Entry, Ledger
-from migration.execution.handover_driver import Handing, Unfit, sane, stray
-from migration.execution.leader_lease import Leadership
-from migration.execution.migration_log import Found, Journal, Superseded, Withdrawn
-from migration.handover.coordinator import Pace, Undertaking, begun, taken_over
+from migration.engine_state.liveness import Liveness
+from migration.engine_state.placement_registry import EngineEntry, PlacementRegistry
+from migration.execution.handover_driver import HandoverDriver, Unfit, sane, stray
+from migration.execution.leader_lease import LeaderLease
+from migration.execution.migration_log import MigrationLog, OpenPlans, Superseded, Withdrawn
+from migration.handover.coordinator import HandoverSpec, HandoverTimes, begun, taken_over
 from migration.handover.handover_messages import Grounds, accepted, announced, dropped, left_open, next_of, received, unheard_of
-from migration.handover.rank_progress import ENGINE_GONE, Failure
+from migration.handover.rank_progress import ENGINE_GONE, HandoverFailure
 from migration.model.plan import Handover, Inapplicable, Plan, applied
-from migration.model.plan_log import Course
+from migration.model.plan_log import PlanRun
 from migration.telemetry.metrics import MigrationMetrics
-from migration.telemetry.tracing import PlanTrace, Tracing
+from migration.telemetry.tracing import MigrationTracing, PlanTrace
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ _LOOK_SECONDS = 1.0
 _GRACE_SECONDS = 1.0
 
 
-class Busy(ValueError):
+class ExecutorBusy(ValueError):
     """The engine has a plan under way already; the text names it."""
 
 
-class Conductor:
+class PlanExecutor:
     """Used on one event loop, while leading. committed: told of every placement that was recorded. clock: seconds that never go back."""
 
     def __init__(
@@ -48,12 +48,12 @@ class Conductor:
         bus: Bus,
         subjects: Subjects,
         config: MigrationConfig,
-        ledger: Ledger,
+        ledger: PlacementRegistry,
         metrics: MigrationMetrics,
-        lead: Leadership,
+        lead: LeaderLease,
         committed: Callable[[PlacementCommitted], None],
         clock: Callable[[], float],
-        tracing: Tracing | None = None,
+        tracing: MigrationTracing | None = None,
     ) -> None:
         self._bus = bus
         self._subjects = subjects
@@ -63,11 +63,11 @@ class Conductor:
         self._lead = lead
         self._clock = clock
         self._tracing = tracing
-        self._journal = Journal(bus, subjects, ledger, committed, config.retry_seconds, lead.standing)
+        self._journal = MigrationLog(bus, subjects, ledger, committed, config.retry_seconds, lead.standing)
         self._log = self._journal.chronicle
-        self._pulse = Pulse(config.silent_seconds)
-        self._handing = Handing(bus, subjects, self._journal, lead, metrics, self._gone, self._silent, clock)
-        self._pace = Pace(config.repeat_seconds, _GRACE_SECONDS, config.commit_seconds)
+        self._pulse = Liveness(config.silent_seconds)
+        self._handing = HandoverDriver(bus, subjects, self._journal, lead, metrics, self._gone, self._silent, clock)
+        self._pace = HandoverTimes(config.repeat_seconds, _GRACE_SECONDS, config.commit_seconds)
         self._told: dict[int, dict[int, HandoverDescribed]] = {}
         """by worker_id and rank: what each said last"""
         self._fences: dict[int, int] = {}
@@ -102,7 +102,7 @@ class Conductor:
     # What is asked for
 
     async def accept(
-        self, entry: Entry, plan: Plan, origin: Origin, grounds: Grounds | None = None, still: Callable[[], bool] | None = None
+        self, entry: EngineEntry, plan: Plan, origin: Origin, grounds: Grounds | None = None, still: Callable[[], bool] | None = None
     ) -> MigrationAccepted:
         """Begin to carry a plan out: it is durable when this returns.
 
@@ -143,11 +143,13 @@ class Conductor:
         course = self._log.under_way(engine)
         if course is not None:
             told = f"handover {course.next + 1} of {course.planned.handovers}"
-            raise Busy(f"engine {engine!r} is carrying out plan {course.planned.plan} ({told}); ask again when that is over (roost events --kind migration)")
+            raise ExecutorBusy(
+                f"engine {engine!r} is carrying out plan {course.planned.plan} ({told}); ask again when that is over (roost events --kind migration)"
+            )
         if engine in self._accepting:
-            raise Busy(f"engine {engine!r} is just being given another plan; ask again when that is over")
+            raise ExecutorBusy(f"engine {engine!r} is just being given another plan; ask again when that is over")
 
-    async def survey(self, entry: Entry, patience: float = 0.0, token: int = 0) -> tuple[HandoverDescribed, ...]:
+    async def survey(self, entry: EngineEntry, patience: float = 0.0, token: int = 0) -> tuple[HandoverDescribed, ...]:
         """Where every rank is. Unfit names one that takes part in no handovers, or does not answer within so many seconds. token: see `DescribeHandover`."""
         told = await self._handing.survey(entry.engine, entry.worker_id, entry.placement.ranks, patience, token)
         for said in told:
@@ -169,7 +171,7 @@ class Conductor:
                 self._note(said, entry)
                 self._handing.hear(said)
 
-    def _note(self, said: HandoverDescribed, entry: Entry | None) -> None:
+    def _note(self, said: HandoverDescribed, entry: EngineEntry | None) -> None:
         if entry is not None and 0 <= said.rank < entry.placement.ranks:
             self._told.setdefault(said.worker_id, {})[said.rank] = said
 
@@ -254,7 +256,7 @@ class Conductor:
         """One thing that is to be done; True: there was none."""
         found = await self._conclude(engine)
         if (second := self._log.second(engine)) is not None:
-            await self._drop(Course(second), Failure("another plan was under way; ask again when that is over", "busy"))
+            await self._drop(PlanRun(second), HandoverFailure("another plan was under way; ask again when that is over", "busy"))
             return False
         course = self._log.under_way(engine)
         if course is not None:
@@ -268,7 +270,7 @@ class Conductor:
         await self._journal.clear(engine)
         return self._log.under_way(engine) is None
 
-    async def _conclude(self, engine: str) -> Found:
+    async def _conclude(self, engine: str) -> OpenPlans:
         """End what is open under the engine's key."""
         found = await self._journal.look(engine)
         left, course = found.open, self._log.course(engine)
@@ -283,26 +285,26 @@ class Conductor:
         await self._handing.carry(proceeding, found.revision, None if plan_trace is None else plan_trace.handover(what))
         return await self._journal.look(engine)
 
-    async def _next(self, engine: str, course: Course, found: Found) -> None:
+    async def _next(self, engine: str, course: PlanRun, found: OpenPlans) -> None:
         """One more handover of a plan; or its end, where it cannot go on."""
         entry = self._ledger.engines().get(engine)
         if entry is None or entry.worker_id != course.planned.worker_id:
             why = f"engine {engine!r} {'has left' if entry is None else 'has begun a new life'}; plan anew for what it serves then"
-            return await self._drop(course, Failure(why, ENGINE_GONE))
+            return await self._drop(course, HandoverFailure(why, ENGINE_GONE))
         try:
             plan = await self._plan(engine, course)
             placement = await asyncio.to_thread(applied, entry.placement, plan.handovers[course.next])
             found, previous = await self._ready(entry, plan.handovers[course.next], found)
         except (BlobLost, IndexError) as error:
-            return await self._drop(course, Failure(f"its plan is not stored (any more): {error}; plan anew", "plan"))
+            return await self._drop(course, HandoverFailure(f"its plan is not stored (any more): {error}; plan anew", "plan"))
         except Inapplicable as error:
-            return await self._drop(course, Failure(str(error), error.cause.value))
+            return await self._drop(course, HandoverFailure(str(error), error.cause.value))
         except Unfit as unfit:
             return await self._drop(course, unfit.failure)
         await self._hand_over(next_of(entry, plan, course.next, placement, previous + 1, self._config), found, self._trace(engine, course))
         return None
 
-    async def _ready(self, entry: Entry, handover: Handover, found: Found) -> tuple[Found, int]:
+    async def _ready(self, entry: EngineEntry, handover: Handover, found: OpenPlans) -> tuple[OpenPlans, int]:
         """What is durable, and the highest number that any handover had, once every rank is free for one. Unfit when one is not."""
         told = await self._fenced(entry, self._config.stage_seconds)
         if stray(told):
@@ -310,11 +312,13 @@ class Conductor:
             told = await self._fenced(entry, self._config.stage_seconds)
         for said in told:
             if said.handover or said.served != entry.epoch:
-                raise Unfit(Failure(f"rank {said.rank} serves epoch {said.served}, but the log says {entry.epoch}: restart its engine", "epoch", said.rank))
+                raise Unfit(
+                    HandoverFailure(f"rank {said.rank} serves epoch {said.served}, but the log says {entry.epoch}: restart its engine", "epoch", said.rank)
+                )
         told = await self._room(entry, received(handover, entry.placement), told)
         return found, max(0 if found.open is None else found.open.highest, *(said.concluded for said in told))
 
-    async def _fenced(self, entry: Entry, patience: float = 0.0) -> tuple[HandoverDescribed, ...]:
+    async def _fenced(self, entry: EngineEntry, patience: float = 0.0) -> tuple[HandoverDescribed, ...]:
         """Where every rank is, and will be: none of them listens any more to anybody who led before. So what is seen open can be ended by what is seen,
         also where the store knows nothing of it. Unfit when a rank does not say."""
         heard = max(said.token for said in await self.survey(entry, patience))
@@ -323,7 +327,7 @@ class Conductor:
         self._fences[entry.worker_id] = self._lead.token
         return await self.survey(entry, patience, self._lead.token)
 
-    async def _room(self, entry: Entry, wanted: list[int], told: tuple[HandoverDescribed, ...]) -> tuple[HandoverDescribed, ...]:
+    async def _room(self, entry: EngineEntry, wanted: list[int], told: tuple[HandoverDescribed, ...]) -> tuple[HandoverDescribed, ...]:
         """Wait, as long as staging may take, for cells that drain or are in quarantine; what then is missing ranks say themselves."""
         until = self._clock() + self._config.stage_seconds
         while self._clock() < until and any(said.free < wanted[said.rank] <= said.free + said.draining + said.quarantined for said in told):
@@ -331,7 +335,7 @@ class Conductor:
             told = await self.survey(entry, self._config.stage_seconds)
         return told
 
-    async def _hand_over(self, what: Undertaking, found: Found, plan_trace: PlanTrace | None) -> None:
+    async def _hand_over(self, what: HandoverSpec, found: OpenPlans, plan_trace: PlanTrace | None) -> None:
         trace = None if plan_trace is None else plan_trace.handover(what)
         if trace is not None:
             what = trace.carried_by(what)
@@ -340,7 +344,7 @@ class Conductor:
         revision = await self._journal.keep(what.engine, proceeding.durable(State.PROPOSING, self._clock()), found.revision)
         await self._handing.carry(proceeding, revision, trace)
 
-    async def _clear_strays(self, engine: str, found: Found) -> Found:
+    async def _clear_strays(self, engine: str, found: OpenPlans) -> OpenPlans:
         """End what ranks have open though nothing durable knows of it: they did not hear that it is over, or a server lost its store."""
         entry = self._ledger.engines().get(engine)
         if entry is None or not stray(tuple(self._told.get(entry.worker_id, {}).values())):
@@ -360,20 +364,20 @@ class Conductor:
         await self._handing.carry(taken_over(what, left, self._lead.token, self._pace, self._clock()), revision)
         return await self._journal.look(engine)
 
-    async def _drop(self, course: Course, failure: Failure) -> None:
+    async def _drop(self, course: PlanRun, failure: HandoverFailure) -> None:
         """The rest of a plan is given up, with no handover open."""
         logger.warning("plan %s of engine %s is given up: %s", course.planned.plan, course.planned.engine, failure.reason)
         await self._journal.record(dropped(course, failure))
         self._metrics.dropped(failure.fault)
 
-    async def _plan(self, engine: str, course: Course) -> Plan:
+    async def _plan(self, engine: str, course: PlanRun) -> Plan:
         """BlobLost when it is not stored."""
         plan = self._plans.get(engine)
         if plan is None or plan.id != course.planned.plan:
             plan = self._plans[engine] = await self._journal.plan(course.planned.blob)
         return plan
 
-    def _trace(self, engine: str, course: Course) -> PlanTrace | None:
+    def _trace(self, engine: str, course: PlanRun) -> PlanTrace | None:
         if engine not in self._traces and self._tracing is not None:
             self._traces[engine] = self._tracing.resumed(course.planned)
         return self._traces.get(engine)

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from bus import Bus, BusError, Declined
 from bus.protocol.subjects import Subjects
 from fleet.events import DescribeHandover, HandoverDescribed
-from fleet.handover import Conducting
-from migration.execution.leader_lease import Leadership
-from migration.execution.migration_log import Journal
-from migration.handover.coordinator import Command, Move, Proceeding
-from migration.handover.rank_progress import DECLINED, OVERDUE, Failure, listed
+from fleet.handover import CoordinatorState
+from migration.execution.leader_lease import LeaderLease
+from migration.execution.migration_log import MigrationLog
+from migration.handover.coordinator import Command, HandoverState, Move
+from migration.handover.rank_progress import DECLINED, OVERDUE, HandoverFailure, listed
 from migration.telemetry.metrics import MigrationMetrics
 from migration.telemetry.tracing import HandoverTrace
 
@@ -38,33 +38,33 @@ MOST_WORDS = 4096
 """Words of ranks that wait to be taken in; each is asked again if one is lost."""
 
 
-class Refusal(NamedTuple):
+class CommandsRefused(NamedTuple):
     """A rank that takes no commands at all."""
 
     rank: int
     reason: str
 
 
-Word = HandoverDescribed | Refusal
+Word = HandoverDescribed | CommandsRefused
 
 
 class Unfit(Exception):
     """An engine whose ranks cannot begin a handover now."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: HandoverFailure) -> None:
         super().__init__(failure.reason)
         self.failure = failure
 
 
-class Handing:
+class HandoverDriver:
     """Used on one event loop. silent: whether a worker_id's heart beats no more. clock: seconds that never go back."""
 
     def __init__(
         self,
         bus: Bus,
         subjects: Subjects,
-        journal: Journal,
-        lead: Leadership,
+        journal: MigrationLog,
+        lead: LeaderLease,
         metrics: MigrationMetrics,
         gone: Gone,
         silent: Callable[[int], bool],
@@ -91,16 +91,16 @@ class Handing:
         until = self._clock() + patience
         answers = await asyncio.gather(*(self._where(engine, worker_id, rank, until, token) for rank in range(ranks)))
         for answer in answers:
-            if isinstance(answer, Failure):
+            if isinstance(answer, HandoverFailure):
                 raise Unfit(answer)
         return tuple(answer for answer in answers if isinstance(answer, HandoverDescribed))
 
-    async def carry(self, proceeding: Proceeding, revision: int | None, trace: HandoverTrace | None = None) -> Proceeding:
+    async def carry(self, proceeding: HandoverState, revision: int | None, trace: HandoverTrace | None = None) -> HandoverState:
         """Until it is over. Superseded when somebody else has changed what is durable of it; LeaseTaken when somebody else leads."""
         with self._inbox(proceeding.what.worker_id) as inbox:
             overdue = False
             async with _asking() as ask:
-                while proceeding.state is not Conducting.IDLE:
+                while proceeding.state is not CoordinatorState.IDLE:
                     await self._lead.standing()
                     proceeding, now = await self._looked(proceeding), self._clock()
                     overdue = self._told_overdue(proceeding, now, before=overdue)
@@ -116,7 +116,7 @@ class Handing:
                     proceeding = await self._listen(inbox, proceeding)
         return proceeding
 
-    async def _looked(self, proceeding: Proceeding) -> Proceeding:
+    async def _looked(self, proceeding: HandoverState) -> HandoverState:
         """With what is to be seen from here: whether the engine is there, and whether a rank has heard of a higher token."""
         what = proceeding.what
         if why := self._gone(what.engine, what.worker_id):
@@ -130,7 +130,7 @@ class Handing:
                 logger.warning("rank of engine %s has heard of token %d: %s", what.engine, proceeding.heard_token, error)
         return proceeding
 
-    async def _make(self, proceeding: Proceeding, move: Move, revision: int | None, now: float) -> tuple[Proceeding, int]:
+    async def _make(self, proceeding: HandoverState, move: Move, revision: int | None, now: float) -> tuple[HandoverState, int]:
         """Record, then make durable."""
         for entry in move.records:
             await self._journal.record(entry)
@@ -140,7 +140,7 @@ class Handing:
         self._metrics.moved(after, move, now)
         return after, kept
 
-    def _told_overdue(self, proceeding: Proceeding, now: float, *, before: bool) -> bool:
+    def _told_overdue(self, proceeding: HandoverState, now: float, *, before: bool) -> bool:
         """Whether a decided handover takes too long; the log says so once."""
         overdue, what = proceeding.overdue(now), proceeding.what
         self._metrics.overdue(what.engine, overdue)
@@ -151,7 +151,7 @@ class Handing:
             )
         return overdue
 
-    async def _listen(self, inbox: asyncio.Queue[Word], proceeding: Proceeding) -> Proceeding:
+    async def _listen(self, inbox: asyncio.Queue[Word], proceeding: HandoverState) -> HandoverState:
         """Take in what was said; wait for it until there is something to do."""
         now = self._clock()
         try:
@@ -162,14 +162,14 @@ class Handing:
         while not inbox.empty():
             words.append(inbox.get_nowait())
         for word in words:
-            proceeding = proceeding.declined(word.rank, word.reason) if isinstance(word, Refusal) else proceeding.heard(word)
+            proceeding = proceeding.declined(word.rank, word.reason) if isinstance(word, CommandsRefused) else proceeding.heard(word)
         return proceeding
 
     async def _send(self, inbox: asyncio.Queue[Word], engine: str, rank: int, command: Command) -> None:
         try:
             answer = await self._ask(engine, command, rank)
         except Declined as refusal:
-            await inbox.put(Refusal(rank, str(refusal)))
+            await inbox.put(CommandsRefused(rank, str(refusal)))
         except BusError as error:
             logger.debug("rank %d does not answer a %s: %s", rank, type(command).__name__, error)
         else:
@@ -183,16 +183,16 @@ class Handing:
             raise Declined(f"it tells of handover {answer.handover} and token {answer.token}, which cannot be; restart its engine")
         return answer
 
-    async def _where(self, engine: str, worker_id: int, rank: int, until: float, token: int) -> HandoverDescribed | Failure:
+    async def _where(self, engine: str, worker_id: int, rank: int, until: float, token: int) -> HandoverDescribed | HandoverFailure:
         while True:
             try:
                 return await self._ask(engine, DescribeHandover(worker_id=worker_id, rank=rank, token=token), rank)
             except Declined as refusal:
-                return Failure(f"rank {rank} takes part in no handover: {refusal}", DECLINED, rank)
+                return HandoverFailure(f"rank {rank} takes part in no handover: {refusal}", DECLINED, rank)
             except BusError as error:
                 logger.debug("rank %d does not say where it is: %s", rank, error)
                 if self._clock() >= until:
-                    return Failure(f"rank {rank} does not answer; see its log (roost status tells whether its engine lives)", OVERDUE, rank)
+                    return HandoverFailure(f"rank {rank} does not answer; see its log (roost status tells whether its engine lives)", OVERDUE, rank)
             await asyncio.sleep(_PAUSE_SECONDS)
 
     @contextmanager
@@ -229,11 +229,11 @@ def sane(said: HandoverDescribed) -> bool:
     return all(0 <= number <= MOST_NUMBER for number in (said.handover, said.concluded, said.flipped, said.token, said.served, said.rank))
 
 
-def stray(told: Sequence[HandoverDescribed]) -> tuple[int, Conducting] | None:
+def stray(told: Sequence[HandoverDescribed]) -> tuple[int, CoordinatorState] | None:
     """The handover that ranks have open though nothing durable knows of it, and what is to become of it: it was decided where any rank is ready or has
     flipped, and else it is given up. None: none is open."""
     handover = max((said.handover for said in told), default=0)
     if not handover:
         return None
     decided = any(said.flipped == handover or (said.handover == handover and said.state == "ready") for said in told)
-    return handover, Conducting.COMMITTING if decided else Conducting.ABORTING
+    return handover, CoordinatorState.COMMITTING if decided else CoordinatorState.ABORTING

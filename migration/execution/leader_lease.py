@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 
 from bus import Bus, BusError
-from bus.claims import LOOK_SECONDS, Lease, LeaseTaken
+from bus.claims import LOOK_SECONDS, ClaimLease, LeaseTaken
 
 logger = logging.getLogger(__name__)
 
@@ -16,11 +16,11 @@ REFRESHES = 3
 _FAREWELL_SECONDS = 1.0
 
 
-class Leadership:
+class LeaderLease:
     """One service's share in it. Used on one event loop. seconds: of a lease; clock: seconds that never go back."""
 
     def __init__(self, bus: Bus, key: str, seconds: float, clock: Callable[[], float]) -> None:
-        self._lease = Lease(bus, key, worker_id=secrets.randbits(64), node=platform.node() or "an unnamed machine", lease=seconds)
+        self._lease = ClaimLease(bus, key, worker_id=secrets.randbits(64), node=platform.node() or "an unnamed machine", lease=seconds)
         self._seconds = seconds
         self._clock = clock
         self._changing = asyncio.Lock()

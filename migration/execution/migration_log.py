@@ -14,10 +14,10 @@ import msgspec
 from bus import BlobLost, Bus, BusError, Claim, ClaimLost, StoreFull
 from bus.protocol.subjects import Subjects
 from fleet.events import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged, PlacementCommitted
-from migration.engine_state.placement_registry import Ledger
+from migration.engine_state.placement_registry import PlacementRegistry
 from migration.handover.coordinator import OpenHandover
 from migration.model.plan import Plan
-from migration.model.plan_log import Chronicle
+from migration.model.plan_log import PlanLog
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Withdrawn(ValueError):
     """What was to be begun is not wanted any more."""
 
 
-class Found(NamedTuple):
+class OpenPlans(NamedTuple):
     """What stands under an engine's key."""
 
     open: OpenHandover | None
@@ -43,7 +43,7 @@ class Found(NamedTuple):
     revision: int | None
 
 
-class Journal:
+class MigrationLog:
     """Used on one event loop. committed: told of every placement that was recorded. retry: seconds between attempts. standing: waits until nobody else
     can lead, so that what was interrupted by an outage is not gone on with by somebody who was replaced meanwhile."""
 
@@ -51,12 +51,12 @@ class Journal:
         self,
         bus: Bus,
         subjects: Subjects,
-        ledger: Ledger,
+        ledger: PlacementRegistry,
         committed: Callable[[PlacementCommitted], None],
         retry: float,
         standing: Callable[[], Awaitable[None]],
     ) -> None:
-        self.chronicle = Chronicle()
+        self.chronicle = PlanLog()
         self._bus = bus
         self._subjects = subjects
         self._ledger = ledger
@@ -117,16 +117,16 @@ class Journal:
 
     # The key
 
-    async def look(self, engine: str) -> Found:
+    async def look(self, engine: str) -> OpenPlans:
         """What is durable of an engine's handover. BusError when it cannot be read."""
         claim = await self._bus.read_claim(self._subjects.handover_key(engine))
         if claim is None:
-            return Found(None, None)
+            return OpenPlans(None, None)
         try:
-            return Found(msgspec.json.decode(claim.value, type=OpenHandover), claim.revision)
+            return OpenPlans(msgspec.json.decode(claim.value, type=OpenHandover), claim.revision)
         except msgspec.DecodeError as error:
             logger.warning("what is stored of the handover of engine %s cannot be read, and is written anew: %s", engine, error)
-            return Found(None, claim.revision)
+            return OpenPlans(None, claim.revision)
 
     async def keep(self, engine: str, state: OpenHandover, revision: int | None) -> int:
         """Make a state durable in the place of a revision; the new one. Superseded when that is not there any more. Waits for the bus."""

@@ -1,6 +1,6 @@
 """One engine's handover, as the coordinator sees it: by the tables of `fleet.handover`. Pure; the time is an argument.
 
-`Proceeding` is a value. What ranks say (`heard`, `declined`), the time and the end of the engine (`gone`) make a new one; what it calls for is
+`HandoverState` is a value. What ranks say (`heard`, `declined`), the time and the end of the engine (`gone`) make a new one; what it calls for is
 read from it: commands to ranks (`due`), and the next move (`move`), which is what to record, in order, and what then to make durable. Whoever
 carries it out does exactly that, and in that order; so a successor who finds only what is durable can go on from it (`taken_over`).
 """
@@ -24,17 +24,17 @@ from fleet.events import (
     PlacementCommitted,
     ProposeHandover,
 )
-from fleet.handover import CONDUCTING, Conducting, Cue, moved
+from fleet.handover import CONDUCTING, CoordinatorEvent, CoordinatorState, moved
 from fleet.layout import Layout
 from fleet.placement import PlacementRecord
-from migration.handover.rank_progress import DECLINED, ENGINE_GONE, OVERDUE, REPLACED, Failure, Progress, Told, hopeless, listed, reached
+from migration.handover.rank_progress import DECLINED, ENGINE_GONE, OVERDUE, REPLACED, HandoverFailure, RankProgress, RankStatus, hopeless, listed, reached
 
 Command = ProposeHandover | CommitHandover | AbortHandover | DescribeHandover
 Record = MigrationStaged | PlacementCommitted | MigrationCommitted | MigrationAborted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Undertaking:
+class HandoverSpec:
     """What is handed over. Never changes."""
 
     engine: str
@@ -71,7 +71,7 @@ class Undertaking:
 class OpenHandover(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is durable of a handover, under the engine's key: enough to end it. What else is needed stands in the log and in the plan."""
 
-    state: Conducting
+    state: CoordinatorState
     worker_id: int
     ranks: int
     handover: int
@@ -99,12 +99,12 @@ class OpenHandover(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Move(NamedTuple):
     """The next move: record these, in this order, then make the state after it durable."""
 
-    cue: Cue
+    cue: CoordinatorEvent
     records: tuple[Record, ...]
-    after: Conducting
+    after: CoordinatorState
 
 
-class Pace(NamedTuple):
+class HandoverTimes(NamedTuple):
     """Times, in seconds."""
 
     repeat: float
@@ -116,18 +116,18 @@ class Pace(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Proceeding:
+class HandoverState:
     """A handover on its way."""
 
-    what: Undertaking
-    pace: Pace
-    state: Conducting
+    what: HandoverSpec
+    pace: HandoverTimes
+    state: CoordinatorState
     token: int
     begun: float
-    told: tuple[Told, ...]
+    told: tuple[RankStatus, ...]
     """by rank"""
     decided: float | None = None
-    failure: Failure | None = None
+    failure: HandoverFailure | None = None
     left: str = ""
     """why the engine is gone; empty: it is not"""
     silent: bool = False
@@ -137,53 +137,53 @@ class Proceeding:
 
     # What happens
 
-    def heard(self, said: HandoverDescribed) -> "Proceeding":
+    def heard(self, said: HandoverDescribed) -> "HandoverState":
         """After a rank's answer or word. What is about another incarnation, rank or handover says nothing; nor does nonsense."""
         if said.worker_id != self.what.worker_id or not 0 <= said.rank < self.what.ranks:
             return self
         before = self.told[said.rank]
         progress = max(before.progress, reached(said, self.what.handover))
         pulls = said.pulls if said.handover == self.what.handover and said.pulls else before.pulls
-        told = before._replace(progress=progress, pulls=pulls, declined=before.declined and progress is Progress.UNHEARD)
+        told = before._replace(progress=progress, pulls=pulls, declined=before.declined and progress is RankProgress.UNHEARD)
         after = replace(self, told=_put(self.told, said.rank, told), heard_token=max(self.heard_token, said.token))
-        if self.state is not Conducting.PROPOSING or self.failure is not None:
+        if self.state is not CoordinatorState.PROPOSING or self.failure is not None:
             return after
         return replace(after, failure=hopeless(said, self.what.handover, self.what.epoch))
 
-    def declined(self, rank: int, reason: str) -> "Proceeding":
+    def declined(self, rank: int, reason: str) -> "HandoverState":
         """After a rank refused to take a command at all."""
         before = self.told[rank]
-        after = replace(self, told=_put(self.told, rank, before._replace(declined=before.progress is Progress.UNHEARD)))
-        if self.state is not Conducting.PROPOSING or self.failure is not None:
+        after = replace(self, told=_put(self.told, rank, before._replace(declined=before.progress is RankProgress.UNHEARD)))
+        if self.state is not CoordinatorState.PROPOSING or self.failure is not None:
             return after
-        return replace(after, failure=Failure(f"rank {rank} takes part in no handover: {reason}", DECLINED, rank))
+        return replace(after, failure=HandoverFailure(f"rank {rank} takes part in no handover: {reason}", DECLINED, rank))
 
-    def gone(self, why: str) -> "Proceeding":
+    def gone(self, why: str) -> "HandoverState":
         """After the engine left, died or came back as another incarnation. why: a clause."""
         return self if self.left else replace(self, left=why)
 
-    def listened(self, *, silent: bool) -> "Proceeding":
+    def listened(self, *, silent: bool) -> "HandoverState":
         """After listening for the engine's heart. Silence proves nothing, so it ends only an abort: what is decided must be heard, and what is not has a
         deadline."""
         return self if silent is self.silent else replace(self, silent=silent)
 
-    def asked(self, ranks: Sequence[int], now: float) -> "Proceeding":
+    def asked(self, ranks: Sequence[int], now: float) -> "HandoverState":
         """After commands were sent to these ranks."""
         told = list(self.told)
         for rank in ranks:
             told[rank] = told[rank]._replace(asked_at=now)
         return replace(self, told=tuple(told))
 
-    def with_token(self, token: int) -> "Proceeding":
+    def with_token(self, token: int) -> "HandoverState":
         """Under a higher token; every rank is asked again at once."""
         return replace(self, token=token, told=tuple(told._replace(asked_at=float("-inf")) for told in self.told))
 
-    def moved(self, move: Move, now: float) -> "Proceeding":
+    def moved(self, move: Move, now: float) -> "HandoverState":
         """After a move that was carried out. IllegalMove when the tables do not have it."""
         state = moved(CONDUCTING, self.state, move.cue)
         told = tuple(told._replace(asked_at=float("-inf")) for told in self.told)
-        decided = now if state is Conducting.COMMITTING else self.decided
-        failure = self._failed(now) if move.cue is Cue.FAILED else self.failure
+        decided = now if state is CoordinatorState.COMMITTING else self.decided
+        failure = self._failed(now) if move.cue is CoordinatorEvent.FAILED else self.failure
         return replace(self, state=state, told=told, decided=decided, failure=failure)
 
     # What that calls for
@@ -200,18 +200,18 @@ class Proceeding:
 
     def overdue(self, now: float) -> bool:
         """Whether the commit takes too long. Nothing gives it up, but somebody should look."""
-        return self.state is Conducting.COMMITTING and self.decided is not None and now - self.decided > self.pace.commit
+        return self.state is CoordinatorState.COMMITTING and self.decided is not None and now - self.decided > self.pace.commit
 
     def due(self, now: float) -> tuple[tuple[int, Command], ...]:
         """(rank, command) to send now."""
-        if self.state is Conducting.IDLE or self.left:
+        if self.state is CoordinatorState.IDLE or self.left:
             return ()
         return tuple((rank, self._command(rank)) for rank in self.waiting_for if now >= self.told[rank].asked_at + self.pace.repeat)
 
     def next_look(self, now: float) -> float:
         """When, at the latest, there is something to do; `now` or later."""
         times = [told.asked_at + self.pace.repeat for told in self.told if not self._done(told)]
-        if self.state is Conducting.PROPOSING:
+        if self.state is CoordinatorState.PROPOSING:
             times.append(self.deadline)
         return max(now, min(times, default=now))
 
@@ -220,9 +220,9 @@ class Proceeding:
         cue = self._cue(now)
         return None if cue is None else Move(cue, self._records(cue, now), moved(CONDUCTING, self.state, cue))
 
-    def durable(self, after: Conducting, now: float) -> OpenHandover:
+    def durable(self, after: CoordinatorState, now: float) -> OpenHandover:
         """What stands under the engine's key in a state."""
-        what, failure = self.what, self._failed(now) if after is Conducting.ABORTING else None
+        what, failure = self.what, self._failed(now) if after is CoordinatorState.ABORTING else None
         return OpenHandover(
             state=after,
             worker_id=what.worker_id,
@@ -239,39 +239,39 @@ class Proceeding:
             **({} if failure is None else failure._asdict()),
         )
 
-    def _done(self, told: Told) -> bool:
+    def _done(self, told: RankStatus) -> bool:
         match self.state:
-            case Conducting.PROPOSING:
-                return told.progress is Progress.STAGED
-            case Conducting.COMMITTING:
-                return told.progress is Progress.SERVING
-            case Conducting.ABORTING:
-                return told.progress >= Progress.OVER or told.declined or self.silent
+            case CoordinatorState.PROPOSING:
+                return told.progress is RankProgress.STAGED
+            case CoordinatorState.COMMITTING:
+                return told.progress is RankProgress.SERVING
+            case CoordinatorState.ABORTING:
+                return told.progress >= RankProgress.OVER or told.declined or self.silent
         return True
 
-    def _cue(self, now: float) -> Cue | None:
-        if self.state is Conducting.IDLE:
+    def _cue(self, now: float) -> CoordinatorEvent | None:
+        if self.state is CoordinatorState.IDLE:
             return None
         if self.left:
-            return Cue.ENGINE_GONE
+            return CoordinatorEvent.ENGINE_GONE
         done = not self.waiting_for
         match self.state:
-            case Conducting.PROPOSING:
+            case CoordinatorState.PROPOSING:
                 failed = self.failure is not None or (not done and now >= self.deadline)
-                return Cue.FAILED if failed else Cue.ALL_STAGED if done else None
-            case Conducting.COMMITTING:
-                return Cue.ALL_SERVING if done else None
-        return Cue.ALL_ABORTED if done else None
+                return CoordinatorEvent.FAILED if failed else CoordinatorEvent.ALL_STAGED if done else None
+            case CoordinatorState.COMMITTING:
+                return CoordinatorEvent.ALL_SERVING if done else None
+        return CoordinatorEvent.ALL_ABORTED if done else None
 
     def _command(self, rank: int) -> Command:
         what = self.what
         match self.state:
-            case Conducting.COMMITTING:
+            case CoordinatorState.COMMITTING:
                 return CommitHandover(worker_id=what.worker_id, rank=rank, token=self.token, handover=what.handover)
-            case Conducting.ABORTING:
+            case CoordinatorState.ABORTING:
                 reason = "" if self.failure is None else self.failure.reason
                 return AbortHandover(worker_id=what.worker_id, rank=rank, token=self.token, handover=what.handover, reason=reason)
-        if self.told[rank].progress is not Progress.UNHEARD or what.placement is None:
+        if self.told[rank].progress is not RankProgress.UNHEARD or what.placement is None:
             return DescribeHandover(worker_id=what.worker_id, rank=rank, token=self.token)
         return ProposeHandover(
             engine=what.engine,
@@ -286,35 +286,35 @@ class Proceeding:
             traceparent=what.traceparent,
         )
 
-    def _failed(self, now: float) -> Failure | None:
+    def _failed(self, now: float) -> HandoverFailure | None:
         """Why it is given up."""
         if self.failure is not None:
             return self.failure
         if self.left:
-            return Failure(f"engine {self.what.engine!r} is gone: {self.left}; its next life begins with what the log says", ENGINE_GONE)
-        if self.state is Conducting.PROPOSING and now >= self.deadline:
+            return HandoverFailure(f"engine {self.what.engine!r} is gone: {self.left}; its next life begins with what the log says", ENGINE_GONE)
+        if self.state is CoordinatorState.PROPOSING and now >= self.deadline:
             return self._too_late()
         return None
 
-    def _too_late(self) -> Failure:
-        silent = [rank for rank in self.waiting_for if self.told[rank].progress is Progress.UNHEARD]
+    def _too_late(self) -> HandoverFailure:
+        silent = [rank for rank in self.waiting_for if self.told[rank].progress is RankProgress.UNHEARD]
         who, did = (silent, "did not answer") if silent else (self.waiting_for, "did not stage")
         named = f"rank {who[0]}" if len(who) == 1 else f"ranks {listed(who)}"
-        return Failure(f"{named} {did} within {self.what.stage_seconds:g} s; see the log there, or raise planner.stage_seconds", OVERDUE, who[0])
+        return HandoverFailure(f"{named} {did} within {self.what.stage_seconds:g} s; see the log there, or raise planner.stage_seconds", OVERDUE, who[0])
 
     # What is recorded
 
-    def _records(self, cue: Cue, now: float) -> tuple[Record, ...]:
+    def _records(self, cue: CoordinatorEvent, now: float) -> tuple[Record, ...]:
         if not self.what.plan:
             return ()  # what a lost log knows nothing of
         match cue:
-            case Cue.ALL_STAGED:
+            case CoordinatorEvent.ALL_STAGED:
                 return self._staged(now)
-            case Cue.ALL_SERVING:
+            case CoordinatorEvent.ALL_SERVING:
                 return self._committed(now)
-            case Cue.ENGINE_GONE if self.state is Conducting.COMMITTING:
+            case CoordinatorEvent.ENGINE_GONE if self.state is CoordinatorState.COMMITTING:
                 return self._committed(now)  # it was decided, and is what the next life begins with
-            case Cue.ALL_ABORTED | Cue.ENGINE_GONE:
+            case CoordinatorEvent.ALL_ABORTED | CoordinatorEvent.ENGINE_GONE:
                 return (self._aborted(now),)
         return ()
 
@@ -360,7 +360,7 @@ class Proceeding:
         return (*placed, committed)
 
     def _aborted(self, now: float) -> MigrationAborted:
-        failure, what = self._failed(now) or Failure("it was given up", REPLACED), self.what
+        failure, what = self._failed(now) or HandoverFailure("it was given up", REPLACED), self.what
         return MigrationAborted(
             engine=what.engine,
             worker_id=what.worker_id,
@@ -375,28 +375,32 @@ class Proceeding:
         )
 
 
-def begun(what: Undertaking, token: int, pace: Pace, now: float) -> Proceeding:
+def begun(what: HandoverSpec, token: int, pace: HandoverTimes, now: float) -> HandoverState:
     """A handover whose beginning has just been made durable."""
-    return Proceeding(what=what, pace=pace, state=moved(CONDUCTING, Conducting.IDLE, Cue.BEGIN), token=token, begun=now, told=(Told(),) * what.ranks)
+    return HandoverState(
+        what=what, pace=pace, state=moved(CONDUCTING, CoordinatorState.IDLE, CoordinatorEvent.BEGIN), token=token, begun=now, told=(RankStatus(),) * what.ranks
+    )
 
 
-def taken_over(what: Undertaking, found: OpenHandover, token: int, pace: Pace, now: float, staged_seconds: float = 0.0) -> Proceeding:
+def taken_over(what: HandoverSpec, found: OpenHandover, token: int, pace: HandoverTimes, now: float, staged_seconds: float = 0.0) -> HandoverState:
     """What a predecessor left: not decided, it is given up; decided, it is gone on with; given up, it is ended.
 
     staged_seconds: that it took to stage, as far as is known.
     """
-    proceeding = Proceeding(
-        what=what, pace=pace, state=found.state, token=token, begun=now - staged_seconds, told=(Told(),) * what.ranks, decided=None, failure=None
+    proceeding = HandoverState(
+        what=what, pace=pace, state=found.state, token=token, begun=now - staged_seconds, told=(RankStatus(),) * what.ranks, decided=None, failure=None
     )
     match found.state:
-        case Conducting.PROPOSING:
-            return replace(proceeding, failure=Failure("the migration service that conducted it ended before it was decided; ask for it again", REPLACED))
-        case Conducting.COMMITTING:
+        case CoordinatorState.PROPOSING:
+            return replace(
+                proceeding, failure=HandoverFailure("the migration service that conducted it ended before it was decided; ask for it again", REPLACED)
+            )
+        case CoordinatorState.COMMITTING:
             return replace(proceeding, decided=now)
-        case Conducting.ABORTING:
-            return replace(proceeding, failure=Failure(found.reason or "it was given up", found.fault or REPLACED, found.rank))
+        case CoordinatorState.ABORTING:
+            return replace(proceeding, failure=HandoverFailure(found.reason or "it was given up", found.fault or REPLACED, found.rank))
     return proceeding
 
 
-def _put(told: tuple[Told, ...], rank: int, one: Told) -> tuple[Told, ...]:
+def _put(told: tuple[RankStatus, ...], rank: int, one: RankStatus) -> tuple[RankStatus, ...]:
     return (*told[:rank], one, *told[rank + 1 :])

@@ -3,14 +3,14 @@
 from typing import NamedTuple
 
 from fleet.events import ExpertCopy, LoopFigures, MigrationAborted, MigrationAccepted, MigrationPlanned, MigrationStaged, Origin
-from fleet.handover import Conducting
+from fleet.handover import CoordinatorState
 from fleet.placement import Placement
 from migration.config import MigrationConfig
-from migration.engine_state.placement_registry import Entry
-from migration.handover.coordinator import OpenHandover, Undertaking
-from migration.handover.rank_progress import Failure
+from migration.engine_state.placement_registry import EngineEntry
+from migration.handover.coordinator import HandoverSpec, OpenHandover
+from migration.handover.rank_progress import HandoverFailure
 from migration.model.plan import Handover, Plan
-from migration.model.plan_log import Course
+from migration.model.plan_log import PlanRun
 from migration.planning.plan_report import steps
 
 MOST_WORDS = 16
@@ -31,11 +31,11 @@ class Grounds(NamedTuple):
     """W3C; of what it answers, e.g. the span of a shift; empty: its trace begins with it"""
 
 
-def next_of(entry: Entry, plan: Plan, number: int, placement: Placement, handover: int, config: MigrationConfig) -> Undertaking:
+def next_of(entry: EngineEntry, plan: Plan, number: int, placement: Placement, handover: int, config: MigrationConfig) -> HandoverSpec:
     """Handover `number` of a plan, which makes this placement, as the engine's handover of another number."""
     what = plan.handovers[number]
     copies = copies_of(what)
-    return Undertaking(
+    return HandoverSpec(
         engine=entry.engine,
         worker_id=entry.worker_id,
         ranks=placement.ranks,
@@ -53,9 +53,9 @@ def next_of(entry: Entry, plan: Plan, number: int, placement: Placement, handove
     )
 
 
-def left_open(engine: str, left: OpenHandover, staged: MigrationStaged | None, entry: Entry | None, config: MigrationConfig) -> Undertaking:
+def left_open(engine: str, left: OpenHandover, staged: MigrationStaged | None, entry: EngineEntry | None, config: MigrationConfig) -> HandoverSpec:
     """What a predecessor left open. staged: of that handover; entry: of that life of the engine; None: the log does not know."""
-    return Undertaking(
+    return HandoverSpec(
         engine=engine,
         worker_id=left.worker_id,
         ranks=left.ranks,
@@ -73,7 +73,7 @@ def left_open(engine: str, left: OpenHandover, staged: MigrationStaged | None, e
     )
 
 
-def unheard_of(entry: Entry, handover: int, state: Conducting, token: int, stored: OpenHandover | None) -> OpenHandover:
+def unheard_of(entry: EngineEntry, handover: int, state: CoordinatorState, token: int, stored: OpenHandover | None) -> OpenHandover:
     """A handover that ranks have open though nothing durable knows of it, as it has to be ended. stored: what was found durable instead."""
     return OpenHandover(
         state=state,
@@ -122,7 +122,7 @@ def _most_bytes(handover: Handover, placement: Placement) -> int:
 # What is said of it
 
 
-def announced(entry: Entry, plan: Plan, origin: Origin, blob: str, traceparent: str, grounds: Grounds | None = None) -> MigrationPlanned:
+def announced(entry: EngineEntry, plan: Plan, origin: Origin, blob: str, traceparent: str, grounds: Grounds | None = None) -> MigrationPlanned:
     """That a plan is carried out from now on. grounds: of the planner, where it does so by itself."""
     policy, before, after, _ = grounds or Grounds("")
     return MigrationPlanned(
@@ -143,7 +143,7 @@ def announced(entry: Entry, plan: Plan, origin: Origin, blob: str, traceparent: 
     )
 
 
-def accepted(entry: Entry, plan: Plan) -> MigrationAccepted:
+def accepted(entry: EngineEntry, plan: Plan) -> MigrationAccepted:
     """The same, as an answer."""
     return MigrationAccepted(
         engine=entry.engine,
@@ -156,7 +156,7 @@ def accepted(entry: Entry, plan: Plan) -> MigrationAccepted:
     )
 
 
-def dropped(course: Course, failure: Failure) -> MigrationAborted:
+def dropped(course: PlanRun, failure: HandoverFailure) -> MigrationAborted:
     """That the rest of a plan is given up, with no handover open."""
     planned = course.planned
     return MigrationAborted(

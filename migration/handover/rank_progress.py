@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from fleet.events import HandoverDescribed, PullTold
-from fleet.handover import RankState, Verdict
+from fleet.handover import CommandVerdict, RankState
 
 ENGINE_GONE = "engine-gone"
 OVERDUE = "overdue"
@@ -18,7 +18,7 @@ REPLACED = "coordinator"
 """faults in a word, beside those that ranks tell"""
 
 
-class Progress(IntEnum):
+class RankProgress(IntEnum):
     """How far a rank is with one handover; it only grows."""
 
     UNHEARD = 0
@@ -31,7 +31,7 @@ class Progress(IntEnum):
     SERVING = 6
 
 
-class Failure(NamedTuple):
+class HandoverFailure(NamedTuple):
     """Why a handover is given up."""
 
     reason: str
@@ -40,44 +40,44 @@ class Failure(NamedTuple):
     rank: int | None = None
 
 
-class Told(NamedTuple):
+class RankStatus(NamedTuple):
     """What is known of one rank."""
 
-    progress: Progress = Progress.UNHEARD
+    progress: RankProgress = RankProgress.UNHEARD
     asked_at: float = float("-inf")
     declined: bool = False
     """it refuses to take part, and has never said that it does"""
     pulls: tuple[PullTold, ...] = ()
 
 
-_STATES: dict[str, Progress] = {
-    RankState.STAGING: Progress.STAGING,
-    RankState.FAILED: Progress.FAILED,
-    RankState.STAGED: Progress.STAGED,
-    RankState.READY: Progress.READY,
+_STATES: dict[str, RankProgress] = {
+    RankState.STAGING: RankProgress.STAGING,
+    RankState.FAILED: RankProgress.FAILED,
+    RankState.STAGED: RankProgress.STAGED,
+    RankState.READY: RankProgress.READY,
 }
 
 
-def reached(said: HandoverDescribed, handover: int) -> Progress:
+def reached(said: HandoverDescribed, handover: int) -> RankProgress:
     """How far a rank says to be with a handover. That it is open goes before what is over: an abort of a later one concludes that one alone."""
     if said.flipped == handover:
-        return Progress.SERVING
+        return RankProgress.SERVING
     if said.handover == handover:
-        return _STATES.get(said.state, Progress.UNHEARD)
-    return Progress.OVER if said.concluded >= handover else Progress.UNHEARD
+        return _STATES.get(said.state, RankProgress.UNHEARD)
+    return RankProgress.OVER if said.concluded >= handover else RankProgress.UNHEARD
 
 
-def hopeless(said: HandoverDescribed, handover: int, epoch: int) -> Failure | None:
+def hopeless(said: HandoverDescribed, handover: int, epoch: int) -> HandoverFailure | None:
     """What a rank says that leaves no hope for a proposal; None: nothing."""
     rank, progress = said.rank, reached(said, handover)
-    if progress is Progress.FAILED:
-        return Failure(said.failure or f"rank {rank} could not stage and does not say why; see its log", said.fault or "unknown", rank)
-    if progress is Progress.OVER:
-        return Failure(f"rank {rank} has been told to give it up by somebody else; ask for it again", REPLACED, rank)
-    if said.verdict == Verdict.BUSY and progress is Progress.UNHEARD:
-        return Failure(f"rank {rank} is in the middle of handover {said.handover}; ask again when that is over", "busy", rank)
-    if said.verdict == Verdict.PAST and progress is Progress.UNHEARD:
-        return Failure(f"rank {rank} serves epoch {said.served}, which epoch {epoch} does not follow; plan anew", "epoch", rank)
+    if progress is RankProgress.FAILED:
+        return HandoverFailure(said.failure or f"rank {rank} could not stage and does not say why; see its log", said.fault or "unknown", rank)
+    if progress is RankProgress.OVER:
+        return HandoverFailure(f"rank {rank} has been told to give it up by somebody else; ask for it again", REPLACED, rank)
+    if said.verdict == CommandVerdict.BUSY and progress is RankProgress.UNHEARD:
+        return HandoverFailure(f"rank {rank} is in the middle of handover {said.handover}; ask again when that is over", "busy", rank)
+    if said.verdict == CommandVerdict.PAST and progress is RankProgress.UNHEARD:
+        return HandoverFailure(f"rank {rank} serves epoch {said.served}, which epoch {epoch} does not follow; plan anew", "epoch", rank)
     return None
 
 

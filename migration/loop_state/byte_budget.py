@@ -6,7 +6,7 @@ MOST_ENTRIES = 1024
 """Handovers that are told apart; of more, the oldest count as one that ended with the younger of them."""
 
 
-class Spending:
+class ByteBudget:
     """Of one engine. A byte counts for as long as the budget's interval lasts after its handover was committed. Times are seconds of one clock."""
 
     def __init__(self) -> None:

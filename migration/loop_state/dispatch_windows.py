@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fleet.events import DispatchMeasured, LayerFigures, LoopFigures
 from migration.config import MigrationConfig
-from migration.engine_state.placement_registry import Entry, Fault, Refused
+from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementFault
 from migration.loop_state.verdict import Measurement
 
 SLICES = 128
@@ -31,7 +31,7 @@ _TOLERANCE = 1e-3
 Array = NDArray[np.float64]
 
 
-class Window(NamedTuple):
+class DispatchWindow(NamedTuple):
     """Means over a window, and by layer."""
 
     measured: Measurement
@@ -58,7 +58,7 @@ class _Engine:
     slices: deque[_Slice] = field(default_factory=lambda: deque(maxlen=SLICES))
 
 
-class Measured:
+class DispatchWindows:
     """Of the engines that are present. `now` is seconds of one clock that never goes back."""
 
     def __init__(self, config: MigrationConfig) -> None:
@@ -70,7 +70,7 @@ class Measured:
         """Other lengths of windows, from the next slice on."""
         self._config = config
 
-    def keep_only(self, entries: Iterable[Entry]) -> None:
+    def keep_only(self, entries: Iterable[EngineEntry]) -> None:
         """The engines that are present."""
         present = {entry.worker_id: entry for entry in entries}
         for worker_id in self._engines.keys() - present.keys():
@@ -102,7 +102,7 @@ class Measured:
 
     def window(
         self, worker_id: int, first: int, now: float, *, epoch: int | None = None, seconds: float | None = None, since: float | None = None
-    ) -> Window | None:
+    ) -> DispatchWindow | None:
         """What was measured of an engine lately. None: too little.
 
         first: the first layer that is not sharded. epoch: that it served meanwhile; None: any. seconds: the last so many, None: all that is known;
@@ -122,27 +122,29 @@ def _checked(said: DispatchMeasured, engine: _Engine) -> Array:
     """float64 [3, layers] of balance, remote ranks and local pairs. Refused names what cannot be."""
     who = f"a measurement of {said.engine}/{said.rank}"
     if said.engine != engine.engine:
-        raise Refused(Fault.CONTRADICTION, f"{who}: worker {said.worker_id} is engine {engine.engine!r}")
+        raise InvalidPlacementEvent(PlacementFault.CONTRADICTION, f"{who}: worker {said.worker_id} is engine {engine.engine!r}")
     if not 0 <= said.rank < engine.ranks:
-        raise Refused(Fault.SHAPE, f"{who}: rank {said.rank} of an engine of {engine.ranks}")
+        raise InvalidPlacementEvent(PlacementFault.SHAPE, f"{who}: rank {said.rank} of an engine of {engine.ranks}")
     parts = (said.balance, said.remote_ranks, said.local, said.served)
     if any(len(part) != engine.layers for part in parts):
-        raise Refused(Fault.SHAPE, f"{who}: {[len(part) for part in parts]} layers; the engine has {engine.layers}")
+        raise InvalidPlacementEvent(PlacementFault.SHAPE, f"{who}: {[len(part) for part in parts]} layers; the engine has {engine.layers}")
     numbers = np.array(parts, np.float64)
     counts = np.array([said.steps, said.tokens, said.pairs, said.epoch, said.seconds, said.step_seconds], np.float64)
     if not (np.isfinite(numbers).all() and np.isfinite(counts).all()) or (numbers < 0).any() or (counts < 0).any() or said.steps < 1:
-        raise Refused(Fault.DEMAND, f"{who}: all numbers must be finite and not negative, and its steps at least 1")
+        raise InvalidPlacementEvent(PlacementFault.DEMAND, f"{who}: all numbers must be finite and not negative, and its steps at least 1")
     if not said.step_seconds <= said.seconds <= MOST_SECONDS:
-        raise Refused(Fault.DEMAND, f"{who}: steps of {said.step_seconds} s in {said.seconds} s; an interval holds its steps, {MOST_SECONDS:g} s at most")
+        raise InvalidPlacementEvent(
+            PlacementFault.DEMAND, f"{who}: steps of {said.step_seconds} s in {said.seconds} s; an interval holds its steps, {MOST_SECONDS:g} s at most"
+        )
     if said.communication_seconds is not None and not 0 <= said.communication_seconds <= said.step_seconds * (1.0 + _TOLERANCE):
-        raise Refused(Fault.DEMAND, f"{who}: {said.communication_seconds} s of communication in steps of {said.step_seconds} s")
+        raise InvalidPlacementEvent(PlacementFault.DEMAND, f"{who}: {said.communication_seconds} s of communication in steps of {said.step_seconds} s")
     most = np.array([said.steps, said.tokens * (engine.ranks - 1), said.pairs])[:, None]
     if (numbers[:3] > most * (1.0 + _TOLERANCE) + _TOLERANCE).any():
-        raise Refused(Fault.DEMAND, f"{who}: more than its {said.steps} steps, {said.tokens} tokens and {said.pairs} pairs allow")
+        raise InvalidPlacementEvent(PlacementFault.DEMAND, f"{who}: more than its {said.steps} steps, {said.tokens} tokens and {said.pairs} pairs allow")
     return np.asarray(numbers[:3])
 
 
-def _window(slices: list[_Slice], ranks: int, first: int) -> Window:
+def _window(slices: list[_Slice], ranks: int, first: int) -> DispatchWindow:
     """Layers that are sharded (below `first`) are left out of all means."""
     parts = [np.array([one.sums for one in slices]), np.array([one.layers for one in slices])]
     batches = min(BATCHES, len(slices))
@@ -162,7 +164,7 @@ def _window(slices: list[_Slice], ranks: int, first: int) -> Window:
     if np.isfinite(communication).all():
         means["communication"] = _ratio(communication, took)
     total = layers.sum(axis=0)
-    return Window(
+    return DispatchWindow(
         measured=Measurement(
             figures=LoopFigures(**{name: mean for name, (mean, _) in means.items()}, tokens=float(tokens.sum())),
             errors=LoopFigures(**{name: error for name, (_, error) in means.items()}),

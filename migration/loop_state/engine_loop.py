@@ -7,10 +7,10 @@ from typing import NamedTuple
 from fleet.events import EngineLoop, LoopFigures
 from migration.config import MigrationConfig
 from migration.handover.handover_messages import Grounds
-from migration.loop_state.dispatch_windows import Window
-from migration.loop_state.plan_history import Annals, Tale
-from migration.loop_state.verdict import Prices
-from migration.model.engine_view import Homes
+from migration.loop_state.dispatch_windows import DispatchWindow
+from migration.loop_state.plan_history import PlanHistory, PlanStory
+from migration.loop_state.verdict import StepPrices
+from migration.model.engine_view import PlannedHomes
 from migration.model.plan_record import Measures, PlanRecord
 from migration.model.sampling_noise import expected_most
 
@@ -23,7 +23,7 @@ SHIFT_LASTS = 3.0
 
 
 @dataclass(slots=True)
-class Shift:
+class DemandShift:
     """That what is wanted is not what it was."""
 
     at: float
@@ -31,7 +31,7 @@ class Shift:
 
 
 @dataclass(slots=True)
-class Undoing:
+class Rollback:
     """What was done about a plan that did harm."""
 
     plan: str
@@ -63,25 +63,25 @@ class Undoing:
 
 
 @dataclass(slots=True)
-class Pilot:
+class EngineLoopState:
     """`now` is seconds of one clock that never goes back."""
 
     engine: str
     worker_id: int
     next_at: float
     """when to think again, at the latest"""
-    annals: Annals
+    annals: PlanHistory
     decided: str = ""
     decided_at: float | None = None
     """Unix seconds"""
-    shift: Shift | None = None
+    shift: DemandShift | None = None
     hurried_at: float = float("-inf")
     """the last thought because of a shift"""
-    homes: Homes | None = None
+    homes: PlannedHomes | None = None
     """that hold with what is served now"""
-    homes_after: Homes | None = None
+    homes_after: PlannedHomes | None = None
     """that hold from the end of the plan under way on"""
-    undoing: Undoing | None = None
+    undoing: Rollback | None = None
     """of the last plan that did harm"""
     retry_at: float = float("-inf")
     """before then, what failed is not tried again"""
@@ -98,15 +98,15 @@ class Pilot:
         return f"{trouble}; {self.decided}".removesuffix("; ") if trouble else self.decided
 
     @property
-    def to_undo(self) -> Tale | None:
+    def to_undo(self) -> PlanStory | None:
         """A plan that did harm, and that is to be undone."""
         harmful = self.annals.to_undo
         return None if harmful is None or self.undoing_of(harmful).over else harmful
 
-    def undoing_of(self, harmful: Tale) -> Undoing:
+    def undoing_of(self, harmful: PlanStory) -> Rollback:
         """What was done about it."""
         if self.undoing is None or self.undoing.plan != harmful.planned.plan:
-            self.undoing = Undoing(harmful.planned.plan)
+            self.undoing = Rollback(harmful.planned.plan)
         return self.undoing
 
     def undo_at(self) -> float:
@@ -114,7 +114,7 @@ class Pilot:
         harmful = self.to_undo
         return float("inf") if harmful is None else self.undoing_of(harmful).at
 
-    def shifted(self, shift: Shift) -> None:
+    def shifted(self, shift: DemandShift) -> None:
         """Think about it soon. Shifts at the same time are one."""
         if self.shift is None or shift.at - self.shift.at > SHIFT_SECONDS:
             self.shift = shift
@@ -124,7 +124,7 @@ class Pilot:
         """What was to be done about a shift is done, or need not be done any more."""
         self.shift = None
 
-    def answers(self, now: float, config: MigrationConfig) -> Shift | None:
+    def answers(self, now: float, config: MigrationConfig) -> DemandShift | None:
         """The shift that a plan made now would answer; None: it would be one of the cycle's."""
         if self.shift is not None and now - self.shift.at >= SHIFT_LASTS * config.window_seconds:
             self.settled()
@@ -159,17 +159,17 @@ class Pilot:
         return self.annals.spending.left(now, config.budget_bytes, config.budget_seconds)
 
 
-class Standing(NamedTuple):
+class EngineStanding(NamedTuple):
     """What others know of an engine: its epoch, what was measured lately and in the beginning, what is taken of predictions, how many experts rest."""
 
     epoch: int
-    window: Window | None
+    window: DispatchWindow | None
     at_start: LoopFigures | None
     trust: float
     resting: int
 
 
-def story(pilot: Pilot, standing: Standing, config: MigrationConfig, now: float) -> EngineLoop:
+def story(pilot: EngineLoopState, standing: EngineStanding, config: MigrationConfig, now: float) -> EngineLoop:
     """What is done with an engine, for whoever asks."""
     homes, window = pilot.homes, standing.window
     return EngineLoop(
@@ -192,7 +192,7 @@ def story(pilot: Pilot, standing: Standing, config: MigrationConfig, now: float)
     )
 
 
-def withheld(pilot: Pilot, record: PlanRecord, config: MigrationConfig, paused: str | None, answers: Shift | None, now: float) -> str:
+def withheld(pilot: EngineLoopState, record: PlanRecord, config: MigrationConfig, paused: str | None, answers: DemandShift | None, now: float) -> str:
     """Why a plan that pays is not carried out now; empty: it is. paused: why; None: it is not. answers: the shift that it is the answer to."""
     if not config.automatic:
         return "planner.automatic is off: carry it out with roost plan --apply"
@@ -233,10 +233,10 @@ def grounds(record: PlanRecord, traceparent: str) -> Grounds:
     return Grounds(record.policy, before, after, traceparent)
 
 
-def prices(record: PlanRecord, ranks: int, top_k: int) -> Prices | None:
+def prices(record: PlanRecord, ranks: int, top_k: int) -> StepPrices | None:
     """What the plan was reckoned with: seconds of a step for an even load of the experts, and by distinct remote rank. None: it was not reckoned."""
     if record.before is None:
         return None
     told = foretold(record.before, record.step_ceiling)
     remote = record.before.dispatch_seconds / told.remote_ranks if told.remote_ranks else 0.0
-    return Prices(experts=record.before.expert_seconds * told.balance, remote=remote, chance=expected_most(ranks) * sqrt(ranks / top_k))
+    return StepPrices(experts=record.before.expert_seconds * told.balance, remote=remote, chance=expected_most(ranks) * sqrt(ranks / top_k))

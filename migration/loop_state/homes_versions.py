@@ -3,11 +3,11 @@
 import msgspec
 
 from fleet.events import HomesPublished
-from migration.engine_state.placement_registry import Entry
-from migration.model.engine_view import Homes
+from migration.engine_state.placement_registry import EngineEntry
+from migration.model.engine_view import PlannedHomes
 
 
-class Homesteads:
+class HomesVersions:
     """Homes that differ from those said before get a version above all versions before."""
 
     def __init__(self, first_version: int) -> None:
@@ -15,7 +15,7 @@ class Homesteads:
         self._said: dict[int, HomesPublished] = {}
         self.changes = 0
 
-    def said(self, entry: Entry, model: str, homes: Homes) -> HomesPublished:
+    def said(self, entry: EngineEntry, model: str, homes: PlannedHomes) -> HomesPublished:
         """What to say of an engine now: the same as last time, under its version, when nothing changed."""
         said = HomesPublished(
             engine=entry.engine,

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.events import LoopFigures
-from migration.loop_state.verdict import Measurement, Prices
+from migration.loop_state.verdict import Measurement, StepPrices
 
 MOST_ENGINES = 256
 """Engines that are remembered; those that were written of last stay."""
@@ -18,11 +18,11 @@ MOST_REASON = 500
 """characters"""
 
 
-class Judging(msgspec.Struct, frozen=True, kw_only=True):
+class PendingVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan is to be judged by, as it was when it began."""
 
     plan: str
-    prices: Prices
+    prices: StepPrices
     before: Measurement | None = None
     """None: too little was measured"""
 
@@ -59,7 +59,7 @@ class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
     trust_at: float = 0.0
     """Unix seconds, when it was last moved"""
     at_start: LoopFigures | None = None
-    judging: Judging | None = None
+    judging: PendingVerdict | None = None
     harms: tuple[Harm, ...] = ()
 
     def harmed(self, harm: Harm, now: float) -> "EngineMemory":

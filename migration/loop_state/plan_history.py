@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from fleet.events import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged, PlanJudged, PlanTold
-from migration.loop_state.byte_budget import Spending
+from migration.loop_state.byte_budget import ByteBudget
 
 MOST_TALES = 32
 """Plans that are remembered of an engine, the last ones."""
@@ -23,7 +23,7 @@ Entry = MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAbort
 
 
 @dataclass(slots=True)
-class Tale:
+class PlanStory:
     """One plan."""
 
     planned: MigrationPlanned
@@ -76,14 +76,14 @@ class Tale:
         return "committed"
 
 
-class Annals:
+class PlanHistory:
     """Of one engine, all of its lives."""
 
     def __init__(self) -> None:
-        self.spending = Spending()
+        self.spending = ByteBudget()
         self.moved_bytes = 0
         """copied by any plan since the log begins, or the service"""
-        self._tales: OrderedDict[str, Tale] = OrderedDict()
+        self._tales: OrderedDict[str, PlanStory] = OrderedDict()
         """by id, the oldest first"""
         self._ids: OrderedDict[str, None] = OrderedDict()
         """of all plans that were heard of: a story that is told again from its beginning does not begin anew"""
@@ -110,17 +110,17 @@ class Annals:
         return True
 
     @property
-    def last(self) -> Tale | None:
+    def last(self) -> PlanStory | None:
         """The newest plan; None: there was none."""
         return next(reversed(self._tales.values()), None)
 
     @property
-    def to_judge(self) -> Tale | None:
+    def to_judge(self) -> PlanStory | None:
         """The newest of the planner's own that waits to be judged."""
         return next((tale for tale in reversed(self._tales.values()) if tale.awaits_judgement), None)
 
     @property
-    def to_undo(self) -> Tale | None:
+    def to_undo(self) -> PlanStory | None:
         """The newest plan, where it was judged harmful: what followed it was in vain, or was a rollback of our own that was given up on its way."""
         behind = (tale for tale in reversed(self._tales.values()) if not (tale.in_vain or (tale.undoes and isinstance(tale.end, MigrationAborted))))
         newest = next(behind, None)
@@ -137,7 +137,7 @@ class Annals:
         failed = list(takewhile(lambda tale: tale.own and isinstance(tale.end, MigrationAborted), reversed(self._tales.values())))
         return failed[0].ended_at + seconds * 2 ** min(len(failed), MOST_DOUBLINGS) if failed else float("-inf")
 
-    def follows(self, tale: Tale) -> bool:
+    def follows(self, tale: PlanStory) -> bool:
         """Whether another plan changed something behind this one."""
         return any(later.numbers for later in takewhile(lambda other: other is not tale, reversed(self._tales.values())))
 
@@ -146,14 +146,14 @@ class Annals:
         return tuple(_told(tale) for tale in list(reversed(self._tales.values()))[:MOST_TOLD])
 
     def _begin(self, planned: MigrationPlanned, wall: float) -> None:
-        self._tales[planned.plan] = Tale(planned, wall)
+        self._tales[planned.plan] = PlanStory(planned, wall)
         self._ids[planned.plan] = None
         while len(self._ids) > MOST_IDS:
             self._ids.popitem(last=False)
         while len(self._tales) > MOST_TALES:
             self._tales.popitem(last=False)
 
-    def _committed(self, tale: Tale, said: MigrationCommitted, now: float) -> None:
+    def _committed(self, tale: PlanStory, said: MigrationCommitted, now: float) -> None:
         tale.numbers.add(said.number)
         copied = max(said.bytes, 0)
         tale.copied_bytes += copied
@@ -165,7 +165,7 @@ class Annals:
             tale.end, tale.ended_at = said, now
 
 
-def _told(tale: Tale) -> PlanTold:
+def _told(tale: PlanStory) -> PlanTold:
     planned, judged = tale.planned, tale.judged
     return PlanTold(
         plan=planned.plan,

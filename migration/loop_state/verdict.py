@@ -26,7 +26,7 @@ RECOVERY = 8.0
 """Lifetimes of a demand after which what is missing of trust is down to 1/e by itself: what plans brought long ago says little."""
 
 
-class Prices(msgspec.Struct, frozen=True, kw_only=True):
+class StepPrices(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of one step of the engine, all layers together, as the plan was reckoned with."""
 
     experts: float
@@ -71,7 +71,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
         return self.figures.step_seconds / self.token_seconds if self.token_seconds else 0.0
 
 
-class Case(NamedTuple):
+class PlanCase(NamedTuple):
     """A plan that is over, and what is known of it."""
 
     predicted_before: LoopFigures
@@ -79,7 +79,7 @@ class Case(NamedTuple):
     before: Measurement | None
     """None: it was not measured"""
     after: Measurement | None
-    prices: Prices | None
+    prices: StepPrices | None
     """None: nobody knows any more"""
     least_pairs: float
     """behind each layer of a measurement that says anything"""
@@ -102,7 +102,7 @@ class Judgement(NamedTuple):
     reason: str
 
 
-def judged(case: Case, trust: float) -> Judgement:
+def judged(case: PlanCase, trust: float) -> Judgement:
     """trust: what was taken of predictions until now."""
     before, after, prices = case.before, case.after, case.prices
     missing = _missing(case)
@@ -134,7 +134,7 @@ def recovered(trust: float, seconds: float, lifetime_seconds: float) -> float:
     return 1.0 - (1.0 - trust) * exp(-max(seconds, 0.0) / (RECOVERY * lifetime_seconds))
 
 
-def _missing(case: Case) -> str:
+def _missing(case: PlanCase) -> str:
     """Why nothing can be said; empty: something can."""
     if case.disturbed:
         return case.disturbed

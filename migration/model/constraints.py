@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Limits:
+class Constraints:
     """Bounds of one plan. None: no bound of this kind. ValueError names the one that is out of range."""
 
     most_copies: int | None = None
@@ -33,4 +33,4 @@ class Limits:
             raise ValueError(f"limits: target must be above 0 and at most 1, not {self.target}")
 
 
-UNLIMITED = Limits()
+UNLIMITED = Constraints()

@@ -26,7 +26,7 @@ _LEAST = 1e-300
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Terms:
+class CostTerms:
     """What seconds depend on, beside placement and demand. ValueError names what is out of range."""
 
     speed: EngineSpeed
@@ -44,7 +44,7 @@ class Terms:
         if not 0 < self.step_tokens < np.inf:
             raise ValueError(f"terms: step_tokens must be above 0 and finite, not {self.step_tokens}")
 
-    def step_seconds(self, spent: "Seconds", layers: int, blocks: float = 0.0) -> float:
+    def step_seconds(self, spent: "StepSeconds", layers: int, blocks: float = 0.0) -> float:
         """How long a step lasts whose layers, so many, take this for what placement decides. Speeds of an even load hold the even part of
         the experts' time already (`EngineSpeed.expert_pair`). blocks: KV blocks in use, mean over the ranks."""
         speed, ranks = self.speed, len(self.node)
@@ -58,7 +58,7 @@ class Terms:
         return self.step_tokens * self.top_k * demand.shape[1] / total if total else 0.0
 
 
-class Seconds(msgspec.Struct, frozen=True, kw_only=True):
+class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
     """Of one engine step, all layers together."""
 
     experts: float = 0.0
@@ -76,7 +76,7 @@ class Seconds(msgspec.Struct, frozen=True, kw_only=True):
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """A placement under a demand, in figures."""
 
-    seconds: Seconds
+    seconds: StepSeconds
     balance: float
     """mean rank load / max rank load, mean over layers"""
     least_balance: float
@@ -90,7 +90,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """share of (token, k) pairs that the rank of their own request serves"""
 
 
-class Judged(NamedTuple):
+class PricedPlacement(NamedTuple):
     """A placement under a demand."""
 
     figures: Figures
@@ -98,7 +98,7 @@ class Judged(NamedTuple):
     """float64 [layers]: of a step, experts and dispatch"""
 
 
-def judged(placement: Placement, demand: NDArray[Any], terms: Terms, memory_seconds: float = 0.0) -> Judged:
+def judged(placement: Placement, demand: NDArray[Any], terms: CostTerms, memory_seconds: float = 0.0) -> PricedPlacement:
     """demand: [ranks, layers, experts], (token, k) pairs in any unit by the rank their requests live on.
 
     memory_seconds: of `migration.planning.slots_vs_kv_cache`. Without any demand, nothing takes time and everything is balanced and local.
@@ -108,7 +108,7 @@ def judged(placement: Placement, demand: NDArray[Any], terms: Terms, memory_seco
     even, experts, dispatch = balance(load), expert_seconds(load, terms.speed), sent.seconds(terms.speed)
     tokens, pairs = terms.step_tokens * placement.layers, float(demand.sum(dtype=np.float64))
     found = Figures(
-        seconds=Seconds(experts=float(experts.sum()), dispatch=float(dispatch.sum()), memory=memory_seconds),
+        seconds=StepSeconds(experts=float(experts.sum()), dispatch=float(dispatch.sum()), memory=memory_seconds),
         balance=float(even.mean()),
         least_balance=float(even.min()),
         step_ceiling=step_ceiling(placement.ranks, terms.step_tokens * terms.top_k),
@@ -116,10 +116,10 @@ def judged(placement: Placement, demand: NDArray[Any], terms: Terms, memory_seco
         remote_nodes=float(sent.nodes_out.sum()) / tokens,
         local=float(sent.local.sum() / pairs) if pairs else 1.0,
     )
-    return Judged(found, experts + dispatch)
+    return PricedPlacement(found, experts + dispatch)
 
 
-def figures(placement: Placement, demand: NDArray[Any], terms: Terms, memory_seconds: float = 0.0) -> Figures:
+def figures(placement: Placement, demand: NDArray[Any], terms: CostTerms, memory_seconds: float = 0.0) -> Figures:
     """A placement under a demand, all layers together. Arguments as of `judged`."""
     return judged(placement, demand, terms, memory_seconds).figures
 
@@ -146,7 +146,7 @@ def step_ceiling(ranks: int, step_pairs: float) -> float:
     return 1.0 / (1.0 + expected_most(ranks) / sqrt(max(step_pairs / ranks, _LEAST)))
 
 
-class Traffic(NamedTuple):
+class DispatchTraffic(NamedTuple):
     """What one step sends: expected distinct (token, destination) pairs, float64 [layers, ranks] each."""
 
     ranks_out: Array
@@ -166,7 +166,7 @@ class Traffic(NamedTuple):
         return np.asarray(speed.dispatch * busiest[0] + speed.dispatch_node * busiest[1])
 
 
-def traffic(placement: Placement, demand: NDArray[Any], terms: Terms) -> Traffic:
+def traffic(placement: Placement, demand: NDArray[Any], terms: CostTerms) -> DispatchTraffic:
     """Distinct destinations of one step's tokens, by the rule of `fleet.dispatch`. A token's k experts are taken as independent draws, so a
     place that serves the part m of a rank's pairs is reached by its tokens with probability 1 - (1 - m)^k; of gates limited to groups, nodes are
     reached as `migration.model.grouped_routing` says."""
@@ -179,7 +179,7 @@ def traffic(placement: Placement, demand: NDArray[Any], terms: Terms) -> Traffic
     across = _nodes_reached(member.T @ part, placement, terms) * tokens[:, None, :] * (1.0 - member.T)
     reached = _reached(part, terms.top_k) * tokens[:, None, :]
     np.einsum("lrr->lr", reached)[...] = 0.0
-    return Traffic(
+    return DispatchTraffic(
         ranks_out=reached.sum(axis=1),
         ranks_in=reached.sum(axis=2),
         nodes_out=across.sum(axis=1),
@@ -188,7 +188,7 @@ def traffic(placement: Placement, demand: NDArray[Any], terms: Terms) -> Traffic
     )
 
 
-def _nodes_reached(mass: Array, placement: Placement, terms: Terms) -> Array:
+def _nodes_reached(mass: Array, placement: Placement, terms: CostTerms) -> Array:
     """[layers, nodes, ranks]: probability that a rank's token reaches a node."""
     nodes = mass.shape[1]
     if terms.shape is None or not limited(terms.shape) or nodes == 1:
@@ -207,7 +207,7 @@ def _reached(mass: Array, top_k: int) -> Array:
     return np.asarray(1.0 - power)
 
 
-class Links(msgspec.Struct, frozen=True, kw_only=True):
+class LinkSpeeds(msgspec.Struct, frozen=True, kw_only=True):
     """How fast weights travel, bytes per second into or out of one rank, and what else a handover costs."""
 
     same_node: float
@@ -262,7 +262,7 @@ class Payback(msgspec.Struct, frozen=True, kw_only=True):
         return self.after_seconds is not None and self.after_seconds < self.lifetime_seconds
 
 
-def payback(gain_seconds: float, steps_per_second: float, lifetime_seconds: float, transfers: Transfers, node: NDArray[np.intp], links: Links) -> Payback:
+def payback(gain_seconds: float, steps_per_second: float, lifetime_seconds: float, transfers: Transfers, node: NDArray[np.intp], links: LinkSpeeds) -> Payback:
     """gain_seconds: by which a step gets shorter. A plan that gains nothing never pays; one that costs nothing has paid at once."""
     taken = transfer_seconds(transfers, node, links)
     gain, cost = gain_seconds * steps_per_second, taken * links.contention
@@ -276,7 +276,7 @@ def payback(gain_seconds: float, steps_per_second: float, lifetime_seconds: floa
     )
 
 
-def transfer_seconds(transfers: Transfers, node: NDArray[np.intp], links: Links) -> float:
+def transfer_seconds(transfers: Transfers, node: NDArray[np.intp], links: LinkSpeeds) -> float:
     """Handovers follow one another. Each takes its busiest rank, the larger of in and out, over its slowest link, and the checksums of what arrived."""
     if not len(transfers.bytes):
         return 0.0

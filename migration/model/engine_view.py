@@ -12,10 +12,10 @@ from fleet.layout import Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
-from migration.model.move_history import History
+from migration.model.move_history import MoveHistory
 
 
-class Counted(NamedTuple):
+class DemandCounts(NamedTuple):
     """What the requests of one rank wanted in a window. Its arrays never change."""
 
     pairs: NDArray[np.float32] | None
@@ -38,18 +38,18 @@ class Counted(NamedTuple):
 class Demand:
     """What the requests of each rank wanted in a window. It is summed up by whoever asks first, in whatever thread."""
 
-    ranks: tuple[Counted, ...]
+    ranks: tuple[DemandCounts, ...]
     told: NDArray[np.float64]
     """[ranks]: pairs behind each layer, as whoever said the demand says"""
     seconds: float
     """length of the window; 0: a moment"""
     began: float = np.inf
-    """when it began, seconds on the clock of `View.now`; inf: nobody says, and it counts as new"""
+    """when it began, seconds on the clock of `EngineView.now`; inf: nobody says, and it counts as new"""
 
     @classmethod
     def of(cls, rates: NDArray[Any], pairs: NDArray[np.float64], seconds: float = 0.0, began: float = np.inf) -> "Demand":
         """Rates [ranks, layers, experts], pairs per second, with so many pairs [ranks] behind each layer."""
-        return cls(tuple(Counted(None, rank, 0.0, 0.0) for rank in np.asarray(rates, np.float32)), pairs, seconds, began)
+        return cls(tuple(DemandCounts(None, rank, 0.0, 0.0) for rank in np.asarray(rates, np.float32)), pairs, seconds, began)
 
     @cached_property
     def known(self) -> NDArray[np.float64]:
@@ -82,7 +82,7 @@ class Demand:
         return float(self.rates.sum(dtype=np.float64) / (len(self.rates[0]) * top_k))
 
 
-class Homes(NamedTuple):
+class PlannedHomes(NamedTuple):
     """Where kinds of requests should live."""
 
     share: NDArray[np.float32] | None
@@ -94,7 +94,7 @@ class Homes(NamedTuple):
     note: str
     """in a sentence: why these, or why none"""
     at: float
-    """when they were found, seconds on the clock of `View.now`"""
+    """when they were found, seconds on the clock of `EngineView.now`"""
 
 
 class CacheUse(NamedTuple):
@@ -107,7 +107,7 @@ class CacheUse(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class View:
+class EngineView:
     """One engine: what it holds, what is wanted of it, what it can do."""
 
     engine: str
@@ -132,9 +132,9 @@ class View:
     foreseen: float = 0.0
     """in [0, 1]: how far requests can be told apart before they run, whatever the placement: how far what is foretold of one goes from the traffic's mix
     to hindsight"""
-    homes: Homes | None = None
+    homes: PlannedHomes | None = None
     """what was said of homes last; None: nothing"""
-    history: History | None = None
+    history: MoveHistory | None = None
     """what was moved lately; None: nobody knows"""
     since: Demand | None = None
     """the first whole window after that; None: it is not over yet"""
@@ -142,7 +142,7 @@ class View:
     """seconds on the clock of the history"""
 
     @cached_property
-    def past(self) -> History | None:
+    def past(self) -> MoveHistory | None:
         """The history, with the evidence that there is for what the last plan did."""
         return self.history if self.history is None or self.since is None else self.history.seen(self.since.wanted)
 

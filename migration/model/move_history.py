@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Placement
-from migration.model.placement_changes import NOWHERE, Changes, Table, taken
+from migration.model.placement_changes import NOWHERE, PlacementChanges, Table, taken
 
 Counts = NDArray[np.float32]
 """float32 [groups, layers, experts]: (token, k) pairs of a window, by rank, or of all ranks together where `groups` is 1"""
@@ -26,7 +26,7 @@ SIGNIFICANT = 4.0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class History:
+class MoveHistory:
     """Of one life of an engine. Bounded: one time per expert, one plan, one demand."""
 
     worker_id: int
@@ -46,13 +46,13 @@ class History:
     """[layers, experts]: until when an expert rests whatever was moved, because it was part of a plan that did harm; None: none does"""
 
     @classmethod
-    def begin(cls, worker_id: int, placement: Placement) -> "History":
+    def begin(cls, worker_id: int, placement: Placement) -> "MoveHistory":
         """A life that begins with this placement."""
         never = np.full((placement.layers, placement.experts), NEVER)
         table = placement.expert_of_slot
         return cls(worker_id=worker_id, epoch=placement.epoch, table=table, ranks=placement.ranks, moved=never, base=table)
 
-    def committed(self, placement: Placement, plan: str | None, at: float, demand: Counts | None = None) -> "History":
+    def committed(self, placement: Placement, plan: str | None, at: float, demand: Counts | None = None) -> "MoveHistory":
         """After one more epoch; an old one changes nothing.
 
         plan: its id; handovers of one plan count as one, and an epoch of no plan leaves nothing that could be undone. at: when, in seconds of the clock that
@@ -74,11 +74,11 @@ class History:
             demand=self.demand if goes_on and demand is None else demand,
         )
 
-    def seen(self, demand: Counts) -> "History":
+    def seen(self, demand: Counts) -> "MoveHistory":
         """The demand of a window: evidence for what the last plan did, where there is none."""
         return self if self.demand is not None else replace(self, demand=demand)
 
-    def harmed(self, cells: NDArray[np.bool_], until: float) -> "History":
+    def harmed(self, cells: NDArray[np.bool_], until: float) -> "MoveHistory":
         """These experts [layers, experts] rest until then. ValueError when there are others in this history."""
         if cells.shape != self.moved.shape:
             raise ValueError(f"history: {cells.shape} experts are to rest; there are {self.moved.shape}")
@@ -92,7 +92,7 @@ class History:
             resting = resting | (now < self.rests)
         return np.asarray(resting | (now - self.moved.max(axis=1, keepdims=True) < layer_seconds))
 
-    def without_reversals(self, changes: Changes, demand: Counts, z: float = SIGNIFICANT) -> Changes:
+    def without_reversals(self, changes: PlacementChanges, demand: Counts, z: float = SIGNIFICANT) -> PlacementChanges:
         """Without those that undo the last plan on no new evidence, and without what builds on them: the rest of their layers.
 
         changes: of the placement of this epoch. A change undoes the last plan when it brings to a rank what the plan took from it, or takes what
@@ -137,12 +137,12 @@ class History:
         return held
 
 
-def retraced(worker_id: int, life: Sequence[tuple[Placement, str | None, float]]) -> History | None:
+def retraced(worker_id: int, life: Sequence[tuple[Placement, str | None, float]]) -> MoveHistory | None:
     """The history of a life from what the log says of it: (placement, id of its plan, when), in the log's order. None: it says nothing, or nonsense."""
-    history: History | None = None
+    history: MoveHistory | None = None
     for placement, plan, at in life:
         try:
-            history = History.begin(worker_id, placement) if history is None else history.committed(placement, plan, at)
+            history = MoveHistory.begin(worker_id, placement) if history is None else history.committed(placement, plan, at)
         except ValueError:
             return None
     return history

@@ -18,7 +18,7 @@ NOWHERE = -1
 """no second slot"""
 
 
-class Kind(IntEnum):
+class ChangeKind(IntEnum):
     """What a change does."""
 
     REPLICATE = 0
@@ -31,7 +31,7 @@ class Kind(IntEnum):
     """a spare replica is given up, its slot becomes empty: nothing is copied"""
 
 
-class Changes(NamedTuple):
+class PlacementChanges(NamedTuple):
     """n changes, in the order in which they were chosen. Arrays of length n unless said otherwise.
 
     A change writes `expert` into `slot`, and, where `other_slot` is not NOWHERE, `other_expert` (EMPTY for a move) into `other_slot`.
@@ -58,12 +58,12 @@ class Changes(NamedTuple):
 
 COPIES = np.array([1, 2, 1, 0], np.int64)
 """by Kind"""
-NONE = Changes(
+NONE = PlacementChanges(
     np.empty(0, np.uint8), np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int16), np.empty(0, np.int32), np.empty(0, np.int16), np.empty(0)
 )
 
 
-def made(table: Table, changes: Changes) -> Table:
+def made(table: Table, changes: PlacementChanges) -> Table:
     """The table after these changes, in their order; the argument is left as it was."""
     after = table.copy()
     for layer, slot, expert, other_slot, other_expert in zip(*(part.tolist() for part in changes[1:6]), strict=True):
@@ -73,17 +73,17 @@ def made(table: Table, changes: Changes) -> Table:
     return after
 
 
-def taken(changes: Changes, which: NDArray[np.bool_] | NDArray[np.intp]) -> Changes:
+def taken(changes: PlacementChanges, which: NDArray[np.bool_] | NDArray[np.intp]) -> PlacementChanges:
     """Some of them."""
-    return Changes._make(part[which] for part in changes)
+    return PlacementChanges._make(part[which] for part in changes)
 
 
-def joined(parts: Sequence[Changes]) -> Changes:
+def joined(parts: Sequence[PlacementChanges]) -> PlacementChanges:
     """One series after the other."""
-    return Changes._make(np.concatenate(columns) for columns in zip(*parts, strict=True)) if parts else NONE
+    return PlacementChanges._make(np.concatenate(columns) for columns in zip(*parts, strict=True)) if parts else NONE
 
 
-def within(changes: Changes, most_copies: int) -> Changes:
+def within(changes: PlacementChanges, most_copies: int) -> PlacementChanges:
     """As many as fit into a budget of copies, best gain per copy first; of each layer a beginning of its series, as they build on one another.
 
     A change's worth is the best mean gain per copy of any run of its layer's series that begins with it: a small step before a large one is not lost.
@@ -105,7 +105,7 @@ def within(changes: Changes, most_copies: int) -> Changes:
     return taken(changes, chosen)
 
 
-def _runs(changes: Changes, members: NDArray[np.intp]) -> list[tuple[float, NDArray[np.intp]]]:
+def _runs(changes: PlacementChanges, members: NDArray[np.intp]) -> list[tuple[float, NDArray[np.intp]]]:
     """A layer's series cut into runs of falling mean gain per copy, (mean, members): the upper concave envelope of gain over copies."""
     runs: list[tuple[float, float, list[int]]] = []
     for member in members.tolist():

@@ -35,7 +35,7 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     bytes: int
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+class PlanStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One change of one layer. What it does, by kind:
 
     - `reweight`: the replicas of the layer share its tokens in another way; nothing is copied.
@@ -91,7 +91,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     epoch: int
     """the one it makes"""
-    steps: tuple[Step, ...]
+    steps: tuple[PlanStep, ...]
     """in this order; what they copy is read from what the epoch before holds"""
     split: SplitRecord | None = None
     """how replicas share from then on; None: evenly, in every layer"""
@@ -121,7 +121,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """why nothing is done; empty: it is worth doing"""
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[PlanStep, ...]:
         return tuple(step for handover in self.handovers for step in handover.steps)
 
     @property
@@ -164,7 +164,7 @@ def planned(
     )
 
 
-class Cause(StrEnum):
+class PlanCause(StrEnum):
     """Why a plan cannot be carried out on the placement that is there."""
 
     EPOCH = "epoch"
@@ -186,7 +186,7 @@ class Cause(StrEnum):
 class Inapplicable(ValueError):
     """A handover does not fit the placement it meets. `step` is its index in the handover; None: it is the handover as a whole."""
 
-    def __init__(self, cause: Cause, handover: Handover, step: int | None, detail: str) -> None:
+    def __init__(self, cause: PlanCause, handover: Handover, step: int | None, detail: str) -> None:
         where = (
             f"handover to epoch {handover.epoch}" if step is None else f"step {step} ({handover.steps[step].kind}) of the handover to epoch {handover.epoch}"
         )
@@ -203,7 +203,9 @@ def replay(placement: Placement, plan: Plan) -> list[Placement]:
     series: list[Placement] = []
     for handover in plan.handovers:
         if stated != found:
-            raise Inapplicable(Cause.SHAPE, handover, None, f"made for (layers, experts, ranks, slots per rank) {stated}, the placement has {found}; plan anew")
+            raise Inapplicable(
+                PlanCause.SHAPE, handover, None, f"made for (layers, experts, ranks, slots per rank) {stated}, the placement has {found}; plan anew"
+            )
         placement = applied(placement, handover)
         series.append(placement)
     return series
@@ -212,7 +214,7 @@ def replay(placement: Placement, plan: Plan) -> list[Placement]:
 def applied(placement: Placement, handover: Handover) -> Placement:
     """The placement after one handover. Inapplicable names the step that does not hold on it, and the cause."""
     if handover.epoch != placement.epoch + 1:
-        raise Inapplicable(Cause.EPOCH, handover, None, f"the placement is of epoch {placement.epoch}; plan anew from what is there")
+        raise Inapplicable(PlanCause.EPOCH, handover, None, f"the placement is of epoch {placement.epoch}; plan anew from what is there")
     table = placement.expert_of_slot.copy()
     for index, step in enumerate(handover.steps):
         _Check(placement, table, handover, index).carry_out(step)
@@ -220,7 +222,7 @@ def applied(placement: Placement, handover: Handover) -> Placement:
         split = None if handover.split is None else handover.split.over(placement.split)
         return Placement(table, experts=placement.experts, ranks=placement.ranks, epoch=handover.epoch, split=split)
     except ValueError as error:
-        raise Inapplicable(Cause.PLACEMENT, handover, None, str(error)) from error
+        raise Inapplicable(PlanCause.PLACEMENT, handover, None, str(error)) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,15 +234,15 @@ class _Check:
     handover: Handover
     index: int
 
-    def carry_out(self, step: Step) -> None:
+    def carry_out(self, step: PlanStep) -> None:
         """Write what the step says into the table; Inapplicable when it does not hold."""
         if not 0 <= step.layer < self.base.layers:
-            raise self._no(Cause.SHAPE, f"layer {step.layer} does not exist")
+            raise self._no(PlanCause.SHAPE, f"layer {step.layer} does not exist")
         if step.kind == "reweight":
             self._copies(step, {})
             return
         if step.slot is None or step.expert is None or not 0 <= step.expert < self.base.experts:
-            raise self._no(Cause.SHAPE, f"slot {step.slot}, expert {step.expert}: both must be named, and exist")
+            raise self._no(PlanCause.SHAPE, f"slot {step.slot}, expert {step.expert}: both must be named, and exist")
         match step.kind:
             case "drop":
                 self._write(step.layer, step.slot, step.expert, EMPTY)
@@ -262,33 +264,34 @@ class _Check:
 
     def _write(self, layer: int, slot: int | None, before: int, after: int) -> None:
         if slot is None or not 0 <= slot < self.table.shape[1]:
-            raise self._no(Cause.SHAPE, f"slot {slot} does not exist")
+            raise self._no(PlanCause.SHAPE, f"slot {slot} does not exist")
         found = int(self.table[layer, slot])
         if found != before:
-            raise self._no(Cause.SLOT, f"layer {layer} slot {slot} holds {_named(layer, found)}, not {_named(layer, before)}; plan anew")
+            raise self._no(PlanCause.SLOT, f"layer {layer} slot {slot} holds {_named(layer, found)}, not {_named(layer, before)}; plan anew")
         per = self.base.slots_per_rank
         rank = slot // per
         if after != EMPTY and (self.table[layer, rank * per : (rank + 1) * per] == after).any():
-            raise self._no(Cause.DUPLICATE, f"rank {rank} holds {_named(layer, after)} already")
+            raise self._no(PlanCause.DUPLICATE, f"rank {rank} holds {_named(layer, after)} already")
         self.table[layer, slot] = after
 
-    def _copies(self, step: Step, wanted: dict[int, int]) -> None:
+    def _copies(self, step: PlanStep, wanted: dict[int, int]) -> None:
         """What is copied is what is written, from slots of other ranks that hold it in the epoch that is served meanwhile."""
         stated = {copy.slot: copy.expert for copy in step.copies}
         if stated != wanted or len(step.copies) != len(wanted):
-            raise self._no(Cause.COPY, f"it writes {wanted} (slot: expert), but copies {stated}")
+            raise self._no(PlanCause.COPY, f"it writes {wanted} (slot: expert), but copies {stated}")
         for copy in step.copies:
             if copy.source is None:
                 continue
             if not 0 <= copy.source < self.table.shape[1]:
-                raise self._no(Cause.SHAPE, f"slot {copy.source} does not exist")
+                raise self._no(PlanCause.SHAPE, f"slot {copy.source} does not exist")
             held = int(self.base.expert_of_slot[step.layer, copy.source])
             if held != copy.expert:
                 raise self._no(
-                    Cause.SOURCE, f"layer {step.layer} slot {copy.source} holds {_named(step.layer, held)}, not {_named(step.layer, copy.expert)}; plan anew"
+                    PlanCause.SOURCE,
+                    f"layer {step.layer} slot {copy.source} holds {_named(step.layer, held)}, not {_named(step.layer, copy.expert)}; plan anew",
                 )
 
-    def _no(self, cause: Cause, detail: str) -> Inapplicable:
+    def _no(self, cause: PlanCause, detail: str) -> Inapplicable:
         return Inapplicable(cause, self.handover, self.index, detail)
 
 

@@ -11,7 +11,7 @@ MOST_IDS = 1024
 
 
 @dataclass(slots=True)
-class Course:
+class PlanRun:
     """The newest plan of an engine."""
 
     planned: MigrationPlanned
@@ -24,11 +24,11 @@ class Course:
     """(kind, number, handover) of what was recorded; as many as the plan has handovers, twice"""
 
 
-class Chronicle:
+class PlanLog:
     """Of one namespace."""
 
     def __init__(self) -> None:
-        self._courses: dict[str, Course] = {}
+        self._courses: dict[str, PlanRun] = {}
         self._ids: dict[str, OrderedDict[str, str]] = {}
         """by engine and id: the blob in which a plan is stored; empty: in none"""
         self._seconds: dict[str, dict[str, MigrationPlanned]] = {}
@@ -44,7 +44,7 @@ class Chronicle:
             while len(ids) > MOST_IDS:
                 ids.popitem(last=False)
             if self.under_way(said.engine) is None:
-                self._courses[said.engine] = Course(said)
+                self._courses[said.engine] = PlanRun(said)
             else:
                 self._seconds.setdefault(said.engine, {})[said.plan] = said
             return True
@@ -73,11 +73,11 @@ class Chronicle:
         course = self._courses.get(entry.engine)
         return course is not None and course.planned.plan == entry.plan and _named(entry) in course.entries
 
-    def course(self, engine: str) -> Course | None:
+    def course(self, engine: str) -> PlanRun | None:
         """Of the newest plan; None: there was none."""
         return self._courses.get(engine)
 
-    def under_way(self, engine: str) -> Course | None:
+    def under_way(self, engine: str) -> PlanRun | None:
         """The plan that has no end yet."""
         course = self._courses.get(engine)
         return course if course is not None and course.end is None else None

@@ -20,7 +20,7 @@ _POINTS = np.linspace(-3.0, 5.0, 11)
 """standard deviations beyond the largest mean between which the distribution of the largest of normals is added up"""
 
 
-class Noise(NamedTuple):
+class LoadNoise(NamedTuple):
     """How many (token, k) pairs stand behind a load, in each layer: a number, or [layers]."""
 
     window: float | NDArray[Any]

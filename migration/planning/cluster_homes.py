@@ -16,8 +16,8 @@ from scipy.sparse import coo_array
 
 from migration.solvers.holder_value import Held
 from migration.solvers.load_cap import Table, held_of, split_under
-from migration.solvers.locality_placement import Located, Room, located, measured, placed, worth_of
-from migration.solvers.specialisation_test import Gate, gate
+from migration.solvers.locality_placement import LocalityPlacement, LocalityProblem, located, measured, placed, worth_of
+from migration.solvers.specialisation_test import SpecialisationTest, gate
 
 Values = NDArray[np.float64]
 ROUNDS = 6
@@ -38,7 +38,7 @@ _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Traffic:
+class ClusterTraffic:
     """Clusters of requests, and what they want. ValueError when shapes do not fit."""
 
     profiles: NDArray[Any]
@@ -70,23 +70,24 @@ class Traffic:
         where = np.where(known, (1.0 - self.leak) * homes + self.leak * even, even) * shares[:, None]
         return np.asarray((where.T @ self.profiles.reshape(len(shares), -1)).reshape(-1, *self.profiles.shape[1:]), np.float64)
 
-    def some(self, layers: NDArray[np.intp]) -> "Traffic":
+    def some(self, layers: NDArray[np.intp]) -> "ClusterTraffic":
         """Of some layers."""
-        return Traffic(self.profiles[:, layers], self.shares, self.leak, self.capacity)
+        return ClusterTraffic(self.profiles[:, layers], self.shares, self.leak, self.capacity)
 
 
-class Housed(NamedTuple):
-    """What `homes` found. Shares saved are parts of what dispatch costs when nothing is local (`migration.solvers.locality_placement.Located.saved`), mean
+class HomesSearchResult(NamedTuple):
+    """What `homes` found. Shares saved are parts of what dispatch costs when nothing is local
+    (`migration.solvers.locality_placement.LocalityPlacement.saved`), mean
     over layers."""
 
     homes: Values | None
     """float64 [K, ranks]: how much of a cluster's requests belongs on which rank; rows sum to 1, of unused clusters to 0. None: nobody has a home"""
     reason: str
-    gate: Gate | None
+    gate: SpecialisationTest | None
     """None: it was not asked"""
     demand: Values
     """float64 [ranks, layers, experts] under these homes, or without any"""
-    located: Located | None
+    located: LocalityPlacement | None
     """the placement that goes with them; None where nothing is proposed"""
     saved_before: float
     """by the present homes and placement; 0 where none is known"""
@@ -95,8 +96,8 @@ class Housed(NamedTuple):
 
 
 def homes(
-    traffic: Traffic,
-    room: Room,
+    traffic: ClusterTraffic,
+    room: LocalityProblem,
     *,
     pairs: NDArray[Any] | None = None,
     before: Values | None = None,
@@ -104,24 +105,24 @@ def homes(
     least: float = 0.005,
     better: float = 0.005,
     rounds: int = ROUNDS,
-) -> Housed:
+) -> HomesSearchResult:
     """Homes of the clusters and the placement that goes with them, or why there should be none.
 
     pairs: [K] pairs per layer that each profile was learnt from, for the gate; None: it is not asked. least: what they must save over having none (a share, as
-    in `Housed.saved`). before: [K, ranks], present homes, kept unless others save at least `better` more. present: int16 [layers, slots] placement.
+    in `HomesSearchResult.saved`). before: [K, ranks], present homes, kept unless others save at least `better` more. present: int16 [layers, slots] placement.
     """
     ranks, none = room.ranks, np.zeros((len(traffic.shares), room.ranks))
     found = None if pairs is None else gate(traffic.profiles, _told(pairs, traffic), of="clusters")
     saved_before = 0.0 if present is None else _saved_now(traffic, room, before, present)
     if (found is not None and not found.specialised) or (traffic.shares > 0).sum() < 2:
         reason = found.reason if found is not None and not found.specialised else "one cluster has no place of its own"
-        return Housed(None, reason, found, traffic.demand(none), None, saved_before, saved_before, 0)
+        return HomesSearchResult(None, reason, found, traffic.demand(none), None, saved_before, saved_before, 0)
     search = _Search(traffic, room, present)
     best, value, turns = search.best(before, rounds)
     nothing = search.saved(none)
     if value < nothing + least:
         reason = f"homes would save {100 * value:.1f} % of dispatch, the same placement without them {100 * nothing:.1f} %"
-        return Housed(None, reason, found, traffic.demand(none), None, saved_before, saved_before, turns)
+        return HomesSearchResult(None, reason, found, traffic.demand(none), None, saved_before, saved_before, turns)
     reason = f"homes save {100 * value:.1f} % of dispatch, placement alone {100 * nothing:.1f} %"
     kept = None if before is None or before.shape != best.shape or not before.any() else search.saved(before)
     if before is not None and kept is not None and value < kept + better:
@@ -130,11 +131,11 @@ def homes(
         best = laid_onto(best, search.held(best), held_of(present[search.layers], ranks, traffic.profiles.shape[2]), room, traffic.room_for(ranks))
     demand = traffic.demand(best)
     place = located(demand, room, present)
-    return Housed(best, reason, found, demand, place, saved_before, float(place.saved.mean()), turns)
+    return HomesSearchResult(best, reason, found, demand, place, saved_before, float(place.saved.mean()), turns)
 
 
-class Resident(NamedTuple):
-    """What homes would save under the placement that there is; shares as in `Housed`."""
+class FixedPlacementHomes(NamedTuple):
+    """What homes would save under the placement that there is; shares as in `HomesSearchResult`."""
 
     none: float
     """without any"""
@@ -146,21 +147,21 @@ class Resident(NamedTuple):
     """by these"""
 
 
-def resident(traffic: Traffic, room: Room, present: Table, before: Values | None = None) -> Resident:
+def resident(traffic: ClusterTraffic, room: LocalityProblem, present: Table, before: Values | None = None) -> FixedPlacementHomes:
     """Homes for a placement that stays as it is. present: int16 [layers, slots]; before: [K, ranks]."""
     search = _Search(traffic, room, present)
     held = held_of(present[search.layers], room.ranks, traffic.profiles.shape[2])
     best = search.routed_to(held)
     none = search.saved_by(held, np.zeros_like(best))
-    return Resident(none, None if before is None else search.saved_by(held, before), best, search.saved_by(held, best))
+    return FixedPlacementHomes(none, None if before is None else search.saved_by(held, before), best, search.saved_by(held, best))
 
 
-def _told(pairs: NDArray[Any], traffic: Traffic) -> NDArray[Any]:
+def _told(pairs: NDArray[Any], traffic: ClusterTraffic) -> NDArray[Any]:
     """Unused clusters say nothing."""
     return np.where(traffic.shares > 0, pairs, 0.0)
 
 
-def _saved_now(traffic: Traffic, room: Room, before: Values | None, present: Table) -> float:
+def _saved_now(traffic: ClusterTraffic, room: LocalityProblem, before: Values | None, present: Table) -> float:
     demand = traffic.demand(np.zeros((len(traffic.shares), room.ranks)) if before is None else before)
     split = split_under(present, demand, room.ranks, room.node, 1.0 / room.balance)
     return float(measured(present, split, demand, room).saved.mean())
@@ -169,7 +170,7 @@ def _saved_now(traffic: Traffic, room: Room, before: Values | None, present: Tab
 class _Search:
     """The alternation, on some of the layers."""
 
-    def __init__(self, traffic: Traffic, room: Room, present: Table | None) -> None:
+    def __init__(self, traffic: ClusterTraffic, room: LocalityProblem, present: Table | None) -> None:
         layers, experts = traffic.profiles.shape[1:]
         count = min(layers, max(4, _CELLS // (room.ranks * experts)))
         self.layers = np.unique(np.linspace(0, layers - 1, count).round().astype(np.intp))
@@ -252,7 +253,7 @@ def routed(value: Values, shares: NDArray[Any], capacity: Values) -> Values:
     return homes
 
 
-def chained(traffic: Traffic, ranks: int) -> Values:
+def chained(traffic: ClusterTraffic, ranks: int) -> Values:
     """float64 [K, ranks]: clusters in a row, each beside the one it resembles most, laid along the ranks."""
     used = np.flatnonzero(traffic.shares > 0)
     shares = np.asarray(traffic.shares[used], np.float64) / float(traffic.shares[used].sum())
@@ -268,7 +269,7 @@ def chained(traffic: Traffic, ranks: int) -> Values:
     return laid_along(traffic, used[row], ranks)
 
 
-def laid_along(traffic: Traffic, row: NDArray[np.intp], ranks: int) -> Values:
+def laid_along(traffic: ClusterTraffic, row: NDArray[np.intp], ranks: int) -> Values:
     """float64 [K, ranks]: clusters in this order along the ranks, so much of each rank as their shares are. row: the clusters that have a share."""
     shares = np.asarray(traffic.shares[row], np.float64) / float(traffic.shares[row].sum())
     ends = np.cumsum(shares)
@@ -279,7 +280,7 @@ def laid_along(traffic: Traffic, row: NDArray[np.intp], ranks: int) -> Values:
     return np.asarray(homes / np.where(homes.sum(axis=1, keepdims=True) > 0, homes.sum(axis=1, keepdims=True), 1.0))
 
 
-def laid_onto(found: Values, held: Held, present: Held, room: Room, capacity: Values) -> Values:
+def laid_onto(found: Values, held: Held, present: Held, room: LocalityProblem, capacity: Values) -> Values:
     """The homes [K, ranks] with ranks renamed, node by node, so that `held` has most replicas where `present` has them; both bool [layers, ranks, experts].
 
     Only ranks of the same capacity, and nodes of as many ranks, take each other's place.

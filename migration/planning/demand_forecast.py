@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from migration.model.engine_view import Demand, View
-from migration.planning.cluster_homes import Traffic
+from migration.model.engine_view import Demand, EngineView
+from migration.planning.cluster_homes import ClusterTraffic
 from migration.solvers.specialisation_test import gate
 
 Values = NDArray[np.float64]
@@ -34,21 +34,21 @@ LEAST_LEAK = 0.1
 _TINY = 1e-300
 
 
-class Steering(NamedTuple):
+class RoutingForecast(NamedTuple):
     """What is known of an engine's requests that can be sent home."""
 
-    fit: Traffic
+    fit: ClusterTraffic
     """of the window that plans are made from"""
-    later: Traffic
+    later: ClusterTraffic
     """of the one that they are judged on"""
-    followed: "Followed"
+    followed: "ForecastDemand"
     known: NDArray[np.float64] | None
     """[K, ranks]: the homes that hold; None: nobody has one"""
     stale: bool
     """a window began before those did: it tells what is wanted, and not where it will be"""
 
 
-def steering(view: View, fit: NDArray[Any], judged: NDArray[Any]) -> Steering | str:
+def steering(view: EngineView, fit: NDArray[Any], judged: NDArray[Any]) -> RoutingForecast | str:
     """What can be said of sending requests home, or why nothing can. fit, judged: [ranks, layers, experts], the last layers of the view's windows."""
     clusters, layers = view.clusters, fit.shape[1]
     if clusters is None:
@@ -66,23 +66,23 @@ def steering(view: View, fit: NDArray[Any], judged: NDArray[Any]) -> Steering | 
         if not found.specialised:
             return found.reason
     shares = [mix_of(window.sum(axis=0), profiles, clusters.shares) for window in (fit, judged)]
-    plain = Traffic(profiles, shares[1])
+    plain = ClusterTraffic(profiles, shares[1])
     held = None if known is None else lived(known, shares[1], plain.room_for(len(view.node)))
     seen = _fresh(view, view.judged) and held is not None
     part = followed(judged, view.judged.pairs, plain, held, view.foreseen) if seen and held is not None else expected(view.foreseen)
     leak = max(LEAST_LEAK, 1.0 - part.part)
     stale = known is not None and not (_fresh(view, view.demand) and _fresh(view, view.judged))
-    return Steering(Traffic(profiles, shares[0], leak), Traffic(profiles, shares[1], leak), part, known, stale)
+    return RoutingForecast(ClusterTraffic(profiles, shares[0], leak), ClusterTraffic(profiles, shares[1], leak), part, known, stale)
 
 
-def _known(view: View, clusters: int) -> NDArray[np.float64] | None:
+def _known(view: EngineView, clusters: int) -> NDArray[np.float64] | None:
     said = view.homes
     if said is None or said.share is None or said.share.shape != (clusters, len(view.node)) or said.epoch > view.placement.epoch:
         return None
     return np.asarray(said.share, np.float64)
 
 
-def _fresh(view: View, window: Demand) -> bool:
+def _fresh(view: EngineView, window: Demand) -> bool:
     """Whether it was counted while the present homes held; those of a plan hold from its last epoch on."""
     if view.homes is None:
         return True
@@ -124,7 +124,7 @@ def lived(homes: Values, shares: NDArray[Any], capacity: Values) -> Values:
     return np.asarray(homes * fits + elsewhere * left / max(float(left.sum()), _TINY))
 
 
-def spread(wanted: NDArray[Any], traffic: Traffic, homes: Values) -> Values:
+def spread(wanted: NDArray[Any], traffic: ClusterTraffic, homes: Values) -> Values:
     """float64 [ranks, layers, experts]: as much of every expert as all ranks together want, by the ranks at which its requests will live.
 
     wanted: [ranks, layers, experts] pairs, in any unit, which is kept; homes: [K, ranks], a row of zeros: anywhere.
@@ -137,7 +137,7 @@ def spread(wanted: NDArray[Any], traffic: Traffic, homes: Values) -> Values:
     return np.asarray(part)
 
 
-class Followed(NamedTuple):
+class ForecastDemand(NamedTuple):
     """How far requests live where they are at home."""
 
     part: float
@@ -146,13 +146,13 @@ class Followed(NamedTuple):
     """whether a window has said anything of it; False: it is what is to be expected of requests that can be foretold so well"""
 
 
-def expected(foreseen: float) -> Followed:
+def expected(foreseen: float) -> ForecastDemand:
     """Before anything was seen. foreseen: in [0, 1], how well requests can be foretold: a share of a divergence, which grows with the square of how far
     signatures are apart, while the part of demand that goes home is linear in them."""
-    return Followed(STEERED * min(max(foreseen, 0.0), 1.0) ** 0.5, False)
+    return ForecastDemand(STEERED * min(max(foreseen, 0.0), 1.0) ** 0.5, False)
 
 
-def followed(wanted: NDArray[Any], pairs: NDArray[Any], traffic: Traffic, homes: Values, foreseen: float) -> Followed:
+def followed(wanted: NDArray[Any], pairs: NDArray[Any], traffic: ClusterTraffic, homes: Values, foreseen: float) -> ForecastDemand:
     """How far the ranks' demand is what homes make of it: 0 where all ranks want the same, 1 where every request is at home.
 
     wanted: [ranks, layers, experts], any unit; pairs: [ranks] behind each layer of it; homes: [K, ranks] that held while it was counted. Demand is linear in
@@ -164,17 +164,17 @@ def followed(wanted: NDArray[Any], pairs: NDArray[Any], traffic: Traffic, homes:
     if not (rank > 0).all():
         return before
     weight = rank / rank.sum()
-    seen, would = (_apart(part, weight) for part in (wanted / rank, _own(Traffic(traffic.profiles, traffic.shares, 0.0, traffic.capacity), homes)))
+    seen, would = (_apart(part, weight) for part in (wanted / rank, _own(ClusterTraffic(traffic.profiles, traffic.shares, 0.0, traffic.capacity), homes)))
     energy = float((weight * would**2).sum())
     noise = float((weight**2 * would**2 * (wanted / rank) / np.maximum(pairs, 1.0)[:, None, None]).sum()) * REPEATS / wanted.shape[1]
     if energy <= 0.0 or noise <= 0.0:
         return before
     found, precision = float((weight * seen * would).sum()) / energy, energy**2 / noise
     doubt = 1.0 / _DOUBT**2
-    return Followed(min(max((before.part * doubt + found * precision) / (doubt + precision), 0.0), 1.0), precision > doubt)
+    return ForecastDemand(min(max((before.part * doubt + found * precision) / (doubt + precision), 0.0), 1.0), precision > doubt)
 
 
-def _own(traffic: Traffic, homes: Values) -> Values:
+def _own(traffic: ClusterTraffic, homes: Values) -> Values:
     """[ranks, layers, experts]: what each rank's requests want, as parts of all that they want."""
     demand = traffic.demand(homes)
     return np.asarray(demand / np.maximum(demand.sum(axis=(1, 2), keepdims=True), _TINY))

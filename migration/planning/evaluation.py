@@ -6,23 +6,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import Placement, Split
-from migration.model.constraints import Limits
-from migration.model.cost_model import Judged, Payback, payback
-from migration.model.placement_changes import Changes, made, within
+from migration.model.constraints import Constraints
+from migration.model.cost_model import Payback, PricedPlacement, payback
+from migration.model.placement_changes import PlacementChanges, made, within
 from migration.model.plan import Handover
 from migration.planning.handover_batching import ordered, transfers
-from migration.planning.problem import Situation
-from migration.planning.strategies import Candidate, shared
+from migration.planning.problem import PlanningProblem
+from migration.planning.strategies import PlanCandidate, shared
 
 
 @dataclass(frozen=True, eq=False)
-class Appraised:
+class EvaluatedPlan:
     """A candidate, carried through to its end."""
 
-    candidate: Candidate
+    candidate: PlanCandidate
     placement: Placement
     """of the situation's layers, in the end"""
-    after: Judged
+    after: PricedPlacement
     handovers: tuple[Handover, ...]
     """of the whole model's layers"""
     payback: Payback
@@ -38,7 +38,7 @@ class Appraised:
         return int(self.candidate.changes.copies.sum())
 
 
-def appraised(found: Situation, candidate: Candidate, after: Judged | None = None) -> Appraised:
+def appraised(found: PlanningProblem, candidate: PlanCandidate, after: PricedPlacement | None = None) -> EvaluatedPlan:
     """after: the judgement of where it leads to, where that is known. Unorderable when no series of handovers can make it."""
     placement = candidate.placement(found)
     after = candidate.situation(found).judge(placement) if after is None else after
@@ -55,10 +55,10 @@ def appraised(found: Situation, candidate: Candidate, after: Judged | None = Non
         found.node,
         found.links,
     )
-    return Appraised(candidate, placement, after, handovers, paid, gain)
+    return EvaluatedPlan(candidate, placement, after, handovers, paid, gain)
 
 
-def most_gained(found: Situation, end: Placement) -> float:
+def most_gained(found: PlanningProblem, end: Placement) -> float:
     """Seconds by which a step gets shorter on the way to a placement, as far as the budget reaches: the layers that gain most per copy come first, and
     each gains in proportion to its copies, though rank after rank must be relieved before the fullest is."""
     gain = np.maximum(found.before.seconds - found.judge(end).seconds, 0.0)
@@ -71,7 +71,7 @@ def most_gained(found: Situation, end: Placement) -> float:
     return float((gain * np.clip((most - copies.cumsum()) / copies + 1.0, 0.0, 1.0)).sum())
 
 
-def least_cost(found: Situation, candidate: Candidate) -> float:
+def least_cost(found: PlanningProblem, candidate: PlanCandidate) -> float:
     """Seconds that carrying it out costs at least, known before its handovers are: the rank that gets most, over the fastest link, at one go."""
     changes, per, links = candidate.changes, found.placement.slots_per_rank, found.links
     slots = np.concatenate([changes.slot[changes.copies > 0], changes.other_slot[changes.copies > 1]])
@@ -81,7 +81,7 @@ def least_cost(found: Situation, candidate: Candidate) -> float:
     return links.contention * (most / max(links.same_node, links.cross_node, links.checkpoint) + most / links.checksum + links.handover_seconds)
 
 
-def _beginning(found: Situation, candidate: Candidate, by_layer: NDArray[np.float64], handovers: int) -> Candidate:
+def _beginning(found: PlanningProblem, candidate: PlanCandidate, by_layer: NDArray[np.float64], handovers: int) -> PlanCandidate:
     """The best part of a candidate that takes too many handovers."""
     copies = int(candidate.changes.copies.sum()) * found.config.most_steps // (2 * handovers)
     changes = within(_in_seconds(candidate.changes, by_layer), copies)
@@ -89,12 +89,12 @@ def _beginning(found: Situation, candidate: Candidate, by_layer: NDArray[np.floa
     return candidate._replace(changes=changes, split=split)
 
 
-def _handovers(found: Situation, candidate: Candidate, by_layer: NDArray[np.float64]) -> tuple[Handover, ...]:
+def _handovers(found: PlanningProblem, candidate: PlanCandidate, by_layer: NDArray[np.float64]) -> tuple[Handover, ...]:
     changes = _in_seconds(candidate.changes, by_layer)
     first, whole = found.first, found.view.placement
     split, limits = candidate.split, found.limits
     if found.question.dead:
-        limits = Limits(live=limits.live)  # second holders may be given up for experts that have none
+        limits = Constraints(live=limits.live)  # second holders may be given up for experts that have none
     if first:
         changes = changes._replace(layer=(changes.layer + first).astype(np.int32))
         by_layer = np.concatenate([np.zeros(first), by_layer])
@@ -102,11 +102,11 @@ def _handovers(found: Situation, candidate: Candidate, by_layer: NDArray[np.floa
         least = limits.least_replicas
         if least is not None:
             least = np.concatenate([np.ones((first, whole.experts), np.int64), least])
-        limits = Limits(live=limits.live, least_replicas=least)
+        limits = Constraints(live=limits.live, least_replicas=least)
     return ordered(whole, changes, found.room, limits=limits, split=split, reweighted=by_layer)
 
 
-def _in_seconds(changes: Changes, by_layer: NDArray[np.float64]) -> Changes:
+def _in_seconds(changes: PlacementChanges, by_layer: NDArray[np.float64]) -> PlacementChanges:
     """What each layer gains, given to its changes in proportion to what their planner thought of them."""
     if not changes:
         return changes

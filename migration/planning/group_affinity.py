@@ -14,17 +14,17 @@ from fleet.experts import ModelShape
 from fleet.timing import EngineSpeed
 from migration.model.grouped_routing import expected_nodes, limited, node_draws
 from migration.solvers.holder_value import Held
-from migration.solvers.locality_placement import Located, Room, located
+from migration.solvers.locality_placement import LocalityPlacement, LocalityProblem, located
 
 Values = NDArray[np.float64]
 _LAYERS = 6
 """that are placed both ways; they tell as much as all"""
 
 
-class Grouped(NamedTuple):
+class GroupAffinity(NamedTuple):
     """keep: whether groups should stay together. apart, together: what a token costs an engine, in seconds, all layers: sending it, and what the
     fullest rank computes above the mean. nodes_apart, nodes_together: distinct nodes that it reaches in a layer were experts equally popular.
-    home: bool [layers, ranks, experts], for `migration.solvers.locality_placement.Room.home`; None where they should not. reason: a sentence."""
+    home: bool [layers, ranks, experts], for `migration.solvers.locality_placement.LocalityProblem.home`; None where they should not. reason: a sentence."""
 
     keep: bool
     apart: float
@@ -35,7 +35,7 @@ class Grouped(NamedTuple):
     reason: str
 
 
-def keep_groups(shape: ModelShape, speed: EngineSpeed, demand: NDArray[Any], room: Room) -> Grouped:
+def keep_groups(shape: ModelShape, speed: EngineSpeed, demand: NDArray[Any], room: LocalityProblem) -> GroupAffinity:
     """Whether it pays that every group has its base copies on one node, and where they are then.
 
     demand: [ranks, layers, experts] pairs by the rank their requests live on.
@@ -45,7 +45,7 @@ def keep_groups(shape: ModelShape, speed: EngineSpeed, demand: NDArray[Any], roo
     fits = nodes > 1 and shape.groups % nodes == 0 and (sizes * room.slots >= shape.experts // nodes).all()
     if not limited(shape) or not fits:
         reason = "the gate is not group-limited" if not limited(shape) else f"{shape.groups} groups cannot be kept whole on {nodes} nodes"
-        return Grouped(False, 0.0, 0.0, float(nodes), float(nodes), None, reason)
+        return GroupAffinity(False, 0.0, 0.0, float(nodes), float(nodes), None, reason)
     spread, whole = (expected_nodes(shape, nodes, together=together) for together in (False, True))
     layers = np.unique(np.linspace(0, demand.shape[1] - 1, min(_LAYERS, demand.shape[1])).round().astype(np.intp))
     some = demand[:, layers]
@@ -55,10 +55,10 @@ def keep_groups(shape: ModelShape, speed: EngineSpeed, demand: NDArray[Any], roo
     apart, together = (_seconds(shape, speed, one, room, number) for one, number in zip(ways, draws, strict=True))
     keep = together < apart
     told = f"a token costs {1e6 * together:.1f} us with groups whole on nodes, {1e6 * apart:.1f} us without"
-    return Grouped(keep, apart, together, spread, whole, home if keep else None, told)
+    return GroupAffinity(keep, apart, together, spread, whole, home if keep else None, told)
 
 
-def group_homes(demand: NDArray[Any], room: Room, groups: int) -> Held:
+def group_homes(demand: NDArray[Any], room: LocalityProblem, groups: int) -> Held:
     """bool [layers, ranks, experts]: the ranks of the node that each group belongs to: of most demand for it, as far as no node becomes too full.
 
     Groups choose in falling order of their load; each node takes as many.
@@ -79,7 +79,7 @@ def group_homes(demand: NDArray[Any], room: Room, groups: int) -> Held:
     return np.asarray(of_group.repeat(experts // groups, axis=1)[:, None, :] == room.node[None, :, None])
 
 
-def _seconds(shape: ModelShape, speed: EngineSpeed, found: Located, room: Room, draws: float) -> float:
+def _seconds(shape: ModelShape, speed: EngineSpeed, found: LocalityPlacement, room: LocalityProblem, draws: float) -> float:
     """What a token costs, all layers: sending it to other ranks and nodes, and what the fullest rank computes above the mean.
 
     A destination of mass m is reached with probability 1 - (1 - m)^n: of ranks with n = k, of nodes with n = draws.

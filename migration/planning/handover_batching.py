@@ -11,22 +11,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Placement, Split, even_split
-from migration.model.constraints import UNLIMITED, Limits
+from migration.model.constraints import UNLIMITED, Constraints
 from migration.model.cost_model import Transfers
-from migration.model.placement_changes import COPIES, NOWHERE, Changes, Kind, Table, made
-from migration.model.plan import Copy, Handover, Link, SplitRecord, Step, StepKind
-from migration.planning.staging_capacity import Queue, Room
+from migration.model.placement_changes import COPIES, NOWHERE, ChangeKind, PlacementChanges, Table, made
+from migration.model.plan import Copy, Handover, Link, PlanStep, SplitRecord, StepKind
+from migration.planning.staging_capacity import PendingChanges, StagingRoom
 
 KINDS: tuple[StepKind, ...] = ("replicate", "swap", "move", "drop")
-"""by `Kind`"""
+"""by `ChangeKind`"""
 
 
 def ordered(
     placement: Placement,
-    changes: Changes,
-    room: Room,
+    changes: PlacementChanges,
+    room: StagingRoom,
     *,
-    limits: Limits = UNLIMITED,
+    limits: Constraints = UNLIMITED,
     split: Split | None = None,
     reweighted: NDArray[np.float64] | None = None,
     why: Sequence[str] | None = None,
@@ -45,7 +45,7 @@ def ordered(
     """
     end = made(placement.expert_of_slot, changes)
     final = even_split(end, placement.experts) if split is None else Placement(end, experts=placement.experts, ranks=placement.ranks, split=split).split
-    queue = Queue(placement, changes, room, limits)
+    queue = PendingChanges(placement, changes, room, limits)
     shares = _Shares(placement, end, final, even=placement.even and split is None)
     series: list[Handover] = []
     alone = shares.only_reweighted(changes)
@@ -88,7 +88,7 @@ class _Shares:
         self.even = even
         """whether there is nothing to be said of it"""
 
-    def only_reweighted(self, changes: Changes) -> NDArray[np.intp]:
+    def only_reweighted(self, changes: PlacementChanges) -> NDArray[np.intp]:
         """Layers that are shared out anew, and in which no slot changes."""
         differs = np.logical_or.reduce([(one != other).any(axis=1) for one, other in zip(self._first, self._final, strict=True)])
         differs[changes.layer] = False
@@ -132,14 +132,14 @@ def same_holders(table: Table, other: Table, experts: int) -> NDArray[np.bool_]:
 # What a handover says
 
 
-def _reweight(layer: int, gain: float) -> Step:
-    return Step(kind="reweight", layer=layer, gain=gain, why="its replicas share its tokens in another way, which evens out the ranks and copies nothing")
+def _reweight(layer: int, gain: float) -> PlanStep:
+    return PlanStep(kind="reweight", layer=layer, gain=gain, why="its replicas share its tokens in another way, which evens out the ranks and copies nothing")
 
 
 class _Telling:
     """Turns changes into steps: where their copies come from, what gives way for them, and why."""
 
-    def __init__(self, placement: Placement, changes: Changes, room: Room, limits: Limits, why: Sequence[str] | None) -> None:
+    def __init__(self, placement: Placement, changes: PlacementChanges, room: StagingRoom, limits: Constraints, why: Sequence[str] | None) -> None:
         self._per = placement.slots_per_rank
         self._rows: list[list[int]] = placement.expert_of_slot.tolist()
         self._changes = list(zip(*(part.tolist() for part in changes), strict=True))
@@ -151,45 +151,45 @@ class _Telling:
         """As the steps so far leave it."""
         return np.array(self._rows, np.int16)
 
-    def steps(self, taken: list[int]) -> tuple[Step, ...]:
+    def steps(self, taken: list[int]) -> tuple[PlanStep, ...]:
         """Of one handover."""
         sources = _Sources([row[:] for row in self._rows], self._per, self._room, self._limits)
         return tuple(self._step(at, sources) for at in taken)
 
-    def _step(self, at: int, sources: "_Sources") -> Step:
+    def _step(self, at: int, sources: "_Sources") -> PlanStep:
         kind, layer, slot, expert, other_slot, other_expert, gain = self._changes[at]
         row = self._rows[layer]
         found = row[slot]
         copies = [sources.copy(layer, expert, slot)] if COPIES[kind] else []
-        if kind == Kind.SWAP:
+        if kind == ChangeKind.SWAP:
             copies.append(sources.copy(layer, other_expert, other_slot))
-        step = Step(
+        step = PlanStep(
             kind=KINDS[kind],
             layer=layer,
             slot=slot,
-            expert=found if kind == Kind.DROP else expert,
-            evicted=found if kind in (Kind.REPLICATE, Kind.MOVE) and found != EMPTY else None,
+            expert=found if kind == ChangeKind.DROP else expert,
+            evicted=found if kind in (ChangeKind.REPLICATE, ChangeKind.MOVE) and found != EMPTY else None,
             other_slot=None if other_slot == NOWHERE else other_slot,
-            other_expert=other_expert if kind == Kind.SWAP else None,
+            other_expert=other_expert if kind == ChangeKind.SWAP else None,
             copies=tuple(copies),
             gain=gain,
-            why=self._reason(Kind(kind), layer, slot, expert, other_slot) if self._why is None else self._why[at],
+            why=self._reason(ChangeKind(kind), layer, slot, expert, other_slot) if self._why is None else self._why[at],
         )
         row[slot] = expert
         if other_slot != NOWHERE:
             row[other_slot] = other_expert
         return step
 
-    def _reason(self, kind: Kind, layer: int, slot: int, expert: int, other_slot: int) -> str:
+    def _reason(self, kind: ChangeKind, layer: int, slot: int, expert: int, other_slot: int) -> str:
         """What the tables tell of a change, in the few words that a line has room for."""
         row = self._rows[layer]
         found = row[slot]
-        if kind == Kind.DROP:
+        if kind == ChangeKind.DROP:
             return f"held by {_times(row.count(found) - 1)} beside this one"
-        if kind == Kind.SWAP:
+        if kind == ChangeKind.SWAP:
             return "ranks are more even, or nearer to who asks"
         room = "into an empty slot" if found == EMPTY else f"{found} is held by {_times(row.count(found))}"
-        if kind == Kind.REPLICATE:
+        if kind == ChangeKind.REPLICATE:
             return f"held by {_times(row.count(expert))} so far, {room}"
         source = other_slot // self._per
         lost = self._limits.live is not None and not self._limits.live[source]
@@ -203,7 +203,7 @@ def _times(count: int) -> str:
 class _Sources:
     """Picks where copies of one handover are read from: the nearest live holder, and of equally near ones that which has given least so far."""
 
-    def __init__(self, rows: list[list[int]], per: int, room: Room, limits: Limits) -> None:
+    def __init__(self, rows: list[list[int]], per: int, room: StagingRoom, limits: Constraints) -> None:
         self._rows, self._per, self._node, self._bytes = rows, per, room.node.tolist(), room.expert_bytes
         self._live = [True] * len(self._node) if limits.live is None else limits.live.tolist()
         self._given = [0] * len(self._node)

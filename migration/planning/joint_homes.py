@@ -13,15 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import Placement
-from migration.model.cost_model import Judged
-from migration.model.engine_view import Homes
-from migration.model.placement_changes import Changes, Table, made
-from migration.planning.cluster_homes import Traffic, homes, resident
-from migration.planning.demand_forecast import Steering, lived, spread
+from migration.model.cost_model import PricedPlacement
+from migration.model.engine_view import PlannedHomes
+from migration.model.placement_changes import PlacementChanges, Table, made
+from migration.planning.cluster_homes import ClusterTraffic, homes, resident
+from migration.planning.demand_forecast import RoutingForecast, lived, spread
 from migration.planning.group_affinity import keep_groups
 from migration.planning.locality_report import none, room_of
-from migration.planning.problem import Situation
-from migration.planning.strategies import NEARER, NOTICEABLE, Candidate, Foretold, shared, without_reversals
+from migration.planning.problem import PlanningProblem
+from migration.planning.strategies import NEARER, NOTICEABLE, PlanCandidate, PredictedEffect, shared, without_reversals
 from migration.solvers.locality_placement import located
 from migration.solvers.ordered_diff import toward
 from migration.solvers.split_weights import SLACK
@@ -39,14 +39,14 @@ _STILL = 0.005
 """what homes of before must save to stay"""
 
 
-class Settled(NamedTuple):
+class EffectiveHomes(NamedTuple):
     """Homes under the placement that there is. share: [K, ranks]; None: nobody has one. note: in a sentence, why."""
 
     share: Values | None
     note: str
 
 
-def lived_in(found: Situation) -> Situation:
+def lived_in(found: PlanningProblem) -> PlanningProblem:
     """With the demand that is to be expected where the homes that hold are younger than what was observed: requests are on their way."""
     known = found.steering
     if isinstance(known, str) or known.known is None or not known.stale:
@@ -54,11 +54,11 @@ def lived_in(found: Situation) -> Situation:
     return _expected(found, known, known.known)
 
 
-def settled(found: Situation) -> Settled:
+def settled(found: PlanningProblem) -> EffectiveHomes:
     """Who should live where while experts stay where they are."""
     known = found.steering
     if isinstance(known, str):
-        return Settled(None, known)
+        return EffectiveHomes(None, known)
     traffic, bar = known.later, _material(found, known.later)
     before = None if known.known is None else _lived(known.known, traffic)
     way = resident(traffic, room_of(found), found.table, before)
@@ -66,13 +66,15 @@ def settled(found: Situation) -> Settled:
     if known.known is not None and way.kept is not None and way.kept >= way.none + _STILL:
         young = found.view.homes is not None and found.view.now - found.view.homes.at < found.config.homes_seconds
         if young or way.saved < way.kept + max(_CLEARLY, bar / 4):
-            return Settled(_completed(known.known, way.homes, traffic), f"the homes of before save {way.kept:.1%} of dispatch, {way.none:.1%} without them")
+            return EffectiveHomes(
+                _completed(known.known, way.homes, traffic), f"the homes of before save {way.kept:.1%} of dispatch, {way.none:.1%} without them"
+            )
     if way.saved < way.none + bar:
-        return Settled(None, told)
-    return Settled(way.homes, told)
+        return EffectiveHomes(None, told)
+    return EffectiveHomes(way.homes, told)
 
 
-def joint(found: Situation) -> Candidate:
+def joint(found: PlanningProblem) -> PlanCandidate:
     """Homes, and the way towards the placement that goes with them. ValueError says why nobody should have a home."""
     match found.steering:
         case str() as reason:
@@ -100,13 +102,13 @@ def joint(found: Situation) -> Candidate:
     return best
 
 
-def _material(found: Situation, traffic: Traffic) -> float:
+def _material(found: PlanningProblem, traffic: ClusterTraffic) -> float:
     """What homes must save, as a part of what sending tokens costs, as far as requests follow them."""
     held = found.placement.slots_per_rank / found.placement.experts
     return MATERIAL * (1.0 - traffic.leak) * min(1.0, held / _HELD)
 
 
-def at_home(found: Situation, share: Values | None, note: str, epoch: int | None = None) -> Homes:
+def at_home(found: PlanningProblem, share: Values | None, note: str, epoch: int | None = None) -> PlannedHomes:
     """What is said of homes. epoch: of the placement that they hold from on; None: that which is served. Those that hold already keep their time."""
     view = found.view
     if share is None or view.clusters is None:
@@ -114,49 +116,49 @@ def at_home(found: Situation, share: Values | None, note: str, epoch: int | None
     said = share.astype(np.float32)
     if view.homes is not None and view.homes.share is not None and np.array_equal(said, view.homes.share):
         return view.homes._replace(clusters=view.clusters.version, note=note, epoch=view.homes.epoch if epoch is None else epoch)
-    return Homes(said, view.clusters.version, view.placement.epoch if epoch is None else epoch, note, view.now)
+    return PlannedHomes(said, view.clusters.version, view.placement.epoch if epoch is None else epoch, note, view.now)
 
 
-def _choices(found: Situation, known: Steering, share: Values, stay: Values | None, end: Situation) -> list[tuple[Values, Situation]]:
+def _choices(found: PlanningProblem, known: RoutingForecast, share: Values, stay: Values | None, end: PlanningProblem) -> list[tuple[Values, PlanningProblem]]:
     """The homes that may go with the end, which a budget or a cooldown may have cut short of what they were made for."""
     if stay is None or stay is share:
         return [(share, end)]
     return [(share, end), (stay, _expected(found, known, stay))]
 
 
-def _worth_going_to(goal: Table, end: Situation, most: float) -> bool:
+def _worth_going_to(goal: Table, end: PlanningProblem, most: float) -> bool:
     """Whether the placement that a plan leads to takes at most so many seconds of a step, though a budget or a cooldown lets it go only a part of the way."""
     start = end.placement
     whole = Placement(goal, experts=start.experts, ranks=start.ranks, epoch=start.epoch, split=shared(end, goal))
     return float(end.judge(whole).seconds.sum()) <= most
 
 
-def _candidate(found: Situation, changes: Changes, before: Judged, share: Values, end: Situation) -> tuple[Candidate, float]:
+def _candidate(found: PlanningProblem, changes: PlacementChanges, before: PricedPlacement, share: Values, end: PlanningProblem) -> tuple[PlanCandidate, float]:
     """(way, seconds of a step in the end)."""
     table: Table = made(found.table, changes)
-    foretold = Foretold(end, before, share)
-    ways = [Candidate("homes and placement", changes, shared(end, table, slack), foretold) for slack in (SLACK, NEARER)]
+    foretold = PredictedEffect(end, before, share)
+    ways = [PlanCandidate("homes and placement", changes, shared(end, table, slack), foretold) for slack in (SLACK, NEARER)]
     return min(((way, float(end.judge(way.placement(found)).seconds.sum())) for way in ways), key=lambda one: one[1])
 
 
-def _before(found: Situation, known: Steering, stay: Values | None) -> Judged:
+def _before(found: PlanningProblem, known: RoutingForecast, stay: Values | None) -> PricedPlacement:
     """What is served now: under the demand of today, or as homes alone would make it, whichever is better."""
     clusters = len(known.later.shares)
     foretold = _expected(found, known, np.zeros((clusters, found.ranks)) if stay is None else stay).before
     return min((found.before, foretold), key=lambda one: float(one.seconds.sum()))
 
 
-def _expected(found: Situation, known: Steering, share: Values) -> Situation:
+def _expected(found: PlanningProblem, known: RoutingForecast, share: Values) -> PlanningProblem:
     """The same under other homes."""
     fit, judged = (spread(window, traffic, _lived(share, traffic)) for window, traffic in ((found.fit, known.fit), (found.judged, known.later)))
     return replace(found, fit=fit, judged=judged)
 
 
-def _lived(share: Values, traffic: Traffic) -> Values:
+def _lived(share: Values, traffic: ClusterTraffic) -> Values:
     return lived(share, traffic.shares, traffic.room_for(share.shape[1]))
 
 
-def _completed(share: Values, others: Values, traffic: Traffic) -> Values:
+def _completed(share: Values, others: Values, traffic: ClusterTraffic) -> Values:
     """Clusters that came up since get the homes that suit them now."""
     new = (share.sum(axis=1) == 0) & (np.asarray(traffic.shares) > 0)
     return np.where(new[:, None], others, share) if new.any() else share

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from fleet.events import MigrateExpert, MigrationCommitted, MigrationPlanned
 from fleet.experts import ExpertId
 from fleet.placement import EMPTY, Placement, Split, even_split
-from migration.model.placement_changes import NONE, NOWHERE, Changes, Kind, made
+from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, made
 from migration.model.plan import Copy, Handover, Plan, planned, replay
 from migration.planning.handover_batching import ordered, same_holders
-from migration.planning.staging_capacity import Room
+from migration.planning.staging_capacity import StagingRoom
 from migration.solvers.table_diff import between
 
 MOST_PLAN_BYTES = 16 * 1024 * 1024
@@ -58,7 +58,7 @@ def read(content: bytes, placement: Placement) -> Plan:
 # One expert
 
 
-def one_expert(placement: Placement, asked: MigrateExpert, room: Room, wanted: NDArray[Any] | None = None) -> Plan:
+def one_expert(placement: Placement, asked: MigrateExpert, room: StagingRoom, wanted: NDArray[Any] | None = None) -> Plan:
     """The plan that brings an expert to a rank. wanted: [ranks, layers, experts] what each rank's requests want; None: nobody knows.
 
     Into a free slot, or in the place of a spare replica; where there is neither, or `swap` names one, an expert goes the other way: the least wanted,
@@ -85,7 +85,7 @@ def _reason(asked: MigrateExpert) -> str:
 class _Change:
     """The one change that brings the expert."""
 
-    def __init__(self, placement: Placement, asked: MigrateExpert, room: Room, load: NDArray[np.float64]) -> None:
+    def __init__(self, placement: Placement, asked: MigrateExpert, room: StagingRoom, load: NDArray[np.float64]) -> None:
         _check_named(placement, asked)
         self._asked = asked
         self._per = placement.slots_per_rank
@@ -102,7 +102,7 @@ class _Change:
         self.there = self._place(asked.expert, self.source)
         """slot that it is read from"""
 
-    def made(self) -> Changes:
+    def made(self) -> PlacementChanges:
         asked, here = self._asked, range(self._asked.rank * self._per, (self._asked.rank + 1) * self._per)
         there = self.there
         if asked.swap is not None:
@@ -112,7 +112,7 @@ class _Change:
             spare = [slot for slot in here if self._row.count(self._row[slot]) > 1]
             slot = min(spare, key=self._least, default=None)
         if slot is not None:
-            return self._one(Kind.MOVE, slot, there, EMPTY) if asked.move else self._one(Kind.REPLICATE, slot, NOWHERE, EMPTY)
+            return self._one(ChangeKind.MOVE, slot, there, EMPTY) if asked.move else self._one(ChangeKind.REPLICATE, slot, NOWHERE, EMPTY)
         others = [slot for slot in here if self._row[slot] not in self._held(self.source)]
         if not others:
             raise ValueError(
@@ -129,11 +129,11 @@ class _Change:
             raise ValueError(f"rank {self.source} holds expert {ExpertId(asked.layer, expert)} already; ask without swap, and it can give way")
         return self._place(expert, asked.rank)
 
-    def _swap(self, slot: int, there: int) -> Changes:
-        return self._one(Kind.SWAP, slot, there, self._row[slot])
+    def _swap(self, slot: int, there: int) -> PlacementChanges:
+        return self._one(ChangeKind.SWAP, slot, there, self._row[slot])
 
-    def _one(self, kind: Kind, slot: int, other_slot: int, other_expert: int) -> Changes:
-        return Changes(
+    def _one(self, kind: ChangeKind, slot: int, other_slot: int, other_expert: int) -> PlacementChanges:
+        return PlacementChanges(
             kind=np.array([kind], np.uint8),
             layer=np.array([self._asked.layer], np.int32),
             slot=np.array([slot], np.int32),
@@ -171,7 +171,7 @@ def _kept_split(placement: Placement, end: NDArray[np.int16]) -> Split | None:
     return Split(*(np.where(same, before, even).astype(np.uint16) for before, even in zip(placement.split, even_split(end, placement.experts), strict=True)))
 
 
-def _read_from(handover: Handover, asked: MigrateExpert, source: int, room: Room) -> Handover:
+def _read_from(handover: Handover, asked: MigrateExpert, source: int, room: StagingRoom) -> Handover:
     """With the expert read from the slot that was named."""
     return msgspec.structs.replace(
         handover,
@@ -182,7 +182,7 @@ def _read_from(handover: Handover, asked: MigrateExpert, source: int, room: Room
     )
 
 
-def _copy_from(copy: Copy, source: int, asked: MigrateExpert, room: Room) -> Copy:
+def _copy_from(copy: Copy, source: int, asked: MigrateExpert, room: StagingRoom) -> Copy:
     near = room.node[asked.source] == room.node[asked.rank]
     return msgspec.structs.replace(copy, source=source, link="same-node" if near else "cross-node")
 
@@ -208,7 +208,7 @@ def undone(log: Iterable[object], plan: str = "") -> MigrationPlanned:
     return plans[plan or committed[-1]]
 
 
-def back(placement: Placement, goal: Placement, undoes: str, room: Room) -> Plan:
+def back(placement: Placement, goal: Placement, undoes: str, room: StagingRoom) -> Plan:
     """The plan from what is served to what every rank held and served in `goal`, its split included. ValueError when that cannot be, or is so already."""
     now, then = ((one.layers, one.experts, one.ranks, one.slots_per_rank) for one in (placement, goal))
     if now != then:

@@ -6,11 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from migration.model.cost_model import Figures
-from migration.model.plan import Plan, Step
+from migration.model.plan import Plan, PlanStep
 from migration.model.plan_record import Measures, MemoryPoint, StepRecord
-from migration.planning.evaluation import Appraised
-from migration.planning.problem import Situation
-from migration.planning.slots_vs_kv_cache import Point, best
+from migration.planning.evaluation import EvaluatedPlan
+from migration.planning.problem import PlanningProblem
+from migration.planning.slots_vs_kv_cache import TradeOffPoint, best
 
 LEAST_HOME = 0.02
 """A rank that is to get less of a cluster is not named as its home."""
@@ -19,7 +19,7 @@ MOST_STEPS = 4096
 _KB, _MB, _GB = 1e3, 1e6, 1e9
 
 
-def measures(found: Situation, figures: Figures) -> Measures:
+def measures(found: PlanningProblem, figures: Figures) -> Measures:
     """A placement's figures as they are told."""
     seconds = figures.seconds
     return Measures(
@@ -41,13 +41,13 @@ def steps(plan: Plan) -> tuple[StepRecord, ...]:
     return tuple(_step(number, step, plan.slots_per_rank) for _, (number, step) in zip(range(MOST_STEPS), numbered, strict=False))
 
 
-def _step(number: int, step: Step, per: int) -> StepRecord:
+def _step(number: int, step: PlanStep, per: int) -> StepRecord:
     return StepRecord(
         number=number, kind=step.kind, layer=step.layer, copies=len(step.copies), bytes=step.bytes, gain_seconds=step.gain, what=_what(step, per), why=step.why
     )
 
 
-def _what(step: Step, per: int) -> str:
+def _what(step: PlanStep, per: int) -> str:
     """Which expert goes from which rank to which."""
     if step.kind == "reweight" or step.slot is None:
         return "new shares"
@@ -62,7 +62,7 @@ def _what(step: Step, per: int) -> str:
     return f"expert {step.expert} from {origin} to {to}{instead}" + (", where it leaves" if step.kind == "move" and source is not None else "")
 
 
-def outcome(found: Situation, way: Appraised) -> str:
+def outcome(found: PlanningProblem, way: EvaluatedPlan) -> str:
     """What one way of going about it would bring, in a sentence."""
     figures, before, paid = way.after.figures, found.before.figures, way.payback
     bytes_ = f"{way.copies} {'copy' if way.copies == 1 else 'copies'}, {amount(paid.bytes)}" if way.copies else "no bytes"
@@ -85,13 +85,13 @@ def duration(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.3g} us"
 
 
-def memory(found: Situation, points: Sequence[Point]) -> tuple[MemoryPoint, ...]:
+def memory(found: PlanningProblem, points: Sequence[TradeOffPoint]) -> tuple[MemoryPoint, ...]:
     """The curve of redundant slots as it is told."""
     chosen = best(points, found.config.least_gain)
     return tuple(_point(found, point, point is chosen) for point in points)
 
 
-def _point(found: Situation, point: Point, chosen: bool) -> MemoryPoint:
+def _point(found: PlanningProblem, point: TradeOffPoint, chosen: bool) -> MemoryPoint:
     return MemoryPoint(
         slots_per_rank=point.slots_per_rank,
         redundant_slots=point.slots_per_rank - found.fewest_slots,

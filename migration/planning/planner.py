@@ -13,22 +13,22 @@ import numpy as np
 
 from fleet.placement import EMPTY, Placement
 from migration.config import MigrationConfig, Policy
-from migration.model.engine_view import Homes, View
+from migration.model.engine_view import EngineView, PlannedHomes
 from migration.model.placement_changes import made, within
 from migration.model.plan import Plan, planned
 from migration.model.plan_record import MemoryPoint, PlanRecord
-from migration.planning.evaluation import Appraised, appraised, least_cost, most_gained
+from migration.planning.evaluation import EvaluatedPlan, appraised, least_cost, most_gained
 from migration.planning.joint_homes import at_home, joint, lived_in, settled
 from migration.planning.locality_report import as_before, none, saved
 from migration.planning.plan_report import duration, listed, measures, memory, named_homes, outcome, steps
-from migration.planning.problem import Question, Situation, situation
+from migration.planning.problem import PlanningProblem, PlanningQuestion, situation
 from migration.planning.rank_loss import recover
 from migration.planning.slots_vs_kv_cache import curve
 from migration.planning.staging_capacity import Unorderable
 from migration.planning.strategies import (
-    Candidate,
-    Foretold,
     Maker,
+    PlanCandidate,
+    PredictedEffect,
     anew,
     anew_at_most,
     anew_evenly,
@@ -56,7 +56,7 @@ _MOST_SLOTS = 12
 """Further slots per rank that the memory curve looks at."""
 
 
-class Why(StrEnum):
+class ReasonCode(StrEnum):
     """Why there is no plan."""
 
     SHARDED = "sharded"
@@ -71,15 +71,15 @@ class Why(StrEnum):
     """the policy cannot plan for this engine"""
 
 
-class Decided(NamedTuple):
+class PlannerDecision(NamedTuple):
     """record: for people. plan: None where nothing is worth doing, and `why` says the reason in a word."""
 
     record: PlanRecord
-    homes: Homes
+    homes: PlannedHomes
     """that hold with what is served now"""
     plan: Plan | None = None
-    why: Why | None = None
-    homes_after: Homes | None = None
+    why: ReasonCode | None = None
+    homes_after: PlannedHomes | None = None
     """that hold from the plan's last epoch on, whether or not it changes them; None: there is no plan"""
 
 
@@ -93,20 +93,20 @@ WAYS: dict[Policy, tuple[Maker, ...]] = {
     "eplb_hierarchical": (eplb_by_node,),
 }
 """What each policy tries, the least bytes first."""
-_AT_MOST: dict[Maker, tuple[str, Callable[[Situation], Placement]]] = {anew: ("all anew", anew_at_most)}
+_AT_MOST: dict[Maker, tuple[str, Callable[[PlanningProblem], Placement]]] = {anew: ("all anew", anew_at_most)}
 """Ways whose end is known long before the changes that lead there, which are dear to find: with nothing in the way, they lead here."""
 
 
-def decide(view: View, question: Question, config: MigrationConfig) -> Decided:
+def decide(view: EngineView, question: PlanningQuestion, config: MigrationConfig) -> PlannerDecision:
     """A plan, or why there is none. Equal views give equal answers."""
     if view.layout.attention == "tp" or view.layout.boundary >= view.shape.layers:
         sentence = "experts are sharded over all ranks in this layout: no placement is better than another"
-        return _nothing(_record(view, question), none(view, sentence), Why.SHARDED, sentence)
+        return _nothing(_record(view, question), none(view, sentence), ReasonCode.SHARDED, sentence)
     seen, needed = float(view.demand.pairs.sum()), config.least_pairs * view.shape.experts
     if not seen or seen < needed:
         sentence = f"insufficient data: {seen:,.0f} pairs per layer of {needed:,.0f}"
         homes = as_before(view, sentence) if question.policy == "roost" else none(view, sentence)
-        return _nothing(_record(view, question), homes, Why.DATA, sentence)
+        return _nothing(_record(view, question), homes, ReasonCode.DATA, sentence)
     found = situation(view, question, config)
     thoughts = _Thoughts(lived_in(found) if question.policy == "roost" else found)
     return thoughts.recovery() if question.dead else thoughts.plan()
@@ -115,7 +115,7 @@ def decide(view: View, question: Question, config: MigrationConfig) -> Decided:
 class _Thoughts:
     """The way to one decision, with a sentence for every step of it."""
 
-    def __init__(self, found: Situation) -> None:
+    def __init__(self, found: PlanningProblem) -> None:
         self._found = found
         self._reasons: list[str] = []
         self._tables: set[bytes] = set()
@@ -125,7 +125,7 @@ class _Thoughts:
         self._crumbs = False
         """whether a way was left alone that gains little and copies much"""
 
-    def plan(self) -> Decided:
+    def plan(self) -> PlannerDecision:
         """The first of the policy's ways that no later one beats by more than noise."""
         found, policy = self._found, self._found.question.policy
         if found.view.later is None:
@@ -135,31 +135,31 @@ class _Thoughts:
         if (safe := self._safe()) is not None:
             return self._at_home(safe)
         if policy == "roost" and self._at_ceiling() and not self._may_move_nearer() and not self._may_go_home() and not self._may_fill():
-            return self._refused(Why.NOISE, "no gain beyond sampling noise: ranks are as evenly loaded as the chance of so few tokens lets a step be")
+            return self._refused(ReasonCode.NOISE, "no gain beyond sampling noise: ranks are as evenly loaded as the chance of so few tokens lets a step be")
         best = self._best(WAYS[policy])
         if best is not None:
             return self._at_home(self._decided(best), best)
         if self._most_gained == -np.inf:
-            return self._refused(Why.UNABLE, f"the policy {policy} cannot plan for this engine")
+            return self._refused(ReasonCode.UNABLE, f"the policy {policy} cannot plan for this engine")
         if self._crumbs or self._worth(self._most_gained) < self._margin:
             least = f"{found.config.least_gain:.2%} of a step"
-            return self._refused(Why.NOISE, f"no gain beyond sampling noise: no way makes a step shorter by {least}")
-        return self._refused(Why.COST, f"nothing pays for itself in the {found.config.lifetime_seconds:.0f} s that the demand is expected to last")
+            return self._refused(ReasonCode.NOISE, f"no gain beyond sampling noise: no way makes a step shorter by {least}")
+        return self._refused(ReasonCode.COST, f"nothing pays for itself in the {found.config.lifetime_seconds:.0f} s that the demand is expected to last")
 
-    def recovery(self) -> Decided:
+    def recovery(self) -> PlannerDecision:
         """How to go on without the ranks that are lost. It is not asked whether that pays."""
         found, dead = self._found, ~np.asarray(self._found.limits.live, bool)
         way = recover(found.placement, dead, found.load, found.node, found.limits.least_replicas, most_copies=found.limits.most_copies)
         self._reasons.append(f"without {'rank' if len(found.question.dead) == 1 else 'ranks'} {listed(found.question.dead)}: {way.summary}")
         try:
             split = shared(found, way.table) if way.possible and found.question.policy == "roost" else way.split
-            chosen = appraised(found, Candidate("recovery", way.changes, split))
+            chosen = appraised(found, PlanCandidate("recovery", way.changes, split))
         except Unorderable as error:
-            return self._refused(Why.UNABLE, str(error))
+            return self._refused(ReasonCode.UNABLE, str(error))
         decided = self._decided(chosen)
         return decided._replace(record=msgspec.structs.replace(decided.record, before=None, lost=way.summary))
 
-    def _safe(self) -> Decided | None:
+    def _safe(self) -> PlannerDecision | None:
         """Second replicas for experts that are to survive the loss of any one rank: whatever that gains, and before anything else. None: all have them,
         or may not get them."""
         found = self._found
@@ -174,7 +174,7 @@ class _Thoughts:
             return None
         try:
             split = None if found.question.policy == "uniform" else shared(found, made(found.table, changes))
-            chosen = appraised(found, Candidate("second replicas", changes, split))
+            chosen = appraised(found, PlanCandidate("second replicas", changes, split))
         except Unorderable as error:
             self._reasons.append(f"experts that are to survive the loss of a rank do not all have a second replica: {error}")
             return None
@@ -183,8 +183,8 @@ class _Thoughts:
 
     # Which way
 
-    def _best(self, ways: tuple[Maker, ...]) -> Appraised | None:
-        best: Appraised | None = None
+    def _best(self, ways: tuple[Maker, ...]) -> EvaluatedPlan | None:
+        best: EvaluatedPlan | None = None
         for way in ways:
             if (way is local and not self._may_move_nearer()) or (way is joint and not self._may_go_home()):
                 continue
@@ -199,7 +199,7 @@ class _Thoughts:
                 self._reasons.append(f"{tried.candidate.name}: that is too little for so many copies")
         return best
 
-    def _doubt(self, tried: Appraised, best: Appraised | None) -> float:
+    def _doubt(self, tried: EvaluatedPlan, best: EvaluatedPlan | None) -> float:
         """Seconds that a way must gain further which copies so much more than the best one so far."""
         found = self._found
         if found.question.policy != "roost":
@@ -214,7 +214,7 @@ class _Thoughts:
         """Slots of the layers that may change."""
         return int(self._found.chosen.sum()) * int(self._found.table.shape[1])
 
-    def _tried(self, way: Maker, best: Appraised | None) -> Appraised | None:
+    def _tried(self, way: Maker, best: EvaluatedPlan | None) -> EvaluatedPlan | None:
         """One way carried through; None where it cannot be gone, or could not beat the best if it cost nothing."""
         found = self._found
         try:
@@ -239,7 +239,7 @@ class _Thoughts:
         self._reasons.append(outcome(found, tried))
         return tried
 
-    def _cannot_win(self, best: Appraised | None, name: str, at_most: Callable[[Situation], Placement]) -> bool:
+    def _cannot_win(self, best: EvaluatedPlan | None, name: str, at_most: Callable[[PlanningProblem], Placement]) -> bool:
         """Whether a way would not be worth its changes even if nothing kept it from where it leads. Says so."""
         gain = most_gained(self._found, at_most(self._found))
         if best is not None:
@@ -251,7 +251,7 @@ class _Thoughts:
             self._reasons.append(f"{name}: {said}")
         return bool(said)
 
-    def _enough(self, best: Appraised, gain: float, cost_seconds: float = 0.0) -> str:
+    def _enough(self, best: EvaluatedPlan, gain: float, cost_seconds: float = 0.0) -> str:
         """Why a way that would gain so much per step, and cost so much at least, is not looked at further, beside one that copies less; empty: it is."""
         target, name = self._found.limits.target, best.candidate.name
         if self._worth(gain) < best.net_seconds + self._margin:
@@ -312,7 +312,7 @@ class _Thoughts:
 
     # What is said of it
 
-    def _decided(self, best: Appraised) -> Decided:
+    def _decided(self, best: EvaluatedPlan) -> PlannerDecision:
         found, before, after, paid = self._found, self._found.before.figures, best.after.figures, best.payback
         reason = f"{best.candidate.name} is the way that gains most for what it costs"
         plan = planned(found.view.placement, best.handovers, before=before, after=after, payback=paid, reason=reason)
@@ -332,19 +332,19 @@ class _Thoughts:
             transfer_seconds=paid.transfer_seconds,
             steps=steps(plan),
         )
-        return Decided(record, none(found.view, ""), plan)
+        return PlannerDecision(record, none(found.view, ""), plan)
 
-    def _refused(self, why: Why, sentence: str) -> Decided:
+    def _refused(self, why: ReasonCode, sentence: str) -> PlannerDecision:
         return self._at_home(_nothing(self._told(self._found.placement), none(self._found.view, sentence), why, sentence))
 
-    def _at_home(self, decided: Decided, best: Appraised | None = None) -> Decided:
+    def _at_home(self, decided: PlannerDecision, best: EvaluatedPlan | None = None) -> PlannerDecision:
         """The same with the homes of clusters: those that hold whether or not anything is moved now, and those that hold after the plan."""
         now, after = self._homes(decided.plan, None if best is None else best.candidate.foretold)
         told = now if after is None else after
         named = () if told.share is None else named_homes(told.share)
         return decided._replace(record=msgspec.structs.replace(decided.record, homes=named, homes_note=told.note), homes=now, homes_after=after)
 
-    def _homes(self, plan: Plan | None, foretold: Foretold | None) -> tuple[Homes, Homes | None]:
+    def _homes(self, plan: Plan | None, foretold: PredictedEffect | None) -> tuple[PlannedHomes, PlannedHomes | None]:
         """(now, after the plan). While a plan leads to other homes, those that hold stay as they are."""
         found = self._found
         if found.question.policy != "roost":
@@ -389,13 +389,13 @@ class _Thoughts:
         return memory(found, curve(found.judged, found.terms, found.cache, slots, present=present, expert_bytes=found.view.shape.expert_bytes))
 
 
-def _nothing(record: PlanRecord, homes: Homes, why: Why, sentence: str) -> Decided:
+def _nothing(record: PlanRecord, homes: PlannedHomes, why: ReasonCode, sentence: str) -> PlannerDecision:
     if homes.share is not None:
         record = msgspec.structs.replace(record, homes=named_homes(homes.share), homes_note=homes.note)
-    return Decided(msgspec.structs.replace(record, refused=sentence), homes, why=why)
+    return PlannerDecision(msgspec.structs.replace(record, refused=sentence), homes, why=why)
 
 
-def _record(view: View, question: Question) -> PlanRecord:
+def _record(view: EngineView, question: PlanningQuestion) -> PlanRecord:
     return PlanRecord(
         engine=view.engine,
         worker_id=str(view.worker_id),

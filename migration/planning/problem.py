@@ -9,19 +9,19 @@ from numpy.typing import NDArray
 
 from fleet.placement import FULL, Placement, Split, even_split
 from migration.config import MigrationConfig, Policy
-from migration.model.constraints import Limits
-from migration.model.cost_model import Judged, Links, Seconds, Terms, balance, judged
-from migration.model.engine_view import View
+from migration.model.constraints import Constraints
+from migration.model.cost_model import CostTerms, LinkSpeeds, PricedPlacement, StepSeconds, balance, judged
+from migration.model.engine_view import EngineView
 from migration.model.move_history import counted
-from migration.model.placement_changes import Changes, Table
-from migration.model.sampling_noise import Noise, deviation, scatter
-from migration.planning.demand_forecast import REPEATS, Steering, steering
+from migration.model.placement_changes import PlacementChanges, Table
+from migration.model.sampling_noise import LoadNoise, deviation, scatter
+from migration.planning.demand_forecast import REPEATS, RoutingForecast, steering
 from migration.planning.rank_loss import critical
-from migration.planning.slots_vs_kv_cache import Cache, memory_seconds
-from migration.planning.staging_capacity import Room
+from migration.planning.slots_vs_kv_cache import KvCacheModel, memory_seconds
+from migration.planning.staging_capacity import StagingRoom
 from migration.solvers.full_placement import full
 from migration.solvers.rank_relabelling import relabelled
-from migration.solvers.specialisation_test import Gate, gate
+from migration.solvers.specialisation_test import SpecialisationTest, gate
 from migration.solvers.split_copies import weighted
 
 Rates = NDArray[np.float64]
@@ -29,7 +29,7 @@ Rates = NDArray[np.float64]
 _MOST_SCATTER = 4 * REPEATS
 
 
-class Question(NamedTuple):
+class PlanningQuestion(NamedTuple):
     """What a plan is asked for."""
 
     policy: Policy
@@ -46,12 +46,12 @@ class Question(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Situation:
+class PlanningProblem:
     """One engine and one question. Layers below the layout's boundary are sharded over the ranks and are left out of everything here: layer 0
     of these numbers is layer `first` of the model."""
 
-    view: View
-    question: Question
+    view: EngineView
+    question: PlanningQuestion
     config: MigrationConfig
     first: int
     placement: Placement
@@ -60,8 +60,8 @@ class Situation:
     """what plans are made from"""
     judged: Rates
     """what they are judged on"""
-    terms: Terms
-    limits: Limits
+    terms: CostTerms
+    limits: Constraints
 
     @property
     def ranks(self) -> int:
@@ -114,13 +114,13 @@ class Situation:
         return self.view.judged.tokens_per_second(self.terms.top_k) / self.terms.step_tokens
 
     @property
-    def links(self) -> Links:
+    def links(self) -> LinkSpeeds:
         config = self.config
-        return Links(same_node=config.rank_bytes_per_second, cross_node=config.node_bytes_per_second, contention=config.contention)
+        return LinkSpeeds(same_node=config.rank_bytes_per_second, cross_node=config.node_bytes_per_second, contention=config.contention)
 
     @property
-    def room(self) -> Room:
-        return Room(node=self.node, expert_bytes=self.view.shape.expert_bytes)
+    def room(self) -> StagingRoom:
+        return StagingRoom(node=self.node, expert_bytes=self.view.shape.expert_bytes)
 
     @property
     def fewest_slots(self) -> int:
@@ -128,15 +128,15 @@ class Situation:
         return -(-self.placement.experts // self.ranks)
 
     @cached_property
-    def cache(self) -> Cache | None:
+    def cache(self) -> KvCacheModel | None:
         """The KV cache of a rank in use; None: the engine says too little of it."""
         said, running, waiting = self.view.cache, self.view.running, self.view.waiting
         if said is None or running is None or not said.block_bytes:
             return None
         requests = float(running.mean()) + (0.0 if waiting is None else float(waiting.mean()))
-        return Cache(blocks=float(said.blocks), block_bytes=said.block_bytes, used=float(said.used.mean()), requests=requests)
+        return KvCacheModel(blocks=float(said.blocks), block_bytes=said.block_bytes, used=float(said.used.mean()), requests=requests)
 
-    def step_seconds(self, spent: Seconds) -> float:
+    def step_seconds(self, spent: StepSeconds) -> float:
         """How long one step lasts at the present load, of a placement that takes this."""
         said = self.view.cache
         blocks = 0.0 if said is None else float(said.used.mean())
@@ -145,7 +145,7 @@ class Situation:
     @cached_property
     def even_step(self) -> float:
         """Seconds of a step of evenly loaded ranks whose tokens travel for nothing: what a part of a step is measured by."""
-        return self.step_seconds(Seconds())
+        return self.step_seconds(StepSeconds())
 
     @cached_property
     def anew(self) -> Table:
@@ -166,9 +166,9 @@ class Situation:
         return balance(self._even_loads(self.anew))
 
     @cached_property
-    def few_copies(self) -> Changes:
+    def few_copies(self) -> PlacementChanges:
         """That bring the balance near to that of `anew`, where replicas share as they should."""
-        size, noise = (self.ranks, self.placement.experts), Noise(self.pairs)
+        size, noise = (self.ranks, self.placement.experts), LoadNoise(self.pairs)
         return weighted(self.table, self.fit, *size, self.limits, goal=self.anew_balance, noise=noise, node=self.several_nodes).changes
 
     def _even_loads(self, table: Table) -> NDArray[np.float64]:
@@ -178,12 +178,12 @@ class Situation:
         return np.asarray(part.reshape(len(table), self.ranks, -1).sum(axis=2))
 
     @cached_property
-    def gate(self) -> Gate:
+    def gate(self) -> SpecialisationTest:
         """Whether ranks want different experts, beyond what chance explains."""
         return gate(self.fit, self.view.demand.pairs, dispersion=max(REPEATS, self.scatter))
 
     @cached_property
-    def steering(self) -> Steering | str:
+    def steering(self) -> RoutingForecast | str:
         """What can be said of sending requests home, or why nothing can."""
         return steering(self.view, self.fit, self.judged)
 
@@ -192,10 +192,10 @@ class Situation:
         return self.node if int(self.node.max()) else None
 
     @cached_property
-    def before(self) -> Judged:
+    def before(self) -> PricedPlacement:
         return self.judge(self.placement)
 
-    def judge(self, placement: Placement) -> Judged:
+    def judge(self, placement: Placement) -> PricedPlacement:
         """A placement of these layers, under the demand that plans are judged on."""
         return judged(placement, self.judged, self.terms, self._memory)
 
@@ -208,17 +208,19 @@ class Situation:
         return memory_seconds(self.cache, spare, self.even_step)
 
 
-def situation(view: View, question: Question, config: MigrationConfig) -> Situation:
+def situation(view: EngineView, question: PlanningQuestion, config: MigrationConfig) -> PlanningProblem:
     """Make a view ready. The layout must hold whole experts in some layer, and something must be wanted."""
     first = view.layout.boundary
     placement = from_layer(view.placement, first)
     fit, judged = (np.asarray(demand.rates[:, first:], np.float64) for demand in (view.demand, view.judged))
-    terms = Terms(speed=view.speed, node=view.node, top_k=view.shape.top_k, step_tokens=tokens_of_a_step(view), shape=view.shape)
+    terms = CostTerms(speed=view.speed, node=view.node, top_k=view.shape.top_k, step_tokens=tokens_of_a_step(view), shape=view.shape)
     limits = _limits(view, question, config, placement, fit.sum(axis=0), judged.sum(axis=0))
-    return Situation(view, question, config, first, placement, fit, judged, terms, limits)
+    return PlanningProblem(view, question, config, first, placement, fit, judged, terms, limits)
 
 
-def _limits(view: View, question: Question, config: MigrationConfig, placement: Placement, load: NDArray[np.float64], later: NDArray[np.float64]) -> Limits:
+def _limits(
+    view: EngineView, question: PlanningQuestion, config: MigrationConfig, placement: Placement, load: NDArray[np.float64], later: NDArray[np.float64]
+) -> Constraints:
     layers, experts = load.shape
     replicas = placement.replicas_on_rank.sum(axis=1) if config.critical_experts else None
     resting = None if view.history is None else view.history.frozen(view.now, config.cooldown_seconds, config.layer_cooldown_seconds)
@@ -226,7 +228,7 @@ def _limits(view: View, question: Question, config: MigrationConfig, placement: 
     if question.layers:
         frozen = frozen | ~np.isin(np.arange(layers) + view.layout.boundary, question.layers)[:, None]
     live = ~np.isin(np.arange(len(view.node)), question.dead) if question.dead else None
-    return Limits(
+    return Constraints(
         most_copies=question.budget_bytes // view.shape.expert_bytes,
         most_replicas=config.most_replicas,
         frozen=frozen if frozen.any() else None,
@@ -244,7 +246,7 @@ def from_layer(placement: Placement, first: int) -> Placement:
     return Placement(placement.expert_of_slot[first:], experts=placement.experts, ranks=placement.ranks, epoch=placement.epoch, split=split)
 
 
-def tokens_of_a_step(view: View) -> float:
+def tokens_of_a_step(view: EngineView) -> float:
     """Tokens of one step of the engine, all ranks together: as many as sequences decode; where nobody says, or nothing decodes at the moment, as
     many as come in while a step lasts, which grows with them: t = T * (step + decode_sequence * t / ranks)."""
     running = 0.0 if view.running is None else float(view.running.sum())

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Placement, Split, even_split
-from migration.model.constraints import Limits
+from migration.model.constraints import Constraints
 from migration.model.cost_model import balance
-from migration.model.placement_changes import NONE, NOWHERE, Changes, Kind, Table, joined, made
+from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, Table, joined, made
 from migration.solvers.even_split_copies import few
 from migration.solvers.full_placement import full
 from migration.solvers.table_diff import shortened
@@ -34,7 +34,7 @@ class Recovery(NamedTuple):
     """int [layers]: slots by which the survivors fall short of one for every expert; so many lost experts stay lost"""
     short: NDArray[np.intp]
     """int [m, 2]: (layer, expert) that have a live holder in the end, but fewer than they must"""
-    changes: Changes
+    changes: PlacementChanges
     """drops of what dead ranks held, moves of lost experts out of their slots (to be read from storage), replicas, what evens out. gain: in mean loads
     of a live rank; of an expert that is brought back, its load"""
     table: Table
@@ -63,7 +63,7 @@ class Recovery(NamedTuple):
 
 
 def critical(load: NDArray[Any], count: int, replicas: NDArray[Any] | None = None, later: NDArray[Any] | None = None) -> NDArray[np.int64]:
-    """int64 [layers, experts], for `Limits.least_replicas`: 2 for the `count` most wanted experts of each layer, load [layers, experts], 1 for the others.
+    """int64 [layers, experts], for `Constraints.least_replicas`: 2 for the `count` most wanted experts of each layer, load [layers, experts], 1 for the others.
 
     replicas: int [layers, experts], those that there are: an expert that has several makes room only for one that is wanted clearly more, so that noise
     moves nothing. later: another window's load; then it must be so in both. ValueError when there are not so many experts.
@@ -160,7 +160,7 @@ class _Survivors:
     def rank_of_slot(self) -> NDArray[np.intp]:
         return np.arange(self.table.shape[1]) // self.per
 
-    def give_up_dead(self) -> Changes:
+    def give_up_dead(self) -> PlacementChanges:
         """Dead ranks' replicas, but for one of each expert that survives nowhere: the table must name a holder until it has another."""
         layer, slot = np.nonzero((self.table != EMPTY) & self.dead[self.rank_of_slot])
         expert = self.table[layer, slot]
@@ -169,11 +169,11 @@ class _Survivors:
         goes = (self.count[layer, expert] > 0) | (first[layer, expert] != slot)
         layer, slot = layer[goes], slot[goes]
         self.table[layer, slot] = EMPTY
-        return _changes(Kind.DROP, layer, slot, np.full(len(layer), EMPTY), None, np.zeros(len(layer)))
+        return _changes(ChangeKind.DROP, layer, slot, np.full(len(layer), EMPTY), None, np.zeros(len(layer)))
 
-    def reload(self, lost: Held, least: NDArray[np.int64]) -> list[Changes]:
+    def reload(self, lost: Held, least: NDArray[np.int64]) -> list[PlacementChanges]:
         """Lost experts, the most wanted first: one of each layer in each round. Each leaves its slot on a dead rank."""
-        rounds = list[Changes]()
+        rounds = list[PlacementChanges]()
         for _ in range(int(lost.sum(axis=1).max(initial=0))):
             expert = np.where(self.count == 0, self.load, -1.0).argmax(axis=1)
             layer = np.flatnonzero((self.count == 0).any(axis=1))
@@ -183,9 +183,9 @@ class _Survivors:
                 rounds.append(self._bring(layer, slot, expert[layer], from_dead=True))
         return rounds
 
-    def restore(self, least: NDArray[np.int64]) -> list[Changes]:
+    def restore(self, least: NDArray[np.int64]) -> list[PlacementChanges]:
         """Further holders of what must have several, the most wanted first; what finds no place is left as it is."""
-        rounds = list[Changes]()
+        rounds = list[PlacementChanges]()
         tried = self.count == 0
         while True:
             wanting = (self.count < least) & ~tried
@@ -199,7 +199,7 @@ class _Survivors:
             if len(layer):
                 rounds.append(self._bring(layer, slot, expert, from_dead=False))
 
-    def even_out(self, layers: NDArray[np.intp], least: NDArray[np.int64], most_copies: int | None) -> Changes:
+    def even_out(self, layers: NDArray[np.intp], least: NDArray[np.int64], most_copies: int | None) -> PlacementChanges:
         """Few copies for the balance of the survivors, in these layers."""
         live, load = ~self.dead, self.load[layers]
         if not len(layers) or live.sum() < 2 or most_copies == 0:
@@ -208,7 +208,7 @@ class _Survivors:
         each = load / np.maximum((goal[:, :, None] == np.arange(load.shape[1])).sum(axis=1), 1)
         served = np.where(goal == EMPTY, 0.0, np.take_along_axis(each, np.where(goal == EMPTY, 0, goal).astype(np.intp), axis=1))
         reach = balance(served.reshape(len(layers), self.ranks, -1).sum(axis=2)[:, live])
-        limits = Limits(most_copies, frozen=self.frozen[layers], live=live, least_replicas=least[layers])
+        limits = Constraints(most_copies, frozen=self.frozen[layers], live=live, least_replicas=least[layers])
         found = shortened(self.table[layers], few(self.table[layers], load, self.ranks, limits, goal=reach, node=self.node), self.ranks)
         found = found._replace(layer=layers[found.layer].astype(np.int32))
         self.table = made(self.table, found)
@@ -237,7 +237,7 @@ class _Survivors:
         first = np.lexsort((leaves, shifted, on_node[:, self.node][:, rank], ~(empty | spare), ~open_to), axis=1)[:, 0]
         return np.where(open_to[np.arange(len(layer)), first], first, NOWHERE)
 
-    def _bring(self, layer: NDArray[np.intp], slot: NDArray[np.intp], expert: NDArray[np.intp], *, from_dead: bool) -> Changes:
+    def _bring(self, layer: NDArray[np.intp], slot: NDArray[np.intp], expert: NDArray[np.intp], *, from_dead: bool) -> PlacementChanges:
         other = None
         rank, found = slot // self.per, self.table[layer, slot].astype(np.intp)
         gone = found != EMPTY
@@ -249,7 +249,7 @@ class _Survivors:
         self.table[layer, slot] = expert
         self.count[layer, expert] += 1
         self.held[layer, rank, expert] = True
-        return _changes(Kind.MOVE if from_dead else Kind.REPLICATE, layer, slot, expert, other, self.load[layer, expert] / self.mean[layer])
+        return _changes(ChangeKind.MOVE if from_dead else ChangeKind.REPLICATE, layer, slot, expert, other, self.load[layer, expert] / self.mean[layer])
 
     def _of_slot(self, by_expert: NDArray[Any]) -> NDArray[Any]:
         """[layers, slots] of [layers, experts]; 0 in empty slots."""
@@ -257,11 +257,11 @@ class _Survivors:
         return np.where(filled, np.take_along_axis(by_expert, np.where(filled, self.table, 0).astype(np.intp), axis=1), 0)
 
 
-def _changes(kind: Kind, layer: NDArray[Any], slot: NDArray[Any], expert: NDArray[Any], other: NDArray[Any] | None, gain: Floats) -> Changes:
+def _changes(kind: ChangeKind, layer: NDArray[Any], slot: NDArray[Any], expert: NDArray[Any], other: NDArray[Any] | None, gain: Floats) -> PlacementChanges:
     count = len(layer)
     if not count:
         return NONE
-    return Changes(
+    return PlacementChanges(
         np.full(count, kind, np.uint8),
         layer.astype(np.int32),
         slot.astype(np.int32),

@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import Placement
-from migration.model.cost_model import Figures, Terms, figures
+from migration.model.cost_model import CostTerms, Figures, figures
 from migration.solvers.full_placement import full
 
 
-class Cache(msgspec.Struct, frozen=True, kw_only=True):
+class KvCacheModel(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache of an engine, mean over its ranks. ValueError names what is out of range."""
 
     blocks: float
@@ -45,7 +45,7 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"cache: block_bytes must be at least 1, not {self.block_bytes}; without it slots cannot be weighed against blocks")
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
+class TradeOffPoint(msgspec.Struct, frozen=True, kw_only=True):
     """What so many slots per rank and layer would be worth."""
 
     slots_per_rank: int
@@ -61,7 +61,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     total_seconds: float | None
 
 
-def waiting_seconds(cache: Cache, blocks: float, step_seconds: float, growth: float = 1.0) -> float:
+def waiting_seconds(cache: KvCacheModel, blocks: float, step_seconds: float, growth: float = 1.0) -> float:
     """Seconds per step that requests wait for KV blocks, were there so many per rank; infinite where more come than can ever be served.
 
     growth: how much longer they run than they do at present, as steps take longer: so many times as many are there at once.
@@ -83,7 +83,7 @@ _FAR = 30.0
 """standard deviations beyond which nobody waits; the density there is still a number"""
 
 
-def memory_seconds(cache: Cache, redundant_bytes: float, step_seconds: float) -> float:
+def memory_seconds(cache: KvCacheModel, redundant_bytes: float, step_seconds: float) -> float:
     """What replicas take from the cache, in seconds of a step, for `figures`: by so much longer do requests wait than without them.
 
     redundant_bytes: of replicas, on a rank. Never more than a step: a request waits at most as long as it runs, or nobody knows for how long.
@@ -92,7 +92,7 @@ def memory_seconds(cache: Cache, redundant_bytes: float, step_seconds: float) ->
     return max(min(with_them, step_seconds) - min(without, step_seconds), 0.0)
 
 
-def curve(demand: NDArray[Any], terms: Terms, cache: Cache, slots: Sequence[int], *, present: int, expert_bytes: int) -> tuple[Point, ...]:
+def curve(demand: NDArray[Any], terms: CostTerms, cache: KvCacheModel, slots: Sequence[int], *, present: int, expert_bytes: int) -> tuple[TradeOffPoint, ...]:
     """What each number of slots per rank and layer would be worth, by a full placement into them.
 
     demand: [ranks, layers, experts], as of `figures`. present: slots per rank and layer at the moment, beside which the cache has `cache.blocks`.
@@ -114,7 +114,7 @@ def curve(demand: NDArray[Any], terms: Terms, cache: Cache, slots: Sequence[int]
     return tuple(points)
 
 
-def best(points: Sequence[Point], within: float = 0.0) -> Point | None:
+def best(points: Sequence[TradeOffPoint], within: float = 0.0) -> TradeOffPoint | None:
     """The one of fewest slots among those whose seconds are the least, or exceed them by no more than this share; None where the cache cannot serve
     what comes with any of them."""
     served = [(point.total_seconds, point) for point in points if point.total_seconds is not None]
@@ -123,9 +123,9 @@ def best(points: Sequence[Point], within: float = 0.0) -> Point | None:
     return min(near, key=lambda point: point.slots_per_rank, default=None)
 
 
-def _point(number: int, blocks: float, found: Figures, step: float, waits: float, taken: int) -> Point:
+def _point(number: int, blocks: float, found: Figures, step: float, waits: float, taken: int) -> TradeOffPoint:
     waiting = waits if isfinite(waits) else None
-    return Point(
+    return TradeOffPoint(
         slots_per_rank=number,
         bytes_per_rank=taken,
         kv_blocks=int(blocks),

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from fleet.experts import ExpertId
 from fleet.placement import EMPTY, Placement
-from migration.model.constraints import Limits
-from migration.model.placement_changes import NOWHERE, Changes, Kind
+from migration.model.constraints import Constraints
+from migration.model.placement_changes import NOWHERE, ChangeKind, PlacementChanges
 
 
 class Unorderable(ValueError):
@@ -28,7 +28,7 @@ class Unorderable(ValueError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Room:
+class StagingRoom:
     """What copies need. ValueError names what is out of range."""
 
     node: NDArray[np.intp]
@@ -68,10 +68,10 @@ class _Series:
     at: int = 0
 
 
-class Queue:
+class PendingChanges:
     """The changes that are yet to be made."""
 
-    def __init__(self, placement: Placement, changes: Changes, room: Room, limits: Limits) -> None:
+    def __init__(self, placement: Placement, changes: PlacementChanges, room: StagingRoom, limits: Constraints) -> None:
         self._ranks = placement.ranks
         self._staging = room.staging or placement.slots_per_rank
         self._series = {layer: _Series(groups, _worth(groups, changes.gain)) for layer, groups in _groups(placement, changes, limits)}
@@ -131,7 +131,7 @@ def _worth(groups: list[_Group], gain: NDArray[np.float64]) -> list[float]:
     return [total / cost if cost else inf for total, cost, count in runs for _ in range(count)]
 
 
-def _groups(placement: Placement, changes: Changes, limits: Limits) -> Iterator[tuple[int, list[_Group]]]:
+def _groups(placement: Placement, changes: PlacementChanges, limits: Constraints) -> Iterator[tuple[int, list[_Group]]]:
     """(layer, its changes in groups). Unorderable where a change is not legal, or the end is not."""
     table, per, experts = placement.expert_of_slot, placement.slots_per_rank, placement.experts
     live = np.ones(placement.ranks, bool) if limits.live is None else limits.live
@@ -213,11 +213,11 @@ class _Walk:
         """A change finds in its slots what it was planned on."""
         kind, _, slot, expert, other_slot, other_expert = change
         found = self.row[slot]
-        if kind in (Kind.SWAP, Kind.MOVE) and self.row[other_slot] != expert:
+        if kind in (ChangeKind.SWAP, ChangeKind.MOVE) and self.row[other_slot] != expert:
             raise self._no(f"change {number} takes expert {self._named(expert)} from slot {other_slot}, which holds {self.row[other_slot]}")
-        if kind == Kind.SWAP and found != other_expert:
+        if kind == ChangeKind.SWAP and found != other_expert:
             raise self._no(f"change {number} takes expert {self._named(other_expert)} from slot {slot}, which holds {found}")
-        if kind == Kind.DROP and found == EMPTY:
+        if kind == ChangeKind.DROP and found == EMPTY:
             raise self._no(f"change {number} drops what slot {slot} holds, which is empty")
         if found == expert:
             raise self._no(f"change {number} brings expert {self._named(expert)} to slot {slot}, which holds it")

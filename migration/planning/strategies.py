@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import FULL, Placement, Split, even_split
-from migration.model.cost_model import Judged
+from migration.model.cost_model import PricedPlacement
 from migration.model.move_history import counted
-from migration.model.placement_changes import NONE, Changes, Table, joined, made, within
-from migration.model.sampling_noise import Noise
+from migration.model.placement_changes import NONE, PlacementChanges, Table, joined, made, within
+from migration.model.sampling_noise import LoadNoise
 from migration.planning.group_affinity import keep_groups
 from migration.planning.locality_report import room_of
-from migration.planning.problem import Situation
+from migration.planning.problem import PlanningProblem
 from migration.solvers.eplb import as_placement, eplb_global, eplb_hierarchical, raw_shares
 from migration.solvers.even_split_copies import few
 from migration.solvers.fill_empty_slots import filled
@@ -30,70 +30,70 @@ NEARER = 0.05
 """Slack of shares that would rather serve tokens where they come from than even out the ranks."""
 
 
-class Foretold(NamedTuple):
+class PredictedEffect(NamedTuple):
     """Of a way that changes where requests live: what it is judged by, in the place of the demand that was observed."""
 
-    found: Situation
+    found: PlanningProblem
     """with the demand that is to be expected in the end"""
-    before: Judged
+    before: PricedPlacement
     """what is served now, under the demand that is to be expected without this"""
     homes: NDArray[np.float64]
     """[K, ranks]: where clusters live in the end"""
 
 
-class Candidate(NamedTuple):
+class PlanCandidate(NamedTuple):
     """changes: of the situation's layers, in order; their gain is in no unit yet. split: how replicas share in the end; None: evenly."""
 
     name: str
-    changes: Changes
+    changes: PlacementChanges
     split: Split | None
-    foretold: Foretold | None = None
+    foretold: PredictedEffect | None = None
     """None: requests go on living where they do"""
 
-    def situation(self, found: Situation) -> Situation:
+    def situation(self, found: PlanningProblem) -> PlanningProblem:
         """With the demand that goes with it."""
         return found if self.foretold is None else self.foretold.found
 
-    def before(self, found: Situation) -> Judged:
+    def before(self, found: PlanningProblem) -> PricedPlacement:
         """What it must be better than."""
         return found.before if self.foretold is None else self.foretold.before
 
-    def placement(self, found: Situation) -> Placement:
+    def placement(self, found: PlanningProblem) -> Placement:
         """What it leads to."""
         start = found.placement
         return Placement(made(start.expert_of_slot, self.changes), experts=start.experts, ranks=start.ranks, epoch=start.epoch, split=self.split)
 
 
-Maker = Callable[[Situation], Candidate]
+Maker = Callable[[PlanningProblem], PlanCandidate]
 
 
-def shares(found: Situation) -> Candidate:
+def shares(found: PlanningProblem) -> PlanCandidate:
     """New split weights, where experts stay as they are: no bytes."""
-    return Candidate("new shares", NONE, shared(found, found.table))
+    return PlanCandidate("new shares", NONE, shared(found, found.table))
 
 
-def copies(found: Situation) -> Candidate:
+def copies(found: PlanningProblem) -> PlanCandidate:
     """Few copies, and shares that go with them."""
     changes = without_reversals(found, found.few_copies)
-    return Candidate("few copies", changes, shared(found, made(found.table, changes)))
+    return PlanCandidate("few copies", changes, shared(found, made(found.table, changes)))
 
 
-def copies_and_filling(found: Situation) -> Candidate:
+def copies_and_filling(found: PlanningProblem) -> PlanCandidate:
     """Few copies; and what each rank wants most in the slots that are empty then."""
     first = without_reversals(found, found.few_copies)
     fill = without_reversals(found, filled(made(found.table, first), found.fit, found.ranks, found.limits))
     changes = joined([part for part in (first, fill) if part])
     if found.limits.most_copies is not None:
         changes = within(changes, found.limits.most_copies)
-    return Candidate("empty slots filled", changes, shared(found, made(found.table, changes)))
+    return PlanCandidate("empty slots filled", changes, shared(found, made(found.table, changes)))
 
 
-def uniform(found: Situation) -> Candidate:
+def uniform(found: PlanningProblem) -> PlanCandidate:
     """Few copies for engines whose replicas share evenly, whatever they are told."""
-    return Candidate("few copies, even shares", _few(found), None)
+    return PlanCandidate("few copies, even shares", _few(found), None)
 
 
-def local(found: Situation) -> Candidate:
+def local(found: PlanningProblem) -> PlanCandidate:
     """Experts near the ranks whose requests want them. ValueError where that is worth hardly more than it would be were all ranks' requests alike: what
     ranks differ by is then the few texts that happened to come to each."""
     room = room_of(found)
@@ -101,7 +101,7 @@ def local(found: Situation) -> Candidate:
     goal = located(found.fit, replace(room, home=whole.home), present=found.table)
     changes = without_reversals(found, toward(found.table, goal.table, found.fit, room, found.limits))
     table = made(found.table, changes)
-    ways = [Candidate("locality", changes, shared(found, table, slack)) for slack in (SLACK, NEARER)]
+    ways = [PlanCandidate("locality", changes, shared(found, table, slack)) for slack in (SLACK, NEARER)]
     best = min(ways, key=lambda way: float(found.judge(way.placement(found)).seconds.sum()))
     alike = replace(found, judged=np.broadcast_to(found.judged.mean(axis=0), found.judged.shape))
     gains = [float((one.before.seconds - one.judge(best.placement(found)).seconds).sum()) for one in (found, alike)]
@@ -110,31 +110,31 @@ def local(found: Situation) -> Candidate:
     return best
 
 
-def anew(found: Situation) -> Candidate:
+def anew(found: PlanningProblem) -> PlanCandidate:
     """The whole placement made afresh, given to the ranks that hold most of it."""
     changes = _towards(found, found.anew_at_home)
-    return Candidate("all anew", changes, shared(found, made(found.table, changes)))
+    return PlanCandidate("all anew", changes, shared(found, made(found.table, changes)))
 
 
-def anew_evenly(found: Situation) -> Candidate:
+def anew_evenly(found: PlanningProblem) -> PlanCandidate:
     """The same for engines whose replicas share evenly, whatever they are told."""
-    return Candidate("all anew, even shares", _towards(found, found.anew_at_home), None)
+    return PlanCandidate("all anew, even shares", _towards(found, found.anew_at_home), None)
 
 
-def anew_at_most(found: Situation) -> Placement:
+def anew_at_most(found: PlanningProblem) -> Placement:
     """What `anew` leads to where no budget and no cooldown stops it: known before any of its changes."""
     table = np.where(found.chosen[:, None], found.anew_at_home, found.table)
     start = found.placement
     return Placement(table, experts=start.experts, ranks=start.ranks, epoch=start.epoch, split=shared(found, table))
 
 
-def eplb(found: Situation) -> Candidate:
+def eplb(found: PlanningProblem) -> PlanCandidate:
     """The published algorithm, over all ranks."""
     raw = eplb_global(found.load, found.table.shape[1], found.ranks)
     return _as_mapped("EPLB", found, raw)
 
 
-def eplb_by_node(found: Situation) -> Candidate:
+def eplb_by_node(found: PlanningProblem) -> PlanCandidate:
     """The published algorithm with a group of experts for each node. ValueError where they do not divide."""
     nodes = int(found.node.max()) + 1
     if (np.diff(found.node) < 0).any():
@@ -143,7 +143,7 @@ def eplb_by_node(found: Situation) -> Candidate:
     return _as_mapped("hierarchical EPLB", found, raw)
 
 
-def _as_mapped(name: str, found: Situation, raw: NDArray[np.int64]) -> Candidate:
+def _as_mapped(name: str, found: PlanningProblem, raw: NDArray[np.int64]) -> PlanCandidate:
     """A raw map [layers, slots] as far as it may be reached. Where it is, replicas share as it counts them: a rank that has an expert twice, twice."""
     goal = as_placement(raw, found.ranks)
     changes = _towards(found, goal)
@@ -160,15 +160,15 @@ def _as_mapped(name: str, found: Situation, raw: NDArray[np.int64]) -> Candidate
     order = np.lexsort((slot, layer * experts + end[layer, slot]))
     spill = np.zeros_like(even.spill)
     spill[layer[order], slot[order]] = np.diff(np.rint(FULL * np.cumsum(wanted[order])), prepend=0.0)
-    return Candidate(name, changes, even._replace(spill=spill))
+    return PlanCandidate(name, changes, even._replace(spill=spill))
 
 
-def _few(found: Situation) -> Changes:
-    changes = few(found.table, found.load, found.ranks, found.limits, goal=found.anew_balance, noise=Noise(found.pairs), node=found.several_nodes)
+def _few(found: PlanningProblem) -> PlacementChanges:
+    changes = few(found.table, found.load, found.ranks, found.limits, goal=found.anew_balance, noise=LoadNoise(found.pairs), node=found.several_nodes)
     return without_reversals(found, shortened(found.table, changes, found.ranks))
 
 
-def _towards(found: Situation, goal: Table) -> Changes:
+def _towards(found: PlanningProblem, goal: Table) -> PlacementChanges:
     """As much of the way to another table as may be gone: of the chosen layers, within the budget, nothing that rests."""
     table = np.where(_open_layers(found)[:, None], goal, found.table)
     gain = np.where((table != found.table).any(axis=1), 1.0, 0.0)
@@ -176,13 +176,13 @@ def _towards(found: Situation, goal: Table) -> Changes:
     return changes if found.limits.most_copies is None else within(changes, found.limits.most_copies)
 
 
-def _open_layers(found: Situation) -> NDArray[np.bool_]:
+def _open_layers(found: PlanningProblem) -> NDArray[np.bool_]:
     """bool [layers]: chosen ones, in which nothing rests."""
     frozen = found.limits.frozen
     return found.chosen if frozen is None else found.chosen & ~frozen.any(axis=1)
 
 
-def without_reversals(found: Situation, changes: Changes) -> Changes:
+def without_reversals(found: PlanningProblem, changes: PlacementChanges) -> PlacementChanges:
     """What is remembered is of all layers, sharded ones among them."""
     view, first = found.view, np.int32(found.first)
     if view.past is None:
@@ -192,7 +192,7 @@ def without_reversals(found: Situation, changes: Changes) -> Changes:
     return kept._replace(layer=kept.layer - first)
 
 
-def shared(found: Situation, table: Table, slack: float = SLACK) -> Split:
+def shared(found: PlanningProblem, table: Table, slack: float = SLACK) -> Split:
     """The shares that suit the demand, of the chosen layers; the others keep theirs, evenly where their experts have moved. slack: see `reweight`."""
     experts, start = found.placement.experts, found.placement
     new = reweight(table, found.fit, found.ranks, experts, found.several_nodes, pairs=found.pairs, live=found.limits.live, slack=slack)

@@ -19,26 +19,26 @@ from fleet.events import (
     RollBack,
 )
 from fleet.placement import Placement
-from migration.engine_state.demand_windows import Watch
-from migration.engine_state.placement_registry import Entry, Ledger
-from migration.execution.executor import Conductor
+from migration.engine_state.demand_windows import DemandWindows
+from migration.engine_state.placement_registry import EngineEntry, PlacementRegistry
+from migration.execution.executor import PlanExecutor
 from migration.execution.handover_driver import Unfit
 from migration.model.plan import Plan
 from migration.planning.operator_plans import back, one_expert, read, undone
-from migration.planning.staging_capacity import Room
+from migration.planning.staging_capacity import StagingRoom
 
 ASK_SECONDS = 2.0
 """How long a rank may not answer before a request is refused for that."""
 
 
-class NoRoom(ValueError):
+class RankFull(ValueError):
     """A rank has no free cell to bring an expert into; it may have one later."""
 
 
-class Requests:
+class OperatorCommands:
     """Used on one event loop, while leading."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, ledger: Ledger, watch: Watch, conductor: Conductor) -> None:
+    def __init__(self, bus: Bus, subjects: Subjects, ledger: PlacementRegistry, watch: DemandWindows, conductor: PlanExecutor) -> None:
         self._bus = bus
         self._subjects = subjects
         self._ledger = ledger
@@ -59,7 +59,7 @@ class Requests:
         except (ValueError, Unfit, BusError) as error:
             return RequestRefused(reason=str(error))
 
-    def movable(self, engine: str) -> Entry:
+    def movable(self, engine: str) -> EngineEntry:
         """An engine whose experts can be moved. ValueError when there is none of this name."""
         entry = self._ledger.engines().get(engine)
         if entry is None:
@@ -68,7 +68,7 @@ class Requests:
             raise ValueError(f"engine {engine!r} holds experts sharded over its ranks ({entry.layout}); they can move under expert parallelism only")
         return entry
 
-    async def _plan(self, entry: Entry, asked: MigrateExpert | ApplyPlan | RollBack, told: Sequence[HandoverDescribed]) -> tuple[Plan, Origin]:
+    async def _plan(self, entry: EngineEntry, asked: MigrateExpert | ApplyPlan | RollBack, told: Sequence[HandoverDescribed]) -> tuple[Plan, Origin]:
         """ValueError says why there is none."""
         match asked:
             case MigrateExpert():
@@ -79,11 +79,11 @@ class Requests:
         planned = undone(await self._log(entry.engine), asked.plan)
         return await self.undoing(entry, planned, await self.before(planned), told), "rollback"
 
-    async def undoing(self, entry: Entry, planned: MigrationPlanned, goal: Placement, told: Sequence[HandoverDescribed]) -> Plan:
+    async def undoing(self, entry: EngineEntry, planned: MigrationPlanned, goal: Placement, told: Sequence[HandoverDescribed]) -> Plan:
         """The plan that brings an engine back to the placement before another plan. ValueError when there is none."""
         return await asyncio.to_thread(back, entry.placement, goal, planned.plan, self._room(entry, told))
 
-    def _room(self, entry: Entry, told: Sequence[HandoverDescribed]) -> Room:
+    def _room(self, entry: EngineEntry, told: Sequence[HandoverDescribed]) -> StagingRoom:
         """NoRoom when a rank has none to bring anything in; ValueError when nobody knows."""
         machines = self._watch.machines(entry.worker_id)
         if machines is None:
@@ -92,8 +92,8 @@ class Requests:
         least = min(told, key=lambda said: said.free)
         if least.free < 1:
             held = f"{least.quarantined} are in quarantine, {least.draining} drain"
-            raise NoRoom(f"rank {least.rank} has no free cell to bring an expert into: {held}; wait until they settle, or restart the engine")
-        return Room(node=node, expert_bytes=shape.expert_bytes, staging=least.free)
+            raise RankFull(f"rank {least.rank} has no free cell to bring an expert into: {held}; wait until they settle, or restart the engine")
+        return StagingRoom(node=node, expert_bytes=shape.expert_bytes, staging=least.free)
 
     async def _log(self, engine: str) -> list[Message]:
         """What is recorded of an engine's plans."""

@@ -11,17 +11,17 @@ from bus import Message
 from fleet.events import DescribePlan, PlanDescribed, RequestRefused
 from fleet.placement import Placement
 from migration.config import POLICIES, MigrationConfig
-from migration.engine_state.demand_windows import Watch
-from migration.engine_state.placement_registry import Entry, Ledger, Refused
-from migration.planning.counterfactual import Regret, regret
-from migration.planning.planner import Decided, decide
-from migration.planning.problem import Question
+from migration.engine_state.demand_windows import DemandWindows
+from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementRegistry
+from migration.planning.counterfactual import Counterfactual, regret
+from migration.planning.planner import PlannerDecision, decide
+from migration.planning.problem import PlanningQuestion
 from migration.telemetry.metrics import MigrationMetrics
 
 logger = logging.getLogger(__name__)
 
 
-class Inquiries:
+class PlanQueries:
     """Made and used on one event loop. A thread of its own does the thinking, on values that never change.
 
     clock: seconds that never go back. trust: what is taken of gains that are foretold of an engine, by its name. thinking: runs functions one at a time;
@@ -30,8 +30,8 @@ class Inquiries:
 
     def __init__(
         self,
-        ledger: Ledger,
-        watch: Watch,
+        ledger: PlacementRegistry,
+        watch: DemandWindows,
         config: MigrationConfig,
         metrics: MigrationMetrics,
         clock: Callable[[], float],
@@ -73,11 +73,11 @@ class Inquiries:
         plan = b"" if decided.plan is None or decided.plan.refused else await asyncio.to_thread(msgspec.json.encode, decided.plan)
         return PlanDescribed(engine=entry.engine, worker_id=entry.worker_id, record=msgspec.json.encode(decided.record), plan=plan)
 
-    async def decide(self, entry: Entry, question: Question) -> Decided:
+    async def decide(self, entry: EngineEntry, question: PlanningQuestion) -> PlannerDecision:
         """What to do with one engine. Refused when too little is known to say anything."""
         try:
             view = self._watch.view(entry, self._clock())
-        except Refused as refusal:
+        except InvalidPlacementEvent as refusal:
             self._metrics.unknown(refusal.fault.value)
             raise
         began = self._clock()
@@ -86,12 +86,12 @@ class Inquiries:
         self._metrics.thought(None if decided.why is None else decided.why.value, taken)
         return decided._replace(record=msgspec.structs.replace(decided.record, plan_seconds=taken))
 
-    async def regret(self, entry: Entry, placement: Placement) -> Regret:
+    async def regret(self, entry: EngineEntry, placement: Placement) -> Counterfactual:
         """What would be different under another placement of an engine. Refused when too little is known to say anything."""
         view = self._watch.view(entry, self._clock())
         return await asyncio.get_running_loop().run_in_executor(self._thinking, regret, view, placement, self._config)
 
-    def _asked_for(self, asked: DescribePlan) -> tuple[Entry, Question]:
+    def _asked_for(self, asked: DescribePlan) -> tuple[EngineEntry, PlanningQuestion]:
         """ValueError names what cannot be asked, or that too much is asked at once."""
         entry = self._ledger.engines().get(asked.engine)
         if entry is None:
@@ -101,7 +101,7 @@ class Inquiries:
         return entry, _question(asked, entry, self._config, self._trust(asked.engine))
 
 
-def _question(asked: DescribePlan, entry: Entry, config: MigrationConfig, trust: float) -> Question:
+def _question(asked: DescribePlan, entry: EngineEntry, config: MigrationConfig, trust: float) -> PlanningQuestion:
     """ValueError names what cannot be asked."""
     policy = next((policy for policy in POLICIES if policy == (asked.policy or config.policy)), None)
     if policy is None:
@@ -115,4 +115,4 @@ def _question(asked: DescribePlan, entry: Entry, config: MigrationConfig, trust:
     if len(set(asked.dead)) == entry.placement.ranks:
         raise ValueError("all ranks are named as dead; nothing would be left to plan for")
     budget = config.budget_bytes if asked.budget_bytes is None else asked.budget_bytes
-    return Question(policy, budget, asked.memory, tuple(sorted(set(asked.dead))), tuple(sorted(set(asked.layers))), bounds=True, trust=trust)
+    return PlanningQuestion(policy, budget, asked.memory, tuple(sorted(set(asked.dead))), tuple(sorted(set(asked.layers))), bounds=True, trust=trust)

@@ -13,17 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY
-from migration.model.constraints import UNLIMITED, Limits
-from migration.model.placement_changes import NONE, NOWHERE, Changes, Kind, Table, taken, within
-from migration.model.sampling_noise import Noise, changed, deviations, expected_max, expected_most, freedom
-from migration.solvers.search_state import ENDLESS, Array, Flags, Index, State
-from migration.solvers.swap_search import Choice, Pace, best
+from migration.model.constraints import UNLIMITED, Constraints
+from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, Table, taken, within
+from migration.model.sampling_noise import LoadNoise, changed, deviations, expected_max, expected_most, freedom
+from migration.solvers.search_state import ENDLESS, Array, Flags, Index, SearchState
+from migration.solvers.swap_search import RoundSize, SwapChoice, best
 
 PAIRS = 24_000
 """of slots that are looked at in a round, for all layers together"""
 PATIENCE = 2
 """rounds in which a layer may find nothing before it is given up"""
-BRISKLY, CAREFULLY = Pace(4, 2), Pace(2, 12)
+BRISKLY, CAREFULLY = RoundSize(4, 2), RoundSize(2, 12)
 """where ranks are few, and where they are many"""
 OF = 4
 """of so many live ranks at most one is relieved in a round"""
@@ -35,7 +35,7 @@ MARGIN = 0.15
 """standard deviations between windows by which more is aimed at than is wanted: the sample that is planned on flatters what is fitted to it"""
 BEHIND = 0.013
 """most by which a layer's most loaded rank may stay above a full re-placement's, as a part of it, whatever part of the gain that is"""
-REPLICATE, SWAP, MOVE, DROP = (int(kind) for kind in Kind)
+REPLICATE, SWAP, MOVE, DROP = (int(kind) for kind in ChangeKind)
 CROWD = 0.85
 """done layers are dropped when no more than this part of them is left"""
 HOPE = 0.8
@@ -53,8 +53,15 @@ FINE = 1e-4
 
 
 def few(
-    table: Table, load: NDArray[Any], ranks: int, limits: Limits = UNLIMITED, *, goal: NDArray[Any], noise: Noise | None = None, node: Index | None = None
-) -> Changes:
+    table: Table,
+    load: NDArray[Any],
+    ranks: int,
+    limits: Constraints = UNLIMITED,
+    *,
+    goal: NDArray[Any],
+    noise: LoadNoise | None = None,
+    node: Index | None = None,
+) -> PlacementChanges:
     """The changes, layers interleaved, each layer's in their order; `gain` is by how much the layer's most loaded rank falls, in mean rank loads.
 
     table: legal, [layers, slots]; load: [layers, experts], any unit; goal: [layers], balance of a full re-placement under this load.
@@ -79,14 +86,14 @@ def few(
     return found if limits.most_copies is None else within(found, limits.most_copies)
 
 
-def _pace(live: int, most: float) -> Pace:
+def _pace(live: int, most: float) -> RoundSize:
     """most: load of the most loaded rank, mean over layers."""
     if live <= MANY:
         return BRISKLY._replace(most=max(1, min(BRISKLY.most, live // OF)))
     return CAREFULLY if most < FAR else CAREFULLY._replace(most=BRISKLY.most)
 
 
-def _state(table: Table, load: NDArray[Any], ranks: int, limits: Limits, node: Index | None) -> State:
+def _state(table: Table, load: NDArray[Any], ranks: int, limits: Constraints, node: Index | None) -> SearchState:
     """The table as it is; caps are 0."""
     layers, slots = table.shape
     experts = load.shape[1]
@@ -102,7 +109,7 @@ def _state(table: Table, load: NDArray[Any], ranks: int, limits: Limits, node: I
     if node is not None and len(np.unique(node)) > 1:
         fixed = fixed | (least > 1)
     count, relative = _wider(np.maximum(replicas, 1), ENDLESS), _wider(wanted / mean, 0.0)
-    state = State(
+    state = SearchState(
         ranks,
         slots // ranks,
         ENDLESS if limits.most_replicas is None else limits.most_replicas,
@@ -141,7 +148,7 @@ class _Aims:
         """[layers]: standard deviation of a rank's load between windows"""
 
 
-def _aims(state: State, goal: Array, target: float, noise: Noise | None) -> tuple[_Aims, Flags]:
+def _aims(state: SearchState, goal: Array, target: float, noise: LoadNoise | None) -> tuple[_Aims, Flags]:
     """Sets each layer's cap; what is wanted, and, [layers], of which layers anything is."""
     alive = state.over[:, ~state.away]
     most = np.maximum(alive.max(axis=1), 1e-9)
@@ -161,14 +168,14 @@ def _aims(state: State, goal: Array, target: float, noise: Noise | None) -> tupl
     return _Aims(aim, spread), wanted
 
 
-def _felt(state: State, loads: Array, least: Array, step: float | NDArray[Any]) -> Flags:
+def _felt(state: SearchState, loads: Array, least: Array, step: float | NDArray[Any]) -> Flags:
     """[layers]: where a re-placement, whose most loaded rank carries `least`, would shorten single steps: they have noise enough of their own."""
     blur = np.sqrt((_deviations(state, step) ** 2).mean(axis=1) / 2.0)  # of one step, not between two
     flat = least + expected_most(loads.shape[1]) * blur
     return np.asarray(expected_max(loads, blur) > flat * (1.0 + FELT))
 
 
-def _deviations(state: State, pairs: float | NDArray[Any]) -> Array:
+def _deviations(state: SearchState, pairs: float | NDArray[Any]) -> Array:
     """[layers, live ranks], between two counts of so many pairs."""
     at = np.arange(len(state.layer))[:, None]
     shape = (len(at), state.ranks, state.per)
@@ -179,7 +186,7 @@ def _deviations(state: State, pairs: float | NDArray[Any]) -> Array:
 class _Search:
     """Change after change, until no layer has one left."""
 
-    def __init__(self, state: State, aims: _Aims) -> None:
+    def __init__(self, state: SearchState, aims: _Aims) -> None:
         self._state = state
         self._aims = aims
         self._made: list[_Change] = []
@@ -192,7 +199,7 @@ class _Search:
         loads = self._state.over.max(axis=1) + self._state.cap
         return float(loads.mean()) if len(loads) else 0.0
 
-    def go(self, pace: Pace) -> None:
+    def go(self, pace: RoundSize) -> None:
         """Until every layer has reached what is wanted, or found nothing time and again, as each round looks at other slots."""
         layers = len(self._state.layer)
         going, idle, turn, few_left = np.ones(layers, bool), np.zeros(layers, np.intp), 0, LAST * layers
@@ -220,7 +227,7 @@ class _Search:
             state.lower(again, np.maximum(missed[~done], FINE - state.over[again].max(axis=1)))
         return reached
 
-    def _make(self, choice: Choice) -> Flags:
+    def _make(self, choice: SwapChoice) -> Flags:
         """Makes the changes of a round, as far as they lower a layer's penalty; [layers]: where any was."""
         state = self._state
         before, most = state.penalty, state.over.max(axis=1)
@@ -241,22 +248,22 @@ class _Search:
         made[change.layer] = True
         return made
 
-    def changes(self) -> Changes:
+    def changes(self) -> PlacementChanges:
         """What was made, of each layer as far as its most loaded rank's load fell: what came later served other ranks in vain."""
         kind, hot, cold, at_hot, at_cold = (
             np.concatenate([np.empty(0, np.intp), *(getattr(change, name) for change in self._made)]) for name in ("kind", "hot", "cold", "at_hot", "at_cold")
         )
-        drop, swap = kind == Kind.DROP, kind == Kind.SWAP
+        drop, swap = kind == ChangeKind.DROP, kind == ChangeKind.SWAP
         gone = np.where(swap, cold, self._state.empty)
         written, other = (np.where(expert == self._state.empty, EMPTY, expert).astype(np.int16) for expert in (np.where(drop, self._state.empty, hot), gone))
         layer = np.concatenate([np.empty(0, np.int32), *self._layers]).astype(np.int32)
         gain = np.concatenate([np.empty(0), *self._gains])
-        everything = Changes(
+        everything = PlacementChanges(
             kind.astype(np.uint8),
             layer,
             np.where(drop, at_hot, at_cold).astype(np.int32),
             written,
-            np.where(swap | (kind == Kind.MOVE), at_hot, NOWHERE).astype(np.int32),
+            np.where(swap | (kind == ChangeKind.MOVE), at_hot, NOWHERE).astype(np.int32),
             other,
             gain,
         )
@@ -298,7 +305,7 @@ class _Change(NamedTuple):
     """load of the rank that is relieved"""
 
     @classmethod
-    def of(cls, state: State, choice: Choice) -> "_Change":
+    def of(cls, state: SearchState, choice: SwapChoice) -> "_Change":
         """What is worth it; of those of a layer that touch the same expert only the first."""
         some = (choice.worth > LEAST).nonzero()[0]
         layer, kind, at_hot, at_cold = choice.layer[some], choice.kind[some], choice.hot[some], choice.cold[some]
@@ -324,16 +331,16 @@ class _Change(NamedTuple):
         np.not_equal(self.layer[1:], self.layer[:-1], out=first[1:])
         return first
 
-    def make(self, state: State) -> None:
+    def make(self, state: SearchState) -> None:
         """`measure` is to follow."""
         to_hot = np.where(self.kind == SWAP, self.cold, np.where(self.kind == REPLICATE, self.hot, state.empty))
         self._write(state, to_hot, self.hot, 1.0)
 
-    def undo(self, state: State) -> None:
+    def undo(self, state: SearchState) -> None:
         """`measure` is to follow."""
         self._write(state, self.hot, self.cold, -1.0)
 
-    def _write(self, state: State, to_hot: Index, to_cold: Index, sign: float) -> None:
+    def _write(self, state: SearchState, to_hot: Index, to_cold: Index, sign: float) -> None:
         two = (self.kind != DROP).nonzero()[0]
         state.put(_joined(self.layer, self.layer[two]), _joined(self.at_hot, self.at_cold[two]), _joined(to_hot, to_cold[two]))
         one = ((self.kind == REPLICATE) | (self.kind == DROP)).nonzero()[0]

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY
-from migration.model.constraints import UNLIMITED, Limits
-from migration.model.placement_changes import NOWHERE, Changes, Kind, Table, joined
+from migration.model.constraints import UNLIMITED, Constraints
+from migration.model.placement_changes import NOWHERE, ChangeKind, PlacementChanges, Table, joined
 from migration.solvers.load_cap import held_of
 
 
-def filled(table: Table, demand: NDArray[Any], ranks: int, limits: Limits = UNLIMITED) -> Changes:
+def filled(table: Table, demand: NDArray[Any], ranks: int, limits: Constraints = UNLIMITED) -> PlacementChanges:
     """Replications into empty slots. table: int16 [layers, slots]; demand: [ranks, layers, experts], any unit; gain: the part of its layer's pairs that
     becomes local. The budget is the caller's affair. ValueError when shapes contradict each other."""
     layers, slots = table.shape
@@ -25,7 +25,7 @@ def filled(table: Table, demand: NDArray[Any], ranks: int, limits: Limits = UNLI
     share = demand / np.maximum(demand.sum(axis=(0, 2), dtype=np.float64), 1e-300)[None, :, None]
     open_to = np.ones(held.shape[::2], bool) if limits.frozen is None else ~limits.frozen
     count, most, per = held.sum(axis=1), limits.most_replicas or ranks, slots // ranks
-    parts: list[Changes] = []
+    parts: list[PlacementChanges] = []
     for slot in sorted(range(slots), key=lambda slot: (slot % per, slot)):
         rank = slot // per
         if limits.live is not None and not limits.live[rank]:
@@ -40,10 +40,10 @@ def filled(table: Table, demand: NDArray[Any], ranks: int, limits: Limits = UNLI
     return joined(parts)
 
 
-def _replications(layer: NDArray[np.intp], slot: int, expert: NDArray[np.intp], gain: NDArray[np.float64]) -> Changes:
+def _replications(layer: NDArray[np.intp], slot: int, expert: NDArray[np.intp], gain: NDArray[np.float64]) -> PlacementChanges:
     count = len(layer)
-    return Changes(
-        kind=np.full(count, Kind.REPLICATE, np.uint8),
+    return PlacementChanges(
+        kind=np.full(count, ChangeKind.REPLICATE, np.uint8),
         layer=layer.astype(np.int32),
         slot=np.full(count, slot, np.int32),
         expert=expert.astype(np.int16),

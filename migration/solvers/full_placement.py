@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from fleet.placement import EMPTY
 from migration.solvers.local_search import cells, fullest, polished
-from migration.solvers.replica_counts import Bounds, Counts, Floats, floor, pigeonhole, replica_counts, replicas
+from migration.solvers.replica_counts import CountBounds, Counts, Floats, floor, pigeonhole, replica_counts, replicas
 
 Weights = NDArray[np.float32]
 Table = NDArray[np.int16]
@@ -68,7 +68,7 @@ def full(
         nodes = None if node is None else np.unique(node[seats], return_inverse=True)[1]
         return _seated(full(load, len(seats), slots_per_rank, most_replicas=most_replicas, least_replicas=least_replicas, node=nodes), seats, ranks)
     wanted = _checked(load, ranks, slots_per_rank)
-    bounds = Bounds.of(wanted, ranks, slots_per_rank, most_replicas, least_replicas)
+    bounds = CountBounds.of(wanted, ranks, slots_per_rank, most_replicas, least_replicas)
     even = replica_counts(wanted, bounds)
     packing, lowest = _packed(wanted, even, ranks, slots_per_rank), floor(wanted, even, ranks, slots_per_rank)
     table, most = _table(packing, wanted.shape[1]), packing.fullest
@@ -99,7 +99,7 @@ def bound(load: NDArray[Any], ranks: int, slots_per_rank: int, most_replicas: in
     must lie beside it: the lightest of the experts that the other ranks have no slots for.
     """
     wanted = _checked(load, ranks, slots_per_rank)
-    even = replica_counts(wanted, Bounds.of(wanted, ranks, slots_per_rank, most_replicas, None))
+    even = replica_counts(wanted, CountBounds.of(wanted, ranks, slots_per_rank, most_replicas, None))
     return np.asarray(wanted.sum(axis=1) / ranks / floor(wanted, even, ranks, slots_per_rank))
 
 
@@ -281,7 +281,7 @@ def _table(packing: _Packing, nobody: int) -> Table:
     return np.where(packing.expert == nobody, EMPTY, packing.expert).reshape(len(packing.unit), -1).astype(np.int16)
 
 
-def _tried(table: Table, load: Floats, bounds: Bounds, ranks: int) -> Table:
+def _tried(table: Table, load: Floats, bounds: CountBounds, ranks: int) -> Table:
     """The best of this placement and of those that leave one slot empty, two, or three, each polished: where slots are few, a replica that no
     rank has room for does harm."""
     layers, slots = table.shape

@@ -14,7 +14,7 @@ Table = NDArray[np.floating[Any]]
 Held = NDArray[np.bool_]
 
 
-class Worth(NamedTuple):
+class HolderValue(NamedTuple):
     """All numbers >= 0, in one unit."""
 
     own: Table
@@ -47,12 +47,12 @@ class Worth(NamedTuple):
         near = self.near(held)
         return self.own + (self.shared * (near == 0))[:, self.node], self.own + (self.shared * (near == 1))[:, self.node]
 
-    def at(self, layers: NDArray[np.intp]) -> "Worth":
+    def at(self, layers: NDArray[np.intp]) -> "HolderValue":
         """Of some layers."""
-        return Worth(self.own[layers], self.shared[layers], self.node)
+        return HolderValue(self.own[layers], self.shared[layers], self.node)
 
 
-def held_by_worth(worth: Worth, slots: int, most: int, home: Held | None = None) -> Held:
+def held_by_worth(worth: HolderValue, slots: int, most: int, home: Held | None = None) -> Held:
     """bool [layers, ranks, experts]: every expert somewhere, on at most `most` ranks, and at most `slots` experts on a rank.
 
     home: bool [layers, ranks, experts], where an expert must have one of its replicas; None: anywhere. ValueError when they do not fit.
@@ -60,7 +60,7 @@ def held_by_worth(worth: Worth, slots: int, most: int, home: Held | None = None)
     return filled(worth, _one_each(worth, slots, home), slots, most, home)
 
 
-def filled(worth: Worth, held: Held, slots: int, most: int, home: Held | None = None, passes: int = 2) -> Held:
+def filled(worth: HolderValue, held: Held, slots: int, most: int, home: Held | None = None, passes: int = 2) -> Held:
     """Every rank in turn keeps what only it holds and fills its other slots with what adds most there, given what the others hold."""
     held = held.copy()
     count, near = held.sum(axis=1), worth.near(held)
@@ -89,7 +89,7 @@ def _best(score: Table, slots: int) -> Held:
     return best
 
 
-def _one_each(worth: Worth, slots: int, home: Held | None) -> Held:
+def _one_each(worth: HolderValue, slots: int, home: Held | None) -> Held:
     """One replica of every expert: each asks for its best rank that has room, and ranks take those first that have most to lose."""
     value = worth.own if worth.flat else worth.own + worth.shared[:, worth.node]
     value = value if home is None else np.where(home, value, -np.inf)

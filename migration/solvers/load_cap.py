@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Split
-from migration.solvers.holder_value import Held, Worth
-from migration.solvers.split_weights import ROUNDS, Shared, Wants, diffused, shared, split_of
+from migration.solvers.holder_value import Held, HolderValue
+from migration.solvers.split_weights import ROUNDS, DemandPull, SplitResult, diffused, shared, split_of
 
 Table = NDArray[np.int16]
 Values = NDArray[np.float64]
@@ -48,11 +48,11 @@ def held_of(table: Table, ranks: int, experts: int) -> Held:
     return held
 
 
-class Level(NamedTuple):
-    """What replicas serve once weights have levelled ranks as far as they can while every node serves what it can of its own. Flat, as in `Shared`."""
+class LoadCap(NamedTuple):
+    """What replicas serve once weights have levelled ranks as far as they can while every node serves what it can of its own. Flat, as in `SplitResult`."""
 
-    wants: Wants
-    parts: Shared
+    wants: DemandPull
+    parts: SplitResult
     home: Values
     """[n]: of what a slot serves, the part that is its own rank's or node's"""
     each: Values
@@ -70,12 +70,12 @@ class Level(NamedTuple):
         return each.reshape(table.shape)
 
 
-def level(table: Table, demand: NDArray[Any], ranks: int, node: NDArray[np.intp]) -> Level:
+def level(table: Table, demand: NDArray[Any], ranks: int, node: NDArray[np.intp]) -> LoadCap:
     """By diffusion, as in `migration.solvers.split_weights`, in two pools: a node's own flow among its replicas, what is left among all.
 
     demand: [ranks, layers, experts].
     """
-    wants = Wants(demand, ranks, node, None)
+    wants = DemandPull(demand, ranks, node, None)
     parts = shared(table, wants.load, ranks)
     own = wants.own(parts)
     near, cell, cells = np.zeros_like(own), parts.group, parts.groups
@@ -91,7 +91,7 @@ def level(table: Table, demand: NDArray[Any], ranks: int, node: NDArray[np.intp]
         far = _flowed(far, height, width, parts.group, parts.groups)
         if wants.node is not None:
             near = _flowed(near, height, width, cell, cells)
-    return Level(wants, parts, own + near, own + near + far)
+    return LoadCap(wants, parts, own + near, own + near + far)
 
 
 def _flowed(pool: Values, height: Values, width: Values, group: NDArray[np.intp], groups: int) -> Values:
@@ -125,7 +125,7 @@ class _Layers(NamedTuple):
     demand: Values
     """[layers, ranks, experts] in units of the mean rank load, as are the loads"""
 
-    def put(self, layer: int, slot: int, expert: int, worth: Worth) -> None:
+    def put(self, layer: int, slot: int, expert: int, worth: HolderValue) -> None:
         """An expert, or none, takes the place of what was in a slot."""
         rank = slot * self.held.shape[1] // self.table.shape[1]
         for which, there in ((int(self.table[layer, slot]), False), (expert, True)):
@@ -136,7 +136,7 @@ class _Layers(NamedTuple):
         self.table[layer, slot] = expert
 
 
-def levelled(table: Table, demand: NDArray[Any], worth: Worth, cap: float, most: int, home: Held | None = None) -> Table:
+def levelled(table: Table, demand: NDArray[Any], worth: HolderValue, cap: float, most: int, home: Held | None = None) -> Table:
     """The table after exchanges that bring every layer's fullest rank to at most `cap` times the mean where they can; the argument is left as it was.
 
     demand: [ranks, layers, experts]. most: replicas of an expert. home: bool [layers, ranks, experts] where one replica must stay; None: anywhere.
@@ -161,7 +161,9 @@ def levelled(table: Table, demand: NDArray[Any], worth: Worth, cap: float, most:
     return best
 
 
-def _exchanged(table: Table, each: Values, load: Values, demand: NDArray[Any], worth: Worth, cap: float, most: NDArray[np.intp], home: Held | None) -> Table:
+def _exchanged(
+    table: Table, each: Values, load: Values, demand: NDArray[Any], worth: HolderValue, cap: float, most: NDArray[np.intp], home: Held | None
+) -> Table:
     """After a few exchanges in each of these layers; loads are carried along as if weights stayed as they are."""
     wanted = demand.transpose(1, 0, 2) / np.maximum(demand.sum(axis=(0, 2)) / len(demand), _TINY)[:, None, None]
     held = held_of(table, len(worth.node), wanted.shape[2])
@@ -214,7 +216,7 @@ def _pairs(state: _Layers, rows: NDArray[np.intp]) -> _Pairs:
     return _Pairs(here, there, row, source, target, mine, theirs, sent, back, state.load[row, source], state.load[row, target], apart, theirs == EMPTY)
 
 
-def _swaps(state: _Layers, worth: Worth, pairs: _Pairs, cap: float, home: Held | None) -> Values:
+def _swaps(state: _Layers, worth: HolderValue, pairs: _Pairs, cap: float, home: Held | None) -> Values:
     """Cost of exchanging two slots. Of an expert with several replicas, another part is of its new rank's own requests."""
     row, source, target, mine, theirs, free = pairs.row, pairs.source, pairs.target, pairs.mine, pairs.theirs, pairs.free
     may = pairs.apart & (free | ~state.held[row, source, theirs])
@@ -228,7 +230,7 @@ def _swaps(state: _Layers, worth: Worth, pairs: _Pairs, cap: float, home: Held |
     return _cost(-won, relief, pairs.top - cap, may)
 
 
-def _copies(state: _Layers, worth: Worth, pairs: _Pairs, cap: float, most: NDArray[np.intp], home: Held | None) -> Values:
+def _copies(state: _Layers, worth: HolderValue, pairs: _Pairs, cap: float, most: NDArray[np.intp], home: Held | None) -> Values:
     """Cost of a further replica in the place of a spare one; it is supposed to take over half of the difference. One that serves as much as that
     stays: its load would come back somewhere."""
     row, target, mine, theirs, free = pairs.row, pairs.target, pairs.mine, pairs.theirs, pairs.free
@@ -253,7 +255,7 @@ def _cost(lost: Values, relief: Values, wanted: Values, may: NDArray[np.bool_]) 
     return np.where(useful >= enough, (np.maximum(lost, 0.0) + _TINY) / np.maximum(useful, _TINY), np.inf)
 
 
-def _moved(state: _Layers, worth: Worth, row: Any, to: Any, origin: Any, expert: Any) -> Values:
+def _moved(state: _Layers, worth: HolderValue, row: Any, to: Any, origin: Any, expert: Any) -> Values:
     """Worth won when an expert's replica moves from a rank to another."""
     own = worth.own[row, to, expert] - worth.own[row, origin, expert]
     if worth.flat:
@@ -263,7 +265,7 @@ def _moved(state: _Layers, worth: Worth, row: Any, to: Any, origin: Any, expert:
     return np.asarray(own + np.where(here == there, 0.0, worth.shared[row, there, expert] * first - worth.shared[row, here, expert] * last))
 
 
-def _alone(state: _Layers, worth: Worth, row: Any, rank: Any, expert: Any, beside: int) -> Values:
+def _alone(state: _Layers, worth: HolderValue, row: Any, rank: Any, expert: Any, beside: int) -> Values:
     """Worth of one replica more, or less, on a rank whose node has so many (`beside`: 0 before one more, 1 before one less) when it counts for all of it."""
     own = worth.own[row, rank, expert]
     if worth.flat:
@@ -272,7 +274,7 @@ def _alone(state: _Layers, worth: Worth, row: Any, rank: Any, expert: Any, besid
     return np.asarray(own + worth.shared[row, at, expert] * (state.near[row, at, expert] == beside))
 
 
-def _make(state: _Layers, worth: Worth, rows: NDArray[np.intp], pairs: _Pairs, swap: Values, copy: Values) -> None:
+def _make(state: _Layers, worth: HolderValue, rows: NDArray[np.intp], pairs: _Pairs, swap: Values, copy: Values) -> None:
     """The cheaper of the best exchange and the best replica, per layer; loads are carried along."""
     per, width = pairs.here.shape[1], pairs.there.shape[1]
     for at, row in enumerate(rows.tolist()):

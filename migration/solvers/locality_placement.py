@@ -17,7 +17,7 @@ from scipy.sparse import coo_array, vstack
 from fleet.dispatch import flows, loads
 from fleet.placement import Placement, Split
 from fleet.timing import EngineSpeed
-from migration.solvers.holder_value import Held, Worth, filled, held_by_worth
+from migration.solvers.holder_value import Held, HolderValue, filled, held_by_worth
 from migration.solvers.load_cap import Table, held_of, levelled, split_under, table_of
 from migration.solvers.pairwise_exchange import bettered
 
@@ -28,7 +28,7 @@ window is another sample"""
 _TINY = 1e-12
 
 
-class Prices(NamedTuple):
+class LocalityPrices(NamedTuple):
     """What a (token, k) pair costs, in any unit, when it is served elsewhere."""
 
     rank: float = 1.0
@@ -37,7 +37,7 @@ class Prices(NamedTuple):
     """added on another node"""
 
     @classmethod
-    def of(cls, speed: EngineSpeed, top_k: int, node: NDArray[np.intp]) -> "Prices":
+    def of(cls, speed: EngineSpeed, top_k: int, node: NDArray[np.intp]) -> "LocalityPrices":
         """Seconds that a pair saves by staying, node: [ranks]. A token's k pairs share what is sent to a destination of mass m: it is reached
         with probability 1 - (1 - m)^k, so a pair that stays saves k (1 - m)^(k - 1) of a destination's share of its k pairs. Only
         ranks count where an engine says that sending costs nothing."""
@@ -47,19 +47,19 @@ class Prices(NamedTuple):
         return found if sum(found) > 0 else cls()
 
 
-ONE_NODE = Prices()
+ONE_NODE = LocalityPrices()
 """only ranks count"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Room:
+class LocalityProblem:
     """What there is to place on, and at which prices. ValueError names what is out of range."""
 
     node: NDArray[np.intp]
     """[ranks], numbers from 0"""
     slots: int
     """of a rank"""
-    prices: Prices = ONE_NODE
+    prices: LocalityPrices = ONE_NODE
     most: int | None = None
     """replicas of an expert; None: one per rank"""
     balance: float = BALANCE
@@ -85,7 +85,7 @@ class Room:
         return self.ranks if self.most is None else min(self.most, self.ranks)
 
 
-class Located(NamedTuple):
+class LocalityPlacement(NamedTuple):
     """A placement and what it makes of the demand. Arrays of floats are [layers]."""
 
     table: Table
@@ -100,18 +100,18 @@ class Located(NamedTuple):
     """part of what dispatch would cost were all pairs served on other nodes (ranks, where there is one node), at the prices given"""
 
 
-def worth_of(demand: NDArray[Any], room: Room) -> Worth:
+def worth_of(demand: NDArray[Any], room: LocalityProblem) -> HolderValue:
     """What replicas are worth, as parts of what dispatch would cost were nothing local. demand: [ranks, layers, experts] pairs."""
     total = np.maximum(demand.sum(axis=(0, 2), dtype=np.float64), _TINY)[:, None, None]
     rank, node = (price / sum(room.prices) for price in room.prices)
     share = np.ascontiguousarray(demand.transpose(1, 0, 2), np.float64) / total
     if node == 0.0 or int(room.node.max()) == 0:
-        return Worth(share * (rank if rank > 0 else 1.0), np.zeros((len(share), 1, share.shape[2])), room.node)
+        return HolderValue(share * (rank if rank > 0 else 1.0), np.zeros((len(share), 1, share.shape[2])), room.node)
     of_nodes = np.stack([share[:, room.node == at].sum(axis=1) for at in range(int(room.node.max()) + 1)], axis=1)
-    return Worth(rank * share, node * of_nodes, room.node)
+    return HolderValue(rank * share, node * of_nodes, room.node)
 
 
-def located(demand: NDArray[Any], room: Room, present: Table | None = None, stay: float = 0.05) -> Located:
+def located(demand: NDArray[Any], room: LocalityProblem, present: Table | None = None, stay: float = 0.05) -> LocalityPlacement:
     """The placement that saves most dispatch at the balance asked for.
 
     demand: [ranks, layers, experts] pairs by the rank their requests live on. present: int16 [layers, ranks * slots], the placement there is:
@@ -130,7 +130,7 @@ def located(demand: NDArray[Any], room: Room, present: Table | None = None, stay
     return _told(table, demand, room)
 
 
-def placed(worth: Worth, room: Room, rounds: int = 32, start: Held | None = None) -> Held:
+def placed(worth: HolderValue, room: LocalityProblem, rounds: int = 32, start: Held | None = None) -> Held:
     """bool [layers, ranks, experts]: by worth alone, whatever the load of ranks. start: a placement to better; None: from nothing."""
     if start is None or start.sum(axis=2).max() > room.slots or start.sum(axis=1).max() > room.replicas or not _at_home(start, room):
         held = held_by_worth(worth, room.slots, room.replicas, room.home)
@@ -140,21 +140,21 @@ def placed(worth: Worth, room: Room, rounds: int = 32, start: Held | None = None
     return filled(worth, held, room.slots, room.replicas, room.home, passes=1)
 
 
-def _at_home(held: Held, room: Room) -> bool:
+def _at_home(held: Held, room: LocalityProblem) -> bool:
     """Every expert is somewhere, and where it must be."""
     return bool((held if room.home is None else held & room.home).any(axis=1).all())
 
 
-def measured(table: Table, split: Split | None, demand: NDArray[Any], room: Room) -> Located:
+def measured(table: Table, split: Split | None, demand: NDArray[Any], room: LocalityProblem) -> LocalityPlacement:
     """Any placement, as `located` tells of its own. split: None: the one that levels it best."""
     return _told(table, demand, room) if split is None else _figures(table, split, demand, room)
 
 
-def _told(table: Table, demand: NDArray[Any], room: Room) -> Located:
+def _told(table: Table, demand: NDArray[Any], room: LocalityProblem) -> LocalityPlacement:
     return _figures(table, split_under(table, demand, room.ranks, room.node, 1.0 / room.balance), demand, room)
 
 
-def _figures(table: Table, split: Split, demand: NDArray[Any], room: Room) -> Located:
+def _figures(table: Table, split: Split, demand: NDArray[Any], room: LocalityProblem) -> LocalityPlacement:
     placement = Placement(table, experts=demand.shape[2], ranks=room.ranks, split=split)
     sent = flows(placement, demand, room.node)
     total = np.maximum(demand.sum(axis=(0, 2), dtype=np.float64), _TINY)
@@ -163,10 +163,10 @@ def _figures(table: Table, split: Split, demand: NDArray[Any], room: Room) -> Lo
     local = sent.kept.sum(axis=1) / total
     near = _on_own_node(placement, demand, room) / total
     rank, node = room.prices if int(room.node.max()) > 0 else (1.0, 0.0)
-    return Located(table, split, local, near, balance, (rank * local + node * near) / (rank + node))
+    return LocalityPlacement(table, split, local, near, balance, (rank * local + node * near) / (rank + node))
 
 
-def _on_own_node(placement: Placement, demand: NDArray[Any], room: Room) -> Values:
+def _on_own_node(placement: Placement, demand: NDArray[Any], room: LocalityProblem) -> Values:
     """[layers]: pairs that their own node serves: flows add up, so each node's are followed alone."""
     nodes = int(room.node.max()) + 1
     if nodes == 1:
@@ -178,15 +178,15 @@ def _on_own_node(placement: Placement, demand: NDArray[Any], room: Room) -> Valu
     return found
 
 
-def bound(demand: NDArray[Any], room: Room, most_layers: int = 8) -> tuple[NDArray[np.intp], Values]:
-    """(layers, saved): the most that any placement can save of a layer's dispatch (`Located.saved`), whatever its balance: the optimum of its linear
+def bound(demand: NDArray[Any], room: LocalityProblem, most_layers: int = 8) -> tuple[NDArray[np.intp], Values]:
+    """(layers, saved): the most that any placement can save of a layer's dispatch (`LocalityPlacement.saved`), whatever its balance: the optimum of its linear
     programme, of so many layers, evenly spaced. About 10 ms a layer of 256 experts at 8 ranks, 70 ms at 64."""
     layers = np.unique(np.linspace(0, demand.shape[1] - 1, min(most_layers, demand.shape[1])).round().astype(np.intp))
     worth = worth_of(demand[:, layers], room)
     return layers, np.array([_optimum(own, shared, room) for own, shared in zip(worth.own, worth.shared, strict=True)])
 
 
-def _optimum(own: Values, shared: Values, room: Room) -> float:
+def _optimum(own: Values, shared: Values, room: LocalityProblem) -> float:
     """max sum own x + sum shared y, x [ranks, experts] replicas, y [nodes, experts] nodes that have one, over the fractional ones."""
     (ranks, experts), nodes = own.shape, len(shared)
     cells, places = ranks * experts, nodes * experts

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY
-from migration.model.constraints import UNLIMITED, Limits
-from migration.model.placement_changes import NONE, NOWHERE, Changes, Kind, Table, made, taken, within
+from migration.model.constraints import UNLIMITED, Constraints
+from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, Table, made, taken, within
 from migration.solvers.holder_value import Held
 from migration.solvers.load_cap import held_of, level
-from migration.solvers.locality_placement import Room
+from migration.solvers.locality_placement import LocalityProblem
 
 _WHOLE = 0.98
 """of the most that a layer's series wins; what comes after that levels ranks, and is kept"""
@@ -27,7 +27,7 @@ _Option = tuple[float, int, int | None]
 """gain, expert, and the one that makes room for it; None: a slot is free"""
 
 
-def toward(table: Table, target: Table, demand: NDArray[Any], room: Room, limits: Limits = UNLIMITED) -> Changes:
+def toward(table: Table, target: Table, demand: NDArray[Any], room: LocalityProblem, limits: Constraints = UNLIMITED) -> PlacementChanges:
     """The changes, layer by layer, best first; all of them together lead to the target as far as limits let them and it pays.
 
     table, target: int16 [layers, ranks * slots]. demand: [ranks, layers, experts] pairs per second by the rank their requests live on. gain: pairs per
@@ -49,7 +49,7 @@ def toward(table: Table, target: Table, demand: NDArray[Any], room: Room, limits
     return _levelled(table, changes if limits.most_copies is None else within(changes, limits.most_copies), demand, room)
 
 
-def _apart(table: Table, target: Table, experts: int, room: Room, limits: Limits) -> tuple[Held, Held]:
+def _apart(table: Table, target: Table, experts: int, room: LocalityProblem, limits: Constraints) -> tuple[Held, Held]:
     """(wanted, extra), bool [layers, ranks, experts]: what the target has and the table has not, and the other way round."""
     have, want = held_of(table, room.ranks, experts), held_of(target, room.ranks, experts)
     wanted, extra = want & ~have, have & ~want
@@ -63,7 +63,7 @@ def _apart(table: Table, target: Table, experts: int, room: Room, limits: Limits
 class _Value:
     """What replicas are worth in one layer. demand: [ranks, experts]."""
 
-    def __init__(self, demand: NDArray[Any], room: Room) -> None:
+    def __init__(self, demand: NDArray[Any], room: LocalityProblem) -> None:
         nodes = int(room.node.max()) + 1
         rank, node = room.prices if nodes > 1 else (1.0, 0.0)
         self._own: list[list[float]] = (rank * np.asarray(demand, np.float64)).tolist()
@@ -163,7 +163,7 @@ class _Layer:
         slot = part.free.pop() if other is None else self._gone(rank, other)
         self._come(rank, expert, slot)
         touched = {rank} | self._extra_on.get(expert, set()) | (set() if other is None else self._extra_on.get(other, set()))
-        return (gain, (int(Kind.REPLICATE), slot, expert, NOWHERE, EMPTY)), touched
+        return (gain, (int(ChangeKind.REPLICATE), slot, expert, NOWHERE, EMPTY)), touched
 
     def _come(self, rank: int, expert: int, slot: int) -> None:
         self._slot[rank, expert] = slot
@@ -201,15 +201,15 @@ class _Layer:
         else:
             self._ranks[other].extra.append(back)
             self._extra_on[back].add(other)
-        return (gain, (int(Kind.SWAP), slot, expert, theirs, back)), {rank, other}
+        return (gain, (int(ChangeKind.SWAP), slot, expert, theirs, back)), {rank, other}
 
 
-def _changes(found: list[tuple[int, float, _Row]]) -> Changes:
+def _changes(found: list[tuple[int, float, _Row]]) -> PlacementChanges:
     if not found:
         return NONE
     rows = np.array([row for *_, row in found])
     kind, slot, expert, other_slot, other_expert = rows.T
-    return Changes(
+    return PlacementChanges(
         kind.astype(np.uint8),
         np.array([layer for layer, *_ in found], np.int32),
         slot.astype(np.int32),
@@ -220,7 +220,7 @@ def _changes(found: list[tuple[int, float, _Row]]) -> Changes:
     )
 
 
-def _levelled(table: Table, changes: Changes, demand: NDArray[Any], room: Room) -> Changes:
+def _levelled(table: Table, changes: PlacementChanges, demand: NDArray[Any], room: LocalityProblem) -> PlacementChanges:
     """Without the ends of layers' series that make a rank too full, whatever weights do: cut by a quarter until they do not."""
     cap = 1.0 / room.balance
     while changes:

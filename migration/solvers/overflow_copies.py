@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY
-from migration.model.constraints import Limits
-from migration.model.placement_changes import NONE, NOWHERE, Changes, Kind, Table, joined
-from migration.solvers.overflow_state import Crowds, Flags, Sight, admit, crowds_of, over, sight_of, widen
-from migration.solvers.split_weights import Places, Shared, Values, diffused
+from migration.model.constraints import Constraints
+from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, Table, joined
+from migration.solvers.overflow_state import Flags, OverflowRanks, OverflowView, admit, crowds_of, over, sight_of, widen
+from migration.solvers.split_weights import Places, SplitResult, Values, diffused
 
 SETTLING, LONG = 5, 12
 """rounds of flow after copies, and where copies have failed"""
@@ -49,7 +49,9 @@ NEAR_CAP = 1e-4
 _TINY = 1e-9
 
 
-def outlets(table: Table, load: Values, parts: Shared, served: Values, cap: Values, wanted: Flags, limits: Limits, node: NDArray[np.intp] | None) -> Changes:
+def outlets(
+    table: Table, load: Values, parts: SplitResult, served: Values, cap: Values, wanted: Flags, limits: Constraints, node: NDArray[np.intp] | None
+) -> PlacementChanges:
     """The copies that bring the layers that are `wanted` [layers] to their `cap` [layers], or as near as could be found.
 
     load: [layers, experts] in mean rank loads; parts, served: the table's shared slots, and what they serve once weights have flowed.
@@ -66,7 +68,7 @@ def outlets(table: Table, load: Values, parts: Shared, served: Values, cap: Valu
     return joined(found)
 
 
-def _round(crowds: Crowds, before: Values) -> Changes:
+def _round(crowds: OverflowRanks, before: Values) -> PlacementChanges:
     """Copies in each layer that has some that prove themselves. before: [a], the excess."""
     widen(crowds, LANES + 1 if (before > LARGE).any() else 2)
     sight = sight_of(crowds)
@@ -98,7 +100,7 @@ class _Leads(NamedTuple):
     """excess that could leave through a further replica; 0: none must be made, or the expert stands in another column too"""
 
 
-def _leads(crowds: Crowds, sight: Sight, before: Values) -> _Leads:
+def _leads(crowds: OverflowRanks, sight: OverflowView, before: Values) -> _Leads:
     a, ranks = len(crowds.layer), len(crowds.dead) - 1
     rows = np.arange(a)[:, None]
     pressed = np.where(((crowds.fails % 2 == 0) & (before <= LARGE))[:, None], sight.leaving, 0.0) + sight.loads
@@ -150,7 +152,7 @@ class _Attempt(NamedTuple):
         return both.taken(np.argsort(both.row, kind="stable"))
 
 
-def _attempts(crowds: Crowds, sight: Sight, leads: _Leads, before: Values) -> _Attempt:
+def _attempts(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before: Values) -> _Attempt:
     """What is to be tried: where all went well, one attempt of several copies, which together stay well below the excess; else several of one."""
     a = len(crowds.layer)
     rows = np.arange(a)
@@ -197,7 +199,7 @@ def _attempts(crowds: Crowds, sight: Sight, leads: _Leads, before: Values) -> _A
     return found
 
 
-def _exchanges(crowds: Crowds, sight: Sight, leads: _Leads, before: Values) -> _Attempt:
+def _exchanges(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before: Values) -> _Attempt:
     """One attempt of two copies in each layer where not very much is in excess.
 
     The emptiest rank may hold nothing that another holds as well, so that nothing there can give way. Its smallest expert comes into a slot of a
@@ -230,14 +232,14 @@ def _exchanges(crowds: Crowds, sight: Sight, leads: _Leads, before: Values) -> _
     return attempt
 
 
-def _nth_emptiest(crowds: Crowds, sight: Sight, nth: Places) -> Places:
+def _nth_emptiest(crowds: OverflowRanks, sight: OverflowView, nth: Places) -> Places:
     """[a]: the live rank that so many [a] are emptier than."""
     order = np.argsort(np.where(crowds.dead, np.inf, sight.loads), axis=1, kind="stable")
     live = len(crowds.dead) - int(crowds.dead.sum())
     return np.asarray(order[np.arange(len(order)), np.minimum(nth, live - 1)])
 
 
-def _smallest(crowds: Crowds, experts: Places) -> tuple[Places, Values]:
+def _smallest(crowds: OverflowRanks, experts: Places) -> tuple[Places, Values]:
     """([a] of the experts [a, k] that with one holder that may move, the smallest, [a] its load; inf: there is none)."""
     rows = np.arange(len(experts))
     at = rows[:, None], experts
@@ -258,7 +260,7 @@ def _pass_over(flow: Values, fails: Places) -> None:
         flow[row[keep], best[keep]] = most[keep]
 
 
-def _promises(crowds: Crowds, row: Places, expert: Places, worth: Values, shut: Flags | None = None, parted: Flags | None = None) -> Values:
+def _promises(crowds: OverflowRanks, row: Places, expert: Places, worth: Values, shut: Flags | None = None, parted: Flags | None = None) -> Values:
     """[t, m]: worth [t, m] where an element may give way to the layer's expert [t]; -inf where it must not.
 
     shut: [a, ranks + 1], ranks where nothing may come; parted: [a, experts + 1], experts that lose no replica; None: none.
@@ -295,7 +297,7 @@ class _Trial(NamedTuple):
     """[t]"""
 
 
-def _tried(crowds: Crowds, sight: Sight, attempt: _Attempt) -> _Trial:
+def _tried(crowds: OverflowRanks, sight: OverflowView, attempt: _Attempt) -> _Trial:
     """What weights make of the copies, from a start that is guessed."""
     row, t = attempt.row, len(attempt.row)
     nth, each = np.arange(t), np.arange(t)[:, None]
@@ -328,12 +330,12 @@ def _flowed(held: Places, rank: Places, served: Values, alone: Values, experts: 
     each = np.arange(t)[:, None]
     group, groups = _numbered((held + experts * each).ravel(), t * experts)
     none = np.empty(0, np.intp)
-    parts = Shared(none, none, group, (rank + ranks * each).ravel(), np.empty(0), alone.ravel(), groups, none)
+    parts = SplitResult(none, none, group, (rank + ranks * each).ravel(), np.empty(0), alone.ravel(), groups, none)
     after = diffused(parts, served.ravel(), rounds)
     return after.reshape(held.shape), parts.of_rank(after).reshape(-1, ranks)
 
 
-def _handed_back(crowds: Crowds, sight: Sight, row: Places, element: Places, held: Places, served: Values, left: Values) -> Values:
+def _handed_back(crowds: OverflowRanks, sight: OverflowView, row: Places, element: Places, held: Places, served: Values, left: Values) -> Values:
     """[t, m]: what flows at once when an element gives up the load `left` [t]: its expert's other holder hands as much back to its rank as it can,
     through the other experts that both hold."""
     nth, other, rank = np.arange(len(row)), sight.other[row], crowds.rank[row]
@@ -355,7 +357,7 @@ def _numbered(keys: Places, most: int) -> tuple[Places, int]:
     return number[keys], len(found)
 
 
-def _make(crowds: Crowds, attempt: _Attempt, served: Values) -> Changes:
+def _make(crowds: OverflowRanks, attempt: _Attempt, served: Values) -> PlacementChanges:
     """Makes the copies of one attempt in each of its layers; each gains its part of what all gain."""
     before = np.where(crowds.dead, 0.0, crowds.loads()[attempt.row]).max(axis=1)
     nth, lane = np.nonzero(attempt.promise > -np.inf)
@@ -367,8 +369,8 @@ def _make(crowds: Crowds, attempt: _Attempt, served: Values) -> Changes:
     crowds.expert[row, element], crowds.new[row, element], crowds.served[attempt.row] = expert, True, served
     after = np.where(crowds.dead, 0.0, crowds.loads()[attempt.row]).max(axis=1)
     n = len(row)
-    return Changes(
-        np.full(n, Kind.REPLICATE, np.uint8),
+    return PlacementChanges(
+        np.full(n, ChangeKind.REPLICATE, np.uint8),
         crowds.layer[row].astype(np.int32),
         slot.astype(np.int32),
         expert.astype(np.int16),

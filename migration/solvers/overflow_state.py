@@ -12,9 +12,9 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
 from fleet.placement import EMPTY
-from migration.model.constraints import Limits
+from migration.model.constraints import Constraints
 from migration.model.placement_changes import NOWHERE, Table
-from migration.solvers.split_weights import Places, Shared, Values
+from migration.solvers.split_weights import Places, SplitResult, Values
 
 HOMELESS = 0.2
 """what a unit of load costs, in units of excess, that must flow on from the ranks which a replica that gives way leaves it to"""
@@ -24,7 +24,7 @@ _STILL = 1e-4
 
 
 @dataclass(slots=True)
-class Crowds:
+class OverflowRanks:
     """The layers still worked on, a of them. An *element* is a slot whose expert has several replicas, or an empty one; up to m of a layer.
 
     Rank number `ranks` and expert number `experts` are nobody: unused elements belong to them, and empty slots to that expert.
@@ -64,9 +64,9 @@ class Crowds:
     fails: Places
     """[a]: rounds in vain since the last copy"""
 
-    def taken(self, which: Flags) -> "Crowds":
+    def taken(self, which: Flags) -> "OverflowRanks":
         """Some of the layers."""
-        return self if which.all() else Crowds(self.dead, *(getattr(self, part.name)[which] for part in fields(self)[1:]))
+        return self if which.all() else OverflowRanks(self.dead, *(getattr(self, part.name)[which] for part in fields(self)[1:]))
 
     def loads(self) -> Values:
         """[a, ranks + 1]"""
@@ -88,7 +88,7 @@ def summed(values: Values, place: Places, places: int) -> Values:
     return np.asarray(np.bincount((place + places * np.arange(rows)[:, None]).ravel(), values.ravel(), rows * places).reshape(rows, places), np.float64)
 
 
-def crowds_of(table: Table, load: Values, parts: Shared, served: Values, cap: Values, limits: Limits, node: NDArray[np.intp] | None) -> Crowds:
+def crowds_of(table: Table, load: Values, parts: SplitResult, served: Values, cap: Values, limits: Constraints, node: NDArray[np.intp] | None) -> OverflowRanks:
     layers, slots = table.shape
     experts, ranks = load.shape[1], len(parts.alone) // layers
     rank = np.arange(slots) // (slots // ranks)
@@ -112,12 +112,12 @@ def crowds_of(table: Table, load: Values, parts: Shared, served: Values, cap: Va
     padded = np.pad(load, ((0, 0), (0, 1)))
     alone = np.pad(parts.alone.reshape(layers, ranks), ((0, 0), (0, 1)))
     new, harm, fails = np.zeros(shape, bool), np.zeros(shape), np.zeros(layers, np.intp)
-    return Crowds(
+    return OverflowRanks(
         dead, np.arange(layers), table, table.copy(), padded, cap, replicas, least, most, alone, slots_at, ranks_at, experts_at, served_at, new, harm, fails
     )
 
 
-def _bounds(replicas: NDArray[np.int64], ranks: int, limits: Limits, node: NDArray[np.intp] | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _bounds(replicas: NDArray[np.int64], ranks: int, limits: Constraints, node: NDArray[np.intp] | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(least, most) live holders [layers, experts + 1]; for nobody 0 and 0: an empty slot gives way at once, and nothing is copied into it as such.
 
     Where there are several nodes, replicas of experts that must keep more than one stay where they are: they may be spread on purpose.
@@ -133,7 +133,7 @@ def _bounds(replicas: NDArray[np.int64], ranks: int, limits: Limits, node: NDArr
     return least, most
 
 
-class Sight(NamedTuple):
+class OverflowView(NamedTuple):
     """What the layers look like: [a, m] of elements, [a, ranks + 1] of ranks, in mean rank loads."""
 
     loads: Values
@@ -151,7 +151,7 @@ class Sight(NamedTuple):
     """[a, m]: what that holder can push back to the element's rank through other experts that both hold"""
 
 
-def sight_of(crowds: Crowds) -> Sight:
+def sight_of(crowds: OverflowRanks) -> OverflowView:
     ranks, experts = len(crowds.dead), crowds.load.shape[1]
     rows = np.arange(len(crowds.layer))[:, None]
     loads, y = crowds.loads(), crowds.served
@@ -169,10 +169,10 @@ def sight_of(crowds: Crowds) -> Sight:
     homeless = np.maximum(y - elsewhere, 0.0)
     left = np.maximum(homeless - further, 0.0)
     back = np.minimum(left, np.maximum(parallel, 0.0))
-    return Sight(loads, leaving, out, np.maximum(space - back, 0.0), left - back + HOMELESS * homeless, other, parallel)
+    return OverflowView(loads, leaving, out, np.maximum(space - back, 0.0), left - back + HOMELESS * homeless, other, parallel)
 
 
-def pooled(crowds: Crowds, high: Values) -> Values:
+def pooled(crowds: OverflowRanks, high: Values) -> Values:
     """[a, ranks + 1]: excess so shaped, added up over the crowded ranks that load can flow between to and fro."""
     ranks, experts = len(crowds.dead), crowds.load.shape[1]
     rows = np.arange(len(high))[:, None]
@@ -185,8 +185,8 @@ def pooled(crowds: Crowds, high: Values) -> Values:
     return np.asarray(np.bincount(pool, high.ravel())[pool].reshape(high.shape))
 
 
-def _pairs(crowds: Crowds) -> tuple[Places, Values]:
-    """(`Sight.other`, `Sight.parallel`)."""
+def _pairs(crowds: OverflowRanks) -> tuple[Places, Values]:
+    """(`OverflowView.other`, `OverflowView.parallel`)."""
     a, m = crowds.rank.shape
     rows, ranks, experts = np.arange(a)[:, None], len(crowds.dead), crowds.load.shape[1]
     column = np.broadcast_to(np.arange(m, dtype=np.float64), (a, m))
@@ -197,7 +197,7 @@ def _pairs(crowds: Crowds) -> tuple[Places, Values]:
     return other, np.where(two, between[rows, there * ranks + crowds.rank] - crowds.served[rows, other], 0.0)
 
 
-def admit(crowds: Crowds, row: Places, expert: Places) -> None:
+def admit(crowds: OverflowRanks, row: Places, expert: Places) -> None:
     """Makes elements of the slots of experts that have had one holder until now; there is a column left for them."""
     new = (crowds.replicas[row, expert] == 1) & ~(crowds.expert[row] == expert[:, None]).any(axis=1)
     row, expert = row[new], expert[new]
@@ -210,7 +210,7 @@ def admit(crowds: Crowds, row: Places, expert: Places) -> None:
     crowds.alone[row, rank] -= load
 
 
-def widen(crowds: Crowds, room: int) -> None:
+def widen(crowds: OverflowRanks, room: int) -> None:
     """Columns for so many further elements in every layer."""
     used = int((crowds.slot != NOWHERE).sum(axis=1).max())
     more = used + room - crowds.slot.shape[1]

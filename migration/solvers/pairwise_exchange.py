@@ -7,7 +7,7 @@ spare one for it, and takes up in its place what is worth more there.
 import numpy as np
 from numpy.typing import NDArray
 
-from migration.solvers.holder_value import Held, Worth
+from migration.solvers.holder_value import Held, HolderValue
 
 _TINY = 1e-7
 _CYCLE = 4
@@ -16,10 +16,10 @@ _PICKS = 8
 """hand-overs of a layer between two looks"""
 
 
-def bettered(worth: Worth, held: Held, slots: int, most: int, home: Held | None = None, rounds: int = 30) -> Held:
+def bettered(worth: HolderValue, held: Held, slots: int, most: int, home: Held | None = None, rounds: int = 30) -> Held:
     """Worth no less than `held`; arguments as of `migration.solvers.holder_value.held_by_worth`."""
     held = held.copy()
-    worth = Worth(worth.own.astype(np.float32), worth.shared.astype(np.float32), worth.node)  # half the memory to walk through, and ranking needs no more
+    worth = HolderValue(worth.own.astype(np.float32), worth.shared.astype(np.float32), worth.node)  # half the memory to walk through, and ranking needs no more
     busy = np.arange(len(held))
     for _ in range(0, rounds, _CYCLE):
         part, mine, places = worth.at(busy), held[busy], None if home is None else home[busy]
@@ -36,7 +36,7 @@ def bettered(worth: Worth, held: Held, slots: int, most: int, home: Held | None 
     return held
 
 
-def _swapped(worth: Worth, held: Held, home: Held | None) -> NDArray[np.bool_]:
+def _swapped(worth: HolderValue, held: Held, home: Held | None) -> NDArray[np.bool_]:
     """Exchanges of only replicas, `held` changed in place: all pairs of experts that are each other's best. bool [layers]: which layers changed."""
     sole = held.sum(axis=1) == 1
     where = held.argmax(axis=1)
@@ -57,7 +57,7 @@ def _swapped(worth: Worth, held: Held, home: Held | None) -> NDArray[np.bool_]:
     return np.asarray(mutual.any(axis=1))
 
 
-def _handed_over(worth: Worth, held: Held, slots: int, most: int, home: Held | None) -> NDArray[np.bool_]:
+def _handed_over(worth: HolderValue, held: Held, slots: int, most: int, home: Held | None) -> NDArray[np.bool_]:
     """Chains: a rank takes up an expert, hands its replica of another over, for which the receiver gives up a spare one. As above."""
     win, lose = worth.marginal(held)
     count = held.sum(axis=1, keepdims=True)

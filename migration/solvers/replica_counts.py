@@ -15,7 +15,7 @@ EVEN = 0.0
 _HALVINGS = 40
 
 
-class Bounds(NamedTuple):
+class CountBounds(NamedTuple):
     """Of the numbers of replicas."""
 
     slots: int
@@ -25,7 +25,7 @@ class Bounds(NamedTuple):
     """of one expert"""
 
     @classmethod
-    def of(cls, load: Floats, ranks: int, per_rank: int, most: int | None, least: NDArray[np.integer[Any]] | None) -> "Bounds":
+    def of(cls, load: Floats, ranks: int, per_rank: int, most: int | None, least: NDArray[np.integer[Any]] | None) -> "CountBounds":
         """ValueError when the least there must be does not fit."""
         most = ranks if most is None else min(ranks, most)
         fewest = np.ones(load.shape, np.int64) if least is None else np.clip(np.asarray(least, np.int64), 1, most)
@@ -33,11 +33,11 @@ class Bounds(NamedTuple):
             raise ValueError(f"placing: least_replicas asks for {fewest.sum(axis=1).max()} slots in a layer of {ranks * per_rank}; ask for fewer replicas")
         return cls(ranks * per_rank, fewest, most)
 
-    def of_layers(self, layers: NDArray[np.intp]) -> "Bounds":
+    def of_layers(self, layers: NDArray[np.intp]) -> "CountBounds":
         return self._replace(least=self.least[layers])
 
 
-def replica_counts(load: Floats, bounds: Bounds, signpost: float = EVEN) -> Counts:
+def replica_counts(load: Floats, bounds: CountBounds, signpost: float = EVEN) -> Counts:
     """int64 [layers, experts]: replicas by the divisor rule above, within bounds. load > 0."""
     low, high = np.zeros((len(load), 1)), load.max(axis=1, keepdims=True) / (1.0 + signpost)
     for _ in range(_HALVINGS):
@@ -55,7 +55,7 @@ def replica_counts(load: Floats, bounds: Bounds, signpost: float = EVEN) -> Coun
         counts[layer, first[layer, nth]] += 1
 
 
-def _seats(load: Floats, each: Floats, bounds: Bounds, signpost: float) -> Floats:
+def _seats(load: Floats, each: Floats, bounds: CountBounds, signpost: float) -> Floats:
     return np.clip(np.ceil(load / np.maximum(each, 1e-300) - signpost), bounds.least, bounds.most)
 
 

@@ -25,7 +25,7 @@ ENDLESS = 1 << 20
 
 
 @dataclass(slots=True)
-class State:
+class SearchState:
     """Layers that are worked on. Each layer's experts have one more among them, the last, that stands for an empty slot."""
 
     ranks: int
@@ -101,13 +101,13 @@ class State:
         self.replicas[rows, expert] += more
         self.each[rows, expert] = self.load[rows, expert] / self.replicas[rows, expert]
 
-    def taken(self, which: Flags) -> "State":
+    def taken(self, which: Flags) -> "SearchState":
         """Some of the layers."""
         arrays: dict[str, Any] = {name: getattr(self, name)[which] for name in PER_LAYER}
         return replace(self, **arrays)
 
 
-PER_LAYER = tuple(field.name for field in fields(State) if field.name not in ("ranks", "per", "most_replicas", "away"))
+PER_LAYER = tuple(field.name for field in fields(SearchState) if field.name not in ("ranks", "per", "most_replicas", "away"))
 
 
 def penalty(over: NDArray[Any]) -> NDArray[Any]:

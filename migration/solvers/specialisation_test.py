@@ -25,7 +25,7 @@ _MANY = 50.0
 """expected pairs of a source and expert beyond which a series takes the integral's place"""
 
 
-class Gate(NamedTuple):
+class SpecialisationTest(NamedTuple):
     """specialised: whether locality can pay. divergence, floor, spread: nats, mean over layers: as seen, as noise alone would show, and the
     standard deviation of that. reason: a sentence."""
 
@@ -36,7 +36,7 @@ class Gate(NamedTuple):
     reason: str
 
 
-def gate(demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0, of: str = "ranks") -> Gate:
+def gate(demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0, of: str = "ranks") -> SpecialisationTest:
     """Whether the sources' demand differs.
 
     demand: [sources, layers, experts], any unit. pairs: [sources] or [sources, layers], (token, k) pairs behind each layer of it. dispersion: how many
@@ -49,7 +49,7 @@ def gate(demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0, 
     enough = (counts.sum(axis=2) >= FEW * experts).sum(axis=0) >= 2
     if sources < 2 or not enough.any():
         fewest = float(total.mean() / max(1, sources))
-        return Gate(
+        return SpecialisationTest(
             False, 0.0, 0.0, 0.0, f"insufficient data: {fewest:.0f} pairs per layer from each of {sources} {of}, {FEW * experts:.0f} from two are needed"
         )
     counts, total = counts[:, enough], total[enough]
@@ -59,10 +59,10 @@ def gate(demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0, 
     found = float(seen.mean())
     told = f"demand of {sources} {of} diverges by {found:.4f} nats, noise alone by {floor:.4f} +- {spread:.4f}"
     if found <= floor + SURE * spread:
-        return Gate(False, found, floor, spread, f"no specialisation: {told}")
+        return SpecialisationTest(False, found, floor, spread, f"no specialisation: {told}")
     if found - floor < LEAST:
-        return Gate(False, found, floor, spread, f"too little specialisation: {told}; {LEAST:g} beyond it are needed")
-    return Gate(True, found, floor, spread, f"specialised: {told}")
+        return SpecialisationTest(False, found, floor, spread, f"too little specialisation: {told}; {LEAST:g} beyond it are needed")
+    return SpecialisationTest(True, found, floor, spread, f"specialised: {told}")
 
 
 def _counts(demand: NDArray[Any], pairs: NDArray[Any], dispersion: float) -> Table:

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Split
-from migration.model.constraints import UNLIMITED, Limits
-from migration.model.placement_changes import NONE, Changes, Table, made, within
-from migration.model.sampling_noise import Noise, changed, deviation, expected_most
+from migration.model.constraints import UNLIMITED, Constraints
+from migration.model.placement_changes import NONE, PlacementChanges, Table, made, within
+from migration.model.sampling_noise import LoadNoise, changed, deviation, expected_most
 from migration.solvers.overflow_copies import NEAR_CAP, outlets
-from migration.solvers.split_weights import ROUNDS, SLACK, Values, Wants, check, diffused, reweight, shared
+from migration.solvers.split_weights import ROUNDS, SLACK, DemandPull, Values, check, diffused, reweight, shared
 
 NEARBY = 0.02
 """however much there is to gain, the fullest rank is to be no further above a full re-placement's, in mean rank loads: steps are to feel no difference"""
@@ -22,12 +22,12 @@ _CERTAIN = 5e-3
 _TINY = 1e-9
 
 
-class Weighted(NamedTuple):
+class SplitCopies(NamedTuple):
     """A plan: a placement and its split, and the copies that lead to it."""
 
     table: Table
     split: Split
-    changes: Changes
+    changes: PlacementChanges
     """replications, each with the fall of its layer's most loaded rank, in mean rank loads, once weights have flowed"""
 
 
@@ -36,13 +36,13 @@ def weighted(
     demand: NDArray[Any],
     ranks: int,
     experts: int,
-    limits: Limits = UNLIMITED,
+    limits: Constraints = UNLIMITED,
     *,
     goal: NDArray[Any] | None = None,
-    noise: Noise | None = None,
+    noise: LoadNoise | None = None,
     node: NDArray[np.intp] | None = None,
     slack: float = SLACK,
-) -> Weighted:
+) -> SplitCopies:
     """The few copies, and the weights, that reach `limits.target` of what a full re-placement would gain over the even split of `table`.
 
     table: legal, int16 [layers, slots]; demand: [layers, experts] or [ranks, layers, experts] (see `reweight`); goal: [layers], balance of a full
@@ -50,7 +50,7 @@ def weighted(
     sample explains get no copies. node: int [ranks]; slack: as of `reweight`. ValueError when shapes contradict each other.
     """
     check(table, demand, ranks, experts)
-    wants = Wants(demand, ranks, node, limits.live)
+    wants = DemandPull(demand, ranks, node, limits.live)
     if goal is not None and np.shape(goal) != (len(table),):
         raise ValueError(f"split: goal has shape {np.shape(goal)}; expected one balance for each of {len(table)} layers")
     aim = np.ones(len(table)) if goal is None else np.clip(np.asarray(goal, np.float64), _TINY, 1.0)
@@ -65,15 +65,15 @@ def weighted(
         changes = changes if limits.most_copies is None else within(changes, limits.most_copies)
     after = made(table, changes)
     pairs = None if noise is None else noise.window
-    return Weighted(after, reweight(after, demand, ranks, experts, node, pairs=pairs, live=limits.live, slack=slack), changes)
+    return SplitCopies(after, reweight(after, demand, ranks, experts, node, pairs=pairs, live=limits.live, slack=slack), changes)
 
 
-def _alive(loads: Values, limits: Limits) -> Values:
+def _alive(loads: Values, limits: Constraints) -> Values:
     """[layers, live ranks]."""
     return loads if limits.live is None else np.asarray(loads[:, limits.live])
 
 
-def _caps(table: Table, load: Values, even: Values, goal: Values, limits: Limits, noise: Noise | None) -> tuple[Values, NDArray[np.bool_]]:
+def _caps(table: Table, load: Values, even: Values, goal: Values, limits: Constraints, noise: LoadNoise | None) -> tuple[Values, NDArray[np.bool_]]:
     """([layers] load of the fullest rank that is good enough, [layers] whether demand has changed). even: [layers, ranks] under the even split.
 
     With noise, loads of the next window stand above those of this by as much as a sample blurs: the wanted part is of the gain that is left of it.
@@ -98,7 +98,7 @@ def least_copies(table: Table, load: NDArray[Any], ranks: int, cap: NDArray[Any]
     what flows from experts into ranks of that capacity, all copies of an expert at most x, while without copies the excess is missing.
     """
     check(table, load, ranks, load.shape[1])
-    wants = Wants(load, ranks, None, None)
+    wants = DemandPull(load, ranks, None, None)
     parts = shared(table, wants.load, ranks)
     even = parts.whole / parts.replicas
     loads = parts.of_rank(diffused(parts, even, 10 * ROUNDS)).reshape(len(table), ranks)

@@ -35,7 +35,7 @@ SLACK = 0.005
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shared:
+class SplitResult:
     """The n slots of a table whose experts have several replicas, flat, by table position. Loads are in units of their layer's mean rank load."""
 
     slot: Places
@@ -68,7 +68,7 @@ class Shared:
         return np.asarray(np.bincount(self.group, minlength=self.groups)[self.group], np.float64)
 
 
-def shared(table: Table, load: Values, ranks: int, live: NDArray[np.bool_] | None = None) -> Shared:
+def shared(table: Table, load: Values, ranks: int, live: NDArray[np.bool_] | None = None) -> SplitResult:
     """The part of a table that weights can change. load: float64 [layers, experts] in units of the mean rank load; live: bool [ranks]."""
     layers, slots = table.shape
     held = table != EMPTY
@@ -81,7 +81,7 @@ def shared(table: Table, load: Values, ranks: int, live: NDArray[np.bool_] | Non
     several = np.bincount(place, minlength=load.size) > 1
     at, number, whole = several[place], np.cumsum(several) - 1, load.ravel()[place]
     alone = np.asarray(np.bincount(where[~at], whole[~at], layers * ranks), np.float64)
-    return Shared(flat[at], place[at], number[place[at]], where[at], whole[at], alone, int(several.sum()), np.flatnonzero(held & ~serving))
+    return SplitResult(flat[at], place[at], number[place[at]], where[at], whole[at], alone, int(several.sum()), np.flatnonzero(held & ~serving))
 
 
 def _serving(held: NDArray[np.bool_], place: Places, alive: NDArray[np.bool_], places: int) -> NDArray[np.bool_]:
@@ -91,7 +91,7 @@ def _serving(held: NDArray[np.bool_], place: Places, alive: NDArray[np.bool_], p
     return np.asarray(here | (held & lost[place]))
 
 
-def diffused(parts: Shared, served: Values, rounds: int = ROUNDS, own: Values | None = None, enough: float = 0.0) -> Values:
+def diffused(parts: SplitResult, served: Values, rounds: int = ROUNDS, own: Values | None = None, enough: float = 0.0) -> Values:
     """[n]: what each slot serves after so many rounds from `served` [n].
 
     own: [n], at most `served`: what a slot does not give away until its rank, half-way through, is still above `enough`; None: nothing.
@@ -145,7 +145,7 @@ def reweight(
     sends away what could stay at home (known sources only). ValueError when shapes contradict each other.
     """
     check(table, demand, ranks, experts)
-    wants = Wants(demand, ranks, node, live)
+    wants = DemandPull(demand, ranks, node, live)
     parts = shared(table, wants.load, ranks, live)
     own = wants.own(parts)
     start = wants.at_home_first(parts, own)
@@ -161,7 +161,7 @@ def check(table: Table, demand: NDArray[Any], ranks: int, experts: int) -> None:
         raise ValueError(f"split: demand has shape {demand.shape}; expected {(len(table), experts)} or {(ranks, len(table), experts)}")
 
 
-class Wants:
+class DemandPull:
     """Demand in units of each layer's mean rank load. demand, node, live: as of `reweight`."""
 
     def __init__(self, demand: NDArray[Any], ranks: int, node: NDArray[np.intp] | None, live: NDArray[np.bool_] | None) -> None:
@@ -177,14 +177,14 @@ class Wants:
         """[layers, experts]"""
         self._demand = demand
 
-    def own(self, parts: Shared) -> Values:
+    def own(self, parts: SplitResult) -> Values:
         """[n]: what the requests of the slot's own rank want of its expert."""
         if not self.known:
             return np.asarray(parts.whole / self.ranks)
         cell = (parts.rank % self.ranks) * self.load.size + parts.place
         return np.asarray(self._demand.reshape(-1)[cell] / self._unit[parts.place // self.load.shape[1], 0])
 
-    def of_nodes(self, parts: Shared) -> Values:
+    def of_nodes(self, parts: SplitResult) -> Values:
         """[nodes, groups]: what the requests of each node want of the shared experts."""
         assert self.node is not None
         nodes = int(self.node.max()) + 1
@@ -197,7 +197,7 @@ class Wants:
         of_node = np.stack([wanted[self.node == at].sum(axis=0, dtype=np.float64) for at in range(nodes)])
         return np.asarray(of_node / self._unit[place // self.load.shape[1], 0])
 
-    def at_home_first(self, parts: Shared, own: Values) -> Values:
+    def at_home_first(self, parts: SplitResult, own: Values) -> Values:
         """[n]: what slots serve when everybody keeps its own, then a node's replicas share the node's alike, then all replicas share what is left."""
         near = np.zeros_like(own)
         if self.node is not None:
@@ -208,7 +208,7 @@ class Wants:
         return np.asarray(own + near + np.maximum(parts.whole - parts.of_group(own + near), 0.0) / parts.replicas)
 
 
-def trust(parts: Shared, start: Values, pairs: float | Values | None, layers: int) -> Values:
+def trust(parts: SplitResult, start: Values, pairs: float | Values | None, layers: int) -> Values:
     """[n]: the part of the way from the start that is worth going: 1 - (sampling variance of a rank's load) / (its variance as seen)."""
     if pairs is None:
         return np.ones(len(start))
@@ -220,7 +220,7 @@ def trust(parts: Shared, start: Values, pairs: float | Values | None, layers: in
     return np.asarray(np.maximum(0.0, 1.0 - noise / np.maximum(seen, _TINY))[parts.rank // ranks])
 
 
-def split_of(table: Table, parts: Shared, served: Values, wants: Wants) -> Split:
+def split_of(table: Table, parts: SplitResult, served: Values, wants: DemandPull) -> Split:
     """The split under which slots serve just that much ([n]), as much as can be of it for their own rank, and next for their own node."""
     own = wants.own(parts)
     kept = np.minimum(own, served)
@@ -235,7 +235,7 @@ def split_of(table: Table, parts: Shared, served: Values, wants: Wants) -> Split
     return Split(keep.reshape(table.shape), spill.reshape(table.shape), near.reshape(table.shape))
 
 
-def _in_full(parts: Shared, rest: Values) -> NDArray[np.uint16]:
+def _in_full(parts: SplitResult, rest: Values) -> NDArray[np.uint16]:
     """[n]: shares of FULL in proportion to rest, that add up to FULL for each expert; even where nothing is left to be shared out."""
     total = parts.of_group(rest)
     share = np.where(total > _TINY, rest / np.maximum(total, _TINY), 1.0 / parts.replicas)
@@ -245,7 +245,7 @@ def _in_full(parts: Shared, rest: Values) -> NDArray[np.uint16]:
     return found
 
 
-def _near(parts: Shared, kept: Values, rest: Values, wants: Wants) -> tuple[NDArray[np.uint16], Values]:
+def _near(parts: SplitResult, kept: Values, rest: Values, wants: DemandPull) -> tuple[NDArray[np.uint16], Values]:
     """(near [n], [n] what is served of other nodes' tokens)."""
     assert wants.node is not None
     cell = wants.node[parts.rank % wants.ranks] * parts.groups + parts.group

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from migration.solvers.search_state import Array, Flags, Index, State, penalty
+from migration.solvers.search_state import Array, Flags, Index, SearchState, penalty
 
 Loads = NDArray[np.float32]
 INVITING = 0.02
@@ -23,7 +23,7 @@ BARRED = 1e6
 """penalty of what may not be"""
 
 
-class Pace(NamedTuple):
+class RoundSize(NamedTuple):
     """How many ranks of a layer are relieved in a round: the more, the less choice each has."""
 
     most: int
@@ -31,7 +31,7 @@ class Pace(NamedTuple):
     """one of so many that are above the cap: the last ones need the best fit"""
 
 
-class Choice(NamedTuple):
+class SwapChoice(NamedTuple):
     """Changes, at most one for each rank that is relieved, of a layer the most loaded rank's first: arrays [r]."""
 
     layer: Index
@@ -47,7 +47,7 @@ class Choice(NamedTuple):
     """load of the rank"""
 
 
-def best(state: State, going: Flags, pace: Pace, pairs: int, turn: int) -> Choice:
+def best(state: SearchState, going: Flags, pace: RoundSize, pairs: int, turn: int) -> SwapChoice:
     """For each layer that is going, and each of its most loaded ranks above the cap, as many as `pace` allows, the change worth most.
 
     pairs: how many pairs of slots, one of the rank that is relieved and one of another, are looked at about, for swaps and for other changes; at least
@@ -62,7 +62,7 @@ def best(state: State, going: Flags, pace: Pace, pairs: int, turn: int) -> Choic
     worth, hot_slot, cold_slot = (np.array(parts) for parts in zip(*options, strict=True))
     worth[0] += _bar(hot.has_giant & (worth[0] > 0.0))
     kind, at = worth.argmax(axis=0), np.arange(len(rows.layer))
-    return Choice(rows.layer, kind, worth[kind, at], hot_slot[kind, at], cold_slot[kind, at], hot.level[:, 0])
+    return SwapChoice(rows.layer, kind, worth[kind, at], hot_slot[kind, at], cold_slot[kind, at], hot.level[:, 0])
 
 
 class _Rows(NamedTuple):
@@ -82,7 +82,7 @@ class _Rows(NamedTuple):
     """[layers, ranks]: which of the r it deals with, -1: none, it is dead or one of them"""
 
 
-def _rows(state: State, going: Flags, pace: Pace) -> _Rows:
+def _rows(state: SearchState, going: Flags, pace: RoundSize) -> _Rows:
     away = int(state.away.sum())
     key = state.over - INVITING * (state.inviting & (state.over < 0.0))
     if away:
@@ -133,7 +133,7 @@ class _Hot(NamedTuple):
         return np.asarray(self.giant.any(axis=1))
 
 
-def _hot(state: State, rows: _Rows, most: int, turn: int) -> _Hot:
+def _hot(state: SearchState, rows: _Rows, most: int, turn: int) -> _Hot:
     slot = (rows.rank * state.per)[:, None] + _some(state.per, most, turn)
     at = slot + (rows.layer * state.expert.shape[1])[:, None]
     first = (rows.layer * state.load.shape[1])[:, None]
@@ -181,7 +181,7 @@ class _Replicated(NamedTuple):
     """flat [layers, experts + 1]: by how much it falls, for all of them together, when the expert gets one more"""
 
 
-def _replicated(state: State) -> _Replicated:
+def _replicated(state: SearchState) -> _Replicated:
     place = (state.expert + np.arange(0, state.load.size, state.empty + 1)[:, None]).ravel()
     slot = (state.replicas > 1.0).take(place).nonzero()[0]
     expert, rank = place[slot], slot // state.per
@@ -208,7 +208,7 @@ class _Spare(NamedTuple):
     """which of them, (row, column), hold what the rank that is relieved holds, too, and what then comes to it when they are replaced"""
 
 
-def _spare(state: State, rows: _Rows, many: _Replicated, most: int, turn: int) -> _Spare:
+def _spare(state: SearchState, rows: _Rows, many: _Replicated, most: int, turn: int) -> _Spare:
     chosen = ((rows.dealing >= 0) & (state.over < 0.0)).take(many.rank).nonzero()[0]
     chosen = chosen[((state.replicas > state.least) & ~state.fixed).take(many.expert[chosen])]
     row = rows.dealing.take(many.rank[chosen])
@@ -249,7 +249,7 @@ def _option(worth: Loads, hot: Index, cold: Index) -> _Option:
     return _Option(flat[at, top], hot[at, top // cold.shape[1]], cold[at, top % cold.shape[1]])
 
 
-def _one_copy(state: State, rows: _Rows, hot: _Hot, spare: _Spare, many: _Replicated) -> tuple[_Option, _Option]:
+def _one_copy(state: SearchState, rows: _Rows, hot: _Hot, spare: _Spare, many: _Replicated) -> tuple[_Option, _Option]:
     """The best replication and the best move into a spare slot."""
     level = spare.without[:, None, :] + hot.each[:, :, None]
     _bar_holders(state, hot, level, spare.slot)
@@ -273,7 +273,7 @@ def _to_worth(cost: Loads, relief: Loads, rise: Loads, weight: Loads) -> None:
     cost *= weight[:, None, :]
 
 
-def _bar_holders(state: State, hot: _Hot, level: Loads, slot: Index) -> None:
+def _bar_holders(state: SearchState, hot: _Hot, level: Loads, slot: Index) -> None:
     """Bars, in level [r, h, c], that an expert goes to a slot [r, c] of a rank that holds it already."""
     row, column = ((hot.replicas > 1.0) & (hot.barred == 0.0)).nonzero()
     if len(row):
@@ -292,7 +292,7 @@ def _correct(move: Loads, replicate: Loads, hot: _Hot, spare: _Spare) -> None:
         replicate[row, :, column] += more[1]
 
 
-def _swap(state: State, rows: _Rows, hot: _Hot, looks: int, turn: int) -> _Option:
+def _swap(state: SearchState, rows: _Rows, hot: _Hot, looks: int, turn: int) -> _Option:
     """The best exchange with one of the ranks that have least."""
     few = hot.slot.shape[1]
     reach = max(1, min(-(-looks // few**2), rows.cold.shape[1] // int(rows.width.max(initial=1))))
@@ -315,7 +315,7 @@ def _swap(state: State, rows: _Rows, hot: _Hot, looks: int, turn: int) -> _Optio
     return _option(cost, hot.slot, slot)
 
 
-def _drop(state: State, rows: _Rows, hot: _Hot, many: _Replicated) -> _Option:
+def _drop(state: SearchState, rows: _Rows, hot: _Hot, many: _Replicated) -> _Option:
     """The best replica that the rank can give up."""
     own = penalty(hot.level + hot.each / np.maximum(hot.replicas - 1.0, 1.0)) - hot.pays
     cost = hot.without + (many.rising.take(hot.expert) - own) + hot.barred + _bar(hot.replicas <= state.least.take(hot.expert))

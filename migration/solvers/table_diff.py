@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fleet.experts import ExpertId
 from fleet.placement import EMPTY
-from migration.model.placement_changes import COPIES, NONE, NOWHERE, Changes, Kind, Table, joined, made, taken
+from migration.model.placement_changes import COPIES, NONE, NOWHERE, ChangeKind, PlacementChanges, Table, joined, made, taken
 
 _Row = tuple[int, int, int, int, int]
 """kind, slot, expert, other slot, other expert"""
@@ -24,7 +24,7 @@ _Edge = tuple[int, int]
 NOWHERE): nothing comes into a slot any more."""
 
 
-def between(before: Table, after: Table, ranks: int, gain: NDArray[np.float64] | None = None) -> Changes:
+def between(before: Table, after: Table, ranks: int, gain: NDArray[np.float64] | None = None) -> PlacementChanges:
     """Changes after which every rank holds what it holds in `after`; what stays on a rank stays in its slot.
 
     Every expert of a layer keeps a replica throughout, and never has more than in the one or the other table; where rings are turned one may have
@@ -43,7 +43,7 @@ def between(before: Table, after: Table, ranks: int, gain: NDArray[np.float64] |
     part = np.where(np.bincount(layers, copies, len(before))[layers] > 0, copies, 1.0)
     each = np.zeros(len(before)) if gain is None else gain / np.maximum(np.bincount(layers, part, len(before)), 1.0)
     slot, expert, other_slot, other_expert = table[:, 2:].T
-    return Changes(
+    return PlacementChanges(
         kind,
         layers,
         slot.astype(np.int32),
@@ -54,7 +54,7 @@ def between(before: Table, after: Table, ranks: int, gain: NDArray[np.float64] |
     )
 
 
-def shortened(table: Table, changes: Changes, ranks: int) -> Changes:
+def shortened(table: Table, changes: PlacementChanges, ranks: int) -> PlacementChanges:
     """Changes to what ranks hold after `changes`, layer by layer the others that copy less, if there are any: then no replica is copied that later
     changes of its layer take back. Their gain is the layer's, in even parts. In which slot of its rank an expert ends may differ."""
     layers = len(table)
@@ -170,12 +170,12 @@ class _Layer:
             if slot != NOWHERE and expert != EMPTY:
                 self._bring(slot, expert, leaves)
             elif slot != NOWHERE and self.row[slot] != EMPTY:
-                self.made.append((int(Kind.DROP), slot, EMPTY, NOWHERE, EMPTY))
+                self.made.append((int(ChangeKind.DROP), slot, EMPTY, NOWHERE, EMPTY))
                 self._put(slot, EMPTY)
             slot = leaves
 
     def _bring(self, slot: int, expert: int, leaves: int) -> None:
-        self.made.append((int(Kind.REPLICATE if leaves == NOWHERE else Kind.MOVE), slot, expert, leaves, EMPTY))
+        self.made.append((int(ChangeKind.REPLICATE if leaves == NOWHERE else ChangeKind.MOVE), slot, expert, leaves, EMPTY))
         self._put(slot, expert)
         if leaves != NOWHERE:
             self._put(leaves, EMPTY)
@@ -227,5 +227,5 @@ class _Layer:
             return
         for slot, other in pairwise(ring):
             mine, theirs = self.row[slot], self.row[other]
-            self.made.append((int(Kind.SWAP), slot, theirs, other, mine))
+            self.made.append((int(ChangeKind.SWAP), slot, theirs, other, mine))
             self.row[slot], self.row[other] = theirs, mine

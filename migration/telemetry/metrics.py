@@ -6,8 +6,8 @@ from time import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from fleet.events import HandoverDescribed, LayerFigures, LoopFigures, MigrationAborted, MigrationCommitted, MigrationStaged, PlanJudged
-from migration.engine_state.placement_registry import Entry
-from migration.handover.coordinator import Move, Proceeding
+from migration.engine_state.placement_registry import EngineEntry
+from migration.handover.coordinator import HandoverState, Move
 from migration.model.plan_record import PlanRecord
 
 _RECORDING = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
@@ -119,7 +119,7 @@ class MigrationMetrics:
             for name, value in told.items():
                 self._figures[name].labels(record.engine).set(value)
 
-    def serving(self, engines: dict[str, Entry]) -> None:
+    def serving(self, engines: dict[str, EngineEntry]) -> None:
         """The engines that are present, and what they serve."""
         for engine in self._engines - engines.keys():
             for gauge in (self._epoch, self._success, self._oldest, self._realised, *self._figures.values(), *self._watchdog.values(), *self._loop.values()):
@@ -173,7 +173,7 @@ class MigrationMetrics:
 
     # Plans that are carried out
 
-    def moved(self, after: Proceeding, move: Move, now: float) -> None:
+    def moved(self, after: HandoverState, move: Move, now: float) -> None:
         """A handover made a move."""
         for entry in move.records:
             match entry:

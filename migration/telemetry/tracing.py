@@ -13,8 +13,8 @@ from opentelemetry.trace import Link, Span, Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from fleet.events import LoopFigures, MigrationAborted, MigrationCommitted, MigrationPlanned, PlanJudged
-from fleet.handover import Cue
-from migration.handover.coordinator import Move, Proceeding, Undertaking
+from fleet.handover import CoordinatorEvent
+from migration.handover.coordinator import HandoverSpec, HandoverState, Move
 from migration.model.plan import Plan
 
 Provider = TracerProvider
@@ -23,10 +23,16 @@ Provider = TracerProvider
 MOST_EXPERTS = 256
 """Arrivals that a handover's span names; its events name all."""
 Attributes = dict[str, str | int | float]
-_EVENTS = {Cue.ALL_STAGED: "decided", Cue.FAILED: "given up", Cue.ALL_SERVING: "flipped", Cue.ALL_ABORTED: "aborted", Cue.ENGINE_GONE: "engine gone"}
+_EVENTS = {
+    CoordinatorEvent.ALL_STAGED: "decided",
+    CoordinatorEvent.FAILED: "given up",
+    CoordinatorEvent.ALL_SERVING: "flipped",
+    CoordinatorEvent.ALL_ABORTED: "aborted",
+    CoordinatorEvent.ENGINE_GONE: "engine gone",
+}
 
 
-class Tracing:
+class MigrationTracing:
     """The tracer of a real provider. `create` returns None where spans would go nowhere."""
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -34,7 +40,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     @classmethod
-    def create(cls, provider: TracerProvider | None = None) -> "Tracing | None":
+    def create(cls, provider: TracerProvider | None = None) -> "MigrationTracing | None":
         """With the given provider, or the process's own. None when that is a no-op."""
         provider = trace.get_tracer_provider() if provider is None else provider
         return None if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider) else cls(provider)
@@ -80,12 +86,12 @@ class Tracing:
 class PlanTrace:
     """The span of a plan."""
 
-    def __init__(self, tracing: Tracing, span: Span) -> None:
+    def __init__(self, tracing: MigrationTracing, span: Span) -> None:
         self._tracing = tracing
         self._span = span
         self.traceparent = tracing.traceparent(span)
 
-    def handover(self, what: Undertaking) -> "HandoverTrace":
+    def handover(self, what: HandoverSpec) -> "HandoverTrace":
         """The next handover begins."""
         about: Attributes = {
             "roost.plan": what.plan,
@@ -116,16 +122,16 @@ class HandoverTrace:
         self._span = span
         self._traceparent = traceparent
 
-    def carried_by(self, what: Undertaking) -> Undertaking:
+    def carried_by(self, what: HandoverSpec) -> HandoverSpec:
         """What is proposed, with the span as the parent of what ranks do for it."""
         return replace(what, traceparent=self._traceparent)
 
-    def moved(self, proceeding: Proceeding, move: Move) -> None:
+    def moved(self, proceeding: HandoverState, move: Move) -> None:
         """After a move was carried out."""
-        if move.cue is Cue.ALL_STAGED:
+        if move.cue is CoordinatorEvent.ALL_STAGED:
             self._span.add_event("staged")
         self._span.add_event(_EVENTS.get(move.cue, str(move.cue)))
-        if (failure := proceeding.failure) is not None and move.cue is Cue.FAILED:
+        if (failure := proceeding.failure) is not None and move.cue is CoordinatorEvent.FAILED:
             self._span.set_attribute("roost.fault", failure.fault)
         ends = [entry for entry in move.records if isinstance(entry, MigrationCommitted | MigrationAborted)]
         if ends:

@@ -35,11 +35,11 @@ CONTINUES = -1
 """The urgency of what continues an answer that has begun; classes count from 0, the most urgent."""
 
 
-class NoRoom(ApiError):
+class Saturated(ApiError):
     """No rank can take the request at present, but one may soon: it can wait."""
 
 
-class Refusal(StrEnum):
+class QueueRefusal(StrEnum):
     """Why a request that might have waited is refused: the `code` of the answer."""
 
     SATURATED = "saturated"
@@ -55,10 +55,10 @@ class Refusal(StrEnum):
 
     @property
     def status(self) -> int:
-        return 429 if self in (Refusal.SATURATED, Refusal.SHED) else 503
+        return 429 if self in (QueueRefusal.SATURATED, QueueRefusal.SHED) else 503
 
 
-class Room(NamedTuple):
+class QueueBounds(NamedTuple):
     """What may wait, over all models."""
 
     requests: int
@@ -66,7 +66,7 @@ class Room(NamedTuple):
 
 
 class Waiter:
-    """One request, or one choice of it, that waits. Belongs to a `Queue` while it is in there; compared by identity."""
+    """One request, or one choice of it, that waits. Belongs to a `PriorityQueue` while it is in there; compared by identity."""
 
     __slots__ = ("came", "model", "number", "size", "until", "urgency")
 
@@ -144,7 +144,7 @@ class _Line(Generic[Kind]):
                 heads[chosen] = following, later
 
 
-class Queue(Generic[Kind]):
+class PriorityQueue(Generic[Kind]):
     """State: lines by model, and what all of them hold. Times are seconds on the caller's clock."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class Queue(Generic[Kind]):
         """Those that somebody waits for."""
         return list(self._lines)
 
-    def offer(self, waiter: Kind, room: Room) -> Offer[Kind]:
+    def offer(self, waiter: Kind, room: QueueBounds) -> Offer[Kind]:
         """Let a request wait, if need be in the place of less urgent ones."""
         shed = self._to_shed(waiter, room)
         if shed is None:
@@ -235,7 +235,7 @@ class Queue(Generic[Kind]):
         if not self._lines[waiter.model].lists:
             del self._lines[waiter.model]
 
-    def _to_shed(self, waiter: Kind, room: Room) -> tuple[Kind, ...] | None:
+    def _to_shed(self, waiter: Kind, room: QueueBounds) -> tuple[Kind, ...] | None:
         """Who must go for a newcomer; None when it cannot be taken in."""
         requests, size = len(self._held) + 1 - room.requests, self.bytes + waiter.size - room.bytes
         if requests <= 0 and size <= 0:

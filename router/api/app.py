@@ -15,10 +15,10 @@ from router.access.api_keys import ADMIN, DOCS, INFER, METRICS, ROUTE, Caller
 from router.api.backend_record import DrainRequest
 from router.api.backend_routes import backend_statuses, drain_backend
 from router.api.openapi import with_hot_routes
-from router.api.routes import CHAT_PATH, RELEASE_PATH, RESERVE_PATH, ROUTE_PATH, TEXT_PATH, Edge
-from router.http.asgi_response import Receive, Reply, Scope, Send, error_headers
+from router.api.routes import CHAT_PATH, RELEASE_PATH, RESERVE_PATH, ROUTE_PATH, TEXT_PATH, HotRoutes
+from router.http.asgi_response import AsgiResponse, Receive, Scope, Send, error_headers
 from router.service import RouterService
-from router.telemetry.tracing import Provider, Tracing
+from router.telemetry.tracing import Provider, RouterTracing
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class RouterApp(FastAPI):
     """FastAPI, but the hot routes go past its middleware and its list of routes: that saves some 30 microseconds a request."""
 
     hot: dict[str, Serve]
-    edge: Edge
+    edge: HotRoutes
 
     def openapi(self) -> dict[str, Any]:
         """The document at /openapi.json."""
@@ -65,7 +65,7 @@ class RouterApp(FastAPI):
             return
         if scope["type"] == "http" and _asks_for_websocket(scope):
             said = f"{scope['path']}: WebSocket connections are not passed on; ask over HTTP, with stream: true for a stream"
-            await Reply(send, lambda: None).error(ApiError(501, said, code="websocket_unsupported"), [(b"connection", b"close")])
+            await AsgiResponse(send, lambda: None).error(ApiError(501, said, code="websocket_unsupported"), [(b"connection", b"close")])
             return
         await super().__call__(scope, receive, send)
 
@@ -80,7 +80,7 @@ def _asks_for_websocket(scope: Scope) -> bool:
 
 def create_app(service: RouterService, *, tracer_provider: Provider | None = None) -> FastAPI:
     """The application over a service that its caller runs. Without a tracer provider the process's own is asked for, now."""
-    edge = Edge(service, Tracing.create(tracer_provider))
+    edge = HotRoutes(service, RouterTracing.create(tracer_provider))
     # Spans are `router.telemetry.tracing`'s; FastAPI's own would be a second trace of every request.
     app = RouterApp(title=_TITLE, openapi_url=None, telemetry={"tracing": False, "metrics": False, "logs": False})
     app.edge = edge

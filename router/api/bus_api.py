@@ -16,7 +16,7 @@ from router.scheduling.what_if import supposed
 log = logging.getLogger(__name__)
 
 
-class Inquiries:
+class BusApi:
     """The decider's face on the bus. Of several routers each question reaches one; a decision is asked of the router that made it."""
 
     def __init__(self, bus: Bus, subjects: Subjects, decider: Decider) -> None:

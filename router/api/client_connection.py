@@ -15,12 +15,12 @@ class ClientGone(Exception):
     """The client hung up before its answer was whole."""
 
 
-class Watch:
+class ClientWatch:
     """Notices that the client hung up, and then cancels the task that answers it, once and never after `stop`."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive: Receive | None = receive
-        """None: it has stopped, and nothing of the request is kept for its sake until its turn in `Watches` comes"""
+        """None: it has stopped, and nothing of the request is kept for its sake until its turn in `ClientWatches` comes"""
         self._request_id = ""
         self._task: asyncio.Task[None] | None = None
         self._answering: asyncio.Task[None] | None = None
@@ -57,17 +57,17 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-class Watches:
+class ClientWatches:
     """Begins each watch WATCH_AFTER_SECONDS late: most answers of small engines are done by then, and never cost a task.
 
     One timer for all of them: what is due first was asked for first.
     """
 
     def __init__(self) -> None:
-        self._due: deque[tuple[float, Watch]] = deque()
+        self._due: deque[tuple[float, ClientWatch]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, watch: Watch, request_id: str) -> None:
+    def start(self, watch: ClientWatch, request_id: str) -> None:
         """To be called by the task that answers, once the request's body is read."""
         loop = asyncio.get_running_loop()
         watch.answered_by(asyncio.current_task(loop), request_id)

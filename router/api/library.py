@@ -12,15 +12,15 @@ from bus import Bus
 from bus.protocol.subjects import Subjects
 from fleet.completions import ApiError
 from router.access.api_keys import ALL_RIGHTS, Caller
-from router.api.routes import RESERVE_PATH, ROUTE_PATH, Edge
+from router.api.routes import RESERVE_PATH, ROUTE_PATH, HotRoutes
 from router.config import RouterConfig
 from router.scheduling.decision import NOTHING, Decision
 from router.scheduling.decision_record import DecisionRecord, Supposed
 from router.scheduling.external_reservations import ReleaseRecord, ReservedRecord, reserved
 from router.scheduling.what_if import supposed
 from router.service import RouterService
-from router.telemetry.request_log import Exchange, Outcome
-from router.telemetry.tracing import AskedOver, Provider, Tracing
+from router.telemetry.request_log import RequestEnd, RequestLog
+from router.telemetry.tracing import AskedOver, Provider, RouterTracing
 
 _READY_SECONDS = 10.0
 _LOOK_SECONDS = 0.02
@@ -28,7 +28,7 @@ Body = bytes | Mapping[str, Any]
 """A chat or completions request, as JSON or as what JSON is made of."""
 
 
-class Who(TypedDict, total=False):
+class RequestIdentity(TypedDict, total=False):
     """Who asks, as the headers of an HTTP request say it; all may be left out."""
 
     session: str
@@ -71,8 +71,8 @@ class Decider:
         """
         self.service = service
         self._running = running
-        self._edge = Edge(service, None)
-        self._tracing = Tracing.create(tracer_provider)
+        self._edge = HotRoutes(service, None)
+        self._tracing = RouterTracing.create(tracer_provider)
 
     @classmethod
     @asynccontextmanager
@@ -100,12 +100,12 @@ class Decider:
         except TimeoutError as error:
             raise TimeoutError(f"not ready after {seconds:g} s for want of {'; '.join(self.service.missing)}") from error
 
-    async def decide(self, body: Body, *, without: Sequence[str] = (), gone: Sequence[str] = (), **who: Unpack[Who]) -> DecisionRecord:
+    async def decide(self, body: Body, *, without: Sequence[str] = (), gone: Sequence[str] = (), **who: Unpack[RequestIdentity]) -> DecisionRecord:
         """Where this request would go now; as if the terms `without` did not count, and the ranks ("engine/rank") or engines `gone` were
         gone. ApiError as the HTTP face answers it: 400, 404, 429, 503."""
         return (await self.choose(body, supposed=supposed(without, gone), **who)).record()
 
-    async def reserve(self, body: Body, *, wait: bool = False, **who: Unpack[Who]) -> ReservedRecord:
+    async def reserve(self, body: Body, *, wait: bool = False, **who: Unpack[RequestIdentity]) -> ReservedRecord:
         """Where this request shall go; its load is held there. wait: for a place, when every rank is saturated, in turn with the requests
         that this router forwards itself. ApiError as `decide`."""
         decision = await self.choose(body, reserve=True, wait=wait, **who)
@@ -123,12 +123,12 @@ class Decider:
         wait: bool = False,
         supposed: Supposed = NOTHING,
         asked_over: AskedOver = "library",
-        **who: Unpack[Who],
+        **who: Unpack[RequestIdentity],
     ) -> Decision:
         """The decision itself; counted, logged and traced as a request of its own."""
         self._check()
         service, path = self.service, RESERVE_PATH if reserve else ROUTE_PATH
-        exchange = Exchange(who.get("request_id") or service.new_request_id(), service.new_decision_id(), path, service.clock())
+        exchange = RequestLog(who.get("request_id") or service.new_request_id(), service.new_decision_id(), path, service.clock())
         exchange.session, exchange.tenant = who.get("session") or None, who.get("tenant") or None
         exchange.asked_priority = who.get("priority") or None
         if service.credentials.clients is not None:  # whoever decides by a program, or over the bus, is trusted to name tenants
@@ -136,15 +136,15 @@ class Decider:
         if self._tracing is not None:
             exchange.trace = self._tracing.asked_elsewhere(asked_over, path, who.get("traceparent") or "", time.time_ns())
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        outcome = Outcome.FAILED
+        outcome = RequestEnd.FAILED
         try:
             decision = await self._edge.choose(exchange, data, reserve=reserve, wait=wait, supposed=supposed)
         except ApiError as error:
             exchange.status, exchange.detail = error.status, error.message
-            outcome = Outcome.SATURATED if error.status == 429 else Outcome.REFUSED if error.status < 500 else Outcome.UNAVAILABLE
+            outcome = RequestEnd.SATURATED if error.status == 429 else RequestEnd.REFUSED if error.status < 500 else RequestEnd.UNAVAILABLE
             raise
         else:
-            exchange.status, outcome = 200, Outcome.ANSWERED
+            exchange.status, outcome = 200, RequestEnd.ANSWERED
             return decision
         finally:
             exchange.finish(outcome, service.clock(), service.metrics)

@@ -12,37 +12,37 @@ import msgspec
 from fleet.completions import DECISION_HEADER, ApiError, context_exceeded
 from router.access.api_keys import ADMIN, INFER, ROUTE, TRACE
 from router.admission.queue_policy import TIMEOUT_HEADER, class_of
-from router.api.client_connection import ClientGone, Watch, Watches, read_body
-from router.api.token_stream import Generation
+from router.api.client_connection import ClientGone, ClientWatch, ClientWatches, read_body
+from router.api.token_stream import TokenStream
 from router.bodies.reader import Decoded
 from router.bodies.tasks import Kind as BodyKind
-from router.bodies.tasks import Room
-from router.fleet_state.target_table import Roster
+from router.bodies.tasks import PromptBounds
+from router.fleet_state.target_table import TargetTable
 from router.foreign_api.event_stream import error_event
-from router.foreign_api.forwarded import Forwarded
+from router.foreign_api.forwarded import ForwardedRequest
 from router.foreign_api.headers import value_of
-from router.foreign_api.lenient_fields import Asked
-from router.foreign_api.object_locations import Located
-from router.foreign_api.routes import CHAT_ROUTE, Kind, Route, route_of
-from router.http.asgi_response import Headers, Receive, Reply, Scope, Send
+from router.foreign_api.lenient_fields import LenientRequest
+from router.foreign_api.object_locations import ObjectLocations
+from router.foreign_api.routes import CHAT_ROUTE, ForeignRoute, RouteKind, route_of
+from router.http.asgi_response import AsgiResponse, Headers, Receive, Scope, Send
 from router.http.body_budget import BodyShare
-from router.openai_api.completion_state import Course
-from router.openai_api.request_schema import DEFAULT_COMPLETION_TOKENS, ChatRequest, Request, Sampling, sampling
-from router.openai_api.response_format import Head, answer_for
+from router.openai_api.completion_state import CompletionState
+from router.openai_api.request_schema import DEFAULT_COMPLETION_TOKENS, ChatRequest, Request, SamplingSettings, sampling
+from router.openai_api.response_format import ResponseHead, answer_for
 from router.openai_api.unserved_fields import NO_FIELDS, PassedFields
-from router.passthrough.direct import Direct
+from router.passthrough.direct import DirectRequests
 from router.passthrough.relay import Relay
-from router.passthrough.unstreamed import Unstreamed
+from router.passthrough.unstreamed import UnstreamedAnswers
 from router.prefix_index.prompt import TextPrompt, TokenPrompt
 from router.scheduling.decision import NOTHING, Decision
 from router.scheduling.decision_record import Supposed
 from router.scheduling.external_reservations import ReleaseRequest, reserved, waits
-from router.scheduling.scheduler import FIRST_TRY, Need
+from router.scheduling.scheduler import FIRST_TRY, RoutingRequest
 from router.scheduling.what_if import asked
 from router.service import RouterService
-from router.telemetry.request_log import Exchange, Outcome
-from router.telemetry.tracing import Tracing
-from router.upstream.rank_client import Sent
+from router.telemetry.request_log import RequestEnd, RequestLog
+from router.telemetry.tracing import RouterTracing
+from router.upstream.rank_client import UpstreamRequest
 
 log = logging.getLogger(__name__)
 
@@ -63,15 +63,15 @@ _READ = {b"authorization": "authorization", b"traceparent": "traceparent", b"tra
 }
 
 
-class Edge:
+class HotRoutes:
     """What the hot routes share. `tracing` None: no spans are made."""
 
-    def __init__(self, service: RouterService, tracing: Tracing | None) -> None:
+    def __init__(self, service: RouterService, tracing: RouterTracing | None) -> None:
         self.service = service
         self._tracing = tracing
-        self._watches = Watches()
-        self._unstreamed, self._located = Unstreamed(service), Located()
-        self._direct = Direct(service, self._located)
+        self._watches = ClientWatches()
+        self._unstreamed, self._located = UnstreamedAnswers(service), ObjectLocations()
+        self._direct = DirectRequests(service, self._located)
         config = service.config
         self._read = _READ | {config.session_header.encode(): SESSION, config.tenant_header.encode(): TENANT, config.priority_header.encode(): PRIORITY}
 
@@ -97,7 +97,7 @@ class Edge:
         """`POST /v1/route/release`: a reserved request is over, or its prompt is computed."""
         await self._serve(scope, receive, send, RELEASE_PATH, self._release)
 
-    def passes(self, method: str, path: str) -> Route | None:
+    def passes(self, method: str, path: str) -> ForeignRoute | None:
         """How a request that is none of Roost's own goes to the servers that speak text; None: it does not."""
         return route_of(method, path, self.service.config.passthrough_admin) if self._has_text_servers else None
 
@@ -107,7 +107,7 @@ class Edge:
         service = self.service
         return service.view.serves_text or bool(service.config.backends or service.config.named_backends)
 
-    async def pass_on(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
+    async def pass_on(self, route: ForeignRoute, scope: Scope, receive: Receive, send: Send) -> None:
         """A route of other servers."""
         right = ADMIN if route.administers else INFER
         await self._serve(scope, receive, send, scope["path"], partial(self._answer_other, route, scope["method"]), right)
@@ -120,7 +120,7 @@ class Edge:
         receive: Receive,
         send: Send,
         path: str,
-        answer: "Callable[[Exchange, Reply, Headers, bytes], Awaitable[None]]",
+        answer: "Callable[[RequestLog, AsgiResponse, Headers, bytes], Awaitable[None]]",
         right: str | None = None,
     ) -> None:
         """right: that the caller needs; None: that of the path."""
@@ -131,9 +131,9 @@ class Edge:
         exchange.address = _address(scope)
         share: BodyShare | None = None
         fixed: Headers = [(b"x-request-id", exchange.request_id.encode())]
-        watch = Watch(receive)
-        reply = Reply(send, watch.stop)
-        outcome = Outcome.FAILED
+        watch = ClientWatch(receive)
+        reply = AsgiResponse(send, watch.stop)
+        outcome = RequestEnd.FAILED
         service.metrics.in_flight += 1
         try:
             if service.refusing:
@@ -148,17 +148,17 @@ class Edge:
         except ApiError as error:
             outcome = await _refuse(exchange, reply, fixed, error)
         except ClientGone:
-            outcome = Outcome.CLIENT_GONE
+            outcome = RequestEnd.CLIENT_GONE
         except asyncio.CancelledError:
             if watch.client_left():
-                outcome = Outcome.CLIENT_GONE
+                outcome = RequestEnd.CLIENT_GONE
             else:
-                outcome = Outcome.CANCELLED
+                outcome = RequestEnd.CANCELLED
                 await _break_off(exchange, reply, fixed)
         except Exception:
             log.exception("request %s: a fault of the router", exchange.request_id)
             if await _refuse(exchange, reply, fixed, ApiError(500, "the router failed; its log says why", code="internal_error")):
-                outcome = Outcome.FAILED
+                outcome = RequestEnd.FAILED
         finally:
             watch.stop()
             if share is not None:
@@ -167,10 +167,10 @@ class Edge:
             exchange.status = reply.status
             exchange.finish(outcome, service.clock(), service.metrics)
 
-    def _begin(self, path: str, headers: dict[str, str]) -> Exchange:
+    def _begin(self, path: str, headers: dict[str, str]) -> RequestLog:
         given = headers.get("x-request-id", "")
         request_id = given if given and _REQUEST_ID.fullmatch(given) else self.service.new_request_id()
-        exchange = Exchange(request_id, self.service.new_decision_id(), path, self.service.clock())
+        exchange = RequestLog(request_id, self.service.new_decision_id(), path, self.service.clock())
         exchange.session, exchange.tenant = headers.get(SESSION) or None, headers.get(TENANT) or None
         exchange.asked_priority, exchange.asked_timeout = headers.get(PRIORITY), headers.get(TIMEOUT_HEADER)
         trusted = "traceparent" not in headers or self._may_trace(headers)
@@ -190,7 +190,7 @@ class Edge:
         except ApiError:
             return False  # it is refused next
 
-    def _admit(self, exchange: Exchange, headers: dict[str, str], right: str) -> None:
+    def _admit(self, exchange: RequestLog, headers: dict[str, str], right: str) -> None:
         """Put the caller on the exchange. ApiError 401 without a valid key, 403 for a key without the route's right."""
         caller = self.service.credentials.caller(headers.get("authorization"))
         caller.require(right)
@@ -202,15 +202,15 @@ class Edge:
 
     # The routes
 
-    async def _answer_chat(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+    async def _answer_chat(self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes) -> None:
         if not self._has_text_servers or not await self._passed_on(exchange, reply, headers, body):
             await self._answer(exchange, reply, headers, body, "chat")
 
-    async def _answer_text(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+    async def _answer_text(self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes) -> None:
         if not self._has_text_servers or not await self._passed_on(exchange, reply, headers, body):
             await self._answer(exchange, reply, headers, body, "text")
 
-    async def _passed_on(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> bool:
+    async def _passed_on(self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes) -> bool:
         """Whether the request was one for servers that speak text: those judge it themselves, whatever it says."""
         asked = await self._for_text_servers(exchange, body)
         if asked is None:
@@ -221,10 +221,10 @@ class Edge:
         await self._relay(CHAT_ROUTE, exchange, reply, headers, body, asked)
         return True
 
-    async def _answer_other(self, route: Route, method: str, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+    async def _answer_other(self, route: ForeignRoute, method: str, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes) -> None:
         """A request for servers that speak text alone."""
-        if route.kind is not Kind.INFERENCE:
-            await self._direct.run(route, exchange, reply, headers, Sent(method, "", _target(exchange), [], body))
+        if route.kind is not RouteKind.INFERENCE:
+            await self._direct.run(route, exchange, reply, headers, UpstreamRequest(method, "", _target(exchange), [], body))
             return
         asked = await self._for_text_servers(exchange, body)
         exchange.body_bytes = len(body)
@@ -233,13 +233,13 @@ class Edge:
             raise ApiError(404, f"{said} for {exchange.model!r}" if exchange.model else said, code="route_not_found")
         await self._relay(route, exchange, reply, headers, body, asked)
 
-    async def _relay(self, route: Route, exchange: Exchange, reply: Reply, headers: Headers, body: bytes, asked: Asked) -> None:
+    async def _relay(self, route: ForeignRoute, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes, asked: LenientRequest) -> None:
         exchange.stream = asked.stream and route.generates
         only = None
         if asked.refers_to is not None and route.creates:
             kind = "responses" if exchange.path == "/v1/responses" else "files"
             only = (await self._direct.find(asked.refers_to, f"/v1/{kind}/{asked.refers_to}", exchange)).rank
-        request = Forwarded(
+        request = ForwardedRequest(
             "POST",
             _target(exchange),
             exchange.client_headers,
@@ -253,7 +253,7 @@ class Edge:
         )
         await Relay(self.service, exchange, reply, headers, request, self._unstreamed, self._located).run()
 
-    async def _for_text_servers(self, exchange: Exchange, body: bytes) -> Asked | None:
+    async def _for_text_servers(self, exchange: RequestLog, body: bytes) -> LenientRequest | None:
         """The request as leniently read as such servers read it, noted on the exchange; None: there are none, or it names no model of theirs."""
         if not self._has_text_servers:
             return None
@@ -282,7 +282,7 @@ class Edge:
         live = sum(len(state.joined.urls) for state in view.engines() if state.obstacle is None)
         return default if len(view.roster(default).targets) == live else named
 
-    async def _answer(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes, kind: BodyKind) -> None:
+    async def _answer(self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes, kind: BodyKind) -> None:
         decoded = await self.service.bodies.read(exchange.client, kind, body)
         request = decoded.request
         self._note(exchange, request)
@@ -295,23 +295,23 @@ class Edge:
         exchange.prompt_tokens = sum(len(ids) for ids in prompt_ids)
         prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
         exchange.answer_id = f"{prefix}-{exchange.decision_id}"
-        head = Head(id=exchange.answer_id, model=request.model, created=int(time.time()))
+        head = ResponseHead(id=exchange.answer_id, model=request.model, created=int(time.time()))
         answer = answer_for(request, head, len(courses))
-        await Generation(self.service, exchange, reply, headers, answer, courses, settings.n, roster.tokenizer).run()
+        await TokenStream(self.service, exchange, reply, headers, answer, courses, settings.n, roster.tokenizer).run()
 
-    async def _explain(self, query: bytes, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+    async def _explain(self, query: bytes, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes) -> None:
         decision = await self.choose(exchange, body, supposed=asked(query))
         answer = msgspec.json.encode(decision.record())
         await reply.whole(200, [*headers, *_about(decision)], answer)
 
-    async def _reserve(self, wait: bool | None, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+    async def _reserve(self, wait: bool | None, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes) -> None:
         if wait is None:
             raise ApiError(400, "what can be asked here is ?wait=true or ?wait=false", param="wait", code="invalid_value")
         decision = await self.choose(exchange, body, reserve=True, wait=wait)
         answer = msgspec.json.encode(reserved(decision.record(), decision.target.url, self.service.reserved.seconds, decision.cache_salt))
         await reply.whole(200, [*headers, *_about(decision)], answer)
 
-    async def _release(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+    async def _release(self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes) -> None:
         if len(body) > _MOST_RELEASE_BYTES:
             raise ApiError(413, f"a release is longer than {_MOST_RELEASE_BYTES} bytes", code="body_too_large")
         try:
@@ -321,7 +321,7 @@ class Edge:
         answer = msgspec.json.encode(self.service.released(asked.id, first_token=asked.first_token, tenant=exchange.caller.sees))
         await reply.whole(200, [*headers, (b"content-type", b"application/json")], answer)
 
-    async def choose(self, exchange: Exchange, body: bytes, *, reserve: bool = False, wait: bool = False, supposed: Supposed = NOTHING) -> Decision:
+    async def choose(self, exchange: RequestLog, body: bytes, *, reserve: bool = False, wait: bool = False, supposed: Supposed = NOTHING) -> Decision:
         """Where the first prompt of a chat or completions body would go now, if what is `supposed` were so; with `reserve` its load is
         held there, and with `wait`, too, it waits its turn for that. ApiError says why not: 400 for what makes no sense, 404 for an unknown
         model, 429 at once when every rank is saturated and it does not wait, 503 when none lives."""
@@ -335,14 +335,14 @@ class Edge:
             exchange.decision = self.service.decide(need, exchange.decision_id)
         return exchange.decision
 
-    async def _need(self, exchange: Exchange, body: bytes) -> Need:
+    async def _need(self, exchange: RequestLog, body: bytes) -> RoutingRequest:
         """What serving the request's first prompt once would be decided on."""
         asked = await self._for_text_servers(exchange, body)
         known = asked is not None and asked.model in (None, exchange.model)  # where nothing is forwarded no server judges an unknown name
         if asked is not None and known and self.service.picker.roster(exchange.model).dialect == "text":
             keys = exchange.keys(CHAT_PATH if asked.is_chat else TEXT_PATH)
             text = TextPrompt(asked.prompt, exchange.model, exchange.block_seed, asked.prompt_bytes)
-            return Need(exchange.model, text, 0, self._expected(asked.max_tokens), None, exchange.request_id, keys, owner=exchange.owner)
+            return RoutingRequest(exchange.model, text, 0, self._expected(asked.max_tokens), None, exchange.request_id, keys, owner=exchange.owner)
         decoded = await self.service.bodies.read(exchange.client, "either", body)
         request = decoded.request
         self._note(exchange, request)
@@ -355,7 +355,7 @@ class Edge:
         exchange.prompt_tokens = len(course.prompt)
         context = len(course.prompt) + course.max_tokens
         prompt = TokenPrompt(course.prompt, exchange.block_seed)
-        return Need(
+        return RoutingRequest(
             model=request.model,
             prompt=prompt,
             context=context,
@@ -367,7 +367,7 @@ class Edge:
             passes_fields=bool(course.fields.binding),
         )
 
-    def _note(self, exchange: Exchange, request: Request) -> None:
+    def _note(self, exchange: RequestLog, request: Request) -> None:
         exchange.model = request.model
         exchange.stream = bool(request.stream)
         exchange.session = exchange.session or request.prompt_cache_key
@@ -379,7 +379,7 @@ class Edge:
                 request.model, {"max_tokens": request.max_tokens, "temperature": request.temperature, "top_p": request.top_p, "stream": request.stream}
             )
 
-    def _rank(self, exchange: Exchange, priority: str | int | None) -> None:
+    def _rank(self, exchange: RequestLog, priority: str | int | None) -> None:
         """Its class, and how long its client will wait. ApiError 400 for what is neither."""
         config = self.service.config
         asked = class_of(exchange.asked_priority or priority, config.classes, config.default_class)
@@ -398,18 +398,20 @@ class Edge:
 
     # Prompts as ids
 
-    async def _tokenise(self, exchange: Exchange, decoded: Decoded, settings: Sampling, roster: Roster) -> list[list[int]]:
+    async def _tokenise(self, exchange: RequestLog, decoded: Decoded, settings: SamplingSettings, roster: TargetTable) -> list[list[int]]:
         """The ids of each prompt."""
         tokenizer, service = self.service.tokenizer(roster.tokenizer), self.service
         if tokenizer is None or roster.tokenizer is None:
             raise ApiError(503, "the model's tokenizer has not been loaded yet", code="not_ready", retry_after=1.0)
         started = time.perf_counter()
-        room = Room(roster.largest_context, max(1, service.config.max_choices // settings.n))
+        room = PromptBounds(roster.largest_context, max(1, service.config.max_choices // settings.n))
         found = await service.bodies.ids(exchange.client, decoded, tokenizer, roster.tokenizer, room, exchange.salt)
         service.metrics.tokenise.observe(time.perf_counter() - started)
         return found
 
-    def _courses(self, request: Request, settings: Sampling, roster: Roster, prompt_ids: list[list[int]], fields: PassedFields) -> list[Course]:
+    def _courses(
+        self, request: Request, settings: SamplingSettings, roster: TargetTable, prompt_ids: list[list[int]], fields: PassedFields
+    ) -> list[CompletionState]:
         """One course per choice of each prompt; choice i samples with seed + i."""
         most = self.service.config.max_choices
         if len(prompt_ids) * settings.n > most:
@@ -417,13 +419,13 @@ class Edge:
         seed = self.service.draw_seed() if settings.seed is None else settings.seed
         limits = [_max_tokens(request, settings, len(ids), roster.largest_context) for ids in prompt_ids]
         return [
-            Course(at * settings.n + choice, ids, settings, limit, _wrapped(seed + choice), request.model, fields)
+            CompletionState(at * settings.n + choice, ids, settings, limit, _wrapped(seed + choice), request.model, fields)
             for at, (ids, limit) in enumerate(zip(prompt_ids, limits, strict=True))
             for choice in range(settings.n)
         ]
 
 
-def _target(exchange: Exchange) -> str:
+def _target(exchange: RequestLog) -> str:
     """Path and query, as they go to a server."""
     return exchange.path + (f"?{exchange.query.decode('latin-1')}" if exchange.query else "")
 
@@ -442,7 +444,7 @@ def _stopping(why: str) -> ApiError:
     return ApiError(503, why, code="not_ready", retry_after=1.0)
 
 
-async def _break_off(exchange: Exchange, reply: Reply, headers: Headers) -> None:
+async def _break_off(exchange: RequestLog, reply: AsgiResponse, headers: Headers) -> None:
     """Answer a request whose task was cancelled: the router stops, and the time for answers under way is over.
 
     The cancellation is taken back, as the client has its answer; a second one breaks the connection.
@@ -453,33 +455,33 @@ async def _break_off(exchange: Exchange, reply: Reply, headers: Headers) -> None
     await _refuse(exchange, reply, headers, _stopping("the router is stopping, and could not finish this answer in time; ask again"))
 
 
-async def _refuse(exchange: Exchange, reply: Reply, headers: Headers, error: ApiError) -> Outcome:
+async def _refuse(exchange: RequestLog, reply: AsgiResponse, headers: Headers, error: ApiError) -> RequestEnd:
     """Tell the client, in the form that is still possible."""
     exchange.detail = error.message
     if reply.ended:
-        return Outcome.BROKEN
+        return RequestEnd.BROKEN
     if reply.status:
         if reply.streams_events:
             await reply.end(error_event(exchange.path, error))
         else:
             reply.abandon()
-        return Outcome.BROKEN
+        return RequestEnd.BROKEN
     if exchange.decision is not None:
         headers = [*headers, (DECISION_HEADER.encode(), exchange.decision.id.encode())]
     await reply.error(error, headers)
     return _outcome(error.status)
 
 
-def _outcome(status: int) -> Outcome:
+def _outcome(status: int) -> RequestEnd:
     """Of an answer that was given to its end."""
     if status < 400:
-        return Outcome.ANSWERED
+        return RequestEnd.ANSWERED
     if status == 429:
-        return Outcome.SATURATED
-    return Outcome.REFUSED if status < 500 else Outcome.UNAVAILABLE
+        return RequestEnd.SATURATED
+    return RequestEnd.REFUSED if status < 500 else RequestEnd.UNAVAILABLE
 
 
-def _max_tokens(request: Request, settings: Sampling, prompt_tokens: int, context: int) -> int:
+def _max_tokens(request: Request, settings: SamplingSettings, prompt_tokens: int, context: int) -> int:
     """What may be emitted. ApiError 400 context_length_exceeded when it does not fit."""
     room, prompt = context - prompt_tokens, "messages" if isinstance(request, ChatRequest) else "prompt"
     if room < 1:

@@ -9,14 +9,14 @@ import msgspec
 
 from fleet.completions import DECISION_HEADER, ApiError, Choice, Completion, PromptDetails, Usage, rank_body
 from router.fleet_state.reservations import Booking
-from router.http.asgi_response import Headers, Reply
-from router.openai_api.completion_state import Course, Failure
-from router.openai_api.response_format import Answer
+from router.http.asgi_response import AsgiResponse, Headers
+from router.openai_api.completion_state import AttemptFailure, CompletionState
+from router.openai_api.response_format import ClientResponse
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.decision import Decision
-from router.scheduling.scheduler import Need, Try
+from router.scheduling.scheduler import Attempt, RoutingRequest
 from router.service import RouterService
-from router.telemetry.request_log import Exchange
+from router.telemetry.request_log import RequestLog
 from router.telemetry.tracing import AttemptTrace
 from router.upstream.rank_client import Call, EventSplitter, UpstreamFailed, api_error
 
@@ -27,17 +27,17 @@ _DECISION_HEADER = DECISION_HEADER.encode()
 _CHUNK: msgspec.json.Decoder[Completion] = msgspec.json.Decoder(Completion)
 
 
-class Generation:
+class TokenStream:
     """All choices of one request. `run` returns when the client has its whole answer."""
 
     def __init__(
         self,
         service: RouterService,
-        exchange: Exchange,
-        reply: Reply,
+        exchange: RequestLog,
+        reply: AsgiResponse,
         headers: Headers,
-        answer: Answer,
-        courses: list[Course],
+        answer: ClientResponse,
+        courses: list[CompletionState],
         choices: int,
         digest: str | None,
     ) -> None:
@@ -54,7 +54,7 @@ class Generation:
         self._per_prompt = choices
 
     async def run(self) -> None:
-        """ApiError when a choice cannot be finished, whether or not the answer has begun (`Reply.status` tells)."""
+        """ApiError when a choice cannot be finished, whether or not the answer has begun (`AsgiResponse.status` tells)."""
         if len(self._courses) == 1:
             await self._follow(self._courses[0])
             return
@@ -65,7 +65,7 @@ class Generation:
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
 
-    async def _follow(self, course: Course) -> None:
+    async def _follow(self, course: CompletionState) -> None:
         """One choice, from rank to rank until it is whole. Attempts that brought tokens do not use up the others: each brings the end nearer."""
         attempt, fruitless, replaces = 1, 0, None
         while True:
@@ -89,7 +89,7 @@ class Generation:
             self._service.may_retry(failed.how, begun=bool(course.emitted or self._reply.status))
             attempt, replaces = attempt + 1, decision.id
 
-    async def _try(self, course: Course, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
+    async def _try(self, course: CompletionState, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
         """One attempt at one rank; its booking and its span end here, whatever happens."""
         prompt = TokenPrompt(course.prompt + course.emitted if course.emitted else course.prompt, self._seed)
         decision, booking = await self._decide(course, prompt, attempt, replaces)
@@ -113,9 +113,9 @@ class Generation:
             if span is not None:
                 span.end(ended)
 
-    async def _decide(self, course: Course, prompt: TokenPrompt, attempt: int, replaces: str | None) -> tuple[Decision, Booking]:
+    async def _decide(self, course: CompletionState, prompt: TokenPrompt, attempt: int, replaces: str | None) -> tuple[Decision, Booking]:
         left = course.max_tokens - len(course.emitted)
-        need = Need(
+        need = RoutingRequest(
             model=self._exchange.model,
             prompt=prompt,
             context=prompt.tokens + left,
@@ -129,13 +129,13 @@ class Generation:
         )
         suffix = (f"-c{course.index}" if course.index else "") + (f"-a{attempt}" if attempt > 1 else "")
         begun = bool(course.emitted or self._reply.status)
-        attempted = Try(attempt, replaces, tuple(course.failures))
+        attempted = Attempt(attempt, replaces, tuple(course.failures))
         decision, booking = await self._service.waiting.admit(self._exchange, need, suffix, attempted, begun=begun)
         if course.index == 0 or self._exchange.decision is None:
             self._exchange.decision = decision
         return decision, booking
 
-    async def _attempt(self, course: Course, decision: Decision, booking: Booking, span: AttemptTrace | None) -> None:
+    async def _attempt(self, course: CompletionState, decision: Decision, booking: Booking, span: AttemptTrace | None) -> None:
         headers: Headers = []
         for name, value in (self._exchange.pass_on if span is None else span.headers).items():
             headers.append((name.encode(), value.encode("latin-1", "replace")))
@@ -145,7 +145,7 @@ class Generation:
         async with self._service.upstream.call(decision.target.url, "/v1/completions", body, headers) as call:
             await self._stream(course, booking, call, span)
 
-    async def _stream(self, course: Course, booking: Booking, call: Call, span: AttemptTrace | None) -> None:
+    async def _stream(self, course: CompletionState, booking: Booking, call: Call, span: AttemptTrace | None) -> None:
         """Pass on what a rank says until it has said everything. What is missing after the finish reason (usage) is not worth a retry."""
         splitter = EventSplitter(self._service.config.max_event_bytes)
         waiting = True
@@ -169,11 +169,11 @@ class Generation:
             if failure is not None and course.finish_reason is None:
                 raise failure
         if course.finish_reason is None:
-            raise UpstreamFailed(Failure.BROKEN, "the stream ended without a finish reason")
+            raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended without a finish reason")
         call.whole()
         await self._finished(course)
 
-    async def _emit(self, course: Course, choices: list[Choice]) -> None:
+    async def _emit(self, course: CompletionState, choices: list[Choice]) -> None:
         data = b""
         for choice in choices:
             self._exchange.output_tokens += len(choice.token_ids or ())
@@ -183,7 +183,7 @@ class Generation:
                 await self._start()
             await self._reply.write(data)
 
-    async def _finished(self, course: Course) -> None:
+    async def _finished(self, course: CompletionState) -> None:
         """After the last choice, the end of the answer; upstream's own end of stream is awaited only after that."""
         self._exchange.finish_reasons.append(course.finish_reason or "")
         self._open -= 1
@@ -215,7 +215,7 @@ class Generation:
         )
 
 
-def _taken(course: Course, splitter: EventSplitter, data: bytes) -> tuple[list[Choice], bool, UpstreamFailed | None]:
+def _taken(course: CompletionState, splitter: EventSplitter, data: bytes) -> tuple[list[Choice], bool, UpstreamFailed | None]:
     """What new bytes add to a course, whether the stream is over, and the failure that ended it after that."""
     choices: list[Choice] = []
     event = b""
@@ -227,7 +227,7 @@ def _taken(course: Course, splitter: EventSplitter, data: bytes) -> tuple[list[C
             if choice is not None:
                 choices.append(choice)
     except msgspec.ValidationError:
-        return choices, True, UpstreamFailed(Failure.BROKEN, f"the rank said {api_error(500, event).message!r}")
+        return choices, True, UpstreamFailed(AttemptFailure.BROKEN, f"the rank said {api_error(500, event).message!r}")
     except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
-        return choices, True, UpstreamFailed(Failure.BROKEN, str(error))
+        return choices, True, UpstreamFailed(AttemptFailure.BROKEN, str(error))
     return choices, not data, None

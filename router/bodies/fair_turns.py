@@ -10,7 +10,7 @@ from fleet.completions import ApiError
 _RETRY_SECONDS = 2.0
 
 
-class Turns:
+class FairTurns:
     """State: free places, and queues of waiting jobs by client, in the order in which the clients have their turns.
 
     One client may have at most `most_per_client` jobs waiting, all clients together `most_waiting`. Used on one event loop.

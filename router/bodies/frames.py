@@ -10,7 +10,7 @@ HEAD = struct.Struct("<II")
 """bytes of the message and of the blob behind it"""
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class LoadTokenizer(msgspec.Struct, frozen=True, tag=True):
     """Read a tokenizer; the blob is its archive. Those not in `keep` are forgotten."""
 
     digest: str
@@ -19,8 +19,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     keep: tuple[str, ...]
 
 
-class Read(msgspec.Struct, frozen=True, tag=True):
-    """Read the fields of the request in the blob. Answered by `Fields`."""
+class ReadRequest(msgspec.Struct, frozen=True, tag=True):
+    """Read the fields of the request in the blob. Answered by `RequestFields`."""
 
     kind: Kind
 
@@ -58,7 +58,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """All that is to be said is in the blob."""
 
 
-class Fields(msgspec.Struct, frozen=True, tag=True):
+class RequestFields(msgspec.Struct, frozen=True, tag=True):
     is_chat: bool
     request: bytes
     """JSON, abridged"""
@@ -74,7 +74,7 @@ class Ids(msgspec.Struct, frozen=True, tag=True):
     """token ids of each prompt"""
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class TaskRefused(msgspec.Struct, frozen=True, tag=True):
     """An ApiError."""
 
     status: int
@@ -83,10 +83,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     code: str | None
 
 
-BodyTask = Read | ReadPassthrough | ReadPassed | WriteSalt | Encode
+BodyTask = ReadRequest | ReadPassthrough | ReadPassed | WriteSalt | Encode
 """The blob is a request's body."""
-Task = Load | BodyTask
-Answer = Done | Fields | PassthroughFields | Ids | Refused
+Task = LoadTokenizer | BodyTask
+Answer = Done | RequestFields | PassthroughFields | Ids | TaskRefused
 _TASKS = msgspec.msgpack.Decoder(Task)
 _ANSWERS = msgspec.msgpack.Decoder(Answer)
 

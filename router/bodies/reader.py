@@ -14,16 +14,16 @@ import msgspec
 
 from router.access.tenancy import SALT_FIELD, with_salt
 from router.bodies import tasks
-from router.bodies.fair_turns import Turns
-from router.bodies.tasks import Kind, Room
+from router.bodies.fair_turns import FairTurns
+from router.bodies.tasks import Kind, PromptBounds
 from router.bodies.worker_pool import BodyWorkers
 from router.config import RouterConfig
 from router.foreign_api import lenient_fields
-from router.foreign_api.lenient_fields import Asked
+from router.foreign_api.lenient_fields import LenientRequest
 from router.openai_api.request_schema import ChatRequest, Request, binding_fields, passed_fields
 from router.openai_api.unserved_fields import PassedFields
 from router.tokenization.tokenizer import ModelTokenizer
-from router.tokenization.tokenizer_registry import Lexicon
+from router.tokenization.tokenizer_registry import TokenizerRegistry
 
 _THREADS = 2
 _MOST_WAITING = 4096
@@ -46,11 +46,11 @@ class BodyReader:
     `client` is who has turns of its own: a tenant, or an address.
     """
 
-    def __init__(self, config: RouterConfig, lexicon: Lexicon) -> None:
+    def __init__(self, config: RouterConfig, lexicon: TokenizerRegistry) -> None:
         self._large = config.large_body_bytes
         self._long = config.long_prompt_characters
         self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="roost-tokenise")
-        self._turns = Turns("prompts", _THREADS, _MOST_WAITING, _MOST_WAITING // 2)
+        self._turns = FairTurns("prompts", _THREADS, _MOST_WAITING, _MOST_WAITING // 2)
         self._stack = AsyncExitStack()
         self.workers = BodyWorkers(
             config.large_body_processes,
@@ -76,7 +76,7 @@ class BodyReader:
             return Decoded(kind, body, tasks.decode(kind, body), is_large=False)
         return Decoded(kind, body, await self.workers.read(client, kind, body), is_large=True)
 
-    async def read_passthrough(self, client: str, body: bytes, content_type: str) -> Asked:
+    async def read_passthrough(self, client: str, body: bytes, content_type: str) -> LenientRequest:
         """What routing uses of a request to a server that speaks text. ApiError 429 and 503 as `read`."""
         if len(body) <= self._large:
             return lenient_fields.read(body, content_type)
@@ -95,7 +95,7 @@ class BodyReader:
             return with_salt(body, salt)
         return await self.workers.with_salt(client, body, salt)
 
-    async def ids(self, client: str, decoded: Decoded, tokenizer: ModelTokenizer, digest: str, room: Room, scope: str = "") -> list[list[int]]:
+    async def ids(self, client: str, decoded: Decoded, tokenizer: ModelTokenizer, digest: str, room: PromptBounds, scope: str = "") -> list[list[int]]:
         """The ids of each prompt. scope: of texts whose ids may be reused (`ModelTokenizer.within`).
 
         ApiError 400 for what has none, or does not fit; 429 and 503 as `read`."""

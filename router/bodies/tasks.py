@@ -24,7 +24,7 @@ _Value = TypeVar("_Value")
 _DECODER = RequestDecoder()
 
 
-class Room(msgspec.Struct, frozen=True):
+class PromptBounds(msgspec.Struct, frozen=True):
     """What the prompts of one request must fit into."""
 
     context: int
@@ -54,7 +54,7 @@ def read(kind: Kind, body: bytes) -> Request:
     return type(request)(**fields)
 
 
-def read_passthrough(content_type: str, body: bytes) -> lenient_fields.Asked:
+def read_passthrough(content_type: str, body: bytes) -> lenient_fields.LenientRequest:
     """As `passthrough.read`, with the prompt and long strings cut."""
     asked = lenient_fields.read(body, content_type)
     cut: dict[str, Any] = {name: abridged(value) for name, value in msgspec.structs.asdict(asked).items() if isinstance(value, str)}
@@ -82,7 +82,7 @@ def _abridged(value: _Value, depth: int) -> _Value | Any:
     return value
 
 
-def ids_of(request: Request, tokenizer: ModelTokenizer, room: Room) -> list[list[int]]:
+def ids_of(request: Request, tokenizer: ModelTokenizer, room: PromptBounds) -> list[list[int]]:
     """The ids of each prompt. ApiError 400 for what has none, or does not fit; what is sure not to fit is refused before it is tokenised."""
     if isinstance(request, ChatRequest):
         return [chat_ids(rendered(request, tokenizer, room), tokenizer, room)]
@@ -96,21 +96,21 @@ def ids_of(request: Request, tokenizer: ModelTokenizer, room: Room) -> list[list
     return found
 
 
-def rendered(request: ChatRequest, tokenizer: ModelTokenizer, room: Room) -> str:
+def rendered(request: ChatRequest, tokenizer: ModelTokenizer, room: PromptBounds) -> str:
     """The text that is to be tokenised. ApiError 400 when it cannot fit."""
     text = tokenizer.render(text_messages(request), request.chat_template_kwargs)
     refuse_longer(tokenizer.fewest_tokens(text), room, "messages", at_least=True)
     return text
 
 
-def chat_ids(text: str, tokenizer: ModelTokenizer, room: Room) -> list[int]:
+def chat_ids(text: str, tokenizer: ModelTokenizer, room: PromptBounds) -> list[int]:
     """The ids of a rendered conversation. ApiError 400 when they do not fit."""
     ids = tokenizer.encode_rendered(text)
     refuse_longer(len(ids), room, "messages")
     return ids
 
 
-def _prompt_ids(prompt: str | list[int], tokenizer: ModelTokenizer, room: Room) -> list[int]:
+def _prompt_ids(prompt: str | list[int], tokenizer: ModelTokenizer, room: PromptBounds) -> list[int]:
     if isinstance(prompt, list):
         return prompt
     refuse_longer(tokenizer.fewest_tokens(prompt), room, "prompt", at_least=True)
@@ -119,7 +119,7 @@ def _prompt_ids(prompt: str | list[int], tokenizer: ModelTokenizer, room: Room) 
     return ids
 
 
-def _refuse_many(request: TextRequest, room: Room) -> None:
+def _refuse_many(request: TextRequest, room: PromptBounds) -> None:
     """Refuse too many prompts, and prompts of too many ids, before each of them is looked at."""
     prompt = request.prompt
     if isinstance(prompt, str):
@@ -134,7 +134,7 @@ def _refuse_many(request: TextRequest, room: Room) -> None:
             refuse_longer(len(one), room, "prompt")
 
 
-def refuse_longer(tokens: int, room: Room, param: str, *, at_least: bool = False) -> None:
+def refuse_longer(tokens: int, room: PromptBounds, param: str, *, at_least: bool = False) -> None:
     """ApiError 400 for a prompt that leaves no room for an answer."""
     if tokens < room.context:
         return

@@ -26,15 +26,15 @@ from router.bodies.frames import (
     Answer,
     Done,
     Encode,
-    Fields,
     Ids,
-    Load,
+    LoadTokenizer,
     PassthroughFields,
-    Read,
     ReadPassed,
     ReadPassthrough,
-    Refused,
+    ReadRequest,
+    RequestFields,
     Task,
+    TaskRefused,
     WriteSalt,
     head,
     task,
@@ -52,32 +52,32 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
-class Worker:
+class BodyWorker:
     """State: tokenizers by digest."""
 
     def __init__(self) -> None:
         self._known: dict[str, ModelTokenizer] = {}
 
     def answer(self, asked: Task, blob: bytes) -> tuple[Answer, bytes]:
-        """What the task comes to; every fault of the body is a `Refused`."""
+        """What the task comes to; every fault of the body is a `TaskRefused`."""
         try:
             return self._do(asked, blob)
         except ApiError as error:
-            return Refused(error.status, error.message, error.param, error.code), b""
+            return TaskRefused(error.status, error.message, error.param, error.code), b""
         except MemoryError:
-            return Refused(413, "the body needs more memory to be read than one request may have", None, "body_too_large"), b""
+            return TaskRefused(413, "the body needs more memory to be read than one request may have", None, "body_too_large"), b""
         except Exception:
             log.exception("a large body could not be read")
-            return Refused(500, "the router failed; its log says why", None, "internal_error"), b""
+            return TaskRefused(500, "the router failed; its log says why", None, "internal_error"), b""
 
     def _do(self, asked: Task, blob: bytes) -> tuple[Answer, bytes]:
         match asked:
-            case Load():
+            case LoadTokenizer():
                 self._load(asked, blob)
                 return Done(), b""
-            case Read():
+            case ReadRequest():
                 request = tasks.read(asked.kind, blob)
-                return Fields(isinstance(request, ChatRequest), tasks.as_json(request)), b""
+                return RequestFields(isinstance(request, ChatRequest), tasks.as_json(request)), b""
             case ReadPassthrough():
                 found = tasks.read_passthrough(asked.content_type, blob)
                 fields = msgspec.structs.asdict(found)
@@ -90,10 +90,10 @@ class Worker:
                 return Done(), with_salt(blob, asked.salt)
             case Encode():
                 tokenizer = self._known[asked.digest].within(asked.scope)
-                ids = tasks.ids_of(tasks.decode(asked.kind, blob), tokenizer, tasks.Room(asked.context, asked.prompts))
+                ids = tasks.ids_of(tasks.decode(asked.kind, blob), tokenizer, tasks.PromptBounds(asked.context, asked.prompts))
                 return Ids(tuple(map(len, ids))), b"".join(array("I", one).tobytes() for one in ids)
 
-    def _load(self, asked: Load, archive: bytes) -> None:
+    def _load(self, asked: LoadTokenizer, archive: bytes) -> None:
         self._known = {digest: known for digest, known in self._known.items() if digest in asked.keep}
         seen = SegmentCache(asked.seen_bytes) if asked.seen_bytes else None
         self._known[asked.digest] = ModelTokenizer.from_archive(archive, seen)
@@ -101,7 +101,7 @@ class Worker:
 
 def serve(incoming: BufferedReader, outgoing: BufferedWriter) -> None:
     """Answer until the other side closes."""
-    worker = Worker()
+    worker = BodyWorker()
     while lengths := incoming.read(HEAD.size):
         message_bytes, blob_bytes = HEAD.unpack(lengths)
         asked, blob = task(incoming.read(message_bytes)), incoming.read(blob_bytes)

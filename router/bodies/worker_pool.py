@@ -18,28 +18,28 @@ from pathlib import Path
 import msgspec
 
 from fleet.completions import ApiError
-from router.bodies.fair_turns import Turns
+from router.bodies.fair_turns import FairTurns
 from router.bodies.frames import (
     HEAD,
     Answer,
     BodyTask,
     Done,
     Encode,
-    Fields,
     Ids,
-    Load,
+    LoadTokenizer,
     PassthroughFields,
-    Read,
     ReadPassed,
     ReadPassthrough,
-    Refused,
+    ReadRequest,
+    RequestFields,
     Task,
+    TaskRefused,
     WriteSalt,
     answer,
     head,
 )
-from router.bodies.tasks import Kind, Room, decode
-from router.foreign_api.lenient_fields import Asked
+from router.bodies.tasks import Kind, PromptBounds, decode
+from router.foreign_api.lenient_fields import LenientRequest
 from router.openai_api.request_schema import Request
 
 log = logging.getLogger(__name__)
@@ -124,8 +124,8 @@ class BodyWorkers:
     ) -> None:
         """memory_bytes: address space of one process. seen_bytes: of it for token ids of seen texts. archive: of a tokenizer, by digest.
         digests: of those in use."""
-        self._turns = Turns("large requests", processes, most_waiting, most_per_client)
-        self._huge = Turns("large requests", max(1, processes - 1), most_waiting, most_per_client)
+        self._turns = FairTurns("large requests", processes, most_waiting, most_per_client)
+        self._huge = FairTurns("large requests", max(1, processes - 1), most_waiting, most_per_client)
         self._memory_bytes = memory_bytes
         self._seen_bytes = seen_bytes
         self._archive = archive
@@ -158,9 +158,9 @@ class BodyWorkers:
         return [worker.pid for worker in self._idle]
 
     async def read(self, client: str, kind: Kind, body: bytes) -> Request:
-        """As `tasks.read`. ApiError also when there is no turn to be had, see `Turns.take`, or the process fails."""
-        said, _ = await self._run(client, Read(kind), body)
-        assert isinstance(said, Fields)
+        """As `tasks.read`. ApiError also when there is no turn to be had, see `FairTurns.take`, or the process fails."""
+        said, _ = await self._run(client, ReadRequest(kind), body)
+        assert isinstance(said, RequestFields)
         return decode("chat" if said.is_chat else "text", said.request)
 
     async def read_passed(self, client: str, kind: Kind, body: bytes) -> dict[str, msgspec.Raw]:
@@ -168,18 +168,18 @@ class BodyWorkers:
         _, blob = await self._run(client, ReadPassed(kind), body)
         return {name: msgspec.Raw(value) for name, value in msgspec.msgpack.decode(blob, type=dict[str, bytes]).items()}
 
-    async def read_passthrough(self, client: str, content_type: str, body: bytes) -> Asked:
+    async def read_passthrough(self, client: str, content_type: str, body: bytes) -> LenientRequest:
         """As `tasks.read_passthrough`. ApiError when there is no turn to be had, or the process fails."""
         said, prompt = await self._run(client, ReadPassthrough(content_type), body)
         assert isinstance(said, PassthroughFields)
-        return Asked(**msgspec.json.decode(said.asked), prompt=prompt)
+        return LenientRequest(**msgspec.json.decode(said.asked), prompt=prompt)
 
     async def with_salt(self, client: str, body: bytes, salt: str) -> bytes:
         """As `tenancy.with_salt`. ApiError as `read`."""
         _, blob = await self._run(client, WriteSalt(salt), body)
         return blob
 
-    async def encode(self, client: str, kind: Kind, body: bytes, digest: str, room: Room, scope: str = "") -> list[list[int]]:
+    async def encode(self, client: str, kind: Kind, body: bytes, digest: str, room: PromptBounds, scope: str = "") -> list[list[int]]:
         """As `tasks.ids_of`, with `ModelTokenizer.within` the scope. ApiError as `read`."""
         said, blob = await self._run(client, Encode(kind, digest, room.context, room.prompts, scope), body)
         assert isinstance(said, Ids)
@@ -191,7 +191,7 @@ class BodyWorkers:
 
     async def _run(self, client: str, task: BodyTask, body: bytes) -> tuple[Answer, bytes]:
         turns = [self._huge, self._turns] if len(body) > _LARGEST_SHORT else [self._turns]
-        taken: list[Turns] = []
+        taken: list[FairTurns] = []
         try:
             for turn in turns:
                 await turn.take(client)
@@ -208,7 +208,7 @@ class BodyWorkers:
         except asyncio.CancelledError:
             asyncio.get_running_loop().call_later(_GRACE_SECONDS, job.cancel)
             raise
-        if isinstance(said[0], Refused):
+        if isinstance(said[0], TaskRefused):
             raise ApiError(said[0].status, said[0].message, param=said[0].param, code=said[0].code)
         return said
 
@@ -216,7 +216,7 @@ class BodyWorkers:
         if not self._open:
             raise ApiError(503, "the router is stopping", code="not_ready", retry_after=1.0)
 
-    def _ended(self, job: "asyncio.Task[tuple[Answer, bytes]]", taken: list[Turns]) -> None:
+    def _ended(self, job: "asyncio.Task[tuple[Answer, bytes]]", taken: list[FairTurns]) -> None:
         self._jobs.discard(job)
         if not job.cancelled():
             job.exception()  # its client may have left
@@ -256,7 +256,7 @@ class BodyWorkers:
         if archive is None:
             raise ApiError(503, "the model's tokenizer has not been loaded yet", code="not_ready", retry_after=1.0)
         keep = (*self._digests(), digest)
-        said, _ = await worker.call(Load(digest, self._seen_bytes, keep), archive)
+        said, _ = await worker.call(LoadTokenizer(digest, self._seen_bytes, keep), archive)
         if isinstance(said, Done):
             worker.loaded = (worker.loaded & set(keep)) | {digest}
 
@@ -268,6 +268,6 @@ def _started(its: socket.socket, memory_bytes: int) -> "subprocess.Popen[bytes]"
     return subprocess.Popen(command, stdin=its.fileno(), stdout=subprocess.DEVNULL)
 
 
-def _give_back(taken: list[Turns]) -> None:
+def _give_back(taken: list[FairTurns]) -> None:
     for turn in taken:
         turn.give_back()

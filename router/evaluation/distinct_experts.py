@@ -3,7 +3,7 @@
 Engines that each hold all experts read, per decode step, the weights of every expert that some token of the step goes to. A request whose
 experts are being read for others anyway adds few (`fleet.timing.added_distinct_experts`); law 3 of ELDR (arXiv 2607.00466).
 
-State (`Mixes`): per engine the sum of the signatures of open bookings. Sequences that nobody booked here are taken to be of the
+State (`ClusterMixes`): per engine the sum of the signatures of open bookings. Sequences that nobody booked here are taken to be of the
 traffic's mix.
 """
 
@@ -23,7 +23,7 @@ LEAST_CHANGE = 0.5
 """and by at least so many sequences."""
 
 
-class Share:
+class MixShare:
     """One booking's part of its engine's mix; `end` takes it out again, once."""
 
     __slots__ = ("_mix", "_weights")
@@ -57,18 +57,18 @@ class _Mix:
         """the mix that prices were last made of"""
 
 
-class Mixes:
+class ClusterMixes:
     """By worker_id. A mix is over one version of the clusters; with a newer one it begins anew."""
 
     def __init__(self) -> None:
         self._mixes: dict[int, _Mix] = {}
 
-    def book(self, worker_id: int, weights: Weights, clusters: int) -> Share | None:
+    def book(self, worker_id: int, weights: Weights, clusters: int) -> MixShare | None:
         """A request with this signature (float32 [K], over this version of the clusters) runs there from now on. None: of an old version."""
         mix = self._mixes.get(worker_id)
         if mix is None or clusters > mix.clusters or (clusters == mix.clusters and len(weights) != len(mix.sum)):
             mix = self._mixes[worker_id] = _Mix(clusters, len(weights))
-        return Share(mix, weights) if clusters == mix.clusters else None
+        return MixShare(mix, weights) if clusters == mix.clusters else None
 
     def changed(self, worker_id: int, sequences: int, model: ClusterModel, *, told: bool) -> Tokens | None:
         """float64 [K]: how many of an engine's `sequences` are of each cluster; None when that is about what it was when asked last.
@@ -87,7 +87,7 @@ class Mixes:
         self._mixes.pop(worker_id, None)
 
 
-class Reading(NamedTuple):
+class ReadingGroup(NamedTuple):
     """What engines with the same experts to read have in common. boundary: layers below are sharded and always read."""
 
     clusters: ClusterModel
@@ -101,7 +101,7 @@ class Reading(NamedTuple):
         return log_misses(profiles[:, self.boundary :], self.top_k)
 
 
-class Read(NamedTuple):
+class DistinctReads(NamedTuple):
     """Distinct experts, summed over layers, that the steps of some engines read. now: float64 [engines]. added: float64 [engines, K], by
     one more sequence of each cluster."""
 
@@ -109,7 +109,7 @@ class Read(NamedTuple):
     added: NDArray[np.float64]
 
 
-def read(misses: NDArray[np.float32], mixes: Sequence[Tokens]) -> Read:
+def read(misses: NDArray[np.float32], mixes: Sequence[Tokens]) -> DistinctReads:
     """mixes: [engines] of float64 [K] sequences."""
     tokens = np.stack(mixes)
-    return Read(expected_distinct_experts(misses, tokens), np.maximum(added_distinct_experts(misses, tokens), 0.0))
+    return DistinctReads(expected_distinct_experts(misses, tokens), np.maximum(added_distinct_experts(misses, tokens), 0.0))

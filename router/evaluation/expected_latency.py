@@ -67,7 +67,7 @@ def _step(speed: EngineSpeed, load: list[int], surcharge: Surcharge, rank: int) 
     return speed.step + surcharge.reading + sequence * (load[SEQUENCES] + 1) + speed.decode_block * load[BLOCKS]
 
 
-class Pace:
+class ExpectedStepTime:
     """How long one engine's decode steps should take, by what its ranks report. They step together: the slowest one's load counts."""
 
     def __init__(self, speed: EngineSpeed, ranks: int) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fleet.signatures import Weights
 from router.fleet_state.engine_state import PriceList
 from router.fleet_state.reservations import Amounts
-from router.scheduling.cost import TERMS, Expected, score
+from router.scheduling.cost import TERMS, ExpectedLoad, score
 from router.scheduling.decision import Decision
 
 _HANDOVER = TERMS.index("handover")
@@ -52,18 +52,18 @@ def regret_ms(decision: Decision, truth: Truth, prices: PriceList) -> float:
     return float(costs[decision.chosen] - costs.min())
 
 
-def _expected(decision: Decision, truth: Truth, prices: PriceList) -> Expected | None:
+def _expected(decision: Decision, truth: Truth, prices: PriceList) -> ExpectedLoad | None:
     """What the request asks of experts at each target; where nobody said what it was, as it was believed."""
     if truth.weights is not None and len(truth.weights) == prices.clusters:
         remote, nodes, _, added = prices.of(truth.weights)
-        return Expected(remote, nodes, added)
+        return ExpectedLoad(remote, nodes, added)
     outlook = decision.outlook
     if outlook is None or outlook.expected is None:
         return None
     believed = outlook.expected
     whole = np.zeros((3, len(decision.roster.targets)))
     whole[:, decision.at] = believed.remote_ranks, believed.remote_nodes, believed.added_experts
-    return Expected(whole[0], whole[1], whole[2], believed.gain)
+    return ExpectedLoad(whole[0], whole[1], whole[2], believed.gain)
 
 
 class Probe(NamedTuple):
@@ -83,7 +83,7 @@ class Probe(NamedTuple):
         return self.decision.nbytes + self.load.nbytes
 
 
-class Waiting:
+class WaitingProbes:
     """Probes whose locality has not come true yet, by decision id, oldest first. Beyond a budget of bytes the oldest are settled early."""
 
     def __init__(self, budget: int) -> None:

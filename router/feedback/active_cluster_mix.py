@@ -9,32 +9,32 @@ from numpy.typing import NDArray
 
 from fleet.layout import EP
 from fleet.signatures import ClusterModel
-from router.evaluation.distinct_experts import Mixes, Read, Reading, Share, Tokens, read
+from router.evaluation.distinct_experts import ClusterMixes, DistinctReads, MixShare, ReadingGroup, Tokens, read
 from router.evaluation.expected_latency import NONE, Surcharge
-from router.fleet_state.dispatch_cost import Prices
+from router.fleet_state.dispatch_cost import DispatchPrices
 from router.fleet_state.engine_state import EngineState
 from router.fleet_state.reservations import SEQUENCES, Reservations
-from router.fleet_state.view import View
+from router.fleet_state.view import FleetView
 from router.scheduling.decision import Decision
 
 Misses = NDArray[np.float32]
 
 
-class Mixing:
+class ActiveClusterMix:
     """`booked` is for the hot path. Engines that read nothing (`expert_read` 0), or all experts together (TP), are left out."""
 
-    def __init__(self, view: View, reservations: Reservations, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, view: FleetView, reservations: Reservations, threads: ThreadPoolExecutor) -> None:
         self._view = view
         self._reservations = reservations
         self._threads = threads
-        self._mixes = Mixes()
-        self._misses: dict[tuple[str, int, int], tuple[Reading, Misses]] = {}
+        self._mixes = ClusterMixes()
+        self._misses: dict[tuple[str, int, int], tuple[ReadingGroup, Misses]] = {}
         """by model, top-k and boundary; 2 MB each for 58 layers of 256 experts and 32 clusters"""
         self._surcharges: dict[int, Surcharge] = {}
-        self._sent: dict[int, tuple[Prices | None, ClusterModel | None]] = {}
+        self._sent: dict[int, tuple[DispatchPrices | None, ClusterModel | None]] = {}
         """which prices and clusters a surcharge for sending is of"""
 
-    def booked(self, decision: Decision) -> Share | None:
+    def booked(self, decision: Decision) -> MixShare | None:
         """A request runs from now on, until its share ends. None: what it activates makes no difference, or is unknown."""
         engine, outlook = decision.target.engine, decision.outlook
         if outlook is None or engine.speed is None or not engine.speed.expert_read:
@@ -53,7 +53,7 @@ class Mixing:
     async def refresh(self, now: float) -> None:
         """Price the engines whose mix changed noticeably."""
         due: dict[tuple[str, int, int], list[tuple[EngineState, Tokens]]] = defaultdict(list)
-        readings: dict[tuple[str, int, int], Reading] = {}
+        readings: dict[tuple[str, int, int], ReadingGroup] = {}
         for state in self._view.engines():
             self._sending(state)
             reading = self._reading(state)
@@ -84,28 +84,28 @@ class Mixing:
             seconds = tuple(((speed.dispatch * prices.remote + speed.dispatch_node * prices.nodes) @ clusters.shares).tolist())
         self._surcharges[worker_id] = self.surcharge(worker_id)._replace(token=seconds)
 
-    def _reading(self, state: EngineState) -> Reading | None:
+    def _reading(self, state: EngineState) -> ReadingGroup | None:
         """None: the engine's distinct experts have no price."""
         joined, clusters = state.joined, self._view.clusters(state.joined.model)
         if joined.speed is None or not joined.speed.expert_read or not state.reads or joined.shape is None or clusters is None:
             return None
         if clusters.profiles.shape[1:] != (joined.shape.layers, joined.shape.experts):
             return None
-        return Reading(clusters, joined.shape.top_k, (state.layout or EP).boundary)
+        return ReadingGroup(clusters, joined.shape.top_k, (state.layout or EP).boundary)
 
-    def _changed(self, state: EngineState, reading: Reading, now: float) -> Tokens | None:
+    def _changed(self, state: EngineState, reading: ReadingGroup, now: float) -> Tokens | None:
         load = self._reservations.load(np.array(state.rows, np.intp), now)
         sequences = int(load[SEQUENCES].sum())
         return self._mixes.changed(state.joined.worker_id, sequences, reading.clusters, told=state.distinct is not None)
 
-    def _read(self, key: tuple[str, int, int], reading: Reading, mixes: list[Tokens]) -> Read:
+    def _read(self, key: tuple[str, int, int], reading: ReadingGroup, mixes: list[Tokens]) -> DistinctReads:
         """In a thread; nobody else touches `key` meanwhile."""
         known = self._misses.get(key)
         if known is None or known[0] != reading:
             known = self._misses[key] = reading, reading.misses()
         return read(known[1], mixes)
 
-    def _tell(self, state: EngineState, reading: Reading, reads: float, added: NDArray[np.float64]) -> None:
+    def _tell(self, state: EngineState, reading: ReadingGroup, reads: float, added: NDArray[np.float64]) -> None:
         worker_id, speed = state.joined.worker_id, state.joined.speed
         if speed is not None and self._view.engine(worker_id) is state:
             self._view.set_distinct(worker_id, added)

@@ -13,14 +13,14 @@ from bus import Bus
 from bus.protocol.subjects import Subjects
 from fleet.events import EngineJoined, KvMetrics, RequestProfile, RequestsProfiled
 from fleet.signatures import PACKED, unpack
-from router.evaluation.distinct_experts import Share
-from router.evaluation.expected_latency import Pace, first_token, step
-from router.evaluation.regret import Probe, Truth, Waiting, regret_ms
-from router.feedback.active_cluster_mix import Mixing
+from router.evaluation.distinct_experts import MixShare
+from router.evaluation.expected_latency import ExpectedStepTime, first_token, step
+from router.evaluation.regret import Probe, Truth, WaitingProbes, regret_ms
+from router.feedback.active_cluster_mix import ActiveClusterMix
 from router.fleet_state.reservations import Booking
 from router.fleet_state.target_table import REFERENCE
 from router.scheduling.decision import Decision
-from router.scheduling.scheduler import Picker
+from router.scheduling.scheduler import Scheduler
 from router.telemetry.metrics import RankNow, RouterMetrics
 
 TICK_SECONDS = 0.25
@@ -45,7 +45,7 @@ class _Watched:
 
     __slots__ = ("decision", "share", "told_at", "undisturbed")
 
-    def __init__(self, decision: Decision, share: Share | None, *, waited: bool) -> None:
+    def __init__(self, decision: Decision, share: MixShare | None, *, waited: bool) -> None:
         self.decision = decision
         self.undisturbed = decision.ask.attempt == 1 and not waited
         """a first attempt that got its place at once: its first token's time says something of its rank"""
@@ -54,11 +54,11 @@ class _Watched:
         """when tokens came last, seconds on the router's clock; None: none has come"""
 
 
-class Hindsight:
+class DecisionFeedback:
     """State: open bookings, the paces of engines, probes. `bus` None: nobody tells what requests did."""
 
     def __init__(
-        self, picker: Picker, metrics: RouterMetrics, threads: ThreadPoolExecutor, clock: Callable[[], float], bus: Bus | None, subjects: Subjects
+        self, picker: Scheduler, metrics: RouterMetrics, threads: ThreadPoolExecutor, clock: Callable[[], float], bus: Bus | None, subjects: Subjects
     ) -> None:
         self._picker = picker
         self._view = picker.view
@@ -66,11 +66,11 @@ class Hindsight:
         self._clock = clock
         self._bus = bus
         self._subjects = subjects
-        self._mixing = Mixing(picker.view, picker.reservations, threads)
+        self._mixing = ActiveClusterMix(picker.view, picker.reservations, threads)
         self._open: dict[Booking, _Watched] = {}
-        self._paces: dict[int, Pace] = {}
+        self._paces: dict[int, ExpectedStepTime] = {}
         """of engines that report how long their steps take"""
-        self._waiting = Waiting(PROBE_BYTES)
+        self._waiting = WaitingProbes(PROBE_BYTES)
         self._probe: Probe | None = None
         """the decision that reports are watched for; None: the next one is"""
         metrics.ranks = self._ranks
@@ -148,7 +148,7 @@ class Hindsight:
             raise ValueError(f"worker {load.worker_id} rank {load.dp_rank} reports steps of {seconds} s")
         pace = self._paces.get(load.worker_id)
         if pace is None:
-            pace = self._paces[load.worker_id] = Pace(state.joined.speed or REFERENCE, len(state.rows))
+            pace = self._paces[load.worker_id] = ExpectedStepTime(state.joined.speed or REFERENCE, len(state.rows))
         predicted = pace.reported(load.dp_rank, load.running or 0, load.active_decode_blocks or 0, self._mixing.surcharge(load.worker_id))
         if not load.running:
             return  # the steps were those of a load that is over

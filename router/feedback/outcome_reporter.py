@@ -28,7 +28,7 @@ class _Ended(NamedTuple):
     looked_up: "list[int]"
 
 
-class Outcomes:
+class OutcomeReporter:
     """`note` is for the hot path and only queues; `run` publishes every so many seconds, and at once when BATCH wait."""
 
     def __init__(self, bus: Bus, subjects: Subjects, metrics: RouterMetrics, *, seconds: float, most: int) -> None:

@@ -13,8 +13,8 @@ from fleet.events import CountsImported, RequestProfile, RequestsProfiled, Sampl
 from fleet.experts import ModelShape
 from fleet.popularity import ExpertCounts
 from fleet.signatures import ClusterModel, pack
-from router.fleet_state.view import View
-from router.foreign_api.routed_experts_parser import Counted, Tap, Usage, counted
+from router.fleet_state.view import FleetView
+from router.foreign_api.routed_experts_parser import RoutedCounts, RoutedExpertsParser, TokenUsage, counted
 from router.scheduling.decision import Decision
 from router.telemetry.metrics import RouterMetrics
 
@@ -32,13 +32,13 @@ class _Passed(NamedTuple):
     decision: Decision
     said: list[bytes]
     size: int
-    usage: Usage
+    usage: TokenUsage
 
 
-class ForeignReports:
+class RoutedExpertsReporter:
     """`tap` and `note` are for the hot path; `run` counts and publishes. Answers wait in a bounded queue; what does not fit is dropped and counted."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, view: View, metrics: RouterMetrics, threads: ThreadPoolExecutor, most_event_bytes: int) -> None:
+    def __init__(self, bus: Bus, subjects: Subjects, view: FleetView, metrics: RouterMetrics, threads: ThreadPoolExecutor, most_event_bytes: int) -> None:
         self._imports = bus.publisher(subjects.imports)
         self._profiles = bus.publisher(subjects.requests_read)
         self._view = view
@@ -50,12 +50,12 @@ class ForeignReports:
         self._allowance = WHOLE_PROFILES_PER_SECOND
         self._allowed_at: float | None = None
 
-    def tap(self, decision: Decision) -> Tap | None:
+    def tap(self, decision: Decision) -> RoutedExpertsParser | None:
         """What listens to an answer; None where the engine reports itself, or its model's experts are unknown."""
         engine = decision.target.engine
-        return None if engine.shape is None or engine.capabilities.experts else Tap(self._most_event_bytes)
+        return None if engine.shape is None or engine.capabilities.experts else RoutedExpertsParser(self._most_event_bytes)
 
-    def note(self, decision: Decision, tap: Tap, usage: Usage) -> bool:
+    def note(self, decision: Decision, tap: RoutedExpertsParser, usage: TokenUsage) -> bool:
         """An answer has passed; whether it spoke of experts, and will be told."""
         said = tap.found()
         if tap.too_long:
@@ -135,7 +135,7 @@ def _reports(passed: _Passed, shape: ModelShape, clusters: ClusterModel | None, 
     return said, RequestsProfiled(engine=engine.engine, worker_id=worker_id, rank=rank, model=engine.model, epoch=0, clusters=version, requests=(profile,))
 
 
-def _signature(found: Counted, clusters: ClusterModel | None) -> bytes:
+def _signature(found: RoutedCounts, clusters: ClusterModel | None) -> bytes:
     """Packed; without clusters nothing is named."""
     weights = np.zeros(1, np.float32) if clusters is None else clusters.signature(found.prompt + found.completion)
     return pack(weights).tobytes()

@@ -64,19 +64,19 @@ class _Router:
     doubtful: bool = False
 
 
-class Word(NamedTuple):
+class BookingMessage(NamedTuple):
     """What is told with a new booking, beyond its load. session: hash, 0: nobody said; prefix: sequence hashes of blocks that the rank will have."""
 
     session: int = 0
     prefix: Sequence[int] = ()
 
 
-NOTHING = Word()
+NOTHING = BookingMessage()
 _Value = TypeVar("_Value")
-Learnt = Callable[[RankKey, Word], None]
+Learnt = Callable[[RankKey, BookingMessage], None]
 
 
-class Heard(NamedTuple):
+class ReplicaEffect(NamedTuple):
     """What a message changes beyond the bookings."""
 
     newcomer: bool = False
@@ -84,7 +84,7 @@ class Heard(NamedTuple):
     """its router must be asked for its whole list"""
 
 
-class Ledger:
+class RemoteBookings:
     """What others booked, entered into `reservations` until it ends. `keep_seconds`: for so long a booking counts unnamed. `learnt` is
     called with what is told of a new one."""
 
@@ -112,7 +112,7 @@ class Ledger:
         """The router that booked this, as far as is known."""
         return next((router for router, known in self._routers.items() if decision_id in known.bookings), None)
 
-    def hear(self, publisher_id: int, sequence: int, said: ReservationsChanged, now: float) -> Heard:
+    def hear(self, publisher_id: int, sequence: int, said: ReservationsChanged, now: float) -> ReplicaEffect:
         """One message of another router. Repeated ones change nothing; nor do late ones, whose content is in the list they made us ask for."""
         router = self._routers.get(said.router)
         if router is not None and router.publisher_id != publisher_id:
@@ -122,11 +122,11 @@ class Ledger:
         if router is None:
             if len(self._routers) >= MOST_ROUTERS:
                 self.refused += len(said.booked)
-                return Heard()
+                return ReplicaEffect()
             router = self._routers[said.router] = _Router(publisher_id, now)
         router.heard_at, router.doubtful = now, False
         if sequence < router.next:
-            return Heard()
+            return ReplicaEffect()
         missed = sequence > router.next
         if missed:
             router.missed = sequence
@@ -135,7 +135,7 @@ class Ledger:
             self._note(router, load, sequence, now)
         for decision_id in said.ended:
             self._end(router, decision_id)
-        return Heard(newcomer, missed)
+        return ReplicaEffect(newcomer, missed)
 
     def replace(self, described: ReservationsDescribed, now: float) -> bool:
         """The whole list of a router. False when it is older than what was missed, and must be asked for again."""
@@ -206,7 +206,7 @@ class Ledger:
             self._reservations.first_token(booking)
         self.open += 1
         if load.session or load.prefix:
-            self._learnt((load.worker_id, load.rank), Word(load.session, np.frombuffer(load.prefix, "<u8").tolist()))
+            self._learnt((load.worker_id, load.rank), BookingMessage(load.session, np.frombuffer(load.prefix, "<u8").tolist()))
         return booking
 
     def _end(self, router: _Router, decision_id: str) -> None:
@@ -240,7 +240,7 @@ class _Own:
     """None: never yet"""
 
 
-class Diary:
+class OwnBookings:
     """What this router has booked, and what of it others have not been told yet. A booking that ends untold is never told, unless there is
     something to remember of it."""
 
@@ -261,7 +261,7 @@ class Diary:
     def has_news(self) -> bool:
         return bool(self._news or self._ended or self._forgotten or self._computed)
 
-    def booked(self, decision_id: str, key: RankKey, booking: Booking, word: Word = NOTHING) -> None:
+    def booked(self, decision_id: str, key: RankKey, booking: Booking, word: BookingMessage = NOTHING) -> None:
         own = _Own(decision_id, key, booking, booking.amounts[STEPS], word.session, word.prefix)
         self._open[booking] = self._news[booking] = own
 

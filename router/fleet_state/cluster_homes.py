@@ -20,7 +20,7 @@ AT_HOME = 1.5
 """A rank is a home of a request of which it is to get so many times the even share at least, and half of the most that any rank is to get."""
 
 
-class Homes(NamedTuple):
+class ClusterHomes(NamedTuple):
     """As of one version; they hold from a placement epoch on. lift: float32 [ranks, K], share of a cluster's traffic that belongs on a rank, over the
     even share; 1 where a cluster is at home everywhere. None: nobody has a home."""
 
@@ -29,14 +29,14 @@ class Homes(NamedTuple):
     lift: NDArray[np.float32] | None
 
 
-def homes_of(said: HomesPublished, ranks: int) -> Homes:
+def homes_of(said: HomesPublished, ranks: int) -> ClusterHomes:
     """What was said of an engine with so many ranks. ValueError when it contradicts itself or the engine."""
     if said.ranks != ranks:
         raise ValueError(f"homes of engine {said.engine!r} on {said.ranks} ranks; it has {ranks}")
     if said.version < 0 or said.epoch < 0:
         raise ValueError(f"homes of engine {said.engine!r}: version {said.version} and epoch {said.epoch} must not be negative")
     if not said.homes:
-        return Homes(said.version, said.epoch, None)
+        return ClusterHomes(said.version, said.epoch, None)
     if not 1 <= said.count <= MOST_CLUSTERS or len(said.homes) != 4 * said.count * ranks:
         raise ValueError(f"homes of engine {said.engine!r}: {len(said.homes)} bytes do not make shares of {said.count} clusters on {ranks} ranks")
     share = np.frombuffer(said.homes, "<f4").reshape(said.count, ranks).astype(np.float64)
@@ -44,16 +44,16 @@ def homes_of(said: HomesPublished, ranks: int) -> Homes:
     if not (np.isfinite(share).all() and (share >= 0).all() and ((np.abs(total - 1) < 1e-3) | (total == 0)).all()):
         raise ValueError(f"homes of engine {said.engine!r}: shares must be probabilities, or all 0 for a cluster without a home")
     lift = np.where(total > 0, ranks * share / np.where(total > 0, total, 1.0), 1.0)
-    return Homes(said.version, said.epoch, np.ascontiguousarray(lift.T, np.float32))
+    return ClusterHomes(said.version, said.epoch, np.ascontiguousarray(lift.T, np.float32))
 
 
-class Settled(NamedTuple):
+class EngineHomes(NamedTuple):
     """Of one engine. now: the homes that its prices go with; coming: newer ones, which wait for their epoch. None: there are none."""
 
-    now: Homes | None = None
-    coming: Homes | None = None
+    now: ClusterHomes | None = None
+    coming: ClusterHomes | None = None
 
-    def hearing(self, homes: Homes, priced: int | None) -> "Settled":
+    def hearing(self, homes: ClusterHomes, priced: int | None) -> "EngineHomes":
         """After the planner's word. priced: the epoch of the prices that are decided by; None: of no epoch yet. What is older than what is known
         already changes nothing; a newer word for an epoch that is priced holds at once and undoes what waits."""
         if priced is None or homes.epoch > priced:
@@ -62,16 +62,16 @@ class Settled(NamedTuple):
         if self.now is not None and homes.version <= self.now.version:
             return self
         waits = self.coming is not None and self.coming.version > homes.version
-        return Settled(homes, self.coming if waits else None)
+        return EngineHomes(homes, self.coming if waits else None)
 
-    def reaching(self, priced: int | None) -> "Settled":
+    def reaching(self, priced: int | None) -> "EngineHomes":
         """Once the prices are those of this epoch."""
         if self.coming is None or priced is None or self.coming.epoch > priced:
             return self
-        return Settled(self.coming)
+        return EngineHomes(self.coming)
 
 
-_NONE = Homes(-1, 0, None)
+_NONE = ClusterHomes(-1, 0, None)
 
 
 def at_home(lift: NDArray[np.float64]) -> NDArray[np.bool_]:

@@ -14,7 +14,7 @@ from fleet.timing import expected_local_share, expected_remote
 Matrix = NDArray[np.float64]
 
 
-class Prices(NamedTuple):
+class DispatchPrices(NamedTuple):
     """float64 [ranks, K], of a token of each cluster. remote, nodes: expected distinct remote ranks and nodes it must reach, summed over
     MoE layers. local: expected share of its routed pairs that the rank serves itself."""
 
@@ -23,16 +23,16 @@ class Prices(NamedTuple):
     local: Matrix
 
 
-class Locality(NamedTuple):
+class DispatchCost(NamedTuple):
     """prices: None where no rank is nearer to the experts than another, or where nobody can tell; note: why, when that needs saying."""
 
-    prices: Prices | None
+    prices: DispatchPrices | None
     note: str | None
     clusters: int | None = None
     """version of the cluster model behind the prices"""
 
 
-class Work(NamedTuple):
+class DispatchInputs(NamedTuple):
     """What an engine's prices are made of. clusters None: the tracker has not said any of this model yet."""
 
     nodes: tuple[int, ...]
@@ -42,7 +42,7 @@ class Work(NamedTuple):
     placement: Placement | None
     clusters: ClusterModel | None
 
-    def same_as(self, other: "Work") -> bool:
+    def same_as(self, other: "DispatchInputs") -> bool:
         """Whether both have the same prices: epochs may differ, as those of engines that began alike do."""
         if self.clusters is not other.clusters or self[:3] != other[:3]:
             return False
@@ -52,32 +52,34 @@ class Work(NamedTuple):
         return mine.serves_as(others)
 
 
-def locality(nodes: tuple[int, ...], shape: ModelShape | None, layout: Layout | None, placement: Placement | None, clusters: ClusterModel | None) -> Locality:
-    """Price one engine's placement (`Work`).
+def locality(
+    nodes: tuple[int, ...], shape: ModelShape | None, layout: Layout | None, placement: Placement | None, clusters: ClusterModel | None
+) -> DispatchCost:
+    """Price one engine's placement (`DispatchInputs`).
 
     Layers below the layout's boundary are sharded and count for nothing.
     """
     layout, ranks = layout or EP, len(nodes)
     if shape is None:
-        return Locality(None, "the engine reports no experts")
+        return DispatchCost(None, "the engine reports no experts")
     if layout.attention == "tp" or layout.boundary >= shape.layers:
-        return Locality(None, "experts are sharded over all ranks in this layout")
+        return DispatchCost(None, "experts are sharded over all ranks in this layout")
     if placement is None:
-        return Locality(None, "the engine's placement is unknown")
+        return DispatchCost(None, "the engine's placement is unknown")
     if (placement.layers, placement.experts, placement.ranks) != (shape.layers, shape.experts, ranks):
-        return Locality(None, f"the placement is of another shape: {placement!r}")
+        return DispatchCost(None, f"the placement is of another shape: {placement!r}")
     if clusters is None:
-        return Locality(None, "no clusters of this model yet: experts are not priced")
+        return DispatchCost(None, "no clusters of this model yet: experts are not priced")
     if clusters.profiles.shape[1:] != (shape.layers, shape.experts):
-        return Locality(None, f"the clusters are of another shape: {clusters.profiles.shape[1:]}; experts are not priced")
-    return Locality(_prices(clusters, placement, layout.boundary, shape.top_k, np.array(nodes)), None, clusters.version)
+        return DispatchCost(None, f"the clusters are of another shape: {clusters.profiles.shape[1:]}; experts are not priced")
+    return DispatchCost(_prices(clusters, placement, layout.boundary, shape.top_k, np.array(nodes)), None, clusters.version)
 
 
-def _prices(clusters: ClusterModel, placement: Placement, boundary: int, top_k: int, node: NDArray[np.intp]) -> Prices:
+def _prices(clusters: ClusterModel, placement: Placement, boundary: int, top_k: int, node: NDArray[np.intp]) -> DispatchPrices:
     """Clusters that nobody uses have the mean's price, which is what they stand for until they are used."""
     used = np.flatnonzero(clusters.shares > 0)
     profiles = np.concatenate([clusters.profiles[used], clusters.mean[None]])
     which = np.full(clusters.clusters, len(used))
     which[used] = np.arange(len(used))
     found = *expected_remote(profiles, placement, top_k, node, boundary), expected_local_share(profiles, placement, node, boundary)
-    return Prices(*(np.ascontiguousarray(table[which].T) for table in found))
+    return DispatchPrices(*(np.ascontiguousarray(table[which].T) for table in found))

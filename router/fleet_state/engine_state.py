@@ -13,14 +13,14 @@ from fleet.events import EngineJoined
 from fleet.layout import EP, Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel, Weights
-from router.fleet_state.cluster_homes import Settled
-from router.fleet_state.dispatch_cost import Locality, Prices
-from router.fleet_state.target_table import MOST_REQUESTS, REFERENCE, Dialect, Excluded, RankKey, Roster, Target
+from router.fleet_state.cluster_homes import EngineHomes
+from router.fleet_state.dispatch_cost import DispatchCost, DispatchPrices
+from router.fleet_state.target_table import MOST_REQUESTS, REFERENCE, Dialect, Excluded, RankKey, Target, TargetTable
 
 Cells = NDArray[np.float64]
 
 
-class Standing(StrEnum):
+class EngineStatus(StrEnum):
     """Where an engine stands; only a live one is routed to. The value is the reason given for leaving it out."""
 
     UNHEARD = "no heartbeat heard yet"
@@ -38,8 +38,8 @@ class EngineState:
     heard_at: float
     placement: Placement | None
     layout: Layout | None
-    standing: Standing = Standing.UNHEARD
-    locality: Locality | None = None
+    standing: EngineStatus = EngineStatus.UNHEARD
+    locality: DispatchCost | None = None
     """None: not priced yet"""
     priced_epoch: int | None = None
     """placement epoch that `locality` is about"""
@@ -51,13 +51,13 @@ class EngineState:
     handover_seconds: float = 0.0
     probed: bool = False
     """probes decide whether it lives (`router.upstream.static_backends`), not the silence of its heartbeats"""
-    homes: Settled = Settled()  # noqa: RUF009 immutable
+    homes: EngineHomes = EngineHomes()  # noqa: RUF009 immutable
 
     def resume(self, old: "EngineState") -> None:
         """Take over what is known of an incarnation that introduces itself again. Its prices stand until they are found anew, unless they are
         another engine's by now."""
         self.heard_at, self.blocked, self.handover_seconds = old.heard_at, old.blocked, old.handover_seconds
-        self.standing = Standing.UNHEARD if old.standing is Standing.LEFT else old.standing
+        self.standing = EngineStatus.UNHEARD if old.standing is EngineStatus.LEFT else old.standing
         if old.placement is not None and (self.placement is None or old.placement.epoch > self.placement.epoch):
             self.placement, self.layout = old.placement, old.layout
         if len(old.joined.urls) == len(self.joined.urls):
@@ -101,7 +101,7 @@ class EngineState:
     @property
     def obstacle(self) -> str | None:
         """Why no request can be sent here now."""
-        return self.blocked if self.standing is Standing.LIVE else self.standing.value
+        return self.blocked if self.standing is EngineStatus.LIVE else self.standing.value
 
 
 class Versions(NamedTuple):
@@ -119,7 +119,7 @@ class PriceList:
     """The prices of a model's targets, in the order of its roster, for a token of each cluster: one matrix, so that a decision needs one
     product. Where `priced`, bool [targets], is not, they are 0."""
 
-    def __init__(self, roster: Roster, clusters: int) -> None:
+    def __init__(self, roster: TargetTable, clusters: int) -> None:
         targets = len(roster.targets)
         self.clusters = clusters
         self.priced = np.zeros(targets, np.bool_)
@@ -151,7 +151,7 @@ class PriceList:
         return self._prior[1]
 
 
-def build(model: str, engines: list[EngineState]) -> Roster:
+def build(model: str, engines: list[EngineState]) -> TargetTable:
     """Keep the engines that can serve the model in one dialect and one tokenizer; ids win over text, the first joined over later ones."""
     serving = [state for state in engines if model in state.contexts and state.obstacle is None]
     dialect: Dialect = "ids" if any(state.dialect == "ids" for state in serving) else "text"
@@ -179,7 +179,7 @@ def _unfit(state: EngineState, model: str, dialect: Dialect, tokenizer: str | No
     return None
 
 
-def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[EngineState], excluded: tuple[Excluded, ...]) -> Roster:
+def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[EngineState], excluded: tuple[Excluded, ...]) -> TargetTable:
     ranks = [(state, rank) for state in engines for rank in range(state.ranks)]
     speeds = [state.joined.speed or REFERENCE for state, _ in ranks]
     members = np.array([state.ranks for state in engines], np.intp)
@@ -189,7 +189,7 @@ def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[
     contexts = [state.contexts[model] for state, _ in ranks]
     kv_blocks = [state.joined.kv_blocks or inf for state, _ in ranks]
     requests = [state.joined.max_requests or MOST_REQUESTS for state, _ in ranks]
-    return Roster(
+    return TargetTable(
         model=model,
         dialect=dialect,
         tokenizer=tokenizer,
@@ -254,7 +254,7 @@ def note(state: EngineState) -> str | None:
     return state.locality.note
 
 
-def price_list(roster: Roster, engines: Mapping[int, EngineState], clusters: ClusterModel | None) -> PriceList:
+def price_list(roster: TargetTable, engines: Mapping[int, EngineState], clusters: ClusterModel | None) -> PriceList:
     """The prices of a roster's targets, as far as they are known; engines by worker_id."""
     found = PriceList(roster, 0 if clusters is None else clusters.clusters)
     for at, target in enumerate(roster.targets):
@@ -271,7 +271,7 @@ def price_list(roster: Roster, engines: Mapping[int, EngineState], clusters: Clu
     return found
 
 
-def _versions(roster: Roster, engines: Mapping[int, EngineState]) -> Versions:
+def _versions(roster: TargetTable, engines: Mapping[int, EngineState]) -> Versions:
     found = Versions({}, {}, {})
     for first in roster.first.tolist():
         name, state = roster.targets[first].engine.engine, engines[roster.targets[first].key[0]]
@@ -282,7 +282,7 @@ def _versions(roster: Roster, engines: Mapping[int, EngineState]) -> Versions:
     return found
 
 
-def _homes(roster: Roster, engines: Mapping[int, EngineState], clusters: ClusterModel) -> NDArray[np.float32] | None:
+def _homes(roster: TargetTable, engines: Mapping[int, EngineState], clusters: ClusterModel) -> NDArray[np.float32] | None:
     """float32 [targets, K]; None where no engine has homes. Clusters keep their meaning from version to version; another number of them means others."""
     found = None
     for at, target in enumerate(roster.targets):
@@ -295,7 +295,7 @@ def _homes(roster: Roster, engines: Mapping[int, EngineState], clusters: Cluster
     return found
 
 
-def _prices(state: EngineState, rank: int, clusters: ClusterModel | None) -> Prices | None:
+def _prices(state: EngineState, rank: int, clusters: ClusterModel | None) -> DispatchPrices | None:
     """None: unpriced, priced with another number of clusters than there are now, or nobody knows which rank a request will live on."""
     prices = None if state.locality is None or state.is_one_of_many else state.locality.prices
     if prices is None or clusters is None or rank >= len(prices.remote) or prices.remote.shape[1] != clusters.clusters:

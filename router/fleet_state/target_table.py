@@ -63,7 +63,7 @@ def columns(table: NDArray[_Kind], at: NDArray[np.intp]) -> NDArray[_Kind]:
 
 
 @dataclass(frozen=True, slots=True)
-class Roster:
+class TargetTable:
     """Columns have one entry per target. `excluded`: ranks that can serve no request at present, with reasons."""
 
     model: str

@@ -15,17 +15,17 @@ from fleet.layout import Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from fleet.timing import MOST_SECONDS
-from router.fleet_state.cluster_homes import Homes
-from router.fleet_state.dispatch_cost import Locality
-from router.fleet_state.engine_state import Cells, EngineState, PriceList, Standing, build, column, note, price_list
+from router.fleet_state.cluster_homes import ClusterHomes
+from router.fleet_state.dispatch_cost import DispatchCost
+from router.fleet_state.engine_state import Cells, EngineState, EngineStatus, PriceList, build, column, note, price_list
 from router.fleet_state.reservations import Reservations
-from router.fleet_state.target_table import Roster
+from router.fleet_state.target_table import TargetTable
 
 _KEPT_CLUSTERS = 8
 """Versions of clusters, of all models together, by which recent decisions can still name experts; some 2 MB each at DeepSeek-V3's size."""
 
 
-class View:
+class FleetView:
     """See the module's first lines for what it holds. Methods tell what changed, so that the caller can do the I/O that follows."""
 
     def __init__(self, reservations: Reservations) -> None:
@@ -34,9 +34,9 @@ class View:
         self._clusters: dict[str, ClusterModel] = {}
         self._latest_clusters: deque[ClusterModel] = deque(maxlen=_KEPT_CLUSTERS)
         """keeps in memory what decisions refer to weakly"""
-        self._rosters: dict[str, Roster] = {}
+        self._rosters: dict[str, TargetTable] = {}
         self._prices: dict[str, PriceList] = {}
-        self._handovers: dict[str, tuple[Roster, Cells | None]] = {}
+        self._handovers: dict[str, tuple[TargetTable, Cells | None]] = {}
         self.version = 0
         """counts changes; part of every decision"""
         self._text, self._text_at = False, 0
@@ -67,7 +67,7 @@ class View:
 
     def leave(self, worker_id: int) -> bool:
         """An engine stopped on purpose; streams that still run there are not touched. False when it is unknown."""
-        return self._stand(worker_id, Standing.LEFT)
+        return self._stand(worker_id, EngineStatus.LEFT)
 
     def heard(self, worker_id: int, now: float) -> bool:
         """A sign of life. False when nobody of that id is known."""
@@ -75,25 +75,25 @@ class View:
         if state is None:
             return False
         state.heard_at = now
-        if state.standing is not Standing.LEFT:
-            self._stand(worker_id, Standing.LIVE)
+        if state.standing is not EngineStatus.LEFT:
+            self._stand(worker_id, EngineStatus.LIVE)
         return True
 
     def unreachable(self, worker_id: int) -> None:
         """A connection failed: not used again before the next sign of life."""
         state = self._engines.get(worker_id)
-        if state is not None and state.standing is Standing.LIVE:
-            self._stand(worker_id, Standing.UNREACHABLE)
+        if state is not None and state.standing is EngineStatus.LIVE:
+            self._stand(worker_id, EngineStatus.UNREACHABLE)
 
     def sweep(self, now: float, dead_after: float, forget_after: float, audible_since: float = -inf) -> list[int]:
         """Declare silent engines dead and forget those silent for long; returns the worker_ids forgotten. What was silent before
         `audible_since` is no silence: nobody could be heard."""
         for worker, state in self._engines.items():
             silent = not state.probed and now - max(state.heard_at, audible_since) > dead_after
-            if silent and state.standing in (Standing.LIVE, Standing.UNREACHABLE):
-                self._stand(worker, Standing.DEAD)
+            if silent and state.standing in (EngineStatus.LIVE, EngineStatus.UNREACHABLE):
+                self._stand(worker, EngineStatus.DEAD)
         quiet = (worker for worker, state in self._engines.items() if now - max(state.heard_at, audible_since) > forget_after)
-        old = [worker for worker in quiet if not self._engines[worker].probed or self._engines[worker].standing is not Standing.LIVE]
+        old = [worker for worker in quiet if not self._engines[worker].probed or self._engines[worker].standing is not EngineStatus.LIVE]
         for worker in old:
             self.forget(worker)
         return old
@@ -139,7 +139,7 @@ class View:
         self._clusters = {model: clusters for model, clusters in self._clusters.items() if model in models}
         return models
 
-    def settle(self, worker_id: int, homes: Homes) -> bool:
+    def settle(self, worker_id: int, homes: ClusterHomes) -> bool:
         """The planner says where an engine's requests are at home; before their epoch is priced they wait. False when the engine is unknown, or
         something newer is known."""
         state = self._engines.get(worker_id)
@@ -151,7 +151,7 @@ class View:
         self.version += 1
         return True
 
-    def price(self, worker_id: int, epoch: int | None, found: Locality) -> None:
+    def price(self, worker_id: int, epoch: int | None, found: DispatchCost) -> None:
         """Note what a placement epoch costs: from now on it is decided by, and by the homes that waited for it. Ignored when the epoch has passed
         meanwhile."""
         state = self._engines.get(worker_id)
@@ -190,7 +190,7 @@ class View:
             state.handover_seconds = seconds
             self._handovers.clear()
 
-    def handovers(self, roster: Roster) -> Cells | None:
+    def handovers(self, roster: TargetTable) -> Cells | None:
         """float64 [targets]: seconds that a handover in progress costs; None: there is none, which is the usual case."""
         known = self._handovers.get(roster.model)
         if known is None or known[0] is not roster:
@@ -226,7 +226,7 @@ class View:
         counts = Counter(model for model in live if self.roster(model).dialect == "text")
         return min(counts, key=lambda model: (-counts[model], model), default=None)
 
-    def roster(self, model: str) -> Roster:
+    def roster(self, model: str) -> TargetTable:
         """The ranks that may serve a model now; empty when there is none."""
         if model not in self._rosters:
             if model not in self.models(live=False):
@@ -247,7 +247,7 @@ class View:
         for model in state.contexts:
             self._prices.pop(model, None)
 
-    def _stand(self, worker_id: int, standing: Standing) -> bool:
+    def _stand(self, worker_id: int, standing: EngineStatus) -> bool:
         state = self._engines.get(worker_id)
         if state is None:
             return False

@@ -60,7 +60,7 @@ _CHUNK: msgspec.json.Decoder[_Chunk] = msgspec.json.Decoder(_Chunk)
 _FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-class Inexact(Exception):
+class InexactContinuation(Exception):
     """The rest of an answer would not be exact; the text says why."""
 
 
@@ -139,7 +139,7 @@ class Continuable:
         for event in whole:
             try:
                 passed.append(self._translated(event) if self._continued else self._noted(event) + b"\n\n")
-            except Inexact as inexact:
+            except InexactContinuation as inexact:
                 self.broken = str(inexact)
                 return b"".join(passed)
         return b"".join([*passed, rest])
@@ -149,12 +149,12 @@ class Continuable:
         go on."""
         try:
             chunk = _chunk(event)
-        except Inexact as inexact:
+        except InexactContinuation as inexact:
             self.obstacle = self.obstacle or str(inexact)
             return event
         if chunk is not None and self.obstacle is None:
             if chunk.error is not None and self.begun and self.why_not() is None:
-                raise Inexact("the server ended the stream with an error")
+                raise InexactContinuation("the server ended the stream with an error")
             self._head = self._head or {"id": chunk.id, "created": chunk.created, "model": chunk.model}
             self._counted = self._counted or (chunk.usage is not None and not chunk.choices)
             for choice in chunk.choices:
@@ -187,7 +187,7 @@ class Continuable:
         if chunk is None:
             return event + b"\n\n"  # a comment, or the end
         if chunk.error is not None:
-            raise Inexact("the server ended the stream with an error")
+            raise InexactContinuation("the server ended the stream with an error")
         if chunk.usage is not None and not chunk.choices:
             return self._usage(int(chunk.usage.get("completion_tokens") or 0))
         return b"".join(map(self._continuing, chunk.choices))
@@ -198,12 +198,12 @@ class Continuable:
         again = min(len(ids), len(self._known_ids))
         if choice.text[:shared] != self._known_text[:shared] or ids[:again] != self._known_ids[:again]:
             self.obstacle = "another server computes another text than the client has already"
-            raise Inexact(self.obstacle)
+            raise InexactContinuation(self.obstacle)
         self._known_text, self._known_ids = self._known_text[shared:], self._known_ids[again:]
         text, fresh = choice.text[shared:], ids[again:]
         if choice.finish_reason is not None and (self._known_text or self._known_ids):
             self.obstacle = "another server ends the answer before what the client has already"
-            raise Inexact(self.obstacle)
+            raise InexactContinuation(self.obstacle)
         self._add(choice, text)
         self._given = self.ids if len(self.ids) > len(self._given) else self._given
         return self._piece(text, fresh, choice) if text or fresh or choice.finish_reason is not None else b""
@@ -278,7 +278,7 @@ class Continuable:
             self._given[mark.ids :] if self._shows_ids else [],
         )
         if (again_text or again_ids) and self._fields.get("temperature") != 0:
-            raise Inexact("it is sampled, and no position is known where the client's text is that of whole tokens")
+            raise InexactContinuation("it is sampled, and no position is known where the client's text is that of whole tokens")
         if self.finished or mark.ids >= limit:
             return None
         self._known_text, self._known_ids = again_text, again_ids
@@ -329,4 +329,4 @@ def _chunk(event: bytes) -> _Chunk | None:
     try:
         return _CHUNK.decode(data)
     except _FAULTS as error:
-        raise Inexact(f"an event is no chunk of an answer: {error}") from error
+        raise InexactContinuation(f"an event is no chunk of an answer: {error}") from error

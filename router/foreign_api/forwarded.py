@@ -4,11 +4,11 @@ import msgspec
 
 from router.fleet_state.target_table import RankKey
 from router.foreign_api.headers import value_of
-from router.foreign_api.lenient_fields import Asked
+from router.foreign_api.lenient_fields import LenientRequest
 from router.http.asgi_response import Headers
 
 
-class Forwarded(msgspec.Struct, frozen=True):
+class ForwardedRequest(msgspec.Struct, frozen=True):
     """A client's request as it will be sent on."""
 
     method: str
@@ -16,7 +16,7 @@ class Forwarded(msgspec.Struct, frozen=True):
     """path and query"""
     headers: Headers
     body: bytes
-    asked: Asked
+    asked: LenientRequest
     output: int
     """tokens that are expected"""
     own_credentials: bool = True

@@ -20,7 +20,7 @@ _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _NOTHING = msgspec.Raw(b"")
 
 
-class Asked(msgspec.Struct, frozen=True):
+class LenientRequest(msgspec.Struct, frozen=True):
     """A request as far as routing reads it; None, False or b"" where a field is absent or unreadable."""
 
     model: str | None = None
@@ -102,7 +102,7 @@ _FIELDS: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 _FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def read(body: bytes, content_type: str) -> Asked:
+def read(body: bytes, content_type: str) -> LenientRequest:
     """A JSON body, or the text fields of a multipart one. Never raises."""
     if content_type.lower().startswith("multipart/"):
         return _of_parts(body, content_type)
@@ -112,7 +112,7 @@ def read(body: bytes, content_type: str) -> Asked:
         return _leniently(body)
 
 
-def _as_usual(fields: _Usual) -> Asked:
+def _as_usual(fields: _Usual) -> LenientRequest:
     messages = [] if fields.messages is msgspec.UNSET else fields.messages
     texts = [f"{message.role or ''}\n{message.content or ''}\n" for message in messages]
     texts += fields.prompt or "", fields.query or "", fields.input or ""
@@ -121,7 +121,7 @@ def _as_usual(fields: _Usual) -> Asked:
         if asked is not None and asked >= 1:
             limit = min(asked, _MOST_TOKENS)
             break
-    return Asked(
+    return LenientRequest(
         model=fields.model or None,
         stream=bool(fields.stream),
         max_tokens=limit,
@@ -137,16 +137,16 @@ def _as_usual(fields: _Usual) -> Asked:
     )
 
 
-def _leniently(body: bytes) -> Asked:
+def _leniently(body: bytes) -> LenientRequest:
     """Each field apart: one that cannot be read takes no other with it."""
     try:
         fields = _FIELDS.decode(body)
     except _FAULTS:
-        return Asked()
+        return LenientRequest()
     limits = (_count(_value(raw)) for raw in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens))
     references = (_text(_value(raw)) for raw in (fields.previous_response_id, fields.input_file_id))
     priority = _value(fields.priority)
-    return Asked(
+    return LenientRequest(
         model=_text(_value(fields.model)),
         stream=_truth(_value(fields.stream)),
         max_tokens=next((limit for limit in limits if limit is not None), None),
@@ -219,10 +219,10 @@ def _plain(value: Any) -> bytes:
 # Multipart
 
 
-def _of_parts(body: bytes, content_type: str) -> Asked:
+def _of_parts(body: bytes, content_type: str) -> LenientRequest:
     """Uploads of audio, images and files: the text fields `model` and `stream`."""
     fields = dict(_text_fields(body, _boundary(content_type), ("model", "stream")))
-    return Asked(model=fields.get("model") or None, stream=_truth(fields.get("stream", "")))
+    return LenientRequest(model=fields.get("model") or None, stream=_truth(fields.get("stream", "")))
 
 
 def _boundary(content_type: str) -> bytes:

@@ -15,27 +15,27 @@ MOST_OBJECTS = 16_384
 _LONGEST_ID = 256
 
 
-class Place(NamedTuple):
+class ObjectLocation(NamedTuple):
     """rank: of the server that has an object. tenant: whose key made it; "" without client keys."""
 
     rank: RankKey
     tenant: str
 
 
-class Located:
+class ObjectLocations:
     """State: places by object id, the least recently used first."""
 
     def __init__(self) -> None:
-        self._places: OrderedDict[str, Place] = OrderedDict()
+        self._places: OrderedDict[str, ObjectLocation] = OrderedDict()
 
-    def note(self, object_id: str, place: Place) -> None:
+    def note(self, object_id: str, place: ObjectLocation) -> None:
         """An object was made; the oldest makes room."""
         self._places[object_id] = place
         self._places.move_to_end(object_id)
         if len(self._places) > MOST_OBJECTS:
             self._places.popitem(last=False)
 
-    def find(self, object_id: str) -> Place | None:
+    def find(self, object_id: str) -> ObjectLocation | None:
         """None: it was not made through this process, or long ago."""
         place = self._places.get(object_id)
         if place is not None:

@@ -24,7 +24,7 @@ NPY = "k05VTVBZ"
 """Base64 of how a .npy file begins, to the last whole character."""
 
 
-class Usage(NamedTuple):
+class TokenUsage(NamedTuple):
     """Tokens as the answer counts them; 0: not told."""
 
     prompt: int = 0
@@ -32,7 +32,7 @@ class Usage(NamedTuple):
     cached: int = 0
 
 
-class Counted(NamedTuple):
+class RoutedCounts(NamedTuple):
     """What a request activated: int64 [layers, experts] (token, k) pairs of the computed tokens, prompt and completion apart."""
 
     tokens: int
@@ -41,7 +41,7 @@ class Counted(NamedTuple):
     completion: NDArray[np.int64]
 
 
-class Tap:
+class RoutedExpertsParser:
     """Listens to an answer as it passes and keeps the events (or the whole body) that speak of experts. Changes nothing."""
 
     def __init__(self, most_bytes: int) -> None:
@@ -88,8 +88,8 @@ class _Answer(msgspec.Struct, frozen=True):
     nvext: _Said | None = None
 
 
-def counted(said: list[bytes], shape: ModelShape, usage: Usage) -> Counted | None:
-    """The experts in events (or one body) that a `Tap` kept; None when there is nothing in them.
+def counted(said: list[bytes], shape: ModelShape, usage: TokenUsage) -> RoutedCounts | None:
+    """The experts in events (or one body) that a `RoutedExpertsParser` kept; None when there is nothing in them.
 
     ValueError for what is no array of this model's experts.
     """
@@ -164,17 +164,17 @@ def _with_experts(chosen: NDArray[np.int32], layers: int) -> NDArray[np.int32]:
     return kept
 
 
-def _split(chosen: NDArray[np.int32], shape: ModelShape, usage: Usage) -> Counted:
+def _split(chosen: NDArray[np.int32], shape: ModelShape, usage: TokenUsage) -> RoutedCounts:
     """One array of prompt and completion. Its last rows are the completion's, whose last token has none."""
     start = max(0, usage.prompt + usage.completion - 1 - len(chosen)) if usage.prompt else 0
     reused = min(max(0, usage.cached - start), len(chosen))
     border = max(reused, len(chosen) - max(0, usage.completion - 1))
     prompt, completion = count_pairs(chosen[reused:border], shape.experts), count_pairs(chosen[border:], shape.experts)
-    return Counted(len(chosen) - reused, usage.cached, prompt, completion)
+    return RoutedCounts(len(chosen) - reused, usage.cached, prompt, completion)
 
 
-def _together(prompt: NDArray[np.int32], completion: NDArray[np.int32], shape: ModelShape, usage: Usage) -> Counted:
+def _together(prompt: NDArray[np.int32], completion: NDArray[np.int32], shape: ModelShape, usage: TokenUsage) -> RoutedCounts:
     """Arrays of prompt and completion, told apart."""
     reused = min(max(0, usage.cached - max(0, usage.prompt - len(prompt))), len(prompt))
     tokens = len(prompt) - reused + len(completion)
-    return Counted(tokens, usage.cached, count_pairs(prompt[reused:], shape.experts), count_pairs(completion, shape.experts))
+    return RoutedCounts(tokens, usage.cached, count_pairs(prompt[reused:], shape.experts), count_pairs(completion, shape.experts))

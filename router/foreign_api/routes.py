@@ -11,7 +11,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 
-class Kind(Enum):
+class RouteKind(Enum):
     """How the server of a request is found."""
 
     INFERENCE = auto()
@@ -22,8 +22,8 @@ class Kind(Enum):
     """by name, or there is only one: lists of objects, and administration"""
 
 
-class Route(NamedTuple):
-    kind: Kind
+class ForeignRoute(NamedTuple):
+    kind: RouteKind
     generates: bool = False
     """its answer has tokens to decode, and may be a stream"""
     creates: bool = False
@@ -34,7 +34,7 @@ class Route(NamedTuple):
     administers: bool = False
 
 
-CHAT_ROUTE = Route(Kind.INFERENCE, generates=True)
+CHAT_ROUTE = ForeignRoute(RouteKind.INFERENCE, generates=True)
 """Of chat and completions."""
 _GENERATING = (
     "/v1/responses",
@@ -51,28 +51,28 @@ _OTHER_INFERENCE = """
 """.split()
 _OBJECTS = ("responses", "files", "batches")
 _INFERENCE = (
-    dict.fromkeys(_OTHER_INFERENCE, Route(Kind.INFERENCE))
-    | dict.fromkeys(_GENERATING, Route(Kind.INFERENCE, generates=True))
-    | {"/v1/responses": Route(Kind.INFERENCE, generates=True, creates=True)}
-    | {path: Route(Kind.INFERENCE, creates=True, repeatable=False) for path in ("/v1/files", "/v1/batches")}
+    dict.fromkeys(_OTHER_INFERENCE, ForeignRoute(RouteKind.INFERENCE))
+    | dict.fromkeys(_GENERATING, ForeignRoute(RouteKind.INFERENCE, generates=True))
+    | {"/v1/responses": ForeignRoute(RouteKind.INFERENCE, generates=True, creates=True)}
+    | {path: ForeignRoute(RouteKind.INFERENCE, creates=True, repeatable=False) for path in ("/v1/files", "/v1/batches")}
 )
 _OBJECT = re.compile(rf"/v1/({'|'.join(_OBJECTS)})/(?P<id>[A-Za-z0-9_-]{{1,256}})(?P<part>/[a-z_]{{1,32}})?")
 _OBJECT_METHODS = {"GET": (None, "/content", "/input_items"), "DELETE": (None,), "POST": ("/cancel",)}
 _LISTS = ("/v1/files", "/v1/batches")
 
 
-def route_of(method: str, path: str, administration: Iterable[str]) -> Route | None:
+def route_of(method: str, path: str, administration: Iterable[str]) -> ForeignRoute | None:
     """How to pass on a request; None: it does not pass. administration: paths that the configuration lets
     pass."""
     if method == "POST" and path in _INFERENCE:
         return _INFERENCE[path]
     found = _OBJECT.fullmatch(path)
     if found is not None and found["part"] in _OBJECT_METHODS.get(method, ()):
-        return Route(Kind.OBJECT, repeatable=False, object_id=found["id"])
+        return ForeignRoute(RouteKind.OBJECT, repeatable=False, object_id=found["id"])
     if method == "GET" and path in _LISTS:
-        return Route(Kind.NAMED, administers=True)  # of all tenants' objects
+        return ForeignRoute(RouteKind.NAMED, administers=True)  # of all tenants' objects
     if method == "GET" and path == "/version":
-        return Route(Kind.NAMED)
+        return ForeignRoute(RouteKind.NAMED)
     if path in administration:
-        return Route(Kind.NAMED, repeatable=False, administers=True)
+        return ForeignRoute(RouteKind.NAMED, repeatable=False, administers=True)
     return None

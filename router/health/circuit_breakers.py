@@ -7,7 +7,7 @@ A request counts for the state it began in: what began before the breaker opened
 Outliers, per model (`router.health.outliers` finds them), are left alone for a growing time; never more than a share of a model's ranks at once.
 
 Drains come from an operator, for one incarnation. They always hold; breakers and outliers are ignored where they would leave a
-model without any rank (`Bars.hard`).
+model without any rank (`Exclusions.hard`).
 
 State: per rank its breaker and its last observations; open visits (one per attempt of a request); drains by incarnation.
 """
@@ -18,8 +18,8 @@ from math import inf
 from typing import NamedTuple
 
 from router.config import RouterConfig
-from router.fleet_state.target_table import RankKey, Roster
-from router.health.outliers import WINDOW_SECONDS, Observed, Seen, Visit, failing, slow
+from router.fleet_state.target_table import RankKey, TargetTable
+from router.health.outliers import WINDOW_SECONDS, OutlierDetector, RecentObservations, Visit, failing, slow
 
 DOUBLINGS = 5
 """of the time that an open breaker leaves a rank alone: up to 32 times the first one"""
@@ -34,7 +34,7 @@ REASON_CHARACTERS = 200
 """of an operator's reason, which is repeated in every decision's record"""
 
 
-class Kind(StrEnum):
+class ExclusionKind(StrEnum):
     """Why a rank is left alone, for metrics."""
 
     BREAKER = "breaker"
@@ -42,29 +42,29 @@ class Kind(StrEnum):
     DRAIN = "drain"
 
 
-class Bar(NamedTuple):
+class Exclusion(NamedTuple):
     """One rank that is left alone."""
 
-    kind: Kind
+    kind: ExclusionKind
     reason: str
 
 
-class Bars(NamedTuple):
+class Exclusions(NamedTuple):
     """Ranks of one model that are left alone: all of them, and those that must be even if no other is left (drains)."""
 
     every: Mapping[RankKey, str]
     hard: Mapping[RankKey, str]
-    kinds: Mapping[RankKey, Kind]
+    kinds: Mapping[RankKey, ExclusionKind]
 
-    def beside(self, reasons: Mapping[RankKey, str]) -> "Bars":
+    def beside(self, reasons: Mapping[RankKey, str]) -> "Exclusions":
         """With others that must be left alone."""
-        return Bars({**self.every, **reasons}, {**self.hard, **reasons}, self.kinds)
+        return Exclusions({**self.every, **reasons}, {**self.hard, **reasons}, self.kinds)
 
 
-NO_BARS = Bars({}, {}, {})
+NO_BARS = Exclusions({}, {}, {})
 
 
-class _Rank(Observed):
+class _Rank(OutlierDetector):
     """What is known of one rank."""
 
     __slots__ = ("ejected_until", "ejections", "failures", "level", "openings", "probe", "probe_until", "returned_at", "until")
@@ -89,7 +89,7 @@ class _Rank(Observed):
         """when its last ejection ended"""
 
 
-class Health:
+class CircuitBreakers:
     """See the module's first lines. The caller tells how every attempt begins and ends, and asks to `judge` now and then (each second)."""
 
     def __init__(self, config: RouterConfig) -> None:
@@ -105,7 +105,7 @@ class Health:
         """counts changes of what is barred"""
         self._next = inf
         """when time alone changes something"""
-        self._bars: dict[str, tuple[Roster, int, Bars]] = {}
+        self._bars: dict[str, tuple[TargetTable, int, Exclusions]] = {}
         self._judged_at = -inf
 
     def reconfigure(self, config: RouterConfig) -> None:
@@ -223,7 +223,7 @@ class Health:
 
     # What follows
 
-    def bars(self, roster: Roster, now: float) -> Bars:
+    def bars(self, roster: TargetTable, now: float) -> Exclusions:
         """Ranks of a model to leave alone now. Without any trouble this costs next to nothing."""
         if not self._opened and not self._ejected and not self._drains:
             return NO_BARS
@@ -234,8 +234,8 @@ class Health:
         if kept is not None and kept[0] is roster and kept[1] == self._version:
             return kept[2]
         found = {target.key: bar for target in roster.targets if (bar := self._bar(target.key, now)) is not None}
-        hard = {key: bar.reason for key, bar in found.items() if bar.kind is Kind.DRAIN}
-        bars = Bars({key: bar.reason for key, bar in found.items()}, hard, {key: bar.kind for key, bar in found.items()})
+        hard = {key: bar.reason for key, bar in found.items() if bar.kind is ExclusionKind.DRAIN}
+        bars = Exclusions({key: bar.reason for key, bar in found.items()}, hard, {key: bar.kind for key, bar in found.items()})
         self._bars[roster.model] = roster, self._version, bars
         return bars
 
@@ -306,30 +306,32 @@ class Health:
         """It gets requests again, and is judged by these alone."""
         rank = self._ranks[key]
         rank.ejected_until, rank.returned_at = None, now
-        rank.ratios, rank.ends = Seen(), Seen()
+        rank.ratios, rank.ends = RecentObservations(), RecentObservations()
         self._ejected.discard(key)
         self._version += 1
 
     # Words
 
-    def _bar(self, key: RankKey, now: float) -> Bar | None:
+    def _bar(self, key: RankKey, now: float) -> Exclusion | None:
         drains = self._drains.get(key[0])
         if drains is not None:
             reason = drains.get(None, drains.get(key[1]))
             if reason is not None:
-                return Bar(Kind.DRAIN, f"draining: {reason}" if reason else "draining")
+                return Exclusion(ExclusionKind.DRAIN, f"draining: {reason}" if reason else "draining")
         rank = self._ranks.get(key)
         if rank is None:
             return None
         if rank.until is not None:
             if now < rank.until:
                 seconds = self._config.breaker_seconds * 2.0 ** min(rank.level - 1, DOUBLINGS)
-                return Bar(Kind.BREAKER, f"its breaker is open: too many failures in a row; left alone for {seconds:g} s")
+                return Exclusion(ExclusionKind.BREAKER, f"its breaker is open: too many failures in a row; left alone for {seconds:g} s")
             if _probing(rank, now):
-                return Bar(Kind.BREAKER, "its breaker is half open: one request is finding out whether it works again")
+                return Exclusion(ExclusionKind.BREAKER, "its breaker is half open: one request is finding out whether it works again")
         if rank.ejected_until is not None and now < rank.ejected_until:
             seconds = EJECTION_SECONDS * min(rank.ejections, LONGEST_EJECTION)
-            return Bar(Kind.OUTLIER, f"an outlier of its model: far slower than predicted, or failing far more often; left alone for {seconds:g} s")
+            return Exclusion(
+                ExclusionKind.OUTLIER, f"an outlier of its model: far slower than predicted, or failing far more often; left alone for {seconds:g} s"
+            )
         return None
 
 

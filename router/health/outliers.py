@@ -44,7 +44,7 @@ class Visit:
         return (now - self.began + GRACE_SECONDS) / ((self.predicted or 0.0) + GRACE_SECONDS)
 
 
-class Seen:
+class RecentObservations:
     """The last observations of one kind, oldest first."""
 
     __slots__ = ("_times", "values")
@@ -64,21 +64,21 @@ class Seen:
             self.values.popleft()
 
 
-class Observed:
+class OutlierDetector:
     """What is seen of one rank."""
 
     __slots__ = ("ends", "ratios", "waiting")
 
     def __init__(self) -> None:
-        self.ratios = Seen()
+        self.ratios = RecentObservations()
         """of the time to the first token: observed / predicted"""
-        self.ends = Seen()
+        self.ends = RecentObservations()
         """1.0: the request failed, 0.0: it was answered"""
         self.waiting: dict[Hashable, Visit] = {}
         """visits whose first token was foretold and has not come, oldest first"""
 
 
-def slow(ranks: Mapping[RankKey, Observed], factor: float, now: float) -> dict[RankKey, float]:
+def slow(ranks: Mapping[RankKey, OutlierDetector], factor: float, now: float) -> dict[RankKey, float]:
     """Ranks whose median ratio is `factor` times the median of the others' medians, by how many times of that.
 
     Requests that still wait for their first token count once their ratio is beyond doubt: it can only grow. They are looked at when the
@@ -102,7 +102,7 @@ def slow(ranks: Mapping[RankKey, Observed], factor: float, now: float) -> dict[R
     return found
 
 
-def failing(ranks: Mapping[RankKey, Observed]) -> dict[RankKey, float]:
+def failing(ranks: Mapping[RankKey, OutlierDetector]) -> dict[RankKey, float]:
     """Ranks whose share of failed requests stands out from that of all others together, by how many times as much as it must."""
     ends = {key: (sum(rank.ends.values), len(rank.ends.values)) for key, rank in ranks.items()}
     all_failed, all_ended = sum(failed for failed, _ in ends.values()), sum(ended for _, ended in ends.values())

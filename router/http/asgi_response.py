@@ -12,7 +12,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 
-class Reply:
+class AsgiResponse:
     """`status` is 0 until the answer has begun. `before_end` is called when nothing more can go wrong for the client."""
 
     def __init__(self, send: Send, before_end: Callable[[], object]) -> None:

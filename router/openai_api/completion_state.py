@@ -5,14 +5,14 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from fleet.completions import Choice, Completion, RankRequest, StreamOptions
-from router.fleet_state.target_table import RankKey, Roster
-from router.openai_api.request_schema import Sampling
+from router.fleet_state.target_table import RankKey, TargetTable
+from router.openai_api.request_schema import SamplingSettings
 from router.openai_api.unserved_fields import NO_FIELDS, PassedFields
 
 _USAGE = StreamOptions(include_usage=True)
 
 
-class Failure(StrEnum):
+class AttemptFailure(StrEnum):
     """How an attempt at a rank ended, other than with an answer."""
 
     CONNECT = "connect"
@@ -29,16 +29,18 @@ class Failure(StrEnum):
     """the stream ended or went bad before the answer was whole"""
 
 
-class Begun(NamedTuple):
+class BegunAnswer(NamedTuple):
     """The weights that an answer was begun with (`EngineJoined.weights_digest`): others would change the model in mid-sentence."""
 
     weights: str | None
 
 
-class Course:
+class CompletionState:
     """One choice of one request. `emitted`: ids that have come so far, in order, whoever computed them."""
 
-    def __init__(self, index: int, prompt: list[int], sampling: Sampling, max_tokens: int, seed: int, model: str, fields: PassedFields = NO_FIELDS) -> None:
+    def __init__(
+        self, index: int, prompt: list[int], sampling: SamplingSettings, max_tokens: int, seed: int, model: str, fields: PassedFields = NO_FIELDS
+    ) -> None:
         self.index = index
         self.prompt = prompt
         self.max_tokens = max_tokens
@@ -46,8 +48,8 @@ class Course:
         self.sent_text: list[str] = []
         self.finish_reason: str | None = None
         self.cached_tokens = 0
-        self.failures: list[tuple[RankKey, Failure]] = []
-        self.begun: Begun | None = None
+        self.failures: list[tuple[RankKey, AttemptFailure]] = []
+        self.begun: BegunAnswer | None = None
         """by what its first tokens were computed; None: there are none"""
         self.fields = fields
         self._sampling = sampling
@@ -78,7 +80,7 @@ class Course:
     def began(self, weights: str | None) -> None:
         """An attempt by an engine of these weights is over; if it brought the first tokens, others must be of the same."""
         if self.emitted and self.begun is None:
-            self.begun = Begun(weights)
+            self.begun = BegunAnswer(weights)
 
     def take(self, chunk: Completion) -> Choice | None:
         """Note a chunk; returns what it adds to the answer. ValueError when the rank says more than it was asked, or text without ids."""
@@ -110,7 +112,7 @@ class Course:
         return Choice(index=self.index, text=whole_text[len(sent) :] if whole_text.startswith(sent) else "", finish_reason="length")
 
 
-def other_weights(begun: Begun, roster: Roster) -> dict[RankKey, str]:
+def other_weights(begun: BegunAnswer, roster: TargetTable) -> dict[RankKey, str]:
     """The ranks that must not continue an answer, because their weights are not those that it was begun with, with the reason."""
     return {
         target.key: f"it serves {_named(target.engine.weights_digest)}; this answer was begun with {_named(begun.weights)}"
@@ -123,7 +125,7 @@ def _named(weights: str | None) -> str:
     return "weights that it does not name" if weights is None else f"weights {weights[:12]}"
 
 
-def to_avoid(failures: Iterable[tuple[RankKey, Failure]], roster: Roster) -> list[frozenset[RankKey]]:
+def to_avoid(failures: Iterable[tuple[RankKey, AttemptFailure]], roster: TargetTable) -> list[frozenset[RankKey]]:
     """Ranks to avoid after these failures, strictest choice first; the caller takes the first that leaves a candidate.
 
     1. The failed ranks, and the whole engine of those that broke (an engine fails as a unit). 2. The failed ranks alone.
@@ -133,8 +135,8 @@ def to_avoid(failures: Iterable[tuple[RankKey, Failure]], roster: Roster) -> lis
     if not failures:
         return [frozenset()]
     failed = {rank for rank, _ in failures}
-    broken = {rank[0] for rank, how in failures if how is not Failure.BUSY}
+    broken = {rank[0] for rank, how in failures if how is not AttemptFailure.BUSY}
     engines = {target.key for target in roster.targets if target.key[0] in broken}
     twice = {rank for rank in failed if sum(rank == other for other, _ in failures) > 1}
-    sure = {rank for rank, how in failures if how is not Failure.DISCONNECTED} | twice
+    sure = {rank for rank, how in failures if how is not AttemptFailure.DISCONNECTED} | twice
     return [frozenset(failed | engines), frozenset(failed), frozenset(sure)]

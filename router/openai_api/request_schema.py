@@ -77,7 +77,7 @@ _READ = frozenset(_TAKEN - SAMPLING.neutral.keys())
 """Fields that reach no engine as they came."""
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A request's generation settings with every default filled in, except those that need the prompt's length."""
 
     max_tokens: int | None
@@ -155,7 +155,7 @@ def _refuse(message: str, param: str, code: str = "invalid_value") -> NoReturn:
     raise ApiError(400, message, param=param, code=code)
 
 
-def sampling(request: Request, max_choices: int, *, passes_fields: bool = False) -> Sampling:
+def sampling(request: Request, max_choices: int, *, passes_fields: bool = False) -> SamplingSettings:
     """Check the values of a request that ranks which speak ids will serve. ApiError 400 naming the field, also for what they cannot do.
     passes_fields: they take fields that Roost does not read (`passed_fields`)."""
     _refuse_unserved(request, passes_fields=passes_fields)
@@ -168,7 +168,7 @@ def sampling(request: Request, max_choices: int, *, passes_fields: bool = False)
         _refuse(f"n must be between 1 and {max_choices}, not {n}", "n")
     if request.seed is not None and not -(2**63) <= request.seed < 2**63:
         _refuse("seed must fit into 64 bits", "seed")
-    return Sampling(
+    return SamplingSettings(
         max_tokens=_max_tokens(request),
         temperature=temperature,
         top_p=top_p,

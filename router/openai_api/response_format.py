@@ -52,14 +52,14 @@ def _top(token: str, value: float) -> TopLogprob:
     return TopLogprob(token=token, logprob=value, bytes=token_bytes(token))
 
 
-class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ChatDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     role: str | None = None
     content: str | None = None
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
-    delta: Delta
+    delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 
@@ -117,7 +117,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
     """What every chunk of one answer repeats."""
 
     id: str
@@ -125,7 +125,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     created: int
 
 
-class Answer(Protocol):
+class ClientResponse(Protocol):
     """One client's answer in the making; choices may arrive in any order among one another."""
 
     content_type: bytes
@@ -146,7 +146,7 @@ class Answer(Protocol):
 class _Streamed:
     content_type = b"text/event-stream; charset=utf-8"
 
-    def __init__(self, head: Head, include_usage: bool) -> None:
+    def __init__(self, head: ResponseHead, include_usage: bool) -> None:
         self._head = head
         self._usage: msgspec.UnsetType | None = None if include_usage else msgspec.UNSET
 
@@ -154,10 +154,10 @@ class _Streamed:
         return b"data: " + error.body() + b"\n\ndata: [DONE]\n\n"
 
 
-class ChatStream(_Streamed):
+class StreamedChat(_Streamed):
     """Each choice begins with one chunk that names the role."""
 
-    def __init__(self, head: Head, include_usage: bool) -> None:
+    def __init__(self, head: ResponseHead, include_usage: bool) -> None:
         super().__init__(head, include_usage)
         self._begun: set[int] = set()
 
@@ -165,10 +165,10 @@ class ChatStream(_Streamed):
         begin = b""
         if index not in self._begun:
             self._begun.add(index)
-            begin = self._chunk(ChatChunkChoice(index=index, delta=Delta(role="assistant", content="")))
+            begin = self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content="")))
         if not choice.text and choice.finish_reason is None and choice.logprobs is None:
             return begin
-        delta = Delta(content=choice.text or None)
+        delta = ChatDelta(content=choice.text or None)
         return begin + self._chunk(ChatChunkChoice(index=index, delta=delta, logprobs=ChatLogprobs.of(choice.logprobs), finish_reason=choice.finish_reason))
 
     def end(self, usage: Usage) -> bytes:
@@ -182,8 +182,8 @@ class ChatStream(_Streamed):
         return sse(ChatChunk(id=self._head.id, created=self._head.created, model=self._head.model, choices=[choice], usage=self._usage))
 
 
-class TextStream(_Streamed):
-    def __init__(self, head: Head, include_usage: bool, token_ids: bool) -> None:
+class StreamedText(_Streamed):
+    def __init__(self, head: ResponseHead, include_usage: bool, token_ids: bool) -> None:
         super().__init__(head, include_usage)
         self._token_ids = token_ids
 
@@ -238,7 +238,7 @@ class _Collected:
 class _Whole:
     content_type = b"application/json"
 
-    def __init__(self, head: Head, choices: int) -> None:
+    def __init__(self, head: ResponseHead, choices: int) -> None:
         self._head = head
         self._choices = [_Collected() for _ in range(choices)]
 
@@ -260,7 +260,7 @@ class ChatWhole(_Whole):
 
 
 class TextWhole(_Whole):
-    def __init__(self, head: Head, choices: int, token_ids: bool) -> None:
+    def __init__(self, head: ResponseHead, choices: int, token_ids: bool) -> None:
         super().__init__(head, choices)
         self._token_ids = token_ids
 
@@ -278,10 +278,10 @@ class TextWhole(_Whole):
         return msgspec.json.encode(TextChunk(id=self._head.id, created=self._head.created, model=self._head.model, choices=choices, usage=usage))
 
 
-def answer_for(request: Request, head: Head, choices: int) -> Answer:
+def answer_for(request: Request, head: ResponseHead, choices: int) -> ClientResponse:
     """The form this client asked for."""
     include_usage = request.stream_options is not None and request.stream_options.include_usage
     if isinstance(request, ChatRequest):
-        return ChatStream(head, include_usage) if request.stream else ChatWhole(head, choices)
+        return StreamedChat(head, include_usage) if request.stream else ChatWhole(head, choices)
     token_ids = bool(request.return_token_ids)
-    return TextStream(head, include_usage, token_ids) if request.stream else TextWhole(head, choices, token_ids)
+    return StreamedText(head, include_usage, token_ids) if request.stream else TextWhole(head, choices, token_ids)

@@ -17,7 +17,7 @@ import msgspec
 Neutral = tuple[Any, ...]
 
 
-class Fields:
+class FieldGroup:
     """Some fields of a request: by name, the values beside null that ask for nothing."""
 
     def __init__(self, neutral: Mapping[str, Neutral]) -> None:
@@ -37,7 +37,7 @@ class Fields:
 _NONE: Neutral = ()
 _Request = TypeVar("_Request", bound=msgspec.Struct)
 
-SAMPLING = Fields(
+SAMPLING = FieldGroup(
     {
         "presence_penalty": (0,),
         "frequency_penalty": (0,),
@@ -85,7 +85,7 @@ SAMPLING = Fields(
     }
 )
 """Served by an engine's sampling, if at all."""
-CHAT = Fields(
+CHAT = FieldGroup(
     {
         "tools": ([],),
         "tool_choice": ("none", "auto"),
@@ -112,7 +112,7 @@ CHAT = Fields(
     }
 )
 """Of chats: they belong to the chat template or to the form of the answer, which are Roost's, and reach no engine."""
-TEXT = Fields({"echo": (False,), "suffix": ("",), "prompt_embeds": _NONE, "add_special_tokens": (True,)})
+TEXT = FieldGroup({"echo": (False,), "suffix": ("",), "prompt_embeds": _NONE, "add_special_tokens": (True,)})
 """Of completions, likewise."""
 RESERVED_TEMPLATE_NAMES = frozenset(
     {

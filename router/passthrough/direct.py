@@ -7,14 +7,14 @@ import msgspec
 
 from fleet.completions import ApiError
 from router.access.api_keys import ADMIN, METRICS, Caller
-from router.fleet_state.engine_state import EngineState, Standing
+from router.fleet_state.engine_state import EngineState, EngineStatus
 from router.foreign_api.headers import to_client, to_server, value_of
-from router.foreign_api.object_locations import Located, Place
-from router.foreign_api.routes import Kind, Route
-from router.http.asgi_response import Headers, Reply
+from router.foreign_api.object_locations import ObjectLocation, ObjectLocations
+from router.foreign_api.routes import ForeignRoute, RouteKind
+from router.http.asgi_response import AsgiResponse, Headers
 from router.service import RouterService
-from router.telemetry.request_log import Exchange
-from router.upstream.rank_client import Call, Patience, Sent, UpstreamFailed
+from router.telemetry.request_log import RequestLog
+from router.upstream.rank_client import Call, Patience, UpstreamFailed, UpstreamRequest
 
 SERVER_HEADER = "x-roost-server"
 """Names the server of such a request, where there are several."""
@@ -24,17 +24,17 @@ _ASK_SECONDS = 10.0
 """for each of them to say whether it has it"""
 
 
-class Direct:
+class DirectRequests:
     """Passes on what belongs to one server."""
 
-    def __init__(self, service: RouterService, located: Located) -> None:
+    def __init__(self, service: RouterService, located: ObjectLocations) -> None:
         self._service = service
         self._located = located
 
-    async def run(self, route: Route, exchange: Exchange, reply: Reply, headers: Headers, sent: Sent) -> None:
+    async def run(self, route: ForeignRoute, exchange: RequestLog, reply: AsgiResponse, headers: Headers, sent: UpstreamRequest) -> None:
         """`sent` without a URL. ApiError 404 for an object that no server has, 400 when a server must be
         named, 503 when it is away."""
-        if route.kind is Kind.OBJECT:
+        if route.kind is RouteKind.OBJECT:
             place = self.place_of(route.object_id, exchange)
             if place is None:
                 await self._ask_all(route, exchange, reply, headers, sent)
@@ -49,14 +49,14 @@ class Direct:
         except UpstreamFailed as failed:
             raise _failed(server, failed) from failed
 
-    def place_of(self, object_id: str, exchange: Exchange) -> Place | None:
+    def place_of(self, object_id: str, exchange: RequestLog) -> ObjectLocation | None:
         """Where an object is known to be. ApiError 404 when it is another tenant's."""
         place = self._located.find(object_id)
         if place is not None and exchange.caller.tenant not in ("", place.tenant):
             raise _no_object(object_id)
         return place
 
-    async def find(self, object_id: str, path: str, exchange: Exchange) -> Place:
+    async def find(self, object_id: str, path: str, exchange: RequestLog) -> ObjectLocation:
         """Where an object is, asking every server if it must. path: that answers 200 where it is. ApiError
         404 when no server has it."""
         place = self.place_of(object_id, exchange)
@@ -64,14 +64,14 @@ class Direct:
             return place
         for server in self._servers():
             try:
-                async with self._call(server, exchange, Sent("GET", "", path, [], b""), _ASK_SECONDS) as call:
+                async with self._call(server, exchange, UpstreamRequest("GET", "", path, [], b""), _ASK_SECONDS) as call:
                     if call.status == 200:
-                        return Place((server.joined.worker_id, 0), exchange.caller.tenant)
+                        return ObjectLocation((server.joined.worker_id, 0), exchange.caller.tenant)
             except (UpstreamFailed, ApiError):
                 continue
         raise _no_object(object_id)
 
-    async def _ask_all(self, route: Route, exchange: Exchange, reply: Reply, headers: Headers, sent: Sent) -> None:
+    async def _ask_all(self, route: ForeignRoute, exchange: RequestLog, reply: AsgiResponse, headers: Headers, sent: UpstreamRequest) -> None:
         """The first server that neither says 404 nor fails has it."""
         servers = self._servers()
         for number, server in enumerate(servers, 1):
@@ -106,9 +106,9 @@ class Direct:
             code="server_needed",
         )
 
-    def _server_at(self, place: Place, object_id: str) -> EngineState:
+    def _server_at(self, place: ObjectLocation, object_id: str) -> EngineState:
         state = self._service.view.engine(place.rank[0])
-        if state is None or state.standing is not Standing.LIVE:
+        if state is None or state.standing is not EngineStatus.LIVE:
             raise ApiError(
                 503,
                 f"the server that has {object_id!r} does not answer at present",
@@ -117,7 +117,7 @@ class Direct:
             )
         return state
 
-    def _call(self, server: EngineState, exchange: Exchange, sent: Sent, seconds: float | None = None) -> Call:
+    def _call(self, server: EngineState, exchange: RequestLog, sent: UpstreamRequest, seconds: float | None = None) -> Call:
         """seconds: for the whole answer; None: as any answer that is not streamed."""
         credentials, url = self._service.credentials, server.joined.urls[0]
         key = credentials.backend_key_of(url)
@@ -131,7 +131,7 @@ class Direct:
         patience = None if seconds is None else Patience(math.inf, seconds, seconds)
         return self._service.upstream.forward(msgspec.structs.replace(sent, url=url, headers=headers), stream=False, patience=patience)
 
-    async def _pass(self, call: Call, reply: Reply, headers: Headers) -> None:
+    async def _pass(self, call: Call, reply: AsgiResponse, headers: Headers) -> None:
         """The answer, piece by piece as it comes."""
         length = [(b"content-length", value) for name, value in call.headers if name.lower() == b"content-length"]
         await reply.start(call.status, to_client(call.headers, [*headers, *length]))

@@ -7,7 +7,7 @@ import msgspec
 from fleet.completions import ApiError
 from router.foreign_api.continuation import Continuable
 from router.http.asgi_response import Headers
-from router.upstream.rank_client import Patience, Sent, Upstream, UpstreamFailed
+from router.upstream.rank_client import Patience, Upstream, UpstreamFailed, UpstreamRequest
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ async def find_position(course: Continuable, upstream: Upstream, url: str, heade
 async def _text_of(ids: list[int], upstream: Upstream, url: str, headers: Headers, model: str) -> str:
     """ValueError when the server's /detokenize says no text; UpstreamFailed or ApiError when it does not
     answer."""
-    sent = Sent("POST", url, "/detokenize", headers, msgspec.json.encode({"model": model, "tokens": ids}))
+    sent = UpstreamRequest("POST", url, "/detokenize", headers, msgspec.json.encode({"model": model, "tokens": ids}))
     async with upstream.forward(sent, stream=False, patience=Patience(_SECONDS, _SECONDS, _SECONDS)) as call:
         answer = b""
         while data := await call.read():

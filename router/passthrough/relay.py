@@ -9,24 +9,24 @@ from typing import NoReturn
 from fleet.completions import DECISION_HEADER, ApiError
 from router.fleet_state.reservations import Booking
 from router.fleet_state.target_table import RankKey
-from router.foreign_api.continuation import CHAT_PATH, TEXT_PATH, Continuable, Inexact
+from router.foreign_api.continuation import CHAT_PATH, TEXT_PATH, Continuable, InexactContinuation
 from router.foreign_api.event_stream import EventStream
-from router.foreign_api.forwarded import Forwarded
+from router.foreign_api.forwarded import ForwardedRequest
 from router.foreign_api.headers import to_client, to_server
-from router.foreign_api.object_locations import Located, Place, object_id
-from router.foreign_api.routed_experts_parser import Tap, Usage
+from router.foreign_api.object_locations import ObjectLocation, ObjectLocations, object_id
+from router.foreign_api.routed_experts_parser import RoutedExpertsParser, TokenUsage
 from router.foreign_api.usage import counted
-from router.http.asgi_response import Headers, Reply
-from router.openai_api.completion_state import Begun, Failure
+from router.http.asgi_response import AsgiResponse, Headers
+from router.openai_api.completion_state import AttemptFailure, BegunAnswer
 from router.passthrough.positions import find_position
-from router.passthrough.unstreamed import Unstreamed
+from router.passthrough.unstreamed import UnstreamedAnswers
 from router.prefix_index.prompt import TextPrompt
 from router.scheduling.decision import Decision
-from router.scheduling.scheduler import Need, Try
+from router.scheduling.scheduler import Attempt, RoutingRequest
 from router.service import RouterService
-from router.telemetry.request_log import Exchange
+from router.telemetry.request_log import RequestLog
 from router.telemetry.tracing import AttemptTrace
-from router.upstream.rank_client import Call, Refused, Sent, UpstreamFailed, api_error
+from router.upstream.rank_client import Call, UpstreamFailed, UpstreamRefusal, UpstreamRequest, api_error
 
 _COUNTED_EVERY = 16
 """events, each taken for a token, after which the booking's remaining tokens are updated"""
@@ -51,12 +51,12 @@ class Relay:
     def __init__(
         self,
         service: RouterService,
-        exchange: Exchange,
-        reply: Reply,
+        exchange: RequestLog,
+        reply: AsgiResponse,
         headers: Headers,
-        request: Forwarded,
-        unstreamed: Unstreamed,
-        located: Located,
+        request: ForwardedRequest,
+        unstreamed: UnstreamedAnswers,
+        located: ObjectLocations,
     ) -> None:
         self._service = service
         self._exchange = exchange
@@ -66,20 +66,20 @@ class Relay:
         self._unstreamed = unstreamed
         self._located = located
         self._prompt = TextPrompt(request.asked.prompt, exchange.model, exchange.block_seed, request.asked.prompt_bytes)
-        self._failures: tuple[tuple[RankKey, Failure], ...] = ()
+        self._failures: tuple[tuple[RankKey, AttemptFailure], ...] = ()
         self._reported = False
         """the answer named the experts that were chosen"""
         self._events: EventStream | None = None
         """of the present attempt, if its answer is a stream"""
         self._course: Continuable | None = None
         """of an answer that may be continued by another server"""
-        self._begun: Begun | None = None
+        self._begun: BegunAnswer | None = None
 
     async def run(self) -> None:
         """ApiError when no server answers, or when the answer breaks off after it has begun
-        (`Reply.status` tells)."""
+        (`AsgiResponse.status` tells)."""
         attempt, fruitless, replaces = 1, 0, None
-        refused: Refused | None = None
+        refused: UpstreamRefusal | None = None
         while True:
             had = self._progress
             try:
@@ -119,10 +119,10 @@ class Relay:
             return None
         return "this answer cannot be continued by another server" if self._course is None else self._course.why_not()
 
-    async def _again(self, failed: UpstreamFailed, attempts: int, refused: Refused | None) -> bool:
+    async def _again(self, failed: UpstreamFailed, attempts: int, refused: UpstreamRefusal | None) -> bool:
         """True: ask another server. False: the client has got the last server's own answer instead."""
         try:
-            if attempts >= self._service.config.max_attempts or not (self._request.repeatable or failed.how is Failure.CONNECT):
+            if attempts >= self._service.config.max_attempts or not (self._request.repeatable or failed.how is AttemptFailure.CONNECT):
                 raise failed.refusal(attempts)
             self._service.may_retry(failed.how, begun=bool(self._reply.status))
         except ApiError as error:
@@ -147,7 +147,7 @@ class Relay:
         if begun and course is not None:
             prompt = self._longer_prompt(course.text.encode("utf-8", "surrogatepass"))
             output = min(output, course.left)
-        need = Need(
+        need = RoutingRequest(
             about.model,
             prompt,
             0,
@@ -160,7 +160,7 @@ class Relay:
             begun=self._begun if begun else None,
         )
         suffix = f"-a{attempt}" if attempt > 1 else ""
-        decision, booking = await self._service.waiting.admit(self._exchange, need, suffix, Try(attempt, replaces, self._failures), begun=begun)
+        decision, booking = await self._service.waiting.admit(self._exchange, need, suffix, Attempt(attempt, replaces, self._failures), begun=begun)
         self._exchange.decision = decision
         span: AttemptTrace | None = None
         ended: str | None = "abandoned"
@@ -205,7 +205,7 @@ class Relay:
             body = course.body()
         if decision.cache_salt and request.is_json:
             body = await self._service.bodies.with_salt(self._exchange.client, body, decision.cache_salt)
-        sent = Sent(request.method, decision.target.url, target, self._sent_headers(decision, span), body)
+        sent = UpstreamRequest(request.method, decision.target.url, target, self._sent_headers(decision, span), body)
         streams = request.asked.stream
         call = self._service.upstream.forward(sent, stream=streams)
         if not streams:
@@ -237,7 +237,7 @@ class Relay:
         ):
             at = decision.roster.index[decision.target.key]
             self._course = Continuable(path, self._request.body, int(decision.roster.max_context[at]))
-            self._begun = Begun(decision.target.engine.weights_digest)
+            self._begun = BegunAnswer(decision.target.engine.weights_digest)
         return self._course
 
     async def _continuation(self, decision: Decision) -> bytes | None:
@@ -250,7 +250,7 @@ class Relay:
                 headers = self._sent_headers(decision, None)
                 await find_position(course, self._service.upstream, decision.target.url, headers, self._exchange.model)
             return course.request()
-        except Inexact as inexact:
+        except InexactContinuation as inexact:
             await self._broken(str(inexact), inexact)
 
     async def _end_continued(self) -> None:
@@ -284,15 +284,15 @@ class Relay:
         busy, own_fault = call.status in _BUSY, call.status >= 500 or bool(self._reply.status)
         if call.status == 401 and not self._own_key(decision):
             detail = f"{decision.target.url}: HTTP 401: the server refused the router's key; set backend_key_file"
-            raise UpstreamFailed(Failure.SERVER_ERROR, detail)
+            raise UpstreamFailed(AttemptFailure.SERVER_ERROR, detail)
         if busy or (own_fault and self._request.repeatable):
             body = await call.error_body()
-            refused = Refused(call.status, call.headers, body)
+            refused = UpstreamRefusal(call.status, call.headers, body)
             message = api_error(call.status, body).message
-            how = Failure.BUSY if busy else Failure.SERVER_ERROR
+            how = AttemptFailure.BUSY if busy else AttemptFailure.SERVER_ERROR
             raise UpstreamFailed(how, f"{decision.target.url}: HTTP {call.status}: {message}", refused)
 
-    async def _refuse(self, refused: Refused) -> None:
+    async def _refuse(self, refused: UpstreamRefusal) -> None:
         """Pass on an error of the last server as it came."""
         own: Headers = [(b"content-length", str(len(refused.body)).encode())]
         names = {name.lower() for name, _ in refused.headers}
@@ -324,7 +324,7 @@ class Relay:
                 if ready:
                     await self._reply.write(ready)
                 if course is not None and course.broken:
-                    raise UpstreamFailed(Failure.BROKEN, course.broken)  # noqa: TRY301
+                    raise UpstreamFailed(AttemptFailure.BROKEN, course.broken)  # noqa: TRY301
                 if tap is not None:
                     tap.feed(ready)
                 tail = (tail + ready)[-_TAIL_BYTES:]
@@ -336,9 +336,9 @@ class Relay:
             if not tail.rstrip().endswith(_DONE):  # else only the end of the connection was lost
                 raise
         if not self._reply.status and not stream.rest and not held:
-            raise UpstreamFailed(Failure.BROKEN, "the stream ended before it began")
+            raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended before it began")
         if course is not None and not course.finished and course.why_not() is None:
-            raise UpstreamFailed(Failure.BROKEN, "the stream ended without a finish reason")
+            raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended without a finish reason")
         if not self._reply.status:
             await self._start(call.status, call.headers, [])
         call.whole()
@@ -382,17 +382,17 @@ class Relay:
         )
         await self._reply.end(body)
 
-    def _note(self, decision: Decision, tap: Tap | None) -> None:
+    def _note(self, decision: Decision, tap: RoutedExpertsParser | None) -> None:
         """Hand on the experts that the answer names, after its tokens were counted."""
         about = self._exchange
-        usage = Usage(about.prompt_tokens, about.output_tokens, about.cached_tokens)
+        usage = TokenUsage(about.prompt_tokens, about.output_tokens, about.cached_tokens)
         self._reported = tap is not None and self._service.routed(decision, tap, usage)
 
     def _locate(self, decision: Decision, answer: bytes) -> None:
         """Remember where the object is that an answer made."""
         made = object_id(answer) if self._request.creates else None
         if made is not None:
-            self._located.note(made, Place(decision.target.key, self._exchange.caller.tenant))
+            self._located.note(made, ObjectLocation(decision.target.key, self._exchange.caller.tenant))
 
     def _first(self, booking: Booking) -> None:
         self._exchange.first_token(self._service.clock())

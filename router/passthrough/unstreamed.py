@@ -5,7 +5,7 @@ import asyncio
 from heapq import heappop, heappush
 from itertools import count
 
-from router.fleet_state.engine_state import Standing
+from router.fleet_state.engine_state import EngineStatus
 from router.fleet_state.reservations import Booking
 from router.fleet_state.target_table import RankKey
 from router.scheduling.decision import Decision
@@ -22,7 +22,7 @@ MOST_SECONDS = 3600.0
 SILENT = "its probes went unanswered while an answer was awaited"
 
 
-class Unstreamed:
+class UnstreamedAnswers:
     """State: the calls that are awaited; those that began a moment ago; a heap of the other bookings by when their
     prompts should be computed; and two timers."""
 
@@ -81,4 +81,4 @@ class Unstreamed:
         """A refused connection is no death here: a server that is stopping refuses new requests and
         finishes open ones, and where its process has ended the open connection says so."""
         state = self._service.view.engine(key[0])
-        return self._service.backends.is_silent(key[0]) or (state is not None and state.standing is Standing.DEAD)
+        return self._service.backends.is_silent(key[0]) or (state is not None and state.standing is EngineStatus.DEAD)

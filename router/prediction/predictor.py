@@ -14,7 +14,7 @@ import xxhash
 
 from fleet.prediction import SOURCES, Query, confidence, confidences, predict
 from fleet.signatures import ClusterModel, Weights
-from router.prediction.table_replica import Change, Replica
+from router.prediction.table_replica import TableChange, TableReplica
 
 NAMED_CLUSTERS = 4
 """Clusters that a decision's record names, heaviest first."""
@@ -24,20 +24,20 @@ UNKNOWN_MODEL = "no prediction tables of this model yet: experts are not priced"
 NO_GAIN = "the gain is 0: prediction has not proved itself, and experts are not priced"
 
 
-class Keys(NamedTuple):
+class PredictionKeys(NamedTuple):
     """Hashes of who asks; 0: nobody said."""
 
     session: int = 0
     tenant: int = 0
 
 
-NO_KEYS = Keys()
+NO_KEYS = PredictionKeys()
 
 
-def keys_of(session: str | None, tenant: str | None, model: str, path: str) -> Keys:
+def keys_of(session: str | None, tenant: str | None, model: str, path: str) -> PredictionKeys:
     """See the module's first lines. Empty names are none."""
     who = tenant or ""
-    return Keys(_hash("session", who, session) if session else 0, _hash("tenant", who, "lora", model, "route", path))
+    return PredictionKeys(_hash("session", who, session) if session else 0, _hash("tenant", who, "lora", model, "route", path))
 
 
 def _hash(*parts: str) -> int:
@@ -89,7 +89,7 @@ class Forecast(NamedTuple):
             clusters=[ClusterWeight(cluster=at, weight=float(self.weights[at])) for at in heaviest if self.weights[at] > 0],
             known_blocks=self.blocks,
             prefix=str(self.prefix) if self.prefix else None,
-            sources=[SourceSaid(source=name, evidence_tokens=seen, confidence=sure) for name, seen, sure in sources if seen > 0],
+            sources=[SourceRecord(source=name, evidence_tokens=seen, confidence=sure) for name, seen, sure in sources if seen > 0],
             best=self.best,
             confidence=self.confidence,
             gain=self.gain,
@@ -120,7 +120,7 @@ class LayerExperts(msgspec.Struct, frozen=True, kw_only=True):
     shares: list[float]
 
 
-class SourceSaid(msgspec.Struct, frozen=True, kw_only=True):
+class SourceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A source that had something to say: the tokens of evidence behind it, and how far it is trusted now, in [0, 1]."""
 
     source: str
@@ -135,7 +135,7 @@ class PredictionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """the heaviest, at most four"""
     known_blocks: int
     prefix: str | None
-    sources: list[SourceSaid]
+    sources: list[SourceRecord]
     best: str
     """the source that says most, or "mix": nothing is known of the request"""
     confidence: float
@@ -144,13 +144,13 @@ class PredictionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """by layer; empty: its clusters have been replaced since, and are no longer in memory"""
 
 
-class Foresight:
+class Predictor:
     """State: a replica per model. Models are those of engines that joined; `forget_others` lets go of the rest."""
 
     def __init__(self, budget: int) -> None:
         """budget: bytes that the tables of one model may take."""
         self._budget = budget
-        self._replicas: dict[str, Replica] = {}
+        self._replicas: dict[str, TableReplica] = {}
 
     def predict(self, model: str, query: Query) -> Forecast | None:
         """None without tables."""
@@ -163,19 +163,19 @@ class Foresight:
         said = known.blocks, known.hash, known.looked_up, known.evidence, found.reliabilities
         return Forecast(found.weights, tables.shares, tables.gain_of(found.weights), tables.version, tables.clusters, *said)
 
-    def replica(self, model: str) -> Replica | None:
+    def replica(self, model: str) -> TableReplica | None:
         return self._replicas.get(model)
 
-    def prepare(self, change: Change) -> Replica:
-        """What a whole makes; pure, and long enough for a thread. ValueError as `Replica.prepare`."""
-        return Replica(self._budget).prepare(change)
+    def prepare(self, change: TableChange) -> TableReplica:
+        """What a whole makes; pure, and long enough for a thread. ValueError as `TableReplica.prepare`."""
+        return TableReplica(self._budget).prepare(change)
 
-    def replace(self, model: str, replica: Replica) -> None:
+    def replace(self, model: str, replica: TableReplica) -> None:
         self._replicas[model] = replica
 
     def keep_only(self, models: set[str]) -> None:
         for model in [model for model in self._replicas if model not in models]:
             del self._replicas[model]
 
-    def models(self) -> dict[str, Replica]:
+    def models(self) -> dict[str, TableReplica]:
         return dict(self._replicas)

@@ -26,7 +26,7 @@ _ROOM = 3
 _SLICE = 2048
 
 
-class Rows(Mapping[int, bytes]):
+class RowTable(Mapping[int, bytes]):
     """At most `budget` bytes, at least one set. Key 0 is no key. ROW bytes per row, as `fleet.prediction.row` makes them.
 
     expected: rows that will come.
@@ -55,9 +55,9 @@ class Rows(Mapping[int, bytes]):
         """Whether so many more rows ask for a larger table, and one is allowed."""
         return _ROOM * (self._filled + more) > self._sets * WAYS and self._sets < self._most_sets
 
-    def grown(self, more: int) -> "Rows":
+    def grown(self, more: int) -> "RowTable":
         """A table of the same rows with room for more, and for as many again; takes about a second for a million."""
-        new = Rows(self._budget, 2 * (self._filled + more))
+        new = RowTable(self._budget, 2 * (self._filled + more))
         slots = np.flatnonzero(self._keys)
         slots = slots[np.argsort(self._told[slots], kind="stable")]
         for start in range(0, len(slots), _SLICE):

@@ -15,7 +15,7 @@ from fleet.events import KeyedRows, TablesPublished
 from fleet.keyed import Keys
 from fleet.prediction import PATTERNS, ROW, SOURCES, Tables
 from fleet.signatures import MOST_CLUSTERS, Weights
-from router.prediction.row_table import Packed, Rows
+from router.prediction.row_table import Packed, RowTable
 
 MOST_TRUST = 64.0
 """A larger trust is no trust but a fault."""
@@ -32,7 +32,7 @@ class KeyedChange(NamedTuple):
     rows: Packed
 
 
-class Change(NamedTuple):
+class TableChange(NamedTuple):
     """A `TablesPublished`, read and checked. tokens: int64 [n] rows of the token table and float32 [n, K] their ratios."""
 
     version: int
@@ -57,7 +57,7 @@ class Change(NamedTuple):
         return len(self.blocks.keys) + len(self.sessions.keys) + len(self.tenants.keys)
 
 
-def read(published: TablesPublished) -> Change:
+def read(published: TablesPublished) -> TableChange:
     """ValueError for what cannot be tables: wrong lengths, values that are not finite or out of range."""
     shares = _floats("shares", published.shares, "<f4").astype(np.float64)
     if not 1 <= len(shares) <= MOST_CLUSTERS or (shares < 0).any() or shares.sum() <= 0:
@@ -67,7 +67,7 @@ def read(published: TablesPublished) -> Change:
     if published.version < 0 or published.buckets < 0:
         raise ValueError(f"tables: version {published.version} and {published.buckets} buckets must not be negative")
     rows, ratios = _token_rows(published, len(shares))
-    return Change(
+    return TableChange(
         version=published.version,
         base=published.base,
         clusters=published.clusters,
@@ -142,7 +142,7 @@ def _keyed(name: str, part: KeyedRows) -> KeyedChange:
     return KeyedChange(np.frombuffer(part.keys, "<u8"), np.frombuffer(part.rows, np.uint8).reshape(-1, ROW))
 
 
-class Verdict(Enum):
+class ChangeVerdict(Enum):
     """What became of a change."""
 
     TAKEN = auto()
@@ -152,7 +152,7 @@ class Verdict(Enum):
     """something before it was missed: ask for the whole"""
 
 
-class Replica:
+class TableReplica:
     """State: the rows, the token table, and the numbers of one version. `tables` None: nothing whole has come yet.
 
     budget: bytes that all of it may take.
@@ -160,41 +160,41 @@ class Replica:
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
-        self._blocks, self._sessions, self._tenants = Rows(0), Rows(0), Rows(0)
+        self._blocks, self._sessions, self._tenants = RowTable(0), RowTable(0), RowTable(0)
         self._tokens = np.zeros((0, 0), np.float32)
         self.tables: Tables | None = None
 
-    def judge(self, change: Change) -> Verdict:
+    def judge(self, change: TableChange) -> ChangeVerdict:
         """Whether `take` may follow. A whole answer to one's own question is always taken, whatever its version."""
         version = -1 if self.tables is None else self.tables.version
         if change.version <= version:
-            return Verdict.OLD
+            return ChangeVerdict.OLD
         if change.base is None:
-            return Verdict.TAKEN
+            return ChangeVerdict.TAKEN
         same = self._tokens.shape == (change.buckets, len(change.shares))
-        return Verdict.TAKEN if change.base == version and same else Verdict.GAP
+        return ChangeVerdict.TAKEN if change.base == version and same else ChangeVerdict.GAP
 
-    def prepare(self, change: Change) -> "Replica":
+    def prepare(self, change: TableChange) -> "TableReplica":
         """A replica that holds what a whole says and nothing else; may be made in a thread. ValueError when its token table exceeds half the budget."""
         size = 4 * change.buckets * len(change.shares)
         if size > self._budget // 2:
             raise ValueError(f"tables: a token table of {size} bytes is more than half of the {self._budget} that a model's tables may take")
-        new = Replica(self._budget)
+        new = TableReplica(self._budget)
         sessions, tenants = int(SESSIONS_SHARE * self._budget), int(TENANTS_SHARE * self._budget)
-        new._sessions, new._tenants = Rows(sessions, len(change.sessions.keys)), Rows(tenants, len(change.tenants.keys))
-        new._blocks = Rows(self._budget - size - sessions - tenants, len(change.blocks.keys))
+        new._sessions, new._tenants = RowTable(sessions, len(change.sessions.keys)), RowTable(tenants, len(change.tenants.keys))
+        new._blocks = RowTable(self._budget - size - sessions - tenants, len(change.blocks.keys))
         new._tokens = np.zeros((change.buckets, len(change.shares)), np.float32)
         for at in range(0, max(change.rows, 1), SLICE):
             new.take(change, at)
         return new
 
-    def crowded_by(self, change: Change) -> bool:
+    def crowded_by(self, change: TableChange) -> bool:
         """Whether a change needs larger tables than these (`grown`)."""
         return any(rows.crowded_by(len(part.keys)) for rows, part in self._parts(change))
 
-    def grown(self, change: Change) -> "Replica":
+    def grown(self, change: TableChange) -> "TableReplica":
         """The same with room for a change; may be made in a thread, while nothing is taken here."""
-        new = Replica(self._budget)
+        new = TableReplica(self._budget)
         new._blocks, new._sessions, new._tenants = (
             rows.grown(len(part.keys)) if rows.crowded_by(len(part.keys)) else rows for rows, part in self._parts(change)
         )
@@ -203,10 +203,10 @@ class Replica:
             new.tables = replace(self.tables, blocks=new._blocks, sessions=new._sessions, tenants=new._tenants)
         return new
 
-    def _parts(self, change: Change) -> tuple[tuple[Rows, KeyedChange], ...]:
+    def _parts(self, change: TableChange) -> tuple[tuple[RowTable, KeyedChange], ...]:
         return (self._blocks, change.blocks), (self._sessions, change.sessions), (self._tenants, change.tenants)
 
-    def take(self, change: Change, at: int = 0) -> None:
+    def take(self, change: TableChange, at: int = 0) -> None:
         """Rows from `at` to `at + SLICE` of a change; with the last of them, its version. Check with `judge` first."""
         before = 0
         for rows, part in self._parts(change):
@@ -217,7 +217,7 @@ class Replica:
             self._tokens[change.token_rows] = change.token_ratios
             self._conclude(change)
 
-    def _conclude(self, change: Change) -> None:
+    def _conclude(self, change: TableChange) -> None:
         self.tables = Tables(
             version=change.version,
             clusters=change.clusters,

@@ -4,16 +4,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from router.fleet_state.target_table import RankKey
-from router.prefix_index.block_index import Holders
+from router.prefix_index.block_index import BlockIndex
 
 MOST_BLOCKS = 1 << 21
 """Of all ranks together, some 300 MB: with more ranks than this allows `capacity`, each has an equal part."""
 
 
-class Prefixes:
+class ApproximateIndex:
     """State: per rank the sequence hashes of blocks routed to it, least recently used first, at most `capacity` each; `holders` has the same by block."""
 
-    def __init__(self, capacity: int, holders: Holders) -> None:
+    def __init__(self, capacity: int, holders: BlockIndex) -> None:
         if capacity < 1:
             raise ValueError(f"prefix index: the capacity must be at least 1 block per rank, not {capacity}")
         self.holders = holders

@@ -16,7 +16,7 @@ MOST_RUNS = 32_768
 """Some 15 MB: 16 million tokens in blocks of 16."""
 
 
-class Runs:
+class HashRuns:
     """Hashes of runs of RUN blocks that were made before, by what they follow, their bytes and their salt: beginnings of prompts come again and again, and
     one digest of a whole run costs less than two of each block. State: at most MOST_RUNS; those not asked for lately go first."""
 
@@ -40,7 +40,7 @@ class Runs:
         return len(self._young) + len(self._old)
 
 
-class Chain(Sequence[int]):
+class BlockHashChain(Sequence[int]):
     """u64 sequence hashes of a prompt's full blocks, each made when it is first asked for, with all before it.
 
     raw(start, stop): the bytes of some of its blocks, `width` each. seed: of their local hashes. A slice reaches no further than it reads.
@@ -57,7 +57,7 @@ class Chain(Sequence[int]):
         self._asked, self._key, self._run = -1, 0, b""
         """first block of the run that was looked for last, its key and its bytes"""
 
-    def reach(self, depth: int, runs: Runs | None = None) -> list[int]:
+    def reach(self, depth: int, runs: HashRuns | None = None) -> list[int]:
         """At least the first `depth` hashes (there are `len(self)`), more where `runs` knows them; the list is the chain's own: not to be changed."""
         chained = self._chained
         while len(chained) < depth:
@@ -67,7 +67,7 @@ class Chain(Sequence[int]):
                 self._go_on(depth, runs)
         return chained
 
-    def _go_on(self, depth: int, runs: Runs) -> None:
+    def _go_on(self, depth: int, runs: HashRuns) -> None:
         """To `depth` or the end of a run. Runs that are known are taken whole, some at once; one that is finished is remembered."""
         chained, width = self._chained, self._width
         start = len(chained) // RUN * RUN
@@ -81,7 +81,7 @@ class Chain(Sequence[int]):
         if stop == start + RUN:
             runs.put(self._key, array("Q", chained[start:]))
 
-    def _take(self, start: int, runs: Runs) -> bool:
+    def _take(self, start: int, runs: HashRuns) -> bool:
         """The run that begins at a block and, behind the first, some more, as far as they are known. Returns whether there was any."""
         chained, raw = self._chained, self._raw
         ahead = AHEAD if start else 1

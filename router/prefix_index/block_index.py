@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from router.fleet_state.target_table import RankKey, Roster
-from router.prefix_index.block_hash_chain import Runs
+from router.fleet_state.target_table import RankKey, TargetTable
+from router.prefix_index.block_hash_chain import HashRuns
 
 NOBODY = 0
 """The slot that no rank has."""
@@ -35,13 +35,13 @@ _FEW_BITS = 4
 
 
 class Reachable(Protocol):
-    """A prompt's blocks by sequence hash, made as they are asked for (`router.prefix_index.block_hash_chain.Chain`)."""
+    """A prompt's blocks by sequence hash, made as they are asked for (`router.prefix_index.block_hash_chain.BlockHashChain`)."""
 
     def __len__(self) -> int: ...
-    def reach(self, depth: int, runs: Runs | None = None) -> Sequence[int]: ...
+    def reach(self, depth: int, runs: HashRuns | None = None) -> Sequence[int]: ...
 
 
-class Blocked(Protocol):
+class BlockRuns(Protocol):
     """A prompt (`router.prefix_index.prompt.Prompt`)."""
 
     def chained(self, block_size: int) -> Reachable: ...
@@ -58,7 +58,7 @@ class _Slot:
         self.entries = 0
 
 
-class Holders:
+class BlockIndex:
     """State: masks by block, of which `_old` are yet to be swept; slots by rank; what was left behind."""
 
     def __init__(self) -> None:
@@ -85,9 +85,9 @@ class Holders:
         """by block, the one that was stored behind it, or those; some may be gone"""
         self._gappy = 0
         """bits of ranks that may hold a block without holding its parent"""
-        self.runs = Runs()
+        self.runs = HashRuns()
         self._unpacked: dict[int, NDArray[np.intp]] = {}
-        self._rosters: dict[str, tuple[Roster, int, NDArray[np.intp]]] = {}
+        self._rosters: dict[str, tuple[TargetTable, int, NDArray[np.intp]]] = {}
         """by model, the slots of its targets at one version"""
 
     def __len__(self) -> int:
@@ -199,7 +199,7 @@ class Holders:
         """Those that hold something, or did since they were cleared."""
         return list(self._slots)
 
-    def overlap(self, roster: Roster, prompt: Blocked) -> NDArray[np.int64]:
+    def overlap(self, roster: TargetTable, prompt: BlockRuns) -> NDArray[np.int64]:
         """int64 [targets]: leading blocks of a prompt that each target of a model holds, in its own block size."""
         overlap = np.zeros(len(roster.targets), np.int64)
         for size in roster.block_sizes:
@@ -214,7 +214,7 @@ class Holders:
         found = self.leading(prompt)
         return {} if found is None else {rank: int(found[slot.number]) for rank, slot in self._slots.items() if found[slot.number]}
 
-    def _of(self, roster: Roster) -> NDArray[np.intp]:
+    def _of(self, roster: TargetTable) -> NDArray[np.intp]:
         """intp [targets]: the slot of each target, NOBODY for those that hold nothing."""
         known = self._rosters.get(roster.model)
         if known is None or known[0] is not roster or known[1] != self.version:

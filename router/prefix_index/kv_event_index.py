@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from fleet.blocks import chain
 from fleet.events import KvBlock, KvEvent, KvStored, RoutedKvEvent
 from router.fleet_state.target_table import RankKey
-from router.prefix_index.block_index import Holders
+from router.prefix_index.block_index import BlockIndex
 
 _MOST = (1 << 64) - 1
 MOST_BLOCKS = 1 << 22
@@ -24,10 +24,10 @@ class BadKvEvent(Exception):
     """An event that the index cannot take at all: a number outside u64, or a form it does not know."""
 
 
-class KvIndex:
+class KvEventIndex:
     """All hashes and worker_ids are unsigned 64-bit. State: `holders`, and names of blocks by rank."""
 
-    def __init__(self, holders: Holders) -> None:
+    def __init__(self, holders: BlockIndex) -> None:
         self.holders = holders
         self.missing_removals = 0
         """removals that named a block the index did not have"""

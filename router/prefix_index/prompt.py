@@ -7,7 +7,7 @@ from typing import Protocol
 import xxhash
 
 from fleet.blocks import SEED, words
-from router.prefix_index.block_hash_chain import Chain
+from router.prefix_index.block_hash_chain import BlockHashChain
 
 BYTES_PER_TOKEN = 4
 """English text under the usual vocabularies; used where no tokenizer is known."""
@@ -19,7 +19,7 @@ class Prompt(Protocol):
         """its length, in tokens (a guess where nobody can tokenise it)"""
         ...
 
-    def chained(self, block_size: int) -> Chain:
+    def chained(self, block_size: int) -> BlockHashChain:
         """u64 sequence hash of each full block"""
         ...
 
@@ -34,16 +34,16 @@ class _Blocked(ABC):
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._chained: dict[int, Chain] = {}
+        self._chained: dict[int, BlockHashChain] = {}
 
-    def chained(self, block_size: int) -> Chain:
+    def chained(self, block_size: int) -> BlockHashChain:
         found = self._chained.get(block_size)
         if found is None:
             found = self._chained[block_size] = self._chain(block_size)
         return found
 
     @abstractmethod
-    def _chain(self, block_size: int) -> Chain: ...
+    def _chain(self, block_size: int) -> BlockHashChain: ...
 
 
 class TokenPrompt(_Blocked):
@@ -61,9 +61,9 @@ class TokenPrompt(_Blocked):
     def tokens(self) -> int:
         return len(self._ids)
 
-    def _chain(self, block_size: int) -> Chain:
+    def _chain(self, block_size: int) -> BlockHashChain:
         ids = self._ids
-        return Chain(lambda start, stop: words(ids[start * block_size : stop * block_size]), 4 * block_size, len(ids) // block_size, self._seed)
+        return BlockHashChain(lambda start, stop: words(ids[start * block_size : stop * block_size]), 4 * block_size, len(ids) // block_size, self._seed)
 
 
 class TextPrompt(_Blocked):
@@ -85,6 +85,6 @@ class TextPrompt(_Blocked):
     def tokens(self) -> int:
         return max(1, self._size // BYTES_PER_TOKEN)
 
-    def _chain(self, block_size: int) -> Chain:
+    def _chain(self, block_size: int) -> BlockHashChain:
         text, width = self._scope + self._text, block_size * BYTES_PER_TOKEN
-        return Chain(lambda start, stop: text[start * width : stop * width], width, len(text) // width, self._seed)
+        return BlockHashChain(lambda start, stop: text[start * width : stop * width], width, len(text) // width, self._seed)

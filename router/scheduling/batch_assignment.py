@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from fleet.timing import own_seconds, prefill_seconds, queue_seconds, running_seconds
 from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts
-from router.fleet_state.target_table import Roster
+from router.fleet_state.target_table import TargetTable
 from router.scheduling.cost import Weights
 from router.scheduling.decision import Decision
-from router.scheduling.filters import Limits, QueuePrices
+from router.scheduling.filters import QueuePrices, SaturationLimits
 
 Costs = NDArray[np.float64]
 _NEVER = 1e300
@@ -50,7 +50,7 @@ class Pricing(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchAssignment:
     """Requests in the order of their right to a place, and the targets they may go to.
 
     load: int64 [AMOUNTS, targets] before any is assigned. may: bool [requests, targets]. prefill, blocks: int64 [requests, targets],
@@ -78,7 +78,7 @@ class Batch:
         )
 
 
-class Place(NamedTuple):
+class Assignment(NamedTuple):
     """One request's target, and the price it was assigned at."""
 
     request: int
@@ -86,7 +86,7 @@ class Place(NamedTuple):
     price: float
 
 
-def route_batch(batch: Batch, pricing: Pricing) -> list[Place]:
+def route_batch(batch: BatchAssignment, pricing: Pricing) -> list[Assignment]:
     """At most one place per request, in the order of assignment; who has none waits on. Deterministic; equals in regret by their right.
 
     As many as fit: a place is only left empty when nobody who is left may take it.
@@ -98,19 +98,19 @@ def route_batch(batch: Batch, pricing: Pricing) -> list[Place]:
     return min(tries, key=_worth)
 
 
-def greedy(batch: Batch, pricing: Pricing, *, regret: bool) -> list[Place]:
+def greedy(batch: BatchAssignment, pricing: Pricing, *, regret: bool) -> list[Assignment]:
     """Each in its turn to where it is cheapest then: by regret (the order in which they are given only tells equals apart), or as given."""
     table = _Table(batch, pricing)
     turns = table.by_regret() if regret else table.as_given()
     return [table.assign(request) for request in turns]
 
 
-def total(places: list[Place]) -> float:
+def total(places: list[Assignment]) -> float:
     """What all of them cost, each priced when it was assigned."""
     return sum(place.price for place in places)
 
 
-def _worth(places: list[Place]) -> tuple[int, float]:
+def _worth(places: list[Assignment]) -> tuple[int, float]:
     return -len(places), total(places)
 
 
@@ -120,7 +120,7 @@ class _Table:
     `bars` is added to prices: 0, or _NEVER for what may not be.
     """
 
-    def __init__(self, batch: Batch, pricing: Pricing) -> None:
+    def __init__(self, batch: BatchAssignment, pricing: Pricing) -> None:
         self._batch = batch
         self._pricing = pricing
         self._load = batch.load.copy()
@@ -155,14 +155,14 @@ class _Table:
                 return
             yield request
 
-    def assign(self, request: int) -> Place:
+    def assign(self, request: int) -> Assignment:
         """To where it is cheapest now; equals are told apart by its seed."""
         batch, load = self._batch, self._load
         costs = self._costs[:, request]
         price = costs.min()
         ties = (costs == price).nonzero()[0]
         target = int(ties[batch.seeds[request] % len(ties)])
-        place = Place(request, target, float(price))
+        place = Assignment(request, target, float(price))
         load[PREFILL, target] += batch.prefill[request, target]
         load[SEQUENCES, target] += 1
         load[BLOCKS, target] += batch.blocks[request, target]
@@ -184,7 +184,7 @@ class LoadPrices:
 
     def __init__(
         self,
-        roster: Roster,
+        roster: TargetTable,
         weights: Weights,
         load: Amounts,
         costs: Costs,
@@ -240,7 +240,7 @@ def _lockstep(queue: Costs, running: Costs, prefill: Costs, own: Costs) -> Costs
 
 
 def order_of(
-    decisions: Sequence[Decision], load: Amounts, limits: Limits, factors: NDArray[np.float64] | None = None, prices: QueuePrices | None = None
+    decisions: Sequence[Decision], load: Amounts, limits: SaturationLimits, factors: NDArray[np.float64] | None = None, prices: QueuePrices | None = None
 ) -> list[int]:
     """In which order to decide anew for requests that were each decided on alone, so that all of them together cost little; who would find
     no room is left out. Arguments as `gathered` takes them."""
@@ -248,8 +248,8 @@ def order_of(
 
 
 def gathered(
-    decisions: Sequence[Decision], load: Amounts, limits: Limits, factors: NDArray[np.float64] | None = None, prices: QueuePrices | None = None
-) -> tuple[Batch, LoadPrices]:
+    decisions: Sequence[Decision], load: Amounts, limits: SaturationLimits, factors: NDArray[np.float64] | None = None, prices: QueuePrices | None = None
+) -> tuple[BatchAssignment, LoadPrices]:
     """Requests that were each decided on alone, at the same load, int64 [AMOUNTS, targets], and over the same roster. factors: float64
     [2, targets], as `scoring.score` takes them; prices: as `candidates` takes them."""
     roster = decisions[0].roster
@@ -260,7 +260,7 @@ def gathered(
         may[at, decision.at], costs[at, decision.at], uncached[at, decision.at] = True, decision.scores.total, decision.uncached
     prompts = np.array([decision.ask.prompt_tokens for decision in decisions])
     outputs = np.array([decision.ask.output_tokens for decision in decisions])
-    batch = Batch(
+    batch = BatchAssignment(
         load=load,
         may=may,
         prefill=uncached,

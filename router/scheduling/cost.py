@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fleet.timing import dispatch_seconds, distinct_seconds, lockstep_seconds, own_seconds, prefill_seconds, queue_seconds, running_seconds
 from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts
-from router.fleet_state.target_table import Roster, columns
+from router.fleet_state.target_table import TargetTable, columns
 
 TERMS = ("prefill", "queue", "decode", "experts", "distinct", "lockstep", "handover")
 """In the order in which they are added up."""
@@ -52,7 +52,7 @@ class Weights:
         return {}
 
 
-class Expected(NamedTuple):
+class ExpectedLoad(NamedTuple):
     """What a request is expected to ask of experts, float64 [targets]: distinct remote ranks and nodes that a
     token must reach, summed over layers; experts that nobody else in the engine's batch wants, added to each step. gain: how far that is
     believed; it multiplies both terms."""
@@ -85,13 +85,13 @@ def uncached_tokens(prompt_tokens: int, overlap_blocks: NDArray[np.int64], block
 
 
 def score(
-    roster: Roster,
+    roster: TargetTable,
     load: Amounts,
     uncached: NDArray[np.int64],
     prompt_tokens: int,
     output_tokens: int,
     weights: Weights,
-    expected: Expected | None = None,
+    expected: ExpectedLoad | None = None,
     handover: NDArray[np.float64] | None = None,
     factors: NDArray[np.float64] | None = None,
 ) -> Scores:

@@ -14,12 +14,12 @@ from fleet.timing import dispatch_seconds
 from router.fleet_state.cluster_homes import at_home
 from router.fleet_state.engine_state import Versions
 from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts
-from router.fleet_state.target_table import Excluded, RankKey, Roster, Target, columns
-from router.prediction.predictor import NO_GAIN, NO_KEYS, UNKNOWN_MODEL, Forecast, Keys, PredictionRecord
-from router.scheduling.cost import TERMS, Expected, Scores, Weights, score, uncached_tokens
-from router.scheduling.decision_record import Candidate, DecisionRecord, Epochs, HomesEpoch, Load, Supposed, Terms
+from router.fleet_state.target_table import Excluded, RankKey, Target, TargetTable, columns
+from router.prediction.predictor import NO_GAIN, NO_KEYS, UNKNOWN_MODEL, Forecast, PredictionKeys, PredictionRecord
+from router.scheduling.cost import TERMS, ExpectedLoad, Scores, Weights, score, uncached_tokens
+from router.scheduling.decision_record import Candidate, DecisionRecord, Epochs, HomesEpoch, PromisedLoad, Supposed, Terms
 from router.scheduling.filters import Candidates
-from router.scheduling.policies import Choice, Column, Facts, Home, Rules, Unit, choose, scored
+from router.scheduling.policies import CandidateFacts, Column, HomeRanks, PolicyChoice, PolicyRules, Unit, choose, scored
 
 NOTHING = Supposed()
 Homecoming = Literal["reached", "passed", "unheeded", "none"]
@@ -60,7 +60,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     cause: str | None = None
     """how it failed"""
     request_id: str = ""
-    keys: Keys = NO_KEYS
+    keys: PredictionKeys = NO_KEYS
     """hashes of who asks"""
     supposed: Supposed = NOTHING
     owner: Owner = UNKNOWN_OWNER
@@ -87,10 +87,10 @@ class Outlook(NamedTuple):
     """the clusters that the forecast is of. Weak: a decision that is kept for reading back keeps no megabytes of old clusters"""
 
     @property
-    def expected(self) -> Expected | None:
+    def expected(self) -> ExpectedLoad | None:
         """What of it has a price; None: none of it is believed."""
         gain = self.forecast.gain
-        return Expected(self.remote_ranks, self.remote_nodes, self.added, gain) if gain else None
+        return ExpectedLoad(self.remote_ranks, self.remote_nodes, self.added, gain) if gain else None
 
     @property
     def remote_share(self) -> Column:
@@ -127,7 +127,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Columns have one entry per candidate, in the roster's order. `record()` is the form for readers."""
 
     ask: Ask
-    roster: Roster
+    roster: TargetTable
     at: NDArray[np.intp]
     overlap_blocks: NDArray[np.int64]
     uncached: NDArray[np.int64]
@@ -137,17 +137,17 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     score: Column
     """what the policy minimises"""
     unit: Unit
-    choice: Choice
+    choice: PolicyChoice
     held: int | None
     """index of the rank that the conversation was at"""
     excluded: Sequence[Excluded]
     ignored: tuple[Excluded, ...]
     """reasons to leave ranks alone that were not heeded, because nobody else was left"""
-    rules: Rules
+    rules: PolicyRules
     view_version: int
     outlook: Outlook | None
     """None: there are no prediction tables"""
-    home: Home | None
+    home: HomeRanks | None
     """where the request is at home, as far as that was heeded; None: nowhere"""
     target: Target
     """the chosen rank"""
@@ -345,7 +345,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             overlap_blocks=tokens[0],
             overlap_approximate=bool(self.roster.approximate[self.at[at]]),
             uncached_tokens=tokens[1],
-            load=Load(prefill_tokens=load[PREFILL], requests=load[SEQUENCES], blocks=load[BLOCKS], steps=load[STEPS]),
+            load=PromisedLoad(prefill_tokens=load[PREFILL], requests=load[SEQUENCES], blocks=load[BLOCKS], steps=load[STEPS]),
             remote_ranks=remote_ranks if priced else None,
             remote_nodes=remote_nodes if priced else None,
             local_share=local if priced else None,
@@ -368,11 +368,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 def decide(
     ask: Ask,
-    roster: Roster,
+    roster: TargetTable,
     found: Candidates,
     overlap_blocks: NDArray[np.int64],
     conditions: Conditions,
-    rules: Rules,
+    rules: PolicyRules,
     view_version: int,
     outlook: Outlook | None = None,
 ) -> Decision:
@@ -392,7 +392,7 @@ def decide(
         outlook = None if outlook is None else outlook.of(at)
     measured = None if conditions.measured is None else columns(conditions.measured, at)
     remote = outlook.remote_share if outlook is not None and rules.policy == "classic" else None
-    by, unit = scored(rules, Facts(scores, uncached, ask.prompt_tokens, remote, conditions.turn))
+    by, unit = scored(rules, CandidateFacts(scores, uncached, ask.prompt_tokens, remote, conditions.turn))
     held = None if conditions.held is None else _place(conditions.held, roster, at)
     home = None if outlook is None else _home(outlook, rules, scores, roster, at, uncached, ask.output_tokens)
     choice = choose(rules, by, unit, scores.total, scores.promised, ask.seed, held, home)
@@ -419,7 +419,9 @@ def decide(
     )
 
 
-def _home(outlook: Outlook, rules: Rules, scores: Scores, roster: Roster, at: NDArray[np.intp], uncached: NDArray[np.int64], output_tokens: int) -> Home | None:
+def _home(
+    outlook: Outlook, rules: PolicyRules, scores: Scores, roster: TargetTable, at: NDArray[np.intp], uncached: NDArray[np.int64], output_tokens: int
+) -> HomeRanks | None:
     """Where a request is at home; None: nowhere, or it is not heeded. How well the request itself is foretold decides that, and how far it is believed
     what a home saves, not what prediction has earned so far: it can earn nothing before placement and requests are aligned.
 
@@ -431,15 +433,15 @@ def _home(outlook: Outlook, rules: Rules, scores: Scores, roster: Roster, at: ND
     if sure < rules.home_confidence:
         return None
     if rules.policy != "cost" or not np.logical_and.reduce(outlook.priced):
-        return Home(at_home(outlook.home), None)
+        return HomeRanks(at_home(outlook.home), None)
     if gain > _LEAST_GAIN:
-        return Home(at_home(outlook.home), scores.terms[_EXPERTS] * (-sure / gain))
+        return HomeRanks(at_home(outlook.home), scores.terms[_EXPERTS] * (-sure / gain))
     node_s = roster.dispatch_node_s[at] if roster.far else None
     costs = dispatch_seconds(roster.dispatch_s[at], node_s, uncached + np.float64(output_tokens), outlook.remote_ranks, outlook.remote_nodes)
-    return Home(at_home(outlook.home), costs * (-1000.0 * sure * rules.weights.experts))
+    return HomeRanks(at_home(outlook.home), costs * (-1000.0 * sure * rules.weights.experts))
 
 
-def _place(key: RankKey, roster: Roster, at: NDArray[np.intp]) -> int | None:
+def _place(key: RankKey, roster: TargetTable, at: NDArray[np.intp]) -> int | None:
     """Index of a rank among the candidates `at` (ascending); None when it is none."""
     target = roster.index.get(key)
     if target is None:

@@ -22,7 +22,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     handover: float | None
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class PromisedLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the rank was already promised."""
 
     prefill_tokens: int
@@ -47,7 +47,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     overlap_blocks: int
     overlap_approximate: bool
     uncached_tokens: int
-    load: Load
+    load: PromisedLoad
     remote_ranks: float | None
     """expected distinct remote ranks of a token, summed over MoE layers; None: not priced, `experts_note` says why"""
     remote_nodes: float | None

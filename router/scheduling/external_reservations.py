@@ -59,7 +59,7 @@ class _Held(NamedTuple):
         return tenant is None or self.tenant == tenant
 
 
-class Reserved:
+class ExternalReservations:
     """Bookings by decision id. `seconds`: how long one is held without a word. A tenant (None: any) finds its own alone."""
 
     def __init__(self, seconds: float) -> None:

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from fleet.timing import queue_seconds
 from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES, Amounts
-from router.fleet_state.target_table import Excluded, RankKey, Roster
+from router.fleet_state.target_table import Excluded, RankKey, TargetTable
 
 NOBODY: Mapping[RankKey, str] = MappingProxyType({})
 FAILED = "this request failed there before"
 SAID_BUSY = "saturated: it said so itself a moment ago"
 
 
-class Limits(NamedTuple):
+class SaturationLimits(NamedTuple):
     """What makes a rank saturated."""
 
     requests: int
@@ -27,11 +27,11 @@ class Limits(NamedTuple):
     kv_share: float = 1.0
     """of its KV blocks; 1: never for this reason"""
 
-    def most_requests(self, roster: Roster) -> NDArray[np.int64]:
+    def most_requests(self, roster: TargetTable) -> NDArray[np.int64]:
         """int64 [targets]: requests with which each rank is saturated."""
         return np.minimum(roster.max_requests, self.requests)
 
-    def blocks(self, roster: Roster) -> NDArray[np.float64]:
+    def blocks(self, roster: TargetTable) -> NDArray[np.float64]:
         """float64 [targets]: KV blocks held beyond which each rank is saturated; inf: never."""
         return np.full(len(roster.targets), np.inf) if self.kv_share >= 1 else np.asarray(self.kv_share * roster.kv_blocks)
 
@@ -48,12 +48,12 @@ class QueuePrices(NamedTuple):
         return cls(token_s, float(token_s.max(initial=0.0)))
 
     @classmethod
-    def stated(cls, roster: Roster) -> "QueuePrices":
+    def stated(cls, roster: TargetTable) -> "QueuePrices":
         """As engines state them."""
         return cls.of(np.where(roster.stated, roster.prefill_token_s, 0.0))
 
 
-class Reasons(Sequence[Excluded]):
+class ExclusionReasons(Sequence[Excluded]):
     """Who was left out, put into words when somebody reads it: under load that is most ranks, with every decision."""
 
     def __init__(self, tell: Callable[[], tuple[Excluded, ...]]) -> None:
@@ -89,10 +89,10 @@ class Candidates(msgspec.Struct, frozen=True):
 
 
 def candidates(
-    roster: Roster,
+    roster: TargetTable,
     load: Amounts,
     needed_context: int,
-    limits: Limits,
+    limits: SaturationLimits,
     avoid: frozenset[RankKey] = frozenset(),
     barred: Mapping[RankKey, str] = NOBODY,
     said_busy: frozenset[RankKey] = frozenset(),
@@ -111,13 +111,15 @@ def candidates(
     failed[[roster.index[key] for key in {*barred, *avoid} if key in roster.index]] = True
     out = small | busy | failed
     only_busy = busy & ~small & ~failed
-    excluded = Reasons(partial(_told, roster, load, needed_context, limits, avoid, barred, said_busy, np.flatnonzero(out))) if out.any() else roster.excluded
+    excluded = (
+        ExclusionReasons(partial(_told, roster, load, needed_context, limits, avoid, barred, said_busy, np.flatnonzero(out))) if out.any() else roster.excluded
+    )
     wait = float(queue_seconds(prices.token_s, load[PREFILL])[only_busy].min()) if only_busy.any() else 0.0
     return Candidates(np.flatnonzero(~out), excluded, bool(only_busy.any()), wait)
 
 
 def saturated(
-    roster: Roster, load: Amounts, limits: Limits, said_busy: frozenset[RankKey] = frozenset(), prices: QueuePrices | None = None
+    roster: TargetTable, load: Amounts, limits: SaturationLimits, said_busy: frozenset[RankKey] = frozenset(), prices: QueuePrices | None = None
 ) -> NDArray[np.bool_]:
     """bool [targets]: which ranks take no more requests. Arguments as above."""
     prices = prices or QueuePrices.stated(roster)
@@ -127,7 +129,7 @@ def saturated(
     return busy
 
 
-def _nobody_busy(roster: Roster, load: Amounts, limits: Limits, prices: QueuePrices) -> bool:
+def _nobody_busy(roster: TargetTable, load: Amounts, limits: SaturationLimits, prices: QueuePrices) -> bool:
     """The usual case, told by two maxima; it may say no where the answer is yes."""
     if not len(roster.targets):
         return True
@@ -141,10 +143,10 @@ def _nobody_busy(roster: Roster, load: Amounts, limits: Limits, prices: QueuePri
 
 
 def _told(
-    roster: Roster,
+    roster: TargetTable,
     load: Amounts,
     needed_context: int,
-    limits: Limits,
+    limits: SaturationLimits,
     avoid: frozenset[RankKey],
     barred: Mapping[RankKey, str],
     said_busy: frozenset[RankKey],
@@ -164,7 +166,7 @@ def _told(
     return tuple(found)
 
 
-def _reason(roster: Roster, load: Amounts, needed_context: int, limits: Limits, at: int) -> str:
+def _reason(roster: TargetTable, load: Amounts, needed_context: int, limits: SaturationLimits, at: int) -> str:
     if roster.max_context[at] < needed_context:
         return f"its context of {roster.max_context[at]} tokens is too small for {needed_context}"
     most = min(limits.requests, int(roster.max_requests[at]))

@@ -29,7 +29,7 @@ _SAME = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class PolicyRules:
     """The settings that decide; see `RouterConfig`. stay_ms: a conversation leaves its rank when another is cheaper by more."""
 
     policy: Policy = "cost"
@@ -48,7 +48,7 @@ class Rules:
         return self.weights.experts > 0 if self.policy == "cost" else self.policy == "classic" and self.beta > 0
 
     @classmethod
-    def of(cls, config: RouterConfig) -> "Rules":
+    def of(cls, config: RouterConfig) -> "PolicyRules":
         weights = Weights(
             config.prefill_weight,
             config.queue_weight,
@@ -61,12 +61,12 @@ class Rules:
         classic = (config.classic_alpha, config.classic_beta, config.classic_gamma)
         return cls(config.policy, weights, *classic, config.temperature_ms, config.session_affinity_ms, config.home_confidence)
 
-    def without(self, terms: tuple[str, ...]) -> "Rules":
+    def without(self, terms: tuple[str, ...]) -> "PolicyRules":
         """As if these terms did not count."""
         return replace(self, weights=replace(self.weights, **dict.fromkeys(terms, 0.0))) if terms else self
 
 
-class Facts(msgspec.Struct, frozen=True):
+class CandidateFacts(msgspec.Struct, frozen=True):
     """What a policy may look at, one entry per candidate. uncached: prompt tokens to compute; remote_share: of routed pairs, as far as
     it is believed, 0 where experts are not priced; None: nothing is foretold. turn: counts the decisions of this model."""
 
@@ -77,7 +77,7 @@ class Facts(msgspec.Struct, frozen=True):
     turn: int
 
 
-class Home(NamedTuple):
+class HomeRanks(NamedTuple):
     """Where a request is at home, and what that is worth."""
 
     at: NDArray[np.bool_]
@@ -85,9 +85,9 @@ class Home(NamedTuple):
     saves: Column | None
     """float64 [candidates]: ms of sending tokens that living there is expected to save, beside the candidate where it would cost most; None: nobody knows"""
 
-    def of(self, at: NDArray[np.intp]) -> "Home":
+    def of(self, at: NDArray[np.intp]) -> "HomeRanks":
         """For some of the candidates."""
-        return Home(self.at[at], None if self.saves is None else self.saves[at])
+        return HomeRanks(self.at[at], None if self.saves is None else self.saves[at])
 
     def near(self, score: Column, cheapest: int, best: NDArray[np.intp]) -> NDArray[np.intp]:
         """Indices of the homes that are worth going to: as cheap as the cheapest, or dearer by no more than they are expected to save beside it; of
@@ -105,7 +105,7 @@ class Home(NamedTuple):
         return np.asarray(homes[costs <= float(np.minimum.reduce(costs)) + rounding])
 
 
-class Choice(msgspec.Struct, frozen=True):
+class PolicyChoice(msgspec.Struct, frozen=True):
     """chosen: index of a candidate; tied: how many shared the lowest score."""
 
     chosen: int
@@ -113,7 +113,7 @@ class Choice(msgspec.Struct, frozen=True):
     why: Why
 
 
-def scored(rules: Rules, facts: Facts) -> tuple[Column, Unit]:
+def scored(rules: PolicyRules, facts: CandidateFacts) -> tuple[Column, Unit]:
     """What the policy minimises, float64 [candidates], and its unit."""
     match rules.policy:
         case "cost":
@@ -128,11 +128,13 @@ def scored(rules: Rules, facts: Facts) -> tuple[Column, Unit]:
             return _round_robin(facts), "1"
 
 
-def choose(rules: Rules, score: Column, unit: Unit, total: Column, promised: Column, seed: int, held: int | None, home: Home | None = None) -> Choice:
+def choose(
+    rules: PolicyRules, score: Column, unit: Unit, total: Column, promised: Column, seed: int, held: int | None, home: HomeRanks | None = None
+) -> PolicyChoice:
     """Pick a candidate by its score [candidates].
 
     total: predicted ms, by which a conversation decides whether it stays at `held`, the candidate that it was at, whatever the policy.
-    home: None: nowhere, or it does not matter. promised: seconds of promised work. Homes that are worth it (`Home.near`) come first, then the
+    home: None: nowhere, or it does not matter. promised: seconds of promised work. Homes that are worth it (`HomeRanks.near`) come first, then the
     lowest score; of equal ones (beside an engine's slowest rank, all ranks cost the same) the least promised work, and then the seed decides, u32
     of chance. With a temperature (policies in ms only) a rank whose score is higher by d is drawn with exp(-d / temperature_ms) of the
     probability of the lowest.
@@ -141,36 +143,36 @@ def choose(rules: Rules, score: Column, unit: Unit, total: Column, promised: Col
     lowest = float(score[cheapest])
     best = (score <= lowest + _SAME * max(1.0, lowest)).nonzero()[0]
     if len(score) == 1:
-        return Choice(0, 1, "only")
+        return PolicyChoice(0, 1, "only")
     if held is not None and float(total[held] - total[total.argmin()]) <= rules.stay_ms:
-        return Choice(held, len(best), "cheapest" if held in best else "session")
+        return PolicyChoice(held, len(best), "cheapest" if held in best else "session")
     if rules.temperature_ms and unit == "ms":
         drawn = _drawn(score - lowest, rules.temperature_ms, seed)
         if drawn not in best:
-            return Choice(drawn, len(best), "temperature")
+            return PolicyChoice(drawn, len(best), "temperature")
     among = best if home is None else home.near(score, cheapest, best)
     if not len(among):
         among = best
     if len(among) == 1:
         at = int(among[0])
-        return Choice(at, len(best), "cheapest" if len(best) == 1 and at == cheapest else "home")
+        return PolicyChoice(at, len(best), "cheapest" if len(best) == 1 and at == cheapest else "home")
     work = promised[among]
     least = among[work == work[work.argmin()]]
     alike = among is best or (len(among) == len(best) and bool((among == best).all()))
-    return Choice(int(least[seed % len(least)]), len(best), "tie" if alike else "home")
+    return PolicyChoice(int(least[seed % len(least)]), len(best), "tie" if alike else "home")
 
 
-def _classic(rules: Rules, facts: Facts) -> Column:
+def _classic(rules: PolicyRules, facts: CandidateFacts) -> Column:
     score = rules.alpha * facts.uncached / facts.prompt_tokens + rules.gamma * _relative(facts.scores.promised)
     return score if facts.remote_share is None else np.asarray(score + rules.beta * facts.remote_share)
 
 
-def _kv(facts: Facts) -> Column:
+def _kv(facts: CandidateFacts) -> Column:
     """Uncached share of the prompt; the relative load counts less than half a token and so decides among equals alone."""
     return np.asarray((facts.uncached + 0.5 * _relative(facts.scores.promised)) / max(facts.prompt_tokens, 1))
 
 
-def _round_robin(facts: Facts) -> Column:
+def _round_robin(facts: CandidateFacts) -> Column:
     """Turns until it is a candidate's turn."""
     return np.asarray((np.arange(len(facts.uncached)) - facts.turn) % len(facts.uncached), np.float64)
 

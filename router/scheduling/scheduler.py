@@ -13,28 +13,28 @@ from numpy.typing import NDArray
 
 from fleet.completions import MOST_NAME, ApiError, shortened
 from fleet.prediction import Query
-from router.admission.queue_policy import NoRoom
+from router.admission.queue_policy import Saturated
 from router.config import RouterConfig
 from router.fleet_state.reservations import SEQUENCES, Booking, Reservations
-from router.fleet_state.target_table import Excluded, RankKey, Roster
-from router.fleet_state.view import View
-from router.health.circuit_breakers import Bars, Health
-from router.openai_api.completion_state import Begun, Failure, other_weights, to_avoid
-from router.prediction.predictor import NO_KEYS, Foresight, Keys
-from router.prefix_index.approximate_index import Prefixes
-from router.prefix_index.kv_event_index import KvIndex
+from router.fleet_state.target_table import Excluded, RankKey, TargetTable
+from router.fleet_state.view import FleetView
+from router.health.circuit_breakers import CircuitBreakers, Exclusions
+from router.openai_api.completion_state import AttemptFailure, BegunAnswer, other_weights, to_avoid
+from router.prediction.predictor import NO_KEYS, PredictionKeys, Predictor
+from router.prefix_index.approximate_index import ApproximateIndex
+from router.prefix_index.kv_event_index import KvEventIndex
 from router.prefix_index.prompt import Prompt
 from router.scheduling.batch_assignment import order_of
 from router.scheduling.decision import NOTHING, UNKNOWN_OWNER, Ask, Conditions, Decision, Outlook, Owner, decide
 from router.scheduling.decision_record import Supposed
-from router.scheduling.filters import Candidates, Limits, candidates, saturated
-from router.scheduling.policies import Rules
-from router.scheduling.session_affinity import Affinity
+from router.scheduling.filters import Candidates, SaturationLimits, candidates, saturated
+from router.scheduling.policies import PolicyRules
+from router.scheduling.session_affinity import SessionAffinity
 from router.scheduling.target_speeds import TargetSpeeds
 from router.scheduling.what_if import barred as supposed_gone
 
 
-class Need(msgspec.Struct, frozen=True):
+class RoutingRequest(msgspec.Struct, frozen=True):
     """What a decision is about. `context`: tokens the rank must have room for; `output`: tokens expected.
 
     `tokenizer`: the digest of the one that made the prompt's ids; None: the prompt is text. `keys`: who asks. `supposed`: what is
@@ -47,10 +47,10 @@ class Need(msgspec.Struct, frozen=True):
     output: int
     tokenizer: str | None
     request_id: str = ""
-    keys: Keys = NO_KEYS
+    keys: PredictionKeys = NO_KEYS
     supposed: Supposed = NOTHING
     owner: Owner = UNKNOWN_OWNER
-    begun: Begun | None = None
+    begun: BegunAnswer | None = None
     """what the first tokens of an answer that is continued were computed by; None: there are none"""
     external: bool = False
     only: RankKey | None = None
@@ -59,15 +59,15 @@ class Need(msgspec.Struct, frozen=True):
     """it has fields that only engines serve which declare it (`Capabilities.passes_fields`)"""
 
 
-class Try(msgspec.Struct, frozen=True):
+class Attempt(msgspec.Struct, frozen=True):
     """Which attempt of a request this is, and what became of the ones before."""
 
     number: int = 1
     replaces: str | None = None
-    failures: tuple[tuple[RankKey, Failure], ...] = ()
+    failures: tuple[tuple[RankKey, AttemptFailure], ...] = ()
 
 
-FIRST_TRY = Try()
+FIRST_TRY = Attempt()
 _ELSEWHERE = "what this request refers to is on another server"
 NOBODY_BUSY: frozenset[RankKey] = frozenset()
 _NOBODY_TO_AVOID = (NOBODY_BUSY,)
@@ -79,22 +79,22 @@ Lap = Callable[[str], None]
 """Told the name of each part of a decision when it is done."""
 
 
-class Picker:
+class Scheduler:
     """`kv` says what ranks with KV events hold, `prefixes` guesses it for the others, into the same `holders`; `foresight` foretells what a
     request activates."""
 
-    def __init__(self, view: View, reservations: Reservations, kv: KvIndex, prefixes: Prefixes, config: RouterConfig) -> None:
+    def __init__(self, view: FleetView, reservations: Reservations, kv: KvEventIndex, prefixes: ApproximateIndex, config: RouterConfig) -> None:
         self.view = view
         self.reservations = reservations
         self.kv = kv
         self.prefixes = prefixes
-        self.foresight = Foresight(config.prediction_bytes)
-        self.health = Health(config)
+        self.foresight = Predictor(config.prediction_bytes)
+        self.health = CircuitBreakers(config)
         self.speeds = TargetSpeeds(config.correction_limit)
         self._config = config
-        self._limits = Limits(config.max_requests_per_rank, config.max_queue_seconds, config.max_kv_share)
-        self._rules = Rules.of(config)
-        self._affinity = Affinity(config.session_affinity_seconds)
+        self._limits = SaturationLimits(config.max_requests_per_rank, config.max_queue_seconds, config.max_kv_share)
+        self._rules = PolicyRules.of(config)
+        self._affinity = SessionAffinity(config.session_affinity_seconds)
         self._said_busy: dict[RankKey, float] = {}
         """until when ranks that said that they are busy count as saturated"""
         self._turns: dict[str, int] = {}
@@ -105,8 +105,8 @@ class Picker:
     def reconfigure(self, config: RouterConfig) -> None:
         """Decide by these settings from now on."""
         self._config = config
-        self._limits = Limits(config.max_requests_per_rank, config.max_queue_seconds, config.max_kv_share)
-        self._rules = Rules.of(config)
+        self._limits = SaturationLimits(config.max_requests_per_rank, config.max_queue_seconds, config.max_kv_share)
+        self._rules = PolicyRules.of(config)
         self._affinity.set_seconds(config.session_affinity_seconds)
         self.health.reconfigure(config)
         self.speeds.reconfigure(config.correction_limit)
@@ -117,7 +117,7 @@ class Picker:
         """Tokens that a request of which only a rank knows is expected to emit yet: on average half of its output has come."""
         return -(-self._config.expected_output_tokens // 2)
 
-    def roster(self, model: str) -> Roster:
+    def roster(self, model: str) -> TargetTable:
         """The ranks that may serve a model. ApiError 404 for an unknown model; NoRoom (503) when none of its ranks lives."""
         roster = self.view.roster(model)
         if not roster.targets:
@@ -128,10 +128,10 @@ class Picker:
                 said = f"the model {shortened(model, MOST_NAME)!r} does not exist; models served here: {', '.join(known)}"
                 raise ApiError(404, said, code="model_not_found", param="model")
             reasons = "; ".join(sorted({out.reason for out in roster.excluded if not out.reason.startswith("serves another")}))
-            raise NoRoom(503, f"no engine of model {model!r} is live at present ({reasons})", code="no_engine", retry_after=2.0)
+            raise Saturated(503, f"no engine of model {model!r} is live at present ({reasons})", code="no_engine", retry_after=2.0)
         return roster
 
-    def decide(self, need: Need, decision_id: str, seed: int, now: float, attempt: Try = FIRST_TRY, lap: Lap | None = None) -> Decision:
+    def decide(self, need: RoutingRequest, decision_id: str, seed: int, now: float, attempt: Attempt = FIRST_TRY, lap: Lap | None = None) -> Decision:
         """`lap` is told when each part of it is done. ApiError 404, 503 (no live engine, or all failed this request) or 429 (all saturated),
         the last two with Retry-After."""
         roster = self.roster(need.model)
@@ -222,7 +222,7 @@ class Picker:
         """A decision that was booked, if it is among the last ones."""
         return self._kept.get(decision_id)
 
-    def _rules_for(self, supposed: Supposed) -> Rules:
+    def _rules_for(self, supposed: Supposed) -> PolicyRules:
         if supposed.without and self._rules.policy != "cost":
             said = f"the policy {self._rules.policy} weighs no terms that could be left out; only the policy cost does"
             raise ApiError(400, said, param="without", code="invalid_value")
@@ -257,7 +257,7 @@ class Picker:
         self._said_busy = {key: until for key, until in self._said_busy.items() if until > now}
         return frozenset(self._said_busy)
 
-    def _candidates(self, roster: Roster, load: NDArray[np.int64], need: Need, attempt: Try, now: float) -> Candidates:
+    def _candidates(self, roster: TargetTable, load: NDArray[np.int64], need: RoutingRequest, attempt: Attempt, now: float) -> Candidates:
         """Breakers and outliers are ignored rather than refusing a request that nobody else can take, drains never are."""
         bars = self.health.bars(roster, now)
         if need.supposed.gone:
@@ -273,7 +273,7 @@ class Picker:
             plain = [target.key for target in roster.targets if not target.engine.capabilities.passes_fields]
             bars = bars.beside(dict.fromkeys(plain, READS_ONLY))
         said_busy, prices = self._busy_by_their_word(now), self.speeds.known(roster).queue
-        avoided = to_avoid([failure for failure in attempt.failures if failure[1] is not Failure.BUSY], roster) if attempt.failures else _NOBODY_TO_AVOID
+        avoided = to_avoid([failure for failure in attempt.failures if failure[1] is not AttemptFailure.BUSY], roster) if attempt.failures else _NOBODY_TO_AVOID
         busy: Candidates | None = None
         for barred in (bars.every, bars.hard) if len(bars.every) > len(bars.hard) else (bars.every,):
             for avoid in avoided:
@@ -285,7 +285,7 @@ class Picker:
                 break
         if busy is not None:
             wait = max(1.0, busy.wait_seconds)
-            raise NoRoom(429, "every rank that serves this model is saturated; try again later", code="saturated", retry_after=wait)
+            raise Saturated(429, "every rank that serves this model is saturated; try again later", code="saturated", retry_after=wait)
         if others:
             at = roster.index[next(iter(others))]
             said = f"the answer broke off and cannot be continued: no rank with its weights is left ({roster.targets[at].name}: {next(iter(others.values()))})"
@@ -298,7 +298,7 @@ class Picker:
             raise ApiError(503, said, code="draining", retry_after=5.0)
         raise ApiError(503, "no rank that serves this model can take this request now", code="no_engine", retry_after=2.0)
 
-    def _outlook(self, roster: Roster, need: Need, overlap: NDArray[np.int64]) -> Outlook | None:
+    def _outlook(self, roster: TargetTable, need: RoutingRequest, overlap: NDArray[np.int64]) -> Outlook | None:
         """Of all targets. A prompt that is known as text only is predicted by who asks alone: its hashes are not those of token blocks.
 
         overlap: int64 [targets]. What is cached somewhere was computed, and then its signature is probably known as far.
@@ -321,12 +321,12 @@ class Picker:
         return Outlook(forecast, remote, nodes, local, prior, added, prices.priced, home, prices.versions, used)
 
 
-def _block_size(roster: Roster) -> int:
+def _block_size(roster: TargetTable) -> int:
     """Tokens of the blocks that signatures are kept by; where engines differ, the smallest of theirs."""
     return roster.block_sizes[0]
 
 
-def _ignored(roster: Roster, bars: Bars) -> tuple[Excluded, ...]:
+def _ignored(roster: TargetTable, bars: Exclusions) -> tuple[Excluded, ...]:
     """The ranks that would be left alone, were there others."""
     soft = [target for target in roster.targets if target.key in bars.every and target.key not in bars.hard]
     return tuple(Excluded(target.engine.engine, target.rank, bars.every[target.key]) for target in soft)

@@ -17,7 +17,7 @@ class _Stay(NamedTuple):
     until: float
 
 
-class Affinity:
+class SessionAffinity:
     """`seconds`: a session that was silent for so long is forgotten; 0: none is remembered."""
 
     def __init__(self, seconds: float, most: int = MOST_SESSIONS) -> None:

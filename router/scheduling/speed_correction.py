@@ -62,7 +62,7 @@ class _Evidence:
         return trust, trust * np.array(self.mean)
 
 
-class Speeds:
+class SpeedCorrection:
     """State: evidence by the rows of the load tables (`Reservations.add_rank`) and by engine. `refresh` makes factors of it, every now
     and then; a decision only reads them."""
 

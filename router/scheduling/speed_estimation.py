@@ -64,7 +64,7 @@ class _Estimates:
         self.of = (_Estimate(), _Estimate())
 
 
-class LearntSpeeds:
+class SpeedEstimation:
     """State: estimates by pool and by server."""
 
     def __init__(self) -> None:

@@ -6,13 +6,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from router.fleet_state.target_table import REFERENCE, RankKey, Roster, Target
+from router.fleet_state.target_table import REFERENCE, RankKey, Target, TargetTable
 from router.scheduling.filters import QueuePrices
-from router.scheduling.speed_correction import Speeds
-from router.scheduling.speed_estimation import LearntSpeeds
+from router.scheduling.speed_correction import SpeedCorrection
+from router.scheduling.speed_estimation import SpeedEstimation
 
 
-class Known(NamedTuple):
+class KnownSpeeds(NamedTuple):
     """Of all targets of a roster.
 
     factors: float64 [2, targets], what predicted prefill and decode seconds are multiplied with; None: 1. measured: bool [2, targets],
@@ -29,28 +29,28 @@ class TargetSpeeds:
 
     def __init__(self, limit: float) -> None:
         """limit: a stated speed is corrected by this factor at most, either way; 1: not at all."""
-        self._stated = Speeds(limit)
-        self._learnt = LearntSpeeds()
-        self._known: dict[str, tuple[Roster, Known]] = {}
+        self._stated = SpeedCorrection(limit)
+        self._learnt = SpeedEstimation()
+        self._known: dict[str, tuple[TargetTable, KnownSpeeds]] = {}
 
     def reconfigure(self, limit: float) -> None:
         """Use another limit from the next refresh on."""
         self._stated.reconfigure(limit)
 
-    def known(self, roster: Roster) -> Known:
+    def known(self, roster: TargetTable) -> KnownSpeeds:
         """What a decision over this roster is to be priced with."""
         found = self._known.get(roster.model)
         if found is None or found[0] is not roster:
             found = self._known[roster.model] = roster, self._find(roster)
         return found[1]
 
-    def of(self, roster: Roster, target: int) -> tuple[float, float]:
+    def of(self, roster: TargetTable, target: int) -> tuple[float, float]:
         """Factors of predicted prefill and decode seconds of one target, an index into the roster."""
         factors = self.known(roster).factors
         return (1.0, 1.0) if factors is None else (float(factors[0, target]), float(factors[1, target]))
 
     def prefilled(self, target: Target, row: int, predicted_s: float, beside_s: float, observed_s: float) -> None:
-        """Take in a first token, as `Speeds.prefilled` and `LearntSpeeds.first_token`. row: of the load tables."""
+        """Take in a first token, as `SpeedCorrection.prefilled` and `SpeedEstimation.first_token`. row: of the load tables."""
         if target.engine.speed is not None:
             self._stated.prefilled(target.key, row, predicted_s, beside_s, observed_s)
         else:
@@ -75,7 +75,7 @@ class TargetSpeeds:
         self._learnt.forget_worker(worker_id)
         self._known.clear()
 
-    def _find(self, roster: Roster) -> Known:
+    def _find(self, roster: TargetTable) -> KnownSpeeds:
         factors = self._stated.factors(roster.rows) if self._stated.measured else None
         measured: NDArray[np.bool_] | None = None
         unstated = (~roster.stated).nonzero()[0].tolist()
@@ -88,10 +88,10 @@ class TargetSpeeds:
                 found = self._learnt.of(target.engine.model, target.key)
                 for kind, (factor, known) in enumerate(found):
                     factors[kind, at], measured[kind, at] = factor if known else guess[kind], known
-        return Known(factors, None if measured is None or measured.all() else measured, _queue_prices(roster, factors, measured))
+        return KnownSpeeds(factors, None if measured is None or measured.all() else measured, _queue_prices(roster, factors, measured))
 
 
-def _guess(roster: Roster, factors: NDArray[np.float64]) -> tuple[float, float]:
+def _guess(roster: TargetTable, factors: NDArray[np.float64]) -> tuple[float, float]:
     """Factors of the reference for what nobody measured yet: as fast as the first target that states a speed, for a fair comparison with it."""
     stated = roster.stated.nonzero()[0]
     if not len(stated):
@@ -101,7 +101,7 @@ def _guess(roster: Roster, factors: NDArray[np.float64]) -> tuple[float, float]:
     return float(factors[0, at] * roster.prefill_token_s[at]) / REFERENCE.prefill_token, float(factors[1, at]) * step
 
 
-def _queue_prices(roster: Roster, factors: NDArray[np.float64] | None, measured: NDArray[np.bool_] | None) -> QueuePrices:
+def _queue_prices(roster: TargetTable, factors: NDArray[np.float64] | None, measured: NDArray[np.bool_] | None) -> QueuePrices:
     """Nothing is refused for a speed that was not measured: a queued token costs nothing there."""
     token_s = roster.prefill_token_s if factors is None else roster.prefill_token_s * factors[0]
     return QueuePrices.of(token_s if measured is None else np.where(measured[0], token_s, 0.0))

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from urllib.parse import parse_qsl
 
 from fleet.completions import ApiError
-from router.fleet_state.target_table import RankKey, Roster
+from router.fleet_state.target_table import RankKey, TargetTable
 from router.scheduling.cost import TERMS
 from router.scheduling.decision_record import Supposed
 
@@ -42,7 +42,7 @@ def supposed(without: Iterable[str], gone: Iterable[str]) -> Supposed:
     return Supposed(without=terms, gone=ranks)
 
 
-def barred(gone: tuple[str, ...], roster: Roster) -> dict[RankKey, str]:
+def barred(gone: tuple[str, ...], roster: TargetTable) -> dict[RankKey, str]:
     """The ranks of these names, with the reason for which they are left out. ApiError 400 when there is none of such a name, or no
     other would be left."""
     found: dict[RankKey, str] = {}
@@ -56,7 +56,7 @@ def barred(gone: tuple[str, ...], roster: Roster) -> dict[RankKey, str]:
     return found
 
 
-def _listed(roster: Roster) -> str:
+def _listed(roster: TargetTable) -> str:
     names = [target.name for target in roster.targets]
     more = len(names) - _MOST_LISTED
     return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -14,14 +14,14 @@ from fleet.events import DescribeEngine, EngineHeartbeat, EngineJoined, EngineLe
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from router.fleet_state.cluster_homes import homes_of
-from router.fleet_state.dispatch_cost import Locality, Work, locality
-from router.fleet_state.engine_state import Standing
-from router.keyed_queue import Chores
-from router.scheduling.scheduler import Picker
-from router.sync.kv_event_subscriber import KvFeeds
-from router.sync.table_subscriber import TrackerFeeds
+from router.fleet_state.dispatch_cost import DispatchCost, DispatchInputs, locality
+from router.fleet_state.engine_state import EngineStatus
+from router.keyed_queue import KeyedQueue
+from router.scheduling.scheduler import Scheduler
+from router.sync.kv_event_subscriber import KvEventSubscriber
+from router.sync.table_subscriber import TableSubscriber
 from router.telemetry.metrics import RouterMetrics
-from router.tokenization.tokenizer_registry import Lexicon
+from router.tokenization.tokenizer_registry import TokenizerRegistry
 
 log = logging.getLogger(__name__)
 
@@ -30,15 +30,15 @@ _FOLLOW_PAUSE_SECONDS = 1.0
 _TABLES_WAITING = 256
 
 
-class Feeds:
+class FleetSubscriber:
     """All listening to one bus. `run` listens until it is cancelled; the handlers are synchronous and change the picker's state."""
 
     def __init__(
         self,
         bus: Bus,
         subjects: Subjects,
-        picker: Picker,
-        lexicon: Lexicon,
+        picker: Scheduler,
+        lexicon: TokenizerRegistry,
         metrics: RouterMetrics,
         threads: ThreadPoolExecutor,
         clock: Callable[[], float],
@@ -63,10 +63,10 @@ class Feeds:
         """set once the stored joins have been heard"""
         self.listening = asyncio.Event()
         """set once nothing said on the bus is missed any more"""
-        self.kv = KvFeeds(picker.kv, bus, subjects, metrics)
-        self.tracker = TrackerFeeds(picker.foresight, bus, subjects, metrics, threads, clock, self._learnt)
-        self._strangers: Chores[tuple[str, int]] = Chores(256)
-        self._unpriced: Chores[int] = Chores(65_536)
+        self.kv = KvEventSubscriber(picker.kv, bus, subjects, metrics)
+        self.tracker = TableSubscriber(picker.foresight, bus, subjects, metrics, threads, clock, self._learnt)
+        self._strangers: KeyedQueue[tuple[str, int]] = KeyedQueue(256)
+        self._unpriced: KeyedQueue[int] = KeyedQueue(65_536)
 
     async def run(self) -> None:
         subjects = self._subjects
@@ -161,7 +161,7 @@ class Feeds:
     def joined(self, joined: EngineJoined) -> None:
         """An engine introduced itself. ValueError when what it says contradicts itself."""
         known = self._view.engine(joined.worker_id)
-        if known is not None and known.joined == joined and known.standing is not Standing.LEFT:
+        if known is not None and known.joined == joined and known.standing is not EngineStatus.LEFT:
             return
         for superseded in self._view.join(joined, self._clock()):
             log.info("engine %s came back as worker %d; worker %d is forgotten", joined.engine, joined.worker_id, superseded)
@@ -233,7 +233,7 @@ class Feeds:
 
     def _introduced(self, joined: EngineJoined) -> None:
         for state in self._view.engines():
-            if state.joined.engine == joined.engine and state.joined.worker_id != joined.worker_id and state.standing is Standing.LIVE:
+            if state.joined.engine == joined.engine and state.joined.worker_id != joined.worker_id and state.standing is EngineStatus.LIVE:
                 log.warning("worker %d says it is engine %s, which lives as worker %d; it is not used", joined.worker_id, joined.engine, state.joined.worker_id)
                 return
         self._heard(joined)
@@ -241,14 +241,14 @@ class Feeds:
 
     async def _price(self) -> None:
         """Off the event loop: large placements take some hundred milliseconds. Engines that are alike follow one another and are priced once."""
-        last: tuple[Work, Locality] | None = None
+        last: tuple[DispatchInputs, DispatchCost] | None = None
         while True:
             worker_id = await self._unpriced.next()
             state = self._view.engine(worker_id)
             if state is None:
                 continue
             placement = state.placement
-            work = Work(numbered(state.nodes), state.joined.shape, state.layout, placement, self._view.clusters(state.joined.model))
+            work = DispatchInputs(numbered(state.nodes), state.joined.shape, state.layout, placement, self._view.clusters(state.joined.model))
             if last is None or not last[0].same_as(work):
                 last = work, await asyncio.get_running_loop().run_in_executor(self._threads, locality, *work)
             self._view.price(worker_id, None if placement is None else placement.epoch, last[1])

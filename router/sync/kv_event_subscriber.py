@@ -15,8 +15,8 @@ from bus import Bus, BusError, Received
 from bus.protocol.subjects import Subjects
 from fleet.events import KvEvent, KvSnapshot, KvSnapshotRequested, RoutedKvEvent
 from router.fleet_state.target_table import RankKey
-from router.keyed_queue import Chores
-from router.prefix_index.kv_event_index import BadKvEvent, KvIndex, OrphanBlock
+from router.keyed_queue import KeyedQueue
+from router.prefix_index.kv_event_index import BadKvEvent, KvEventIndex, OrphanBlock
 from router.telemetry.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
@@ -57,16 +57,16 @@ class _Feed:
         return self.late[0][1] - 1 if self.late else -1
 
 
-class KvFeeds:
+class KvEventSubscriber:
     """One feed per rank that reports KV events."""
 
-    def __init__(self, index: KvIndex, bus: Bus, subjects: Subjects, metrics: RouterMetrics) -> None:
+    def __init__(self, index: KvEventIndex, bus: Bus, subjects: Subjects, metrics: RouterMetrics) -> None:
         self._index = index
         self._bus = bus
         self._subjects = subjects
         self._metrics = metrics
         self._feeds: dict[RankKey, _Feed] = {}
-        self._due: Chores[RankKey] = Chores(65_536)
+        self._due: KeyedQueue[RankKey] = KeyedQueue(65_536)
         self._late_blocks = 0
 
     def add(self, rank: RankKey, engine: str) -> None:

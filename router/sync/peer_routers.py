@@ -14,9 +14,9 @@ from bus import Bus, BusError, BusTimeout, Message, Subscription
 from bus.protocol.subjects import Subjects
 from fleet.events import DecisionDescribed, DescribeDecision, DescribeReservations, ReservationsChanged, ReservationsDescribed
 from router.config import RouterConfig
-from router.fleet_state.booking_replication import MOST_PREFIX_BLOCKS, MOST_ROUTERS, Diary, Learnt, Ledger, Word
+from router.fleet_state.booking_replication import MOST_PREFIX_BLOCKS, MOST_ROUTERS, BookingMessage, Learnt, OwnBookings, RemoteBookings
 from router.fleet_state.reservations import Booking, Reservations
-from router.keyed_queue import Chores
+from router.keyed_queue import KeyedQueue
 from router.prefix_index.prompt import Prompt
 from router.scheduling.decision import Decision
 from router.telemetry.metrics import RouterMetrics
@@ -38,7 +38,7 @@ Passed = Callable[[str, bool, str | None], object]
 that released it (None: a caller who may release any)."""
 
 
-class Peers:
+class PeerRouters:
     """`run` tells and listens until it is cancelled; the rest is synchronous and does nothing that takes time.
 
     With `replicas` off nothing is told of bookings and none are counted; releases are still passed on.
@@ -70,10 +70,10 @@ class Peers:
         self._passed = passed
         self._freed = freed
         self._acquainted = acquainted
-        self._diary = Diary(self.router, config.reservation_seconds / 2)
-        self._ledger = Ledger(reservations, config.reservation_seconds, learnt)
+        self._diary = OwnBookings(self.router, config.reservation_seconds / 2)
+        self._ledger = RemoteBookings(reservations, config.reservation_seconds, learnt)
         self._voice = bus.publisher(subjects.reservations)
-        self._due: Chores[int] = Chores(MOST_ROUTERS)
+        self._due: KeyedQueue[int] = KeyedQueue(MOST_ROUTERS)
         self._news = asyncio.Event()
         self._news.set()  # the first word is that this router is there
         self._echo: float | None = None
@@ -89,7 +89,7 @@ class Peers:
         target = decision.target
         tell_prefix = bool(self._ledger.routers) and not target.engine.capabilities.kv_events
         prefix = prompt.chained(target.engine.block_size)[:MOST_PREFIX_BLOCKS] if tell_prefix else ()
-        self._diary.booked(decision.id, target.key, booking, Word(decision.ask.keys.session, prefix))
+        self._diary.booked(decision.id, target.key, booking, BookingMessage(decision.ask.keys.session, prefix))
         self._told()
 
     def first_token(self, booking: Booking) -> None:

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 
-from router.fleet_state.engine_state import Standing
-from router.fleet_state.view import View
-from router.sync.fleet_subscriber import Feeds
-from router.sync.peer_routers import Peers
+from router.fleet_state.engine_state import EngineStatus
+from router.fleet_state.view import FleetView
+from router.sync.fleet_subscriber import FleetSubscriber
+from router.sync.peer_routers import PeerRouters
 
 log = logging.getLogger(__name__)
 
@@ -17,10 +17,10 @@ HEARTBEAT_SECONDS = 1.5
 _LOOK_SECONDS = 0.02
 
 
-class Warmup:
+class Readiness:
     """`run` ends when nothing is missing, or after LONGEST_SECONDS; it is `over` from then on. Without a bus it is over at once."""
 
-    def __init__(self, view: View, feeds: Feeds | None, peers: Peers | None) -> None:
+    def __init__(self, view: FleetView, feeds: FleetSubscriber | None, peers: PeerRouters | None) -> None:
         self.done = asyncio.Event()
         """set when it is over"""
         if feeds is None or peers is None:
@@ -39,8 +39,8 @@ class Warmup:
         """What is waited for, for people; empty once it is over."""
         if self.over or self._feeds is None or self._peers is None:
             return []
-        live = {state.joined.worker_id: state.joined for state in self._view.engines() if state.standing is Standing.LIVE}
-        unheard = [state.joined.engine for state in self._view.engines() if state.standing is Standing.UNHEARD and not self._late_engines]
+        live = {state.joined.worker_id: state.joined for state in self._view.engines() if state.standing is EngineStatus.LIVE}
+        unheard = [state.joined.engine for state in self._view.engines() if state.standing is EngineStatus.UNHEARD and not self._late_engines]
         snapshots = sum(rank[0] in live for rank in self._feeds.kv.out_of_step())
         tables = sorted(self._feeds.tracker.unanswered() & {joined.model for joined in live.values()})
         return [

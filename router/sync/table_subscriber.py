@@ -17,9 +17,9 @@ from bus import Bus, BusError, Subscription
 from bus.protocol.subjects import Subjects
 from fleet.events import ClustersPublished, DescribeClusters, DescribeTables, TablesPublished
 from fleet.signatures import ClusterModel
-from router.keyed_queue import Chores
-from router.prediction.predictor import Foresight
-from router.prediction.table_replica import SLICE, Change, Verdict, read
+from router.keyed_queue import KeyedQueue
+from router.prediction.predictor import Predictor
+from router.prediction.table_replica import SLICE, ChangeVerdict, TableChange, read
 from router.telemetry.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
@@ -51,12 +51,12 @@ class _Feed:
     """when tables were taken last, seconds on the router's clock"""
 
 
-class TrackerFeeds:
+class TableSubscriber:
     """`learnt` is called with a model's new clusters, which are to be priced."""
 
     def __init__(
         self,
-        foresight: Foresight,
+        foresight: Predictor,
         bus: Bus,
         subjects: Subjects,
         metrics: RouterMetrics,
@@ -72,7 +72,7 @@ class TrackerFeeds:
         self._clock = clock
         self._learnt = learnt
         self._feeds: dict[str, _Feed] = {}
-        self._due: Chores[str] = Chores(_MOST_MODELS)
+        self._due: KeyedQueue[str] = KeyedQueue(_MOST_MODELS)
         self._order = asyncio.Lock()
 
     def add(self, model: str) -> None:
@@ -172,10 +172,10 @@ class TrackerFeeds:
                 except ValueError as error:
                     self._refuse(one.model, error)
 
-    async def _whole(self, feed: _Feed, model: str, change: Change, *, asked: bool) -> Iterable[TablesPublished]:
+    async def _whole(self, feed: _Feed, model: str, change: TableChange, *, asked: bool) -> Iterable[TablesPublished]:
         """Returns the changes that waited for it. An answer to our own question is taken whatever its version: its tracker may have begun anew."""
         known = self._foresight.replica(model)
-        if known is not None and not asked and known.judge(change) is Verdict.OLD:
+        if known is not None and not asked and known.judge(change) is ChangeVerdict.OLD:
             return ()
         replica = await self._off_loop(_INLINE_BYTES * change.rows, self._foresight.prepare, change)
         if self._feeds.get(model) is not feed:
@@ -185,14 +185,14 @@ class TrackerFeeds:
         late, feed.late = feed.late or (), None
         return late
 
-    async def _changed(self, feed: _Feed, published: TablesPublished, change: Change) -> None:
+    async def _changed(self, feed: _Feed, published: TablesPublished, change: TableChange) -> None:
         replica = self._foresight.replica(published.model)
         if feed.late is not None or replica is None:
             feed.late = feed.late or deque(maxlen=_LATE_CHANGES)
             feed.late.append(published)
             return
         match replica.judge(change):
-            case Verdict.TAKEN:
+            case ChangeVerdict.TAKEN:
                 if replica.crowded_by(change):
                     replica = await self._off_loop(replica.stored_bytes, replica.grown, change)
                     if self._feeds.get(published.model) is not feed:
@@ -203,12 +203,12 @@ class TrackerFeeds:
                     if at + SLICE < change.rows:
                         await asyncio.sleep(0)
                 feed.taken_at = self._clock()
-            case Verdict.GAP:
+            case ChangeVerdict.GAP:
                 log.info("tables of model %s: a change to version %s, ours is another; asking for the whole", published.model, change.base)
                 feed.late = deque([published], maxlen=_LATE_CHANGES)
                 self._metrics.tables_asked.inc()
                 self._due.ask(published.model)
-            case Verdict.OLD:
+            case ChangeVerdict.OLD:
                 pass
 
     def _refuse(self, model: str, error: ValueError) -> None:

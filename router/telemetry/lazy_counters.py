@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Tally:
+class LazyCounter:
     """One number for each combination of label values, which may be of any kind that str() names. goes_down: it is no counter."""
 
     def __init__(self, name: str, text: str, labels: tuple[str, ...], *, goes_down: bool = False) -> None:
@@ -18,7 +18,7 @@ class Tally:
         self.values: defaultdict[tuple[Hashable, ...], float] = defaultdict(float)
 
 
-class Spread:
+class Buckets:
     """How many values fell into each bucket, and their sum. bounds: upper ends, inclusive, ascending; one more bucket is above them."""
 
     __slots__ = ("bounds", "counts", "sum")
@@ -43,14 +43,14 @@ class Histogram:
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...], labels: tuple[str, ...]) -> None:
         self.name, self.text, self.names = name, text, labels
-        self.spreads: dict[tuple[str, ...], Spread] = {}
+        self.spreads: dict[tuple[str, ...], Buckets] = {}
         self._bounds = tuple(float(bound) for bound in bounds)
 
-    def labels(self, *values: str) -> Spread:
-        return self.spreads.setdefault(values, Spread(self._bounds))
+    def labels(self, *values: str) -> Buckets:
+        return self.spreads.setdefault(values, Buckets(self._bounds))
 
 
-class Sums:
+class VectorSums:
     """Vectors of named parts, summed up by key, and how many they were. unit: what a sum is multiplied with when it is shown."""
 
     def __init__(self, name: str, text: str, key: str, part: str, parts: tuple[str, ...], *, unit: float = 1.0) -> None:

@@ -15,10 +15,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from fleet.prediction import SOURCES, Tables
-from router.openai_api.completion_state import Failure
+from router.openai_api.completion_state import AttemptFailure
 from router.scheduling.cost import TERMS
 from router.scheduling.decision import Decision
-from router.telemetry.lazy_counters import Histogram, Sums, Tally
+from router.telemetry.lazy_counters import Histogram, LazyCounter, VectorSums
 
 _OVERHEAD = (1e-5, 25e-6, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2)
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -115,7 +115,7 @@ class RouterMetrics:
         self._cached = self._tally("cached_tokens", "Prompt tokens believed cached where they were routed", "model")
         self._lost = self._tally("overlap_blocks_lost", "Cached blocks passed by because another term weighed more", "model")
         text = "Price of the chosen rank, by term, weighted, where its speed is known"
-        self._terms = Sums("roost_router_term_seconds", text, "model", "term", TERMS, unit=1e-3)
+        self._terms = VectorSums("roost_router_term_seconds", text, "model", "term", TERMS, unit=1e-3)
         self._tallies.sums.append(self._terms)
         self._overhead = self._histogram("overhead_seconds", "Time spent deciding, by stage", _OVERHEAD, "stage")
         self.tokenise = self._overhead.labels("tokenise")
@@ -274,7 +274,7 @@ class RouterMetrics:
         """Of all conversations so far."""
         self._characters.values["known",], self._characters.values["new",] = known, new
 
-    def failed(self, how: Failure) -> None:
+    def failed(self, how: AttemptFailure) -> None:
         self._retries.labels(how.value).inc()
 
     def finished(self, model: str, outcome: str) -> None:
@@ -388,8 +388,8 @@ class RouterMetrics:
         self._tallies.histograms.append(Histogram(f"roost_router_{name}", text, bounds, labels))
         return self._tallies.histograms[-1]
 
-    def _tally(self, name: str, text: str, *labels: str, goes_down: bool = False) -> Tally:
-        self._tallies.tallies.append(Tally(f"roost_router_{name}", text, labels, goes_down=goes_down))
+    def _tally(self, name: str, text: str, *labels: str, goes_down: bool = False) -> LazyCounter:
+        self._tallies.tallies.append(LazyCounter(f"roost_router_{name}", text, labels, goes_down=goes_down))
         return self._tallies.tallies[-1]
 
 
@@ -412,9 +412,9 @@ class _Tallies(Collector):
     """What is counted as plain numbers, as families."""
 
     def __init__(self) -> None:
-        self.tallies: list[Tally] = []
+        self.tallies: list[LazyCounter] = []
         self.histograms: list[Histogram] = []
-        self.sums: list[Sums] = []
+        self.sums: list[VectorSums] = []
 
     def collect(self) -> Iterator[Metric]:
         for tally in self.tallies:

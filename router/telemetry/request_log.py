@@ -14,8 +14,8 @@ from fleet.blocks import salted_seed
 from fleet.completions import MOST_DETAIL, MOST_NAME, shortened
 from router.access.api_keys import TRUSTED, Caller
 from router.http.asgi_response import Headers
-from router.openai_api.completion_state import Failure
-from router.prediction.predictor import Keys, keys_of
+from router.openai_api.completion_state import AttemptFailure
+from router.prediction.predictor import PredictionKeys, keys_of
 from router.scheduling.decision import Decision, Owner
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.tracing import RequestTrace
@@ -23,7 +23,7 @@ from router.telemetry.tracing import RequestTrace
 access = logging.getLogger("roost.access")
 
 
-class Outcome(StrEnum):
+class RequestEnd(StrEnum):
     """How a request ended, for logs and metrics."""
 
     ANSWERED = "answered"
@@ -41,7 +41,7 @@ class Outcome(StrEnum):
     """a fault of the router itself"""
 
 
-class Exchange:
+class RequestLog:
     """Mutable while the request is answered. Times are seconds on the router's clock. What most requests leave as it is stands in the class."""
 
     address = ""
@@ -91,7 +91,7 @@ class Exchange:
         self.started = started
         self.client_headers: Headers = []
         """as they came"""
-        self.failures: list[Failure] = []
+        self.failures: list[AttemptFailure] = []
         self.finish_reasons: list[str] = []
         self.pass_on: dict[str, str] = {}
         """headers that go upstream as they came: the client's trace context, while this router does not trace"""
@@ -111,7 +111,7 @@ class Exchange:
         """Whose turn it is, where requests have turns: the tenant's, or the address's where keys name no tenants."""
         return self.caller.tenant or self.address
 
-    def keys(self, path: str | None = None) -> Keys:
+    def keys(self, path: str | None = None) -> PredictionKeys:
         """Who asks, as prediction knows it; `path` is that of the request itself where this one only asks about it."""
         return keys_of(self.session, self.tenant, self.model, path or self.path)
 
@@ -135,7 +135,7 @@ class Exchange:
             return None
         return (now - self.first_token_at) * choices / later
 
-    def finish(self, outcome: Outcome, now: float, metrics: RouterMetrics) -> None:
+    def finish(self, outcome: RequestEnd, now: float, metrics: RouterMetrics) -> None:
         """Write the log line, count, and end the trace. Called once."""
         answered, ended = self.first_token_at is not None, outcome.value
         ttft = None if self.first_token_at is None or self.whole else self.first_token_at - self.started

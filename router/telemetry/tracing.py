@@ -29,7 +29,7 @@ MOST_CANDIDATES = 32
 """Candidates written into a span, cheapest first; all are in the decision's record."""
 
 
-class Tracing:
+class RouterTracing:
     """The tracer of a real provider. `create` returns None where spans would go nowhere, so that off costs nothing."""
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -37,7 +37,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     @classmethod
-    def create(cls, provider: TracerProvider | None = None) -> "Tracing | None":
+    def create(cls, provider: TracerProvider | None = None) -> "RouterTracing | None":
         """With the given provider, or the process's own. None when that is a no-op."""
         provider = trace.get_tracer_provider() if provider is None else provider
         return None if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider) else cls(provider)
@@ -73,7 +73,7 @@ class Tracing:
 class RequestTrace:
     """The spans of one request."""
 
-    def __init__(self, tracing: Tracing, span: Span, operation: str) -> None:
+    def __init__(self, tracing: RouterTracing, span: Span, operation: str) -> None:
         self._tracing = tracing
         self._span = span
         self._operation = operation

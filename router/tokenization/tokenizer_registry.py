@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from bus import Bus, BusError
-from router.keyed_queue import Chores
+from router.keyed_queue import KeyedQueue
 from router.tokenization.segment_cache import SegmentCache
 from router.tokenization.tokenizer import BadTokenizer, ModelTokenizer
 
@@ -20,7 +20,7 @@ Changed = Callable[[str, str | None], None]
 """Called with a digest and why its tokenizer cannot be used (None: it can)."""
 
 
-class Lexicon:
+class TokenizerRegistry:
     """State: tokenizers by digest. `threads` is where long work goes; `seen_bytes` what token ids of seen texts may take, of all models together."""
 
     def __init__(self, threads: ThreadPoolExecutor, changed: Changed, seen_bytes: int = 0) -> None:
@@ -29,7 +29,7 @@ class Lexicon:
         self.seen = SegmentCache(seen_bytes) if seen_bytes else None
         self._known: dict[str, ModelTokenizer] = {}
         self._archives: dict[str, bytes] = {}
-        self._due: Chores[str] = Chores(_MOST)
+        self._due: KeyedQueue[str] = KeyedQueue(_MOST)
 
     def get(self, digest: str | None) -> ModelTokenizer | None:
         return None if digest is None else self._known.get(digest)

@@ -11,7 +11,7 @@ import msgspec
 
 from fleet.completions import MOST_DETAIL, ApiError, shortened
 from router.config import RouterConfig
-from router.openai_api.completion_state import Failure
+from router.openai_api.completion_state import AttemptFailure
 from router.upstream.http_client import Connection, ConnectionLost, HttpClient, Origin, request_bytes
 
 _ERROR_BYTES = 64 * 1024
@@ -22,7 +22,7 @@ _DATA = b"data:"
 _LEAN = b"data: "
 
 
-class Refused(NamedTuple):
+class UpstreamRefusal(NamedTuple):
     """A server's own error answer, as it came."""
 
     status: int
@@ -33,14 +33,14 @@ class Refused(NamedTuple):
 class UpstreamFailed(Exception):
     """A rank did not answer, or not to the end. `refused`: its own answer, where it gave one."""
 
-    def __init__(self, how: Failure, detail: str, refused: Refused | None = None) -> None:
+    def __init__(self, how: AttemptFailure, detail: str, refused: UpstreamRefusal | None = None) -> None:
         super().__init__(f"{how.value}: {shortened(detail, MOST_DETAIL)}")
         self.how = how
         self.refused = refused
 
     def refusal(self, attempts: int) -> ApiError:
         """What the client is told when nobody else is asked: 429 after ranks that were busy, else 503."""
-        if self.how is Failure.BUSY:
+        if self.how is AttemptFailure.BUSY:
             return ApiError(429, f"{attempts} ranks are saturated; try again later", code="saturated", retry_after=2.0)
         return ApiError(503, f"{attempts} ranks failed this request, the last with {self.how.value}", code="upstream_failed", retry_after=2.0)
 
@@ -82,7 +82,7 @@ def _event_data(block: bytes) -> bytes:
     return b"\n".join(line[5:].lstrip() for line in block.split(b"\n") if line.startswith(_DATA))
 
 
-class Sent(msgspec.Struct, frozen=True):
+class UpstreamRequest(msgspec.Struct, frozen=True):
     """A request to a server: its base URL, the path below it, and what goes there."""
 
     method: str
@@ -109,7 +109,7 @@ class Call:
     be any.
     """
 
-    def __init__(self, client: HttpClient, sent: Sent, connect_seconds: float, patience: Patience) -> None:
+    def __init__(self, client: HttpClient, sent: UpstreamRequest, connect_seconds: float, patience: Patience) -> None:
         self.loop = client.loop
         self._client = client
         self._sent = sent
@@ -128,19 +128,19 @@ class Call:
             self._origin = self._client.origin(self._url)
             self._connection = await self._client.connect(self._origin, self._connect_seconds)
         except TimeoutError as error:
-            raise UpstreamFailed(Failure.CONNECT, f"{self._url}: no connection within {self._connect_seconds:g} s") from error
+            raise UpstreamFailed(AttemptFailure.CONNECT, f"{self._url}: no connection within {self._connect_seconds:g} s") from error
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # our fault, and no rank's
                 said = "the router has no file descriptor left for a connection; try again later"
                 raise ApiError(503, said, code="out_of_descriptors", retry_after=1.0) from error
-            raise UpstreamFailed(Failure.CONNECT, f"{self._url}: {error or type(error).__name__}") from error
+            raise UpstreamFailed(AttemptFailure.CONNECT, f"{self._url}: {error or type(error).__name__}") from error
         self._connected = True
         try:
             sent = self._sent
             self._deadline = self.loop.time() + self._patience.total
             self._connection.send(request_bytes(sent.method, self._origin, sent.path, sent.headers, sent.body))
             while not self._connection.status:
-                await self._more(Failure.DISCONNECTED)
+                await self._more(AttemptFailure.DISCONNECTED)
             if self._connection.status >= 400:
                 await self._judge()
         except BaseException:
@@ -178,7 +178,7 @@ class Call:
         """What has arrived; b"" at the end. UpstreamFailed when nothing comes in time or the stream breaks, ApiError 504 at the total limit."""
         connection = self._connection
         while (data := connection.take()) is None:
-            await self._more(Failure.BROKEN)
+            await self._more(AttemptFailure.BROKEN)
         self._read_any = True
         return data
 
@@ -186,7 +186,7 @@ class Call:
         """The answer is complete: what is left is the end of the stream, and the connection may be used again."""
         self._clean = True
 
-    async def _more(self, how: Failure) -> None:
+    async def _more(self, how: AttemptFailure) -> None:
         """Wait for the server, within the time that holds now."""
         patience, connection = self._patience, self._connection
         seconds = patience.between if self._read_any else patience.first
@@ -200,7 +200,7 @@ class Call:
             if self.loop.time() >= self._deadline:
                 said = f"no whole answer within {patience.total:g} s ([router] answer_seconds); stream it, or ask for fewer tokens"
                 raise ApiError(504, said, code="answer_timeout")
-            raise UpstreamFailed(Failure.STALLED if self._read_any else Failure.FIRST_TOKEN_TIMEOUT, f"{self._url}: silent for too long")
+            raise UpstreamFailed(AttemptFailure.STALLED if self._read_any else AttemptFailure.FIRST_TOKEN_TIMEOUT, f"{self._url}: silent for too long")
 
     async def _drain(self) -> None:
         try:
@@ -226,11 +226,11 @@ class RankCall(Call):
         status = self.status
         refused = api_error(status, await self.error_body())
         if status == 429 or refused.code == "overloaded":
-            raise UpstreamFailed(Failure.BUSY, f"{self._url}: {refused.message}")
+            raise UpstreamFailed(AttemptFailure.BUSY, f"{self._url}: {refused.message}")
         if status >= 500:
-            raise UpstreamFailed(Failure.SERVER_ERROR, f"{self._url}: HTTP {status}: {refused.message}")
+            raise UpstreamFailed(AttemptFailure.SERVER_ERROR, f"{self._url}: HTTP {status}: {refused.message}")
         if status in (401, 403):
-            raise UpstreamFailed(Failure.SERVER_ERROR, f"{self._url}: HTTP {status}: the rank refused the router's key; set fleet_secret_file")
+            raise UpstreamFailed(AttemptFailure.SERVER_ERROR, f"{self._url}: HTTP {status}: the rank refused the router's key; set fleet_secret_file")
         raise refused
 
 
@@ -276,10 +276,10 @@ class Upstream:
 
     def call(self, url: str, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Call:
         """POST JSON to a rank of the fleet's own engines."""
-        sent = Sent("POST", url, path, [(b"content-type", b"application/json"), *headers], body)
+        sent = UpstreamRequest("POST", url, path, [(b"content-type", b"application/json"), *headers], body)
         return RankCall(self._opened, sent, self._config.connect_seconds, self._streamed)
 
-    def forward(self, sent: Sent, *, stream: bool, patience: Patience | None = None) -> Call:
+    def forward(self, sent: UpstreamRequest, *, stream: bool, patience: Patience | None = None) -> Call:
         """A request as it came, to a server that answers in text. stream: its answer begins with the first token; else it comes as a whole,
         for which there is only a total limit. patience: instead of what the settings say."""
         return Call(self._opened, sent, self._config.connect_seconds, patience or (self._streamed if stream else self._whole))

@@ -22,7 +22,7 @@ from fleet.timing import EngineSpeed
 from router.config import BackendConfig, RouterConfig, base_url
 from router.fleet_state.dispatch_cost import locality
 from router.fleet_state.engine_state import EngineState
-from router.fleet_state.view import View
+from router.fleet_state.view import FleetView
 from router.upstream.rank_client import Upstream
 
 log = logging.getLogger(__name__)
@@ -70,11 +70,13 @@ class _Server:
     """whether the log last called it there; None: nothing was logged yet"""
 
 
-class PlainBackends:
+class StaticBackends:
     """Each server becomes an engine of one rank that serves all of its models: they share its load, its limits and its breaker. A server
     that stops answering is left out until it answers again."""
 
-    def __init__(self, config: RouterConfig, key: Callable[[str], str | None], view: View, clock: Callable[[], float], forget: Callable[[int], None]) -> None:
+    def __init__(
+        self, config: RouterConfig, key: Callable[[str], str | None], view: FleetView, clock: Callable[[], float], forget: Callable[[int], None]
+    ) -> None:
         """key: what the server of a base URL wants as `Authorization: Bearer` now; None: nothing."""
         urls = dict.fromkeys(base_url(url) for url in config.backends)
         settings = [*(BackendConfig(name=_name(url), url=url) for url in urls), *config.named_backends]

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from bus import Claim
-from bus.claims import Holder, NameClaim, NameTaken, Verdict, holder_of, judge
+from bus.claims import ClaimStep, Holder, NameClaim, NameTaken, holder_of, judge
 from bus.memory import MemoryBroker, MemoryBus
 
 KEY = "engine.a"
@@ -18,18 +18,18 @@ def claim_of(worker_id: int, revision: int) -> Claim:
 @pytest.mark.parametrize(
     ("seen", "now", "watched", "replaces", "verdict"),
     [
-        (None, None, 0.0, None, Verdict.CREATE),
-        (claim_of(1, 5), None, 1.0, None, Verdict.CREATE),
-        (claim_of(1, 5), claim_of(1, 5), 0.0, None, Verdict.WAIT),
-        (claim_of(1, 5), claim_of(1, 5), 2.9, None, Verdict.WAIT),
-        (claim_of(1, 5), claim_of(1, 5), 3.0, None, Verdict.TAKE),
-        (claim_of(1, 5), claim_of(1, 6), 0.1, None, Verdict.REFUSE),
-        (claim_of(1, 5), claim_of(2, 6), 9.0, None, Verdict.REFUSE),
-        (claim_of(1, 5), claim_of(1, 5), 0.0, 1, Verdict.TAKE),
-        (claim_of(1, 5), claim_of(1, 5), 0.0, 2, Verdict.WAIT),
+        (None, None, 0.0, None, ClaimStep.CREATE),
+        (claim_of(1, 5), None, 1.0, None, ClaimStep.CREATE),
+        (claim_of(1, 5), claim_of(1, 5), 0.0, None, ClaimStep.WAIT),
+        (claim_of(1, 5), claim_of(1, 5), 2.9, None, ClaimStep.WAIT),
+        (claim_of(1, 5), claim_of(1, 5), 3.0, None, ClaimStep.TAKE),
+        (claim_of(1, 5), claim_of(1, 6), 0.1, None, ClaimStep.REFUSE),
+        (claim_of(1, 5), claim_of(2, 6), 9.0, None, ClaimStep.REFUSE),
+        (claim_of(1, 5), claim_of(1, 5), 0.0, 1, ClaimStep.TAKE),
+        (claim_of(1, 5), claim_of(1, 5), 0.0, 2, ClaimStep.WAIT),
     ],
 )
-def test_the_verdict_on_a_claim(seen: Claim | None, now: Claim | None, watched: float, replaces: int | None, verdict: Verdict) -> None:
+def test_the_verdict_on_a_claim(seen: Claim | None, now: Claim | None, watched: float, replaces: int | None, verdict: ClaimStep) -> None:
     assert judge(seen, now, watched, replaces=replaces) is verdict
 
 

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from bus import Message, StoreFull
-from bus.parts import IN_USE_SECONDS, Answers
+from bus.parts import IN_USE_SECONDS, PartedAnswers
 from bus.protocol.codec import PART_BYTES, PartsOffer, PartWanted
 from bus.stores import AGAIN_SECONDS, FullStores
 from fleet.events import RequestRefused
@@ -18,14 +18,14 @@ def message(text: str) -> Message:
     return RequestRefused(reason=text)
 
 
-def content_of(answers: Answers, offer: PartsOffer) -> bytes | None:
+def content_of(answers: PartedAnswers, offer: PartsOffer) -> bytes | None:
     parts = [answers.part(PartWanted(publisher_id=1, answer=offer.answer, part=number)) for number in range(offer.parts)]
     return None if None in parts else b"".join(part for part in parts if part is not None)
 
 
 @pytest.mark.parametrize("length", [1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES - 1])
 async def test_the_parts_of_an_offer_make_its_content_and_there_are_no_others(length: int) -> None:
-    answers, content = Answers(10 * PART_BYTES, KEPT_SECONDS), bytes(range(256)) * (length // 256 + 1)
+    answers, content = PartedAnswers(10 * PART_BYTES, KEPT_SECONDS), bytes(range(256)) * (length // 256 + 1)
     offer = answers.keep(message("m"), "x", content[:length])
     assert offer.size == length
     assert content_of(answers, offer) == content[:length]
@@ -35,7 +35,7 @@ async def test_the_parts_of_an_offer_make_its_content_and_there_are_no_others(le
 
 
 async def test_the_same_message_is_kept_once_and_an_equal_one_is_another() -> None:
-    answers, said = Answers(100, KEPT_SECONDS), message("m")
+    answers, said = PartedAnswers(100, KEPT_SECONDS), message("m")
     offer = answers.keep(said, "x", b"1" * 40)
     assert answers.offered(said) == offer
     assert answers.offered(message("m")) is None
@@ -44,7 +44,7 @@ async def test_the_same_message_is_kept_once_and_an_equal_one_is_another() -> No
 
 @pytest.mark.looptime
 async def test_an_answer_is_forgotten_when_nothing_of_it_was_fetched_for_a_while() -> None:
-    answers, said = Answers(100, KEPT_SECONDS), message("m")
+    answers, said = PartedAnswers(100, KEPT_SECONDS), message("m")
     offer = answers.keep(said, "x", b"1" * 40)
     for _ in range(4):
         await asyncio.sleep(0.6 * KEPT_SECONDS)
@@ -55,7 +55,7 @@ async def test_an_answer_is_forgotten_when_nothing_of_it_was_fetched_for_a_while
 
 @pytest.mark.looptime
 async def test_room_is_made_of_what_is_not_being_fetched_and_else_refused() -> None:
-    answers = Answers(100, KEPT_SECONDS)
+    answers = PartedAnswers(100, KEPT_SECONDS)
     first, second = answers.keep(message("1"), "x", b"1" * 40), answers.keep(message("2"), "x", b"2" * 40)
     with pytest.raises(StoreFull, match="answers_bytes"):
         answers.keep(message("3"), "x", b"3" * 40)
@@ -69,7 +69,7 @@ async def test_room_is_made_of_what_is_not_being_fetched_and_else_refused() -> N
 
 @pytest.mark.looptime
 async def test_what_everybody_has_fetched_makes_room_at_once() -> None:
-    answers, shared = Answers(100, KEPT_SECONDS), message("1")
+    answers, shared = PartedAnswers(100, KEPT_SECONDS), message("1")
     first = answers.keep(shared, "x", b"1" * 60)
     assert answers.offered(shared) == first
     assert content_of(answers, first) == b"1" * 60

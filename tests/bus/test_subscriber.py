@@ -10,7 +10,7 @@ from typing import Any
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
-from deploy.security.credentials import Credentials
+from deploy.security.credentials import ServerCredentials
 from fleet.events import MigrationAborted, MigrationPlanned
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -30,7 +30,7 @@ def test_it_has_eleven_lines_and_needs_no_roost() -> None:
 async def test_it_prints_what_was_stored_before_it_came_and_what_comes(tmp_path: Path, nats_server_type: Any) -> None:
     folder, subjects = tmp_path / ".local/state/roost/run-1-ab/bus", Subjects()
     folder.mkdir(parents=True)
-    credentials = Credentials(folder, subjects, ())
+    credentials = ServerCredentials(folder, subjects, ())
     (tmp_path / "nats.conf").write_text(f"jetstream: enabled\n{credentials.authorization()}")
     server = nats_server_type(tmp_path / "store", "-c", str(tmp_path / "nats.conf"))
     server.start()

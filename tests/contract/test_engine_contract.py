@@ -19,10 +19,10 @@ from engine_adapter.batching.sampling import Sampling
 from engine_adapter.batching.scheduler import Overloaded
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.model_runner import Runner
+from engine_adapter.embedded.model_runner import ModelRunner
 from engine_adapter.embedded.setup import build_machine
-from engine_adapter.engine import EngineFailed, Facts
-from engine_adapter.serving.generation import Answer, Delta
+from engine_adapter.engine import EngineFailed, RankFacts
+from engine_adapter.serving.generation import AnswerDelta, AnswerStream
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.model.config import SimulatedConfig
 from engine_adapter.simulated.model.faults import FaultOrder
@@ -57,15 +57,15 @@ class Tried:
     ended: list[Any] = field(default_factory=list)
     sent: list[Any] = field(default_factory=list)
 
-    async def ask(self, prompt: Sequence[int] = PROMPT, max_tokens: int = 12, **more: Any) -> Delta:
+    async def ask(self, prompt: Sequence[int] = PROMPT, max_tokens: int = 12, **more: Any) -> AnswerDelta:
         return await (await self.submit(prompt, max_tokens, **more)).rest()
 
-    async def submit(self, prompt: Sequence[int] = PROMPT, max_tokens: int = 12, **more: Any) -> Answer:
-        answer: Answer = await self.engine.submit(GenerationRequest(prompt=list(prompt), max_tokens=max_tokens, ignore_eos=True, **more))
+    async def submit(self, prompt: Sequence[int] = PROMPT, max_tokens: int = 12, **more: Any) -> AnswerStream:
+        answer: AnswerStream = await self.engine.submit(GenerationRequest(prompt=list(prompt), max_tokens=max_tokens, ignore_eos=True, **more))
         return answer
 
-    def take(self) -> Facts:
-        facts: Facts = self.engine.take_facts()
+    def take(self) -> RankFacts:
+        facts: RankFacts = self.engine.take_facts()
         load = facts.load
         assert min(load.running, load.waiting, load.prefill_tokens, load.decode_blocks, load.used_blocks) >= 0
         assert load.decode_blocks <= load.used_blocks <= self.engine.description.kv_blocks
@@ -78,7 +78,7 @@ class Tried:
             self.counts = self.counts + facts.activations.counts
         return facts
 
-    async def idle(self) -> Facts:
+    async def idle(self) -> RankFacts:
         """The facts of the moment from which nothing is left to do."""
         async with asyncio.timeout(10):
             while (facts := self.take()).load.running or facts.load.waiting:
@@ -162,7 +162,7 @@ def start(request: pytest.FixtureRequest) -> Starter:
     """`async with start(kv_blocks=8) as tried:` a rank that serves until the block ends."""
     if request.param == "simulated":
         return simulated
-    request.getfixturevalue("monkeypatch").setattr(Runner, "measure_speed", lambda _: EngineSpeed())  # most of the time that a tiny engine needs to start
+    request.getfixturevalue("monkeypatch").setattr(ModelRunner, "measure_speed", lambda _: EngineSpeed())  # most of the time that a tiny engine needs to start
     return functools.partial(embedded, request.getfixturevalue("tiny_checkpoint"))
 
 

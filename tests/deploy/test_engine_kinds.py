@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from deploy.cli.app import app
 from deploy.config import ConfigError
-from deploy.launch_spec import Order
-from deploy.local.fleet import EngineLauncher, Ground
+from deploy.launch_spec import LaunchSpec
+from deploy.local.fleet import EngineLauncher, FleetFiles
 from deploy.run_directory import RunDirectory
 from deploy.settings import WorkerConfig, engine_ranks, read_settings, served_model
 
@@ -53,11 +53,11 @@ def test_what_belongs_to_another_kind_of_engine_is_refused(arguments: tuple[str,
 
 
 async def test_a_simulated_engine_is_one_process_with_all_sockets(tmp_path: Path) -> None:
-    launcher = EngineLauncher("sim", 3, WorkerConfig(engine="simulated"), Ground(RunDirectory(tmp_path), tmp_path / "roost.toml", {}))
+    launcher = EngineLauncher("sim", 3, WorkerConfig(engine="simulated"), FleetFiles(RunDirectory(tmp_path), tmp_path / "roost.toml", {}))
     incarnation = await launcher.launch()
     try:
         (command,) = incarnation.commands
-        order = msgspec.json.decode(command.arguments[-1], type=Order)
+        order = msgspec.json.decode(command.arguments[-1], type=LaunchSpec)
         assert command.name == "sim"
         assert (order.part, len(order.descriptors), command.keep) == ("simulated", 3, order.descriptors)
         assert order.rank is not None

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.model_runner import Forward, Work
-from engine_adapter.embedded.setup import Machine
-from engine_adapter.embedded.step_sync import Lockstep
+from engine_adapter.embedded.model_runner import Forward, SequenceWork
+from engine_adapter.embedded.setup import RankSetup
+from engine_adapter.embedded.step_sync import StepSync
 from fleet.experts import ModelShape
 from fleet.placement import linear
 from fleet.timing import EngineSpeed
@@ -103,7 +103,7 @@ class PretendRunner:
     letters: bytes = b"abcdefgh"
     """likely outputs"""
 
-    def forward(self, work: Sequence[Work], tokens_by_rank: Sequence[int] | None = None) -> Forward:
+    def forward(self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None) -> Forward:
         if self.failure is not None:
             raise self.failure
         if self.hold is not None:
@@ -117,7 +117,7 @@ class PretendRunner:
         experts = np.array(routed, np.uint8).reshape(-1, self.shape.layers, self.shape.top_k)
         return Forward(torch.tensor(np.array(rows, np.float32).reshape(-1, self.vocabulary)), experts)
 
-    def _seen(self, one: Work) -> list[int]:
+    def _seen(self, one: SequenceWork) -> list[int]:
         return [self.memory[one.pages[position // 16], position % 16] for position in range(one.start + len(one.tokens))]
 
     def logits(self, seen: Sequence[int]) -> list[float]:
@@ -160,9 +160,9 @@ def pretend_engine(byte_folder: Path, tmp_path: Path) -> EngineStarter:
         shape = ModelShape(layers=2, experts=8, top_k=2, hidden=4, expert_intermediate=4)
         runner = PretendRunner(256, shape, letters=letters)
 
-        def build(config: EmbeddedConfig, rank: int, run_directory: Path | None) -> Machine:
-            lockstep = Lockstep(Path(tempfile.mkdtemp(dir=tmp_path)))
-            return Machine(
+        def build(config: EmbeddedConfig, rank: int, run_directory: Path | None) -> RankSetup:
+            lockstep = StepSync(Path(tempfile.mkdtemp(dir=tmp_path)))
+            return RankSetup(
                 shape=shape,
                 vocabulary=256,
                 max_context=context,

@@ -19,10 +19,10 @@ from typing import Any
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.model_runner import Forward, Work
-from engine_adapter.embedded.setup import ForwardPass, Machine, build_machine
+from engine_adapter.embedded.model_runner import Forward, SequenceWork
+from engine_adapter.embedded.setup import ForwardPass, RankSetup, build_machine
 from engine_adapter.engine import EngineFailed
-from engine_adapter.serving.generation import Delta
+from engine_adapter.serving.generation import AnswerDelta
 from fleet.placement import Placement
 
 LINE_BYTES = 2**20
@@ -53,7 +53,7 @@ class Witness:
     runner: ForwardPass
     seen: Seen = field(default_factory=Seen)
 
-    def forward(self, work: Sequence[Work], tokens_by_rank: Sequence[int] | None = None) -> Forward:
+    def forward(self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None) -> Forward:
         seen = self.seen
         seen.steps += 1
         seen.most_tokens = max(seen.most_tokens, sum(len(one.tokens) for one in work))
@@ -83,7 +83,7 @@ class RankUnderOrders:
         await asyncio.sleep(0)  # a task that is cancelled before its first turn never stops what it supervises
         say(ready=True)
 
-    def _build(self, config: EmbeddedConfig, rank: int, run_directory: Path | None) -> Machine:
+    def _build(self, config: EmbeddedConfig, rank: int, run_directory: Path | None) -> RankSetup:
         machine = build_machine(config, rank, run_directory)
         witness = Witness(machine.runner)
         self._seen = witness.seen
@@ -95,7 +95,7 @@ class RankUnderOrders:
 
         async def one(prompt: list[int]) -> dict[str, Any]:
             nonlocal begun
-            whole = Delta()
+            whole = AnswerDelta()
             async for delta in await engine.submit(GenerationRequest(prompt=prompt, max_tokens=wanted["max_tokens"], ignore_eos=True)):
                 if not begun:
                     begun = True

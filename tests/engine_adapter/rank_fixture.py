@@ -1,6 +1,6 @@
 """An engine of a few ranks without steps, whose experts lie in real cells and can be handed over; and a coordinator that says what a test says.
 
-A rank's part is the product's (`HandoverDesk` over a bus and transfers through memory); only the engine behind it is made up: a placement, a table of
+A rank's part is the product's (`HandoverAgent` over a bus and transfers through memory); only the engine behind it is made up: a placement, a table of
 cells, and one moment at which all ranks go over, once all have adopted.
 """
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
-from engine_adapter.agent.handover_agent import HandoverDesk, Staging
+from engine_adapter.agent.handover_agent import HandoverAgent, Staging
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import EngineDescription
 from engine_adapter.transfer.in_process import MemoryFabric, MemoryTransfer
@@ -125,7 +125,7 @@ class Group:
     fabric: MemoryFabric = field(default_factory=MemoryFabric)
     ranks: list[StandingRank] = field(default_factory=list)
     ways: list[MemoryTransfer] = field(default_factory=list)
-    desks: list[HandoverDesk] = field(default_factory=list)
+    desks: list[HandoverAgent] = field(default_factory=list)
     running: list["asyncio.Task[None]"] = field(default_factory=list)
     """of the desks; a test that expects one to end takes it out"""
     token: int = 1
@@ -247,7 +247,7 @@ async def standing(placement: Placement, config: TransferConfig = CONFIG, *, tra
             group.ways.append(way)
         for one, way in zip(group.ranks, group.ways, strict=True):
             staging = Staging(ways=(way,), config=config, tracing=tracing, executor=Inline())
-            group.desks.append(HandoverDesk(MemoryBus(group.broker), SUBJECTS, one, "a", WORKER, staging))  # type: ignore[arg-type]
+            group.desks.append(HandoverAgent(MemoryBus(group.broker), SUBJECTS, one, "a", WORKER, staging))  # type: ignore[arg-type]
         running = [asyncio.create_task(desk.run(), name=f"desk {rank}") for rank, desk in enumerate(group.desks)]
         stack.push_async_callback(_stop, running)
         group.running = running

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from engine_adapter.embedded.checkpoint import Checkpoint
-from engine_adapter.embedded.model_runner import PAGE_TOKENS, Runner, Work
-from engine_adapter.embedded.step_sync import Lockstep, LockstepError, RankGroup, StepHeader
+from engine_adapter.embedded.model_runner import PAGE_TOKENS, ModelRunner, SequenceWork
+from engine_adapter.embedded.step_sync import RankGroup, StepHeader, StepSync, StepSyncError
 from fleet.placement import Placement, Split, linear
 
 
@@ -34,7 +34,7 @@ class Sequence:
         if not self.left:
             return None
         tokens = self.tokens[self.computed : self.computed + self.chunk]
-        return Work(tokens, self.computed, self.pages, self.computed + len(tokens) == len(self.tokens))
+        return SequenceWork(tokens, self.computed, self.pages, self.computed + len(tokens) == len(self.tokens))
 
     def take(self, work, logits):
         self.computed += len(work.tokens)
@@ -87,7 +87,7 @@ def counting_exchange(lockstep):
 
 
 def generate(job, rank, group, folder):
-    lockstep = Lockstep(folder, rank, group)
+    lockstep = StepSync(folder, rank, group)
     with Checkpoint(Path(job["checkpoint"])) as checkpoint:
         config = checkpoint.config
         if "slots" in job:
@@ -95,7 +95,7 @@ def generate(job, rank, group, folder):
             placement = Placement(np.array(job["slots"]), experts=config.experts, ranks=job["ranks"], split=split)
         else:
             placement = linear(layers=config.layers, experts=config.experts, ranks=job["ranks"])
-        runner = Runner(checkpoint, placement, rank=rank, group=group, kv_pages=job["kv_pages"], cover=job.get("cover", False))
+        runner = ModelRunner(checkpoint, placement, rank=rank, group=group, kv_pages=job["kv_pages"], cover=job.get("cover", False))
     tokens, logits = greedy(runner, job["prompts"][rank :: job["ranks"]], job["count"], exchange=counting_exchange(lockstep))
     speed = runner.measure_speed()
     np.savez(folder / f"{rank}.npz", tokens=tokens, logits=logits, step_seconds=speed.step, dispatch_seconds=speed.dispatch, pair_seconds=speed.expert_pair)
@@ -105,7 +105,7 @@ def generate(job, rank, group, folder):
 
 
 def exchange_until_it_fails(rank, group, folder):
-    lockstep = Lockstep(folder, rank, group)
+    lockstep = StepSync(folder, rank, group)
     step = 0
     begin = time.monotonic()
     try:
@@ -116,7 +116,7 @@ def exchange_until_it_fails(rank, group, folder):
             if step == 20:
                 (folder / f"{rank}.stepping").touch()
             time.sleep(0.001)
-    except LockstepError as error:
+    except StepSyncError as error:
         (folder / f"{rank}.json").write_text(json.dumps({"error": type(error).__name__, "seconds": time.monotonic() - begin}))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from deploy.settings import DEMO_CHECKPOINT
 from engine_adapter.config import EmbeddedConfig
-from engine_adapter.embedded.model_runner import Runner, Work
+from engine_adapter.embedded.model_runner import ModelRunner, SequenceWork
 from engine_adapter.embedded.setup import build_machine
 from engine_adapter.initial_placement import initial, leave_last, read
 from engine_adapter.simulated.engine import SimulatedEngine
@@ -79,7 +79,7 @@ def test_a_simulated_engine_begins_with_the_file_and_the_slots_it_is_given(tmp_p
 
 
 def test_a_rank_of_the_embedded_engine_has_room_for_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Runner, "measure_speed", lambda self: EngineSpeed())
+    monkeypatch.setattr(ModelRunner, "measure_speed", lambda self: EngineSpeed())
     config = EmbeddedConfig(checkpoint=DEMO_CHECKPOINT, slots_per_rank=40, kv_blocks=64, max_batch_tokens=65)
     machine = build_machine(config, 0, None)
     machine.close()
@@ -87,7 +87,7 @@ def test_a_rank_of_the_embedded_engine_has_room_for_replicas(monkeypatch: pytest
 
 
 def test_a_rank_that_begins_with_the_last_epoch_holds_its_experts_and_computes_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(Runner, "measure_speed", lambda self: EngineSpeed())
+    monkeypatch.setattr(ModelRunner, "measure_speed", lambda self: EngineSpeed())
     config = EmbeddedConfig(checkpoint=DEMO_CHECKPOINT, slots_per_rank=33, kv_blocks=64, max_batch_tokens=65, threads=1)
     table = np.stack([np.random.default_rng(layer).permutation([*range(32), EMPTY]) for layer in range(4)])
     last = Placement(table, experts=32, ranks=1, epoch=9)
@@ -97,7 +97,7 @@ def test_a_rank_that_begins_with_the_last_epoch_holds_its_experts_and_computes_t
         if logits:
             leave_last(meeting, last.record())
         machine = build_machine(config, 0, meeting)
-        logits.append(machine.runner.forward([Work(list(b"the same words"), 0, [3], wants_logits=True)]).logits)
+        logits.append(machine.runner.forward([SequenceWork(list(b"the same words"), 0, [3], wants_logits=True)]).logits)
         machine.close()
     assert machine.placement == last
     assert torch.equal(*logits)

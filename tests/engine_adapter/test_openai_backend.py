@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from engine_adapter.engine import EngineFailed
-from engine_adapter.openai_backend import PlainConfig, PlainEngine
+from engine_adapter.openai_backend import BackendAgent, BackendAgentConfig
 from fleet.events import Capabilities
 
 
@@ -43,8 +43,8 @@ async def server() -> AsyncIterator[Server]:
     await runner.cleanup()
 
 
-def engine(server: Server, *, url: str | None = None, model: str | None = None, api_key: str | None = None) -> PlainEngine:
-    return PlainEngine(PlainConfig(url=url or server.url, model=model, api_key=api_key, probe_seconds=0.02, answer_seconds=0.5, misses=2))
+def engine(server: Server, *, url: str | None = None, model: str | None = None, api_key: str | None = None) -> BackendAgent:
+    return BackendAgent(BackendAgentConfig(url=url or server.url, model=model, api_key=api_key, probe_seconds=0.02, answer_seconds=0.5, misses=2))
 
 
 @pytest.mark.parametrize("tail", ["", "/", "/v1", "/v1/"])
@@ -58,7 +58,7 @@ async def test_it_describes_what_the_server_lists_and_declares_what_it_cannot_re
 
 
 async def test_a_server_that_isolates_tenants_is_declared_so(server: Server) -> None:
-    plain = PlainEngine(PlainConfig(url=server.url, isolates_tenants=True))
+    plain = BackendAgent(BackendAgentConfig(url=server.url, isolates_tenants=True))
     await plain.start()
     assert plain.description.capabilities.isolates_tenants
 
@@ -73,7 +73,7 @@ async def test_the_key_is_sent_and_never_shown(server: Server) -> None:
     plain = engine(server, api_key="secret")
     await plain.start()
     assert server.keys == ["Bearer secret"]
-    assert "secret" not in repr(PlainConfig(url=server.url, api_key="secret"))
+    assert "secret" not in repr(BackendAgentConfig(url=server.url, api_key="secret"))
 
 
 @pytest.mark.parametrize(
@@ -142,13 +142,13 @@ async def unused_port() -> int:
 
 def test_settings_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="must start with http"):
-        PlainConfig(url="server:8000")
+        BackendAgentConfig(url="server:8000")
     with pytest.raises(ValueError, match="misses"):
-        PlainConfig(url="http://a", misses=0)
+        BackendAgentConfig(url="http://a", misses=0)
 
 
 async def test_the_experts_of_its_model_are_told_when_they_are_known(server: Server) -> None:
-    plain = PlainEngine(PlainConfig(url=server.url, layers=58, experts=256, top_k=8))
+    plain = BackendAgent(BackendAgentConfig(url=server.url, layers=58, experts=256, top_k=8))
     await plain.start()
     shape = plain.description.shape
     assert shape is not None
@@ -167,4 +167,4 @@ async def test_the_experts_of_its_model_are_told_when_they_are_known(server: Ser
 )
 def test_a_shape_that_cannot_be_is_refused(fields: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        PlainConfig(url="http://x", **fields)  # type: ignore[arg-type]
+        BackendAgentConfig(url="http://x", **fields)  # type: ignore[arg-type]

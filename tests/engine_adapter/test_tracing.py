@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from engine_adapter.batching.routed_experts import RoutedTrace
 from engine_adapter.engine import EngineFailed
-from engine_adapter.serving.generation import Ending, Moments, Outcome
+from engine_adapter.serving.generation import Ending, GenerationOutcome, RequestTimes
 from engine_adapter.serving.http import RankApp
 from engine_adapter.tracing import EngineTracing, HandoverTracing
 
@@ -25,14 +25,14 @@ QUEUE, PREFILL, DECODE = STAGES = [f"roost.engine.{stage}" for stage in ("queue"
 Starter = Callable[..., AbstractAsyncContextManager[Any]]
 
 
-def outcome(reason: Ending = "length", admitted: int = 20, first_token: int = 50) -> Outcome:
-    return Outcome(
+def outcome(reason: Ending = "length", admitted: int = 20, first_token: int = 50) -> GenerationOutcome:
+    return GenerationOutcome(
         reason=reason,
         prompt_tokens=40,
         completion_tokens=7,
         cached_tokens=32,
         preemptions=1,
-        moments=Moments(submitted=10, admitted=admitted, first_token=first_token, finished=90),
+        moments=RequestTimes(submitted=10, admitted=admitted, first_token=first_token, finished=90),
         routed=RoutedTrace(1, 4, 1),
         failure=EngineFailed("rank 0 is gone") if reason == "failed" else None,
     )

@@ -21,7 +21,7 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.config import Configuration
-from deploy.launch_spec import Order
+from deploy.launch_spec import LaunchSpec
 from deploy.local.parent_death import wrapped
 from deploy.parts.resume import last_life
 from deploy.process import alongside
@@ -190,7 +190,7 @@ class House:
         ready, config = self.folder / f"coordinator-{number}.ready", self.folder / f"coordinator-{number}.toml"
         config.write_text(self._settings(settings).as_toml(sources=False))
         process = Process(f"coordinator {number}", self.folder / f"coordinator-{number}.log")
-        await process.start("-P", "-m", "deploy", msgspec.json.encode(Order(part="planner", config=str(config), ready=str(ready))).decode())
+        await process.start("-P", "-m", "deploy", msgspec.json.encode(LaunchSpec(part="planner", config=str(config), ready=str(ready))).decode())
         self.coordinators.append(process)
         await until(lambda: ready.exists() or not process.alive, lambda: f"{process.name} is ready:\n{process.tail}", START_SECONDS)
         assert process.alive, f"{process.name} ended with {process.running.returncode}:\n{process.tail}"

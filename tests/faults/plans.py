@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Placement
-from migration.model.plan import Copy, Handover, Plan, Step, applied, planned
+from migration.model.plan import Copy, Handover, Plan, PlanStep, applied, planned
 from tests.faults.expert_contents import EXPERT_BYTES
 
 
@@ -48,11 +48,11 @@ def swaps(placement: Placement, dice: np.random.Generator, count: int) -> Plan:
         for expert, back in list(pairs)[: -(-count // placement.layers)]:
             old, slot = (int(np.flatnonzero(placement.expert_of_slot[layer] == one)[0]) for one in (expert, back))
             both = (_copy(int(expert), old, slot), _copy(int(back), slot, old))
-            steps.append(Step(kind="swap", layer=layer, slot=slot, expert=int(expert), other_slot=old, other_expert=int(back), copies=both, why="a test"))
+            steps.append(PlanStep(kind="swap", layer=layer, slot=slot, expert=int(expert), other_slot=old, other_expert=int(back), copies=both, why="a test"))
     return planned(placement, [Handover(epoch=placement.epoch + 1, steps=tuple(steps))], reason="a test of room", name=f"plan-{uuid.uuid4().hex[:12]}")
 
 
-def _step(placement: Placement, dice: np.random.Generator, source: int | None, target: int | None) -> Step:
+def _step(placement: Placement, dice: np.random.Generator, source: int | None, target: int | None) -> PlanStep:
     for _ in range(100):
         layer = int(dice.integers(placement.layers))
         a, b = (int(rank) for rank in dice.permutation(placement.ranks)[:2])
@@ -62,7 +62,7 @@ def _step(placement: Placement, dice: np.random.Generator, source: int | None, t
     raise Impossible(f"nothing can be moved from rank {source} to rank {target} in {placement!r}")
 
 
-def _between(placement: Placement, dice: np.random.Generator, layer: int, source: int, target: int) -> Step | None:
+def _between(placement: Placement, dice: np.random.Generator, layer: int, source: int, target: int) -> PlanStep | None:
     table, per = placement.expert_of_slot.copy(), placement.slots_per_rank
     mine, theirs = (table[layer, rank * per : (rank + 1) * per] for rank in (source, target))
     comes = [int(expert) for expert in mine if expert != EMPTY and expert not in theirs]
@@ -73,7 +73,7 @@ def _between(placement: Placement, dice: np.random.Generator, layer: int, source
     room = [target * per + int(slot) for slot in np.flatnonzero(theirs == EMPTY)]
     if room and dice.random() < 0.7:
         copy = _copy(expert, old, int(dice.choice(room)))
-        return Step(kind="move", layer=layer, slot=copy.slot, expert=expert, other_slot=old, copies=(copy,), why="a test")
+        return PlanStep(kind="move", layer=layer, slot=copy.slot, expert=expert, other_slot=old, copies=(copy,), why="a test")
     spare = (
         [] if (table[layer] != EMPTY).sum() > placement.experts else [slot for slot in range(target * per, (target + 1) * per) if _is_spare(table, layer, slot)]
     )
@@ -85,15 +85,15 @@ def _between(placement: Placement, dice: np.random.Generator, layer: int, source
     back = int(dice.choice(goes))
     slot = target * per + int(np.flatnonzero(theirs == back)[0])
     both = (_copy(expert, old, slot), _copy(back, slot, old))
-    return Step(kind="swap", layer=layer, slot=slot, expert=expert, other_slot=old, other_expert=back, copies=both, why="a test")
+    return PlanStep(kind="swap", layer=layer, slot=slot, expert=expert, other_slot=old, other_expert=back, copies=both, why="a test")
 
 
-def _replicate(placement: Placement, table: NDArray[np.int16], layer: int, expert: int, slot: int, source: int | None = None) -> Step:
+def _replicate(placement: Placement, table: NDArray[np.int16], layer: int, expert: int, slot: int, source: int | None = None) -> PlanStep:
     held = np.flatnonzero(placement.expert_of_slot[layer] == expert)
     evicted = int(table[layer, slot])
     table[layer, slot] = expert
     copy = _copy(expert, int(held[0]) if source is None else source, slot)
-    return Step(kind="replicate", layer=layer, slot=slot, expert=expert, evicted=None if evicted == EMPTY else evicted, copies=(copy,), why="a test")
+    return PlanStep(kind="replicate", layer=layer, slot=slot, expert=expert, evicted=None if evicted == EMPTY else evicted, copies=(copy,), why="a test")
 
 
 def _is_spare(table: NDArray[np.int16], layer: int, slot: int) -> bool:

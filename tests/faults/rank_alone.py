@@ -25,10 +25,10 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.process import alongside, first_failure, set_up_logging, until_ready
-from engine_adapter.agent.engine_agent import Agent, Identity
-from engine_adapter.agent.handover_agent import HandoverDesk, Staging
+from engine_adapter.agent.engine_agent import Agent, AgentIdentity
+from engine_adapter.agent.handover_agent import HandoverAgent, Staging
 from engine_adapter.config import AgentConfig, TransferConfig
-from engine_adapter.engine import EngineDescription, Facts, Load
+from engine_adapter.engine import EngineDescription, RankFacts, RankLoad
 from engine_adapter.transfer.mapped_memory import MappedCells
 from engine_adapter.transfer.nixl_loader import agent_name
 from engine_adapter.transfer.selection import open_transfers
@@ -117,14 +117,14 @@ class RankAlone:
     async def wait_facts(self) -> None:
         await asyncio.Event().wait()  # there is never anything new
 
-    def take_facts(self) -> Facts:
-        return Facts(kv=(), load=Load(0, 0, 0, 0, 0), activations=None)
+    def take_facts(self) -> RankFacts:
+        return RankFacts(kv=(), load=RankLoad(0, 0, 0, 0, 0), activations=None)
 
     async def run(self) -> None:
         await self.experts.steps.run()
 
 
-def standing(engine: RankAlone, desk: HandoverDesk) -> dict[str, Any]:
+def standing(engine: RankAlone, desk: HandoverAgent) -> dict[str, Any]:
     """How the rank stands, for the judge."""
     memory, experts = engine.experts.memory, engine.experts
     return {
@@ -138,7 +138,7 @@ def standing(engine: RankAlone, desk: HandoverDesk) -> dict[str, Any]:
     }
 
 
-def belongings(desk: HandoverDesk) -> dict[str, Any]:
+def belongings(desk: HandoverAgent) -> dict[str, Any]:
     """What the process holds open; it takes a while to find out."""
     gc.collect()
     return {
@@ -150,7 +150,7 @@ def belongings(desk: HandoverDesk) -> dict[str, Any]:
     }
 
 
-async def answer_questions(engine: RankAlone, desk: HandoverDesk, say: Callable[[str], object]) -> None:
+async def answer_questions(engine: RankAlone, desk: HandoverAgent, say: Callable[[str], object]) -> None:
     """Until standard input ends: a line asks how the rank stands."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -176,7 +176,7 @@ async def live(life: Life) -> None:
         bus = await NatsBus.connect(config.url, subjects, config, name=f"{life.engine}/{life.rank}")
         stack.push_async_callback(bus.close)
         engine = RankAlone(life)
-        who = Identity(
+        who = AgentIdentity(
             engine=life.engine,
             worker_id=life.worker_id,
             node="here",

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine_adapter.config import TransferConfig
-from engine_adapter.handover.cell_table import Residency
-from engine_adapter.handover.inbound_copies import Lease
-from engine_adapter.handover.rank_protocol import Conduct, Prepare
+from engine_adapter.handover.cell_table import CellTable
+from engine_adapter.handover.inbound_copies import RequestLease
+from engine_adapter.handover.rank_protocol import Prepare, RankProtocol
 from fleet.events import MemoryAddress
 from fleet.placement import EMPTY, Placement
 
@@ -48,15 +48,15 @@ class Seat:
         held = placement.on_rank(rank)
         self.cells = np.arange(held.size, dtype=np.int32).reshape(held.shape)
         self.memory = [checksum(expert) if expert != EMPTY else 0 for expert in held.flat] + [0] * SLOTS
-        self.residency = Residency(held, self.cells, len(self.memory))
+        self.residency = CellTable(held, self.cells, len(self.memory))
         for resident in self.residency.residents():
             self.residency.seal(resident, (checksum(resident.expert),))
-        self.conduct = Conduct(worker_id=life, rank=rank, placement=placement, residency=self.residency, tensors=1, config=TRANSFER)
+        self.conduct = RankProtocol(worker_id=life, rank=rank, placement=placement, residency=self.residency, tensors=1, config=TRANSFER)
         self.served = placement
         """by its steps"""
         self.prepared: Prepare | None = None
         self.ready: Prepare | None = None
-        self.leases: dict[int, Lease] = {}
+        self.leases: dict[int, RequestLease] = {}
         """that are renewed, by batch"""
 
     @property

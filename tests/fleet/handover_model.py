@@ -22,7 +22,7 @@ the newest one sends.
 from collections.abc import Iterator
 from typing import Any
 
-from fleet.handover import CONDUCTING, Cell, Conducting, Cue, RankState, moved
+from fleet.handover import CONDUCTING, Cell, CoordinatorEvent, CoordinatorState, RankState, moved
 from tests.fleet.exploration import Kind, Step, Told
 from tests.fleet.handover_ranks import Ranks
 from tests.fleet.handover_world import ABORT, ABORTED_BIT, COMMIT, COMMITTED_BIT, FLIPPED, GIVEN_UP, NAMES, PROPOSE, STAGED, Rank, Size, State, World, fact_of
@@ -43,7 +43,7 @@ class Handovers(Ranks):
     # --- the model's interface ---
 
     def start(self) -> State:
-        world = World((Conducting.IDLE, 0), (), 1, 0, 0, 0, (), 1, self.size.faults)
+        world = World((CoordinatorState.IDLE, 0), (), 1, 0, 0, 0, (), 1, self.size.faults)
         return (self._world(world), *[self._rank(self.born(0, 0, 0))] * self.size.ranks)
 
     def canonical(self, state: State) -> State:
@@ -61,7 +61,7 @@ class Handovers(Ranks):
             and sorted(use for use, _ in rank.cells) == sorted([Cell.LIVE] + [Cell.FREE] * (self.size.cells - 1))
             for rank in ranks
         )
-        return at_rest and world.key[0] is Conducting.IDLE
+        return at_rest and world.key[0] is CoordinatorState.IDLE
 
     def steps(self, state: State) -> Iterator[Step[State]]:
         world_number, ranks = state[0], state[1:]
@@ -84,7 +84,7 @@ class Handovers(Ranks):
         for kind, told, after in known:
             yield Step(kind, told, (after, *ranks))
         alive = all(self._ranks[rank].standing is not None for rank in ranks)
-        if world.key[0] is Conducting.IDLE and len(world.handovers) < self.size.handovers and alive:
+        if world.key[0] is CoordinatorState.IDLE and len(world.handovers) < self.size.handovers and alive:
             told, after = self._begun(world, self._ranks[ranks[0]].steps + 1)
             yield Step(Kind.MAY, told, (self._world(after), *ranks))
 
@@ -92,7 +92,7 @@ class Handovers(Ranks):
         handover = len(world.handovers) + 1
         begun = world._replace(handovers=(*world.handovers, (world.life, epoch)), decided=(*world.decided, 0))
         told = "a coordinator makes handover {} to epoch {} durable, and proposes it", (handover, epoch)
-        return told, self._stored(begun, moved(CONDUCTING, Conducting.IDLE, Cue.BEGIN), handover)
+        return told, self._stored(begun, moved(CONDUCTING, CoordinatorState.IDLE, CoordinatorEvent.BEGIN), handover)
 
     def _coordinators(self, world: World, said: int) -> Iterator[tuple[Kind, Told, World]]:
         """said: the facts that all ranks have told."""
@@ -101,18 +101,18 @@ class Handovers(Ranks):
             told = "coordinator {} takes over; the one before has crashed, or does not know it yet", (world.coordinators + 1,)
             yield Kind.FAULT, told, self._sending(world._replace(coordinators=world.coordinators + 1, left=left), world.coordinators + 1)
         state, handover = world.key
-        if state is not Conducting.IDLE:
+        if state is not CoordinatorState.IDLE:
             yield from ((Kind.DUE, told, after) for told, after in self._next(world, said, state, handover))
         for earlier in range(1, len(world.handovers) + 1):
-            if (state, handover) != (Conducting.PROPOSING, earlier):
+            if (state, handover) != (CoordinatorState.PROPOSING, earlier):
                 yield from ((Kind.MAY, told, after) for told, after in self._belated(world, said, earlier))
 
-    def _next(self, world: World, said: int, state: Conducting, handover: int) -> Iterator[tuple[Told, World]]:
+    def _next(self, world: World, said: int, state: CoordinatorState, handover: int) -> Iterator[tuple[Told, World]]:
         """What a coordinator does that knows what is durable."""
         gone = self.gone(world, handover)
-        if state is Conducting.PROPOSING and said & fact_of(STAGED, handover) and not world.staged & 1 << handover:
+        if state is CoordinatorState.PROPOSING and said & fact_of(STAGED, handover) and not world.staged & 1 << handover:
             yield self._recording(world, handover)
-        if state is Conducting.COMMITTING and (said & fact_of(FLIPPED, handover) or gone) and world.placed < handover:
+        if state is CoordinatorState.COMMITTING and (said & fact_of(FLIPPED, handover) or gone) and world.placed < handover:
             yield ("a coordinator records the placement of handover {}", (handover,)), world._replace(placed=handover)
         for cue in self._cues(world, said, state, handover, gone):
             after = moved(CONDUCTING, state, cue)
@@ -128,32 +128,35 @@ class Handovers(Ranks):
             yield (text + ", late", gaps), after
         if self.decides_blindly:
             told = "a coordinator that was asleep since handover {} was proposed decides to commit it", (handover,)
-            yield told, self._stored(self._decided(world, handover, Conducting.PROPOSING, Conducting.COMMITTING), Conducting.COMMITTING, handover)
+            yield (
+                told,
+                self._stored(self._decided(world, handover, CoordinatorState.PROPOSING, CoordinatorState.COMMITTING), CoordinatorState.COMMITTING, handover),
+            )
 
     def _recording(self, world: World, handover: int) -> tuple[Told, World]:
         return ("a coordinator records that handover {} is staged", (handover,)), world._replace(staged=world.staged | 1 << handover)
 
-    def _cues(self, world: World, said: int, state: Conducting, handover: int, gone: bool) -> Iterator[Cue]:
-        recorded = world.staged & 1 << handover if state is Conducting.PROPOSING else world.placed >= handover
+    def _cues(self, world: World, said: int, state: CoordinatorState, handover: int, gone: bool) -> Iterator[CoordinatorEvent]:
+        recorded = world.staged & 1 << handover if state is CoordinatorState.PROPOSING else world.placed >= handover
         match state:
-            case Conducting.PROPOSING:
+            case CoordinatorState.PROPOSING:
                 if said & fact_of(STAGED, handover) and recorded:
-                    yield Cue.ALL_STAGED
-                yield Cue.FAILED
-            case Conducting.COMMITTING if said & fact_of(FLIPPED, handover) and recorded:
-                yield Cue.ALL_SERVING
-            case Conducting.ABORTING if self.silence_ends_aborts or said & fact_of(GIVEN_UP, handover):
-                yield Cue.ALL_ABORTED
-        if gone and (recorded or state is not Conducting.COMMITTING):
-            yield Cue.ENGINE_GONE
+                    yield CoordinatorEvent.ALL_STAGED
+                yield CoordinatorEvent.FAILED
+            case CoordinatorState.COMMITTING if said & fact_of(FLIPPED, handover) and recorded:
+                yield CoordinatorEvent.ALL_SERVING
+            case CoordinatorState.ABORTING if self.silence_ends_aborts or said & fact_of(GIVEN_UP, handover):
+                yield CoordinatorEvent.ALL_ABORTED
+        if gone and (recorded or state is not CoordinatorState.COMMITTING):
+            yield CoordinatorEvent.ENGINE_GONE
 
-    def _decided(self, world: World, handover: int, state: Conducting, after: Conducting) -> World:
-        bit = COMMITTED_BIT if after is Conducting.COMMITTING else ABORTED_BIT if state is Conducting.PROPOSING else 0
+    def _decided(self, world: World, handover: int, state: CoordinatorState, after: CoordinatorState) -> World:
+        bit = COMMITTED_BIT if after is CoordinatorState.COMMITTING else ABORTED_BIT if state is CoordinatorState.PROPOSING else 0
         decided = list(world.decided)
         decided[handover - 1] |= bit
         return world._replace(decided=tuple(decided))
 
-    def _stored(self, world: World, state: Conducting, handover: int) -> World:
+    def _stored(self, world: World, state: CoordinatorState, handover: int) -> World:
         world = world._replace(key=(state, handover))
         for token in range(1, world.coordinators + 1):
             world = self._sending(world, token)
@@ -162,10 +165,10 @@ class Handovers(Ranks):
     def _sending(self, world: World, token: int) -> World:
         """A coordinator that reads what is durable sends what belongs there, and aborts to whom it finds with an earlier handover."""
         (state, handover), sent = world.key, world.sent
-        if state is not Conducting.IDLE:
-            kind = {Conducting.PROPOSING: PROPOSE, Conducting.COMMITTING: COMMIT, Conducting.ABORTING: ABORT}[state]
+        if state is not CoordinatorState.IDLE:
+            kind = {CoordinatorState.PROPOSING: PROPOSE, CoordinatorState.COMMITTING: COMMIT, CoordinatorState.ABORTING: ABORT}[state]
             sent |= 1 << self._bit(kind, token, handover)
-        for over in range(1, (handover + (state is Conducting.IDLE)) if self.clears_strays else 0):
+        for over in range(1, (handover + (state is CoordinatorState.IDLE)) if self.clears_strays else 0):
             sent |= 1 << self._bit(ABORT, token, over)
         return world._replace(sent=sent)
 

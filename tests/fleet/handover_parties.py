@@ -15,20 +15,20 @@ import numpy as np
 
 from engine_adapter.handover.cell_table import LeaseRefused
 from engine_adapter.handover.inbound_copies import (
-    Broken,
-    EndLease,
-    Landed,
-    Late,
-    Lease,
-    Leased,
-    Read,
-    Renewed,
+    CellsVerified,
+    LeaseDenied,
+    LeaseGranted,
+    LeaseRenewed,
+    ReadBroken,
+    ReadCells,
+    ReadLanded,
+    ReadLate,
+    ReadSettled,
+    ReleaseLease,
     Report,
-    Settled,
-    Stop,
-    Unleased,
-    Verified,
-    Verify,
+    RequestLease,
+    StopReads,
+    VerifyCells,
 )
 from engine_adapter.handover.rank_protocol import Adopt, Effect, Forget, Prepare
 from engine_adapter.initial_placement import last_decided
@@ -43,18 +43,18 @@ from fleet.events import (
     PlacementCommitted,
     ProposeHandover,
 )
-from fleet.handover import Cell, Conducting, flips
+from fleet.handover import Cell, CoordinatorState, flips
 from fleet.layout import EP
 from fleet.placement import EMPTY, Placement
 from migration.config import MigrationConfig
-from migration.engine_state.placement_registry import Entry
+from migration.engine_state.placement_registry import EngineEntry
 from migration.execution.handover_driver import stray
-from migration.handover.coordinator import Command, Move, Pace, Proceeding, Undertaking, begun, taken_over
+from migration.handover.coordinator import Command, HandoverSpec, HandoverState, HandoverTimes, Move, begun, taken_over
 from migration.handover.handover_messages import left_open, unheard_of
 from tests.fleet.handover_fake_memory import EXPERTS, FIRST, LEASE_SECONDS, MEMORY, RANKS, SLOTS, STAGE_SECONDS, TORN, Flow, Seat, checksum
 from tests.fleet.handover_store import Store
 
-PACE = Pace(repeat=0.5, grace=1.0, commit=5.0)
+PACE = HandoverTimes(repeat=0.5, grace=1.0, commit=5.0)
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class Leader:
     """The edge of a coordinator, one small piece at a time. It is never told that it was replaced: the store tells it."""
 
     token: int
-    proceeding: Proceeding | None = None
+    proceeding: HandoverState | None = None
     revision: int | None = None
     fenced: int = 0
     """life whose ranks listen to nobody before"""
@@ -93,9 +93,9 @@ class World(Store):
         self.leaders.append(Leader(1))
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> EngineEntry:
         """The engine as the migration service's books have it."""
-        return Entry("a", self.life, EP, self.seats[0].conduct.placement)
+        return EngineEntry("a", self.life, EP, self.seats[0].conduct.placement)
 
     # Lives
 
@@ -103,7 +103,7 @@ class World(Store):
         """The engine starts, with what was decided last (`deploy.parts.resume`)."""
         found = self.open
         last = next((one for one in reversed(self.log) if not isinstance(one, PlacementCommitted)), None)
-        decided = isinstance(last, MigrationStaged) and found is not None and found.state is Conducting.COMMITTING and found.handover == last.handover
+        decided = isinstance(last, MigrationStaged) and found is not None and found.state is CoordinatorState.COMMITTING and found.handover == last.handover
         record = last_decided(self.committed(), last if decided and isinstance(last, MigrationStaged) else None)
         placement = FIRST if record is None else Placement.from_record(record)
         self.life += 1
@@ -143,7 +143,7 @@ class World(Store):
             self.commands.append((leader, command))
             leader.proceeding = leader.proceeding.asked((rank,), self.now)
 
-    def _make(self, leader: Leader, proceeding: Proceeding, move: Move) -> None:
+    def _make(self, leader: Leader, proceeding: HandoverState, move: Move) -> None:
         if leader.recorded < len(move.records):
             record = move.records[leader.recorded]
             if not any(_same(record, one) for one in self.log):
@@ -159,13 +159,13 @@ class World(Store):
         leader.revision = self.revision
         self.tell(f"coordinator {leader.token}: handover {proceeding.what.handover}: {move.cue}, {move.after}")
         leader.proceeding = proceeding.moved(move, self.now)
-        if move.after is Conducting.IDLE:
+        if move.after is CoordinatorState.IDLE:
             leader.forget()
 
     def _look(self, leader: Leader) -> None:
         left = self.open
         leader.revision = None if left is None else self.revision
-        if left is not None and left.state is not Conducting.IDLE:
+        if left is not None and left.state is not CoordinatorState.IDLE:
             staged = next(
                 (one for one in self.log if isinstance(one, MigrationStaged) and (one.worker_id, one.handover) == (left.worker_id, left.handover)), None
             )
@@ -204,7 +204,7 @@ class World(Store):
             return
         handover = max(last, *(said.concluded for said in told)) + 1
         placement, copies = self.another(present)
-        what = Undertaking(
+        what = HandoverSpec(
             engine="a",
             worker_id=self.life,
             ranks=RANKS,
@@ -222,7 +222,7 @@ class World(Store):
         if (self.life, handover) in self.decided and (self.life, handover) not in self.known:
             raise self.unsafe(f"the number {handover} is used for a second handover of life {self.life}")
         proceeding = begun(what, leader.token, PACE, self.now)
-        if self.claim(proceeding.durable(Conducting.PROPOSING, self.now), leader.revision):
+        if self.claim(proceeding.durable(CoordinatorState.PROPOSING, self.now), leader.revision):
             leader.proceeding, leader.revision, leader.recorded = proceeding, self.revision, 0
             self.tell(f"coordinator {leader.token} begins handover {handover} to epoch {placement.epoch}: {placement.expert_of_slot.tolist()}")
 
@@ -284,19 +284,19 @@ class World(Store):
 
     def _begin_effect(self, seat: Seat, effect: Effect) -> None:
         match effect:
-            case Lease():
+            case RequestLease():
                 self.errands.append((seat, lambda: self._lease(seat, effect)))
-            case Read():
+            case ReadCells():
                 source = self.seats[effect.source]
                 began_with = tuple(source.memory[there] for there, _ in effect.pulls) if source.alive else ()
                 self._check_landing(seat, effect.pulls)
                 self.flows.append(Flow(seat, source, effect.batch, effect.pulls, began_with))
-            case Stop():
+            case StopReads():
                 for flow in self.flows:
                     flow.late = flow.late or (flow.reader is seat and flow.batch == effect.batch)
-            case Verify():
+            case VerifyCells():
                 self.errands.append((seat, lambda: self._verify(seat, effect)))
-            case EndLease():
+            case ReleaseLease():
                 seat.leases.pop(effect.batch, None)
                 if effect.lease:
                     self.errands.append((seat, lambda: self._end_lease(effect)))
@@ -309,31 +309,31 @@ class World(Store):
             case Forget():
                 seat.prepared = None
 
-    def _lease(self, seat: Seat, effect: Lease) -> None:
+    def _lease(self, seat: Seat, effect: RequestLease) -> None:
         source = self.seats[effect.source]
         if not source.alive or (self.faults and self.dice.random() < 0.1):
-            return self.report(seat, Unleased(effect.batch, "it does not answer"))
+            return self.report(seat, LeaseDenied(effect.batch, "it does not answer"))
         try:
             answer = self._leased(seat, effect)
         except LeaseRefused as refusal:
-            return self.report(seat, Unleased(effect.batch, str(refusal)))
+            return self.report(seat, LeaseDenied(effect.batch, str(refusal)))
         seat.leases[effect.batch] = effect
-        return self.report(seat, Leased(effect.batch, answer))
+        return self.report(seat, LeaseGranted(effect.batch, answer))
 
-    def _leased(self, seat: Seat, effect: Lease) -> ExpertsLeased:
+    def _leased(self, seat: Seat, effect: RequestLease) -> ExpertsLeased:
         source = self.seats[effect.source]
         wanted = [(layer, slot - effect.source * SLOTS, expert) for layer, slot, expert in effect.experts]
         lease = source.residency.lease(seat.rank, effect.handover, wanted, LEASE_SECONDS, self.now)
         return ExpertsLeased(worker_id=self.life, rank=effect.source, lease=lease.number, memory=MEMORY, cells=lease.cells, checksums=lease.checksums)
 
-    def _end_lease(self, effect: EndLease) -> None:
+    def _end_lease(self, effect: ReleaseLease) -> None:
         source = self.seats[effect.source]
         if source.alive:
             source.residency.end(effect.lease, self.now)
 
-    def _verify(self, seat: Seat, effect: Verify) -> None:
+    def _verify(self, seat: Seat, effect: VerifyCells) -> None:
         wrong = tuple("" if (seat.memory[cell],) == promised else "torn" for cell, promised in zip(effect.cells, effect.promised, strict=True))
-        self.report(seat, Verified(effect.batch, wrong))
+        self.report(seat, CellsVerified(effect.batch, wrong))
 
     def _prepare(self, seat: Seat, effect: Prepare) -> None:
         if self.faults and self.dice.random() < 0.05:
@@ -356,14 +356,14 @@ class World(Store):
             for _, here in flow.pulls:
                 seat.memory[here] = TORN
         if flow.late:
-            self.report(seat, Settled(flow.batch))
+            self.report(seat, ReadSettled(flow.batch))
         else:
-            self.report(seat, Broken(flow.batch, "it is gone") if lost else Landed(flow.batch, "shared", 64, 0.1))
+            self.report(seat, ReadBroken(flow.batch, "it is gone") if lost else ReadLanded(flow.batch, "shared", 64, 0.1))
 
     def delay(self, flow: Flow) -> None:
         flow.late = True
         self.tell(f"rank {flow.reader.rank}: a read from rank {flow.source.rank} into {[here for _, here in flow.pulls]} is late")
-        self.report(flow.reader, Late(flow.batch, "it takes long"))
+        self.report(flow.reader, ReadLate(flow.batch, "it takes long"))
 
     def _check_landing(self, seat: Seat, pulls: tuple[tuple[int, int], ...]) -> None:
         for _, here in pulls:
@@ -381,7 +381,7 @@ class World(Store):
         going = self.going()
         for seat in going:
             assert seat.ready is not None
-            if Conducting.COMMITTING not in self.decided[self.life, seat.ready.handover]:
+            if CoordinatorState.COMMITTING not in self.decided[self.life, seat.ready.handover]:
                 raise self.unsafe(f"rank {seat.rank} flips to handover {seat.ready.handover}, which was not decided")
             seat.served, seat.cells, seat.ready, seat.prepared = seat.ready.placement, seat.ready.cells, None, None
             self.errands.append((seat, lambda seat=seat: self._adopted(seat)))  # type: ignore[misc]
@@ -424,7 +424,7 @@ class World(Store):
         for batch, effect in tuple(seat.leases.items()):
             if self.seats[effect.source].alive:
                 try:
-                    self.report(seat, Renewed(batch, self._leased(seat, effect).lease))
+                    self.report(seat, LeaseRenewed(batch, self._leased(seat, effect).lease))
                 except LeaseRefused as refusal:
                     self.tell(f"rank {seat.rank} cannot renew its lease of rank {effect.source}: {refusal}")
 

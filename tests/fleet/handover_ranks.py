@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from fleet.handover import Cell, CellEvent, RankState, Standing, Verdict, aborted, committed, flipped, heard, proposed, staged
+from fleet.handover import Cell, CellEvent, CommandVerdict, ProtocolState, RankState, aborted, committed, flipped, heard, proposed, staged
 from tests.fleet.exploration import Kind
 from tests.fleet.handover_world import ABORT, COMMIT, FLIPPED, GIVEN_UP, PROPOSE, STAGED, Own, Rank, Rules, Size, fact_of
 
@@ -15,18 +15,18 @@ class Ranks(Rules):
 
     def born(self, epoch: int, made: int, said: int) -> Rank:
         cells = ((Cell.LIVE, epoch), *[(Cell.FREE, 0)] * (self.size.cells - 1))
-        return Rank(Standing(RankState.SERVING, epoch), epoch, made, cells, (), said)
+        return Rank(ProtocolState(RankState.SERVING, epoch), epoch, made, cells, (), said)
 
     def obeyed(self, rank: Rank, kind: int, token: int, handover: int, epoch: int, offer: tuple[int, int]) -> Rank:
         standing = rank.standing
         assert standing is not None
         handover, token = self.meant(standing, kind, handover, epoch), self.fenced(standing, token)
         verdict = self.heed(standing, kind, token, handover, epoch)
-        if verdict is Verdict.FENCED:
+        if verdict is CommandVerdict.FENCED:
             return rank
-        said = rank.said | (fact_of(GIVEN_UP, handover) if kind == ABORT and verdict in (Verdict.TAKE, Verdict.REPEAT) else 0)
+        said = rank.said | (fact_of(GIVEN_UP, handover) if kind == ABORT and verdict in (CommandVerdict.TAKE, CommandVerdict.REPEAT) else 0)
         rank = rank._replace(standing=heard(standing, token), said=said)
-        if verdict is not Verdict.TAKE:
+        if verdict is not CommandVerdict.TAKE:
             return rank
         if kind == PROPOSE:
             return self._reading(rank._replace(standing=proposed(standing, token, handover)), offer)
@@ -39,7 +39,7 @@ class Ranks(Rules):
         cells = tuple((self.cell_after(use, given_up[use]), 0) if use in given_up else (use, epoch) for use, epoch in rank.cells)
         return rank._replace(cells=cells)
 
-    def own(self, rank: Rank, standing: Standing, offer: tuple[int, int], readers: int) -> Iterator[Own]:
+    def own(self, rank: Rank, standing: ProtocolState, offer: tuple[int, int], readers: int) -> Iterator[Own]:
         if standing.state is RankState.READY and rank.steps > standing.served:
             yield Own(Kind.DUE, "the agent of rank {} hears that it flipped: the old cell drains", self._adopted(rank, standing, readers))
         if standing.state is RankState.STAGED:
@@ -53,7 +53,7 @@ class Ranks(Rules):
             if use is Cell.DRAINING and self.drained(readers, cell):
                 yield Own(Kind.DUE, f"nobody reads cell {cell} of rank {{}} any more: it is free", self._used(rank, cell, CellEvent.SETTLED))
 
-    def _beginning(self, rank: Rank, standing: Standing, offer: tuple[int, int]) -> Iterator[Own]:
+    def _beginning(self, rank: Rank, standing: ProtocolState, offer: tuple[int, int]) -> Iterator[Own]:
         uses = [use for use, _ in rank.cells]
         reading = self._reading(rank, offer)
         if reading is not rank:
@@ -71,7 +71,7 @@ class Ranks(Rules):
         cell = uses.index(Cell.FREE)
         return self._used(rank, cell, CellEvent.RESERVED, rank.standing.served + 1)._replace(flows=(*rank.flows, (cell, offer[0])))
 
-    def _transferring(self, rank: Rank, standing: Standing, cell: int, use: Cell, *, alive: bool) -> Iterator[Own]:
+    def _transferring(self, rank: Rank, standing: ProtocolState, cell: int, use: Cell, *, alive: bool) -> Iterator[Own]:
         under_way = any(here == cell for here, _ in rank.flows)
         settled = rank._replace(flows=tuple(flow for flow in rank.flows if flow[0] != cell))
         match use:
@@ -95,7 +95,7 @@ class Ranks(Rules):
             case _ if under_way:
                 yield Own(Kind.DUE, f"nothing lands any more in cell {cell} of rank {{}}", settled)
 
-    def _adopted(self, rank: Rank, standing: Standing, readers: int) -> Rank:
+    def _adopted(self, rank: Rank, standing: ProtocolState, readers: int) -> Rank:
         """The old cell drains, and is free at once where nobody reads it."""
         swap = {Cell.LIVE: CellEvent.EVICTED, Cell.STAGED: CellEvent.ADOPTED}
         cells = tuple((self.cell_after(use, swap[use]), epoch) if use in swap else (use, epoch) for use, epoch in rank.cells)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from fleet.events import PlacementCommitted
-from fleet.handover import Conducting
+from fleet.handover import CoordinatorState
 from migration.handover.coordinator import OpenHandover, Record
 from tests.fleet.handover_fake_memory import Unsafe
 
@@ -20,7 +20,7 @@ class Store:
     key: bytes | None = None
     revision: int = 0
     log: list[Record] = field(default_factory=list)
-    decided: dict[tuple[int, int], set[Conducting]] = field(default_factory=dict)
+    decided: dict[tuple[int, int], set[CoordinatorState]] = field(default_factory=dict)
     """by life and handover"""
     story: list[str] = field(default_factory=list)
     known: frozenset[tuple[int, int]] = frozenset()
@@ -33,7 +33,7 @@ class Store:
         self.key, self.revision = msgspec.json.encode(value), self.revision + 1
         states = self.decided.setdefault((value.worker_id, value.handover), set())
         states.add(value.state)
-        if {Conducting.COMMITTING, Conducting.ABORTING} <= states:
+        if {CoordinatorState.COMMITTING, CoordinatorState.ABORTING} <= states:
             raise self.unsafe(f"handover {value.handover} is both committed and aborted")
         return True
 

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from fleet.handover import Cell, Conducting, RankState
+from fleet.handover import Cell, CoordinatorState, RankState
 from tests.fleet.handover_fake_memory import SLOTS
 from tests.fleet.handover_parties import Leader, World
 
@@ -102,7 +102,7 @@ class Walk:
     def at_rest(self) -> bool:
         world = self.world
         return (
-            (world.open is None or world.open.state is Conducting.IDLE)
+            (world.open is None or world.open.state is CoordinatorState.IDLE)
             and not (world.errands or world.flows)
             and all(
                 seat.conduct.at_rest

@@ -2,7 +2,20 @@
 
 from typing import NamedTuple
 
-from fleet.handover import CELL, Cell, CellEvent, Conducting, RankState, Standing, Verdict, flips, heed_abort, heed_commit, heed_propose, moved
+from fleet.handover import (
+    CELL,
+    Cell,
+    CellEvent,
+    CommandVerdict,
+    CoordinatorState,
+    ProtocolState,
+    RankState,
+    flips,
+    heed_abort,
+    heed_commit,
+    heed_propose,
+    moved,
+)
 from tests.fleet.exploration import Kind
 
 PROPOSE, COMMIT, ABORT = range(3)
@@ -37,7 +50,7 @@ class Size(NamedTuple):
 class World(NamedTuple):
     """All but the ranks."""
 
-    key: tuple[Conducting, int]
+    key: tuple[CoordinatorState, int]
     """durable: the state, and the handover that it is about, or was about last"""
     handovers: tuple[tuple[int, int], ...]
     """of each that was begun: the life it is for, and the epoch that it makes"""
@@ -58,7 +71,7 @@ class World(NamedTuple):
 class Rank(NamedTuple):
     """One rank. A dead one has neither standing nor cells."""
 
-    standing: Standing | None
+    standing: ProtocolState | None
     steps: int
     """epoch that its steps serve; the agent hears of a flip later"""
     made: int
@@ -96,16 +109,16 @@ class Rules:
     clears_strays = False
     """whether coordinators tell ranks to abort that have a handover open which is over"""
 
-    def meant(self, rank: Standing, kind: int, handover: int, epoch: int) -> int:
+    def meant(self, rank: ProtocolState, kind: int, handover: int, epoch: int) -> int:
         """Which handover a rank takes a command to be about."""
         return handover
 
-    def heed(self, rank: Standing, kind: int, token: int, handover: int, epoch: int) -> Verdict:
+    def heed(self, rank: ProtocolState, kind: int, token: int, handover: int, epoch: int) -> CommandVerdict:
         if kind == PROPOSE:
             return heed_propose(rank, token, handover, epoch)
         return heed_commit(rank, token, handover) if kind == COMMIT else heed_abort(rank, token, handover)
 
-    def fenced(self, rank: Standing, token: int) -> int:
+    def fenced(self, rank: ProtocolState, token: int) -> int:
         """The token that a rank takes a command to have."""
         return token
 
@@ -132,9 +145,9 @@ class Rules:
     def last_decided(self, world: World) -> int:
         """The handover whose placement a new life begins with; 0: none."""
         state, number = world.key
-        return number if state is Conducting.COMMITTING else world.placed
+        return number if state is CoordinatorState.COMMITTING else world.placed
 
-    def gives_up(self, rank: Rank, standing: Standing) -> Rank | None:
+    def gives_up(self, rank: Rank, standing: ProtocolState) -> Rank | None:
         """What becomes of a rank that has staged and hears nothing; None: it waits."""
         return None
 

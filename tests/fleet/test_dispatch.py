@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fleet.dispatch import Chooser, Held, flows, loads, numbered, onward, own_part, served_by, shares
+from fleet.dispatch import Chooser, LocalReplicas, flows, loads, numbered, onward, own_part, served_by, shares
 from fleet.placement import EMPTY, FULL, Placement, even_split, linear
 from tests.fleet.splits import random_split, random_table
 
@@ -56,7 +56,7 @@ def test_the_shares_of_each_home_are_those_of_the_rule_in_words(case: tuple[Plac
     own = own_part(placement, node)
     for home in range(placement.ranks):
         found = shares(placement, home, node)
-        here = Held.of(placement).rank[0] == home
+        here = LocalReplicas.of(placement).rank[0] == home
         assert own[:, here] == pytest.approx(found[:, here])
         assert not found[placement.expert_of_slot == EMPTY].any()
         for layer, expert in np.ndindex(placement.layers, placement.experts):
@@ -69,7 +69,7 @@ def test_the_shares_of_each_home_are_those_of_the_rule_in_words(case: tuple[Plac
 @settings(max_examples=25, deadline=None)
 def test_what_is_sent_on_goes_where_the_rule_in_words_sends_it(case: tuple[Placement, NDArray[np.intp]]) -> None:
     placement, node = case
-    found, held = onward(placement, node), Held.of(placement)
+    found, held = onward(placement, node), LocalReplicas.of(placement)
     for home, layer in np.ndindex(placement.ranks, placement.layers):
         part, keep = found[min(int(node[home]), len(found) - 1), layer], placement.split.keep[layer] / FULL
         assert held.by_rank(part, layer).sum(axis=0) == pytest.approx(np.ones(placement.experts))

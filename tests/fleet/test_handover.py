@@ -14,13 +14,13 @@ from fleet.handover import (
     RANK,
     Cell,
     CellEvent,
-    Conducting,
-    Cue,
+    CommandVerdict,
+    CoordinatorEvent,
+    CoordinatorState,
     IllegalMove,
+    ProtocolState,
     RankEvent,
     RankState,
-    Standing,
-    Verdict,
     aborted,
     committed,
     flipped,
@@ -37,7 +37,7 @@ from fleet.handover import (
 
 Table = Mapping[tuple[Any, Any], Any]
 TABLES: list[tuple[Table, type[StrEnum], type[StrEnum], str, set[StrEnum]]] = [
-    (CONDUCTING, Conducting, Cue, "coordinator", {Conducting.IDLE}),
+    (CONDUCTING, CoordinatorState, CoordinatorEvent, "coordinator", {CoordinatorState.IDLE}),
     (RANK, RankState, RankEvent, "rank", {RankState.SERVING}),
     (CELL, Cell, CellEvent, "cell", {Cell.FREE, Cell.LIVE}),
 ]
@@ -89,7 +89,7 @@ def test_nothing_leaves_live_memory_but_by_draining_and_nothing_enters_it_but_ve
 
 
 def test_after_the_decision_there_is_no_way_to_abort() -> None:
-    assert Conducting.ABORTING not in {after for (of, _), after in CONDUCTING.items() if of is Conducting.COMMITTING}
+    assert CoordinatorState.ABORTING not in {after for (of, _), after in CONDUCTING.items() if of is CoordinatorState.COMMITTING}
     assert (RankState.READY, RankEvent.ABORT) not in RANK
 
 
@@ -97,18 +97,18 @@ COMMANDS = st.tuples(st.sampled_from(["propose", "commit", "abort"]), st.integer
 OWN = st.tuples(st.sampled_from(["stage", "fail", "flip"]), st.just(0), st.just(0))
 
 
-def _acts(rank: Standing, what: str, token: int, handover: int) -> tuple[Standing, Verdict | None]:
+def _acts(rank: ProtocolState, what: str, token: int, handover: int) -> tuple[ProtocolState, CommandVerdict | None]:
     """One command, or one thing that the rank does by itself where it can."""
     match what:
         case "propose":
             verdict = heed_propose(rank, token, handover, rank.served + 1)
-            after = proposed(rank, token, handover) if verdict is Verdict.TAKE else rank
+            after = proposed(rank, token, handover) if verdict is CommandVerdict.TAKE else rank
         case "commit":
             verdict = heed_commit(rank, token, handover)
-            after = committed(rank, token) if verdict is Verdict.TAKE else rank
+            after = committed(rank, token) if verdict is CommandVerdict.TAKE else rank
         case "abort":
             verdict = heed_abort(rank, token, handover)
-            after = aborted(rank, token, handover) if verdict is Verdict.TAKE else rank
+            after = aborted(rank, token, handover) if verdict is CommandVerdict.TAKE else rank
         case "flip":
             return (flipped(rank) if rank.state is RankState.READY else rank), None
         case _:
@@ -118,58 +118,58 @@ def _acts(rank: Standing, what: str, token: int, handover: int) -> tuple[Standin
 
 @given(st.lists(st.one_of(COMMANDS, OWN), max_size=40))
 def test_whatever_comes_in_whatever_order_a_rank_keeps_its_promises(story: list[tuple[str, int, int]]) -> None:
-    rank, over = Standing(RankState.SERVING, served=0), set[int]()
+    rank, over = ProtocolState(RankState.SERVING, served=0), set[int]()
     for what, token, handover in story:
         after, verdict = _acts(rank, what, token, handover)
         assert after.token >= rank.token
         assert after.concluded >= rank.concluded
         assert after.served == rank.served + (rank.state is RankState.READY and after.state is RankState.SERVING)
         assert (after.handover == 0) == (after.state is RankState.SERVING)
-        if verdict is not None and verdict is not Verdict.TAKE:
+        if verdict is not None and verdict is not CommandVerdict.TAKE:
             assert after == heard(rank, token)
-        if verdict is Verdict.FENCED:
+        if verdict is CommandVerdict.FENCED:
             assert after == rank
             assert token < rank.token
-        if what == "commit" and verdict is Verdict.TAKE:
+        if what == "commit" and verdict is CommandVerdict.TAKE:
             assert rank.state is RankState.STAGED
             assert rank.handover == handover
-        if what == "abort" and verdict in (Verdict.TAKE, Verdict.REPEAT):
+        if what == "abort" and verdict in (CommandVerdict.TAKE, CommandVerdict.REPEAT):
             over.add(handover)
         assert after.handover not in over
-        assert heed_commit(after, after.token, handover) is not Verdict.TAKE or handover not in over
+        assert heed_commit(after, after.token, handover) is not CommandVerdict.TAKE or handover not in over
         rank = after
 
 
 @given(st.lists(st.one_of(COMMANDS, OWN), max_size=25), COMMANDS)
 def test_a_command_that_was_taken_is_not_taken_again(story: list[tuple[str, int, int]], command: tuple[str, int, int]) -> None:
-    rank = Standing(RankState.SERVING, served=0)
+    rank = ProtocolState(RankState.SERVING, served=0)
     for step in story:
         rank, _ = _acts(rank, *step)
     after, verdict = _acts(rank, *command)
-    if verdict is Verdict.TAKE:
+    if verdict is CommandVerdict.TAKE:
         again, repeated = _acts(after, *command)
-        assert repeated in (Verdict.REPEAT, Verdict.PAST)
+        assert repeated in (CommandVerdict.REPEAT, CommandVerdict.PAST)
         assert again == after
 
 
 def test_an_abort_of_a_handover_that_comes_later_leaves_the_open_one_open() -> None:
-    rank = aborted(proposed(Standing(RankState.SERVING, served=3), 1, 7), 1, 9)
+    rank = aborted(proposed(ProtocolState(RankState.SERVING, served=3), 1, 7), 1, 9)
     assert is_open(rank, 7)
-    assert heed_propose(rank, 1, 7, 4) is Verdict.REPEAT
-    assert heed_abort(rank, 1, 7) is Verdict.TAKE
+    assert heed_propose(rank, 1, 7, 4) is CommandVerdict.REPEAT
+    assert heed_abort(rank, 1, 7) is CommandVerdict.TAKE
     rank = flipped(committed(staged(rank), 1))
     assert rank.concluded == 9
-    assert heed_propose(rank, 1, 9, 5) is Verdict.PAST
+    assert heed_propose(rank, 1, 9, 5) is CommandVerdict.PAST
 
 
 def test_a_late_command_about_a_handover_that_is_over_is_told_from_one_about_a_handover_never_heard_of() -> None:
-    rank = aborted(flipped(committed(staged(proposed(Standing(RankState.SERVING, served=0), 1, 2)), 1)), 1, 3)
+    rank = aborted(flipped(committed(staged(proposed(ProtocolState(RankState.SERVING, served=0), 1, 2)), 1)), 1, 3)
     verdicts = {handover: (heed_commit(rank, 1, handover), heed_abort(rank, 1, handover)) for handover in (1, 2, 3, 4)}
     assert verdicts == {
-        1: (Verdict.PAST, Verdict.REPEAT),
-        2: (Verdict.REPEAT, Verdict.PREMATURE),
-        3: (Verdict.PAST, Verdict.REPEAT),
-        4: (Verdict.UNKNOWN, Verdict.TAKE),
+        1: (CommandVerdict.PAST, CommandVerdict.REPEAT),
+        2: (CommandVerdict.REPEAT, CommandVerdict.PREMATURE),
+        3: (CommandVerdict.PAST, CommandVerdict.REPEAT),
+        4: (CommandVerdict.UNKNOWN, CommandVerdict.TAKE),
     }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fleet.handover import CELL, Cell, CellEvent, Standing, Verdict, aborted, flips, moved
+from fleet.handover import CELL, Cell, CellEvent, CommandVerdict, ProtocolState, aborted, flips, moved
 from tests.fleet.exploration import Broken, TooLarge, explore
 from tests.fleet.handover_model import Handovers
 from tests.fleet.handover_world import ABORT, ABORTED_BIT, COMMIT, Faults, Rank, Size, World
@@ -89,10 +89,10 @@ class _ReuseBeforeSettled(Handovers):
 class _StaleCommit(Handovers):
     """A commit is for an epoch of an engine's name, whoever sent it: for no handover, no life, and under no token."""
 
-    def meant(self, rank: Standing, kind: int, handover: int, epoch: int) -> int:
+    def meant(self, rank: ProtocolState, kind: int, handover: int, epoch: int) -> int:
         return rank.handover if kind == COMMIT and rank.handover and epoch == rank.served + 1 else handover
 
-    def fenced(self, rank: Standing, token: int) -> int:
+    def fenced(self, rank: ProtocolState, token: int) -> int:
         return max(token, rank.token)
 
     def addressed(self, world: World, kind: int, handover: int) -> bool:
@@ -102,7 +102,7 @@ class _StaleCommit(Handovers):
 class _StaleAbort(Handovers):
     """An abort is for an epoch."""
 
-    def meant(self, rank: Standing, kind: int, handover: int, epoch: int) -> int:
+    def meant(self, rank: ProtocolState, kind: int, handover: int, epoch: int) -> int:
         return rank.handover if kind == ABORT and rank.handover and epoch == rank.served + 1 else handover
 
 
@@ -116,7 +116,7 @@ class _EveryLife(Handovers):
 class _ForgetsWhatIsOver(Handovers):
     """A proposal is taken after its abort."""
 
-    def heed(self, rank: Standing, kind: int, token: int, handover: int, epoch: int) -> Verdict:
+    def heed(self, rank: ProtocolState, kind: int, token: int, handover: int, epoch: int) -> CommandVerdict:
         return super().heed(rank._replace(concluded=0), kind, token, handover, epoch)
 
 
@@ -150,7 +150,7 @@ class _LeavesStrays(Handovers):
 class _GivesUpAlone(Handovers):
     """A rank that has staged stops waiting for the decision."""
 
-    def gives_up(self, rank: Rank, standing: Standing) -> Rank | None:
+    def gives_up(self, rank: Rank, standing: ProtocolState) -> Rank | None:
         return self.dropped(rank)._replace(standing=aborted(standing, standing.token, standing.handover))
 
 
@@ -205,7 +205,7 @@ def test_a_counterexample_reads_as_a_story() -> None:
 
 
 class _NoFencing(Handovers):
-    def fenced(self, rank: Standing, token: int) -> int:
+    def fenced(self, rank: ProtocolState, token: int) -> int:
         return max(token, rank.token)
 
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from engine_adapter.handover import cell_table
-from engine_adapter.handover.cell_table import Inconsistent, Residency
+from engine_adapter.handover.cell_table import CellTable, Inconsistent
 from fleet.events import HandoverDescribed
-from fleet.handover import CELL, Cell, CellEvent, Conducting
+from fleet.handover import CELL, Cell, CellEvent, CoordinatorState
 from migration.config import MigrationConfig
-from migration.handover.coordinator import OpenHandover, Proceeding, taken_over
+from migration.handover.coordinator import HandoverState, OpenHandover, taken_over
 from migration.handover.handover_messages import left_open, unheard_of
 from tests.fleet.handover_fake_memory import Seat, Unsafe
 from tests.fleet.handover_parties import PACE, Leader, World
@@ -43,12 +43,12 @@ def test_the_same_on_many_long_walks() -> None:
 
 def test_no_number_is_given_twice_though_ranks_were_found_with_an_earlier_handover_open() -> None:
     world = World(random.Random(0))
-    last = unheard_of(world.entry, 8, Conducting.IDLE, 1, None)
-    found = unheard_of(world.entry, 7, Conducting.ABORTING, 1, last)
+    last = unheard_of(world.entry, 8, CoordinatorState.IDLE, 1, None)
+    found = unheard_of(world.entry, 7, CoordinatorState.ABORTING, 1, last)
     proceeding = taken_over(left_open("a", found, None, None, MigrationConfig()), found, 1, PACE, 0.0)
-    ended = proceeding.durable(Conducting.IDLE, 1.0)
+    ended = proceeding.durable(CoordinatorState.IDLE, 1.0)
     assert (ended.handover, ended.highest) == (7, 8)
-    assert unheard_of(world.entry, 6, Conducting.ABORTING, 1, ended).highest == 8
+    assert unheard_of(world.entry, 6, CoordinatorState.ABORTING, 1, ended).highest == 8
 
 
 class _LosesItsStore(World):
@@ -57,8 +57,8 @@ class _LosesItsStore(World):
 
     def claim(self, value: OpenHandover, revision: int | None) -> bool:
         this = value.worker_id, value.handover
-        if self.accepts(revision) and this in self.known and value.state is not Conducting.COMMITTING:
-            self.decided[this] -= {Conducting.COMMITTING} if value.state is Conducting.ABORTING else set(Conducting)
+        if self.accepts(revision) and this in self.known and value.state is not CoordinatorState.COMMITTING:
+            self.decided[this] -= {CoordinatorState.COMMITTING} if value.state is CoordinatorState.ABORTING else set(CoordinatorState)
         return super().claim(value, revision)
 
     def lose(self) -> None:
@@ -132,21 +132,21 @@ def test_a_walk_notices_when_the_world_lacks_a_rule(world: type[World], promise:
 
 def _without_quarantine(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cell_table, "CELL", {**CELL, (Cell.PULLING, CellEvent.OVERDUE): Cell.FREE, (Cell.FREE, CellEvent.SETTLED): Cell.FREE})
-    patch.setattr(Residency, "settled", lambda *_: None)
+    patch.setattr(CellTable, "settled", lambda *_: None)
 
 
 def _without_draining(patch: pytest.MonkeyPatch) -> None:
-    def at_once(self: Residency, cell: int, now: float) -> None:
+    def at_once(self: CellTable, cell: int, now: float) -> None:
         if self.use(cell) is Cell.DRAINING:
             self._move(cell, CellEvent.SETTLED, now)
 
-    patch.setattr(Residency, "_settle_drained", at_once)
-    patch.setattr(Residency, "check_integrity", lambda _: None)
+    patch.setattr(CellTable, "_settle_drained", at_once)
+    patch.setattr(CellTable, "check_integrity", lambda _: None)
 
 
 def _staged_by_most(patch: pytest.MonkeyPatch) -> None:
-    real = Proceeding.waiting_for.fget  # type: ignore[attr-defined]
-    patch.setattr(Proceeding, "waiting_for", property(lambda self: tuple(real(self))[1:]))
+    real = HandoverState.waiting_for.fget  # type: ignore[attr-defined]
+    patch.setattr(HandoverState, "waiting_for", property(lambda self: tuple(real(self))[1:]))
 
 
 @pytest.mark.parametrize("broken", [_without_quarantine, _staged_by_most, pytest.param(_without_draining, marks=pytest.mark.slow)])

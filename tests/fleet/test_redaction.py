@@ -15,7 +15,7 @@ from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.process import WithoutSecrets
 from deploy.settings import read_settings
-from engine_adapter.openai_backend import PlainConfig
+from engine_adapter.openai_backend import BackendAgentConfig
 from fleet.redaction import without_secrets
 from router.config import RouterConfig
 
@@ -67,7 +67,7 @@ def test_the_printed_configuration_hides_passwords_and_the_file_for_children_has
     [
         (RouterConfig, {"backends": (f"http://me:{SECRET}@h:1",)}),
         (RouterConfig, {"backends": (f"ftp://me:{SECRET}@h:1",)}),
-        (PlainConfig, {"url": f"http://me:{SECRET}@h:1"}),
+        (BackendAgentConfig, {"url": f"http://me:{SECRET}@h:1"}),
         (BusConfig, {"url": f"me:{SECRET}@h:1"}),
         (BusConfig, {"urls": (f"me:{SECRET}@h:1",)}),
     ],

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fleet.dispatch import Held, shares
+from fleet.dispatch import LocalReplicas, shares
 from fleet.experts import ExpertId
 from fleet.placement import EMPTY, FULL, Placement, linear
 from fleet.popularity import ExpertTable, profile, uniform
@@ -39,7 +39,7 @@ def test_expected_remote_ranks_equal_the_exhaustive_count_of_independent_draws()
 
 def shared_out(placement: Placement) -> NDArray[np.float64]:
     """[layers, ranks, experts]: the part of an expert's tokens that nobody keeps which each rank serves."""
-    held = Held.of(placement)
+    held = LocalReplicas.of(placement)
     return np.stack([held.by_rank(part / FULL, layer) for layer, part in enumerate(placement.split.spill)])
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import deploy.http.server
 from deploy.http.limits import HttpLimits
-from deploy.http.server import HttpFace
+from deploy.http.server import HttpServer
 from deploy.http.sockets import listen, url_of
 from tests.hostile.clients import Recorder
 from tests.router.conftest import bpe_archive, byte_archive, open_house, serve_rank
@@ -23,7 +23,7 @@ class Target:
 
     url: str
     app: Recorder
-    face: HttpFace
+    face: HttpServer
     cut: Counter[str] = field(default_factory=Counter)
     """connections that were cut, by cause"""
 
@@ -49,7 +49,7 @@ async def start(quick_sweep: None) -> AsyncIterator[StartTarget]:
             def count(cause: str) -> None:
                 cut[cause] += 1
 
-            face = await stack.enter_async_context(HttpFace(app, door, drain_seconds=1, limits=HttpLimits(**limits), count=count))
+            face = await stack.enter_async_context(HttpServer(app, door, drain_seconds=1, limits=HttpLimits(**limits), count=count))
             return Target(url, app, face, cut)
 
         yield begin

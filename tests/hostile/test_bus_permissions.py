@@ -13,12 +13,12 @@ import pytest
 from nats.js import api
 
 from bus import BusError, ClaimLost, Message
-from bus.claims import Lease
+from bus.claims import ClaimLease
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.roles import ROLES
 from bus.protocol.subjects import Subjects
-from deploy.security.credentials import Credentials
+from deploy.security.credentials import ServerCredentials
 from fleet.events import DescribeLoop, EngineHeartbeat, EngineLeft, KvMetrics, MigrationAborted, RankDrained, RequestRefused, SteerLoop
 
 SUBJECTS = Subjects()
@@ -28,7 +28,7 @@ CONFIG = BusConfig(connect_seconds=2.0, request_seconds=1.0, record_seconds=3.0,
 class Server:
     """A server with every role's user, and users of the engines a and b."""
 
-    def __init__(self, url: str, credentials: Credentials) -> None:
+    def __init__(self, url: str, credentials: ServerCredentials) -> None:
         self.url = url
         self.credentials = credentials
 
@@ -82,7 +82,7 @@ class Stranger:
 def server(tmp_path_factory: pytest.TempPathFactory, nats_server_type: Any) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("permitted")
     (folder / "bus").mkdir()
-    credentials = Credentials(folder / "bus", SUBJECTS, ("a", "b"))
+    credentials = ServerCredentials(folder / "bus", SUBJECTS, ("a", "b"))
     (folder / "nats.conf").write_text(f"jetstream: enabled\n{credentials.authorization()}")
     running = nats_server_type(folder / "store", "-c", str(folder / "nats.conf"))
     running.start()
@@ -111,7 +111,7 @@ async def test_without_credentials_or_with_wrong_ones_nobody_gets_in(server: Ser
 
 @pytest.mark.parametrize("user", ["engine", "engine-a", "router", "tracker", "planner", "operator"])
 async def test_every_part_may_begin_alone_with_an_empty_server(user: str, tmp_path: Path, nats_server_type: Any) -> None:
-    credentials = Credentials(tmp_path, SUBJECTS, ("a",))
+    credentials = ServerCredentials(tmp_path, SUBJECTS, ("a",))
     (tmp_path / "nats.conf").write_text(f"jetstream: enabled\n{credentials.authorization()}")
     running = nats_server_type(tmp_path / "store", "-c", str(tmp_path / "nats.conf"))
     running.start()
@@ -196,7 +196,7 @@ async def test_nonsense_that_a_subscriber_has_a_server_write_into_a_claim_ends_n
     """A server sends its answers wherever a question names, whatever the asker may publish on (nats-server 2.15): the claim is overwritten with the
     answer, and its holder writes it anew."""
     async with furnished.bus("engine-b") as bus, furnished.stranger("subscriber") as hostile:
-        claim = Lease(bus, SUBJECTS.claim("b"), worker_id=7, node="n")
+        claim = ClaimLease(bus, SUBJECTS.claim("b"), worker_id=7, node="n")
         await claim.take()
         await hostile.client.publish("$JS.API.STREAM.INFO.roost-stored", b"", reply="$KV.roost-claims.engine.b")
         async with asyncio.timeout(5):
@@ -275,7 +275,7 @@ async def test_an_engine_answers_whoever_asks_it_and_cannot_write_to_other_inbox
 
 async def test_the_claim_of_another_engine_cannot_be_taken(furnished: Server) -> None:
     async with furnished.bus("engine-a") as honest, furnished.bus("engine-b") as hostile:
-        claim = Lease(honest, SUBJECTS.claim("a"), worker_id=1, node="n")
+        claim = ClaimLease(honest, SUBJECTS.claim("a"), worker_id=1, node="n")
         await claim.take()
         seen = await hostile.read_claim(SUBJECTS.claim("a"))
         assert seen is not None

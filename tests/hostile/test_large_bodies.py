@@ -23,7 +23,7 @@ import pytest
 
 from fleet.completions import ApiError
 from fleet.events import Capabilities
-from router.bodies.tasks import Room
+from router.bodies.tasks import PromptBounds
 from router.bodies.worker_pool import BodyWorkers
 from router.config import BackendConfig
 from tests.router.conftest import bpe_archive, byte_archive, open_house, serve_rank
@@ -257,7 +257,7 @@ async def test_fields_of_a_large_body_go_on_to_engines_that_take_them(
 
 
 ARCHIVE = archive(bpe(257), {"chat_template": "{{ messages[0]['content'] }}"})
-HOURS = Room(context=10**9, prompts=1)
+HOURS = PromptBounds(context=10**9, prompts=1)
 LONG = user("ab " * 2_500_000)
 """takes seconds to tokenise"""
 BUSY_SECONDS = 0.4

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from bus.memory import MemoryBus
-from engine_adapter.embedded.model_runner import Runner
+from engine_adapter.embedded.model_runner import ModelRunner
 from engine_adapter.serving.http import RankApp
 from fleet.events import Capabilities
 from fleet.timing import EngineSpeed
 from router.access.api_keys import key_line
-from router.api.bus_api import Inquiries
+from router.api.bus_api import BusApi
 from router.api.library import Decider
 from tests.contract.test_engine_contract import embedded, tiny_checkpoint  # noqa: F401 a fixture
 from tests.router.conftest import byte_archive, open_house, serve_rank  # noqa: F401 the router's fixtures
@@ -71,7 +71,7 @@ async def attacked(request: pytest.FixtureRequest, guarded: House) -> AsyncItera
         async with simulated_house(guarded):
             yield guarded
         return
-    request.getfixturevalue("monkeypatch").setattr(Runner, "measure_speed", lambda _: EngineSpeed())
+    request.getfixturevalue("monkeypatch").setattr(ModelRunner, "measure_speed", lambda _: EngineSpeed())
     async with embedded_house(guarded, request.getfixturevalue("tiny_checkpoint"), request.getfixturevalue("byte_archive")):
         yield guarded
 
@@ -128,7 +128,7 @@ async def two_routers(open_house: OpenHouse, guarded: House, serve_rank: Serve, 
     joined = await guarded.join("alone", [rank.url], byte_archive)
     await until(lambda: other.service.view.engine(joined.worker_id) is not None and other.service.ready and guarded.service.ready)
     async with asyncio.TaskGroup() as tasks:
-        asked = [Inquiries(house.bus, house.subjects, Decider(house.service)) for house in (guarded, other)]
+        asked = [BusApi(house.bus, house.subjects, Decider(house.service)) for house in (guarded, other)]
         running = [tasks.create_task(one.run(), name="answers over the bus") for one in asked]
         for one in asked:
             await one.listening.wait()

@@ -13,9 +13,9 @@ import pytest
 import uvloop
 
 from deploy.http.limits import LIMITS, HttpLimits
-from deploy.http.server import HttpFace
+from deploy.http.server import HttpServer
 from deploy.http.sockets import listen, probe, url_of
-from deploy.http.write_coalescing import Gathering
+from deploy.http.write_coalescing import WriteCoalescing
 from deploy.security.tls import CertificateError, ServerTls
 from router.config import RouterConfig
 from router.upstream.http_client import HttpClient
@@ -48,7 +48,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 async def served(tls: ServerTls, limits: HttpLimits = LIMITS) -> AsyncIterator[str]:
     door = listen("127.0.0.1", 0)
     url = url_of(door, tls=True)
-    async with HttpFace(echo, door, drain_seconds=0.5, limits=limits, tls=tls):
+    async with HttpServer(echo, door, drain_seconds=0.5, limits=limits, tls=tls):
         yield url
 
 
@@ -182,7 +182,7 @@ async def test_a_connection_may_be_closed_twice_under_tls(made: Certificate) -> 
     class Twice(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             assert isinstance(transport, asyncio.Transport)
-            gathering = Gathering(transport, loop)
+            gathering = WriteCoalescing(transport, loop)
             gathering.close()
             gathering.close()
             closed.set()

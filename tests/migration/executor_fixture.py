@@ -10,11 +10,11 @@ from bus import Bus, Message
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
 from fleet.events import ApplyPlan, MigrationAccepted, PlacementCommitted
-from fleet.handover import Conducting, RankState
+from fleet.handover import CoordinatorState, RankState
 from fleet.placement import Placement, linear
 from migration.config import MigrationConfig
 from migration.handover.coordinator import OpenHandover
-from migration.model.plan import Copy, Handover, Plan, Step, planned, replay
+from migration.model.plan import Copy, Handover, Plan, PlanStep, planned, replay
 from migration.service import MigrationService
 from tests.migration import builders
 from tests.migration.builders import joined
@@ -46,7 +46,7 @@ def replicating(base: Placement = FIRST, handovers: int = 3) -> Plan:
     for at in range(handovers):
         slot = 10 + at % 2
         copy = Copy(expert=at, slot=slot, source=at, link="same-node", bytes=384)
-        steps.append(Step(kind="replicate", layer=0, slot=slot, expert=at, evicted=None if at < 2 else at - 2, copies=(copy,), why="so"))
+        steps.append(PlanStep(kind="replicate", layer=0, slot=slot, expert=at, evicted=None if at < 2 else at - 2, copies=(copy,), why="so"))
     plan = planned(base, [Handover(epoch=base.epoch + at + 1, steps=(step,)) for at, step in enumerate(steps)], reason="test")
     replay(base, plan)
     return plan
@@ -85,4 +85,4 @@ def key(broker: MemoryBroker, name: str = "a") -> OpenHandover | None:
 def at_rest(broker: MemoryBroker, ranks: Ranks) -> bool:
     """Whether nothing is open, neither durably nor on any rank."""
     standing = key(broker)
-    return (standing is None or standing.state is Conducting.IDLE) and all(one.state is RankState.SERVING for one in ranks.standing)
+    return (standing is None or standing.state is CoordinatorState.IDLE) and all(one.state is RankState.SERVING for one in ranks.standing)

@@ -17,7 +17,7 @@ from fleet.events import (
     PullTold,
     RequestRefused,
 )
-from fleet.handover import RankState, Standing, Verdict, aborted, committed, flipped, heard, heed_abort, heed_commit, heed_propose, proposed, staged
+from fleet.handover import CommandVerdict, ProtocolState, RankState, aborted, committed, flipped, heard, heed_abort, heed_commit, heed_propose, proposed, staged
 from fleet.placement import Placement
 
 
@@ -26,7 +26,7 @@ class Ranks:
 
     def __init__(self, bus: Bus, subjects: Subjects, placement: Placement, *, engine: str = "a", worker_id: int = 1, free: int = 4) -> None:
         self.placement = placement
-        self.standing = [Standing(RankState.SERVING, placement.epoch) for _ in range(placement.ranks)]
+        self.standing = [ProtocolState(RankState.SERVING, placement.epoch) for _ in range(placement.ranks)]
         self.served = [placement.epoch]
         self.commands: list[tuple[int, Message]] = []
         """(rank, command), as they came"""
@@ -97,18 +97,18 @@ class Ranks:
         match message:
             case ProposeHandover():
                 verdict = heed_propose(now, message.token, message.handover, message.placement.epoch)
-                if verdict is Verdict.TAKE:
+                if verdict is CommandVerdict.TAKE:
                     self.standing[rank] = proposed(now, message.token, message.handover)
                     self._proposed[rank] = Placement.from_record(message.placement)
                     self._staging[rank] = asyncio.create_task(self._stage(rank))
             case CommitHandover():
                 verdict = heed_commit(now, message.token, message.handover)
-                if verdict is Verdict.TAKE:
+                if verdict is CommandVerdict.TAKE:
                     self.standing[rank] = committed(now, message.token)
                     self._flip()
             case AbortHandover():
                 verdict = heed_abort(now, message.token, message.handover)
-                if verdict is Verdict.TAKE:
+                if verdict is CommandVerdict.TAKE:
                     self.standing[rank] = aborted(now, message.token, message.handover)
                     if rank in self._staging:
                         self._staging[rank].cancel()

@@ -18,11 +18,11 @@ from fleet.placement import Placement, linear
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
-from migration.model.engine_view import Demand, Homes, View
-from migration.model.move_history import History
+from migration.model.engine_view import Demand, EngineView, PlannedHomes
+from migration.model.move_history import MoveHistory
 from migration.model.plan import replay
-from migration.planning.planner import Decided, decide
-from migration.planning.problem import Question
+from migration.planning.planner import PlannerDecision, decide
+from migration.planning.problem import PlanningQuestion
 from migration.solvers.eplb import as_placement, eplb_global
 
 RANKS, SLOTS, EXPERTS, LAYERS, TOP_K = 4, 10, 32, 4, 4
@@ -96,16 +96,16 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._dice = np.random.default_rng(self.seed)
-        self.history = History.begin(1, self.placement)
-        self.homes: Homes | None = None
+        self.history = MoveHistory.begin(1, self.placement)
+        self.homes: PlannedHomes | None = None
         self.halves: list[tuple[float, NDArray[np.float64]]] = []
         self.bytes = 0
         self.plans = 0
-        self.last: Decided | None = None
+        self.last: PlannerDecision | None = None
         self.reached: list[Reached] = []
         self._shares = self.mix.copy()
 
-    def cycle(self) -> Decided | None:
+    def cycle(self) -> PlannerDecision | None:
         """Half a window of traffic, and what the planner makes of it; what it plans is served at once."""
         began, self.now = self.now, self.now + SECONDS
         domain, rows = self._arrivals()
@@ -116,7 +116,7 @@ class Loop:
         self._shares += 0.4 * (self.mix - self._shares)
         if len(self.halves) < 4:
             return None
-        decided = decide(self.view(), Question(self.policy, self.config.budget_bytes), self.config)
+        decided = decide(self.view(), PlanningQuestion(self.policy, self.config.budget_bytes), self.config)
         self.last = decided
         self.homes = decided.homes
         if decided.plan is not None:
@@ -152,11 +152,11 @@ class Loop:
             load[rank[at]] += 1
         return rank
 
-    def view(self) -> View:
+    def view(self) -> EngineView:
         """The fleet as the planner sees it now."""
         fit, later = (self._window(*part) for part in (self.halves[:2], self.halves[2:]))
         clusters = self.clusters or ClusterModel(1, profiles(), self._shares.astype(np.float32), 1.0)
-        return View(
+        return EngineView(
             engine="e",
             worker_id=1,
             model="m",
@@ -182,7 +182,7 @@ class Loop:
         scale = TOKENS_PER_SECOND * TOP_K * LAYERS / counts.sum()
         return Demand.of(counts * scale, counts.sum(axis=(1, 2)) / LAYERS, seconds, halves[0][0])
 
-    def _carried_out(self, decided: Decided) -> None:
+    def _carried_out(self, decided: PlannerDecision) -> None:
         plan, homes = decided.plan, decided.homes_after
         if plan is None or homes is None:
             raise ValueError("a plan comes with the homes that hold after it")

@@ -19,7 +19,7 @@ from fleet.events import DescribeEngine, EngineHeartbeat, EngineJoined, EngineLe
 from fleet.layout import EP
 from fleet.placement import Placement
 from migration.config import MigrationConfig
-from migration.engine_state.unknown_engines import Strangers
+from migration.engine_state.unknown_engines import UnknownEngines
 from migration.service import MigrationService
 from tests.migration.builders import FIRST, joined
 from tests.name_claims import claim_name
@@ -209,7 +209,7 @@ async def test_whoever_beats_and_does_not_say_who_it_is_is_asked_ever_more_seldo
 
 
 def test_of_more_strangers_than_are_remembered_the_one_heard_first_is_forgotten() -> None:
-    strangers = Strangers(most=2)
+    strangers = UnknownEngines(most=2)
     assert not any(strangers.heard(worker_id, 0.0) for worker_id in (1, 2, 3))
     assert [strangers.heard(worker_id, 5.0) for worker_id in (3, 2, 1)] == [True, True, False]
 

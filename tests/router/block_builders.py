@@ -5,19 +5,19 @@ from collections.abc import Sequence
 from fleet.blocks import sequence_hashes
 from fleet.events import KvChange, KvEvent, KvRemoved, RoutedKvEvent
 from router.fleet_state.target_table import RankKey
-from router.prefix_index.block_hash_chain import Runs
-from router.prefix_index.block_index import Holders
+from router.prefix_index.block_hash_chain import HashRuns
+from router.prefix_index.block_index import BlockIndex
 from tests.router.router_fixture import WORKER
 
 
 class Made(list[int]):
     """Sequence hashes that are there already."""
 
-    def reach(self, depth: int, runs: Runs | None = None) -> list[int]:
+    def reach(self, depth: int, runs: HashRuns | None = None) -> list[int]:
         return self
 
 
-def overlap(holders: Holders, chained: Sequence[int]) -> dict[RankKey, int]:
+def overlap(holders: BlockIndex, chained: Sequence[int]) -> dict[RankKey, int]:
     """Leading blocks of a prompt, given by its sequence hashes, that each rank holds."""
     return holders.overlaps(Made(chained))
 

@@ -9,23 +9,23 @@ from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from router.fleet_state.dispatch_cost import locality
 from router.fleet_state.reservations import AMOUNTS, Reservations
-from router.fleet_state.target_table import Roster
-from router.fleet_state.view import View
+from router.fleet_state.target_table import TargetTable
+from router.fleet_state.view import FleetView
 from router.prediction.predictor import Forecast
 from router.scheduling.cost import Weights
 from router.scheduling.decision import Ask, Conditions, Decision, Outlook, decide
-from router.scheduling.filters import Limits, candidates
-from router.scheduling.policies import Rules
+from router.scheduling.filters import SaturationLimits, candidates
+from router.scheduling.policies import PolicyRules
 from tests.router.router_fixture import engine_joined
 
-LIMITS = Limits(requests=10, queue_seconds=5.0)
+LIMITS = SaturationLimits(requests=10, queue_seconds=5.0)
 SLOW = EngineSpeed(prefill_token=1e-3, decode_sequence=1e-3, decode_block=1e-5, dispatch=1e-5)
 
 
-def view_of(*engines: dict[str, Any], clusters: ClusterModel | None = None) -> tuple[View, Reservations]:
+def view_of(*engines: dict[str, Any], clusters: ClusterModel | None = None) -> tuple[FleetView, Reservations]:
     """A view of live, priced engines named e0, e1, ...; each given as what differs from the ordinary."""
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
-    view = View(reservations)
+    view = FleetView(reservations)
     if clusters is not None:
         view.learn("demo", clusters)
     for number, about in enumerate(engines):
@@ -46,12 +46,12 @@ def ask(seed: int = 0, prompt: int = 100, output: int = 20) -> Ask:
 
 
 def decided(
-    roster: Roster,
+    roster: TargetTable,
     load: Any = None,
     overlap: Any = None,
     weights: Weights = Weights(),  # noqa: B008 immutable
     outlook: Outlook | None = None,
-    rules: Rules | None = None,
+    rules: PolicyRules | None = None,
     conditions: Any = None,
     **asked: int,
 ) -> Decision:
@@ -59,7 +59,14 @@ def decided(
     load = np.zeros((AMOUNTS, len(roster.targets)), np.int64) if load is None else np.asarray(load)
     overlap = np.zeros(len(roster.targets), np.int64) if overlap is None else np.array(overlap)
     return decide(
-        ask(**asked), roster, candidates(roster, load, 1, LIMITS), overlap, Conditions(load, **(conditions or {})), rules or Rules(weights=weights), 1, outlook
+        ask(**asked),
+        roster,
+        candidates(roster, load, 1, LIMITS),
+        overlap,
+        Conditions(load, **(conditions or {})),
+        rules or PolicyRules(weights=weights),
+        1,
+        outlook,
     )
 
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
 from deploy.http.limits import Count
-from deploy.http.server import HttpFace
+from deploy.http.server import HttpServer
 from deploy.http.sockets import listen, url_of
 from deploy.parts.router import http_limits
 from fleet.blocks import sequence_hashes
@@ -211,7 +211,7 @@ async def served_app(app: FastAPI, config: RouterConfig | None = None, count: Co
     """The router's application on 127.0.0.1, as it runs for real."""
     door = listen("127.0.0.1", 0)
     url = url_of(door)
-    async with HttpFace(app, door, drain_seconds=1, limits=http_limits(config or RouterConfig()), count=count):
+    async with HttpServer(app, door, drain_seconds=1, limits=http_limits(config or RouterConfig()), count=count):
         yield url
 
 

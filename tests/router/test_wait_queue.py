@@ -19,9 +19,9 @@ from router.admission.queue_policy import AGED_EVERY
 from router.config import RouterConfig
 from router.fleet_state.reservations import Booking
 from router.prefix_index.prompt import TextPrompt
-from router.scheduling.scheduler import FIRST_TRY, Need
+from router.scheduling.scheduler import FIRST_TRY, RoutingRequest
 from router.service import RouterService
-from router.telemetry.request_log import Exchange
+from router.telemetry.request_log import RequestLog
 from tests.router.router_fixture import engine_joined
 
 pytestmark = pytest.mark.looptime
@@ -44,18 +44,18 @@ class Front:
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def exchange(self, name: str, priority: str = "normal", timeout: float | None = None) -> Exchange:
-        exchange = Exchange(name, name, "/v1/completions", self.now)
+    def exchange(self, name: str, priority: str = "normal", timeout: float | None = None) -> RequestLog:
+        exchange = RequestLog(name, name, "/v1/completions", self.now)
         exchange.model, exchange.priority = "demo", priority
         exchange.urgency = self.service.config.classes.index(priority)
         if timeout is not None:
             exchange.give_up_at = self.now + timeout
         return exchange
 
-    async def admit(self, name: str, priority: str = "normal", *, begun: bool = False, context: int = 0, timeout: float | None = None) -> Exchange:
+    async def admit(self, name: str, priority: str = "normal", *, begun: bool = False, context: int = 0, timeout: float | None = None) -> RequestLog:
         """Get a place, and keep it until `release`."""
         exchange = self.exchange(name, priority, timeout)
-        need = Need("demo", TextPrompt(name.encode() * 8, "demo"), context, 10, None, name)
+        need = RoutingRequest("demo", TextPrompt(name.encode() * 8, "demo"), context, 10, None, name)
         decision, booking = await self.service.waiting.admit(exchange, need, "", FIRST_TRY, begun=begun)
         self.order.append(name)
         assert name not in self.targets
@@ -67,7 +67,7 @@ class Front:
         await asyncio.sleep(seconds)
         self.release(name)
 
-    def begin(self, name: str, priority: str = "normal", **about: Any) -> "asyncio.Task[Exchange]":
+    def begin(self, name: str, priority: str = "normal", **about: Any) -> "asyncio.Task[RequestLog]":
         return asyncio.create_task(self.admit(name, priority, **about), name=f"request {name} is admitted")
 
     def release(self, name: str) -> None:
@@ -303,7 +303,7 @@ async def test_a_stopping_router_refuses_those_who_wait_and_those_who_come(opene
 async def test_what_cannot_be_decided_is_told_to_the_request_it_is_about(opened: Opened) -> None:
     front = opened()
     await front.admit("running")
-    wrong = Need("demo", TextPrompt(b"x", "demo"), 0, 10, "another tokenizer")
+    wrong = RoutingRequest("demo", TextPrompt(b"x", "demo"), 0, 10, "another tokenizer")
     exchange = front.exchange("wrong")
     task = asyncio.create_task(front.service.waiting.admit(exchange, wrong, "", FIRST_TRY, begun=True))
     await settled()
@@ -514,7 +514,7 @@ async def test_who_does_not_want_to_wait_passes_nobody_who_does(opened: Opened) 
     waiting = front.begin("b")
     await settled()
     front.service.picker.reservations.release(front.open["running"])  # room that nobody was told of
-    need = Need("demo", TextPrompt(b"x", "demo"), 0, 10, None)
+    need = RoutingRequest("demo", TextPrompt(b"x", "demo"), 0, 10, None)
     for priority, code in (("normal", "saturated"), ("low", "saturated")):
         asked = front.service.waiting.admit(front.exchange("now", priority), need, "", FIRST_TRY, begun=False, wait=False)
         assert await refusal(asked) == (code, 429)

@@ -15,7 +15,7 @@ import pytest
 from bus import BusError, BusTimeout
 from bus.memory import MemoryBus
 from engine_adapter.config import TransferConfig
-from engine_adapter.transfer.in_process import Fault
+from engine_adapter.transfer.in_process import PullFault
 from fleet.events import (
     DescribeHandover,
     EngineHeartbeat,
@@ -25,7 +25,7 @@ from fleet.events import (
     MigrationCommitted,
     MigrationPlanned,
 )
-from fleet.handover import Conducting, RankState
+from fleet.handover import CoordinatorState, RankState
 from fleet.placement import linear
 from migration.config import MigrationConfig
 from migration.service import MigrationService
@@ -105,7 +105,7 @@ class Trial:
         self.group.fabric.resume(way)
 
     async def bad_reads(self) -> None:
-        kinds = (Fault(corrupt=SCALE), Fault(broken=True), Fault(delay_seconds=self.dice.uniform(0.1, 3.0)))
+        kinds = (PullFault(corrupt=SCALE), PullFault(broken=True), PullFault(delay_seconds=self.dice.uniform(0.1, 3.0)))
         for way in self.group.ways:
             way.faults.append(self.dice.choice(kinds))
 
@@ -141,7 +141,7 @@ class Trial:
 
     async def _rests(self) -> bool:
         left = key(self.group.broker)
-        if left is not None and left.state is not Conducting.IDLE:
+        if left is not None and left.state is not CoordinatorState.IDLE:
             return False
         entries = await log(self.group.bus)
         planned = {entry.plan for entry in entries if isinstance(entry, MigrationPlanned)}

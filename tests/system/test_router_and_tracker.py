@@ -23,9 +23,9 @@ from fleet.timing import EngineSpeed
 from router.config import RouterConfig
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.decision import Decision
-from router.scheduling.scheduler import Need, Try
+from router.scheduling.scheduler import Attempt, RoutingRequest
 from router.service import RouterService
-from router.telemetry.request_log import Exchange
+from router.telemetry.request_log import RequestLog
 from tests.router.router_fixture import until
 from tracker.config import TrackerConfig
 from tracker.service import TrackerService
@@ -93,9 +93,9 @@ class Loop:
     def _one(self, kind: int) -> tuple[Decision, RequestProfile]:
         self.asked += 1
         ids = self.prompt(kind)
-        prompt, exchange = TokenPrompt(ids), Exchange(f"r{self.asked}", f"d{self.asked}", "/v1/completions", 0.0)
+        prompt, exchange = TokenPrompt(ids), RequestLog(f"r{self.asked}", f"d{self.asked}", "/v1/completions", 0.0)
         exchange.model = "demo"
-        decision, booking = self.router.book(exchange, Need("demo", prompt, 100, 32, None, keys=exchange.keys()), "", Try())
+        decision, booking = self.router.book(exchange, RoutingRequest("demo", prompt, 100, 32, None, keys=exchange.keys()), "", Attempt())
         profile = self._run(kind, decision, ids)
         self.router.finished(decision, booking, prompt)
         self.router.release(booking)

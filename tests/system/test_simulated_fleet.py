@@ -14,7 +14,7 @@ import pytest
 
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
-from deploy.parts.simulated import Host
+from deploy.parts.simulated import SimulatedHost
 from router.api.app import create_app
 from router.config import RouterConfig
 from router.service import RouterService
@@ -30,7 +30,7 @@ _numbers = itertools.count()
 class House:
     """Two engines of two ranks, a router, and its client."""
 
-    hosts: dict[str, Host]
+    hosts: dict[str, SimulatedHost]
     service: RouterService
     url: str
     http: aiohttp.ClientSession

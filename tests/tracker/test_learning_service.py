@@ -43,7 +43,7 @@ from fleet.popularity import ExpertCounts
 from fleet.prediction import ROW
 from fleet.signatures import ClusterModel, pack
 from tracker.config import TrackerConfig
-from tracker.drift.detector import Drift
+from tracker.drift.detector import DriftDetector
 from tracker.service import TrackerService, announced
 from tracker.state_file import read, write
 
@@ -474,7 +474,7 @@ async def test_what_was_learnt_over_other_settings_is_learnt_anew_and_the_rest_i
     ("damage", "says", "tokens"),
     [
         ({"drifts": {"m": {}}}, "what was usual for m is not known any more", 1000.0),
-        ({"drifts": {"m": Drift(TrackerConfig(), 1, 2).state()}}, "it is of 1 x 2 experts", 1000.0),
+        ({"drifts": {"m": DriftDetector(TrackerConfig(), 1, 2).state()}}, "it is of 1 x 2 experts", 1000.0),
         ({"learnt": {"m": {}}}, "what was learnt of m is not known any more", 1000.0),
         ({"activity": (("model", []),)}, "what was active is not known any more", 0.0),
     ],

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tracker.state_file import MAGIC, Saved, read, write
+from tracker.state_file import MAGIC, SavedState, read, write
 
-SAVED = Saved(
+SAVED = SavedState(
     saved_at=1e9, now=12.5, meaning_from=7, activity=(("departed", [1, 2]), ("model", ["m", {"counts": b"\x00\xff"}])), learnt={"m": {"a": 1.5}}, drifts={}
 )
 
@@ -80,7 +80,7 @@ def test_a_writer_that_dies_half_way_leaves_the_old_file(path: Path, monkeypatch
 
     monkeypatch.setattr(os, "fsync", broken)
     with pytest.raises(OSError, match="no space"):
-        write(path, Saved(saved_at=2e9, now=1.0, meaning_from=1, activity=(), learnt={}, drifts={}))
+        write(path, SavedState(saved_at=2e9, now=1.0, meaning_from=1, activity=(), learnt={}, drifts={}))
     found = read(path)
     assert found is not None
     assert found.saved_at == 1e9

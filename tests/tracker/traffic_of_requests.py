@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from deploy.demo_model import DOMAINS, routings_path
 from tracker.config import TrackerConfig
-from tracker.drift.detector import Drift, Shift
+from tracker.drift.detector import DriftDetector, PopularityShift
 
 Mix = Callable[[float], NDArray[np.float64]]
 """shares of the domains at a time"""
@@ -81,7 +81,7 @@ def seconds_of(
 class Course(NamedTuple):
     """What a detector said: (second, Shift), and per second its divergence and threshold (nan: no verdict)."""
 
-    said: list[tuple[int, Shift]]
+    said: list[tuple[int, PopularityShift]]
     divergence: NDArray[np.float64]
     threshold: NDArray[np.float64]
 
@@ -94,7 +94,7 @@ class Course(NamedTuple):
         return [second for second, shift in self.said if shift.settled]
 
 
-def watch(drift: Drift, traffic: Iterator[tuple[int, NDArray[np.float64], float]], judge_every: int = 2) -> Course:
+def watch(drift: DriftDetector, traffic: Iterator[tuple[int, NDArray[np.float64], float]], judge_every: int = 2) -> Course:
     """Let a detector watch traffic."""
     said, divergences, thresholds = [], [], []
     for second, counts, tokens in traffic:
@@ -126,5 +126,5 @@ def rotating(before: Mix, after: Mix, start: float, end: float) -> Mix:
     return mix
 
 
-def detector(requests: Requests, **settings: float) -> Drift:
-    return Drift(TrackerConfig(**settings), requests.layers, requests.experts)  # type: ignore[arg-type]
+def detector(requests: Requests, **settings: float) -> DriftDetector:
+    return DriftDetector(TrackerConfig(**settings), requests.layers, requests.experts)  # type: ignore[arg-type]

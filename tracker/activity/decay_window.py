@@ -37,7 +37,7 @@ LEAST = -700.0
 """Exponents below this are as good as nothing."""
 
 
-class Report:
+class WindowReport:
     """What came of `seconds` that ended at `end`: counts [layers, experts] of (token, k) pairs, of any number type, and their tokens."""
 
     __slots__ = ("_weighed", "counts", "end", "seconds", "tokens")
@@ -94,7 +94,7 @@ class _Sums:
         return 0.0 if self.reference is None else exp((self.reference - now) / self.constant)
 
 
-class Window:
+class DecayWindow:
     """Weighted counts of one rank (or one model). Times are seconds of one clock.
 
     sources: how many publishers speak for it at the same time; what one of them lost is only that share of the whole.
@@ -106,11 +106,11 @@ class Window:
         self.sources = 1
         self._sums = tuple(_Sums(layers, experts, constant) for constant in constants)
         self._began = inf
-        self._waiting: list[Report] = []
+        self._waiting: list[WindowReport] = []
         self._newest = (-inf, 0.0)
         """end and length of the newest report"""
 
-    def observe(self, report: Report) -> None:
+    def observe(self, report: WindowReport) -> None:
         """Reports may come in any order, each once. Their counts must not change afterwards."""
         self._began = min(self._began, report.end - report.seconds)
         if report.end >= self._newest[0]:
@@ -205,7 +205,7 @@ class Window:
         }
 
     @classmethod
-    def restore(cls, constants: tuple[float, float], state: dict[str, Any]) -> "Window":
+    def restore(cls, constants: tuple[float, float], state: dict[str, Any]) -> "DecayWindow":
         """ValueError when this is no state of a window."""
         try:
             layers, experts = (int(size) for size in state["shape"])

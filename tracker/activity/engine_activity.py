@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from fleet.events import CountsImported, DemandPublished, EngineJoined, ExpertsActivated, ProfilePublished, RankPopularity
 from fleet.popularity import ExpertTable, profile
-from tracker.activity.decay_window import FAST, SLOW, Report, Table, Window
-from tracker.activity.local_supply import Supply
-from tracker.activity.report_gaps import Gaps
-from tracker.activity.report_validation import Fault, Refused, checked_counts
+from tracker.activity.decay_window import FAST, SLOW, DecayWindow, Table, WindowReport
+from tracker.activity.local_supply import LocalSupply
+from tracker.activity.report_gaps import ReportGaps
+from tracker.activity.report_validation import InvalidReport, ReportFault, checked_counts
 from tracker.config import TrackerConfig
 
 DEPARTED = 4096
@@ -31,7 +31,7 @@ class RankKey(NamedTuple):
     rank: int
 
 
-class Seen(NamedTuple):
+class ReportedCounts(NamedTuple):
     """What a report said: unsigned counts [layers, experts] of (token, k) pairs, the tokens they come from, and the model."""
 
     model: str
@@ -41,8 +41,8 @@ class Seen(NamedTuple):
 
 @dataclass(slots=True)
 class _Rank:
-    window: Window
-    speakers: OrderedDict[int, Gaps] = field(default_factory=OrderedDict)
+    window: DecayWindow
+    speakers: OrderedDict[int, ReportGaps] = field(default_factory=OrderedDict)
     """by publisher"""
     reported: bool = False
     """since its demand was last published"""
@@ -62,14 +62,14 @@ class _Worker:
 
 @dataclass(slots=True)
 class _Model:
-    window: Window
+    window: DecayWindow
     used_at: float
     reported_at: float | None = None
     changed: bool = False
     version: int = 0
 
 
-class Activity:
+class EngineActivity:
     """Workers, ranks and models, all bounded. `now` is seconds of one clock that never goes back.
 
     first_version: versions of what is published count from here, over all models; a restarted tracker must not repeat them.
@@ -82,7 +82,7 @@ class Activity:
         self._workers: dict[int, _Worker] = {}
         self._models: dict[str, _Model] = {}
         self._departed: OrderedDict[int, None] = OrderedDict()
-        self._supplies: OrderedDict[int, Supply] = OrderedDict()
+        self._supplies: OrderedDict[int, LocalSupply] = OrderedDict()
         """by worker; one may be heard of before the worker is"""
         self._imports: OrderedDict[str, None] = OrderedDict()
 
@@ -125,13 +125,15 @@ class Activity:
         if joined.shape is not None:
             self._shaped(joined.model, joined.shape.layers, joined.shape.experts, now)
 
-    def placed(self, worker_id: int, supply: Supply) -> None:
+    def placed(self, worker_id: int, supply: LocalSupply) -> None:
         """A worker holds this; only its newest epoch counts. Refused when that is more than may be followed."""
         if worker_id in self._departed:
             return
         ranks, layers, experts = supply.held.shape
         if ranks > self._config.most_ranks or layers * experts > self._config.most_cells:
-            raise Refused(Fault.CAPACITY, f"a placement of {ranks} ranks, {layers} x {experts} experts; raise tracker.most_ranks or most_cells to follow it")
+            raise InvalidReport(
+                ReportFault.CAPACITY, f"a placement of {ranks} ranks, {layers} x {experts} experts; raise tracker.most_ranks or most_cells to follow it"
+            )
         known = self._supplies.get(worker_id)
         if known is not None and known.epoch >= supply.epoch:
             return
@@ -162,7 +164,7 @@ class Activity:
 
     # What they activate
 
-    def report(self, report: ExpertsActivated, now: float, publisher: int = 0, sequence: int | None = None) -> Seen:
+    def report(self, report: ExpertsActivated, now: float, publisher: int = 0, sequence: int | None = None) -> ReportedCounts:
         """Take a report into account, whose interval ends now. Reports may come in any order; each may come only once.
 
         publisher, sequence: of the message; None: nothing can be said of losses. Refused when it cannot be used; then nothing changed.
@@ -179,21 +181,21 @@ class Activity:
             worker = self._workers[report.worker_id] = _Worker(report.engine, report.model, now)
         rank = worker.windows.get(report.rank)
         if rank is None:
-            rank = worker.windows[report.rank] = _Rank(Window(layers, experts, self._constants))
+            rank = worker.windows[report.rank] = _Rank(DecayWindow(layers, experts, self._constants))
             model.window.sources = max(model.window.sources, sum(len(each.windows) for each in self._workers.values() if each.model == report.model))
         worker.heard_at = model.used_at = model.reported_at = now
         rank.reported = model.changed = True
         if sequence is not None:
             _note_losses(rank, model, publisher, sequence, now - report.seconds, now)
-        weighed = Report(counts, report.tokens, report.seconds, now)
+        weighed = WindowReport(counts, report.tokens, report.seconds, now)
         rank.window.observe(weighed)
         model.window.observe(weighed)
-        return Seen(report.model, counts, report.tokens)
+        return ReportedCounts(report.model, counts, report.tokens)
 
     def imported(self, imported: CountsImported, now: float) -> bool:
         """Take counts of another system into a model's slow profile; False when they were taken before. Refused when they cannot be used."""
         if not 1 <= len(imported.digest) <= DIGEST:
-            raise Refused(Fault.COUNTS, f"an import's digest must have 1 to {DIGEST} characters, not {len(imported.digest)}")
+            raise InvalidReport(ReportFault.COUNTS, f"an import's digest must have 1 to {DIGEST} characters, not {len(imported.digest)}")
         if imported.digest in self._imports:
             return False
         counts = checked_counts(imported.counts, imported.tokens, 0, self._config.most_cells)
@@ -209,24 +211,24 @@ class Activity:
 
     def _check_origin(self, report: ExpertsActivated, worker: _Worker | None) -> None:
         if report.worker_id in self._departed:
-            raise Refused(Fault.DEPARTED, f"worker {report.worker_id} of engine {report.engine!r} has left")
+            raise InvalidReport(ReportFault.DEPARTED, f"worker {report.worker_id} of engine {report.engine!r} has left")
         if worker is not None and worker.model != report.model:
-            raise Refused(Fault.MODEL, f"worker {report.worker_id} joined with model {worker.model!r} and reports for {report.model!r}")
+            raise InvalidReport(ReportFault.MODEL, f"worker {report.worker_id} joined with model {worker.model!r} and reports for {report.model!r}")
         ranks = self._config.most_ranks if worker is None or worker.ranks is None else worker.ranks
         if not 0 <= report.rank < ranks:
-            raise Refused(Fault.RANK, f"worker {report.worker_id} has ranks 0..{ranks - 1} and reports for rank {report.rank}")
+            raise InvalidReport(ReportFault.RANK, f"worker {report.worker_id} has ranks 0..{ranks - 1} and reports for rank {report.rank}")
         least, most = self._config.shortest_interval_seconds, self._config.longest_interval_seconds
         if not least <= report.seconds <= most:
-            raise Refused(Fault.INTERVAL, f"an interval of {report.seconds} s; it must be between {least} and {most} s")
+            raise InvalidReport(ReportFault.INTERVAL, f"an interval of {report.seconds} s; it must be between {least} and {most} s")
 
     def _check_room(self) -> None:
         if self.ranks >= self._config.most_ranks:
-            raise Refused(Fault.CAPACITY, f"{self.ranks} ranks are followed already; raise tracker.most_ranks to follow more")
+            raise InvalidReport(ReportFault.CAPACITY, f"{self.ranks} ranks are followed already; raise tracker.most_ranks to follow more")
 
     def _check_shape(self, name: str, model: _Model, layers: int, experts: int) -> None:
         if (model.window.layers, model.window.experts) != (layers, experts):
             known = f"[{model.window.layers}, {model.window.experts}]"
-            raise Refused(Fault.SHAPE, f"counts have shape [{layers}, {experts}]; model {name!r} has {known}")
+            raise InvalidReport(ReportFault.SHAPE, f"counts have shape [{layers}, {experts}]; model {name!r} has {known}")
 
     def _shaped(self, name: str, layers: int, experts: int, now: float) -> _Model:
         """The model of this name and shape; another shape than before is another model, which starts afresh."""
@@ -234,20 +236,20 @@ class Activity:
         if known is not None and (known.window.layers, known.window.experts) == (layers, experts):
             return known
         if layers * experts > self._config.most_cells:
-            raise Refused(Fault.CAPACITY, f"model {name!r} has {layers} x {experts} experts; raise tracker.most_cells to follow it")
+            raise InvalidReport(ReportFault.CAPACITY, f"model {name!r} has {layers} x {experts} experts; raise tracker.most_cells to follow it")
         if known is None and len(self._models) >= self._config.most_models:
             self._evict_model()
         for worker in self._workers.values():
             if worker.model == name:
                 worker.windows.clear()
-        self._models[name] = _Model(Window(layers, experts, self._constants), now)
+        self._models[name] = _Model(DecayWindow(layers, experts, self._constants), now)
         return self._models[name]
 
     def _evict_model(self) -> None:
         served = {worker.model for worker in self._workers.values()}
         idle = [name for name in self._models if name not in served]
         if not idle:
-            raise Refused(Fault.CAPACITY, f"{len(self._models)} models are followed already; raise tracker.most_models to follow more")
+            raise InvalidReport(ReportFault.CAPACITY, f"{len(self._models)} models are followed already; raise tracker.most_models to follow more")
         del self._models[min(idle, key=lambda name: self._models[name].used_at)]
 
     # What is worth saying
@@ -311,7 +313,7 @@ class Activity:
         speed, rates = rank.window.tokens_per_second(FAST, now), rank.window.rates(FAST, now)
         return (speed, rates) if speed >= self._config.least_tokens_per_second else (0.0, np.zeros_like(rates))
 
-    def _supply(self, worker_id: int, worker: _Worker, rank: int, window: Window) -> Supply | None:
+    def _supply(self, worker_id: int, worker: _Worker, rank: int, window: DecayWindow) -> LocalSupply | None:
         """What a worker holds, if that is known and about the same ranks and experts."""
         supply = self._supplies.get(worker_id)
         if supply is None or rank >= len(supply.held) or supply.held.shape[1:] != (window.layers, window.experts):
@@ -386,7 +388,7 @@ class Activity:
             raise ValueError(f"counts faded with time constants of {fast} and {slow} s; the settings are {self._constants}")
 
     def _restore_model(self, name: str, window: dict[str, Any], used_at: float, reported_at: float | None, changed: bool, version: int) -> None:
-        restored = Window.restore(self._constants, window)
+        restored = DecayWindow.restore(self._constants, window)
         if restored.layers * restored.experts > self._config.most_cells:
             raise ValueError(f"model {name!r} is larger than tracker.most_cells allows")
         self._models[str(name)] = _Model(restored, float(used_at), None if reported_at is None else float(reported_at), bool(changed), int(version))
@@ -396,10 +398,10 @@ class Activity:
 
     def _restore_rank(self, worker_id: int, number: int, window: dict[str, Any], speakers: list[Any], reported: bool, said: float) -> None:
         worker = self._workers[worker_id]
-        restored, model = Window.restore(self._constants, window), self._models[worker.model].window
+        restored, model = DecayWindow.restore(self._constants, window), self._models[worker.model].window
         if (restored.layers, restored.experts) != (model.layers, model.experts):
             raise ValueError(f"rank {number} of worker {worker_id} has another shape than its model")
-        heard = OrderedDict((int(publisher), Gaps.restore(gaps)) for publisher, gaps in speakers[-SPEAKERS:])
+        heard = OrderedDict((int(publisher), ReportGaps.restore(gaps)) for publisher, gaps in speakers[-SPEAKERS:])
         worker.windows[int(number)] = _Rank(restored, heard, bool(reported), float(said))
 
     def heard(self) -> Iterator[tuple[int, int]]:
@@ -413,7 +415,7 @@ def _note_losses(rank: _Rank, model: _Model, publisher: int, sequence: int, star
     """Tell rank and model which time is not observed, by the jumps in the publisher's sequence."""
     gaps = rank.speakers.get(publisher)
     if gaps is None:
-        gaps = rank.speakers[publisher] = Gaps()
+        gaps = rank.speakers[publisher] = ReportGaps()
         if len(rank.speakers) > SPEAKERS:
             rank.speakers.popitem(last=False)
         rank.window.sources = len(rank.speakers)

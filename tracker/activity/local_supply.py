@@ -19,7 +19,7 @@ Named = tuple[tuple[int, int, float], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Supply:
+class LocalSupply:
     """Who holds what in one placement epoch. held: bool [ranks, layers, experts]; layers below `boundary` are sharded over all ranks."""
 
     epoch: int
@@ -27,7 +27,7 @@ class Supply:
     boundary: int
 
     @classmethod
-    def of(cls, record: PlacementRecord, layout: Layout | None) -> "Supply":
+    def of(cls, record: PlacementRecord, layout: Layout | None) -> "LocalSupply":
         """ValueError for a placement that contradicts itself. Takes milliseconds for a large one."""
         layout = layout or EP
         placement = Placement.from_record(record)

@@ -12,7 +12,7 @@ MOST = 64
 """Gaps that a late report can still narrow; older ones stay as they are."""
 
 
-class Span(NamedTuple):
+class SilentSpan(NamedTuple):
     """From start to end (seconds) nothing was heard; `found`: what was said before of this span holds no more."""
 
     start: float
@@ -20,7 +20,7 @@ class Span(NamedTuple):
     found: bool = False
 
 
-class Gaps:
+class ReportGaps:
     """One publisher's reports, each heard once."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Gaps:
         """The highest sequence heard; -1: none."""
         return self._last[0]
 
-    def observe(self, sequence: int, start: float, end: float) -> Iterator[Span]:
+    def observe(self, sequence: int, start: float, end: float) -> Iterator[SilentSpan]:
         """A report that speaks for start..end (seconds). Gives what is missing because of it, and what no longer is."""
         if self._first is None:
             self._first, self._last = (sequence, start), (sequence, end)
@@ -49,18 +49,18 @@ class Gaps:
         else:
             yield from self._fill(sequence, start, end)
 
-    def _missing(self, before: tuple[int, float], behind: tuple[int, float]) -> Iterator[Span]:
+    def _missing(self, before: tuple[int, float], behind: tuple[int, float]) -> Iterator[SilentSpan]:
         if behind[0] > before[0] + 1:
             self._open[before[0]] = (behind[0], before[1], behind[1])
             if len(self._open) > MOST:
                 self._open.popitem(last=False)
-            yield Span(before[1], behind[1])
+            yield SilentSpan(before[1], behind[1])
 
-    def _fill(self, sequence: int, start: float, end: float) -> Iterator[Span]:
+    def _fill(self, sequence: int, start: float, end: float) -> Iterator[SilentSpan]:
         for low, (high, since, until) in self._open.items():
             if low < sequence < high:
                 del self._open[low]
-                yield Span(since, until, found=True)
+                yield SilentSpan(since, until, found=True)
                 yield from self._missing((low, since), (sequence, start))
                 yield from self._missing((sequence, end), (high, until))
                 return
@@ -70,7 +70,7 @@ class Gaps:
         return [self._first and list(self._first), list(self._last), [[low, *gap] for low, gap in self._open.items()]]
 
     @classmethod
-    def restore(cls, state: list[Any]) -> "Gaps":
+    def restore(cls, state: list[Any]) -> "ReportGaps":
         """ValueError when this is no state of gaps."""
         gaps = cls()
         try:

@@ -12,7 +12,7 @@ MOST = float(1 << 53)
 """Numbers above this are not counts."""
 
 
-class Fault(StrEnum):
+class ReportFault(StrEnum):
     """Why a report was refused."""
 
     DEPARTED = "departed"
@@ -33,10 +33,10 @@ class Fault(StrEnum):
     CAPACITY = "capacity"
 
 
-class Refused(ValueError):
+class InvalidReport(ValueError):
     """A report that cannot be used."""
 
-    def __init__(self, fault: Fault, detail: str) -> None:
+    def __init__(self, fault: ReportFault, detail: str) -> None:
         super().__init__(detail)
         self.fault = fault
 
@@ -45,13 +45,13 @@ def checked_counts(told: ExpertCounts, tokens: int, cached_tokens: int, most_cel
     """unsigned [layers, experts]: counts as they were said, in place. Refused when they cannot be true, or are of more than `most_cells`."""
     for name, value in (("tokens", tokens), ("cached_tokens", cached_tokens)):
         if not 0 <= value <= MOST:
-            raise Refused(Fault.COUNTS, f"{name} must be a count, not {value}")
+            raise InvalidReport(ReportFault.COUNTS, f"{name} must be a count, not {value}")
     if told.layers * told.experts > most_cells:
-        raise Refused(Fault.CAPACITY, f"a table of {told.layers} x {told.experts}; raise tracker.most_cells to follow such a model")
+        raise InvalidReport(ReportFault.CAPACITY, f"a table of {told.layers} x {told.experts}; raise tracker.most_cells to follow such a model")
     try:
         counts = told.array()
     except ValueError as error:
-        raise Refused(Fault.COUNTS, str(error)) from error
+        raise InvalidReport(ReportFault.COUNTS, str(error)) from error
     if (told.width == 8 and counts.max() > MOST) or (tokens == 0 and counts.any()):
-        raise Refused(Fault.COUNTS, f"{tokens} tokens cannot have activated experts {counts.sum():g} times")
+        raise InvalidReport(ReportFault.COUNTS, f"{tokens} tokens cannot have activated experts {counts.sum():g} times")
     return counts

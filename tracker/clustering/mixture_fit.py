@@ -55,7 +55,7 @@ def saturation(layers: int) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class Requests:
+class FitSample:
     """What a mixture is fitted to, in random order. prompt, completion: float32 [n, layers * experts] pairs; weight: float64 [n], the requests of now each
     stands for; prior_pairs: pairs per layer that speak for the traffic's profile; layers."""
 
@@ -145,7 +145,7 @@ def _distances(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: in
     return np.asarray(apart)
 
 
-def likeliest(requests: Requests, profiles: Cells, used: NDArray[np.intp]) -> NDArray[np.intp]:
+def likeliest(requests: FitSample, profiles: Cells, used: NDArray[np.intp]) -> NDArray[np.intp]:
     """intp [n]: of the used ones among profiles [K, layers * experts], that under which each request is likeliest."""
     logs = np.log(np.maximum(profiles[used], LEAST)).T
     return np.asarray(used[(requests.prompt @ logs + requests.completion @ logs).argmax(axis=1)])
@@ -183,14 +183,14 @@ def _axes(matrix: NDArray[np.floating]) -> Wide:
     return np.asarray(start[:, np.argsort(-values, kind="stable")])
 
 
-class Gain(NamedTuple):
+class FitGain(NamedTuple):
     """How much better two profiles predict completions than one: total nats (of pairs as pooled), and in standard errors."""
 
     total: float
     certainty: float
 
 
-def gain(requests: Requests, parts: tuple[NDArray[np.intp], NDArray[np.intp]], judged: NDArray[np.intp]) -> Wide:
+def gain(requests: FitSample, parts: tuple[NDArray[np.intp], NDArray[np.intp]], judged: NDArray[np.intp]) -> Wide:
     """float64 [LEVELS, judged]: nats by which two profiles predict each completion better than one, when the prompt weighs between them.
 
     `parts` are the requests the two profiles are fitted on; the one is their mean, so that both have seen the same. The logarithm of the mixed
@@ -206,20 +206,20 @@ def gain(requests: Requests, parts: tuple[NDArray[np.intp], NDArray[np.intp]], j
     return np.asarray((weights * completions).sum(axis=2) * _worth(requests)[judged], np.float64)
 
 
-def _worth(requests: Requests) -> Wide:
+def _worth(requests: FitSample) -> Wide:
     """float64 [n]: what a nat of a completion counts."""
     return np.asarray(requests.weight / (1.0 + requests.completion.sum(axis=1) / (requests.layers * ENOUGH)))
 
 
-def _judged(gains: list[Wide]) -> Gain:
+def _judged(gains: list[Wide]) -> FitGain:
     """Of gains [LEVELS, requests] of both folds, those at the best level."""
     each = np.concatenate(gains, axis=1)
     best = each[each.sum(axis=1).argmax()]
     error = float(best.std(ddof=1)) * len(best) ** 0.5
-    return Gain(float(best.sum()), float(best.sum()) / error if error > 0 else 0.0)
+    return FitGain(float(best.sum()), float(best.sum()) / error if error > 0 else 0.0)
 
 
-def split(requests: Requests, members: NDArray[np.intp]) -> tuple[NDArray[np.intp], Gain] | None:
+def split(requests: FitSample, members: NDArray[np.intp]) -> tuple[NDArray[np.intp], FitGain] | None:
     """Part the members in two: intp [members] of 0 and 1, and what it gains; None when no axis gives a gain that is certain."""
     if len(members) < FEWEST:
         return None
@@ -232,7 +232,7 @@ def split(requests: Requests, members: NDArray[np.intp]) -> tuple[NDArray[np.int
     return None if sides is None else (sides, best)
 
 
-def _crossed(requests: Requests, members: NDArray[np.intp], axis: int) -> Gain | None:
+def _crossed(requests: FitSample, members: NDArray[np.intp], axis: int) -> FitGain | None:
     """A split fitted on each half of the members, judged on the other."""
     gains = []
     for inside, judged in _folds(members):
@@ -248,7 +248,7 @@ def _folds(members: NDArray[np.intp]) -> tuple[tuple[NDArray[np.intp], NDArray[n
     return (members[::2], members[1::2]), (members[1::2], members[::2])
 
 
-def apart(requests: Requests, first: NDArray[np.intp], second: NDArray[np.intp]) -> Gain | None:
+def apart(requests: FitSample, first: NDArray[np.intp], second: NDArray[np.intp]) -> FitGain | None:
     """What it gains to keep two clusters apart; None when one has too few requests to tell."""
     if min(len(first), len(second)) < 2:
         return None
@@ -267,10 +267,10 @@ def neighbours(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: in
     return np.asarray(distances)
 
 
-class Judge:
+class MixtureJudge:
     """How well signatures at some sharpness predict; each request is judged by profiles that are fitted on the other fold."""
 
-    def __init__(self, requests: Requests, labels: NDArray[np.intp], shares: Wide) -> None:
+    def __init__(self, requests: FitSample, labels: NDArray[np.intp], shares: Wide) -> None:
         telling = np.flatnonzero(requests.prompt.any(axis=1) & requests.completion.any(axis=1))
         self.judged = telling[:: max(1, -(-len(telling) // JUDGES))]
         self._requests, self._shares = requests, shares.astype(np.float32)
@@ -299,11 +299,11 @@ class Judge:
         return float((_worth(self._requests)[chosen] * nats).sum())
 
 
-def sharpest(requests: Requests, labels: NDArray[np.intp], shares: Wide, present: float) -> float:
+def sharpest(requests: FitSample, labels: NDArray[np.intp], shares: Wide, present: float) -> float:
     """The sharpness of the grid that makes completions likeliest, found by climbing from the present one."""
     if (shares > 0).sum() < 2:
         return present
-    judge = Judge(requests, labels, shares)
+    judge = MixtureJudge(requests, labels, shares)
     if len(judge.judged) < FEWEST:
         return present
     here = int(np.argmin(np.abs(np.log(GRID) - np.log(present))))

@@ -21,11 +21,9 @@ from numpy.typing import NDArray
 from fleet.popularity import uniform
 from fleet.signatures import ClusterModel, Weights
 from tracker.clustering.mixture_fit import FEWEST, first_sharpness, saturation
-from tracker.clustering.refit import Fitted, Merge, Refit, Split
+from tracker.clustering.refit import ClusterMerge, ClusterSplit, Refit, RefitResult
 from tracker.clustering.reservoir import OVERHEAD, Reservoir
 from tracker.config import TrackerConfig
-
-__all__ = ["Clusters", "Merge", "Split"]
 
 FADED = 0.02
 """A sample of less weight than this, beside the newest, is no longer fitted."""
@@ -45,7 +43,7 @@ ANCHOR = 0.25
 are made with the shares, and would otherwise confirm themselves."""
 
 
-class Clusters:
+class OnlineClusters:
     """The clusters of one model. `now` is seconds of one clock that never goes back; versions count from `first_version`."""
 
     def __init__(self, config: TrackerConfig, layers: int, experts: int, first_version: int = 1) -> None:
@@ -99,7 +97,7 @@ class Clusters:
         self._mixed_at = now
         self._tokens += tokens * weights
 
-    def refine(self, now: float) -> list[Split | Merge]:
+    def refine(self, now: float) -> list[ClusterSplit | ClusterMerge]:
         """Fit anew when that is due, and say what changed. Takes up to a second or two at 58 x 256: not for an event loop."""
         job = self.due(now)
         return self.adopt(None if job is None else job.run(), now)
@@ -118,7 +116,7 @@ class Clusters:
         self._fitted_at, self._fitted_samples = now, self._reservoir.heard
         return Refit(tuple(kept), weights[weights >= FADED], dict(self._labels), self._model, used, self._config.cluster_prior_pairs)
 
-    def adopt(self, fitted: Fitted | None, now: float) -> list[Split | Merge]:
+    def adopt(self, fitted: RefitResult | None, now: float) -> list[ClusterSplit | ClusterMerge]:
         """Take over what a refinement found (None: there was none), tell a new version when it is worth telling, and say what changed."""
         if fitted is None:
             waited = self._told_at is None or not 0 <= now - self._told_at < SHARES_SECONDS
@@ -127,7 +125,7 @@ class Clusters:
             return []
         self._labels = fitted.labels
         for change, moved in zip(fitted.changes, fitted.moved, strict=True):
-            into, out = (change.child, change.parent) if isinstance(change, Split) else (change.kept, change.freed)
+            into, out = (change.child, change.parent) if isinstance(change, ClusterSplit) else (change.kept, change.freed)
             mass = moved * self._tokens[out]
             self._tokens[out] -= mass
             self._tokens[into] += mass
@@ -156,7 +154,7 @@ class Clusters:
         }
 
     @classmethod
-    def restore(cls, config: TrackerConfig, state: Mapping[str, Any]) -> "Clusters":
+    def restore(cls, config: TrackerConfig, state: Mapping[str, Any]) -> "OnlineClusters":
         """What `state` was taken of. Times may be of another clock. ValueError for nonsense, or for another number of clusters."""
         try:
             return cls._restored(config, state)
@@ -164,7 +162,7 @@ class Clusters:
             raise ValueError(f"clusters: this snapshot is of no use ({error!r}); remove it to begin anew") from error
 
     @classmethod
-    def _restored(cls, config: TrackerConfig, state: Mapping[str, Any]) -> "Clusters":
+    def _restored(cls, config: TrackerConfig, state: Mapping[str, Any]) -> "OnlineClusters":
         slots, layers, experts = state["shape"]
         if slots != config.clusters:
             raise ValueError(f"the snapshot has {slots}, tracker.clusters is {config.clusters}")
@@ -193,7 +191,7 @@ class Clusters:
         told[shares == 0] = np.tensordot(shares, profiles, 1)
         self._model = ClusterModel(self._model.version + 1, told, shares, sharpness, self._model.saturation)
 
-    def _worth_telling(self, fitted: Fitted) -> bool:
+    def _worth_telling(self, fitted: RefitResult) -> bool:
         ratio = fitted.sharpness / self._model.sharpness
         if self._shares_moved() or not 1 / CHANGED_SHARPNESS < ratio < CHANGED_SHARPNESS:
             return True

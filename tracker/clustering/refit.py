@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.signatures import LEAST, ClusterModel
-from tracker.clustering.mixture_fit import DOUBTFUL, Requests, apart, likeliest, neighbours, settle, sharpest, split
+from tracker.clustering.mixture_fit import DOUBTFUL, FitSample, apart, likeliest, neighbours, settle, sharpest, split
 from tracker.clustering.reservoir import Sample, counts
 
 ROUNDS = 6
@@ -17,21 +17,21 @@ MUCH_MORE = 2.0
 """Times that a split must gain what a merge loses, to take its slot."""
 
 
-class Split(NamedTuple):
+class ClusterSplit(NamedTuple):
     """A slot that was unused took over a part of what `parent` meant."""
 
     parent: int
     child: int
 
 
-class Merge(NamedTuple):
+class ClusterMerge(NamedTuple):
     """What `freed` meant now belongs to `kept`; the slot is unused."""
 
     kept: int
     freed: int
 
 
-class Fitted(NamedTuple):
+class RefitResult(NamedTuple):
     """What came of a refinement.
 
     labels: the slot of each fitted sample, by its number. moved: for each change, the share of the mass of the parent (or of what was freed)
@@ -40,7 +40,7 @@ class Fitted(NamedTuple):
     """
 
     labels: dict[int, int]
-    changes: list[Split | Merge]
+    changes: list[ClusterSplit | ClusterMerge]
     moved: list[float]
     profiles: NDArray[np.float32]
     shares: NDArray[np.float64]
@@ -60,7 +60,7 @@ class Refit:
     used: frozenset[int]
     prior_pairs: float
 
-    def run(self) -> Fitted:
+    def run(self) -> RefitResult:
         """Takes up to a second or two with a full reservoir at 58 x 256."""
         fit = _Fit(self)
         fit.merge()
@@ -75,9 +75,9 @@ class _Fit:
         self._job = job
         self._clusters, self._layers, _ = job.model.profiles.shape
         prompt, completion = counts(job.samples)
-        self._requests = Requests(prompt, completion, job.weights, job.prior_pairs, self._layers)
+        self._requests = FitSample(prompt, completion, job.weights, job.prior_pairs, self._layers)
         self._sharpness = job.model.sharpness
-        self._changes: list[Split | Merge] = []
+        self._changes: list[ClusterSplit | ClusterMerge] = []
         self._moved: list[float] = []
         self._made_room = False
         self._labels = self._begin()
@@ -97,7 +97,7 @@ class _Fit:
         return labels
 
     def _freed(self, kept: int, slot: int) -> None:
-        self._changes.append(Merge(kept, slot))
+        self._changes.append(ClusterMerge(kept, slot))
         self._moved.append(1.0)
 
     def _settle(self) -> None:
@@ -190,7 +190,7 @@ class _Fit:
 
     def _free(self) -> list[int]:
         """Unused slots, those that were freed just now last."""
-        freed = {change.freed for change in self._changes if isinstance(change, Merge)}
+        freed = {change.freed for change in self._changes if isinstance(change, ClusterMerge)}
         unused = set(range(self._clusters)) - set(np.unique(self._labels).tolist())
         return sorted(unused, key=lambda slot: (slot in freed, slot))
 
@@ -201,7 +201,7 @@ class _Fit:
         leaving = sides == lighter
         self._labels = self._labels.copy()
         self._labels[members[leaving]] = child
-        self._changes.append(Split(parent, child))
+        self._changes.append(ClusterSplit(parent, child))
         self._moved.append(float(weights[leaving].sum() / weights.sum()))
 
     def _shares(self) -> NDArray[np.float64]:
@@ -211,12 +211,12 @@ class _Fit:
     def _sharpen(self) -> None:
         self._sharpness = sharpest(self._requests, self._labels, self._shares(), self._sharpness)
 
-    def fitted(self) -> Fitted:
+    def fitted(self) -> RefitResult:
         self._sharpen()
         profiles = self._requests.profiles(self._labels, self._clusters).reshape(self._job.model.profiles.shape)
         labels = {sample.number: int(slot) for sample, slot in zip(self._job.samples, self._labels, strict=True)}
         shares = self._shares()
-        return Fitted(labels, self._changes, self._moved, profiles, shares, self._sharpness, _divergence(profiles, self._job.model.profiles, shares))
+        return RefitResult(labels, self._changes, self._moved, profiles, shares, self._sharpness, _divergence(profiles, self._job.model.profiles, shares))
 
 
 def _divergence(new: NDArray[np.float32], old: NDArray[np.float32], shares: NDArray[np.float64]) -> float:

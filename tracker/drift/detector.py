@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracker.config import TrackerConfig
-from tracker.drift.sampling_noise import SAMPLES, Noise, Table, array, divergence_by_layer, numbers
+from tracker.drift.sampling_noise import SAMPLES, DriftNoise, Table, array, divergence_by_layer, numbers
 
 LUMP_SECONDS = 0.25
 """Counts that arrive within this time are weighed as one."""
@@ -50,7 +50,7 @@ FRESH_LOOKS = 6.0
 """After an alarm, noise learnt since replaces what was known before once it rests on so many looks; until then there is no other alarm."""
 
 
-class Shift(NamedTuple):
+class PopularityShift(NamedTuple):
     """Popularity shifted (`settled` False) or settled. divergence, threshold: nats, mean over layers; layers: those that moved, most first."""
 
     settled: bool
@@ -93,7 +93,7 @@ class _Faded:
         self.tokens, self.squares, self.shared = numbers(state["sums"], 3)
 
 
-class Drift:
+class DriftDetector:
     """One model's traffic, all ranks together. `now` is seconds of one clock that never goes back."""
 
     def __init__(self, config: TrackerConfig, layers: int, experts: int) -> None:
@@ -108,8 +108,8 @@ class Drift:
         self._fast = _Faded(layers, experts, config.fast_seconds)
         self._slow = _Faded(layers, experts, config.slow_seconds)
         self._reference: _Faded | None = None
-        self._noise = Noise(layers)
-        self._fresh: Noise | None = None
+        self._noise = DriftNoise(layers)
+        self._fresh: DriftNoise | None = None
         """noise since the last alarm, while it is not yet enough to go by"""
         self._pending: NDArray[np.float32] = np.zeros((layers, experts), np.float32)
         self._pending_tokens = 0.0
@@ -140,7 +140,7 @@ class Drift:
         self._pending_tokens += tokens
         self._heard_at = max(at, self._at)
 
-    def judge(self, now: float) -> Shift | None:
+    def judge(self, now: float) -> PopularityShift | None:
         """Compare; the Shift when the state changed. To be called more often than every quarter of the fast time constant."""
         at = self._own_time(now)
         self._catch_up(at)
@@ -237,17 +237,17 @@ class Drift:
 
     # The verdict
 
-    def _verdict(self, by_layer: NDArray[np.float64], evidence: float, now: float) -> Shift | None:
+    def _verdict(self, by_layer: NDArray[np.float64], evidence: float, now: float) -> PopularityShift | None:
         assert self.divergence is not None
         assert self.threshold is not None
         if self._observed < self._config.shift_warmup_seconds:
             return None
         if self._stands_out(now) and self._is_new():
             self._alarm()
-            return Shift(False, self.divergence, self.threshold, self._moved(by_layer, evidence))
+            return PopularityShift(False, self.divergence, self.threshold, self._moved(by_layer, evidence))
         if self.shifted and self._has_settled(evidence, now):
             self.shifted, self._calm_since = False, None
-            return Shift(True, self.divergence, self.threshold, ())
+            return PopularityShift(True, self.divergence, self.threshold, ())
         return None
 
     def _stands_out(self, now: float) -> bool:
@@ -280,7 +280,7 @@ class Drift:
         self._calm_since = self._above_since = None
         self._since_alarm = 0.0
         self._reference = _Faded(self.layers, self.experts, self._config.slow_seconds)
-        self._fresh = Noise(self.layers)
+        self._fresh = DriftNoise(self.layers)
 
     def _has_settled(self, evidence: float, now: float) -> bool:
         assert self.divergence is not None
@@ -319,7 +319,7 @@ class Drift:
         }
 
     @classmethod
-    def restore(cls, config: TrackerConfig, state: dict[str, Any]) -> "Drift":
+    def restore(cls, config: TrackerConfig, state: dict[str, Any]) -> "DriftDetector":
         """As it was when the state was taken; time goes on with the first call. ValueError for what `state` cannot have given."""
         try:
             drift = cls(config, *_shape(state["shape"], config.most_cells))
@@ -336,7 +336,7 @@ class Drift:
             self._reference.restore(state["reference"])
         self._noise.restore(state["noise"])
         if state["fresh"] is not None:
-            self._fresh = Noise(self.layers)
+            self._fresh = DriftNoise(self.layers)
             self._fresh.restore(state["fresh"])
         self.shifted = bool(state["shifted"])
         (self._lumps,) = numbers([state["lumps"]], 1)

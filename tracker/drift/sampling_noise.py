@@ -25,7 +25,7 @@ PRIOR_LOOKS = 8.0
 """That is believed as if so many looks had shown it."""
 
 
-class Noise:
+class DriftNoise:
     """What y = tokens * divergence was while nothing shifted: by layer and over all, decayed."""
 
     def __init__(self, layers: int) -> None:

@@ -36,7 +36,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Load:
+class ExpertLoads:
     """How much each expert was asked for. counts: float64 [layers, experts], layers without experts left out.
 
     form: what was found, for people. whole: these are counts of (token, k) pairs; otherwise only their proportions mean something.
@@ -71,7 +71,7 @@ class Load:
         return tokens, np.rint(shares * tokens * top_k).astype(np.int64)
 
 
-def read_load(name: str, content: bytes) -> Load:
+def read_load(name: str, content: bytes) -> ExpertLoads:
     """The load in a file, by the ending of its name. ValueError says what was found and what is expected."""
     suffix = next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), None)
     if suffix is None:
@@ -84,7 +84,7 @@ def read_load(name: str, content: bytes) -> Load:
         raise ValueError(f"{name}: {error}") from error
 
 
-def _recorded(content: bytes) -> Load:
+def _recorded(content: bytes) -> ExpertLoads:
     """A dump of SGLang's recorder."""
     found = read_torch_file(content)
     if isinstance(found, np.ndarray):
@@ -94,7 +94,7 @@ def _recorded(content: bytes) -> Load:
     raise ValueError(f"a {type(found).__name__} was saved; expected a recorder's dict")
 
 
-def _passes(records: list[Any], mapping: Array | None) -> Load:
+def _passes(records: list[Any], mapping: Array | None) -> ExpertLoads:
     """Records of forward passes, of modes `per_pass` and `per_token`."""
     if not records:
         raise ValueError("a recording without any forward pass; start the recorder before the traffic")
@@ -112,7 +112,7 @@ def _passes(records: list[Any], mapping: Array | None) -> Load:
     assert total is not None
     mode = "per_pass" if top_k is None else "per_token"
     load = _load(total, mapping, f"an SGLang recording of mode {mode}")
-    return Load(load.counts, load.form, load.whole, len(records), top_k, load.empty_layers)
+    return ExpertLoads(load.counts, load.form, load.whole, len(records), top_k, load.empty_layers)
 
 
 def _top_k(chosen: Any) -> int:
@@ -123,11 +123,11 @@ def _top_k(chosen: Any) -> int:
     return int((ids >= 0).sum(axis=2).max(initial=1))
 
 
-def _matrix(content: bytes) -> Load:
+def _matrix(content: bytes) -> ExpertLoads:
     return _load(_npy(content), None, "a matrix")
 
 
-def _archive(content: bytes) -> Load:
+def _archive(content: bytes) -> ExpertLoads:
     arrays: dict[str, Array] = {}
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -154,7 +154,7 @@ def _npy(content: bytes) -> Array:
         raise ValueError(f"not a .npy array of numbers ({error}){remedy}") from error
 
 
-def _text(content: bytes) -> Load:
+def _text(content: bytes) -> ExpertLoads:
     try:
         found = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -162,7 +162,7 @@ def _text(content: bytes) -> Load:
     return _named(found, "a matrix") if isinstance(found, dict) else _load(_nested(found, "the list"), None, "a matrix")
 
 
-def _rows(content: bytes) -> Load:
+def _rows(content: bytes) -> ExpertLoads:
     """One line per layer, one column per expert, after an optional line of names; a first column named `layer` is not a load."""
     try:
         lines = [line for line in content.decode().splitlines() if line.strip()]
@@ -191,7 +191,7 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def _named(found: Mapping[str, Any], form: str) -> Load:
+def _named(found: Mapping[str, Any], form: str) -> ExpertLoads:
     """The load matrix among named arrays."""
     name = next((name for name in LOAD_NAMES if name in found), "")
     if not name:
@@ -234,7 +234,7 @@ def _numbers(found: Any, name: str) -> NDArray[np.float64]:
     return wide
 
 
-def _load(table: Array, mapping: Array | None, form: str) -> Load:
+def _load(table: Array, mapping: Array | None, form: str) -> ExpertLoads:
     """Counts by logical expert, summed over steps, without the layers in which nothing happened."""
     wide = _numbers(table, form)
     if wide.ndim not in (2, 3) or 0 in wide.shape:
@@ -246,7 +246,7 @@ def _load(table: Array, mapping: Array | None, form: str) -> Load:
     if not used.any():
         raise ValueError(f"{form} of shape {wide.shape} is all zeros: nothing was recorded")
     kept = logical[used]
-    return Load(kept, form, bool((kept == np.rint(kept)).all()), steps, None, int((~used).sum()))
+    return ExpertLoads(kept, form, bool((kept == np.rint(kept)).all()), steps, None, int((~used).sum()))
 
 
 def by_logical_expert(counts: NDArray[np.float64], mapping: Array) -> NDArray[np.float64]:

@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.signatures import NAMED, ClusterModel
-from tracker.clustering.online_clusters import Merge, Split
+from tracker.clustering.refit import ClusterMerge, ClusterSplit
 from tracker.prediction.report_parsing import Packed
 
 MOST_CHANGES = 128
 """Structural changes that are remembered; signatures from before are refused."""
 
 
-class Change(NamedTuple):
+class SlotChange(NamedTuple):
     """What was said of slot `source` is said of `target`, as to this share (1: the source was freed)."""
 
     version: int
@@ -40,7 +40,7 @@ def dense(packed: Packed, shares: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.asarray(weights, np.float32)
 
 
-def carried(packed: Packed, change: Change) -> Packed:
+def carried(packed: Packed, change: SlotChange) -> Packed:
     """Packed signatures after a change."""
     after = packed.copy()
     if change.share >= 1.0:
@@ -59,7 +59,7 @@ def carried(packed: Packed, change: Change) -> Packed:
     return after
 
 
-def carried_weights(weights: NDArray[Any], change: Change) -> NDArray[Any]:
+def carried_weights(weights: NDArray[Any], change: SlotChange) -> NDArray[Any]:
     """Weights [n, K] after a change."""
     after = weights.copy()
     after[:, change.target] += weights[:, change.source] * change.share
@@ -67,16 +67,16 @@ def carried_weights(weights: NDArray[Any], change: Change) -> NDArray[Any]:
     return after
 
 
-class History:
+class RemapHistory:
     """Which versions of a cluster model are understood, and what changed since each."""
 
     def __init__(self) -> None:
-        self._changes: deque[Change] = deque()
+        self._changes: deque[SlotChange] = deque()
         self._oldest: int | None = None
         """the first version whose signatures say anything: with two clusters at least"""
         self.model: ClusterModel | None = None
 
-    def adopt(self, model: ClusterModel, changes: Sequence[Split | Merge]) -> list[Change]:
+    def adopt(self, model: ClusterModel, changes: Sequence[ClusterSplit | ClusterMerge]) -> list[SlotChange]:
         """Go on to another version; what changed, in order. ValueError when it is older, or has another shape."""
         known = self.model
         if known is not None and (model.version < known.version or model.profiles.shape != known.profiles.shape):
@@ -91,7 +91,7 @@ class History:
         self.model = model
         return told
 
-    def since(self, version: int) -> list[Change] | None:
+    def since(self, version: int) -> list[SlotChange] | None:
         """What changed after a version; None when its signatures say nothing. ValueError for versions that are not known."""
         if self.model is None or version > self.model.version:
             raise ValueError(f"clusters: version {version} is not known here; report over the version that was published last")
@@ -105,13 +105,13 @@ class History:
 
     def take_over(self, state: dict[str, Any]) -> None:
         """Become what `state` was."""
-        self._changes = deque(Change(int(version), int(source), int(target), float(share)) for version, source, target, share in state["changes"])
+        self._changes = deque(SlotChange(int(version), int(source), int(target), float(share)) for version, source, target, share in state["changes"])
         self._oldest = None if state["oldest"] is None else int(state["oldest"])
 
 
-def _told(model: ClusterModel, change: Split | Merge) -> Change:
-    if isinstance(change, Merge):
-        return Change(model.version, change.freed, change.kept, 1.0)
+def _told(model: ClusterModel, change: ClusterSplit | ClusterMerge) -> SlotChange:
+    if isinstance(change, ClusterMerge):
+        return SlotChange(model.version, change.freed, change.kept, 1.0)
     both = float(model.shares[change.parent] + model.shares[change.child])
     share = float(model.shares[change.child]) / both if both > 0 else 0.5
-    return Change(model.version, change.parent, change.child, min(share, 0.999))
+    return SlotChange(model.version, change.parent, change.child, min(share, 0.999))

@@ -12,11 +12,11 @@ import numpy as np
 
 from fleet.events import ClusterPopularity, ClustersPublished, RequestProfile, RequestsFinished, RequestsProfiled, SourceQuality, TablesPublished
 from fleet.signatures import ClusterModel, unpack
-from tracker.clustering.online_clusters import Clusters
-from tracker.clustering.refit import Fitted, Refit
+from tracker.clustering.online_clusters import OnlineClusters
+from tracker.clustering.refit import Refit, RefitResult
 from tracker.config import TrackerConfig
 from tracker.drift.sampling_noise import divergence_by_layer
-from tracker.prediction.model_learner import Learning
+from tracker.prediction.model_learner import ModelLearner
 
 MODEL = "model"
 SAMPLE = "sample"
@@ -25,7 +25,7 @@ OUTCOME = "outcome"
 """Why something was not learnt from: nobody follows its model, or the named part of it cannot be true."""
 
 
-class Learnt(NamedTuple):
+class LearntTables(NamedTuple):
     """What is known of one model, for people."""
 
     clusters: tuple[ClusterPopularity, ...]
@@ -40,8 +40,8 @@ class Learnt(NamedTuple):
 
 @dataclass(slots=True)
 class _Lesson:
-    clusters: Clusters
-    learning: Learning
+    clusters: OnlineClusters
+    learning: ModelLearner
     told: int = -1
     """version of the cluster model last told"""
     seen: ClusterModel | None = None
@@ -49,7 +49,7 @@ class _Lesson:
     """of the model last seen"""
 
 
-class Lessons:
+class Learners:
     """Clusters and tables of all models. `now` is seconds of one clock that never goes back.
 
     first_version: what is published counts from here; a restarted tracker must not repeat a version. meaning_from: signatures over cluster
@@ -69,8 +69,8 @@ class Lessons:
             del self._lessons[name], self._shapes[name]
         for name, (layers, experts) in shapes.items():
             if name not in self._lessons:
-                clusters = Clusters(self._config, layers, experts, self._first_version)
-                self._add(name, (layers, experts), _Lesson(clusters, Learning(self._config, self._first_version)))
+                clusters = OnlineClusters(self._config, layers, experts, self._first_version)
+                self._add(name, (layers, experts), _Lesson(clusters, ModelLearner(self._config, self._first_version)))
 
     def _add(self, name: str, shape: tuple[int, int], lesson: _Lesson) -> None:
         lesson.learning.adopt(lesson.clusters.model, [])
@@ -117,11 +117,11 @@ class Lessons:
 
     # Fitting: a job is made here, run anywhere, and its result brought back
 
-    def due(self, now: float) -> list[tuple[str, Clusters, Refit | None]]:
+    def due(self, now: float) -> list[tuple[str, OnlineClusters, Refit | None]]:
         """For each model its refinement, if one is due. The job never changes; the clusters are for `adopt` alone."""
         return [(name, lesson.clusters, lesson.clusters.due(now)) for name, lesson in self._lessons.items()]
 
-    def adopt(self, name: str, clusters: Clusters, fitted: Fitted | None, now: float) -> None:
+    def adopt(self, name: str, clusters: OnlineClusters, fitted: RefitResult | None, now: float) -> None:
         """Take over a refinement (None: none was due) of clusters that may be gone meanwhile."""
         lesson = self._lessons.get(name)
         if lesson is None or lesson.clusters is not clusters:
@@ -153,7 +153,7 @@ class Lessons:
         lesson = self._lessons.get(name)
         return None if lesson is None else lesson.learning.whole(name)
 
-    def learnt(self, name: str) -> Learnt | None:
+    def learnt(self, name: str) -> LearntTables | None:
         """What is known of a model; None for a model nobody follows."""
         lesson = self._lessons.get(name)
         if lesson is None:
@@ -161,7 +161,7 @@ class Lessons:
         learning = lesson.learning
         if lesson.seen is not lesson.clusters.model:
             lesson.seen, lesson.popularity = lesson.clusters.model, popularity(lesson.clusters.model)
-        return Learnt(
+        return LearntTables(
             clusters=lesson.popularity,
             sources=learning.sources(),
             gain=learning.gain,
@@ -172,7 +172,7 @@ class Lessons:
             stored_bytes=learning.stored_bytes + lesson.clusters.stored_bytes,
         )
 
-    def all_learnt(self) -> dict[str, Learnt]:
+    def all_learnt(self) -> dict[str, LearntTables]:
         """What is known of each model."""
         return {name: learnt for name in self._lessons if (learnt := self.learnt(name)) is not None}
 
@@ -186,8 +186,8 @@ class Lessons:
         """Go on with one model as `state` has it. ValueError when that cannot be; then the model is learnt anew."""
         try:
             # A version above all that were given: those after the state was taken are not known any more.
-            clusters = Clusters.restore(self._config, {**state["clusters"], "version": self._first_version})
-            learning = Learning.restore(self._config, state["learning"], self._first_version)
+            clusters = OnlineClusters.restore(self._config, {**state["clusters"], "version": self._first_version})
+            learning = ModelLearner.restore(self._config, state["learning"], self._first_version)
         except (KeyError, TypeError) as error:
             raise ValueError(f"no state of what was learnt: {error}") from error
         if clusters.model.profiles.shape[1:] != shape:

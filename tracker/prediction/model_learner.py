@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from fleet.events import KeyedRows, RequestOutcome, RequestProfile, SourceQuality, TablesPublished
 from fleet.prediction import SOURCES, Query, Tables, know
 from fleet.signatures import ClusterModel, Weights, pack, unpack
-from tracker.clustering.online_clusters import Merge, Split
+from tracker.clustering.refit import ClusterMerge, ClusterSplit
 from tracker.config import TrackerConfig
 from tracker.prediction.calibration import Calibration
-from tracker.prediction.cluster_remap import Change, History, carried, carried_weights, dense
-from tracker.prediction.report_join import Pairing
-from tracker.prediction.report_parsing import Blocks, Outcome, Packed, Profile, outcome_of, profile_of
-from tracker.prediction.row_cache import Rows, cell
-from tracker.prediction.source_weights import Trust
+from tracker.prediction.cluster_remap import RemapHistory, SlotChange, carried, carried_weights, dense
+from tracker.prediction.report_join import ReportJoin
+from tracker.prediction.report_parsing import Blocks, Packed, PendingOutcome, PendingProfile, outcome_of, profile_of
+from tracker.prediction.row_cache import RowCache, cell
+from tracker.prediction.source_weights import SourceWeights
 from tracker.prediction.token_table import TokenTable
 
 HALF = 64.0
@@ -52,7 +52,7 @@ class _Head(NamedTuple):
         return self.clusters == other.clusters and moved < HEAD
 
 
-class Learning:
+class ModelLearner:
     """One model's prediction tables. `now` is seconds of one clock that never goes back.
 
     first_version: versions of the tables count from here; a restarted tracker must not repeat them. What is reported is refused, with a
@@ -63,14 +63,14 @@ class Learning:
         clusters, life, changes = config.clusters, config.row_seconds, config.most_changes
         self._config = config
         self._version = first_version
-        self._history = History()
-        self._blocks = Rows(config.prefix_bytes, life, changes)
-        self._sessions = Rows(config.session_bytes, life, changes, 2 * clusters)
-        self._tenants = Rows(config.tenant_bytes, life, changes, 2 * clusters)
+        self._history = RemapHistory()
+        self._blocks = RowCache(config.prefix_bytes, life, changes)
+        self._sessions = RowCache(config.session_bytes, life, changes, 2 * clusters)
+        self._tenants = RowCache(config.tenant_bytes, life, changes, 2 * clusters)
         self._tokens = TokenTable(config.token_bytes, clusters, config.token_seconds)
-        fields = (len(Profile._fields), len(Outcome._fields))
-        self._pairs = Pairing(config.waiting_bytes, config.most_waiting, config.waiting_seconds, fields)
-        self._trust = Trust(config.memory_outcomes)
+        fields = (len(PendingProfile._fields), len(PendingOutcome._fields))
+        self._pairs = ReportJoin(config.waiting_bytes, config.most_waiting, config.waiting_seconds, fields)
+        self._trust = SourceWeights(config.memory_outcomes)
         self._calibration = Calibration(config.memory_outcomes, clusters)
         self._head: _Head | None = None
         self._afresh = False
@@ -151,7 +151,7 @@ class Learning:
 
     # Clusters
 
-    def adopt(self, model: ClusterModel, changes: Sequence[Split | Merge] = ()) -> None:
+    def adopt(self, model: ClusterModel, changes: Sequence[ClusterSplit | ClusterMerge] = ()) -> None:
         """Go on with another version of the clusters; changes: what split and merged on the way there, in order.
 
         ValueError when it is older than the one before, or has another shape.
@@ -161,7 +161,7 @@ class Learning:
         for change in self._history.adopt(model, changes):
             self._carry(change)
 
-    def _carry(self, change: Change) -> None:
+    def _carry(self, change: SlotChange) -> None:
         def packed(cells: NDArray[Any]) -> NDArray[Any]:
             after = cells.copy()
             after["packed"] = carried(cells["packed"], change)
@@ -194,7 +194,7 @@ class Learning:
             self._learn_blocks(blocks, since, now)
             other = self._pairs.offer(_ENGINE, profile.decision, part, now) if profile.decision else None
             if other is not None:
-                self._learn(part, Outcome(*other), now)
+                self._learn(part, PendingOutcome(*other), now)
 
     def finished(self, outcome: RequestOutcome, now: float) -> None:
         """What a router knew of a request, and expected."""
@@ -204,11 +204,11 @@ class Learning:
             return
         other = self._pairs.offer(_ROUTER, outcome.decision, part, now)
         if other is not None:
-            self._learn(Profile(*other), part, now)
+            self._learn(PendingProfile(*other), part, now)
 
     # Learning
 
-    def _learn_blocks(self, blocks: Blocks, since: list[Change], now: float) -> None:
+    def _learn_blocks(self, blocks: Blocks, since: list[SlotChange], now: float) -> None:
         """A prefix's row is the token-weighted mean over all of its blocks."""
         above = None if blocks.parent is None else self._blocks.cell(blocks.parent)
         if above is not None:
@@ -237,7 +237,7 @@ class Learning:
     def _shares(self) -> Weights:
         return self._model.shares
 
-    def _learn(self, profile: Profile, outcome: Outcome, now: float) -> None:
+    def _learn(self, profile: PendingProfile, outcome: PendingOutcome, now: float) -> None:
         """From both sides of a request: first how good the tables were, then what it adds to them."""
         since = self._history.since(profile.version)
         if since is None or not profile.tokens:
@@ -270,7 +270,7 @@ class Learning:
             reliability=_UNASKED,
         )
 
-    def _judge(self, profile: Profile, outcome: Outcome, weight: float) -> None:
+    def _judge(self, profile: PendingProfile, outcome: PendingOutcome, weight: float) -> None:
         """Predicted against observed, as far as both are there (under TP no rank is nearer, and nothing is predicted)."""
         predicted = unpack(outcome.predicted, self._shares)
         if profile.local is not None and outcome.predicted_local is not None and outcome.prior_local is not None:
@@ -279,7 +279,7 @@ class Learning:
             counts = np.frombuffer(profile.sample, "<u4").reshape(self._model.mean.shape)
             self._calibration.sampled(counts, self._model.expected(predicted), self._model.mean)
 
-    def _follow(self, followed: Sequence[tuple[Rows, int, float]], observed: Weights, tokens: int, now: float) -> None:
+    def _follow(self, followed: Sequence[tuple[RowCache, int, float]], observed: Weights, tokens: int, now: float) -> None:
         """Rows of a session and a tenant: each the mean of its requests' signatures, where what came before counts for so many tokens at most."""
         named = [(table, key, most, table.cell(key)) for table, key, most in followed if key]
         weights, behind = np.empty((len(named), len(observed)), np.float32), []
@@ -324,7 +324,7 @@ class Learning:
         return self.whole(name)
 
     @property
-    def _keyed(self) -> tuple[Rows, Rows, Rows]:
+    def _keyed(self) -> tuple[RowCache, RowCache, RowCache]:
         return self._blocks, self._sessions, self._tenants
 
     def _now(self) -> _Head:
@@ -355,7 +355,7 @@ class Learning:
     # Surviving
 
     @property
-    def _parts(self) -> dict[str, Rows | TokenTable | Pairing | Trust | Calibration | History]:
+    def _parts(self) -> dict[str, RowCache | TokenTable | ReportJoin | SourceWeights | Calibration | RemapHistory]:
         return {
             "blocks": self._blocks,
             "sessions": self._sessions,
@@ -373,7 +373,7 @@ class Learning:
         return {"format": _FORMAT, "version": self._version, "counted": counted} | {name: part.state() for name, part in self._parts.items()}
 
     @classmethod
-    def restore(cls, config: TrackerConfig, state: dict[str, Any], first_version: int = 0, later: float = 0.0) -> "Learning":
+    def restore(cls, config: TrackerConfig, state: dict[str, Any], first_version: int = 0, later: float = 0.0) -> "ModelLearner":
         """What `state` was; the cluster model is adopted again next, and all is told anew.
 
         first_version: of the tables, where it is above that of the state. later: by how many seconds this clock is ahead of the
@@ -385,7 +385,7 @@ class Learning:
         try:
             learning._version = max(first_version, int(state["version"]))
             for name, part in learning._parts.items():
-                if isinstance(part, (Rows, TokenTable, Pairing)):
+                if isinstance(part, (RowCache, TokenTable, ReportJoin)):
                     part.take_over(state[name], later)
                 else:
                     part.take_over(state[name])
@@ -396,7 +396,7 @@ class Learning:
         return learning
 
 
-def _through(packed: Packed, since: list[Change]) -> Packed:
+def _through(packed: Packed, since: list[SlotChange]) -> Packed:
     """Packed signatures [n, PACKED] in terms of today's clusters."""
     for change in since:
         packed = carried(packed, change)

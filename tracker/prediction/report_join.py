@@ -11,7 +11,7 @@ Part = tuple[Any, ...]
 """numbers and bytes"""
 
 
-class Pairing:
+class ReportJoin:
     """Parts of side 0 and 1 that wait for one another, oldest first. seconds: for so long; budget: bytes of all that wait;
     most: how many wait, and how many pairs are remembered, so that a repetition is known for one. fields: of a part of either side."""
 

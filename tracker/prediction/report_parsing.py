@@ -22,7 +22,7 @@ Packed = NDArray[np.uint8]
 """uint8 [n, PACKED]"""
 
 
-class Profile(NamedTuple):
+class PendingProfile(NamedTuple):
     """What is kept of a `RequestProfile` until its outcome comes."""
 
     signature: bytes
@@ -34,7 +34,7 @@ class Profile(NamedTuple):
     """(token, k) pairs [layers, experts] as u32 little endian; empty without"""
 
 
-class Outcome(NamedTuple):
+class PendingOutcome(NamedTuple):
     """What is kept of a `RequestOutcome` until its profile comes."""
 
     prefix: int
@@ -56,17 +56,17 @@ class Blocks(NamedTuple):
     size: int
 
 
-def profile_of(report: RequestProfile, version: int, clusters: int, shape: tuple[int, int]) -> tuple[Profile, Blocks]:
+def profile_of(report: RequestProfile, version: int, clusters: int, shape: tuple[int, int]) -> tuple[PendingProfile, Blocks]:
     """A rank's report of a request over `clusters` clusters of shape [layers, experts]. ValueError names the field that cannot be."""
     _check_id(report.decision)
     _check_within("tokens", report.tokens, 0, MOST_COUNT)
     _check_within("cached_tokens", report.cached_tokens, 0, MOST_COUNT)
     _check_share("local", report.local)
     signature = packed("signature", report.signature, 1, clusters)
-    return Profile(signature.tobytes(), version, report.tokens, report.local, _pairs(report.sample, shape)), _blocks(report, clusters)
+    return PendingProfile(signature.tobytes(), version, report.tokens, report.local, _pairs(report.sample, shape)), _blocks(report, clusters)
 
 
-def outcome_of(report: RequestOutcome, clusters: int) -> Outcome:
+def outcome_of(report: RequestOutcome, clusters: int) -> PendingOutcome:
     """A router's report of a request. ValueError names the field that cannot be."""
     _check_id(report.decision)
     if not report.decision:
@@ -80,7 +80,7 @@ def outcome_of(report: RequestOutcome, clusters: int) -> Outcome:
     _check_share("prior_local", report.prior_local)
     _check_share("spread", report.spread)
     shares = report.predicted_local, report.prior_local, report.spread
-    return Outcome(report.prefix, report.tokens, report.session, report.tenant, report.predicted, *shares)
+    return PendingOutcome(report.prefix, report.tokens, report.session, report.tenant, report.predicted, *shares)
 
 
 def packed(field: str, raw: bytes, count: int, clusters: int) -> Packed:

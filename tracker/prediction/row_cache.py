@@ -41,7 +41,7 @@ def cell(extra: int) -> np.dtype[Any]:
     return np.dtype([("packed", "u1", (PACKED,)), ("tokens", "<u4"), ("extra", "u1", (extra,))])
 
 
-class Rows(Mapping[int, bytes]):
+class RowCache(Mapping[int, bytes]):
     """A table of at most `budget` bytes, all of them taken at birth. As a mapping it gives rows of `fleet.prediction.ROW` bytes.
 
     extra: bytes of a row that are not given out. life: seconds after which an untouched row is gone, to 1 part in TICKS.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.prediction import PATTERNS, SOURCES, Known, pattern
+from fleet.prediction import PATTERNS, SOURCES, SourceEvidence, pattern
 from fleet.signatures import Weights
 
 FIRST = (0.8, 0.5, 0.5, 0.3)
@@ -33,7 +33,7 @@ _FITTED = slice(_GENERAL, _PRIOR)
 """Rows of what is predicted, after those of each source alone: all together, twice, and the mix."""
 
 
-class Trust:
+class SourceWeights:
     """The trusts and reliabilities of all sources. memory: outcomes ago that count 1/e."""
 
     def __init__(self, memory: float) -> None:
@@ -75,7 +75,7 @@ class Trust:
         gone = 1.0 - self._excess / np.maximum(self._prior_excess, _LEAST)
         return np.asarray(np.clip(gone, 0.0, 1.0) * self._weight / (self._weight + SURE), np.float32)
 
-    def learn(self, log_shares: NDArray[np.float32], known: Known, observed: Weights, weight: float) -> None:
+    def learn(self, log_shares: NDArray[np.float32], known: SourceEvidence, observed: Weights, weight: float) -> None:
         """One outcome: the mix [K], what the sources said before it, what it was [K], and what it counts."""
         speaking = np.array(known.evidence) > 0
         if not speaking.any():

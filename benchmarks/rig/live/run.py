@@ -24,7 +24,7 @@ from deploy.client.migrations import carried_out
 from deploy.settings import DEMO_MODEL
 from fleet.events import ApplyPlan, EngineJoined, RollBack
 from fleet.placement import Placement, even_split
-from migration.model.plan import Handover, Plan, SplitRecord, Step, planned
+from migration.model.plan import Handover, Plan, PlanStep, SplitRecord, planned
 
 RANKS, SLOTS = 4, 10
 ENGINE = "engine-0"
@@ -218,7 +218,7 @@ def evenly(placement: Placement) -> Plan:
     """The plan that has replicas share evenly, whoever asks, as engines do that choose one by a hash of the token: no bytes move."""
     split = even_split(placement.expert_of_slot, placement.experts)
     split = split._replace(keep=np.zeros_like(split.keep))
-    steps = tuple(Step(kind="reweight", layer=layer, why="replicas share evenly, wherever a token lives") for layer in range(placement.layers))
+    steps = tuple(PlanStep(kind="reweight", layer=layer, why="replicas share evenly, wherever a token lives") for layer in range(placement.layers))
     record = SplitRecord.of(split, np.arange(placement.layers))
     return planned(placement, [Handover(epoch=placement.epoch + 1, steps=steps, split=record)], reason="replicas are chosen as by a hash")
 

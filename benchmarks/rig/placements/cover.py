@@ -11,7 +11,7 @@ from benchmarks.rig.placements.popularity import SKEWS, by_rank, domains
 from fleet.dispatch import Chooser, reached
 from fleet.placement import Placement
 from migration.solvers.eplb import as_placement, eplb_global
-from migration.solvers.locality_placement import Room, located
+from migration.solvers.locality_placement import LocalityProblem, located
 
 PART = "ranks besides its own that a token is sent to: replicas chosen for each of its experts alone (split), or together (cover)"
 LAYERS, EXPERTS, RANKS, SPARE, DOMAINS, TOKENS, LEAK = 2, 256, 8, 8, 8, 2000, 0.3
@@ -28,7 +28,7 @@ def _rows(skew: str, special: float, top_k: int) -> list[Row]:
     truth = by_rank(domains(skew, DOMAINS, special, LAYERS, EXPERTS, dice), RANKS, LEAK)
     slots = EXPERTS // RANKS + SPARE
     balanced = as_placement(eplb_global((truth * 1e5).sum(axis=0), RANKS * slots, RANKS).astype(np.int16), RANKS)
-    near = located(truth * 1e5, Room(np.zeros(RANKS, np.intp), slots))
+    near = located(truth * 1e5, LocalityProblem(np.zeros(RANKS, np.intp), slots))
     placements = (
         ("EPLB", Placement(balanced, experts=EXPERTS, ranks=RANKS)),
         ("Roost", Placement(near.table, experts=EXPERTS, ranks=RANKS, split=near.split)),

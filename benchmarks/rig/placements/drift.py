@@ -13,7 +13,7 @@ from benchmarks.rig.placements.popularity import SKEWS
 from benchmarks.rig.report import Target
 from fleet.placement import Placement, Split
 from migration.model.placement_changes import copies_between, made
-from migration.model.sampling_noise import Noise
+from migration.model.sampling_noise import LoadNoise
 from migration.solvers.even_split_copies import few
 from migration.solvers.full_placement import full
 from migration.solvers.rank_relabelling import relabelled
@@ -66,7 +66,7 @@ def rows(quick: bool) -> list[Row]:
 
 def _answers(drifting: Drifting, times: int) -> _Answers:
     case, now = drifting.case, drifting.now
-    size, noise = (case.ranks, case.experts), Noise(now.sum(axis=1))
+    size, noise = (case.ranks, case.experts), LoadNoise(now.sum(axis=1))
     before = full(drifting.before, case.ranks, case.per_rank)
     anew = relabelled(before, full(now, case.ranks, case.per_rank), case.ranks)
     goal = balance(anew, now, case.ranks)

@@ -16,9 +16,9 @@ from benchmarks.rig.placements.cases import STEP_TOKENS, TOP_K, WINDOW_STEPS, Ro
 from benchmarks.rig.placements.popularity import SKEWS, by_rank, domains, load
 from benchmarks.rig.report import Target
 from fleet.placement import even_split
-from migration.planning.cluster_homes import Traffic, homes, routed
+from migration.planning.cluster_homes import ClusterTraffic, homes, routed
 from migration.solvers.eplb import as_placement, eplb_global
-from migration.solvers.locality_placement import Prices, Room, bound, located, measured
+from migration.solvers.locality_placement import LocalityPrices, LocalityProblem, bound, located, measured
 from migration.solvers.specialisation_test import gate
 
 PLACED = "experts near the ranks that want them, 8 ranks, 8 spare slots each; parts of pairs served elsewhere, %"
@@ -88,7 +88,7 @@ def _placed_row(skew: str, special: float, leak: float, most: int | None, seeds:
 def _placed(skew: str, special: float, leak: float, most: int | None, seed: int, layers: int) -> _Placed:
     dice = np.random.default_rng([seed, SKEWS.index(skew), int(100 * special), int(10 * leak)])
     truth = by_rank(domains(skew, DOMAINS, special, layers, EXPERTS, dice), 8, leak)
-    seen, room = _sample(truth, dice), Room(np.zeros(8, np.intp), EXPERTS // 8 + SPARE, most=most)
+    seen, room = _sample(truth, dice), LocalityProblem(np.zeros(8, np.intp), EXPERTS // 8 + SPARE, most=most)
     found, ms = timed(lambda: located(seen, room), 1)
     ours = measured(found.table, found.split, truth, room)
     raw = eplb_global(seen.sum(axis=0), 8 * room.slots, 8).astype(np.int16)
@@ -122,7 +122,7 @@ def _wide_row(skew: str, ranks: int, special: float, quick: bool) -> Row:
     layers, dice = 4 if quick else LAYERS, np.random.default_rng([ranks, SKEWS.index(skew), int(100 * special)])
     truth = by_rank(domains(skew, DOMAINS, special, layers, EXPERTS, dice), ranks, 0.0)
     truth = truth[np.argsort(np.arange(ranks) % DOMAINS, kind="stable")]  # ranks of one node are home to the same domains
-    room = Room(np.arange(ranks) // 8, EXPERTS // ranks + 4, Prices(1.0, NODE_PRICE))
+    room = LocalityProblem(np.arange(ranks) // 8, EXPERTS // ranks + 4, LocalityPrices(1.0, NODE_PRICE))
     seen = _sample(truth, dice)
     found, ms = timed(lambda: located(seen, room), 1)
     ours = measured(found.table, found.split, truth, room)
@@ -146,17 +146,17 @@ def _wide_row(skew: str, ranks: int, special: float, quick: bool) -> Row:
 # Together with homes
 
 
-def _traffic(skew: str, clusters: int, leak: float, layers: int, seed: int) -> Traffic:
+def _traffic(skew: str, clusters: int, leak: float, layers: int, seed: int) -> ClusterTraffic:
     """Clusters in families: three quarters of a domain, a quarter of its own; shares by Dirichlet."""
     dice = np.random.default_rng([seed, SKEWS.index(skew), clusters])
     kinds = domains(skew, max(DOMAINS, clusters // 4), 0.5, layers, EXPERTS, dice)
     profiles = np.stack([0.75 * kinds[at % len(kinds)] + 0.25 * load(skew, layers, EXPERTS, dice) for at in range(clusters)])
-    return Traffic(profiles, dice.dirichlet(np.full(clusters, 3.0)), leak)
+    return ClusterTraffic(profiles, dice.dirichlet(np.full(clusters, 3.0)), leak)
 
 
 def _joint_row(skew: str, leak: float, seeds: int, layers: int = 8, clusters: int = 16) -> Row:
     """Moderate size, where both halves can be solved exactly."""
-    room = Room(np.zeros(8, np.intp), EXPERTS // 8 + SPARE)
+    room = LocalityProblem(np.zeros(8, np.intp), EXPERTS // 8 + SPARE)
     alone, best, ours, bal = [], [], [], []
     for seed in range(seeds):
         traffic = _traffic(skew, clusters, leak, layers, seed)
@@ -183,7 +183,7 @@ def _joint_row(skew: str, leak: float, seeds: int, layers: int = 8, clusters: in
     return Row(JOINT, f"{skew}, 8 ranks, {clusters} clusters, {layers} layers, leak {leak}", figures, held)
 
 
-def _exact_alternation(traffic: Traffic, room: Room, seed: int) -> float:
+def _exact_alternation(traffic: ClusterTraffic, room: LocalityProblem, seed: int) -> float:
     """The share served locally that alternating two exact programmes reaches from a random start in six rounds; it knows no cap of load."""
     where = np.random.default_rng(seed).dirichlet(np.full(room.ranks, 0.3), len(traffic.shares))
     reached = 0.0
@@ -210,7 +210,7 @@ def _exact_placement(demand: NDArray[np.float64], slots: int) -> NDArray[np.floa
 def _whole_row(ranks: int, quick: bool) -> Row:
     """The full size: what it takes."""
     traffic = _traffic("topheavy", ranks if ranks > 8 else 16, 0.3, LAYERS, 0)
-    room = Room(np.arange(ranks) // 8, EXPERTS // ranks + 4, Prices(1.0, NODE_PRICE if ranks > 8 else 0.0))
+    room = LocalityProblem(np.arange(ranks) // 8, EXPERTS // ranks + 4, LocalityPrices(1.0, NODE_PRICE if ranks > 8 else 0.0))
     found, ms = timed(lambda: homes(traffic, room), 1 if quick else 3)
     if found.located is None:
         raise RuntimeError(f"{ranks} ranks: no homes: {found.reason}")

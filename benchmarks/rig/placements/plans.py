@@ -9,14 +9,14 @@ from benchmarks.rig.placements.cases import Case, Drifting, Row, Table, balance,
 from benchmarks.rig.report import Target
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
-from migration.model.constraints import Limits
-from migration.model.cost_model import Links, Terms, judged, transfer_seconds
-from migration.model.placement_changes import Changes, copies_between, made
+from migration.model.constraints import Constraints
+from migration.model.cost_model import CostTerms, LinkSpeeds, judged, transfer_seconds
+from migration.model.placement_changes import PlacementChanges, copies_between, made
 from migration.model.plan import planned, replay
-from migration.model.sampling_noise import Noise
+from migration.model.sampling_noise import LoadNoise
 from migration.planning.handover_batching import ordered, transfers
 from migration.planning.rank_loss import critical, recover
-from migration.planning.staging_capacity import Room
+from migration.planning.staging_capacity import StagingRoom
 from migration.solvers.even_split_copies import few
 from migration.solvers.full_placement import full
 from migration.solvers.rank_relabelling import relabelled
@@ -26,7 +26,7 @@ PLANS = "changes made into plans: experts of 44 MB, one spare layer block for st
 LOSS = "one rank is lost; one in 32 experts must have two holders; at most 5 % of slots are copied for balance"
 PRICE = "what judging one placement takes"
 EXPERT_BYTES, RANKS_OF_A_NODE = 44_040_192, 8
-LINKS = Links(same_node=50e9, cross_node=12.5e9)
+LINKS = LinkSpeeds(same_node=50e9, cross_node=12.5e9)
 IN_VAIN = 10.0
 """copies beyond what the end needs, at most, in % of these"""
 
@@ -43,14 +43,14 @@ def rows(quick: bool) -> list[Row]:
 def _plans(drifting: Drifting) -> Iterator[Row]:
     case, now = drifting.case, drifting.now
     before, anew = (full(load, case.ranks, case.per_rank) for load in (drifting.before, now))
-    changes = few(before, now, case.ranks, goal=balance(anew, now, case.ranks), noise=Noise(now.sum(axis=1)))
+    changes = few(before, now, case.ranks, goal=balance(anew, now, case.ranks), noise=LoadNoise(now.sum(axis=1)))
     yield _plan(f"{drifting}, few copies", case, before, changes)
     yield _plan(f"{drifting}, all anew", case, before, between(before, relabelled(before, anew, case.ranks), case.ranks))
 
 
-def _plan(name: str, case: Case, before: Table, changes: Changes) -> Row:
+def _plan(name: str, case: Case, before: Table, changes: PlacementChanges) -> Row:
     start, node = _placement(before, case), _nodes(case)
-    room = Room(node, EXPERT_BYTES)
+    room = StagingRoom(node, EXPERT_BYTES)
     short, short_ms = timed(lambda: shortened(before, changes, case.ranks), 1)
     handovers, order_ms = timed(lambda: ordered(start, short, room), 1)
     plan = planned(start, handovers)
@@ -79,7 +79,7 @@ def _loss(drifting: Drifting) -> Row:
     start = _placement(full(load, case.ranks, case.per_rank), case)
     dead = np.arange(case.ranks) == case.ranks // 2
     found, ms = timed(lambda: recover(start, dead, load, node, critical(load, case.experts // 32), most_copies=start.expert_of_slot.size // 20), 1)
-    plan = planned(start, ordered(start, found.changes, Room(node, EXPERT_BYTES), limits=Limits(live=~dead)))
+    plan = planned(start, ordered(start, found.changes, StagingRoom(node, EXPERT_BYTES), limits=Constraints(live=~dead)))
     replay(start, plan)
     figures: dict[str, float | str] = {
         "lost": str(len(found.lost)),
@@ -99,7 +99,7 @@ def _price(drifting: Drifting) -> Row:
     case = drifting.case
     demand = np.repeat(drifting.now[None], case.ranks, axis=0)
     held = _placement(full(drifting.before, case.ranks, case.per_rank), case)
-    terms = Terms(EngineSpeed(expert_pair=1e-8, dispatch=1e-9, dispatch_node=4e-9), _nodes(case), 8, step_tokens=128.0 * case.ranks)
+    terms = CostTerms(EngineSpeed(expert_pair=1e-8, dispatch=1e-9, dispatch_node=4e-9), _nodes(case), 8, step_tokens=128.0 * case.ranks)
     found, ms = timed(lambda: judged(held, demand, terms), 5)
     parts = found.figures
     figures: dict[str, float | str] = {"remote ranks": parts.remote_ranks, "remote nodes": parts.remote_nodes, "ms": ms}

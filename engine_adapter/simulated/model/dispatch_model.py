@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.simulated.model.routing_model import Tastes
+from engine_adapter.simulated.model.routing_model import RoutingModel
 from fleet.dispatch import Chooser, reached, shares
 from fleet.placement import EMPTY, Placement
 
@@ -23,7 +23,7 @@ _TURNS = 8
 """times that each row is sent, to learn where the choice for whole tokens takes it: at equal intervals of the turns"""
 
 
-class Traffic(NamedTuple):
+class StepTraffic(NamedTuple):
     """What the tokens of a step cause, as is to be expected. The first three per rank: float64 [ranks], summed over tokens and layers."""
 
     remote_ranks: NDArray[np.float64]
@@ -34,10 +34,10 @@ class Traffic(NamedTuple):
     """[layers, ranks] (token, k) pairs"""
 
 
-class Routes:
+class DispatchModel:
     """Where rows go under one placement: by the rule of `fleet.dispatch`, in expectation. Exact numbers where nothing is shared out."""
 
-    def __init__(self, tastes: Tastes, placement: Placement, node_of_rank: Sequence[int], *, cover: bool = False) -> None:
+    def __init__(self, tastes: RoutingModel, placement: Placement, node_of_rank: Sequence[int], *, cover: bool = False) -> None:
         """cover: replicas are chosen such that a token reaches few ranks. How many is then a mean over a few tokens of each row."""
         node = np.asarray(node_of_rank, np.intp)
         layer, slot = np.nonzero(placement.expert_of_slot != EMPTY)
@@ -61,13 +61,13 @@ class Routes:
         tokens = tokens_of_row[there].astype(np.float64)
         return self._reached[rank][:, there] @ tokens, self._local[rank][:, there] @ tokens
 
-    def traffic(self, tokens_of_row: NDArray[np.int64]) -> Traffic:
+    def traffic(self, tokens_of_row: NDArray[np.int64]) -> StepTraffic:
         """tokens_of_row: int [ranks, rows] of one step."""
         remote = (tokens_of_row * self._remote_ranks).sum(axis=1, dtype=np.float64)
         nodes = (tokens_of_row * self._remote_nodes).sum(axis=1, dtype=np.float64)
         pairs = self._several.pairs(tokens_of_row)
         read = self._sole.read(tokens_of_row) + self._several.read(pairs)
-        return Traffic(remote, nodes, read, self._sole.served(tokens_of_row) + self._several.served(pairs))
+        return StepTraffic(remote, nodes, read, self._sole.served(tokens_of_row) + self._several.served(pairs))
 
 
 class _Slots(NamedTuple):
@@ -87,7 +87,7 @@ class _Slots(NamedTuple):
 class _Sole:
     """Experts with one replica: it does not matter who asks."""
 
-    def __init__(self, tastes: Tastes, held: _Slots, wanted: NDArray[np.bool_], placement: Placement) -> None:
+    def __init__(self, tastes: RoutingModel, held: _Slots, wanted: NDArray[np.bool_], placement: Placement) -> None:
         """wanted: [rows, layers * experts]."""
         layers, self._ranks = placement.layers, placement.ranks
         self._rank = held.rank
@@ -143,7 +143,7 @@ class _Several:
         return np.bincount(self._rank, -np.expm1((pairs * self._miss).sum(axis=0)), self._ranks).astype(np.float64)
 
 
-def _remote(tastes: Tastes, placement: Placement, held: _Slots, spot: NDArray[np.intp]) -> Each:
+def _remote(tastes: RoutingModel, placement: Placement, held: _Slots, spot: NDArray[np.intp]) -> Each:
     """How many spots other than its own a token goes to in a layer. spot: of each rank, from 0. Each of a token's experts goes its own way."""
     found, spots = np.zeros((placement.ranks, placement.layers, tastes.rows), np.float32), int(spot.max()) + 1
     if spots == 1:
@@ -160,7 +160,7 @@ def _remote(tastes: Tastes, placement: Placement, held: _Slots, spot: NDArray[np
     return found
 
 
-def _local(tastes: Tastes, placement: Placement, held: _Slots) -> Each:
+def _local(tastes: RoutingModel, placement: Placement, held: _Slots) -> Each:
     """How many of a token's k pairs its own rank serves in a layer."""
     found = np.empty((placement.ranks, placement.layers, tastes.rows), np.float32)
     for home in range(placement.ranks):
@@ -170,7 +170,7 @@ def _local(tastes: Tastes, placement: Placement, held: _Slots) -> Each:
     return found
 
 
-def _covered(tastes: Tastes, placement: Placement, node: NDArray[np.intp]) -> tuple[Each, Each, Each]:
+def _covered(tastes: RoutingModel, placement: Placement, node: NDArray[np.intp]) -> tuple[Each, Each, Each]:
     """Where a token's replicas are chosen together: how many other ranks it goes to, how many of its pairs stay, how many other nodes it goes to."""
     chooser, per = Chooser(placement, range(placement.ranks), node), placement.slots_per_rank
     found = np.zeros((3, placement.ranks, placement.layers, tastes.rows), np.float32)

@@ -37,7 +37,7 @@ class FaultOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class InjectedFault:
     """A fault that lasts until a moment of the engine's clock."""
 
     kind: str
@@ -52,7 +52,7 @@ class Faults:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._active: list[Fault] = []
+        self._active: list[InjectedFault] = []
 
     def order(self, order: FaultOrder, now: float) -> None:
         """Begin a fault, in place of an earlier one of the same kind and rank. ValueError says what is wrong with the order."""
@@ -63,7 +63,7 @@ class Faults:
         until = float("inf") if order.seconds is None else now + order.seconds
         factor = _FACTORS.get(order.fault, 1.0) if order.factor is None else order.factor
         same = [one for one in self._active if (one.kind, one.rank) != (order.fault, order.rank)]
-        self._active = [*same, Fault(order.fault, order.rank, until, order.share, factor)]
+        self._active = [*same, InjectedFault(order.fault, order.rank, until, order.share, factor)]
 
     def check(self, order: FaultOrder) -> None:
         """ValueError unless the order can be followed."""
@@ -76,7 +76,7 @@ class Faults:
         _need(order.factor is None or 0 <= order.factor < float("inf"), "factor", order.factor, "use 0 or more")
         _need(order.factor is None or order.fault in _FACTORS, "factor", order.factor, f"only {', '.join(_FACTORS)} have one")
 
-    def active(self, now: float) -> list[Fault]:
+    def active(self, now: float) -> list[InjectedFault]:
         """What lasts still."""
         self._active = [one for one in self._active if one.until > now]
         return self._active
@@ -98,7 +98,7 @@ class Faults:
         """Seconds until the handover under way is over; 0: there is none."""
         return max((one.until - now for one in self.active(now) if one.kind == "handover"), default=0.0)
 
-    def _at(self, kind: str, rank: int, now: float) -> list[Fault]:
+    def _at(self, kind: str, rank: int, now: float) -> list[InjectedFault]:
         return [one for one in self.active(now) if one.kind == kind and one.rank in (None, rank)] if self._active else []
 
 

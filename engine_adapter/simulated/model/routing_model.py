@@ -26,7 +26,7 @@ _BALANCE = 1.05
 """load of a rank above the mean that alignment accepts"""
 
 
-class Tastes:
+class RoutingModel:
     """The table of routings: row `domain * BUCKETS + bucket`; domain `domains` is that of tokens whose prefix has chosen none yet."""
 
     def __init__(self, config: SimulatedConfig) -> None:
@@ -97,7 +97,7 @@ def _buckets(tokens: NDArray[np.uint64]) -> NDArray[np.int64]:
     return ((tokens * np.uint64(_MIX) & np.uint64(0xFFFFFFFF)) * np.uint64(BUCKETS) >> np.uint64(32)).astype(np.int64)
 
 
-def place(tastes: Tastes, config: SimulatedConfig) -> Placement:
+def place(tastes: RoutingModel, config: SimulatedConfig) -> Placement:
     """Epoch 0 as configured, where that is a named one."""
     if config.placement == "aligned":
         placement = aligned(tastes, config.ranks)
@@ -105,7 +105,7 @@ def place(tastes: Tastes, config: SimulatedConfig) -> Placement:
     return linear(layers=tastes.shape.layers, experts=tastes.shape.experts, ranks=config.ranks, slots_per_rank=config.slots_per_rank)
 
 
-def aligned(tastes: Tastes, ranks: int) -> Placement:
+def aligned(tastes: RoutingModel, ranks: int) -> Placement:
     """Each expert on the rank whose domains want it most, ranks kept balanced within 5 %; no replicas. Domain d belongs to rank d mod ranks.
 
     Per layer, experts in descending order of their best rank's wish above the mean; a rank that is full, or would have more than its

@@ -7,22 +7,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.batching.scheduler import Slice
-from engine_adapter.simulated.model.dispatch_model import Traffic
-from engine_adapter.simulated.model.routing_model import Tastes
+from engine_adapter.simulated.model.dispatch_model import StepTraffic
+from engine_adapter.simulated.model.routing_model import RoutingModel
 from fleet.timing import EngineSpeed, step_seconds, surplus_pairs
 
 
-class Planned(NamedTuple):
+class PlannedWork(NamedTuple):
     """A slice of the next step and the row of each of its tokens."""
 
     part: Slice
     rows: NDArray[np.int16]
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """What one rank does in the next step."""
 
-    parts: list[Planned]
+    parts: list[PlannedWork]
     prefill_tokens: int
     prefill_pairs: float
     """pairs of a computed prompt token and one that it attends to, itself included"""
@@ -32,37 +32,37 @@ class Plan(NamedTuple):
     """KV blocks that those hold"""
 
 
-NOTHING = Plan([], 0, 0.0, 0, 0)
+NOTHING = StepPlan([], 0, 0.0, 0, 0)
 
 
-def plan(slices: Sequence[Slice], tastes: Tastes) -> Plan:
+def plan(slices: Sequence[Slice], tastes: RoutingModel) -> StepPlan:
     """Measure a rank's slices. A slice of one last token counts as decoding, as it does for the scheduler."""
     if not slices:
         return NOTHING
-    parts: list[Planned] = []
+    parts: list[PlannedWork] = []
     tokens = sequences = blocks = 0
     pairs = 0.0
     for one in slices:
         about = one.generation
         if one.count == 1 and one.last:
-            parts.append(Planned(one, np.array([tastes.row(about.tokens[one.start], one.start, about.blocks)], np.int16)))
+            parts.append(PlannedWork(one, np.array([tastes.row(about.tokens[one.start], one.start, about.blocks)], np.int16)))
             sequences += 1
             blocks += len(about.table.pages)
         else:
-            parts.append(Planned(one, tastes.rows_of(one.tokens, one.start, about.blocks)))
+            parts.append(PlannedWork(one, tastes.rows_of(one.tokens, one.start, about.blocks)))
             tokens += one.count
             pairs += one.count * (one.start + (one.count + 1) / 2)
-    return Plan(parts, tokens, pairs, sequences, blocks)
+    return StepPlan(parts, tokens, pairs, sequences, blocks)
 
 
-def tokens_of_row(parts: Sequence[Planned], rows: int) -> NDArray[np.int64]:
+def tokens_of_row(parts: Sequence[PlannedWork], rows: int) -> NDArray[np.int64]:
     """int64 [rows]: how many tokens there are of each row."""
     if not parts:
         return np.zeros(rows, np.int64)
     return np.bincount(np.concatenate([one.rows for one in parts]), minlength=rows).astype(np.int64, copy=False)
 
 
-def seconds(speed: EngineSpeed, plans: Sequence[Plan], caused: Traffic) -> NDArray[np.float64]:
+def seconds(speed: EngineSpeed, plans: Sequence[StepPlan], caused: StepTraffic) -> NDArray[np.float64]:
     """float64 [ranks]: simulated seconds each rank needs for the step, by `fleet.timing`. The longest counts."""
     return step_seconds(
         speed,

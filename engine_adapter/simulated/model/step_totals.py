@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from engine_adapter.engine import balance
 
 
-class Sums(NamedTuple):
+class StepTotals(NamedTuple):
     """Of all steps under one placement so far, or of those between two moments."""
 
     steps: int
@@ -19,14 +19,14 @@ class Sums(NamedTuple):
     """[layers]: mean / highest of each step's"""
 
     @classmethod
-    def none(cls, layers: int, ranks: int) -> "Sums":
+    def none(cls, layers: int, ranks: int) -> "StepTotals":
         """Of no step."""
         return cls(0, 0.0, np.zeros((layers, ranks)), np.zeros(layers))
 
-    def after(self, seconds: float, served: NDArray[np.float64]) -> "Sums":
+    def after(self, seconds: float, served: NDArray[np.float64]) -> "StepTotals":
         """One step more. served: as of `Traffic`."""
-        return Sums(self.steps + 1, self.seconds + seconds, self.served + served, self.balance + balance(served))
+        return StepTotals(self.steps + 1, self.seconds + seconds, self.served + served, self.balance + balance(served))
 
-    def since(self, before: "Sums") -> "Sums":
+    def since(self, before: "StepTotals") -> "StepTotals":
         """The steps in between."""
-        return Sums(self.steps - before.steps, self.seconds - before.seconds, self.served - before.served, self.balance - before.balance)
+        return StepTotals(self.steps - before.steps, self.seconds - before.seconds, self.served - before.served, self.balance - before.balance)

@@ -18,9 +18,9 @@ from bus.protocol.codec import (
     PAYLOAD_BYTES,
     WIRE_BYTES,
     BlobReference,
-    Reason,
-    Refused,
-    Rejected,
+    RejectionReason,
+    Rejections,
+    Undeliverable,
     decode,
     encode,
     reference,
@@ -222,7 +222,7 @@ def test_an_envelope_is_dynamos_five_field_map(publisher_id: int, sequence: int,
 @given(st.binary(max_size=300), st.sampled_from(["kv-events", "kv_metrics", "heartbeat", BLOB_TOPIC]))
 def test_random_bytes_are_refused_and_nothing_else_is_raised(raw: bytes, topic: str) -> None:
     for attempt in (lambda: unseal(raw), lambda: decode(topic, raw), lambda: referred(unseal(seal(1, 1, 1.0, topic, raw)))):
-        with suppress(Refused):
+        with suppress(Undeliverable):
             attempt()
 
 
@@ -233,7 +233,7 @@ def test_a_message_with_some_bytes_changed_is_read_or_refused(message: Message, 
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     try:
         read = decode("x", bytes(raw[: data.draw(st.integers(0, len(raw)))]))
-    except Refused:
+    except Undeliverable:
         return
     assert isinstance(read, Event)
 
@@ -245,17 +245,17 @@ def test_every_event_of_the_union_is_known_as_a_kind() -> None:
 @pytest.mark.parametrize(
     ("topic", "payload", "reason"),
     [
-        ("heartbeat", {"kind": "FromTheFuture", "x": 1}, Reason.KIND),
-        ("heartbeat", {"kind": "EngineHeartbeat", "engine": "e", "worker_id": "seven", "epoch": 0}, Reason.PAYLOAD),
-        ("heartbeat", {"engine": "e"}, Reason.PAYLOAD),
-        ("heartbeat", [1, 2], Reason.PAYLOAD),
-        ("kv-events", {"worker_id": 1}, Reason.PAYLOAD),
-        ("kv_metrics", [1], Reason.PAYLOAD),
-        (BLOB_TOPIC, {"kind": "EngineHeartbeat"}, Reason.PAYLOAD),
+        ("heartbeat", {"kind": "FromTheFuture", "x": 1}, RejectionReason.KIND),
+        ("heartbeat", {"kind": "EngineHeartbeat", "engine": "e", "worker_id": "seven", "epoch": 0}, RejectionReason.PAYLOAD),
+        ("heartbeat", {"engine": "e"}, RejectionReason.PAYLOAD),
+        ("heartbeat", [1, 2], RejectionReason.PAYLOAD),
+        ("kv-events", {"worker_id": 1}, RejectionReason.PAYLOAD),
+        ("kv_metrics", [1], RejectionReason.PAYLOAD),
+        (BLOB_TOPIC, {"kind": "EngineHeartbeat"}, RejectionReason.PAYLOAD),
     ],
 )
-def test_a_refusal_names_its_reason(topic: str, payload: Any, reason: Reason) -> None:
-    with pytest.raises(Refused) as refusal:
+def test_a_refusal_names_its_reason(topic: str, payload: Any, reason: RejectionReason) -> None:
+    with pytest.raises(Undeliverable) as refusal:
         decode(topic, msgspec.msgpack.encode(payload))
     assert refusal.value.reason is reason
 
@@ -271,16 +271,16 @@ def test_hostile_nesting_and_lengths_are_refused_without_taking_memory() -> None
     deep = b"\x91" * 200_000
     for payload in (deep, b"\x82\xa4kind\xaaEngineLeft\xa1x" + deep, *(head + b"\xff" * 4 for head in (b"\xdd", b"\xdf", b"\xc6"))):
         for topic in ("kv-events", "kv_metrics", "x"):
-            with pytest.raises(Refused):
+            with pytest.raises(Undeliverable):
                 decode(topic, payload)
 
 
 def test_what_is_too_large_is_neither_read_nor_sent() -> None:
-    with pytest.raises(Refused, match="oversize"):
+    with pytest.raises(Undeliverable, match="oversize"):
         unseal(bytes(WIRE_BYTES + 1))
     with pytest.raises(BusError, match=str(PAYLOAD_BYTES)):
         reference("x", "0" * 64, bytes(PAYLOAD_BYTES + 1))
-    with pytest.raises(Refused, match="oversize"):
+    with pytest.raises(Undeliverable, match="oversize"):
         referred(unseal(seal(1, 1, 1.0, BLOB_TOPIC, msgspec.msgpack.encode(BlobReference(topic="x", digest="", size=1 << 60)))))
     assert LARGE < WIRE_BYTES
 
@@ -295,9 +295,9 @@ def test_a_message_on_the_wrong_topic_or_beyond_msgpack_is_the_callers_error() -
 
 
 def test_rejected_counts_by_reason_and_has_every_reason_from_the_start() -> None:
-    rejected = Rejected()
+    rejected = Rejections()
     assert dict(rejected) == dict.fromkeys(("oversize", "envelope", "kind", "payload", "blob", "speaker"), 0)
-    rejected.count(Reason.KIND)
+    rejected.count(RejectionReason.KIND)
     assert (rejected["kind"], sum(rejected.values()), len(rejected)) == (1, 1, 6)
 
 

@@ -9,7 +9,7 @@ import pytest
 from bus import Message
 from bus.memory import MemoryBus
 from bus.protocol.subjects import Subjects
-from deploy.client.drains import NoSuchPlace, drain, find, undrain, until_idle
+from deploy.client.drains import NoSuchTarget, drain, find, undrain, until_idle
 from deploy.client.fleet_status import members
 from fleet.events import BookedLoad, Capabilities, EngineJoined, EngineLeft, KvMetrics, RankDrained, ReservationsChanged, ReservationsDescribed
 from fleet.layout import Layout
@@ -62,7 +62,7 @@ async def drains(bus: MemoryBus) -> dict[str, dict[int | None, str]]:
     ],
 )
 async def test_an_unknown_place_is_refused_with_what_there_is(bus: MemoryBus, text: str, says: str) -> None:
-    with pytest.raises(NoSuchPlace) as refusal:
+    with pytest.raises(NoSuchTarget) as refusal:
         await find(bus, SUBJECTS, text)
     assert says in str(refusal.value)
 
@@ -81,7 +81,7 @@ async def test_a_drain_is_stored_for_the_present_incarnation_and_undone(bus: Mem
 async def test_undoing_an_engine_undoes_its_ranks_but_not_the_other_way_round(bus: MemoryBus) -> None:
     await drain(bus, SUBJECTS, await find(bus, SUBJECTS, "e0/1"), "")
     await drain(bus, SUBJECTS, await find(bus, SUBJECTS, "e0"), "")
-    with pytest.raises(NoSuchPlace, match="drained as a whole; undo that with: roost drain e0 --undo"):
+    with pytest.raises(NoSuchTarget, match="drained as a whole; undo that with: roost drain e0 --undo"):
         await undrain(bus, SUBJECTS, await find(bus, SUBJECTS, "e0/1"))
     assert await undrain(bus, SUBJECTS, await find(bus, SUBJECTS, "e0"))
     assert await drains(bus) == {}

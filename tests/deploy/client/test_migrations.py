@@ -19,7 +19,7 @@ from bus.protocol.subjects import Subjects
 from deploy.cli.views import FAMILIES, KINDS
 from deploy.client import migrations
 from deploy.client.fleet_status import members, note_plans
-from deploy.client.migrations import Course, NoSuchEngine, NotAccepted, carried_out, engine_named
+from deploy.client.migrations import NoSuchEngine, NotAccepted, PlanProgress, carried_out, engine_named
 from deploy.parts.resume import last_life
 from deploy.process import SIGNALS, alongside
 from deploy.views.migration import as_record
@@ -105,7 +105,7 @@ def telling(bus: Bus, subjects: Subjects, *story: Message) -> Callable[[Message]
     return answer
 
 
-async def follow(bus: MemoryBus, *story: Message, wait: bool = True) -> tuple[Course, list[str]]:
+async def follow(bus: MemoryBus, *story: Message, wait: bool = True) -> tuple[PlanProgress, list[str]]:
     said: list[str] = []
     async with bus.serve(SUBJECTS.migrate, telling(bus, SUBJECTS, *story)), asyncio.timeout(5):
         return await carried_out(bus, SUBJECTS, ASKED, wait=wait, began=lambda _: None, say=said.append), said
@@ -219,7 +219,7 @@ async def test_silence_about_a_plan_is_noticed(bus: MemoryBus, monkeypatch: pyte
 
 
 def test_how_far_ranks_are_is_shown_and_counted() -> None:
-    course = Course(ACCEPTED)
+    course = PlanProgress(ACCEPTED)
     assert course.present == "handover 1 of 2"
     plain: dict[str, Any] = {"worker_id": 7, "served": 0, "token": 1, "handover": 5, "concluded": 4, "flipped": 4}
     course.note(HandoverDescribed(rank=1, state="staging", pulls=(PULL,), **plain))
@@ -338,7 +338,7 @@ def signals() -> Iterator[None]:
 
 @pytest.mark.usefixtures("signals")
 def test_a_command_that_is_interrupted_leaves_its_plan_going_on_and_says_so(nats_url: str, space: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.client.migrations.Course.note", lambda self, message: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("deploy.client.migrations.PlanProgress.note", lambda self, message: os.kill(os.getpid(), signal.SIGINT))
     with planner(nats_url, space, [], PLANNED):
         left = roost("migrate", "--expert", "1/3", "--to", "e0/1", "--nats", nats_url)
     assert left.exit_code == 130
@@ -352,7 +352,7 @@ async def test_an_expert_moves_while_an_engine_serves_and_back_and_its_next_life
     bus, said = MemoryBus(), list[str]()
     service = MigrationService(bus, SUBJECTS, MigrationConfig(cycle_seconds=3600.0))
 
-    async def do(order: Any) -> Course:
+    async def do(order: Any) -> PlanProgress:
         return await carried_out(bus, SUBJECTS, order, wait=True, began=lambda _: None, say=said.append)
 
     async with simulated_engine(bus, SUBJECTS, "sim-0", ranks=2, slots_per_rank=17) as host, alongside(service.run(), "the planner"), asyncio.timeout(20):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deploy.http.server import HttpFace
+from deploy.http.server import HttpServer
 from deploy.http.sockets import CannotListen, HttpError, adopt, listen, probe, url_of
 
 
@@ -34,7 +34,7 @@ class App:
 async def test_pages_are_served_and_other_statuses_raise() -> None:
     door = listen("127.0.0.1", 0)
     port = door.getsockname()[1]
-    async with HttpFace(App(), door, drain_seconds=1):
+    async with HttpServer(App(), door, drain_seconds=1):
         await probe(f"{url_of(door)}/page")
         with pytest.raises(HttpError, match="HTTP 404"):
             await probe(f"{url_of(door)}/missing")
@@ -54,7 +54,7 @@ async def test_connections_send_without_delay() -> None:
 
 async def test_an_open_request_is_finished_before_the_stop() -> None:
     app, door = App(), listen("127.0.0.1", 0)
-    async with HttpFace(app, door, drain_seconds=5):
+    async with HttpServer(app, door, drain_seconds=5):
         asking = asyncio.create_task(probe(f"{url_of(door)}/slow"))
         await app.asked.wait()
         asyncio.get_running_loop().call_later(0.3, app.go.set)
@@ -64,7 +64,7 @@ async def test_an_open_request_is_finished_before_the_stop() -> None:
 async def test_a_request_that_never_ends_delays_the_stop_by_a_bound_only() -> None:
     app, door = App(), listen("127.0.0.1", 0)
     clock = asyncio.get_running_loop().time
-    async with HttpFace(app, door, drain_seconds=1):
+    async with HttpServer(app, door, drain_seconds=1):
         asking = asyncio.create_task(probe(f"{url_of(door)}/slow"))
         await app.asked.wait()
         before = clock()
@@ -96,6 +96,6 @@ async def test_a_face_that_stops_serving_by_itself_is_a_failure() -> None:
             await receive()
             await send({"type": "lifespan.startup.failed", "message": "no"})
 
-    async with HttpFace(broken, listen("127.0.0.1", 0), drain_seconds=1) as face:
+    async with HttpServer(broken, listen("127.0.0.1", 0), drain_seconds=1) as face:
         with pytest.raises(RuntimeError, match="the application did not start"):
             await asyncio.wait_for(face.failed(), 5)

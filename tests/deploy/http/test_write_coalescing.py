@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from deploy.http.server import HttpFace
+from deploy.http.server import HttpServer
 from deploy.http.sockets import listen
-from deploy.http.write_coalescing import MOST_GATHERED, Gathering
+from deploy.http.write_coalescing import MOST_GATHERED, WriteCoalescing
 
 
 class Wire(asyncio.Transport):
@@ -44,11 +44,11 @@ async def wire() -> Wire:
 
 
 @pytest.fixture
-async def gathering(wire: Wire) -> Gathering:
-    return Gathering(wire, asyncio.get_running_loop())
+async def gathering(wire: Wire) -> WriteCoalescing:
+    return WriteCoalescing(wire, asyncio.get_running_loop())
 
 
-async def test_what_is_written_in_one_turn_of_the_loop_leaves_together(wire: Wire, gathering: Gathering) -> None:
+async def test_what_is_written_in_one_turn_of_the_loop_leaves_together(wire: Wire, gathering: WriteCoalescing) -> None:
     gathering.write(b"head")
     gathering.write(b"body")
     assert (wire.writes, gathering.get_write_buffer_size()) == ([], 8 + 7)
@@ -59,20 +59,20 @@ async def test_what_is_written_in_one_turn_of_the_loop_leaves_together(wire: Wir
     assert wire.writes == [b"headbody", b"next"]
 
 
-async def test_nothing_is_lost_when_the_server_closes(wire: Wire, gathering: Gathering) -> None:
+async def test_nothing_is_lost_when_the_server_closes(wire: Wire, gathering: WriteCoalescing) -> None:
     gathering.write(b"last words")
     gathering.close()
     await asyncio.sleep(0)
     assert (wire.writes, wire.closed) == ([b"last words"], True)
 
 
-async def test_much_leaves_at_once(wire: Wire, gathering: Gathering) -> None:
+async def test_much_leaves_at_once(wire: Wire, gathering: WriteCoalescing) -> None:
     gathering.write(b"x")
     gathering.write(bytes(MOST_GATHERED))
     assert [len(data) for data in wire.writes] == [MOST_GATHERED + 1]
 
 
-async def test_nothing_is_written_to_a_client_that_has_gone(wire: Wire, gathering: Gathering) -> None:
+async def test_nothing_is_written_to_a_client_that_has_gone(wire: Wire, gathering: WriteCoalescing) -> None:
     gathering.write(b"to nobody")
     wire.closed = True
     await asyncio.sleep(0)
@@ -94,7 +94,7 @@ async def _app(scope: dict[str, Any], receive: Any, send: Any) -> None:
 
 async def test_a_short_answer_arrives_in_one_piece() -> None:
     door = listen("127.0.0.1", 0)
-    async with HttpFace(_app, door, drain_seconds=1):
+    async with HttpServer(_app, door, drain_seconds=1):
         reader, writer = await asyncio.open_connection(*door.getsockname())
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\nGET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         pieces = []
@@ -121,7 +121,7 @@ async def test_a_client_that_does_not_read_holds_up_its_answer_and_not_the_serve
             sent += 1
 
     door = listen("127.0.0.1", 0)
-    async with HttpFace(flood, door, drain_seconds=1):
+    async with HttpServer(flood, door, drain_seconds=1):
         reader, writer = await asyncio.open_connection(*door.getsockname(), limit=1024)
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         before = -1

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from deploy.local.fleet import Fleet, child_environment
-from deploy.local.router_sockets import RouterDoors
+from deploy.local.router_sockets import RouterSockets
 from deploy.local.supervise import Command, Incarnation, Policy, Unit, UnitFailed
 from deploy.run_directory import run_directory
 from deploy.settings import read_settings
@@ -66,7 +66,7 @@ async def test_a_secret_for_routers_alone_is_refused_before_anything_starts(tmp_
     with run_directory(tmp_path / "state") as run:
         async with Fleet(settings, run, {}, said.append) as fleet:
             with pytest.raises(UnitFailed, match=r"worker\.fleet_secret_file is not set.*set both, or neither"):
-                await fleet.start_up(RouterDoors((), ()))
+                await fleet.start_up(RouterSockets((), ()))
 
 
 class Reader:

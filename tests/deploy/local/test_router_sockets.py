@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from deploy.http.sockets import CannotListen, listen, listen_together
-from deploy.launch_spec import Order
+from deploy.launch_spec import LaunchSpec
 from deploy.local.fleet import Fleet
-from deploy.local.router_sockets import RouterDoors
+from deploy.local.router_sockets import RouterSockets
 from deploy.run_directory import run_directory
 from deploy.settings import read_settings
 from router.config import RouterConfig
@@ -58,7 +58,7 @@ def test_a_port_that_somebody_else_listens_on_is_refused(others: int) -> None:
 
 
 def test_one_process_has_one_socket_and_no_private_one() -> None:
-    with RouterDoors.listening(RouterConfig(port=0)) as doors:
+    with RouterSockets.listening(RouterConfig(port=0)) as doors:
         assert doors.urls == (doors.url,)
         order = doors.order(0, config="c", ready="r", bus=True)
         assert (order.number, order.private, order.descriptor) == (None, None, doors.shared[0].fileno())
@@ -67,25 +67,25 @@ def test_one_process_has_one_socket_and_no_private_one() -> None:
 
 def test_each_of_several_processes_has_an_address_of_its_own() -> None:
     first = free_port()
-    with RouterDoors.listening(RouterConfig(port=0, processes=2)) as doors:
+    with RouterSockets.listening(RouterConfig(port=0, processes=2)) as doors:
         assert len({doors.url, *doors.urls}) == 3
         orders = [doors.order(number, config="c", ready="r", bus=False) for number in range(2)]
         assert [order.number for order in orders] == [0, 1]
         assert len({order.descriptor for order in orders} | {order.private for order in orders}) == 4
-    with RouterDoors.listening(RouterConfig(port=0, processes=1, private_port=first)) as one:
+    with RouterSockets.listening(RouterConfig(port=0, processes=1, private_port=first)) as one:
         assert one.private == ()
 
 
 def test_private_ports_are_counted_from_the_one_that_is_set_and_a_taken_one_is_named() -> None:
     taken = listen("127.0.0.1", 0)
     with pytest.raises(CannotListen, match=r"\[router\] private_port"):
-        RouterDoors.listening(RouterConfig(port=0, processes=2, private_port=port_of(taken) - 1))
+        RouterSockets.listening(RouterConfig(port=0, processes=2, private_port=port_of(taken) - 1))
     taken.close()
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 async def test_each_process_is_a_unit_of_its_own_and_is_told_its_sockets(processes: int, tmp_path: Path) -> None:
-    with run_directory(tmp_path / "state") as run, RouterDoors.listening(RouterConfig(port=0, processes=processes)) as doors:
+    with run_directory(tmp_path / "state") as run, RouterSockets.listening(RouterConfig(port=0, processes=processes)) as doors:
         async with Fleet(read_settings(None, {}, tmp_path), run, {}, lambda _: None) as fleet:
             units = fleet._routers(fleet._ground(), doors, bus=False)
             lives = [await unit._launch() for unit in units]
@@ -93,7 +93,7 @@ async def test_each_process_is_a_unit_of_its_own_and_is_told_its_sockets(process
         assert [unit.name for unit in units] == names
         assert fleet.router_url == doors.url
         assert fleet.router_urls == (doors.urls if processes > 1 else ())
-        orders = [msgspec.json.decode(life.commands[0].arguments[-1], type=Order) for life in lives]
+        orders = [msgspec.json.decode(life.commands[0].arguments[-1], type=LaunchSpec) for life in lives]
         assert [order.descriptor for order in orders] == [door.fileno() for door in doors.shared]
         assert not any(order.bus for order in orders)
         for life, order in zip(lives, orders, strict=True):

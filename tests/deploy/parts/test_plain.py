@@ -13,7 +13,7 @@ from bus.protocol.subjects import Subjects
 from deploy.parts.plain import represent
 from deploy.process import alongside, first_of
 from engine_adapter.config import AgentConfig
-from engine_adapter.openai_backend import PlainConfig
+from engine_adapter.openai_backend import BackendAgentConfig
 from fleet.events import EngineJoined, EngineLeft
 
 SUBJECTS = Subjects()
@@ -43,7 +43,7 @@ async def server() -> AsyncIterator[Server]:
 
 async def test_it_joins_leaves_with_the_reason_and_joins_again_as_another(server: Server) -> None:
     broker = MemoryBroker(SUBJECTS)
-    plain = PlainConfig(url=server.url, probe_seconds=0.02, answer_seconds=1, misses=2)
+    plain = BackendAgentConfig(url=server.url, probe_seconds=0.02, answer_seconds=1, misses=2)
     server.status = 503  # not there yet: waited for
     async with asyncio.timeout(10), alongside(represent(MemoryBus(broker), SUBJECTS, "plain", plain, CONFIG), "plain"):
         heard = MemoryBus(broker).replay(SUBJECTS.membership("plain"))
@@ -63,7 +63,7 @@ async def test_it_joins_leaves_with_the_reason_and_joins_again_as_another(server
 
 async def test_a_name_that_is_taken_ends_it(server: Server) -> None:
     broker = MemoryBroker(SUBJECTS)
-    plain = PlainConfig(url=server.url, probe_seconds=0.02)
+    plain = BackendAgentConfig(url=server.url, probe_seconds=0.02)
     async with asyncio.timeout(10), alongside(represent(MemoryBus(broker), SUBJECTS, "plain", plain, CONFIG), "plain"):
         await anext(MemoryBus(broker).replay(SUBJECTS.membership("plain")))
         with pytest.raises(ExceptionGroup) as caught:

@@ -14,7 +14,7 @@ from deploy.parts.resume import READ_SECONDS, agree, last_life
 from engine_adapter.engine import EngineFailed
 from engine_adapter.initial_placement import fitting, last_decided, leave_last, resumed
 from fleet.events import MigrationAborted, MigrationCommitted, MigrationStaged, PlacementCommitted, PlanJudged
-from fleet.handover import Conducting
+from fleet.handover import CoordinatorState
 from fleet.layout import EP
 from fleet.placement import Placement, linear
 from migration.handover.coordinator import OpenHandover
@@ -87,7 +87,7 @@ def test_ranks_begin_with_what_was_left_for_them_if_it_fits_and_say_so_if_not(tm
         assert "begins with its configured placement" in caplog.text
 
 
-def opened(state: Conducting, handover: int) -> bytes:
+def opened(state: CoordinatorState, handover: int) -> bytes:
     whole = {"plan": "p", "number": 0, "last": True, "copied": 1, "bytes": 1, "token": 1}
     return msgspec.json.encode(OpenHandover(state=state, worker_id=1, ranks=2, handover=handover, epoch=handover, **whole))
 
@@ -105,15 +105,15 @@ async def test_the_bus_is_asked_for_what_was_decided_last(tmp_path: Path) -> Non
     await bus.record(SUBJECTS.placements("other"), committed(9))
     await bus.record(SUBJECTS.migrations("e"), staged(3))
     assert (await last_life(bus, SUBJECTS, "e")) == placement(2).record()
-    revision = await bus.claim(SUBJECTS.handover_key("e"), opened(Conducting.PROPOSING, 3))
+    revision = await bus.claim(SUBJECTS.handover_key("e"), opened(CoordinatorState.PROPOSING, 3))
     assert (await last_life(bus, SUBJECTS, "e")) == placement(2).record()
-    revision = await bus.claim(SUBJECTS.handover_key("e"), opened(Conducting.COMMITTING, 4), revision)
+    revision = await bus.claim(SUBJECTS.handover_key("e"), opened(CoordinatorState.COMMITTING, 4), revision)
     assert (await last_life(bus, SUBJECTS, "e")) == placement(2).record()
-    revision = await bus.claim(SUBJECTS.handover_key("e"), opened(Conducting.COMMITTING, 3), revision)
+    revision = await bus.claim(SUBJECTS.handover_key("e"), opened(CoordinatorState.COMMITTING, 3), revision)
     assert (await last_life(bus, SUBJECTS, "e")) == placement(3).record()
     revision = await bus.claim(SUBJECTS.handover_key("e"), b"{", revision)
     assert (await last_life(bus, SUBJECTS, "e")) == placement(2).record()
-    await bus.claim(SUBJECTS.handover_key("e"), opened(Conducting.ABORTING, 3), revision)
+    await bus.claim(SUBJECTS.handover_key("e"), opened(CoordinatorState.ABORTING, 3), revision)
     whole = {"engine": "e", "worker_id": 1, "plan": "p", "handover": 3, "number": 0, "epoch": 3}
     await bus.record(SUBJECTS.migrations("e"), MigrationAborted(**whole, reason="a rank was lost", fault="gone"))
     assert (await last_life(bus, SUBJECTS, "e")) == placement(2).record()
@@ -129,7 +129,7 @@ async def test_a_verdict_on_an_earlier_plan_hides_nothing_that_was_decided() -> 
     bus = MemoryBus(MemoryBroker(clock=lambda: now[0]))
     await bus.record(SUBJECTS.placements("e"), committed(2))
     await bus.record(SUBJECTS.migrations("e"), staged(3))
-    await bus.claim(SUBJECTS.handover_key("e"), opened(Conducting.COMMITTING, 3))
+    await bus.claim(SUBJECTS.handover_key("e"), opened(CoordinatorState.COMMITTING, 3))
     for hours in (1, 24):  # a handover may take long, and so may the way to the engine's next life
         now[0] += hours * 3600
         await bus.record(SUBJECTS.migrations("e"), judged())

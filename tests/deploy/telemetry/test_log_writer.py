@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import deploy.telemetry.log_writer
-from deploy.telemetry.log_writer import MOST_LINE_CHARACTERS, Bare, JsonLines, LogFile, LogWriter
+from deploy.telemetry.log_writer import MOST_LINE_CHARACTERS, JsonFormatter, LogFile, LogWriter, PlainFormatter
 
 PIPE_BYTES = 4096
 
@@ -47,7 +47,7 @@ def pipe() -> Iterator[Pipe]:
 @pytest.fixture
 def handler(pipe: Pipe) -> LogWriter:
     handler = LogWriter(pipe.write_end, lambda dropped: f"{dropped} dropped")
-    handler.setFormatter(Bare())
+    handler.setFormatter(PlainFormatter())
     return handler
 
 
@@ -117,7 +117,7 @@ def test_json_lines_have_time_level_logger_message_and_traceback_and_no_secrets(
         raise ValueError("nats://user:s3cret@h:1")  # noqa: TRY301
     except ValueError:
         record = logging.getLogger("a.b").makeRecord("a.b", logging.WARNING, "", 0, "said %s", ("nats://u:s3cret@h",), sys.exc_info())
-    line = json.loads(JsonLines().format(record))
+    line = json.loads(JsonFormatter().format(record))
     assert (line["level"], line["logger"]) == ("WARNING", "a.b")
     assert datetime.fromisoformat(line["time"]).tzinfo is not None
     assert "Traceback" in line["traceback"]
@@ -127,7 +127,7 @@ def test_json_lines_have_time_level_logger_message_and_traceback_and_no_secrets(
 def test_a_log_file_is_opened_anew_once_it_was_moved_aside(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     file = LogFile(path, str)
-    file.setFormatter(Bare())
+    file.setFormatter(PlainFormatter())
     logger = logging.Logger("test of a file")
     logger.addHandler(file)
     logger.info("before")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bus import Message, Received
 from deploy.client.fleet_status import EngineNow
 from deploy.views.event_lines import words
-from deploy.views.live_state import LAST_SECONDS, MOST_EVENTS, Live, figures, sound
+from deploy.views.live_state import LAST_SECONDS, MOST_EVENTS, LiveState, figures, sound
 from fleet.events import (
     ConfigChanged,
     DispatchMeasured,
@@ -55,8 +55,8 @@ def received(message: Message, at: float = 1_700_000_000.0) -> Received:
     return Received("subject", 1, 0, at, message)
 
 
-def live(*messages: Message, now: float = 0.0) -> Live:
-    found = Live(0.0)
+def live(*messages: Message, now: float = 0.0) -> LiveState:
+    found = LiveState(0.0)
     found.hear(received(JOINED), 0.0)
     for message in messages:
         found.hear(received(message), now)

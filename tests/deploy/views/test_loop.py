@@ -14,7 +14,7 @@ from bus import BusError, Message, StoreUse
 from bus.memory import MemoryBus
 from bus.protocol.subjects import Subjects
 from deploy.client import control_loop
-from deploy.client.control_loop import NotTold, described, steered
+from deploy.client.control_loop import NoAnswer, described, steered
 from deploy.client.fleet_status import EngineNow
 from deploy.terminal.options import in_json
 from deploy.views.loop import foretold_of, overview, sparkline, story
@@ -153,7 +153,7 @@ async def bus() -> AsyncIterator[MemoryBus]:
 
 async def test_without_a_planner_the_rest_is_told_and_that_none_answers(bus: MemoryBus) -> None:
     silent = await loop_of(bus, SUBJECTS)
-    assert isinstance(silent, NotTold)
+    assert isinstance(silent, NoAnswer)
     assert "no planner says what it does by itself" in "\n".join(screen(1, told=silent))
     record = json.loads(in_json(loop_record(silent)))
     assert record["loop"] is None
@@ -165,9 +165,9 @@ async def test_a_planner_that_declines_is_quoted(bus: MemoryBus) -> None:
         return RequestRefused(reason="this one only stands by")
 
     async with bus.serve(SUBJECTS.loop, decline):
-        with pytest.raises(NotTold, match="this one only stands by"):
+        with pytest.raises(NoAnswer, match="this one only stands by"):
             await described(bus, SUBJECTS)
-        with pytest.raises(NotTold, match="this one only stands by"):
+        with pytest.raises(NoAnswer, match="this one only stands by"):
             await steered(bus, SUBJECTS, True, "", lambda _: None)
 
 
@@ -189,7 +189,7 @@ async def test_pausing_is_asked_of_the_planner_and_what_it_says_comes_back(bus: 
 async def test_a_planner_that_takes_over_is_waited_for_and_then_given_up(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_loop, "TAKEOVER_SECONDS", 0.01)
     said: list[str] = []
-    with pytest.raises(NotTold, match="nothing was changed"):
+    with pytest.raises(NoAnswer, match="nothing was changed"):
         await steered(bus, SUBJECTS, True, "", said.append)
     assert said == ["no planner is there; one may be about to take over"]
 
@@ -213,7 +213,7 @@ async def test_where_a_planner_may_have_heard_it_is_not_said_that_nothing_was_ch
         if then == "is gone":
             await asyncio.sleep(3.5)
             await stack.aclose()
-        with pytest.raises(NotTold, match=r"it is not known whether that holds.*roost migration status") as told:
+        with pytest.raises(NoAnswer, match=r"it is not known whether that holds.*roost migration status") as told:
             await steering
     assert "nothing was changed" not in str(told.value)
     assert ("only stands by" in str(told.value)) == (then == "declines")

@@ -15,7 +15,7 @@ from bus.memory import MemoryBus
 from bus.protocol.subjects import Subjects
 from deploy.cli.plan import in_bytes
 from deploy.views.first_placement import first_placement
-from deploy.views.plan import Asked, described, print_plan
+from deploy.views.plan import PlanQuery, described, print_plan
 from engine_adapter.initial_placement import initial
 from fleet.events import DescribePlan, EngineJoined, PlanDescribed
 from fleet.experts import ModelShape
@@ -202,13 +202,13 @@ async def test_the_planner_is_asked_about_the_only_engine_with_experts() -> None
         return PlanDescribed(engine="a", worker_id=1, record=msgspec.json.encode(PLAN))
 
     async with bus.serve(SUBJECTS.describe_plan, planner):
-        answer = await described(bus, SUBJECTS, Asked(None, "uniform", 5, True, (1,), (0,)))
+        answer = await described(bus, SUBJECTS, PlanQuery(None, "uniform", 5, True, (1,), (0,)))
         assert msgspec.json.decode(answer.record, type=PlanRecord) == PLAN
         assert heard == [DescribePlan(engine="a", policy="uniform", budget_bytes=5, memory=True, dead=(1,), layers=(0,))]
         await joined(bus, "b")
         with pytest.raises(typer.Exit):
-            await described(bus, SUBJECTS, Asked())
-        await described(bus, SUBJECTS, Asked("b"))
+            await described(bus, SUBJECTS, PlanQuery())
+        await described(bus, SUBJECTS, PlanQuery("b"))
 
 
 def test_a_fleet_without_engines_is_said_as_such(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

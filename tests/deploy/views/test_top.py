@@ -20,7 +20,7 @@ from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
 from deploy.client import control_loop
 from deploy.views import top
-from deploy.views.top import JsonLines, Lines, Page, Watch, clock, keys, page
+from deploy.views.top import FleetWatch, JsonPage, Page, TextPage, clock, keys, page
 from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics, LoopDescribed, SteerLoop
 from tests.deploy.bus_responder import on_nats
 from tests.deploy.commands import roost
@@ -48,9 +48,9 @@ async def bus(broker: MemoryBroker) -> AsyncIterator[MemoryBus]:
 
 
 @asynccontextmanager
-async def watching(bus: Bus) -> AsyncIterator[Watch]:
+async def watching(bus: Bus) -> AsyncIterator[FleetWatch]:
     """With an engine that speaks and a planner that answers."""
-    watch = Watch(bus, SUBJECTS, "NATS somewhere")
+    watch = FleetWatch(bus, SUBJECTS, "NATS somewhere")
     async with asyncio.timeout(10), bus.serve(SUBJECTS.loop, here), watch.going_on(0.01):
         await bus.publisher(SUBJECTS.heartbeats("engine-0")).publish(EngineHeartbeat(engine="engine-0", worker_id=7, epoch=4))
         for rank in range(2):
@@ -59,12 +59,12 @@ async def watching(bus: Bus) -> AsyncIterator[Watch]:
         yield watch
 
 
-async def until(watch: Watch, holds: Callable[[], Any]) -> None:
+async def until(watch: FleetWatch, holds: Callable[[], Any]) -> None:
     while not holds():  # noqa: ASYNC110 what is waited for has no event
         await asyncio.sleep(0)
 
 
-def plain(watch: Watch, height: int = 40) -> list[str]:
+def plain(watch: FleetWatch, height: int = 40) -> list[str]:
     return [line.plain for line in page(watch, NOW, height)]
 
 
@@ -104,8 +104,8 @@ async def test_a_planner_that_is_gone_is_said_and_measurements_go_on(bus: Memory
 
 
 async def test_pages_of_text_and_json_tell_an_event_once(bus: MemoryBus, capsys: pytest.CaptureFixture[str]) -> None:
-    text: Page = Lines()
-    programs: Page = JsonLines()
+    text: Page = TextPage()
+    programs: Page = JsonPage()
     async with watching(bus) as watch:
         await bus.record(SUBJECTS.migrations("engine-0"), PLANNED)
         await until(watch, lambda: watch.live.happened >= 2)

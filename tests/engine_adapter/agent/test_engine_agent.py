@@ -12,9 +12,9 @@ from bus import Declined, Message, Received, Subscription
 from bus.claims import NameTaken
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
-from engine_adapter.agent.engine_agent import Agent, Identity
+from engine_adapter.agent.engine_agent import Agent, AgentIdentity
 from engine_adapter.config import AgentConfig
-from engine_adapter.engine import Activations, EndedRequest, EngineDescription, Facts, Load, Sent
+from engine_adapter.engine import Activations, DispatchCounts, EndedRequest, EngineDescription, RankFacts, RankLoad
 from fleet.blocks import sequence_hashes
 from fleet.events import (
     Capabilities,
@@ -47,8 +47,8 @@ from tests.engine_adapter.rank_fixture import Group, StandingExperts
 WORKER = 2**63 + 5
 SUBJECTS = Subjects()
 CONFIG = AgentConfig(heartbeat_seconds=0.05, facts_seconds=0.01, load_seconds=0.1, experts_seconds=0.05, lease_seconds=0.3, farewell_seconds=0.5)
-IDLE = Load(running=0, waiting=0, prefill_tokens=0, decode_blocks=0, used_blocks=0)
-BUSY = Load(running=2, waiting=1, prefill_tokens=40, decode_blocks=6, used_blocks=9)
+IDLE = RankLoad(running=0, waiting=0, prefill_tokens=0, decode_blocks=0, used_blocks=0)
+BUSY = RankLoad(running=2, waiting=1, prefill_tokens=40, decode_blocks=6, used_blocks=9)
 
 
 class PuppetEngine:
@@ -67,7 +67,7 @@ class PuppetEngine:
         self._load = IDLE
         self._activations: Activations | None = None
         self._ended: tuple[EndedRequest, ...] = ()
-        self._sent: tuple[Sent, ...] = ()
+        self._sent: tuple[DispatchCounts, ...] = ()
         self._new = asyncio.Event()
         self.seen = asyncio.Event()
         """what it did last was looked at"""
@@ -76,10 +76,10 @@ class PuppetEngine:
     def did(
         self,
         *kv: KvChange | str,
-        load: Load | None = None,
+        load: RankLoad | None = None,
         activations: Activations | None = None,
         ended: tuple[EndedRequest, ...] = (),
-        sent: tuple[Sent, ...] = (),
+        sent: tuple[DispatchCounts, ...] = (),
     ) -> None:
         self._kv += kv
         self._sent += sent
@@ -94,11 +94,11 @@ class PuppetEngine:
     async def wait_facts(self) -> None:
         await self._new.wait()
 
-    def take_facts(self) -> Facts:
+    def take_facts(self) -> RankFacts:
         self._new.clear()
         self.seen.set()
         self.looks += 1
-        facts = Facts(kv=tuple(self._kv), load=self._load, activations=self._activations, ended=self._ended, sent=self._sent)  # type: ignore[arg-type]
+        facts = RankFacts(kv=tuple(self._kv), load=self._load, activations=self._activations, ended=self._ended, sent=self._sent)  # type: ignore[arg-type]
         self._kv, self._activations, self._ended, self._sent = [], None, (), ()
         return facts
 
@@ -114,12 +114,12 @@ def broker() -> MemoryBroker:
     return MemoryBroker(SUBJECTS)
 
 
-def identity(worker_id: int = WORKER, ranks: int = 1) -> Identity:
-    return Identity(engine="a", worker_id=worker_id, node="n", urls=tuple(f"http://127.0.0.1:{9000 + rank}" for rank in range(ranks)))
+def identity(worker_id: int = WORKER, ranks: int = 1) -> AgentIdentity:
+    return AgentIdentity(engine="a", worker_id=worker_id, node="n", urls=tuple(f"http://127.0.0.1:{9000 + rank}" for rank in range(ranks)))
 
 
 @asynccontextmanager
-async def running(broker: MemoryBroker, engine: PuppetEngine, who: Identity | None = None) -> AsyncIterator[Agent]:
+async def running(broker: MemoryBroker, engine: PuppetEngine, who: AgentIdentity | None = None) -> AsyncIterator[Agent]:
     agent = Agent(MemoryBus(broker), SUBJECTS, engine, who or identity(), CONFIG)
     task = asyncio.create_task(agent.run())
     try:
@@ -290,10 +290,10 @@ async def test_a_report_of_activated_experts_is_of_one_epoch_and_a_flip_ends_it_
     assert all(one.seconds > 0 for one in reports)  # type: ignore[union-attr]
 
 
-def sent(epoch: int, steps: int) -> Sent:
+def sent(epoch: int, steps: int) -> DispatchCounts:
     """Of 2 layers and top 2: each step takes 10 ms and has one token here, which goes elsewhere in the second layer."""
     zero, one = np.zeros(2), np.full(2, float(steps))
-    return Sent(epoch, steps, 0.01 * steps, steps, 2 * steps, one * [0, 1], 2 * one - one * [0, 2], one + zero, 0.5 * one)
+    return DispatchCounts(epoch, steps, 0.01 * steps, steps, 2 * steps, one * [0, 1], 2 * one - one * [0, 2], one + zero, 0.5 * one)
 
 
 async def test_where_tokens_were_sent_is_summed_over_an_interval_and_said_with_who_says_it(broker: MemoryBroker) -> None:

@@ -10,7 +10,7 @@ from bus import BusError, Declined
 from bus.memory import MemoryBus
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import EngineFailed
-from engine_adapter.transfer.in_process import Fault
+from engine_adapter.transfer.in_process import PullFault
 from fleet.events import (
     CommitHandover,
     DescribeHandover,
@@ -113,7 +113,7 @@ async def test_every_change_is_said_on_the_bus_once() -> None:
 
 async def test_the_source_is_told_to_help_while_it_is_read() -> None:
     async with standing(FIRST) as group:
-        group.ways[2].faults.append(Fault(delay_seconds=0.5))
+        group.ways[2].faults.append(PullFault(delay_seconds=0.5))
         await group.propose(COPIED)
         await asyncio.sleep(0.2)
         assert [way.helping for way in group.ways] == [True, False, False]
@@ -128,7 +128,7 @@ async def test_the_source_is_told_to_help_while_it_is_read() -> None:
 @pytest.mark.parametrize("seconds", [0.0, 0.0005, 0.1, 3.0])
 async def test_an_abort_at_any_stage_leaves_everything_as_it_was(seconds: float) -> None:
     async with standing(FIRST) as group:
-        group.ways[2].faults.append(Fault(delay_seconds=0.3))
+        group.ways[2].faults.append(PullFault(delay_seconds=0.3))
         await group.propose(COPIED)
         await asyncio.sleep(seconds)
         for rank in range(3):
@@ -142,7 +142,7 @@ async def test_an_abort_at_any_stage_leaves_everything_as_it_was(seconds: float)
 
 async def test_an_abort_is_answered_once_its_room_is_back_where_that_is_soon() -> None:
     async with standing(FIRST) as group:
-        group.ways[2].faults.append(Fault(delay_seconds=0.1))
+        group.ways[2].faults.append(PullFault(delay_seconds=0.1))
         await group.propose(COPIED)
         await asyncio.sleep(0.05)
         described = await group.abort(2)
@@ -199,7 +199,7 @@ async def test_proposals_that_come_at_once_are_one() -> None:
 
 async def test_a_commit_that_comes_too_early_or_for_another_handover_is_refused() -> None:
     async with standing(FIRST) as group:
-        group.ways[2].faults.append(Fault(delay_seconds=0.5))
+        group.ways[2].faults.append(PullFault(delay_seconds=0.5))
         await group.propose(COPIED)
         assert (await group.commit(2)).verdict == "premature"
         await group.reaches(2, RankState.STAGED)
@@ -264,7 +264,7 @@ async def test_a_placement_that_cannot_be_read_fails_the_handover_and_nothing_el
 
 async def test_a_damaged_read_is_tried_from_another_replica() -> None:
     async with standing(SHARED) as group:
-        group.ways[2].faults.append(Fault(corrupt=SCALE))
+        group.ways[2].faults.append(PullFault(corrupt=SCALE))
         described = await group.hand_over(after(SHARED, (1, 8, 0)))
         assert [pull.source for pull in described[2].pulls] == [0, 1]
         await all_free(group)
@@ -438,7 +438,7 @@ async def test_a_reader_that_falls_silent_loses_its_lease_and_one_that_renews_it
 
 async def test_a_long_read_keeps_its_lease() -> None:
     async with standing(FIRST, TransferConfig(lease_seconds=LEASE, least_seconds=100.0)) as group:
-        group.ways[2].faults.append(Fault(delay_seconds=10 * LEASE))
+        group.ways[2].faults.append(PullFault(delay_seconds=10 * LEASE))
         await group.propose(COPIED, deadline=1000.0)
         await asyncio.sleep(9 * LEASE)
         assert group.desks[0].conduct.residency.leases == 1
@@ -480,7 +480,7 @@ async def test_only_what_is_here_is_leased_and_only_to_other_ranks(request_: Lea
 
 async def test_the_bus_may_go_away_while_experts_are_read() -> None:
     async with standing(FIRST) as group:
-        group.ways[2].faults.append(Fault(delay_seconds=0.5))
+        group.ways[2].faults.append(PullFault(delay_seconds=0.5))
         await group.propose(COPIED)
         await asyncio.sleep(0.1)
         group.broker.reachable = False
@@ -529,7 +529,7 @@ class Spans:
 async def test_what_staging_consists_of_is_traced() -> None:
     spans = Spans()
     async with standing(FIRST, tracing=spans) as group:
-        group.ways[2].faults.append(Fault(broken=True))
+        group.ways[2].faults.append(PullFault(broken=True))
         await group.hand_over(COPIED)
     names = [name for name, attributes, _ in spans.seen if attributes.get("roost.source") == 0 or name == "prepare"]
     assert names.count("prepare") == 3

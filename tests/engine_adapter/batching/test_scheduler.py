@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_adapter.batching.kv_cache import KvCache
-from engine_adapter.batching.scheduler import Generation, Overloaded, Scheduler, Slice
+from engine_adapter.batching.scheduler import BatchScheduler, Overloaded, SequenceState, Slice
 
 SIZE = 4
 
@@ -22,7 +22,7 @@ class PretendModel:
     cache: KvCache
     memory: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def step(self, scheduler: Scheduler, slices: Sequence[Slice], budget: int) -> list[Generation]:
+    def step(self, scheduler: BatchScheduler, slices: Sequence[Slice], budget: int) -> list[SequenceState]:
         assert sum(one.count for one in slices) <= budget
         written = [(one.generation.table.pages[position // SIZE], position % SIZE) for one in slices for position in range(one.start, one.start + one.count)]
         assert len(set(written)) == len(written), "two sequences write one place"
@@ -57,13 +57,13 @@ def alone(prompt: Sequence[int], count: int) -> list[int]:
     return tokens
 
 
-def build(pages: int = 16, budget: int = 12, running: int = 4, waiting: int = 100) -> tuple[Scheduler, PretendModel]:
+def build(pages: int = 16, budget: int = 12, running: int = 4, waiting: int = 100) -> tuple[BatchScheduler, PretendModel]:
     cache = KvCache(pages, SIZE)
-    return Scheduler(cache, max_batch_tokens=budget, max_running=running, max_waiting=waiting), PretendModel(cache)
+    return BatchScheduler(cache, max_batch_tokens=budget, max_running=running, max_waiting=waiting), PretendModel(cache)
 
 
-def run_dry(scheduler: Scheduler, model: PretendModel, limit: int = 10_000) -> list[Generation]:
-    done: list[Generation] = []
+def run_dry(scheduler: BatchScheduler, model: PretendModel, limit: int = 10_000) -> list[SequenceState]:
+    done: list[SequenceState] = []
     for _ in range(limit):
         if scheduler.idle:
             return done
@@ -82,7 +82,7 @@ def test_every_request_finishes_with_the_output_it_has_alone_and_no_page_leaks(
     wanted: list[tuple[list[int], int]], pages: int, running: int, more_budget: int
 ) -> None:
     scheduler, model = build(pages, running + more_budget, running)
-    generations = [Generation(list(prompt), count) for prompt, count in wanted]
+    generations = [SequenceState(list(prompt), count) for prompt, count in wanted]
     for generation in generations:
         scheduler.submit(generation)
     assert len(run_dry(scheduler, model)) == len(wanted)
@@ -95,8 +95,8 @@ def test_every_request_finishes_with_the_output_it_has_alone_and_no_page_leaks(
 @given(requests, st.integers(13, 30), st.randoms(use_true_random=False))
 def test_arrivals_and_cancellations_at_any_time_leave_nothing_behind(wanted: list[tuple[list[int], int]], pages: int, dice: random.Random) -> None:
     scheduler, model = build(pages)
-    live: list[Generation] = []
-    queue = [Generation(list(prompt), count) for prompt, count in wanted]
+    live: list[SequenceState] = []
+    queue = [SequenceState(list(prompt), count) for prompt, count in wanted]
     while queue or not scheduler.idle:
         if queue and dice.random() < 0.5:
             live.append(queue.pop())
@@ -110,10 +110,10 @@ def test_arrivals_and_cancellations_at_any_time_leave_nothing_behind(wanted: lis
 
 def test_decoding_goes_on_in_every_step_of_a_long_prefill() -> None:
     scheduler, model = build(pages=64, budget=8)
-    short = Generation([1], 30)
+    short = SequenceState([1], 30)
     scheduler.submit(short)
     model.step(scheduler, scheduler.plan(), 8)
-    scheduler.submit(Generation([2] * 100, 1))
+    scheduler.submit(SequenceState([2] * 100, 1))
     for _ in range(10):
         before = short.generated
         slices = scheduler.plan()
@@ -125,9 +125,9 @@ def test_decoding_goes_on_in_every_step_of_a_long_prefill() -> None:
 def test_prefill_goes_on_while_as_many_as_may_run_decode() -> None:
     scheduler, model = build(pages=64, budget=5, running=4)
     for token in range(3):
-        scheduler.submit(Generation([token], 50))
+        scheduler.submit(SequenceState([token], 50))
     model.step(scheduler, scheduler.plan(), 5)
-    late = Generation([2] * 20, 1)
+    late = SequenceState([2] * 20, 1)
     scheduler.submit(late)
     for step in range(1, 6):
         model.step(scheduler, scheduler.plan(), 5)
@@ -136,7 +136,7 @@ def test_prefill_goes_on_while_as_many_as_may_run_decode() -> None:
 
 def test_the_latest_arrival_is_preempted_and_later_reuses_what_is_still_cached() -> None:
     scheduler, model = build(pages=6, budget=32)
-    first, second = Generation([1] * 8, 12), Generation([2] * 8, 12)
+    first, second = SequenceState([1] * 8, 12), SequenceState([2] * 8, 12)
     scheduler.submit(first)
     scheduler.submit(second)
     done = run_dry(scheduler, model)
@@ -147,7 +147,7 @@ def test_the_latest_arrival_is_preempted_and_later_reuses_what_is_still_cached()
 
 def test_a_preempted_request_goes_before_those_that_never_ran() -> None:
     scheduler, model = build(pages=6, budget=32)
-    order = [Generation([token] * 8, 12) for token in (1, 2, 0)]
+    order = [SequenceState([token] * 8, 12) for token in (1, 2, 0)]
     for generation in order:
         scheduler.submit(generation)
     assert run_dry(scheduler, model) == order
@@ -155,13 +155,13 @@ def test_a_preempted_request_goes_before_those_that_never_ran() -> None:
 
 def test_the_last_prompt_token_is_computed_even_when_all_of_the_prompt_is_cached() -> None:
     scheduler, model = build()
-    scheduler.submit(Generation([1] * 8, 1))
+    scheduler.submit(SequenceState([1] * 8, 1))
     run_dry(scheduler, model)
-    again = Generation([1] * 8, 1)
+    again = SequenceState([1] * 8, 1)
     scheduler.submit(again)
     (only,) = scheduler.plan()
     assert (only.start, only.count, again.cached_tokens) == (4, 4, 4)
-    longer = Generation([1] * 9, 1)
+    longer = SequenceState([1] * 9, 1)
     scheduler.submit(longer)
     assert [(one.start, one.count) for one in scheduler.plan() if one.generation is longer] == [(8, 1)]
 
@@ -169,17 +169,17 @@ def test_the_last_prompt_token_is_computed_even_when_all_of_the_prompt_is_cached
 def test_a_full_queue_refuses_with_a_type_of_its_own() -> None:
     scheduler, model = build(running=4, waiting=2)
     for _ in range(6):
-        scheduler.submit(Generation([1], 9))
+        scheduler.submit(SequenceState([1], 9))
     model.step(scheduler, scheduler.plan(), 12)
     assert (scheduler.running, scheduler.waiting) == (4, 2)
     with pytest.raises(Overloaded, match="2 requests wait"):
-        scheduler.submit(Generation([1], 1))
+        scheduler.submit(SequenceState([1], 1))
 
 
 def test_what_could_never_fit_is_refused_at_once() -> None:
     scheduler, _ = build(pages=4)
     with pytest.raises(ValueError, match="16 in all fit"):
-        scheduler.submit(Generation([1] * 10, 7))
+        scheduler.submit(SequenceState([1] * 10, 7))
 
 
 def test_a_budget_that_would_starve_prompts_is_refused() -> None:
@@ -189,8 +189,8 @@ def test_a_budget_that_would_starve_prompts_is_refused() -> None:
 
 def test_tokens_still_to_be_computed_are_counted() -> None:
     scheduler, model = build(budget=12)
-    scheduler.submit(Generation([1] * 20, 4))
-    scheduler.submit(Generation([2] * 5, 4))
+    scheduler.submit(SequenceState([1] * 20, 4))
+    scheduler.submit(SequenceState([2] * 5, 4))
     assert scheduler.uncomputed_prompt_tokens == 25
     model.step(scheduler, scheduler.plan(), 12)
     assert scheduler.uncomputed_prompt_tokens == 13

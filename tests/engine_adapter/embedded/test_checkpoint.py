@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine_adapter.embedded.checkpoint import Checkpoint, CheckpointError, read_config
-from engine_adapter.embedded.model_runner import Runner, Work
+from engine_adapter.embedded.model_runner import ModelRunner, SequenceWork
 from fleet.placement import linear
 
 write_tiny = runpy.run_path(str(Path(__file__).parents[1] / "tiny_models.py"))["write_tiny"]
@@ -46,8 +46,8 @@ def change_tensors(folder, change):
 def logits_of(folder, tokens, dtype="float32"):
     with Checkpoint(folder) as checkpoint:
         placement = linear(layers=checkpoint.config.layers, experts=checkpoint.config.experts, ranks=1)
-        runner = Runner(checkpoint, placement, kv_pages=64, dtype=dtype)
-    work = [Work(tokens[: end + 1], 0, [2 * end, 2 * end + 1], wants_logits=True) for end in range(len(tokens))]
+        runner = ModelRunner(checkpoint, placement, kv_pages=64, dtype=dtype)
+    work = [SequenceWork(tokens[: end + 1], 0, [2 * end, 2 * end + 1], wants_logits=True) for end in range(len(tokens))]
     return runner.forward(work).logits
 
 

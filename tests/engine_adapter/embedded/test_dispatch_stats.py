@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_adapter.embedded import dispatch_stats
-from engine_adapter.embedded.dispatch_stats import SentLog, Step
+from engine_adapter.embedded.dispatch_stats import DispatchLog, FinishedStep
 from engine_adapter.engine import balance
 
 FIELDS = ("remote_ranks", "local", "served", "balance")
 
 
 @st.composite
-def steps(draw: st.DrawFn, ranks: int, layers: int, top_k: int) -> list[Step]:
+def steps(draw: st.DrawFn, ranks: int, layers: int, top_k: int) -> list[FinishedStep]:
     """Steps of an engine, in each of which any rank has a token."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     found = []
@@ -24,11 +24,11 @@ def steps(draw: st.DrawFn, ranks: int, layers: int, top_k: int) -> list[Step]:
         tokens = random.integers(0, 5, ranks)
         tokens[random.integers(ranks)] += 1
         served_by = [random.integers(0, ranks, (tokens.sum(), top_k)) for _ in range(layers)] if ranks > 1 else []
-        found.append(Step(float(random.random()), tokens.tolist(), served_by))
+        found.append(FinishedStep(float(random.random()), tokens.tolist(), served_by))
     return found
 
 
-def by_hand(done: list[Step], rank: int, layers: int, top_k: int) -> dict[str, list[float]]:
+def by_hand(done: list[FinishedStep], rank: int, layers: int, top_k: int) -> dict[str, list[float]]:
     """Token by token, pair by pair."""
     found = {field: [0.0] * layers for field in FIELDS}
     for step in done:
@@ -55,7 +55,7 @@ def test_counts_are_those_of_counting_by_hand_however_often_they_are_taken(data:
     taken_after = data.draw(st.sets(st.integers(0, len(done) - 1)))
     everyones = np.zeros((2, layers))
     for rank in range(ranks):
-        log = SentLog(rank, layers=layers, top_k=top_k)
+        log = DispatchLog(rank, layers=layers, top_k=top_k)
         taken = []
         for at, step in enumerate(done):
             log.add(3, step)
@@ -80,7 +80,7 @@ def test_counts_are_those_of_counting_by_hand_however_often_they_are_taken(data:
 def test_steps_of_two_epochs_are_never_counted_together(data: st.DataObject) -> None:
     done = data.draw(steps(2, 2, 2))
     epochs = sorted(data.draw(st.lists(st.integers(0, 3), min_size=len(done), max_size=len(done))))
-    log = SentLog(1, layers=2, top_k=2)
+    log = DispatchLog(1, layers=2, top_k=2)
     for epoch, step in zip(epochs, done, strict=True):
         log.add(epoch, step)
     for one in log.take():
@@ -91,7 +91,7 @@ def test_steps_of_two_epochs_are_never_counted_together(data: st.DataObject) -> 
 
 def test_what_nobody_takes_is_bounded_in_steps_and_epochs_and_loses_nothing_of_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch_stats, "KEPT_STEPS", 8)
-    log, step = SentLog(0, layers=1, top_k=1), Step(0.5, [1, 0], [np.array([[1]])])
+    log, step = DispatchLog(0, layers=1, top_k=1), FinishedStep(0.5, [1, 0], [np.array([[1]])])
     for epoch in range(dispatch_stats.MOST_EPOCHS + 4):
         for _ in range(20):
             log.add(epoch, step)
@@ -101,9 +101,9 @@ def test_what_nobody_takes_is_bounded_in_steps_and_epochs_and_loses_nothing_of_t
 
 
 def test_reports_of_different_epochs_do_not_add() -> None:
-    one, other = SentLog(0, layers=1, top_k=1), SentLog(0, layers=1, top_k=1)
-    one.add(1, Step(0.1, [1], ()))
-    other.add(2, Step(0.1, [1], ()))
+    one, other = DispatchLog(0, layers=1, top_k=1), DispatchLog(0, layers=1, top_k=1)
+    one.add(1, FinishedStep(0.1, [1], ()))
+    other.add(2, FinishedStep(0.1, [1], ()))
     with pytest.raises(ValueError, match="epoch 2 does not add to that of epoch 1"):
         one.take()[0].with_more(other.take()[0])
 
@@ -113,9 +113,9 @@ def test_balance_is_mean_over_highest_and_one_where_there_is_nothing() -> None:
 
 
 def test_communication_adds_up_over_steps_and_reports_and_is_unknown_where_one_part_is() -> None:
-    log = SentLog(0, layers=1, top_k=1)
+    log = DispatchLog(0, layers=1, top_k=1)
     for seconds in (0.01, 0.03):
-        log.add(1, Step(0.1, [1], (), seconds))
+        log.add(1, FinishedStep(0.1, [1], (), seconds))
     (first,) = log.take()
     assert first.communication_seconds == pytest.approx(0.04)
     assert first.with_more(first).communication_seconds == pytest.approx(0.08)

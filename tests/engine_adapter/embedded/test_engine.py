@@ -18,9 +18,9 @@ from engine_adapter.batching.sampling import Sampling
 from engine_adapter.batching.scheduler import Overloaded
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.engine import EndedRequest, EngineFailed, Facts
+from engine_adapter.engine import EndedRequest, EngineFailed, RankFacts
 from engine_adapter.serving.fact_log import FactLog
-from engine_adapter.serving.generation import Answer, Delta
+from engine_adapter.serving.generation import AnswerDelta, AnswerStream
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.routings import UNKNOWN
 
@@ -29,18 +29,18 @@ Starter = Callable[..., AbstractAsyncContextManager[Any]]
 PROMPT = [ord(letter) for letter in "a prompt of more than two blocks of tokens"]
 
 
-async def read(answer: Answer) -> Delta:
-    whole = Delta()
+async def read(answer: AnswerStream) -> AnswerDelta:
+    whole = AnswerDelta()
     async for delta in answer:
         whole.absorb(delta)
     return whole
 
 
-async def ask(engine: EmbeddedEngine, prompt: Sequence[int] = PROMPT, max_tokens: int = 20, **more: Any) -> Delta:
+async def ask(engine: EmbeddedEngine, prompt: Sequence[int] = PROMPT, max_tokens: int = 20, **more: Any) -> AnswerDelta:
     return await read(await engine.submit(GenerationRequest(prompt=list(prompt), max_tokens=max_tokens, **more)))
 
 
-async def facts_until(engine: EmbeddedEngine, holds: Callable[[Facts], bool]) -> Facts:
+async def facts_until(engine: EmbeddedEngine, holds: Callable[[RankFacts], bool]) -> RankFacts:
     """The first facts for which it holds."""
     async with asyncio.timeout(5):
         while True:

@@ -21,7 +21,7 @@ from engine_adapter.batching.sampling import Sampling
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.engine import EngineFailed
-from engine_adapter.serving.generation import Delta
+from engine_adapter.serving.generation import AnswerDelta
 
 ROOT = Path(__file__).resolve().parents[3]
 CHECKPOINT = ROOT / "deploy/demo_model/checkpoint"
@@ -73,8 +73,8 @@ async def engine_of(rank: int = 0, run_directory: Path | None = None, **settings
         await asyncio.wait([running])
 
 
-async def ask(engine: EmbeddedEngine, prompt: Sequence[int], max_tokens: int = NEW, **more: Any) -> Delta:
-    whole = Delta()
+async def ask(engine: EmbeddedEngine, prompt: Sequence[int], max_tokens: int = NEW, **more: Any) -> AnswerDelta:
+    whole = AnswerDelta()
     async for delta in await engine.submit(GenerationRequest(prompt=list(prompt), max_tokens=max_tokens, **{"ignore_eos": True} | more)):
         whole.absorb(delta)
     return whole

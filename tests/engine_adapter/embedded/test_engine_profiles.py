@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from bus import Message, Subscription
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
-from engine_adapter.agent.engine_agent import Agent, Identity
+from engine_adapter.agent.engine_agent import Agent, AgentIdentity
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import AgentConfig, EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
@@ -87,7 +87,7 @@ async def fleet(ranks: int, folder: Path, broker: MemoryBroker) -> AsyncIterator
         return ClustersPublished(model="demo", record=clusters().record())
 
     config = EmbeddedConfig(checkpoint=CHECKPOINT, model="demo", ranks=ranks, kv_blocks=128, threads=1)
-    who = Identity(engine="a", worker_id=5, node="n", urls=("http://x",) * ranks)
+    who = AgentIdentity(engine="a", worker_id=5, node="n", urls=("http://x",) * ranks)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(MemoryBus(broker).serve(SUBJECTS.describe_profile, answer))
         engines = [EmbeddedEngine(config, rank, folder) for rank in range(ranks)]

@@ -17,10 +17,10 @@ from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.dispatch import SMALL_GATHER_BYTES, GlooDispatch
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.model_runner import Forward, Runner, Work
-from engine_adapter.embedded.setup import Machine, build_machine
+from engine_adapter.embedded.model_runner import Forward, ModelRunner, SequenceWork
+from engine_adapter.embedded.setup import RankSetup, build_machine
 from engine_adapter.engine import EngineFailed
-from engine_adapter.serving.generation import Answer
+from engine_adapter.serving.generation import AnswerStream
 from fleet.dispatch import COVER, SPLIT
 from fleet.placement import EMPTY, Placement, Split, linear
 from fleet.timing import EngineSpeed
@@ -44,14 +44,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Runner, "measure_speed", lambda self: EngineSpeed())
+    monkeypatch.setattr(ModelRunner, "measure_speed", lambda self: EngineSpeed())
 
 
 @dataclass
 class Witness:
     """A forward pass that keeps what it computed."""
 
-    machine: Machine
+    machine: RankSetup
     rows: list[np.ndarray] = field(default_factory=list)
     """logits of every position that wanted them"""
     steps: list[tuple[int, int]] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Witness:
     routed: list[tuple[Placement, np.ndarray]] = field(default_factory=list)
     """what was served, and the experts of this rank's tokens, of every forward pass"""
 
-    def forward(self, work: Sequence[Work], tokens_by_rank: Sequence[int] | None = None) -> Forward:
+    def forward(self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None) -> Forward:
         assert self.machine.experts is not None
         self.steps.append((self.machine.lockstep.collectives, self.machine.runner.placement.epoch))
         found = self.machine.runner.forward(work, tokens_by_rank)
@@ -74,7 +74,7 @@ class Rank:
     run: "asyncio.Task[None]"
     seen: Witness
 
-    async def submit(self, prompt: Sequence[int], count: int = NEW) -> Answer:
+    async def submit(self, prompt: Sequence[int], count: int = NEW) -> AnswerStream:
         return await self.engine.submit(GenerationRequest(prompt=list(prompt), max_tokens=count, ignore_eos=True))
 
 
@@ -83,7 +83,7 @@ async def ranks_of(checkpoint: Path, folder: Path, ranks: int, **settings: Any) 
     """The ranks of one engine, all in this process, which serve until the block ends."""
     seen: dict[int, Witness] = {}
 
-    def build(config: EmbeddedConfig, rank: int, run_directory: Path | None) -> Machine:
+    def build(config: EmbeddedConfig, rank: int, run_directory: Path | None) -> RankSetup:
         machine = build_machine(config, rank, run_directory)
         seen[rank] = Witness(machine)
         return replace(machine, runner=seen[rank])
@@ -169,7 +169,7 @@ def sorted_rows(ranks: Sequence[Rank]) -> np.ndarray:
     return rows[np.lexsort(rows.T)]
 
 
-async def all_prompts(ranks: Sequence[Rank]) -> list[Answer]:
+async def all_prompts(ranks: Sequence[Rank]) -> list[AnswerStream]:
     answers = [await ranks[at % len(ranks)].submit(prompt) for at, prompt in enumerate(PROMPTS)]
     for answer in answers:
         await anext(answer)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine_adapter.embedded.checkpoint import Checkpoint
-from engine_adapter.embedded.model_runner import PAGE_TOKENS, Runner, Work
+from engine_adapter.embedded.model_runner import PAGE_TOKENS, ModelRunner, SequenceWork
 from fleet.placement import linear
 from tests.fleet.splits import random_split
 
@@ -39,7 +39,7 @@ def make_runner(**settings):
     with Checkpoint(DEMO) as checkpoint:
         config = checkpoint.config
         placement = linear(layers=config.layers, experts=config.experts, ranks=1)
-        return Runner(checkpoint, placement, **{"kv_pages": 400, **settings})
+        return ModelRunner(checkpoint, placement, **{"kv_pages": 400, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def assert_continues_like(oracle, prompts, tokens, logits):
 def test_logits_of_every_prompt_position_are_those_of_transformers(oracle, runner):
     for prompt in PROMPTS[:15:2]:
         pages = [list(range(at * 4, at * 4 + 4)) for at in range(len(prompt))]
-        prefixes = [Work(prompt[: at + 1], 0, pages[at], wants_logits=True) for at in range(len(prompt))]
+        prefixes = [SequenceWork(prompt[: at + 1], 0, pages[at], wants_logits=True) for at in range(len(prompt))]
         found = np.concatenate([runner.forward(prefixes[at : at + 32]).logits.numpy() for at in range(0, len(prompt), 32)])
         assert np.abs(found - expected_logits(oracle, prompt)).max() < TOLERANCE
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_adapter.embedded.attention import Span, plan_attention
+from engine_adapter.embedded.attention import SequenceSpan, plan_attention
 from engine_adapter.embedded.checkpoint import Checkpoint
 from engine_adapter.embedded.dispatch import CapacityError
-from engine_adapter.embedded.model_runner import Runner, Work, WorkError
+from engine_adapter.embedded.model_runner import ModelRunner, SequenceWork, WorkError
 from fleet.placement import linear
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo_model" / "checkpoint"
@@ -22,7 +22,7 @@ LENGTHS = [1, 15, 16, 17, 31, 33, 64, 127, 128, 129, 150, 190, 195, 200, 256, 30
 def runner():
     with Checkpoint(DEMO) as checkpoint:
         placement = linear(layers=checkpoint.config.layers, experts=checkpoint.config.experts, ranks=1)
-        return Runner(checkpoint, placement, kv_pages=600, max_tokens=1024)
+        return ModelRunner(checkpoint, placement, kv_pages=600, max_tokens=1024)
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,8 @@ def decodes(runner):
         tokens = TEXT[at * 97 : at * 97 + length]
         pages = [next(free) for _ in range(-(-length // 16))]
         if length > 1:
-            runner.forward([Work(tokens[:-1], 0, pages, wants_logits=False)])
-        works.append(Work(tokens[-1:], length - 1, pages, wants_logits=True))
+            runner.forward([SequenceWork(tokens[:-1], 0, pages, wants_logits=False)])
+        works.append(SequenceWork(tokens[-1:], length - 1, pages, wants_logits=True))
     return works
 
 
@@ -54,7 +54,7 @@ def test_a_decoding_sequence_has_the_same_bits_alone_and_in_any_batch(runner, de
 def test_a_prefill_beside_decodes_changes_no_bit_of_either(runner, decodes):
     used = {page for work in decodes for page in work.pages}
     free = [page for page in range(runner.kv_pages) if page not in used][:5]
-    prefill = Work(TEXT[:77], 0, free, wants_logits=True)
+    prefill = SequenceWork(TEXT[:77], 0, free, wants_logits=True)
     alone = torch.cat([runner.forward([work]).logits for work in (decodes[9], prefill, decodes[13])])
     together = runner.forward([decodes[9], prefill, decodes[13]])
     assert torch.equal(together.logits, alone)
@@ -63,7 +63,7 @@ def test_a_prefill_beside_decodes_changes_no_bit_of_either(runner, decodes):
 def test_the_tap_shows_the_experts_transformers_chose(runner):
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     prompts = [TEXT[:40], TEXT[300:317]]
-    found = runner.forward([Work(prompt, 0, list(range(at * 8, at * 8 + 8)), wants_logits=False) for at, prompt in enumerate(prompts)])
+    found = runner.forward([SequenceWork(prompt, 0, list(range(at * 8, at * 8 + 8)), wants_logits=False) for at, prompt in enumerate(prompts)])
     assert found.routed.dtype == np.uint8
     assert found.routed.shape == (57, runner.config.layers, runner.config.top_k)
     assert found.logits.shape == (0, runner.config.vocabulary)
@@ -83,10 +83,12 @@ def test_the_tap_shows_the_experts_transformers_chose(runner):
 def test_threads_share_large_steps_and_change_no_bit(runner, decodes):
     used = {page for work in decodes for page in work.pages}
     free = iter([page for page in range(runner.kv_pages) if page not in used])
-    prompts = [Work(TEXT[at : at + length], 0, [next(free) for _ in range(-(-length // 16))], at % 2 == 0) for at, length in enumerate((130, 97, 16, 75, 201))]
+    prompts = [
+        SequenceWork(TEXT[at : at + length], 0, [next(free) for _ in range(-(-length // 16))], at % 2 == 0) for at, length in enumerate((130, 97, 16, 75, 201))
+    ]
     work = [*decodes[:3], *prompts]
     with Checkpoint(DEMO) as checkpoint:
-        shared = Runner(checkpoint, runner.placement, kv_pages=runner.kv_pages, max_tokens=1024, threads=3)
+        shared = ModelRunner(checkpoint, runner.placement, kv_pages=runner.kv_pages, max_tokens=1024, threads=3)
     shared.kv.copy_(runner.kv)
     alone, together = runner.forward(work), shared.forward(work)
     shared.close()
@@ -102,7 +104,7 @@ def test_a_step_without_work_is_empty(runner):
 
 
 def test_logits_come_in_the_order_of_the_works_that_want_them(runner, decodes):
-    asked = [decodes[5], Work(decodes[7].tokens, decodes[7].start, decodes[7].pages, wants_logits=False), decodes[2]]
+    asked = [decodes[5], SequenceWork(decodes[7].tokens, decodes[7].start, decodes[7].pages, wants_logits=False), decodes[2]]
     found = runner.forward(asked)
     assert torch.equal(found.logits, torch.cat([runner.forward([decodes[at]]).logits for at in (5, 2)]))
 
@@ -110,13 +112,13 @@ def test_logits_come_in_the_order_of_the_works_that_want_them(runner, decodes):
 @pytest.mark.parametrize(
     ("work", "message"),
     [
-        (Work([], 0, [0], True), "a step computes at least one"),
-        (Work([1], -1, [0], True), "positions -1 to -1"),
-        (Work([1], 2048, range(200), True), "all below 2048"),
-        (Work([1, 2], 15, [0], True), "1 pages do not cover the 17 positions"),
-        (Work([256], 0, [0], True), "token ids 256 to 256; the vocabulary has 256"),
-        (Work([-1], 0, [0], True), "token ids -1"),
-        (Work([1], 0, [600], True), "pages 600 to 600; there are 600"),
+        (SequenceWork([], 0, [0], True), "a step computes at least one"),
+        (SequenceWork([1], -1, [0], True), "positions -1 to -1"),
+        (SequenceWork([1], 2048, range(200), True), "all below 2048"),
+        (SequenceWork([1, 2], 15, [0], True), "1 pages do not cover the 17 positions"),
+        (SequenceWork([256], 0, [0], True), "token ids 256 to 256; the vocabulary has 256"),
+        (SequenceWork([-1], 0, [0], True), "token ids -1"),
+        (SequenceWork([1], 0, [600], True), "pages 600 to 600; there are 600"),
     ],
 )
 def test_work_that_cannot_be_computed_is_refused_by_name(runner, work, message):
@@ -126,18 +128,18 @@ def test_work_that_cannot_be_computed_is_refused_by_name(runner, work, message):
 
 def test_more_tokens_than_a_step_takes_are_refused(runner):
     with pytest.raises(CapacityError, match="1025 tokens"):
-        runner.forward([Work([1] * 1025, 0, range(65), wants_logits=False)])
+        runner.forward([SequenceWork([1] * 1025, 0, range(65), wants_logits=False)])
 
 
 @pytest.mark.parametrize("wrong", [{"kv_pages": 0}, {"max_tokens": 0}, {"dtype": "float64"}, {"threads": 0}])
 def test_impossible_settings_are_refused(wrong):
     with Checkpoint(DEMO) as checkpoint, pytest.raises(ValueError, match=r"^(runner|crew): "):
-        Runner(checkpoint, linear(layers=4, experts=32, ranks=1), **wrong)
+        ModelRunner(checkpoint, linear(layers=4, experts=32, ranks=1), **wrong)
 
 
 def test_a_placement_for_more_ranks_than_there_are_is_refused():
     with Checkpoint(DEMO) as checkpoint, pytest.raises(ValueError, match="does not fit 1 ranks"):
-        Runner(checkpoint, linear(layers=4, experts=32, ranks=2))
+        ModelRunner(checkpoint, linear(layers=4, experts=32, ranks=2))
 
 
 def test_the_measured_speed_is_of_this_machine(runner):
@@ -150,7 +152,7 @@ def test_the_measured_speed_is_of_this_machine(runner):
 
 def test_sequences_of_like_length_are_computed_as_one_batch_and_outliers_apart(runner):
     def batches(*lengths):
-        spans = [Span(1, length - 1, range(-(-length // 16))) for length in lengths]
+        spans = [SequenceSpan(1, length - 1, range(-(-length // 16))) for length in lengths]
         plan = plan_attention(spans, max(4, len(spans)), 2, 16, runner._rotary)
         return [batch.count for batch in plan.decodes]
 

@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from engine_adapter.embedded.checkpoint import Checkpoint
 from engine_adapter.embedded.dispatch import GROUP_ROWS, group_by_slot
-from engine_adapter.embedded.model_runner import Runner
+from engine_adapter.embedded.model_runner import ModelRunner
 from engine_adapter.embedded.moe import GroupedMatrices, NonEmpty, route
 from fleet.placement import linear
 
@@ -30,7 +30,7 @@ def one_thread():
 def runner():
     with Checkpoint(DEMO) as checkpoint:
         placement = linear(layers=checkpoint.config.layers, experts=checkpoint.config.experts, ranks=1)
-        return Runner(checkpoint, placement, kv_pages=600)
+        return ModelRunner(checkpoint, placement, kv_pages=600)
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -90,7 +90,7 @@ def test_a_bf16_block_groups_as_fp32_does(tmp_path):
     write_tiny(tmp_path)
     with Checkpoint(tmp_path) as checkpoint:
         placement = linear(layers=2, experts=6, ranks=1)
-        blocks = [block_of(Runner(checkpoint, placement, kv_pages=4, dtype=dtype), 0) for dtype in ("float32", "bfloat16")]
+        blocks = [block_of(ModelRunner(checkpoint, placement, kv_pages=4, dtype=dtype), 0) for dtype in ("float32", "bfloat16")]
     groups = group_by_slot(np.array([0, 5, 5, 2, 2, 2, 2, 2]), 6)
     rows = torch.randn(len(groups.pair_of_row), 32)
     exact, rough = (block.compute(rows.to(dtype), torch.from_numpy(groups.ends)) for block, dtype in zip(blocks, (torch.float32, torch.bfloat16), strict=True))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.embedded.sequence_parallel import Crew, share
+from engine_adapter.embedded.sequence_parallel import ThreadTeam, share
 
 
 @given(st.lists(st.integers(1, 300), max_size=30), st.integers(1, 4), st.integers(1, 200))
@@ -35,7 +35,7 @@ def test_small_steps_and_single_sequences_are_left_whole():
 
 @pytest.fixture
 def crew():
-    crew = Crew(3)
+    crew = ThreadTeam(3)
     yield crew
     crew.close()
 
@@ -72,4 +72,4 @@ def test_a_failure_is_heard_after_all_calls_have_ended(crew, failing):
 
 def test_a_crew_of_nobody_is_refused():
     with pytest.raises(ValueError, match="0 threads"):
-        Crew(0)
+        ThreadTeam(0)

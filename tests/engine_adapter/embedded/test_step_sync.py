@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.embedded.step_sync import Lockstep, LockstepError, PeerLost, PeerTimeout, RankGroup, StepHeader, StepMismatch
+from engine_adapter.embedded.step_sync import PeerLost, PeerTimeout, RankGroup, StepHeader, StepMismatch, StepSync, StepSyncError
 
 HERE = Path(__file__).parents[1]
 FIELD = st.integers(-(2**62), 2**62)
@@ -29,7 +29,7 @@ def pair(tmp_path):
     """Two ranks as threads of this process: (locksteps, pool)."""
     with ThreadPoolExecutor(2) as pool:
         groups = ranks_in_threads(tmp_path, 2, pool, step_timeout_s=20)
-        steps = [Lockstep(tmp_path, rank, group) for rank, group in enumerate(groups)]
+        steps = [StepSync(tmp_path, rank, group) for rank, group in enumerate(groups)]
         yield steps, pool
         for one in (*steps, *groups):
             one.close()
@@ -48,7 +48,7 @@ def test_a_header_survives_the_wire(fields):
 def test_every_rank_hears_every_header_in_rank_order(pair):
     steps, pool = pair
     headers = [StepHeader(step=4, tokens=7 + rank, epoch_ready=rank) for rank in range(2)]
-    assert list(pool.map(Lockstep.exchange, steps, headers)) == [tuple(headers)] * 2
+    assert list(pool.map(StepSync.exchange, steps, headers)) == [tuple(headers)] * 2
 
 
 def test_ranks_at_different_steps_notice(pair):
@@ -127,7 +127,7 @@ def test_ranks_that_serve_different_epochs_notice(pair):
 
 
 def test_sleeping_uses_no_processor(tmp_path):
-    alone = Lockstep(tmp_path)
+    alone = StepSync(tmp_path)
     used = []
 
     def sleep():
@@ -146,7 +146,7 @@ def test_sleeping_uses_no_processor(tmp_path):
 
 
 def test_an_engine_of_one_rank_exchanges_with_itself(tmp_path):
-    alone = Lockstep(tmp_path)
+    alone = StepSync(tmp_path)
     header = StepHeader(step=1, tokens=3)
     assert alone.exchange(header) == (header,)
     alone.close()
@@ -178,15 +178,15 @@ def test_a_rank_alone_gives_up_waiting_for_the_others(tmp_path):
 
 
 def test_a_second_start_in_the_same_directory_is_refused(tmp_path):
-    first = Lockstep(tmp_path)
-    with pytest.raises(LockstepError, match="a run directory of its own"):
-        Lockstep(tmp_path)
+    first = StepSync(tmp_path)
+    with pytest.raises(StepSyncError, match="a run directory of its own"):
+        StepSync(tmp_path)
     first.close()
 
 
 def test_a_run_directory_too_long_for_a_socket_is_named(tmp_path):
-    with pytest.raises(LockstepError, match="shorter run directory"):
-        Lockstep(tmp_path / ("x" * 120))
+    with pytest.raises(StepSyncError, match="shorter run directory"):
+        StepSync(tmp_path / ("x" * 120))
 
 
 @pytest.mark.parametrize(("number", "error", "least", "most"), [(signal.SIGKILL, "PeerLost", 0, 1.0), (signal.SIGSTOP, "PeerTimeout", 1.0, 4.0)])

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
 
-from engine_adapter.handover.cell_table import MOST_LEASES, Inconsistent, Lease, LeaseRefused, NoRoom, Residency
+from engine_adapter.handover.cell_table import MOST_LEASES, CellTable, Inconsistent, LeaseRefused, NoFreeCell, ReadLease
 from fleet.handover import Cell, IllegalMove
 from fleet.placement import EMPTY
 
@@ -28,21 +28,21 @@ def sums(layer: int, expert: int) -> tuple[int, ...]:
     return (100 * layer + expert, 7)
 
 
-def started(held: np.ndarray[tuple[int, int], np.dtype[np.int16]] = HELD) -> Residency:
-    residency = Residency(held, table(), CELLS)
+def started(held: np.ndarray[tuple[int, int], np.dtype[np.int16]] = HELD) -> CellTable:
+    residency = CellTable(held, table(), CELLS)
     for resident in residency.residents():
         residency.seal(resident, sums(resident.layer, resident.expert))
     return residency
 
 
-def staged(residency: Residency, layer: int, slot: int, expert: int) -> int:
+def staged(residency: CellTable, layer: int, slot: int, expert: int) -> int:
     cell = residency.reserve((layer, slot, expert), 0.0)
     residency.landed(cell, 0.0)
     residency.verified(cell, sums(layer, expert), 0.0)
     return cell
 
 
-def adopt(residency: Residency, *changes: tuple[int, int, int], now: float = 0.0) -> None:
+def adopt(residency: CellTable, *changes: tuple[int, int, int], now: float = 0.0) -> None:
     held = residency.held.copy()
     for layer, slot, expert in changes:
         held[layer, slot] = expert
@@ -56,7 +56,7 @@ class Cells(RuleBasedStateMachine):
     landed: Bundle[int] = Bundle("landed")
     late: Bundle[int] = Bundle("late")
     """given up, and still written into"""
-    reading: Bundle[Lease] = Bundle("reading")
+    reading: Bundle[ReadLease] = Bundle("reading")
 
     @initialize()
     def begin(self) -> None:
@@ -66,7 +66,7 @@ class Cells(RuleBasedStateMachine):
         self.writers: set[int] = set()
         self.staged: dict[int, tuple[int, int, int]] = {}
         self.wanted: dict[int, tuple[int, int, int]] = {}
-        self.promised: dict[int, tuple[Lease, dict[int, Content]]] = {}
+        self.promised: dict[int, tuple[ReadLease, dict[int, Content]]] = {}
 
     def _wants(self, layer: int, slot: int, expert: int) -> bool:
         """Whether a placement could want this, beside what is on its way."""
@@ -77,7 +77,7 @@ class Cells(RuleBasedStateMachine):
     def _reserve(self, layer: int, slot: int, expert: int) -> int | None:
         try:
             cell = self.residency.reserve((layer, slot, expert), self.now)
-        except NoRoom:
+        except NoFreeCell:
             assert self.residency.count(Cell.FREE) == 0
             return None
         assert cell not in self.writers
@@ -183,7 +183,7 @@ class Cells(RuleBasedStateMachine):
         return lease
 
     @rule(lease=consumes(reading))
-    def end(self, lease: Lease) -> None:
+    def end(self, lease: ReadLease) -> None:
         assert self.residency.end(lease.number, self.now) == (lease.number in self.promised)
         self.promised.pop(lease.number, None)
 
@@ -306,7 +306,7 @@ def test_only_what_is_served_is_leased(experts: list[tuple[int, int, int]], told
 
 
 def test_what_has_no_checksums_yet_is_not_leased() -> None:
-    residency = Residency(HELD, table(), CELLS)
+    residency = CellTable(HELD, table(), CELLS)
     with pytest.raises(LeaseRefused, match="no checksums yet"):
         residency.lease(1, 1, [(0, 0, 0)], 5.0, 0.0)
 
@@ -320,7 +320,7 @@ def test_leases_are_bounded() -> None:
 
 
 def test_checksums_that_were_found_of_something_that_is_gone_are_no_news() -> None:
-    residency = Residency(HELD, table(), CELLS)
+    residency = CellTable(HELD, table(), CELLS)
     old = next(iter(residency.residents()))
     staged(residency, 0, 0, 4)
     adopt(residency, (0, 0, 4))
@@ -336,9 +336,9 @@ def test_checksums_that_were_found_of_something_that_is_gone_are_no_news() -> No
 
 def test_a_table_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="different ones of 9"):
-        Residency(HELD, np.zeros((LAYERS, SLOTS), np.int32), CELLS)
+        CellTable(HELD, np.zeros((LAYERS, SLOTS), np.int32), CELLS)
     with pytest.raises(ValueError, match=r"both must be \[layers, slots\]"):
-        Residency(HELD, table()[:1], CELLS)
+        CellTable(HELD, table()[:1], CELLS)
 
 
 def test_books_that_do_not_agree_are_told_and_so_is_what_cannot_be() -> None:
@@ -358,5 +358,5 @@ def test_room_that_is_used_up_says_what_for() -> None:
     residency = started()
     for slot in range(SLOTS):
         residency.reserve((0, slot, 4), 0.0)
-    with pytest.raises(NoRoom, match="no cell is free for expert 1/0: 3 pulling, 6 live"):
+    with pytest.raises(NoFreeCell, match="no cell is free for expert 1/0: 3 pulling, 6 live"):
         residency.reserve((1, 0, 0), 0.0)

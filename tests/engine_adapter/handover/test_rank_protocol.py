@@ -11,27 +11,27 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine_adapter.config import TransferConfig
-from engine_adapter.handover.cell_table import Residency
+from engine_adapter.handover.cell_table import CellTable
 from engine_adapter.handover.inbound_copies import (
     MOST_SOURCES,
-    Broken,
-    EndLease,
-    Landed,
-    Late,
-    Lease,
-    Leased,
-    Read,
-    Renewed,
-    Settled,
-    Stop,
-    Unleased,
-    Verified,
-    Verify,
+    CellsVerified,
+    LeaseDenied,
+    LeaseGranted,
+    LeaseRenewed,
+    ReadBroken,
+    ReadCells,
+    ReadLanded,
+    ReadLate,
+    ReadSettled,
+    ReleaseLease,
+    RequestLease,
+    StopReads,
+    VerifyCells,
 )
-from engine_adapter.handover.proposal_check import LONGEST_SECONDS, Fault
-from engine_adapter.handover.rank_protocol import Adopt, Conduct, Effect, Forget, Prepare
+from engine_adapter.handover.proposal_check import LONGEST_SECONDS, StagingFault
+from engine_adapter.handover.rank_protocol import Adopt, Effect, Forget, Prepare, RankProtocol
 from fleet.events import AbortHandover, CommitHandover, ExpertCopy, ExpertsLeased, MemoryAddress, ProposeHandover
-from fleet.handover import Cell, RankState, Verdict
+from fleet.handover import Cell, CommandVerdict, RankState
 from fleet.placement import EMPTY, Placement
 from tests.engine_adapter.rank_fixture import after, copies_to
 
@@ -48,11 +48,13 @@ class Seat:
 
     def __init__(self, placement: Placement = FIRST, config: TransferConfig = CONFIG) -> None:
         held = placement.on_rank(RANK)
-        self.residency = Residency(held, np.arange(held.size, dtype=np.int32).reshape(held.shape), held.size + placement.slots_per_rank)
-        self.conduct = Conduct(worker_id=1, rank=RANK, placement=placement, residency=self.residency, tensors=2, config=config)
+        self.residency = CellTable(held, np.arange(held.size, dtype=np.int32).reshape(held.shape), held.size + placement.slots_per_rank)
+        self.conduct = RankProtocol(worker_id=1, rank=RANK, placement=placement, residency=self.residency, tensors=2, config=config)
         self.now = 0.0
 
-    def propose(self, placement: Placement, copies: Iterable[ExpertCopy] | None = None, *, number: int = 1, token: int = 1, deadline: float = 10.0) -> Verdict:
+    def propose(
+        self, placement: Placement, copies: Iterable[ExpertCopy] | None = None, *, number: int = 1, token: int = 1, deadline: float = 10.0
+    ) -> CommandVerdict:
         stated = copies_to(self.conduct.placement, placement) if copies is None else copies
         command = ProposeHandover(
             engine="a", worker_id=1, rank=RANK, token=token, handover=number, plan="p", placement=placement.record(), copies=tuple(stated),
@@ -60,10 +62,10 @@ class Seat:
         )  # fmt: skip
         return self.conduct.propose(command, placement, self.now)
 
-    def commit(self, number: int = 1, token: int = 1) -> Verdict:
+    def commit(self, number: int = 1, token: int = 1) -> CommandVerdict:
         return self.conduct.commit(CommitHandover(worker_id=1, rank=RANK, token=token, handover=number))
 
-    def abort(self, number: int = 1, token: int = 1) -> Verdict:
+    def abort(self, number: int = 1, token: int = 1) -> CommandVerdict:
         return self.conduct.abort(AbortHandover(worker_id=1, rank=RANK, token=token, handover=number, reason="x"), self.now)
 
     def take(self, report: Any) -> list[Effect]:
@@ -71,24 +73,24 @@ class Seat:
         return self.conduct.drain()
 
     def lease(self, effect: Effect, lease: int = 9) -> ExpertsLeased:
-        assert isinstance(effect, Lease)
+        assert isinstance(effect, RequestLease)
         count = len(effect.experts)
         return ExpertsLeased(worker_id=1, rank=effect.source, lease=lease, memory=MEMORY, cells=tuple(range(count)), checksums=(SUMS,) * count)
 
-    def read(self, effect: Effect) -> Read:
+    def read(self, effect: Effect) -> ReadCells:
         """Grant a lease; what is read then."""
-        assert isinstance(effect, Lease)
-        (read,) = self.take(Leased(effect.batch, self.lease(effect)))
-        assert isinstance(read, Read)
+        assert isinstance(effect, RequestLease)
+        (read,) = self.take(LeaseGranted(effect.batch, self.lease(effect)))
+        assert isinstance(read, ReadCells)
         return read
 
-    def verify(self, read: Read, *wrong: str) -> list[Effect]:
+    def verify(self, read: ReadCells, *wrong: str) -> list[Effect]:
         """Let it land, and compare."""
-        end, check, *more = self.take(Landed(read.batch, "shared", 64, 0.1))
-        assert isinstance(end, EndLease)
-        assert isinstance(check, Verify)
+        end, check, *more = self.take(ReadLanded(read.batch, "shared", 64, 0.1))
+        assert isinstance(end, ReleaseLease)
+        assert isinstance(check, VerifyCells)
         assert check.cells == tuple(cell for _, cell in read.pulls)
-        return [*more, *self.take(Verified(read.batch, wrong or ("",) * len(check.cells)))]
+        return [*more, *self.take(CellsVerified(read.batch, wrong or ("",) * len(check.cells)))]
 
     @property
     def told(self) -> tuple[str, str]:
@@ -112,9 +114,9 @@ WANTED = after(FIRST, (0, 5, 0))
 
 def test_a_handover_goes_from_the_proposal_over_staged_to_the_flip() -> None:
     seat = Seat()
-    assert seat.propose(WANTED) is Verdict.TAKE
+    assert seat.propose(WANTED) is CommandVerdict.TAKE
     (lease,) = seat.conduct.drain()
-    assert lease == Lease(1, 0, 1, ((0, 0, 0),), 10.0)
+    assert lease == RequestLease(1, 0, 1, ((0, 0, 0),), 10.0)
     read = seat.read(lease)
     assert (read.source, read.pulls, read.until) == (0, ((0, 6),), 10.0)
     (prepare,) = seat.verify(read)
@@ -125,7 +127,7 @@ def test_a_handover_goes_from_the_proposal_over_staged_to_the_flip() -> None:
     assert seat.conduct.prepared(1)
     assert seat.told[0] == RankState.STAGED
     seat.now = 4.0
-    assert seat.commit() is Verdict.TAKE
+    assert seat.commit() is CommandVerdict.TAKE
     assert seat.conduct.drain() == [Adopt(1)]
     seat.conduct.adopted(seat.now)
     described = seat.conduct.describe(9.0)
@@ -157,29 +159,29 @@ def _other_shape(seat: Seat) -> None:
 @pytest.mark.parametrize(
     ("propose", "fault", "told"),
     [
-        (_other_shape, Fault.PLACEMENT, r"\(1, 6, 3, 3\), and this engine has \(2, 6, 3, 3\); plan anew"),
-        (lambda seat: seat.propose(WANTED, ()), Fault.COPIES, "expert 0/0 comes to slot 5 of rank 1, and no copy says where from"),
-        (lambda seat: seat.propose(WANTED, [copy(0, 0, 1, 5)]), Fault.COPIES, "slot 1 does not hold it in epoch 0, which is served"),
-        (lambda seat: seat.propose(WANTED, [copy(0, 1, 1, 5)]), Fault.COPIES, "slot 5 of the new placement does not hold it"),
-        (lambda seat: seat.propose(WANTED, [copy(0, 0, 0, 5), copy(0, 0, 6, 5)]), Fault.COPIES, "another copy fills slot 5 too"),
-        (lambda seat: seat.propose(WANTED, [copy(0, 0, 0, 5), copy(0, 0, 9, 5)]), Fault.COPIES, "there are 2 layers of 9 slots"),
-        (lambda seat: seat.propose(WANTED, [copy(-1, 0, 0, 5)]), Fault.COPIES, "there are 2 layers of 9 slots"),
-        (lambda seat: seat.propose(WANTED, [copy(0, EMPTY, 2, 5)]), Fault.COPIES, "does not hold it"),
-        (lambda seat: seat.propose(WANTED, deadline=0.0), Fault.DEADLINE, "use more than 0"),
-        (lambda seat: seat.propose(WANTED, deadline=math.nan), Fault.DEADLINE, "nan s for staging"),
-        (lambda seat: seat.propose(WANTED, deadline=2 * LONGEST_SECONDS), Fault.DEADLINE, "86400 at most"),
+        (_other_shape, StagingFault.PLACEMENT, r"\(1, 6, 3, 3\), and this engine has \(2, 6, 3, 3\); plan anew"),
+        (lambda seat: seat.propose(WANTED, ()), StagingFault.COPIES, "expert 0/0 comes to slot 5 of rank 1, and no copy says where from"),
+        (lambda seat: seat.propose(WANTED, [copy(0, 0, 1, 5)]), StagingFault.COPIES, "slot 1 does not hold it in epoch 0, which is served"),
+        (lambda seat: seat.propose(WANTED, [copy(0, 1, 1, 5)]), StagingFault.COPIES, "slot 5 of the new placement does not hold it"),
+        (lambda seat: seat.propose(WANTED, [copy(0, 0, 0, 5), copy(0, 0, 6, 5)]), StagingFault.COPIES, "another copy fills slot 5 too"),
+        (lambda seat: seat.propose(WANTED, [copy(0, 0, 0, 5), copy(0, 0, 9, 5)]), StagingFault.COPIES, "there are 2 layers of 9 slots"),
+        (lambda seat: seat.propose(WANTED, [copy(-1, 0, 0, 5)]), StagingFault.COPIES, "there are 2 layers of 9 slots"),
+        (lambda seat: seat.propose(WANTED, [copy(0, EMPTY, 2, 5)]), StagingFault.COPIES, "does not hold it"),
+        (lambda seat: seat.propose(WANTED, deadline=0.0), StagingFault.DEADLINE, "use more than 0"),
+        (lambda seat: seat.propose(WANTED, deadline=math.nan), StagingFault.DEADLINE, "nan s for staging"),
+        (lambda seat: seat.propose(WANTED, deadline=2 * LONGEST_SECONDS), StagingFault.DEADLINE, "86400 at most"),
     ],
 )
-def test_a_proposal_that_does_not_fit_fails_and_says_why(propose: Callable[[Seat], None], fault: Fault, told: str) -> None:
+def test_a_proposal_that_does_not_fit_fails_and_says_why(propose: Callable[[Seat], None], fault: StagingFault, told: str) -> None:
     seat = Seat()
     propose(seat)
     assert seat.told == (RankState.FAILED, fault)
     with pytest.raises(AssertionError, match=told):
         raise AssertionError(seat.conduct.failure)
-    assert seat.abort() is Verdict.TAKE
+    assert seat.abort() is CommandVerdict.TAKE
     seat.finish()
     assert seat.conduct.failure
-    assert seat.propose(WANTED, number=2) is Verdict.TAKE
+    assert seat.propose(WANTED, number=2) is CommandVerdict.TAKE
     assert not seat.conduct.failure
 
 
@@ -188,14 +190,14 @@ def test_a_proposal_that_cannot_be_read_fails() -> None:
     command = ProposeHandover(
         engine="a", worker_id=1, rank=RANK, token=1, handover=1, plan="p", placement=WANTED.record(), deadline_seconds=1.0
     )  # fmt: skip
-    assert seat.conduct.propose(command, "placement: 3 bytes of slots", 0.0) is Verdict.TAKE
-    assert seat.told == (RankState.FAILED, Fault.PLACEMENT)
+    assert seat.conduct.propose(command, "placement: 3 bytes of slots", 0.0) is CommandVerdict.TAKE
+    assert seat.told == (RankState.FAILED, StagingFault.PLACEMENT)
 
 
 def test_more_experts_than_cells_are_free_fail_for_want_of_room() -> None:
     seat = Seat()
     seat.propose(after(FIRST, (0, 3, 0), (0, 4, 1), (0, 5, 4), (0, 0, 2), (0, 1, 3), (1, 5, 0)))
-    assert seat.told == (RankState.FAILED, Fault.ROOM)
+    assert seat.told == (RankState.FAILED, StagingFault.ROOM)
     assert "4 experts come, and 3 cells are free (3 free, 6 live)" in seat.conduct.failure
     seat.abort()
     seat.finish()
@@ -207,10 +209,10 @@ def test_experts_of_one_source_are_one_batch_and_sources_take_turns() -> None:
     wanted = after(first, (0, 3, 0), (0, 4, 3), (0, 5, 4), (0, 7, 2))
     seat.propose(wanted)
     leases = seat.conduct.drain()
-    assert [lease.source for lease in leases if isinstance(lease, Lease)] == [0, 2]
+    assert [lease.source for lease in leases if isinstance(lease, RequestLease)] == [0, 2]
     assert len(leases) == MOST_SOURCES
     third = seat.verify(seat.read(leases[0]))
-    assert [lease.source for lease in third if isinstance(lease, Lease)] == [3]
+    assert [lease.source for lease in third if isinstance(lease, RequestLease)] == [3]
     seat.verify(seat.read(leases[1]))
     (prepare,) = seat.verify(seat.read(third[0]))
     assert isinstance(prepare, Prepare)
@@ -222,11 +224,11 @@ def test_an_expert_is_read_from_its_other_holder_when_the_first_refuses_and_then
     sources = []
     for _ in range(3):
         (lease,) = seat.conduct.drain()
-        assert isinstance(lease, Lease)
+        assert isinstance(lease, RequestLease)
         sources.append((lease.source, lease.experts))
-        seat.conduct.take(Unleased(lease.batch, f"rank {lease.source} says no"), seat.now)
+        seat.conduct.take(LeaseDenied(lease.batch, f"rank {lease.source} says no"), seat.now)
     assert sources == [(0, ((0, 0, 0),)), (2, ((0, 6, 0),)), (0, ((0, 0, 0),))]
-    assert seat.told == (RankState.FAILED, Fault.SOURCE)
+    assert seat.told == (RankState.FAILED, StagingFault.SOURCE)
     assert seat.conduct.failure == "rank 0 says no"
     assert seat.conduct.drain() == [Forget(1)]
     seat.abort()
@@ -237,14 +239,14 @@ def test_a_broken_read_ends_its_lease_and_is_tried_from_the_other_holder() -> No
     seat = Seat()
     seat.propose(WANTED)
     read = seat.read(*seat.conduct.drain())
-    end, lease = seat.take(Broken(read.batch, "it broke"))
-    assert end == EndLease(read.batch, 0, 9)
-    assert isinstance(lease, Lease)
+    end, lease = seat.take(ReadBroken(read.batch, "it broke"))
+    assert end == ReleaseLease(read.batch, 0, 9)
+    assert isinstance(lease, RequestLease)
     assert lease.source == 2
     read = seat.read(lease)
-    end, forget = seat.take(Broken(read.batch, "it broke again"))
-    assert (end, forget) == (EndLease(read.batch, 2, 9), Forget(1))
-    assert seat.told == (RankState.FAILED, Fault.TRANSFER)
+    end, forget = seat.take(ReadBroken(read.batch, "it broke again"))
+    assert (end, forget) == (ReleaseLease(read.batch, 2, 9), Forget(1))
+    assert seat.told == (RankState.FAILED, StagingFault.TRANSFER)
 
 
 def test_a_damaged_expert_is_read_again_while_the_good_ones_of_its_batch_stay() -> None:
@@ -252,11 +254,11 @@ def test_a_damaged_expert_is_read_again_while_the_good_ones_of_its_batch_stay() 
     seat.propose(after(FIRST, (0, 5, 0), (1, 5, 1)), copies=[copy(0, 0, 0, 5), copy(1, 1, 1, 5)])
     read = seat.read(*seat.conduct.drain())
     (lease,) = seat.verify(read, "scale", "")
-    assert isinstance(lease, Lease)
+    assert isinstance(lease, RequestLease)
     assert (lease.source, lease.experts) == (2, ((0, 6, 0),))
     assert (seat.residency.count(Cell.STAGED), seat.residency.count(Cell.PULLING)) == (1, 1)
     assert seat.verify(seat.read(lease), "scale") == [Forget(1)]
-    assert seat.told == (RankState.FAILED, Fault.CHECKSUM)
+    assert seat.told == (RankState.FAILED, StagingFault.CHECKSUM)
     assert "expert 0/0, as read from rank 2, is not what that rank promised: scale" in seat.conduct.failure
     seat.abort()
     seat.finish()
@@ -266,18 +268,18 @@ def test_an_overdue_read_loses_its_cell_and_is_tried_where_another_holder_is_lef
     seat = Seat(config=TransferConfig(retries=5))
     seat.propose(WANTED)
     first = seat.read(*seat.conduct.drain())
-    (lease,) = seat.take(Late(first.batch, "too long"))
-    assert isinstance(lease, Lease)
+    (lease,) = seat.take(ReadLate(first.batch, "too long"))
+    assert isinstance(lease, RequestLease)
     assert lease.source == 2
     second = seat.read(lease)
     assert first.pulls[0][1] != second.pulls[0][1]
-    assert seat.take(Late(second.batch, "too long again")) == [Forget(1)]
-    assert seat.told == (RankState.FAILED, Fault.OVERDUE)
+    assert seat.take(ReadLate(second.batch, "too long again")) == [Forget(1)]
+    assert seat.told == (RankState.FAILED, StagingFault.OVERDUE)
     seat.abort()
     seat.conduct.drain()
     assert seat.residency.count(Cell.QUARANTINED) == 2
-    assert seat.take(Settled(first.batch)) == [EndLease(first.batch, 0, 9)]
-    assert seat.take(Settled(second.batch)) == [EndLease(second.batch, 2, 9)]
+    assert seat.take(ReadSettled(first.batch)) == [ReleaseLease(first.batch, 0, 9)]
+    assert seat.take(ReadSettled(second.batch)) == [ReleaseLease(second.batch, 2, 9)]
     seat.finish()
 
 
@@ -286,11 +288,11 @@ def test_while_more_is_quarantined_than_may_be_proposals_fail_and_room_comes_bac
     seat.propose(WANTED)
     read = seat.read(*seat.conduct.drain())
     seat.abort()
-    assert seat.conduct.drain() == [Stop(read.batch), Forget(1)]
-    assert seat.propose(WANTED, number=2) is Verdict.TAKE
-    assert seat.told == (RankState.FAILED, Fault.QUARANTINE)
+    assert seat.conduct.drain() == [StopReads(read.batch), Forget(1)]
+    assert seat.propose(WANTED, number=2) is CommandVerdict.TAKE
+    assert seat.told == (RankState.FAILED, StagingFault.QUARANTINE)
     seat.abort(2)
-    seat.take(Settled(read.batch))
+    seat.take(ReadSettled(read.batch))
     seat.finish()
     seat.propose(WANTED, number=3)
     assert seat.told == (RankState.STAGING, "")
@@ -303,7 +305,7 @@ def test_a_lease_that_is_granted_after_the_abort_is_ended_at_once() -> None:
     seat.abort()
     assert seat.conduct.drain() == [Forget(1)]
     assert not seat.conduct.at_rest
-    assert seat.take(Leased(lease[0], seat.lease(lease, 4))) == [EndLease(lease[0], 0, 4)]
+    assert seat.take(LeaseGranted(lease[0], seat.lease(lease, 4))) == [ReleaseLease(lease[0], 0, 4)]
     seat.finish()
 
 
@@ -311,10 +313,10 @@ def test_the_number_of_a_renewed_lease_is_the_one_that_is_ended() -> None:
     seat = Seat()
     seat.propose(WANTED)
     read = seat.read(*seat.conduct.drain())
-    assert seat.take(Renewed(read.batch, 31)) == []
-    end, *_ = seat.take(Landed(read.batch, "shared", 64, 0.1))
-    assert end == EndLease(read.batch, 0, 31)
-    assert seat.take(Renewed(77, 31)) == []
+    assert seat.take(LeaseRenewed(read.batch, 31)) == []
+    end, *_ = seat.take(ReadLanded(read.batch, "shared", 64, 0.1))
+    assert end == ReleaseLease(read.batch, 0, 31)
+    assert seat.take(LeaseRenewed(77, 31)) == []
 
 
 @pytest.mark.parametrize("cells", [(), (0, 1)])
@@ -324,9 +326,9 @@ def test_a_lease_of_other_things_than_were_asked_for_is_refused(cells: tuple[int
     seat.propose(WANTED)
     (lease,) = seat.conduct.drain()
     answer = ExpertsLeased(worker_id=1, rank=0, lease=3, memory=MEMORY, cells=cells, checksums=checksums)
-    end, again = seat.take(Leased(lease[0], answer))
-    assert end == EndLease(lease[0], 0, 3)
-    assert isinstance(again, Lease)
+    end, again = seat.take(LeaseGranted(lease[0], answer))
+    assert end == ReleaseLease(lease[0], 0, 3)
+    assert isinstance(again, RequestLease)
     assert again.source == 2
 
 
@@ -338,9 +340,9 @@ def test_staging_that_takes_too_long_fails_and_says_what_it_waited_for() -> None
     seat.conduct.tick(4.9)
     assert seat.told[0] == RankState.STAGING
     seat.conduct.tick(5.0)
-    assert seat.told == (RankState.FAILED, Fault.OVERDUE)
+    assert seat.told == (RankState.FAILED, StagingFault.OVERDUE)
     assert seat.conduct.failure == "rank 1 had not staged 5 s after the proposal: reading 1 experts from rank 0"
-    assert seat.conduct.drain() == [Stop(read.batch), Forget(1)]
+    assert seat.conduct.drain() == [StopReads(read.batch), Forget(1)]
     assert seat.conduct.wakes == float("inf")
 
 
@@ -349,17 +351,17 @@ def test_an_engine_that_cannot_prepare_fails_the_handover() -> None:
     seat.propose(after(FIRST, (0, 6, EMPTY)))
     seat.conduct.drain()
     seat.conduct.unprepared(1, "out of memory", 1.0)
-    assert seat.told == (RankState.FAILED, Fault.ENGINE)
+    assert seat.told == (RankState.FAILED, StagingFault.ENGINE)
     assert not seat.conduct.prepared(1)
 
 
 def test_commands_of_a_replaced_coordinator_are_fenced_and_tokens_are_remembered_whatever_becomes_of_a_command() -> None:
     seat = Seat()
-    assert seat.commit(number=5, token=8) is Verdict.UNKNOWN
-    assert seat.propose(WANTED, token=7) is Verdict.FENCED
-    assert seat.propose(WANTED, token=8) is Verdict.TAKE
-    assert seat.abort(token=7) is Verdict.FENCED
-    assert seat.abort(token=9) is Verdict.TAKE
+    assert seat.commit(number=5, token=8) is CommandVerdict.UNKNOWN
+    assert seat.propose(WANTED, token=7) is CommandVerdict.FENCED
+    assert seat.propose(WANTED, token=8) is CommandVerdict.TAKE
+    assert seat.abort(token=7) is CommandVerdict.FENCED
+    assert seat.abort(token=9) is CommandVerdict.TAKE
     assert seat.conduct.describe(0.0).token == 9
 
 
@@ -377,14 +379,14 @@ class Rank(RuleBasedStateMachine):
     def _collect(self) -> None:
         for effect in self.seat.conduct.drain():
             match effect:
-                case Stop():
-                    assert any(isinstance(one, Read) and one.batch == effect.batch for one in self.pending)
-                    self.pending = [one for one in self.pending if not (isinstance(one, Read) and one.batch == effect.batch)]
+                case StopReads():
+                    assert any(isinstance(one, ReadCells) and one.batch == effect.batch for one in self.pending)
+                    self.pending = [one for one in self.pending if not (isinstance(one, ReadCells) and one.batch == effect.batch)]
                     self.unsettled.add(effect.batch)
                 case Forget():
                     self.pending = [one for one in self.pending if not isinstance(one, Prepare)]
-                case EndLease():
-                    assert not any(isinstance(one, Read) and one.batch == effect.batch for one in self.pending)
+                case ReleaseLease():
+                    assert not any(isinstance(one, ReadCells) and one.batch == effect.batch for one in self.pending)
                 case _:
                     self.pending.append(effect)
 
@@ -397,14 +399,14 @@ class Rank(RuleBasedStateMachine):
         except ValueError:
             wanted = after(served, (seed % 2, 5, seed % 6)) if seed % 6 not in served.on_rank(RANK)[seed % 2] else after(served)
         verdict = self.seat.propose(wanted, number=number, token=token, deadline=deadline)
-        assert verdict is not Verdict.TAKE or wanted.epoch == served.epoch + 1
+        assert verdict is not CommandVerdict.TAKE or wanted.epoch == served.epoch + 1
         self._collect()
 
     @rule(number=st.integers(1, 6), token=st.integers(1, 2))
     def commit(self, number: int, token: int) -> None:
         before = self.seat.conduct.standing
         verdict = self.seat.commit(number, token)
-        assert (verdict is Verdict.TAKE) == (before.state is RankState.STAGED and before.handover == number and token >= before.token)
+        assert (verdict is CommandVerdict.TAKE) == (before.state is RankState.STAGED and before.handover == number and token >= before.token)
         self._collect()
 
     @rule(number=st.integers(1, 6), token=st.integers(1, 2))
@@ -424,12 +426,12 @@ class Rank(RuleBasedStateMachine):
         effect = self.pending.pop(which % len(self.pending))
         seat, conduct, now = self.seat, self.seat.conduct, self.seat.now
         match effect:
-            case Lease():
-                conduct.take(Leased(effect.batch, seat.lease(effect)) if fate == "good" else Unleased(effect.batch, "no"), now)
-            case Read():
+            case RequestLease():
+                conduct.take(LeaseGranted(effect.batch, seat.lease(effect)) if fate == "good" else LeaseDenied(effect.batch, "no"), now)
+            case ReadCells():
                 self._read(effect, fate)
-            case Verify():
-                conduct.take(Verified(effect.batch, ("" if fate == "good" else "scale",) * len(effect.cells)), now)
+            case VerifyCells():
+                conduct.take(CellsVerified(effect.batch, ("" if fate == "good" else "scale",) * len(effect.cells)), now)
             case Prepare():
                 if fate == "bad":
                     conduct.unprepared(effect.handover, "no", now)
@@ -440,23 +442,23 @@ class Rank(RuleBasedStateMachine):
                 self.served += 1
         self._collect()
 
-    def _read(self, effect: Read, fate: str) -> None:
+    def _read(self, effect: ReadCells, fate: str) -> None:
         assert all(self.seat.residency.use(cell) is Cell.PULLING for _, cell in effect.pulls)
         match fate:
             case "good":
-                self.seat.conduct.take(Landed(effect.batch, "shared", 64, 0.1), self.seat.now)
+                self.seat.conduct.take(ReadLanded(effect.batch, "shared", 64, 0.1), self.seat.now)
             case "bad":
-                self.seat.conduct.take(Broken(effect.batch, "broke"), self.seat.now)
+                self.seat.conduct.take(ReadBroken(effect.batch, "broke"), self.seat.now)
             case _:
                 self.unsettled.add(effect.batch)
-                self.seat.conduct.take(Late(effect.batch, "late"), self.seat.now)
+                self.seat.conduct.take(ReadLate(effect.batch, "late"), self.seat.now)
 
     @precondition(lambda self: self.unsettled)
     @rule(which=st.integers(0, 9))
     def settle(self, which: int) -> None:
         batch = sorted(self.unsettled)[which % len(self.unsettled)]
         self.unsettled.discard(batch)
-        self.seat.conduct.take(Settled(batch), self.seat.now)
+        self.seat.conduct.take(ReadSettled(batch), self.seat.now)
         self._collect()
 
     @invariant()
@@ -478,7 +480,7 @@ class Rank(RuleBasedStateMachine):
             self.carry_out(0, "good")
         standing = self.seat.conduct.standing
         if standing.handover:
-            assert self.seat.abort(standing.handover, max(2, standing.token)) is Verdict.TAKE
+            assert self.seat.abort(standing.handover, max(2, standing.token)) is CommandVerdict.TAKE
             self._collect()
         while self.pending:
             self.carry_out(0, "good")

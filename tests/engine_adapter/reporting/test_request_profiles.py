@@ -19,8 +19,8 @@ from engine_adapter.batching.profile_signatures import request_profiles
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EndedRequest, EngineDescription
 from engine_adapter.reporting import request_profiles as profile_reports
-from engine_adapter.reporting.cluster_subscriber import ClusterFeed
-from engine_adapter.reporting.request_profiles import Allowance, Profiling
+from engine_adapter.reporting.cluster_subscriber import ClusterSubscriber
+from engine_adapter.reporting.request_profiles import Allowance, RequestProfiler
 from fleet.events import Capabilities, ClustersPublished, DescribeClusters, RequestProfile, RequestsProfiled
 from fleet.experts import ModelShape
 from fleet.placement import Placement, linear
@@ -56,8 +56,8 @@ def broker() -> MemoryBroker:
 
 
 @asynccontextmanager
-async def running(broker: MemoryBroker, config: AgentConfig = CONFIG) -> AsyncIterator[Profiling]:
-    profiles = Profiling(MemoryBus(broker), SUBJECTS, ABOUT, SHAPE, "a", 7, config)
+async def running(broker: MemoryBroker, config: AgentConfig = CONFIG) -> AsyncIterator[RequestProfiler]:
+    profiles = RequestProfiler(MemoryBus(broker), SUBJECTS, ABOUT, SHAPE, "a", 7, config)
     task = asyncio.create_task(profiles.run())
     try:
         yield profiles
@@ -96,7 +96,7 @@ async def said(heard: Subscription) -> RequestsProfiled:
     raise AssertionError("the subscription ended")
 
 
-async def known(profiles: Profiling, heard: Subscription, placement: Placement = HERE) -> RequestsProfiled:
+async def known(profiles: RequestProfiler, heard: Subscription, placement: Placement = HERE) -> RequestsProfiled:
     """Let a request end again and again until one is said: the clusters are known then."""
     async with asyncio.timeout(5):
         while True:
@@ -212,7 +212,7 @@ async def test_after_the_bus_was_away_the_tracker_is_asked_again_and_never_witho
 @pytest.mark.looptime
 async def test_a_tracker_that_never_answers_is_asked_ever_more_seldom(broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
-    feed = ClusterFeed(MemoryBus(broker), SUBJECTS, "m", SHAPE, 1.0)
+    feed = ClusterSubscriber(MemoryBus(broker), SUBJECTS, "m", SHAPE, 1.0)
     ask, clock = feed._ask, asyncio.get_running_loop().time
 
     async def noted() -> bool:

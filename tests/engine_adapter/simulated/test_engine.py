@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from engine_adapter.batching.request_validation import GenerationRequest
-from engine_adapter.engine import EngineFailed, Sent
-from engine_adapter.serving.generation import Delta
+from engine_adapter.engine import DispatchCounts, EngineFailed
+from engine_adapter.serving.generation import AnswerDelta
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.model.config import SimulatedConfig
 from engine_adapter.simulated.model.faults import FaultOrder
@@ -34,7 +34,7 @@ async def running(**settings: Any) -> AsyncIterator[SimulatedEngine]:
     await asyncio.wait(runs)
 
 
-async def ask(rank: SimulatedRank, tokens: int, max_tokens: int) -> Delta:
+async def ask(rank: SimulatedRank, tokens: int, max_tokens: int) -> AnswerDelta:
     return await (await rank.submit(GenerationRequest(prompt=list(range(1, tokens + 1)), max_tokens=max_tokens))).rest()
 
 
@@ -129,7 +129,7 @@ async def test_what_is_sent_between_two_looks_adds_up_over_the_ranks_of_an_engin
         for taken, rank in zip(sent, engine.ranks, strict=True):
             taken += rank.take_facts().sent
             assert rank.take_facts().sent == ()
-        totals = [functools.reduce(Sent.with_more, taken) for taken in sent]
+        totals = [functools.reduce(DispatchCounts.with_more, taken) for taken in sent]
     assert len(sent[0]) > 1
     assert [one.tokens for one in totals] == [0, *(20 * number + 1 + 29 for number in range(3))]
     assert {one.steps for one in totals} == {engine.steps}

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from bus.memory import MemoryBroker, MemoryBus
-from deploy.parts.simulated import Host
+from deploy.parts.simulated import SimulatedHost
 from engine_adapter.engine import EngineFailed
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.model.config import SimulatedConfig
@@ -25,7 +25,7 @@ ASK = {"prompt": "tell me about the river and the old bridge", "max_tokens": 24,
 class House:
     """An engine of two ranks, and clients of it and of its bus."""
 
-    def __init__(self, broker: MemoryBroker, host: Host, http: aiohttp.ClientSession) -> None:
+    def __init__(self, broker: MemoryBroker, host: SimulatedHost, http: aiohttp.ClientSession) -> None:
         self.subjects = broker.subjects
         self.bus = MemoryBus(broker)
         self.host = host

@@ -7,7 +7,7 @@ import pytest
 
 from engine_adapter.engine import EngineFailed
 from engine_adapter.simulated.engine import SimulatedEngine
-from engine_adapter.simulated.handover import Prepared
+from engine_adapter.simulated.handover import SimulatedEpoch
 from engine_adapter.simulated.model.config import SimulatedConfig
 from engine_adapter.simulated.model.faults import FaultOrder
 from engine_adapter.simulated.model.memory import SimulatedCells
@@ -29,7 +29,7 @@ def replicated(engine: SimulatedEngine, layer: int = 1, expert: int = 3, epoch: 
     return Placement(table, experts=32, ranks=2, epoch=epoch)
 
 
-async def prepared(engine: SimulatedEngine, placement: Placement, layer: int = 1, expert: int = 3) -> list[Prepared]:
+async def prepared(engine: SimulatedEngine, placement: Placement, layer: int = 1, expert: int = 3) -> list[SimulatedEpoch]:
     """By every rank, with the expert brought into a free cell of rank 1."""
     source, target = engine.ranks
     free = placement.layers * SLOTS

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_adapter.batching.kv_cache import identify
-from engine_adapter.batching.scheduler import Generation, Slice
+from engine_adapter.batching.scheduler import SequenceState, Slice
 from engine_adapter.simulated.model.config import SimulatedConfig
-from engine_adapter.simulated.model.dispatch_model import Routes
+from engine_adapter.simulated.model.dispatch_model import DispatchModel
 from engine_adapter.simulated.model.presets import PRESETS, SHAPES, speed_of
-from engine_adapter.simulated.model.routing_model import BUCKETS, Tastes, aligned, place
-from engine_adapter.simulated.model.step_time import Plan, plan, seconds, tokens_of_row
+from engine_adapter.simulated.model.routing_model import BUCKETS, RoutingModel, aligned, place
+from engine_adapter.simulated.model.step_time import StepPlan, plan, seconds, tokens_of_row
 from engine_adapter.simulated.model.text import END, VOCABULARY, Script, WordTokenizer
 from fleet.dispatch import loads, shares
 from fleet.placement import FULL, Placement, Split, linear
@@ -26,7 +26,7 @@ from fleet.timing import EngineSpeed
 from tests.fleet.splits import random_table
 
 CONFIG = SimulatedConfig(shape="demo", ranks=4, node_ranks=2, domains=3, domain_blocks=2)
-TASTES = Tastes(CONFIG)
+TASTES = RoutingModel(CONFIG)
 TOKENIZER = WordTokenizer()
 tokens = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=90)
 
@@ -60,8 +60,8 @@ def test_counts_are_those_of_the_tables():
 
 
 def test_engines_of_one_seed_agree_and_of_another_do_not():
-    assert np.array_equal(TASTES.table, Tastes(dataclasses.replace(CONFIG, ranks=2)).table)
-    assert not np.array_equal(TASTES.table, Tastes(dataclasses.replace(CONFIG, seed=1)).table)
+    assert np.array_equal(TASTES.table, RoutingModel(dataclasses.replace(CONFIG, ranks=2)).table)
+    assert not np.array_equal(TASTES.table, RoutingModel(dataclasses.replace(CONFIG, seed=1)).table)
 
 
 def with_replicas() -> Placement:
@@ -114,7 +114,7 @@ def test_traffic_is_what_counting_token_by_token_gives(placement):
                     served[layer, slot // placement.slots_per_rank] += chance
             for slot in itertools.chain(*ways):
                 unread[layer, slot] *= (1 - part[home, layer, slot]) ** tokens
-    routes = Routes(TASTES, placement, node)
+    routes = DispatchModel(TASTES, placement, node)
     for home in range(4):
         assert np.stack(routes.sent(home, by_row[home])) == pytest.approx(np.stack([reached[home], local[home]]), rel=1e-5)
     found = routes.traffic(by_row)
@@ -129,7 +129,7 @@ def test_traffic_is_what_counting_token_by_token_gives(placement):
 def test_tokens_chosen_for_as_a_whole_reach_fewer_ranks_and_cause_the_same_else():
     placement = Placement(random_table(np.random.default_rng(3), 4, 4, 32, 6), experts=32, ranks=4)
     tokens = np.random.default_rng(4).integers(0, 3, (4, TASTES.rows))
-    routes = [Routes(TASTES, placement, (0, 0, 1, 1), cover=cover) for cover in (False, True)]
+    routes = [DispatchModel(TASTES, placement, (0, 0, 1, 1), cover=cover) for cover in (False, True)]
     split, cover = (one.traffic(tokens) for one in routes)
     assert (cover.remote_ranks < 0.95 * split.remote_ranks).all()
     for home in range(4):
@@ -140,13 +140,13 @@ def test_tokens_chosen_for_as_a_whole_reach_fewer_ranks_and_cause_the_same_else(
     assert (cover.remote_nodes <= 1.02 * split.remote_nodes).all()
     assert cover.served == pytest.approx(split.served)
     sole = linear(layers=4, experts=32, ranks=4)
-    split, cover = (Routes(TASTES, sole, (0, 0, 1, 1), cover=cover).traffic(tokens) for cover in (False, True))
+    split, cover = (DispatchModel(TASTES, sole, (0, 0, 1, 1), cover=cover).traffic(tokens) for cover in (False, True))
     assert cover.remote_ranks.tolist() == split.remote_ranks.tolist()
 
 
 def test_alignment_keeps_domains_at_home_and_ranks_balanced():
     config = SimulatedConfig(shape="demo", ranks=4, domains=4, domain_skew=1.5)
-    tastes = Tastes(config)
+    tastes = RoutingModel(config)
     shares, loads = [], []
     for placement in (linear(layers=4, experts=32, ranks=4), aligned(tastes, 4)):
         held = placement.replicas_on_rank > 0
@@ -162,10 +162,10 @@ def test_alignment_keeps_domains_at_home_and_ranks_balanced():
 
 
 def test_a_step_costs_what_its_slices_say():
-    prompt, running = list(range(50)), Generation(list(range(100, 140)), 9)
+    prompt, running = list(range(50)), SequenceState(list(range(100, 140)), 9)
     running.blocks = identify(running.tokens, 16)
     running.table.pages = [4, 5, 6]
-    begun = Generation(prompt, 9, blocks=identify(prompt, 16))
+    begun = SequenceState(prompt, 9, blocks=identify(prompt, 16))
     found = plan([Slice(running, 39, 1, last=True), Slice(begun, 16, 20, last=False)], TASTES)
     assert (found.prefill_tokens, found.sequences, found.blocks) == (20, 1, 3)
     assert found.prefill_pairs == sum(position + 1 for position in range(16, 36))
@@ -182,9 +182,9 @@ def test_a_step_costs_what_its_slices_say():
         expert_read=1e-6,
         expert_pair=0.01,
     )
-    routes = Routes(TASTES, linear(layers=4, experts=32, ranks=2), (0, 1))
+    routes = DispatchModel(TASTES, linear(layers=4, experts=32, ranks=2), (0, 1))
     cause = routes.traffic(by_row)
-    busy, idle = seconds(speed, [found, Plan([], 0, 0.0, 0, 0)], cause)
+    busy, idle = seconds(speed, [found, StepPlan([], 0, 0.0, 0, 0)], cause)
     waits = 0.01 * sum(float(layer.max() - layer.mean()) for layer in cause.served)
     assert waits > 0
     experts = 1e-4 * cause.remote_ranks[0] + 1e-5 * cause.remote_nodes[0] + 1e-6 * cause.distinct_experts[0]

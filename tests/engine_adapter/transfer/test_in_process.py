@@ -6,7 +6,7 @@ import looptime
 import numpy as np
 import pytest
 
-from engine_adapter.transfer.in_process import Fault, MemoryFabric, MemoryTransfer
+from engine_adapter.transfer.in_process import MemoryFabric, MemoryTransfer, PullFault
 from engine_adapter.transfer.mapped_memory import MappedCells, laid_out
 from engine_adapter.transfer.port import Overdue, PeerGone, Pull
 from engine_adapter.transfer.read_validation import own_address
@@ -37,7 +37,7 @@ def pair() -> Pair:
 
 
 async def test_a_delay_beyond_the_deadline_is_overdue_and_lands_late(pair: Pair, looptime: looptime.LoopTimeProxy) -> None:
-    pair.taking.faults.append(Fault(delay_seconds=5))
+    pair.taking.faults.append(PullFault(delay_seconds=5))
     with pytest.raises(Overdue) as overdue:
         await pair.taking.pull(pair.address, [Pull(1, 2)], 1)
     assert looptime == 1
@@ -49,14 +49,14 @@ async def test_a_delay_beyond_the_deadline_is_overdue_and_lands_late(pair: Pair,
 
 
 async def test_a_broken_pull_leaves_half_a_cell(pair: Pair) -> None:
-    pair.taking.faults.append(Fault(broken=True))
+    pair.taking.faults.append(PullFault(broken=True))
     with pytest.raises(PeerGone):
         await pair.taking.pull(pair.address, [Pull(1, 2)], 1)
     assert 0.4 < pair.landed() < 0.6
 
 
 async def test_a_corrupted_byte_is_the_one_that_was_ordered(pair: Pair) -> None:
-    pair.taking.faults.append(Fault(corrupt=7))
+    pair.taking.faults.append(PullFault(corrupt=7))
     await pair.taking.pull(pair.address, [Pull(1, 2)], 1)
     assert np.flatnonzero(pair.target.cell(2) != pair.source.cell(1)).tolist() == [7]
 
@@ -81,7 +81,7 @@ async def test_what_hangs_settles_when_the_stopped_rank_is_killed(pair: Pair) ->
 
 
 async def test_a_cancelled_pull_says_that_bytes_are_still_landing(pair: Pair) -> None:
-    pair.taking.faults.append(Fault(delay_seconds=5))
+    pair.taking.faults.append(PullFault(delay_seconds=5))
     pulling = asyncio.create_task(pair.taking.pull(pair.address, [Pull(1, 2)], 60), name="a pull")
     await asyncio.sleep(1)
     pulling.cancel()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from engine_adapter.config import TransferConfig
 from engine_adapter.transfer.port import Overdue, PeerGone, Pull, TransferError
-from engine_adapter.transfer.rate_limit import Pace
-from engine_adapter.transfer.reader_thread import Part, Worker, requests
+from engine_adapter.transfer.rate_limit import RateLimit
+from engine_adapter.transfer.reader_thread import Part, ReaderThread, requests
 from fleet.events import MemoryAddress
 
 CELL = 64 * 1024
@@ -90,8 +90,8 @@ async def script() -> Script:
 
 
 @pytest.fixture
-async def worker(script: Script) -> AsyncIterator[Worker]:
-    worker = Worker(script, CONFIG, CELL)
+async def worker(script: Script) -> AsyncIterator[ReaderThread]:
+    worker = ReaderThread(script, CONFIG, CELL)
     yield worker
     script.done.set()
     await worker.close()
@@ -103,7 +103,7 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-async def given_up(worker: Worker, script: Script, address: MemoryAddress, *pulls: Pull) -> Overdue:
+async def given_up(worker: ReaderThread, script: Script, address: MemoryAddress, *pulls: Pull) -> Overdue:
     """A read of which one request was posted, and then nobody waits for it."""
     posted = len(script.posted)
     reading = asyncio.create_task(worker.read(address, pulls, 60), name="a read")
@@ -127,7 +127,7 @@ def test_requests_cover_every_byte_once_in_order_and_none_is_larger_than_a_piece
     assert all(sum(part.size for part in first) + second[0].size > piece for first, second in pairwise(asked)), "two requests that one would do for"
 
 
-async def test_only_one_thread_touches_the_way(worker: Worker, script: Script) -> None:
+async def test_only_one_thread_touches_the_way(worker: ReaderThread, script: Script) -> None:
     await asyncio.gather(*(worker.read(address(f"e0-{rank}.1"), [Pull(0, rank)], 10) for rank in range(4)))
     worker.forget(address())
     await worker.close()
@@ -135,7 +135,7 @@ async def test_only_one_thread_touches_the_way(worker: Worker, script: Script) -
     assert threading.get_ident() not in script.threads
 
 
-async def test_a_failed_peer_is_disconnected_once_everything_from_it_has_settled_and_connected_anew(worker: Worker, script: Script) -> None:
+async def test_a_failed_peer_is_disconnected_once_everything_from_it_has_settled_and_connected_anew(worker: ReaderThread, script: Script) -> None:
     script.done.clear()
     overdue = await given_up(worker, script, address(), Pull(0, 0))
     script.error = PeerGone("dead")
@@ -146,7 +146,7 @@ async def test_a_failed_peer_is_disconnected_once_everything_from_it_has_settled
     assert script.record == ["open", "connect e0-0.1 0", "disconnect e0-0.1 0", "connect e0-0.1 0"]
 
 
-async def test_a_next_life_of_the_same_name_waits_for_reads_of_the_last_one(worker: Worker, script: Script) -> None:
+async def test_a_next_life_of_the_same_name_waits_for_reads_of_the_last_one(worker: ReaderThread, script: Script) -> None:
     script.done.clear()
     overdue = await given_up(worker, script, address(life=1), Pull(0, 0))
     second = asyncio.create_task(worker.read(address(life=2), [Pull(0, 1)], 10), name="reads from the next life")
@@ -160,7 +160,7 @@ async def test_a_next_life_of_the_same_name_waits_for_reads_of_the_last_one(work
     assert script.record[2:] == ["disconnect e0-0.1 1", "connect e0-0.1 2"]
 
 
-async def test_a_read_that_nobody_waits_for_posts_nothing_new(worker: Worker, script: Script) -> None:
+async def test_a_read_that_nobody_waits_for_posts_nothing_new(worker: ReaderThread, script: Script) -> None:
     script.done.clear()
     overdue = await given_up(worker, script, address(), *(Pull(cell, cell) for cell in range(4)))
     script.done.set()
@@ -168,7 +168,7 @@ async def test_a_read_that_nobody_waits_for_posts_nothing_new(worker: Worker, sc
     assert len(script.posted) == 1
 
 
-async def test_what_fails_has_settled_only_after_a_grace(worker: Worker, script: Script) -> None:
+async def test_what_fails_has_settled_only_after_a_grace(worker: ReaderThread, script: Script) -> None:
     script.error = PeerGone("dead")
     began = asyncio.get_running_loop().time()
     with pytest.raises(PeerGone, match="dead"):
@@ -176,7 +176,7 @@ async def test_what_fails_has_settled_only_after_a_grace(worker: Worker, script:
     assert asyncio.get_running_loop().time() - began >= 0.05
 
 
-async def test_what_was_forgotten_is_disconnected_when_its_reads_have_settled(worker: Worker, script: Script) -> None:
+async def test_what_was_forgotten_is_disconnected_when_its_reads_have_settled(worker: ReaderThread, script: Script) -> None:
     script.done.clear()
     overdue = await given_up(worker, script, address(), Pull(0, 0))
     worker.forget(address(life=7))  # another life: not this one
@@ -190,7 +190,7 @@ async def test_what_was_forgotten_is_disconnected_when_its_reads_have_settled(wo
 
 
 async def test_reads_take_turns_under_a_cap(script: Script) -> None:
-    worker = Worker(script, TransferConfig(piece_bytes=CELL, bytes_per_second=100 * CELL), CELL)
+    worker = ReaderThread(script, TransferConfig(piece_bytes=CELL, bytes_per_second=100 * CELL), CELL)
     pulls = [Pull(cell, cell) for cell in range(4)]
     await asyncio.gather(worker.read(address("a"), pulls, 10), worker.read(address("b"), pulls, 10))
     await worker.close()
@@ -200,7 +200,7 @@ async def test_reads_take_turns_under_a_cap(script: Script) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 10_000), st.floats(0, 1)), max_size=30), st.integers(1, 100_000))
 def test_no_stretch_of_time_holds_more_than_the_cap_and_one_piece(pieces: list[tuple[int, float]], rate: int) -> None:
-    pace, now = Pace(rate, 1 << 20), 0.0
+    pace, now = RateLimit(rate, 1 << 20), 0.0
     begun: list[tuple[float, int]] = []
     for size, idle in pieces:
         now += pace.wait(now) + idle
@@ -214,15 +214,15 @@ def test_no_stretch_of_time_holds_more_than_the_cap_and_one_piece(pieces: list[t
 
 
 def test_a_capped_rank_reads_in_smaller_pieces() -> None:
-    assert Pace(None, 1 << 24).piece_bytes == 1 << 24
-    assert Pace(1 << 24, 1 << 24).piece_bytes < 1 << 20
-    assert Pace(1, 1 << 24).piece_bytes == 1 << 16
-    assert Pace(1, 4096).piece_bytes == 4096
+    assert RateLimit(None, 1 << 24).piece_bytes == 1 << 24
+    assert RateLimit(1 << 24, 1 << 24).piece_bytes < 1 << 20
+    assert RateLimit(1, 1 << 24).piece_bytes == 1 << 16
+    assert RateLimit(1, 4096).piece_bytes == 4096
 
 
 async def test_a_way_that_is_impossible_says_so_to_every_read(script: Script) -> None:
     script.refused = TransferError("no such thing here")
-    worker = Worker(script, CONFIG, CELL)
+    worker = ReaderThread(script, CONFIG, CELL)
     for _ in range(2):
         with pytest.raises(TransferError, match="no such thing here"):
             await worker.read(address(), [Pull(0, 0)], 10)
@@ -231,7 +231,7 @@ async def test_a_way_that_is_impossible_says_so_to_every_read(script: Script) ->
 
 
 async def test_a_defect_of_the_thread_fails_reads_and_is_told(script: Script, caplog: pytest.LogCaptureFixture) -> None:
-    worker = Worker(script, CONFIG, CELL)
+    worker = ReaderThread(script, CONFIG, CELL)
     script.error = ZeroDivisionError("a defect")
     overdue = await given_up(worker, script, address(), Pull(0, 0))
     await until(lambda: "a defect" in caplog.text)
@@ -241,7 +241,7 @@ async def test_a_defect_of_the_thread_fails_reads_and_is_told(script: Script, ca
     await worker.close()
 
 
-async def test_nothing_is_read_after_the_end(worker: Worker) -> None:
+async def test_nothing_is_read_after_the_end(worker: ReaderThread) -> None:
     await worker.read(address(), [Pull(0, 0)], 10)
     await worker.close()
     with pytest.raises(TransferError, match="closed"):
@@ -250,7 +250,7 @@ async def test_nothing_is_read_after_the_end(worker: Worker) -> None:
 
 async def test_the_end_does_not_wait_long_for_what_hangs(script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("engine_adapter.transfer.reader_thread._CLOSE_SECONDS", 0.02)
-    worker = Worker(script, CONFIG, CELL)
+    worker = ReaderThread(script, CONFIG, CELL)
     script.done.clear()
     overdue = await given_up(worker, script, address(), Pull(0, 0))
     await worker.close()

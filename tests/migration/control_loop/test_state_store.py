@@ -7,7 +7,7 @@ import pytest
 
 from bus import BusError, ClaimLost
 from bus.memory import MemoryBroker, MemoryBus
-from migration.control_loop.state_store import Remembering
+from migration.control_loop.state_store import StateStore
 from migration.loop_state.persistent_state import EngineMemory, LoopMemory
 
 KEY = "migration.loop"
@@ -40,7 +40,7 @@ class Leader:
         self.leads = asyncio.Event()
         self.leads.set()
         self.asked_again = asyncio.Event()
-        self.remembering = Remembering(self.bus, KEY, self._standing)
+        self.remembering = StateStore(self.bus, KEY, self._standing)
 
     async def _standing(self) -> None:
         if not self.leads.is_set():
@@ -119,7 +119,7 @@ async def test_a_lost_store_is_written_anew_and_a_key_that_never_rests_is_an_err
         async def claim(self, key: str, value: bytes, revision: int | None = None) -> int:
             raise ClaimLost("changed again")
 
-    restless = Remembering(Restless(broker), KEY, _at_once)
+    restless = StateStore(Restless(broker), KEY, _at_once)
     with pytest.raises(BusError, match="changed 5 times"):
         await restless.steer(paused=True, reason="", at=1.0)
 

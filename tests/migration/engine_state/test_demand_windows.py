@@ -10,12 +10,12 @@ from fleet.layout import EP, Layout
 from fleet.popularity import ExpertTable
 from fleet.signatures import ClusterModel
 from migration.config import MigrationConfig
-from migration.engine_state.demand_windows import Watch
-from migration.engine_state.placement_registry import Entry, Fault, Refused
-from migration.model.engine_view import View
+from migration.engine_state.demand_windows import DemandWindows
+from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementFault
+from migration.model.engine_view import EngineView
 from tests.migration.builders import FIRST, SHAPE, joined
 
-ENTRY = Entry("a", 1, EP, FIRST)
+ENTRY = EngineEntry("a", 1, EP, FIRST)
 CONFIG = MigrationConfig(window_seconds=60.0, stale_seconds=15.0)
 
 
@@ -29,13 +29,13 @@ def load(rank: int, **fields: Any) -> KvMetrics:
     return KvMetrics(worker_id=1, dp_rank=rank, **{"running": 0, "waiting": 0, "active_prefill_tokens": 0, "kv_used_blocks": 0, **fields})
 
 
-def watching(config: MigrationConfig = CONFIG) -> Watch:
-    watch = Watch(config)
+def watching(config: MigrationConfig = CONFIG) -> DemandWindows:
+    watch = DemandWindows(config)
     watch.joined(joined(), ENTRY, 0.0)
     return watch
 
 
-def steady(watch: Watch, rates: tuple[float, float], began: int, ended: int) -> None:
+def steady(watch: DemandWindows, rates: tuple[float, float], began: int, ended: int) -> None:
     """Both ranks say their demand every two seconds."""
     for now in range(began, ended, 2):
         for rank, rate in enumerate(rates):
@@ -43,8 +43,8 @@ def steady(watch: Watch, rates: tuple[float, float], began: int, ended: int) -> 
         watch.turn(float(now))
 
 
-def refused(watch: Watch, now: float) -> Refused:
-    with pytest.raises(Refused) as refusal:
+def refused(watch: DemandWindows, now: float) -> InvalidPlacementEvent:
+    with pytest.raises(InvalidPlacementEvent) as refusal:
         watch.view(ENTRY, now)
     return refusal.value
 
@@ -81,7 +81,7 @@ def test_a_rank_that_nobody_spoke_of_is_unknown_until_it_says_that_it_is_idle() 
     watch.demand(wanted(0, 2.0, 1), 1.0)
     assert "ranks 1 of" in str(refused(watch, 1.0))
     watch.load(load(1, running=3), 1.5)
-    assert refused(watch, 2.0).fault is Fault.DEMAND
+    assert refused(watch, 2.0).fault is PlacementFault.DEMAND
     watch.load(load(1), 2.5)
     np.testing.assert_allclose(watch.view(ENTRY, 3.0).demand.rates[1], 0.0)
 
@@ -109,40 +109,40 @@ def test_time_of_which_nothing_is_known_counts_neither_way() -> None:
 @pytest.mark.parametrize(
     ("said", "fault"),
     [
-        (wanted(0, 1.0, 5, worker_id=9), Fault.UNKNOWN),
-        (wanted(2, 1.0, 5), Fault.SHAPE),
-        (wanted(-1, 1.0, 5), Fault.SHAPE),
-        (wanted(0, 1.0, 1), Fault.STALE),
-        (wanted(0, 1.0, 5, model="other"), Fault.CONTRADICTION),
-        (wanted(0, 1.0, 5, engine="b"), Fault.CONTRADICTION),
-        (wanted(0, np.nan, 5), Fault.DEMAND),
-        (wanted(0, 1.0, 5, pairs=-1.0), Fault.DEMAND),
-        (wanted(0, 1.0, 5, pairs=float("nan")), Fault.DEMAND),
+        (wanted(0, 1.0, 5, worker_id=9), PlacementFault.UNKNOWN),
+        (wanted(2, 1.0, 5), PlacementFault.SHAPE),
+        (wanted(-1, 1.0, 5), PlacementFault.SHAPE),
+        (wanted(0, 1.0, 1), PlacementFault.STALE),
+        (wanted(0, 1.0, 5, model="other"), PlacementFault.CONTRADICTION),
+        (wanted(0, 1.0, 5, engine="b"), PlacementFault.CONTRADICTION),
+        (wanted(0, np.nan, 5), PlacementFault.DEMAND),
+        (wanted(0, 1.0, 5, pairs=-1.0), PlacementFault.DEMAND),
+        (wanted(0, 1.0, 5, pairs=float("nan")), PlacementFault.DEMAND),
     ],
 )
-def test_words_that_cannot_be_used_change_nothing(said: DemandPublished, fault: Fault) -> None:
+def test_words_that_cannot_be_used_change_nothing(said: DemandPublished, fault: PlacementFault) -> None:
     watch = watching()
     steady(watch, (1.0, 1.0), 0, 2)
     watch.demand(wanted(0, 1.0, 4), 1.0)
     before = watch.view(ENTRY, 1.0).demand
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(InvalidPlacementEvent) as refusal:
         watch.demand(said, 1.0)
     assert refusal.value.fault is fault
     np.testing.assert_array_equal(watch.view(ENTRY, 1.0).demand.rates, before.rates)
 
 
 def test_a_demand_of_another_shape_is_refused() -> None:
-    with pytest.raises(Refused, match="3 x 8"):
+    with pytest.raises(InvalidPlacementEvent, match="3 x 8"):
         watching().demand(wanted(0, 1.0, 5, demand=ExpertTable.of(np.ones((3, 8)))), 1.0)
 
 
 def test_a_new_incarnation_begins_with_nothing_and_the_old_one_is_forgotten() -> None:
     watch = watching()
     steady(watch, (1.0, 1.0), 0, 2)
-    again = Entry("a", 2, EP, ENTRY.placement)
+    again = EngineEntry("a", 2, EP, ENTRY.placement)
     watch.joined(joined(2), again, 3.0)
-    assert refused(watch, 3.0).fault is Fault.UNKNOWN
-    with pytest.raises(Refused, match="nobody has said yet"):
+    assert refused(watch, 3.0).fault is PlacementFault.UNKNOWN
+    with pytest.raises(InvalidPlacementEvent, match="nobody has said yet"):
         watch.view(again, 3.0)
     watch.left(2)
     assert watch.stored_bytes == 0
@@ -150,8 +150,8 @@ def test_a_new_incarnation_begins_with_nothing_and_the_old_one_is_forgotten() ->
 
 def test_what_is_kept_is_bounded() -> None:
     watch = watching(MigrationConfig(most_cells=40))
-    with pytest.raises(Refused, match="most_cells"):
-        watch.joined(joined(2, engine="b"), Entry("b", 2, EP, ENTRY.placement), 0.0)
+    with pytest.raises(InvalidPlacementEvent, match="most_cells"):
+        watch.joined(joined(2, engine="b"), EngineEntry("b", 2, EP, ENTRY.placement), 0.0)
     steady(watch, (1.0, 1.0), 0, 600)
     assert watch.stored_bytes == 4 * 11 * 2 * 2 * 8
     model = ClusterModel(1, np.full((1, 2, 8), 1 / 8, np.float32), np.ones(1, np.float32), 1.0)
@@ -178,8 +178,8 @@ def test_load_and_clusters_are_part_of_the_view() -> None:
 
 
 def test_an_engine_that_is_one_target_is_seen_without_a_demand_for_each_rank() -> None:
-    sharded = Entry("a", 1, Layout(attention="tp", boundary=2), ENTRY.placement)
-    view: View = watching().view(sharded, 1.0)
+    sharded = EngineEntry("a", 1, Layout(attention="tp", boundary=2), ENTRY.placement)
+    view: EngineView = watching().view(sharded, 1.0)
     assert view.layout.attention == "tp"
 
 

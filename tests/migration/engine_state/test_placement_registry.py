@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fleet.events import EngineJoined, PlacementCommitted
 from fleet.layout import EP, Layout
 from fleet.placement import Placement, PlacementRecord, linear
-from migration.engine_state.placement_registry import Fault, Ledger, Refused
+from migration.engine_state.placement_registry import InvalidPlacementEvent, PlacementFault, PlacementRegistry
 from tests.migration import builders
 from tests.migration.builders import SHAPE
 
@@ -34,7 +34,7 @@ def committed(placement: Placement, worker_id: int = 1, engine: str = "a") -> Pl
 
 
 def test_a_new_incarnation_asks_for_its_epoch_0_to_be_recorded_until_it_is() -> None:
-    ledger = Ledger()
+    ledger = PlacementRegistry()
     wanted = ledger.joined(joined())
     assert wanted == committed(FIRST)
     assert ledger.joined(joined()) == wanted
@@ -48,7 +48,7 @@ def test_a_new_incarnation_asks_for_its_epoch_0_to_be_recorded_until_it_is() -> 
 
 
 def test_a_restarted_engine_begins_again_at_epoch_0() -> None:
-    ledger = Ledger()
+    ledger = PlacementRegistry()
     ledger.joined(joined(1))
     ledger.committed(committed(FIRST))
     ledger.committed(committed(later(1, 3)))
@@ -61,7 +61,7 @@ def test_a_restarted_engine_begins_again_at_epoch_0() -> None:
 
 
 def test_a_restarted_engine_may_go_on_with_the_epoch_of_its_life_before() -> None:
-    ledger = Ledger()
+    ledger = PlacementRegistry()
     ledger.joined(joined(1))
     ledger.committed(committed(FIRST))
     ledger.committed(committed(later(3, 1)))
@@ -72,7 +72,7 @@ def test_a_restarted_engine_may_go_on_with_the_epoch_of_its_life_before() -> Non
 
 
 def test_epochs_only_grow_and_repetitions_are_no_news() -> None:
-    ledger = Ledger()
+    ledger = PlacementRegistry()
     news = [ledger.committed(committed(later(epoch, epoch))) for epoch in (0, 1, 1, 0, 2, 5, 2, 5)]
     assert news == [True, True, False, False, True, True, False, False]
     entry = ledger.entry(1)
@@ -81,20 +81,20 @@ def test_epochs_only_grow_and_repetitions_are_no_news() -> None:
 
 
 def test_one_epoch_is_one_placement() -> None:
-    ledger = Ledger()
+    ledger = PlacementRegistry()
     ledger.joined(joined())
     ledger.committed(committed(FIRST))
     for attempt in (lambda: ledger.committed(committed(later(0, 1))), lambda: ledger.joined(joined(placement=later(0, 1)))):
-        with pytest.raises(Refused) as refusal:
+        with pytest.raises(InvalidPlacementEvent) as refusal:
             attempt()
-        assert refusal.value.fault is Fault.CONTRADICTION
+        assert refusal.value.fault is PlacementFault.CONTRADICTION
     entry = ledger.entry(1)
     assert entry is not None
     assert entry.placement == FIRST
 
 
 def test_an_engine_that_rejoins_after_later_epochs_has_nothing_to_record() -> None:
-    ledger = Ledger()
+    ledger = PlacementRegistry()
     ledger.joined(joined())
     for epoch in (0, 1, 2):
         ledger.committed(committed(later(epoch, epoch)))
@@ -103,13 +103,13 @@ def test_an_engine_that_rejoins_after_later_epochs_has_nothing_to_record() -> No
 
 
 def test_an_engine_that_says_nothing_of_experts_is_present_without_an_entry() -> None:
-    ledger = Ledger()
+    ledger = PlacementRegistry()
     assert ledger.joined(joined(placement=None, shape=None, layout=None)) is None
     assert ledger.engines() == {}
 
 
 def test_an_engine_that_left_is_present_no_more_but_can_be_read() -> None:
-    ledger = Ledger()
+    ledger = PlacementRegistry()
     ledger.joined(joined())
     ledger.committed(committed(FIRST))
     ledger.left(1)
@@ -120,7 +120,7 @@ def test_an_engine_that_left_is_present_no_more_but_can_be_read() -> None:
 
 def test_a_tensor_parallel_engine_is_one_target_with_the_placement_to_return_to() -> None:
     layout = Layout(attention="tp", boundary=2)
-    wanted = Ledger().joined(joined(layout=layout, urls=("http://x",)))
+    wanted = PlacementRegistry().joined(joined(layout=layout, urls=("http://x",)))
     assert wanted is not None
     assert wanted.layout == layout
 
@@ -128,28 +128,28 @@ def test_a_tensor_parallel_engine_is_one_target_with_the_placement_to_return_to(
 @pytest.mark.parametrize(
     ("fields", "fault"),
     [
-        ({"shape": None}, Fault.SHAPE),
-        ({"layout": None}, Fault.SHAPE),
-        ({"urls": ("http://x",)}, Fault.SHAPE),
-        ({"shape": msgspec.structs.replace(SHAPE, layers=3)}, Fault.SHAPE),
-        ({"shape": msgspec.structs.replace(SHAPE, experts=7)}, Fault.SHAPE),
-        ({"layout": Layout(attention="tp", boundary=0)}, Fault.LAYOUT),
-        ({"layout": Layout(attention="dp", boundary=9)}, Fault.LAYOUT),
-        ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"")}, Fault.PLACEMENT),
-        ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"\0" * 40)}, Fault.PLACEMENT),
-        ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"\xff" * 40)}, Fault.PLACEMENT),
-        ({"placement": msgspec.structs.replace(FIRST.record(), experts=9)}, Fault.PLACEMENT),
-        ({"placement": msgspec.structs.replace(FIRST.record(), experts=1 << 40)}, Fault.PLACEMENT),
-        ({"placement": msgspec.structs.replace(FIRST.record(), experts=-1)}, Fault.PLACEMENT),
-        ({"placement": msgspec.structs.replace(FIRST.record(), ranks=0)}, Fault.PLACEMENT),
-        ({"placement": msgspec.structs.replace(FIRST.record(), ranks=-2, slots_per_rank=-5)}, Fault.PLACEMENT),
-        ({"placement": msgspec.structs.replace(FIRST.record(), ranks=3)}, Fault.PLACEMENT),
-        ({"placement": msgspec.structs.replace(FIRST.record(), epoch=-1)}, Fault.PLACEMENT),
+        ({"shape": None}, PlacementFault.SHAPE),
+        ({"layout": None}, PlacementFault.SHAPE),
+        ({"urls": ("http://x",)}, PlacementFault.SHAPE),
+        ({"shape": msgspec.structs.replace(SHAPE, layers=3)}, PlacementFault.SHAPE),
+        ({"shape": msgspec.structs.replace(SHAPE, experts=7)}, PlacementFault.SHAPE),
+        ({"layout": Layout(attention="tp", boundary=0)}, PlacementFault.LAYOUT),
+        ({"layout": Layout(attention="dp", boundary=9)}, PlacementFault.LAYOUT),
+        ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"")}, PlacementFault.PLACEMENT),
+        ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"\0" * 40)}, PlacementFault.PLACEMENT),
+        ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"\xff" * 40)}, PlacementFault.PLACEMENT),
+        ({"placement": msgspec.structs.replace(FIRST.record(), experts=9)}, PlacementFault.PLACEMENT),
+        ({"placement": msgspec.structs.replace(FIRST.record(), experts=1 << 40)}, PlacementFault.PLACEMENT),
+        ({"placement": msgspec.structs.replace(FIRST.record(), experts=-1)}, PlacementFault.PLACEMENT),
+        ({"placement": msgspec.structs.replace(FIRST.record(), ranks=0)}, PlacementFault.PLACEMENT),
+        ({"placement": msgspec.structs.replace(FIRST.record(), ranks=-2, slots_per_rank=-5)}, PlacementFault.PLACEMENT),
+        ({"placement": msgspec.structs.replace(FIRST.record(), ranks=3)}, PlacementFault.PLACEMENT),
+        ({"placement": msgspec.structs.replace(FIRST.record(), epoch=-1)}, PlacementFault.PLACEMENT),
     ],
 )
-def test_a_join_that_contradicts_itself_is_refused_and_asks_for_nothing(fields: dict[str, Any], fault: Fault) -> None:
-    ledger = Ledger()
-    with pytest.raises(Refused) as refusal:
+def test_a_join_that_contradicts_itself_is_refused_and_asks_for_nothing(fields: dict[str, Any], fault: PlacementFault) -> None:
+    ledger = PlacementRegistry()
+    with pytest.raises(InvalidPlacementEvent) as refusal:
         ledger.joined(joined(**fields))
     assert refusal.value.fault is fault
     assert ledger.entry(1) is None
@@ -157,18 +157,18 @@ def test_a_join_that_contradicts_itself_is_refused_and_asks_for_nothing(fields: 
 
 
 def test_a_placement_of_another_shape_is_refused() -> None:
-    ledger = Ledger()
+    ledger = PlacementRegistry()
     ledger.committed(committed(FIRST))
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(InvalidPlacementEvent) as refusal:
         ledger.committed(committed(linear(layers=2, experts=8, ranks=4)))
-    assert refusal.value.fault is Fault.SHAPE
-    with pytest.raises(Refused) as refusal:
+    assert refusal.value.fault is PlacementFault.SHAPE
+    with pytest.raises(InvalidPlacementEvent) as refusal:
         ledger.committed(msgspec.structs.replace(committed(FIRST), placement=msgspec.structs.replace(FIRST.record(), slots=b"12")))
-    assert refusal.value.fault is Fault.PLACEMENT
+    assert refusal.value.fault is PlacementFault.PLACEMENT
 
 
 def test_incarnations_long_gone_are_forgotten_and_present_ones_never() -> None:
-    ledger = Ledger(most_incarnations=3)
+    ledger = PlacementRegistry(most_incarnations=3)
     ledger.joined(joined(1, "stays"))
     ledger.committed(committed(FIRST, 1, "stays"))
     for worker_id in range(2, 10):
@@ -178,13 +178,13 @@ def test_incarnations_long_gone_are_forgotten_and_present_ones_never() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4), st.integers(0, 7)), max_size=40))
 def test_however_the_log_is_repeated_or_mixed_the_newest_agreed_epoch_stands(said: list[tuple[int, int, int]]) -> None:
-    ledger = Ledger()
+    ledger = PlacementRegistry()
     expected: dict[int, tuple[int, int]] = {}
     for worker_id, epoch, shift in said:
         best = expected.get(worker_id)
         try:
             news = ledger.committed(committed(later(epoch, shift), worker_id))
-        except Refused:
+        except InvalidPlacementEvent:
             assert best is not None
             assert best[0] == epoch
             assert best[1] != shift

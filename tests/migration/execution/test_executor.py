@@ -26,7 +26,7 @@ from fleet.events import (
     RollBack,
 )
 from fleet.experts import ExpertId
-from fleet.handover import RankState, Standing
+from fleet.handover import ProtocolState, RankState
 from fleet.placement import Placement
 from migration.model.plan import replay
 from tests.migration.builders import joined
@@ -328,7 +328,10 @@ async def test_a_server_that_lost_its_store_is_outbid_by_no_rank_and_what_ranks_
     broker = MemoryBroker()
     bus = MemoryBus(broker)
     async with engine(broker) as ranks, leading(bus):
-        ranks.standing = [Standing(RankState.STAGED, 0, token=900, handover=70, concluded=69), Standing(RankState.SERVING, 0, token=901, concluded=69)]
+        ranks.standing = [
+            ProtocolState(RankState.STAGED, 0, token=900, handover=70, concluded=69),
+            ProtocolState(RankState.SERVING, 0, token=901, concluded=69),
+        ]
         await apply(bus, replicating())
         await asyncio.sleep(8)
         assert ranks.served == [0, 1, 2, 3]

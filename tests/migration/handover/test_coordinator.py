@@ -19,17 +19,17 @@ from fleet.events import (
     ProposeHandover,
     PullTold,
 )
-from fleet.handover import Conducting, Cue, RankState, Verdict
+from fleet.handover import CommandVerdict, CoordinatorEvent, CoordinatorState, RankState
 from fleet.layout import EP
 from fleet.placement import linear
-from migration.handover.coordinator import Command, Pace, Proceeding, Undertaking, begun, taken_over
+from migration.handover.coordinator import Command, HandoverSpec, HandoverState, HandoverTimes, begun, taken_over
 
-PACE = Pace(repeat=0.5, grace=1.0, commit=5.0)
+PACE = HandoverTimes(repeat=0.5, grace=1.0, commit=5.0)
 RANKS = 3
 PLACEMENT = linear(layers=1, experts=6, ranks=RANKS)
 
 
-def undertaking(**other: Any) -> Undertaking:
+def undertaking(**other: Any) -> HandoverSpec:
     plain: dict[str, Any] = {
         "engine": "a",
         "worker_id": 1,
@@ -45,10 +45,10 @@ def undertaking(**other: Any) -> Undertaking:
         "bytes": 100,
         "stage_seconds": 2.0,
     }
-    return Undertaking(**{**plain, **other})
+    return HandoverSpec(**{**plain, **other})
 
 
-def proposing() -> Proceeding:
+def proposing() -> HandoverState:
     return begun(undertaking(), 3, PACE, 10.0)
 
 
@@ -58,27 +58,27 @@ def said(rank: int, state: RankState = RankState.SERVING, **other: Any) -> Hando
     return HandoverDescribed(worker_id=1, rank=rank, state=state, **{**plain, **other})
 
 
-def all_say(proceeding: Proceeding, state: RankState, **other: Any) -> Proceeding:
+def all_say(proceeding: HandoverState, state: RankState, **other: Any) -> HandoverState:
     for rank in range(RANKS):
         proceeding = proceeding.heard(said(rank, state, **other))
     return proceeding
 
 
-def make(proceeding: Proceeding, now: float) -> tuple[Proceeding, Cue]:
+def make(proceeding: HandoverState, now: float) -> tuple[HandoverState, CoordinatorEvent]:
     move = proceeding.move(now)
     assert move is not None
     return proceeding.moved(move, now), move.cue
 
 
-def committing() -> Proceeding:
+def committing() -> HandoverState:
     return make(all_say(proposing(), RankState.STAGED), 11.0)[0]
 
 
-def aborting() -> Proceeding:
+def aborting() -> HandoverState:
     return make(proposing(), 13.5)[0]
 
 
-def sent(proceeding: Proceeding, now: float) -> dict[int, type[Command]]:
+def sent(proceeding: HandoverState, now: float) -> dict[int, type[Command]]:
     return {rank: type(command) for rank, command in proceeding.due(now)}
 
 
@@ -110,7 +110,7 @@ def test_an_abort_goes_to_all_with_its_reason_until_each_says_that_it_is_over() 
 
 
 def test_after_a_higher_token_all_are_asked_again_at_once() -> None:
-    proceeding = proposing().asked(range(3), 10.0).heard(said(1, token=9, verdict=Verdict.FENCED))
+    proceeding = proposing().asked(range(3), 10.0).heard(said(1, token=9, verdict=CommandVerdict.FENCED))
     assert (proceeding.heard_token, proceeding.token) == (9, 3)
     after = proceeding.with_token(10)
     assert {command.token for _, command in after.due(10.1) if isinstance(command, ProposeHandover)} == {10}
@@ -125,7 +125,7 @@ def test_all_staged_is_recorded_with_every_pull_and_decided() -> None:
     proceeding = all_say(proposing(), RankState.STAGED, pulls=(pull,))
     move = proceeding.move(11.0)
     assert move is not None
-    assert (move.cue, move.after) == (Cue.ALL_STAGED, Conducting.COMMITTING)
+    assert (move.cue, move.after) == (CoordinatorEvent.ALL_STAGED, CoordinatorState.COMMITTING)
     (staged,) = move.records
     assert isinstance(staged, MigrationStaged)
     assert (staged.pulls, staged.seconds, staged.epoch, staged.handover) == ((pull,) * 3, 1.0, 4, 7)
@@ -139,7 +139,7 @@ def test_all_serving_is_recorded_with_the_placement_first() -> None:
     assert isinstance(placed, PlacementCommitted)
     assert isinstance(committed, MigrationCommitted)
     assert (placed.plan, committed.seconds, committed.commit_seconds, committed.last) == ("p", 2.0, 1.0, True)
-    assert move.after is Conducting.IDLE
+    assert move.after is CoordinatorState.IDLE
 
 
 @pytest.mark.parametrize(
@@ -147,14 +147,14 @@ def test_all_serving_is_recorded_with_the_placement_first() -> None:
     [
         (said(1, RankState.FAILED, failure="bad bytes", fault="checksum"), "checksum"),
         (said(1, RankState.FAILED), "unknown"),
-        (said(1, RankState.STAGED, handover=6, verdict=Verdict.BUSY), "busy"),
-        (said(1, served=5, verdict=Verdict.PAST), "epoch"),
+        (said(1, RankState.STAGED, handover=6, verdict=CommandVerdict.BUSY), "busy"),
+        (said(1, served=5, verdict=CommandVerdict.PAST), "epoch"),
         (said(1, concluded=7), "coordinator"),
     ],
 )
 def test_what_leaves_no_hope_aborts_with_whose_fault_it_is(word: HandoverDescribed, fault: str) -> None:
     proceeding, cue = make(proposing().heard(said(0, RankState.STAGED)).heard(word), 10.5)
-    assert cue is Cue.FAILED
+    assert cue is CoordinatorEvent.FAILED
     assert proceeding.failure is not None
     assert (proceeding.failure.fault, proceeding.failure.rank) == (fault, 1)
     move = all_say(proceeding, RankState.SERVING, concluded=7).move(11.0)
@@ -168,7 +168,7 @@ def test_the_deadline_names_who_is_late_and_a_commit_has_none() -> None:
     proceeding = proposing().heard(said(0, RankState.STAGED)).heard(said(1, RankState.STAGING)).heard(said(2, RankState.STAGING))
     assert proceeding.move(12.9) is None
     after, cue = make(proceeding, 13.0)
-    assert cue is Cue.FAILED
+    assert cue is CoordinatorEvent.FAILED
     assert after.failure is not None
     assert after.failure.reason.startswith("ranks 1, 2 did not stage within 2 s")
     assert committing().move(1e9) is None
@@ -179,7 +179,7 @@ def test_the_deadline_names_who_is_late_and_a_commit_has_none() -> None:
 def test_a_rank_that_refuses_commands_ends_a_proposal_and_is_not_waited_for_with_the_abort() -> None:
     proceeding = proposing().heard(said(0, RankState.STAGED)).declined(2, "no experts")
     after, cue = make(proceeding, 10.5)
-    assert cue is Cue.FAILED
+    assert cue is CoordinatorEvent.FAILED
     assert after.waiting_for == (0, 1)
     again = committing().declined(2, "a defect")
     assert 2 in again.waiting_for, "what is decided must be heard"
@@ -193,7 +193,7 @@ def test_an_engine_that_is_gone_ends_it_with_what_was_decided(begin: Any, record
     assert proceeding.due(20.0) == ()
     move = proceeding.move(20.0)
     assert move is not None
-    assert (move.cue, move.after) == (Cue.ENGINE_GONE, Conducting.IDLE)
+    assert (move.cue, move.after) == (CoordinatorEvent.ENGINE_GONE, CoordinatorState.IDLE)
     assert [type(entry) for entry in move.records] == records
 
 
@@ -202,7 +202,7 @@ def test_silence_ends_an_abort_only() -> None:
     assert committing().listened(silent=True).move(1e6) is None
     move = aborting().listened(silent=True).move(14.0)
     assert move is not None
-    assert move.cue is Cue.ALL_ABORTED
+    assert move.cue is CoordinatorEvent.ALL_ABORTED
 
 
 # What a successor does
@@ -210,9 +210,9 @@ def test_silence_ends_an_abort_only() -> None:
 
 @pytest.mark.parametrize(
     ("begin", "command", "cue"),
-    [(proposing, None, Cue.FAILED), (committing, CommitHandover, None), (aborting, AbortHandover, None)],
+    [(proposing, None, CoordinatorEvent.FAILED), (committing, CommitHandover, None), (aborting, AbortHandover, None)],
 )
-def test_a_successor_goes_on_from_what_is_durable(begin: Any, command: type | None, cue: Cue | None) -> None:
+def test_a_successor_goes_on_from_what_is_durable(begin: Any, command: type | None, cue: CoordinatorEvent | None) -> None:
     left = begin()
     found = left.durable(left.state, 13.5)
     heir = taken_over(left.what, found, 8, PACE, 100.0)
@@ -228,7 +228,7 @@ def test_a_successor_goes_on_from_what_is_durable(begin: Any, command: type | No
 
 def test_what_nothing_durable_knew_of_is_ended_without_a_record() -> None:
     left = aborting()
-    heir = taken_over(undertaking(plan="", placement=None), left.durable(Conducting.ABORTING, 13.5), 8, PACE, 20.0)
+    heir = taken_over(undertaking(plan="", placement=None), left.durable(CoordinatorState.ABORTING, 13.5), 8, PACE, 20.0)
     move = all_say(heir, RankState.SERVING, concluded=7).move(20.0)
     assert move is not None
     assert move.records == ()
@@ -258,7 +258,7 @@ def test_whatever_is_lost_repeated_and_reordered_the_end_is_that_of_the_protocol
     proceeding, now, token = proposing(), 10.0, 3
     recorded: list[type] = []
     states = [proceeding.state]
-    while proceeding.state is not Conducting.IDLE:
+    while proceeding.state is not CoordinatorState.IDLE:
         now += 0.25
         assert now < 200, "every run ends"
         for rank, command in proceeding.due(now):
@@ -267,14 +267,14 @@ def test_whatever_is_lost_repeated_and_reordered_the_end_is_that_of_the_protocol
                 continue
             at = ranks[rank]
             match command:
-                case ProposeHandover() | DescribeHandover() if proceeding.state is Conducting.PROPOSING:
+                case ProposeHandover() | DescribeHandover() if proceeding.state is CoordinatorState.PROPOSING:
                     truth[rank] = min(truth[rank] + 1, 2)
                     said_so_far.append(at.words[truth[rank]])
                 case CommitHandover():
                     assert all(one == 2 for one in truth), "nobody is told to commit before all have staged"
                     said_so_far.append(at.committed[chance.random() < 0.5])
                 case AbortHandover():
-                    assert Conducting.COMMITTING not in states, "what was decided is not given up"
+                    assert CoordinatorState.COMMITTING not in states, "what was decided is not given up"
                     said_so_far.append(at.aborted)
         for word in chance.sample(said_so_far, min(2, len(said_so_far))):
             proceeding = proceeding.heard(word)
@@ -286,7 +286,7 @@ def test_whatever_is_lost_repeated_and_reordered_the_end_is_that_of_the_protocol
                 continue
             proceeding = proceeding.moved(move, now)
             states.append(proceeding.state)
-    committed = Conducting.COMMITTING in states
+    committed = CoordinatorState.COMMITTING in states
     assert committed == (MigrationCommitted in recorded)
     assert committed != (MigrationAborted in recorded)
     assert not (fails and committed)

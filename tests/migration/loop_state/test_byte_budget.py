@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from migration.loop_state import byte_budget
-from migration.loop_state.byte_budget import Spending
+from migration.loop_state.byte_budget import ByteBudget
 
 STORY = st.lists(st.tuples(st.floats(0, 50), st.integers(0, 1000)), max_size=30)
 """(seconds since the one before, bytes that somebody would like to copy)"""
@@ -14,7 +14,7 @@ STORY = st.lists(st.tuples(st.floats(0, 50), st.integers(0, 1000)), max_size=30)
 @given(STORY, st.integers(0, 2000), st.floats(1, 100))
 @example([(6.4e-178, 1), (1.0, 1)], 1, 1.0)  # the second comes when the interval of the first has ended, but for less than a float can tell
 def test_who_copies_no_more_than_is_left_never_copies_more_than_the_budget_in_any_interval(story: list[tuple[float, int]], budget: int, seconds: float) -> None:
-    kept, now, done = Spending(), 0.0, []
+    kept, now, done = ByteBudget(), 0.0, []
     for pause, wish in story:
         now += pause
         copied = min(wish, kept.left(now, budget, seconds))
@@ -26,7 +26,7 @@ def test_who_copies_no_more_than_is_left_never_copies_more_than_the_budget_in_an
 
 @given(STORY, st.floats(0, 200), st.floats(1, 100))
 def test_what_is_within_an_interval_is_what_was_copied_in_it(story: list[tuple[float, int]], later: float, seconds: float) -> None:
-    kept, now, done = Spending(), 0.0, []
+    kept, now, done = ByteBudget(), 0.0, []
     for pause, copied in story:
         now += pause
         kept.spend(now, copied)
@@ -39,7 +39,7 @@ def test_what_is_within_an_interval_is_what_was_copied_in_it(story: list[tuple[f
 def test_of_too_many_handovers_the_oldest_count_longer_never_shorter(story: list[tuple[float, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(byte_budget, "MOST_ENTRIES", 4)
-        few, now = Spending(), 0.0
+        few, now = ByteBudget(), 0.0
         done = []
         for pause, copied in story:
             now += pause
@@ -52,7 +52,7 @@ def test_of_too_many_handovers_the_oldest_count_longer_never_shorter(story: list
 
 
 def test_nobody_copies_less_than_nothing_and_what_is_told_late_counts_from_the_one_before() -> None:
-    kept = Spending()
+    kept = ByteBudget()
     with pytest.raises(ValueError, match="-1 bytes"):
         kept.spend(0.0, -1)
     kept.spend(10.0, 5)

@@ -11,15 +11,15 @@ from fleet.events import DispatchMeasured
 from fleet.layout import EP
 from fleet.placement import linear
 from migration.config import MigrationConfig
-from migration.engine_state.placement_registry import Entry, Fault, Refused
-from migration.loop_state.dispatch_windows import SLICES, Measured
+from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementFault
+from migration.loop_state.dispatch_windows import SLICES, DispatchWindows
 
-ENTRY = Entry("a", 1, EP, linear(layers=3, experts=8, ranks=2))
+ENTRY = EngineEntry("a", 1, EP, linear(layers=3, experts=8, ranks=2))
 CONFIG = MigrationConfig(window_seconds=30.0, judge_seconds=30.0)
 
 
-def measured(config: MigrationConfig = CONFIG) -> Measured:
-    found = Measured(config)
+def measured(config: MigrationConfig = CONFIG) -> DispatchWindows:
+    found = DispatchWindows(config)
     found.keep_only([ENTRY])
     return found
 
@@ -118,35 +118,35 @@ def test_what_is_kept_is_bounded_however_much_is_said(story: list[tuple[float, i
 @pytest.mark.parametrize(
     ("wrong", "fault"),
     [
-        ({"rank": 2}, Fault.SHAPE),
-        ({"balance": (1.0,)}, Fault.SHAPE),
-        ({"steps": 0}, Fault.DEMAND),
-        ({"took": float("inf")}, Fault.DEMAND),
-        ({"took": 1.5}, Fault.DEMAND),
-        ({"communication_seconds": 0.03}, Fault.DEMAND),
-        ({"communication_seconds": -0.01}, Fault.DEMAND),
-        ({"communication_seconds": float("nan")}, Fault.DEMAND),
-        ({"seconds": 1e9, "took": 1e9}, Fault.DEMAND),
-        ({"tokens": -1}, Fault.DEMAND),
-        ({"remote_ranks": (0.0, 0.0, 101.0)}, Fault.DEMAND),
-        ({"local": (0.0, 0.0, 201.0)}, Fault.DEMAND),
-        ({"local": (0.0, 0.0, -1.0)}, Fault.DEMAND),
-        ({"balance": (0.0, 0.0, 10.5)}, Fault.DEMAND),
-        ({"served": (0.0, float("nan"), 0.0)}, Fault.DEMAND),
+        ({"rank": 2}, PlacementFault.SHAPE),
+        ({"balance": (1.0,)}, PlacementFault.SHAPE),
+        ({"steps": 0}, PlacementFault.DEMAND),
+        ({"took": float("inf")}, PlacementFault.DEMAND),
+        ({"took": 1.5}, PlacementFault.DEMAND),
+        ({"communication_seconds": 0.03}, PlacementFault.DEMAND),
+        ({"communication_seconds": -0.01}, PlacementFault.DEMAND),
+        ({"communication_seconds": float("nan")}, PlacementFault.DEMAND),
+        ({"seconds": 1e9, "took": 1e9}, PlacementFault.DEMAND),
+        ({"tokens": -1}, PlacementFault.DEMAND),
+        ({"remote_ranks": (0.0, 0.0, 101.0)}, PlacementFault.DEMAND),
+        ({"local": (0.0, 0.0, 201.0)}, PlacementFault.DEMAND),
+        ({"local": (0.0, 0.0, -1.0)}, PlacementFault.DEMAND),
+        ({"balance": (0.0, 0.0, 10.5)}, PlacementFault.DEMAND),
+        ({"served": (0.0, float("nan"), 0.0)}, PlacementFault.DEMAND),
     ],
 )
-def test_what_cannot_be_is_refused_and_changes_nothing(wrong: dict[str, Any], fault: Fault) -> None:
+def test_what_cannot_be_is_refused_and_changes_nothing(wrong: dict[str, Any], fault: PlacementFault) -> None:
     kept = measured()
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(InvalidPlacementEvent) as refusal:
         kept.hear(said(**wrong), 0.0)
     assert refusal.value.fault is fault
     assert not kept._engines[1].slices
 
 
 def test_of_engines_that_are_not_present_nothing_is_kept_and_what_contradicts_one_that_is_is_refused() -> None:
-    kept = Measured(CONFIG)
+    kept = DispatchWindows(CONFIG)
     kept.hear(said(), 0.0)
     assert kept._engines == {}
-    kept.keep_only([Entry("b", 1, EP, ENTRY.placement)])
-    with pytest.raises(Refused, match="worker 1 is engine 'b'"):
+    kept.keep_only([EngineEntry("b", 1, EP, ENTRY.placement)])
+    with pytest.raises(InvalidPlacementEvent, match="worker 1 is engine 'b'"):
         kept.hear(said(), 0.0)

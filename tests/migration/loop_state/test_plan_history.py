@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from fleet.events import LoopFigures, MigrationAborted, MigrationCommitted, MigrationPlanned, Origin, PlanJudged, Verdict
-from migration.loop_state.persistent_state import MOST_ENGINES, MOST_HARMS, EngineMemory, Harm, Judging, LoopMemory
-from migration.loop_state.plan_history import MOST_TALES, MOST_TOLD, Annals
-from migration.loop_state.verdict import Prices
+from migration.loop_state.persistent_state import MOST_ENGINES, MOST_HARMS, EngineMemory, Harm, LoopMemory, PendingVerdict
+from migration.loop_state.plan_history import MOST_TALES, MOST_TOLD, PlanHistory
+from migration.loop_state.verdict import StepPrices
 
 FIGURES = LoopFigures(remote_ranks=1.0, local=0.5, balance=0.9, step_seconds=1e-3)
 
@@ -45,8 +45,8 @@ def judged(plan: str = "p", verdict: Verdict = "harmful") -> PlanJudged:
     )
 
 
-def told(*entries: Any) -> Annals:
-    annals = Annals()
+def told(*entries: Any) -> PlanHistory:
+    annals = PlanHistory()
     for at, entry in enumerate(entries):
         assert annals.hear(entry, float(at), 1000.0 + at)
     return annals
@@ -159,7 +159,7 @@ def test_old_stories_are_forgotten() -> None:
 def test_what_is_remembered_comes_back_whole_and_stays_small() -> None:
     cells = np.zeros((58, 256), bool)
     cells[3, 5] = cells[57, 255] = True
-    memory = EngineMemory(worker_id=7, trust=0.4, trust_at=5.0, judging=Judging(plan="p", prices=Prices(experts=1.0, remote=2.0)), at_start=FIGURES)
+    memory = EngineMemory(worker_id=7, trust=0.4, trust_at=5.0, judging=PendingVerdict(plan="p", prices=StepPrices(experts=1.0, remote=2.0)), at_start=FIGURES)
     for number in range(2 * MOST_HARMS):
         memory = memory.harmed(Harm.of(f"p{number}", 100.0, cells), 50.0)
     assert [harm.plan for harm in memory.harms] == [f"p{number}" for number in range(MOST_HARMS, 2 * MOST_HARMS)]

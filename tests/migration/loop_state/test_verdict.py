@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.events import LoopFigures
-from migration.loop_state.verdict import LEAST_TRUST, Case, Judgement, Measurement, Prices, judged, moved, recovered
+from migration.loop_state.verdict import LEAST_TRUST, Judgement, Measurement, PlanCase, StepPrices, judged, moved, recovered
 
-PRICES = Prices(experts=1e-3, remote=2e-3)
+PRICES = StepPrices(experts=1e-3, remote=2e-3)
 SHARES = st.floats(0.05, 1.0)
 RANKS = st.floats(0.0, 3.0)
 
@@ -38,7 +38,7 @@ class Seen:
         )
 
 
-def case(before: Seen | None, after: Seen | None, **fields: Any) -> Case:
+def case(before: Seen | None, after: Seen | None, **fields: Any) -> PlanCase:
     plain: dict[str, Any] = {
         "predicted_before": figures(1.5, 0.8),
         "predicted_after": figures(1.0, 0.8),
@@ -48,7 +48,7 @@ def case(before: Seen | None, after: Seen | None, **fields: Any) -> Case:
         "least_regret": 1e-5,
     }
     windows = {name: None if seen is None else seen.measurement() for name, seen in (("before", before), ("after", after))}
-    return Case(**{**plain, **windows, **fields})
+    return PlanCase(**{**plain, **windows, **fields})
 
 
 BEFORE = Seen()
@@ -126,7 +126,7 @@ def test_noise_is_no_harm_and_the_same_difference_without_it_is() -> None:
 
 @given(st.floats(0.2, 0.95), st.floats(8, 4096), st.floats(8, 4096))
 def test_a_balance_is_told_as_it_would_be_at_another_size_of_steps(placed: float, tokens: float, instead: float) -> None:
-    prices = Prices(experts=1.0, remote=0.0, chance=1.5)
+    prices = StepPrices(experts=1.0, remote=0.0, chance=1.5)
 
     def measured(size: float) -> float:
         return 1.0 / (1.0 + ((1.0 / placed - 1.0) ** 2 + 1.5**2 / size) ** 0.5)
@@ -137,7 +137,7 @@ def test_a_balance_is_told_as_it_would_be_at_another_size_of_steps(placed: float
 
 def test_less_traffic_is_no_harm() -> None:
     busy, quiet = Seen(balance=1 / (1 + 0.15), token=2e-3 / 100), Seen(balance=1 / (1 + 0.3), token=2e-3 / 25, step=1.9e-3)
-    plain = case(busy, quiet, prices=Prices(experts=1e-2, remote=2e-3), predicted_after=figures(1.5, 0.9))
-    knowing = case(busy, quiet, prices=Prices(experts=1e-2, remote=2e-3, chance=1.5), predicted_after=figures(1.5, 0.9))
+    plain = case(busy, quiet, prices=StepPrices(experts=1e-2, remote=2e-3), predicted_after=figures(1.5, 0.9))
+    knowing = case(busy, quiet, prices=StepPrices(experts=1e-2, remote=2e-3, chance=1.5), predicted_after=figures(1.5, 0.9))
     assert judged(plain, 1.0).verdict == "harmful"
     assert judged(knowing, 1.0).verdict == "kept"

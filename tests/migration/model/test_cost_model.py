@@ -9,7 +9,19 @@ from numpy.typing import NDArray
 from fleet.dispatch import loads, served_by, shares
 from fleet.placement import EMPTY, FULL, Placement, Split, linear
 from fleet.timing import EngineSpeed
-from migration.model.cost_model import Links, Terms, Transfers, balance, expert_seconds, figures, judged, payback, step_ceiling, traffic, transfer_seconds
+from migration.model.cost_model import (
+    CostTerms,
+    LinkSpeeds,
+    Transfers,
+    balance,
+    expert_seconds,
+    figures,
+    judged,
+    payback,
+    step_ceiling,
+    traffic,
+    transfer_seconds,
+)
 
 NODE = np.array([0, 0, 1, 1])
 SPEED = EngineSpeed(dispatch=2e-6, dispatch_node=5e-6, expert_pair=1e-7)
@@ -56,7 +68,7 @@ def test_who_serves_whom_is_what_tokens_are_sent_by(seed: int) -> None:
 def test_distinct_destinations_are_those_of_tokens_drawn_one_by_one() -> None:
     dice = np.random.default_rng(5)
     held, wanted, top_k = placement(dice, layers=1), demand(dice, layers=1), 3
-    terms = Terms(SPEED, NODE, top_k, step_tokens=1000.0)
+    terms = CostTerms(SPEED, NODE, top_k, step_tokens=1000.0)
     tokens = 1000.0 * wanted.sum(axis=(1, 2)) / wanted.sum()
     sent = traffic(held, wanted, terms)
     draws = 20_000
@@ -77,7 +89,7 @@ def test_distinct_destinations_are_those_of_tokens_drawn_one_by_one() -> None:
 def test_seconds_are_those_of_the_slowest_rank_and_the_busiest_link_of_each_layer() -> None:
     dice = np.random.default_rng(2)
     held, wanted = placement(dice), demand(dice)
-    terms = Terms(SPEED, NODE, 2, step_tokens=50.0)
+    terms = CostTerms(SPEED, NODE, 2, step_tokens=50.0)
     found, sent = figures(held, wanted, terms, memory_seconds=0.25), traffic(held, wanted, terms)
     scale = 50.0 * 2 * 2 / wanted.sum()
     load = loads(held, wanted, NODE)
@@ -106,14 +118,14 @@ def test_with_many_tokens_only_what_the_placement_leaves_uneven_counts() -> None
 
 def test_equal_demand_everywhere_reaches_as_many_ranks_as_independent_draws_do() -> None:
     held = linear(layers=3, experts=256, ranks=8)
-    found = figures(held, np.ones((8, 3, 256)), Terms(SPEED, np.zeros(8, np.intp), 8, step_tokens=1024))
+    found = figures(held, np.ones((8, 3, 256)), CostTerms(SPEED, np.zeros(8, np.intp), 8, step_tokens=1024))
     assert found.remote_ranks == pytest.approx(7 * (1 - (7 / 8) ** 8))
     assert (found.remote_nodes, found.balance) == (0.0, 1.0)
     assert found.local == pytest.approx(1 / 8)
 
 
 def test_without_demand_nothing_takes_time() -> None:
-    found = figures(linear(layers=1, experts=4, ranks=2), np.zeros((2, 1, 4)), Terms(SPEED, np.zeros(2, np.intp), 2, step_tokens=8))
+    found = figures(linear(layers=1, experts=4, ranks=2), np.zeros((2, 1, 4)), CostTerms(SPEED, np.zeros(2, np.intp), 2, step_tokens=8))
     assert (found.seconds.total, found.balance, found.local, found.remote_ranks) == (0.0, 1.0, 1.0, 0.0)
 
 
@@ -126,7 +138,7 @@ def test_balance_of_an_idle_layer_is_one() -> None:
     assert balance(np.array([[0.0, 0.0], [1.0, 3.0]])).tolist() == [1.0, 2 / 3]
 
 
-LINKS = Links(same_node=100.0, cross_node=10.0, checkpoint=5.0, checksum=50.0, handover_seconds=0.5, contention=0.1)
+LINKS = LinkSpeeds(same_node=100.0, cross_node=10.0, checkpoint=5.0, checksum=50.0, handover_seconds=0.5, contention=0.1)
 
 
 def transfers(*rows: tuple[int, int, int, float]) -> Transfers:
@@ -163,17 +175,17 @@ def test_what_copies_nothing_has_paid_at_once() -> None:
 @pytest.mark.parametrize("wrong", [{"same_node": 0.0}, {"contention": 2.0}, {"handover_seconds": float("nan")}])
 def test_links_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="links"):
-        Links(**{"same_node": 1.0, "cross_node": 1.0, **wrong})
+        LinkSpeeds(**{"same_node": 1.0, "cross_node": 1.0, **wrong})
 
 
 def test_terms_out_of_range_are_refused() -> None:
     for wrong in ({"top_k": 0}, {"step_tokens": 0.0}, {"step_tokens": float("inf")}):
         with pytest.raises(ValueError, match="terms"):
-            Terms(**{"speed": SPEED, "node": NODE, "top_k": 1, "step_tokens": 1.0, **wrong})  # type: ignore[arg-type]
+            CostTerms(**{"speed": SPEED, "node": NODE, "top_k": 1, "step_tokens": 1.0, **wrong})  # type: ignore[arg-type]
 
 
 def test_the_unit_of_the_demand_does_not_matter() -> None:
     dice = np.random.default_rng(1)
-    held, wanted, terms = placement(dice), demand(dice), Terms(SPEED, NODE, 2, step_tokens=8)
+    held, wanted, terms = placement(dice), demand(dice), CostTerms(SPEED, NODE, 2, step_tokens=8)
     one, other = (figures(held, wanted * unit, terms) for unit in (1.0, 1024.0))
     assert one == other

@@ -5,8 +5,8 @@ import pytest
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Placement, linear
-from migration.model.move_history import NEVER, SIGNIFICANT, History, counted, differs
-from migration.model.placement_changes import NOWHERE, Changes, Kind, joined
+from migration.model.move_history import NEVER, SIGNIFICANT, MoveHistory, counted, differs
+from migration.model.placement_changes import NOWHERE, ChangeKind, PlacementChanges, joined
 
 WORKER = 5
 
@@ -20,21 +20,23 @@ def counts(*shares: float, pairs: float = 10_000.0) -> NDArray[np.float32]:
     return np.array([[shares]], np.float32) * np.float32(pairs)
 
 
-def change(kind: Kind, slot: int, expert: int, other: int = NOWHERE, other_expert: int = EMPTY) -> Changes:
-    return Changes._make(np.array([part]) for part in (int(kind), 0, slot, expert, other, other_expert, 1.0))
+def change(kind: ChangeKind, slot: int, expert: int, other: int = NOWHERE, other_expert: int = EMPTY) -> PlacementChanges:
+    return PlacementChanges._make(np.array([part]) for part in (int(kind), 0, slot, expert, other, other_expert, 1.0))
 
 
 BEFORE, AFTER = [0, 1, 2, EMPTY], [0, 1, 2, 0]
 """expert 0 was replicated to rank 1"""
-BACK = change(Kind.DROP, 3, EMPTY)
+BACK = change(ChangeKind.DROP, 3, EMPTY)
 
 
-def replicated(demand: NDArray[np.float32] | None) -> History:
-    return History.begin(WORKER, placement(BEFORE, 0)).committed(placement(AFTER, 1), "plan", 100.0, demand)
+def replicated(demand: NDArray[np.float32] | None) -> MoveHistory:
+    return MoveHistory.begin(WORKER, placement(BEFORE, 0)).committed(placement(AFTER, 1), "plan", 100.0, demand)
 
 
 def test_an_expert_that_was_moved_rests_and_its_layer_for_another_while() -> None:
-    history = History.begin(WORKER, placement(BEFORE, 0, layers=2)).committed(Placement(np.array([AFTER, BEFORE]), experts=3, ranks=2, epoch=1), "plan", 100.0)
+    history = MoveHistory.begin(WORKER, placement(BEFORE, 0, layers=2)).committed(
+        Placement(np.array([AFTER, BEFORE]), experts=3, ranks=2, epoch=1), "plan", 100.0
+    )
     assert history.moved.tolist() == [[100.0, NEVER, NEVER], [NEVER] * 3]
     assert history.frozen(150.0, 60.0).tolist() == [[True, False, False], [False] * 3]
     assert history.frozen(150.0, 60.0, 60.0).tolist() == [[True] * 3, [False] * 3]
@@ -42,7 +44,7 @@ def test_an_expert_that_was_moved_rests_and_its_layer_for_another_while() -> Non
 
 
 def test_changing_slots_inside_a_rank_is_no_move() -> None:
-    history = History.begin(WORKER, placement([0, 1, 2, EMPTY], 0)).committed(placement([1, 0, EMPTY, 2], 1), "plan", 100.0)
+    history = MoveHistory.begin(WORKER, placement([0, 1, 2, EMPTY], 0)).committed(placement([1, 0, EMPTY, 2], 1), "plan", 100.0)
     assert (history.moved == NEVER).all()
 
 
@@ -55,20 +57,20 @@ def test_what_the_last_plan_did_is_not_undone_on_the_same_demand() -> None:
 
 def test_new_demand_for_what_comes_instead_is_evidence_too() -> None:
     history = replicated(counts(0.5, 0.25, 0.25))
-    instead = change(Kind.REPLICATE, 3, 1)
+    instead = change(ChangeKind.REPLICATE, 3, 1)
     assert not history.without_reversals(instead, counts(0.5, 0.25, 0.25))
     assert history.without_reversals(instead, counts(0.5, 0.35, 0.15))
 
 
 def test_what_builds_on_a_dropped_change_is_dropped_with_it() -> None:
     history = replicated(counts(0.5, 0.25, 0.25))
-    both = joined([BACK, change(Kind.REPLICATE, 3, 1)])
+    both = joined([BACK, change(ChangeKind.REPLICATE, 3, 1)])
     assert not history.without_reversals(both, counts(0.5, 0.25, 0.25))
 
 
 def test_what_the_last_plan_did_not_touch_is_free() -> None:
     history = replicated(counts(0.5, 0.25, 0.25))
-    assert history.without_reversals(change(Kind.SWAP, 1, 2, 2, 1), counts(0.5, 0.25, 0.25))
+    assert history.without_reversals(change(ChangeKind.SWAP, 1, 2, 2, 1), counts(0.5, 0.25, 0.25))
 
 
 def test_a_rank_whose_own_demand_changed_is_evidence_though_the_sum_did_not() -> None:
@@ -104,7 +106,7 @@ def test_an_epoch_that_is_known_changes_nothing_and_another_shape_is_refused() -
 
 
 def test_an_epoch_of_no_plan_leaves_nothing_to_be_undone() -> None:
-    history = History.begin(WORKER, placement(BEFORE, 0)).committed(placement(AFTER, 1), None, 100.0)
+    history = MoveHistory.begin(WORKER, placement(BEFORE, 0)).committed(placement(AFTER, 1), None, 100.0)
     assert history.without_reversals(BACK, counts(0.5, 0.25, 0.25))
 
 
@@ -125,7 +127,7 @@ def test_rates_become_counts_of_the_pairs_behind_them() -> None:
 def test_experts_that_did_harm_rest_until_their_time_also_while_others_are_moved() -> None:
     cells = np.zeros((1, 4), bool)
     cells[0, 2] = True
-    history = History.begin(1, linear(layers=1, experts=4, ranks=2)).harmed(cells, 100.0).harmed(cells, 50.0)
+    history = MoveHistory.begin(1, linear(layers=1, experts=4, ranks=2)).harmed(cells, 100.0).harmed(cells, 50.0)
     moved = Placement(np.array([[1, 0, 2, 3]], np.int16), experts=4, ranks=2, epoch=1)
     later = history.committed(moved, "p", 10.0)
     np.testing.assert_array_equal(later.frozen(99.0, 1.0), cells)

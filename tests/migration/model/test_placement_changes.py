@@ -4,22 +4,24 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from migration.model.placement_changes import COPIES, Changes, Kind, within
+from migration.model.placement_changes import COPIES, ChangeKind, PlacementChanges, within
 
 
-def changes(rows: list[tuple[Kind, int, float]]) -> Changes:
+def changes(rows: list[tuple[ChangeKind, int, float]]) -> PlacementChanges:
     """Of (kind, layer, gain); slots tell which is which."""
     kind, layer, gain = (np.array(part) for part in zip(*rows, strict=True))
     nothing = np.full(len(rows), -1)
-    return Changes(kind.astype(np.uint8), layer.astype(np.int32), np.arange(len(rows), dtype=np.int32), nothing, nothing, nothing, gain.astype(np.float64))
+    return PlacementChanges(
+        kind.astype(np.uint8), layer.astype(np.int32), np.arange(len(rows), dtype=np.int32), nothing, nothing, nothing, gain.astype(np.float64)
+    )
 
 
-series = st.lists(st.tuples(st.sampled_from(Kind), st.integers(0, 2), st.sampled_from([-1.0, 0.0, 0.5, 1.0, 3.0])), min_size=1, max_size=12)
+series = st.lists(st.tuples(st.sampled_from(ChangeKind), st.integers(0, 2), st.sampled_from([-1.0, 0.0, 0.5, 1.0, 3.0])), min_size=1, max_size=12)
 
 
 @settings(max_examples=60, deadline=None)
 @given(rows=series, most=st.integers(0, 12))
-def test_no_change_is_made_without_those_of_its_layer_before_it(rows: list[tuple[Kind, int, float]], most: int) -> None:
+def test_no_change_is_made_without_those_of_its_layer_before_it(rows: list[tuple[ChangeKind, int, float]], most: int) -> None:
     planned = changes(rows)
     found = within(planned, most)
     assert found.copies.sum() <= most
@@ -30,15 +32,15 @@ def test_no_change_is_made_without_those_of_its_layer_before_it(rows: list[tuple
 
 
 def test_a_drop_waits_for_the_copy_that_makes_it_legal() -> None:
-    found = within(changes([(Kind.REPLICATE, 0, 1.0), (Kind.DROP, 0, 0.0), (Kind.REPLICATE, 1, 2.0)]), 1)
+    found = within(changes([(ChangeKind.REPLICATE, 0, 1.0), (ChangeKind.DROP, 0, 0.0), (ChangeKind.REPLICATE, 1, 2.0)]), 1)
     assert found.slot.tolist() == [2]
 
 
 def test_a_small_step_before_a_large_one_is_not_lost() -> None:
-    found = within(changes([(Kind.REPLICATE, 0, 1.0), (Kind.REPLICATE, 1, 0.0), (Kind.REPLICATE, 1, 9.0)]), 2)
+    found = within(changes([(ChangeKind.REPLICATE, 0, 1.0), (ChangeKind.REPLICATE, 1, 0.0), (ChangeKind.REPLICATE, 1, 9.0)]), 2)
     assert found.slot.tolist() == [1, 2]
 
 
 def test_what_fits_is_taken_whole() -> None:
-    planned = changes([(Kind.SWAP, 0, 1.0), (Kind.MOVE, 1, -1.0)])
-    assert within(planned, int(COPIES[[Kind.SWAP, Kind.MOVE]].sum())) is planned
+    planned = changes([(ChangeKind.SWAP, 0, 1.0), (ChangeKind.MOVE, 1, -1.0)])
+    assert within(planned, int(COPIES[[ChangeKind.SWAP, ChangeKind.MOVE]].sum())) is planned

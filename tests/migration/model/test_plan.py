@@ -10,44 +10,44 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, FULL, Placement, Split, even_split
-from migration.model.constraints import Limits
-from migration.model.placement_changes import NOWHERE, Changes, Kind, Table, copies_between, joined, made, taken
-from migration.model.plan import Cause, Handover, Inapplicable, Plan, applied, planned, replay
+from migration.model.constraints import Constraints
+from migration.model.placement_changes import NOWHERE, ChangeKind, PlacementChanges, Table, copies_between, joined, made, taken
+from migration.model.plan import Handover, Inapplicable, Plan, PlanCause, applied, planned, replay
 from migration.planning.handover_batching import ordered, transfers
-from migration.planning.staging_capacity import Room, Unorderable
+from migration.planning.staging_capacity import StagingRoom, Unorderable
 from migration.solvers.table_diff import between, shortened
 
 EXPERT_BYTES = 10
 
 
-def changes(*rows: tuple[int, int, int, int, int, int, float]) -> Changes:
+def changes(*rows: tuple[int, int, int, int, int, int, float]) -> PlacementChanges:
     """Of (kind, layer, slot, expert, other slot, other expert, gain)."""
     types = (np.uint8, np.int32, np.int32, np.int16, np.int32, np.int16, np.float64)
-    return Changes._make(np.array(column, kind) for column, kind in zip(zip(*rows, strict=True), types, strict=True))
+    return PlacementChanges._make(np.array(column, kind) for column, kind in zip(zip(*rows, strict=True), types, strict=True))
 
 
-def replicate(layer: int, slot: int, expert: int, gain: float = 0.0) -> Changes:
-    return changes((Kind.REPLICATE, layer, slot, expert, NOWHERE, EMPTY, gain))
+def replicate(layer: int, slot: int, expert: int, gain: float = 0.0) -> PlacementChanges:
+    return changes((ChangeKind.REPLICATE, layer, slot, expert, NOWHERE, EMPTY, gain))
 
 
-def swap(layer: int, slot: int, expert: int, other_slot: int, other_expert: int, gain: float = 0.0) -> Changes:
-    return changes((Kind.SWAP, layer, slot, expert, other_slot, other_expert, gain))
+def swap(layer: int, slot: int, expert: int, other_slot: int, other_expert: int, gain: float = 0.0) -> PlacementChanges:
+    return changes((ChangeKind.SWAP, layer, slot, expert, other_slot, other_expert, gain))
 
 
-def move(layer: int, slot: int, expert: int, other_slot: int, gain: float = 0.0) -> Changes:
-    return changes((Kind.MOVE, layer, slot, expert, other_slot, EMPTY, gain))
+def move(layer: int, slot: int, expert: int, other_slot: int, gain: float = 0.0) -> PlacementChanges:
+    return changes((ChangeKind.MOVE, layer, slot, expert, other_slot, EMPTY, gain))
 
 
-def drop(layer: int, slot: int) -> Changes:
-    return changes((Kind.DROP, layer, slot, EMPTY, NOWHERE, EMPTY, 0.0))
+def drop(layer: int, slot: int) -> PlacementChanges:
+    return changes((ChangeKind.DROP, layer, slot, EMPTY, NOWHERE, EMPTY, 0.0))
 
 
 def placement(*rows: list[int], ranks: int, experts: int, epoch: int = 7) -> Placement:
     return Placement(np.array(rows), experts=experts, ranks=ranks, epoch=epoch)
 
 
-def room(ranks: int, staging: int | None = None, per_node: int = 2) -> Room:
-    return Room(np.arange(ranks) // per_node, EXPERT_BYTES, staging)
+def room(ranks: int, staging: int | None = None, per_node: int = 2) -> StagingRoom:
+    return StagingRoom(np.arange(ranks) // per_node, EXPERT_BYTES, staging)
 
 
 def random_table(dice: np.random.Generator, layers: int, experts: int, ranks: int, per: int) -> Table:
@@ -64,17 +64,21 @@ def random_table(dice: np.random.Generator, layers: int, experts: int, ranks: in
     return table.reshape(layers, -1)
 
 
-def random_changes(dice: np.random.Generator, table: Table, ranks: int, experts: int, count: int) -> Changes:
+def random_changes(dice: np.random.Generator, table: Table, ranks: int, experts: int, count: int) -> PlacementChanges:
     """So many tries at changes that are legal one after another."""
-    table, per, found = table.copy(), table.shape[1] // ranks, list[Changes]()
+    table, per, found = table.copy(), table.shape[1] // ranks, list[PlacementChanges]()
     for _ in range(count):
-        layer, kind = int(dice.integers(len(table))), Kind(int(dice.integers(4)))
+        layer, kind = int(dice.integers(len(table))), ChangeKind(int(dice.integers(4)))
         slot, other = (int(at) for at in dice.integers(table.shape[1], size=2))
         there = int(table[layer, slot])
-        wanted = int(dice.integers(experts)) if kind == Kind.REPLICATE else EMPTY if kind == Kind.DROP else int(table[layer, other])
-        if there == wanted or (kind == Kind.SWAP and there == EMPTY) or (kind in (Kind.SWAP, Kind.MOVE) and (wanted == EMPTY or slot // per == other // per)):
+        wanted = int(dice.integers(experts)) if kind == ChangeKind.REPLICATE else EMPTY if kind == ChangeKind.DROP else int(table[layer, other])
+        if (
+            there == wanted
+            or (kind == ChangeKind.SWAP and there == EMPTY)
+            or (kind in (ChangeKind.SWAP, ChangeKind.MOVE) and (wanted == EMPTY or slot // per == other // per))
+        ):
             continue
-        second = (other, there if kind == Kind.SWAP else EMPTY) if kind in (Kind.SWAP, Kind.MOVE) else (NOWHERE, EMPTY)
+        second = (other, there if kind == ChangeKind.SWAP else EMPTY) if kind in (ChangeKind.SWAP, ChangeKind.MOVE) else (NOWHERE, EMPTY)
         one = changes((kind, layer, slot, wanted, *second, float(dice.random())))
         after = made(table, one)
         if legal(after[[layer]], ranks, experts):
@@ -147,7 +151,7 @@ def test_experts_keep_the_live_holders_that_they_must_after_every_handover(shape
     last = Placement(made(table, wanted), experts=experts, ranks=ranks)
     count = np.minimum(start.replicas_on_rank.sum(axis=1), last.replicas_on_rank.sum(axis=1))
     least = np.minimum(count, dice.integers(1, 3, count.shape))
-    plan = planned(start, ordered(start, wanted, room(ranks, 100), limits=Limits(least_replicas=least)))
+    plan = planned(start, ordered(start, wanted, room(ranks, 100), limits=Constraints(least_replicas=least)))
     for placement_of_epoch in replay(start, plan):
         assert (placement_of_epoch.replicas_on_rank.sum(axis=1) >= least).all()
 
@@ -204,7 +208,7 @@ def test_a_replica_that_later_changes_take_back_is_not_copied() -> None:
     table = np.array([[0, EMPTY, 1, EMPTY]], np.int16)
     to_and_fro = joined([replicate(0, 1, 1), drop(0, 1), replicate(0, 3, 0, 2.0)])
     found = shortened(table, to_and_fro, 2)
-    assert [(Kind(kind), int(expert)) for kind, expert in zip(found.kind, found.expert, strict=True)] == [(Kind.REPLICATE, 0)]
+    assert [(ChangeKind(kind), int(expert)) for kind, expert in zip(found.kind, found.expert, strict=True)] == [(ChangeKind.REPLICATE, 0)]
 
 
 def test_with_a_spare_slot_nothing_is_copied_in_vain() -> None:
@@ -215,7 +219,7 @@ def test_with_a_spare_slot_nothing_is_copied_in_vain() -> None:
 
 def test_a_ring_of_experts_without_another_holder_is_turned_by_swaps() -> None:
     found = between(np.array([[0, 1, 2]], np.int16), np.array([[2, 0, 1]], np.int16), 3)
-    assert [Kind(kind) for kind in found.kind] == [Kind.SWAP, Kind.SWAP]
+    assert [ChangeKind(kind) for kind in found.kind] == [ChangeKind.SWAP, ChangeKind.SWAP]
 
 
 def test_experts_that_only_change_slots_inside_their_rank_are_left_alone() -> None:
@@ -247,7 +251,7 @@ def test_a_copy_comes_from_the_same_node_and_from_whom_gave_least() -> None:
 def test_a_dead_holder_is_no_source_and_what_nobody_else_holds_comes_from_the_checkpoint() -> None:
     start = placement([0, 1, 0, EMPTY, 2, EMPTY], ranks=3, experts=3)
     live = np.array([False, True, True])
-    (handover,) = ordered(start, joined([replicate(0, 5, 0), move(0, 3, 1, 1)]), room(3), limits=Limits(live=live))
+    (handover,) = ordered(start, joined([replicate(0, 5, 0), move(0, 3, 1, 1)]), room(3), limits=Constraints(live=live))
     assert [(copy.source, copy.link) for step in handover.steps for copy in step.copies] == [(2, "cross-node"), (None, "checkpoint")]
 
 
@@ -286,10 +290,10 @@ def test_an_expert_that_must_keep_two_holders_has_them_after_every_handover() ->
     start = placement([0, 1, 0, 2, 3, EMPTY], ranks=3, experts=4)
     there_and_back = joined([replicate(0, 0, 3), replicate(0, 5, 0)])
     least = np.array([[2, 1, 1, 1]])
-    series = ordered(start, there_and_back, room(3, staging=1), limits=Limits(least_replicas=least))
+    series = ordered(start, there_and_back, room(3, staging=1), limits=Constraints(least_replicas=least))
     assert [len(handover.steps) for handover in series] == [2]
     with pytest.raises(Unorderable, match="must keep 2"):
-        ordered(start, taken(there_and_back, np.array([0])), room(3), limits=Limits(least_replicas=least))
+        ordered(start, taken(there_and_back, np.array([0])), room(3), limits=Constraints(least_replicas=least))
 
 
 @pytest.mark.parametrize(
@@ -302,14 +306,14 @@ def test_an_expert_that_must_keep_two_holders_has_them_after_every_handover() ->
         (drop(0, 1), "is empty"),
     ],
 )
-def test_changes_that_are_not_legal_are_named(wrong: Changes, why: str) -> None:
+def test_changes_that_are_not_legal_are_named(wrong: PlacementChanges, why: str) -> None:
     with pytest.raises(Unorderable, match=why):
         ordered(placement([0, EMPTY, 1, EMPTY], ranks=2, experts=2), wrong, room(2))
 
 
 def test_nothing_is_put_on_a_rank_that_is_not_live() -> None:
     with pytest.raises(Unorderable, match="not live"):
-        ordered(placement([0, EMPTY, 1, EMPTY], ranks=2, experts=2), replicate(0, 3, 0), room(2), limits=Limits(live=np.array([True, False])))
+        ordered(placement([0, EMPTY, 1, EMPTY], ranks=2, experts=2), replicate(0, 3, 0), room(2), limits=Constraints(live=np.array([True, False])))
 
 
 def plan_of_one() -> tuple[Placement, Plan]:
@@ -328,13 +332,13 @@ def test_a_plan_survives_being_written_down_and_equal_plans_have_equal_ids() -> 
 @pytest.mark.parametrize(
     ("rows", "epoch", "cause"),
     [
-        ([0, EMPTY, 1, 0], 8, Cause.EPOCH),
-        ([0, 1, 1, 0], 7, Cause.SLOT),
-        ([0, EMPTY, 0, 1], 7, Cause.SOURCE),
-        ([1, EMPTY, 1, 0], 7, Cause.DUPLICATE),
+        ([0, EMPTY, 1, 0], 8, PlanCause.EPOCH),
+        ([0, 1, 1, 0], 7, PlanCause.SLOT),
+        ([0, EMPTY, 0, 1], 7, PlanCause.SOURCE),
+        ([1, EMPTY, 1, 0], 7, PlanCause.DUPLICATE),
     ],
 )
-def test_a_plan_that_meets_another_placement_is_refused_with_the_cause(rows: list[int], epoch: int, cause: Cause) -> None:
+def test_a_plan_that_meets_another_placement_is_refused_with_the_cause(rows: list[int], epoch: int, cause: PlanCause) -> None:
     _, plan = plan_of_one()
     with pytest.raises(Inapplicable, match="plan") as refused:
         replay(placement(rows, ranks=2, experts=2, epoch=epoch), plan)
@@ -345,7 +349,7 @@ def test_a_plan_for_another_shape_is_refused() -> None:
     _, plan = plan_of_one()
     with pytest.raises(Inapplicable) as refused:
         replay(placement([0, 1, EMPTY, 1, 0, EMPTY], ranks=2, experts=2), plan)
-    assert refused.value.cause == Cause.SHAPE
+    assert refused.value.cause == PlanCause.SHAPE
 
 
 def changed(step: dict[str, Any]) -> Handover:
@@ -357,15 +361,15 @@ def changed(step: dict[str, Any]) -> Handover:
 @pytest.mark.parametrize(
     ("step", "cause"),
     [
-        ({"layer": 4}, Cause.SHAPE),
-        ({"slot": 9}, Cause.SHAPE),
-        ({"expert": None}, Cause.SHAPE),
-        ({"copies": ()}, Cause.COPY),
-        ({"kind": "drop", "slot": 0, "expert": 0}, Cause.COPY),
-        ({"kind": "drop", "slot": 2, "expert": 1, "copies": ()}, Cause.PLACEMENT),
+        ({"layer": 4}, PlanCause.SHAPE),
+        ({"slot": 9}, PlanCause.SHAPE),
+        ({"expert": None}, PlanCause.SHAPE),
+        ({"copies": ()}, PlanCause.COPY),
+        ({"kind": "drop", "slot": 0, "expert": 0}, PlanCause.COPY),
+        ({"kind": "drop", "slot": 2, "expert": 1, "copies": ()}, PlanCause.PLACEMENT),
     ],
 )
-def test_a_step_that_makes_no_sense_is_refused(step: dict[str, Any], cause: Cause) -> None:
+def test_a_step_that_makes_no_sense_is_refused(step: dict[str, Any], cause: PlanCause) -> None:
     start, _ = plan_of_one()
     with pytest.raises(Inapplicable) as refused:
         applied(start, changed(step))

@@ -2,8 +2,8 @@
 
 from fleet.events import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
 from fleet.placement import linear
-from migration.engine_state.liveness import Pulse
-from migration.model.plan_log import Chronicle
+from migration.engine_state.liveness import Liveness
+from migration.model.plan_log import PlanLog
 
 RECORD = linear(layers=1, experts=2, ranks=2).record()
 
@@ -41,7 +41,7 @@ def aborted(number: int, plan: str = "p") -> MigrationAborted:
 
 
 def test_a_plan_is_under_way_until_its_last_handover_is_committed() -> None:
-    chronicle = Chronicle()
+    chronicle = PlanLog()
     for entry, after in ((planned(), 0), (staged(0), 0), (committed(0), 1), (staged(1), 1)):
         assert chronicle.heard(entry)
         course = chronicle.under_way("a")
@@ -57,7 +57,7 @@ def test_a_plan_is_under_way_until_its_last_handover_is_committed() -> None:
 
 
 def test_what_is_stored_of_a_plan_is_needed_until_it_is_over_also_where_another_was_under_way() -> None:
-    chronicle = Chronicle()
+    chronicle = PlanLog()
     for entry in (planned(), planned("second")):
         chronicle.heard(entry)
         assert chronicle.over("a") == {}
@@ -74,7 +74,7 @@ def test_what_is_stored_of_a_plan_is_needed_until_it_is_over_also_where_another_
 
 
 def test_an_abort_ends_it_and_repetitions_are_no_news() -> None:
-    chronicle = Chronicle()
+    chronicle = PlanLog()
     log = [planned(), staged(0), committed(0), aborted(1)]
     for entry in log:
         assert not chronicle.has(entry)
@@ -85,7 +85,7 @@ def test_an_abort_ends_it_and_repetitions_are_no_news() -> None:
 
 
 def test_ids_are_used_once() -> None:
-    chronicle = Chronicle()
+    chronicle = PlanLog()
     assert chronicle.unused("a", "p") == "p"
     for plan in ("p", "p-2"):
         chronicle.heard(planned(plan))
@@ -95,7 +95,7 @@ def test_ids_are_used_once() -> None:
 
 
 def test_a_plan_recorded_beside_another_waits_to_be_ended_and_disturbs_nothing() -> None:
-    chronicle = Chronicle()
+    chronicle = PlanLog()
     for entry in (planned("p"), planned("q"), staged(0)):
         chronicle.heard(entry)
     assert chronicle.second("a") == planned("q")
@@ -109,7 +109,7 @@ def test_a_plan_recorded_beside_another_waits_to_be_ended_and_disturbs_nothing()
 
 
 def test_silence_counts_only_while_it_could_have_been_broken() -> None:
-    pulse = Pulse(3.0)
+    pulse = Liveness(3.0)
     for now in range(10):
         pulse.look(now, connected=True)
     assert pulse.silent(1, 9.0) == 9.0

@@ -9,24 +9,24 @@ from scipy.optimize import linprog
 
 from benchmarks.rig.placements.popularity import domains, load
 from fleet.placement import linear
-from migration.planning.cluster_homes import Traffic, chained, homes, laid_onto, routed
+from migration.planning.cluster_homes import ClusterTraffic, chained, homes, laid_onto, routed
 from migration.solvers.load_cap import held_of
-from migration.solvers.locality_placement import Room, located
+from migration.solvers.locality_placement import LocalityProblem, located
 
 LAYERS, EXPERTS, RANKS = 4, 32, 4
-ROOM = Room(np.zeros(RANKS, np.intp), 10, balance=0.9)
+ROOM = LocalityProblem(np.zeros(RANKS, np.intp), 10, balance=0.9)
 
 
-def traffic(special: float, clusters: int = 8, seed: int = 0, leak: float = 0.0) -> Traffic:
+def traffic(special: float, clusters: int = 8, seed: int = 0, leak: float = 0.0) -> ClusterTraffic:
     """Clusters of so many domains of four, each a little its own."""
     dice = np.random.default_rng(seed)
     kinds = domains("topheavy", 4, special, LAYERS, EXPERTS, dice)
     own = special > 0
     profiles = np.stack([0.8 * kinds[at % 4] + 0.2 * (load("topheavy", LAYERS, EXPERTS, dice) if own else kinds[at % 4]) for at in range(clusters)])
-    return Traffic(profiles, dice.dirichlet(np.full(clusters, 5.0)), leak)
+    return ClusterTraffic(profiles, dice.dirichlet(np.full(clusters, 5.0)), leak)
 
 
-def best_alternation(given: Traffic, room: Room, seed: int) -> float:
+def best_alternation(given: ClusterTraffic, room: LocalityProblem, seed: int) -> float:
     """Both halves by exact linear programmes, from a random start: the local share it ends at."""
     start = np.random.default_rng(seed).dirichlet(np.ones(room.ranks), len(given.shares))
     reached, where = 0.0, start
@@ -76,7 +76,7 @@ def test_homogeneous_traffic_gets_no_homes(pairs: NDArray[np.float64] | None) ->
 
 def test_one_cluster_has_no_place_of_its_own() -> None:
     given = traffic(0.5)
-    alone = Traffic(given.profiles, np.eye(8)[0])
+    alone = ClusterTraffic(given.profiles, np.eye(8)[0])
     assert homes(alone, ROOM).homes is None
 
 
@@ -84,7 +84,7 @@ def test_homes_fit_their_ranks_and_unused_clusters_have_none() -> None:
     given = traffic(0.5)
     shares = np.where(np.arange(8) == 3, 0.0, given.shares)
     capacity = np.array([0.4, 0.3, 0.2, 0.2])
-    found = homes(Traffic(given.profiles, shares, 0.1, capacity), ROOM).homes
+    found = homes(ClusterTraffic(given.profiles, shares, 0.1, capacity), ROOM).homes
     assert found is not None
     assert found.sum(axis=1) == pytest.approx((np.arange(8) != 3) * 1.0)
     assert (shares / shares.sum() @ found <= capacity + 1e-6).all()
@@ -99,7 +99,7 @@ def test_homes_of_before_are_kept_unless_others_are_clearly_better() -> None:
     again = homes(given, ROOM, before=first.homes, present=table)
     assert np.array_equal(again.homes, first.homes)
     assert again.saved_before == pytest.approx(first.saved, abs=1e-3)
-    regrouped = Traffic(given.profiles[[0, 4, 1, 5, 2, 6, 3, 7]], given.shares)
+    regrouped = ClusterTraffic(given.profiles[[0, 4, 1, 5, 2, 6, 3, 7]], given.shares)
     other = homes(regrouped, ROOM, before=first.homes, present=table)
     assert not np.array_equal(other.homes, first.homes)
     assert other.saved > other.saved_before + 0.005
@@ -121,7 +121,7 @@ def test_ranks_are_renamed_to_where_experts_are_already() -> None:
 def test_only_like_ranks_and_nodes_take_each_others_place() -> None:
     found, held = np.eye(4), np.eye(4, dtype=bool)[None]
     present = held[:, [2, 3, 1, 0]]
-    room = Room(np.array([0, 0, 1, 1]), 1)
+    room = LocalityProblem(np.array([0, 0, 1, 1]), 1)
     assert laid_onto(found, held, present, room, np.full(4, 0.25)).argmax(axis=0).tolist() == [2, 3, 1, 0]
     uneven = laid_onto(found, held, present, room, np.array([0.4, 0.3, 0.2, 0.1]))
     assert np.array_equal(uneven, found)
@@ -150,9 +150,9 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="leak"):
         traffic(0.5, leak=1.5)
     with pytest.raises(ValueError, match="capacity adds up"):
-        Traffic(np.ones((1, 1, 2)), np.ones(1), capacity=np.full(2, 0.4))
+        ClusterTraffic(np.ones((1, 1, 2)), np.ones(1), capacity=np.full(2, 0.4))
     with pytest.raises(ValueError, match="shares"):
-        Traffic(np.ones((1, 1, 2)), np.ones(2))
+        ClusterTraffic(np.ones((1, 1, 2)), np.ones(2))
 
 
 def test_clusters_of_any_share_find_homes_though_requests_fill_the_ranks_to_the_brim() -> None:

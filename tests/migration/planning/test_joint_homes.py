@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from fleet.signatures import ClusterModel
 from migration.config import POLICIES, MigrationConfig
-from migration.planning.cluster_homes import Traffic
+from migration.planning.cluster_homes import ClusterTraffic
 from migration.planning.demand_forecast import expected, followed, lived, mix_of, spread
 from migration.planning.planner import decide
-from migration.planning.problem import Question
+from migration.planning.problem import PlanningQuestion
 from tests.migration.loop_model import EXPERTS, LAYERS, RANKS, SHAPE, SLOTS, Loop, eplb, profiles
 
 DOMAINS = 9
@@ -115,12 +115,12 @@ def test_a_gain_that_is_not_trusted_does_not_pay() -> None:
     loop.policy = "reweight"
     loop.cycle()
     view = loop.view()
-    sure, doubtful = (decide(view, Question("roost", 1 << 40, trust=trust), MigrationConfig()) for trust in (1.0, 0.001))
+    sure, doubtful = (decide(view, PlanningQuestion("roost", 1 << 40, trust=trust), MigrationConfig()) for trust in (1.0, 0.001))
     assert sure.plan is not None
     assert sure.homes_after is not None
     assert sure.homes_after.epoch == view.placement.epoch + len(sure.plan.handovers)
     assert doubtful.plan is None
-    nobody = decide(replace(view, foreseen=0.0), Question("roost", 1 << 40), MigrationConfig())
+    nobody = decide(replace(view, foreseen=0.0), PlanningQuestion("roost", 1 << 40), MigrationConfig())
     assert nobody.homes_after is None or nobody.homes_after.share is None
     assert "cannot be foretold" in nobody.homes.note
 
@@ -128,10 +128,10 @@ def test_a_gain_that_is_not_trusted_does_not_pay() -> None:
 # What is foretold
 
 
-def kinds(seed: int = 0, clusters: int = 6) -> tuple[Traffic, NDArray[np.float64]]:
+def kinds(seed: int = 0, clusters: int = 6) -> tuple[ClusterTraffic, NDArray[np.float64]]:
     """Traffic, and homes that suit as many ranks."""
     dice = np.random.default_rng(seed)
-    traffic = Traffic(dice.dirichlet(np.full(EXPERTS, 0.3), (clusters, LAYERS)), dice.dirichlet(np.full(clusters, 3.0)))
+    traffic = ClusterTraffic(dice.dirichlet(np.full(EXPERTS, 0.3), (clusters, LAYERS)), dice.dirichlet(np.full(clusters, 3.0)))
     return traffic, dice.dirichlet(np.full(RANKS, 0.3), clusters)
 
 
@@ -148,7 +148,7 @@ def test_a_window_tells_of_which_clusters_it_is() -> None:
 @pytest.mark.parametrize("part", [0.0, 0.4, 0.8])
 def test_how_many_requests_live_at_home_is_read_from_what_ranks_want(part: float) -> None:
     traffic, homes = kinds()
-    demand = Traffic(traffic.profiles, traffic.shares, 1.0 - part).demand(homes)
+    demand = ClusterTraffic(traffic.profiles, traffic.shares, 1.0 - part).demand(homes)
     counts = np.random.default_rng(2).poisson(demand * 200_000).astype(float)
     found = followed(counts, counts.sum(axis=(1, 2)) / LAYERS, traffic, homes, 0.9)
     assert found.seen

@@ -13,20 +13,20 @@ from fleet.experts import ExpertId
 from fleet.placement import EMPTY, FULL, Placement, Split, linear
 from migration.model.plan import Handover, Plan, planned, replay
 from migration.planning.operator_plans import back, checked, one_expert, read, undone
-from migration.planning.staging_capacity import Room
+from migration.planning.staging_capacity import StagingRoom
 from tests.migration.model.test_plan_log import aborted, committed
 from tests.migration.model.test_plan_log import planned as announced
 
 ROOMY = linear(layers=2, experts=8, ranks=2, slots_per_rank=5)
 TIGHT = linear(layers=2, experts=8, ranks=2)
-ROOM = Room(node=np.array([0, 0]), expert_bytes=100)
+ROOM = StagingRoom(node=np.array([0, 0]), expert_bytes=100)
 
 
 def placed(rows: list[list[int]], ranks: int = 2, epoch: int = 0, split: Split | None = None) -> Placement:
     return Placement(np.array(rows, np.int16), experts=max(map(max, rows)) + 1, ranks=ranks, epoch=epoch, split=split)
 
 
-def asked(placement: Placement, wanted: Any = None, room: Room = ROOM, **fields: Any) -> tuple[Plan, Placement]:
+def asked(placement: Placement, wanted: Any = None, room: StagingRoom = ROOM, **fields: Any) -> tuple[Plan, Placement]:
     plan = one_expert(placement, MigrateExpert(engine="a", **{"layer": 0, **fields}), room, wanted)
     return plan, replay(placement, plan)[-1]
 
@@ -65,7 +65,7 @@ def test_without_spare_replicas_the_least_wanted_expert_goes_the_other_way_or_th
 
 def test_it_is_read_from_the_rank_that_is_named_or_from_the_nearest() -> None:
     three = placed([[0, 1, EMPTY, 2, 0, EMPTY, 3, 0, EMPTY, 4, 5, EMPTY]], ranks=4)
-    room = Room(node=np.array([0, 0, 1, 1]), expert_bytes=100)
+    room = StagingRoom(node=np.array([0, 0, 1, 1]), expert_bytes=100)
     near, _ = asked(three, room=room, expert=0, rank=3)
     assert (near.copies[0].source, near.copies[0].link) == (7, "same-node")
     named, after = asked(three, room=room, expert=0, rank=3, source=1, move=True)
@@ -196,7 +196,7 @@ def _shares(placement: Placement) -> list[tuple[int, int, int, int, int]]:
 def test_back_leads_to_what_every_rank_held_and_how_it_was_shared(seed: int, ranks: int, staging: int) -> None:
     chance = np.random.default_rng(seed)
     now, goal = (_legal(chance, ranks, 4, 2, 3 * ranks, epoch) for epoch in (6, 3))
-    plan = back(now, goal, "p", Room(node=np.zeros(ranks, np.intp), expert_bytes=10, staging=staging))
+    plan = back(now, goal, "p", StagingRoom(node=np.zeros(ranks, np.intp), expert_bytes=10, staging=staging))
     end = replay(now, plan)[-1]
     assert (end.replicas_on_rank == goal.replicas_on_rank).all()
     if not goal.even:
@@ -213,7 +213,7 @@ def test_any_expert_that_can_come_to_a_rank_comes_and_nothing_else_is_lost(seed:
     holders = now.holders(ExpertId(layer, expert))
     if rank in holders:
         return
-    plan = one_expert(now, MigrateExpert(engine="a", layer=layer, expert=expert, rank=rank, move=move), Room(node=np.zeros(3, np.intp), expert_bytes=10))
+    plan = one_expert(now, MigrateExpert(engine="a", layer=layer, expert=expert, rank=rank, move=move), StagingRoom(node=np.zeros(3, np.intp), expert_bytes=10))
     after = replay(now, plan)[-1]
     assert rank in after.holders(ExpertId(layer, expert))
     assert move or plan.steps[0].kind == "swap" or set(holders) < set(after.holders(ExpertId(layer, expert)))

@@ -15,12 +15,12 @@ from fleet.placement import FULL, Placement, linear
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
-from migration.model.engine_view import CacheUse, Demand, Homes, View
-from migration.model.move_history import History, counted
+from migration.model.engine_view import CacheUse, Demand, EngineView, PlannedHomes
+from migration.model.move_history import MoveHistory, counted
 from migration.model.plan import Plan, replay
 from migration.model.plan_record import PlanRecord
-from migration.planning.planner import Decided, Why, decide
-from migration.planning.problem import Question
+from migration.planning.planner import PlannerDecision, ReasonCode, decide
+from migration.planning.problem import PlanningQuestion
 from migration.solvers.eplb import eplb_global
 from migration.solvers.full_placement import full
 
@@ -43,7 +43,7 @@ def window(truth: Truth, seed: int, pairs: float = PAIRS) -> Demand:
     return Demand.of(rates, counts.sum(axis=2).mean(axis=1), 60.0)
 
 
-def view(placement: Placement, truth: Truth, later: Truth | None = None, **about: Any) -> View:
+def view(placement: Placement, truth: Truth, later: Truth | None = None, **about: Any) -> EngineView:
     plain: dict[str, Any] = {
         "layout": EP,
         "node": np.zeros(RANKS, np.intp),
@@ -54,7 +54,7 @@ def view(placement: Placement, truth: Truth, later: Truth | None = None, **about
     }
     pairs = about.pop("pairs", PAIRS)
     windows = {"demand": window(truth, 1, pairs), "later": window(truth if later is None else later, 2, pairs)}
-    return View(engine="e", worker_id=1, model="m", shape=SHAPE, placement=placement, **{**plain, **windows, **about})
+    return EngineView(engine="e", worker_id=1, model="m", shape=SHAPE, placement=placement, **{**plain, **windows, **about})
 
 
 def planned_for(truth: Truth, slots: int = SLOTS) -> Placement:
@@ -67,9 +67,9 @@ def zipf(seed: int = 7) -> tuple[Truth, Truth, np.random.Generator]:
     return load("zipf", LAYERS, EXPERTS, dice), load("zipf", LAYERS, EXPERTS, dice), dice
 
 
-def decided(seen: View, policy: Any = "roost", budget: int = 1 << 40, config: MigrationConfig = CONFIG, **question: Any) -> Decided:
+def decided(seen: EngineView, policy: Any = "roost", budget: int = 1 << 40, config: MigrationConfig = CONFIG, **question: Any) -> PlannerDecision:
     """Checked: its record is JSON that reads back, and its plan can be carried out and leads where it says."""
-    found = decide(seen, Question(policy, budget, **question), config)
+    found = decide(seen, PlanningQuestion(policy, budget, **question), config)
     assert msgspec.json.decode(msgspec.json.encode(found.record), type=PlanRecord) == found.record
     assert (found.plan is None) == (found.why is not None) == (found.record.refused is not None)
     if found.plan is not None:
@@ -77,7 +77,7 @@ def decided(seen: View, policy: Any = "roost", budget: int = 1 << 40, config: Mi
     return found
 
 
-def check(seen: View, plan: Plan, record: PlanRecord, budget: int) -> None:
+def check(seen: EngineView, plan: Plan, record: PlanRecord, budget: int) -> None:
     series = replay(seen.placement, plan)
     assert [placement.epoch for placement in series] == list(range(seen.placement.epoch + 1, seen.placement.epoch + 1 + record.handovers))
     assert record.copied_bytes == plan.bytes == record.copies * SHAPE.expert_bytes <= budget
@@ -91,7 +91,7 @@ def check(seen: View, plan: Plan, record: PlanRecord, budget: int) -> None:
 def test_when_nothing_but_the_sample_is_new_nothing_is_done_and_that_is_said() -> None:
     truth, _, _ = zipf()
     found = decided(view(planned_for(truth), truth))
-    assert found.why is Why.NOISE
+    assert found.why is ReasonCode.NOISE
     assert found.record.refused is not None
     assert "no gain beyond sampling noise" in found.record.refused
     assert found.record.before is not None
@@ -101,7 +101,7 @@ def test_when_nothing_but_the_sample_is_new_nothing_is_done_and_that_is_said() -
 def test_the_same_demand_everywhere_gives_no_reason_to_move_anything_nearer() -> None:
     truth, _, _ = zipf()
     found = decided(view(planned_for(truth), truth, speed=FAR))
-    assert found.why is Why.NOISE
+    assert found.why is ReasonCode.NOISE
     assert found.record.reasons
 
 
@@ -115,32 +115,32 @@ def test_empty_slots_are_filled_with_what_is_wanted_most_where_sending_tokens_ta
     assert {step.kind for step in found.steps} <= {"replicate", "reweight"}
     assert 0 < found.copies <= 3 * LAYERS * RANKS
     assert found.after.local_share > found.before.local_share + 0.1
-    assert decided(view(room, truth)).why is Why.NOISE, "where it takes none, there is nothing to be saved"
+    assert decided(view(room, truth)).why is ReasonCode.NOISE, "where it takes none, there is nothing to be saved"
 
 
 @pytest.mark.parametrize("layout", [Layout(attention="tp", boundary=LAYERS), Layout(attention="dp", boundary=LAYERS)])
 def test_sharded_experts_have_no_better_place(layout: Layout) -> None:
     truth, foreign, _ = zipf()
     found = decided(view(planned_for(truth), foreign, layout=layout))
-    assert found.why is Why.SHARDED
+    assert found.why is ReasonCode.SHARDED
     assert "experts are sharded" in str(found.record.refused)
 
 
 def test_from_too_little_nothing_is_concluded() -> None:
     truth, foreign, _ = zipf()
     found = decided(view(planned_for(truth), foreign, pairs=500.0))
-    assert found.why is Why.DATA
+    assert found.why is ReasonCode.DATA
     assert f"of {CONFIG.least_pairs * EXPERTS:,.0f}" in str(found.record.refused)
     nothing = view(planned_for(truth), foreign)
     empty = Demand.of(np.zeros_like(nothing.demand.rates), np.zeros(RANKS))
-    assert decided(replace(nothing, demand=empty, later=None), config=MigrationConfig(least_pairs=0.0)).why is Why.DATA
+    assert decided(replace(nothing, demand=empty, later=None), config=MigrationConfig(least_pairs=0.0)).why is ReasonCode.DATA
 
 
 def test_what_does_not_pay_while_the_demand_lasts_is_not_done() -> None:
     truth, foreign, _ = zipf()
     slow = MigrationConfig(lifetime_seconds=0.05, rank_bytes_per_second=1e5, least_gain=0.0)
     found = decided(view(planned_for(truth, 8), foreign), config=slow, policy="uniform")
-    assert found.why is Why.COST
+    assert found.why is ReasonCode.COST
     assert "pays" in str(found.record.refused)
 
 
@@ -259,7 +259,7 @@ def test_where_eplb_has_an_expert_twice_on_a_rank_it_keeps_two_parts_of_its_toke
 def test_a_policy_that_cannot_plan_here_says_why() -> None:
     truth, foreign, _ = zipf()
     found = decided(view(planned_for(truth), foreign, node=np.arange(RANKS) % 3), policy="eplb_hierarchical")
-    assert found.why is Why.UNABLE
+    assert found.why is ReasonCode.UNABLE
     assert "node" in found.record.reasons[0]
 
 
@@ -316,11 +316,11 @@ def test_kinds_of_requests_get_homes_with_the_plan_that_brings_their_experts_and
 def test_a_lull_takes_nobodys_home_away() -> None:
     truth, clusters = zipf()[0], kinds()
     share = np.append(np.eye(RANKS, dtype=np.float32)[:4], np.zeros((1, RANKS), np.float32), axis=0)
-    before = Homes(share, 8, 3, "they save", 50.0)
+    before = PlannedHomes(share, 8, 3, "they save", 50.0)
     served = Placement(planned_for(truth).expert_of_slot, experts=EXPERTS, ranks=RANKS, epoch=3)
     seen = view(served, truth, speed=FAR, clusters=clusters, foreseen=0.9, homes=before, pairs=500.0, now=100.0)
     found = decided(seen)
-    assert found.why is Why.DATA
+    assert found.why is ReasonCode.DATA
     assert found.homes == before._replace(clusters=9, note=f"{found.record.refused}; the homes of before stay"), "since when they held, and for which epoch"
     assert [cluster for cluster, _ in found.record.homes] == [0, 1, 2, 3]
     assert decided(replace(seen, clusters=None)).homes.clusters == 8, "a tracker that begins anew says nothing against them"
@@ -366,7 +366,7 @@ def test_demand_that_swings_to_and_fro_moves_bounded_bytes() -> None:
     """Two domains take turns, a swing per cycle: what was moved rests, and what a swing does is not undone by the next."""
     truth, foreign, _ = zipf()
     placement, copied = planned_for(truth), []
-    history = History.begin(1, placement)
+    history = MoveHistory.begin(1, placement)
     for turn in range(8):
         now = 30.0 * turn
         seen = view(placement, foreign if turn % 2 else truth, history=history, now=now)
@@ -389,7 +389,7 @@ def test_what_the_last_plan_did_is_not_undone_without_new_evidence(boundary: int
     pair = [int(wants[:per].argmax()), per + int(wants[per : 2 * per].argmin())]
     table[layer, pair] = table[layer, pair[::-1]]
     moved = Placement(table, experts=EXPERTS, ranks=RANKS, epoch=1)
-    seen = view(moved, truth, layout=Layout(attention="dp", boundary=boundary), history=History.begin(1, start).committed(moved, "p", 0.0), now=1e6)
+    seen = view(moved, truth, layout=Layout(attention="dp", boundary=boundary), history=MoveHistory.begin(1, start).committed(moved, "p", 0.0), now=1e6)
     taken = start.replicas_on_rank & ~moved.replicas_on_rank
     undone = []
     for basis in (truth, foreign):
@@ -405,7 +405,7 @@ def test_a_layer_rests_after_any_of_its_experts_was_moved_if_that_is_wanted() ->
     table = start.expert_of_slot.copy()
     table[1, [0, SLOTS]] = table[1, [SLOTS, 0]]
     moved = Placement(table, experts=EXPERTS, ranks=RANKS, epoch=1)
-    seen = view(moved, foreign, history=History.begin(1, start).committed(moved, "p", 0.0), now=100.0)
+    seen = view(moved, foreign, history=MoveHistory.begin(1, start).committed(moved, "p", 0.0), now=100.0)
     for config, layers in ((CONFIG, {0, 1, 2}), (MigrationConfig(layer_cooldown_seconds=200.0), {0, 2})):
         found = decided(seen, config=config)
         assert {step.layer for step in found.record.steps if step.copies} == layers
@@ -449,14 +449,14 @@ def test_experts_chosen_as_critical_survive_the_loss_of_any_one_rank() -> None:
     _, foreign, _ = zipf()
     seen = view(linear_with_room(), foreign)
     config = MigrationConfig(critical_experts=0.1)
-    found = decide(seen, Question("roost", 1 << 40), config)
+    found = decide(seen, PlanningQuestion("roost", 1 << 40), config)
     assert found.plan is not None
     safe = replay(seen.placement, found.plan)[-1]
     hot = np.argsort(-seen.demand.rates.sum(axis=0), axis=1)[:, :6]
     holders = np.take_along_axis(safe.replicas_on_rank.sum(axis=1), hot, axis=1)
     assert (holders >= 2).all()
     assert found.record.copies >= LAYERS * 6
-    again = decide(replace(seen, placement=safe), Question("full", 1 << 40), config)
+    again = decide(replace(seen, placement=safe), PlanningQuestion("full", 1 << 40), config)
     kept = safe if again.plan is None else replay(safe, again.plan)[-1]
     assert (np.take_along_axis(kept.replicas_on_rank.sum(axis=1), hot, axis=1) >= 2).all()
 
@@ -466,20 +466,20 @@ def test_second_holders_take_no_place_of_experts_that_rest_and_come_into_named_l
     truth, config = zipf()[0], MigrationConfig(critical_experts=0.1)
     start = planned_for(truth)
     held = start.replicas_on_rank.sum(axis=1)
-    rests = History.begin(1, start).harmed(held > 1, 1e9)
+    rests = MoveHistory.begin(1, start).harmed(held > 1, 1e9)
     seen = view(start, foreign, now=100.0)
-    free = decide(seen, Question("roost", 1 << 40), config)
+    free = decide(seen, PlanningQuestion("roost", 1 << 40), config)
     assert free.plan is not None
     assert "second replicas" in free.plan.reason
-    resting = decide(replace(seen, history=rests), Question("roost", 1 << 40), config)
+    resting = decide(replace(seen, history=rests), PlanningQuestion("roost", 1 << 40), config)
     assert resting.plan is None or "second replicas" not in resting.plan.reason
     end = start if resting.plan is None else replay(start, resting.plan)[-1]
     assert (end.replicas_on_rank.sum(axis=1) == held)[held > 1].all(), "what rests stays where it is"
-    alone = History.begin(1, start).harmed(held == 1, 1e9)
-    wanted = decide(replace(seen, history=alone), Question("roost", 1 << 40), config)
+    alone = MoveHistory.begin(1, start).harmed(held == 1, 1e9)
+    wanted = decide(replace(seen, history=alone), PlanningQuestion("roost", 1 << 40), config)
     assert wanted.plan is not None
     assert "second replicas" in wanted.plan.reason, "what has one holder gets its second though it rests"
-    one = decide(seen, Question("roost", 1 << 40, layers=(1,)), config)
+    one = decide(seen, PlanningQuestion("roost", 1 << 40, layers=(1,)), config)
     assert {step.layer for step in one.record.steps} == {1}
 
 

@@ -13,11 +13,11 @@ from fleet.placement import EMPTY, Placement
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from migration.config import POLICIES, MigrationConfig
-from migration.model.engine_view import CacheUse, Demand, View
-from migration.model.move_history import History
+from migration.model.engine_view import CacheUse, Demand, EngineView
+from migration.model.move_history import MoveHistory
 from migration.model.plan import replay
-from migration.planning.planner import Why, decide
-from migration.planning.problem import Question
+from migration.planning.planner import ReasonCode, decide
+from migration.planning.problem import PlanningQuestion
 
 LAYERS, EXPERTS = 3, 8
 SHAPE = ModelShape(layers=LAYERS, experts=EXPERTS, top_k=2, hidden=4, expert_intermediate=4)
@@ -37,14 +37,14 @@ def some_placement(dice: np.random.Generator, ranks: int, slots: int) -> Placeme
     return Placement(table.reshape(LAYERS, -1), experts=EXPERTS, ranks=ranks, epoch=int(dice.integers(5)))
 
 
-def some_view(seed: int, ranks: int, slots: int, nodes: int, boundary: int) -> View:
+def some_view(seed: int, ranks: int, slots: int, nodes: int, boundary: int) -> EngineView:
     dice = np.random.default_rng(seed)
     placement = some_placement(dice, ranks, slots)
     windows = [np.floor(dice.pareto(0.8, (ranks, LAYERS, EXPERTS)) * dice.integers(0, 3, (ranks, 1, 1))).clip(0, 1e9) for _ in range(2)]
     pairs = 10.0 ** dice.uniform(0, 6)
     profiles = dice.dirichlet(np.full(EXPERTS, 0.2), (3, LAYERS)).astype(np.float32)
     speed = EngineSpeed(expert_pair=10.0 ** dice.uniform(-8, -4), dispatch=10.0 ** dice.uniform(-8, -4), dispatch_node=10.0 ** dice.uniform(-8, -4))
-    return View(
+    return EngineView(
         engine="e",
         worker_id=1,
         model="m",
@@ -59,7 +59,7 @@ def some_view(seed: int, ranks: int, slots: int, nodes: int, boundary: int) -> V
         waiting=np.zeros(ranks),
         cache=None if seed % 7 == 0 else CacheUse(100, dice.uniform(0, 100, ranks), 16, 1000),
         clusters=ClusterModel(3, profiles / profiles.sum(axis=2, keepdims=True), np.array([0.5, 0.5, 0.0], np.float32), 1.0),
-        history=History.begin(1, placement),
+        history=MoveHistory.begin(1, placement),
         now=100.0,
     )
 
@@ -93,7 +93,7 @@ def check(seed: int, size: tuple[int, int, int], policy: Any, boundary: int, dat
     budget = data.draw(st.sampled_from([0, 3, 1000])) * SHAPE.expert_bytes
     dead = tuple(sorted(data.draw(st.sets(st.integers(0, ranks - 1), max_size=ranks - 1)))) if seed % 4 == 0 else ()
     config = MigrationConfig(least_pairs=0.0, least_gain=0.0, critical_experts=data.draw(st.sampled_from([0.0, 0.25])), most_replicas=None)
-    found = decide(view, Question(policy, budget, memory=seed % 2 == 0, dead=dead, bounds=True), config)
+    found = decide(view, PlanningQuestion(policy, budget, memory=seed % 2 == 0, dead=dead, bounds=True), config)
     record = found.record
     assert (found.plan is None) == (record.refused is not None) == (found.why is not None)
     assert np.isfinite([record.gain_seconds, record.net_seconds, record.cost_seconds]).all()
@@ -116,8 +116,8 @@ def test_an_engine_of_which_nothing_is_wanted_is_left_alone(seed: int) -> None:
     nothing = Demand.of(np.zeros((4, LAYERS, EXPERTS)), np.zeros(4), 60.0)
     for policy in POLICIES:
         found = decide(
-            View(**{name: getattr(view, name) for name in View.__dataclass_fields__} | {"demand": nothing, "later": nothing}),
-            Question(policy, 0),
+            EngineView(**{name: getattr(view, name) for name in EngineView.__dataclass_fields__} | {"demand": nothing, "later": nothing}),
+            PlanningQuestion(policy, 0),
             MigrationConfig(),
         )
-        assert found.why is Why.DATA
+        assert found.why is ReasonCode.DATA

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.placement import EMPTY, Placement, linear
-from migration.model.constraints import Limits
-from migration.model.placement_changes import Kind, made
+from migration.model.constraints import Constraints
+from migration.model.placement_changes import ChangeKind, made
 from migration.model.plan import planned, replay
 from migration.planning.handover_batching import ordered
 from migration.planning.rank_loss import critical, recover
-from migration.planning.staging_capacity import Room
+from migration.planning.staging_capacity import StagingRoom
 
 
 def filled(dice: np.random.Generator, layers: int, experts: int, ranks: int, per: int) -> Placement:
@@ -36,7 +36,7 @@ def test_every_expert_that_fits_has_a_live_holder_in_the_end_and_every_state_bef
     least = critical(load, experts // 3)
 
     found = recover(start, dead, load, node, least)
-    plan = planned(start, ordered(start, found.changes, Room(node, 10), limits=Limits(live=~dead)))
+    plan = planned(start, ordered(start, found.changes, StagingRoom(node, 10), limits=Constraints(live=~dead)))
     epochs = replay(start, plan)
 
     last = epochs[-1] if epochs else start
@@ -60,7 +60,7 @@ def test_every_expert_that_fits_has_a_live_holder_in_the_end_and_every_state_bef
 def test_what_survives_elsewhere_needs_no_bytes() -> None:
     start = Placement(np.array([[0, 1, 1, 0]]), experts=2, ranks=2)
     found = recover(start, np.array([True, False]), np.ones((1, 2)), np.zeros(2, np.intp))
-    assert [Kind(kind) for kind in found.changes.kind] == [Kind.DROP, Kind.DROP]
+    assert [ChangeKind(kind) for kind in found.changes.kind] == [ChangeKind.DROP, ChangeKind.DROP]
     assert found.table.tolist() == [[EMPTY, EMPTY, 1, 0]]
     assert found.summary == "every expert has a live holder"
 
@@ -69,7 +69,9 @@ def test_the_most_wanted_of_the_lost_is_loaded_first_and_a_spare_replica_gives_w
     start = Placement(np.array([[0, 1, 2, 3, 2, 3, EMPTY, 4]]), experts=5, ranks=4)
     found = recover(start, np.array([True, False, False, False]), np.array([[1.0, 5.0, 3.0, 2.0, 1.0]]), np.zeros(4, np.intp))
     moves = [
-        (int(slot), int(expert)) for kind, slot, expert in zip(found.changes.kind, found.changes.slot, found.changes.expert, strict=True) if kind == Kind.MOVE
+        (int(slot), int(expert))
+        for kind, slot, expert in zip(found.changes.kind, found.changes.slot, found.changes.expert, strict=True)
+        if kind == ChangeKind.MOVE
     ]
     assert moves == [(6, 1), (3, 0)]
     assert (found.lost.tolist(), found.possible) == ([[0, 0], [0, 1]], True)
@@ -93,7 +95,7 @@ def test_the_survivors_are_evened_out_and_what_nobody_holds_comes_before_that() 
         served = np.where(one.table == EMPTY, 0.0, np.take_along_axis(each, np.where(one.table == EMPTY, 0, one.table).astype(np.intp), axis=1))
         worst.append(served.reshape(6, 6, -1).sum(axis=2).max(axis=1).mean() / (load.sum(axis=1).mean() / 5))
     assert worst[1] < 1.1 < worst[0]
-    series = ordered(start, found.changes, Room(node, 10, staging=3), limits=Limits(live=~dead))
+    series = ordered(start, found.changes, StagingRoom(node, 10, staging=3), limits=Constraints(live=~dead))
     stored = [[copy.source is None for step in handover.steps for copy in step.copies] for handover in series]
     assert stored[0] == sorted(stored[0], reverse=True)
     assert any(stored[0])

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from fleet.timing import EngineSpeed
-from migration.model.cost_model import Terms
-from migration.planning.slots_vs_kv_cache import Cache, Point, best, curve, memory_seconds, waiting_seconds
+from migration.model.cost_model import CostTerms
+from migration.planning.slots_vs_kv_cache import KvCacheModel, TradeOffPoint, best, curve, memory_seconds, waiting_seconds
 
 
-def cache(blocks: float, used: float, requests: float, variation: float = 0.0) -> Cache:
-    return Cache(blocks=blocks, block_bytes=1000, used=used, requests=requests, variation=variation)
+def cache(blocks: float, used: float, requests: float, variation: float = 0.0) -> KvCacheModel:
+    return KvCacheModel(blocks=blocks, block_bytes=1000, used=used, requests=requests, variation=variation)
 
 
 def erlang_c(servers: int, offered: float) -> float:
@@ -51,10 +51,10 @@ def test_replicas_cost_what_requests_wait_longer_for_their_sake_and_never_more_t
 
 
 @cache_results
-def points(used: float, requests: float = 16.0) -> tuple[Point, ...]:
+def points(used: float, requests: float = 16.0) -> tuple[TradeOffPoint, ...]:
     load = 1.0 / np.arange(1, 17)
     demand = np.repeat(np.stack([load, load[::-1]])[None], 4, axis=0)
-    terms = Terms(EngineSpeed(step=1e-3, decode_sequence=0.0, decode_block=0.0, expert_pair=1e-5, dispatch=1e-6), np.zeros(4, np.intp), 2, step_tokens=64)
+    terms = CostTerms(EngineSpeed(step=1e-3, decode_sequence=0.0, decode_block=0.0, expert_pair=1e-5, dispatch=1e-6), np.zeros(4, np.intp), 2, step_tokens=64)
     return curve(demand, terms, cache(100.0, used, requests, 1.0), (3, 4, 5, 6, 7, 14, 15, 17), present=5, expert_bytes=5_000)
 
 
@@ -84,4 +84,4 @@ def test_with_more_requests_than_any_cache_serves_nothing_is_best() -> None:
 @pytest.mark.parametrize("wrong", [{"block_bytes": 0}, {"used": -1.0}, {"blocks": float("inf")}])
 def test_a_cache_out_of_range_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="cache"):
-        Cache(**{"blocks": 1.0, "block_bytes": 1, "used": 0.0, "requests": 0.0, **wrong})  # type: ignore[arg-type]
+        KvCacheModel(**{"blocks": 1.0, "block_bytes": 1, "used": 0.0, "requests": 0.0, **wrong})  # type: ignore[arg-type]

@@ -31,8 +31,8 @@ from fleet.popularity import ExpertTable
 from fleet.signatures import ClusterModel
 from migration.config import MigrationConfig
 from migration.model.plan_record import PlanRecord
-from migration.planning.planner import Decided
-from migration.planning.problem import Question
+from migration.planning.planner import PlannerDecision
+from migration.planning.problem import PlanningQuestion
 from migration.service import MigrationService
 from tests.migration.builders import leading
 from tests.migration.control_loop_fixture import FIRST, SHAPE, SKEWED, SUBJECTS, of_four
@@ -256,7 +256,7 @@ async def test_the_tracker_is_asked_for_clusters_that_were_not_heard() -> None:
 
 @pytest.mark.looptime
 async def test_a_defect_of_planning_is_counted_and_the_service_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(view: Any, question: Question, config: MigrationConfig) -> Decided:
+    def broken(view: Any, question: PlanningQuestion, config: MigrationConfig) -> PlannerDecision:
         raise ZeroDivisionError("a defect")
 
     bus = MemoryBus()

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from benchmarks.rig.placements.cases import Case, Drifting, balance, rank_loads
 from fleet.placement import EMPTY, Placement
-from migration.model.constraints import Limits
-from migration.model.placement_changes import Changes, Kind, Table, copies_between, made, taken, within
-from migration.model.sampling_noise import Noise, changed, deviations, expected_max, expected_most
+from migration.model.constraints import Constraints
+from migration.model.placement_changes import ChangeKind, PlacementChanges, Table, copies_between, made, taken, within
+from migration.model.sampling_noise import LoadNoise, changed, deviations, expected_max, expected_most
 from migration.solvers.even_split_copies import few
 from migration.solvers.full_placement import full
 
@@ -46,7 +46,7 @@ def replicas(table: Table, experts: int, live: NDArray[np.bool_]) -> NDArray[np.
     return counts
 
 
-def states(table: Table, changes: Changes) -> Iterator[Table]:
+def states(table: Table, changes: PlacementChanges) -> Iterator[Table]:
     """The table after each of the changes."""
     for number in range(len(changes.kind)):
         yield made(table, taken(changes, np.arange(number + 1)))
@@ -55,21 +55,21 @@ def states(table: Table, changes: Changes) -> Iterator[Table]:
 def test_one_swap_evens_out_two_ranks() -> None:
     table = np.array([[0, 1, 2, 3]], np.int16)
     changes = few(table, np.array([[4.0, 3.0, 2.0, 1.0]]), 2, goal=np.array([1.0]))
-    assert [Kind(kind) for kind in changes.kind] == [Kind.SWAP]
+    assert [ChangeKind(kind) for kind in changes.kind] == [ChangeKind.SWAP]
     assert most_loaded(made(table, changes), np.array([[4.0, 3.0, 2.0, 1.0]]), 2) == pytest.approx([1.0])
 
 
 def test_a_hot_expert_is_replicated_into_an_empty_slot() -> None:
     table = np.array([[0, EMPTY, 1, EMPTY]], np.int16)
     changes = few(table, np.array([[4.0, 0.0]]), 2, goal=np.array([1.0]))
-    assert [Kind(kind) for kind in changes.kind] == [Kind.REPLICATE]
+    assert [ChangeKind(kind) for kind in changes.kind] == [ChangeKind.REPLICATE]
     assert copies_between(table, made(table, changes), 2) == 1
 
 
 def test_a_spare_replica_of_the_fullest_rank_is_given_up_for_nothing() -> None:
     table = np.array([[0, 1, 0, 2]], np.int16)
     changes = few(table, np.array([[2.0, 4.0, 2.0]]), 2, goal=np.array([1.0]))
-    assert [Kind(kind) for kind in changes.kind] == [Kind.DROP]
+    assert [ChangeKind(kind) for kind in changes.kind] == [ChangeKind.DROP]
     assert changes.copies.sum() == 0
 
 
@@ -92,7 +92,7 @@ def test_without_redundancy_everything_is_a_swap() -> None:
     dice = np.random.default_rng(0)
     table = np.stack([dice.permutation(24) for _ in range(4)]).astype(np.int16)
     changes = few(table, dice.lognormal(0.0, 0.5, (4, 24)), 4, goal=np.full(4, 0.99))
-    assert set(changes.kind) == {Kind.SWAP}
+    assert set(changes.kind) == {ChangeKind.SWAP}
 
 
 @given(st.integers(0, 10**6))
@@ -124,7 +124,7 @@ def test_every_limit_is_kept(seed: int) -> None:
     start = replicas(table, experts, live)
     frozen, least = dice.random((layers, experts)) < 0.2, dice.integers(1, 3, (layers, experts))
     copies, most = int(dice.integers(0, 9)), int(dice.integers(1, 4))
-    limits = Limits(most_copies=copies, most_replicas=most, frozen=frozen, live=live, least_replicas=least)
+    limits = Constraints(most_copies=copies, most_replicas=most, frozen=frozen, live=live, least_replicas=least)
     changes = few(table, load, ranks, limits, goal=np.ones(layers))
     assert changes.copies.sum() <= copies
     for after in states(table, changes):
@@ -187,7 +187,7 @@ def test_comes_near_the_best_of_all_pairs_of_changes() -> None:
         table, load = random_table(1, 6, 3, 3, dice), dice.lognormal(0.0, 0.7, (1, 6))
         budget = int(dice.integers(1, 4))
         keep, best = most_loaded(table, load, 3)[0], best_within(table[0], load, 3, budget)
-        changes = few(table, load, 3, Limits(most_copies=budget, target=1.0), goal=np.array([1.0 / best]))
+        changes = few(table, load, 3, Constraints(most_copies=budget, target=1.0), goal=np.array([1.0 / best]))
         part.append((keep - most_loaded(made(table, changes), load, 3)[0]) / (keep - best) if keep > best + 1e-9 else 1.0)
     assert np.mean(part) > 0.85, part
     assert np.median(part) > 0.99, part
@@ -202,7 +202,7 @@ def test_wins_back_what_is_wanted_on_the_next_window_for_a_fraction_of_the_copie
     ranks = drifting.case.ranks
     before, anew = (full(load, ranks, drifting.case.per_rank) for load in (drifting.before, drifting.now))
     goal = balance(anew, drifting.now, ranks)
-    after = made(before, few(before, drifting.now, ranks, goal=goal, noise=Noise(drifting.case.window)))
+    after = made(before, few(before, drifting.now, ranks, goal=goal, noise=LoadNoise(drifting.case.window)))
     keep, most, now = (balance(table, drifting.next, ranks).mean() for table in (before, anew, after))
     assert now >= keep + 0.93 * (most - keep)
     assert copies_between(before, after, ranks) < 0.25 * copies_between(before, anew, ranks)
@@ -223,15 +223,15 @@ def test_a_new_sample_of_the_same_demand_copies_nothing() -> None:
     for seed in range(3):
         same = Drifting(Case("zipf", 8, 64, 8, 72, seed), "noise")
         before, anew = (full(load, 8, 9) for load in (same.before, same.now))
-        assert not few(before, same.now, 8, goal=balance(anew, same.now, 8), noise=Noise(same.case.window))
+        assert not few(before, same.now, 8, goal=balance(anew, same.now, 8), noise=LoadNoise(same.case.window))
 
 
 def test_imbalance_that_drowns_in_the_noise_of_a_step_is_left_alone() -> None:
     load = np.array([[0.53, 0.5, 0.47, 0.5, 0.5, 0.5, 0.5, 0.5]]) * 1e9
     table, goal = np.arange(8, dtype=np.int16)[None, :], np.array([1.0])
-    assert few(table, load, 4, goal=goal, noise=Noise(4e9))
-    assert few(table, load, 4, goal=goal, noise=Noise(4e9, step=4e5))
-    assert not few(table, load, 4, goal=goal, noise=Noise(4e9, step=400.0))
+    assert few(table, load, 4, goal=goal, noise=LoadNoise(4e9))
+    assert few(table, load, 4, goal=goal, noise=LoadNoise(4e9, step=4e5))
+    assert not few(table, load, 4, goal=goal, noise=LoadNoise(4e9, step=400.0))
 
 
 def test_one_changed_layer_among_many_is_found() -> None:
@@ -239,7 +239,7 @@ def test_one_changed_layer_among_many_is_found() -> None:
     before, load = full(same.before, 8, 9), same.now.copy()
     load[5] = np.roll(load[5], 1)
     goal = balance(full(load, 8, 9), load, 8)
-    assert set(few(before, load, 8, goal=goal, noise=Noise(same.case.window)).layer) == {5}
+    assert set(few(before, load, 8, goal=goal, noise=LoadNoise(same.case.window)).layer) == {5}
 
 
 def test_noise_of_a_rank_is_that_of_counts() -> None:

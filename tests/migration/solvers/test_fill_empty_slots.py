@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.placement import EMPTY, Placement, linear
-from migration.model.constraints import Limits
-from migration.model.placement_changes import Kind, made
+from migration.model.constraints import Constraints
+from migration.model.placement_changes import ChangeKind, made
 from migration.solvers.fill_empty_slots import filled
 
 LAYERS, EXPERTS, RANKS = 2, 6, 3
@@ -26,13 +26,13 @@ def test_what_is_full_stays_and_limits_hold(seed: int, slots: int, most: int, bo
     dice = np.random.default_rng(seed)
     placement = linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS, slots_per_rank=slots)
     frozen, live = dice.random((LAYERS, EXPERTS)) < 0.3, np.array([True, True, False])
-    limits = Limits(most_replicas=most, frozen=frozen, live=live) if bounded else Limits()
+    limits = Constraints(most_replicas=most, frozen=frozen, live=live) if bounded else Constraints()
     table = placement.expert_of_slot
     changes = filled(table, dice.random((RANKS, LAYERS, EXPERTS)), RANKS, limits)
     after = made(table, changes)
     assert (after[table != EMPTY] == table[table != EMPTY]).all()
     found = Placement(after, experts=EXPERTS, ranks=RANKS)
-    assert set(changes.kind.tolist()) <= {Kind.REPLICATE}
+    assert set(changes.kind.tolist()) <= {ChangeKind.REPLICATE}
     if bounded:
         counts = found.replicas_on_rank.sum(axis=1)
         assert (counts <= most).all()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fleet.placement import EMPTY, Placement
 from migration.solvers.eplb import eplb_global
 from migration.solvers.full_placement import bound, full
-from migration.solvers.replica_counts import Bounds, replica_counts
+from migration.solvers.replica_counts import CountBounds, replica_counts
 
 
 def balance(table: NDArray[np.integer], load: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
@@ -80,7 +80,7 @@ def test_five_slots_a_rank_come_near_the_bound() -> None:
 
 def test_replicas_that_equal_loads_leave_over_are_dealt_one_each() -> None:
     load = np.ones((1, 6))
-    counts = replica_counts(load, Bounds.of(load, 3, 3, None, None))
+    counts = replica_counts(load, CountBounds.of(load, 3, 3, None, None))
     assert sorted(counts[0].tolist()) == [1, 1, 1, 2, 2, 2]
 
 
@@ -91,7 +91,7 @@ def test_experts_that_nobody_asked_for_share_what_slots_are_left() -> None:
 
 def test_divisor_counts_make_the_heaviest_replica_lightest() -> None:
     load, slots = lognormal(3, 12, 7), 20
-    counts = replica_counts(load, Bounds.of(load, slots, 1, None, None))
+    counts = replica_counts(load, CountBounds.of(load, slots, 1, None, None))
     greedy = np.ones_like(counts)
     for _ in range(slots - 12):
         greedy[np.arange(3), (load / greedy).argmax(axis=1)] += 1

@@ -8,17 +8,17 @@ from numpy.typing import NDArray
 
 from benchmarks.rig.placements.popularity import by_rank, domains
 from fleet.placement import Placement, linear
-from migration.model.constraints import Limits
+from migration.model.constraints import Constraints
 from migration.model.placement_changes import made, taken
 from migration.solvers.load_cap import held_of
-from migration.solvers.locality_placement import Prices, Room, located, worth_of
+from migration.solvers.locality_placement import LocalityPrices, LocalityProblem, located, worth_of
 from migration.solvers.ordered_diff import toward
 
 RANKS, EXPERTS, SLOTS, LAYERS = 4, 12, 5, 2
-ROOM = Room(np.zeros(RANKS, np.intp), SLOTS, balance=0.5)
+ROOM = LocalityProblem(np.zeros(RANKS, np.intp), SLOTS, balance=0.5)
 
 
-def tables(seed: int, room: Room = ROOM) -> tuple[NDArray[np.int16], NDArray[np.int16], NDArray[np.float64]]:
+def tables(seed: int, room: LocalityProblem = ROOM) -> tuple[NDArray[np.int16], NDArray[np.int16], NDArray[np.float64]]:
     """A placement for one demand, that for another, and the other."""
     dice = np.random.default_rng(seed)
     first, second = (100.0 * by_rank(domains("zipf", RANKS, 0.8, LAYERS, EXPERTS, dice), RANKS, 0.0) for _ in range(2))
@@ -29,7 +29,7 @@ def tables(seed: int, room: Room = ROOM) -> tuple[NDArray[np.int16], NDArray[np.
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10_000), st.booleans())
 def test_every_state_between_is_legal_and_gains_add_up(seed: int, nodes: bool) -> None:
-    room = Room(np.arange(RANKS) // 2, SLOTS, Prices(1.0, 2.0), balance=0.5) if nodes else ROOM
+    room = LocalityProblem(np.arange(RANKS) // 2, SLOTS, LocalityPrices(1.0, 2.0), balance=0.5) if nodes else ROOM
     table, target, demand = tables(seed, room)
     changes = toward(table, target, demand, room)
     for upto in range(len(changes.kind) + 1):
@@ -46,10 +46,10 @@ def test_every_state_between_is_legal_and_gains_add_up(seed: int, nodes: bool) -
 def test_the_budget_is_kept_and_the_best_copies_come_first() -> None:
     table, target, demand = tables(4)
     whole = toward(table, target, demand, ROOM)
-    few = toward(table, target, demand, ROOM, Limits(most_copies=6))
+    few = toward(table, target, demand, ROOM, Constraints(most_copies=6))
     assert 0 < few.copies.sum() <= 6
     assert few.gain.sum() / few.copies.sum() >= whole.gain.sum() / whole.copies.sum()
-    assert not toward(table, target, demand, ROOM, Limits(most_copies=0))
+    assert not toward(table, target, demand, ROOM, Constraints(most_copies=0))
 
 
 def test_nothing_is_done_for_a_target_that_is_there_or_wins_nothing() -> None:
@@ -66,12 +66,12 @@ def test_what_rests_is_not_touched_and_dead_ranks_get_nothing() -> None:
     table, target, demand = tables(6)
     frozen = np.zeros((LAYERS, EXPERTS), bool)
     frozen[:, ::2] = True
-    resting = toward(table, target, demand, ROOM, Limits(frozen=frozen))
+    resting = toward(table, target, demand, ROOM, Constraints(frozen=frozen))
     assert resting
     before, after = (held_of(one, RANKS, EXPERTS) for one in (table, made(table, resting)))
     assert np.array_equal(before[:, :, ::2], after[:, :, ::2])
     live = np.array([True, False, True, True])
-    changes = toward(table, target, demand, ROOM, Limits(live=live))
+    changes = toward(table, target, demand, ROOM, Constraints(live=live))
     slots = np.concatenate([changes.slot, changes.other_slot[changes.other_slot >= 0]])
     assert (slots // SLOTS != 1).all()
     alive = held_of(table, RANKS, EXPERTS)[:, live].sum(axis=1), held_of(made(table, changes), RANKS, EXPERTS)[:, live].sum(axis=1)
@@ -81,12 +81,12 @@ def test_what_rests_is_not_touched_and_dead_ranks_get_nothing() -> None:
 def test_experts_that_must_survive_keep_so_many_holders() -> None:
     table, target, demand = tables(8)
     least = held_of(table, RANKS, EXPERTS).sum(axis=1)
-    after = made(table, toward(table, target, demand, ROOM, Limits(least_replicas=least)))
+    after = made(table, toward(table, target, demand, ROOM, Constraints(least_replicas=least)))
     assert (held_of(after, RANKS, EXPERTS).sum(axis=1) >= least).all()
 
 
 def test_a_rank_that_would_be_too_full_is_spared() -> None:
-    room = Room(np.zeros(2, np.intp), 3, balance=0.9)
+    room = LocalityProblem(np.zeros(2, np.intp), 3, balance=0.9)
     table = np.array([[0, 1, -1, 2, 3, -1]], np.int16)
     target = np.array([[2, 3, -1, 0, 1, -1]], np.int16)
     demand = np.zeros((2, 1, 4))

@@ -12,16 +12,16 @@ from scipy.optimize import linprog
 from benchmarks.rig.placements.cases import Case, Drifting, balance
 from fleet.dispatch import loads
 from fleet.placement import EMPTY, Placement
-from migration.model.constraints import Limits
-from migration.model.placement_changes import Kind, copies_between, made, taken
-from migration.model.sampling_noise import Noise
+from migration.model.constraints import Constraints
+from migration.model.placement_changes import ChangeKind, copies_between, made, taken
+from migration.model.sampling_noise import LoadNoise
 from migration.solvers.full_placement import full
-from migration.solvers.split_copies import Weighted, least_copies, weighted
+from migration.solvers.split_copies import SplitCopies, least_copies, weighted
 
 Table = NDArray[np.int16]
 
 
-def served(plan: Weighted, demand: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
+def served(plan: SplitCopies, demand: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
     """[layers, ranks] by the rule everybody uses, demand [layers, experts] coming from all ranks alike."""
     placement = Placement(plan.table, experts=demand.shape[1], ranks=ranks, split=plan.split)
     return loads(placement, np.broadcast_to(demand / ranks, (ranks, *demand.shape)), np.zeros(ranks, np.intp))
@@ -71,7 +71,7 @@ def test_needs_as_few_copies_as_exhaustive_search_on_three_ranks_and_six_experts
     for _ in range(12):
         table, load = random_table(1, 6, 3, 9, dice), dice.gamma(0.7, size=(1, 6)) + 0.05
         least = fewest(table[0], load[0], 3, 1 / 0.9, 2)
-        plan = weighted(table, load, 3, 6, Limits(target=1.0), goal=np.array([0.9]))
+        plan = weighted(table, load, 3, 6, Constraints(target=1.0), goal=np.array([0.9]))
         if least is not None:
             assert least_copies(table, load, 3, np.array([1 / 0.9]))[0] <= least
             needed.append(least)
@@ -87,7 +87,7 @@ def test_needs_as_few_copies_as_exhaustive_search_on_three_ranks_and_six_experts
 def test_few_copies_win_back_what_a_full_replacement_would(drift: str, ranks: int, slots: int, most: float) -> None:
     drifting = Drifting(Case("lognormal", 6, 64, ranks, slots, 3), drift)
     before, now = full(drifting.before, ranks, slots // ranks), full(drifting.now, ranks, slots // ranks)
-    plan = weighted(before, drifting.now, ranks, 64, goal=balance(now, drifting.now, ranks), noise=Noise(drifting.case.window))
+    plan = weighted(before, drifting.now, ranks, 64, goal=balance(now, drifting.now, ranks), noise=LoadNoise(drifting.case.window))
     after = served(plan, drifting.next, ranks)
     kept, anew = balance(before, drifting.next, ranks), balance(now, drifting.next, ranks)
     assert (after.mean(axis=1) / after.max(axis=1) - kept).sum() > 0.93 * (anew - kept).sum()
@@ -97,7 +97,7 @@ def test_few_copies_win_back_what_a_full_replacement_would(drift: str, ranks: in
 def test_what_a_new_sample_of_the_same_demand_explains_gets_no_copy() -> None:
     drifting = Drifting(Case("zipf", 8, 64, 16, 96, 5), "noise")
     before = full(drifting.before, 16, 6)
-    plan = weighted(before, drifting.now, 16, 64, noise=Noise(drifting.case.window))
+    plan = weighted(before, drifting.now, 16, 64, noise=LoadNoise(drifting.case.window))
     assert not plan.changes
     np.testing.assert_array_equal(plan.table, before)
 
@@ -148,18 +148,18 @@ def test_every_plan_keeps_every_limit(seed: int, ranks: int, kind: str) -> None:
     live, frozen = np.arange(ranks) > 0, dice.random((3, experts)) < 0.5
     least = np.full((3, experts), 2)
     limits = {
-        "free": Limits(),
-        "budget": Limits(most_copies=1),
-        "replicas": Limits(most_replicas=2),
-        "frozen": Limits(frozen=frozen),
-        "dead": Limits(live=live),
-        "kept": Limits(least_replicas=least),
+        "free": Constraints(),
+        "budget": Constraints(most_copies=1),
+        "replicas": Constraints(most_replicas=2),
+        "frozen": Constraints(frozen=frozen),
+        "dead": Constraints(live=live),
+        "kept": Constraints(least_replicas=least),
     }[kind]
     plan = weighted(table, load, ranks, experts, limits, node=np.arange(ranks) % 2 if seed % 2 else None)
     before, after = (Placement(each, experts=experts, ranks=ranks).replicas_on_rank > 0 for each in (table, plan.table))
     Placement(plan.table, experts=experts, ranks=ranks, split=plan.split)
     np.testing.assert_array_equal(made(table, plan.changes), plan.table)
-    assert (plan.changes.kind == Kind.REPLICATE).all()
+    assert (plan.changes.kind == ChangeKind.REPLICATE).all()
     for upto in range(len(plan.changes.kind)):
         Placement(made(table, taken(plan.changes, np.arange(upto))), experts=experts, ranks=ranks)
     assert copies_between(table, plan.table, ranks) == len(plan.changes.kind)

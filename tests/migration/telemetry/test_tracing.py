@@ -10,7 +10,7 @@ from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.events import LoopFigures, MigrationCommitted, MigrationPlanned, PlanJudged, ProposeHandover
-from migration.telemetry.tracing import Tracing
+from migration.telemetry.tracing import MigrationTracing
 from tests.migration.executor_fixture import apply, engine, leading, log, replicating
 
 SHIFT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -21,8 +21,8 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     """Of every service that begins from here on."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracing = Tracing.create(provider)
-    monkeypatch.setattr(Tracing, "create", lambda: tracing)
+    tracing = MigrationTracing.create(provider)
+    monkeypatch.setattr(MigrationTracing, "create", lambda: tracing)
     return exporter
 
 
@@ -102,7 +102,7 @@ async def test_what_a_successor_goes_on_with_is_of_the_plans_trace_and_links_to_
 
 @pytest.mark.parametrize(("parent", "below"), [(SHIFT, True), ("", False), ("00-nonsense-01", False)])
 def test_a_plan_that_answers_something_is_in_its_trace_and_any_other_in_its_own(spans: InMemorySpanExporter, parent: str, below: bool) -> None:
-    tracing = Tracing.create()
+    tracing = MigrationTracing.create()
     assert tracing is not None
     tracing.plan("one", replicating(), "planner", parent).end(None)
     (span,) = spans.get_finished_spans()
@@ -111,7 +111,7 @@ def test_a_plan_that_answers_something_is_in_its_trace_and_any_other_in_its_own(
 
 
 def test_a_verdict_is_a_span_below_its_plan_that_says_what_was_foretold_and_measured(spans: InMemorySpanExporter) -> None:
-    tracing = Tracing.create()
+    tracing = MigrationTracing.create()
     assert tracing is not None
     plan = tracing.plan("one", replicating(), "planner")
     plan.end(None)

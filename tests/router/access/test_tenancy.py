@@ -11,7 +11,7 @@ from fleet.completions import ApiError
 from fleet.events import Capabilities
 from fleet.shared_secret import SharedSecret
 from router.access.tenancy import MOST_SALT, cache_salt, framed, with_salt
-from router.credentials import Credentials
+from router.credentials import RouterCredentials
 from tests.router.router_fixture import House, MockRank, Serve, chat
 
 names = st.text(min_size=1, max_size=8)
@@ -69,9 +69,9 @@ def test_a_body_that_can_say_no_salt_is_refused(body: bytes) -> None:
 
 
 def test_routers_of_one_fleet_make_one_salt_and_those_of_another_make_others() -> None:
-    one, same, other = (Credentials(None, None, SharedSecret(secret * 16)) for secret in "aab")
+    one, same, other = (RouterCredentials(None, None, SharedSecret(secret * 16)) for secret in "aab")
     assert one.cache_salt("acme", None) == same.cache_salt("acme", None) != other.cache_salt("acme", None)
-    rotating = Credentials(None, None, SharedSecret("a" * 16, "b" * 16))
+    rotating = RouterCredentials(None, None, SharedSecret("a" * 16, "b" * 16))
     assert rotating.cache_salt("acme", None) == one.cache_salt("acme", None)
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fleet.completions import ApiError
-from router.admission.queue_policy import AGED_EVERY, CONTINUES, Queue, Rate, Room, Waiter, class_of, retry_after
+from router.admission.queue_policy import AGED_EVERY, CONTINUES, PriorityQueue, QueueBounds, Rate, Waiter, class_of, retry_after
 
-ROOM = Room(1000, 1_000_000)
+ROOM = QueueBounds(1000, 1_000_000)
 NEVER_AGED = -math.inf
 CLASSES = ("high", "normal", "low")
 
@@ -20,8 +20,8 @@ def waiter(urgency: int = 1, came: float = 0.0, *, until: float = 10.0, size: in
     return Waiter(model, urgency, came, until, size)
 
 
-def queue_of(*waiters: Waiter, room: Room = ROOM) -> Queue[Waiter]:
-    queue: Queue[Waiter] = Queue()
+def queue_of(*waiters: Waiter, room: QueueBounds = ROOM) -> PriorityQueue[Waiter]:
+    queue: PriorityQueue[Waiter] = PriorityQueue()
     for one in waiters:
         assert queue.offer(one, room).accepted
     return queue
@@ -42,7 +42,7 @@ def test_those_that_came_at_once_keep_the_order_in_which_they_were_offered() -> 
 def test_a_full_queue_sheds_the_least_urgent_and_of_these_the_youngest() -> None:
     old, young, normal = waiter(2, 0.0), waiter(2, 1.0, model="other"), waiter(1, 0.0)
     queue = queue_of(old, young, normal)
-    full = Room(3, 100)
+    full = QueueBounds(3, 100)
     assert queue.offer(waiter(0, 2.0), full).shed == (young,)
     assert queue.offer(waiter(0, 3.0), full).shed == (old,)
     assert queue.offer(waiter(0, 4.0), full).shed == (normal,)
@@ -52,27 +52,27 @@ def test_a_full_queue_sheds_the_least_urgent_and_of_these_the_youngest() -> None
 def test_nobody_is_shed_for_one_of_its_own_or_a_lower_class() -> None:
     queue = queue_of(waiter(1), waiter(1))
     for urgency in (1, 2):
-        assert queue.offer(waiter(urgency, 1.0), Room(2, 100)) == (False, ())
+        assert queue.offer(waiter(urgency, 1.0), QueueBounds(2, 100)) == (False, ())
     assert len(queue) == 2
 
 
 def test_continuations_are_never_shed() -> None:
     queue = queue_of(waiter(CONTINUES), waiter(CONTINUES))
     for urgency in (CONTINUES, 0):
-        assert not queue.offer(waiter(urgency), Room(2, 100)).accepted
+        assert not queue.offer(waiter(urgency), QueueBounds(2, 100)).accepted
 
 
 def test_nobody_is_shed_in_vain() -> None:
     queue = queue_of(waiter(2, size=10), waiter(1, size=80))
-    assert queue.offer(waiter(1, size=40), Room(10, 100)) == (False, ())  # shedding the low one would not be enough
-    assert queue.offer(waiter(0, size=101), Room(10, 100)) == (False, ())
+    assert queue.offer(waiter(1, size=40), QueueBounds(10, 100)) == (False, ())  # shedding the low one would not be enough
+    assert queue.offer(waiter(0, size=101), QueueBounds(10, 100)) == (False, ())
     assert len(queue) == 2
-    assert len(queue.offer(waiter(0, size=40), Room(10, 100)).shed) == 2
+    assert len(queue.offer(waiter(0, size=40), QueueBounds(10, 100)).shed) == 2
 
 
 def test_a_queue_without_room_takes_nobody() -> None:
-    queue: Queue[Waiter] = Queue()
-    assert not queue.offer(waiter(CONTINUES), Room(0, 100)).accepted
+    queue: PriorityQueue[Waiter] = PriorityQueue()
+    assert not queue.offer(waiter(CONTINUES), QueueBounds(0, 100)).accepted
 
 
 def test_whose_time_is_up_is_taken_out_once() -> None:
@@ -142,13 +142,13 @@ class Ledger(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue: Queue[Waiter] = Queue()
+        self.queue: PriorityQueue[Waiter] = PriorityQueue()
         self.held: list[Waiter] = []
         self.now = 0.0
 
     @rule(urgency=st.integers(-1, 2), size=st.integers(0, 40), wait=st.integers(1, 20), model=st.sampled_from("ab"))
     def offer(self, urgency: int, size: int, wait: int, model: str) -> None:
-        room = Room(6, 100)
+        room = QueueBounds(6, 100)
         one = waiter(urgency, self.now, until=self.now + wait, size=size, model=model)
         accepted, shed = self.queue.offer(one, room)
         assert all(other.urgency > urgency for other in shed)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from router.api.client_connection import WATCH_AFTER_SECONDS, Watch, Watches
+from router.api.client_connection import WATCH_AFTER_SECONDS, ClientWatch, ClientWatches
 
 
 class Client:
@@ -21,7 +21,7 @@ class Client:
         return {"type": "http.disconnect"}
 
 
-async def answer(watches: Watches, watch: Watch, seconds: float) -> str:
+async def answer(watches: ClientWatches, watch: ClientWatch, seconds: float) -> str:
     watches.start(watch, "r")
     try:
         await asyncio.sleep(seconds)
@@ -34,28 +34,28 @@ async def answer(watches: Watches, watch: Watch, seconds: float) -> str:
 
 @pytest.mark.looptime
 async def test_a_client_that_hangs_up_cancels_its_answer_alone() -> None:
-    watches, clients = Watches(), [Client(), Client()]
-    answers = [asyncio.create_task(answer(watches, Watch(client.receive), 1.0)) for client in clients]
+    watches, clients = ClientWatches(), [Client(), Client()]
+    answers = [asyncio.create_task(answer(watches, ClientWatch(client.receive), 1.0)) for client in clients]
     asyncio.get_running_loop().call_later(0.5, clients[0].left.set)
     assert await asyncio.gather(*answers) == ["left", "answered"]
 
 
 @pytest.mark.looptime
 async def test_short_answers_are_never_watched() -> None:
-    watches, client = Watches(), Client()
+    watches, client = ClientWatches(), Client()
     for _ in range(3):
-        assert await answer(watches, Watch(client.receive), WATCH_AFTER_SECONDS / 2) == "answered"
+        assert await answer(watches, ClientWatch(client.receive), WATCH_AFTER_SECONDS / 2) == "answered"
     await asyncio.sleep(1.0)
     assert client.asked == 0
 
 
 @pytest.mark.looptime
 async def test_each_watch_begins_in_its_own_time() -> None:
-    watches, clients = Watches(), [Client(), Client()]
+    watches, clients = ClientWatches(), [Client(), Client()]
     loop = asyncio.get_running_loop()
-    first = asyncio.create_task(answer(watches, Watch(clients[0].receive), 1.0))
+    first = asyncio.create_task(answer(watches, ClientWatch(clients[0].receive), 1.0))
     await asyncio.sleep(WATCH_AFTER_SECONDS / 2)
-    second = asyncio.create_task(answer(watches, Watch(clients[1].receive), 1.0))
+    second = asyncio.create_task(answer(watches, ClientWatch(clients[1].receive), 1.0))
     began = loop.time()
     await asyncio.sleep(WATCH_AFTER_SECONDS * 0.6)
     assert [client.asked for client in clients] == [1, 0]
@@ -67,7 +67,7 @@ async def test_each_watch_begins_in_its_own_time() -> None:
 
 @pytest.mark.looptime
 async def test_being_cancelled_by_somebody_else_is_told_apart() -> None:
-    task = asyncio.create_task(answer(Watches(), Watch(Client().receive), 1.0))
+    task = asyncio.create_task(answer(ClientWatches(), ClientWatch(Client().receive), 1.0))
     await asyncio.sleep(0.1)
     task.cancel()
     assert await task == "cancelled"

@@ -19,11 +19,11 @@ from bus.memory import MemoryBroker, MemoryBus
 from fleet.completions import ApiError
 from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics, RouteDecided, RouteReleased, RouteRequested
 from router.api.app import create_app
-from router.api.bus_api import Inquiries
+from router.api.bus_api import BusApi
 from router.api.library import Decider
 from router.config import RouterConfig
 from router.fleet_state.reservations import PREFILL, SEQUENCES, STEPS, Reservations
-from router.scheduling.external_reservations import Reserved
+from router.scheduling.external_reservations import ExternalReservations
 from router.service import RouterService
 from router.sync import peer_routers
 from tests.router.router_fixture import Answered, chat, engine_joined, running, served_app, until
@@ -99,7 +99,7 @@ class Street:
         bus = MemoryBus(self.broker)
         service = RouterService(bus, self.subjects, config)
         await self.stack.enter_async_context(running(service))
-        inquiries = Inquiries(bus, self.subjects, Decider(service))
+        inquiries = BusApi(bus, self.subjects, Decider(service))
         task = asyncio.create_task(inquiries.run(), name="answers questions")
         self.stack.callback(task.cancel)
         url = await self.stack.enter_async_context(served_app(create_app(service)))
@@ -281,7 +281,7 @@ async def test_a_reservation_without_a_word_ends_by_itself(street: Street) -> No
 
 
 def test_a_word_about_a_reservation_holds_it_longer() -> None:
-    reservations, held = Reservations(settle_seconds=0.1, stale_seconds=5.0), Reserved(10.0)
+    reservations, held = Reservations(settle_seconds=0.1, stale_seconds=5.0), ExternalReservations(10.0)
     reservations.add_rank("a")
     for name in ("x", "y"):
         held.hold(name, reservations.book("a", (1, 1, 1, 1), 0.0), 0.0)

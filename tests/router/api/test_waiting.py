@@ -11,8 +11,8 @@ import pytest
 from fleet.events import KvMetrics
 from router.fleet_state.reservations import Booking
 from router.prefix_index.prompt import TextPrompt
-from router.scheduling.scheduler import FIRST_TRY, Need
-from router.telemetry.request_log import Exchange
+from router.scheduling.scheduler import FIRST_TRY, RoutingRequest
+from router.telemetry.request_log import RequestLog
 from tests.router.router_fixture import Answered, House, MockRank, OpenHouse, Serve, chat, engine_joined, until
 from tests.router.telemetry.test_tracing import Traces, about
 
@@ -287,8 +287,10 @@ async def test_a_broken_decision_does_not_stop_the_waiting_of_others(open_house:
             raise RuntimeError("a fault of the router")
 
     digest = service.view.roster("demo").tokenizer
-    exchange = Exchange("broken", "broken", CHAT, service.clock())
-    bad = asyncio.create_task(service.waiting.admit(exchange, Need("demo", Broken(b"x", "demo"), 0, 1, digest), "", FIRST_TRY, begun=True), name="is broken")
+    exchange = RequestLog("broken", "broken", CHAT, service.clock())
+    bad = asyncio.create_task(
+        service.waiting.admit(exchange, RoutingRequest("demo", Broken(b"x", "demo"), 0, 1, digest), "", FIRST_TRY, begun=True), name="is broken"
+    )
     await until(lambda: len(service.waiting) == 1)
     good = begin(house)
     await until(lambda: len(service.waiting) == 2)

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.completions import ApiError
-from router.bodies.fair_turns import Turns
+from router.bodies.fair_turns import FairTurns
 
 
 async def test_a_client_with_many_jobs_delays_another_one_by_one_job() -> None:
-    turns, order = Turns("jobs", 1, 100, 100), []
+    turns, order = FairTurns("jobs", 1, 100, 100), []
 
     async def job(client: str) -> None:
         async with turns.turn(client):
@@ -24,7 +24,7 @@ async def test_a_client_with_many_jobs_delays_another_one_by_one_job() -> None:
 
 @pytest.mark.parametrize(("client", "status"), [("greedy", 429), ("other", 503)])
 async def test_too_many_waiting_jobs_are_refused_by_client_and_in_all(client: str, status: int) -> None:
-    turns = Turns("jobs", 1, most_waiting=3, most_per_client=2)
+    turns = FairTurns("jobs", 1, most_waiting=3, most_per_client=2)
     await turns.take("greedy")
     waiting = [asyncio.create_task(turns.take(name)) for name in ("greedy", "greedy", "third")]
     await asyncio.sleep(0)
@@ -40,7 +40,7 @@ async def test_too_many_waiting_jobs_are_refused_by_client_and_in_all(client: st
 
 
 async def test_a_place_given_to_a_client_that_leaves_at_that_moment_goes_to_the_next() -> None:
-    turns = Turns("jobs", 1, 10, 10)
+    turns = FairTurns("jobs", 1, 10, 10)
     await turns.take("a")
     leaving, staying = asyncio.create_task(turns.take("b")), asyncio.create_task(turns.take("c"))
     await asyncio.sleep(0)
@@ -53,7 +53,7 @@ async def test_a_place_given_to_a_client_that_leaves_at_that_moment_goes_to_the_
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["take", "give", "leave"])), max_size=60), st.integers(1, 3))
 def test_no_place_is_lost_or_taken_twice_whoever_leaves_when(steps: list[tuple[str, str]], places: int) -> None:
     async def run() -> None:
-        turns, tasks, held = Turns("jobs", places, 1000, 1000), [], 0
+        turns, tasks, held = FairTurns("jobs", places, 1000, 1000), [], 0
         for client, step in steps:
             if step == "take":
                 tasks.append(asyncio.create_task(turns.take(client)))

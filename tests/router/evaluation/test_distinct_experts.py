@@ -13,9 +13,9 @@ from msgspec import structs
 from fleet.layout import EP, Layout
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
-from router.evaluation.distinct_experts import Mixes, Reading, Share, read
+from router.evaluation.distinct_experts import ClusterMixes, MixShare, ReadingGroup, read
 from router.evaluation.expected_latency import NONE
-from router.feedback.active_cluster_mix import Mixing
+from router.feedback.active_cluster_mix import ActiveClusterMix
 from tests.router.learnt_tables import halves
 from tests.router.scheduling.test_decision import decided, foretold, view_of
 
@@ -23,13 +23,13 @@ FIRST, SECOND = np.array([1, 0], np.float32), np.array([0, 1], np.float32)
 READS = EngineSpeed(expert_read=1e-4)
 
 
-def mix(mixes: Mixes, sequences: int, worker: int = 1, version: int = 1) -> list[float] | None:
+def mix(mixes: ClusterMixes, sequences: int, worker: int = 1, version: int = 1) -> list[float] | None:
     found = mixes.changed(worker, sequences, halves(version=version), told=True)
     return None if found is None else found.tolist()
 
 
 def test_a_mix_is_the_sum_of_what_runs_and_strangers_are_as_the_traffic_is() -> None:
-    mixes = Mixes()
+    mixes = ClusterMixes()
     mixes.book(1, FIRST, 1)
     share = mixes.book(1, FIRST, 1)
     mixes.book(1, SECOND, 1)
@@ -43,7 +43,7 @@ def test_a_mix_is_the_sum_of_what_runs_and_strangers_are_as_the_traffic_is() -> 
 
 
 def test_a_mix_is_told_when_it_changed_noticeably_or_was_lost() -> None:
-    mixes = Mixes()
+    mixes = ClusterMixes()
     for _ in range(100):
         mixes.book(1, FIRST, 1)
     assert mix(mixes, 100) == [100.0, 0.0]
@@ -56,7 +56,7 @@ def test_a_mix_is_told_when_it_changed_noticeably_or_was_lost() -> None:
 
 
 def test_newer_clusters_begin_anew_and_older_bookings_are_strangers_to_them() -> None:
-    mixes = Mixes()
+    mixes = ClusterMixes()
     old = mixes.book(1, FIRST, 1)
     new = mixes.book(1, np.array([0, 0, 1], np.float32), 2)
     assert mixes.book(1, FIRST, 1) is None
@@ -68,7 +68,7 @@ def test_newer_clusters_begin_anew_and_older_bookings_are_strangers_to_them() ->
 
 
 def test_a_forgotten_engine_takes_no_notice_of_bookings_that_end_later() -> None:
-    mixes = Mixes()
+    mixes = ClusterMixes()
     share = mixes.book(1, FIRST, 1)
     mixes.forget_worker(1)
     mixes.book(1, SECOND, 1)
@@ -80,8 +80,8 @@ def test_a_forgotten_engine_takes_no_notice_of_bookings_that_end_later() -> None
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1), st.booleans()), max_size=40))
 def test_any_order_of_bookings_and_ends_leaves_what_is_open(events: list[tuple[int, int, bool]]) -> None:
-    mixes = Mixes()
-    open_now: list[tuple[int, int, Share]] = []
+    mixes = ClusterMixes()
+    open_now: list[tuple[int, int, MixShare]] = []
     for worker, cluster, ends in events:
         if ends and open_now:
             open_now.pop(worker % len(open_now))[2].end()
@@ -97,7 +97,7 @@ def test_any_order_of_bookings_and_ends_leaves_what_is_open(events: list[tuple[i
 
 
 def test_a_request_adds_least_where_its_experts_are_read_anyway() -> None:
-    reads = read(Reading(halves(skew=30.0), 1, 0).misses(), [np.array([8.0, 0.0]), np.array([0.0, 8.0]), np.zeros(2)])
+    reads = read(ReadingGroup(halves(skew=30.0), 1, 0).misses(), [np.array([8.0, 0.0]), np.array([0.0, 8.0]), np.zeros(2)])
     assert reads.added[0, 0] < 0.3 * reads.added[1, 0]
     assert reads.added[1, 1] < 0.3 * reads.added[0, 1]
     assert reads.added[2] == pytest.approx([2.0, 2.0])  # one expert in each of two layers
@@ -107,9 +107,9 @@ def test_a_request_adds_least_where_its_experts_are_read_anyway() -> None:
 
 def test_sharded_layers_and_unused_clusters() -> None:
     model = halves()
-    assert Reading(model, 2, 1).misses().shape == (2, 4)
+    assert ReadingGroup(model, 2, 1).misses().shape == (2, 4)
     unused = type(model)(1, model.profiles, np.array([1, 0], np.float32), 0.1)
-    misses = Reading(unused, 2, 0).misses()
+    misses = ReadingGroup(unused, 2, 0).misses()
     assert misses[0].tolist() == misses[1].tolist()  # the mean, which is the first's
 
 
@@ -118,7 +118,7 @@ class Running:
 
     def __init__(self, threads: ThreadPoolExecutor, layout: Layout = EP, speed: EngineSpeed | None = READS) -> None:
         self.view, self.reservations = view_of({"layout": layout, "speed": speed}, {"layout": layout, "speed": speed}, clusters=halves(skew=30.0))
-        self.mixing = Mixing(self.view, self.reservations, threads)
+        self.mixing = ActiveClusterMix(self.view, self.reservations, threads)
         roster = self.view.roster("demo")
         for _ in range(8):
             decision = decided(roster, outlook=_of_the_first(len(roster.targets)))

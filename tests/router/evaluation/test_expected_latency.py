@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fleet.timing import EngineSpeed, step_seconds
-from router.evaluation.expected_latency import NONE, Pace, Surcharge, first_token, step
+from router.evaluation.expected_latency import NONE, ExpectedStepTime, Surcharge, first_token, step
 from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES
 from tests.router.scheduling.test_decision import decided, view_of
 
@@ -40,7 +40,7 @@ def test_experts_add_what_is_sent_and_what_is_read() -> None:
 
 
 def test_the_ranks_of_an_engine_step_as_long_as_the_slowest() -> None:
-    pace, zeros = Pace(SPEED, 2), np.zeros(2)
+    pace, zeros = ExpectedStepTime(SPEED, 2), np.zeros(2)
     pace.reported(0, 5, 100)
     found = pace.reported(1, 9, 10, Surcharge(reading=0.5))
     alone = step_seconds(

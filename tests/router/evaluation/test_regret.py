@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from fleet.timing import EngineSpeed
-from router.evaluation.regret import Probe, Truth, Waiting, regret_ms, repriced_ms
+from router.evaluation.regret import Probe, Truth, WaitingProbes, regret_ms, repriced_ms
 from router.fleet_state.reservations import AMOUNTS, PREFILL, SEQUENCES, STEPS
-from router.fleet_state.view import View
+from router.fleet_state.view import FleetView
 from tests.router.learnt_tables import halves
 from tests.router.scheduling.test_decision import decided, foretold, view_of
 
 SPEED = EngineSpeed(prefill_token=1e-3, decode_sequence=1e-3, decode_block=1e-5, dispatch=1e-4)
 
 
-def house(engines: int = 1, ranks: int = 4) -> View:
+def house(engines: int = 1, ranks: int = 4) -> FleetView:
     return view_of(*({"ranks": ranks, "speed": SPEED} for _ in range(engines)), clusters=halves(skew=30.0))[0]
 
 
@@ -89,7 +89,7 @@ def test_only_candidates_could_have_been_chosen() -> None:
     assert regret_ms(decision, Truth(truth), view.prices("demo")) == 0.0
 
 
-def probe(view: View, decision_id: str, made_at: float) -> Probe:
+def probe(view: FleetView, decision_id: str, made_at: float) -> Probe:
     decided_on = decided(view.roster("demo"))
     decision = structs.replace(decided_on, ask=structs.replace(decided_on.ask, decision_id=decision_id))
     return Probe(decision, view.prices("demo"), decision.load, made_at)
@@ -98,7 +98,7 @@ def probe(view: View, decision_id: str, made_at: float) -> Probe:
 def test_waiting_probes_are_taken_by_name_or_in_the_end() -> None:
     view = house()
     size = probe(view, "d", 0.0).nbytes
-    waiting = Waiting(3 * size)
+    waiting = WaitingProbes(3 * size)
     for number in range(4):
         waiting.add(probe(view, f"d{number}", float(number)))
     taken = waiting.take("d1")

@@ -18,11 +18,11 @@ from router.fleet_state.reservations import PREFILL, SEQUENCES, Booking
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.cost import TERMS
 from router.scheduling.decision import Decision
-from router.scheduling.scheduler import FIRST_TRY, Need, Try
+from router.scheduling.scheduler import FIRST_TRY, Attempt, RoutingRequest
 from router.scheduling.speed_correction import HALF_LIFE_SECONDS
 from router.service import RouterService
 from router.telemetry.metrics import LAPS
-from router.telemetry.request_log import Exchange
+from router.telemetry.request_log import RequestLog
 from tests.router.learnt_tables import halves, published_clusters, tables
 from tests.router.router_fixture import SHAPE
 from tests.router.sync.test_peer_routers import Town
@@ -46,16 +46,16 @@ def series(service: RouterService, name: str, **labels: str) -> float:
     return sum(sample.value for sample in samples if sample.name == f"roost_router_{name}" and labels.items() <= sample.labels.items())
 
 
-def need(tokens: int, output: int = 20) -> Need:
+def need(tokens: int, output: int = 20) -> RoutingRequest:
     """A request whose prompt shares no prefix with any other."""
-    return Need("demo", TokenPrompt([next(_fresh), *range(tokens - 1)]), tokens + output, output, None)
+    return RoutingRequest("demo", TokenPrompt([next(_fresh), *range(tokens - 1)]), tokens + output, output, None)
 
 
-def book(service: RouterService, asked: Need, attempt: Try = FIRST_TRY) -> tuple[Decision, Booking]:
-    return service.book(Exchange("r", service.new_decision_id(), "/v1/completions", 0.0), asked, "", attempt)
+def book(service: RouterService, asked: RoutingRequest, attempt: Attempt = FIRST_TRY) -> tuple[Decision, Booking]:
+    return service.book(RequestLog("r", service.new_decision_id(), "/v1/completions", 0.0), asked, "", attempt)
 
 
-def terms(service: RouterService, joined: EngineJoined, name: str, asked: Need) -> float:
+def terms(service: RouterService, joined: EngineJoined, name: str, asked: RoutingRequest) -> float:
     """A term of what a request would cost at the engine's first rank now, ms."""
     decision = service.decide(asked, "d")
     at = [int(target) for target in decision.at].index(decision.roster.index[joined.worker_id, 0])
@@ -136,12 +136,12 @@ async def test_a_request_that_outlives_its_engine_says_nothing_of_the_next_one(t
 
 
 @pytest.mark.looptime
-@pytest.mark.parametrize(("attempt", "queued"), [(Try(2), 0.0), (FIRST_TRY, 0.5)], ids=["retried or continued", "queued"])
-async def test_disturbed_requests_say_nothing_of_speed(town: Town, attempt: Try, queued: float) -> None:
+@pytest.mark.parametrize(("attempt", "queued"), [(Attempt(2), 0.0), (FIRST_TRY, 0.5)], ids=["retried or continued", "queued"])
+async def test_disturbed_requests_say_nothing_of_speed(town: Town, attempt: Attempt, queued: float) -> None:
     liar = await town.engine("liar", speed=SPEED, capabilities=PLAIN)
     service = await town.ready_router()
     for _ in range(40):
-        exchange = Exchange("r", service.new_decision_id(), "/v1/completions", 0.0)
+        exchange = RequestLog("r", service.new_decision_id(), "/v1/completions", 0.0)
         exchange.queued_seconds = queued
         _, booking = service.book(exchange, need(200), "", attempt)
         await asyncio.sleep(3.0)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.events import BookedLoad, ReservationsChanged, ReservationsDescribed
-from router.fleet_state.booking_replication import MOST_PER_MESSAGE, MOST_PREFIX_BLOCKS, SILENT_SECONDS, Diary, Ledger, Word
+from router.fleet_state.booking_replication import MOST_PER_MESSAGE, MOST_PREFIX_BLOCKS, SILENT_SECONDS, BookingMessage, OwnBookings, RemoteBookings
 from router.fleet_state.reservations import PREFILL, SEQUENCES, STEPS, Booking, Reservations
 
 RANK = (7, 0)
@@ -27,9 +27,9 @@ class Peer:
 
     def __post_init__(self) -> None:
         self.rows = np.array([self.reservations.add_rank(key) for key in RANKS])
-        self.learnt: list[tuple[tuple[int, int], Word]] = []
-        self.ledger = Ledger(self.reservations, 60.0, lambda rank, word: self.learnt.append((rank, word)))
-        self.diary = Diary(self.name, refresh_seconds=20.0)
+        self.learnt: list[tuple[tuple[int, int], BookingMessage]] = []
+        self.ledger = RemoteBookings(self.reservations, 60.0, lambda rank, word: self.learnt.append((rank, word)))
+        self.diary = OwnBookings(self.name, refresh_seconds=20.0)
         self.open: dict[str, Booking] = {}
 
     def book(
@@ -260,23 +260,23 @@ def test_very_much_is_told_in_parts(pair: tuple[Peer, Peer]) -> None:
 def test_where_a_conversation_went_and_what_a_rank_will_have_is_told_once(pair: tuple[Peer, Peer]) -> None:
     one, other = pair
     booking = one.reservations.book(RANK, (100, 1, 8, 40), 0.0)
-    one.diary.booked("a", RANK, booking, Word(77, [1, 2**64 - 1]))
+    one.diary.booked("a", RANK, booking, BookingMessage(77, [1, 2**64 - 1]))
     tell(one, other, 0.0)
     one.diary.first_token(booking)
     sequence, again = one.said(0.1)
     other.ledger.hear(1, sequence, again, 0.1)
-    assert other.learnt == [(RANK, Word(77, [1, 2**64 - 1]))]
+    assert other.learnt == [(RANK, BookingMessage(77, [1, 2**64 - 1]))]
     assert (again.booked[0].session, again.booked[0].prefix) == (77, b"")
 
 
 def test_a_short_request_is_remembered_and_leaves_no_load(pair: tuple[Peer, Peer]) -> None:
     one, other = pair
     booking = one.reservations.book(RANK, (100, 1, 8, 40), 0.0)
-    one.diary.booked("a", RANK, booking, Word(77))
+    one.diary.booked("a", RANK, booking, BookingMessage(77))
     one.reservations.release(booking)
     one.diary.ended(booking)
     tell(one, other, 0.0)
-    assert other.learnt == [(RANK, Word(77, []))]
+    assert other.learnt == [(RANK, BookingMessage(77, []))]
     assert other.ledger.open == 0
     assert not one.diary.has_news
 

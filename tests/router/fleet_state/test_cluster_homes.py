@@ -9,10 +9,10 @@ import pytest
 from fleet.events import HomesPublished
 from fleet.signatures import ClusterModel
 from router.fleet_state.cluster_homes import at_home, homes_of
-from router.fleet_state.view import View
+from router.fleet_state.view import FleetView
 from router.scheduling.cost import Weights
 from router.scheduling.decision_record import DecisionRecord
-from router.scheduling.policies import Home, Rules, choose
+from router.scheduling.policies import HomeRanks, PolicyRules, choose
 from tests.router.decision_builders import SLOW, decided, foretold, view_of
 from tests.router.router_fixture import SHAPE, OpenHouse, until
 
@@ -65,8 +65,8 @@ def test_a_home_gets_clearly_more_than_its_even_share_and_not_much_less_than_the
 def test_homes_come_first_where_they_cost_the_same_or_no_more_than_they_save_and_then_the_least_work() -> None:
     def chosen(score: list[float], home: list[bool] | None, work: list[float] | None = None, saves: list[float] | None = None) -> tuple[int, str]:
         total = np.array(score)
-        where = None if home is None else Home(np.array(home), None if saves is None else np.array(saves))
-        choice = choose(Rules(), total, "ms", total, np.array(work or [0.0] * len(score)), 0, None, where)
+        where = None if home is None else HomeRanks(np.array(home), None if saves is None else np.array(saves))
+        choice = choose(PolicyRules(), total, "ms", total, np.array(work or [0.0] * len(score)), 0, None, where)
         return choice.chosen, choice.why
 
     assert chosen([1, 1, 1], [False, False, True], [0, 0, 9]) == (2, "home")
@@ -83,7 +83,7 @@ def test_homes_come_first_where_they_cost_the_same_or_no_more_than_they_save_and
     assert chosen([1, 1, 2, 2], [False, False, True, True], saves=[-9, -9, 0, 0]) == (2, "home"), "several homes, as many as there are cheapest ranks"
 
 
-def settled(share: Any) -> View:
+def settled(share: Any) -> FleetView:
     view, _ = view_of({"speed": SLOW}, {"speed": SLOW}, clusters=halves())
     assert view.settle(1, homes_of(said(share=share), 2))
     return view
@@ -105,7 +105,7 @@ def test_homes_are_heeded_by_the_requests_own_confidence_whatever_prediction_has
     outlook = foretold([0.0] * 4, gain=0.0)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
     assert outlook.forecast.confidence == 0.25
     assert decided(roster, outlook=outlook).choice.why == "home"
-    unsure = decided(roster, outlook=outlook, rules=Rules(home_confidence=0.26))
+    unsure = decided(roster, outlook=outlook, rules=PolicyRules(home_confidence=0.26))
     assert (unsure.record().home_ranks, unsure.choice.why, unsure.home) == (["e0/1"], "tie", None)
     assert "0.26 is asked for" in (unsure.record().homes_note or "")
 
@@ -122,8 +122,11 @@ def test_a_home_may_cost_more_by_what_it_is_expected_to_save_as_far_as_the_reque
     assert decided(roster, outlook=unpriced, conditions=load).choice.why == "tie", "what is not priced saves nothing that is known"
 
 
-@pytest.mark.parametrize("rules", [Rules(weights=Weights(experts=0.0)), Rules("kv"), Rules("least_loaded"), Rules("round_robin"), Rules("classic", beta=0.0)])
-def test_rules_that_do_not_mind_where_experts_are_do_not_mind_homes(rules: Rules) -> None:
+@pytest.mark.parametrize(
+    "rules",
+    [PolicyRules(weights=Weights(experts=0.0)), PolicyRules("kv"), PolicyRules("least_loaded"), PolicyRules("round_robin"), PolicyRules("classic", beta=0.0)],
+)
+def test_rules_that_do_not_mind_where_experts_are_do_not_mind_homes(rules: PolicyRules) -> None:
     roster = view_of({"speed": SLOW}, {"speed": SLOW})[0].roster("demo")
     record = decided(roster, outlook=foretold([0.0] * 4)._replace(home=np.array([0.4, 1.6, 1.0, 1.0])), rules=rules).record()
     assert "does not mind where experts are" in (record.homes_note or "")

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from fleet.layout import EP
 from fleet.placement import Placement, linear
 from fleet.signatures import ClusterModel
-from router.fleet_state.cluster_homes import Homes, Settled
-from router.fleet_state.dispatch_cost import Locality, Prices
-from router.fleet_state.view import View
+from router.fleet_state.cluster_homes import ClusterHomes, EngineHomes
+from router.fleet_state.dispatch_cost import DispatchCost, DispatchPrices
+from router.fleet_state.view import FleetView
 from tests.router.decision_builders import view_of
 from tests.router.router_fixture import SHAPE
 
@@ -19,8 +19,8 @@ PLACED, SAID, BEGUN, PRICED, CLUSTERS, JOINED = range(6)
 STEPS = st.lists(st.tuples(st.sampled_from((PLACED, SAID, BEGUN, PRICED, CLUSTERS, JOINED)), st.integers(0, 3)), max_size=25)
 
 
-def homes(version: int, epoch: int) -> Homes:
-    return Homes(version, epoch, np.full((2, 1), 1.0 + version, np.float32))
+def homes(version: int, epoch: int) -> ClusterHomes:
+    return ClusterHomes(version, epoch, np.full((2, 1), 1.0 + version, np.float32))
 
 
 def clusters(version: int) -> ClusterModel:
@@ -43,12 +43,12 @@ class World:
     """One engine, what was said of it, and what a router makes of that."""
 
     def __init__(self) -> None:
-        self.view: View = view_of({}, clusters=clusters(1))[0]
+        self.view: FleetView = view_of({}, clusters=clusters(1))[0]
         state = self.view.engine(1)
         assert state is not None
         self.joined = state.joined
         self.served, self.clusters, self.version = 0, 1, 0
-        self.heard: list[Homes] = []
+        self.heard: list[ClusterHomes] = []
         self.pricing: Pricing | None = None
         self.price(Pricing(0, 1))
 
@@ -71,13 +71,13 @@ class World:
             self.view.join(self.joined, 0.0)
             self.view.heard(1, 0.0)
 
-    def say(self, said: Homes) -> None:
+    def say(self, said: ClusterHomes) -> None:
         self.heard.append(said)
         self.view.settle(1, said)
 
     def price(self, work: Pricing) -> None:
         table = np.full((2, 1), 1.0 + work.epoch)
-        self.view.price(1, work.epoch, Locality(Prices(table, table, table), None, work.clusters))
+        self.view.price(1, work.epoch, DispatchCost(DispatchPrices(table, table, table), None, work.clusters))
 
     def seen(self) -> tuple[int, int]:
         """Epoch of the prices, and version of the homes (0: none), that a decision sees now, as they are told and as they weigh."""
@@ -130,17 +130,17 @@ def test_homes_of_the_next_epoch_wait_for_its_prices_and_then_both_change_in_one
 
 
 def test_homes_that_a_newer_word_takes_back_for_an_older_epoch_are_gone_at_once_and_so_are_those_that_waited() -> None:
-    waiting = Settled().hearing(homes(1, 0), 0).hearing(homes(2, 3), 0)
+    waiting = EngineHomes().hearing(homes(1, 0), 0).hearing(homes(2, 3), 0)
     assert waiting.now is not None
     assert waiting.coming is not None
-    taken_back = waiting.hearing(Homes(3, 0, None), 0)
-    assert taken_back == Settled(Homes(3, 0, None))
+    taken_back = waiting.hearing(ClusterHomes(3, 0, None), 0)
+    assert taken_back == EngineHomes(ClusterHomes(3, 0, None))
     assert taken_back.reaching(3) is taken_back
     assert taken_back.hearing(homes(2, 3), 0) is taken_back, "said late"
 
 
 def test_what_holds_now_may_be_heard_after_what_waits() -> None:
-    coming = Settled().hearing(homes(5, 2), 0)
+    coming = EngineHomes().hearing(homes(5, 2), 0)
     both = coming.hearing(homes(4, 0), 0)
     assert both.now is not None
     assert both.coming is not None
@@ -152,7 +152,7 @@ def test_what_holds_now_may_be_heard_after_what_waits() -> None:
 
 def test_before_anything_is_priced_homes_wait() -> None:
     said = homes(1, 0)
-    waiting = Settled().hearing(said, None)
+    waiting = EngineHomes().hearing(said, None)
     assert waiting.now is None
     assert waiting.reaching(0).now is said
-    assert Settled().reaching(None) == Settled()
+    assert EngineHomes().reaching(None) == EngineHomes()

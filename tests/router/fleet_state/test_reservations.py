@@ -12,12 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from fleet.events import Capabilities
 from router.config import RouterConfig
 from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Booking, Reservations
-from router.fleet_state.view import View
-from router.prefix_index.approximate_index import Prefixes
-from router.prefix_index.block_index import Holders
-from router.prefix_index.kv_event_index import KvIndex
+from router.fleet_state.view import FleetView
+from router.prefix_index.approximate_index import ApproximateIndex
+from router.prefix_index.block_index import BlockIndex
+from router.prefix_index.kv_event_index import KvEventIndex
 from router.prefix_index.prompt import TokenPrompt
-from router.scheduling.scheduler import Need, Picker
+from router.scheduling.scheduler import RoutingRequest, Scheduler
 from tests.router.router_fixture import engine_joined
 
 
@@ -326,17 +326,17 @@ def test_a_burst_of_a_thousand_spreads_evenly_over_equal_ranks(seed: int, ranks:
     assert max(counts.values()) - min(counts.values()) <= 1
 
 
-def burst(ranks: int, **settings: Any) -> tuple[Picker, Need]:
+def burst(ranks: int, **settings: Any) -> tuple[Scheduler, RoutingRequest]:
     """A picker over one engine whose ranks report KV events (so that nothing is guessed from what was routed)."""
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
-    view = View(reservations)
+    view = FleetView(reservations)
     urls = [f"http://h:{number}" for number in range(ranks)]
     view.join(engine_joined("e", urls, "f" * 64, worker_id=1, shape=None, placement=None, capabilities=Capabilities()), 0.0)
     view.heard(1, 0.0)
     config = RouterConfig(**{"max_requests_per_rank": 10_000, "max_queue_seconds": 1e9} | settings)
-    holders = Holders()
-    picker = Picker(view, reservations, KvIndex(holders), Prefixes(100, holders), config)
-    return picker, Need("demo", TokenPrompt(list(range(50))), 60, 10, "f" * 64)
+    holders = BlockIndex()
+    picker = Scheduler(view, reservations, KvEventIndex(holders), ApproximateIndex(100, holders), config)
+    return picker, RoutingRequest("demo", TokenPrompt(list(range(50))), 60, 10, "f" * 64)
 
 
 def test_the_last_decisions_are_kept_and_no_more() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.foreign_api.continuation import Continuable, Inexact
+from router.foreign_api.continuation import Continuable, InexactContinuation
 from router.foreign_api.event_stream import EventStream
 from tests.router.foreign_servers import ForeignServer, in_front_of, serving, streaming
 from tests.router.router_fixture import House, OpenHouse
@@ -43,7 +43,7 @@ def continued(path: str, body: bytes, deaths: list[int], sizes: list[int], cuts:
             course, got, ask, at = Continuable(path, body, 4096), b"", course.body(), path
             continue
         if course.why_not() is not None:
-            raise Inexact(course.why_not())
+            raise InexactContinuation(course.why_not())
         if detokenizes:
             before = TOKENIZER.decode(course.context_of(0))
             any(course.fits(ids, before, TOKENIZER.decode(course.context_of(ids))) for ids in course.positions())
@@ -110,7 +110,7 @@ def test_a_sampled_stream_is_continued_only_where_the_clients_text_is_that_of_wh
         any(course.fits(ids, before, TOKENIZER.decode(course.context_of(ids))) for ids in course.positions())
     try:
         rest = course.request()
-    except Inexact:
+    except InexactContinuation:
         assert stop is not None or not detokenizes  # else the ids of the client's text can always be found
         return
     if rest is not None:

@@ -19,7 +19,7 @@ from bus.memory import MemoryBus
 from fleet.events import Capabilities, ClustersPublished, CountsImported, DescribePopularity, PopularityDescribed, RequestsFinished, RequestsProfiled
 from fleet.experts import ModelShape
 from fleet.signatures import ClusterModel, unpack
-from router.foreign_api.routed_experts_parser import MARK, Counted, Tap, Usage, counted
+from router.foreign_api.routed_experts_parser import MARK, RoutedCounts, RoutedExpertsParser, TokenUsage, counted
 from tests.router.router_fixture import House, chat, engine_joined, served_web, until
 from tracker.config import TrackerConfig
 from tracker.service import TrackerService
@@ -27,7 +27,7 @@ from tracker.service import TrackerService
 CHAT = "/v1/chat/completions"
 SHAPE = ModelShape(layers=3, experts=8, top_k=2, hidden=1, expert_intermediate=1)
 PROMPT, COMPLETION = 7, 5
-USAGE = Usage(PROMPT, COMPLETION, 0)
+USAGE = TokenUsage(PROMPT, COMPLETION, 0)
 CHANCE = np.random.default_rng(0)
 CHOSEN = np.array([[CHANCE.choice(8, 2, replace=False) for _ in range(3)] for _ in range(PROMPT + COMPLETION - 1)], np.int32)
 """[tokens, layers, k]: of all tokens but the last"""
@@ -84,7 +84,7 @@ def test_experts_are_found_wherever_a_system_puts_them(way: str, streamed: bool)
 
 @pytest.mark.parametrize("way", ["vllm", "vllm, prompt apart", "sglang"])
 def test_tokens_from_the_prefix_cache_activate_nothing(way: str) -> None:
-    found = counted([json.dumps(WAYS[way]).encode()], SHAPE, Usage(PROMPT, COMPLETION, cached=3))
+    found = counted([json.dumps(WAYS[way]).encode()], SHAPE, TokenUsage(PROMPT, COMPLETION, cached=3))
     assert found is not None
     assert (found.tokens, found.cached) == (PROMPT + COMPLETION - 1 - 3, 3)
     np.testing.assert_array_equal(found.prompt, by_hand(CHOSEN[3:PROMPT]))
@@ -92,7 +92,7 @@ def test_tokens_from_the_prefix_cache_activate_nothing(way: str) -> None:
 
 
 def test_rows_that_begin_behind_the_cached_tokens_all_count() -> None:
-    found = counted([json.dumps({"choices": [{"routed_experts": npy(CHOSEN[4:])}]}).encode()], SHAPE, Usage(PROMPT, COMPLETION, cached=4))
+    found = counted([json.dumps({"choices": [{"routed_experts": npy(CHOSEN[4:])}]}).encode()], SHAPE, TokenUsage(PROMPT, COMPLETION, cached=4))
     assert found is not None
     np.testing.assert_array_equal(found.prompt, by_hand(CHOSEN[4:PROMPT]))
     assert found.tokens == len(CHOSEN) - 4
@@ -131,7 +131,7 @@ def test_garbage_is_refused_and_never_anything_else(garbage: bytes, place: str, 
     for body in (MARK + garbage, json.dumps({place: [said] if place == "choices" else text if place.startswith("prompt") else said}).encode() + garbage):
         with contextlib.suppress(ValueError):
             found = counted([body], SHAPE, USAGE)
-            assert found is None or isinstance(found, Counted)
+            assert found is None or isinstance(found, RoutedCounts)
 
 
 @given(
@@ -140,7 +140,7 @@ def test_garbage_is_refused_and_never_anything_else(garbage: bytes, place: str, 
 )
 def test_a_tap_keeps_whole_events_however_they_are_cut(pieces: list[bytes], steps: list[int]) -> None:
     stream = b"".join(pieces)
-    tap, at = Tap(1 << 20), 0
+    tap, at = RoutedExpertsParser(1 << 20), 0
     for step in cycle(steps):
         tap.feed(stream[at : at + step])
         at += step
@@ -153,7 +153,7 @@ def test_a_tap_keeps_whole_events_however_they_are_cut(pieces: list[bytes], step
 
 
 def test_a_tap_lets_go_of_what_is_too_long() -> None:
-    tap = Tap(100)
+    tap = RoutedExpertsParser(100)
     for _ in range(10):
         tap.feed(b'"routed_experts": ' + b"x" * 50)
     assert tap.too_long

@@ -11,18 +11,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fleet.layout import Layout
 from router.config import RouterConfig
 from router.fleet_state.reservations import Reservations
-from router.fleet_state.target_table import RankKey, Roster
-from router.fleet_state.view import View
-from router.health.circuit_breakers import DOUBLINGS, EJECTION_SECONDS, Health, Kind
+from router.fleet_state.target_table import RankKey, TargetTable
+from router.fleet_state.view import FleetView
+from router.health.circuit_breakers import DOUBLINGS, EJECTION_SECONDS, CircuitBreakers, ExclusionKind
 from router.health.outliers import LEAST
 from tests.router.router_fixture import engine_joined
 
 A, B, C, D = (1, 0), (1, 1), (2, 0), (2, 1)
 
 
-def roster_of(*engines: int, **about: Any) -> Roster:
+def roster_of(*engines: int, **about: Any) -> TargetTable:
     """A model served by engines of so many ranks; their worker_ids are 1, 2, ..."""
-    view = View(Reservations(settle_seconds=0.1, stale_seconds=5.0))
+    view = FleetView(Reservations(settle_seconds=0.1, stale_seconds=5.0))
     for number, ranks in enumerate(engines, start=1):
         urls = [f"http://{number}.{rank}" for rank in range(ranks)]
         view.join(engine_joined(f"e{number}", urls, "tokens", worker_id=number, **about), 0.0)
@@ -31,7 +31,7 @@ def roster_of(*engines: int, **about: Any) -> Roster:
 
 
 @pytest.fixture
-def roster() -> Roster:
+def roster() -> TargetTable:
     return roster_of(2, 2)
 
 
@@ -39,7 +39,7 @@ class Person:
     """Sends requests to ranks and says what became of them."""
 
     def __init__(self, **config: Any) -> None:
-        self.health = Health(RouterConfig(**config))
+        self.health = CircuitBreakers(RouterConfig(**config))
         self.count = 0
 
     def begin(self, rank: RankKey, now: float, predicted: float | None = 0.1) -> int:
@@ -55,17 +55,17 @@ class Person:
         self.health.first_token(visit, now)
         self.health.answered(visit, now)
 
-    def kinds(self, roster: Roster, now: float) -> dict[RankKey, str]:
+    def kinds(self, roster: TargetTable, now: float) -> dict[RankKey, str]:
         return {key: kind.value for key, kind in self.health.bars(roster, now).kinds.items()}
 
 
-def test_without_trouble_nobody_is_left_alone(roster: Roster) -> None:
+def test_without_trouble_nobody_is_left_alone(roster: TargetTable) -> None:
     person = Person()
     person.answer(A, 1.0)
     assert person.health.bars(roster, 1.0).every == {}
 
 
-def test_a_breaker_opens_after_failures_in_a_row_and_is_half_open_after_its_time(roster: Roster) -> None:
+def test_a_breaker_opens_after_failures_in_a_row_and_is_half_open_after_its_time(roster: TargetTable) -> None:
     person = Person(breaker_failures=3, breaker_seconds=2.0)
     assert person.fail(A, 2, 1.0) == [False, False]
     person.answer(A, 1.0)
@@ -76,7 +76,7 @@ def test_a_breaker_opens_after_failures_in_a_row_and_is_half_open_after_its_time
     assert person.kinds(roster, 3.0) == {}
 
 
-def test_half_open_lets_exactly_one_request_through_at_a_time(roster: Roster) -> None:
+def test_half_open_lets_exactly_one_request_through_at_a_time(roster: TargetTable) -> None:
     person = Person(breaker_failures=1)
     person.fail(A, 1, 0.0)
     probe = person.begin(A, 1.0)
@@ -89,7 +89,7 @@ def test_half_open_lets_exactly_one_request_through_at_a_time(roster: Roster) ->
     assert person.kinds(roster, 1.1) == {}
 
 
-def test_each_failed_probe_doubles_the_time_up_to_a_bound_and_an_answer_resets_it(roster: Roster) -> None:
+def test_each_failed_probe_doubles_the_time_up_to_a_bound_and_an_answer_resets_it(roster: TargetTable) -> None:
     person = Person(breaker_failures=1, breaker_seconds=1.0)
     now, times = 0.0, []
     for _ in range(DOUBLINGS + 3):
@@ -104,7 +104,7 @@ def test_each_failed_probe_doubles_the_time_up_to_a_bound_and_an_answer_resets_i
     assert A not in person.health.bars(roster, now + 2.0).every
 
 
-def test_a_first_token_closes_a_breaker_on_trial_only(roster: Roster) -> None:
+def test_a_first_token_closes_a_breaker_on_trial_only(roster: TargetTable) -> None:
     person = Person(breaker_failures=4, breaker_seconds=1.0)
     person.fail(A, 4, 0.0)
     probe = person.begin(A, 1.0)
@@ -115,7 +115,7 @@ def test_a_first_token_closes_a_breaker_on_trial_only(roster: Roster) -> None:
     assert person.kinds(roster, 3.3) == {}
 
 
-def test_requests_from_before_the_breaker_opened_say_nothing_about_it(roster: Roster) -> None:
+def test_requests_from_before_the_breaker_opened_say_nothing_about_it(roster: TargetTable) -> None:
     person = Person(breaker_failures=2, breaker_seconds=1.0)
     old = [person.begin(A, 0.0) for _ in range(10)]
     assert [person.health.failed(visit, 1.0) for visit in old[:6]] == [False, True, False, False, False, False]
@@ -126,7 +126,7 @@ def test_requests_from_before_the_breaker_opened_say_nothing_about_it(roster: Ro
     assert person.kinds(roster, 3.0) == {}
 
 
-def test_a_probe_that_is_never_heard_of_again_does_not_block_the_rank(roster: Roster) -> None:
+def test_a_probe_that_is_never_heard_of_again_does_not_block_the_rank(roster: TargetTable) -> None:
     person = Person(breaker_failures=1, first_token_seconds=10.0)
     person.fail(A, 1, 0.0)
     person.begin(A, 1.0)
@@ -134,7 +134,7 @@ def test_a_probe_that_is_never_heard_of_again_does_not_block_the_rank(roster: Ro
     assert person.kinds(roster, 11.0) == {}
 
 
-def test_an_answer_while_breakers_are_ignored_closes_them(roster: Roster) -> None:
+def test_an_answer_while_breakers_are_ignored_closes_them(roster: TargetTable) -> None:
     person = Person(breaker_failures=1, breaker_seconds=60.0)
     for rank in (A, B, C, D):
         person.fail(rank, 1, 0.0)
@@ -154,7 +154,7 @@ def answered(person: Person, ranks: dict[RankKey, float], now: float, times: int
             person.answer(rank, now + 0.01 * at, took)
 
 
-def test_a_rank_much_slower_than_the_others_is_left_alone_for_a_growing_time(roster: Roster) -> None:
+def test_a_rank_much_slower_than_the_others_is_left_alone_for_a_growing_time(roster: TargetTable) -> None:
     person = Person(outlier_factor=4.0)
     now = 10.0
     for times in (1, 2, 3):
@@ -167,7 +167,7 @@ def test_a_rank_much_slower_than_the_others_is_left_alone_for_a_growing_time(ros
         person.health.judge([[A, B, C, D]], now)
 
 
-def test_slow_ranks_are_no_outliers_when_all_are_slow_or_slower_by_milliseconds(roster: Roster) -> None:
+def test_slow_ranks_are_no_outliers_when_all_are_slow_or_slower_by_milliseconds(roster: TargetTable) -> None:
     person = Person(outlier_factor=4.0)
     answered(person, {A: 5.0, B: 4.0, C: 9.0, D: 6.0}, 10.0)
     person.health.judge([[A, B, C, D]], 11.0)
@@ -181,7 +181,7 @@ def test_slow_ranks_are_no_outliers_when_all_are_slow_or_slower_by_milliseconds(
     assert person.kinds(roster, 2.0) == {}
 
 
-def test_what_is_slow_by_prediction_is_no_outlier(roster: Roster) -> None:
+def test_what_is_slow_by_prediction_is_no_outlier(roster: TargetTable) -> None:
     person = Person(outlier_factor=4.0)
     for _ in range(LEAST):
         for rank, seconds in {A: 0.1, B: 0.1, C: 0.1, D: 3.0}.items():
@@ -191,7 +191,7 @@ def test_what_is_slow_by_prediction_is_no_outlier(roster: Roster) -> None:
     assert person.kinds(roster, 4.0) == {}
 
 
-def test_requests_that_wait_in_vain_for_their_first_token_are_seen_before_they_time_out(roster: Roster) -> None:
+def test_requests_that_wait_in_vain_for_their_first_token_are_seen_before_they_time_out(roster: TargetTable) -> None:
     person = Person(outlier_factor=4.0)
     answered(person, {A: 0.1, B: 0.1, C: 0.1}, 1.0)
     for _ in range(LEAST):
@@ -202,7 +202,7 @@ def test_requests_that_wait_in_vain_for_their_first_token_are_seen_before_they_t
     assert person.kinds(roster, 3.0) == {D: "outlier"}
 
 
-def test_requests_whose_first_token_is_not_heard_of_make_no_outlier(roster: Roster) -> None:
+def test_requests_whose_first_token_is_not_heard_of_make_no_outlier(roster: TargetTable) -> None:
     person = Person(outlier_factor=4.0)
     answered(person, {A: 0.1, B: 0.1, C: 0.1}, 1.0)
     for _ in range(2 * LEAST):
@@ -213,7 +213,7 @@ def test_requests_whose_first_token_is_not_heard_of_make_no_outlier(roster: Rost
     assert person.kinds(roster, 9.0) == {}
 
 
-def test_too_few_observations_eject_nobody(roster: Roster) -> None:
+def test_too_few_observations_eject_nobody(roster: TargetTable) -> None:
     person = Person(outlier_factor=2.0)
     answered(person, {A: 0.1, B: 0.1, C: 0.1}, 1.0)
     answered(person, {D: 9.0}, 1.0, LEAST - 1)
@@ -221,7 +221,7 @@ def test_too_few_observations_eject_nobody(roster: Roster) -> None:
     assert person.kinds(roster, 2.0) == {}
 
 
-def test_a_rank_that_fails_far_more_often_than_the_others_is_left_alone(roster: Roster) -> None:
+def test_a_rank_that_fails_far_more_often_than_the_others_is_left_alone(roster: TargetTable) -> None:
     person = Person(breaker_failures=100)
     answered(person, {A: 0.1, B: 0.1, C: 0.1, D: 0.1}, 1.0, 5)
     person.fail(D, 8, 1.0)
@@ -229,7 +229,7 @@ def test_a_rank_that_fails_far_more_often_than_the_others_is_left_alone(roster: 
     assert person.kinds(roster, 2.0) == {D: "outlier"}
 
 
-def test_ranks_that_all_fail_now_and_then_are_no_outliers(roster: Roster) -> None:
+def test_ranks_that_all_fail_now_and_then_are_no_outliers(roster: TargetTable) -> None:
     person = Person(breaker_failures=100)
     for number in range(40):
         for rank in (A, B, C, D):
@@ -242,7 +242,7 @@ def test_ranks_that_all_fail_now_and_then_are_no_outliers(roster: Roster) -> Non
     assert person.kinds(roster, 2.0) == {}
 
 
-def test_at_most_a_share_of_the_ranks_is_left_alone_and_the_worst_come_first(roster: Roster) -> None:
+def test_at_most_a_share_of_the_ranks_is_left_alone_and_the_worst_come_first(roster: TargetTable) -> None:
     person = Person(outlier_factor=2.0, max_ejected_share=0.3)
     answered(person, {A: 0.1, B: 0.1, C: 2.0, D: 9.0}, 1.0)
     person.health.judge([[A, B, C, D]], 2.0)
@@ -254,7 +254,7 @@ def test_at_most_a_share_of_the_ranks_is_left_alone_and_the_worst_come_first(ros
     assert person.kinds(roster, 5.0) == {}
 
 
-def test_a_factor_of_zero_ejects_nobody(roster: Roster) -> None:
+def test_a_factor_of_zero_ejects_nobody(roster: TargetTable) -> None:
     person = Person(outlier_factor=4.0)
     answered(person, {A: 0.1, B: 0.1, C: 0.1, D: 9.0}, 1.0)
     person.health.judge([[A, B, C, D]], 2.0)
@@ -269,8 +269,8 @@ def test_a_factor_of_zero_ejects_nobody(roster: Roster) -> None:
 # Drains
 
 
-def test_drains_hold_for_a_rank_or_an_engine_of_one_incarnation(roster: Roster) -> None:
-    health = Health(RouterConfig())
+def test_drains_hold_for_a_rank_or_an_engine_of_one_incarnation(roster: TargetTable) -> None:
+    health = CircuitBreakers(RouterConfig())
     health.drain(1, 1, "new disk")
     health.drain(2, None, "")
     health.drain(9, None, "an incarnation that is gone")
@@ -288,12 +288,12 @@ def test_drains_hold_for_a_rank_or_an_engine_of_one_incarnation(roster: Roster) 
 
 def test_a_drained_engine_that_is_one_target_is_one_bar() -> None:
     roster = roster_of(2, 1, layout=Layout(attention="tp", boundary=2))
-    health = Health(RouterConfig())
+    health = CircuitBreakers(RouterConfig())
     health.drain(1, None, "")
     assert set(health.bars(roster, 0.0).hard) == {A}
 
 
-def test_a_forgotten_incarnation_leaves_nothing_behind(roster: Roster) -> None:
+def test_a_forgotten_incarnation_leaves_nothing_behind(roster: TargetTable) -> None:
     person = Person(breaker_failures=1, outlier_factor=4.0)
     person.fail(A, 1, 1.0)
     answered(person, {A: 9.0, C: 0.1, D: 0.1}, 1.0)
@@ -358,7 +358,7 @@ class Course(RuleBasedStateMachine):
             self.person.fail(rank, 12, self.now)
         self.now += 2.0**DOUBLINGS + 0.1
         for rank in self.ranks:
-            if self.health.bars(self.roster, self.now).kinds.get(rank) is Kind.OUTLIER:
+            if self.health.bars(self.roster, self.now).kinds.get(rank) is ExclusionKind.OUTLIER:
                 continue
             assert rank not in self.health.bars(self.roster, self.now).every
             probe = self.person.begin(rank, self.now)
@@ -383,7 +383,7 @@ class Course(RuleBasedStateMachine):
     @invariant()
     def the_share_holds(self) -> None:
         kinds = self.health.bars(self.roster, self.now).kinds
-        assert sum(kind is Kind.OUTLIER for kind in kinds.values()) <= self.share * len(self.ranks)
+        assert sum(kind is ExclusionKind.OUTLIER for kind in kinds.values()) <= self.share * len(self.ranks)
 
 
 TestAnyCourse = Course.TestCase

@@ -12,10 +12,10 @@ from tokenizers import processors
 
 from fleet.completions import ApiError, Choice, Completion, Usage
 from router.fleet_state.reservations import Reservations
-from router.fleet_state.view import View
-from router.openai_api.completion_state import Course, Failure, to_avoid
+from router.fleet_state.view import FleetView
+from router.openai_api.completion_state import AttemptFailure, CompletionState, to_avoid
 from router.openai_api.request_schema import RequestDecoder, sampling
-from router.openai_api.response_format import Head, answer_for
+from router.openai_api.response_format import ResponseHead, answer_for
 from router.tokenization.tokenizer import LARGEST_FILE, BadTokenizer, ModelTokenizer
 from router.upstream.rank_client import EventSplitter, api_error
 from tests.router.router_fixture import TEMPLATE, archive, bpe, chat, engine_joined
@@ -196,8 +196,8 @@ def test_foreign_errors_are_read_as_far_as_possible(body: bytes, message: str) -
 # Courses
 
 
-def course(max_tokens: int = 10) -> Course:
-    return Course(0, [1, 2, 3], sampling(RequestDecoder().chat(json.dumps(chat()).encode()), 1), max_tokens, 5, "demo")
+def course(max_tokens: int = 10) -> CompletionState:
+    return CompletionState(0, [1, 2, 3], sampling(RequestDecoder().chat(json.dumps(chat()).encode()), 1), max_tokens, 5, "demo")
 
 
 def chunk(ids: list[int] | None, text: str, finish: str | None = None) -> Completion:
@@ -236,24 +236,24 @@ def test_an_exhausted_course_gives_out_what_was_held_back() -> None:
 
 
 def test_whom_to_avoid_depends_on_how_they_failed() -> None:
-    view = View(Reservations(settle_seconds=1, stale_seconds=1))
+    view = FleetView(Reservations(settle_seconds=1, stale_seconds=1))
     for worker in (1, 2):
         view.join(engine_joined(f"e{worker}", ["http://h:1", "http://h:2"], "f" * 64, worker_id=worker), 0.0)
         view.heard(worker, 0.0)
     roster = view.roster("demo")
     assert to_avoid([], roster) == [frozenset()]
-    broken = to_avoid([((1, 0), Failure.BROKEN)], roster)
+    broken = to_avoid([((1, 0), AttemptFailure.BROKEN)], roster)
     assert broken == [frozenset({(1, 0), (1, 1)}), frozenset({(1, 0)}), frozenset({(1, 0)})]
-    busy = to_avoid([((1, 0), Failure.BUSY)], roster)
+    busy = to_avoid([((1, 0), AttemptFailure.BUSY)], roster)
     assert busy[0] == frozenset({(1, 0)})
-    once = to_avoid([((1, 0), Failure.DISCONNECTED)], roster)
+    once = to_avoid([((1, 0), AttemptFailure.DISCONNECTED)], roster)
     assert once[2] == frozenset()
-    assert to_avoid([((1, 0), Failure.DISCONNECTED)] * 2, roster)[2] == frozenset({(1, 0)})
+    assert to_avoid([((1, 0), AttemptFailure.DISCONNECTED)] * 2, roster)[2] == frozenset({(1, 0)})
 
 
 def test_chat_deltas_have_one_role_and_no_empty_chunks() -> None:
     request = RequestDecoder().chat(json.dumps(chat(stream=True)).encode())
-    answer = answer_for(request, Head(id="i", model="m", created=1), 1)
+    answer = answer_for(request, ResponseHead(id="i", model="m", created=1), 1)
     said = [answer.add(0, Choice(text=text)) for text in ("", "", "a", "")] + [answer.add(0, Choice(finish_reason="stop"))]
     assert [event.count(b"data: ") for event in said] == [1, 0, 1, 0, 1]
     assert b"usage" not in b"".join(said)

@@ -14,8 +14,8 @@ from bus.protocol.subjects import Subjects
 from router.access.api_keys import key_line, parse_rights
 from router.api.app import create_app
 from router.config import RouterConfig
-from router.foreign_api.object_locations import MOST_OBJECTS, Located, Place, object_id
-from router.foreign_api.routes import Kind, route_of
+from router.foreign_api.object_locations import MOST_OBJECTS, ObjectLocation, ObjectLocations, object_id
+from router.foreign_api.routes import RouteKind, route_of
 from router.service import RouterService
 from tests.router.foreign_servers import ForeignServer, in_front_of, saying, serving, streaming
 from tests.router.router_fixture import Answered, House, MockRank, OpenHouse, Serve
@@ -288,7 +288,7 @@ def test_no_route_of_roost_is_one_that_passes() -> None:
 )
 def test_only_an_id_and_a_known_part_make_the_path_of_an_object(method: str, path: str) -> None:
     route = route_of(method, path, ())
-    assert route is None or (route.kind is Kind.OBJECT and ".." not in path and "%" not in path and path.count("/") <= 4)
+    assert route is None or (route.kind is RouteKind.OBJECT and ".." not in path and "%" not in path and path.count("/") <= 4)
 
 
 @pytest.mark.parametrize("path", ["/v1/load lora", "relative", "/a/../b", "/v1/x?y=1"])
@@ -298,9 +298,9 @@ def test_a_path_of_administration_that_cannot_be_one_is_refused(path: str) -> No
 
 
 def test_the_oldest_places_make_room() -> None:
-    located = Located()
+    located = ObjectLocations()
     for number in range(MOST_OBJECTS + 1):
-        located.note(f"resp_{number}", Place((1, 0), ""))
+        located.note(f"resp_{number}", ObjectLocation((1, 0), ""))
         located.find("resp_0")
     assert located.find("resp_0") is not None
     assert located.find("resp_1") is None

@@ -17,14 +17,14 @@ from fleet.events import Capabilities, DescribeClusters, RequestOutcome, Request
 from fleet.signatures import unpack
 from fleet.timing import EngineSpeed
 from router.config import RouterConfig
-from router.feedback.outcome_reporter import BATCH, Outcomes
+from router.feedback.outcome_reporter import BATCH, OutcomeReporter
 from router.prediction.predictor import NO_GAIN, keys_of
-from router.prefix_index.block_hash_chain import Chain
+from router.prefix_index.block_hash_chain import BlockHashChain
 from router.prefix_index.prompt import TextPrompt, TokenPrompt
 from router.scheduling.decision import DecisionRecord
-from router.scheduling.scheduler import Need, Try
+from router.scheduling.scheduler import Attempt, RoutingRequest
 from router.service import RouterService
-from router.telemetry.request_log import Exchange
+from router.telemetry.request_log import RequestLog
 from tests.router.learnt_tables import halves, published_clusters, tables
 from tests.router.router_fixture import House, MockRank, OpenHouse, Serve, chat, engine_joined, rendered, until
 
@@ -324,7 +324,7 @@ async def test_a_prompt_known_as_text_only_is_foretold_by_who_asks_alone(house: 
     text = TextPrompt(b"a text of some length, long enough for blocks" * 4, "demo")
     keys = keys_of("s", None, "demo", CHAT)
     await teach(house, blocks=dict.fromkeys(text.chained(4), ((0.1, 0.9), 99.0)), sessions={keys.session: ((0.9, 0.1), 500.0)}, tokens=np.ones((3, 2)))
-    decision = house.service.decide(Need("demo", text, 0, 10, None, keys=keys), "d")
+    decision = house.service.decide(RoutingRequest("demo", text, 0, 10, None, keys=keys), "d")
     assert decision.outlook is not None
     assert decision.outlook.forecast.best == "session"
     assert decision.outlook.forecast.blocks == 0
@@ -343,11 +343,11 @@ def service_of(broker: MemoryBroker, **settings: Any) -> RouterService:
     return service
 
 
-def noted(service: RouterService, outcomes: Outcomes, number: int) -> None:
+def noted(service: RouterService, outcomes: OutcomeReporter, number: int) -> None:
     prompt = TokenPrompt([1, 2, number])
-    exchange = Exchange("r", f"d{number}", CHAT, 0.0)
+    exchange = RequestLog("r", f"d{number}", CHAT, 0.0)
     exchange.model = "demo"
-    decision, booking = service.book(exchange, Need("demo", prompt, 3, 10, None, keys=exchange.keys()), "", Try())
+    decision, booking = service.book(exchange, RoutingRequest("demo", prompt, 3, 10, None, keys=exchange.keys()), "", Attempt())
     service.release(booking)
     outcomes.note(decision, prompt)
 
@@ -356,7 +356,7 @@ def noted(service: RouterService, outcomes: Outcomes, number: int) -> None:
 async def test_outcomes_are_told_in_batches_at_once_when_many_wait_and_dropped_beyond_the_limit() -> None:
     broker = MemoryBroker()
     service = service_of(broker)
-    outcomes = Outcomes(MemoryBus(broker), broker.subjects, service.metrics, seconds=10.0, most=100)
+    outcomes = OutcomeReporter(MemoryBus(broker), broker.subjects, service.metrics, seconds=10.0, most=100)
     heard: list[tuple[float, int]] = []
     loop = asyncio.get_running_loop()
 
@@ -390,7 +390,7 @@ async def test_a_router_without_a_bus_foretells_nothing_and_tells_nobody() -> No
     joined = engine_joined("e", ["http://h:1"], None, worker_id=7)
     service.view.join(joined, 0.0)
     service.view.heard(7, 0.0)
-    decision = service.decide(Need("demo", TokenPrompt([1, 2, 3]), 3, 10, None), "d")
+    decision = service.decide(RoutingRequest("demo", TokenPrompt([1, 2, 3]), 3, 10, None), "d")
     booking = service.picker.book(decision, TokenPrompt([1, 2, 3]), 0.0)
     service.finished(decision, booking, TokenPrompt([1, 2, 3]))
     record = msgspec.json.decode(msgspec.json.encode(decision.record()), type=DecisionRecord)
@@ -408,7 +408,7 @@ async def test_an_engine_that_left_takes_its_models_tables_with_it(house: House,
         house.service.forget_worker(2**64 - 9)
         assert house.service.picker.foresight.replica("demo") is None
         with pytest.raises(ApiError):
-            house.service.decide(Need("demo", TokenPrompt([1]), 1, 1, None), "d")
+            house.service.decide(RoutingRequest("demo", TokenPrompt([1]), 1, 1, None), "d")
 
 
 # Chains
@@ -422,7 +422,7 @@ def test_a_chain_is_the_list_of_sequence_hashes_computed_as_far_as_asked() -> No
         read.extend(range(start, stop))
         return words(ids[16 * start : 16 * stop])
 
-    chain = Chain(raw, 64, 50)
+    chain = BlockHashChain(raw, 64, 50)
     assert len(chain) == 50
     assert chain[3] == whole[3]
     assert read == [0, 1, 2, 3]

@@ -16,10 +16,10 @@ from bus.memory import MemoryBroker, MemoryBus
 from fleet.events import DescribeClusters, DescribeTables, KeyedRows, RequestRefused, TablesPublished
 from fleet.prediction import ROW, Query, longest_known, predict, row
 from fleet.signatures import ClusterModel, pack
-from router.prediction.predictor import Foresight
-from router.prediction.row_table import SLOT, WAYS, Rows
-from router.prediction.table_replica import SLICE, Replica, Verdict, read
-from router.sync.table_subscriber import TrackerFeeds
+from router.prediction.predictor import Predictor
+from router.prediction.row_table import SLOT, WAYS, RowTable
+from router.prediction.table_replica import SLICE, ChangeVerdict, TableReplica, read
+from router.sync.table_subscriber import TableSubscriber
 from router.telemetry.metrics import RouterMetrics
 from tests.router.learnt_tables import halves, published_clusters, tables
 from tests.router.router_fixture import until
@@ -42,7 +42,7 @@ puttings = st.lists(st.lists(st.tuples(st.integers(0, 40).map(lambda number: num
 
 @given(puttings)
 def test_rows_are_a_mapping_as_long_as_there_is_room(drawn: list[list[tuple[int, int]]]) -> None:
-    rows, oracle = Rows(64 * SLOT * WAYS), dict[int, bytes]()
+    rows, oracle = RowTable(64 * SLOT * WAYS), dict[int, bytes]()
     for number, putting in enumerate(drawn):
         packed = [row(bytes([number] * 8), tokens) for _, tokens in putting]
         rows.put(np.array([key for key, _ in putting], np.uint64), np.frombuffer(b"".join(packed), np.uint8).reshape(-1, ROW))
@@ -58,7 +58,7 @@ def test_rows_are_a_mapping_as_long_as_there_is_room(drawn: list[list[tuple[int,
 
 def test_rows_never_outgrow_their_budget_and_what_was_told_last_stays() -> None:
     rng = np.random.default_rng(0)
-    rows = Rows(1000 * SLOT, 10_000)
+    rows = RowTable(1000 * SLOT, 10_000)
     assert 900 * SLOT < rows.nbytes <= 1000 * SLOT
     keys = rng.integers(1, 2**64, 20_000, np.uint64)
     for start in range(0, len(keys), 100):
@@ -70,7 +70,7 @@ def test_rows_never_outgrow_their_budget_and_what_was_told_last_stays() -> None:
 
 def test_of_rows_as_old_as_one_another_the_end_of_a_prefix_goes_first() -> None:
     rng = np.random.default_rng(1)
-    rows = Rows(200 * SLOT, 1000)
+    rows = RowTable(200 * SLOT, 1000)
     chain = rng.integers(1, 2**64, 1000, np.uint64)
     rows.put(chain, rows_of(1000, 16 * np.arange(1, 1001)))
     assert longest_known(rows, chain.tolist())[0] >= 100
@@ -78,7 +78,7 @@ def test_of_rows_as_old_as_one_another_the_end_of_a_prefix_goes_first() -> None:
 
 def test_a_table_grows_with_its_rows_up_to_its_budget_and_keeps_them() -> None:
     rng = np.random.default_rng(4)
-    rows, oracle = Rows(40_000 * SLOT), dict[int, bytes]()
+    rows, oracle = RowTable(40_000 * SLOT), dict[int, bytes]()
     sizes = {rows.nbytes}
     for _ in range(80):
         keys, packed = rng.integers(1, 2**64, 200, np.uint64), rng.integers(1, 255, (200, ROW), np.uint8)
@@ -91,11 +91,11 @@ def test_a_table_grows_with_its_rows_up_to_its_budget_and_keeps_them() -> None:
     assert max(sizes) <= 40_000 * SLOT
     assert len(rows) >= 0.999 * len(oracle)
     assert all(oracle[key] == row for key, row in rows.items())
-    assert not Rows(SLOT * WAYS).crowded_by(10**9), "what the budget does not allow is not asked for"
+    assert not RowTable(SLOT * WAYS).crowded_by(10**9), "what the budget does not allow is not asked for"
 
 
 def test_a_table_of_many_ages_stays_whole() -> None:
-    rows = Rows(64 * SLOT * WAYS)
+    rows = RowTable(64 * SLOT * WAYS)
     rows.put(np.array([99], np.uint64), rows_of(1))
     rows._now = 65_500  # as after so many puttings
     for number in range(100):
@@ -153,7 +153,7 @@ def test_tables_that_cannot_be_are_refused_with_the_reason(wrong: dict[str, Any]
 def test_a_token_table_too_large_for_the_budget_is_refused() -> None:
     change = read(tables(buckets=BUDGET // 8))
     with pytest.raises(ValueError, match="more than half"):
-        Replica(BUDGET).prepare(change)
+        TableReplica(BUDGET).prepare(change)
 
 
 def test_sources_nobody_speaks_of_count_nothing_and_unknown_ones_are_left_out() -> None:
@@ -167,7 +167,7 @@ def test_trusts_may_depend_on_who_else_speaks() -> None:
     trusts = np.zeros((16, 4), "<f4")
     trusts[0b0010, 1] = 1.0  # the session alone
     said = tables(trusts=trusts.tobytes(), sessions={5: ((0.9, 0.1), 1e6)}, blocks={7: ((0.9, 0.1), 1e6)})
-    replica = Replica(BUDGET).prepare(read(said))
+    replica = TableReplica(BUDGET).prepare(read(said))
     assert replica.tables is not None
     assert predict(replica.tables, Query(session=5)).weights[0] == pytest.approx(0.9, abs=0.02)
     assert predict(replica.tables, Query(prefix=(7,), session=5)).weights[0] == pytest.approx(0.5)
@@ -177,21 +177,21 @@ def test_a_whole_is_taken_slice_by_slice_as_at_once() -> None:
     keys = np.random.default_rng(3).integers(1, 2**64, 3 * SLICE + 5, np.uint64)
     parts = [KeyedRows(keys=some.tobytes(), rows=rows_of(len(some)).tobytes()) for some in (keys[: SLICE + 1], keys[SLICE + 1 : SLICE + 9], keys[SLICE + 9 :])]
     change = read(msgspec.structs.replace(tables(), blocks=parts[0], sessions=parts[1], tenants=parts[2]))
-    found = Replica(64 << 20).prepare(change).tables
+    found = TableReplica(64 << 20).prepare(change).tables
     assert found is not None
     for table, part in zip((found.blocks, found.sessions, found.tenants), parts, strict=True):
         assert sorted(table) == sorted(np.frombuffer(part.keys, "<u8").tolist())
 
 
 def test_a_change_to_another_version_or_of_another_size_is_a_gap_and_an_old_one_is_old() -> None:
-    replica = Replica(BUDGET)
-    assert replica.judge(read(tables(4, 3))) is Verdict.GAP
-    assert replica.judge(read(tables(4))) is Verdict.TAKEN
+    replica = TableReplica(BUDGET)
+    assert replica.judge(read(tables(4, 3))) is ChangeVerdict.GAP
+    assert replica.judge(read(tables(4))) is ChangeVerdict.TAKEN
     replica = replica.prepare(read(tables(4)))
     verdicts = {
-        Verdict.OLD: [tables(4), tables(3), tables(4, 3), tables(2, 1)],
-        Verdict.GAP: [tables(6, 5), tables(5, 4, buckets=3), tables(5, 4, shares=(1, 1, 1))],
-        Verdict.TAKEN: [tables(5, 4), tables(9, 4), tables(7)],
+        ChangeVerdict.OLD: [tables(4), tables(3), tables(4, 3), tables(2, 1)],
+        ChangeVerdict.GAP: [tables(6, 5), tables(5, 4, buckets=3), tables(5, 4, shares=(1, 1, 1))],
+        ChangeVerdict.TAKEN: [tables(5, 4), tables(9, 4), tables(7)],
     }
     for verdict, said in verdicts.items():
         assert {replica.judge(read(one)) for one in said} == {verdict}
@@ -199,11 +199,11 @@ def test_a_change_to_another_version_or_of_another_size_is_a_gap_and_an_old_one_
 
 def test_the_replica_predicts_with_what_it_was_told() -> None:
     told = tables(tokens=np.array([[0.5, -0.5], [0, 0]]), blocks={7: ((0.9, 0.1), 64)}, sessions={5: ((0.2, 0.8), 100)}, gain=0.25)
-    replica = Replica(BUDGET).prepare(read(told))
+    replica = TableReplica(BUDGET).prepare(read(told))
     assert replica.tables is not None
     assert replica.tables.gain == 0.25
     assert replica.tables.gain_of(np.array([0.9, 0.1], np.float32)) == 0.25, "the same for all"
-    by_cluster = Replica(BUDGET).prepare(read(tables(gain=0.25, gains=np.array([1.0, 0.0], "<f4").tobytes()))).tables
+    by_cluster = TableReplica(BUDGET).prepare(read(tables(gain=0.25, gains=np.array([1.0, 0.0], "<f4").tobytes()))).tables
     assert by_cluster is not None
     assert by_cluster.gain_of(np.array([0.9, 0.1], np.float32)) == pytest.approx(0.9)
     found = predict(replica.tables, Query(prefix=(7, 8), tokens=range(40), session=5))
@@ -262,12 +262,12 @@ class House:
         self.broker = MemoryBroker()
         self.bus = MemoryBus(self.broker)
         self.subjects = self.broker.subjects
-        self.foresight = Foresight(budget)
+        self.foresight = Predictor(budget)
         self.metrics = RouterMetrics()
         self.learnt: list[tuple[str, ClusterModel]] = []
         self.threads = ThreadPoolExecutor(1)
         self.tracker = Tracker()
-        self.feeds = TrackerFeeds(
+        self.feeds = TableSubscriber(
             self.foresight, MemoryBus(self.broker), self.subjects, self.metrics, self.threads, asyncio.get_running_loop().time, self._learnt
         )
 

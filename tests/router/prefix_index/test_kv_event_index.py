@@ -13,9 +13,9 @@ from fleet.blocks import extend, local_hashes, salted_seed, sequence_hashes
 from fleet.events import KvBlock, KvChange, KvEvent, KvRemoved, KvStored, RoutedKvEvent
 from router.fleet_state.target_table import RankKey
 from router.prefix_index import block_index as module
-from router.prefix_index.block_hash_chain import Runs
-from router.prefix_index.block_index import Holders
-from router.prefix_index.kv_event_index import BadKvEvent, KvIndex, OrphanBlock
+from router.prefix_index.block_hash_chain import HashRuns
+from router.prefix_index.block_index import BlockIndex
+from router.prefix_index.kv_event_index import BadKvEvent, KvEventIndex, OrphanBlock
 from router.prefix_index.prompt import TextPrompt, TokenPrompt
 from tests.router.block_builders import Made, cleared, overlap, removed
 from tests.router.router_fixture import WORKER, stored
@@ -25,13 +25,13 @@ LOCAL = local_hashes(TOKENS, 4)
 CHAINED = sequence_hashes(LOCAL)
 
 
-def indexed(*events: RoutedKvEvent) -> KvIndex:
-    index = KvIndex(Holders())
+def indexed(*events: RoutedKvEvent) -> KvEventIndex:
+    index = KvEventIndex(BlockIndex())
     index.apply(events)
     return index
 
 
-def found(index: KvIndex, local: Sequence[int]) -> dict[RankKey, int]:
+def found(index: KvEventIndex, local: Sequence[int]) -> dict[RankKey, int]:
     return overlap(index.holders, sequence_hashes(local))
 
 
@@ -109,7 +109,7 @@ def test_what_lies_in_another_tier_is_not_cached() -> None:
 
 def test_a_rank_may_call_its_blocks_as_it_likes() -> None:
     named = [KvBlock(100 + at, LOCAL[at]) for at in range(6)]
-    index = KvIndex(Holders())
+    index = KvEventIndex(BlockIndex())
     say = lambda change: index.apply([RoutedKvEvent(worker_id=WORKER, event=KvEvent(event_id=1, data=change))])  # noqa: E731
     say(KvChange(stored=KvStored(blocks=tuple(named[:3]))))
     say(KvChange(stored=KvStored(blocks=tuple(named[3:]), parent_hash=102)))
@@ -140,7 +140,7 @@ def test_a_block_behind_a_parent_that_the_rank_does_not_hold_is_refused(behind: 
     ],
 )
 def test_nonsense_is_refused_whole(change: KvChange) -> None:
-    index = KvIndex(Holders())
+    index = KvEventIndex(BlockIndex())
     with pytest.raises(BadKvEvent):
         index.apply([RoutedKvEvent(worker_id=1, event=KvEvent(event_id=1, data=change))])
     assert len(index.holders) == 0
@@ -164,7 +164,7 @@ def test_the_index_finds_what_comparing_prompts_finds(held: list[int], asked: li
 
 def test_a_prompt_is_hashed_little_further_than_somebody_holds_it() -> None:
     prompt = TokenPrompt(list(range(16_384)))
-    holders = Holders()
+    holders = BlockIndex()
     holders.add((1, 0), [1, 2, 3])
     assert holders.overlaps(prompt.chained(16)) == {}
     assert len(prompt.chained(16)._chained) == 1
@@ -174,7 +174,7 @@ def test_a_prompt_is_hashed_little_further_than_somebody_holds_it() -> None:
 
 
 def test_equal_prompts_of_two_salts_have_no_block_in_common_though_runs_are_remembered() -> None:
-    ids, runs = list(range(2_000)), Runs()
+    ids, runs = list(range(2_000)), HashRuns()
     seeds = salted_seed(), salted_seed("ours"), salted_seed("theirs")
     chains = [TokenPrompt(ids, seed).chained(16) for seed in (*seeds, *seeds)]
     hashes = [chain.reach(125, runs)[:125] for chain in chains]
@@ -185,7 +185,7 @@ def test_equal_prompts_of_two_salts_have_no_block_in_common_though_runs_are_reme
 
 
 def test_beginnings_that_were_hashed_before_are_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, runs = list(range(2_000)), Runs()
+    ids, runs = list(range(2_000)), HashRuns()
     whole = sequence_hashes(local_hashes(ids))
     assert list(TokenPrompt(ids).chained(16).reach(125, runs)) == whole
     assert len(runs) == 3  # of 125 blocks, 29 are no whole run
@@ -204,7 +204,7 @@ def test_beginnings_that_were_hashed_before_are_not_hashed_again(monkeypatch: py
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=2, max_size=6), st.lists(st.integers(1, 200), max_size=8))
 def test_remembered_runs_never_change_a_chain(prompts: list[list[int]], depths: list[int]) -> None:
-    runs = Runs(4)
+    runs = HashRuns(4)
     for prompt in prompts:
         ids = [token for part in prompt for token in [part] * 70]
         chain = TokenPrompt(ids).chained(2)
@@ -219,7 +219,7 @@ def test_remembered_runs_never_change_a_chain(prompts: list[list[int]], depths: 
 
 def test_what_cleared_ranks_leave_behind_is_swept_out_as_others_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_FEW_LEFT", 4)
-    holders = Holders()
+    holders = BlockIndex()
     for rank in range(6):
         holders.add((1, rank), CHAINED)
     holders.add((1, 0), list(range(1, 301)))
@@ -251,7 +251,7 @@ class Compared(RuleBasedStateMachine):
         self.patch.setattr(module, "_SWEPT_AT_LEAST", 1)
         self.patch.setattr(module, "_SWEPT_PER_WRITE", 0)
         self.patch.setattr(module, "_MOST_MASKS", 3)
-        self.index = KvIndex(Holders())
+        self.index = KvEventIndex(BlockIndex())
         self.tree = RadixTree()
         self.sets: dict[RankKey, set[int]] = {}
         self.gaps = False

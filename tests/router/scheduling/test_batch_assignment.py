@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 
 from fleet.events import Capabilities
 from fleet.timing import EngineSpeed
-from router.admission.queue_policy import NoRoom
+from router.admission.queue_policy import Saturated
 from router.config import RouterConfig
 from router.fleet_state.reservations import PREFILL, SEQUENCES, Amounts, Reservations
-from router.fleet_state.target_table import Roster
-from router.fleet_state.view import View
-from router.prefix_index.approximate_index import Prefixes
-from router.prefix_index.block_index import Holders
-from router.prefix_index.kv_event_index import KvIndex
+from router.fleet_state.target_table import TargetTable
+from router.fleet_state.view import FleetView
+from router.prefix_index.approximate_index import ApproximateIndex
+from router.prefix_index.block_index import BlockIndex
+from router.prefix_index.kv_event_index import KvEventIndex
 from router.prefix_index.prompt import TokenPrompt
-from router.scheduling.batch_assignment import Batch, LoadPrices, Place, gathered, greedy, route_batch, total
+from router.scheduling.batch_assignment import Assignment, BatchAssignment, LoadPrices, gathered, greedy, route_batch, total
 from router.scheduling.cost import Weights, score
-from router.scheduling.filters import Limits
-from router.scheduling.scheduler import Need, Picker
+from router.scheduling.filters import SaturationLimits
+from router.scheduling.scheduler import RoutingRequest, Scheduler
 from tests.router.router_fixture import engine_joined
 
 FACTOR = 2.0
@@ -45,10 +45,10 @@ class Table:
         return np.asarray((self.fixed[requests, targets] + self.token[targets] * load[PREFILL, targets]).T, np.float64)
 
 
-def batch_of(pricing: Table, *, prefill: Any, room: Any = 1000, may: Any = True, most_prefill: float = np.inf, seeds: Any = 0) -> Batch:
+def batch_of(pricing: Table, *, prefill: Any, room: Any = 1000, may: Any = True, most_prefill: float = np.inf, seeds: Any = 0) -> BatchAssignment:
     requests, targets = pricing.fixed.shape
     shape = (requests, targets)
-    return Batch(
+    return BatchAssignment(
         load=np.zeros((4, targets), np.int64),
         may=np.broadcast_to(np.asarray(may, np.bool_), shape).copy(),
         prefill=np.broadcast_to(np.asarray(prefill, np.int64), shape).copy(),
@@ -61,7 +61,7 @@ def batch_of(pricing: Table, *, prefill: Any, room: Any = 1000, may: Any = True,
     )
 
 
-def in_turn(batch: Batch, pricing: Table, order: Iterator[int] | range | tuple[int, ...]) -> list[Place]:
+def in_turn(batch: BatchAssignment, pricing: Table, order: Iterator[int] | range | tuple[int, ...]) -> list[Assignment]:
     """The plain way, written without numpy's help: each in its turn takes what is cheapest then."""
     load = batch.load.copy()
     places = []
@@ -76,13 +76,13 @@ def in_turn(batch: Batch, pricing: Table, order: Iterator[int] | range | tuple[i
             best = min(costs.values())
             ties = [target for target in open_to if costs[target] == best]
             target = ties[int(batch.seeds[request]) % len(ties)]
-            places.append(Place(request, target, best))
+            places.append(Assignment(request, target, best))
             load[PREFILL, target] += batch.prefill[request, target]
             load[SEQUENCES, target] += 1
     return places
 
 
-def optimum(batch: Batch, pricing: Table) -> tuple[int, float]:
+def optimum(batch: BatchAssignment, pricing: Table) -> tuple[int, float]:
     """The most places, and the least they can cost, over every order and every choice: by trying all."""
     requests, targets = pricing.fixed.shape
 
@@ -103,7 +103,7 @@ def optimum(batch: Batch, pricing: Table) -> tuple[int, float]:
     return placed, -saved
 
 
-def best_ranks(batch: Batch, pricing: Table, order: list[int]) -> float:
+def best_ranks(batch: BatchAssignment, pricing: Table, order: list[int]) -> float:
     """The least that requests can cost in this order, over every choice of ranks: by trying all."""
     targets = pricing.fixed.shape[1]
     least = np.inf
@@ -117,7 +117,7 @@ def best_ranks(batch: Batch, pricing: Table, order: list[int]) -> float:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, bound: bool) -> tuple[Batch, Table]:
+def cases(draw: st.DrawFn, *, bound: bool) -> tuple[BatchAssignment, Table]:
     requests, targets = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     numbers = st.integers(0, 20)
     fixed = np.array([[draw(numbers) for _ in range(targets)] for _ in range(requests)], np.float64)
@@ -141,7 +141,7 @@ def cases(draw: st.DrawFn, *, bound: bool) -> tuple[Batch, Table]:
 
 @settings(max_examples=150, deadline=None)
 @given(cases(bound=True))
-def test_nobody_is_lost_or_doubled_and_capacities_hold(case: tuple[Batch, Table]) -> None:
+def test_nobody_is_lost_or_doubled_and_capacities_hold(case: tuple[BatchAssignment, Table]) -> None:
     batch, pricing = case
     places = route_batch(batch, pricing)
     assert len({place.request for place in places}) == len(places)
@@ -160,7 +160,7 @@ def test_nobody_is_lost_or_doubled_and_capacities_hold(case: tuple[Batch, Table]
 
 @settings(max_examples=100, deadline=None)
 @given(cases(bound=True))
-def test_a_batch_is_never_dearer_than_the_plain_order_nor_smaller(case: tuple[Batch, Table]) -> None:
+def test_a_batch_is_never_dearer_than_the_plain_order_nor_smaller(case: tuple[BatchAssignment, Table]) -> None:
     batch, pricing = case
     places, plain = route_batch(batch, pricing), in_turn(batch, pricing, range(len(batch.steps)))
     assert (-len(places), total(places)) <= (-len(plain), total(plain) + 1e-9)
@@ -168,7 +168,7 @@ def test_a_batch_is_never_dearer_than_the_plain_order_nor_smaller(case: tuple[Ba
 
 @settings(max_examples=40, deadline=None)
 @given(cases(bound=False))
-def test_without_binding_capacities_a_batch_costs_at_most_twice_what_the_best_ranks_would(case: tuple[Batch, Table]) -> None:
+def test_without_binding_capacities_a_batch_costs_at_most_twice_what_the_best_ranks_would(case: tuple[BatchAssignment, Table]) -> None:
     batch, pricing = case
     places = route_batch(batch, pricing)
     assert len(places) == len(batch.steps)
@@ -232,9 +232,9 @@ SPEEDS = (
 )
 
 
-def fleet(*ranks: int) -> Roster:
+def fleet(*ranks: int) -> TargetTable:
     """Engines of so many ranks each, of different speeds."""
-    view = View(Reservations(settle_seconds=0.1, stale_seconds=5.0))
+    view = FleetView(Reservations(settle_seconds=0.1, stale_seconds=5.0))
     for number, count in enumerate(ranks):
         urls = [f"http://h:{100 * number + rank}" for rank in range(count)]
         view.join(engine_joined(f"e{number}", urls, "f" * 64, worker_id=number + 1, speed=SPEEDS[number % 3], shape=None, placement=None), 0.0)
@@ -276,30 +276,32 @@ def test_deciding_one_after_another_in_the_order_found_gives_the_same_ranks_at_t
     chance = np.random.default_rng(seed)
     config = RouterConfig(max_requests_per_rank=12, max_queue_seconds=3.0, max_kv_share=0.9)
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
-    view = View(reservations)
+    view = FleetView(reservations)
     for number, ranks in enumerate((3, 1, 4)):
         urls = [f"http://h:{100 * number + rank}" for rank in range(ranks)]
         about = {"speed": SPEEDS[number], "shape": None, "placement": None, "capabilities": Capabilities()}
         view.join(engine_joined(f"e{number}", urls, "f" * 64, worker_id=number + 1, **about), 0.0)
         view.heard(number + 1, 0.0)
-    holders = Holders()
-    picker = Picker(view, reservations, KvIndex(holders), Prefixes(100, holders), config)
+    holders = BlockIndex()
+    picker = Scheduler(view, reservations, KvEventIndex(holders), ApproximateIndex(100, holders), config)
     roster = view.roster("demo")
     for target in roster.targets:
         running = int(chance.integers(8, 13))
         reservations.report(target.key, (int(chance.integers(0, 2000)), running, 60 * running, int(chance.integers(0, 100)) * running), 0.0)
-    needs = [Need("demo", TokenPrompt(list(range(at, at + int(chance.integers(5, 900))))), 0, int(chance.integers(1, 200)), "f" * 64) for at in range(9)]
+    needs = [
+        RoutingRequest("demo", TokenPrompt(list(range(at, at + int(chance.integers(5, 900))))), 0, int(chance.integers(1, 200)), "f" * 64) for at in range(9)
+    ]
     try:
         alone = [picker.decide(need, "d", at, 0.0) for at, need in enumerate(needs)]
-    except NoRoom:
+    except Saturated:
         return
     load = reservations.load(roster.rows, 0.0)
-    places = route_batch(*gathered(alone, load, Limits(12, 3.0, 0.9)))
+    places = route_batch(*gathered(alone, load, SaturationLimits(12, 3.0, 0.9)))
     for place in places:
         decision = picker.decide(needs[place.request], "d", place.request, 0.0)
         assert roster.index[decision.target.key] == place.target
         assert np.isclose(decision.scores.total[decision.chosen], place.price, rtol=1e-9)
         picker.book(decision, needs[place.request].prompt, 0.0)
     for request in set(range(9)) - {place.request for place in places}:
-        with pytest.raises(NoRoom):
+        with pytest.raises(Saturated):
             picker.decide(needs[request], "d", request, 0.0)

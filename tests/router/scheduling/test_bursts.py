@@ -8,15 +8,15 @@ from numpy.typing import NDArray
 
 from fleet.timing import EngineSpeed, prefill_seconds, queue_seconds, running_seconds
 from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS, Reservations
-from router.fleet_state.view import View
+from router.fleet_state.view import FleetView
 from router.scheduling.cost import Weights
 from router.scheduling.decision import Ask, Conditions, decide
-from router.scheduling.filters import Limits, candidates
-from router.scheduling.policies import Rules
+from router.scheduling.filters import SaturationLimits, candidates
+from router.scheduling.policies import PolicyRules
 from tests.router.router_fixture import engine_joined
 
 BLOCK = 16
-LARGE = Limits(10**9, 1e9)
+LARGE = SaturationLimits(10**9, 1e9)
 FAST = EngineSpeed(prefill_token=1e-4, prefill_pair=1e-9, decode_sequence=1e-4, decode_block=1e-6, step=3e-3)
 SLOW = EngineSpeed(prefill_token=2e-4, prefill_pair=2e-9, decode_sequence=2e-4, decode_block=2e-6, step=6e-3)
 CHATTY = EngineSpeed(prefill_token=5e-5, prefill_pair=5e-10, decode_sequence=4e-4, decode_block=2e-6, step=2e-3)
@@ -35,11 +35,11 @@ class Burst(NamedTuple):
     requests: NDArray[np.int64]
 
 
-def burst(engines: Any, rules: Rules, requests: int = 1000) -> Burst:
+def burst(engines: Any, rules: PolicyRules, requests: int = 1000) -> Burst:
     """Requests of mixed lengths that all come between two reports: every rank told its (random) load before, and nothing since."""
     chance = np.random.default_rng(1)
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
-    view = View(reservations)
+    view = FleetView(reservations)
     for number, (ranks, speed) in enumerate(engines):
         urls = [f"http://h:{100 * number + rank}" for rank in range(ranks)]
         view.join(engine_joined(f"e{number}", urls, "f" * 64, worker_id=number + 1, block_size=BLOCK, max_context=1 << 20, speed=speed), 0.0)
@@ -81,15 +81,15 @@ def shares(found: Burst) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize(("engines", "lockstep"), [(MIXED, 1.0), (MIXED, 0.0), (SINGLE, 1.0), (ALIKE, 1.0)], ids=["mixed", "no lockstep", "single", "alike"])
 def test_a_burst_between_two_reports_gives_nobody_more_than_five_quarters_of_a_fair_share(engines: Any, lockstep: float) -> None:
-    assert shares(burst(engines, Rules(weights=Weights(lockstep=lockstep)))).max() < 1.25
+    assert shares(burst(engines, PolicyRules(weights=Weights(lockstep=lockstep)))).max() < 1.25
 
 
 @pytest.mark.parametrize("policy", ["classic", "kv", "least_loaded"])
 def test_policies_that_look_at_load_share_a_burst_as_fairly(policy: Any) -> None:
-    assert shares(burst(MIXED, Rules(policy=policy))).max() < 1.25
+    assert shares(burst(MIXED, PolicyRules(policy=policy))).max() < 1.25
 
 
 def test_round_robin_shares_a_burst_by_number() -> None:
-    found = burst(MIXED, Rules(policy="round_robin"))
+    found = burst(MIXED, PolicyRules(policy="round_robin"))
     assert found.requests.max() - found.requests.min() <= 1
     assert shares(found).max() > 1.25, "which is not fair by time: that is why it is no default"

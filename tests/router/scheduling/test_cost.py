@@ -18,9 +18,9 @@ from fleet.placement import linear
 from fleet.timing import EngineSpeed
 from router.fleet_state.dispatch_cost import locality
 from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, STEPS
-from router.fleet_state.target_table import Roster
-from router.fleet_state.view import View
-from router.scheduling.cost import TERMS, Expected, Scores, Weights, score
+from router.fleet_state.target_table import TargetTable
+from router.fleet_state.view import FleetView
+from router.scheduling.cost import TERMS, ExpectedLoad, Scores, Weights, score
 from tests.router.decision_builders import decided, foretold, view_of
 from tests.router.learnt_tables import clusters, halves
 from tests.router.router_fixture import SHAPE, engine_joined
@@ -43,11 +43,11 @@ def load_of(*ranks: tuple[int, int, int, int]) -> NDArray[np.int64]:
     return np.array(ranks, np.int64).T
 
 
-def expected(remote: Any = 0.0, nodes: Any = 0.0, added: Any = 0.0, gain: float = 1.0, targets: int = 2) -> Expected:
-    return Expected(*(np.broadcast_to(np.asarray(table, np.float64), targets) for table in (remote, nodes, added)), gain)
+def expected(remote: Any = 0.0, nodes: Any = 0.0, added: Any = 0.0, gain: float = 1.0, targets: int = 2) -> ExpectedLoad:
+    return ExpectedLoad(*(np.broadcast_to(np.asarray(table, np.float64), targets) for table in (remote, nodes, added)), gain)
 
 
-def priced(roster: Roster, load: Any = None, uncached: Any = 100, prompt: int = 100, output: int = 20, **more: Any) -> dict[str, list[float]]:
+def priced(roster: TargetTable, load: Any = None, uncached: Any = 100, prompt: int = 100, output: int = 20, **more: Any) -> dict[str, list[float]]:
     """Milliseconds by term, one per target."""
     targets = len(roster.targets)
     load = np.zeros((AMOUNTS, targets), np.int64) if load is None else load
@@ -55,7 +55,7 @@ def priced(roster: Roster, load: Any = None, uncached: Any = 100, prompt: int = 
     return dict(zip(TERMS, found.terms.tolist(), strict=True))
 
 
-def pair(**about: Any) -> Roster:
+def pair(**about: Any) -> TargetTable:
     """One engine of two ranks."""
     return view_of({"speed": SPEED, **about})[0].roster("demo")
 
@@ -180,7 +180,7 @@ def test_an_engine_of_one_target_has_neither_expert_nor_lockstep_terms(about: di
     view, _ = view_of({"speed": SPEED, **about}, clusters=halves())
     view.set_distinct(1, np.array([4.0, 4.0]))
     remote, nodes, _, added = view.prices("demo").of(np.array([0.5, 0.5], np.float32))
-    found = priced(view.roster("demo"), np.full((AMOUNTS, 1), 9), expected=Expected(remote, nodes, added))
+    found = priced(view.roster("demo"), np.full((AMOUNTS, 1), 9), expected=ExpectedLoad(remote, nodes, added))
     assert len(view.roster("demo").targets) == 1
     assert found["experts"] == found["lockstep"] == [0.0]
     if about.get("layout") == TP:
@@ -219,7 +219,7 @@ ALONE = view_of({"ranks": 1, "speed": SPEED})[0].roster("demo")
 
 
 def scores_of(state: dict[str, Any], weights: Weights = Weights()) -> Scores:  # noqa: B008 immutable
-    foreseen = Expected(np.array(state["remote"]), np.array(state["nodes"]), np.array(state["added"]), 0.7)
+    foreseen = ExpectedLoad(np.array(state["remote"]), np.array(state["nodes"]), np.array(state["added"]), 0.7)
     factors = np.reshape(state["factors"], (2, 4))
     return score(HOUSE, np.array(state["load"]).T, np.array(state["uncached"]), 2000, state["output"], weights, foreseen, np.full(4, 0.1), factors)
 
@@ -263,7 +263,7 @@ def test_the_expert_term_does_not_change_with_the_number_of_experts_where_the_ra
     found = view.prices("demo")
     remote, nodes, local, added = found.of(np.array([0.3, 0.7], np.float32))
     assert remote == pytest.approx(np.full(4, 2 * 3 * (1 - 0.75**4)), rel=1e-5)
-    terms = priced(view.roster("demo"), expected=Expected(remote, nodes, added))
+    terms = priced(view.roster("demo"), expected=ExpectedLoad(remote, nodes, added))
     assert terms["experts"] == pytest.approx([120 * 0.01 * 2 * 3 * (1 - 0.75**4)] * 4, rel=1e-5)
     assert local == pytest.approx(np.full(4, 0.25), rel=1e-5)
 
@@ -286,7 +286,7 @@ def test_an_engine_that_names_nodes_for_other_ranks_than_its_own_is_refused() ->
         view_of({"nodes": ("a", "b", "c")})
 
 
-def distinct_of(view: View) -> list[float]:
+def distinct_of(view: FleetView) -> list[float]:
     decision = decided(view.roster("demo"), outlook=foretold([0.0] * 4, added=view.prices("demo").of(np.array([0.8, 0.2], np.float32))[3]))
     return decision.scores.terms[TERMS.index("distinct")].tolist()  # type: ignore[no-any-return]
 
@@ -338,7 +338,7 @@ def test_layouts_with_sharded_experts_read_nothing_for_one_request() -> None:
 @given(state=states)
 def test_what_has_no_price_is_not_computed_and_would_have_been_nothing(state: dict[str, Any]) -> None:
     load, uncached = np.array(state["load"]).T, np.array(state["uncached"])
-    foreseen = Expected(np.array(state["remote"]), np.array(state["nodes"]), np.array(state["added"]))
+    foreseen = ExpectedLoad(np.array(state["remote"]), np.array(state["nodes"]), np.array(state["added"]))
     assert (PLAIN.pairs, PLAIN.far, PLAIN.reads, PLAIN.apart) == (False,) * 4
     houses = PLAIN, replace(PLAIN, pairs=True, far=True, reads=True, apart=True)
     short, whole = (score(house, load, uncached, 2000, state["output"], Weights(), foreseen) for house in houses)

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from fleet.events import Capabilities
 from fleet.layout import Layout
 from fleet.placement import Placement, linear
-from router.fleet_state.dispatch_cost import Locality, Prices, Work, locality
+from router.fleet_state.dispatch_cost import DispatchCost, DispatchInputs, DispatchPrices, locality
 from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Reservations
-from router.fleet_state.target_table import Roster
-from router.fleet_state.view import View
+from router.fleet_state.target_table import TargetTable
+from router.fleet_state.view import FleetView
 from router.prediction.predictor import NO_GAIN, UNKNOWN_MODEL
 from router.scheduling.cost import TERMS, Weights, score, uncached_tokens
 from router.scheduling.decision import Conditions, Outlook, decide
 from router.scheduling.decision_record import DecisionRecord
 from router.scheduling.filters import candidates
-from router.scheduling.policies import Rules
+from router.scheduling.policies import PolicyRules
 from tests.router.decision_builders import LIMITS, SLOW, ask, decided, foretold, view_of
 from tests.router.learnt_tables import clusters, halves
 from tests.router.router_fixture import SHAPE, engine_joined
@@ -154,7 +154,7 @@ def test_a_decision_without_candidates_is_an_error_of_the_caller() -> None:
     roster = view.roster("demo")
     none = candidates(roster, np.zeros((AMOUNTS, 2), np.int64), 10**6, LIMITS)
     with pytest.raises(ValueError, match="no candidate"):
-        decide(ask(), roster, none, np.zeros(2, np.int64), Conditions(np.zeros((AMOUNTS, 2), np.int64)), Rules(), 1)
+        decide(ask(), roster, none, np.zeros(2, np.int64), Conditions(np.zeros((AMOUNTS, 2), np.int64)), PolicyRules(), 1)
 
 
 def test_engines_that_cannot_serve_are_named_with_their_reason() -> None:
@@ -181,7 +181,7 @@ def test_text_only_engines_serve_a_model_that_nobody_serves_by_ids() -> None:
 # What experts cost
 
 
-def prices(found: Locality) -> Prices:
+def prices(found: DispatchCost) -> DispatchPrices:
     assert found.note is None
     assert found.prices is not None
     return found.prices
@@ -248,22 +248,22 @@ def test_engines_that_began_alike_have_the_same_prices_whatever_their_epochs() -
     later.epoch = 7
     mirrored = Placement(placement.expert_of_slot[:, ::-1], experts=4, ranks=2)
     split = placement.split._replace(keep=placement.split.keep // 2)
-    work = Work((0, 0), SHAPE, None, placement, model)
-    assert work.same_as(Work((0, 0), SHAPE, None, later, model))
+    work = DispatchInputs((0, 0), SHAPE, None, placement, model)
+    assert work.same_as(DispatchInputs((0, 0), SHAPE, None, later, model))
     others = [
-        Work((0, 0), SHAPE, None, Placement(placement.expert_of_slot, experts=4, ranks=2, split=split), model),
-        Work((0, 0), SHAPE, None, mirrored, model),
-        Work((0, 0), SHAPE, None, None, model),
-        Work((0, 0), SHAPE, None, placement, halves()),
-        Work((0, 0), SHAPE, None, placement, None),
-        Work((0, 0), None, None, placement, model),
-        Work((0, 0), SHAPE, Layout(attention="dp", boundary=1), placement, model),
-        Work((0, 0, 0), SHAPE, None, placement, model),
+        DispatchInputs((0, 0), SHAPE, None, Placement(placement.expert_of_slot, experts=4, ranks=2, split=split), model),
+        DispatchInputs((0, 0), SHAPE, None, mirrored, model),
+        DispatchInputs((0, 0), SHAPE, None, None, model),
+        DispatchInputs((0, 0), SHAPE, None, placement, halves()),
+        DispatchInputs((0, 0), SHAPE, None, placement, None),
+        DispatchInputs((0, 0), None, None, placement, model),
+        DispatchInputs((0, 0), SHAPE, Layout(attention="dp", boundary=1), placement, model),
+        DispatchInputs((0, 0, 0), SHAPE, None, placement, model),
     ]
     assert not any(work.same_as(other) or other.same_as(work) for other in others)
 
 
-def aligned(gain: float = 1.0) -> tuple[Roster, Outlook]:
+def aligned(gain: float = 1.0) -> tuple[TargetTable, Outlook]:
     """Two ranks of one engine, and a request whose experts live on the second."""
     view, _ = view_of({"speed": SLOW}, clusters=halves())
     near, far = 2 * (1 - 0.9**2), 2 * (1 - 0.1**2)
@@ -420,7 +420,7 @@ def test_rosters_of_unknown_models_are_not_kept() -> None:
 @given(st.integers(0, 2**64 - 1))
 def test_worker_ids_of_64_bits_come_through_whole(worker_id: int) -> None:
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
-    view = View(reservations)
+    view = FleetView(reservations)
     view.join(engine_joined("e", ["http://h:1"], "f" * 64, worker_id=worker_id or 1), 0.0)
     view.heard(worker_id or 1, 0.0)
     record = decided(view.roster("demo")).record()

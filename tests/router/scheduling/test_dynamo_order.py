@@ -27,8 +27,8 @@ import pytest
 
 from fleet.timing import EngineSpeed
 from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts, Reservations
-from router.fleet_state.target_table import Roster
-from router.fleet_state.view import View
+from router.fleet_state.target_table import TargetTable
+from router.fleet_state.view import FleetView
 from router.scheduling.cost import Weights, score, uncached_tokens
 from tests.router.router_fixture import engine_joined
 
@@ -38,12 +38,12 @@ BLOCK_SECONDS = 1e-3
 COMMON = Weights(experts=0.0, distinct=0.0, lockstep=0.0, handover=0.0)
 
 
-def roster_of(scale: float, per_request: float) -> Roster:
+def roster_of(scale: float, per_request: float) -> TargetTable:
     """Two engines of four ranks."""
     speed = EngineSpeed(
         prefill_token=scale * BLOCK_SECONDS / BLOCK, decode_block=BLOCK_SECONDS / OUTPUT, decode_sequence=per_request * BLOCK_SECONDS / OUTPUT, step=7e-3
     )
-    view = View(Reservations(settle_seconds=0.1, stale_seconds=5.0))
+    view = FleetView(Reservations(settle_seconds=0.1, stale_seconds=5.0))
     for worker in (1, 2):
         urls = [f"http://h:{worker}{rank}" for rank in range(RANKS // 2)]
         view.join(engine_joined(f"e{worker}", urls, "f" * 64, worker_id=worker, block_size=BLOCK, speed=speed), 0.0)

@@ -14,18 +14,18 @@ from fleet.events import Capabilities
 from fleet.timing import EngineSpeed
 from router.config import RouterConfig
 from router.fleet_state.reservations import AMOUNTS, PREFILL, SEQUENCES, STEPS, Reservations
-from router.fleet_state.view import View
-from router.prediction.predictor import Keys
-from router.prefix_index.approximate_index import Prefixes
-from router.prefix_index.block_index import Holders
-from router.prefix_index.kv_event_index import KvIndex
+from router.fleet_state.view import FleetView
+from router.prediction.predictor import PredictionKeys
+from router.prefix_index.approximate_index import ApproximateIndex
+from router.prefix_index.block_index import BlockIndex
+from router.prefix_index.kv_event_index import KvEventIndex
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.cost import TERMS, Weights
 from router.scheduling.decision import Decision
 from router.scheduling.decision_record import DecisionRecord
-from router.scheduling.policies import Rules, choose
-from router.scheduling.scheduler import Need, Picker
-from router.scheduling.session_affinity import Affinity
+from router.scheduling.policies import PolicyRules, choose
+from router.scheduling.scheduler import RoutingRequest, Scheduler
+from router.scheduling.session_affinity import SessionAffinity
 from tests.router.decision_builders import decided, foretold, view_of
 from tests.router.router_fixture import engine_joined
 
@@ -40,7 +40,7 @@ def four(policy: str, queued: Four = (0, 0, 0, 0), **more: Any) -> Decision:
     load = np.zeros((AMOUNTS, 4), np.int64)
     load[PREFILL] = queued
     rules = more.pop("rules", {})
-    return decided(view_of(*[dict(ALONE) for _ in range(4)])[0].roster("demo"), load, rules=Rules(policy=policy, **rules), **more)  # type: ignore[arg-type]
+    return decided(view_of(*[dict(ALONE) for _ in range(4)])[0].roster("demo"), load, rules=PolicyRules(policy=policy, **rules), **more)  # type: ignore[arg-type]
 
 
 # Policies
@@ -61,7 +61,7 @@ def test_least_loaded_counts_what_runs_by_the_time_it_adds() -> None:
     speed = EngineSpeed(prefill_token=1e-3, decode_sequence=1e-3, decode_block=0.0)
     load = np.zeros((AMOUNTS, 2), np.int64)
     load[SEQUENCES], load[STEPS] = (1, 2), (1000, 10)
-    decision = decided(view_of({"speed": speed})[0].roster("demo"), load, rules=Rules(policy="least_loaded"))
+    decision = decided(view_of({"speed": speed})[0].roster("demo"), load, rules=PolicyRules(policy="least_loaded"))
     assert decision.chosen == 1, "two that are nearly done are less than one that has just begun"
 
 
@@ -127,7 +127,7 @@ def test_one_candidate_alone_is_only_that() -> None:
 
 def test_temperature_draws_by_how_much_dearer_a_rank_is() -> None:
     """A rank that costs the temperature more is drawn 1/e times as often as the cheapest."""
-    score, rules = np.array([0.0, 10.0, 20.0, 500.0]), Rules(temperature_ms=10.0)
+    score, rules = np.array([0.0, 10.0, 20.0, 500.0]), PolicyRules(temperature_ms=10.0)
     drawn = Counter(choose(rules, score, "ms", score, score, number * 2**32 // 4000, None).chosen for number in range(4000))
     weights = [1.0, exp(-1), exp(-2), exp(-50)]
     assert [drawn[at] / 4000 for at in range(4)] == pytest.approx([weight / sum(weights) for weight in weights], abs=0.002)
@@ -181,7 +181,7 @@ def test_the_conversations_rank_gone_or_a_term_uncounted_is_weighed_with_the_ses
 
 
 def test_sessions_are_remembered_for_their_time_and_the_longest_silent_makes_room() -> None:
-    affinity = Affinity(10.0, most=2)
+    affinity = SessionAffinity(10.0, most=2)
     for session, now in ((1, 0.0), (2, 1.0), (1, 5.0), (3, 6.0)):
         affinity.went(session, (session, 0), now)
     assert [affinity.rank(session, 7.0) for session in (1, 2, 3, 4)] == [(1, 0), None, (3, 0), None]
@@ -192,7 +192,7 @@ def test_sessions_are_remembered_for_their_time_and_the_longest_silent_makes_roo
 
 
 def test_nobodys_session_is_not_kept_and_without_a_time_none_is() -> None:
-    affinity = Affinity(10.0)
+    affinity = SessionAffinity(10.0)
     affinity.went(0, (1, 0), 0.0)
     assert affinity.rank(0, 0.0) is None
     affinity.went(5, (1, 0), 0.0)
@@ -205,15 +205,15 @@ def test_nobodys_session_is_not_kept_and_without_a_time_none_is() -> None:
 # Through the picker
 
 
-def picker_of(ranks: int, **config: Any) -> tuple[Picker, Need]:
+def picker_of(ranks: int, **config: Any) -> tuple[Scheduler, RoutingRequest]:
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
-    view = View(reservations)
+    view = FleetView(reservations)
     urls = [f"http://h:{number}" for number in range(ranks)]
     view.join(engine_joined("e", urls, "f" * 64, worker_id=1, shape=None, placement=None, capabilities=Capabilities()), 0.0)
     view.heard(1, 0.0)
-    holders = Holders()
-    picker = Picker(view, reservations, KvIndex(holders), Prefixes(100, holders), RouterConfig(**config))
-    return picker, Need("demo", TokenPrompt(list(range(50))), 60, 10, "f" * 64, keys=Keys(session=9))
+    holders = BlockIndex()
+    picker = Scheduler(view, reservations, KvEventIndex(holders), ApproximateIndex(100, holders), RouterConfig(**config))
+    return picker, RoutingRequest("demo", TokenPrompt(list(range(50))), 60, 10, "f" * 64, keys=PredictionKeys(session=9))
 
 
 def test_the_picker_takes_turns_by_what_it_booked_and_not_by_what_it_explained() -> None:
@@ -235,7 +235,7 @@ def test_the_picker_remembers_where_a_conversation_went() -> None:
     assert again.target is first.target
     assert again.choice.why == "session"
     assert picker.decide(need, "c", 0, 10.5).choice.why != "session"
-    assert picker.decide(msgspec.structs.replace(need, keys=Keys()), "d", 0, 5.0).held is None
+    assert picker.decide(msgspec.structs.replace(need, keys=PredictionKeys()), "d", 0, 5.0).held is None
     picker.reconfigure(RouterConfig())
     assert picker.decide(need, "e", 0, 5.0).held is None
 
@@ -252,5 +252,5 @@ def test_kept_decisions_are_bounded_by_their_memory_too() -> None:
 def test_rules_are_what_the_configuration_says() -> None:
     config = RouterConfig(policy="classic", classic_beta=0.5, lockstep_weight=0.0, distinct_weight=2.0, temperature_ms=3.0, session_affinity_ms=7.0)
     weights = Weights(lockstep=0.0, distinct=2.0)
-    assert Rules.of(config) == Rules("classic", weights, 1.0, 0.5, 1.0, 3.0, 7.0)
-    assert Rules.of(config).without(("distinct", "queue")).weights == Weights(lockstep=0.0, distinct=0.0, queue=0.0)
+    assert PolicyRules.of(config) == PolicyRules("classic", weights, 1.0, 0.5, 1.0, 3.0, 7.0)
+    assert PolicyRules.of(config).without(("distinct", "queue")).weights == Weights(lockstep=0.0, distinct=0.0, queue=0.0)

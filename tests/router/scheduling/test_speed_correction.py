@@ -7,33 +7,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.scheduling.speed_correction import DECODE_SPEED, ENOUGH, HALF_LIFE_SECONDS, LEAST, PREFILL_SPEED, Speeds
+from router.scheduling.speed_correction import DECODE_SPEED, ENOUGH, HALF_LIFE_SECONDS, LEAST, PREFILL_SPEED, SpeedCorrection
 
 KEY, ROW = (7, 0), 3
 
 
-def factors(speeds: Speeds, *rows: int, now: float = 0.0) -> list[list[float]]:
+def factors(speeds: SpeedCorrection, *rows: int, now: float = 0.0) -> list[list[float]]:
     """[2][rows], after a refresh."""
     speeds.refresh(now)
     found: list[list[float]] = speeds.factors(np.array(rows)).tolist()
     return found
 
 
-def feed(speeds: Speeds, ratio: float, times: int, key: tuple[int, int] = KEY, row: int = ROW) -> None:
+def feed(speeds: SpeedCorrection, ratio: float, times: int, key: tuple[int, int] = KEY, row: int = ROW) -> None:
     for _ in range(times):
         speeds.prefilled(key, row, 0.1, 0.0, 0.1 * ratio)
         speeds.stepped(key, row, 0.02, 0.02 * ratio)
 
 
 def test_nothing_is_corrected_before_anything_was_measured() -> None:
-    speeds = Speeds(4.0)
+    speeds = SpeedCorrection(4.0)
     assert speeds.factors(np.array([0, 900])).tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert speeds.of(5000) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("ratio", [1 / 3, 0.8, 1.0, 1.5, 3.0])
 def test_a_biased_engine_is_known_after_some_tens_of_requests(ratio: float) -> None:
-    speeds = Speeds(4.0)
+    speeds = SpeedCorrection(4.0)
     chance = np.random.default_rng(0)
     for _ in range(40):
         noise = float(exp(chance.normal(0, 0.2)))
@@ -52,7 +52,7 @@ def test_a_biased_engine_is_known_after_some_tens_of_requests(ratio: float) -> N
     st.floats(0, 1e9),
 )
 def test_a_factor_never_leaves_its_bounds(limit: float, seen: list[tuple[float, float, float, int, int]], later: float) -> None:
-    speeds = Speeds(limit)
+    speeds = SpeedCorrection(limit)
     for predicted, beside, observed, rank, worker in seen:
         speeds.prefilled((worker, rank), 10 * worker + rank, predicted, beside, observed)
         speeds.stepped((worker, rank), 10 * worker + rank, predicted, observed)
@@ -66,7 +66,7 @@ def test_a_factor_never_leaves_its_bounds(limit: float, seen: list[tuple[float, 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(int(ENOUGH), 200), st.floats(0.5, 2.0), st.floats(1e-6, 1e6))
 def test_one_wild_value_changes_nothing_much(times: int, ratio: float, wild: float) -> None:
-    speeds = Speeds(4.0)
+    speeds = SpeedCorrection(4.0)
     feed(speeds, ratio, times)
     before = np.array(factors(speeds, ROW))
     feed(speeds, wild, 1)
@@ -75,13 +75,13 @@ def test_one_wild_value_changes_nothing_much(times: int, ratio: float, wild: flo
 
 
 def test_a_few_observations_change_nothing() -> None:
-    speeds = Speeds(4.0)
+    speeds = SpeedCorrection(4.0)
     feed(speeds, 3.0, int(LEAST))
     assert factors(speeds, ROW) == [[1.0], [1.0]]
 
 
 def test_without_evidence_a_factor_returns_to_one() -> None:
-    speeds = Speeds(4.0)
+    speeds = SpeedCorrection(4.0)
     feed(speeds, 3.0, 100)
     fresh = factors(speeds, ROW, now=0.0)[0][0]
     later = [factors(speeds, ROW, now=step * HALF_LIFE_SECONDS)[0][0] for step in range(1, 5)]
@@ -91,14 +91,14 @@ def test_without_evidence_a_factor_returns_to_one() -> None:
 
 
 def test_an_engine_that_changes_is_followed() -> None:
-    speeds = Speeds(4.0)
+    speeds = SpeedCorrection(4.0)
     feed(speeds, 0.5, 100)
     feed(speeds, 2.0, 100)
     assert factors(speeds, ROW)[PREFILL_SPEED][0] == pytest.approx(2.0, rel=0.1)
 
 
 def test_a_rank_without_evidence_of_its_own_has_its_engines() -> None:
-    speeds = Speeds(4.0)
+    speeds = SpeedCorrection(4.0)
     feed(speeds, 2.0, 60)
     feed(speeds, 2.0, 1, key=(7, 1), row=4)
     feed(speeds, 2.0, 1, key=(8, 0), row=5)
@@ -108,7 +108,7 @@ def test_a_rank_without_evidence_of_its_own_has_its_engines() -> None:
 
 
 def test_a_rank_with_evidence_of_its_own_differs_from_its_engine() -> None:
-    speeds = Speeds(4.0)
+    speeds = SpeedCorrection(4.0)
     for rank in range(4):
         feed(speeds, 3.0 if rank == 0 else 1.0, 40, key=(7, rank), row=rank)
     prefill = factors(speeds, 0, 1, 2, 3)[PREFILL_SPEED]
@@ -117,7 +117,7 @@ def test_a_rank_with_evidence_of_its_own_differs_from_its_engine() -> None:
 
 
 def test_ranks_that_step_together_decode_at_one_speed_whatever_each_has_measured() -> None:
-    speeds = Speeds(4.0)
+    speeds = SpeedCorrection(4.0)
     for _ in range(40):
         for rank, ratio in enumerate((1.9, 2.1, 2.0, 2.0)):
             speeds.stepped((7, rank), rank, 0.02, 0.02 * ratio)
@@ -127,7 +127,7 @@ def test_ranks_that_step_together_decode_at_one_speed_whatever_each_has_measured
 
 
 def test_a_restarted_engine_begins_anew_and_inherits_nothing_with_a_row() -> None:
-    speeds = Speeds(4.0)
+    speeds = SpeedCorrection(4.0)
     feed(speeds, 3.0, 100)
     factors(speeds, ROW)
     speeds.forget_worker(KEY[0])
@@ -137,14 +137,14 @@ def test_a_restarted_engine_begins_anew_and_inherits_nothing_with_a_row() -> Non
 
 
 def test_a_row_taken_over_without_a_word_is_another_ranks_from_then_on() -> None:
-    speeds = Speeds(4.0)
+    speeds = SpeedCorrection(4.0)
     feed(speeds, 3.0, 100)
     feed(speeds, 1.0, 1, key=(8, 0))
     assert factors(speeds, ROW) == [[1.0], [1.0]]
 
 
 def test_what_takes_no_time_to_prefill_says_little_of_prefill() -> None:
-    speeds = Speeds(4.0)
+    speeds = SpeedCorrection(4.0)
     for _ in range(200):
         speeds.prefilled(KEY, ROW, 0.0002, 0.01, 0.05)  # one uncached token; the rest is waiting for a step, and the network
     for _ in range(40):
@@ -153,7 +153,7 @@ def test_what_takes_no_time_to_prefill_says_little_of_prefill() -> None:
 
 
 def test_a_limit_of_one_corrects_nothing_and_may_change_while_it_runs() -> None:
-    speeds = Speeds(1.0)
+    speeds = SpeedCorrection(1.0)
     feed(speeds, 3.0, 100)
     assert factors(speeds, ROW) == [[1.0], [1.0]]
     speeds.reconfigure(2.0)

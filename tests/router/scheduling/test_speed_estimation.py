@@ -5,12 +5,12 @@ from math import exp, log
 import numpy as np
 import pytest
 
-from router.scheduling.speed_estimation import DECODE_KIND, ENOUGH, HALF_LIFE_SECONDS, LEAST, PREFILL_KIND, LearntSpeeds
+from router.scheduling.speed_estimation import DECODE_KIND, ENOUGH, HALF_LIFE_SECONDS, LEAST, PREFILL_KIND, SpeedEstimation
 
 ONE, TWO = (1, 0), (2, 0)
 
 
-def feed(speeds: LearntSpeeds, ratio: float, times: int, server: tuple[int, int] = ONE, *, pool: str = "llama", noise: float = 0.0) -> None:
+def feed(speeds: SpeedEstimation, ratio: float, times: int, server: tuple[int, int] = ONE, *, pool: str = "llama", noise: float = 0.0) -> None:
     chance = np.random.default_rng(server[0])
     for _ in range(times):
         factor = ratio * float(exp(chance.normal(0, noise)))
@@ -19,7 +19,7 @@ def feed(speeds: LearntSpeeds, ratio: float, times: int, server: tuple[int, int]
 
 
 def test_nothing_is_measured_before_a_few_observations() -> None:
-    speeds = LearntSpeeds()
+    speeds = SpeedEstimation()
     assert speeds.of("llama", ONE) == ((1.0, False), (1.0, False))
     feed(speeds, 3.0, int(LEAST) - 1)
     assert [known for _, known in speeds.of("llama", ONE)] == [False, False]
@@ -29,14 +29,14 @@ def test_nothing_is_measured_before_a_few_observations() -> None:
 
 @pytest.mark.parametrize("ratio", [0.002, 0.3, 1.0, 40.0])
 def test_a_speed_however_far_from_the_reference_is_found(ratio: float) -> None:
-    speeds = LearntSpeeds()
+    speeds = SpeedEstimation()
     feed(speeds, ratio, 40, noise=0.2)
     for factor, _ in speeds.of("llama", ONE):
         assert factor == pytest.approx(ratio, rel=0.15)
 
 
 def test_prefill_and_decode_are_measured_apart() -> None:
-    speeds = LearntSpeeds()
+    speeds = SpeedEstimation()
     for _ in range(10):
         speeds.step("llama", ONE, 0.02, 0.06)
     found = speeds.of("llama", ONE)
@@ -45,7 +45,7 @@ def test_prefill_and_decode_are_measured_apart() -> None:
 
 
 def test_like_servers_have_one_speed_in_spite_of_noise() -> None:
-    speeds = LearntSpeeds()
+    speeds = SpeedEstimation()
     for _ in range(20):
         feed(speeds, 1.05, 5, ONE, noise=0.1)
         feed(speeds, 0.95, 5, TWO, noise=0.1)
@@ -53,14 +53,14 @@ def test_like_servers_have_one_speed_in_spite_of_noise() -> None:
 
 
 def test_a_server_nobody_measured_has_the_speed_of_its_like_and_of_no_others() -> None:
-    speeds = LearntSpeeds()
+    speeds = SpeedEstimation()
     feed(speeds, 5.0, 20, ONE)
     assert speeds.of("llama", (9, 0))[PREFILL_KIND] == (pytest.approx(5.0), True)
     assert speeds.of("mistral", (9, 0))[PREFILL_KIND] == (1.0, False)
 
 
 def test_a_server_that_is_clearly_slower_is_known_for_it() -> None:
-    speeds = LearntSpeeds()
+    speeds = SpeedEstimation()
     for _ in range(20):
         feed(speeds, 1.0, 2, ONE)
         feed(speeds, 6.0, 2, TWO)
@@ -69,7 +69,7 @@ def test_a_server_that_is_clearly_slower_is_known_for_it() -> None:
 
 
 def test_a_cold_start_among_the_first_tokens_does_not_tell_the_speed() -> None:
-    speeds = LearntSpeeds()
+    speeds = SpeedEstimation()
     speeds.first_token("llama", ONE, 0.1, 0.0, 60.0)
     for _ in range(4):
         speeds.first_token("llama", ONE, 0.1, 0.0, 0.2)
@@ -77,7 +77,7 @@ def test_a_cold_start_among_the_first_tokens_does_not_tell_the_speed() -> None:
 
 
 def test_one_wild_value_later_changes_little() -> None:
-    speeds = LearntSpeeds()
+    speeds = SpeedEstimation()
     feed(speeds, 2.0, 30)
     before = speeds.of("llama", ONE)[DECODE_KIND][0]
     speeds.step("llama", ONE, 0.02, 2000.0)
@@ -85,7 +85,7 @@ def test_one_wild_value_later_changes_little() -> None:
 
 
 def test_what_was_measured_once_stays_measured_through_a_silent_night_and_follows_a_change() -> None:
-    speeds = LearntSpeeds()
+    speeds = SpeedEstimation()
     feed(speeds, 2.0, 30)
     speeds.age(0.0)
     speeds.age(1000 * HALF_LIFE_SECONDS)
@@ -95,7 +95,7 @@ def test_what_was_measured_once_stays_measured_through_a_silent_night_and_follow
 
 
 def test_the_last_server_that_is_forgotten_takes_its_pool_along() -> None:
-    speeds = LearntSpeeds()
+    speeds = SpeedEstimation()
     feed(speeds, 2.0, 30, ONE)
     feed(speeds, 2.0, 30, TWO)
     speeds.forget_worker(1)
@@ -105,7 +105,7 @@ def test_the_last_server_that_is_forgotten_takes_its_pool_along() -> None:
 
 
 def test_times_that_cannot_be_are_passed_over() -> None:
-    speeds = LearntSpeeds()
+    speeds = SpeedEstimation()
     for _ in range(20):
         speeds.first_token("llama", ONE, 0.0, 0.1, 0.1)
         speeds.step("llama", ONE, 0.02, 0.0)

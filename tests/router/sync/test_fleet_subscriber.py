@@ -31,7 +31,7 @@ from fleet.layout import EP
 from fleet.placement import Placement, linear
 from router.config import RouterConfig
 from router.prefix_index.prompt import TokenPrompt
-from router.scheduling.scheduler import Need
+from router.scheduling.scheduler import RoutingRequest
 from router.service import RouterService
 from tests.name_claims import claim_name
 from tests.router.learnt_tables import clusters, halves, published_clusters, tables
@@ -324,7 +324,7 @@ async def test_the_cached_prefix_of_a_rank_wins_the_decision(fleet: Fleet) -> No
         assert fleet.service.feeds is not None
         feeds = fleet.service.feeds
         await until(lambda: feeds.kv.in_step((joined.worker_id, 1)))
-    decision = fleet.service.decide(Need("demo", TokenPrompt(tokens), 120, 10, None), "d")
+    decision = fleet.service.decide(RoutingRequest("demo", TokenPrompt(tokens), 120, 10, None), "d")
     assert decision.target.name == "a/1"
     assert decision.record().candidates[0].overlap_blocks == 20
     assert decision.cached_tokens == 80

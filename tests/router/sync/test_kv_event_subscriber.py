@@ -11,12 +11,12 @@ from bus import Message, Received
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.events import KvBlock, KvChange, KvEvent, KvSnapshot, KvSnapshotRequested, KvStored, RoutedKvEvent
-from router.keyed_queue import Chores
-from router.prefix_index.approximate_index import Prefixes
-from router.prefix_index.block_index import Holders
-from router.prefix_index.kv_event_index import KvIndex
+from router.keyed_queue import KeyedQueue
+from router.prefix_index.approximate_index import ApproximateIndex
+from router.prefix_index.block_index import BlockIndex
+from router.prefix_index.kv_event_index import KvEventIndex
 from router.prefix_index.prompt import BYTES_PER_TOKEN, TextPrompt, TokenPrompt
-from router.sync.kv_event_subscriber import KvFeeds
+from router.sync.kv_event_subscriber import KvEventSubscriber
 from router.telemetry.metrics import RouterMetrics
 from tests.router.block_builders import overlap, removed
 from tests.router.router_fixture import WORKER, stored, until
@@ -59,9 +59,9 @@ class World:
         self.broker = MemoryBroker()
         self.bus = MemoryBus(self.broker)
         self.rank = Rank(self.bus, self.broker)
-        self.index = KvIndex(Holders())
+        self.index = KvEventIndex(BlockIndex())
         self.metrics = RouterMetrics()
-        self.feeds = KvFeeds(self.index, MemoryBus(self.broker), self.broker.subjects, self.metrics)
+        self.feeds = KvEventSubscriber(self.index, MemoryBus(self.broker), self.broker.subjects, self.metrics)
 
     @property
     def overlap(self) -> int:
@@ -239,9 +239,9 @@ async def test_nonsense_from_ranks_is_counted_and_changes_nothing(world: World) 
 # Guesses
 
 
-def guesses(capacity: int) -> tuple[Prefixes, Holders]:
-    holders = Holders()
-    return Prefixes(capacity, holders), holders
+def guesses(capacity: int) -> tuple[ApproximateIndex, BlockIndex]:
+    holders = BlockIndex()
+    return ApproximateIndex(capacity, holders), holders
 
 
 def test_prefixes_remember_what_was_routed_where() -> None:
@@ -313,7 +313,7 @@ def test_the_chain_of_a_token_prompt_is_made_per_block_size() -> None:
 
 
 async def test_a_chore_waits_once_and_room_is_bounded() -> None:
-    chores: Chores[int] = Chores(2)
+    chores: KeyedQueue[int] = KeyedQueue(2)
     for key in (1, 1, 2, 3):
         chores.ask(key)
     assert (len(chores), chores.refused) == (2, 1)

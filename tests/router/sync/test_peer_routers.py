@@ -24,13 +24,13 @@ from fleet.events import (
 from fleet.timing import EngineSpeed
 from router.config import RouterConfig
 from router.fleet_state.reservations import PREFILL, Booking
-from router.openai_api.completion_state import Failure
-from router.prediction.predictor import Keys
+from router.openai_api.completion_state import AttemptFailure
+from router.prediction.predictor import PredictionKeys
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.decision import Decision
-from router.scheduling.scheduler import FIRST_TRY, Need
+from router.scheduling.scheduler import FIRST_TRY, RoutingRequest
 from router.service import RouterService
-from router.telemetry.request_log import Exchange
+from router.telemetry.request_log import RequestLog
 from tests.router.router_fixture import SHAPE, engine_joined, running
 
 
@@ -101,13 +101,13 @@ async def town() -> AsyncIterator[Town]:
         yield town
 
 
-def need(tokens: int, first: int = 0) -> Need:
+def need(tokens: int, first: int = 0) -> RoutingRequest:
     prompt = [(first + at) % 50_000 for at in range(tokens)]
-    return Need("demo", TokenPrompt(prompt), tokens + 1, 1, None)
+    return RoutingRequest("demo", TokenPrompt(prompt), tokens + 1, 1, None)
 
 
-def book(service: RouterService, asked: Need) -> tuple[Decision, Booking]:
-    return service.book(Exchange("r", service.new_decision_id(), "/v1/completions", 0.0), asked, "", FIRST_TRY)
+def book(service: RouterService, asked: RoutingRequest) -> tuple[Decision, Booking]:
+    return service.book(RequestLog("r", service.new_decision_id(), "/v1/completions", 0.0), asked, "", FIRST_TRY)
 
 
 def load(service: RouterService, joined: EngineJoined) -> list[int]:
@@ -213,11 +213,11 @@ async def test_a_conversation_stays_with_its_rank_and_a_prefix_is_found_whicheve
         await town.engine(name)
     settings: dict[str, Any] = {"session_affinity_seconds": 60.0}
     one, other = await town.ready_router(**settings), await town.ready_router(**settings)
-    told = msgspec.structs.replace(need(400), keys=Keys(session=7, tenant=0))
+    told = msgspec.structs.replace(need(400), keys=PredictionKeys(session=7, tenant=0))
     first, booking = book(one, told)
     one.release(booking)
     await asyncio.sleep(0.02)
-    second, booking = book(other, msgspec.structs.replace(need(400, 9000), keys=Keys(session=7, tenant=0)))
+    second, booking = book(other, msgspec.structs.replace(need(400, 9000), keys=PredictionKeys(session=7, tenant=0)))
     other.release(booking)
     assert second.target == first.target
     third, _ = book(other, need(400))
@@ -376,7 +376,7 @@ async def test_while_the_bus_is_away_a_failed_connection_keeps_no_engine_out(tow
     service = await town.ready_router()
 
     def fail() -> None:
-        service.attempt_failed(Exchange("r", "d", "/", 0.0), *book(service, need(10)), Failure.CONNECT, "refused")
+        service.attempt_failed(RequestLog("r", "d", "/", 0.0), *book(service, need(10)), AttemptFailure.CONNECT, "refused")
 
     town.beating = False
     fail()

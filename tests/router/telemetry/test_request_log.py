@@ -3,12 +3,12 @@
 import pytest
 
 from router.telemetry.metrics import RouterMetrics
-from router.telemetry.request_log import Exchange, Outcome
+from router.telemetry.request_log import RequestEnd, RequestLog
 
 
-def exchange(tokens: int, choices: int = 1) -> Exchange:
+def exchange(tokens: int, choices: int = 1) -> RequestLog:
     """Started at 10 s, first token at 11 s."""
-    made = Exchange("r", "d", "/v1/completions", 10.0)
+    made = RequestLog("r", "d", "/v1/completions", 10.0)
     made.first_token(11.0)
     made.output_tokens, made.finish_reasons = tokens, ["stop"] * choices
     return made
@@ -23,11 +23,11 @@ def test_an_answer_whose_first_token_was_not_seen_has_none() -> None:
     unseen = exchange(5)
     unseen.whole = True
     assert unseen.time_per_output_token(13.0) is None
-    assert Exchange("r", "d", "/", 0.0).time_per_output_token(1.0) is None
+    assert RequestLog("r", "d", "/", 0.0).time_per_output_token(1.0) is None
 
 
 def test_metrics_have_it_by_model() -> None:
     metrics = RouterMetrics()
-    exchange(5).finish(Outcome.ANSWERED, 13.0, metrics)
+    exchange(5).finish(RequestEnd.ANSWERED, 13.0, metrics)
     assert b"roost_router_time_per_output_token_seconds_sum{model=" in metrics.exposition()
     assert b'roost_router_time_per_output_token_seconds_sum{model="other"} 0.5' in metrics.exposition()

@@ -17,10 +17,10 @@ from opentelemetry.trace import NoOpTracerProvider, SpanKind, StatusCode, format
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.events import RouteRequested
 from router.access.api_keys import key_line
-from router.api.bus_api import Inquiries
+from router.api.bus_api import BusApi
 from router.api.library import Decider
 from router.scheduling.cost import TERMS
-from router.telemetry.tracing import Tracing
+from router.telemetry.tracing import RouterTracing
 from tests.router.learnt_tables import halves, published_clusters, tables
 from tests.router.router_fixture import House, MockRank, OpenHouse, Serve, chat, rendered, until
 
@@ -64,7 +64,7 @@ async def engines(house: House, serve_rank: Serve, packed: bytes, count: int = 2
 async def test_decisions_asked_for_by_programs_and_over_nats_are_traced_like_http(house: House, serve_rank: Serve, byte_archive: bytes, traces: Traces) -> None:
     await engines(house, serve_rank, byte_archive, 1)
     decider = Decider(house.service, tracer_provider=traces.provider)
-    inquiries = Inquiries(house.bus, house.subjects, decider)
+    inquiries = BusApi(house.bus, house.subjects, decider)
     task = asyncio.create_task(inquiries.run())
     await inquiries.listening.wait()
     await decider.reserve(chat(), traceparent=PARENT)
@@ -242,8 +242,8 @@ async def test_numbers_of_64_bits_are_text(house: House, traces: Traces, serve_r
 
 
 def test_without_a_real_provider_no_span_is_ever_made() -> None:
-    assert Tracing.create(NoOpTracerProvider()) is None
-    assert Tracing.create() is None, "the process's own provider is a proxy until somebody sets one"
+    assert RouterTracing.create(NoOpTracerProvider()) is None
+    assert RouterTracing.create() is None, "the process's own provider is a proxy until somebody sets one"
 
 
 async def test_a_sampled_out_request_costs_no_candidate_events(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:

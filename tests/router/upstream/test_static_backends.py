@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Mapping
 import pytest
 
 from router.config import RouterConfig
-from router.fleet_state.engine_state import Standing
+from router.fleet_state.engine_state import EngineStatus
 from router.fleet_state.reservations import Reservations
-from router.fleet_state.view import View
+from router.fleet_state.view import FleetView
 from router.upstream.rank_client import Upstream
-from router.upstream.static_backends import MISSES, PlainBackends
+from router.upstream.static_backends import MISSES, StaticBackends
 
 URL = "http://10.0.0.1:8000"
 LIST = json.dumps({"data": [{"id": "demo"}]}).encode()
@@ -49,10 +49,10 @@ class Scripted(Upstream):
 
 class Rig:
     def __init__(self) -> None:
-        self.view = View(Reservations(settle_seconds=0.1, stale_seconds=5.0))
+        self.view = FleetView(Reservations(settle_seconds=0.1, stale_seconds=5.0))
         self.now = 0.0
         self.upstream = Scripted()
-        self.backends = PlainBackends(RouterConfig(backends=(URL,)), lambda _: None, self.view, lambda: self.now, self.view.forget)
+        self.backends = StaticBackends(RouterConfig(backends=(URL,)), lambda _: None, self.view, lambda: self.now, self.view.forget)
 
     @property
     def worker(self) -> int:
@@ -60,7 +60,7 @@ class Rig:
         return state.joined.worker_id
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> EngineStatus:
         (state,) = self.view.engines()
         return state.standing
 
@@ -78,42 +78,42 @@ async def rig() -> AsyncIterator[Rig]:
 async def test_a_server_is_taken_away_after_three_misses_in_a_row(rig: Rig) -> None:
     for answer in [TimeoutError(), OSError("HTTP 500"), LIST] * 2 + [TimeoutError(), b"<html>"]:
         await rig.upstream.play(answer)
-        assert rig.standing is Standing.LIVE
+        assert rig.standing is EngineStatus.LIVE
     await rig.upstream.play(TimeoutError())
     assert MISSES == 3
-    assert rig.standing is Standing.UNREACHABLE
+    assert rig.standing is EngineStatus.UNREACHABLE
     await rig.upstream.play(LIST)
-    assert rig.standing is Standing.LIVE
+    assert rig.standing is EngineStatus.LIVE
 
 
 async def test_served_tokens_outweigh_any_number_of_misses(rig: Rig) -> None:
     for _ in range(10):
         await rig.upstream.play(TimeoutError(), TimeoutError())
         rig.backends.served(rig.worker)
-        assert rig.standing is Standing.LIVE
+        assert rig.standing is EngineStatus.LIVE
 
 
 async def test_a_token_brings_back_a_server_whose_probes_were_missed(rig: Rig) -> None:
     await rig.upstream.play(*[TimeoutError()] * 5)
-    assert rig.standing is Standing.UNREACHABLE
+    assert rig.standing is EngineStatus.UNREACHABLE
     rig.backends.served(rig.worker)
-    assert rig.standing is Standing.LIVE
+    assert rig.standing is EngineStatus.LIVE
 
 
 @pytest.mark.parametrize("refusal", [REFUSED, REFUSED_TWICE])
 async def test_a_refused_connection_takes_a_server_away_at_once_whatever_it_still_serves(rig: Rig, refusal: OSError) -> None:
     await rig.upstream.play(refusal)
-    assert rig.standing is Standing.UNREACHABLE
+    assert rig.standing is EngineStatus.UNREACHABLE
     rig.backends.served(rig.worker)
-    assert rig.standing is Standing.UNREACHABLE
+    assert rig.standing is EngineStatus.UNREACHABLE
     await rig.upstream.play(LIST)
-    assert rig.standing is Standing.LIVE
+    assert rig.standing is EngineStatus.LIVE
 
 
 async def test_the_silence_of_a_slow_probe_is_not_that_of_heartbeats(rig: Rig) -> None:
     rig.now = 500.0
     assert rig.view.sweep(rig.now, 3.0, 100.0) == []
-    assert rig.standing is Standing.LIVE
+    assert rig.standing is EngineStatus.LIVE
 
 
 async def test_a_server_that_stays_away_is_forgotten_and_joins_again(rig: Rig) -> None:
@@ -124,4 +124,4 @@ async def test_a_server_that_stays_away_is_forgotten_and_joins_again(rig: Rig) -
     assert list(rig.view.engines()) == []
     await rig.upstream.play(LIST)
     assert rig.worker == worker
-    assert rig.standing is Standing.LIVE
+    assert rig.standing is EngineStatus.LIVE

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracker.activity.decay_window import BATCH, FAST, PATIENCE, SLOW, Report, Window
-from tracker.activity.report_gaps import MOST, Gaps
+from tracker.activity.decay_window import BATCH, FAST, PATIENCE, SLOW, DecayWindow, WindowReport
+from tracker.activity.report_gaps import MOST, ReportGaps
 
 FAST_SECONDS, SLOW_SECONDS = 20.0, 900.0
 CONSTANTS = (FAST_SECONDS, SLOW_SECONDS)
@@ -30,19 +30,19 @@ class Told(NamedTuple):
         return np.array(self.counts, np.float32).reshape(LAYERS, EXPERTS)
 
 
-def window() -> Window:
-    return Window(LAYERS, EXPERTS, CONSTANTS)
+def window() -> DecayWindow:
+    return DecayWindow(LAYERS, EXPERTS, CONSTANTS)
 
 
 def ones(scale: float = 1.0) -> np.ndarray:
     return np.full((LAYERS, EXPERTS), scale)
 
 
-def hear(window: Window, gaps: Gaps, report: Told) -> None:
+def hear(window: DecayWindow, gaps: ReportGaps, report: Told) -> None:
     """What the tracker does with one report."""
     for span in gaps.observe(report.sequence, report.end - report.seconds, report.end):
         window.lose(span.start, span.end, found=span.found)
-    window.observe(Report(report.table, report.tokens, report.seconds, report.end))
+    window.observe(WindowReport(report.table, report.tokens, report.seconds, report.end))
 
 
 def weight(constant: float, start: float, end: float, now: float) -> float:
@@ -106,7 +106,7 @@ def test_an_empty_window_says_nothing() -> None:
 def test_any_order_of_reports_gives_what_the_integrals_over_them_give(told: list[Told], later: float, random: object) -> None:
     shuffled = list(told)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    heard, gaps = window(), Gaps()
+    heard, gaps = window(), ReportGaps()
     for report in shuffled:
         hear(heard, gaps, report)
     now = max(report.end for report in told) + later
@@ -126,9 +126,9 @@ def test_how_time_is_cut_into_reports_changes_nothing(intervals: list[tuple[floa
     for seconds, pieces in intervals:
         for piece in range(1, pieces + 1):
             part = seconds / pieces
-            cut.observe(Report(ones(rate * part), rate * part, part, now + piece * part))
+            cut.observe(WindowReport(ones(rate * part), rate * part, part, now + piece * part))
         now += seconds
-        whole.observe(Report(ones(rate * seconds), rate * seconds, seconds, now))
+        whole.observe(WindowReport(ones(rate * seconds), rate * seconds, seconds, now))
     for level in (FAST, SLOW):
         np.testing.assert_allclose(cut.counts(level, now + 5.0), whole.counts(level, now + 5.0), rtol=1e-5)
         assert cut.tokens_per_second(level, now) == pytest.approx(whole.tokens_per_second(level, now), rel=1e-6)
@@ -139,7 +139,7 @@ def test_a_constant_rate_is_estimated_exactly_whatever_the_intervals(lengths: li
     heard, now = window(), 1000.0
     for seconds in lengths:
         now += seconds
-        heard.observe(Report(ones(3 * rate * seconds), rate * seconds, seconds, now))
+        heard.observe(WindowReport(ones(3 * rate * seconds), rate * seconds, seconds, now))
         for level in (FAST, SLOW):
             np.testing.assert_allclose(heard.rates(level, now), 3 * rate, rtol=1e-5)
             assert heard.tokens_per_second(level, now) == pytest.approx(rate, rel=1e-6)
@@ -148,7 +148,7 @@ def test_a_constant_rate_is_estimated_exactly_whatever_the_intervals(lengths: li
 def test_a_silent_rank_decays_under_both_time_constants() -> None:
     heard = window()
     for now in range(1, 2001):
-        heard.observe(Report(ones(10.0), 10.0, 1.0, float(now)))
+        heard.observe(WindowReport(ones(10.0), 10.0, 1.0, float(now)))
     for level, constant in ((FAST, FAST_SECONDS), (SLOW, SLOW_SECONDS)):
         assert heard.tokens_per_second(level, 2000.0) == pytest.approx(10.0, rel=1e-6)
         assert heard.tokens_per_second(level, 2002.0) == pytest.approx(10.0, rel=1e-6), "the next report may still come"
@@ -159,21 +159,21 @@ def test_a_silent_rank_decays_under_both_time_constants() -> None:
 
 
 def test_a_rank_that_idles_and_comes_back_was_silent_meanwhile() -> None:
-    heard, gaps = window(), Gaps()
+    heard, gaps = window(), ReportGaps()
     for sequence, end in enumerate((1.0, 61.0)):
         hear(heard, gaps, Told(sequence, end, 1.0, 10, (10,) * 6))
     assert heard.tokens_per_second(FAST, 61.0) == pytest.approx(10.0 * (1 - exp(-1 / 20)) * (1 + exp(-3)) / (1 - exp(-61 / 20)), rel=1e-6)
 
 
 def test_time_whose_reports_were_lost_is_not_taken_for_silence() -> None:
-    heard, gaps = window(), Gaps()
+    heard, gaps = window(), ReportGaps()
     for sequence, end in ((0, 1.0), (30, 31.0)):
         hear(heard, gaps, Told(sequence, end, 1.0, 10, (10,) * 6))
     assert heard.tokens_per_second(FAST, 31.0) == pytest.approx(10.0, rel=1e-6)
 
 
 def test_a_burst_of_delayed_reports_stands_for_the_time_they_took() -> None:
-    heard, gaps = window(), Gaps()
+    heard, gaps = window(), ReportGaps()
     for sequence in range(10):
         hear(heard, gaps, Told(sequence, 100.0, 1.0, 10, (10,) * 6))
     assert heard.tokens_per_second(FAST, 100.0) == pytest.approx(10.0, rel=1e-6)
@@ -183,7 +183,7 @@ def test_counts_of_several_publishers_of_one_rank_add_up() -> None:
     heard = window()
     for now in range(1, 101):
         for rate in (10.0, 30.0):
-            heard.observe(Report(ones(rate), rate, 1.0, float(now)))
+            heard.observe(WindowReport(ones(rate), rate, 1.0, float(now)))
     heard.sources = 2
     assert heard.tokens_per_second(FAST, 100.0) == pytest.approx(40.0, rel=1e-6)
     np.testing.assert_allclose(heard.rates(SLOW, 100.0), 40.0, rtol=1e-5)
@@ -191,7 +191,7 @@ def test_counts_of_several_publishers_of_one_rank_add_up() -> None:
 
 def test_counts_without_an_interval_enter_one_profile_and_no_rate() -> None:
     heard = window()
-    heard.observe(Report(ones(10.0), 10.0, 1.0, 1.0))
+    heard.observe(WindowReport(ones(10.0), 10.0, 1.0, 1.0))
     before = heard.counts(FAST, 1.0)
     heard.take(ones(500.0), 500.0, 1.0, SLOW)
     np.testing.assert_array_equal(heard.counts(FAST, 1.0), before)
@@ -202,7 +202,7 @@ def test_counts_without_an_interval_enter_one_profile_and_no_rate() -> None:
 def test_sums_stay_exact_when_the_reference_moves() -> None:
     heard = window()
     for now in range(1, 5001):
-        heard.observe(Report(ones(7.0), 7.0, 1.0, float(now)))
+        heard.observe(WindowReport(ones(7.0), 7.0, 1.0, float(now)))
     np.testing.assert_allclose(heard.counts(FAST, 5000.0), 7.0 * FAST_SECONDS, rtol=1e-4)
     np.testing.assert_allclose(heard.counts(SLOW, 5000.0), 7.0 * SLOW_SECONDS * (1 - exp(-5000 / SLOW_SECONDS)), rtol=1e-4)
 
@@ -210,8 +210,8 @@ def test_sums_stay_exact_when_the_reference_moves() -> None:
 @given(st.floats(-1e9, 1e9), st.floats(-1e5, 1e5), st.floats(-100, 100))
 def test_a_clock_that_seems_to_go_back_changes_nothing_for_the_worse(start: float, jump: float, look: float) -> None:
     heard = window()
-    heard.observe(Report(ones(5.0), 5, 1.0, start))
-    heard.observe(Report(ones(5.0), 5, 1.0, start + jump))
+    heard.observe(WindowReport(ones(5.0), 5, 1.0, start))
+    heard.observe(WindowReport(ones(5.0), 5, 1.0, start + jump))
     for level in (FAST, SLOW):
         rates = heard.rates(level, start + look)
         assert np.isfinite(rates).all()
@@ -219,9 +219,9 @@ def test_a_clock_that_seems_to_go_back_changes_nothing_for_the_worse(start: floa
 
 
 def test_512_ranks_of_58_x_256_fit_in_a_gigabyte() -> None:
-    one, most = Window(58, 256, CONSTANTS), 0
+    one, most = DecayWindow(58, 256, CONSTANTS), 0
     for now in range(3 * BATCH):
-        one.observe(Report(np.full((58, 256), 300, np.uint16), 10, 1.0, float(now)))
+        one.observe(WindowReport(np.full((58, 256), 300, np.uint16), 10, 1.0, float(now)))
         most = max(most, one.stored_bytes)
     assert one.stored_bytes == 2 * 58 * 256 * 4
     assert 512 * one.stored_bytes == 60_817_408  # 61 MB at rest
@@ -231,11 +231,11 @@ def test_512_ranks_of_58_x_256_fit_in_a_gigabyte() -> None:
 @given(reports, st.floats(0.0, 50.0), st.randoms())
 def test_a_restored_window_says_what_the_saved_one_would_have_said(told: list[Told], later: float, random: object) -> None:
     half = len(told) // 2
-    plain, saved, plain_gaps, saved_gaps = window(), window(), Gaps(), Gaps()
+    plain, saved, plain_gaps, saved_gaps = window(), window(), ReportGaps(), ReportGaps()
     for report in told[:half]:
         hear(plain, plain_gaps, report)
         hear(saved, saved_gaps, report)
-    saved, saved_gaps = Window.restore(CONSTANTS, saved.state()), Gaps.restore(saved_gaps.state())
+    saved, saved_gaps = DecayWindow.restore(CONSTANTS, saved.state()), ReportGaps.restore(saved_gaps.state())
     for report in told[half:]:
         hear(plain, plain_gaps, report)
         hear(saved, saved_gaps, report)
@@ -246,26 +246,26 @@ def test_a_restored_window_says_what_the_saved_one_would_have_said(told: list[To
 
 
 @pytest.mark.parametrize(
-    "state", [{}, {"shape": [2, 3]}, {**Window(1, 1, CONSTANTS).state(), "shape": [2, 2]}, {**Window(1, 1, CONSTANTS).state(), "sums": []}]
+    "state", [{}, {"shape": [2, 3]}, {**DecayWindow(1, 1, CONSTANTS).state(), "shape": [2, 2]}, {**DecayWindow(1, 1, CONSTANTS).state(), "sums": []}]
 )
 def test_what_is_no_state_of_a_window_is_refused(state: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="no state of a window"):
-        Window.restore(CONSTANTS, state)
+        DecayWindow.restore(CONSTANTS, state)
 
 
 @given(reports)
 def test_a_window_restored_at_once_says_exactly_what_the_saved_one_says(told: list[Told]) -> None:
-    saved, gaps = window(), Gaps()
+    saved, gaps = window(), ReportGaps()
     for report in told:
         hear(saved, gaps, report)
-    restored, now = Window.restore(CONSTANTS, saved.state()), max(report.end for report in told)
+    restored, now = DecayWindow.restore(CONSTANTS, saved.state()), max(report.end for report in told)
     for level in (FAST, SLOW):
         np.testing.assert_array_equal(restored.rates(level, now), saved.rates(level, now))
         assert restored.tokens_per_second(level, now) == saved.tokens_per_second(level, now)
 
 
 def test_gaps_are_bounded_and_the_oldest_stay_as_they_are() -> None:
-    gaps = Gaps()
+    gaps = ReportGaps()
     for sequence in range(0, 4 * MOST, 2):
         list(gaps.observe(sequence, sequence - 1.0, float(sequence)))
     assert list(gaps.observe(1, 0.0, 1.0)) == []
@@ -275,4 +275,4 @@ def test_gaps_are_bounded_and_the_oldest_stay_as_they_are() -> None:
 @pytest.mark.parametrize("state", [[], [None, None, []], [[1], [2, 3.0], []], [None, [1, 2.0], [[1]]]])
 def test_what_is_no_state_of_gaps_is_refused(state: list[object]) -> None:
     with pytest.raises(ValueError, match="no state of gaps"):
-        Gaps.restore(state)
+        ReportGaps.restore(state)

@@ -15,9 +15,9 @@ from fleet.events import CountsImported, DemandPublished, EngineJoined, ExpertsA
 from fleet.experts import ModelShape
 from fleet.placement import Placement, linear
 from fleet.popularity import ExpertCounts
-from tracker.activity.engine_activity import Activity
-from tracker.activity.local_supply import Supply
-from tracker.activity.report_validation import Fault, Refused
+from tracker.activity.engine_activity import EngineActivity
+from tracker.activity.local_supply import LocalSupply
+from tracker.activity.report_validation import InvalidReport, ReportFault
 from tracker.config import TrackerConfig
 
 LAYERS, EXPERTS = 2, 8
@@ -54,7 +54,7 @@ def profiles(said: Iterable[Any]) -> dict[str, ProfilePublished]:
 
 
 def test_a_model_that_joined_has_a_uniform_profile_before_anything_was_reported() -> None:
-    activity = Activity(TrackerConfig())
+    activity = EngineActivity(TrackerConfig())
     assert activity.profile("m", 0.0) is None
     activity.joined(joined(), 0.0)
     found = activity.profile("m", 5.0)
@@ -65,7 +65,7 @@ def test_a_model_that_joined_has_a_uniform_profile_before_anything_was_reported(
 
 
 def test_what_is_reported_is_published_once_as_profile_and_demand() -> None:
-    activity = Activity(TrackerConfig(prior_pairs=1e-6))
+    activity = EngineActivity(TrackerConfig(prior_pairs=1e-6))
     activity.joined(joined(), 0.0)
     hot = np.zeros((LAYERS, EXPERTS))
     hot[:, 3] = 8
@@ -81,7 +81,7 @@ def test_what_is_reported_is_published_once_as_profile_and_demand() -> None:
 
 
 def test_a_demand_says_how_many_pairs_are_behind_it_and_a_rank_that_wants_nothing_has_none() -> None:
-    activity = Activity(TrackerConfig(fast_seconds=20.0))
+    activity = EngineActivity(TrackerConfig(fast_seconds=20.0))
     activity.joined(joined(), 0.0)
     for second in range(1, 401):
         activity.report(report(), float(second))
@@ -92,7 +92,7 @@ def test_a_demand_says_how_many_pairs_are_behind_it_and_a_rank_that_wants_nothin
 
 
 def test_the_profile_is_that_of_all_ranks_and_the_demand_that_of_each() -> None:
-    activity = Activity(TrackerConfig(prior_pairs=1e-6))
+    activity = EngineActivity(TrackerConfig(prior_pairs=1e-6))
     activity.joined(joined(1, "a"), 0.0)
     activity.joined(joined(2, "b"), 0.0)
     for expert, (worker_id, rank) in enumerate(((1, 0), (1, 1), (2, 0))):
@@ -106,7 +106,7 @@ def test_the_profile_is_that_of_all_ranks_and_the_demand_that_of_each() -> None:
 
 
 def test_a_silent_ranks_falling_demand_is_published_until_it_is_nothing_and_then_no_more() -> None:
-    activity = Activity(TrackerConfig())
+    activity = EngineActivity(TrackerConfig())
     activity.joined(joined(), 0.0)
     activity.report(report(), 1.0)
     levels = [demands(activity.changed(1.0))[1, 0].tokens_per_second]
@@ -118,24 +118,24 @@ def test_a_silent_ranks_falling_demand_is_published_until_it_is_nothing_and_then
 
 
 def test_a_new_incarnation_replaces_the_old_one_and_the_profile_stays() -> None:
-    activity = Activity(TrackerConfig())
+    activity = EngineActivity(TrackerConfig())
     activity.joined(joined(1), 0.0)
     activity.report(report(1, tokens=100), 1.0)
     activity.joined(joined(2), 2.0)
     assert activity.ranks == 0
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(InvalidReport) as refusal:
         activity.report(report(1), 3.0)
-    assert refusal.value.fault is Fault.DEPARTED
+    assert refusal.value.fault is ReportFault.DEPARTED
     found = activity.profile("m", 3.0)
     assert found is not None
     assert found.tokens > 90
     activity.joined(joined(1), 4.0)  # an old record read again
-    with pytest.raises(Refused):
+    with pytest.raises(InvalidReport):
         activity.report(report(1), 5.0)
 
 
 def test_a_join_heard_again_changes_nothing() -> None:
-    activity = Activity(TrackerConfig())
+    activity = EngineActivity(TrackerConfig())
     activity.joined(joined(), 0.0)
     activity.report(report(), 1.0)
     activity.joined(joined(), 2.0)
@@ -144,7 +144,7 @@ def test_a_join_heard_again_changes_nothing() -> None:
 
 def test_a_worker_that_left_or_fell_silent_is_forgotten() -> None:
     config = TrackerConfig(forget_seconds=10)
-    activity = Activity(config)
+    activity = EngineActivity(config)
     for worker_id, engine in ((1, "a"), (2, "b"), (3, "c")):
         activity.joined(joined(worker_id, engine), 0.0)
         activity.report(report(worker_id, engine=engine), 1.0)
@@ -157,14 +157,14 @@ def test_a_worker_that_left_or_fell_silent_is_forgotten() -> None:
 
 
 def test_a_worker_may_report_before_its_join_is_heard() -> None:
-    activity = Activity(TrackerConfig())
+    activity = EngineActivity(TrackerConfig())
     activity.report(report(), 1.0)
     activity.joined(joined(), 2.0)
     assert (activity.ranks, list(demands(activity.changed(2.0)))) == (1, [(1, 0)])
 
 
 def test_another_shape_is_another_model() -> None:
-    activity = Activity(TrackerConfig())
+    activity = EngineActivity(TrackerConfig())
     activity.joined(joined(1), 0.0)
     activity.report(report(1), 1.0)
     other = msgspec.structs.replace(SHAPE, experts=16)
@@ -177,29 +177,29 @@ def test_another_shape_is_another_model() -> None:
 @pytest.mark.parametrize(
     ("fields", "fault"),
     [
-        ({"rank": 2}, Fault.RANK),
-        ({"rank": -1}, Fault.RANK),
-        ({"model": "other"}, Fault.MODEL),
-        ({"seconds": 0.0}, Fault.INTERVAL),
-        ({"seconds": 1e-309}, Fault.INTERVAL),
-        ({"seconds": -1.0}, Fault.INTERVAL),
-        ({"seconds": float("nan")}, Fault.INTERVAL),
-        ({"seconds": float("inf")}, Fault.INTERVAL),
-        ({"seconds": 1e9}, Fault.INTERVAL),
-        ({"tokens": -1}, Fault.COUNTS),
-        ({"tokens": 1 << 63}, Fault.COUNTS),
-        ({"cached_tokens": -1}, Fault.COUNTS),
-        ({"tokens": 0}, Fault.COUNTS),
-        ({"counts": np.full((LAYERS, EXPERTS), 1 << 60)}, Fault.COUNTS),
-        ({"counts": np.ones((LAYERS, EXPERTS + 1))}, Fault.SHAPE),
-        ({"counts": np.ones((LAYERS + 1, EXPERTS))}, Fault.SHAPE),
-        ({"counts": np.ones((EXPERTS, LAYERS))}, Fault.SHAPE),
+        ({"rank": 2}, ReportFault.RANK),
+        ({"rank": -1}, ReportFault.RANK),
+        ({"model": "other"}, ReportFault.MODEL),
+        ({"seconds": 0.0}, ReportFault.INTERVAL),
+        ({"seconds": 1e-309}, ReportFault.INTERVAL),
+        ({"seconds": -1.0}, ReportFault.INTERVAL),
+        ({"seconds": float("nan")}, ReportFault.INTERVAL),
+        ({"seconds": float("inf")}, ReportFault.INTERVAL),
+        ({"seconds": 1e9}, ReportFault.INTERVAL),
+        ({"tokens": -1}, ReportFault.COUNTS),
+        ({"tokens": 1 << 63}, ReportFault.COUNTS),
+        ({"cached_tokens": -1}, ReportFault.COUNTS),
+        ({"tokens": 0}, ReportFault.COUNTS),
+        ({"counts": np.full((LAYERS, EXPERTS), 1 << 60)}, ReportFault.COUNTS),
+        ({"counts": np.ones((LAYERS, EXPERTS + 1))}, ReportFault.SHAPE),
+        ({"counts": np.ones((LAYERS + 1, EXPERTS))}, ReportFault.SHAPE),
+        ({"counts": np.ones((EXPERTS, LAYERS))}, ReportFault.SHAPE),
     ],
 )
-def test_a_report_that_cannot_be_true_is_refused_and_changes_nothing(fields: dict[str, Any], fault: Fault) -> None:
-    activity = Activity(TrackerConfig())
+def test_a_report_that_cannot_be_true_is_refused_and_changes_nothing(fields: dict[str, Any], fault: ReportFault) -> None:
+    activity = EngineActivity(TrackerConfig())
     activity.joined(joined(), 0.0)
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(InvalidReport) as refusal:
         activity.report(report(**fields), 1.0)
     assert refusal.value.fault is fault
     assert (activity.ranks, list(activity.changed(2.0))) == (0, [])
@@ -208,26 +208,26 @@ def test_a_report_that_cannot_be_true_is_refused_and_changes_nothing(fields: dic
 @pytest.mark.parametrize(("layers", "experts", "values"), [(2, 8, b"123"), (0, 8, b""), (-2, -8, b""), (1 << 40, 1 << 40, b"")])
 def test_a_table_whose_bytes_do_not_fit_is_refused(layers: int, experts: int, values: bytes) -> None:
     table = ExpertCounts(layers=layers, experts=experts, width=4, values=values)
-    activity = Activity(TrackerConfig())
+    activity = EngineActivity(TrackerConfig())
     activity.joined(joined(), 0.0)
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(InvalidReport) as refusal:
         activity.report(msgspec.structs.replace(report(), counts=table), 1.0)
-    assert refusal.value.fault in (Fault.COUNTS, Fault.CAPACITY)
+    assert refusal.value.fault in (ReportFault.COUNTS, ReportFault.CAPACITY)
 
 
 def test_what_is_followed_is_bounded() -> None:
-    activity = Activity(TrackerConfig(most_ranks=3, most_models=2, most_cells=100))
+    activity = EngineActivity(TrackerConfig(most_ranks=3, most_models=2, most_cells=100))
     activity.joined(joined(1, "a", "m1", ranks=8), 0.0)
     for rank in range(3):
         activity.report(report(1, rank, model="m1"), 1.0)
-    with pytest.raises(Refused, match="most_ranks"):
+    with pytest.raises(InvalidReport, match="most_ranks"):
         activity.report(report(1, 3, model="m1"), 1.0)
-    with pytest.raises(Refused, match="most_cells"):
+    with pytest.raises(InvalidReport, match="most_cells"):
         activity.report(report(1, 0, np.ones((2, 51)), model="m1"), 1.0)
-    with pytest.raises(Refused, match="most_cells"):
+    with pytest.raises(InvalidReport, match="most_cells"):
         activity.joined(joined(9, "z", "huge", shape=msgspec.structs.replace(SHAPE, experts=51)), 1.0)
     activity.joined(joined(2, "b", "m2"), 2.0)
-    with pytest.raises(Refused, match="most_models"):
+    with pytest.raises(InvalidReport, match="most_models"):
         activity.joined(joined(3, "c", "m3"), 3.0)
     activity.left(2)
     activity.left(3)
@@ -237,7 +237,7 @@ def test_what_is_followed_is_bounded() -> None:
 
 
 def test_versions_never_repeat() -> None:
-    activity = Activity(TrackerConfig(), first_version=1000)
+    activity = EngineActivity(TrackerConfig(), first_version=1000)
     versions: list[int] = []
     for now in range(1, 6):
         activity.report(report(), float(now))
@@ -247,10 +247,10 @@ def test_versions_never_repeat() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(-1, 2), st.integers(-1, 5), st.floats(-1, 10), st.floats(0, 100)), max_size=40))
 def test_no_sequence_of_reports_makes_the_tracker_say_nonsense(steps: list[tuple[int, int, int, float, float]]) -> None:
-    activity, now, numbers = Activity(TrackerConfig(most_ranks=4)), 0.0, itertools.count()
+    activity, now, numbers = EngineActivity(TrackerConfig(most_ranks=4)), 0.0, itertools.count()
     for worker_id, rank, tokens, seconds, wait in steps:
         now += wait
-        with suppress(Refused):  # every refusal is fine; what is believed must stay sound
+        with suppress(InvalidReport):  # every refusal is fine; what is believed must stay sound
             activity.report(report(worker_id, rank, tokens=tokens, seconds=seconds), now, 1, next(numbers) * tokens)
         activity.forget_silent(now)
         for message in activity.changed(now):
@@ -273,13 +273,13 @@ arrivals = st.lists(
 )
 
 
-def tell(activity: Activity, heard: Heard) -> None:
+def tell(activity: EngineActivity, heard: Heard) -> None:
     worker_id, rank, sequence, arrival, seconds, counts = heard
     said = report(worker_id, rank, np.reshape(counts, (LAYERS, EXPERTS)), engine="ab"[worker_id - 1], tokens=sum(counts), seconds=seconds)
     activity.report(said, arrival, publisher=10 * worker_id + rank, sequence=sequence)
 
 
-def everything(activity: Activity, now: float) -> dict[Any, tuple[float, np.ndarray]]:
+def everything(activity: EngineActivity, now: float) -> dict[Any, tuple[float, np.ndarray]]:
     """All that is published, without versions."""
     found: dict[Any, tuple[float, np.ndarray]] = {}
     for said in activity.changed(now):
@@ -304,7 +304,7 @@ def test_the_order_in_which_reports_are_taken_changes_nothing(told: list[Heard],
     shuffled = list(told)
     random.shuffle(shuffled)
     orders = (told, shuffled, sorted(told, key=lambda heard: heard[3]))
-    believed = [Activity(TrackerConfig()) for _ in orders]
+    believed = [EngineActivity(TrackerConfig()) for _ in orders]
     for activity, order in zip(believed, orders, strict=True):
         for heard in order:
             tell(activity, heard)
@@ -316,14 +316,14 @@ def test_the_order_in_which_reports_are_taken_changes_nothing(told: list[Heard],
 @given(arrivals, st.floats(0, 2000), st.integers(0, 12))
 def test_a_restart_changes_nothing(told: list[Heard], away: float, until: int) -> None:
     told = sorted(told, key=lambda heard: heard[3])
-    plain, restarted = Activity(TrackerConfig()), Activity(TrackerConfig())
+    plain, restarted = EngineActivity(TrackerConfig()), EngineActivity(TrackerConfig())
     plain.joined(joined(1, "a"), 0.0)
     restarted.joined(joined(1, "a"), 0.0)
     for heard in told[:until]:
         tell(plain, heard)
         tell(restarted, heard)
     pieces = msgspec.msgpack.decode(msgspec.msgpack.encode(list(restarted.state())))
-    restarted = Activity(TrackerConfig())
+    restarted = EngineActivity(TrackerConfig())
     restarted.restore([(kind, piece) for kind, piece in pieces])
     for heard in told[until:]:
         tell(plain, heard)
@@ -346,21 +346,21 @@ def test_a_restart_changes_nothing(told: list[Heard], away: float, until: int) -
 )
 def test_a_state_that_makes_no_sense_is_refused(pieces: list[tuple[str, Any]]) -> None:
     with pytest.raises(ValueError, match="no state of"):
-        Activity(TrackerConfig()).restore(pieces)
+        EngineActivity(TrackerConfig()).restore(pieces)
 
 
 def test_a_state_of_more_than_may_be_followed_is_refused() -> None:
-    activity = Activity(TrackerConfig())
+    activity = EngineActivity(TrackerConfig())
     for rank in range(3):
         activity.report(report(rank=rank), 1.0)
     with pytest.raises(ValueError, match="most_ranks"):
-        Activity(TrackerConfig(most_ranks=2)).restore(activity.state())
+        EngineActivity(TrackerConfig(most_ranks=2)).restore(activity.state())
     with pytest.raises(ValueError, match="most_cells"):
-        Activity(TrackerConfig(most_cells=8)).restore(activity.state())
+        EngineActivity(TrackerConfig(most_cells=8)).restore(activity.state())
 
 
 def test_counts_of_several_publishers_of_one_rank_add_up() -> None:
-    activity = Activity(TrackerConfig())
+    activity = EngineActivity(TrackerConfig())
     for now in range(1, 60):
         for publisher, tokens in ((7, 10), (8, 30)):
             activity.report(report(tokens=tokens), float(now), publisher, now)
@@ -368,7 +368,7 @@ def test_counts_of_several_publishers_of_one_rank_add_up() -> None:
 
 
 def test_a_restarted_worker_starts_afresh() -> None:
-    activity = Activity(TrackerConfig())
+    activity = EngineActivity(TrackerConfig())
     activity.joined(joined(1), 0.0)
     for now in range(1, 60):
         activity.report(report(1, tokens=1000), float(now), 5, now)
@@ -377,13 +377,13 @@ def test_a_restarted_worker_starts_afresh() -> None:
     assert {key: demand.tokens_per_second for key, demand in demands(activity.changed(61.0)).items()} == {(2, 0): pytest.approx(10.0)}
 
 
-def placed(activity: Activity, worker_id: int, epoch: int, slots: Any) -> None:
+def placed(activity: EngineActivity, worker_id: int, epoch: int, slots: Any) -> None:
     placement = Placement(np.tile(np.asarray(slots), (LAYERS, 1)), experts=EXPERTS, ranks=2, epoch=epoch)
-    activity.placed(worker_id, Supply.of(placement.record(), None))
+    activity.placed(worker_id, LocalSupply.of(placement.record(), None))
 
 
 def test_only_the_newest_placement_says_what_is_remote() -> None:
-    activity = Activity(TrackerConfig())
+    activity = EngineActivity(TrackerConfig())
     activity.joined(joined(), 0.0)
     hot = np.zeros((LAYERS, EXPERTS))
     hot[:, 0] = 30
@@ -397,7 +397,7 @@ def test_only_the_newest_placement_says_what_is_remote() -> None:
 
 
 def test_a_placement_may_be_heard_before_its_worker_and_goes_with_it() -> None:
-    activity = Activity(TrackerConfig())
+    activity = EngineActivity(TrackerConfig())
     placed(activity, 1, 0, range(8))
     activity.joined(joined(), 0.0)
     activity.report(report(), 1.0)
@@ -409,18 +409,18 @@ def test_a_placement_may_be_heard_before_its_worker_and_goes_with_it() -> None:
 
 
 def test_a_placement_of_other_ranks_or_experts_says_nothing() -> None:
-    activity = Activity(TrackerConfig(most_ranks=4))
+    activity = EngineActivity(TrackerConfig(most_ranks=4))
     activity.joined(joined(ranks=4), 0.0)
     placed(activity, 1, 0, range(8))
     for rank in (0, 3):
         activity.report(report(rank=rank), 1.0)
     assert [demand.remote for demand in demands(activity.changed(1.0)).values()] == [None, None]
-    with pytest.raises(Refused, match="most_ranks"):
-        activity.placed(1, Supply.of(linear(layers=LAYERS, experts=EXPERTS, ranks=8).record(), None))
+    with pytest.raises(InvalidReport, match="most_ranks"):
+        activity.placed(1, LocalSupply.of(linear(layers=LAYERS, experts=EXPERTS, ranks=8).record(), None))
 
 
 def test_placements_of_strangers_are_bounded_and_push_nobody_out_who_is_there() -> None:
-    activity = Activity(TrackerConfig(most_ranks=4))
+    activity = EngineActivity(TrackerConfig(most_ranks=4))
     activity.joined(joined(), 0.0)
     placed(activity, 1, 0, range(8))
     for stranger in range(2, 40):
@@ -431,7 +431,7 @@ def test_placements_of_strangers_are_bounded_and_push_nobody_out_who_is_there() 
 
 
 def test_what_a_rank_wants_and_holds_is_told_expert_by_expert() -> None:
-    activity = Activity(TrackerConfig())
+    activity = EngineActivity(TrackerConfig())
     activity.joined(joined(), 0.0)
     placed(activity, 1, 0, range(8))
     counts = np.zeros((LAYERS, EXPERTS))
@@ -461,7 +461,7 @@ def imported(digest: str = "d", counts: Any = None, tokens: int = 100, model: st
 
 
 def test_an_import_enters_the_slow_profile_once_and_no_demand() -> None:
-    activity = Activity(TrackerConfig(prior_pairs=1e-6))
+    activity = EngineActivity(TrackerConfig(prior_pairs=1e-6))
     hot = np.zeros((LAYERS, EXPERTS))
     hot[:, 2] = 1000
     assert activity.imported(imported(counts=hot), 1.0)
@@ -477,17 +477,17 @@ def test_an_import_enters_the_slow_profile_once_and_no_demand() -> None:
 @pytest.mark.parametrize(
     ("bad", "fault"),
     [
-        (imported(digest=""), Fault.COUNTS),
-        (imported(digest="d" * 200), Fault.COUNTS),
-        (imported(tokens=-1), Fault.COUNTS),
-        (imported(counts=np.ones((LAYERS + 1, EXPERTS))), Fault.SHAPE),
-        (imported(counts=np.ones((300, 300)), model="huge"), Fault.CAPACITY),
+        (imported(digest=""), ReportFault.COUNTS),
+        (imported(digest="d" * 200), ReportFault.COUNTS),
+        (imported(tokens=-1), ReportFault.COUNTS),
+        (imported(counts=np.ones((LAYERS + 1, EXPERTS))), ReportFault.SHAPE),
+        (imported(counts=np.ones((300, 300)), model="huge"), ReportFault.CAPACITY),
     ],
 )
-def test_an_import_that_cannot_be_used_is_refused_and_may_be_tried_again(bad: CountsImported, fault: Fault) -> None:
-    activity = Activity(TrackerConfig())
+def test_an_import_that_cannot_be_used_is_refused_and_may_be_tried_again(bad: CountsImported, fault: ReportFault) -> None:
+    activity = EngineActivity(TrackerConfig())
     activity.joined(joined(), 0.0)
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(InvalidReport) as refusal:
         activity.imported(bad, 1.0)
     assert refusal.value.fault is fault
     assert list(activity.changed(2.0)) == []
@@ -495,7 +495,7 @@ def test_an_import_that_cannot_be_used_is_refused_and_may_be_tried_again(bad: Co
 
 
 def test_the_fast_profile_follows_what_changed_and_the_slow_one_remembers() -> None:
-    activity = Activity(TrackerConfig())
+    activity = EngineActivity(TrackerConfig())
     assert activity.fast_profile("m", 0.0) is None
     for now in range(1, 401):
         counts = np.zeros((LAYERS, EXPERTS))

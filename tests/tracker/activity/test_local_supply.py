@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from fleet.layout import EP, Layout
 from fleet.placement import Placement, linear
-from tracker.activity.local_supply import DOUBT, NAMED, Supply
+from tracker.activity.local_supply import DOUBT, NAMED, LocalSupply
 
 LAYERS, EXPERTS, RANKS = 3, 8, 4
 
 
-def supply(placement: Placement | None = None, layout: Layout | None = None) -> Supply:
-    return Supply.of((placement or linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS)).record(), layout)
+def supply(placement: Placement | None = None, layout: Layout | None = None) -> LocalSupply:
+    return LocalSupply.of((placement or linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS)).record(), layout)
 
 
 tables = st.lists(st.integers(0, 200), min_size=LAYERS * EXPERTS, max_size=LAYERS * EXPERTS).map(
@@ -73,13 +73,13 @@ def test_where_experts_are_sharded_no_rank_is_nearer() -> None:
 def test_only_the_clearest_are_named() -> None:
     wide = linear(layers=1, experts=64, ranks=2)
     rates = np.arange(1.0, 65.0, dtype=np.float32)[None]
-    named = Supply.of(wide.record(), None).wanted_remote(0, rates, 100 * rates)
+    named = LocalSupply.of(wide.record(), None).wanted_remote(0, rates, 100 * rates)
     assert [expert for _, expert, _ in named] == list(range(63, 63 - NAMED, -1))
 
 
 def test_a_replica_makes_an_expert_local() -> None:
     slots = np.array([[0, 1, 2, -1, 2, 3, 0, -1]])
-    known = Supply.of(Placement(slots, experts=4, ranks=2).record(), None)
+    known = LocalSupply.of(Placement(slots, experts=4, ranks=2).record(), None)
     assert known.remote(0, np.array([[1.0, 1.0, 1.0, 1.0]])) == pytest.approx(0.25)
     assert known.remote(1, np.array([[1.0, 1.0, 1.0, 1.0]])) == pytest.approx(0.25)
 
@@ -87,4 +87,4 @@ def test_a_replica_makes_an_expert_local() -> None:
 def test_a_placement_that_contradicts_itself_is_refused() -> None:
     record = linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS).record()
     with pytest.raises(ValueError, match="placement"):
-        Supply.of(type(record)(epoch=0, experts=EXPERTS, layers=LAYERS, ranks=RANKS, slots_per_rank=2, slots=b"1"), None)
+        LocalSupply.of(type(record)(epoch=0, experts=EXPERTS, layers=LAYERS, ranks=RANKS, slots_per_rank=2, slots=b"1"), None)

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.signatures import ClusterModel, ClusterRecord
-from tracker.clustering.online_clusters import Clusters, Merge, Split
+from tracker.clustering.online_clusters import OnlineClusters
+from tracker.clustering.refit import ClusterMerge, ClusterSplit
 from tracker.config import TrackerConfig
 
 LAYERS, EXPERTS, K = 3, 16, 8
@@ -24,10 +25,10 @@ def drawn(profile: np.ndarray, random: np.random.Generator, pairs: int) -> np.nd
 
 
 def taught(
-    profiles: np.ndarray, requests: int, seed: int = 0, config: TrackerConfig = CONFIG, clusters: Clusters | None = None, start: float = 0.0
-) -> Clusters:
+    profiles: np.ndarray, requests: int, seed: int = 0, config: TrackerConfig = CONFIG, clusters: OnlineClusters | None = None, start: float = 0.0
+) -> OnlineClusters:
     """Clusters after `requests` samples of kinds in turn, one a second, refined whenever that was due."""
-    random, learnt = np.random.default_rng(seed), clusters or Clusters(config, *profiles.shape[1:])
+    random, learnt = np.random.default_rng(seed), clusters or OnlineClusters(config, *profiles.shape[1:])
     for number in range(requests):
         kind = profiles[number % len(profiles)]
         learnt.learn(drawn(kind, random, 200), drawn(kind, random, 200), start + number)
@@ -51,7 +52,7 @@ def assert_valid(model: ClusterModel) -> None:
 
 
 def test_before_anything_was_seen_one_uniform_cluster_is_told() -> None:
-    model = Clusters(CONFIG, LAYERS, EXPERTS, first_version=7).model
+    model = OnlineClusters(CONFIG, LAYERS, EXPERTS, first_version=7).model
     assert model.version == 7
     assert list(used(model)) == [0]
     np.testing.assert_allclose(model.profiles, 1 / EXPERTS)
@@ -80,7 +81,7 @@ def test_kinds_of_requests_are_found_and_keep_apart_those_that_differ() -> None:
 @given(st.integers(0, 10_000), st.integers(2, 80), st.sampled_from([(2, 8), (3, 16), (8, 32)]), st.integers(5, 3000))
 def test_noise_of_counting_is_never_split(seed: int, requests: int, shape: tuple[int, int], pairs: int) -> None:
     random = np.random.default_rng(seed)
-    profile, clusters = random.dirichlet(np.full(shape[1], 0.5), shape[0]), Clusters(CONFIG, *shape)
+    profile, clusters = random.dirichlet(np.full(shape[1], 0.5), shape[0]), OnlineClusters(CONFIG, *shape)
     for _ in range(requests):
         clusters.learn(drawn(profile, random, pairs), drawn(profile, random, pairs), 0.0)
     assert clusters.refine(0.0) == []
@@ -88,7 +89,7 @@ def test_noise_of_counting_is_never_split(seed: int, requests: int, shape: tuple
 
 
 def test_differences_that_do_not_last_from_prompt_to_completion_are_not_split() -> None:
-    random, profiles, clusters = np.random.default_rng(3), kinds(2, spread=1.0), Clusters(CONFIG, LAYERS, EXPERTS)
+    random, profiles, clusters = np.random.default_rng(3), kinds(2, spread=1.0), OnlineClusters(CONFIG, LAYERS, EXPERTS)
     for _ in range(100):
         first, second = random.integers(0, 2, 2)
         clusters.learn(drawn(profiles[first], random, 300), drawn(profiles[second], random, 300), 0.0)
@@ -102,7 +103,7 @@ def test_the_order_within_a_batch_changes_nothing(seed: int, requests: int) -> N
     batch = [(drawn(profiles[number % 3], random, 100), drawn(profiles[number % 3], random, 100)) for number in range(requests)]
     models = []
     for order in (range(requests), random.permutation(requests)):
-        clusters = Clusters(CONFIG, LAYERS, EXPERTS)
+        clusters = OnlineClusters(CONFIG, LAYERS, EXPERTS)
         for number in order:
             clusters.learn(*batch[number], 5.0)
         clusters.refine(5.0)
@@ -115,7 +116,7 @@ def test_the_order_within_a_batch_changes_nothing(seed: int, requests: int) -> N
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10_000), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 400), st.integers(0, 400), st.floats(0, 500)), min_size=1, max_size=60))
 def test_whatever_is_learnt_probabilities_stay_probabilities(seed: int, lessons: list[tuple[int, int, int, float]]) -> None:
-    random, profiles, clusters, now = np.random.default_rng(seed), kinds(4, seed), Clusters(CONFIG, LAYERS, EXPERTS), 0.0
+    random, profiles, clusters, now = np.random.default_rng(seed), kinds(4, seed), OnlineClusters(CONFIG, LAYERS, EXPERTS), 0.0
     for kind, prompt, completion, seconds in lessons:
         now += seconds
         clusters.learn(drawn(profiles[kind], random, prompt), drawn(profiles[kind], random, completion), now)
@@ -126,7 +127,7 @@ def test_whatever_is_learnt_probabilities_stay_probabilities(seed: int, lessons:
 
 
 def test_splits_and_merges_are_told_and_hand_mass_on() -> None:
-    clusters, random, profiles, now = Clusters(CONFIG, LAYERS, EXPERTS), np.random.default_rng(0), kinds(4), 0.0
+    clusters, random, profiles, now = OnlineClusters(CONFIG, LAYERS, EXPERTS), np.random.default_rng(0), kinds(4), 0.0
     slots, structural = {0}, 0
     for number in range(400):
         now += 4.0
@@ -137,12 +138,12 @@ def test_splits_and_merges_are_told_and_hand_mass_on() -> None:
         changes = clusters.refine(now)
         for change in changes:
             structural += 1
-            if isinstance(change, Split):
+            if isinstance(change, ClusterSplit):
                 assert change.parent in slots
                 assert change.child not in slots
                 slots.add(change.child)
             else:
-                assert isinstance(change, Merge)
+                assert isinstance(change, ClusterMerge)
                 assert {change.kept, change.freed} <= slots
                 slots.remove(change.freed)
         assert np.frombuffer(clusters.state()["tokens"]).sum() == pytest.approx(np.frombuffer(before).sum(), rel=1e-9)
@@ -236,7 +237,7 @@ def test_versions_rise_only_when_there_is_something_to_tell() -> None:
 
 
 def test_refining_waits_for_its_time_and_for_enough_new_samples() -> None:
-    clusters, random, profiles = Clusters(CONFIG, LAYERS, EXPERTS), np.random.default_rng(0), kinds(1)
+    clusters, random, profiles = OnlineClusters(CONFIG, LAYERS, EXPERTS), np.random.default_rng(0), kinds(1)
     assert clusters.due(0.0) is None
     clusters.learn(drawn(profiles[0], random, 50), drawn(profiles[0], random, 50), 0.0)
     assert clusters.due(0.0) is not None
@@ -248,7 +249,7 @@ def test_refining_waits_for_its_time_and_for_enough_new_samples() -> None:
 
 def test_what_is_learnt_during_a_refinement_is_kept_for_the_next() -> None:
     profiles, random = kinds(2), np.random.default_rng(0)
-    clusters = Clusters(CONFIG, LAYERS, EXPERTS)
+    clusters = OnlineClusters(CONFIG, LAYERS, EXPERTS)
     for _ in range(20):
         clusters.learn(drawn(profiles[0], random, 200), drawn(profiles[0], random, 200), 0.0)
     job = clusters.due(0.0)
@@ -256,12 +257,12 @@ def test_what_is_learnt_during_a_refinement_is_kept_for_the_next() -> None:
     for _ in range(20):
         clusters.learn(drawn(profiles[1], random, 200), drawn(profiles[1], random, 200), 1.0)
     assert clusters.adopt(job.run(), 1.0) == []
-    assert [type(change) for change in clusters.refine(2.0)] == [Split]
+    assert [type(change) for change in clusters.refine(2.0)] == [ClusterSplit]
 
 
 def test_memory_is_bounded() -> None:
     config = TrackerConfig(clusters=4, cluster_bytes=60_000, refine_seconds=1.0)
-    clusters = Clusters(config, 4, 64)
+    clusters = OnlineClusters(config, 4, 64)
     random = np.random.default_rng(0)
     profile = kinds(1, layers=4, experts=64)[0]
     for number in range(500):
@@ -275,7 +276,7 @@ def test_memory_is_bounded() -> None:
 def test_restoring_is_exact(seed: int, before: int, after: int) -> None:
     profiles = kinds(3, seed)
     clusters = taught(profiles, before)
-    restored = Clusters.restore(CONFIG, msgspec.msgpack.decode(msgspec.msgpack.encode(clusters.state()), strict=False))
+    restored = OnlineClusters.restore(CONFIG, msgspec.msgpack.decode(msgspec.msgpack.encode(clusters.state()), strict=False))
     for each in (clusters, restored):
         taught(profiles, after, seed=1, clusters=each, start=float(before))
     assert restored.model.version == clusters.model.version
@@ -304,7 +305,7 @@ def test_restoring_is_exact(seed: int, before: int, after: int) -> None:
 def test_a_broken_snapshot_is_refused(broken: dict[str, object]) -> None:
     state = taught(kinds(2), 20).state()
     with pytest.raises(ValueError, match="clusters"):
-        Clusters.restore(CONFIG, {**state, **broken})
+        OnlineClusters.restore(CONFIG, {**state, **broken})
 
 
 def test_nonsense_is_refused_and_changes_nothing() -> None:
@@ -330,7 +331,7 @@ def test_draws_that_come_in_bunches_say_less_each() -> None:
     """Oracle: n copies of every draw carry the evidence of one, so that the best sharpness falls by about n."""
     found = []
     for copies in (1, 16):
-        random, profiles, clusters = np.random.default_rng(0), kinds(2, spread=8.0), Clusters(CONFIG, LAYERS, EXPERTS)
+        random, profiles, clusters = np.random.default_rng(0), kinds(2, spread=8.0), OnlineClusters(CONFIG, LAYERS, EXPERTS)
         for number in range(400):
             prompt, completion = (copies * drawn(profiles[number % 2], random, 24) for _ in range(2))
             clusters.learn(prompt, completion, 0.0)

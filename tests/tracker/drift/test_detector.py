@@ -11,7 +11,7 @@ import pytest
 
 from tests.tracker.traffic_of_requests import Mix, Requests, constant, detector, flipped, of_the_demo_model, rotating, seconds_of, synthetic, watch
 from tracker.config import TrackerConfig
-from tracker.drift.detector import Drift
+from tracker.drift.detector import DriftDetector
 from tracker.drift.sampling_noise import divergence_by_layer, f_quantile, gamma_shape
 
 FAST = TrackerConfig().fast_seconds
@@ -157,7 +157,7 @@ def test_traffic_that_comes_back_is_judged_by_what_it_is(after: str) -> None:
 
 
 def test_a_detector_that_hears_nothing_says_nothing() -> None:
-    drift = Drift(TrackerConfig(), 2, 4)
+    drift = DriftDetector(TrackerConfig(), 2, 4)
     assert drift.judge(0.0) is None
     drift.observe(np.zeros((2, 4)), 0, 1.0)
     assert drift.judge(5000.0) is None
@@ -189,7 +189,7 @@ def test_a_detector_that_was_restarted_goes_on_as_if_it_had_not() -> None:
         restarted.observe(counts, tokens, second + later)
         if second in (590, 660, 1000):
             kept.judge(second + 0.5)
-            restarted, later = Drift.restore(TrackerConfig(), msgspec.msgpack.decode(msgspec.msgpack.encode(kept.state()))), 1e6
+            restarted, later = DriftDetector.restore(TrackerConfig(), msgspec.msgpack.decode(msgspec.msgpack.encode(kept.state()))), 1e6
             restarted.judge(second + 0.5 + later)
             kept.observe(counts, tokens, second + 0.75)
             restarted.observe(counts, tokens, second + 0.75 + later)
@@ -217,11 +217,11 @@ BROKEN: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("name", "value"), BROKEN)
 def test_a_state_that_cannot_be_is_refused(name: str, value: Any) -> None:
-    state = Drift(TrackerConfig(), 2, 4).state()
+    state = DriftDetector(TrackerConfig(), 2, 4).state()
     with pytest.raises(ValueError, match="drift"):
-        Drift.restore(TrackerConfig(), {**state, name: value})
+        DriftDetector.restore(TrackerConfig(), {**state, name: value})
     with pytest.raises(ValueError, match="drift"):
-        Drift.restore(TrackerConfig(), {key: value for key, value in copy.deepcopy(state).items() if key != name})
+        DriftDetector.restore(TrackerConfig(), {key: value for key, value in copy.deepcopy(state).items() if key != name})
 
 
 # The formulas

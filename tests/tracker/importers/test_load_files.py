@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from tracker.importers.load_files import MOST_BYTES, Load, by_logical_expert, read_load
+from tracker.importers.load_files import MOST_BYTES, ExpertLoads, by_logical_expert, read_load
 from tracker.importers.torch_files import read_torch_file
 
 CHANCE = np.random.default_rng(0)
@@ -219,7 +219,7 @@ def test_garbage_is_refused_and_never_anything_else(content: bytes, name: str, b
         load = read_load(name, whole[: len(whole) // 2] + content if begun else content)
     except ValueError:
         return
-    assert isinstance(load, Load)
+    assert isinstance(load, ExpertLoads)
     assert load.counts.ndim == 2
 
 

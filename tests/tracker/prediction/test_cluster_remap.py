@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from fleet.signatures import ClusterModel, pack, unpack
-from tracker.clustering.online_clusters import Merge, Split
-from tracker.prediction.cluster_remap import MOST_CHANGES, Change, History, carried, carried_weights, dense
+from tracker.clustering.refit import ClusterMerge, ClusterSplit
+from tracker.prediction.cluster_remap import MOST_CHANGES, RemapHistory, SlotChange, carried, carried_weights, dense
 
 K = 6
 SHARES = np.array([0.3, 0.2, 0.2, 0.1, 0.1, 0.1], np.float32)
@@ -27,14 +27,14 @@ def test_many_are_unpacked_as_each_is(weights: np.ndarray) -> None:
 
 def test_after_a_merge_the_kept_cluster_has_what_both_had() -> None:
     packed = pack(np.array([[0.5, 0.0, 0.3, 0.2, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]]))
-    after = dense(carried(packed, Change(2, 2, 0, 1.0)), SHARES)
+    after = dense(carried(packed, SlotChange(2, 2, 0, 1.0)), SHARES)
     assert after[0] == pytest.approx([0.8, 0, 0, 0.2, 0, 0], abs=0.01)
     assert after[1] == pytest.approx(np.eye(K)[1], abs=0.01)
 
 
 def test_after_a_split_parent_and_child_share_it() -> None:
     packed = pack(np.array([[0.8, 0.2, 0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25, 0.0, 0.0]]))
-    after = dense(carried(packed, Change(2, 0, 5, 0.25)), SHARES)
+    after = dense(carried(packed, SlotChange(2, 0, 5, 0.25)), SHARES)
     assert after[0] == pytest.approx([0.6, 0.2, 0, 0, 0, 0.2], abs=0.01)
     assert after[1] == pytest.approx(np.eye(K)[1], abs=0.01)
     assert after[2, 0] == pytest.approx(0.1875, abs=0.03)
@@ -43,15 +43,15 @@ def test_after_a_split_parent_and_child_share_it() -> None:
 
 def test_weights_are_carried_exactly() -> None:
     weights = np.array([[0.5, 0.1, 0.4, 0, 0, 0]])
-    assert carried_weights(weights, Change(2, 2, 0, 1.0))[0] == pytest.approx([0.9, 0.1, 0, 0, 0, 0])
-    assert carried_weights(weights, Change(2, 2, 3, 0.25))[0] == pytest.approx([0.5, 0.1, 0.3, 0.1, 0, 0])
+    assert carried_weights(weights, SlotChange(2, 2, 0, 1.0))[0] == pytest.approx([0.9, 0.1, 0, 0, 0, 0])
+    assert carried_weights(weights, SlotChange(2, 2, 3, 0.25))[0] == pytest.approx([0.5, 0.1, 0.3, 0.1, 0, 0])
 
 
 def test_what_happened_since_a_version_is_known_in_order() -> None:
-    history = History()
+    history = RemapHistory()
     history.adopt(model(1), [])
-    history.adopt(model(4), [Split(0, 5)])
-    history.adopt(model(6), [Merge(1, 2), Split(3, 2)])
+    history.adopt(model(4), [ClusterSplit(0, 5)])
+    history.adopt(model(6), [ClusterMerge(1, 2), ClusterSplit(3, 2)])
     history.adopt(model(7), [])
     assert [(change.source, change.target) for change in history.since(1) or []] == [(0, 5), (2, 1), (3, 2)]
     assert [(change.source, change.target) for change in history.since(4) or []] == [(2, 1), (3, 2)]
@@ -60,18 +60,18 @@ def test_what_happened_since_a_version_is_known_in_order() -> None:
 
 
 def test_more_changes_than_are_remembered_make_old_versions_mean_nothing() -> None:
-    history = History()
+    history = RemapHistory()
     for version in range(1, MOST_CHANGES + 10):
-        history.adopt(model(version), [Split(0, 5)] if version % 2 else [Merge(0, 5)])
+        history.adopt(model(version), [ClusterSplit(0, 5)] if version % 2 else [ClusterMerge(0, 5)])
     assert history.since(1) is None
     assert history.since(MOST_CHANGES + 9) == []
     assert len(history.since(MOST_CHANGES - 20) or []) == 29
 
 
 def test_a_restart_changes_nothing() -> None:
-    history, again = History(), History()
+    history, again = RemapHistory(), RemapHistory()
     history.adopt(model(1), [])
-    history.adopt(model(3), [Split(0, 5)])
+    history.adopt(model(3), [ClusterSplit(0, 5)])
     again.take_over(history.state())
     again.adopt(model(3), [])
     assert again.state() == history.state()

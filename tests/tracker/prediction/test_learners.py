@@ -10,7 +10,7 @@ from fleet.events import ClustersPublished, RequestOutcome, RequestProfile, Requ
 from fleet.popularity import ExpertCounts
 from fleet.signatures import ClusterModel, pack
 from tracker.config import TrackerConfig
-from tracker.prediction.learners import MODEL, OUTCOME, SAMPLE, SIGNATURE, Lessons, popularity
+from tracker.prediction.learners import MODEL, OUTCOME, SAMPLE, SIGNATURE, Learners, popularity
 from tracker.prediction.model_learner import HEAD
 from tracker.prediction.token_table import LEAST_CHANGE
 
@@ -30,7 +30,7 @@ def counts(kind: int, tokens: int, seed: int) -> np.ndarray:
     return np.stack([random.multinomial(2 * tokens, row) for row in KINDS[kind]])
 
 
-def current(lessons: Lessons) -> ClusterModel:
+def current(lessons: Learners) -> ClusterModel:
     said = lessons.clusters("m")
     assert said is not None
     return ClusterModel.from_record(said.record)
@@ -71,7 +71,7 @@ def finished(model: ClusterModel, step: Step, number: int) -> RequestsFinished:
     return RequestsFinished(model="m", tables=1, clusters=model.version, requests=(outcome,))
 
 
-def live(lessons: Lessons, told: list[Step], began: int) -> None:
+def live(lessons: Learners, told: list[Step], began: int) -> None:
     """A second for each request: its outcome and its profile, and a refinement when it is due."""
     for number, step in enumerate(told, start=began):
         model = current(lessons)
@@ -82,14 +82,14 @@ def live(lessons: Lessons, told: list[Step], began: int) -> None:
         lessons.news()
 
 
-def restarted(lessons: Lessons, first_version: int) -> Lessons:
+def restarted(lessons: Learners, first_version: int) -> Learners:
     kept = msgspec.msgpack.decode(msgspec.msgpack.encode(lessons.state()))
-    again = Lessons(CONFIG, first_version, lessons.meaning_from)
+    again = Learners(CONFIG, first_version, lessons.meaning_from)
     again.restore("m", SHAPE, kept["m"])
     return again
 
 
-def as_told(lessons: Lessons) -> tuple[TablesPublished, ClustersPublished]:
+def as_told(lessons: Learners) -> tuple[TablesPublished, ClustersPublished]:
     """Tables and clusters, told anew and whole, without versions."""
     lessons.news()
     tables, clusters = lessons.tables("m"), lessons.clusters("m")
@@ -121,7 +121,7 @@ def token_table(tables: TablesPublished) -> np.ndarray:
 @settings(max_examples=30)
 @given(steps, steps)
 def test_a_restart_changes_nothing_of_what_is_told_then_or_later(before: list[Step], after: list[Step]) -> None:
-    plain = Lessons(CONFIG, FIRST)
+    plain = Learners(CONFIG, FIRST)
     plain.follow({"m": SHAPE})
     live(plain, before, 0)
     again = restarted(plain, FIRST + 10_000)
@@ -139,7 +139,7 @@ def test_a_restart_changes_nothing_of_what_is_told_then_or_later(before: list[St
 
 
 def test_a_model_of_another_shape_is_learnt_anew_and_one_that_is_gone_is_forgotten() -> None:
-    lessons = Lessons(CONFIG, FIRST)
+    lessons = Learners(CONFIG, FIRST)
     lessons.follow({"m": SHAPE, "other": (1, 2)})
     live(lessons, [(number % 3, 200, True) for number in range(60)], 0)
     assert (current(lessons).shares > 0).sum() > 1
@@ -152,7 +152,7 @@ def test_a_model_of_another_shape_is_learnt_anew_and_one_that_is_gone_is_forgott
 
 
 def test_a_refinement_of_clusters_that_are_gone_changes_nothing() -> None:
-    lessons = Lessons(CONFIG, FIRST)
+    lessons = Learners(CONFIG, FIRST)
     lessons.follow({"m": SHAPE})
     for number in range(40):
         lessons.profiled(profiled(current(lessons), (number % 3, 200, True), number), float(number))
@@ -166,7 +166,7 @@ def test_a_refinement_of_clusters_that_are_gone_changes_nothing() -> None:
 
 
 def test_clusters_are_told_when_they_changed_and_tables_as_changes() -> None:
-    lessons = Lessons(CONFIG, FIRST)
+    lessons = Learners(CONFIG, FIRST)
     lessons.follow({"m": SHAPE})
     first = lessons.news()
     assert [type(message) for message in first] == [ClustersPublished, TablesPublished]
@@ -177,7 +177,7 @@ def test_clusters_are_told_when_they_changed_and_tables_as_changes() -> None:
 
 
 def test_what_cannot_be_learnt_from_is_counted_by_reason_and_changes_nothing() -> None:
-    lessons = Lessons(CONFIG, FIRST)
+    lessons = Learners(CONFIG, FIRST)
     lessons.follow({"m": SHAPE})
     live(lessons, [(number % 3, 200, True) for number in range(60)], 0)
     model, before = current(lessons), as_told(lessons)
@@ -196,7 +196,7 @@ def test_what_cannot_be_learnt_from_is_counted_by_reason_and_changes_nothing() -
 
 
 def test_signatures_over_clusters_of_another_life_are_not_learnt_from() -> None:
-    lessons = Lessons(CONFIG, FIRST)
+    lessons = Learners(CONFIG, FIRST)
     lessons.follow({"m": SHAPE})
     live(lessons, [(number % 3, 200, True) for number in range(60)], 0)
     before = as_told(lessons)
@@ -208,14 +208,14 @@ def test_signatures_over_clusters_of_another_life_are_not_learnt_from() -> None:
 @pytest.mark.parametrize("state", [{}, {"clusters": {}, "learning": {}}, {"clusters": 1, "learning": 2}, {"clusters": {"shape": []}, "learning": {}}])
 def test_what_is_no_state_is_refused(state: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"state|snapshot"):
-        Lessons(CONFIG, FIRST).restore("m", SHAPE, state)
+        Learners(CONFIG, FIRST).restore("m", SHAPE, state)
 
 
 def test_a_state_of_another_shape_is_refused() -> None:
-    lessons = Lessons(CONFIG, FIRST)
+    lessons = Learners(CONFIG, FIRST)
     lessons.follow({"m": SHAPE})
     with pytest.raises(ValueError, match="shape"):
-        Lessons(CONFIG, FIRST).restore("m", (LAYERS, EXPERTS + 1), lessons.state()["m"])
+        Learners(CONFIG, FIRST).restore("m", (LAYERS, EXPERTS + 1), lessons.state()["m"])
 
 
 def test_popularity_names_the_clusters_in_use_by_their_share() -> None:

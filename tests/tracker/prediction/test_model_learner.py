@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from fleet.events import ExpertCounts, KeyedRows, RequestOutcome, RequestProfile, SampledProfile, TablesPublished
 from fleet.prediction import PATTERNS, ROW, SOURCES, Query, Tables, predict
 from fleet.signatures import ClusterModel, pack, unpack
-from tracker.clustering.online_clusters import Merge, Split
+from tracker.clustering.refit import ClusterMerge, ClusterSplit
 from tracker.config import TrackerConfig
-from tracker.prediction.model_learner import Learning
+from tracker.prediction.model_learner import ModelLearner
 
 K, LAYERS, EXPERTS, BLOCK = 8, 3, 16, 16
 CONFIG = TrackerConfig(
@@ -32,8 +32,8 @@ def model(version: int = VERSION, shares: NDArray[Any] | None = None) -> Cluster
     return ClusterModel(version, profiles, np.full(K, 1 / K, np.float32) if shares is None else np.asarray(shares, np.float32), 0.1)
 
 
-def learner(config: TrackerConfig = CONFIG) -> Learning:
-    learning = Learning(config, 100)
+def learner(config: TrackerConfig = CONFIG) -> ModelLearner:
+    learning = ModelLearner(config, 100)
     learning.adopt(model(), [])
     return learning
 
@@ -116,7 +116,7 @@ class Replica:
         return self.version, self.head, self.tokens.tobytes(), self.keyed
 
 
-def replica(learning: Learning) -> Replica:
+def replica(learning: ModelLearner) -> Replica:
     made = Replica()
     made.take(learning.whole("m"))
     return made
@@ -126,7 +126,7 @@ def keys_of(request: int, blocks: int, first: int = 0) -> list[int]:
     return [request * 1000 + block + 1 for block in range(first, first + blocks)]
 
 
-def traffic(learning: Learning, count: int, seed: int = 0, start: int = 0, *, turns: int = 2) -> None:
+def traffic(learning: ModelLearner, count: int, seed: int = 0, start: int = 0, *, turns: int = 2) -> None:
     """Conversations about one cluster each: their tokens are of that cluster, their second turn continues the first one's prefix."""
     random = np.random.default_rng(seed)
     for request in range(start, start + count):
@@ -289,7 +289,7 @@ def test_what_was_said_of_a_freed_cluster_is_said_of_the_kept_one() -> None:
     learning.profiled(profile("late", 4), VERSION, 50.0)
     shares = np.full(K, 1 / K)
     shares[3], shares[4] = 2 / K, 0.0
-    learning.adopt(model(VERSION + 1, shares), [Merge(3, 4)])
+    learning.adopt(model(VERSION + 1, shares), [ClusterMerge(3, 4)])
     learning.finished(outcome("late", session=42), 51.0)
     told = learning.change("m")
     assert told is not None
@@ -306,14 +306,14 @@ def test_what_was_said_of_a_freed_cluster_is_said_of_the_kept_one() -> None:
 def test_a_child_shares_what_was_said_of_its_parent() -> None:
     shares = np.full(K, 1 / (K - 1))
     shares[7] = 0.0
-    learning = Learning(CONFIG, 100)
+    learning = ModelLearner(CONFIG, 100)
     learning.adopt(model(VERSION, shares), [])
     for at in range(30):
         learning.profiled(profile(f"{at}", at % 7, keys_of(at, 2)), VERSION, float(at))
         learning.finished(outcome(f"{at}", [at % 7] * 5, session=1 + at % 7), float(at))
     after = shares.copy()
     after[2], after[7] = 0.1, shares[2] - 0.1
-    learning.adopt(model(VERSION + 1, after), [Split(2, 7)])
+    learning.adopt(model(VERSION + 1, after), [ClusterSplit(2, 7)])
     told = learning.change("m")
     assert told is not None
     copy = Replica()
@@ -327,7 +327,7 @@ def test_a_child_shares_what_was_said_of_its_parent() -> None:
 def test_one_cluster_says_nothing_and_is_not_learnt() -> None:
     only = np.zeros(K)
     only[0] = 1.0
-    learning = Learning(CONFIG, 100)
+    learning = ModelLearner(CONFIG, 100)
     learning.adopt(model(1, only), [])
     learning.profiled(profile("a", 0, keys_of(1, 2)), 1, 0.0)
     assert (learning.stored_blocks, learning.stale) == (0, 1)
@@ -346,7 +346,7 @@ def test_clusters_of_another_shape_or_an_older_version_are_refused() -> None:
 # Joining
 
 
-def said(learning: Learning) -> Any:
+def said(learning: ModelLearner) -> Any:
     """Everything that is known, but for what is counted of repetitions."""
     state = learning.state()
     return {name: value for name, value in state.items() if name != "counted"}
@@ -410,7 +410,7 @@ def test_a_replica_that_follows_the_changes_equals_the_whole(steps: list[str]) -
         elif step in ("merge", "split"):
             version += 1
             shares = np.where(np.arange(K) == at % 3, 0.0 if step == "merge" else 0.1, shares)
-            learning.adopt(model(version, shares / shares.sum()), [Merge(5, at % 3) if step == "merge" else Split(5, at % 3)])
+            learning.adopt(model(version, shares / shares.sum()), [ClusterMerge(5, at % 3) if step == "merge" else ClusterSplit(5, at % 3)])
         elif (told := learning.change("m")) is not None:
             follower.take(told)
             assert follower.said() == replica(learning).said()
@@ -463,12 +463,12 @@ def test_the_token_table_tells_its_largest_changes_first() -> None:
 
 def test_tables_before_any_clusters_are_refused() -> None:
     with pytest.raises(ValueError, match="no model was adopted"):
-        Learning(CONFIG, 1).whole("m")
+        ModelLearner(CONFIG, 1).whole("m")
 
 
 def test_reports_before_any_clusters_are_refused() -> None:
     with pytest.raises(ValueError, match="version 3 is not known"):
-        Learning(CONFIG, 1).profiled(profile("a", 1), VERSION, 0.0)
+        ModelLearner(CONFIG, 1).profiled(profile("a", 1), VERSION, 0.0)
 
 
 # Surviving
@@ -479,7 +479,7 @@ def test_a_restart_changes_nothing() -> None:
     traffic(learning, 80)
     learning.finished(outcome("waits", session=4), 80.0)
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(learning.state()))
-    again = Learning.restore(CONFIG, state)
+    again = ModelLearner.restore(CONFIG, state)
     again.adopt(model(), [])
     assert again.state() == learning.state()
     for one in (learning, again):
@@ -495,15 +495,15 @@ def test_a_restart_changes_nothing() -> None:
 def test_versions_go_on_above_those_of_the_state() -> None:
     learning = learner()
     learning.change("m")
-    assert Learning.restore(CONFIG, learning.state()).version >= learning.version
-    assert Learning.restore(CONFIG, learning.state(), 5000).version == 5000
+    assert ModelLearner.restore(CONFIG, learning.state()).version >= learning.version
+    assert ModelLearner.restore(CONFIG, learning.state(), 5000).version == 5000
 
 
 def test_a_state_on_another_clock_keeps_its_ages() -> None:
     learning = learner()
     learning.profiled(profile("", 1, keys_of(1, 2)), VERSION, 100.0)
     learning.profiled(profile("", 1, keys_of(2, 2)), VERSION, 100.0 + 0.9 * CONFIG.row_seconds)
-    moved = Learning.restore(CONFIG, learning.state(), later=-100.0 - 0.9 * CONFIG.row_seconds)
+    moved = ModelLearner.restore(CONFIG, learning.state(), later=-100.0 - 0.9 * CONFIG.row_seconds)
     moved.adopt(model(), [])
     moved.profiled(profile("", 1, keys_of(3, 2)), VERSION, 0.2 * CONFIG.row_seconds)
     assert set(replica(moved).keyed[0]) == {*keys_of(2, 2), *keys_of(3, 2)}
@@ -512,9 +512,9 @@ def test_a_state_on_another_clock_keeps_its_ages() -> None:
 @pytest.mark.parametrize("broken", [{"format": 0}, {"blocks": None}, {"trust": {}}, {"pairs": {"waiting": [["a", 7, 0.0, []]], "paired": [], "given_up": 0}}])
 def test_a_state_that_is_none_is_refused(broken: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"learning|pairing"):
-        Learning.restore(CONFIG, learner().state() | broken)
+        ModelLearner.restore(CONFIG, learner().state() | broken)
     with pytest.raises(ValueError, match="sets"):
-        Learning.restore(replace(CONFIG, prefix_bytes=128 << 10), learner().state())
+        ModelLearner.restore(replace(CONFIG, prefix_bytes=128 << 10), learner().state())
 
 
 @pytest.mark.parametrize("garbage", [None, -3, "x", b"12345678", [None], float("nan")])
@@ -529,7 +529,7 @@ def test_whatever_part_of_a_state_is_garbled_it_is_refused_or_does_no_harm(garba
             part = part[key]
         part[path[-1]] = garbage
         try:
-            again = Learning.restore(CONFIG, state)
+            again = ModelLearner.restore(CONFIG, state)
         except ValueError:
             continue
         again.adopt(model(), [])

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from tracker.prediction.report_join import OVERHEAD, Pairing
+from tracker.prediction.report_join import OVERHEAD, ReportJoin
 
 
-def made(budget: int = 100_000, most: int = 100, seconds: float = 60.0) -> Pairing:
-    return Pairing(budget, most, seconds, (4, 1))
+def made(budget: int = 100_000, most: int = 100, seconds: float = 60.0) -> ReportJoin:
+    return ReportJoin(budget, most, seconds, (4, 1))
 
 
 def test_the_second_half_gets_the_first_and_both_are_done() -> None:

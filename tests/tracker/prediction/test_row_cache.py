@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fleet.prediction import ROW
-from tracker.prediction.row_cache import TICKS, WAYS, Rows, cell
+from tracker.prediction.row_cache import TICKS, WAYS, RowCache, cell
 
 LIFE = 3600.0
 MEGABYTE = 1 << 20
@@ -33,7 +33,7 @@ def keys(seed: int, count: int) -> NDArray[np.uint64]:
 
 
 def test_a_row_is_found_again_and_replaced_by_a_later_one() -> None:
-    rows, some = Rows(MEGABYTE, LIFE, 100), keys(0, 10)
+    rows, some = RowCache(MEGABYTE, LIFE, 100), keys(0, 10)
     rows.put(some, made([7] * 10), 0.0)
     rows.put(some[:1], made([8], 2), 0.0)
     assert rows.get(int(some[0])) == bytes([2, 255, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0])
@@ -47,14 +47,14 @@ def test_a_row_is_found_again_and_replaced_by_a_later_one() -> None:
 
 def test_a_budget_without_room_for_a_set_is_refused() -> None:
     with pytest.raises(ValueError, match="budget of 100 bytes"):
-        Rows(100, LIFE, 100)
+        RowCache(100, LIFE, 100)
 
 
 def test_one_megabyte_is_kept_with_a_hundred_thousand_prefixes() -> None:
     random = np.random.default_rng(1)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    rows = Rows(MEGABYTE, LIFE, 32768)
+    rows = RowCache(MEGABYTE, LIFE, 32768)
     for at in range(100_000 // 64):
         rows.put(random.integers(1, 1 << 63, 64, dtype=np.uint64), chain(64), float(at), 0)
     held = tracemalloc.get_traced_memory()[0] - before
@@ -69,7 +69,7 @@ def test_one_megabyte_is_kept_with_two_million_prefixes() -> None:
     hot, random = keys(2, 8192), np.random.default_rng(3)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    rows = Rows(MEGABYTE, 1e9, 32768)
+    rows = RowCache(MEGABYTE, 1e9, 32768)
     for at in range(2_000_000 // 4096):
         rows.put(random.integers(1, 1 << 63, 4096, dtype=np.uint64), chain(4096), float(at), 0)
         rows.put(hot[at % 128 * 64 : at % 128 * 64 + 64], chain(64), float(at), 0)
@@ -80,7 +80,7 @@ def test_one_megabyte_is_kept_with_two_million_prefixes() -> None:
 
 
 def test_what_is_used_again_and_again_survives_a_flood_of_keys_that_come_once() -> None:
-    rows, hot, random = Rows(MEGABYTE, 1e9, 100), keys(4, 4096), np.random.default_rng(5)
+    rows, hot, random = RowCache(MEGABYTE, 1e9, 100), keys(4, 4096), np.random.default_rng(5)
     for at in range(100_000 // 64):
         rows.put(random.integers(1, 1 << 63, 64, dtype=np.uint64), chain(64), float(at), 0)
         start = at % 64 * 64
@@ -89,7 +89,7 @@ def test_what_is_used_again_and_again_survives_a_flood_of_keys_that_come_once() 
 
 
 def test_a_newcomer_always_enters() -> None:
-    rows, hot = Rows(64 * 1024, 1e9, 100), keys(6, 20_000)
+    rows, hot = RowCache(64 * 1024, 1e9, 100), keys(6, 20_000)
     for _ in range(3):
         rows.put(hot, made([16] * len(hot)), 0.0)
     rows.put(keys(7, 1), made([16]), 0.0)
@@ -97,7 +97,7 @@ def test_a_newcomer_always_enters() -> None:
 
 
 def test_a_prefix_that_is_used_keeps_its_ancestors() -> None:
-    rows, old, random = Rows(256 * 1024, 1e9, 100), keys(8, 256), np.random.default_rng(9)
+    rows, old, random = RowCache(256 * 1024, 1e9, 100), keys(8, 256), np.random.default_rng(9)
     rows.put(old, chain(256), 0.0, 0)
     for at in range(1000):
         if at % 10 == 0:
@@ -107,7 +107,7 @@ def test_a_prefix_that_is_used_keeps_its_ancestors() -> None:
 
 
 def test_of_prefixes_of_one_age_the_ends_go_first() -> None:
-    rows, random = Rows(128 * 1024, 1e9, 100), np.random.default_rng(10)
+    rows, random = RowCache(128 * 1024, 1e9, 100), np.random.default_rng(10)
     chains = [random.integers(1, 1 << 63, 64, dtype=np.uint64) for _ in range(200)]
     for one in chains:
         rows.put(one, chain(64), 0.0, 0)
@@ -116,7 +116,7 @@ def test_of_prefixes_of_one_age_the_ends_go_first() -> None:
 
 
 def test_a_row_nobody_touches_is_gone_after_its_life() -> None:
-    rows, some = Rows(MEGABYTE, LIFE, 100), keys(11, 3)
+    rows, some = RowCache(MEGABYTE, LIFE, 100), keys(11, 3)
     rows.put(some, chain(3), 5.0, 0)
     rows.touch(int(some[1]), 2000.0)
     rows.advance(LIFE * (1 + 3 / TICKS) + 5.0)
@@ -132,7 +132,7 @@ def test_a_row_nobody_touches_is_gone_after_its_life() -> None:
 
 
 def test_ticks_are_rebased_without_changing_ages() -> None:
-    rows, some = Rows(64 * 1024, LIFE, 100), keys(12, 2)
+    rows, some = RowCache(64 * 1024, LIFE, 100), keys(12, 2)
     for at in range(400):
         now = at * LIFE / 2
         rows.put(some[:1], chain(1), now)
@@ -144,7 +144,7 @@ def test_ticks_are_rebased_without_changing_ages() -> None:
 
 
 def test_changes_are_told_once_with_zeros_for_what_is_gone() -> None:
-    rows, some = Rows(MEGABYTE, LIFE, 100), keys(13, 4)
+    rows, some = RowCache(MEGABYTE, LIFE, 100), keys(13, 4)
     rows.put(some, chain(4), 0.0, 0)
     told, values = rows.take()
     assert sorted(told.tolist()) == sorted(some.tolist())
@@ -158,7 +158,7 @@ def test_changes_are_told_once_with_zeros_for_what_is_gone() -> None:
 
 
 def test_more_changes_than_are_remembered_overflow() -> None:
-    rows = Rows(MEGABYTE, LIFE, 10)
+    rows = RowCache(MEGABYTE, LIFE, 10)
     rows.put(keys(14, 11), chain(11), 0.0, 0)
     assert rows.overflown
     rows.take()
@@ -166,7 +166,7 @@ def test_more_changes_than_are_remembered_overflow() -> None:
 
 
 def test_a_replica_that_follows_the_changes_equals_the_whole() -> None:
-    rows, random, replica = Rows(32 * 1024, 50.0, 4096), np.random.default_rng(15), dict[int, bytes]()
+    rows, random, replica = RowCache(32 * 1024, 50.0, 4096), np.random.default_rng(15), dict[int, bytes]()
     for at in range(300):
         rows.put(random.integers(1, 3000, 8, dtype=np.uint64) + np.arange(8, dtype=np.uint64) * 3000, chain(8), float(at), 0)
         if at % 7 == 0:
@@ -181,34 +181,34 @@ def test_a_replica_that_follows_the_changes_equals_the_whole() -> None:
 
 
 def test_a_restart_changes_nothing() -> None:
-    def worked(rows: Rows, start: int) -> Rows:
+    def worked(rows: RowCache, start: int) -> RowCache:
         random = np.random.default_rng(start)
         for at in range(start, start + 200):
             rows.put(random.integers(1, 1 << 14, 1, dtype=np.uint64) + np.arange(8, dtype=np.uint64), chain(8), float(at), 0)
             rows.touch(int(random.integers(1, 1 << 14)), float(at))
         return rows
 
-    once = worked(Rows(32 * 1024, 60.0, 500), 0)
-    again = Rows(32 * 1024, 60.0, 500)
+    once = worked(RowCache(32 * 1024, 60.0, 500), 0)
+    again = RowCache(32 * 1024, 60.0, 500)
     again.take_over(once.state())
     assert again.state() == once.state()
     assert worked(again, 200).state() == worked(once, 200).state()
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:
-    rows = Rows(32 * 1024, 60.0, 500)
+    rows = RowCache(32 * 1024, 60.0, 500)
     rows.put(keys(16, 8), chain(8), 0.0)
     state = rows.state()
     with pytest.raises(ValueError, match="sets"):
-        Rows(64 * 1024, 60.0, 500).take_over(state)
+        RowCache(64 * 1024, 60.0, 500).take_over(state)
     with pytest.raises(ValueError, match="lie where they cannot"):
-        Rows(32 * 1024, 60.0, 500).take_over(state | {"slots": np.arange(8, dtype="<u4").tobytes()})
+        RowCache(32 * 1024, 60.0, 500).take_over(state | {"slots": np.arange(8, dtype="<u4").tobytes()})
     with pytest.raises(ValueError, match="do not go with"):
-        Rows(32 * 1024, 60.0, 500).take_over(state | {"uses": b""})
+        RowCache(32 * 1024, 60.0, 500).take_over(state | {"uses": b""})
 
 
 def test_keys_of_one_set_are_put_one_after_another() -> None:
-    rows = Rows(8192, 1e9, 10)
+    rows = RowCache(8192, 1e9, 10)
     some = keys(17, 500)
     rows.put(some, chain(500), 0.0, 0)
     assert len(rows) == rows.capacity
@@ -219,7 +219,7 @@ def test_keys_of_one_set_are_put_one_after_another() -> None:
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 400), st.integers(1, 9)), max_size=200))
 def test_a_single_row_is_put_as_a_batch_of_one_is(steps: list[tuple[int, int]]) -> None:
-    one, batch = Rows(9000, 100.0, 64), Rows(9000, 100.0, 64)
+    one, batch = RowCache(9000, 100.0, 64), RowCache(9000, 100.0, 64)
     for now, (key, tokens) in enumerate(steps):
         one.put_one(key, made([tokens]), float(now))
         batch.put(np.array([key], np.uint64), made([tokens]), float(now))
@@ -229,4 +229,4 @@ def test_a_single_row_is_put_as_a_batch_of_one_is(steps: list[tuple[int, int]]) 
 
 def test_key_zero_is_no_key() -> None:
     with pytest.raises(ValueError, match="0 is no key"):
-        Rows(9000, 100.0, 64).put_one(0, made([1]), 0.0)
+        RowCache(9000, 100.0, 64).put_one(0, made([1]), 0.0)

@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fleet.prediction import PATTERNS, PREFIX, SESSION, SOURCES, TENANT, TOKENS, Known, pattern
-from tracker.prediction.source_weights import MOST, Trust
+from fleet.prediction import PATTERNS, PREFIX, SESSION, SOURCES, TENANT, TOKENS, SourceEvidence, pattern
+from tracker.prediction.source_weights import MOST, SourceWeights
 
 K = 8
 SHARES = np.full(K, 1 / K, np.float32)
 LOG_SHARES = np.log(SHARES)
 
 
-def known(**said: NDArray[Any]) -> Known:
+def known(**said: NDArray[Any]) -> SourceEvidence:
     """What the named sources say [K] of a request."""
     ratios, evidence = np.zeros((len(SOURCES), K), np.float32), [0.0] * len(SOURCES)
     for source, ratio in said.items():
         ratios[SOURCES.index(source)] = ratio
         evidence[SOURCES.index(source)] = 100.0
-    return Known(ratios, tuple(evidence), 0, 0, slice(0, 0))
+    return SourceEvidence(ratios, tuple(evidence), 0, 0, slice(0, 0))
 
 
 def likely(logits: NDArray[Any]) -> NDArray[np.float32]:
@@ -28,12 +28,12 @@ def likely(logits: NDArray[Any]) -> NDArray[np.float32]:
     return np.asarray(weights / weights.sum(), np.float32)
 
 
-def cross_entropy(trusts: NDArray[Any], outcomes: list[tuple[Known, NDArray[np.float32]]]) -> float:
+def cross_entropy(trusts: NDArray[Any], outcomes: list[tuple[SourceEvidence, NDArray[np.float32]]]) -> float:
     return -float(np.mean([np.log(likely(LOG_SHARES + trusts @ said.ratios)) @ seen for said, seen in outcomes]))
 
 
 def test_a_source_is_trusted_as_far_as_it_is_right() -> None:
-    random, trust = np.random.default_rng(0), Trust(1000)
+    random, trust = np.random.default_rng(0), SourceWeights(1000)
     for _ in range(1500):
         truth, other = random.normal(size=(2, K))
         trust.learn(LOG_SHARES, known(prefix=truth / 1.5, session=2 * truth, tenant=other), likely(LOG_SHARES + truth), 1.0)
@@ -50,7 +50,7 @@ def test_a_source_is_trusted_as_far_as_it_is_right() -> None:
 
 
 def test_the_trusts_are_those_that_the_outcomes_call_for() -> None:
-    random, trust = np.random.default_rng(1), Trust(1e6)
+    random, trust = np.random.default_rng(1), SourceWeights(1e6)
     outcomes = []
     for _ in range(800):
         truth, noise = random.normal(size=K), random.normal(size=(2, K))
@@ -63,7 +63,7 @@ def test_the_trusts_are_those_that_the_outcomes_call_for() -> None:
 
 
 def test_a_source_that_speaks_alone_is_believed_more_than_in_company() -> None:
-    random, trust = np.random.default_rng(2), Trust(1000)
+    random, trust = np.random.default_rng(2), SourceWeights(1000)
     for _ in range(500):
         truth = random.normal(size=K)
         said = truth + 0.3 * random.normal(size=K)
@@ -73,7 +73,7 @@ def test_a_source_that_speaks_alone_is_believed_more_than_in_company() -> None:
 
 
 def test_overconfidence_that_is_wrong_is_unlearnt_without_overshooting() -> None:
-    trust, truth = Trust(1000), np.zeros(K)
+    trust, truth = SourceWeights(1000), np.zeros(K)
     truth[0] = 3.0
     for at in range(200):
         wrong = np.zeros(K)
@@ -86,7 +86,7 @@ def test_overconfidence_that_is_wrong_is_unlearnt_without_overshooting() -> None
 
 
 def test_outcomes_of_long_ago_are_forgotten() -> None:
-    random, trust = np.random.default_rng(3), Trust(100)
+    random, trust = np.random.default_rng(3), SourceWeights(100)
     for scale in (1.0, 4.0):
         for _ in range(600):
             truth = random.normal(size=K)
@@ -95,7 +95,7 @@ def test_outcomes_of_long_ago_are_forgotten() -> None:
 
 
 def test_silence_teaches_nothing_and_few_outcomes_little() -> None:
-    trust = Trust(1000)
+    trust = SourceWeights(1000)
     before = trust.state()
     trust.learn(LOG_SHARES, known(), likely(LOG_SHARES), 1.0)
     assert trust.state() == before
@@ -106,7 +106,7 @@ def test_silence_teaches_nothing_and_few_outcomes_little() -> None:
 
 
 def test_clusters_without_a_share_do_not_matter() -> None:
-    trust = Trust(1000)
+    trust = SourceWeights(1000)
     shares = np.array([0.5, 0.5, 0, 0, 0, 0, 0, 0], np.float32)
     with np.errstate(divide="ignore"):
         logs = np.log(shares)
@@ -117,11 +117,11 @@ def test_clusters_without_a_share_do_not_matter() -> None:
 
 
 def test_a_restart_changes_nothing() -> None:
-    random, trust = np.random.default_rng(4), Trust(1000)
+    random, trust = np.random.default_rng(4), SourceWeights(1000)
     for _ in range(50):
         truth = random.normal(size=K)
         trust.learn(LOG_SHARES, known(prefix=truth, tokens=3 * truth), likely(LOG_SHARES + truth), 1.0)
-    again = Trust(1000)
+    again = SourceWeights(1000)
     again.take_over(trust.state())
     assert again.state() == trust.state()
     for one in (again, trust):
@@ -132,4 +132,4 @@ def test_a_restart_changes_nothing() -> None:
 @pytest.mark.parametrize("broken", [{"pull": b""}, {"spoken": [1]}, {"alone": np.full(4, np.nan).tobytes()}])
 def test_a_state_that_does_not_fit_is_refused(broken: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="trust"):
-        Trust(1000).take_over(Trust(1000).state() | broken)
+        SourceWeights(1000).take_over(SourceWeights(1000).state() | broken)
