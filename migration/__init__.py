@@ -1,1 +1,4 @@
-"""Hears demand and placement, plans, and conducts handovers. Its first form owns the record of which placement each engine serves."""
+"""Migration service: collects demand and placements, plans migrations and coordinates expert handovers.
+
+It also keeps the record of the placement that each engine serves.
+"""

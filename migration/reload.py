@@ -1,4 +1,4 @@
-"""Settings that may change while the planner runs. Pure."""
+"""Settings that can change while the planner runs. Pure."""
 
 from fleet import reloading
 from fleet.events import ConfigChanged
@@ -12,14 +12,14 @@ RELOADABLE = frozenset(
         *("judge_seconds", "settle_seconds", "lifetime_seconds", "least_gain", "target"),
     }
 )
-"""Settings that take effect with the next thought; the others need a restart."""
+"""Settings that take effect in the next planning cycle. All others need a restart."""
 
 
 def reloaded(old: MigrationConfig, new: MigrationConfig, instance: int) -> ConfigChanged:
-    """What becomes of a planner (a process, by its identity) with the old settings that is given the new ones."""
+    """Return the result of applying new settings to a planner. instance: identity of the process."""
     return reloading.reloaded(PART, RELOADABLE, old, new, instance)
 
 
 def refused(reason: str, instance: int) -> ConfigChanged:
-    """Settings that are not used, and why."""
+    """Return the result for rejected settings, with the reason."""
     return reloading.refused(PART, reason, instance)

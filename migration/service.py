@@ -1,9 +1,10 @@
-"""The migration service: keeps the durable record of which placement each engine serves, thinks over which one would serve better, and has
-engines go over to it when it is asked to.
+"""Migration service: records the placement of each engine, plans better placements and carries out
+migrations.
 
-Plans are told to whoever asks (`roost plan`), and carried out for whoever asks for that (`migration.requests.operator_commands`,
-`migration.execution.executor`). Of
-several services one leads and does all this; the others stand by.
+It answers plan requests (`roost plan`) and carries out plans on request
+(`migration.requests.operator_commands`, `migration.execution.executor`) or automatically
+(`migration.control_loop.controller`). Of several services one leads and does all this; the others are on
+standby.
 """
 
 import asyncio
@@ -53,20 +54,22 @@ from migration.telemetry.tracing import MigrationTracing
 logger = logging.getLogger(__name__)
 
 WARN_SECONDS = 60.0
-"""A reason to refuse what is said of demand is logged so often at most."""
+"""Minimum interval between log lines about one kind of rejected report."""
 _ANSWER_SECONDS = 10.0
 _BEATS_WAITING = 1024
 _TABLES_WAITING = 64
-"""Tables are large, and only the newest say anything."""
+"""Tables are large, and only the newest are relevant."""
 
 
 class MigrationService:
-    """Runs until cancelled, once. `ready` is set once the log is read and epoch 0 of every engine present is recorded.
+    """Runs once, until cancelled. `ready` is set once the log is read and epoch 0 of every present engine is
+    recorded.
 
-    One such service of a namespace leads (`migration.execution.leader_lease`); others wait, and are `ready` as well. It records each incarnation's first epoch
-    exactly once, also across its own restarts, because it reads the log before it writes and again whenever it does not know whether a write arrived.
+    One service per namespace is the leader (`migration.execution.leader_lease`). The others wait, and are
+    `ready` as well. The leader records the first epoch of each incarnation exactly once, also across
+    restarts: it reads the log before it writes, and again if the result of a write is unknown.
 
-    clock: seconds that never go back. thinking: see `PlanQueries`.
+    clock: monotonic seconds. thinking: see `PlanQueries`.
     """
 
     def __init__(
@@ -82,21 +85,23 @@ class MigrationService:
         self._config = config
         self._clock = clock
         self._instance = secrets.randbits(64)
-        """identity of this process, for the audit of its settings"""
+        """identity of this process, for the audit log of its settings"""
         self._inquiries = PlanQueries(self.ledger, self.watch, config, self.metrics, clock, self._trust, thinking)
         self._sequences = Sequences()
         self._strangers = UnknownEngines()
         self._joining = asyncio.Lock()
-        """held while somebody joins or leaves: both the log and an engine that was asked may say so, and it is recorded once"""
+        """held while an engine is added or removed: the log and the engine's own answer may both report the
+        same join, which must be recorded once"""
         self._warned: dict[PlacementFault, float] = {}
-        """when the log last told of a refusal"""
+        """time of the last log line about each kind of rejection"""
         self._autopilot: Controller | None = None
-        """while we lead"""
+        """set while this service is the leader"""
         self._lead = LeaderLease(bus, subjects.coordinator, config.lease_seconds, clock)
         self._tracing = MigrationTracing.create()
 
     async def run(self) -> None:
-        """Wait for the lead; read, then follow. BusError when the bus cannot be reached at the start."""
+        """Wait for the lead, read the log, then follow it. Raises BusError if the bus cannot be reached at
+        the start."""
         try:
             while True:
                 await self._lead.take(self.ready.set)
@@ -114,7 +119,8 @@ class MigrationService:
             await self._lead.give_up()
 
     async def _leading(self) -> None:
-        """Until cancelled. LeaseTaken, in a group, once another service leads."""
+        """Run as the leader until cancelled. Raises LeaseTaken, in a group, once another service is the
+        leader."""
         subjects, conductor = self._subjects, self._conductor()
         requests = OperatorCommands(self._bus, subjects, self.ledger, self.watch, conductor)
         autopilot = self._autopilot = self._pilots(conductor, requests)
@@ -125,7 +131,7 @@ class MigrationService:
             self._bus.subscribe(subjects.heartbeats(), limit=_BEATS_WAITING) as beating,
             asyncio.TaskGroup() as tasks,
         ):
-            tasks.create_task(self._lead.hold(), name="holds the lead among migration services")
+            tasks.create_task(self._lead.hold(), name="renew the leader lease")
             await self._read_back(subjects.placements())
             told: set[str] = set()
             async for received in vouched(self._bus, subjects, self._bus.replay(subjects.membership(), latest=True, follow=False)):
@@ -134,17 +140,17 @@ class MigrationService:
             await self._acquaint(told)
             await self._retrace(self.ledger.engines().values())
             conducting = asyncio.Event()
-            tasks.create_task(conductor.run(conducting.set), name="carries plans out")
+            tasks.create_task(conductor.run(conducting.set), name="carry out plans")
             await conducting.wait()
-            tasks.create_task(self._follow_members(), name="records the placement of engines that join")
-            tasks.create_task(self._follow_placements(), name="follows which placements are recorded")
-            tasks.create_task(self._attend(beating), name="asks engines who they are that beat though nobody heard them join")
-            tasks.create_task(self._listen(heard), name="hears demand and load")
-            tasks.create_task(self._listen(noticed), name="hears where tokens were really sent, and that popularity shifted")
-            tasks.create_task(self._listen(foretold), name="hears which kinds of requests there are, and how well they are foretold")
-            tasks.create_task(self._ask(), name="asks for kinds of requests that were not heard")
+            tasks.create_task(self._follow_members(), name="record the placement of engines that join")
+            tasks.create_task(self._follow_placements(), name="follow the recorded placements")
+            tasks.create_task(self._attend(beating), name="identify engines without a known join")
+            tasks.create_task(self._listen(heard), name="receive demand and load")
+            tasks.create_task(self._listen(noticed), name="receive dispatch measurements and demand shifts")
+            tasks.create_task(self._listen(foretold), name="receive clusters and their predictability")
+            tasks.create_task(self._ask(), name="request missing clusters")
             flying = asyncio.Event()
-            tasks.create_task(autopilot.run(flying.set), name="plans by itself, and judges what that brought")
+            tasks.create_task(autopilot.run(flying.set), name="plan automatically and evaluate plans")
             await flying.wait()
             async with (
                 self._bus.serve(subjects.describe_plan, self._inquiries.answer),
@@ -175,13 +181,16 @@ class MigrationService:
         )
 
     def _trust(self, engine: str) -> float:
-        """What is taken of gains that are foretold of an engine, in (0, 1]."""
+        """Return the discount applied to the predicted gains of an engine, in (0, 1]."""
         return 1.0 if self._autopilot is None else self._autopilot.trust(engine)
 
     # Settings
 
     def reconfigure(self, new: MigrationConfig) -> ConfigChanged:
-        """Use other settings from the next thought on: all of them, or, when one needs a restart, none; the answer says which."""
+        """Use other settings from the next planning cycle on.
+
+        Either all settings are applied or, if one needs a restart, none. The answer says which.
+        """
         said = reloaded(self._config, new, self._instance)
         if said.changed:
             self._config = new
@@ -191,7 +200,10 @@ class MigrationService:
         return said
 
     async def reload(self, read: Callable[[], MigrationConfig]) -> ConfigChanged:
-        """The same with settings as they are read now (ValueError or OSError of `read`: refused); logged, and stored on the bus."""
+        """Read the settings and apply them. The result is logged and stored on the bus.
+
+        If `read` raises ValueError or OSError, the reload is refused.
+        """
         try:
             said = self.reconfigure(read())
         except (ValueError, OSError) as error:
@@ -208,7 +220,7 @@ class MigrationService:
             logger.warning("what became of the settings cannot be stored on the bus: %s", error)
         return said
 
-    # Who is there, and what they serve
+    # Membership and placements
 
     async def _follow_members(self) -> None:
         async for received in vouched(self._bus, self._subjects, self._bus.replay(self._subjects.membership(), latest=True)):
@@ -219,15 +231,21 @@ class MigrationService:
             self._placement(received)
 
     async def _acquaint(self, told: set[str]) -> None:
-        """Before anything of theirs is ended: engines that served something, of which the log says neither that they joined nor that they left. The join
-        was pushed out by what was stored since; who lives still answers. told: the subjects on which the log does say so."""
+        """Ask engines whose join event has expired from the log, before anything of theirs is ended.
+
+        The log holds their placement, but neither a join nor a leave. Engines that are alive still answer.
+        told: subjects on which the log does hold a join or a leave.
+        """
         async with asyncio.TaskGroup() as asking:
             for engine, entry in self.ledger.newest().items():
                 if self._subject_of(engine) not in (None, *told):
-                    asking.create_task(self._meet(engine, entry.worker_id), name=f"asks {engine} whether it is there")
+                    asking.create_task(self._meet(engine, entry.worker_id), name=f"ask {engine} whether it is present")
 
     async def _attend(self, beating: Subscription) -> None:
-        """To engines whose join is not known. While another of its name is known, the log decides who it is."""
+        """Ask engines without a known join to identify themselves.
+
+        While another engine of the same name is present, the log decides.
+        """
         async for received in beating:
             beat = received.message
             if not isinstance(beat, EngineHeartbeat) or self.ledger.present(beat.engine) or self._subject_of(beat.engine) is None:
@@ -239,7 +257,7 @@ class MigrationService:
                     logger.warning("what was moved lately on engine %s cannot be read; it counts as nothing: %s", beat.engine, error)
 
     async def _meet(self, engine: str, worker_id: int) -> bool:
-        """Ask an engine of which no join is known who it is; whether it is known now."""
+        """Ask an engine without a known join to identify itself. Returns True if it is known now."""
         try:
             answer = await self._bus.request(self._subjects.describe_engine(engine, worker_id), DescribeEngine(worker_id=worker_id))
             if isinstance(answer, EngineJoined) and not await holds_its_name(self._bus, self._subjects, answer):
@@ -263,7 +281,7 @@ class MigrationService:
         return self.ledger.present(engine)
 
     async def _retrace(self, entries: Iterable[EngineEntry]) -> None:
-        """What was moved lately, from the log."""
+        """Rebuild the move histories from the log."""
         lives: dict[int, list[tuple[Placement, str | None, float]]] = {entry.worker_id: [] for entry in entries}
         now, wall = self._clock(), time.time()
         async for received in self._bus.replay(self._subjects.placements(), follow=False):
@@ -271,7 +289,7 @@ class MigrationService:
             if isinstance(said, PlacementCommitted) and said.worker_id in lives:
                 try:
                     placement = Placement.from_record(said.placement)
-                except ValueError as error:  # refused and counted already when the log was read
+                except ValueError as error:  # already rejected and counted when the log was read
                     logger.debug("epoch %d of engine %s is left out of what was moved: %s", said.placement.epoch, said.engine, error)
                 else:
                     lives[said.worker_id].append((placement, said.plan, now - max(wall - received.published_at, 0.0)))
@@ -298,7 +316,7 @@ class MigrationService:
             self.watch.placed(entry.worker_id, entry.placement, committed.plan, self._clock())
 
     def _recorded(self, committed: PlacementCommitted) -> None:
-        """An epoch that we have made, or found in the log."""
+        """Apply an epoch that this service recorded or found in the log."""
         try:
             self._committed(committed)
         except InvalidPlacementEvent as refusal:
@@ -324,7 +342,8 @@ class MigrationService:
             self._counted()
 
     async def _joined(self, joined: EngineJoined) -> None:
-        """An engine says that it is there. Refused when that cannot be."""
+        """Add an engine that announced itself. Raises InvalidPlacementEvent if the announcement is invalid.
+        """
         missing = self.ledger.joined(joined)
         if missing is not None:
             await self._record(missing)
@@ -332,19 +351,20 @@ class MigrationService:
             self.watch.joined(joined, entry, self._clock())
 
     def _counted(self) -> None:
-        """After somebody came or went."""
+        """Update what depends on the set of present engines."""
         self.measured.keep_only(self.ledger.engines().values())
         self.metrics.serving(self.ledger.engines())
 
     def _subject_of(self, engine: str) -> str | None:
-        """Where an engine of this name is spoken of; None: no engine can have this name."""
+        """Return the membership subject of an engine; None: the name is not valid."""
         try:
             return self._subjects.membership(engine)
         except ValueError:
             return None
 
     async def _record(self, committed: PlacementCommitted) -> None:
-        """Write an epoch to the log, once. A write whose answer is lost may have arrived: the log is read before it is repeated."""
+        """Write an epoch to the log exactly once. If the result of a write is unknown, read the log before
+        repeating it."""
         subject, began = self._subjects.placements(committed.engine), self._clock()
         while self.ledger.entry(committed.worker_id) is None:
             try:
@@ -360,7 +380,7 @@ class MigrationService:
                 logger.info("recorded epoch %d of engine %s (worker %d)", committed.placement.epoch, committed.engine, committed.worker_id)
 
     async def _find_out(self, subject: str) -> None:
-        """Read what is stored, once the bus can be read again."""
+        """Read the log, once the bus is available again."""
         while True:
             await asyncio.sleep(self._config.retry_seconds)
             try:
@@ -372,7 +392,7 @@ class MigrationService:
         self.metrics.rejected(reason)
         logger.warning("refused a %s on %s: %s", type(received.message).__name__, received.subject, detail)
 
-    # What is wanted of them
+    # Demand and load
 
     async def _listen(self, heard: Subscription) -> None:
         async for received in heard:
@@ -387,7 +407,7 @@ class MigrationService:
                 self._refuse_often(received, refusal)
 
     async def _hear(self, received: Received) -> None:
-        """One fact. Refused when it cannot be used."""
+        """Apply one report. Raises InvalidPlacementEvent if it cannot be used."""
         if isinstance(sent := received.message, DispatchMeasured) and self.ledger.engine_of(sent.worker_id) not in (None, sent.engine):
             raise InvalidPlacementEvent(PlacementFault.CONTRADICTION, f"engine {sent.engine!r} measured what another one sent")
         match received.message:
@@ -412,7 +432,7 @@ class MigrationService:
         self.watch.clusters(published.model, clusters)
 
     def _refuse_often(self, received: Received, refusal: InvalidPlacementEvent) -> None:
-        """Counted always; in the log now and then, whoever it is that says so much nonsense."""
+        """Count every rejection, but limit the rate of log lines."""
         self.metrics.rejected(refusal.fault.value)
         now = self._clock()
         if now - self._warned.get(refusal.fault, -WARN_SECONDS) >= WARN_SECONDS:
@@ -420,13 +440,14 @@ class MigrationService:
             logger.warning("refused a %s: %s; others of this kind are only counted for %g s", type(received.message).__name__, refusal, WARN_SECONDS)
 
     async def _ask(self) -> None:
-        """For what was not heard."""
+        """Request missing clusters periodically."""
         while True:
             await asyncio.sleep(self._config.cycle_seconds)
             await self._ask_for_clusters()
 
     async def _ask_for_clusters(self) -> None:
-        """Of models whose clusters were not heard: the tracker says them when they change, which may have been long ago."""
+        """Request the clusters of models without known clusters. The tracker publishes only changes, perhaps
+        long ago."""
         for model in self.watch.models_without_clusters:
             try:
                 answer = await self._bus.request(self._subjects.describe_profile, DescribeClusters(model=model), _ANSWER_SECONDS)

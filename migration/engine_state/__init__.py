@@ -1,1 +1,2 @@
-"""What the bus said about each engine: its placement, its demand, its liveness. Pure folds; time comes in as an argument."""
+"""State of each engine as received from the bus: placement, demand, liveness. Pure folds; time is an
+argument."""

@@ -1,4 +1,4 @@
-"""What the requests of one rank want, word by word: the last word, and what was wanted since a window began. Pure."""
+"""Demand of one rank within a window: integral of the demand reports, and the last report. Pure."""
 
 from dataclasses import dataclass
 
@@ -11,16 +11,20 @@ from migration.model.engine_view import DemandCounts
 
 @dataclass(slots=True)
 class DemandByRank:
-    """The last word about one rank, and what it wanted since the window began. Counting a word is a matter of its seconds until another comes."""
+    """Demand of one rank: the last report and the pairs counted since the window began.
+
+    A report is added lazily: the time for which it has been in effect is counted, and multiplied when the
+    next arrives.
+    """
 
     rates: NDArray[np.float32]
-    """[layers, experts], pairs per second: the last word; never written to"""
+    """[layers, experts], pairs per second: the last report; read-only"""
     before: NDArray[np.float32] | None = None
-    """[layers, experts], pairs: of the words before it in this window; never written to"""
+    """[layers, experts], pairs: from the previous reports of this window; read-only"""
     lasted: float = 0.0
-    """seconds of this window that the last word has held"""
+    """seconds of this window for which the last report has been in effect"""
     known: float = 0.0
-    """seconds of this window of which it is known what was wanted"""
+    """seconds of this window with known demand"""
     version: int = -1
     heard_at: float = -np.inf
     wants: bool = False
@@ -30,23 +34,23 @@ class DemandByRank:
     load_at: float = -np.inf
 
     def speak(self, rates: NDArray[np.float32]) -> None:
-        """From now on this is wanted."""
+        """Take over the rates of a new report."""
         if self.lasted and self.wants:
             added = self.rates * np.float32(self.lasted)
             self.before = added if self.before is None else self.before + added
         self.rates, self.lasted, self.wants = rates, 0.0, bool(rates.any())
 
     def begin(self) -> None:
-        """A new window."""
+        """Start a new window."""
         self.before, self.lasted, self.known = None, 0.0, 0.0
 
     @property
     def counted_pairs(self) -> float:
-        """Of the last layer, in this window."""
+        """Pairs of the last layer in this window."""
         before = 0.0 if self.before is None else float(self.before[-1].sum())
         return before + float(self.rates[-1].sum()) * self.lasted
 
     @property
     def counted(self) -> DemandCounts:
-        """The window as it stands."""
+        """Counts of the current window so far."""
         return DemandCounts(self.before, self.rates, self.lasted, self.known)

@@ -1,8 +1,10 @@
-"""What was heard of the engines, as far as plans need it: demand by rank in windows, load, clusters. Pure; bounded; the time is an argument.
+"""Engine data that plans need: demand by rank in windows, load and clusters. Pure; bounded; time is an
+argument.
 
-The tracker says a rank's demand when it changes, so the last word holds until the next; after `stale_seconds` nothing is known any more,
-unless the last word was that nothing is wanted, or the rank itself says that it is idle. Words are integrated over windows: what a window
-holds are pairs, as many as were really routed, and so its sampling noise is that of a count.
+The tracker publishes the demand of a rank when it changes, so the last report stays valid until the next.
+After `stale_seconds` the demand is unknown, unless the last report was zero demand or the rank itself reports
+that it is idle. Reports are integrated over windows. A window thus holds pairs, as many as were actually
+routed, and its sampling noise is that of a count.
 """
 
 from collections import OrderedDict
@@ -26,11 +28,11 @@ from migration.model.engine_view import CacheUse, Demand, EngineView, PlannedHom
 from migration.model.move_history import MoveHistory
 
 MOST_MODELS = 64
-"""Models whose clusters are kept."""
+"""Limit on the models whose clusters are kept."""
 HURRIED = 2
-"""Windows after a shift that are shorter than others,"""
+"""Number of shortened windows after a demand shift."""
 SHORTER = 6
-"""by this factor."""
+"""Factor by which these windows are shorter."""
 
 
 @dataclass(slots=True)
@@ -39,40 +41,41 @@ class _Engine:
     shape: tuple[int, int, int]
     node: NDArray[np.intp]
     began: float
-    """when the window did that is open"""
+    """start of the current window"""
     ranks: list[DemandByRank]
     history: MoveHistory
     since: Demand | None = None
-    """the first window that was closed after the last plan; None: none was"""
+    """first window closed after the last plan; None: none yet"""
     homes: PlannedHomes | None = None
     closed: list[Demand] = field(default_factory=list)
-    """the last two windows, the older first"""
+    """last two windows, oldest first"""
     hurried: int = 0
-    """windows that are short, because what is wanted has shifted"""
+    """remaining shortened windows, after a demand shift"""
 
     @property
     def windows(self) -> list[Demand]:
-        """All that are over and are kept."""
+        """Stored windows that are closed."""
         return self.closed if self.since is None or self.since in self.closed else [self.since, *self.closed]
 
     @property
     def cells(self) -> int:
-        """Numbers of one window."""
+        """Number of values in one window."""
         ranks, layers, experts = self.shape
         return ranks * layers * experts
 
     @property
     def pairs(self) -> float:
-        """(token, k) pairs of the last layer, which is sharded last of all, in the window that is open."""
+        """(token, k) pairs of the last layer in the current window. The last layer is sharded only if all
+        layers are."""
         return sum(rank.counted_pairs for rank in self.ranks)
 
     def demand(self, now: float) -> Demand:
-        """The window that is open, as it stands."""
+        """Return the current window so far."""
         return Demand(tuple(rank.counted for rank in self.ranks), np.array([rank.pairs for rank in self.ranks]), now - self.began, self.began)
 
 
 class DemandWindows:
-    """Engines that are present and hold experts. `now` is seconds of one clock that never goes back."""
+    """Demand of the present engines that hold experts. `now` is seconds of a monotonic clock."""
 
     def __init__(self, config: MigrationConfig) -> None:
         self._config = config
@@ -82,28 +85,34 @@ class DemandWindows:
         self._foreseen: OrderedDict[str, float] = OrderedDict()
 
     def reconfigure(self, config: MigrationConfig) -> None:
-        """Other lengths of windows and rests, from now on."""
+        """Use new window lengths and cooldowns from now on."""
         self._config = config
 
     @property
     def models(self) -> set[str]:
-        """Models of the engines that are watched."""
+        """Models of the tracked engines."""
         return {engine.joined.model for engine in self._engines.values()}
 
     @property
     def models_without_clusters(self) -> set[str]:
-        """Of these, the ones whose clusters were never heard."""
+        """Models of the tracked engines without known clusters."""
         return self.models - self._clusters.keys()
 
     @property
     def stored_bytes(self) -> int:
-        """Of demand, at most: a word, what was counted before it, and of windows that are over the rates that were reckoned from these too."""
+        """Upper bound on the memory of the stored demand, in bytes.
+
+        It covers the last report, the counts before it, and the rates computed from closed windows.
+        """
         return sum(4 * engine.cells * (2 + 3 * len(engine.windows)) for engine in self._engines.values())
 
-    # Who is there
+    # Membership and placements
 
     def joined(self, joined: EngineJoined, entry: EngineEntry, now: float) -> None:
-        """An incarnation serves experts; it replaces the one before. Refused when its demand would take too much room."""
+        """Add an incarnation that serves experts, replacing the previous one.
+
+        Raises InvalidPlacementEvent if the demand of all engines would exceed the limit.
+        """
         for worker_id in [worker_id for worker_id, engine in self._engines.items() if engine.joined.engine == joined.engine and worker_id != joined.worker_id]:
             del self._engines[worker_id]
         if joined.worker_id in self._engines:
@@ -121,7 +130,10 @@ class DemandWindows:
         self._engines[joined.worker_id] = _Engine(joined, shape, _nodes(joined, shape[0]), now, ranks, MoveHistory.begin(joined.worker_id, placement))
 
     def placed(self, worker_id: int, placement: Placement, plan: str | None, now: float) -> None:
-        """An engine serves another epoch, of a plan of ours or (None) not. What it cannot have served changes nothing."""
+        """Record a new epoch of an engine, from one of our plans or (None) from elsewhere.
+
+        Epochs that are not newer are ignored. Raises InvalidPlacementEvent if the shape does not fit.
+        """
         engine = self._engines.get(worker_id)
         if engine is not None and placement.epoch > engine.history.epoch:
             goes_on = plan is not None and plan == engine.history.plan
@@ -132,52 +144,56 @@ class DemandWindows:
             engine.since = engine.since if goes_on else None
 
     def housed(self, worker_id: int, homes: PlannedHomes) -> None:
-        """The homes that are said of an engine from now on."""
+        """Set the published homes of an engine."""
         if worker_id in self._engines:
             self._engines[worker_id].homes = homes
 
     def left(self, worker_id: int) -> None:
-        """An incarnation is gone."""
+        """Remove an incarnation."""
         self._engines.pop(worker_id, None)
 
     def machines(self, worker_id: int) -> tuple[ModelShape, NDArray[np.intp]] | None:
-        """What an engine serves, and the number of each rank's node [ranks]; None: it is not watched."""
+        """Return the model shape of an engine and the node number of each rank [ranks]; None: it is not
+        tracked."""
         engine = self._engines.get(worker_id)
         return None if engine is None or engine.joined.shape is None else (engine.joined.shape, engine.node)
 
     def wanted(self, worker_id: int) -> NDArray[np.float32] | None:
-        """float32 [ranks, layers, experts]: pairs per second that each rank's requests want, by the last word of each; None: nobody has said."""
+        """Return the last reported demand, float32 [ranks, layers, experts] in pairs per second; None: no
+        demand is known."""
         engine = self._engines.get(worker_id)
         if engine is None or not any(rank.wants for rank in engine.ranks):
             return None
         return np.stack([rank.rates for rank in engine.ranks])
 
     def harmed(self, worker_id: int, cells: NDArray[np.bool_], until: float) -> None:
-        """These experts [layers, experts] rest until then: a plan that moved them did harm. What does not fit the engine changes nothing."""
+        """Freeze experts [layers, experts] that a harmful plan moved. A mask of another shape is ignored."""
         engine = self._engines.get(worker_id)
         if engine is not None and cells.shape == engine.shape[1:]:
             engine.history = engine.history.harmed(cells, until)
 
     def resting(self, worker_id: int, now: float) -> int:
-        """Experts of an engine that stay where they are for a while."""
+        """Count the experts of an engine that are in cooldown."""
         engine, config = self._engines.get(worker_id), self._config
         return 0 if engine is None else int(engine.history.frozen(now, config.cooldown_seconds, config.layer_cooldown_seconds).sum())
 
     def model(self, worker_id: int) -> str:
-        """Of an engine; empty: it is not watched."""
+        """Return the model of an engine; empty: it is not tracked."""
         engine = self._engines.get(worker_id)
         return "" if engine is None else engine.joined.model
 
     def retraced(self, worker_id: int, history: MoveHistory | None) -> None:
-        """What the log tells of an engine, in the place of a history that begins today. What does not lead to what is served changes nothing."""
+        """Replace a fresh move history by the one from the log. It is ignored if it does not end at the
+        served placement."""
         engine = self._engines.get(worker_id)
         if engine is not None and history is not None and history.epoch == engine.history.epoch and np.array_equal(history.table, engine.history.table):
             engine.history = replace(history, rests=engine.history.rests)
 
-    # What is said of them
+    # Reports
 
     def demand(self, said: DemandPublished, now: float) -> None:
-        """Refused when it cannot be used, or is older than what is known; then nothing changed."""
+        """Apply a demand report. Raises InvalidPlacementEvent, without any change, if it is invalid or
+        outdated."""
         engine, rank = self._rank(said.worker_id, said.rank, f"a demand of engine {said.engine!r}")
         if (said.engine, said.model) != (engine.joined.engine, engine.joined.model):
             raise InvalidPlacementEvent(
@@ -204,28 +220,32 @@ class DemandWindows:
         rank.version, rank.heard_at, rank.pairs = said.version, now, said.pairs
 
     def load(self, said: KvMetrics, now: float) -> None:
-        """Load of a rank; of engines that are not watched it means nothing here."""
+        """Apply the load report of a rank. Reports of engines that are not tracked are ignored."""
         if said.worker_id in self._engines:
             engine, rank = self._rank(said.worker_id, said.dp_rank, "a load")
             self._count(engine, said.dp_rank, now)
             rank.load, rank.load_at = said, now
 
     def clusters(self, model: str, clusters: ClusterModel) -> None:
-        """The tracker's clusters of a model; an older version than is known is ignored."""
+        """Store the tracker's clusters of a model, unless a newer version is known."""
         known = self._clusters.get(model)
         if known is None or clusters.version > known.version:
             self._clusters[model] = clusters
             _bound(self._clusters, model)
 
     def foreseen(self, model: str, reliability: Mapping[str, float]) -> None:
-        """How well requests of a model can be foretold: by source, as the tables say it."""
+        """Store the predictability of a model's requests, from the reliability of each source in the tables.
+        """
         said = [reliability.get(source, 0.0) for source in SOURCES]
         self._foreseen[model] = together([min(max(part, 0.0), 1.0) if np.isfinite(part) else 0.0 for part in said])
         _bound(self._foreseen, model)
 
     def shifted(self, model: str, now: float) -> None:
-        """What is wanted of a model is not what it was: windows of before say nothing any more. The next two are short, so that there is soon something
-        to plan from and to judge on; while they are open nothing begins anew, however often that is said."""
+        """Discard the closed windows after a demand shift, because they say nothing about the new demand.
+
+        The next two windows are short, so that planning and evaluation can resume soon. Repeated shifts are
+        ignored meanwhile.
+        """
         for engine in self._engines.values():
             if engine.joined.model == model and not engine.hurried:
                 self._count_all(engine, now)
@@ -238,14 +258,15 @@ class DemandWindows:
             if now - engine.began >= self._window_seconds(engine):
                 self._count_all(engine, now)
                 if engine.hurried and now - engine.began < self._config.window_seconds and engine.pairs < self._config.least_pairs * engine.shape[2]:
-                    continue  # too few requests for so short a window
+                    continue  # too few requests for such a short window
                 engine.closed = [*engine.closed, engine.demand(now)][-2:]
                 engine.since = engine.since or engine.closed[-1]
                 engine.hurried = max(engine.hurried - 1, 0)
                 self._begin(engine, now)
 
     def hurried(self, worker_id: int) -> float | None:
-        """Seconds from a shift on after which there are two windows again; None: it is not known to have shifted, or there are."""
+        """Return the time from a shift until two windows are available again; None: no shift, or they are
+        available."""
         engine = self._engines.get(worker_id)
         return None if engine is None or not engine.hurried else HURRIED * self._window_seconds(engine)
 
@@ -253,15 +274,16 @@ class DemandWindows:
         return self._config.window_seconds / (SHORTER if engine.hurried else 1)
 
     def _begin(self, engine: _Engine, now: float) -> None:
-        """A new window."""
+        """Start a new window."""
         engine.began = now
         for rank in engine.ranks:
             rank.begin()
 
-    # What that makes
+    # Results
 
     def view(self, entry: EngineEntry, now: float) -> EngineView:
-        """One engine as it is now. Refused when too little is known: the text says what is missing."""
+        """Return a snapshot of one engine. Raises InvalidPlacementEvent naming the missing data if too little
+        is known."""
         engine = self._engines.get(entry.worker_id)
         if engine is None or engine.joined.shape is None:
             raise InvalidPlacementEvent(
@@ -295,7 +317,10 @@ class DemandWindows:
         )
 
     def _windows(self, engine: _Engine, now: float) -> tuple[Demand, Demand | None]:
-        """What to plan from and what to judge on: the last two windows, the one that is open among them once half of it is over."""
+        """Return the windows for planning and for evaluation: the last two.
+
+        The current window counts as soon as half of it has passed.
+        """
         found = list(engine.closed)
         if len(found) < 2 or now - engine.began >= self._window_seconds(engine) / 2:
             found.append(engine.demand(now))
@@ -312,7 +337,10 @@ class DemandWindows:
             )
 
     def _holds(self, rank: DemandByRank, now: float) -> bool:
-        """Whether the last word about a rank's demand still holds; that it wants nothing holds until the rank says that it is busy."""
+        """Return True if the last demand report of a rank is still valid.
+
+        A report of zero demand stays valid until the rank reports that it is busy.
+        """
         busy = rank.load is not None and now - rank.load_at <= self._config.stale_seconds and not _idle(rank.load)
         return now - rank.heard_at <= self._config.stale_seconds or (rank.version >= 0 and not rank.wants and not busy)
 
@@ -320,7 +348,7 @@ class DemandWindows:
         return rank.load is not None and now - rank.load_at <= self._config.stale_seconds and _idle(rank.load)
 
     def _count(self, engine: _Engine, number: int, now: float) -> None:
-        """Enter what a rank wanted since it was last counted into the window."""
+        """Add the demand of a rank since it was last counted to the window."""
         rank = engine.ranks[number]
         began = max(rank.counted_at, engine.began)
         rank.counted_at = now
@@ -347,7 +375,7 @@ class DemandWindows:
 
 
 def _nodes(joined: EngineJoined, ranks: int) -> NDArray[np.intp]:
-    """Number of each rank's node, from 0 in the order in which they are named."""
+    """Number the nodes of the ranks from 0, in the order in which they are named."""
     names = joined.nodes if len(joined.nodes) == ranks else (joined.node,) * ranks
     numbers: dict[str, int] = {}
     return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.intp)
@@ -358,13 +386,14 @@ def _idle(load: KvMetrics) -> bool:
 
 
 def _loads(engine: _Engine, what: str) -> NDArray[np.float64] | None:
-    """float64 [ranks] of a figure of the last load reports; None where a rank has never said it."""
+    """Return one value of the last load reports, float64 [ranks]; None if a rank has not reported it."""
     said = [None if rank.load is None else getattr(rank.load, what) for rank in engine.ranks]
     return None if any(value is None for value in said) else np.array(said, np.float64)
 
 
 def _cache(engine: _Engine) -> CacheUse | None:
-    """Blocks that requests hold: those that are kept in case a prefix comes again are anybody's, and soon fill every cache."""
+    """Return the cache use by requests. Blocks that are only kept for prefix reuse can be evicted, so they do
+    not count."""
     used = _loads(engine, "active_decode_blocks")
     return None if used is None else CacheUse(engine.joined.kv_blocks, used, engine.joined.block_size, engine.joined.kv_block_bytes)
 
@@ -376,5 +405,5 @@ def _bound(kept: "OrderedDict[str, Any]", newest: str) -> None:
 
 
 def _listed(numbers: list[int]) -> str:
-    """The first of them."""
+    """Format the first numbers of a list."""
     return ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")

@@ -1,8 +1,9 @@
-"""Which placement each engine serves, at which epoch. Pure.
+"""Registry of the placement and epoch that each engine serves. Pure.
 
-The first epoch of a life is the engine's own (it says it in EngineJoined) and is recorded here; every later epoch is ours. An *incarnation* is
-one life of an engine, named by its worker_id: a restarted engine begins, under a new one, with the last epoch that was decided for the one before,
-or, where that does not fit it, at epoch 0.
+The engine determines its first epoch and announces it in EngineJoined; the migration service records it here.
+Every later epoch comes from the migration service. An *incarnation* is one run of an engine, identified by
+its worker_id. A restarted engine gets a new worker_id. It starts with the last epoch decided for its previous
+incarnation, or at epoch 0 if that placement does not fit.
 """
 
 from collections import OrderedDict
@@ -15,29 +16,29 @@ from fleet.placement import Placement, PlacementRecord
 
 
 class PlacementFault(StrEnum):
-    """Why something that was said was refused."""
+    """Reason for rejecting an event or a request."""
 
     PLACEMENT = "placement"
-    """it breaks an invariant, or its bytes do not fit"""
+    """the placement violates an invariant, or its bytes do not fit"""
     SHAPE = "shape"
-    """it does not fit the model, or the placement before"""
+    """it does not fit the model or the previous placement"""
     LAYOUT = "layout"
     CONTRADICTION = "contradiction"
-    """another placement than the one known under this epoch, or another engine or model than the one that joined"""
+    """different placement under a known epoch, or different engine or model than the one that joined"""
     UNKNOWN = "unknown"
-    """it is about an engine that is not there"""
+    """the engine is not present"""
     STALE = "stale"
-    """something newer is known"""
+    """newer data is known"""
     DEMAND = "demand"
-    """a demand that cannot be, or that is missing"""
+    """the demand is invalid or missing"""
     CLUSTERS = "clusters"
-    """clusters that cannot be, or are of another shape"""
+    """the clusters are invalid or have another shape"""
     CAPACITY = "capacity"
-    """more than may be kept"""
+    """the storage limit is exceeded"""
 
 
 class InvalidPlacementEvent(ValueError):
-    """What an engine or the log says cannot be."""
+    """Error: invalid event from an engine or from the log."""
 
     def __init__(self, fault: PlacementFault, detail: str) -> None:
         super().__init__(detail)
@@ -46,7 +47,7 @@ class InvalidPlacementEvent(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EngineEntry:
-    """The newest placement known of one incarnation."""
+    """Newest known placement of one incarnation."""
 
     engine: str
     worker_id: int
@@ -59,40 +60,42 @@ class EngineEntry:
 
 
 class PlacementRegistry:
-    """Entries by incarnation; bounded, those that are gone for longest are forgotten first."""
+    """Entries by incarnation. Bounded: the incarnations that have been gone longest are forgotten first."""
 
     def __init__(self, most_incarnations: int = 1024) -> None:
         self._most = most_incarnations
         self._entries: OrderedDict[int, EngineEntry] = OrderedDict()
         self._present: dict[str, int] = {}
-        """worker_id of each engine that has joined and not left, by name"""
+        """worker_id of each present engine, by name"""
 
     def entry(self, worker_id: int) -> EngineEntry | None:
-        """What an incarnation serves; None: nothing was recorded for it."""
+        """Return the placement of an incarnation; None: nothing was recorded for it."""
         return self._entries.get(worker_id)
 
     def engine_of(self, worker_id: int) -> str | None:
-        """The engine of an incarnation that is known."""
+        """Return the engine of a known incarnation."""
         entry = self._entries.get(worker_id)
         return entry.engine if entry is not None else next((engine for engine, present in self._present.items() if present == worker_id), None)
 
     def present(self, engine: str) -> bool:
-        """Whether an engine of this name has joined and not left."""
+        """Return True if an engine of this name has joined and not left."""
         return engine in self._present
 
     def newest(self) -> dict[str, EngineEntry]:
-        """The entry that was made last of each engine, by name, whether it is present or not."""
+        """Return the newest entry of each engine, by name, including engines that are not present."""
         return {entry.engine: entry for entry in self._entries.values()}
 
     def engines(self) -> dict[str, EngineEntry]:
-        """What the engines that are present serve, by name; without those that say nothing of experts."""
+        """Return the entries of the present engines, by name, without engines that announced no experts."""
         return {engine: self._entries[worker_id] for engine, worker_id in self._present.items() if worker_id in self._entries}
 
     def joined(self, joined: EngineJoined) -> PlacementCommitted | None:
-        """An engine is there: returns the first epoch that must be recorded for it, or None when there is nothing (more) to record.
+        """Add a present engine. Returns the first epoch that must be recorded for it; None: nothing is to be
+        recorded.
 
-        Hearing the same join again changes nothing, and asks for the same record until `committed` has seen it. Refused when its
-        placement cannot be; the engine then counts as present without one.
+        A repeated join changes nothing and returns the same record until `committed` has seen it. Raises
+        InvalidPlacementEvent if the placement is invalid; the engine then counts as present without a
+        placement.
         """
         self._present[joined.engine] = joined.worker_id
         while len(self._present) > self._most:
@@ -107,13 +110,16 @@ class PlacementRegistry:
         return PlacementCommitted(engine=joined.engine, worker_id=joined.worker_id, layout=layout, placement=joined.placement)
 
     def left(self, worker_id: int) -> None:
-        """An incarnation is gone; its entry stays readable for a while."""
+        """Mark an incarnation as gone; its entry stays readable for some time."""
         for engine, present in list(self._present.items()):
             if present == worker_id:
                 del self._present[engine]
 
     def committed(self, committed: PlacementCommitted) -> bool:
-        """What the log says: whether it is news. Older epochs and repetitions are none. Refused when it contradicts what is known."""
+        """Apply a log entry. Returns True if it is new; older epochs and repetitions are not.
+
+        Raises InvalidPlacementEvent if it contradicts a known placement.
+        """
         try:
             placement = Placement.from_record(committed.placement)
         except ValueError as error:
@@ -137,7 +143,10 @@ class PlacementRegistry:
 
 
 def _checked_join(joined: EngineJoined, record: PlacementRecord) -> tuple[Layout, Placement]:
-    """Layout and placement of a join; Refused when they contradict each other, the model or the number of ranks."""
+    """Return the validated layout and placement of a join.
+
+    Raises InvalidPlacementEvent if they contradict each other, the model or the number of ranks.
+    """
     name = f"engine {joined.engine!r}"
     if joined.shape is None or joined.layout is None:
         raise InvalidPlacementEvent(
@@ -159,7 +168,7 @@ def _checked_join(joined: EngineJoined, record: PlacementRecord) -> tuple[Layout
 
 
 def _agree(known: EngineEntry, placement: Placement) -> None:
-    """Placements of one incarnation have one shape, and one epoch is one placement."""
+    """Check that all placements of an incarnation have one shape, and that one epoch has one placement."""
     before = known.placement
     if (before.layers, before.experts, before.ranks) != (placement.layers, placement.experts, placement.ranks):
         raise InvalidPlacementEvent(

@@ -1,29 +1,36 @@
-"""Engines that beat though no join of theirs is known: what was stored of it was pushed out of the log by what was stored since. Pure; bounded."""
+"""Engines that send heartbeats but whose join event has expired from the log. Pure; bounded."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
 
 FIRST_SECONDS = 1.0
-"""A join that was stored just now is given so long to arrive."""
+"""Delay before the first request: a join event that was just stored may still be arriving."""
 MOST_SECONDS = 3600.0
 
 
 @dataclass(slots=True)
 class _Stranger:
     next: float
-    """not to be asked before"""
+    """earliest time of the next request"""
     pause: float
 
 
 class UnknownEngines:
-    """Says when to ask one who it is: a moment after it was first heard, and then after pauses that double up to an hour, while it is heard."""
+    """Schedule of requests to unknown engines to identify themselves.
+
+    The first request follows shortly after the first heartbeat. The interval then doubles up to an hour,
+    while heartbeats arrive.
+    """
 
     def __init__(self, most: int = 256) -> None:
         self._most = most
         self._heard: OrderedDict[int, _Stranger] = OrderedDict()
 
     def heard(self, worker_id: int, now: float) -> bool:
-        """Whether to ask now; then it counts as asked. Of more than `most` the one heard first is forgotten."""
+        """Record a heartbeat. Returns True if the engine must be asked now, and counts it as asked.
+
+        Of more than `most` engines, the one seen first is forgotten.
+        """
         stranger = self._heard.get(worker_id)
         if stranger is None:
             self._heard[worker_id] = _Stranger(now + FIRST_SECONDS, FIRST_SECONDS)

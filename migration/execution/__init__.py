@@ -1,4 +1,5 @@
-"""A plan carried out durably: one leader, a log in the blob store, one handover after the other.
+"""Durable execution of plans: one leader, a log, plans in the blob store, one handover after another.
 
-Admission rule: what awaits acknowledgements of ranks or of the store. The decisions of the protocol are pure and live in `handover`.
+Admission rule: code that awaits acknowledgements from ranks or from the store. The decisions of the protocol
+are pure and are in `handover`.
 """

@@ -1,8 +1,9 @@
-"""Carries plans out: one handover of an engine at a time, several engines at once.
+"""Executor of plans: one handover at a time per engine, several engines in parallel.
 
-Everything follows from what is durable: the log says which plan of an engine has no end, and how far it is; the engine's key says whether a
-handover is open. So a plan that was just accepted, and one that a dead predecessor left, go the same way: end what is open, then make the next
-handover of the plan without an end, until there is none.
+All actions follow from durable state. The log gives the unfinished plan of an engine and its progress. The
+engine's key tells whether a handover is open. A plan that was just accepted and a plan left by a dead
+coordinator therefore take the same path: finish the open handover, then start the next handover of the
+unfinished plan, until none is left.
 """
 
 import asyncio
@@ -37,11 +38,14 @@ _GRACE_SECONDS = 1.0
 
 
 class ExecutorBusy(ValueError):
-    """The engine has a plan under way already; the text names it."""
+    """Error: the engine already has a plan under way; the text names it."""
 
 
 class PlanExecutor:
-    """Used on one event loop, while leading. committed: told of every placement that was recorded. clock: seconds that never go back."""
+    """Used on one event loop, on the leader.
+
+    committed: called with every recorded placement. clock: monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -69,47 +73,53 @@ class PlanExecutor:
         self._handing = HandoverDriver(bus, subjects, self._journal, lead, metrics, self._gone, self._silent, clock)
         self._pace = HandoverTimes(config.repeat_seconds, _GRACE_SECONDS, config.commit_seconds)
         self._told: dict[int, dict[int, HandoverDescribed]] = {}
-        """by worker_id and rank: what each said last"""
+        """by worker_id and rank: last status report"""
         self._fences: dict[int, int] = {}
-        """by worker_id: our token that its ranks have heard"""
+        """by worker_id: fencing token of ours that its ranks have seen"""
         self._plans: dict[str, Plan] = {}
-        """by engine: the plan that is under way, once it was read"""
+        """by engine: plan under way, once it was read"""
         self._traces: dict[str, PlanTrace] = {}
-        """by engine: of the plan that is under way"""
+        """by engine: trace of the plan under way"""
         self._since: dict[str, float] = {}
-        """by engine: when its plan was taken up"""
+        """by engine: start time of its plan"""
         self._accepting: set[str] = set()
         self._attending: dict[str, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self, ready: Callable[[], None]) -> None:
-        """Until cancelled. ready: called once the log is read. BusError when it cannot be at the start; LeaseTaken when somebody else leads."""
+        """Run until cancelled. ready: called once the log is read.
+
+        Raises BusError if the log cannot be read at the start, and LeaseTaken if another service is the
+        leader.
+        """
         subjects = self._subjects
         async with self._bus.subscribe(subjects.handovers(), subjects.heartbeats()) as heard:
             await self._journal.read()
             try:
                 async with asyncio.TaskGroup() as tasks:
                     self._tasks = tasks
-                    tasks.create_task(self._listen(heard), name="hears ranks and heartbeats")
-                    tasks.create_task(self._follow(), name="follows what is recorded of plans")
-                    tasks.create_task(self._watch(), name="watches over plans, and finds those that nobody attends to")
+                    tasks.create_task(self._listen(heard), name="receive rank reports and heartbeats")
+                    tasks.create_task(self._follow(), name="follow the log of plans")
+                    tasks.create_task(self._watch(), name="watch plans and find unattended ones")
                     ready()
             finally:
                 self._tasks = None
                 for trace in self._traces.values():
                     trace.end(None)
 
-    # What is asked for
+    # Requests
 
     async def accept(
         self, entry: EngineEntry, plan: Plan, origin: Origin, grounds: Grounds | None = None, still: Callable[[], bool] | None = None
     ) -> MigrationAccepted:
-        """Begin to carry a plan out: it is durable when this returns.
+        """Start a plan. It is durable when this returns.
 
-        plan: one that holds on what the engine serves (`migration.planning.operator_plans`). grounds: of the planner, where nobody has asked for it. still:
-        whether it is
-        to be begun, asked right before each attempt to make it durable. Busy when it has a plan under way; ValueError when this one comes too late, or
-        (Withdrawn) is not to be begun any more; BusError when the bus fails.
+        plan: must apply to the served placement (`migration.planning.operator_plans`). grounds: for plans
+        started by the planner. still: returns True while the plan is still to be started; called right before
+        each attempt to persist it.
+
+        Raises ExecutorBusy if a plan is under way, Withdrawn if `still` returned False, ValueError if the
+        plan is for another epoch, and BusError if the bus fails.
         """
         engine = entry.engine
         self.refuse_second(engine)
@@ -139,7 +149,7 @@ class PlanExecutor:
         return accepted(entry, plan)
 
     def refuse_second(self, engine: str) -> None:
-        """Busy when the engine has a plan under way."""
+        """Raise ExecutorBusy if the engine has a plan under way."""
         course = self._log.under_way(engine)
         if course is not None:
             told = f"handover {course.next + 1} of {course.planned.handovers}"
@@ -150,13 +160,17 @@ class PlanExecutor:
             raise ExecutorBusy(f"engine {engine!r} is just being given another plan; ask again when that is over")
 
     async def survey(self, entry: EngineEntry, patience: float = 0.0, token: int = 0) -> tuple[HandoverDescribed, ...]:
-        """Where every rank is. Unfit names one that takes part in no handovers, or does not answer within so many seconds. token: see `DescribeHandover`."""
+        """Return the status of every rank.
+
+        patience: seconds within which every rank must answer. token: see `DescribeHandover`. Raises Unfit
+        naming a rank that takes part in no handovers or does not answer in time.
+        """
         told = await self._handing.survey(entry.engine, entry.worker_id, entry.placement.ranks, patience, token)
         for said in told:
             self._note(said, self._ledger.entry(said.worker_id))
         return told
 
-    # What is heard
+    # Reports
 
     async def _listen(self, heard: Subscription) -> None:
         async for one in heard:
@@ -164,7 +178,7 @@ class PlanExecutor:
                 continue
             entry = self._ledger.entry(said.worker_id)
             if entry is not None and entry.engine != engine_of(one.subject):
-                continue  # one engine speaks for another
+                continue  # one engine sends reports in the name of another
             if isinstance(said, EngineHeartbeat):
                 self._pulse.heard(said.worker_id, self._clock())
             elif sane(said):
@@ -176,13 +190,14 @@ class PlanExecutor:
             self._told.setdefault(said.worker_id, {})[said.rank] = said
 
     async def _follow(self) -> None:
-        """Plans that somebody else recorded, who thought to lead."""
+        """Follow the log for plans recorded by other services that believed they were the leader."""
         async for one in self._bus.replay(self._subjects.migrations()):
             if isinstance(one.message, MigrationPlanned) and self._log.heard(one.message):
                 self._attend_to(one.message.engine)
 
     async def _watch(self) -> None:
-        """What nobody attends to: what a predecessor left, and what ranks have open though nobody leads them."""
+        """Attend to engines with work that has no task: plans of a previous coordinator, and handovers open
+        only on ranks."""
         for engine in {*self._ledger.engines(), *self._log.known()}:
             self._attend_to(engine)
         while True:
@@ -196,7 +211,7 @@ class PlanExecutor:
             await asyncio.sleep(min(_LOOK_SECONDS, self._config.silent_seconds / 4))
 
     def _tell(self) -> None:
-        """The watchdog's figures."""
+        """Update the watchdog metrics."""
         present = {entry.worker_id for entry in self._ledger.engines().values()}
         self._pulse.keep_only(present)
         self._told = {worker_id: told for worker_id, told in self._told.items() if worker_id in present}
@@ -212,7 +227,7 @@ class PlanExecutor:
             self._metrics.pending(engine, now - self._since.get(engine, now), pending, layers)
 
     def _gone(self, engine: str, worker_id: int) -> str:
-        """Why the life of an engine is over; empty: nothing proves that it is."""
+        """Return why an incarnation has ended; empty: there is no proof that it has."""
         entry = self._ledger.engines().get(engine)
         if entry is None:
             return "it has left"
@@ -221,16 +236,17 @@ class PlanExecutor:
     def _silent(self, worker_id: int) -> bool:
         return self._pulse.silent(worker_id, self._clock()) > 0
 
-    # What is done
+    # Actions
 
     def _attend_to(self, engine: str) -> None:
         if self._tasks is None or engine in self._attending or engine in self._accepting:
             return
         self._since.setdefault(engine, self._clock())
-        self._attending[engine] = self._tasks.create_task(self._attend(engine), name=f"carries out what engine {engine} is to do")
+        self._attending[engine] = self._tasks.create_task(self._attend(engine), name=f"carry out plans of engine {engine}")
 
     async def _attend(self, engine: str) -> None:
-        """Whatever fails is tried again: a plan must end, and the log must say how."""
+        """Work on an engine until nothing is left to do. Failures are retried: a plan must end, and the log
+        must say how."""
         try:
             while not await self._tried(engine):
                 pass
@@ -238,7 +254,7 @@ class PlanExecutor:
             self._attending.pop(engine, None)
 
     async def _tried(self, engine: str) -> bool:
-        """Whether there is nothing left to be done."""
+        """Attempt one action. Returns True if nothing is left to do."""
         try:
             return await self._advance(engine)
         except LeaseTaken:
@@ -253,7 +269,7 @@ class PlanExecutor:
         return False
 
     async def _advance(self, engine: str) -> bool:
-        """One thing that is to be done; True: there was none."""
+        """Perform one pending action. Returns True if there is none."""
         found = await self._conclude(engine)
         if (second := self._log.second(engine)) is not None:
             await self._drop(PlanRun(second), HandoverFailure("another plan was under way; ask again when that is over", "busy"))
@@ -271,7 +287,7 @@ class PlanExecutor:
         return self._log.under_way(engine) is None
 
     async def _conclude(self, engine: str) -> OpenPlans:
-        """End what is open under the engine's key."""
+        """Finish the handover that is open under the engine's key."""
         found = await self._journal.look(engine)
         left, course = found.open, self._log.course(engine)
         if left is None or left.state is State.IDLE:
@@ -286,7 +302,7 @@ class PlanExecutor:
         return await self._journal.look(engine)
 
     async def _next(self, engine: str, course: PlanRun, found: OpenPlans) -> None:
-        """One more handover of a plan; or its end, where it cannot go on."""
+        """Carry out the next handover of a plan, or abandon the plan if it cannot continue."""
         entry = self._ledger.engines().get(engine)
         if entry is None or entry.worker_id != course.planned.worker_id:
             why = f"engine {engine!r} {'has left' if entry is None else 'has begun a new life'}; plan anew for what it serves then"
@@ -305,7 +321,11 @@ class PlanExecutor:
         return None
 
     async def _ready(self, entry: EngineEntry, handover: Handover, found: OpenPlans) -> tuple[OpenPlans, int]:
-        """What is durable, and the highest number that any handover had, once every rank is free for one. Unfit when one is not."""
+        """Wait until every rank is free for a handover.
+
+        Returns the durable state and the highest handover number used so far. Raises Unfit if a rank is not
+        free.
+        """
         told = await self._fenced(entry, self._config.stage_seconds)
         if stray(told):
             found = await self._clear_strays(entry.engine, found)
@@ -319,16 +339,20 @@ class PlanExecutor:
         return found, max(0 if found.open is None else found.open.highest, *(said.concluded for said in told))
 
     async def _fenced(self, entry: EngineEntry, patience: float = 0.0) -> tuple[HandoverDescribed, ...]:
-        """Where every rank is, and will be: none of them listens any more to anybody who led before. So what is seen open can be ended by what is seen,
-        also where the store knows nothing of it. Unfit when a rank does not say."""
+        """Fence off previous leaders, then return the status of every rank.
+
+        Afterwards no rank obeys a previous leader. An open handover can therefore be finished from the
+        reported status alone, even if the store does not know it. Raises Unfit if a rank does not answer.
+        """
         heard = max(said.token for said in await self.survey(entry, patience))
         if heard > self._lead.token or (heard == self._lead.token and self._fences.get(entry.worker_id) != heard):
-            await self._lead.outbid(heard)  # an equal one may be another's: tokens begin anew with a server that lost its store
+            await self._lead.outbid(heard)  # an equal token may belong to another service: tokens restart if the server lost its store
         self._fences[entry.worker_id] = self._lead.token
         return await self.survey(entry, patience, self._lead.token)
 
     async def _room(self, entry: EngineEntry, wanted: list[int], told: tuple[HandoverDescribed, ...]) -> tuple[HandoverDescribed, ...]:
-        """Wait, as long as staging may take, for cells that drain or are in quarantine; what then is missing ranks say themselves."""
+        """Wait, up to the staging time limit, for cells that are draining or in quarantine. Ranks report a
+        remaining lack."""
         until = self._clock() + self._config.stage_seconds
         while self._clock() < until and any(said.free < wanted[said.rank] <= said.free + said.draining + said.quarantined for said in told):
             await asyncio.sleep(self._config.repeat_seconds)
@@ -345,7 +369,10 @@ class PlanExecutor:
         await self._handing.carry(proceeding, revision, trace)
 
     async def _clear_strays(self, engine: str, found: OpenPlans) -> OpenPlans:
-        """End what ranks have open though nothing durable knows of it: they did not hear that it is over, or a server lost its store."""
+        """Finish a handover that ranks have open but that is not in durable storage.
+
+        Either the ranks missed its end, or a server lost its store.
+        """
         entry = self._ledger.engines().get(engine)
         if entry is None or not stray(tuple(self._told.get(entry.worker_id, {}).values())):
             return found
@@ -365,13 +392,13 @@ class PlanExecutor:
         return await self._journal.look(engine)
 
     async def _drop(self, course: PlanRun, failure: HandoverFailure) -> None:
-        """The rest of a plan is given up, with no handover open."""
+        """Abandon the rest of a plan, with no handover open."""
         logger.warning("plan %s of engine %s is given up: %s", course.planned.plan, course.planned.engine, failure.reason)
         await self._journal.record(dropped(course, failure))
         self._metrics.dropped(failure.fault)
 
     async def _plan(self, engine: str, course: PlanRun) -> Plan:
-        """BlobLost when it is not stored."""
+        """Return the plan under way. Raises BlobLost if it is not stored."""
         plan = self._plans.get(engine)
         if plan is None or plan.id != course.planned.plan:
             plan = self._plans[engine] = await self._journal.plan(course.planned.blob)

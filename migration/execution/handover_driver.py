@@ -1,6 +1,8 @@
-"""Carries one handover to its end: sends what `migration.handover.coordinator` calls for, tells it what is heard, and makes its moves durable.
+"""Driver of one handover: sends its commands, feeds reports to `migration.handover.coordinator`, persists its
+moves.
 
-Several engines' handovers are carried at a time, one of each engine. Nothing is sent while another may lead.
+Several handovers run at a time, at most one per engine. Nothing is sent while another service may be the
+leader.
 """
 
 import asyncio
@@ -23,23 +25,24 @@ from migration.telemetry.tracing import HandoverTrace
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
-"""The longest that nothing is looked at: whether the engine is there, whether we lead."""
+"""Longest interval between checks for the presence of the engine and for the lead."""
 ANSWER_SECONDS = 2.0
-"""Wait for one answer of a rank: longer than the time after which it is asked again, so that slow ones are heard too."""
+"""Time limit for one answer of a rank. It exceeds the resend interval, so that slow answers are still
+received."""
 _PAUSE_SECONDS = 0.25
 LEAST_SECONDS = 0.001
-"""The shortest: clocks are not exact, and waiting for no time at all waits for ever."""
+"""Shortest wait: clocks are not exact, and a wait of zero never ends."""
 MOST_NUMBER = 1 << 53
-"""No number that a rank tells is above it, if it is sane."""
+"""Upper bound on any number that a rank reports; larger ones are invalid."""
 
 Gone = Callable[[str, int], str]
-"""(engine, worker_id) -> why that life of the engine is over; empty: nothing proves that it is"""
+"""(engine, worker_id) -> reason why that incarnation has ended; empty: there is no proof that it has"""
 MOST_WORDS = 4096
-"""Words of ranks that wait to be taken in; each is asked again if one is lost."""
+"""Limit on queued rank reports; a rank is asked again if a report is lost."""
 
 
 class CommandsRefused(NamedTuple):
-    """A rank that takes no commands at all."""
+    """Refusal of a rank to accept any commands."""
 
     rank: int
     reason: str
@@ -49,7 +52,7 @@ Word = HandoverDescribed | CommandsRefused
 
 
 class Unfit(Exception):
-    """An engine whose ranks cannot begin a handover now."""
+    """Error: a rank of an engine cannot begin a handover now."""
 
     def __init__(self, failure: HandoverFailure) -> None:
         super().__init__(failure.reason)
@@ -57,7 +60,10 @@ class Unfit(Exception):
 
 
 class HandoverDriver:
-    """Used on one event loop. silent: whether a worker_id's heart beats no more. clock: seconds that never go back."""
+    """Used on one event loop.
+
+    silent: returns True if the heartbeats of a worker_id are missing. clock: monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -82,12 +88,13 @@ class HandoverDriver:
         """by worker_id"""
 
     def hear(self, said: HandoverDescribed) -> None:
-        """What a rank says of its own accord."""
+        """Receive an unsolicited status report of a rank."""
         if (inbox := self._inboxes.get(said.worker_id)) is not None and not inbox.full():
             inbox.put_nowait(said)
 
     async def survey(self, engine: str, worker_id: int, ranks: int, patience: float, token: int) -> tuple[HandoverDescribed, ...]:
-        """Where every rank is. Unfit names the first that does not say within so many seconds."""
+        """Return the status of every rank. Raises Unfit naming the first that does not answer within
+        `patience` seconds."""
         until = self._clock() + patience
         answers = await asyncio.gather(*(self._where(engine, worker_id, rank, until, token) for rank in range(ranks)))
         for answer in answers:
@@ -96,7 +103,11 @@ class HandoverDriver:
         return tuple(answer for answer in answers if isinstance(answer, HandoverDescribed))
 
     async def carry(self, proceeding: HandoverState, revision: int | None, trace: HandoverTrace | None = None) -> HandoverState:
-        """Until it is over. Superseded when somebody else has changed what is durable of it; LeaseTaken when somebody else leads."""
+        """Drive a handover until it ends.
+
+        Raises Superseded if another service changed its durable state, and LeaseTaken if another service is
+        the leader.
+        """
         with self._inbox(proceeding.what.worker_id) as inbox:
             overdue = False
             async with _asking() as ask:
@@ -111,13 +122,13 @@ class HandoverDriver:
                             trace.moved(proceeding, move)
                         continue
                     for rank, command in proceeding.due(now):
-                        ask(self._send(inbox, proceeding.what.engine, rank, command), f"tells rank {rank} of engine {proceeding.what.engine} to go on")
+                        ask(self._send(inbox, proceeding.what.engine, rank, command), f"send a command to rank {rank} of engine {proceeding.what.engine}")
                         proceeding = proceeding.asked((rank,), now)
                     proceeding = await self._listen(inbox, proceeding)
         return proceeding
 
     async def _looked(self, proceeding: HandoverState) -> HandoverState:
-        """With what is to be seen from here: whether the engine is there, and whether a rank has heard of a higher token."""
+        """Apply the presence of the engine, and outbid a higher fencing token that a rank reported."""
         what = proceeding.what
         if why := self._gone(what.engine, what.worker_id):
             proceeding = proceeding.gone(why)
@@ -131,7 +142,7 @@ class HandoverDriver:
         return proceeding
 
     async def _make(self, proceeding: HandoverState, move: Move, revision: int | None, now: float) -> tuple[HandoverState, int]:
-        """Record, then make durable."""
+        """Write the records of a move, then persist the new state."""
         for entry in move.records:
             await self._journal.record(entry)
         kept = await self._journal.keep(proceeding.what.engine, proceeding.durable(move.after, now), revision)
@@ -141,7 +152,7 @@ class HandoverDriver:
         return after, kept
 
     def _told_overdue(self, proceeding: HandoverState, now: float, *, before: bool) -> bool:
-        """Whether a decided handover takes too long; the log says so once."""
+        """Return True if a decided handover is overdue. A warning is logged once."""
         overdue, what = proceeding.overdue(now), proceeding.what
         self._metrics.overdue(what.engine, overdue)
         if overdue and not before:
@@ -152,7 +163,7 @@ class HandoverDriver:
         return overdue
 
     async def _listen(self, inbox: asyncio.Queue[Word], proceeding: HandoverState) -> HandoverState:
-        """Take in what was said; wait for it until there is something to do."""
+        """Wait for reports until the next action is due, and apply them."""
         now = self._clock()
         try:
             async with asyncio.timeout(min(max(proceeding.next_look(now) - now, LEAST_SECONDS), LOOK_SECONDS)):
@@ -197,7 +208,7 @@ class HandoverDriver:
 
     @contextmanager
     def _inbox(self, worker_id: int) -> Iterator[asyncio.Queue[Word]]:
-        """What is said of this engine meanwhile."""
+        """Collect the reports of one engine meanwhile."""
         inbox: asyncio.Queue[Word] = asyncio.Queue(MOST_WORDS)
         self._inboxes[worker_id] = inbox
         try:
@@ -208,7 +219,7 @@ class HandoverDriver:
 
 @asynccontextmanager
 async def _asking() -> AsyncIterator[Callable[[Coroutine[Any, Any, None], str], None]]:
-    """Starts questions, by name; those that are not answered in the end are let go."""
+    """Start requests as named tasks. Requests still unanswered at the end are cancelled."""
     asked = set[asyncio.Task[None]]()
 
     def ask(question: Coroutine[Any, Any, None], name: str) -> None:
@@ -225,13 +236,17 @@ async def _asking() -> AsyncIterator[Callable[[Coroutine[Any, Any, None], str], 
 
 
 def sane(said: HandoverDescribed) -> bool:
-    """Whether its numbers can be: tokens and numbers of handovers are made from them."""
+    """Return True if the numbers in a report are plausible, because tokens and handover numbers are derived
+    from them."""
     return all(0 <= number <= MOST_NUMBER for number in (said.handover, said.concluded, said.flipped, said.token, said.served, said.rank))
 
 
 def stray(told: Sequence[HandoverDescribed]) -> tuple[int, CoordinatorState] | None:
-    """The handover that ranks have open though nothing durable knows of it, and what is to become of it: it was decided where any rank is ready or has
-    flipped, and else it is given up. None: none is open."""
+    """Return the handover that ranks have open but that is not in durable storage, and how to finish it;
+    None: none.
+
+    It was decided if any rank is ready or has flipped; otherwise it is aborted.
+    """
     handover = max((said.handover for said in told), default=0)
     if not handover:
         return None

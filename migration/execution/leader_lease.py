@@ -1,4 +1,4 @@
-"""Of several migration services one leads and the others stand by: by a lease, whose token fences off whoever led before."""
+"""Leader election among migration services, by a lease whose fencing token excludes previous leaders."""
 
 import asyncio
 import logging
@@ -12,12 +12,12 @@ from bus.claims import LOOK_SECONDS, ClaimLease, LeaseTaken
 logger = logging.getLogger(__name__)
 
 REFRESHES = 3
-"""in the time of one lease"""
+"""renewals per lease period"""
 _FAREWELL_SECONDS = 1.0
 
 
 class LeaderLease:
-    """One service's share in it. Used on one event loop. seconds: of a lease; clock: seconds that never go back."""
+    """Lease of one service. Used on one event loop. seconds: lease duration; clock: monotonic seconds."""
 
     def __init__(self, bus: Bus, key: str, seconds: float, clock: Callable[[], float]) -> None:
         self._lease = ClaimLease(bus, key, worker_id=secrets.randbits(64), node=platform.node() or "an unnamed machine", lease=seconds)
@@ -25,7 +25,7 @@ class LeaderLease:
         self._clock = clock
         self._changing = asyncio.Lock()
         self._until = float("-inf")
-        """until when nobody else can have taken the lead"""
+        """time until which no other service can have become the leader"""
         self._fresh = asyncio.Event()
 
     @property
@@ -34,11 +34,15 @@ class LeaderLease:
 
     @property
     def leads(self) -> bool:
-        """Whether nobody else can lead at this moment."""
+        """True if no other service can be the leader at this moment."""
         return self._lease.held and self._clock() < self._until
 
     async def take(self, standing_by: Callable[[], None]) -> None:
-        """Wait for the lead, and take it. standing_by: called when another leads. BusError when the bus fails at the first attempt."""
+        """Wait for the lead and take it.
+
+        standing_by: called while another service is the leader. Raises BusError if the bus fails at the first
+        attempt.
+        """
         first = True
         while True:
             began = self._clock()
@@ -59,7 +63,10 @@ class LeaderLease:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def hold(self) -> None:
-        """Renew the lease until cancelled. LeaseTaken when somebody else leads. While the bus is away nobody knows; `standing` waits then."""
+        """Renew the lease until cancelled. Raises LeaseTaken if another service is the leader.
+
+        While the bus is unavailable the leader is unknown; `standing` then waits.
+        """
         while True:
             await asyncio.sleep(self._seconds / REFRESHES)
             try:
@@ -68,13 +75,16 @@ class LeaderLease:
                 logger.warning("the lead cannot be renewed: %s", error)
 
     async def standing(self) -> None:
-        """Wait until nobody else can lead; at once, as a rule."""
+        """Wait until no other service can be the leader. Usually returns at once."""
         while not self.leads:
             self._fresh.clear()
             await self._fresh.wait()
 
     async def outbid(self, token: int) -> int:
-        """A token above one that a rank has heard of. LeaseTaken when that was of somebody who leads; BusError when the bus fails."""
+        """Get a fencing token above one that a rank has seen.
+
+        Raises LeaseTaken if that token belongs to the current leader, and BusError if the bus fails.
+        """
         async with self._changing:
             began = self._clock()
             await self._lease.outbid(token)
@@ -82,7 +92,7 @@ class LeaderLease:
         return self.token
 
     async def give_up(self) -> None:
-        """Let another lead at once."""
+        """Release the lease, so that another service can lead at once."""
         self._until = float("-inf")
         try:
             async with asyncio.timeout(_FAREWELL_SECONDS):

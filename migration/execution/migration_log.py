@@ -1,6 +1,8 @@
-"""What is durable of plans and handovers: the log, written once in effect; the key of each engine's open handover; the plans themselves.
+"""Durable state of plans and handovers: the log, the key of each engine's open handover, and the stored
+plans.
 
-Nothing is known of a write whose answer was lost, so what is stored is read before it is repeated.
+Log entries are written exactly once in effect. If the result of a write is unknown, the store is read before
+the write is repeated.
 """
 
 import asyncio
@@ -22,30 +24,33 @@ from migration.model.plan_log import PlanLog
 logger = logging.getLogger(__name__)
 
 MOST_PLAN_BYTES = 16 * 1024 * 1024
-"""JSON of the largest plan that is kept"""
+"""limit on the JSON of a stored plan"""
 
 Recorded = MigrationPlanned | MigrationStaged | PlacementCommitted | MigrationCommitted | MigrationAborted
 
 
 class Superseded(Exception):
-    """Somebody else has changed what is durable of an engine's handover; look again."""
+    """Error: another service changed the durable state of an engine's handover. Read it again."""
 
 
 class Withdrawn(ValueError):
-    """What was to be begun is not wanted any more."""
+    """Error: the plan was withdrawn before it was started."""
 
 
 class OpenPlans(NamedTuple):
-    """What stands under an engine's key."""
+    """Durable state under an engine's key."""
 
     open: OpenHandover | None
-    """None: nothing yet, or nothing that can be read"""
+    """None: nothing is stored yet, or it cannot be read"""
     revision: int | None
 
 
 class MigrationLog:
-    """Used on one event loop. committed: told of every placement that was recorded. retry: seconds between attempts. standing: waits until nobody else
-    can lead, so that what was interrupted by an outage is not gone on with by somebody who was replaced meanwhile."""
+    """Used on one event loop.
+
+    committed: called with every recorded placement. retry: seconds between attempts. standing: waits until no
+    other service can be the leader, so that a replaced service does not resume work after an outage.
+    """
 
     def __init__(
         self,
@@ -64,16 +69,19 @@ class MigrationLog:
         self._retry = retry
         self._standing = standing
 
-    # The log
+    # Log entries
 
     async def read(self, engine: str = "*") -> None:
-        """Read what is stored of plans. BusError when it cannot be read."""
+        """Read the log of plans. Raises BusError if it cannot be read."""
         async for received in self._bus.replay(self._subjects.migrations(engine), follow=False):
             if isinstance(received.message, MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted):
                 self.chronicle.heard(received.message)
 
     async def record(self, entry: Recorded, still: Callable[[], bool] | None = None) -> None:
-        """Write an entry, unless it is there; until it is. still: asked right before each attempt; Withdrawn once it is false."""
+        """Write an entry, unless it exists, and retry until it is stored.
+
+        still: called right before each attempt. Raises Withdrawn once it returns False.
+        """
         subject = (self._subjects.placements if isinstance(entry, PlacementCommitted) else self._subjects.migrations)(entry.engine)
         while not self._has(entry):
             await self._standing()
@@ -101,7 +109,7 @@ class MigrationLog:
             self.chronicle.heard(entry)
 
     async def _find_out(self, entry: Recorded) -> None:
-        """Read what is stored, once the bus can be read again."""
+        """Read the log, once the bus is available again."""
         while True:
             await asyncio.sleep(self._retry)
             try:
@@ -115,10 +123,10 @@ class MigrationLog:
             else:
                 return None
 
-    # The key
+    # Open handovers
 
     async def look(self, engine: str) -> OpenPlans:
-        """What is durable of an engine's handover. BusError when it cannot be read."""
+        """Return the durable state of an engine's handover. Raises BusError if it cannot be read."""
         claim = await self._bus.read_claim(self._subjects.handover_key(engine))
         if claim is None:
             return OpenPlans(None, None)
@@ -129,7 +137,10 @@ class MigrationLog:
             return OpenPlans(None, claim.revision)
 
     async def keep(self, engine: str, state: OpenHandover, revision: int | None) -> int:
-        """Make a state durable in the place of a revision; the new one. Superseded when that is not there any more. Waits for the bus."""
+        """Replace a revision of the durable state and return the new revision. Waits for the bus.
+
+        Raises Superseded if the stored revision is another one.
+        """
         key, value = self._subjects.handover_key(engine), msgspec.json.encode(state)
         while True:
             await self._standing()
@@ -157,12 +168,14 @@ class MigrationLog:
                 at_once = False
                 logger.warning("%s cannot be read: %s", key, error)
 
-    # Plans
+    # Stored plans
 
     async def store(self, plan: Plan) -> str:
-        """The digest under which a plan is kept; empty: there is no room for it, and a successor cannot go on with it. BusError when the bus fails.
+        """Store a plan and return its digest; empty: there is no space, and a successor cannot resume the
+        plan.
 
-        Equal plans of engines that are alike are two blobs, so that the first that is over does not drop that of the other.
+        Equal plans of different engines are stored as separate blobs. Deleting one then does not delete the
+        other. Raises BusError if the bus fails.
         """
         content = await asyncio.to_thread(msgspec.json.encode, {"copy": secrets.token_hex(8), **msgspec.structs.asdict(plan)})
         if len(content) > MOST_PLAN_BYTES:
@@ -175,14 +188,15 @@ class MigrationLog:
             return ""
 
     async def plan(self, digest: str) -> Plan:
-        """A plan that was stored. BlobLost when it is not there (any more), or is none; BusError when the bus fails."""
+        """Return a stored plan. Raises BlobLost if it is missing or invalid, and BusError if the bus fails.
+        """
         try:
             return await asyncio.to_thread(msgspec.json.decode, await self._bus.get_blob(digest), type=Plan)
         except msgspec.DecodeError as error:
             raise BlobLost(f"blob {digest} is no plan: {error}") from error
 
     async def forget(self, digest: str) -> None:
-        """Give the room of a plan back that was stored, and is needed no more. What cannot be reached is left there."""
+        """Delete a stored plan that was not started. On a bus error it stays stored."""
         try:
             if digest:
                 await self._bus.drop_blob(digest)
@@ -190,8 +204,11 @@ class MigrationLog:
             logger.warning("a plan that is not carried out is still stored: %s", error)
 
     async def clear(self, engine: str) -> None:
-        """Give the room of an engine's plans back that are over: nobody reads them any more (a rollback is made of placements). What cannot be reached
-        is tried again when the next one is over."""
+        """Delete an engine's finished plans, which are not read any more (a rollback is computed from
+        placements).
+
+        On a bus error this is retried when the next plan ends.
+        """
         try:
             for plan, digest in self.chronicle.over(engine).items():
                 await self._bus.drop_blob(digest)

@@ -1,1 +1,4 @@
-"""The coordinator's side of the handover protocol. Pure: messages in, messages out; `fleet.handover` holds the tables that both sides share."""
+"""Coordinator side of the handover protocol. Pure: messages in, messages out.
+
+`fleet.handover` holds the state tables shared with the ranks.
+"""

@@ -1,8 +1,10 @@
-"""One engine's handover, as the coordinator sees it: by the tables of `fleet.handover`. Pure; the time is an argument.
+"""State machine of one engine's handover on the coordinator side, using the tables of `fleet.handover`. Pure.
 
-`HandoverState` is a value. What ranks say (`heard`, `declined`), the time and the end of the engine (`gone`) make a new one; what it calls for is
-read from it: commands to ranks (`due`), and the next move (`move`), which is what to record, in order, and what then to make durable. Whoever
-carries it out does exactly that, and in that order; so a successor who finds only what is durable can go on from it (`taken_over`).
+`HandoverState` is a value; the time is an argument. Reports from ranks (`heard`, `declined`), the time and
+the loss of the engine (`gone`) each produce a new state. The caller reads from it the commands to send
+(`due`) and the next move (`move`): the records to write, in order, and the state to persist after them. The
+caller must write them in exactly that order. A successor that sees only the durable state can then resume
+(`taken_over`).
 """
 
 from collections.abc import Sequence
@@ -35,7 +37,7 @@ Record = MigrationStaged | PlacementCommitted | MigrationCommitted | MigrationAb
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HandoverSpec:
-    """What is handed over. Never changes."""
+    """Immutable description of a handover."""
 
     engine: str
     worker_id: int
@@ -43,25 +45,26 @@ class HandoverSpec:
     handover: int
     plan: str
     number: int
-    """which handover of the plan, from 0"""
+    """index of the handover within the plan, from 0"""
     last: bool
     epoch: int
-    """the one it makes"""
+    """epoch that the handover creates"""
     placement: PlacementRecord | None
-    """None: a successor does not know it any more; only an abort needs none"""
+    """None: unknown to a successor; only an abort works without it"""
     layout: Layout | None
     copies: tuple[ExpertCopy, ...] = ()
     copied: int = 0
     bytes: int = 0
     stage_seconds: float
-    """for staging"""
+    """time limit for staging"""
     traceparent: str = ""
     given: int = 0
     """see `OpenHandover`"""
 
     @property
     def arrivals(self) -> tuple[ExpertArrival, ...]:
-        """Which experts it brings where. Empty where copies or placement are not known any more."""
+        """Return the experts that arrive at each rank. Empty if the copies or the placement are not known any
+        more."""
         if self.placement is None:
             return ()
         width = self.placement.slots_per_rank
@@ -69,13 +72,16 @@ class HandoverSpec:
 
 
 class OpenHandover(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is durable of a handover, under the engine's key: enough to end it. What else is needed stands in the log and in the plan."""
+    """Durable state of a handover, stored under the engine's key. It suffices to finish the handover.
+
+    Everything else comes from the log and the plan.
+    """
 
     state: CoordinatorState
     worker_id: int
     ranks: int
     handover: int
-    """of an idle engine the last one"""
+    """for an idle engine: the last handover"""
     plan: str
     number: int
     last: bool
@@ -83,21 +89,26 @@ class OpenHandover(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     copied: int
     bytes: int
     token: int
-    """of whoever wrote this"""
+    """fencing token of the coordinator that wrote this"""
     given: int = 0
-    """highest number that a handover of this engine was given, where it is higher than this one's: ranks were found with an earlier one open"""
+    """highest number ever assigned to a handover of this engine, if higher than this one's. That happens when
+    ranks were found with an earlier handover open"""
     reason: str = ""
     fault: str = ""
     rank: int | None = None
 
     @property
     def highest(self) -> int:
-        """The highest number that was given; no number is given twice, as late commands of one would be taken for the other's."""
+        """Highest handover number assigned so far.
+
+        Numbers are never reused, because a late command of one handover would be taken for a command of the
+        other.
+        """
         return max(self.handover, self.given)
 
 
 class Move(NamedTuple):
-    """The next move: record these, in this order, then make the state after it durable."""
+    """Next move: write these records, in order, then persist the following state."""
 
     cue: CoordinatorEvent
     records: tuple[Record, ...]
@@ -105,19 +116,19 @@ class Move(NamedTuple):
 
 
 class HandoverTimes(NamedTuple):
-    """Times, in seconds."""
+    """Timeouts, in seconds."""
 
     repeat: float
-    """a command that is not answered is sent again after so long"""
+    """interval for resending a command that was not answered"""
     grace: float
-    """beyond the deadline that ranks keep by themselves: theirs is the better explanation"""
+    """extra time beyond the deadline that ranks enforce, because their failure report is more precise"""
     commit: float
-    """a commit that takes longer is worth a warning"""
+    """a commit that takes longer causes a warning"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HandoverState:
-    """A handover on its way."""
+    """Handover in progress."""
 
     what: HandoverSpec
     pace: HandoverTimes
@@ -125,20 +136,22 @@ class HandoverState:
     token: int
     begun: float
     told: tuple[RankStatus, ...]
-    """by rank"""
+    """status of each rank"""
     decided: float | None = None
     failure: HandoverFailure | None = None
     left: str = ""
-    """why the engine is gone; empty: it is not"""
+    """reason why the engine is gone; empty: it is present"""
     silent: bool = False
-    """its heart beats no more; it may yet come back, and then hears of an abort before anything else is proposed to it"""
+    """True if heartbeats are missing. The engine may come back; it then receives the abort before any other
+    proposal"""
     heard_token: int = 0
-    """the highest that any rank has seen"""
+    """highest fencing token reported by any rank"""
 
-    # What happens
+    # Inputs
 
     def heard(self, said: HandoverDescribed) -> "HandoverState":
-        """After a rank's answer or word. What is about another incarnation, rank or handover says nothing; nor does nonsense."""
+        """Apply a report or answer from a rank. Ignore reports about other incarnations, ranks or handovers,
+        and invalid ones."""
         if said.worker_id != self.what.worker_id or not 0 <= said.rank < self.what.ranks:
             return self
         before = self.told[said.rank]
@@ -151,7 +164,7 @@ class HandoverState:
         return replace(after, failure=hopeless(said, self.what.handover, self.what.epoch))
 
     def declined(self, rank: int, reason: str) -> "HandoverState":
-        """After a rank refused to take a command at all."""
+        """Apply the refusal of a rank to accept any commands."""
         before = self.told[rank]
         after = replace(self, told=_put(self.told, rank, before._replace(declined=before.progress is RankProgress.UNHEARD)))
         if self.state is not CoordinatorState.PROPOSING or self.failure is not None:
@@ -159,69 +172,73 @@ class HandoverState:
         return replace(after, failure=HandoverFailure(f"rank {rank} takes part in no handover: {reason}", DECLINED, rank))
 
     def gone(self, why: str) -> "HandoverState":
-        """After the engine left, died or came back as another incarnation. why: a clause."""
+        """Apply that the engine left, died or came back as another incarnation. why: a clause."""
         return self if self.left else replace(self, left=why)
 
     def listened(self, *, silent: bool) -> "HandoverState":
-        """After listening for the engine's heart. Silence proves nothing, so it ends only an abort: what is decided must be heard, and what is not has a
-        deadline."""
+        """Apply the result of a heartbeat check.
+
+        Silence proves nothing, so it ends only an abort. A decided handover must reach every rank, and an
+        undecided one has a deadline.
+        """
         return self if silent is self.silent else replace(self, silent=silent)
 
     def asked(self, ranks: Sequence[int], now: float) -> "HandoverState":
-        """After commands were sent to these ranks."""
+        """Note that commands were sent to these ranks."""
         told = list(self.told)
         for rank in ranks:
             told[rank] = told[rank]._replace(asked_at=now)
         return replace(self, told=tuple(told))
 
     def with_token(self, token: int) -> "HandoverState":
-        """Under a higher token; every rank is asked again at once."""
+        """Use a higher fencing token. Every rank becomes due at once."""
         return replace(self, token=token, told=tuple(told._replace(asked_at=float("-inf")) for told in self.told))
 
     def moved(self, move: Move, now: float) -> "HandoverState":
-        """After a move that was carried out. IllegalMove when the tables do not have it."""
+        """Apply a move after it was carried out. Raises IllegalMove if the tables do not allow it."""
         state = moved(CONDUCTING, self.state, move.cue)
         told = tuple(told._replace(asked_at=float("-inf")) for told in self.told)
         decided = now if state is CoordinatorState.COMMITTING else self.decided
         failure = self._failed(now) if move.cue is CoordinatorEvent.FAILED else self.failure
         return replace(self, state=state, told=told, decided=decided, failure=failure)
 
-    # What that calls for
+    # Outputs
 
     @property
     def deadline(self) -> float:
-        """By when all must have staged."""
+        """Time by which all ranks must have staged."""
         return self.begun + self.what.stage_seconds + self.pace.grace
 
     @property
     def waiting_for(self) -> tuple[int, ...]:
-        """Ranks that have not done what the state waits for."""
+        """Ranks that have not yet done what the current state waits for."""
         return tuple(rank for rank, told in enumerate(self.told) if not self._done(told))
 
     def overdue(self, now: float) -> bool:
-        """Whether the commit takes too long. Nothing gives it up, but somebody should look."""
+        """Return True if the commit takes too long. This only causes a warning; a decided handover is never
+        aborted."""
         return self.state is CoordinatorState.COMMITTING and self.decided is not None and now - self.decided > self.pace.commit
 
     def due(self, now: float) -> tuple[tuple[int, Command], ...]:
-        """(rank, command) to send now."""
+        """Return the (rank, command) pairs to send now."""
         if self.state is CoordinatorState.IDLE or self.left:
             return ()
         return tuple((rank, self._command(rank)) for rank in self.waiting_for if now >= self.told[rank].asked_at + self.pace.repeat)
 
     def next_look(self, now: float) -> float:
-        """When, at the latest, there is something to do; `now` or later."""
+        """Return the latest time of the next check; `now` or later."""
         times = [told.asked_at + self.pace.repeat for told in self.told if not self._done(told)]
         if self.state is CoordinatorState.PROPOSING:
             times.append(self.deadline)
         return max(now, min(times, default=now))
 
     def move(self, now: float) -> Move | None:
-        """The next move; None: there is nothing to do but to go on asking."""
+        """Return the next move; None: keep sending the due commands."""
         cue = self._cue(now)
         return None if cue is None else Move(cue, self._records(cue, now), moved(CONDUCTING, self.state, cue))
 
     def durable(self, after: CoordinatorState, now: float) -> OpenHandover:
-        """What stands under the engine's key in a state."""
+        """Return the durable record for a state."""
         what, failure = self.what, self._failed(now) if after is CoordinatorState.ABORTING else None
         return OpenHandover(
             state=after,
@@ -287,7 +304,7 @@ class HandoverState:
         )
 
     def _failed(self, now: float) -> HandoverFailure | None:
-        """Why it is given up."""
+        """Return the reason for the abort."""
         if self.failure is not None:
             return self.failure
         if self.left:
@@ -302,18 +319,18 @@ class HandoverState:
         named = f"rank {who[0]}" if len(who) == 1 else f"ranks {listed(who)}"
         return HandoverFailure(f"{named} {did} within {self.what.stage_seconds:g} s; see the log there, or raise planner.stage_seconds", OVERDUE, who[0])
 
-    # What is recorded
+    # Records
 
     def _records(self, cue: CoordinatorEvent, now: float) -> tuple[Record, ...]:
         if not self.what.plan:
-            return ()  # what a lost log knows nothing of
+            return ()  # unknown to a log that was lost
         match cue:
             case CoordinatorEvent.ALL_STAGED:
                 return self._staged(now)
             case CoordinatorEvent.ALL_SERVING:
                 return self._committed(now)
             case CoordinatorEvent.ENGINE_GONE if self.state is CoordinatorState.COMMITTING:
-                return self._committed(now)  # it was decided, and is what the next life begins with
+                return self._committed(now)  # it was decided, so the next incarnation starts with it
             case CoordinatorEvent.ALL_ABORTED | CoordinatorEvent.ENGINE_GONE:
                 return (self._aborted(now),)
         return ()
@@ -376,16 +393,17 @@ class HandoverState:
 
 
 def begun(what: HandoverSpec, token: int, pace: HandoverTimes, now: float) -> HandoverState:
-    """A handover whose beginning has just been made durable."""
+    """Start a handover whose first state has just been persisted."""
     return HandoverState(
         what=what, pace=pace, state=moved(CONDUCTING, CoordinatorState.IDLE, CoordinatorEvent.BEGIN), token=token, begun=now, told=(RankStatus(),) * what.ranks
     )
 
 
 def taken_over(what: HandoverSpec, found: OpenHandover, token: int, pace: HandoverTimes, now: float, staged_seconds: float = 0.0) -> HandoverState:
-    """What a predecessor left: not decided, it is given up; decided, it is gone on with; given up, it is ended.
+    """Resume a handover left by a previous coordinator.
 
-    staged_seconds: that it took to stage, as far as is known.
+    Abort it if undecided, commit it if decided, and finish the abort if it was already aborting.
+    staged_seconds: duration of its staging, as far as known.
     """
     proceeding = HandoverState(
         what=what, pace=pace, state=found.state, token=token, begun=now - staged_seconds, told=(RankStatus(),) * what.ranks, decided=None, failure=None

@@ -1,4 +1,4 @@
-"""What is handed over next, from a plan and the log. Pure."""
+"""Messages of the next handover, built from a plan and the log. Pure."""
 
 from typing import NamedTuple
 
@@ -14,25 +14,26 @@ from migration.model.plan_log import PlanRun
 from migration.planning.plan_report import steps
 
 MOST_WORDS = 16
-"""Steps of a plan that an answer puts into words."""
+"""Limit on the plan steps described in words in an answer."""
 MOST_REASON = 1000
 """characters"""
 
 
 class Grounds(NamedTuple):
-    """Why the planner has a plan carried out by itself."""
+    """Reason and predictions for a plan that the planner starts automatically."""
 
     policy: str
     before: LoopFigures | None = None
-    """as it is foretold to go on without the plan; None: nobody has reckoned"""
+    """predicted figures without the plan; None: not computed"""
     after: LoopFigures | None = None
-    """and with it"""
+    """predicted figures with the plan"""
     traceparent: str = ""
-    """W3C; of what it answers, e.g. the span of a shift; empty: its trace begins with it"""
+    """W3C traceparent of the cause, e.g. the span of a demand shift; empty: the plan starts a new trace"""
 
 
 def next_of(entry: EngineEntry, plan: Plan, number: int, placement: Placement, handover: int, config: MigrationConfig) -> HandoverSpec:
-    """Handover `number` of a plan, which makes this placement, as the engine's handover of another number."""
+    """Describe handover `number` of a plan. placement: its result; handover: its number among the engine's
+    handovers."""
     what = plan.handovers[number]
     copies = copies_of(what)
     return HandoverSpec(
@@ -54,7 +55,10 @@ def next_of(entry: EngineEntry, plan: Plan, number: int, placement: Placement, h
 
 
 def left_open(engine: str, left: OpenHandover, staged: MigrationStaged | None, entry: EngineEntry | None, config: MigrationConfig) -> HandoverSpec:
-    """What a predecessor left open. staged: of that handover; entry: of that life of the engine; None: the log does not know."""
+    """Describe a handover that a previous coordinator left open.
+
+    staged: log entry of that handover; entry: of that incarnation of the engine. None: not in the log.
+    """
     return HandoverSpec(
         engine=engine,
         worker_id=left.worker_id,
@@ -74,7 +78,10 @@ def left_open(engine: str, left: OpenHandover, staged: MigrationStaged | None, e
 
 
 def unheard_of(entry: EngineEntry, handover: int, state: CoordinatorState, token: int, stored: OpenHandover | None) -> OpenHandover:
-    """A handover that ranks have open though nothing durable knows of it, as it has to be ended. stored: what was found durable instead."""
+    """Build the record for ending a handover that ranks have open but that is not in durable storage.
+
+    stored: the record found in durable storage instead.
+    """
     return OpenHandover(
         state=state,
         worker_id=entry.worker_id,
@@ -92,7 +99,7 @@ def unheard_of(entry: EngineEntry, handover: int, state: CoordinatorState, token
 
 
 def copies_of(handover: Handover) -> tuple[ExpertCopy, ...]:
-    """What ranks are told to copy."""
+    """Return the copies that ranks must make."""
     return tuple(
         ExpertCopy(layer=step.layer, expert=copy.expert, source=copy.source, slot=copy.slot)
         for step in handover.steps
@@ -102,7 +109,7 @@ def copies_of(handover: Handover) -> tuple[ExpertCopy, ...]:
 
 
 def received(handover: Handover, placement: Placement) -> list[int]:
-    """Experts that each rank takes in."""
+    """Count the experts that each rank receives."""
     counts = [0] * placement.ranks
     for step in handover.steps:
         for copy in step.copies:
@@ -111,7 +118,7 @@ def received(handover: Handover, placement: Placement) -> list[int]:
 
 
 def _most_bytes(handover: Handover, placement: Placement) -> int:
-    """That any rank takes in."""
+    """Return the most bytes that any rank receives."""
     taken = [0] * placement.ranks
     for step in handover.steps:
         for copy in step.copies:
@@ -119,11 +126,11 @@ def _most_bytes(handover: Handover, placement: Placement) -> int:
     return max(taken)
 
 
-# What is said of it
+# Events and answers
 
 
 def announced(entry: EngineEntry, plan: Plan, origin: Origin, blob: str, traceparent: str, grounds: Grounds | None = None) -> MigrationPlanned:
-    """That a plan is carried out from now on. grounds: of the planner, where it does so by itself."""
+    """Announce that the plan is being carried out from now on. grounds: for plans started by the planner."""
     policy, before, after, _ = grounds or Grounds("")
     return MigrationPlanned(
         engine=entry.engine,
@@ -144,7 +151,7 @@ def announced(entry: EngineEntry, plan: Plan, origin: Origin, blob: str, tracepa
 
 
 def accepted(entry: EngineEntry, plan: Plan) -> MigrationAccepted:
-    """The same, as an answer."""
+    """Build the answer to the request that started the plan."""
     return MigrationAccepted(
         engine=entry.engine,
         worker_id=entry.worker_id,
@@ -157,7 +164,7 @@ def accepted(entry: EngineEntry, plan: Plan) -> MigrationAccepted:
 
 
 def dropped(course: PlanRun, failure: HandoverFailure) -> MigrationAborted:
-    """That the rest of a plan is given up, with no handover open."""
+    """Report that the rest of a plan is abandoned, with no handover open."""
     planned = course.planned
     return MigrationAborted(
         engine=planned.engine,

@@ -1,7 +1,7 @@
-"""How far one rank is with a handover, by what it says. Pure.
+"""Progress of one rank in a handover, from its reports. Pure.
 
-A rank only ever gets further with one handover: nothing, staging, staged or failed, ready, over or serving. So what it says is merged by taking the
-furthest, and late, repeated and reordered answers change nothing.
+Progress of a rank in one handover is monotonic: unknown, staging, failed or staged, ready, over or serving.
+Reports are merged by taking the maximum. Late, repeated and reordered reports therefore change nothing.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ ENGINE_GONE = "engine-gone"
 OVERDUE = "overdue"
 DECLINED = "declined"
 REPLACED = "coordinator"
-"""faults in a word, beside those that ranks tell"""
+"""fault codes, in addition to those that ranks report"""
 
 
 class RankProgress(IntEnum):
-    """How far a rank is with one handover; it only grows."""
+    """Progress of one rank in one handover; it never decreases."""
 
     UNHEARD = 0
     STAGING = 1
@@ -32,21 +32,21 @@ class RankProgress(IntEnum):
 
 
 class HandoverFailure(NamedTuple):
-    """Why a handover is given up."""
+    """Reason for aborting a handover."""
 
     reason: str
-    """whose fault, and what to do"""
+    """cause and remedy"""
     fault: str
     rank: int | None = None
 
 
 class RankStatus(NamedTuple):
-    """What is known of one rank."""
+    """Last known status of one rank."""
 
     progress: RankProgress = RankProgress.UNHEARD
     asked_at: float = float("-inf")
     declined: bool = False
-    """it refuses to take part, and has never said that it does"""
+    """the rank refuses to take part and has never reported that it does"""
     pulls: tuple[PullTold, ...] = ()
 
 
@@ -59,7 +59,11 @@ _STATES: dict[str, RankProgress] = {
 
 
 def reached(said: HandoverDescribed, handover: int) -> RankProgress:
-    """How far a rank says to be with a handover. That it is open goes before what is over: an abort of a later one concludes that one alone."""
+    """Return the progress that a rank reports for a handover.
+
+    An open handover takes precedence over concluded ones, because aborting a later handover concludes only
+    that one.
+    """
     if said.flipped == handover:
         return RankProgress.SERVING
     if said.handover == handover:
@@ -68,7 +72,7 @@ def reached(said: HandoverDescribed, handover: int) -> RankProgress:
 
 
 def hopeless(said: HandoverDescribed, handover: int, epoch: int) -> HandoverFailure | None:
-    """What a rank says that leaves no hope for a proposal; None: nothing."""
+    """Return the failure if the report of a rank rules out the proposal; None: it does not."""
     rank, progress = said.rank, reached(said, handover)
     if progress is RankProgress.FAILED:
         return HandoverFailure(said.failure or f"rank {rank} could not stage and does not say why; see its log", said.fault or "unknown", rank)
@@ -82,5 +86,5 @@ def hopeless(said: HandoverDescribed, handover: int, epoch: int) -> HandoverFail
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """The first of them, for people."""
+    """Format the first ranks of a list for people."""
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -1,1 +1,2 @@
-"""Values that planning, execution and the loop share: an engine, a plan, its cost, its history. Pure."""
+"""Values shared by planning, execution and the control loop: engine, plan, cost model and move history. Pure.
+"""

@@ -1,4 +1,4 @@
-"""What a plan may do, whatever it would gain. Pure."""
+"""Limits on a plan, regardless of its gain. Pure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,20 +9,23 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constraints:
-    """Bounds of one plan. None: no bound of this kind. ValueError names the one that is out of range."""
+    """Limits of one plan. None means no limit of that kind. Raises ValueError naming the value that is out of
+    range."""
 
     most_copies: int | None = None
-    """experts' weights brought to ranks, all layers together: the byte budget of a cycle"""
+    """limit on expert weight copies to ranks, over all layers: the byte budget of one cycle"""
     most_replicas: int | None = None
-    """holders of one expert in a layer, the first included"""
+    """limit on the ranks that hold one expert of a layer, including the first"""
     frozen: NDArray[np.bool_] | None = None
-    """bool [layers, experts]: experts whose replicas stay where they are (cooling down)"""
+    """bool [layers, experts]: experts whose replicas must not move (cooldown)"""
     live: NDArray[np.bool_] | None = None
-    """bool [ranks]: nothing is put on the others, nothing there counts as a replica"""
+    """bool [ranks]: ranks that are alive. Nothing is placed on the others and their copies do not count as
+    replicas"""
     least_replicas: NDArray[np.integer[Any]] | None = None
-    """int [layers, experts]: live holders that an expert must keep, 1 unless it was chosen to survive a loss; over several nodes where there are several"""
+    """int [layers, experts]: live holders that each expert must keep. The value is 1, except for experts that
+    must survive the loss of a rank. With several nodes, their holders are on different nodes"""
     target: float = 0.95
-    """copying stops at this share of what a full re-placement would gain"""
+    """copying stops at this share of the gain of a full re-placement"""
 
     def __post_init__(self) -> None:
         if self.most_copies is not None and self.most_copies < 0:

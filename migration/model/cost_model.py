@@ -1,8 +1,8 @@
-"""What a placement costs, in seconds per engine step, and when changing it pays. Pure.
+"""Cost of a placement in seconds per engine step, and payback of a placement change. Pure.
 
-Nothing unlike is added up: the time of the slowest rank over its experts, the time of the busiest link over what tokens send, and the time
-requests wait for KV blocks that replicas took are all seconds of one step. Ranks step together, so each layer costs what it costs its
-slowest rank.
+All terms are seconds of one step, so they can be added: the time of the slowest rank for its experts, the
+time of the busiest link for dispatched tokens, and the time that requests wait for KV blocks displaced by
+replicas. Ranks step together, so each layer costs as much as its slowest rank.
 """
 
 from dataclasses import dataclass
@@ -22,21 +22,21 @@ from migration.model.sampling_noise import expected_most
 
 Array = NDArray[np.float64]
 _LEAST = 1e-300
-"""below any demand"""
+"""below any real demand"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CostTerms:
-    """What seconds depend on, beside placement and demand. ValueError names what is out of range."""
+    """Cost inputs besides placement and demand. Raises ValueError naming the value that is out of range."""
 
     speed: EngineSpeed
     node: NDArray[np.intp]
-    """[ranks], numbers from 0"""
+    """[ranks]: node number of each rank, from 0"""
     top_k: int
     step_tokens: float
-    """tokens of one engine step, of all ranks together"""
+    """tokens of one engine step, summed over all ranks"""
     shape: ModelShape | None = None
-    """for gates that choose groups of experts first; None: they do not"""
+    """model shape, for gates with group-limited routing; None: the gate does not choose groups"""
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
@@ -45,28 +45,32 @@ class CostTerms:
             raise ValueError(f"terms: step_tokens must be above 0 and finite, not {self.step_tokens}")
 
     def step_seconds(self, spent: "StepSeconds", layers: int, blocks: float = 0.0) -> float:
-        """How long a step lasts whose layers, so many, take this for what placement decides. Speeds of an even load hold the even part of
-        the experts' time already (`EngineSpeed.expert_pair`). blocks: KV blocks in use, mean over the ranks."""
+        """Return the duration of a step with `layers` layers, given the placement-dependent part `spent`.
+
+        Engine speeds measured under an even load already contain the even part of the expert time
+        (`EngineSpeed.expert_pair`). blocks: KV blocks in use, mean over the ranks.
+        """
         speed, ranks = self.speed, len(self.node)
         alone = speed.step + speed.decode_sequence * self.step_tokens / ranks + speed.decode_block * blocks
         even = speed.expert_pair * layers * self.step_tokens * self.top_k / ranks
         return alone + max(spent.experts - even, 0.0) + spent.dispatch + spent.memory
 
     def pairs_per_demand(self, demand: NDArray[Any]) -> float:
-        """(token, k) pairs of one step and layer that a unit of demand [ranks, layers, experts] stands for; 0 where nothing is wanted."""
+        """Return the (token, k) pairs of one step and layer per unit of demand [ranks, layers, experts]; 0
+        without demand."""
         total = float(demand.sum(dtype=np.float64))
         return self.step_tokens * self.top_k * demand.shape[1] / total if total else 0.0
 
 
 class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one engine step, all layers together."""
+    """Placement-dependent seconds of one engine step, summed over layers."""
 
     experts: float = 0.0
-    """of the slowest rank of each layer, over what it serves, chance included"""
+    """time of the slowest rank of each layer for its experts, including sampling noise"""
     dispatch: float = 0.0
-    """of the busiest link of each layer, over what tokens send to other ranks and nodes and get back"""
+    """time of the busiest link of each layer for tokens sent to other ranks and nodes and back"""
     memory: float = 0.0
-    """that requests wait for KV blocks which replicas took, shared out over their steps"""
+    """time that requests wait for KV blocks displaced by replicas, spread over their steps"""
 
     @property
     def total(self) -> float:
@@ -74,34 +78,36 @@ class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """A placement under a demand, in figures."""
+    """Cost and balance figures of a placement under a given demand."""
 
     seconds: StepSeconds
     balance: float
     """mean rank load / max rank load, mean over layers"""
     least_balance: float
-    """of the worst layer"""
+    """balance of the worst layer"""
     step_ceiling: float
-    """balance that a single step's sampling noise leaves at best, however good the placement"""
+    """upper bound on the balance of a single step, due to sampling noise, for any placement"""
     remote_ranks: float
-    """distinct other ranks that a token must reach in a layer, mean"""
+    """distinct other ranks that a token must reach per layer, mean"""
     remote_nodes: float
     local: float
-    """share of (token, k) pairs that the rank of their own request serves"""
+    """share of (token, k) pairs served by the rank of their own request"""
 
 
 class PricedPlacement(NamedTuple):
-    """A placement under a demand."""
+    """Figures of a placement under a given demand, with the cost of each layer."""
 
     figures: Figures
     seconds: Array
-    """float64 [layers]: of a step, experts and dispatch"""
+    """float64 [layers]: seconds of a step for experts and dispatch"""
 
 
 def judged(placement: Placement, demand: NDArray[Any], terms: CostTerms, memory_seconds: float = 0.0) -> PricedPlacement:
-    """demand: [ranks, layers, experts], (token, k) pairs in any unit by the rank their requests live on.
+    """Evaluate a placement under a demand.
 
-    memory_seconds: of `migration.planning.slots_vs_kv_cache`. Without any demand, nothing takes time and everything is balanced and local.
+    demand: [ranks, layers, experts], (token, k) pairs in any unit, by the rank of their requests.
+    memory_seconds: from `migration.planning.slots_vs_kv_cache`. Without demand all times are 0 and everything
+    is balanced and local.
     """
     load = loads(placement, demand, terms.node) * terms.pairs_per_demand(demand)
     sent = traffic(placement, demand, terms)
@@ -120,21 +126,24 @@ def judged(placement: Placement, demand: NDArray[Any], terms: CostTerms, memory_
 
 
 def figures(placement: Placement, demand: NDArray[Any], terms: CostTerms, memory_seconds: float = 0.0) -> Figures:
-    """A placement under a demand, all layers together. Arguments as of `judged`."""
+    """Return the figures of a placement under a demand, over all layers. Arguments as in `judged`."""
     return judged(placement, demand, terms, memory_seconds).figures
 
 
 def balance(load: Array) -> Array:
-    """float64 [layers]: mean rank load / max rank load of a load [layers, ranks]; 1 where nothing is wanted."""
+    """Return mean rank load / max rank load of a load [layers, ranks], as float64 [layers]; 1 without demand.
+    """
     most = load.max(axis=1)
     return np.asarray(np.where(most > 0, load.mean(axis=1) / np.where(most > 0, most, 1.0), 1.0))
 
 
 def expert_seconds(pairs: Array, speed: EngineSpeed) -> Array:
-    """float64 [layers]: expected time of the slowest rank of a step whose ranks serve `pairs` [layers, ranks] on average.
+    """Return the expected time of the slowest rank of a step, float64 [layers]. pairs: [layers, ranks], mean
+    pairs per step.
 
-    It exceeds the mean rank's by what the placement leaves uneven and by what the chance of so few tokens adds, as independent deviations do: by the
-    root of the sum of their squares. So nothing is gained by evening out what chance unevens again.
+    The slowest rank exceeds the mean rank by the imbalance of the placement and by sampling noise. The two
+    combine like independent deviations: as the root of the sum of their squares. Balancing below the noise
+    therefore gains nothing.
     """
     mean = pairs.mean(axis=1)
     chance = expected_most(pairs.shape[1]) / np.sqrt(np.maximum(mean, _LEAST))
@@ -142,34 +151,42 @@ def expert_seconds(pairs: Array, speed: EngineSpeed) -> Array:
 
 
 def step_ceiling(ranks: int, step_pairs: float) -> float:
-    """Balance that sampling noise leaves to a single step: 1 / (1 + z / sqrt(n)), n = pairs per rank, z = `expected_most`."""
+    """Return the upper bound that sampling noise puts on the balance of a single step.
+
+    1 / (1 + z / sqrt(n)), with n = pairs per rank and z = `expected_most`.
+    """
     return 1.0 / (1.0 + expected_most(ranks) / sqrt(max(step_pairs / ranks, _LEAST)))
 
 
 class DispatchTraffic(NamedTuple):
-    """What one step sends: expected distinct (token, destination) pairs, float64 [layers, ranks] each."""
+    """Dispatch traffic of one step: expected distinct (token, destination) pairs, float64 [layers, ranks]
+    each."""
 
     ranks_out: Array
-    """from this rank's tokens to other ranks"""
+    """from tokens of this rank to other ranks"""
     ranks_in: Array
-    """from other ranks' tokens to this rank"""
+    """from tokens of other ranks to this rank"""
     nodes_out: Array
-    """from this rank's tokens to other nodes"""
+    """from tokens of this rank to other nodes"""
     nodes_in: Array
-    """from other nodes' tokens to this rank's node, in even parts to its ranks"""
+    """from tokens of other nodes to the node of this rank, divided evenly among its ranks"""
     local: Array
-    """pairs of this rank's tokens that it serves itself, in the unit of the demand"""
+    """pairs of this rank's tokens that the rank serves itself, in the unit of the demand"""
 
     def seconds(self, speed: EngineSpeed) -> Array:
-        """float64 [layers]: time of the busiest rank, max of in and out, over each class of links."""
+        """Return the time of the busiest rank, float64 [layers]: max of sent and received, summed over the
+        link classes."""
         busiest = [np.maximum(out, into).max(axis=1) for out, into in ((self.ranks_out, self.ranks_in), (self.nodes_out, self.nodes_in))]
         return np.asarray(speed.dispatch * busiest[0] + speed.dispatch_node * busiest[1])
 
 
 def traffic(placement: Placement, demand: NDArray[Any], terms: CostTerms) -> DispatchTraffic:
-    """Distinct destinations of one step's tokens, by the rule of `fleet.dispatch`. A token's k experts are taken as independent draws, so a
-    place that serves the part m of a rank's pairs is reached by its tokens with probability 1 - (1 - m)^k; of gates limited to groups, nodes are
-    reached as `migration.model.grouped_routing` says."""
+    """Return the distinct destinations of one step's tokens, by the dispatch rule of `fleet.dispatch`.
+
+    The k experts of a token count as independent draws. A destination that serves a fraction m of a rank's
+    pairs is therefore reached with probability 1 - (1 - m)^k. For group-limited gates,
+    `migration.model.grouped_routing` gives the probability of reaching a node.
+    """
     pairs = demand.sum(axis=2, dtype=np.float64).T
     tokens = pairs * (terms.pairs_per_demand(demand) / terms.top_k)
     part = served_by(placement, demand, terms.node)
@@ -189,7 +206,7 @@ def traffic(placement: Placement, demand: NDArray[Any], terms: CostTerms) -> Dis
 
 
 def _nodes_reached(mass: Array, placement: Placement, terms: CostTerms) -> Array:
-    """[layers, nodes, ranks]: probability that a rank's token reaches a node."""
+    """Return the probability that a token of a rank reaches a node, [layers, nodes, ranks]."""
     nodes = mass.shape[1]
     if terms.shape is None or not limited(terms.shape) or nodes == 1:
         return _reached(mass, terms.top_k)
@@ -198,7 +215,7 @@ def _nodes_reached(mass: Array, placement: Placement, terms: CostTerms) -> Array
 
 
 def _reached(mass: Array, top_k: int) -> Array:
-    """1 - (1 - mass)^k, the power by squaring."""
+    """Return 1 - (1 - mass)^k, using exponentiation by squaring."""
     square, power, left = 1.0 - mass.clip(0.0, 1.0), np.ones(1), top_k
     while left:
         power = power * square if left & 1 else power
@@ -208,18 +225,19 @@ def _reached(mass: Array, top_k: int) -> Array:
 
 
 class LinkSpeeds(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast weights travel, bytes per second into or out of one rank, and what else a handover costs."""
+    """Bandwidths of weight transfers, in bytes per second into or out of one rank, and fixed costs of a
+    handover."""
 
     same_node: float
     cross_node: float
     checkpoint: float = 1e9
     """from storage into one rank"""
     checksum: float = 10e9
-    """of staged weights, by the rank that received them"""
+    """checksum computation over staged weights, by the receiving rank"""
     handover_seconds: float = 0.05
-    """from propose to commit, beside the transfer"""
+    """time from propose to commit, excluding the transfer"""
     contention: float = 0.3
-    """share of a transfer's time by which the engine's steps take longer meanwhile"""
+    """fraction of the transfer time by which concurrent engine steps are slowed down"""
 
     def __post_init__(self) -> None:
         for name in ("same_node", "cross_node", "checkpoint", "checksum"):
@@ -230,40 +248,44 @@ class LinkSpeeds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transfers(NamedTuple):
-    """Copies of a plan, arrays of one length."""
+    """Copies of a plan, as arrays of equal length."""
 
     handover: NDArray[np.intp]
-    """number of the handover that it belongs to, from 0"""
+    """number of the handover that contains the copy, from 0"""
     source: NDArray[np.intp]
-    """rank; -1: the checkpoint"""
+    """source rank; -1: the checkpoint"""
     destination: NDArray[np.intp]
-    """rank"""
+    """destination rank"""
     bytes: NDArray[np.float64]
 
 
 class Payback(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan costs and when it has earned that. Seconds of engine time, unless said otherwise."""
+    """Cost of a plan and the time until its gain covers that cost. Seconds of engine time, unless stated
+    otherwise."""
 
     gain_per_second: float
-    """seconds that it saves in each second of serving"""
+    """seconds saved per second of serving"""
     cost_seconds: float
-    """what its transfers cost the steps meanwhile"""
+    """slowdown of engine steps during the transfers"""
     transfer_seconds: float
-    """how long it takes"""
+    """duration of the transfers"""
     lifetime_seconds: float
-    """how long the demand is expected to stay as it is"""
+    """expected time for which the demand stays as it is"""
     bytes: int
     after_seconds: float | None
-    """seconds of serving until it has earned its cost; None: never"""
+    """seconds of serving until the gain covers the cost; None: never"""
 
     @property
     def pays(self) -> bool:
-        """Whether it earns more than it costs while the demand lasts."""
+        """True if the plan gains more than it costs during the lifetime of the demand."""
         return self.after_seconds is not None and self.after_seconds < self.lifetime_seconds
 
 
 def payback(gain_seconds: float, steps_per_second: float, lifetime_seconds: float, transfers: Transfers, node: NDArray[np.intp], links: LinkSpeeds) -> Payback:
-    """gain_seconds: by which a step gets shorter. A plan that gains nothing never pays; one that costs nothing has paid at once."""
+    """Compute the payback of a plan. gain_seconds: reduction of the step time.
+
+    A plan without gain never pays. A plan without cost pays at once.
+    """
     taken = transfer_seconds(transfers, node, links)
     gain, cost = gain_seconds * steps_per_second, taken * links.contention
     return Payback(
@@ -277,7 +299,11 @@ def payback(gain_seconds: float, steps_per_second: float, lifetime_seconds: floa
 
 
 def transfer_seconds(transfers: Transfers, node: NDArray[np.intp], links: LinkSpeeds) -> float:
-    """Handovers follow one another. Each takes its busiest rank, the larger of in and out, over its slowest link, and the checksums of what arrived."""
+    """Return the duration of all handovers, which run one after another.
+
+    Each handover takes the time of its busiest rank (max of sent and received) over its slowest link, plus
+    the checksums of the received weights and a fixed overhead.
+    """
     if not len(transfers.bytes):
         return 0.0
     ranks, rounds = len(node), int(transfers.handover.max()) + 1

@@ -1,4 +1,4 @@
-"""What the planner looks at: one engine as it is at a moment. Values; pure."""
+"""Planner's input: snapshot of one engine. Pure values."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,19 +16,19 @@ from migration.model.move_history import MoveHistory
 
 
 class DemandCounts(NamedTuple):
-    """What the requests of one rank wanted in a window. Its arrays never change."""
+    """Demand of one rank's requests in a window. The arrays never change."""
 
     pairs: NDArray[np.float32] | None
-    """[layers, experts]: (token, k) pairs under all words before the last; None: there were none"""
+    """[layers, experts]: (token, k) pairs counted under all reports before the last; None: there were none"""
     rates: NDArray[np.float32]
-    """[layers, experts]: pairs per second, by the last word"""
+    """[layers, experts]: pairs per second of the last report"""
     lasted: float
-    """seconds that the last word holds so far"""
+    """seconds for which the last report has been in effect"""
     known: float
-    """seconds of the window of which it is known what was wanted; 0: the last word stands for it"""
+    """seconds of the window with known demand; 0: use the rates of the last report"""
 
     def wanted(self, out: NDArray[np.float32]) -> None:
-        """The pairs into [layers, experts]; of a rank with 0 known seconds, pairs per second."""
+        """Write the pairs into `out` [layers, experts]; for a rank with 0 known seconds, pairs per second."""
         np.multiply(self.rates, np.float32(self.lasted if self.known > 0 else 1.0), out=out)
         if self.pairs is not None:
             out += self.pairs
@@ -36,29 +36,32 @@ class DemandCounts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """What the requests of each rank wanted in a window. It is summed up by whoever asks first, in whatever thread."""
+    """Demand of the requests of each rank in a window. The sums are computed on first use, in any thread."""
 
     ranks: tuple[DemandCounts, ...]
     told: NDArray[np.float64]
-    """[ranks]: pairs behind each layer, as whoever said the demand says"""
+    """[ranks]: pairs behind each layer, as stated by the publisher of the demand"""
     seconds: float
-    """length of the window; 0: a moment"""
+    """length of the window; 0: an instant"""
     began: float = np.inf
-    """when it began, seconds on the clock of `EngineView.now`; inf: nobody says, and it counts as new"""
+    """start of the window, seconds on the clock of `EngineView.now`; inf: unknown, the window counts as new
+    """
 
     @classmethod
     def of(cls, rates: NDArray[Any], pairs: NDArray[np.float64], seconds: float = 0.0, began: float = np.inf) -> "Demand":
-        """Rates [ranks, layers, experts], pairs per second, with so many pairs [ranks] behind each layer."""
+        """Make a demand from rates [ranks, layers, experts] in pairs per second and from the pairs [ranks]
+        behind each layer."""
         return cls(tuple(DemandCounts(None, rank, 0.0, 0.0) for rank in np.asarray(rates, np.float32)), pairs, seconds, began)
 
     @cached_property
     def known(self) -> NDArray[np.float64]:
-        """[ranks]: seconds of the window of which it is known what was wanted; 0: the rates are of this moment."""
+        """[ranks]: seconds of the window with known demand; 0: the rates are instantaneous."""
         return np.array([rank.known for rank in self.ranks])
 
     @property
     def wanted(self) -> NDArray[np.float32]:
-        """float32 [ranks, layers, experts]: (token, k) pairs; of ranks with 0 known seconds, pairs per second."""
+        """float32 [ranks, layers, experts]: (token, k) pairs; for ranks with 0 known seconds, pairs per
+        second."""
         found = np.empty((len(self.ranks), *self.ranks[0].rates.shape), np.float32)
         for rank, out in zip(self.ranks, found, strict=True):
             rank.wanted(out)
@@ -73,32 +76,41 @@ class Demand:
 
     @cached_property
     def pairs(self) -> NDArray[np.float64]:
-        """[ranks]: behind each layer. What was counted over a window is more than what its speaker remembers, once the window is long."""
+        """[ranks]: pairs behind each layer.
+
+        In long windows the pairs counted here exceed the decaying window of the publisher. The larger of the
+        two is used.
+        """
         counted = self.rates.sum(axis=(1, 2), dtype=np.float64) * self.known / self.rates.shape[1]
         return np.where(self.known > 0, np.maximum(counted, self.told), self.told)
 
     def tokens_per_second(self, top_k: int) -> float:
-        """Of all ranks together."""
+        """Return the tokens per second of all ranks together."""
         return float(self.rates.sum(dtype=np.float64) / (len(self.rates[0]) * top_k))
 
 
 class PlannedHomes(NamedTuple):
-    """Where kinds of requests should live."""
+    """Assignment of request clusters to home ranks."""
 
     share: NDArray[np.float32] | None
-    """float32 [K, ranks], how much of a cluster's traffic belongs on which rank; rows sum to 1, of unused clusters to 0. None: nobody has a home"""
+    """float32 [K, ranks]: share of each cluster's traffic that belongs on each rank. Rows sum to 1; rows of
+    unused clusters sum to 0. None: no cluster has a home"""
     clusters: int
     """version of the cluster model; 0: there is none"""
     epoch: int
-    """of the placement that they were found for"""
+    """epoch of the placement that the homes were computed for"""
     note: str
-    """in a sentence: why these, or why none"""
+    """one sentence: reason for these homes, or for having none"""
     at: float
-    """when they were found, seconds on the clock of `EngineView.now`"""
+    """time of the computation, seconds on the clock of `EngineView.now`"""
 
 
 class CacheUse(NamedTuple):
-    """The KV cache of an engine. blocks: of each rank; used: float64 [ranks], of them held by running requests; block_bytes: 0 where nobody said."""
+    """KV cache use of an engine.
+
+    blocks: capacity of each rank; used: float64 [ranks], blocks held by running requests; block_bytes: 0 if
+    unknown.
+    """
 
     blocks: int
     used: NDArray[np.float64]
@@ -108,7 +120,7 @@ class CacheUse(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EngineView:
-    """One engine: what it holds, what is wanted of it, what it can do."""
+    """One engine: its placement, its demand and its speed."""
 
     engine: str
     worker_id: int
@@ -117,36 +129,36 @@ class EngineView:
     layout: Layout
     placement: Placement
     node: NDArray[np.intp]
-    """[ranks], numbers from 0"""
+    """[ranks]: node number of each rank, from 0"""
     speed: EngineSpeed
     demand: Demand
-    """what plans are made from"""
+    """demand from which plans are made"""
     later: Demand | None = None
-    """a window after that one, on which they are judged; None: there is none yet"""
+    """the following window, on which plans are evaluated; None: not available yet"""
     running: NDArray[np.float64] | None = None
-    """float64 [ranks], sequences that decode; None: nobody said"""
+    """float64 [ranks]: sequences in decode; None: unknown"""
     waiting: NDArray[np.float64] | None = None
-    """float64 [ranks], requests not yet admitted; None: nobody said"""
+    """float64 [ranks]: requests not yet admitted; None: unknown"""
     cache: CacheUse | None = None
     clusters: ClusterModel | None = None
     foreseen: float = 0.0
-    """in [0, 1]: how far requests can be told apart before they run, whatever the placement: how far what is foretold of one goes from the traffic's mix
-    to hindsight"""
+    """in [0, 1]: predictability of requests before they run, independent of the placement. 0: a prediction is
+    no better than the traffic mix; 1: as good as the counterfactual with full knowledge"""
     homes: PlannedHomes | None = None
-    """what was said of homes last; None: nothing"""
+    """homes published last; None: none"""
     history: MoveHistory | None = None
-    """what was moved lately; None: nobody knows"""
+    """recent moves; None: unknown"""
     since: Demand | None = None
-    """the first whole window after that; None: it is not over yet"""
+    """the first complete window after the last plan; None: that window is still open"""
     now: float = 0.0
     """seconds on the clock of the history"""
 
     @cached_property
     def past(self) -> MoveHistory | None:
-        """The history, with the evidence that there is for what the last plan did."""
+        """Return the move history, completed with the demand seen since the last plan."""
         return self.history if self.history is None or self.since is None else self.history.seen(self.since.wanted)
 
     @property
     def judged(self) -> Demand:
-        """What plans are judged on."""
+        """Demand on which plans are evaluated."""
         return self.demand if self.later is None else self.later

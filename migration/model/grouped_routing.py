@@ -1,4 +1,5 @@
-"""How many nodes a token reaches when its gate chooses groups of experts first. Pure."""
+"""Expected nodes reached by a token when the gate chooses groups of experts first (group-limited routing).
+Pure."""
 
 from math import comb, log
 
@@ -11,16 +12,20 @@ _LEAST = 1e-12
 
 
 def limited(shape: ModelShape) -> bool:
-    """Whether a token's experts are of some groups only."""
+    """Return True if the gate restricts a token's experts to a subset of the groups."""
     return shape.groups_per_token < shape.groups
 
 
 def expected_nodes(shape: ModelShape, nodes: int, *, together: bool) -> float:
-    """Distinct nodes that hold a token's experts, when all experts and groups are equally popular and each node has its even part of them.
+    """Return the expected number of distinct nodes that hold a token's experts.
 
-    together: whole groups on nodes. The gate takes g of G groups, then k of the e experts in these. A node that holds j of the groups taken is
-    missed with probability C(e - j E/G, k) / C(e, k), and j is hypergeometric. Apart, every group is spread evenly over the nodes: a node has e / nodes
-    of the experts in reach. ValueError when groups, kept together, do not divide among the nodes.
+    All experts and groups are equally popular, and each node holds an even part of them.
+
+    together: each group is entirely on one node. The gate takes g of G groups, then k of the e experts in
+    these groups. A node that holds j of the chosen groups is missed with probability C(e - j E/G, k) / C(e,
+    k), and j is hypergeometric. Otherwise every group is spread evenly over the nodes, and a node holds e /
+    nodes of the eligible experts. Raises ValueError if `together` is set and the groups do not divide evenly
+    among the nodes.
     """
     in_reach, size = shape.groups_per_token * (shape.experts // shape.groups), shape.experts // shape.groups
     if not together:
@@ -37,20 +42,23 @@ def expected_nodes(shape: ModelShape, nodes: int, *, together: bool) -> float:
 
 
 def _missed(experts: int, here: int, top_k: int) -> float:
-    """Probability that none of k different experts is among those here."""
+    """Return the probability that none of k distinct experts is among the `here` experts of a node."""
     return comb(experts - here, top_k) / comb(experts, top_k)
 
 
 def node_draws(shape: ModelShape, nodes: int, *, together: bool) -> float:
-    """n such that a node of mass m is reached with probability 1 - (1 - m)^n: k where draws are independent; here as many as make even masses
-    reach `expected_nodes`."""
+    """Return n such that a node of mass m is reached with probability 1 - (1 - m)^n.
+
+    Independent draws have n = k. Here n is chosen so that even masses reach `expected_nodes`.
+    """
     return log(max(1.0 - expected_nodes(shape, nodes, together=together) / nodes, _LEAST)) / log(1.0 - 1.0 / nodes)
 
 
 def draws_of(shape: ModelShape, on_node: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """float64 [layers]: the same for a placement: between that of groups apart and that of whole ones, by how many of its groups are whole on a node.
+    """Return the effective draws of a placement, float64 [layers].
 
-    on_node: bool [layers, nodes, experts], nodes that hold a replica.
+    Interpolates between `node_draws` for spread groups and for whole groups, by the share of groups that are
+    complete on some node. on_node: bool [layers, nodes, experts], nodes that hold a replica.
     """
     layers, nodes, _ = on_node.shape
     apart = node_draws(shape, nodes, together=False)

@@ -1,7 +1,7 @@
-"""What planners propose: a series of changes of one placement, each a copy or two, with what each is worth. Pure.
+"""Proposed changes of one placement: a series, each with up to two copies and an estimated gain. Pure.
 
-Planners work on tables (`expert_of_slot`, int16 [layers, slots], rank-major, -1 empty) in layers that know nothing of each other. A change
-touches one layer. The changes of a layer build on one another in their order; those of different layers are free of each other.
+Solvers work on tables (`expert_of_slot`, int16 [layers, slots], rank-major, -1 for empty). Layers are
+independent: a change touches one layer. Changes of the same layer build on one another in order.
 """
 
 from collections.abc import Sequence
@@ -19,22 +19,25 @@ NOWHERE = -1
 
 
 class ChangeKind(IntEnum):
-    """What a change does."""
+    """Kind of a placement change."""
 
     REPLICATE = 0
-    """an expert gets one more replica, in an empty slot or in that of another's spare replica: one copy"""
+    """add a replica of an expert, in an empty slot or in place of a spare replica: one copy"""
     SWAP = 1
-    """two slots of different ranks exchange their experts: two copies"""
+    """exchange the experts of two slots of different ranks: two copies"""
     MOVE = 2
-    """an expert goes from one rank to an empty slot, or the slot of a spare replica, of another; its old slot becomes empty: one copy"""
+    """move an expert to an empty slot, or the slot of a spare replica, of another rank; its old slot becomes
+    empty: one copy"""
     DROP = 3
-    """a spare replica is given up, its slot becomes empty: nothing is copied"""
+    """remove a spare replica; its slot becomes empty: no copy"""
 
 
 class PlacementChanges(NamedTuple):
-    """n changes, in the order in which they were chosen. Arrays of length n unless said otherwise.
+    """Series of n changes, in the order in which they were chosen. Arrays of length n unless stated
+    otherwise.
 
-    A change writes `expert` into `slot`, and, where `other_slot` is not NOWHERE, `other_expert` (EMPTY for a move) into `other_slot`.
+    A change writes `expert` into `slot`. Unless `other_slot` is NOWHERE, it also writes `other_expert` (EMPTY
+    for a move) into `other_slot`.
     """
 
     kind: NDArray[np.uint8]
@@ -45,11 +48,12 @@ class PlacementChanges(NamedTuple):
     other_slot: NDArray[np.int32]
     other_expert: NDArray[np.int16]
     gain: NDArray[np.float64]
-    """what the layer gains, in the planner's unit (stated by whoever returns them), when the changes of the layer before it are made"""
+    """gain of the layer, given that its previous changes are applied. The unit is that of the solver that
+    returned it"""
 
     @property
     def copies(self) -> NDArray[np.int64]:
-        """int64 [n]: experts' weights that each change brings to a rank."""
+        """int64 [n]: expert weights that each change copies to a rank."""
         return COPIES[self.kind]
 
     def __bool__(self) -> bool:
@@ -57,14 +61,14 @@ class PlacementChanges(NamedTuple):
 
 
 COPIES = np.array([1, 2, 1, 0], np.int64)
-"""by Kind"""
+"""by `ChangeKind`"""
 NONE = PlacementChanges(
     np.empty(0, np.uint8), np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int16), np.empty(0, np.int32), np.empty(0, np.int16), np.empty(0)
 )
 
 
 def made(table: Table, changes: PlacementChanges) -> Table:
-    """The table after these changes, in their order; the argument is left as it was."""
+    """Return the table after these changes, applied in order. The argument is not modified."""
     after = table.copy()
     for layer, slot, expert, other_slot, other_expert in zip(*(part.tolist() for part in changes[1:6]), strict=True):
         after[layer, slot] = expert
@@ -74,19 +78,21 @@ def made(table: Table, changes: PlacementChanges) -> Table:
 
 
 def taken(changes: PlacementChanges, which: NDArray[np.bool_] | NDArray[np.intp]) -> PlacementChanges:
-    """Some of them."""
+    """Select a subset of the changes."""
     return PlacementChanges._make(part[which] for part in changes)
 
 
 def joined(parts: Sequence[PlacementChanges]) -> PlacementChanges:
-    """One series after the other."""
+    """Concatenate several series."""
     return PlacementChanges._make(np.concatenate(columns) for columns in zip(*parts, strict=True)) if parts else NONE
 
 
 def within(changes: PlacementChanges, most_copies: int) -> PlacementChanges:
-    """As many as fit into a budget of copies, best gain per copy first; of each layer a beginning of its series, as they build on one another.
+    """Choose the changes that fit into a copy budget, best gain per copy first.
 
-    A change's worth is the best mean gain per copy of any run of its layer's series that begins with it: a small step before a large one is not lost.
+    Only a prefix of each layer's series can be chosen, because its changes build on one another. The priority
+    of a change is the best mean gain per copy of any run that starts with it. A small step before a large one
+    is therefore not lost.
     """
     if not changes or int(changes.copies.sum()) <= most_copies:
         return changes
@@ -106,7 +112,11 @@ def within(changes: PlacementChanges, most_copies: int) -> PlacementChanges:
 
 
 def _runs(changes: PlacementChanges, members: NDArray[np.intp]) -> list[tuple[float, NDArray[np.intp]]]:
-    """A layer's series cut into runs of falling mean gain per copy, (mean, members): the upper concave envelope of gain over copies."""
+    """Cut a layer's series into runs of falling mean gain per copy: the upper concave envelope of gain over
+    copies.
+
+    Returns (mean, members) for each run.
+    """
     runs: list[tuple[float, float, list[int]]] = []
     for member in members.tolist():
         gain, cost, run = float(changes.gain[member]), float(COPIES[changes.kind[member]]), [member]
@@ -115,11 +125,12 @@ def _runs(changes: PlacementChanges, members: NDArray[np.intp]) -> list[tuple[fl
             gain, cost, run = gain + before[0], cost + before[1], before[2] + run
         runs.append((gain, cost, run))
     mean = [gain / cost if cost else np.inf if gain >= 0 else -np.inf for gain, cost, _ in runs]
-    return list(zip(np.minimum.accumulate(mean).tolist(), [np.array(run) for *_, run in runs], strict=True))  # none before what it builds on
+    return list(zip(np.minimum.accumulate(mean).tolist(), [np.array(run) for *_, run in runs], strict=True))  # a run never precedes one it builds on
 
 
 def copies_between(before: Table, after: Table, ranks: int) -> int:
-    """(layer, rank, expert) that hold an expert's weights after and did not before: what must be copied, wherever in a rank it lies."""
+    """Count the (layer, rank, expert) triples held after but not before: the necessary copies, wherever they
+    lie in a rank."""
     layers = len(before)
     experts = int(max(before.max(), after.max())) + 1
     held = np.zeros((2, layers, ranks, experts), bool)

@@ -1,7 +1,8 @@
-"""A plan: a series of handovers from one epoch's placement to another, with what each step copies, why, and what it is worth. Pure.
+"""Plan: a series of handovers between placements, with the copies, reason and gain of each step. Pure.
 
-`migration.planning.handover_batching` makes the handovers; here they are values, and here is what carrying them out means (`applied`, `replay`): each step is
-checked against the placement it finds, and each handover makes a Placement, whose birth checks its invariants.
+`migration.planning.handover_batching` creates the handovers. This module defines them as values and executes
+them (`applied`, `replay`). Each step is checked against the placement before it. Each handover produces a
+Placement, whose constructor checks the invariants.
 """
 
 from collections.abc import Iterable
@@ -21,28 +22,28 @@ from migration.model.placement_changes import Table
 
 StepKind = Literal["reweight", "replicate", "swap", "move", "drop"]
 Link = Literal["same-node", "cross-node", "checkpoint"]
-"""what a copy crosses; checkpoint: no rank holds the expert any more, its weights are read from storage"""
+"""path of a copy. checkpoint: no rank holds the expert any more, so its weights are read from storage"""
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """An expert's weights brought into a slot of another rank."""
+    """Copy of an expert's weights into a slot of another rank."""
 
     expert: int
     slot: int
     source: int | None = None
-    """slot they are read from; None: the checkpoint"""
+    """source slot; None: the checkpoint"""
     link: Link
     bytes: int
 
 
 class PlanStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One change of one layer. What it does, by kind:
+    """One change of one layer. Its effect by kind:
 
-    - `reweight`: the replicas of the layer share its tokens in another way; nothing is copied.
-    - `replicate`: `expert` comes into `slot`, where `evicted` was.
-    - `move`: the same, and `other_slot`, where `expert` was, becomes empty.
-    - `swap`: `expert`, from `other_slot`, and `other_expert`, from `slot`, change places.
-    - `drop`: `expert` leaves `slot`, which becomes empty.
+    - `reweight`: change how the replicas of the layer share its tokens; nothing is copied.
+    - `replicate`: put `expert` into `slot`, replacing `evicted`.
+    - `move`: as `replicate`, and `other_slot`, which held `expert`, becomes empty.
+    - `swap`: exchange `expert` in `other_slot` and `other_expert` in `slot`.
+    - `drop`: remove `expert` from `slot`, which becomes empty.
     """
 
     kind: StepKind
@@ -50,14 +51,14 @@ class PlanStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     slot: int | None = None
     expert: int | None = None
     evicted: int | None = None
-    """spare replica that gives way; None: the slot was empty"""
+    """spare replica that is replaced; None: the slot was empty"""
     other_slot: int | None = None
     other_expert: int | None = None
     copies: tuple[Copy, ...] = ()
     gain: float = 0.0
-    """seconds by which an engine step gets shorter, expected"""
+    """expected reduction of the engine step, in seconds"""
     why: str
-    """in a sentence"""
+    """one sentence"""
 
     @property
     def bytes(self) -> int:
@@ -65,36 +66,36 @@ class PlanStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
 
 
 class SplitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The split of some layers, as it travels: u16 little endian, [len(layers), slots] each."""
+    """Split of some layers in wire format: u16 little endian, [len(layers), slots] each."""
 
     layers: tuple[int, ...]
-    """ascending; the others keep what they have"""
+    """ascending; the other layers keep their split"""
     keep: bytes
     spill: bytes
     near: bytes
 
     @classmethod
     def of(cls, split: Split, layers: NDArray[np.intp]) -> "SplitRecord":
-        """Those layers of a split."""
+        """Take these layers of a split."""
         return cls(layers=tuple(layers.tolist()), **{name: part[layers].astype("<u2").tobytes() for name, part in split._asdict().items()})
 
     def over(self, split: Split) -> Split:
-        """A split, [layers, slots], with these layers in place of its own; ValueError when they do not fit."""
+        """Return a split [layers, slots] with these layers replaced. Raises ValueError if they do not fit."""
         rows, slots = list(self.layers), split.spill.shape[1]
         if any(not 0 <= layer < len(split.spill) for layer in rows):
-            raise ValueError(f"split: it speaks of layers {rows}; the placement has 0..{len(split.spill) - 1}")
+            raise ValueError(f"split: it names layers {rows}; the placement has 0..{len(split.spill) - 1}")
         return Split(*(_over(part, rows, getattr(self, name), slots, name) for name, part in split._asdict().items()))
 
 
 class Handover(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is staged together and becomes visible at once, as the next epoch."""
+    """Steps that are staged together and become visible atomically, as the next epoch."""
 
     epoch: int
-    """the one it makes"""
+    """epoch that the handover creates"""
     steps: tuple[PlanStep, ...]
-    """in this order; what they copy is read from what the epoch before holds"""
+    """in order. Copies read from the slots of the previous epoch"""
     split: SplitRecord | None = None
-    """how replicas share from then on; None: evenly, in every layer"""
+    """how replicas share tokens afterwards; None: evenly, in every layer"""
 
     @property
     def bytes(self) -> int:
@@ -102,11 +103,11 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What to do with one engine's placement; nothing, where `refused` says why not."""
+    """Plan for the placement of one engine. `refused` gives the reason if nothing is to be done."""
 
     id: str
     base_epoch: int
-    """epoch of the placement that it starts from; its handovers make the ones that follow"""
+    """epoch of the initial placement; the handovers create the following epochs"""
     layers: int
     experts: int
     ranks: int
@@ -116,9 +117,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     after: Figures | None = None
     payback: Payback | None = None
     reason: str = ""
-    """in a sentence: why these changes"""
+    """one sentence: reason for these changes"""
     refused: str = ""
-    """why nothing is done; empty: it is worth doing"""
+    """reason why nothing is done; empty: the plan is worthwhile"""
 
     @property
     def steps(self) -> tuple[PlanStep, ...]:
@@ -144,7 +145,10 @@ def planned(
     refused: str = "",
     name: str | None = None,
 ) -> Plan:
-    """A plan for a placement. name: its id; None: a hash of what it does and of the epoch it starts from, so that equal plans have equal ids."""
+    """Make a plan for a placement.
+
+    name: its id. None: a hash of the handovers and the base epoch, so that equal plans have equal ids.
+    """
     series = tuple(handovers)
     table = placement.expert_of_slot
     digest = blake2b(msgspec.msgpack.encode((placement.epoch, table.shape, table.astype("<i2").tobytes(), series)), digest_size=8).hexdigest()
@@ -165,26 +169,29 @@ def planned(
 
 
 class PlanCause(StrEnum):
-    """Why a plan cannot be carried out on the placement that is there."""
+    """Reason why a plan does not apply to the current placement."""
 
     EPOCH = "epoch"
-    """the placement is not of the epoch that the handover follows"""
+    """the handover does not follow the epoch of the placement"""
     SHAPE = "shape"
-    """it was made for another number of layers, experts, ranks or slots, or names one that does not exist"""
+    """the plan was made for other numbers of layers, experts, ranks or slots, or names one that does not
+    exist"""
     SOURCE = "source"
-    """the slot to read from does not hold the expert"""
+    """the source slot does not hold the expert"""
     SLOT = "slot"
-    """a slot does not hold what the step was planned on"""
+    """a slot does not hold what the step expects"""
     DUPLICATE = "duplicate"
     """the rank would hold the expert twice"""
     COPY = "copy"
-    """what a step writes and what it copies do not agree"""
+    """the copies of a step do not match its writes"""
     PLACEMENT = "placement"
-    """the placement after it would not be legal: an expert without a holder, or a split that does not add up"""
+    """the resulting placement would be invalid: an expert without a holder, or a split that does not add up
+    """
 
 
 class Inapplicable(ValueError):
-    """A handover does not fit the placement it meets. `step` is its index in the handover; None: it is the handover as a whole."""
+    """Error: a handover does not apply to a placement. step: its index in the handover; None: the handover as
+    a whole."""
 
     def __init__(self, cause: PlanCause, handover: Handover, step: int | None, detail: str) -> None:
         where = (
@@ -197,7 +204,8 @@ class Inapplicable(ValueError):
 
 
 def replay(placement: Placement, plan: Plan) -> list[Placement]:
-    """The placement of every epoch that the plan makes, in order. Inapplicable where a step does not hold on what it meets."""
+    """Return the placement of every epoch that the plan creates, in order. Raises Inapplicable if a step does
+    not apply."""
     stated = (plan.layers, plan.experts, plan.ranks, plan.slots_per_rank)
     found = (placement.layers, placement.experts, placement.ranks, placement.slots_per_rank)
     series: list[Placement] = []
@@ -212,7 +220,7 @@ def replay(placement: Placement, plan: Plan) -> list[Placement]:
 
 
 def applied(placement: Placement, handover: Handover) -> Placement:
-    """The placement after one handover. Inapplicable names the step that does not hold on it, and the cause."""
+    """Return the placement after one handover. Raises Inapplicable with the failing step and the cause."""
     if handover.epoch != placement.epoch + 1:
         raise Inapplicable(PlanCause.EPOCH, handover, None, f"the placement is of epoch {placement.epoch}; plan anew from what is there")
     table = placement.expert_of_slot.copy()
@@ -227,7 +235,7 @@ def applied(placement: Placement, handover: Handover) -> Placement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Check:
-    """One step, met by a table that the steps before it have changed already."""
+    """One step, checked against a table already changed by the previous steps."""
 
     base: Placement
     table: Table
@@ -235,7 +243,7 @@ class _Check:
     index: int
 
     def carry_out(self, step: PlanStep) -> None:
-        """Write what the step says into the table; Inapplicable when it does not hold."""
+        """Apply a step to the table. Raises Inapplicable if it does not apply."""
         if not 0 <= step.layer < self.base.layers:
             raise self._no(PlanCause.SHAPE, f"layer {step.layer} does not exist")
         if step.kind == "reweight":
@@ -275,7 +283,8 @@ class _Check:
         self.table[layer, slot] = after
 
     def _copies(self, step: PlanStep, wanted: dict[int, int]) -> None:
-        """What is copied is what is written, from slots of other ranks that hold it in the epoch that is served meanwhile."""
+        """Check that the copies match the writes and that the source slots hold the experts in the served
+        epoch."""
         stated = {copy.slot: copy.expert for copy in step.copies}
         if stated != wanted or len(step.copies) != len(wanted):
             raise self._no(PlanCause.COPY, f"it writes {wanted} (slot: expert), but copies {stated}")

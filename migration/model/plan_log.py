@@ -1,4 +1,5 @@
-"""What the log says of plans: which one of each engine has no end yet, and how far it is. Pure; bounded; repetitions change nothing."""
+"""Fold of the migration log: the unfinished plan of each engine and its progress. Pure; bounded; idempotent.
+"""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -7,35 +8,36 @@ from fleet.events import MigrationAborted, MigrationCommitted, MigrationPlanned,
 
 Entry = MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted
 MOST_IDS = 1024
-"""ids of plans that are remembered of an engine; its log holds no more messages by default"""
+"""plan ids remembered per engine; by default its log holds at most this many messages"""
 
 
 @dataclass(slots=True)
 class PlanRun:
-    """The newest plan of an engine."""
+    """Progress of the newest plan of an engine."""
 
     planned: MigrationPlanned
     next: int = 0
-    """number of the handover that comes after those that were committed"""
+    """number of the next handover, after the committed ones"""
     staged: MigrationStaged | None = None
-    """the last that was staged"""
+    """the last staged handover"""
     end: MigrationCommitted | MigrationAborted | None = None
     entries: set[tuple[str, int, int]] = field(default_factory=set)
-    """(kind, number, handover) of what was recorded; as many as the plan has handovers, twice"""
+    """(kind, number, handover) of the recorded entries; at most two per handover of the plan"""
 
 
 class PlanLog:
-    """Of one namespace."""
+    """Plans of the engines of one namespace."""
 
     def __init__(self) -> None:
         self._courses: dict[str, PlanRun] = {}
         self._ids: dict[str, OrderedDict[str, str]] = {}
-        """by engine and id: the blob in which a plan is stored; empty: in none"""
+        """by engine and id: blob that stores the plan; empty: none"""
         self._seconds: dict[str, dict[str, MigrationPlanned]] = {}
-        """by engine and id: plans that were recorded while another was under way, by somebody who thought to lead"""
+        """by engine and id: plans recorded while another was under way, by a service that wrongly believed it
+        was the leader"""
 
     def heard(self, said: Entry) -> bool:
-        """One entry of the log, in its order; whether it is news."""
+        """Process one log entry, in order. Returns True if it is new."""
         if self.has(said):
             return False
         if isinstance(said, MigrationPlanned):
@@ -65,7 +67,7 @@ class PlanLog:
         return True
 
     def has(self, entry: Entry) -> bool:
-        """Whether the log says this already."""
+        """Return True if the log already contains this entry."""
         if isinstance(entry, MigrationPlanned):
             return entry.plan in self._ids.get(entry.engine, ())
         if entry.plan in self._seconds.get(entry.engine, {}):
@@ -74,39 +76,39 @@ class PlanLog:
         return course is not None and course.planned.plan == entry.plan and _named(entry) in course.entries
 
     def course(self, engine: str) -> PlanRun | None:
-        """Of the newest plan; None: there was none."""
+        """Return the newest plan of an engine; None: there was none."""
         return self._courses.get(engine)
 
     def under_way(self, engine: str) -> PlanRun | None:
-        """The plan that has no end yet."""
+        """Return the plan of an engine that has not ended yet."""
         course = self._courses.get(engine)
         return course if course is not None and course.end is None else None
 
     def second(self, engine: str) -> MigrationPlanned | None:
-        """A plan that was recorded while another was under way, and has no end yet."""
+        """Return a plan that was recorded while another was under way and has not ended yet."""
         return next(iter(self._seconds.get(engine, {}).values()), None)
 
     def known(self) -> tuple[str, ...]:
-        """Engines that had a plan."""
+        """Return the engines that had a plan."""
         return tuple(self._courses)
 
     def engines(self) -> tuple[str, ...]:
-        """Those whose newest plan has no end yet."""
+        """Return the engines whose newest plan has not ended yet."""
         return tuple(engine for engine, course in self._courses.items() if course.end is None)
 
     def over(self, engine: str) -> dict[str, str]:
-        """Plans of an engine that have an end and are stored nevertheless: their blobs, by id."""
+        """Return the blobs, by plan id, of an engine's plans that have ended but are still stored."""
         course = self.under_way(engine)
         open_ = {*self._seconds.get(engine, ()), *(() if course is None else (course.planned.plan,))}
         return {plan: blob for plan, blob in self._ids.get(engine, {}).items() if blob and plan not in open_}
 
     def dropped(self, engine: str, plan: str) -> None:
-        """A plan of an engine is stored no more."""
+        """Note that the blob of a plan was deleted."""
         if plan in self._ids.get(engine, ()):
             self._ids[engine][plan] = ""
 
     def unused(self, engine: str, plan: str) -> str:
-        """An id that no plan of the engine had before: this one, or with a number behind it."""
+        """Return an id that no plan of the engine has used: this one, or this one with a numeric suffix."""
         ids, name, nth = self._ids.get(engine, OrderedDict[str, str]()), plan, 1
         while name in ids:
             nth += 1

@@ -1,7 +1,8 @@
-"""What a window's sampling noise explains by itself, and which layers' demand has changed beyond it. Pure.
+"""Sampling noise of a demand window, and detection of layers whose demand changed beyond that noise. Pure.
 
-A window of n (token, k) pairs per layer knows an expert's load to about the root of its count (Poisson). A plan fits the noise of its window; the next
-window has its own, so what a plan shows on its window it does not show on the next.
+With n (token, k) pairs per layer, the error of an expert's load is about the root of its count (Poisson). A
+plan fits the noise of its own window. The next window has different noise, so part of the apparent gain
+disappears there.
 """
 
 from typing import Any, NamedTuple
@@ -12,33 +13,37 @@ from scipy.special import chdtrc, ndtr, ndtri
 
 Layers = NDArray[np.float64]
 FALSE_ALARMS = 1e-3
-"""share of the layers reported as changed that may be so by chance (Benjamini and Hochberg 1995), and so the chance of any where none has"""
+"""false discovery rate of the layers reported as changed (Benjamini and Hochberg 1995); also the probability
+of any report when nothing has changed"""
 
 COMMON = 0.5
-"""where more than this part of the layers is found to have changed, all have: demand moves as a whole"""
+"""if more than this share of the layers has changed, all layers count as changed: demand shifts as a whole"""
 _POINTS = np.linspace(-3.0, 5.0, 11)
-"""standard deviations beyond the largest mean between which the distribution of the largest of normals is added up"""
+"""integration points of the distribution of the maximum of normals, in standard deviations above the largest
+mean"""
 
 
 class LoadNoise(NamedTuple):
-    """How many (token, k) pairs stand behind a load, in each layer: a number, or [layers]."""
+    """(token, k) pairs behind a load, in each layer: a number, or [layers]."""
 
     window: float | NDArray[Any]
-    """in the window that the load was counted in"""
+    """pairs in the window in which the load was counted"""
     step: float | NDArray[Any] | None = None
-    """in one step of the engine; None: not known, or of no concern"""
+    """pairs in one engine step; None: unknown or irrelevant"""
 
 
 def expected_most(ranks: int) -> float:
-    """Expected largest of so many standard normals (Blom 1958); 0 for one."""
+    """Return the expected maximum of this many standard normals (Blom 1958); 0 for one."""
     return float(ndtri((ranks - 0.375) / (ranks + 0.25)))
 
 
 def deviation(load: NDArray[np.float64], replicas: NDArray[Any], ranks: int, pairs: float | NDArray[Any]) -> Layers:
-    """float64 [layers]: standard deviation, between two windows, of a rank's load over the mean rank load.
+    """Return the standard deviation, between two windows, of a rank's load over the mean rank load: float64
+    [layers].
 
-    load: [layers, experts], any unit; replicas: int [layers, experts]. Counts are Poisson, replicas of an expert share its noise evenly: the variance
-    of an average rank is sum(load / replicas) * ranks / (sum(load) * pairs) per window.
+    load: [layers, experts], any unit; replicas: int [layers, experts]. Counts are Poisson, and the replicas
+    of an expert share its noise evenly. The variance of an average rank is sum(load / replicas) * ranks /
+    (sum(load) * pairs) per window.
     """
     total = np.maximum(load.sum(axis=1), 1e-300)
     alone = (load / np.maximum(replicas, 1)).sum(axis=1) / total
@@ -46,8 +51,11 @@ def deviation(load: NDArray[np.float64], replicas: NDArray[Any], ranks: int, pai
 
 
 def scatter(before: NDArray[Any], now: NDArray[Any]) -> float:
-    """By how much two windows' counts differ more than independent pairs would: chi-square of both, all layers, over its degrees of freedom (the design
-    effect, Kish 1965, with what has really changed in between); at least 1. before, now: [layers, experts] pairs."""
+    """Return the overdispersion between two windows relative to independent pairs; at least 1.
+
+    It is the chi-square of both windows over all layers, divided by its degrees of freedom (the design
+    effect, Kish 1965, including real changes in between). before, now: [layers, experts] pairs.
+    """
     sums = [np.maximum(counts.sum(axis=1, keepdims=True), 1e-300) for counts in (before, now)]
     apart = before * np.sqrt(sums[1] / sums[0]) - now * np.sqrt(sums[0] / sums[1])
     both = before + now
@@ -56,31 +64,40 @@ def scatter(before: NDArray[Any], now: NDArray[Any]) -> float:
 
 
 def deviations(shares: NDArray[np.float64], replicas: NDArray[Any], pairs: float | NDArray[Any]) -> NDArray[np.float64]:
-    """float64 [layers, ranks]: as `deviation`, of each rank. shares: [layers, ranks, slots of a rank], what each slot serves in mean rank loads; replicas:
-    of what is in it, so shaped."""
+    """Return the `deviation` of each rank, float64 [layers, ranks].
+
+    shares: [layers, ranks, slots of a rank], load of each slot in units of the mean rank load; replicas: of
+    the expert in each slot, same shape.
+    """
     ranks = shares.shape[1]
     alone = (shares / np.maximum(replicas, 1)).sum(axis=2)
     return np.asarray(np.sqrt(2.0 * ranks * alone / np.maximum(np.broadcast_to(pairs, len(shares)), 1.0)[:, None]))
 
 
 def freedom(load: NDArray[np.float64], replicas: NDArray[Any], ranks: int) -> Layers:
-    """float64 [layers]: of how many independent numbers the noise of so many ranks' loads is made. Arguments as of `deviation`.
+    """Return the degrees of freedom of the noise of the ranks' loads, float64 [layers]. Arguments as in
+    `deviation`.
 
-    Replicas of an expert err together: Satterthwaite's (1946) degrees of freedom, tr(C)^2 / tr(C^2) for the covariance C of rank loads, where two
-    experts share as many ranks as they do by chance.
+    Errors of the replicas of an expert are correlated. Satterthwaite (1946): tr(C)^2 / tr(C^2) for the
+    covariance C of the rank loads, assuming that two experts share as many ranks as they would by chance.
     """
     alone = load / np.maximum(replicas, 1)
     total = np.maximum(alone.sum(axis=1), 1e-300)
-    return np.asarray(1.0 / (1.0 / ranks + ((alone / total[:, None]) ** 2).sum(axis=1)))  # of nothing wanted: ranks
+    return np.asarray(1.0 / (1.0 / ranks + ((alone / total[:, None]) ** 2).sum(axis=1)))  # without demand: ranks
 
 
 def changed(loads: NDArray[np.float64], goal: Layers, noise: NDArray[np.float64], free: Layers | None = None) -> NDArray[np.bool_]:
-    """bool [layers]: where rank loads lie further apart than a good placement's do when nothing but the sample is new.
+    """Return the layers whose rank loads are spread more than sampling noise explains for a good placement,
+    bool [layers].
 
-    loads: [layers, ranks] over their mean, live ranks only; goal: balance that a full re-placement reaches on this window; noise: `deviation` of a layer's
-    ranks, or `deviations`, of each; free: `freedom`, None: ranks err on their own. Every rank is held against the normal tail beyond the re-placement's
-    most, all that are above the mean together against chi-square (of half a normal's square, mean 1/2 and variance 5/4, as a gamma: a good placement
-    may well have a rank far below the mean).
+    loads: [layers, ranks] over their mean, live ranks only; goal: balance of a full re-placement on this
+    window; noise: `deviation` of a layer's ranks, or `deviations` of each rank; free: `freedom`, None: ranks
+    are independent.
+
+    Two tests are combined. Each rank is tested against the normal tail beyond the maximum of the
+    re-placement. All ranks above the mean are tested together against chi-square: half a normal's square has
+    mean 1/2 and variance 5/4 and is treated as a gamma, because a good placement may well have a rank far
+    below the mean.
     """
     ranks = loads.shape[1]
     most = 1.0 / np.maximum(goal, 1e-9)[:, None]
@@ -95,14 +112,17 @@ def changed(loads: NDArray[np.float64], goal: Layers, noise: NDArray[np.float64]
 
 
 def _discoveries(chance: Layers) -> NDArray[np.bool_]:
-    """Which chances are small enough together (Benjamini and Hochberg's step-up)."""
+    """Select the discoveries among the p-values (step-up procedure of Benjamini and Hochberg)."""
     ordered = np.sort(chance)
     passing = np.flatnonzero(ordered <= FALSE_ALARMS * np.arange(1, len(chance) + 1) / len(chance))
     return chance <= ordered[passing[-1]] if len(passing) else np.zeros(len(chance), bool)
 
 
 def expected_max(loads: NDArray[np.float64], spread: Layers) -> Layers:
-    """float64 [layers]: expected largest of normals with means loads [layers, ranks] and one standard deviation per layer."""
+    """Return the expected maximum of normals, float64 [layers].
+
+    loads: means, [layers, ranks]; spread: one standard deviation per layer.
+    """
     most = loads.max(axis=1)
     where = most[:, None] + spread[:, None] * _POINTS  # [layers, points]
     below = ndtr((where[:, None, :] - loads[:, :, None]) / np.maximum(spread, 1e-12)[:, None, None]).prod(axis=1)

@@ -1,4 +1,4 @@
-"""Answers whoever wants experts moved: makes a plan of what is asked for, has it carried out, and says so; or says why not."""
+"""Requests of operators to move experts: make a plan, start it and confirm, or refuse with a reason."""
 
 import asyncio
 from collections.abc import Sequence
@@ -28,15 +28,15 @@ from migration.planning.operator_plans import back, one_expert, read, undone
 from migration.planning.staging_capacity import StagingRoom
 
 ASK_SECONDS = 2.0
-"""How long a rank may not answer before a request is refused for that."""
+"""Time limit for the answer of a rank; the request is then refused."""
 
 
 class RankFull(ValueError):
-    """A rank has no free cell to bring an expert into; it may have one later."""
+    """Error: a rank has no free cell for another expert. It may have one later."""
 
 
 class OperatorCommands:
-    """Used on one event loop, while leading."""
+    """Used on one event loop, on the leader."""
 
     def __init__(self, bus: Bus, subjects: Subjects, ledger: PlacementRegistry, watch: DemandWindows, conductor: PlanExecutor) -> None:
         self._bus = bus
@@ -46,7 +46,7 @@ class OperatorCommands:
         self._conductor = conductor
 
     async def answer(self, message: Message) -> Message:
-        """What is asked over the bus."""
+        """Answer a request from the bus."""
         if not isinstance(message, MigrateExpert | ApplyPlan | RollBack):
             wanted = ", ".join(kind.__name__ for kind in (MigrateExpert, ApplyPlan, RollBack))
             return RequestRefused(reason=f"a {type(message).__name__} is no request for this subject; send one of {wanted}")
@@ -60,7 +60,7 @@ class OperatorCommands:
             return RequestRefused(reason=str(error))
 
     def movable(self, engine: str) -> EngineEntry:
-        """An engine whose experts can be moved. ValueError when there is none of this name."""
+        """Return an engine whose experts can be moved. Raises ValueError if there is none of this name."""
         entry = self._ledger.engines().get(engine)
         if entry is None:
             raise ValueError(f"no engine {engine!r} with experts is present; there are: {', '.join(sorted(self._ledger.engines())) or 'none'}")
@@ -69,7 +69,7 @@ class OperatorCommands:
         return entry
 
     async def _plan(self, entry: EngineEntry, asked: MigrateExpert | ApplyPlan | RollBack, told: Sequence[HandoverDescribed]) -> tuple[Plan, Origin]:
-        """ValueError says why there is none."""
+        """Make the requested plan. Raises ValueError with the reason if there is none."""
         match asked:
             case MigrateExpert():
                 wanted = self._watch.wanted(entry.worker_id)
@@ -80,11 +80,15 @@ class OperatorCommands:
         return await self.undoing(entry, planned, await self.before(planned), told), "rollback"
 
     async def undoing(self, entry: EngineEntry, planned: MigrationPlanned, goal: Placement, told: Sequence[HandoverDescribed]) -> Plan:
-        """The plan that brings an engine back to the placement before another plan. ValueError when there is none."""
+        """Make the plan that restores the placement before another plan. Raises ValueError if there is none.
+        """
         return await asyncio.to_thread(back, entry.placement, goal, planned.plan, self._room(entry, told))
 
     def _room(self, entry: EngineEntry, told: Sequence[HandoverDescribed]) -> StagingRoom:
-        """NoRoom when a rank has none to bring anything in; ValueError when nobody knows."""
+        """Return the staging capacity of an engine.
+
+        Raises RankFull if a rank has no free cell, and ValueError if the engine is not tracked.
+        """
         machines = self._watch.machines(entry.worker_id)
         if machines is None:
             raise ValueError(f"engine {entry.engine!r} is not watched: its demand takes more than planner.most_cells allows; raise it")
@@ -96,12 +100,15 @@ class OperatorCommands:
         return StagingRoom(node=node, expert_bytes=shape.expert_bytes, staging=least.free)
 
     async def _log(self, engine: str) -> list[Message]:
-        """What is recorded of an engine's plans."""
+        """Read the log of an engine's plans."""
         kinds = MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted
         return [received.message async for received in self._bus.replay(self._subjects.migrations(engine), follow=False) if isinstance(received.message, kinds)]
 
     async def before(self, planned: MigrationPlanned) -> Placement:
-        """The placement that a plan started from. BusError when the log cannot be read; ValueError when the log does not reach back so far."""
+        """Return the placement that a plan started from.
+
+        Raises BusError if the log cannot be read, and ValueError if the log does not reach back that far.
+        """
         async for received in self._bus.replay(self._subjects.placements(planned.engine), follow=False):
             said = received.message
             if isinstance(said, PlacementCommitted) and (said.worker_id, said.placement.epoch) == (planned.worker_id, planned.base_epoch):

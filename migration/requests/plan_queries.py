@@ -1,4 +1,4 @@
-"""Thinks over what to do with engines, off the event loop, one at a time; and answers whoever asks for a plan."""
+"""Planning runs, one at a time and off the event loop, for the control loop and for requests over the bus."""
 
 import asyncio
 import logging
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class PlanQueries:
-    """Made and used on one event loop. A thread of its own does the thinking, on values that never change.
+    """Created and used on one event loop. A separate thread runs the planner on immutable values.
 
-    clock: seconds that never go back. trust: what is taken of gains that are foretold of an engine, by its name. thinking: runs functions one at a time;
-    None: a thread of its own, ended by `close`.
+    clock: monotonic seconds. trust: discount applied to the predicted gains of an engine, by its name.
+    thinking: executor that runs one function at a time; None: an own thread, ended by `close`.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class PlanQueries:
         self._waiting = 0
 
     def reconfigure(self, config: MigrationConfig) -> None:
-        """Other settings for what is thought over from now on."""
+        """Use new settings for all later planning runs."""
         self._config = config
 
     def close(self) -> None:
-        """End the thread, without waiting for what it is at."""
+        """End the thread without waiting for the current run."""
         if self._own:
             self._thinking.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, message: Message) -> Message:
-        """What is asked over the bus."""
+        """Answer a request from the bus."""
         if not isinstance(message, DescribePlan):
             return RequestRefused(reason=f"a {type(message).__name__} is no question for this subject; send a {DescribePlan.__name__}")
         try:
@@ -74,7 +74,7 @@ class PlanQueries:
         return PlanDescribed(engine=entry.engine, worker_id=entry.worker_id, record=msgspec.json.encode(decided.record), plan=plan)
 
     async def decide(self, entry: EngineEntry, question: PlanningQuestion) -> PlannerDecision:
-        """What to do with one engine. Refused when too little is known to say anything."""
+        """Plan for one engine. Raises InvalidPlacementEvent if too little is known."""
         try:
             view = self._watch.view(entry, self._clock())
         except InvalidPlacementEvent as refusal:
@@ -87,12 +87,13 @@ class PlanQueries:
         return decided._replace(record=msgspec.structs.replace(decided.record, plan_seconds=taken))
 
     async def regret(self, entry: EngineEntry, placement: Placement) -> Counterfactual:
-        """What would be different under another placement of an engine. Refused when too little is known to say anything."""
+        """Compare the served placement of an engine with another. Raises InvalidPlacementEvent if too little
+        is known."""
         view = self._watch.view(entry, self._clock())
         return await asyncio.get_running_loop().run_in_executor(self._thinking, regret, view, placement, self._config)
 
     def _asked_for(self, asked: DescribePlan) -> tuple[EngineEntry, PlanningQuestion]:
-        """ValueError names what cannot be asked, or that too much is asked at once."""
+        """Check a request. Raises ValueError naming what is invalid, or if too many requests are waiting."""
         entry = self._ledger.engines().get(asked.engine)
         if entry is None:
             raise ValueError(f"no engine {asked.engine!r} with experts is present; there are: {', '.join(sorted(self._ledger.engines())) or 'none'}")
@@ -102,7 +103,7 @@ class PlanQueries:
 
 
 def _question(asked: DescribePlan, entry: EngineEntry, config: MigrationConfig, trust: float) -> PlanningQuestion:
-    """ValueError names what cannot be asked."""
+    """Check the parameters of a request. Raises ValueError naming what is invalid."""
     policy = next((policy for policy in POLICIES if policy == (asked.policy or config.policy)), None)
     if policy is None:
         raise ValueError(f"no policy {asked.policy!r}; there are: {', '.join(POLICIES)}")

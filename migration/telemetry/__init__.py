@@ -1,1 +1,2 @@
-"""Metrics and spans of the migration service. The only modules of this part that know prometheus_client and opentelemetry."""
+"""Metrics and traces of the migration service. Only these modules import prometheus_client and opentelemetry.
+"""

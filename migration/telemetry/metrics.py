@@ -1,4 +1,4 @@
-"""The migration service's Prometheus families."""
+"""Prometheus metrics of the migration service."""
 
 from collections.abc import Mapping, Sequence
 from time import time
@@ -17,79 +17,85 @@ _HANDING = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
 class MigrationMetrics:
-    """One registry per service; series of engines that are gone are dropped."""
+    """Metrics in one registry per service. Series of engines that are gone are removed."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
-        self.recorded = Counter("roost_migration_placements_recorded", "Placements written to the log", registry=registry)
-        self.recording = Histogram("roost_migration_record_seconds", "From join to stored placement, retries included", buckets=_RECORDING, registry=registry)
-        self.retries = Counter("roost_migration_record_retries", "Attempts to record that failed", registry=registry)
-        self._rejected = Counter("roost_migration_rejected", "Joins and placements refused, by reason", ["reason"], registry=registry)
-        self._epoch = Gauge("roost_migration_epoch", "Placement epoch an engine serves", ["engine"], registry=registry)
-        self._plans = Counter("roost_planner_plans", "Plans thought over, by what came of it", ["outcome"], registry=registry)
-        self._refusals = Counter("roost_planner_refusals", "Plans that were not worth it or not possible, by reason", ["reason"], registry=registry)
-        self.thinking = Histogram("roost_planner_plan_seconds", "What finding a plan took", buckets=_THINKING, registry=registry)
-        self.lost = Counter("roost_planner_lost", "Messages that were never heard, by the gaps they left", registry=registry)
-        self.homes = Counter("roost_planner_homes_changed", "Times that an engine's homes changed", registry=registry)
+        self.recorded = Counter("roost_migration_placements_recorded", "Placement epochs written to the log", registry=registry)
+        self.recording = Histogram(
+            "roost_migration_record_seconds", "Seconds from join to stored placement, including retries", buckets=_RECORDING, registry=registry
+        )
+        self.retries = Counter("roost_migration_record_retries", "Failed attempts to record a placement", registry=registry)
+        self._rejected = Counter("roost_migration_rejected", "Rejected joins, placements and reports, by reason", ["reason"], registry=registry)
+        self._epoch = Gauge("roost_migration_epoch", "Placement epoch that the engine serves", ["engine"], registry=registry)
+        self._plans = Counter("roost_planner_plans", "Planning runs, by outcome", ["outcome"], registry=registry)
+        self._refusals = Counter("roost_planner_refusals", "Planning runs without a worthwhile or possible plan, by reason", ["reason"], registry=registry)
+        self.thinking = Histogram("roost_planner_plan_seconds", "Duration of planning runs in seconds", buckets=_THINKING, registry=registry)
+        self.lost = Counter("roost_planner_lost", "Lost messages, counted by gaps in sequence numbers", registry=registry)
+        self.homes = Counter("roost_planner_homes_changed", "Changes of engines' homes", registry=registry)
         self._figures = {
             name: Gauge(f"roost_planner_{name}", text, ["engine"], registry=registry)
             for name, text in (
-                ("gain_seconds", "By which the last plan of the cycle would make a step shorter"),
-                ("net_seconds", "What it would gain over the expected lifetime of the demand, less its cost"),
-                ("copied_bytes", "Weights that it would copy"),
-                ("balance", "Mean over layers of mean / highest load of a rank, of the placement that is served"),
-                ("local_share", "Share of (token, k) pairs served where their request lives, of the placement that is served"),
+                ("gain_seconds", "Predicted reduction of the step time by the last plan of the cycle"),
+                ("net_seconds", "Predicted gain of the last plan over the expected lifetime of the demand, minus its cost"),
+                ("copied_bytes", "Bytes of weights that the last plan would copy"),
+                ("balance", "Balance of the served placement: mean over layers of mean / highest rank load"),
+                ("local_share", "Predicted share of (token, k) pairs served on the rank of their request, for the served placement"),
             )
         }
-        self._full = Gauge("roost_planner_bus_store_full", "Times that something found no room, by store", ["store"], registry=registry)
-        self.stored_bytes = Gauge("roost_planner_stored_bytes", "What is kept of demand", registry=registry)
+        self._full = Gauge("roost_planner_bus_store_full", "Writes rejected because a store of the bus was full, by store", ["store"], registry=registry)
+        self.stored_bytes = Gauge("roost_planner_stored_bytes", "Bytes of stored demand", registry=registry)
         self._layers = {
             name: Gauge(f"roost_loop_layer_{name}", text, ["engine", "layer"], registry=registry)
             for name, text in (
-                ("balance", "Mean / highest load of a rank of a layer in single steps, measured in the last window"),
-                ("remote_ranks", "Distinct other ranks that a token was sent to in a layer, measured in the last window"),
-                ("local_share", "Share of (token, k) pairs of a layer served where their request lives, measured in the last window"),
+                ("balance", "Measured balance of a layer in single steps (mean / highest rank load) in the last window"),
+                ("remote_ranks", "Measured mean of the distinct other ranks that a token was sent to in a layer, in the last window"),
+                ("local_share", "Measured share of a layer's (token, k) pairs served on the rank of their request, in the last window"),
             )
         }
         self._loop = {
             name: Gauge(f"roost_loop_{name}", text, ["engine"], registry=registry)
             for name, text in (
-                ("balance", "Mean / highest load of a rank in single steps, mean over layers, measured in the last window"),
-                ("remote_ranks", "Distinct other ranks that a token was sent to, mean over layers, measured in the last window"),
-                ("local_share", "Share of (token, k) pairs served where their request lives, measured in the last window"),
-                ("step_seconds", "What a step took, measured in the last window"),
-                ("communication_share", "Share of a step's time that ranks spent sending and waiting for each other, measured in the last window"),
-                ("trust", "What the planner takes of the gains that it foretells"),
-                ("spent_bytes", "Weights that plans of the planner's own copied within planner.budget_seconds"),
-                ("left_bytes", "Weights that they may still copy"),
+                ("balance", "Measured balance in single steps (mean / highest rank load), mean over layers, in the last window"),
+                ("remote_ranks", "Measured mean of the distinct other ranks that a token was sent to, over all layers, in the last window"),
+                ("local_share", "Measured share of (token, k) pairs served on the rank of their request, in the last window"),
+                ("step_seconds", "Measured mean step time in the last window"),
+                ("communication_share", "Measured share of the step time spent on communication, including waiting for other ranks, in the last window"),
+                ("trust", "Discount (0-1) applied to predicted plan gains"),
+                ("spent_bytes", "Bytes of weights copied by automatic plans within planner.budget_seconds"),
+                ("left_bytes", "Bytes of weights that automatic plans may still copy"),
             )
         }
-        self._verdicts = Counter("roost_loop_verdicts", "Plans of the planner's own that were judged, by verdict", ["verdict"], registry=registry)
+        self._verdicts = Counter("roost_loop_verdicts", "Evaluated automatic plans, by verdict", ["verdict"], registry=registry)
         self._outcomes = Counter(
-            "roost_loop_plans", "Plans that are over, by who had them carried out and how they ended", ["origin", "outcome"], registry=registry
+            "roost_loop_plans", "Completed plans, by origin and outcome", ["origin", "outcome"], registry=registry
         )
-        self._realised = Gauge("roost_loop_realised", "Share of the foretold gain that the last judged plan brought", ["engine"], registry=registry)
-        self._paused = Gauge("roost_loop_paused", "1 while the planner makes no plans by itself because somebody paused it", registry=registry)
-        self._reloads = Counter("roost_planner_reloads", "Times that settings were read again, by what came of it", ["outcome"], registry=registry)
+        self._realised = Gauge("roost_loop_realised", "Share of the predicted gain realised by the last evaluated plan", ["engine"], registry=registry)
+        self._paused = Gauge("roost_loop_paused", "1 while automatic planning is paused by an operator", registry=registry)
+        self._reloads = Counter("roost_planner_reloads", "Configuration reloads, by outcome", ["outcome"], registry=registry)
         self._measured: dict[str, int] = {}
-        """layers of the engines that were measured"""
+        """layer count of each measured engine"""
         self._engines: set[str] = set()
-        self.leader = Gauge("roost_migration_leader", "1 while this service leads, 0 while it stands by", registry=registry)
-        self._ended = Counter("roost_migration_handovers", "Handovers that are over, by outcome and whose fault", ["outcome", "fault"], registry=registry)
-        self._bytes = Counter("roost_migration_moved_bytes", "Weights that ranks took over in handovers that were committed", registry=registry)
-        self._seconds = Histogram("roost_migration_handover_seconds", "What handovers took, by phase", ["phase"], buckets=_HANDING, registry=registry)
+        self.leader = Gauge("roost_migration_leader", "1 while this service is the leader, 0 while it is on standby", registry=registry)
+        self._ended = Counter("roost_migration_handovers", "Finished handovers, by outcome and fault", ["outcome", "fault"], registry=registry)
+        self._bytes = Counter("roost_migration_moved_bytes", "Bytes of weights copied in committed handovers", registry=registry)
+        self._seconds = Histogram(
+            "roost_migration_handover_seconds", "Duration of handovers in seconds, by phase", ["phase"], buckets=_HANDING, registry=registry
+        )
         self._success = Gauge("roost_migration_last_success_timestamp_seconds", "Unix time of the last committed handover", ["engine"], registry=registry)
         self._watchdog = {
             name: Gauge(f"roost_migration_{name}", text, ["engine"], registry=registry)
             for name, text in (
-                ("plan_age_seconds", "Since the plan that is under way was taken up; 0: none is"),
-                ("handovers_pending", "Handovers that the plan under way has left"),
-                ("layers_pending", "Layers that they change"),
-                ("commit_overdue", "1 while a decided handover is not served by every rank after planner.commit_seconds"),
+                ("plan_age_seconds", "Seconds since the plan under way was started; 0 without a plan"),
+                ("handovers_pending", "Remaining handovers of the plan under way"),
+                ("layers_pending", "Layers that the remaining handovers change"),
+                ("commit_overdue", "1 while some rank does not serve a decided handover within planner.commit_seconds"),
             )
         }
-        self._cells = Gauge("roost_migration_cells", "Cells of expert memory that serve nothing, of all ranks", ["engine", "state"], registry=registry)
-        self._oldest = Gauge("roost_migration_cells_oldest_seconds", "Age of the oldest cell that drains or is in quarantine", ["engine"], registry=registry)
+        self._cells = Gauge(
+            "roost_migration_cells", "Cells of expert memory that serve no expert, over all ranks, by state", ["engine", "state"], registry=registry
+        )
+        self._oldest = Gauge("roost_migration_cells_oldest_seconds", "Age of the oldest cell that is draining or in quarantine", ["engine"], registry=registry)
 
     def bus_full(self, counts: Mapping[str, int]) -> None:
         for store, count in counts.items():
@@ -99,19 +105,19 @@ class MigrationMetrics:
         self._rejected.labels(reason).inc()
 
     def thought(self, reason: str | None, seconds: float) -> None:
-        """Something was thought over. reason: in a word, why there is no plan; None: there is one."""
+        """Count a planning run. reason: short code for having no plan; None: there is a plan."""
         self._plans.labels("refused" if reason is not None else "plan").inc()
         if reason is not None:
             self._refusals.labels(reason).inc()
         self.thinking.observe(seconds)
 
     def unknown(self, reason: str) -> None:
-        """Nothing could be thought over."""
+        """Count an engine for which planning was impossible."""
         self._plans.labels("unknown").inc()
         self._refusals.labels(reason).inc()
 
     def figures(self, record: PlanRecord) -> None:
-        """What the cycle found of an engine."""
+        """Publish the figures of an engine from the last cycle."""
         told = {"gain_seconds": record.gain_seconds, "net_seconds": record.net_seconds, "copied_bytes": float(record.copied_bytes)}
         if record.before is not None:
             told.update(balance=record.before.balance_mean, local_share=record.before.local_share)
@@ -120,7 +126,7 @@ class MigrationMetrics:
                 self._figures[name].labels(record.engine).set(value)
 
     def serving(self, engines: dict[str, EngineEntry]) -> None:
-        """The engines that are present, and what they serve."""
+        """Publish the epochs of the present engines and remove the series of all others."""
         for engine in self._engines - engines.keys():
             for gauge in (self._epoch, self._success, self._oldest, self._realised, *self._figures.values(), *self._watchdog.values(), *self._loop.values()):
                 gauge.remove(engine)
@@ -133,10 +139,10 @@ class MigrationMetrics:
             self._epoch.labels(engine).set(entry.epoch)
         self._engines = set(engines)
 
-    # What runs by itself
+    # Control loop
 
     def measured(self, engine: str, figures: LoopFigures, layers: LayerFigures) -> None:
-        """The last window of an engine."""
+        """Publish the measurements of an engine's last window."""
         if engine not in self._engines:
             return
         told = {"balance": figures.balance, "remote_ranks": figures.remote_ranks, "local_share": figures.local, "step_seconds": figures.step_seconds}
@@ -150,31 +156,31 @@ class MigrationMetrics:
                 self._layers[name].labels(engine, str(layer)).set(value)
 
     def loop(self, engine: str, trust: float, spent: int, left: int) -> None:
-        """Where the planner stands with an engine."""
+        """Publish the control loop's state for an engine."""
         for name, value in (("trust", trust), ("spent_bytes", spent), ("left_bytes", left)):
             self._set(self._loop[name], engine, value)
 
     def judged(self, said: PlanJudged) -> None:
-        """What a plan really brought."""
+        """Publish the verdict on a plan."""
         self._verdicts.labels(said.verdict).inc()
         if said.realised is not None:
             self._set(self._realised, said.engine, said.realised)
 
     def plan_ended(self, origin: str, outcome: str) -> None:
-        """A plan is over: committed or aborted."""
+        """Count a plan that has ended: committed or aborted."""
         self._outcomes.labels(origin, outcome).inc()
 
     def paused(self, paused: bool) -> None:
         self._paused.set(float(paused))
 
     def reloaded(self, outcome: str) -> None:
-        """Settings were read again: refused, changed or same."""
+        """Count a reload of the settings: refused, changed or same."""
         self._reloads.labels(outcome).inc()
 
-    # Plans that are carried out
+    # Handovers
 
     def moved(self, after: HandoverState, move: Move, now: float) -> None:
-        """A handover made a move."""
+        """Publish the effects of a handover's move."""
         for entry in move.records:
             match entry:
                 case MigrationStaged():
@@ -189,26 +195,26 @@ class MigrationMetrics:
         self.overdue(after.what.engine, after.overdue(now))
 
     def dropped(self, fault: str) -> None:
-        """The rest of a plan was given up with no handover open."""
+        """Count a plan whose rest was abandoned with no handover open."""
         self._ended.labels("dropped", fault).inc()
 
     def overdue(self, engine: str, overdue: bool) -> None:
         self._set(self._watchdog["commit_overdue"], engine, float(overdue))
 
     def pending(self, engine: str, age: float, handovers: int, layers: int) -> None:
-        """The plan of an engine that is under way, or that there is none."""
+        """Publish the progress of an engine's plan; all 0 if there is none."""
         for name, value in (("plan_age_seconds", age), ("handovers_pending", handovers), ("layers_pending", layers)):
             self._set(self._watchdog[name], engine, value)
 
     def cells(self, engine: str, told: Sequence[HandoverDescribed]) -> None:
-        """What the ranks of an engine said last."""
+        """Publish the cell counts that the ranks of an engine last reported."""
         if engine in self._engines:
             for state in _CELLS:
                 self._cells.labels(engine, state).set(sum(getattr(said, state) for said in told))
             self._oldest.labels(engine).set(max((said.oldest_seconds for said in told), default=0.0))
 
     def _set(self, gauge: Gauge, engine: str, value: float) -> None:
-        """Only of engines that are present: the series of others are dropped."""
+        """Set a gauge, but only for present engines, because the series of others are removed."""
         if engine in self._engines:
             gauge.labels(engine).set(value)
 

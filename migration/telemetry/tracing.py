@@ -1,7 +1,9 @@
-"""One trace per plan: its span, one below it for each handover, which links to it too, and one for the verdict on it. Off without a provider.
+"""OpenTelemetry traces of plans. Disabled without a provider.
 
-A plan that answers something (a shift of popularity, a plan that did harm) has its span below that one's, in the same trace. One that a dead
-predecessor began goes on below the span that this one never ended.
+Each plan has one trace: the span of the plan, a child span for each handover, which is also linked to it, and
+one for the verdict. If a plan responds to something (a demand shift, a harmful plan), its span is a child of
+that cause, in the same trace. A plan started by a coordinator that died continues below the span which that
+coordinator never ended.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +20,10 @@ from migration.handover.coordinator import HandoverSpec, HandoverState, Move
 from migration.model.plan import Plan
 
 Provider = TracerProvider
-"""For those who hand a provider on without importing OpenTelemetry."""
+"""For callers that pass a provider without importing OpenTelemetry."""
 
 MOST_EXPERTS = 256
-"""Arrivals that a handover's span names; its events name all."""
+"""Limit on the arrivals listed in a handover's span; its events list all."""
 Attributes = dict[str, str | int | float]
 _EVENTS = {
     CoordinatorEvent.ALL_STAGED: "decided",
@@ -33,7 +35,7 @@ _EVENTS = {
 
 
 class MigrationTracing:
-    """The tracer of a real provider. `create` returns None where spans would go nowhere."""
+    """Tracer of a real provider. `create` returns None if spans would be discarded."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._tracer = provider.get_tracer("roost.migration")
@@ -41,23 +43,24 @@ class MigrationTracing:
 
     @classmethod
     def create(cls, provider: TracerProvider | None = None) -> "MigrationTracing | None":
-        """With the given provider, or the process's own. None when that is a no-op."""
+        """Create the tracer with the given provider or the process's own. Returns None if that is a no-op."""
         provider = trace.get_tracer_provider() if provider is None else provider
         return None if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider) else cls(provider)
 
     def plan(self, engine: str, plan: Plan, origin: str, parent: str = "") -> "PlanTrace":
-        """A plan begins. parent: traceparent of what it answers; without a valid one it is a trace of its own."""
+        """Start the span of a plan. parent: traceparent of the cause; without a valid one the plan starts a
+        new trace."""
         about: Attributes = {"roost.plan": plan.id, "roost.engine": engine, "roost.origin": origin, "roost.bytes": plan.bytes}
         about |= {"roost.handovers": len(plan.handovers), "roost.epoch.base": plan.base_epoch}
         return PlanTrace(self, self.span("roost.plan", about, self._context(parent)))
 
     def resumed(self, planned: MigrationPlanned) -> "PlanTrace":
-        """A plan of a predecessor goes on."""
+        """Start the span of a plan resumed from a previous coordinator."""
         about: Attributes = {"roost.plan": planned.plan, "roost.engine": planned.engine, "roost.origin": planned.origin, "roost.bytes": planned.bytes}
         return PlanTrace(self, self.span("roost.plan.resumed", about, self._context(planned.traceparent), self._links(planned.traceparent)))
 
     def judged(self, verdict: PlanJudged, parent: str) -> None:
-        """What a plan has really brought is known now. parent: the plan's traceparent; its span has long ended."""
+        """Record the verdict on a plan. parent: traceparent of the plan, whose span ended long ago."""
         about: Attributes = {"roost.plan": verdict.plan, "roost.engine": verdict.engine, "roost.epoch": verdict.epoch, "roost.verdict": verdict.verdict}
         about |= {"roost.trust": verdict.trust, "roost.reason": verdict.reason}
         if verdict.realised is not None:
@@ -67,7 +70,7 @@ class MigrationTracing:
         self.span("roost.plan.judged", about, self._context(parent), self._links(parent)).end()
 
     def span(self, name: str, about: Mapping[str, str | int | float], below: Context, links: Sequence[Link] = ()) -> Span:
-        """below: what its parent is taken from."""
+        """Start a span. below: context of the parent."""
         return self._tracer.start_span(name, below, attributes=dict(about), links=links)
 
     def traceparent(self, span: Span) -> str:
@@ -84,7 +87,7 @@ class MigrationTracing:
 
 
 class PlanTrace:
-    """The span of a plan."""
+    """Span of a plan."""
 
     def __init__(self, tracing: MigrationTracing, span: Span) -> None:
         self._tracing = tracing
@@ -92,7 +95,7 @@ class PlanTrace:
         self.traceparent = tracing.traceparent(span)
 
     def handover(self, what: HandoverSpec) -> "HandoverTrace":
-        """The next handover begins."""
+        """Start the span of the next handover."""
         about: Attributes = {
             "roost.plan": what.plan,
             "roost.engine": what.engine,
@@ -111,23 +114,23 @@ class PlanTrace:
         return HandoverTrace(span, self._tracing.traceparent(span))
 
     def end(self, end: MigrationCommitted | MigrationAborted | None) -> None:
-        """The plan is over."""
+        """End the span of the plan."""
         _end(self._span, end)
 
 
 class HandoverTrace:
-    """The span of a handover; `traceparent` travels with its proposal."""
+    """Span of a handover. Its `traceparent` is sent with the proposal."""
 
     def __init__(self, span: Span, traceparent: str) -> None:
         self._span = span
         self._traceparent = traceparent
 
     def carried_by(self, what: HandoverSpec) -> HandoverSpec:
-        """What is proposed, with the span as the parent of what ranks do for it."""
+        """Return the handover description with this span as the parent of the ranks' spans."""
         return replace(what, traceparent=self._traceparent)
 
     def moved(self, proceeding: HandoverState, move: Move) -> None:
-        """After a move was carried out."""
+        """Record a move that was carried out."""
         if move.cue is CoordinatorEvent.ALL_STAGED:
             self._span.add_event("staged")
         self._span.add_event(_EVENTS.get(move.cue, str(move.cue)))
