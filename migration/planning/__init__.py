@@ -1,4 +1,5 @@
-"""Which placement, in which steps, and why: strategies compared by gain against cost. Pure.
+"""Choose a placement, the handovers that lead to it, and the reasons: strategies compared by gain against
+cost. Pure.
 
-Admission rule: what chooses between solvers or prices their results. Array algorithms are in `solvers`.
+Admission rule: code that chooses between solvers or prices their results. Array algorithms are in `solvers`.
 """

@@ -1,9 +1,11 @@
-"""Where clusters of requests should live, found together with where experts are. Pure.
+"""Choose the homes of request clusters together with the placement of experts. Pure.
 
-Routing alone, or placement alone, brings a point or two; together they bring ten to fifteen: clusters go where their experts are, and experts
-where their clusters are. The two halves are solved in turn, each for the other's last answer (route: a transportation problem of clusters and ranks,
-exact; place: `migration.solvers.locality_placement`), from several starts, until nothing changes; what is saved grows in every round. Ranks that are alike
-are interchangeable, so the whole of it is then laid onto the present placement so that as little as can be moves.
+Routing alone, or placement alone, saves a point or two; together they save ten to fifteen: clusters go where
+their experts are, and experts where their clusters are. The two halves are solved in turn, each for the
+other's last answer, from several starts, until nothing changes. Route: a transportation problem of clusters
+and ranks, solved exactly. Place: `migration.solvers.locality_placement`. The saving grows in every round.
+Equal ranks are interchangeable, so the result is finally relabelled to match the present placement, so that
+as little as possible moves.
 """
 
 from dataclasses import dataclass, replace
@@ -22,33 +24,36 @@ from migration.solvers.specialisation_test import SpecialisationTest, gate
 Values = NDArray[np.float64]
 ROUNDS = 6
 _FIRST = 3
-"""rounds from every start; the best goes on"""
+"""Rounds from every start; only the best start is continued."""
 _SHUFFLES = (0.6180339887498949, 0.7548776662466927, 0.5698402909980532, 0.8191725133961645, 0.6710436067037893, 0.5497004779019703)
-"""fractions whose multiples are in no order (of the golden ratio and its like in higher dimensions): further starts, clusters in a row as these say"""
+"""Fractions whose multiples are in no order (of the golden ratio and its generalisations). Each gives a
+further start, with clusters in the order of its multiples."""
 _FEW_SHUFFLES, _MANY_RANKS = 1, 16
-"""of them, on more ranks than that, where a round takes longer and starts differ less"""
+"""Number of shuffled starts on more than _MANY_RANKS ranks, where a round takes longer and starts differ
+less."""
 _CELLS = 60_000
-"""layers x ranks x experts that the search looks at: some layers tell as much as all of them, the placement itself is of all"""
+"""layers x ranks x experts that the search examines. Some layers are representative; the placement itself
+covers all."""
 _EXCHANGES = 6
 _STILL = 1e-4
-"""of what is saved: what changes less than that has come to rest"""
+"""Relative change of the saving below which the search has converged."""
 _TINY = 1e-12
 _ROUNDING = 1e-6
-"""of a capacity, which takes all requests and no more: shares that add up to one but for rounding must fit"""
+"""Slack of a capacity, for shares that add up to one except for rounding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClusterTraffic:
-    """Clusters of requests, and what they want. ValueError when shapes do not fit."""
+    """Clusters of requests and their demand. ValueError when shapes do not fit."""
 
     profiles: NDArray[Any]
-    """[K, layers, experts], rows sum to 1"""
+    """[K, layers, experts], rows sum to 1."""
     shares: NDArray[Any]
-    """[K] of all (token, k) pairs; 0: unused"""
+    """[K] of all (token, k) pairs; 0: unused."""
     leak: float = 0.0
-    """the part of requests that goes anywhere, whatever is said"""
+    """Part of requests that goes anywhere, regardless of homes."""
     capacity: NDArray[np.float64] | None = None
-    """[ranks], the part of all requests that a rank may be home to; None: its even part"""
+    """[ranks], the part of all requests that a rank may be home to; None: its even part."""
 
     def __post_init__(self) -> None:
         if self.profiles.ndim != 3 or self.shares.shape != self.profiles.shape[:1]:
@@ -63,7 +68,10 @@ class ClusterTraffic:
         return np.full(ranks, 1.0 / ranks) if self.capacity is None else self.capacity
 
     def demand(self, homes: Values) -> Values:
-        """float64 [ranks, layers, experts]: what each rank's requests want, of all pairs; homes: [K, ranks], a row of zeros is at home everywhere."""
+        """float64 [ranks, layers, experts]: demand of each rank's requests, as parts of all pairs.
+
+        homes: [K, ranks]; a row of zeros spreads the cluster over all ranks.
+        """
         shares = self.shares / max(float(self.shares.sum()), _TINY)
         even = self.room_for(homes.shape[1]) / self.room_for(homes.shape[1]).sum()
         known = homes.sum(axis=1, keepdims=True) > 0
@@ -71,26 +79,29 @@ class ClusterTraffic:
         return np.asarray((where.T @ self.profiles.reshape(len(shares), -1)).reshape(-1, *self.profiles.shape[1:]), np.float64)
 
     def some(self, layers: NDArray[np.intp]) -> "ClusterTraffic":
-        """Of some layers."""
+        """Return the traffic of some layers."""
         return ClusterTraffic(self.profiles[:, layers], self.shares, self.leak, self.capacity)
 
 
 class HomesSearchResult(NamedTuple):
-    """What `homes` found. Shares saved are parts of what dispatch costs when nothing is local
-    (`migration.solvers.locality_placement.LocalityPlacement.saved`), mean
-    over layers."""
+    """Result of `homes`.
+
+    Savings are parts of the dispatch cost with nothing local
+    (`migration.solvers.locality_placement.LocalityPlacement.saved`), mean over layers.
+    """
 
     homes: Values | None
-    """float64 [K, ranks]: how much of a cluster's requests belongs on which rank; rows sum to 1, of unused clusters to 0. None: nobody has a home"""
+    """float64 [K, ranks]: share of a cluster's requests per rank; rows sum to 1, for unused clusters to 0.
+    None: no homes."""
     reason: str
     gate: SpecialisationTest | None
-    """None: it was not asked"""
+    """None: the test was not run."""
     demand: Values
-    """float64 [ranks, layers, experts] under these homes, or without any"""
+    """float64 [ranks, layers, experts] under these homes, or without any."""
     located: LocalityPlacement | None
-    """the placement that goes with them; None where nothing is proposed"""
+    """The placement that goes with the homes; None where nothing is proposed."""
     saved_before: float
-    """by the present homes and placement; 0 where none is known"""
+    """Saved by the present homes and placement; 0 where none is known."""
     saved: float
     rounds: int
 
@@ -106,16 +117,18 @@ def homes(
     better: float = 0.005,
     rounds: int = ROUNDS,
 ) -> HomesSearchResult:
-    """Homes of the clusters and the placement that goes with them, or why there should be none.
+    """Return homes of the clusters and the placement that goes with them, or the reason for none.
 
-    pairs: [K] pairs per layer that each profile was learnt from, for the gate; None: it is not asked. least: what they must save over having none (a share, as
-    in `HomesSearchResult.saved`). before: [K, ranks], present homes, kept unless others save at least `better` more. present: int16 [layers, slots] placement.
+    pairs: [K] pairs per layer that each profile was learnt from, for the specialisation test; None: the test
+    is skipped. least: minimal saving over having no homes (a share, as in `HomesSearchResult.saved`). before:
+    [K, ranks], present homes, kept unless others save at least `better` more. present: int16 [layers, slots]
+    placement.
     """
     ranks, none = room.ranks, np.zeros((len(traffic.shares), room.ranks))
-    found = None if pairs is None else gate(traffic.profiles, _told(pairs, traffic), of="clusters")
+    found = None if pairs is None else gate(traffic.profiles, _used_pairs(pairs, traffic), of="clusters")
     saved_before = 0.0 if present is None else _saved_now(traffic, room, before, present)
     if (found is not None and not found.specialised) or (traffic.shares > 0).sum() < 2:
-        reason = found.reason if found is not None and not found.specialised else "one cluster has no place of its own"
+        reason = found.reason if found is not None and not found.specialised else "a single cluster needs no home"
         return HomesSearchResult(None, reason, found, traffic.demand(none), None, saved_before, saved_before, 0)
     search = _Search(traffic, room, present)
     best, value, turns = search.best(before, rounds)
@@ -126,7 +139,7 @@ def homes(
     reason = f"homes save {100 * value:.1f} % of dispatch, placement alone {100 * nothing:.1f} %"
     kept = None if before is None or before.shape != best.shape or not before.any() else search.saved(before)
     if before is not None and kept is not None and value < kept + better:
-        best, reason = before, f"the homes of before save {100 * kept:.1f} % of dispatch, the best {100 * value:.1f} %"
+        best, reason = before, f"the present homes save {100 * kept:.1f} % of dispatch, the best {100 * value:.1f} %"
     elif present is not None:
         best = laid_onto(best, search.held(best), held_of(present[search.layers], ranks, traffic.profiles.shape[2]), room, traffic.room_for(ranks))
     demand = traffic.demand(best)
@@ -135,20 +148,21 @@ def homes(
 
 
 class FixedPlacementHomes(NamedTuple):
-    """What homes would save under the placement that there is; shares as in `HomesSearchResult`."""
+    """Savings by homes under the present placement; shares as in `HomesSearchResult`."""
 
     none: float
-    """without any"""
+    """Saved without homes."""
     kept: float | None
-    """by those of before; None: there are none"""
+    """Saved by the present homes; None: there are none."""
     homes: Values
-    """[K, ranks]: those that save most"""
+    """[K, ranks]: the homes that save most."""
     saved: float
-    """by these"""
+    """Saved by these homes."""
 
 
 def resident(traffic: ClusterTraffic, room: LocalityProblem, present: Table, before: Values | None = None) -> FixedPlacementHomes:
-    """Homes for a placement that stays as it is. present: int16 [layers, slots]; before: [K, ranks]."""
+    """Return the best homes for an unchanged placement. present: int16 [layers, slots]; before: [K,
+    ranks]."""
     search = _Search(traffic, room, present)
     held = held_of(present[search.layers], room.ranks, traffic.profiles.shape[2])
     best = search.routed_to(held)
@@ -156,8 +170,8 @@ def resident(traffic: ClusterTraffic, room: LocalityProblem, present: Table, bef
     return FixedPlacementHomes(none, None if before is None else search.saved_by(held, before), best, search.saved_by(held, best))
 
 
-def _told(pairs: NDArray[Any], traffic: ClusterTraffic) -> NDArray[Any]:
-    """Unused clusters say nothing."""
+def _used_pairs(pairs: NDArray[Any], traffic: ClusterTraffic) -> NDArray[Any]:
+    """Return the pairs behind each cluster, 0 for unused ones."""
     return np.where(traffic.shares > 0, pairs, 0.0)
 
 
@@ -168,7 +182,7 @@ def _saved_now(traffic: ClusterTraffic, room: LocalityProblem, before: Values | 
 
 
 class _Search:
-    """The alternation, on some of the layers."""
+    """The alternation of routing and placement, on some of the layers."""
 
     def __init__(self, traffic: ClusterTraffic, room: LocalityProblem, present: Table | None) -> None:
         layers, experts = traffic.profiles.shape[1:]
@@ -179,20 +193,21 @@ class _Search:
         self._present = None if present is None else held_of(present[self.layers], room.ranks, experts)
 
     def held(self, homes: Values) -> Held:
-        """Where experts belong under these homes."""
+        """Place experts under these homes."""
         return placed(worth_of(self._traffic.demand(homes), self._room), self._room, _EXCHANGES)
 
     def saved(self, homes: Values) -> float:
-        """By these homes and the placement made for them."""
+        """Return the saving by these homes and the placement made for them."""
         worth = worth_of(self._traffic.demand(homes), self._room)
         return float(worth.of(placed(worth, self._room, _EXCHANGES)).mean())
 
     def saved_by(self, held: Held, homes: Values) -> float:
-        """By these homes under a placement that was made for whatever."""
+        """Return the saving by these homes under a given placement."""
         return float(worth_of(self._traffic.demand(homes), self._room).of(held).mean())
 
     def best(self, before: Values | None, rounds: int) -> tuple[Values, float, int]:
-        """(homes, saved, rounds): of all starts, the one that got furthest, followed to the end."""
+        """Return (homes, saved, rounds): of all starts, the best after a few rounds, continued to
+        convergence."""
         used, ranks = np.flatnonzero(self._traffic.shares > 0), self._room.ranks
         shuffled = (
             used[np.argsort(np.modf(np.arange(len(used)) * step)[0], kind="stable")] for step in _SHUFFLES[: _FEW_SHUFFLES if ranks > _MANY_RANKS else None]
@@ -202,6 +217,7 @@ class _Search:
             starts.append(before)
         if self._present is not None:
             starts.append(self.routed_to(self._present))
+        # Few rounds from every start first: most starts can be ranked early.
         reached = [self._alternated(start, min(_FIRST, rounds)) for start in starts]
         first = max(range(len(reached)), key=lambda at: reached[at][1])
         homes, value, turns = reached[first]
@@ -223,6 +239,7 @@ class _Search:
 
     def routed_to(self, held: Held) -> Values:
         """float64 [K, ranks]: the homes that save most under a placement."""
+        # Weights of the two kinds of locality: on the rank, and at least on its node.
         rank, node = (price / sum(self._room.prices) for price in self._room.prices)
         at, several = self._room.node, int(self._room.node.max()) > 0
         rank = rank if several and rank > 0 else 1.0
@@ -235,7 +252,11 @@ class _Search:
 
 
 def routed(value: Values, shares: NDArray[Any], capacity: Values) -> Values:
-    """float64 [K, ranks]: max sum shares * homes * value, rows of homes 1 (0 where the share is), sum shares * homes at most a rank's capacity."""
+    """float64 [K, ranks]: maximise sum shares * homes * value.
+
+    Constraints: rows of homes sum to 1 (where the share is not 0), and sum shares * homes is at most a rank's
+    capacity. This transportation problem is solved as a linear programme (HiGHS).
+    """
     used = np.flatnonzero(shares > 0)
     clusters, ranks = len(used), len(capacity)
     weight = np.asarray(shares[used], np.float64) / float(shares[used].sum())
@@ -254,10 +275,12 @@ def routed(value: Values, shares: NDArray[Any], capacity: Values) -> Values:
 
 
 def chained(traffic: ClusterTraffic, ranks: int) -> Values:
-    """float64 [K, ranks]: clusters in a row, each beside the one it resembles most, laid along the ranks."""
+    """float64 [K, ranks]: clusters in a row, each beside the most similar remaining one, laid along the
+    ranks."""
     used = np.flatnonzero(traffic.shares > 0)
     shares = np.asarray(traffic.shares[used], np.float64) / float(traffic.shares[used].sum())
     profiles = np.asarray(traffic.profiles[used], np.float64).reshape(len(used), -1)
+    # Compare clusters by their deviation from the mean: experts popular everywhere carry no information.
     apart = profiles - shares @ profiles
     apart /= np.maximum(np.linalg.norm(apart, axis=1, keepdims=True), _TINY)
     alike = apart @ apart.T
@@ -270,8 +293,12 @@ def chained(traffic: ClusterTraffic, ranks: int) -> Values:
 
 
 def laid_along(traffic: ClusterTraffic, row: NDArray[np.intp], ranks: int) -> Values:
-    """float64 [K, ranks]: clusters in this order along the ranks, so much of each rank as their shares are. row: the clusters that have a share."""
+    """float64 [K, ranks]: clusters in this order along the ranks, each over a length equal to its share.
+
+    row: the clusters that have a share.
+    """
     shares = np.asarray(traffic.shares[row], np.float64) / float(traffic.shares[row].sum())
+    # Overlap of two partitions of [0, 1]: clusters by share, and ranks by capacity.
     ends = np.cumsum(shares)
     edges = np.cumsum(traffic.room_for(ranks) / traffic.room_for(ranks).sum())
     overlap = np.minimum(ends[:, None], edges) - np.maximum((ends - shares)[:, None], np.concatenate([[0.0], edges[:-1]]))
@@ -281,14 +308,18 @@ def laid_along(traffic: ClusterTraffic, row: NDArray[np.intp], ranks: int) -> Va
 
 
 def laid_onto(found: Values, held: Held, present: Held, room: LocalityProblem, capacity: Values) -> Values:
-    """The homes [K, ranks] with ranks renamed, node by node, so that `held` has most replicas where `present` has them; both bool [layers, ranks, experts].
+    """Relabel the ranks of homes [K, ranks] so that `held` overlaps most with `present`; both bool [layers,
+    ranks, experts].
 
-    Only ranks of the same capacity, and nodes of as many ranks, take each other's place.
+    Nodes are assigned to nodes, and ranks to ranks within them. Only ranks of the same capacity, and nodes
+    with equally many ranks, are interchangeable.
     """
     ranks, nodes = room.ranks, int(room.node.max()) + 1
     common = held.transpose(1, 0, 2).reshape(ranks, -1).astype(np.float32) @ present.transpose(1, 0, 2).reshape(ranks, -1).astype(np.float32).T
+    # Forbid pairs of unequal capacity by a cost that no overlap can outweigh.
     common = np.where(capacity[:, None] == capacity, common, -1e9)
     members = [np.flatnonzero(room.node == at) for at in range(nodes)]
+    # Two levels: the best assignment of ranks for every pair of nodes, then the best assignment of nodes.
     gain = np.full((nodes, nodes), -1e12)
     inner = {}
     for a, b in np.ndindex(nodes, nodes):

@@ -1,4 +1,5 @@
-"""Whether another placement would be better under what is wanted now: the question after a plan that seems to have done harm. Pure."""
+"""Compare the served placement with another one under present demand: the check after a plan that seems
+harmful. Pure."""
 
 from typing import NamedTuple
 
@@ -9,14 +10,22 @@ from migration.planning.problem import PlanningQuestion, from_layer, situation
 
 
 class Counterfactual(NamedTuple):
-    """seconds: by which a step would be shorter under the other placement; below 0: longer. least: below which that is noise."""
+    """Result of the comparison.
+
+    seconds: step time saved under the other placement; below 0: time lost. least: smaller differences are
+    noise.
+    """
 
     seconds: float
     least: float
 
 
 def regret(view: EngineView, placement: Placement, config: MigrationConfig) -> Counterfactual:
-    """By the demand that plans are judged on, as they are judged. ValueError when the placement is of another shape, or nothing is wanted."""
+    """Return the gain from serving `placement` instead, under the demand and the costs that plans are judged
+    by.
+
+    ValueError when the placement has another shape, or there is no demand.
+    """
     there = (placement.layers, placement.experts, placement.ranks)
     here = (view.placement.layers, view.placement.experts, view.placement.ranks)
     if there != here:

@@ -1,8 +1,10 @@
-"""What is known of requests that can be foretold: which clusters a window is of, how far they live at home, and what ranks will want once they do. Pure.
+"""Forecast demand by rank once requests follow their homes. Pure.
 
-A window tells how much of each expert is wanted, whoever asks. Where it will be wanted follows from the homes: of a cluster's requests the part 1 - leak
-goes home, the rest anywhere. So the forecast keeps the window's own counts, its sampling noise among them, and only spreads them over the
-ranks anew: a placement that is judged on it is not flattered by smooth profiles.
+The inputs are the mix of clusters in a window, the part of requests that reach their home, and the homes
+themselves. A window counts the demand for each expert, wherever its requests are served. The homes determine
+where that demand will be: of a cluster's requests the part 1 - leak goes to its home, the rest anywhere. So
+the forecast keeps the window's own counts, their sampling noise included, and only redistributes them over
+the ranks: smooth profiles do not flatter a placement that is judged on the forecast.
 """
 
 from typing import Any, NamedTuple
@@ -16,49 +18,59 @@ from migration.solvers.specialisation_test import gate
 
 Values = NDArray[np.float64]
 STEERED = 0.9
-"""part of what can be foretold which goes home, before any was seen to: the rest goes where its session is, or where there is room. On a live fleet (4 ranks,
-demo model, held-out documents) .66 to .78 of the demand went home where requests could be foretold by .5, which this makes .64"""
+"""Part of the predictable demand that reaches its home, assumed before any observation.
+
+The rest goes where its session is, or where there is room. On a live fleet (4 ranks, demo model, held-out
+documents) .66 to .78 of the demand reached its home where the predictability of requests was .5; this
+constant predicts .64.
+"""
 _DOUBT = 0.3
-"""standard deviation of that"""
+"""Standard deviation of that."""
 REPEATS = 8.0
-"""pairs of one text are worth so many times fewer independent ones (the design effect, Kish 1965)"""
+"""Pairs of one text count as this many times fewer independent pairs (the design effect, Kish 1965)."""
 _ROUNDS = 30
 _STIR = 0.1
-"""of the mix that the search for a window's own begins with: spread evenly, so that a cluster that was hardly there may grow"""
+"""Part of the initial mix that is spread evenly, so that a cluster with hardly any share can grow."""
 CROWDED = 1.1
 """Requests of a rank, in even shares, beyond which its load sends them elsewhere, whatever their home."""
 LEAST_FORESEEN = 0.02
-"""of the way from the traffic's mix to hindsight: what goes less far steers nobody"""
+"""Least predictability, on the way from the traffic's mix to the true clusters, for which requests are
+steered."""
 LEAST_LEAK = 0.1
-"""Part of the requests that goes anywhere, however good predictions are: homes decide among ranks that cost a request much the same."""
+"""Part of the requests that goes anywhere, however good predictions are: homes decide only among ranks of
+similar cost."""
 _TINY = 1e-300
 
 
 class RoutingForecast(NamedTuple):
-    """What is known of an engine's requests that can be sent home."""
+    """Forecast for an engine whose requests can be sent to their homes."""
 
     fit: ClusterTraffic
-    """of the window that plans are made from"""
+    """Of the window that plans are fitted to."""
     later: ClusterTraffic
-    """of the one that they are judged on"""
+    """Of the window that plans are judged on."""
     followed: "ForecastDemand"
     known: NDArray[np.float64] | None
-    """[K, ranks]: the homes that hold; None: nobody has one"""
+    """[K, ranks]: the homes that hold; None: no cluster has one."""
     stale: bool
-    """a window began before those did: it tells what is wanted, and not where it will be"""
+    """True if a window began before those homes held: its demand is valid, and its distribution over ranks is
+    not."""
 
 
 def steering(view: EngineView, fit: NDArray[Any], judged: NDArray[Any]) -> RoutingForecast | str:
-    """What can be said of sending requests home, or why nothing can. fit, judged: [ranks, layers, experts], the last layers of the view's windows."""
+    """Forecast the effect of sending requests to their homes, or return the reason why that is impossible.
+
+    fit, judged: [ranks, layers, experts], the last layers of the view's windows.
+    """
     clusters, layers = view.clusters, fit.shape[1]
     if clusters is None:
-        return "the tracker knows no kinds of requests yet"
+        return "the tracker has no clusters of requests yet"
     if clusters.profiles.shape[1:] != (view.shape.layers, view.shape.experts):
-        return f"the tracker's kinds of requests are of another shape: {clusters.profiles.shape[1:]}"
+        return f"the tracker's clusters are of another shape: {clusters.profiles.shape[1:]}"
     if view.foreseen < LEAST_FORESEEN:
-        return "what requests will want cannot be foretold yet, so none could be sent home"
+        return "the demand of requests cannot be predicted yet, so none could be sent to a home"
     if int((clusters.shares > 0).sum()) < 2:
-        return "one cluster has no place of its own"
+        return "a single cluster needs no home"
     known = _known(view, clusters.clusters)
     profiles = clusters.profiles[:, -layers:]
     if known is None:
@@ -76,14 +88,15 @@ def steering(view: EngineView, fit: NDArray[Any], judged: NDArray[Any]) -> Routi
 
 
 def _known(view: EngineView, clusters: int) -> NDArray[np.float64] | None:
-    said = view.homes
-    if said is None or said.share is None or said.share.shape != (clusters, len(view.node)) or said.epoch > view.placement.epoch:
+    homes = view.homes
+    if homes is None or homes.share is None or homes.share.shape != (clusters, len(view.node)) or homes.epoch > view.placement.epoch:
         return None
-    return np.asarray(said.share, np.float64)
+    return np.asarray(homes.share, np.float64)
 
 
 def _fresh(view: EngineView, window: Demand) -> bool:
-    """Whether it was counted while the present homes held; those of a plan hold from its last epoch on."""
+    """True if the window was counted while the present homes held. Homes of a plan hold from its last epoch
+    on."""
     if view.homes is None:
         return True
     since = view.homes.at
@@ -93,10 +106,12 @@ def _fresh(view: EngineView, window: Demand) -> bool:
 
 
 def mix_of(wanted: NDArray[Any], profiles: NDArray[Any], shares: NDArray[Any]) -> Values:
-    """float64 [K]: of which clusters a window's pairs are, as parts that add up to 1; unused clusters (share 0) stay unused.
+    """float64 [K]: clusters of a window's pairs, as parts that add up to 1; unused clusters (share 0) stay
+    unused.
 
-    wanted: [layers, experts] pairs; profiles: [K, layers, experts], rows sum to 1. The likeliest parts of a mixture whose components are known, by
-    expectation and maximisation (Dempster, Laird and Rubin 1977), from the shares that the tracker gives.
+    wanted: [layers, experts] pairs; profiles: [K, layers, experts], rows sum to 1. This is the
+    maximum-likelihood mixture of known components by expectation-maximisation (Dempster, Laird and Rubin
+    1977), started from the tracker's shares.
     """
     used = np.flatnonzero(np.asarray(shares) > 0)
     total = float(np.sum(wanted, dtype=np.float64))
@@ -107,6 +122,7 @@ def mix_of(wanted: NDArray[Any], profiles: NDArray[Any], shares: NDArray[Any]) -
     weight = (np.asarray(wanted, np.float64).ravel() / total).astype(np.float32)
     part = np.asarray(shares, np.float64)[used]
     part = ((1.0 - _STIR) * part / part.sum() + _STIR / len(used)).astype(np.float32)
+    # One line of EM: responsibilities, then new parts. Counts enter as weights.
     for _ in range(_ROUNDS):
         part *= components @ (weight / np.maximum(part @ components, 1e-12)) * np.float32(wanted.shape[0])
         part /= part.sum()
@@ -115,7 +131,8 @@ def mix_of(wanted: NDArray[Any], profiles: NDArray[Any], shares: NDArray[Any]) -
 
 
 def lived(homes: Values, shares: NDArray[Any], capacity: Values) -> Values:
-    """float64 [K, ranks]: homes as requests will live in them: where more are at home than there is room for, the rest goes where there is some."""
+    """float64 [K, ranks]: homes with limited capacity: requests beyond the capacity of their home go where
+    there is room."""
     load = np.asarray(shares, np.float64) @ homes
     room = CROWDED * capacity / max(float(capacity.sum()), _TINY) * max(float(load.sum()), _TINY)
     fits = np.minimum(1.0, room / np.maximum(load, _TINY))
@@ -125,9 +142,11 @@ def lived(homes: Values, shares: NDArray[Any], capacity: Values) -> Values:
 
 
 def spread(wanted: NDArray[Any], traffic: ClusterTraffic, homes: Values) -> Values:
-    """float64 [ranks, layers, experts]: as much of every expert as all ranks together want, by the ranks at which its requests will live.
+    """float64 [ranks, layers, experts]: the total demand for every expert, redistributed over ranks by the
+    homes.
 
-    wanted: [ranks, layers, experts] pairs, in any unit, which is kept; homes: [K, ranks], a row of zeros: anywhere.
+    wanted: [ranks, layers, experts] pairs, in any unit, which is kept; homes: [K, ranks], a row of zeros:
+    anywhere.
     """
     part = traffic.demand(homes)
     total = part.sum(axis=0)
@@ -138,26 +157,32 @@ def spread(wanted: NDArray[Any], traffic: ClusterTraffic, homes: Values) -> Valu
 
 
 class ForecastDemand(NamedTuple):
-    """How far requests live where they are at home."""
+    """Degree to which requests are served at their home."""
 
     part: float
-    """in [0, 1], of all requests"""
+    """In [0, 1], of all requests."""
     seen: bool
-    """whether a window has said anything of it; False: it is what is to be expected of requests that can be foretold so well"""
+    """True if a window was evidence for this; False: expectation from the predictability of requests
+    alone."""
 
 
 def expected(foreseen: float) -> ForecastDemand:
-    """Before anything was seen. foreseen: in [0, 1], how well requests can be foretold: a share of a divergence, which grows with the square of how far
-    signatures are apart, while the part of demand that goes home is linear in them."""
+    """Return the expectation before any observation. foreseen: in [0, 1], predictability of requests.
+
+    Predictability is a share of a divergence, which grows with the square of the distance between signatures.
+    The part of demand that reaches its home is linear in that distance, hence the square root.
+    """
     return ForecastDemand(STEERED * min(max(foreseen, 0.0), 1.0) ** 0.5, False)
 
 
 def followed(wanted: NDArray[Any], pairs: NDArray[Any], traffic: ClusterTraffic, homes: Values, foreseen: float) -> ForecastDemand:
-    """How far the ranks' demand is what homes make of it: 0 where all ranks want the same, 1 where every request is at home.
+    """Estimate the degree to which the ranks' demand follows the homes: 0 with equal demand on all ranks, 1
+    with every request at its home.
 
-    wanted: [ranks, layers, experts], any unit; pairs: [ranks] behind each layer of it; homes: [K, ranks] that held while it was counted. Demand is linear in
-    the part that goes home, so the part is a regression of how ranks differ on how they would: its precision is that of Poisson counts, and what is
-    expected without it stands for so much that little evidence changes little.
+    wanted: [ranks, layers, experts], any unit; pairs: [ranks] behind each layer of it; homes: [K, ranks] that
+    held while it was counted. Demand is linear in the part that reaches its home, so the part is a regression
+    of the observed differences between ranks on the predicted ones. Its precision is that of Poisson counts.
+    The expectation without observation acts as a prior, so little evidence changes little.
     """
     before = expected(foreseen)
     rank = wanted.sum(axis=(1, 2), keepdims=True, dtype=np.float64)
@@ -165,21 +190,23 @@ def followed(wanted: NDArray[Any], pairs: NDArray[Any], traffic: ClusterTraffic,
         return before
     weight = rank / rank.sum()
     seen, would = (_apart(part, weight) for part in (wanted / rank, _own(ClusterTraffic(traffic.profiles, traffic.shares, 0.0, traffic.capacity), homes)))
+    # Weighted least squares through the origin: `found` = sum(seen * would) / sum(would^2).
     energy = float((weight * would**2).sum())
     noise = float((weight**2 * would**2 * (wanted / rank) / np.maximum(pairs, 1.0)[:, None, None]).sum()) * REPEATS / wanted.shape[1]
     if energy <= 0.0 or noise <= 0.0:
         return before
     found, precision = float((weight * seen * would).sum()) / energy, energy**2 / noise
+    # Precision-weighted mean with the prior, as for two normal estimates.
     doubt = 1.0 / _DOUBT**2
     return ForecastDemand(min(max((before.part * doubt + found * precision) / (doubt + precision), 0.0), 1.0), precision > doubt)
 
 
 def _own(traffic: ClusterTraffic, homes: Values) -> Values:
-    """[ranks, layers, experts]: what each rank's requests want, as parts of all that they want."""
+    """[ranks, layers, experts]: demand of each rank's requests, as parts of their total."""
     demand = traffic.demand(homes)
     return np.asarray(demand / np.maximum(demand.sum(axis=(1, 2), keepdims=True), _TINY))
 
 
 def _apart(part: NDArray[Any], weight: Values) -> Values:
-    """Less what all ranks want together."""
+    """Subtract the demand of all ranks together."""
     return np.asarray(part - (weight * part).sum(axis=0))

@@ -1,4 +1,5 @@
-"""What a candidate is worth: seconds gained over the demand's lifetime, less what carrying it out costs. Pure."""
+"""Evaluate a candidate: seconds gained over the demand's lifetime, less the cost of carrying the plan out.
+Pure."""
 
 from dataclasses import dataclass
 
@@ -17,17 +18,17 @@ from migration.planning.strategies import PlanCandidate, shared
 
 @dataclass(frozen=True, eq=False)
 class EvaluatedPlan:
-    """A candidate, carried through to its end."""
+    """A candidate with its end placement, its handovers and its payback."""
 
     candidate: PlanCandidate
     placement: Placement
-    """of the situation's layers, in the end"""
+    """Of the problem's layers, at the end."""
     after: PricedPlacement
     handovers: tuple[Handover, ...]
-    """of the whole model's layers"""
+    """Of the whole model's layers."""
     payback: Payback
     gain_seconds: float
-    """by which a step gets shorter, as far as can be foretold: `payback` counts it as far as that is trusted"""
+    """Predicted reduction of the step time. `payback` counts it after the discount `trust`."""
 
     @property
     def net_seconds(self) -> float:
@@ -39,10 +40,16 @@ class EvaluatedPlan:
 
 
 def appraised(found: PlanningProblem, candidate: PlanCandidate, after: PricedPlacement | None = None) -> EvaluatedPlan:
-    """after: the judgement of where it leads to, where that is known. Unorderable when no series of handovers can make it."""
+    """Evaluate a candidate.
+
+    after: the price of the end placement, where known. Raises Unorderable when no series of handovers can
+    make the changes. A candidate with more than `most_steps` handovers is reduced to its best part and
+    evaluated again.
+    """
     placement = candidate.placement(found)
     after = candidate.situation(found).judge(placement) if after is None else after
-    by_layer = np.zeros(placement.layers) if found.question.dead else candidate.before(found).seconds - after.seconds  # the dead have no steps to compare
+    # With dead ranks there is no step time before the plan to compare with.
+    by_layer = np.zeros(placement.layers) if found.question.dead else candidate.before(found).seconds - after.seconds
     handovers = _handovers(found, candidate, by_layer)
     if len(handovers) > found.config.most_steps:
         return appraised(found, _beginning(found, candidate, by_layer, len(handovers)))
@@ -59,20 +66,27 @@ def appraised(found: PlanningProblem, candidate: PlanCandidate, after: PricedPla
 
 
 def most_gained(found: PlanningProblem, end: Placement) -> float:
-    """Seconds by which a step gets shorter on the way to a placement, as far as the budget reaches: the layers that gain most per copy come first, and
-    each gains in proportion to its copies, though rank after rank must be relieved before the fullest is."""
+    """Upper estimate of the seconds per step gained on the way to a placement within the budget.
+
+    Layers that gain most per copy come first. The last layer that the budget reaches counts in proportion to
+    its copies, though its fullest rank is relieved only after others.
+    """
     gain = np.maximum(found.before.seconds - found.judge(end).seconds, 0.0)
     most = found.limits.most_copies
     if most is None:
         return float(gain.sum())
     copies = np.maximum((end.replicas_on_rank > found.placement.replicas_on_rank).sum(axis=(1, 2)), 1)
+    # Greedy by gain per copy, as in the fractional knapsack: an upper estimate.
     order = np.argsort(-gain / copies, kind="stable")
     gain, copies = gain[order], copies[order]
     return float((gain * np.clip((most - copies.cumsum()) / copies + 1.0, 0.0, 1.0)).sum())
 
 
 def least_cost(found: PlanningProblem, candidate: PlanCandidate) -> float:
-    """Seconds that carrying it out costs at least, known before its handovers are: the rank that gets most, over the fastest link, at one go."""
+    """Lower bound of the seconds that a candidate costs, known before its handovers.
+
+    It counts the rank that receives most, over the fastest link, in one handover.
+    """
     changes, per, links = candidate.changes, found.placement.slots_per_rank, found.links
     slots = np.concatenate([changes.slot[changes.copies > 0], changes.other_slot[changes.copies > 1]])
     if not len(slots):
@@ -82,7 +96,7 @@ def least_cost(found: PlanningProblem, candidate: PlanCandidate) -> float:
 
 
 def _beginning(found: PlanningProblem, candidate: PlanCandidate, by_layer: NDArray[np.float64], handovers: int) -> PlanCandidate:
-    """The best part of a candidate that takes too many handovers."""
+    """Return the best part of a candidate that takes too many handovers."""
     copies = int(candidate.changes.copies.sum()) * found.config.most_steps // (2 * handovers)
     changes = within(_in_seconds(candidate.changes, by_layer), copies)
     split = None if candidate.split is None else shared(candidate.situation(found), made(found.table, changes))
@@ -94,7 +108,9 @@ def _handovers(found: PlanningProblem, candidate: PlanCandidate, by_layer: NDArr
     first, whole = found.first, found.view.placement
     split, limits = candidate.split, found.limits
     if found.question.dead:
-        limits = Constraints(live=limits.live)  # second holders may be given up for experts that have none
+        # A second holder may give way to an expert that has no holder at all.
+        limits = Constraints(live=limits.live)
+    # Problems number layers from the layout's boundary, and plans number all layers of the model.
     if first:
         changes = changes._replace(layer=(changes.layer + first).astype(np.int32))
         by_layer = np.concatenate([np.zeros(first), by_layer])
@@ -107,9 +123,10 @@ def _handovers(found: PlanningProblem, candidate: PlanCandidate, by_layer: NDArr
 
 
 def _in_seconds(changes: PlacementChanges, by_layer: NDArray[np.float64]) -> PlacementChanges:
-    """What each layer gains, given to its changes in proportion to what their planner thought of them."""
+    """Convert gains to seconds: each layer's gain, divided among its changes in proportion to their solver's
+    estimates."""
     if not changes:
         return changes
-    thought = np.maximum(changes.gain, 0.0) + 1e-12
-    total = np.bincount(changes.layer, thought, len(by_layer))
-    return changes._replace(gain=by_layer[changes.layer] * thought / total[changes.layer])
+    estimate = np.maximum(changes.gain, 0.0) + 1e-12
+    total = np.bincount(changes.layer, estimate, len(by_layer))
+    return changes._replace(gain=by_layer[changes.layer] * estimate / total[changes.layer])

@@ -1,7 +1,8 @@
-"""Gates that choose groups of experts first: should a group's experts stay together on one node? Pure.
+"""Decide for group-limited gates if the experts of a group should stay on one node. Pure.
 
-Where a token's experts are of few groups (DeepSeek-V3: 4 of 8), groups kept whole bound the nodes that it must reach. But popular groups then
-make popular nodes, and experts cannot go where their tokens come from. Both placements are made, and the cheaper one is told.
+Where a token's experts come from few groups (DeepSeek-V3: 4 of 8), keeping groups on one node bounds the
+number of nodes that the token must reach. But popular groups then make popular nodes, and experts cannot go
+where their tokens originate. Both placements are made, and the cheaper one is reported.
 """
 
 from dataclasses import replace
@@ -18,13 +19,18 @@ from migration.solvers.locality_placement import LocalityPlacement, LocalityProb
 
 Values = NDArray[np.float64]
 _LAYERS = 6
-"""that are placed both ways; they tell as much as all"""
+"""Number of layers that are placed both ways; they are representative of all layers."""
 
 
 class GroupAffinity(NamedTuple):
-    """keep: whether groups should stay together. apart, together: what a token costs an engine, in seconds, all layers: sending it, and what the
-    fullest rank computes above the mean. nodes_apart, nodes_together: distinct nodes that it reaches in a layer were experts equally popular.
-    home: bool [layers, ranks, experts], for `migration.solvers.locality_placement.LocalityProblem.home`; None where they should not. reason: a sentence."""
+    """Decision and costs of both ways.
+
+    keep: True if groups should stay together. apart, together: engine seconds per token, all layers: sending
+    it, and the compute of the fullest rank above the mean. nodes_apart, nodes_together: distinct nodes that a
+    token reaches in a layer if experts were equally popular. home: bool [layers, ranks, experts], for
+    `migration.solvers.locality_placement.LocalityProblem.home`; None where groups should not stay together.
+    reason: a sentence.
+    """
 
     keep: bool
     apart: float
@@ -36,9 +42,9 @@ class GroupAffinity(NamedTuple):
 
 
 def keep_groups(shape: ModelShape, speed: EngineSpeed, demand: NDArray[Any], room: LocalityProblem) -> GroupAffinity:
-    """Whether it pays that every group has its base copies on one node, and where they are then.
+    """Decide if every group's base copies should be on one node, and on which one.
 
-    demand: [ranks, layers, experts] pairs by the rank their requests live on.
+    demand: [ranks, layers, experts] pairs by the rank that serves their requests.
     """
     nodes = int(room.node.max()) + 1
     sizes = np.bincount(room.node)
@@ -54,14 +60,15 @@ def keep_groups(shape: ModelShape, speed: EngineSpeed, demand: NDArray[Any], roo
     draws = (node_draws(shape, nodes, together=together) for together in (False, True))
     apart, together = (_seconds(shape, speed, one, room, number) for one, number in zip(ways, draws, strict=True))
     keep = together < apart
-    told = f"a token costs {1e6 * together:.1f} us with groups whole on nodes, {1e6 * apart:.1f} us without"
-    return GroupAffinity(keep, apart, together, spread, whole, home if keep else None, told)
+    sentence = f"a token costs {1e6 * together:.1f} us with groups whole on nodes, {1e6 * apart:.1f} us without"
+    return GroupAffinity(keep, apart, together, spread, whole, home if keep else None, sentence)
 
 
 def group_homes(demand: NDArray[Any], room: LocalityProblem, groups: int) -> Held:
-    """bool [layers, ranks, experts]: the ranks of the node that each group belongs to: of most demand for it, as far as no node becomes too full.
+    """Assign groups to nodes; bool [layers, ranks, experts]: the ranks of each expert's node.
 
-    Groups choose in falling order of their load; each node takes as many.
+    Groups choose in falling order of load. A group takes the node of most demand for it, less the load by
+    which the node would exceed its fair part. Every node takes equally many groups.
     """
     layers, experts = demand.shape[1:]
     nodes = int(room.node.max()) + 1
@@ -70,6 +77,7 @@ def group_homes(demand: NDArray[Any], room: LocalityProblem, groups: int) -> Hel
     fair, rows = load.sum(axis=1) / nodes, np.arange(layers)
     full, room_left = np.zeros((layers, nodes)), np.full((layers, nodes), groups // nodes)
     of_group = np.empty((layers, groups), np.intp)
+    # Largest groups first, as in longest-processing-time scheduling: small ones fill the gaps.
     for group in np.argsort(-load, axis=1, kind="stable").T:
         over = np.maximum(full + load[rows, group][:, None] - fair[:, None], 0.0)
         node = np.where(room_left > 0, wanted[rows, :, group] - over, -np.inf).argmax(axis=1)
@@ -80,9 +88,11 @@ def group_homes(demand: NDArray[Any], room: LocalityProblem, groups: int) -> Hel
 
 
 def _seconds(shape: ModelShape, speed: EngineSpeed, found: LocalityPlacement, room: LocalityProblem, draws: float) -> float:
-    """What a token costs, all layers: sending it to other ranks and nodes, and what the fullest rank computes above the mean.
+    """Return the cost of a token, all layers: sending it to other ranks and nodes, and the fullest rank's
+    excess compute.
 
-    A destination of mass m is reached with probability 1 - (1 - m)^n: of ranks with n = k, of nodes with n = draws.
+    A destination of mass m is reached with probability 1 - (1 - m)^n: of ranks with n = k, of nodes with n =
+    draws.
     """
     nodes = int(room.node.max()) + 1
     others = (1.0 - found.near) / (nodes - 1)

@@ -1,8 +1,9 @@
-"""Changes in the order in which they can be made: handovers, each within the staging room of every rank. Pure.
+"""Order changes into handovers, each within the staging room of every rank. Pure.
 
-What a handover copies lies hidden beside the weights that serve until all of it has landed; so a rank can take only so many experts at a
-time, and whatever is copied is read from what the epoch before holds. The changes of a layer keep their order, and a handover takes a
-beginning of what is left of it; so a change finds what it was planned on, and no two of them can be in each other's way.
+The copies of a handover are staged beside the serving weights until all of them have arrived. So a rank can
+receive only a limited number of experts at a time, and every copy is read from what the previous epoch holds.
+The changes of a layer keep their order, and a handover takes a prefix of the layer's remaining changes. So
+every change finds the state that it was planned on, and no two changes conflict.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from migration.model.plan import Copy, Handover, Link, PlanStep, SplitRecord, St
 from migration.planning.staging_capacity import PendingChanges, StagingRoom
 
 KINDS: tuple[StepKind, ...] = ("replicate", "swap", "move", "drop")
-"""by `ChangeKind`"""
+"""Names by `ChangeKind`."""
 
 
 def ordered(
@@ -31,17 +32,20 @@ def ordered(
     reweighted: NDArray[np.float64] | None = None,
     why: Sequence[str] | None = None,
 ) -> tuple[Handover, ...]:
-    """The handovers that make these changes, as few as list scheduling finds, those that gain most per byte first.
+    """Return the handovers that make these changes: as few as list scheduling finds, most gain per byte
+    first.
 
-    Layers that are only shared out anew come first, in a handover of their own: it copies nothing. `split` is that of the last epoch (None:
-    the even one). A layer gets it with its last change; until then experts whose holders have changed share evenly, or as in the end where
-    their holders are those of the end.
+    Layers with new shares only come first, in a handover of their own: it copies nothing. `split` is that of
+    the last epoch (None: the even one). A layer gets it with its last change. Until then, experts with
+    changed holders share evenly, or as at the end where they have their final holders.
 
-    changes.gain: seconds by which a step gets shorter. reweighted: float64 [layers], the same for layers whose split alone changes. why:
-    a sentence for each change, where the planner knows one better than what can be told from the tables.
+    changes.gain: seconds by which a step gets shorter. reweighted: float64 [layers], the same for layers
+    whose split alone changes. why: a sentence for each change, where the planner knows a better one than the
+    tables show.
 
-    limits.live and limits.least_replicas count; what the start does not satisfy is not asked of what follows. Unorderable: a change takes the
-    last live replica, puts a second one on a rank, or too many belong together for the staging room.
+    limits.live and limits.least_replicas count; a requirement that the start does not meet is not enforced
+    later. Unorderable: a change takes the last live replica, puts a second one on a rank, or a group exceeds
+    the staging room.
     """
     end = made(placement.expert_of_slot, changes)
     final = even_split(end, placement.experts) if split is None else Placement(end, experts=placement.experts, ranks=placement.ranks, split=split).split
@@ -52,17 +56,17 @@ def ordered(
     if len(alone):
         steps = tuple(_reweight(int(layer), 0.0 if reweighted is None else float(reweighted[layer])) for layer in alone)
         series.append(Handover(epoch=placement.epoch + 1, steps=steps, split=shares.after(placement.expert_of_slot, alone)))
-    telling = _Telling(placement, changes, room, limits, why)
+    writer = _StepWriter(placement, changes, room, limits, why)
     while queue.waiting:
-        steps = telling.steps(queue.round())
+        steps = writer.steps(queue.round())
         series.append(
-            Handover(epoch=placement.epoch + len(series) + 1, steps=steps, split=None if shares.even else shares.after(telling.table, queue.complete()))
+            Handover(epoch=placement.epoch + len(series) + 1, steps=steps, split=None if shares.even else shares.after(writer.table, queue.complete()))
         )
     return tuple(series)
 
 
 def transfers(handovers: Sequence[Handover], slots_per_rank: int) -> Transfers:
-    """What the handovers copy, for `migration.model.cost_model.payback`."""
+    """Return the copies of the handovers, for `migration.model.cost_model.payback`."""
     found = [(number, copy) for number, handover in enumerate(handovers) for step in handover.steps for copy in step.copies]
     return Transfers(
         handover=np.array([number for number, _ in found], np.intp),
@@ -72,11 +76,11 @@ def transfers(handovers: Sequence[Handover], slots_per_rank: int) -> Transfers:
     )
 
 
-# How replicas share meanwhile
+# The split of intermediate epochs
 
 
 class _Shares:
-    """The split of every epoch between."""
+    """The split of every intermediate epoch."""
 
     def __init__(self, placement: Placement, end: Table, final: Split, *, even: bool) -> None:
         self._experts = placement.experts
@@ -86,16 +90,17 @@ class _Shares:
         self._done = np.zeros(len(end), bool)
         self._table = placement.expert_of_slot.copy()
         self.even = even
-        """whether there is nothing to be said of it"""
+        """True if the split is even throughout and handovers need not state it."""
 
     def only_reweighted(self, changes: PlacementChanges) -> NDArray[np.intp]:
-        """Layers that are shared out anew, and in which no slot changes."""
+        """Return the layers whose split changes and whose slots do not."""
         differs = np.logical_or.reduce([(one != other).any(axis=1) for one, other in zip(self._first, self._final, strict=True)])
         differs[changes.layer] = False
         return np.flatnonzero(differs)
 
     def after(self, table: Table, complete: NDArray[np.intp]) -> SplitRecord:
-        """What a handover says of the split that leaves this table, and these layers as they are in the end."""
+        """Return the split record of a handover that leaves this table, with these layers in their final
+        state."""
         self._done[complete] = True
         moved = (table != self._table).any(axis=1)
         rows = np.flatnonzero(moved & ~self._done)
@@ -108,7 +113,11 @@ class _Shares:
         return SplitRecord.of(now, stated)
 
     def _between(self, table: Table, rows: NDArray[np.intp]) -> Split:
-        """Of layers that are not done: each expert as before, or as in the end, where its holders are those; else evenly."""
+        """Return the split of unfinished layers.
+
+        Each expert shares as before while it has its first holders, as at the end once it has its final ones,
+        else evenly.
+        """
         now, begin, end = table[rows], self._begin[rows], self._end[rows]
         meanwhile = even_split(now, self._experts)
         as_end, as_begin = same_holders(now, end, self._experts), same_holders(now, begin, self._experts)
@@ -121,7 +130,7 @@ class _Shares:
 
 
 def same_holders(table: Table, other: Table, experts: int) -> NDArray[np.bool_]:
-    """bool [layers, slots]: whether the expert of this slot is in the same slots of both tables."""
+    """bool [layers, slots]: True if the expert of this slot is in the same slots of both tables."""
     same = np.ones((len(table), experts + 1), bool)
     layer, slot = np.nonzero(table != other)
     same[layer, table[layer, slot]] = False
@@ -129,15 +138,15 @@ def same_holders(table: Table, other: Table, experts: int) -> NDArray[np.bool_]:
     return np.take_along_axis(same, np.where(table == EMPTY, experts, table).astype(np.intp), axis=1)
 
 
-# What a handover says
+# Records of handovers
 
 
 def _reweight(layer: int, gain: float) -> PlanStep:
-    return PlanStep(kind="reweight", layer=layer, gain=gain, why="its replicas share its tokens in another way, which evens out the ranks and copies nothing")
+    return PlanStep(kind="reweight", layer=layer, gain=gain, why="its replicas get new shares, which evens out the ranks and copies nothing")
 
 
-class _Telling:
-    """Turns changes into steps: where their copies come from, what gives way for them, and why."""
+class _StepWriter:
+    """Conversion of changes to steps: the source of each copy, the replica that gives way, and the reason."""
 
     def __init__(self, placement: Placement, changes: PlacementChanges, room: StagingRoom, limits: Constraints, why: Sequence[str] | None) -> None:
         self._per = placement.slots_per_rank
@@ -148,11 +157,11 @@ class _Telling:
 
     @property
     def table(self) -> Table:
-        """As the steps so far leave it."""
+        """Table after the steps so far."""
         return np.array(self._rows, np.int16)
 
     def steps(self, taken: list[int]) -> tuple[PlanStep, ...]:
-        """Of one handover."""
+        """Return the steps of one handover."""
         sources = _Sources([row[:] for row in self._rows], self._per, self._room, self._limits)
         return tuple(self._step(at, sources) for at in taken)
 
@@ -181,13 +190,13 @@ class _Telling:
         return step
 
     def _reason(self, kind: ChangeKind, layer: int, slot: int, expert: int, other_slot: int) -> str:
-        """What the tables tell of a change, in the few words that a line has room for."""
+        """Return the reason for a change that the tables show, short enough for one line."""
         row = self._rows[layer]
         found = row[slot]
         if kind == ChangeKind.DROP:
             return f"held by {_times(row.count(found) - 1)} beside this one"
         if kind == ChangeKind.SWAP:
-            return "ranks are more even, or nearer to who asks"
+            return "ranks are more even, or experts nearer to their requests"
         room = "into an empty slot" if found == EMPTY else f"{found} is held by {_times(row.count(found))}"
         if kind == ChangeKind.REPLICATE:
             return f"held by {_times(row.count(expert))} so far, {room}"
@@ -201,7 +210,8 @@ def _times(count: int) -> str:
 
 
 class _Sources:
-    """Picks where copies of one handover are read from: the nearest live holder, and of equally near ones that which has given least so far."""
+    """Choice of the source of each copy in one handover: the nearest live holder, then the one with fewest
+    reads so far."""
 
     def __init__(self, rows: list[list[int]], per: int, room: StagingRoom, limits: Constraints) -> None:
         self._rows, self._per, self._node, self._bytes = rows, per, room.node.tolist(), room.expert_bytes
@@ -209,7 +219,10 @@ class _Sources:
         self._given = [0] * len(self._node)
 
     def copy(self, layer: int, expert: int, slot: int) -> Copy:
-        """slot: where it goes. With nothing to choose by, ranks take from the one that follows them, so that not all take from the first."""
+        """Return the copy of an expert to a slot.
+
+        Among equal sources, ranks read from the one that follows them, so that not all read from the first.
+        """
         rank, ranks = slot // self._per, len(self._node)
         best: tuple[tuple[int, int, int], int] | None = None
         for source in _places(self._rows[layer], expert):
@@ -226,7 +239,7 @@ class _Sources:
 
 
 def _places(row: list[int], expert: int) -> Iterator[int]:
-    """The slots that hold an expert, ascending."""
+    """Yield the slots that hold an expert, ascending."""
     at = -1
     for _ in range(row.count(expert)):
         at = row.index(expert, at + 1)

@@ -1,9 +1,11 @@
-"""Homes and placement together: requests go where their experts are, and experts where their requests will be. Pure.
+"""Plan homes and placement together: requests go where their experts are, and experts where their requests
+will be. Pure.
 
-While demand is alike on all ranks no placement is nearer to anybody, and while no rank is nearer demand stays alike. So both are planned at once and
-judged on the demand that is foretold under the new homes, as far as requests can be foretold and go where they are sent
-(`migration.planning.demand_forecast`). Homes of
-before stay unless others save clearly more; and there are none where clusters are so alike that homes would hardly matter.
+While demand is equal on all ranks, every placement is equally local, and while every rank is equally local,
+demand stays equal. So both are planned at once. They are judged on the demand predicted under the new homes,
+as far as requests are predictable and reach their home (`migration.planning.demand_forecast`). Present homes
+stay unless others save clearly more. There are no homes where clusters are so alike that homes would hardly
+matter.
 """
 
 from dataclasses import replace
@@ -28,26 +30,36 @@ from migration.solvers.split_weights import SLACK
 
 Values = NDArray[np.float64]
 MATERIAL = 0.09
-"""Part of what sending tokens costs that homes must save beyond what their placement saves without them, if every request followed. Measured on the
-demo model's routings (4 ranks, 10 slots): .08 to .21 for mixes of two domains and more, .03 to .085 within one, where clusters are real but worth
-next to nothing."""
+"""Part of the cost of sending tokens that homes must save beyond the placement alone, if every request
+followed.
+
+Measured on the demo model's routings (4 ranks, 10 slots): .08 to .21 for mixes of two domains and more, .03
+to .085 within one domain, where clusters are real but worth next to nothing.
+"""
 _HELD = 10 / 32
-"""part of a layer's experts that each rank held there: where ranks hold less, any placement and any homes save less in proportion"""
+"""Part of a layer's experts on each rank in that measurement. Where ranks hold less, any placement and any
+homes save less in proportion."""
 _CLEARLY = 0.01
-"""part of that cost which other homes must save beyond those of before"""
+"""Part of that cost that other homes must save beyond the present ones."""
 _STILL = 0.005
-"""what homes of before must save to stay"""
+"""Part of that cost that present homes must save to stay."""
 
 
 class EffectiveHomes(NamedTuple):
-    """Homes under the placement that there is. share: [K, ranks]; None: nobody has one. note: in a sentence, why."""
+    """Homes under the present placement.
+
+    share: [K, ranks]; None: no cluster has a home. note: the reason, in a sentence.
+    """
 
     share: Values | None
     note: str
 
 
 def lived_in(found: PlanningProblem) -> PlanningProblem:
-    """With the demand that is to be expected where the homes that hold are younger than what was observed: requests are on their way."""
+    """Return the problem with its expected demand where the homes are younger than the observed windows.
+
+    In that case requests are still moving to their homes.
+    """
     known = found.steering
     if isinstance(known, str) or known.known is None or not known.stale:
         return found
@@ -55,33 +67,36 @@ def lived_in(found: PlanningProblem) -> PlanningProblem:
 
 
 def settled(found: PlanningProblem) -> EffectiveHomes:
-    """Who should live where while experts stay where they are."""
+    """Choose the homes for the present placement."""
     known = found.steering
     if isinstance(known, str):
         return EffectiveHomes(None, known)
     traffic, bar = known.later, _material(found, known.later)
     before = None if known.known is None else _lived(known.known, traffic)
     way = resident(traffic, room_of(found), found.table, before)
-    told = f"homes save {way.saved:.1%} of dispatch under this placement, {way.none:.1%} without them"
+    note = f"homes save {way.saved:.1%} of dispatch under this placement, {way.none:.1%} without them"
+    # Hysteresis: young homes stay, and older ones stay unless others save clearly more.
     if known.known is not None and way.kept is not None and way.kept >= way.none + _STILL:
         young = found.view.homes is not None and found.view.now - found.view.homes.at < found.config.homes_seconds
         if young or way.saved < way.kept + max(_CLEARLY, bar / 4):
             return EffectiveHomes(
-                _completed(known.known, way.homes, traffic), f"the homes of before save {way.kept:.1%} of dispatch, {way.none:.1%} without them"
+                _completed(known.known, way.homes, traffic), f"the present homes save {way.kept:.1%} of dispatch, {way.none:.1%} without them"
             )
     if way.saved < way.none + bar:
-        return EffectiveHomes(None, told)
-    return EffectiveHomes(way.homes, told)
+        return EffectiveHomes(None, note)
+    return EffectiveHomes(way.homes, note)
 
 
 def joint(found: PlanningProblem) -> PlanCandidate:
-    """Homes, and the way towards the placement that goes with them. ValueError says why nobody should have a home."""
+    """Plan homes, and the changes towards the placement that goes with them. ValueError gives the reason for
+    no homes."""
     match found.steering:
         case str() as reason:
             raise ValueError(f"homes: {reason}")
         case known:
             pass
     room, traffic, stay = room_of(found), known.fit, settled(found)
+    # Homes that hold already must save only half as much: introducing homes is the larger step.
     bar = _material(found, traffic) / (1.0 if known.known is None else 2.0)
     before = None if stay.share is None else _lived(stay.share, traffic)
     way = homes(traffic, room, before=before, present=found.table, least=bar, better=_CLEARLY)
@@ -89,6 +104,7 @@ def joint(found: PlanningProblem) -> PlanCandidate:
         raise ValueError(way.reason)
     share = stay.share if way.homes is before and stay.share is not None else way.homes
     goal, end = way.located.table, _expected(found, known, share)
+    # Group-limited gates: one node per group may be cheaper than free placement.
     whole = keep_groups(found.view.shape, found.terms.speed, end.fit, room)
     if whole.home is not None:
         goal = located(end.fit, replace(room, home=whole.home), present=found.table).table
@@ -96,6 +112,7 @@ def joint(found: PlanningProblem) -> PlanCandidate:
     base = _before(found, known, stay.share)
     ways = [_candidate(found, changes, base, one, of) for one, of in _choices(found, known, share, stay.share, end)]
     best, seconds = min(ways, key=lambda one: one[1])
+    # A plan cut short by limits is still worthwhile if its goal is.
     least = float(base.seconds.sum()) - NOTICEABLE * base.figures.seconds.dispatch
     if seconds > least and not _worth_going_to(goal, end, least):
         raise ValueError(f"homes and placement would save less than {NOTICEABLE:.0%} of what sending tokens takes")
@@ -103,53 +120,59 @@ def joint(found: PlanningProblem) -> PlanCandidate:
 
 
 def _material(found: PlanningProblem, traffic: ClusterTraffic) -> float:
-    """What homes must save, as a part of what sending tokens costs, as far as requests follow them."""
+    """Return the part of dispatch cost that homes must save, given the part of requests that follows them."""
     held = found.placement.slots_per_rank / found.placement.experts
     return MATERIAL * (1.0 - traffic.leak) * min(1.0, held / _HELD)
 
 
 def at_home(found: PlanningProblem, share: Values | None, note: str, epoch: int | None = None) -> PlannedHomes:
-    """What is said of homes. epoch: of the placement that they hold from on; None: that which is served. Those that hold already keep their time."""
+    """Return the homes to publish.
+
+    epoch: of the placement from which they hold; None: the served one. Homes that hold already keep their
+    start time.
+    """
     view = found.view
     if share is None or view.clusters is None:
         return none(view, note)
-    said = share.astype(np.float32)
-    if view.homes is not None and view.homes.share is not None and np.array_equal(said, view.homes.share):
+    rounded = share.astype(np.float32)
+    if view.homes is not None and view.homes.share is not None and np.array_equal(rounded, view.homes.share):
         return view.homes._replace(clusters=view.clusters.version, note=note, epoch=view.homes.epoch if epoch is None else epoch)
-    return PlannedHomes(said, view.clusters.version, view.placement.epoch if epoch is None else epoch, note, view.now)
+    return PlannedHomes(rounded, view.clusters.version, view.placement.epoch if epoch is None else epoch, note, view.now)
 
 
 def _choices(found: PlanningProblem, known: RoutingForecast, share: Values, stay: Values | None, end: PlanningProblem) -> list[tuple[Values, PlanningProblem]]:
-    """The homes that may go with the end, which a budget or a cooldown may have cut short of what they were made for."""
+    """Return the homes to choose from at the end of the plan. A budget or a cooldown may have cut the changes
+    short of the placement that the new homes were made for, so the present homes are a choice too."""
     if stay is None or stay is share:
         return [(share, end)]
     return [(share, end), (stay, _expected(found, known, stay))]
 
 
 def _worth_going_to(goal: Table, end: PlanningProblem, most: float) -> bool:
-    """Whether the placement that a plan leads to takes at most so many seconds of a step, though a budget or a cooldown lets it go only a part of the way."""
+    """True if the goal placement takes at most `most` seconds of a step, even if limits allow only a part of
+    the way now."""
     start = end.placement
     whole = Placement(goal, experts=start.experts, ranks=start.ranks, epoch=start.epoch, split=shared(end, goal))
     return float(end.judge(whole).seconds.sum()) <= most
 
 
 def _candidate(found: PlanningProblem, changes: PlacementChanges, before: PricedPlacement, share: Values, end: PlanningProblem) -> tuple[PlanCandidate, float]:
-    """(way, seconds of a step in the end)."""
+    """Return (candidate, seconds of a step at the end)."""
     table: Table = made(found.table, changes)
-    foretold = PredictedEffect(end, before, share)
-    ways = [PlanCandidate("homes and placement", changes, shared(end, table, slack), foretold) for slack in (SLACK, NEARER)]
+    predicted = PredictedEffect(end, before, share)
+    ways = [PlanCandidate("homes and placement", changes, shared(end, table, slack), predicted) for slack in (SLACK, NEARER)]
     return min(((way, float(end.judge(way.placement(found)).seconds.sum())) for way in ways), key=lambda one: one[1])
 
 
 def _before(found: PlanningProblem, known: RoutingForecast, stay: Values | None) -> PricedPlacement:
-    """What is served now: under the demand of today, or as homes alone would make it, whichever is better."""
+    """Price the served placement: under present demand, or with homes alone, whichever is better."""
     clusters = len(known.later.shares)
-    foretold = _expected(found, known, np.zeros((clusters, found.ranks)) if stay is None else stay).before
-    return min((found.before, foretold), key=lambda one: float(one.seconds.sum()))
+    predicted = _expected(found, known, np.zeros((clusters, found.ranks)) if stay is None else stay).before
+    return min((found.before, predicted), key=lambda one: float(one.seconds.sum()))
 
 
 def _expected(found: PlanningProblem, known: RoutingForecast, share: Values) -> PlanningProblem:
-    """The same under other homes."""
+    """Return the problem under other homes."""
     fit, judged = (spread(window, traffic, _lived(share, traffic)) for window, traffic in ((found.fit, known.fit), (found.judged, known.later)))
     return replace(found, fit=fit, judged=judged)
 
@@ -159,6 +182,6 @@ def _lived(share: Values, traffic: ClusterTraffic) -> Values:
 
 
 def _completed(share: Values, others: Values, traffic: ClusterTraffic) -> Values:
-    """Clusters that came up since get the homes that suit them now."""
+    """Give clusters that appeared since then the homes that suit them now."""
     new = (share.sum(axis=1) == 0) & (np.asarray(traffic.shares) > 0)
     return np.where(new[:, None], others, share) if new.any() else share

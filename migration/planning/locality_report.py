@@ -1,4 +1,5 @@
-"""What there is to place on, and how much of what sending tokens costs a placement saves: what the planner says of locality. Pure."""
+"""Report locality for the planner: the problem to place on, and the part of dispatch cost that a placement
+saves. Pure."""
 
 from fleet.placement import Placement
 from migration.model.engine_view import EngineView, PlannedHomes
@@ -7,29 +8,35 @@ from migration.solvers.locality_placement import LocalityPrices, LocalityProblem
 
 
 def room_of(found: PlanningProblem) -> LocalityProblem:
-    """What there is to place on, at the prices that tokens pay for being sent."""
+    """Return the slots and links to place on, at the prices of sending tokens."""
     prices = LocalityPrices.of(found.terms.speed, found.terms.top_k, found.node)
     return LocalityProblem(node=found.node, slots=found.placement.slots_per_rank, prices=prices, most=found.limits.most_replicas)
 
 
 def none(view: EngineView, note: str) -> PlannedHomes:
-    """Nobody has a home, for this reason."""
+    """Return no homes, with the reason."""
     return PlannedHomes(None, 0, view.placement.epoch, note, view.now)
 
 
 def as_before(view: EngineView, note: str) -> PlannedHomes:
-    """The homes that hold stay, since when they do, as nothing was seen that speaks against them; nobody has one where none fit the kinds of requests and
-    the placement that there are."""
-    said, kinds = view.homes, view.clusters
-    if said is None or said.share is None or said.epoch > view.placement.epoch or said.share.shape[1] != len(view.node):
+    """Keep the present homes and their start time, as no observation speaks against them.
+
+    Return no homes where they no longer fit the tracker's clusters or the placement.
+    """
+    homes, kinds = view.homes, view.clusters
+    if homes is None or homes.share is None or homes.epoch > view.placement.epoch or homes.share.shape[1] != len(view.node):
         return none(view, note)
-    if kinds is not None and kinds.clusters != len(said.share):
+    if kinds is not None and kinds.clusters != len(homes.share):
         return none(view, note)
-    return said._replace(clusters=said.clusters if kinds is None else kinds.version, note=f"{note}; the homes of before stay")
+    return homes._replace(clusters=homes.clusters if kinds is None else kinds.version, note=f"{note}; the present homes stay")
 
 
 def saved(found: PlanningProblem, placement: Placement) -> tuple[float, float]:
-    """(part of what dispatch would cost were nothing local that a placement saves, the most that any could save), mean over the layers of the bound."""
+    """Return (saved, bound): parts of the dispatch cost with nothing local. Both are means over the layers of
+    the bound.
+
+    saved: by this placement. bound: the most that any placement could save.
+    """
     room = room_of(found)
     layers, most = bound(found.judged, room)
     reached = measured(placement.expert_of_slot, placement.split, found.judged, room).saved[layers]

@@ -1,6 +1,8 @@
-"""What people ask for, as plans: one expert to a rank, a plan of a file, the placement before a plan. Pure.
+"""Build the plans that operators request: one expert to a rank, a plan from a file, the placement before a
+plan. Pure.
 
-Every plan that comes out of here holds on the placement it was asked for: `migration.model.plan.replay` has tried it.
+Every plan returned here is valid on the placement that it was made for: `migration.model.plan.replay` has
+tried it.
 """
 
 import re
@@ -21,13 +23,14 @@ from migration.planning.staging_capacity import StagingRoom
 from migration.solvers.table_diff import between
 
 MOST_PLAN_BYTES = 16 * 1024 * 1024
-"""JSON of the largest plan that is read"""
+"""Bytes of JSON in the largest plan accepted."""
 MOST_EXPERT_BYTES = 1 << 40
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def checked(placement: Placement, plan: Plan) -> Plan:
-    """The plan, if it can be carried out on what an engine serves. ValueError (Inapplicable among them) says why not."""
+    """Return the plan if it can be carried out on the served placement. ValueError (also Inapplicable) gives
+    the reason."""
     if plan.refused or not plan.handovers:
         raise ValueError(f"plan {plan.id} does nothing: {plan.refused or 'it has no handovers'}")
     if plan.base_epoch != placement.epoch:
@@ -40,7 +43,7 @@ def checked(placement: Placement, plan: Plan) -> Plan:
 
 
 def read(content: bytes, placement: Placement) -> Plan:
-    """A plan of JSON. ValueError when it is none, or does not hold on the placement."""
+    """Parse a plan from JSON. ValueError when it is malformed, or not valid on the placement."""
     if len(content) > MOST_PLAN_BYTES:
         raise ValueError(f"a plan of {len(content)} bytes; {MOST_PLAN_BYTES} are the most. Carry it out in parts")
     try:
@@ -59,10 +62,12 @@ def read(content: bytes, placement: Placement) -> Plan:
 
 
 def one_expert(placement: Placement, asked: MigrateExpert, room: StagingRoom, wanted: NDArray[Any] | None = None) -> Plan:
-    """The plan that brings an expert to a rank. wanted: [ranks, layers, experts] what each rank's requests want; None: nobody knows.
+    """Plan to bring an expert to a rank. wanted: [ranks, layers, experts] demand of each rank's requests;
+    None: unknown.
 
-    Into a free slot, or in the place of a spare replica; where there is neither, or `swap` names one, an expert goes the other way: the least wanted,
-    of equal ones the lowest. ValueError says what cannot be.
+    The expert goes into a free slot, or replaces a spare replica. Where there is neither, or `swap` names an
+    expert, the two ranks exchange: the least demanded expert goes the other way, and of equal ones the lowest
+    number. ValueError gives the reason why it is impossible.
     """
     change = _Change(placement, asked, room, _load(placement, asked, wanted))
     changes = change.made()
@@ -73,7 +78,7 @@ def one_expert(placement: Placement, asked: MigrateExpert, room: StagingRoom, wa
 
 
 def _load(placement: Placement, asked: MigrateExpert, wanted: NDArray[Any] | None) -> NDArray[np.float64]:
-    """[experts] of the layer: by all ranks."""
+    """[experts]: demand of the layer, summed over ranks."""
     fits = wanted is not None and wanted.shape[1:] == (placement.layers, placement.experts) and 0 <= asked.layer < placement.layers
     return np.asarray(wanted[:, asked.layer].sum(axis=0), np.float64) if wanted is not None and fits else np.zeros(placement.experts)
 
@@ -100,7 +105,7 @@ class _Change:
         node = room.node.tolist()
         self.source: int = min(holders, key=lambda rank: (node[rank] != node[asked.rank], rank)) if asked.source is None else asked.source
         self.there = self._place(asked.expert, self.source)
-        """slot that it is read from"""
+        """Slot that the expert is read from."""
 
     def made(self) -> PlacementChanges:
         asked, here = self._asked, range(self._asked.rank * self._per, (self._asked.rank + 1) * self._per)
@@ -121,7 +126,7 @@ class _Change:
         return self._swap(min(others, key=self._least), there)
 
     def _named(self, expert: int) -> int:
-        """The slot of the expert that is to go the other way."""
+        """Return the slot of the expert that `swap` names."""
         asked = self._asked
         if expert not in self._held(asked.rank):
             raise ValueError(f"rank {asked.rank} does not hold expert {ExpertId(asked.layer, expert)}, so it cannot go the other way")
@@ -154,7 +159,7 @@ class _Change:
 
 
 def _check_named(placement: Placement, asked: MigrateExpert) -> None:
-    """ValueError names what does not exist."""
+    """Raise ValueError for numbers out of range."""
     named = [("layer", asked.layer, placement.layers), ("expert", asked.expert, placement.experts), ("rank", asked.rank, placement.ranks)]
     named += [("rank", asked.source, placement.ranks)] if asked.source is not None else []
     named += [("expert", asked.swap, placement.experts)] if asked.swap is not None else []
@@ -164,7 +169,8 @@ def _check_named(placement: Placement, asked: MigrateExpert) -> None:
 
 
 def _kept_split(placement: Placement, end: NDArray[np.int16]) -> Split | None:
-    """The split after a change: experts whose holders have changed share evenly, the others as before. None: evenly throughout, as before."""
+    """Return the split after a change: experts with new holders share evenly, others as before. None: even,
+    as before."""
     if placement.even:
         return None
     same = same_holders(end, placement.expert_of_slot, placement.experts)
@@ -172,7 +178,7 @@ def _kept_split(placement: Placement, end: NDArray[np.int16]) -> Split | None:
 
 
 def _read_from(handover: Handover, asked: MigrateExpert, source: int, room: StagingRoom) -> Handover:
-    """With the expert read from the slot that was named."""
+    """Return the handover with the expert read from the slot of the named source."""
     return msgspec.structs.replace(
         handover,
         steps=tuple(
@@ -191,9 +197,10 @@ def _copy_from(copy: Copy, source: int, asked: MigrateExpert, room: StagingRoom)
 
 
 def undone(log: Iterable[object], plan: str = "") -> MigrationPlanned:
-    """The plan to undo: the one of this id, or (empty) the last of which anything was committed. ValueError when there is none.
+    """Return the plan to undo: the one with this id, or (empty) the last one with a committed handover.
+    ValueError when there is none.
 
-    log: what is recorded of an engine's plans, in its order.
+    log: recorded events of an engine's plans, in order.
     """
     plans: dict[str, MigrationPlanned] = {}
     committed: list[str] = []
@@ -209,7 +216,10 @@ def undone(log: Iterable[object], plan: str = "") -> MigrationPlanned:
 
 
 def back(placement: Placement, goal: Placement, undoes: str, room: StagingRoom) -> Plan:
-    """The plan from what is served to what every rank held and served in `goal`, its split included. ValueError when that cannot be, or is so already."""
+    """Plan from the served placement back to `goal`: the same experts on every rank, and the same split.
+
+    ValueError when that is impossible, or already the case.
+    """
     now, then = ((one.layers, one.experts, one.ranks, one.slots_per_rank) for one in (placement, goal))
     if now != then:
         raise ValueError(f"the placement before plan {undoes} had (layers, experts, ranks, slots per rank) {then}, the engine has {now}: it was restarted anew")
@@ -223,7 +233,7 @@ def back(placement: Placement, goal: Placement, undoes: str, room: StagingRoom) 
 
 
 def _split_of(goal: Placement, end: NDArray[np.int16]) -> Split:
-    """The split of `goal` in a table in which every rank holds the same, perhaps in other slots."""
+    """Return the split of `goal` for a table with the same experts on every rank, perhaps in other slots."""
     per, rank = goal.slots_per_rank, np.arange(end.shape[1]) // goal.slots_per_rank
     where = np.zeros((goal.layers, goal.ranks, goal.experts), np.intp)
     layer, slot = np.nonzero(goal.expert_of_slot != EMPTY)

@@ -1,4 +1,4 @@
-"""Plans and figures in the words of a record. Pure."""
+"""Convert plans and figures to records and sentences. Pure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,14 +13,14 @@ from migration.planning.problem import PlanningProblem
 from migration.planning.slots_vs_kv_cache import TradeOffPoint, best
 
 LEAST_HOME = 0.02
-"""A rank that is to get less of a cluster is not named as its home."""
+"""Least share of a cluster for which a rank is listed as its home."""
 MOST_STEPS = 4096
-"""Steps that a record names; a plan may have more."""
+"""Most steps in a record; a plan may have more."""
 _KB, _MB, _GB = 1e3, 1e6, 1e9
 
 
 def measures(found: PlanningProblem, figures: Figures) -> Measures:
-    """A placement's figures as they are told."""
+    """Convert a placement's figures to a record."""
     seconds = figures.seconds
     return Measures(
         balance_mean=figures.balance,
@@ -36,7 +36,7 @@ def measures(found: PlanningProblem, figures: Figures) -> Measures:
 
 
 def steps(plan: Plan) -> tuple[StepRecord, ...]:
-    """The first of a plan's steps."""
+    """Return records of the plan's first steps."""
     numbered = ((number, step) for number, handover in enumerate(plan.handovers, start=1) for step in handover.steps)
     return tuple(_step(number, step, plan.slots_per_rank) for _, (number, step) in zip(range(MOST_STEPS), numbered, strict=False))
 
@@ -48,7 +48,7 @@ def _step(number: int, step: PlanStep, per: int) -> StepRecord:
 
 
 def _what(step: PlanStep, per: int) -> str:
-    """Which expert goes from which rank to which."""
+    """Describe the expert that a step moves, and between which ranks."""
     if step.kind == "reweight" or step.slot is None:
         return "new shares"
     to = f"rank {step.slot // per}"
@@ -63,7 +63,7 @@ def _what(step: PlanStep, per: int) -> str:
 
 
 def outcome(found: PlanningProblem, way: EvaluatedPlan) -> str:
-    """What one way of going about it would bring, in a sentence."""
+    """Describe in a sentence what a candidate would bring."""
     figures, before, paid = way.after.figures, found.before.figures, way.payback
     bytes_ = f"{way.copies} {'copy' if way.copies == 1 else 'copies'}, {amount(paid.bytes)}" if way.copies else "no bytes"
     even = f"balance {before.balance:.3f} to {figures.balance:.3f}"
@@ -73,7 +73,7 @@ def outcome(found: PlanningProblem, way: EvaluatedPlan) -> str:
 
 
 def amount(count: float) -> str:
-    """Bytes for people; kB, MB and GB are powers of 1000."""
+    """Format bytes for people; kB, MB and GB are powers of 1000."""
     for unit, name in ((_GB, "GB"), (_MB, "MB"), (_KB, "kB")):
         if count >= unit:
             return f"{count / unit:.3g} {name}"
@@ -81,12 +81,12 @@ def amount(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for people."""
+    """Format a time for people."""
     return f"{1e3 * seconds:.3g} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.3g} us"
 
 
 def memory(found: PlanningProblem, points: Sequence[TradeOffPoint]) -> tuple[MemoryPoint, ...]:
-    """The curve of redundant slots as it is told."""
+    """Convert the curve of redundant slots to records."""
     chosen = best(points, found.config.least_gain)
     return tuple(_point(found, point, point is chosen) for point in points)
 
@@ -108,12 +108,13 @@ def _point(found: PlanningProblem, point: TradeOffPoint, chosen: bool) -> Memory
 
 
 def named_homes(share: NDArray[np.float32]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """(cluster, its ranks, the most at home first) of shares [K, ranks], without clusters that have no home."""
+    """Return (cluster, its ranks, largest share first) for shares [K, ranks], without clusters that have no
+    home."""
     order = np.argsort(-share, axis=1, kind="stable")
     return tuple((cluster, tuple(rank for rank in order[cluster].tolist() if row[rank] >= LEAST_HOME)) for cluster, row in enumerate(share) if row.any())
 
 
 def listed(numbers: Iterable[int], most: int = 8) -> str:
-    """The first of them."""
+    """Format the first numbers of a list, and the count of the others."""
     all_of_them = list(numbers)
     return ", ".join(map(str, all_of_them[:most])) + (f" and {len(all_of_them) - most} more" if len(all_of_them) > most else "")

@@ -1,4 +1,4 @@
-"""A view made ready for planning: the numbers that every candidate is made from and judged by. Pure."""
+"""Prepare a view for planning: the numbers that every candidate is made from and judged by. Pure."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,36 +30,40 @@ _MOST_SCATTER = 4 * REPEATS
 
 
 class PlanningQuestion(NamedTuple):
-    """What a plan is asked for."""
+    """One planning request."""
 
     policy: Policy
     budget_bytes: int
     memory: bool = False
     dead: tuple[int, ...] = ()
-    """ranks that count as lost"""
+    """Ranks that count as lost."""
     layers: tuple[int, ...] = ()
-    """only these may change; empty: all"""
+    """Only these layers may change; empty: all."""
     bounds: bool = False
-    """also say how near locality comes to what is possible, which takes a linear programme"""
+    """Also report how near locality comes to its bound, which takes a linear programme."""
     trust: float = 1.0
-    """from 0 on: what plans really gained lately, as a part of what was foretold of them; what is foretold counts for so much of it"""
+    """Discount from 0 on: recently measured gains as a part of the gains predicted. Predicted gains are
+    multiplied by this."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlanningProblem:
-    """One engine and one question. Layers below the layout's boundary are sharded over the ranks and are left out of everything here: layer 0
-    of these numbers is layer `first` of the model."""
+    """One engine and one planning request.
+
+    Layers below the layout's boundary are sharded over the ranks and are left out of everything here: layer 0
+    of these numbers is layer `first` of the model.
+    """
 
     view: EngineView
     question: PlanningQuestion
     config: MigrationConfig
     first: int
     placement: Placement
-    """of the layers that hold whole experts"""
+    """Of the layers that hold whole experts."""
     fit: Rates
-    """what plans are made from"""
+    """Demand that plans are fitted to."""
     judged: Rates
-    """what they are judged on"""
+    """Demand that plans are judged on."""
     terms: CostTerms
     limits: Constraints
 
@@ -77,18 +81,22 @@ class PlanningProblem:
 
     @cached_property
     def load(self) -> NDArray[np.float64]:
-        """float64 [layers, experts]: of `fit`, over all ranks."""
+        """float64 [layers, experts]: `fit`, summed over ranks."""
         return np.asarray(self.fit.sum(axis=0))
 
     @property
     def pairs(self) -> float:
-        """Behind each layer of `fit`."""
+        """(token, k) pairs behind each layer of `fit`."""
         return float(self.view.demand.pairs.sum())
 
     @cached_property
     def scatter(self) -> float:
-        """How many times fewer independent pairs there are than pairs, by how much the two windows differ: those of one text resemble each other. No
-        more than what is usual several times over: beyond that demand has changed, and that is no noise."""
+        """Pairs per independent pair, estimated from the difference between the two windows: pairs of one
+        text are correlated.
+
+        Limited to a small multiple of the usual value: a larger difference is a change of demand and not
+        noise.
+        """
         later = self.view.later
         if later is None:
             return 1.0
@@ -97,14 +105,15 @@ class PlanningProblem:
 
     @cached_property
     def noise_seconds(self) -> float:
-        """Of a step, standard deviation between two windows of what the fullest ranks' experts take, under any one placement."""
+        """Standard deviation between two windows of the seconds that the fullest ranks' experts take in a
+        step, for a fixed placement."""
         replicas = self.placement.replicas_on_rank.sum(axis=1)
         spread = deviation(self.load, replicas, self.ranks, self.pairs / max(REPEATS, self.scatter))
         return float(self.before.figures.seconds.experts * np.sqrt((spread**2).mean() / len(spread)))
 
     @cached_property
     def chosen(self) -> NDArray[np.bool_]:
-        """bool [layers]: which may change."""
+        """bool [layers]: layers that may change."""
         if not self.question.layers:
             return np.ones(self.placement.layers, bool)
         return np.isin(np.arange(self.first, self.first + self.placement.layers), self.question.layers)
@@ -124,32 +133,33 @@ class PlanningProblem:
 
     @property
     def fewest_slots(self) -> int:
-        """Per rank and layer, without any redundancy."""
+        """Slots per rank and layer without any redundancy."""
         return -(-self.placement.experts // self.ranks)
 
     @cached_property
     def cache(self) -> KvCacheModel | None:
-        """The KV cache of a rank in use; None: the engine says too little of it."""
-        said, running, waiting = self.view.cache, self.view.running, self.view.waiting
-        if said is None or running is None or not said.block_bytes:
+        """KV cache of a rank in use; None: the engine reports too little about it."""
+        cache, running, waiting = self.view.cache, self.view.running, self.view.waiting
+        if cache is None or running is None or not cache.block_bytes:
             return None
         requests = float(running.mean()) + (0.0 if waiting is None else float(waiting.mean()))
-        return KvCacheModel(blocks=float(said.blocks), block_bytes=said.block_bytes, used=float(said.used.mean()), requests=requests)
+        return KvCacheModel(blocks=float(cache.blocks), block_bytes=cache.block_bytes, used=float(cache.used.mean()), requests=requests)
 
     def step_seconds(self, spent: StepSeconds) -> float:
-        """How long one step lasts at the present load, of a placement that takes this."""
-        said = self.view.cache
-        blocks = 0.0 if said is None else float(said.used.mean())
+        """Return the duration of one step at the present load under a placement with these costs."""
+        cache = self.view.cache
+        blocks = 0.0 if cache is None else float(cache.used.mean())
         return self.terms.step_seconds(spent, self.placement.layers, blocks)
 
     @cached_property
     def even_step(self) -> float:
-        """Seconds of a step of evenly loaded ranks whose tokens travel for nothing: what a part of a step is measured by."""
+        """Seconds of a step with evenly loaded ranks and free dispatch: the unit that gains are measured
+        in."""
         return self.step_seconds(StepSeconds())
 
     @cached_property
     def anew(self) -> Table:
-        """int16 [layers, slots]: the best placement for balance from nothing, under the even split."""
+        """int16 [layers, slots]: the full placement of best balance under the even split."""
         limits, per = self.limits, self.placement.slots_per_rank
         return full(
             self.load, self.ranks, per, most_replicas=limits.most_replicas, least_replicas=limits.least_replicas, node=self.several_nodes, live=limits.live
@@ -157,34 +167,34 @@ class PlanningProblem:
 
     @cached_property
     def anew_at_home(self) -> Table:
-        """int16 [layers, slots]: the same, given to the ranks that hold most of it."""
+        """int16 [layers, slots]: `anew`, assigned to the ranks that hold most of it already."""
         return relabelled(self.table, self.anew, self.ranks, self.several_nodes)
 
     @cached_property
     def anew_balance(self) -> NDArray[np.float64]:
-        """float64 [layers]: of `anew`."""
+        """float64 [layers]: balance of `anew`."""
         return balance(self._even_loads(self.anew))
 
     @cached_property
     def few_copies(self) -> PlacementChanges:
-        """That bring the balance near to that of `anew`, where replicas share as they should."""
+        """Changes that bring the balance near to that of `anew`, with freely chosen shares."""
         size, noise = (self.ranks, self.placement.experts), LoadNoise(self.pairs)
         return weighted(self.table, self.fit, *size, self.limits, goal=self.anew_balance, noise=noise, node=self.several_nodes).changes
 
     def _even_loads(self, table: Table) -> NDArray[np.float64]:
-        """float64 [layers, ranks]: under the even split, wherever demand comes from."""
+        """float64 [layers, ranks]: loads under the even split, regardless of where demand originates."""
         split = even_split(table, self.placement.experts)
         part = np.where(table >= 0, np.take_along_axis(self.load, np.maximum(table, 0).astype(np.intp), axis=1), 0.0) * (split.spill / FULL)
         return np.asarray(part.reshape(len(table), self.ranks, -1).sum(axis=2))
 
     @cached_property
     def gate(self) -> SpecialisationTest:
-        """Whether ranks want different experts, beyond what chance explains."""
+        """Test for different demand on different ranks, beyond what chance explains."""
         return gate(self.fit, self.view.demand.pairs, dispersion=max(REPEATS, self.scatter))
 
     @cached_property
     def steering(self) -> RoutingForecast | str:
-        """What can be said of sending requests home, or why nothing can."""
+        """Forecast for requests sent to their homes, or the reason why there is none."""
         return steering(self.view, self.fit, self.judged)
 
     @property
@@ -196,12 +206,13 @@ class PlanningProblem:
         return self.judge(self.placement)
 
     def judge(self, placement: Placement) -> PricedPlacement:
-        """A placement of these layers, under the demand that plans are judged on."""
+        """Price a placement of these layers under the demand that plans are judged on."""
         return judged(placement, self.judged, self.terms, self._memory)
 
     @cached_property
     def _memory(self) -> float:
-        """What redundant slots take from the KV cache, in seconds of a step: whatever lies in them."""
+        """Seconds of a step that redundant slots cost by taking memory from the KV cache, whatever the slots
+        hold."""
         if self.cache is None:
             return 0.0
         spare = (self.placement.slots_per_rank - self.fewest_slots) * self.view.placement.layers * self.view.shape.expert_bytes
@@ -209,7 +220,8 @@ class PlanningProblem:
 
 
 def situation(view: EngineView, question: PlanningQuestion, config: MigrationConfig) -> PlanningProblem:
-    """Make a view ready. The layout must hold whole experts in some layer, and something must be wanted."""
+    """Prepare a view for planning. The layout must hold whole experts in some layer, and demand must not be
+    zero."""
     first = view.layout.boundary
     placement = from_layer(view.placement, first)
     fit, judged = (np.asarray(demand.rates[:, first:], np.float64) for demand in (view.demand, view.judged))
@@ -239,7 +251,7 @@ def _limits(
 
 
 def from_layer(placement: Placement, first: int) -> Placement:
-    """The layers of a placement from one on."""
+    """Return the layers of a placement from one on."""
     if not first:
         return placement
     split = None if placement.even else Split(*(part[first:] for part in placement.split))
@@ -247,8 +259,11 @@ def from_layer(placement: Placement, first: int) -> Placement:
 
 
 def tokens_of_a_step(view: EngineView) -> float:
-    """Tokens of one step of the engine, all ranks together: as many as sequences decode; where nobody says, or nothing decodes at the moment, as
-    many as come in while a step lasts, which grows with them: t = T * (step + decode_sequence * t / ranks)."""
+    """Estimate the tokens of one step of the engine, all ranks together: the number of decoding sequences.
+
+    Where that number is unknown or zero, use the tokens that arrive during a step. That depends on the step's
+    length: t = T * (step + decode_sequence * t / ranks).
+    """
     running = 0.0 if view.running is None else float(view.running.sum())
     if running >= 1.0:
         return running

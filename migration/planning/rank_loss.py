@@ -1,8 +1,10 @@
-"""What to do when ranks are lost: which experts survive where, which must be loaded from storage, and into which slots. Pure.
+"""Plan the recovery from lost ranks: surviving experts, experts to load from storage, and the slots for them.
+Pure.
 
-In this order, layer by layer: what survives is shared out among the survivors at once, which costs no bytes; lost experts are loaded, the most
-wanted first, into empty slots or those of the cheapest spare replicas; then experts that must have several live holders get them back, on
-other nodes where there are any; then few copies that even out the survivors (`migration.solvers.even_split_copies`).
+Layer by layer, in this order. First, survivors share the load of their experts at once, which costs no bytes.
+Second, lost experts are loaded, those of most demand first, into empty slots or into those of the cheapest
+spare replicas. Third, experts that must have several live holders get them back, on other nodes where
+possible. Last, few copies even out the survivors (`migration.solvers.even_split_copies`).
 """
 
 from dataclasses import dataclass
@@ -22,34 +24,36 @@ from migration.solvers.table_diff import shortened
 Floats = NDArray[np.float64]
 Held = NDArray[np.bool_]
 _CLEARLY = 1.25
-"""times as much an expert must be wanted as one that has a second holder already, to need one in its place"""
+"""Factor by which an expert's demand must exceed that of an expert with a second holder to replace it
+there."""
 
 
 class Recovery(NamedTuple):
-    """How an engine goes on without some of its ranks."""
+    """Plan to continue serving without some of the ranks."""
 
     lost: NDArray[np.intp]
-    """int [n, 2]: (layer, expert) without a live holder; ascending"""
+    """int [n, 2]: (layer, expert) without a live holder; ascending."""
     missing: NDArray[np.intp]
-    """int [layers]: slots by which the survivors fall short of one for every expert; so many lost experts stay lost"""
+    """int [layers]: slots that the survivors lack for one replica of every expert. As many lost experts stay
+    lost."""
     short: NDArray[np.intp]
-    """int [m, 2]: (layer, expert) that have a live holder in the end, but fewer than they must"""
+    """int [m, 2]: (layer, expert) with at least one live holder at the end, but fewer than required."""
     changes: PlacementChanges
-    """drops of what dead ranks held, moves of lost experts out of their slots (to be read from storage), replicas, what evens out. gain: in mean loads
-    of a live rank; of an expert that is brought back, its load"""
+    """Drops of what dead ranks held, moves of lost experts out of their slots (to be read from storage),
+    replicas, and copies for balance. gain: in mean loads of a live rank; for a reloaded expert, its load."""
     table: Table
-    """int16 [layers, slots] in the end: dead ranks are empty, but for what could not be saved"""
+    """int16 [layers, slots] at the end: dead ranks are empty, except for experts that could not be saved."""
     split: Split
-    """in the end: even"""
+    """At the end: even."""
 
     @property
     def possible(self) -> bool:
-        """Whether every expert can be served again."""
+        """True if every expert can be served again."""
         return not self.missing.any()
 
     @property
     def summary(self) -> str:
-        """In a sentence or two."""
+        """Summary in a sentence or two."""
         lost, worst = len(self.lost), int(self.missing.argmax())
         parts = [f"{lost} experts of {len(np.unique(self.lost[:, 0]))} layers have no live holder" if lost else "every expert has a live holder"]
         if self.missing.any():
@@ -63,10 +67,12 @@ class Recovery(NamedTuple):
 
 
 def critical(load: NDArray[Any], count: int, replicas: NDArray[Any] | None = None, later: NDArray[Any] | None = None) -> NDArray[np.int64]:
-    """int64 [layers, experts], for `Constraints.least_replicas`: 2 for the `count` most wanted experts of each layer, load [layers, experts], 1 for the others.
+    """int64 [layers, experts], for `Constraints.least_replicas`: 2 for the `count` experts of most demand per
+    layer, else 1.
 
-    replicas: int [layers, experts], those that there are: an expert that has several makes room only for one that is wanted clearly more, so that noise
-    moves nothing. later: another window's load; then it must be so in both. ValueError when there are not so many experts.
+    load: [layers, experts]. replicas: int [layers, experts], the present ones. An expert that has several is
+    replaced only by one of clearly more demand, so that noise causes no moves. later: another window's load;
+    the condition must then hold in both windows. ValueError when `count` exceeds the number of experts.
     """
     layers, experts = load.shape
     if not 0 <= count <= experts:
@@ -80,7 +86,7 @@ def critical(load: NDArray[Any], count: int, replicas: NDArray[Any] | None = Non
 
 
 def _parts(load: NDArray[Any]) -> Floats:
-    """[layers, experts]: of a layer's whole load."""
+    """[layers, experts]: parts of a layer's total load."""
     return np.asarray(load / np.maximum(load.sum(axis=1, keepdims=True), 1e-300), np.float64)
 
 
@@ -94,13 +100,17 @@ def recover(
     most_copies: int | None = None,
     frozen: NDArray[np.bool_] | None = None,
 ) -> Recovery:
-    """dead: bool [ranks]; load: [layers, experts], any unit; node: [ranks], numbers from 0; least_replicas: int [layers, experts], live holders wanted.
+    """Plan the recovery of a placement from the loss of ranks.
 
-    most_copies: for balance alone, in layers that change anyway, beside what must be brought back; None: as many as it takes. frozen: bool [layers,
-    experts], whose replicas stay where they are: they neither give way to a second holder nor move for balance; lost experts come before that.
+    dead: bool [ranks]. load: [layers, experts], any unit. node: [ranks], numbers from 0. least_replicas: int
+    [layers, experts], required live holders. most_copies: limit on copies for balance alone, in layers that
+    change anyway, beside what must be brought back; None: no limit. frozen: bool [layers, experts], experts
+    whose replicas stay where they are: they neither give way to a second holder nor move for balance; but
+    lost experts may replace them.
 
-    A second holder of an expert that must have two is given up where a lost expert finds no other slot; so the changes are ordered under
-    `Limits(live=~dead)` alone. ValueError when no rank is left, or the arrays do not fit the placement.
+    A second holder of an expert that must have two is given up where a lost expert finds no other slot. So
+    the changes are ordered under `Constraints(live=~dead)` alone. ValueError when no rank is left, or the
+    arrays do not fit the placement.
     """
     shape = (placement.layers, placement.experts)
     if dead.shape != (placement.ranks,) or node.shape != dead.shape or load.shape != shape:
@@ -127,19 +137,19 @@ def recover(
 
 @dataclass(slots=True, eq=False)
 class _Survivors:
-    """The layers, all worked on at once. A *seat* is a slot of a live rank."""
+    """State of all layers, processed at once. A *seat* is a slot of a live rank."""
 
     table: Table
     count: NDArray[np.int64]
-    """[layers, experts]: live holders"""
+    """[layers, experts]: live holders."""
     held: Held
-    """[layers, ranks, experts], of live ranks"""
+    """[layers, ranks, experts], of live ranks."""
     load: Floats
     ranks: int
     dead: NDArray[np.bool_]
     node: NDArray[np.intp]
     frozen: NDArray[np.bool_]
-    """[layers, experts]"""
+    """[layers, experts]."""
 
     @classmethod
     def of(cls, placement: Placement, dead: NDArray[np.bool_], load: Floats, node: NDArray[np.intp], frozen: NDArray[np.bool_] | None) -> "_Survivors":
@@ -161,9 +171,11 @@ class _Survivors:
         return np.arange(self.table.shape[1]) // self.per
 
     def give_up_dead(self) -> PlacementChanges:
-        """Dead ranks' replicas, but for one of each expert that survives nowhere: the table must name a holder until it has another."""
+        """Drop dead ranks' replicas, except one of each lost expert: the table must name a holder until there
+        is another one."""
         layer, slot = np.nonzero((self.table != EMPTY) & self.dead[self.rank_of_slot])
         expert = self.table[layer, slot]
+        # Of a lost expert the replica in the lowest slot stays named.
         first = np.full(self.count.shape, self.table.shape[1])
         np.minimum.at(first, (layer, expert), slot)
         goes = (self.count[layer, expert] > 0) | (first[layer, expert] != slot)
@@ -172,7 +184,8 @@ class _Survivors:
         return _changes(ChangeKind.DROP, layer, slot, np.full(len(layer), EMPTY), None, np.zeros(len(layer)))
 
     def reload(self, lost: Held, least: NDArray[np.int64]) -> list[PlacementChanges]:
-        """Lost experts, the most wanted first: one of each layer in each round. Each leaves its slot on a dead rank."""
+        """Reload lost experts, those of most demand first: one per layer and round. Each leaves its slot on a
+        dead rank."""
         rounds = list[PlacementChanges]()
         for _ in range(int(lost.sum(axis=1).max(initial=0))):
             expert = np.where(self.count == 0, self.load, -1.0).argmax(axis=1)
@@ -184,8 +197,10 @@ class _Survivors:
         return rounds
 
     def restore(self, least: NDArray[np.int64]) -> list[PlacementChanges]:
-        """Further holders of what must have several, the most wanted first; what finds no place is left as it is."""
+        """Add holders to experts that require several, those of most demand first. Experts without a possible
+        slot are skipped."""
         rounds = list[PlacementChanges]()
+        # Experts that could not be reloaded have no source to copy from.
         tried = self.count == 0
         while True:
             wanting = (self.count < least) & ~tried
@@ -200,10 +215,11 @@ class _Survivors:
                 rounds.append(self._bring(layer, slot, expert, from_dead=False))
 
     def even_out(self, layers: NDArray[np.intp], least: NDArray[np.int64], most_copies: int | None) -> PlacementChanges:
-        """Few copies for the balance of the survivors, in these layers."""
+        """Make few copies for the balance of the survivors, in these layers."""
         live, load = ~self.dead, self.load[layers]
         if not len(layers) or live.sum() < 2 or most_copies == 0:
             return NONE
+        # A full re-placement of the survivors sets the balance that few copies aim at.
         goal = full(load, self.ranks, self.per, live=live)
         each = load / np.maximum((goal[:, :, None] == np.arange(load.shape[1])).sum(axis=1), 1)
         served = np.where(goal == EMPTY, 0.0, np.take_along_axis(each, np.where(goal == EMPTY, 0, goal).astype(np.intp), axis=1))
@@ -218,22 +234,31 @@ class _Survivors:
     def _seat(self, layer: NDArray[np.intp], expert: NDArray[np.intp], least: NDArray[np.int64], *, at_need: bool) -> NDArray[np.intp]:
         """int [n]: the slot for an expert in each of these layers; NOWHERE: there is none.
 
-        On a live rank that lacks it, empty or of a spare replica that may give way; `at_need` of one that its expert should keep, too, but not the last.
-        On a node that lacks it rather than on one that has it; where the rank, and those who take over from what gives way, then carry least; and the
-        least wanted gives way.
+        The slot is on a live rank without the expert. It is empty, or holds a spare replica that may give
+        way. With `at_need` it may also hold a replica that its expert should keep, but not the last one.
+        Preferences, in this order: a node without the expert; the least load of the rank afterwards,
+        including what it takes over from the replaced replica; the replaced replica of least demand.
         """
         table, rank = self.table[layer], self.rank_of_slot
+        # Candidates: ranks without the expert, and on which nodes it is already (for spreading replicas over
+        # nodes).
         lacks = ~np.take_along_axis(self.held[layer], expert[:, None, None], axis=2)[:, :, 0]
         on_node = np.zeros((len(layer), int(self.node.max()) + 1), bool)
         at, where = np.nonzero(~lacks)
         on_node[at, self.node[where]] = True
+        # A slot may be used if it is empty, or its replica is above the required number, or (at_need) not the
+        # last.
         count = self._of_slot(self.count)[layer]
         empty, spare = table == EMPTY, (count > self._of_slot(least)[layer]) & ~self._of_slot(self.frozen)[layer].astype(bool)
         open_to = (lacks & ~self.dead)[:, rank] & (empty | spare | (at_need & (count > 1)))
+        # Load of each rank, less what leaves the slot, plus the part that the rank would take over from that
+        # expert.
         each = self.load / np.maximum(self.count, 1)
         carried = np.stack([(each * self.held[:, one]).sum(axis=1) for one in range(self.ranks)], axis=1)[layer][:, rank]
         leaves = self._of_slot(each)[layer]
         shifted = carried - leaves + leaves / np.maximum(count - 1, 1)
+        # Sort keys from least to most important: possible at all, not at need, new node, load, demand of what
+        # gives way.
         first = np.lexsort((leaves, shifted, on_node[:, self.node][:, rank], ~(empty | spare), ~open_to), axis=1)[:, 0]
         return np.where(open_to[np.arange(len(layer)), first], first, NOWHERE)
 

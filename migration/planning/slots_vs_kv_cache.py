@@ -1,14 +1,16 @@
-"""How many redundant slots are worth the KV blocks they take. Pure.
+"""Weigh redundant expert slots against the KV blocks that they take. Pure.
 
-More slots even out the ranks and bring experts nearer, which shortens every step. They take KV blocks from every rank, and requests wait for
-blocks the longer, the fewer there are. Both are seconds of a step here, so they can be added.
+More slots even out the ranks and bring experts nearer, which shortens every step. They take KV blocks from
+every rank, and fewer blocks make requests wait longer. Both are seconds of a step here, so they can be added.
 
-How long requests wait: a rank's cache is a queue whose servers are the room for one request each. Offered are a = the requests that would run if
-nobody waited (Little 1961); there is room for c of them. What they hold varies with variance a * b^2 * (1 + v): Poisson arrivals of requests of
-b blocks, with squared coefficient of variation v. The room left over is beta standard deviations of that, and a request finds none with
-probability 1 / (1 + beta * Phi(beta) / phi(beta)) (Halfin and Whitt 1981, "Heavy-traffic limits for queues with many exponential servers",
-theorem 1); it then waits (1 + v) / 2 / (c - a) times as long as it will run (Allen and Cunneen's correction, exact for v = 1). A request that
-runs for n steps and waits for w seconds has waited w / n per step.
+The waiting time comes from a queueing model: a rank's cache is a queue with one server for each request that
+it has room for. The offered load is a = the requests that would run if none waited (Little 1961); there is
+room for c of them. The blocks in use vary with variance a * b^2 * (1 + v): Poisson arrivals of requests of b
+blocks, with squared coefficient of variation v. The free room is beta standard deviations of that. A request
+finds no room with probability 1 / (1 + beta * Phi(beta) / phi(beta)) (Halfin and Whitt 1981, "Heavy-traffic
+limits for queues with many exponential servers", theorem 1). It then waits (1 + v) / 2 / (c - a) times as
+long as it will run (Allen and Cunneen's correction, exact for v = 1). A request that runs for n steps and
+waits for w seconds has waited w / n per step.
 """
 
 from collections.abc import Sequence
@@ -25,17 +27,17 @@ from migration.solvers.full_placement import full
 
 
 class KvCacheModel(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cache of an engine, mean over its ranks. ValueError names what is out of range."""
+    """KV cache of an engine, mean over its ranks. ValueError names the value out of range."""
 
     blocks: float
-    """of a rank"""
+    """Blocks of a rank."""
     block_bytes: int
     used: float
-    """blocks in use"""
+    """Blocks in use."""
     requests: float
-    """that run, and those that wait for room"""
+    """Requests that run, and those that wait for room."""
     variation: float = 1.0
-    """squared coefficient of variation of the blocks that a request takes"""
+    """Squared coefficient of variation of the blocks that a request takes."""
 
     def __post_init__(self) -> None:
         for name in ("blocks", "used", "requests", "variation"):
@@ -46,25 +48,28 @@ class KvCacheModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TradeOffPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What so many slots per rank and layer would be worth."""
+    """Expected costs with a given number of slots per rank and layer."""
 
     slots_per_rank: int
     bytes_per_rank: int
-    """of redundant slots' weights, over all layers"""
+    """Of redundant slots' weights, over all layers."""
     kv_blocks: int
-    """left per rank"""
+    """Blocks left per rank."""
     figures: Figures
-    """of a placement made for these slots"""
+    """Of a placement made for these slots."""
     step_seconds: float
     waiting_seconds: float | None
-    """per step, for KV blocks; None: more requests come than the cache can ever serve"""
+    """Seconds per step that requests wait for KV blocks; None: more requests arrive than the cache can ever
+    serve."""
     total_seconds: float | None
 
 
 def waiting_seconds(cache: KvCacheModel, blocks: float, step_seconds: float, growth: float = 1.0) -> float:
-    """Seconds per step that requests wait for KV blocks, were there so many per rank; infinite where more come than can ever be served.
+    """Return seconds per step that requests wait for KV blocks with `blocks` per rank; inf beyond the cache's
+    capacity.
 
-    growth: how much longer they run than they do at present, as steps take longer: so many times as many are there at once.
+    growth: running time of requests as a multiple of the present one, as steps take longer. The number of
+    concurrent requests grows by the same factor.
     """
     offered, used = cache.requests * growth, cache.used * growth
     if not used or not offered:
@@ -80,24 +85,27 @@ def waiting_seconds(cache: KvCacheModel, blocks: float, step_seconds: float, gro
 
 
 _FAR = 30.0
-"""standard deviations beyond which nobody waits; the density there is still a number"""
+"""Standard deviations of free room beyond which no request waits. The normal density is still representable
+there."""
 
 
 def memory_seconds(cache: KvCacheModel, redundant_bytes: float, step_seconds: float) -> float:
-    """What replicas take from the cache, in seconds of a step, for `figures`: by so much longer do requests wait than without them.
+    """Return the waiting that replicas cause by taking cache memory, in seconds of a step, for `figures`.
 
-    redundant_bytes: of replicas, on a rank. Never more than a step: a request waits at most as long as it runs, or nobody knows for how long.
+    redundant_bytes: of replicas, on a rank. Both waiting times are limited to one step: a request waits at
+    most as long as it runs, and beyond capacity the model has no answer.
     """
     with_them, without = (waiting_seconds(cache, blocks, step_seconds) for blocks in (cache.blocks, cache.blocks + redundant_bytes / cache.block_bytes))
     return max(min(with_them, step_seconds) - min(without, step_seconds), 0.0)
 
 
 def curve(demand: NDArray[Any], terms: CostTerms, cache: KvCacheModel, slots: Sequence[int], *, present: int, expert_bytes: int) -> tuple[TradeOffPoint, ...]:
-    """What each number of slots per rank and layer would be worth, by a full placement into them.
+    """Return the expected costs for each number of slots per rank and layer, with a full placement into them.
 
-    demand: [ranks, layers, experts], as of `figures`. present: slots per rank and layer at the moment, beside which the cache has `cache.blocks`.
-    expert_bytes: of one expert of one layer. Numbers that leave no KV block, or have no room for all experts, are left out; more slots than
-    experts are of no use. Steps last what the speeds say for the present load, so a step that gets shorter also empties the cache.
+    demand: [ranks, layers, experts], as for `figures`. present: current slots per rank and layer, for which
+    the cache has `cache.blocks`. expert_bytes: of one expert of one layer. Numbers that leave no KV block, or
+    have no room for all experts, are left out; more slots than experts are of no use. The step time follows
+    from the engine's speeds at the present load, so a shorter step also empties the cache.
     """
     ranks, layers, experts = demand.shape
     load, fewest = demand.sum(axis=0, dtype=np.float64), -(-experts // ranks)
@@ -115,8 +123,10 @@ def curve(demand: NDArray[Any], terms: CostTerms, cache: KvCacheModel, slots: Se
 
 
 def best(points: Sequence[TradeOffPoint], within: float = 0.0) -> TradeOffPoint | None:
-    """The one of fewest slots among those whose seconds are the least, or exceed them by no more than this share; None where the cache cannot serve
-    what comes with any of them."""
+    """Return the point of fewest slots whose seconds exceed the least by at most this share.
+
+    None where the cache cannot serve the arriving requests at any of the points.
+    """
     served = [(point.total_seconds, point) for point in points if point.total_seconds is not None]
     least = min((seconds for seconds, _ in served), default=0.0)
     near = [point for seconds, point in served if seconds <= least * (1.0 + within)]

@@ -1,7 +1,9 @@
-"""Which changes a handover takes: as many as every rank has staging room for, what gains most per copy first. Pure.
+"""Choose the changes of each handover: as many as every rank's staging room allows, most gain per copy first.
+Pure.
 
-The changes of a layer keep their order, and a handover takes a beginning of what is left of it; so a change finds what it was planned on, and no
-two of them can be in each other's way. A layer rests only where every expert has the live replicas that it must keep.
+The changes of a layer keep their order, and a handover takes a prefix of the layer's remaining changes. So
+every change finds the state that it was planned on, and no two changes conflict. A layer pauses only where
+every expert has the required number of live replicas.
 """
 
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from migration.model.placement_changes import NOWHERE, ChangeKind, PlacementChan
 
 
 class Unorderable(ValueError):
-    """Changes that no series of handovers can make; names the change. `layer`: in which it is."""
+    """Changes that no series of handovers can make; names the change. `layer`: the layer of that change."""
 
     def __init__(self, layer: int, detail: str) -> None:
         super().__init__(f"plan: layer {layer}: {detail}")
@@ -29,14 +31,15 @@ class Unorderable(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagingRoom:
-    """What copies need. ValueError names what is out of range."""
+    """Requirements of copies. ValueError names the value out of range."""
 
     node: NDArray[np.intp]
-    """[ranks], numbers from 0"""
+    """[ranks], numbers from 0."""
     expert_bytes: int
-    """of one expert of one layer, scales included"""
+    """Of one expert of one layer, scales included."""
     staging: int | None = None
-    """experts that a rank can take in one handover; None: as many as a rank has slots in a layer (one spare layer block)"""
+    """Experts that a rank can receive in one handover; None: the rank's slots in one layer (one spare layer
+    block)."""
 
     def __post_init__(self) -> None:
         if self.staging is not None and self.staging < 1:
@@ -46,30 +49,33 @@ class StagingRoom:
 
 
 class _Group(NamedTuple):
-    """Changes of one layer that are made together, as between them an expert has fewer replicas than it must keep. Mostly a single one."""
+    """Changes of one layer that are made together, mostly a single one.
+
+    Between them an expert has fewer replicas than required.
+    """
 
     changes: list[int]
     receives: list[int]
-    """ranks, one for each copy"""
+    """Ranks, one for each copy."""
     copied: set[int]
-    """slots"""
+    """Slots."""
     written: set[int]
     saved: set[int]
-    """experts that had no live holder before"""
+    """Experts that had no live holder before."""
 
 
 @dataclass(slots=True, eq=False)
 class _Series:
-    """What is left of one layer's changes."""
+    """The remaining changes of one layer."""
 
     groups: list[_Group]
     worth: list[float]
-    """best mean gain per copy of any run that begins with this group"""
+    """Best mean gain per copy of any prefix that begins with this group."""
     at: int = 0
 
 
 class PendingChanges:
-    """The changes that are yet to be made."""
+    """The changes that are not yet part of a handover."""
 
     def __init__(self, placement: Placement, changes: PlacementChanges, room: StagingRoom, limits: Constraints) -> None:
         self._ranks = placement.ranks
@@ -78,8 +84,8 @@ class PendingChanges:
         for layer, series in self._series.items():
             for group in series.groups:
                 if not _fits(group, [self._staging] * self._ranks):
-                    told = f"{len(group.changes)} changes belong together, and bring a rank more than the {self._staging} experts it can stage"
-                    raise Unorderable(layer, told)
+                    detail = f"{len(group.changes)} changes belong together, and bring a rank more than the {self._staging} experts it can stage"
+                    raise Unorderable(layer, detail)
 
     @property
     def waiting(self) -> bool:
@@ -90,9 +96,10 @@ class PendingChanges:
         return np.array([layer for layer, series in self._series.items() if series.at == len(series.groups)], np.intp)
 
     def round(self) -> list[int]:
-        """The changes of the next handover, in order."""
+        """Return the changes of the next handover, in order."""
         left = [self._staging] * self._ranks
         copied: dict[int, set[int]] = {layer: set() for layer in self._series}
+        # List scheduling: a heap over layers, by gain per copy of the next group.
         heads = [(-series.worth[series.at], layer) for layer, series in self._series.items() if series.at < len(series.groups)]
         heapify(heads)
         taken: list[int] = []
@@ -101,7 +108,8 @@ class PendingChanges:
             series = self._series[layer]
             group = series.groups[series.at]
             if group.written & copied[layer] or not _fits(group, left):
-                continue  # the layer waits for the next handover
+                # No room, or a source slot was written in this handover: the layer waits for the next one.
+                continue
             for rank in group.receives:
                 left[rank] -= 1
             copied[layer] |= group.copied
@@ -119,11 +127,17 @@ def _fits(group: _Group, left: list[int]) -> bool:
 
 
 def _worth(groups: list[_Group], gain: NDArray[np.float64]) -> list[float]:
-    """Of each group of a series: a small step before a large one is not put off. What copies nothing comes first, and what nobody else holds."""
+    """Priority of each group of a series: its gain per copy, raised to that of the best prefix it begins.
+
+    So a small step does not delay a large one behind it. Groups without copies come first, and those that
+    save an expert without a live holder.
+    """
     runs: list[tuple[float, int, int]] = []
     for group in groups:
         one = inf if group.saved else sum(float(gain[at]) for at in group.changes)
         cost, count = len(group.receives), 1
+        # Merge backwards while the later run gains more per copy: the concave hull of gain over copies (pool
+        # adjacent violators).
         while runs and one * runs[-1][1] >= runs[-1][0] * cost:
             before = runs.pop()
             one, cost, count = one + before[0], cost + before[1], count + before[2]
@@ -132,7 +146,7 @@ def _worth(groups: list[_Group], gain: NDArray[np.float64]) -> list[float]:
 
 
 def _groups(placement: Placement, changes: PlacementChanges, limits: Constraints) -> Iterator[tuple[int, list[_Group]]]:
-    """(layer, its changes in groups). Unorderable where a change is not legal, or the end is not."""
+    """Yield (layer, its changes in groups). Unorderable where a change or the end is not legal."""
     table, per, experts = placement.expert_of_slot, placement.slots_per_rank, placement.experts
     live = np.ones(placement.ranks, bool) if limits.live is None else limits.live
     layer, slot = np.nonzero((table != EMPTY) & live.repeat(per))
@@ -145,25 +159,25 @@ def _groups(placement: Placement, changes: PlacementChanges, limits: Constraints
 
 
 _Change = tuple[int, int, int, int, int, int]
-"""kind, layer, slot, expert, other slot, other expert"""
+"""(kind, layer, slot, expert, other slot, other expert)."""
 
 
 @dataclass(slots=True, eq=False)
 class _Walk:
-    """Goes through the changes of a layer, as they would be made one after another, and says where the layer may rest."""
+    """Replay of a layer's changes, one after another, which finds the states in which the layer may pause."""
 
     layer: int
     row: list[int]
-    """expert of each slot, as the changes so far leave it"""
+    """Expert of each slot after the changes so far."""
     held: list[int]
-    """live replicas of each expert, likewise"""
+    """Live replicas of each expert after the changes so far."""
     floor: list[int]
-    """and as many must there be wherever the layer rests"""
+    """Required replicas of each expert wherever the layer pauses."""
     live: list[bool]
     per: int
 
     def groups(self, changes: list[tuple[int, _Change]]) -> list[_Group]:
-        """changes: (number, change)"""
+        """Split changes [(number, change)] into groups."""
         short: set[int] = set()
         found: list[_Group] = []
         together = _Group([], [], set(), set(), set())
@@ -181,7 +195,7 @@ class _Walk:
         return found
 
     def _make(self, number: int, change: _Change, group: _Group) -> list[int]:
-        """Write a change into the row; returns the experts that lost a replica, or got one."""
+        """Write a change into the row; return the experts that lost or gained a replica."""
         _, _, slot, expert, other_slot, other_expert = change
         self._expect(number, change)
         writes = ((slot, expert),) if other_slot == NOWHERE else ((slot, expert), (other_slot, other_expert))
@@ -210,7 +224,7 @@ class _Walk:
         self.held[expert] += 1
 
     def _expect(self, number: int, change: _Change) -> None:
-        """A change finds in its slots what it was planned on."""
+        """Raise Unorderable unless the slots hold what the change was planned on."""
         kind, _, slot, expert, other_slot, other_expert = change
         found = self.row[slot]
         if kind in (ChangeKind.SWAP, ChangeKind.MOVE) and self.row[other_slot] != expert:

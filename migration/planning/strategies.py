@@ -1,4 +1,5 @@
-"""What could be done about a placement, each way by itself: new shares, few copies, locality, everything anew, somebody else's algorithm. Pure."""
+"""Produce plan candidates, each strategy alone: new shares, few copies, locality, full re-placement, EPLB.
+Pure."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,42 +25,49 @@ from migration.solvers.split_weights import SLACK, reweight
 from migration.solvers.table_diff import between, shortened
 
 NOTICEABLE = 0.02
-"""part of the seconds that sending tokens takes now which moving experts nearer to their requests must save: texts that happen to come in one window and
-not in the next change the best placement by a percent or so"""
+"""Least saving by locality, as a part of the seconds that sending tokens takes now.
+
+Texts that happen to come in one window and not in the next change the best placement by a percent or so.
+"""
 NEARER = 0.05
-"""Slack of shares that would rather serve tokens where they come from than even out the ranks."""
+"""Slack of shares that prefer serving tokens where they originate to evening out the ranks."""
 
 
 class PredictedEffect(NamedTuple):
-    """Of a way that changes where requests live: what it is judged by, in the place of the demand that was observed."""
+    """Demand and costs that a candidate is judged by when it changes where requests go, instead of the
+    observed demand."""
 
     found: PlanningProblem
-    """with the demand that is to be expected in the end"""
+    """The problem with the demand expected at the end."""
     before: PricedPlacement
-    """what is served now, under the demand that is to be expected without this"""
+    """The served placement, under the demand expected without this candidate."""
     homes: NDArray[np.float64]
-    """[K, ranks]: where clusters live in the end"""
+    """[K, ranks]: homes of the clusters at the end."""
 
 
 class PlanCandidate(NamedTuple):
-    """changes: of the situation's layers, in order; their gain is in no unit yet. split: how replicas share in the end; None: evenly."""
+    """Result of a strategy, not yet evaluated.
+
+    changes: of the problem's layers, in order; their gain is in no unit yet. split: of the end placement;
+    None: even.
+    """
 
     name: str
     changes: PlacementChanges
     split: Split | None
     foretold: PredictedEffect | None = None
-    """None: requests go on living where they do"""
+    """None: homes of requests do not change."""
 
     def situation(self, found: PlanningProblem) -> PlanningProblem:
-        """With the demand that goes with it."""
+        """Return the problem with the demand that goes with this candidate."""
         return found if self.foretold is None else self.foretold.found
 
     def before(self, found: PlanningProblem) -> PricedPlacement:
-        """What it must be better than."""
+        """Return the costs that this candidate must beat."""
         return found.before if self.foretold is None else self.foretold.before
 
     def placement(self, found: PlanningProblem) -> Placement:
-        """What it leads to."""
+        """Return the placement at the end."""
         start = found.placement
         return Placement(made(start.expert_of_slot, self.changes), experts=start.experts, ranks=start.ranks, epoch=start.epoch, split=self.split)
 
@@ -68,18 +76,18 @@ Maker = Callable[[PlanningProblem], PlanCandidate]
 
 
 def shares(found: PlanningProblem) -> PlanCandidate:
-    """New split weights, where experts stay as they are: no bytes."""
+    """Compute new split weights for the present placement: no bytes."""
     return PlanCandidate("new shares", NONE, shared(found, found.table))
 
 
 def copies(found: PlanningProblem) -> PlanCandidate:
-    """Few copies, and shares that go with them."""
+    """Make few copies, and the shares that go with them."""
     changes = without_reversals(found, found.few_copies)
     return PlanCandidate("few copies", changes, shared(found, made(found.table, changes)))
 
 
 def copies_and_filling(found: PlanningProblem) -> PlanCandidate:
-    """Few copies; and what each rank wants most in the slots that are empty then."""
+    """Make few copies; then fill empty slots with the experts that each rank's requests demand most."""
     first = without_reversals(found, found.few_copies)
     fill = without_reversals(found, filled(made(found.table, first), found.fit, found.ranks, found.limits))
     changes = joined([part for part in (first, fill) if part])
@@ -89,20 +97,26 @@ def copies_and_filling(found: PlanningProblem) -> PlanCandidate:
 
 
 def uniform(found: PlanningProblem) -> PlanCandidate:
-    """Few copies for engines whose replicas share evenly, whatever they are told."""
+    """Make few copies for engines whose replicas share evenly, whatever split they are given."""
     return PlanCandidate("few copies, even shares", _few(found), None)
 
 
 def local(found: PlanningProblem) -> PlanCandidate:
-    """Experts near the ranks whose requests want them. ValueError where that is worth hardly more than it would be were all ranks' requests alike: what
-    ranks differ by is then the few texts that happened to come to each."""
+    """Place experts near the ranks whose requests demand them.
+
+    ValueError where the gain is hardly more than it would be with identical demand on all ranks: then ranks
+    differ only by the few texts that happened to come to each.
+    """
     room = room_of(found)
     whole = keep_groups(found.view.shape, found.terms.speed, found.fit, room)
     goal = located(found.fit, replace(room, home=whole.home), present=found.table)
     changes = without_reversals(found, toward(found.table, goal.table, found.fit, room, found.limits))
     table = made(found.table, changes)
+    # Two trade-offs between even ranks and local tokens; the cost model decides.
     ways = [PlanCandidate("locality", changes, shared(found, table, slack)) for slack in (SLACK, NEARER)]
     best = min(ways, key=lambda way: float(found.judge(way.placement(found)).seconds.sum()))
+    # Control experiment: judge the same placement on demand that is equal on all ranks. The difference is
+    # what locality itself is worth; the rest comes from balance.
     alike = replace(found, judged=np.broadcast_to(found.judged.mean(axis=0), found.judged.shape))
     gains = [float((one.before.seconds - one.judge(best.placement(found)).seconds).sum()) for one in (found, alike)]
     if changes and gains[0] - gains[1] < NOTICEABLE * found.before.figures.seconds.dispatch:
@@ -111,31 +125,33 @@ def local(found: PlanningProblem) -> PlanCandidate:
 
 
 def anew(found: PlanningProblem) -> PlanCandidate:
-    """The whole placement made afresh, given to the ranks that hold most of it."""
+    """Make a full placement from nothing, assigned to the ranks that hold most of it already."""
     changes = _towards(found, found.anew_at_home)
     return PlanCandidate("all anew", changes, shared(found, made(found.table, changes)))
 
 
 def anew_evenly(found: PlanningProblem) -> PlanCandidate:
-    """The same for engines whose replicas share evenly, whatever they are told."""
+    """Make the same placement as `anew` for engines whose replicas share evenly, whatever split they are
+    given."""
     return PlanCandidate("all anew, even shares", _towards(found, found.anew_at_home), None)
 
 
 def anew_at_most(found: PlanningProblem) -> Placement:
-    """What `anew` leads to where no budget and no cooldown stops it: known before any of its changes."""
+    """Return the end of `anew` without budget and cooldown: known before any of its changes."""
     table = np.where(found.chosen[:, None], found.anew_at_home, found.table)
     start = found.placement
     return Placement(table, experts=start.experts, ranks=start.ranks, epoch=start.epoch, split=shared(found, table))
 
 
 def eplb(found: PlanningProblem) -> PlanCandidate:
-    """The published algorithm, over all ranks."""
+    """Apply DeepSeek's EPLB over all ranks."""
     raw = eplb_global(found.load, found.table.shape[1], found.ranks)
     return _as_mapped("EPLB", found, raw)
 
 
 def eplb_by_node(found: PlanningProblem) -> PlanCandidate:
-    """The published algorithm with a group of experts for each node. ValueError where they do not divide."""
+    """Apply hierarchical EPLB with one group of experts per node. ValueError where the numbers do not
+    divide."""
     nodes = int(found.node.max()) + 1
     if (np.diff(found.node) < 0).any():
         raise ValueError("eplb: the ranks of a node must follow one another for the hierarchical variant")
@@ -144,19 +160,26 @@ def eplb_by_node(found: PlanningProblem) -> PlanCandidate:
 
 
 def _as_mapped(name: str, found: PlanningProblem, raw: NDArray[np.int64]) -> PlanCandidate:
-    """A raw map [layers, slots] as far as it may be reached. Where it is, replicas share as it counts them: a rank that has an expert twice, twice."""
+    """Approach a raw map [layers, slots] as far as the limits allow.
+
+    Where the map is reached, replicas share as the map counts them: a rank that holds an expert twice counts
+    twice.
+    """
     goal = as_placement(raw, found.ranks)
     changes = _towards(found, goal)
     end = made(found.table, changes)
     even, per, experts = even_split(end, found.placement.experts), found.placement.slots_per_rank, found.placement.experts
     layer, slot = np.nonzero(goal >= 0)
+    # Shares that the raw map implies, by rank and expert, as slots may differ between goal and end.
     part = np.zeros((len(goal), found.ranks, experts))
     part[layer, slot // per, goal[layer, slot]] = raw_shares(raw, found.ranks)[layer, slot]
     held = np.zeros(part.shape, bool)
     layer, slot = np.nonzero(end >= 0)
     held[layer, slot // per, end[layer, slot]] = True
+    # Use the map's shares only in layers that reach it: elsewhere they do not sum to one.
     whole = (held == (part > 0)).all(axis=(1, 2))
     wanted = np.where(whole[layer], part[layer, slot // per, end[layer, slot]], even.spill[layer, slot] / FULL)
+    # Round a running sum per expert, so that each expert's shares add up to exactly FULL.
     order = np.lexsort((slot, layer * experts + end[layer, slot]))
     spill = np.zeros_like(even.spill)
     spill[layer[order], slot[order]] = np.diff(np.rint(FULL * np.cumsum(wanted[order])), prepend=0.0)
@@ -169,7 +192,8 @@ def _few(found: PlanningProblem) -> PlacementChanges:
 
 
 def _towards(found: PlanningProblem, goal: Table) -> PlacementChanges:
-    """As much of the way to another table as may be gone: of the chosen layers, within the budget, nothing that rests."""
+    """Return the changes towards another table: of the chosen layers, within the budget, without experts in
+    cooldown."""
     table = np.where(_open_layers(found)[:, None], goal, found.table)
     gain = np.where((table != found.table).any(axis=1), 1.0, 0.0)
     changes = without_reversals(found, between(found.table, table, found.ranks, gain))
@@ -177,13 +201,14 @@ def _towards(found: PlanningProblem, goal: Table) -> PlacementChanges:
 
 
 def _open_layers(found: PlanningProblem) -> NDArray[np.bool_]:
-    """bool [layers]: chosen ones, in which nothing rests."""
+    """bool [layers]: chosen layers without any expert in cooldown."""
     frozen = found.limits.frozen
     return found.chosen if frozen is None else found.chosen & ~frozen.any(axis=1)
 
 
 def without_reversals(found: PlanningProblem, changes: PlacementChanges) -> PlacementChanges:
-    """What is remembered is of all layers, sharded ones among them."""
+    """Remove changes that undo recent moves. The history numbers all layers of the model, sharded ones
+    included."""
     view, first = found.view, np.int32(found.first)
     if view.past is None:
         return changes
@@ -193,7 +218,10 @@ def without_reversals(found: PlanningProblem, changes: PlacementChanges) -> Plac
 
 
 def shared(found: PlanningProblem, table: Table, slack: float = SLACK) -> Split:
-    """The shares that suit the demand, of the chosen layers; the others keep theirs, evenly where their experts have moved. slack: see `reweight`."""
+    """Return the shares that suit the demand in the chosen layers; other layers keep theirs.
+
+    In those other layers, experts whose holders changed share evenly. slack: see `reweight`.
+    """
     experts, start = found.placement.experts, found.placement
     new = reweight(table, found.fit, found.ranks, experts, found.several_nodes, pairs=found.pairs, live=found.limits.live, slack=slack)
     if found.chosen.all():

@@ -127,7 +127,7 @@ def located(demand: NDArray[Any], room: LocalityProblem, present: Table | None =
         worth = worth._replace(own=worth.own * (1.0 + stay * start))
     held = placed(worth, room, start=start)
     table = levelled(table_of(held, room.slots), demand, worth, 1.0 / room.balance, room.replicas, room.home)
-    return _told(table, demand, room)
+    return _levelled_figures(table, demand, room)
 
 
 def placed(worth: HolderValue, room: LocalityProblem, rounds: int = 32, start: Held | None = None) -> Held:
@@ -147,10 +147,10 @@ def _at_home(held: Held, room: LocalityProblem) -> bool:
 
 def measured(table: Table, split: Split | None, demand: NDArray[Any], room: LocalityProblem) -> LocalityPlacement:
     """Any placement, as `located` tells of its own. split: None: the one that levels it best."""
-    return _told(table, demand, room) if split is None else _figures(table, split, demand, room)
+    return _levelled_figures(table, demand, room) if split is None else _figures(table, split, demand, room)
 
 
-def _told(table: Table, demand: NDArray[Any], room: LocalityProblem) -> LocalityPlacement:
+def _levelled_figures(table: Table, demand: NDArray[Any], room: LocalityProblem) -> LocalityPlacement:
     return _figures(table, split_under(table, demand, room.ranks, room.node, 1.0 / room.balance), demand, room)
 
 

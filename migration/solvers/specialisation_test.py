@@ -57,12 +57,12 @@ def gate(demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0, 
     noise = expected_noise(counts)
     floor, spread = float(noise.mean()), float(_spread(counts, noise, total))
     found = float(seen.mean())
-    told = f"demand of {sources} {of} diverges by {found:.4f} nats, noise alone by {floor:.4f} +- {spread:.4f}"
+    sentence = f"demand of {sources} {of} diverges by {found:.4f} nats, noise alone by {floor:.4f} +- {spread:.4f}"
     if found <= floor + SURE * spread:
-        return SpecialisationTest(False, found, floor, spread, f"no specialisation: {told}")
+        return SpecialisationTest(False, found, floor, spread, f"no specialisation: {sentence}")
     if found - floor < LEAST:
-        return SpecialisationTest(False, found, floor, spread, f"too little specialisation: {told}; {LEAST:g} beyond it are needed")
-    return SpecialisationTest(True, found, floor, spread, f"specialised: {told}")
+        return SpecialisationTest(False, found, floor, spread, f"too little specialisation: {sentence}; {LEAST:g} beyond it are needed")
+    return SpecialisationTest(True, found, floor, spread, f"specialised: {sentence}")
 
 
 def _counts(demand: NDArray[Any], pairs: NDArray[Any], dispersion: float) -> Table:

@@ -1,4 +1,5 @@
-"""Homes: routing and placing in turn, against exact halves, brute force, and the promises of stability."""
+"""Homes from alternating routing and placement: compared with exact half steps and brute force, and stable
+over time."""
 
 import itertools
 
@@ -18,7 +19,7 @@ ROOM = LocalityProblem(np.zeros(RANKS, np.intp), 10, balance=0.9)
 
 
 def traffic(special: float, clusters: int = 8, seed: int = 0, leak: float = 0.0) -> ClusterTraffic:
-    """Clusters of so many domains of four, each a little its own."""
+    """Clusters of four domains, each slightly different from its domain."""
     dice = np.random.default_rng(seed)
     kinds = domains("topheavy", 4, special, LAYERS, EXPERTS, dice)
     own = special > 0
@@ -27,7 +28,7 @@ def traffic(special: float, clusters: int = 8, seed: int = 0, leak: float = 0.0)
 
 
 def best_alternation(given: ClusterTraffic, room: LocalityProblem, seed: int) -> float:
-    """Both halves by exact linear programmes, from a random start: the local share it ends at."""
+    """Alternate both halves by exact linear programmes, from a random start; return the final local share."""
     start = np.random.default_rng(seed).dirichlet(np.ones(room.ranks), len(given.shares))
     reached, where = 0.0, start
     for _ in range(8):
@@ -156,7 +157,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_clusters_of_any_share_find_homes_though_requests_fill_the_ranks_to_the_brim() -> None:
-    """Shares are float32 and may be tiny: rounding must not make room for all of them seem too little."""
+    """Shares are float32 and may be tiny: rounding must not make the capacity seem too small."""
     for seed in range(12):
         dice = np.random.default_rng(seed)
         shares = dice.dirichlet(np.full(5, 0.3)).astype(np.float32)

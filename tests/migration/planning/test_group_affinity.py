@@ -1,4 +1,5 @@
-"""Groups of experts on nodes: the expectation against sampling, and when keeping them whole pays."""
+"""Groups of experts on nodes: the expectation against sampling, and the conditions under which one node per
+group pays."""
 
 import msgspec
 import numpy as np

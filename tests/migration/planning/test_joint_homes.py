@@ -1,4 +1,7 @@
-"""Homes and placement planned together, in a pure model of the loop on recorded routings: it closes, follows, and leaves alone what gains nothing."""
+"""Homes and placement planned together, in a pure model of the loop on recorded routings.
+
+The loop converges, follows shifts of traffic, and moves nothing where nothing is gained.
+"""
 
 from dataclasses import replace
 
@@ -26,7 +29,7 @@ def mixed(*domains: int) -> NDArray[np.float64]:
 
 
 def balanced(domain: int) -> Loop:
-    """Traffic of one domain, on the published algorithm's placement for it, with its empty slots filled."""
+    """Traffic of one domain, on EPLB's placement for it, with empty slots filled."""
     loop = Loop(mixed(domain), policy="replicate")
     loop.run(8)
     return Loop(mixed(domain), placement=loop.placement)
@@ -122,10 +125,10 @@ def test_a_gain_that_is_not_trusted_does_not_pay() -> None:
     assert doubtful.plan is None
     nobody = decide(replace(view, foreseen=0.0), PlanningQuestion("roost", 1 << 40), MigrationConfig())
     assert nobody.homes_after is None or nobody.homes_after.share is None
-    assert "cannot be foretold" in nobody.homes.note
+    assert "cannot be predicted" in nobody.homes.note
 
 
-# What is foretold
+# Predictions
 
 
 def kinds(seed: int = 0, clusters: int = 6) -> tuple[ClusterTraffic, NDArray[np.float64]]:

@@ -1,4 +1,4 @@
-"""What people ask for, as plans: one expert to a rank, a plan of a file, the placement before a plan."""
+"""Plans requested by operators: one expert to a rank, a plan from a file, the placement before a plan."""
 
 from typing import Any
 
@@ -121,7 +121,7 @@ def test_plans_come_back_from_json_and_are_tried_on_what_is_served() -> None:
 
 
 def _heavy(plan: Plan) -> tuple[Handover, ...]:
-    """Its handovers, with a copy of fewer than no bytes."""
+    """The plan's handovers, with a copy of a negative number of bytes."""
     step = plan.steps[0]
     odd = msgspec.structs.replace(step, copies=(msgspec.structs.replace(step.copies[0], bytes=-1),))
     return (msgspec.structs.replace(plan.handovers[0], steps=(odd,)),)

@@ -1,4 +1,5 @@
-"""What is decided about an engine, and why: scenarios of demand, judged on the window after the one that plans are made from."""
+"""Decisions and their reasons: scenarios of demand, judged on the window after the one that plans are fitted
+to."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,11 +33,11 @@ FAR = msgspec.structs.replace(SPEED, dispatch=2e-6)
 CONFIG = MigrationConfig()
 PAIRS, TOKENS_PER_SECOND = 200_000.0, 50_000.0
 Truth = NDArray[np.float64]
-"""[layers, experts] of all ranks alike, or [ranks, layers, experts]"""
+"""[layers, experts], the same on all ranks, or [ranks, layers, experts]."""
 
 
 def window(truth: Truth, seed: int, pairs: float = PAIRS) -> Demand:
-    """What is counted in a window when this is true."""
+    """Sample a window of this demand."""
     by = np.broadcast_to(truth, (RANKS, *truth.shape)) if truth.ndim == 2 else truth
     counts = sampled(by / by.sum(axis=(0, 2), keepdims=True), pairs, np.random.default_rng(seed))
     rates = counts * (TOKENS_PER_SECOND * SHAPE.top_k / counts.sum(axis=(0, 2)).mean())
@@ -68,7 +69,8 @@ def zipf(seed: int = 7) -> tuple[Truth, Truth, np.random.Generator]:
 
 
 def decided(seen: EngineView, policy: Any = "roost", budget: int = 1 << 40, config: MigrationConfig = CONFIG, **question: Any) -> PlannerDecision:
-    """Checked: its record is JSON that reads back, and its plan can be carried out and leads where it says."""
+    """Decide, and check: the record is JSON that reads back, and the plan can be carried out and leads to
+    what it states."""
     found = decide(seen, PlanningQuestion(policy, budget, **question), config)
     assert msgspec.json.decode(msgspec.json.encode(found.record), type=PlanRecord) == found.record
     assert (found.plan is None) == (found.why is not None) == (found.record.refused is not None)
@@ -85,7 +87,7 @@ def check(seen: EngineView, plan: Plan, record: PlanRecord, budget: int) -> None
     assert record.net_seconds > 0 or record.lost
 
 
-# What is not worth doing
+# Refused
 
 
 def test_when_nothing_but_the_sample_is_new_nothing_is_done_and_that_is_said() -> None:
@@ -150,7 +152,7 @@ def test_demand_that_is_another_in_the_next_window_is_not_planned_for() -> None:
     assert found.plan is None, found.record.reasons
 
 
-# What is
+# Planned
 
 
 def test_after_a_little_drift_new_shares_suffice_and_nothing_is_copied() -> None:
@@ -188,7 +190,7 @@ def test_more_bytes_are_taken_only_for_more_seconds() -> None:
 
 
 def test_a_step_of_evenly_loaded_ranks_lasts_what_the_speeds_say_and_chance_and_uneven_ranks_add_to_it() -> None:
-    """The speeds of an even load hold the experts' time already: it is not added to them once more."""
+    """The step time of an even load includes the experts' time already: it is not added twice."""
     truth, foreign, _ = zipf()
     seen = view(planned_for(truth), foreign)
     even = SPEED.step + 512 * SPEED.decode_sequence + 400 * SPEED.decode_block
@@ -241,7 +243,7 @@ def test_every_policy_plans(policy: str) -> None:
 
 
 def test_where_eplb_has_an_expert_twice_on_a_rank_it_keeps_two_parts_of_its_tokens() -> None:
-    """One expert takes most of all: the published algorithm packs several of its replicas on one rank."""
+    """One expert takes most of the load: EPLB packs several of its replicas on one rank."""
     truth = np.ones((LAYERS, EXPERTS))
     truth[:, 0] = 500.0
     seen = view(linear_with_room(), truth)
@@ -281,7 +283,7 @@ def test_a_plan_that_takes_too_many_handovers_is_cut_to_its_best_part() -> None:
 
 
 def kinds(count: int = 4, special: float = 1.0) -> ClusterModel:
-    """Clusters that want different experts, and one that nobody uses."""
+    """Clusters with demand for different experts, and one unused cluster."""
     profiles = domains("topheavy", count, special, LAYERS, EXPERTS, np.random.default_rng(5))
     unused = np.full((1, LAYERS, EXPERTS), 1 / EXPERTS)
     shares = np.append(np.full(count, 1 / count), 0.0)
@@ -321,7 +323,7 @@ def test_a_lull_takes_nobodys_home_away() -> None:
     seen = view(served, truth, speed=FAR, clusters=clusters, foreseen=0.9, homes=before, pairs=500.0, now=100.0)
     found = decided(seen)
     assert found.why is ReasonCode.DATA
-    assert found.homes == before._replace(clusters=9, note=f"{found.record.refused}; the homes of before stay"), "since when they held, and for which epoch"
+    assert found.homes == before._replace(clusters=9, note=f"{found.record.refused}; the present homes stay"), "since when they held, and for which epoch"
     assert [cluster for cluster, _ in found.record.homes] == [0, 1, 2, 3]
     assert decided(replace(seen, clusters=None)).homes.clusters == 8, "a tracker that begins anew says nothing against them"
     to_come, others = before._replace(epoch=4), before._replace(share=share[:4])
@@ -335,8 +337,8 @@ def test_a_lull_takes_nobodys_home_away() -> None:
 @pytest.mark.parametrize(
     ("about", "said"),
     [
-        ({"foreseen": 0.0}, "cannot be foretold"),
-        ({"clusters": None}, "no kinds of requests"),
+        ({"foreseen": 0.0}, "cannot be predicted"),
+        ({"clusters": None}, "no clusters of requests"),
         ({"clusters": ClusterModel(1, np.full((2, 1, 4), 0.25, np.float32), np.full(2, 0.5, np.float32), 1.0)}, "another shape"),
         ({"clusters": kinds(special=0.0)}, "no specialisation"),
         ({"speed": SPEED}, "next to nothing"),
@@ -359,11 +361,12 @@ def test_how_near_locality_comes_to_what_is_possible_is_told_to_whoever_asks() -
     assert decided(view(planned_for(truth.sum(axis=0)), truth, speed=FAR)).record.saved is None
 
 
-# To and fro
+# Oscillation
 
 
 def test_demand_that_swings_to_and_fro_moves_bounded_bytes() -> None:
-    """Two domains take turns, a swing per cycle: what was moved rests, and what a swing does is not undone by the next."""
+    """Two domains alternate every cycle: moved experts are in cooldown, and the next swing does not undo the
+    last one."""
     truth, foreign, _ = zipf()
     placement, copied = planned_for(truth), []
     history = MoveHistory.begin(1, placement)

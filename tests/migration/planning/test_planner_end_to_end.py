@@ -53,7 +53,7 @@ async def until_judged(bus: MemoryBus, broker: MemoryBroker) -> PlanRecord:
 
 
 async def keep_asking(http: aiohttp.ClientSession, url: str, number: int) -> None:
-    """One client: another prompt as soon as the last is answered."""
+    """One client: sends the next prompt as soon as the last one is answered."""
     for turn in range(10_000):
         body = {"prompt": [(17 * number + 5 * turn + at) % 200 + 1 for at in range(32)], "max_tokens": 60, "temperature": 0}
         async with http.post(f"{url}/v1/completions", json=body) as answer:

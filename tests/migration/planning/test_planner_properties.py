@@ -1,4 +1,5 @@
-"""Whatever is seen, what is decided can be carried out, keeps to its limits, and says why; small engines of every kind."""
+"""Every decision can be carried out, keeps to its limits, and states its reason; small engines of every
+kind."""
 
 from typing import Any
 
@@ -24,7 +25,7 @@ SHAPE = ModelShape(layers=LAYERS, experts=EXPERTS, top_k=2, hidden=4, expert_int
 
 
 def some_placement(dice: np.random.Generator, ranks: int, slots: int) -> Placement:
-    """Every expert somewhere, some several times, some slots empty."""
+    """Every expert at least once, some several times, some slots empty."""
     table = np.full((LAYERS, ranks, slots), EMPTY, np.int16)
     for layer in range(LAYERS):
         for nth, expert in enumerate(dice.permutation(EXPERTS)):
@@ -71,7 +72,7 @@ ENGINES = {
     "boundary": st.integers(0, LAYERS - 1),
     "data": st.data(),
 }
-"""size: ranks, slots per rank, nodes"""
+"""size: (ranks, slots per rank, nodes)."""
 
 
 @given(**ENGINES)

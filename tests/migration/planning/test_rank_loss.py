@@ -1,4 +1,4 @@
-"""Lost ranks: what survives is served at once, what is lost is loaded, and who lacks room is told so."""
+"""Lost ranks: surviving experts are served at once, lost ones are loaded, and a lack of slots is reported."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from migration.planning.staging_capacity import StagingRoom
 
 
 def filled(dice: np.random.Generator, layers: int, experts: int, ranks: int, per: int) -> Placement:
-    """Linear, with further replicas in the slots that are left."""
+    """A linear placement, with further replicas in the remaining slots."""
     table = linear(layers=layers, experts=experts, ranks=ranks, slots_per_rank=per).expert_of_slot.copy()
     for row in table.reshape(layers, ranks, per):
         for rank, slot in np.argwhere(row == EMPTY):

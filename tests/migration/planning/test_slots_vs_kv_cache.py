@@ -1,4 +1,4 @@
-"""What redundant slots are worth beside the KV blocks they take."""
+"""Value of redundant slots against the KV blocks they take."""
 
 from functools import cache as cache_results
 

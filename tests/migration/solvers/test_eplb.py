@@ -1,4 +1,4 @@
-"""The balancer others use, by its published example, by a plain rewriting of its description, and as a placement."""
+"""EPLB against its published example, a direct rewriting of its description, and as a placement."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Few copies with even shares: what they win back, what they cost, what is never done."""
+"""Few copies with even shares: the balance they win back, their number, and the limits they keep."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ from migration.solvers.full_placement import full
 
 
 def random_table(layers: int, experts: int, ranks: int, per_rank: int, dice: np.random.Generator) -> Table:
-    """Every expert somewhere, replicas and empty slots where there is room."""
+    """Every expert at least once, replicas and empty slots where there is room."""
     table = np.full((layers, ranks, per_rank), EMPTY, np.int16)
     for row in table:
         row.T.flat[:experts] = dice.permutation(experts)
@@ -144,7 +144,7 @@ def test_the_same_is_answered_to_the_same() -> None:
 
 
 def after_one(row: NDArray[np.int16], ranks: int) -> Iterator[tuple[int, NDArray[np.int16]]]:
-    """Every legal row that one change makes of it, and what the change copies."""
+    """Yield (copies, row) for every legal row that one change produces."""
     per = len(row) // ranks
     for slot in range(len(row)):
         here = row[slot // per * per : slot // per * per + per]
@@ -171,7 +171,7 @@ def after_one(row: NDArray[np.int16], ranks: int) -> Iterator[tuple[int, NDArray
 
 
 def best_within(row: NDArray[np.int16], load: NDArray[np.float64], ranks: int, budget: int) -> float:
-    """Least load of the fullest rank after at most two changes that copy no more than that."""
+    """Least load of the fullest rank after at most two changes within this budget of copies."""
     found = [row]
     for copies, one in after_one(row, ranks):
         if copies <= budget:

@@ -1,4 +1,4 @@
-"""Empty slots: what goes into them, and what never does."""
+"""Empty slots: the experts that fill them, and those that never do."""
 
 import numpy as np
 from hypothesis import given, settings

@@ -1,4 +1,5 @@
-"""A placement from nothing: lawful whatever the shape, near the best there is where that can be found, and never behind its bound or EPLB."""
+"""Full placement: legal for every shape, near the optimum where that can be found, and never behind its bound
+or EPLB."""
 
 from itertools import combinations, combinations_with_replacement
 
@@ -15,7 +16,7 @@ from migration.solvers.replica_counts import CountBounds, replica_counts
 
 
 def balance(table: NDArray[np.integer], load: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
-    """By the book, slot by slot; duplicates on a rank count as replicas."""
+    """Balance by definition, slot by slot; duplicates on a rank count as replicas."""
     loads = np.zeros((len(table), ranks))
     for layer, row in enumerate(table.tolist()):
         for slot, expert in enumerate(row):
@@ -32,7 +33,7 @@ def lognormal(layers: int, experts: int, seed: int) -> NDArray[np.float64]:
 
 
 def best_of_all(load: NDArray[np.float64], ranks: int, per_rank: int) -> NDArray[np.float64]:
-    """[layers]: the least that the fullest rank can carry, by trying every placement."""
+    """[layers]: least load of the fullest rank, by trying every placement."""
     experts = load.shape[1]
     sets = [np.isin(np.arange(experts), chosen) for size in range(1, per_rank + 1) for chosen in combinations(range(experts), size)]
     tried = np.array([[sets[at] for at in chosen] for chosen in combinations_with_replacement(range(len(sets)), ranks)])
@@ -109,7 +110,7 @@ def test_replicas_lie_on_different_nodes_and_ranks_carry_what_they_carried() -> 
 
 
 def nodes_of_a_pair(table: NDArray[np.int16], load: NDArray[np.float64], node: NDArray[np.intp]) -> float:
-    """On how many nodes a pair's expert lies, on average."""
+    """Mean number of nodes that hold a pair's expert."""
     per = table.shape[1] // len(node)
     found = [[len(set(node[np.flatnonzero(row == expert) // per].tolist())) for expert in range(load.shape[1])] for row in table]
     return float((np.array(found) * load).sum() / load.sum())

@@ -1,4 +1,5 @@
-"""Small placements, slot by slot: lawful on the way, never worse, and done when no single change helps."""
+"""Local search on small placements: legal after every step, never worse, and finished when no single change
+helps."""
 
 import numpy as np
 from hypothesis import given, settings

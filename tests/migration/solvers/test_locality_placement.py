@@ -1,4 +1,4 @@
-"""Placement by where tokens come from: against brute force, the linear programme, and its own promises."""
+"""Placement by the origin of tokens: against brute force, the linear programme, and its own guarantees."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def demand_of(skew: str, special: float, ranks: int, layers: int, experts: int, 
 
 
 def best_by_brute_force(worth: NDArray[np.float64], slots: int, most: int) -> float:
-    """worth: [3, experts]. Every expert on one of the seven sets of ranks."""
+    """Try every expert on each of the seven sets of ranks. worth: [3, experts]."""
     sets = np.array([chosen for chosen in itertools.product((0, 1), repeat=3) if 0 < sum(chosen) <= most])
     ways = np.array(list(itertools.product(range(len(sets)), repeat=worth.shape[1])))
     held = sets[ways]  # [ways, experts, ranks]

@@ -1,4 +1,4 @@
-"""Towards a placement: every state between is legal, gains are what they say, limits are kept."""
+"""Changes towards a placement: every intermediate state is legal, gains are correct, limits are kept."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ ROOM = LocalityProblem(np.zeros(RANKS, np.intp), SLOTS, balance=0.5)
 
 
 def tables(seed: int, room: LocalityProblem = ROOM) -> tuple[NDArray[np.int16], NDArray[np.int16], NDArray[np.float64]]:
-    """A placement for one demand, that for another, and the other."""
+    """A placement for one demand, one for another, and the other demand."""
     dice = np.random.default_rng(seed)
     first, second = (100.0 * by_rank(domains("zipf", RANKS, 0.8, LAYERS, EXPERTS, dice), RANKS, 0.0) for _ in range(2))
     begun = linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS, slots_per_rank=SLOTS).expert_of_slot if seed % 2 else located(first, room).table

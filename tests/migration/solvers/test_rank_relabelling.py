@@ -1,4 +1,4 @@
-"""Who takes which set of experts, against all ways to give them out; and what stays in its slot."""
+"""Assignment of sets of experts to ranks, against all permutations; experts that stay keep their slots."""
 
 from itertools import permutations
 

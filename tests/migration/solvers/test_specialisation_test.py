@@ -1,4 +1,4 @@
-"""The gate against exact noise, homogeneous demand and specialised demand."""
+"""The specialisation test against exact noise, homogeneous demand and specialised demand."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ LAYERS, EXPERTS, RANKS = 8, 64, 4
 
 
 def window(special: float, pairs: float, seed: int, skew: str = "topheavy") -> np.ndarray:
-    """Poisson counts [ranks, layers, experts] of domains that differ so much."""
+    """Poisson counts [ranks, layers, experts] of domains that differ by this much."""
     dice = np.random.default_rng(seed)
     return dice.poisson(by_rank(domains(skew, RANKS, special, LAYERS, EXPERTS, dice), RANKS, 0.0) * pairs).astype(float)
 

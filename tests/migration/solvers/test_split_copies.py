@@ -22,13 +22,13 @@ Table = NDArray[np.int16]
 
 
 def served(plan: SplitCopies, demand: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
-    """[layers, ranks] by the rule everybody uses, demand [layers, experts] coming from all ranks alike."""
+    """[layers, ranks] by the shared dispatch rule, demand [layers, experts] coming evenly from all ranks."""
     placement = Placement(plan.table, experts=demand.shape[1], ranks=ranks, split=plan.split)
     return loads(placement, np.broadcast_to(demand / ranks, (ranks, *demand.shape)), np.zeros(ranks, np.intp))
 
 
 def fullest(row: NDArray[np.int16], load: NDArray[np.float64], ranks: int) -> float:
-    """Least possible load of the fullest rank, in mean rank loads, when every expert is shared out at will."""
+    """Least possible load of the fullest rank, in mean rank loads, with the best split of every expert."""
     slot = np.flatnonzero(row != EMPTY)
     rank, expert, n = slot // (len(row) // ranks), row[slot], len(slot)
     upper, equal = np.zeros((ranks, n + 1)), np.zeros((len(load), n + 1))
@@ -38,7 +38,8 @@ def fullest(row: NDArray[np.int16], load: NDArray[np.float64], ranks: int) -> fl
 
 
 def fewest(row: NDArray[np.int16], load: NDArray[np.float64], ranks: int, cap: float, most: int) -> int | None:
-    """Fewest replications after which some split keeps all ranks under the cap; None: more than `most` are needed."""
+    """Fewest replications after which some split keeps all ranks under the cap; None: more than `most` are
+    needed."""
     counts = np.bincount(row[row != EMPTY], minlength=len(load))
     spare = [slot for slot in range(len(row)) if row[slot] == EMPTY or counts[row[slot]] > 1]
     for copies in range(most + 1):

@@ -1,4 +1,5 @@
-"""New split weights for a placement that stays: as balanced as a linear programme, nearer to the even split, and wise about noise."""
+"""New split weights for a fixed placement: as balanced as a linear programme, closer to the even split,
+robust to noise."""
 
 from typing import Any
 
@@ -16,7 +17,8 @@ from migration.solvers.split_weights import reweight
 
 
 def tables(layers: int, experts: int, ranks: int, slots: int, dice: np.random.Generator) -> NDArray[np.int16]:
-    """Random placements of all experts, spare slots filled with further replicas, empty where a rank would hold one twice."""
+    """Random placements of all experts, spare slots filled with further replicas, empty where a rank would
+    hold one twice."""
     rows = []
     for _ in range(layers):
         row = np.full((ranks, slots // ranks), EMPTY, np.int16)
@@ -32,14 +34,14 @@ def balance(rank_loads: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def served(table: NDArray[np.int16], demand: NDArray[Any], ranks: int, split: Split | None, node: NDArray[np.intp] | None = None) -> NDArray[np.float64]:
-    """[layers, ranks], by the rule everybody uses; demand without sources comes from all ranks alike."""
+    """[layers, ranks] by the shared dispatch rule; demand without sources comes evenly from all ranks."""
     demand = np.broadcast_to(demand / ranks, (ranks, *demand.shape)) if demand.ndim == 2 else demand
     placement = Placement(table, experts=demand.shape[2], ranks=ranks, split=split)
     return loads(placement, demand, np.zeros(ranks, np.intp) if node is None else node)
 
 
 def best_balance(table: NDArray[np.int16], wanted: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
-    """[layers]: what a linear programme that shares out every expert at will reaches."""
+    """[layers]: balance reached by a linear programme over all splits."""
     found = []
     for row, load_ in zip(table, wanted, strict=True):
         slot = np.flatnonzero(row != EMPTY)
