@@ -1,4 +1,4 @@
-"""The completions API as router and ranks speak it: one request value, one chunk value, one error body (OpenAI's forms)."""
+"""Completions API between router and ranks: request, chunk and error body, in OpenAI's format."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,16 +7,20 @@ import msgspec
 
 _ENCODER = msgspec.json.Encoder()
 MOST_NAME, MOST_DETAIL, MOST_MESSAGE = 256, 500, 2000
-"""Characters of what others wrote: names that clients choose, error texts in logs and spans, and messages of our errors, which may quote both."""
+"""Limits in characters for external text: names chosen by clients, error texts in logs and spans, and our own
+error messages, which may quote both.
+"""
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, or its beginning and an ellipsis: `most` characters at most."""
+    """Truncate the text to `most` characters, with an ellipsis."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 class ApiError(Exception):
-    """A request that cannot be served, with everything a client needs to know. Becomes OpenAI's error body at an HTTP edge."""
+    """A request that cannot be served, with the details a client needs. Becomes OpenAI's error body at an
+    HTTP edge.
+    """
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_after: float | None = None) -> None:
         message = shortened(message, MOST_MESSAGE)
@@ -29,27 +33,28 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """OpenAI's `type`, from the status."""
+        """OpenAI's `type`, derived from the status."""
         return {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
             self.status, "invalid_request_error" if self.status < 500 else "server_error"
         )
 
     def body(self) -> bytes:
-        """`{"error": {"message", "type", "param", "code"}}` as JSON."""
+        """Encode `{"error": {"message", "type", "param", "code"}}` as JSON."""
         return msgspec.json.encode({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
 
 
 def context_exceeded(context: int, prompt_tokens: int, output_tokens: int | None, *, prompt: str, param: str) -> ApiError:
-    """A request that does not fit, in OpenAI's words: clients (LiteLLM) look for them, to ask a model with a longer context.
+    """Return the error for a request that exceeds the context length, in OpenAI's wording.
 
-    prompt: how the prompt is called there, messages or prompt. output_tokens: as asked for; None: the prompt alone is too long.
+    Clients (LiteLLM) match this wording to retry with a model of longer context. prompt: "messages" or
+    "prompt". output_tokens: as requested; None: the prompt alone is too long.
     """
     if output_tokens is None:
-        said = f"your {prompt} resulted in {prompt_tokens} tokens. Please reduce the length of the {prompt}."
+        detail = f"your {prompt} resulted in {prompt_tokens} tokens. Please reduce the length of the {prompt}."
     else:
-        said = f"you requested {prompt_tokens + output_tokens} tokens ({prompt_tokens} in the {prompt}, {output_tokens} in the completion)."
-        said += f" Please reduce the length of the {prompt} or completion."
-    return ApiError(400, f"This model's maximum context length is {context} tokens. However, {said}", param=param, code="context_length_exceeded")
+        detail = f"you requested {prompt_tokens + output_tokens} tokens ({prompt_tokens} in the {prompt}, {output_tokens} in the completion)."
+        detail += f" Please reduce the length of the {prompt} or completion."
+    return ApiError(400, f"This model's maximum context length is {context} tokens. However, {detail}", param=param, code="context_length_exceeded")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -57,17 +62,18 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class RankRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`POST /v1/completions` of a rank. Fields the rank does not read are ignored.
+    """Body of `POST /v1/completions` of a rank. A rank ignores fields that it does not read.
 
-    `emitted` continues a broken stream: the last `emitted` ids of `prompt` are output that a client has already seen. They
-    count neither as prompt nor towards `max_tokens`; stop strings and unfinished UTF-8 sequences are restored from them, and
-    sampling goes on at the position where it stopped (it is keyed by seed and position).
+    `emitted` resumes a broken stream: the last `emitted` ids of `prompt` are output that the client has
+    already received. They count neither as prompt nor towards `max_tokens`. Stop strings and incomplete UTF-8
+    sequences are restored from them. Sampling continues at the position where it stopped (it is keyed by seed
+    and position).
     """
 
     prompt: str | list[int]
     model: str | None = None
     max_tokens: int = 16
-    """further tokens to emit, on top of `emitted`"""
+    """additional tokens to emit, not counting `emitted`"""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -82,11 +88,13 @@ class RankRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     emitted: int = 0
     n: int = 1
     cache_salt: str | None = None
-    """KV is shared only with requests of the same salt (`Capabilities.isolates_tenants`); None: with those that have none"""
+    """KV is shared only with requests that have the same salt (`Capabilities.isolates_tenants`); None: with
+    those without a salt
+    """
 
 
 def rank_body(request: RankRequest, fields: Mapping[str, msgspec.Raw]) -> bytes:
-    """A rank's request as JSON, and beside its own fields those that a client sent for the engine, as they came."""
+    """Encode a rank's request as JSON, followed by the client's fields for the engine, unchanged."""
     body = _ENCODER.encode(request)
     if not fields:
         return body
@@ -95,7 +103,7 @@ def rank_body(request: RankRequest, fields: Mapping[str, msgspec.Raw]) -> bytes:
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """OpenAI's completions form: parallel lists over the chunk's tokens."""
+    """OpenAI's format for completions: parallel lists over the chunk's tokens."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -107,7 +115,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     index: int = 0
     text: str = ""
     token_ids: list[int] | None = None
-    """ids of exactly the tokens this chunk adds, also those whose text is still held back"""
+    """ids of exactly the tokens that this chunk adds, including those whose text is held back"""
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
 
@@ -124,7 +132,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
-    """A whole answer, or one chunk of a stream (OpenAI uses the same form for both)."""
+    """A complete response, or one chunk of a stream (OpenAI uses the same format for both)."""
 
     id: str
     model: str
@@ -137,9 +145,11 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False)
 DONE = b"data: [DONE]\n\n"
 """Last server-sent event of a stream."""
 DECISION_HEADER = "x-roost-decision-id"
-"""Names the routing decision: in the answer for the client, in the request for the rank, which reports under it what was activated."""
+"""Header with the id of the routing decision: in the response to the client, and in the request to the rank,
+which reports the request's activations under this id.
+"""
 
 
 def sse(message: Any) -> bytes:
-    """One server-sent event carrying a message as JSON."""
+    """Encode a message as JSON in one server-sent event."""
     return b"data: " + msgspec.json.encode(message) + b"\n\n"

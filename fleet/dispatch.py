@@ -1,19 +1,23 @@
-"""Which replica serves a token: one rule, for whoever sends tokens and for whoever foretells where they go. Pure.
+"""Replica selection: one rule for the engines that dispatch tokens and for the planner that predicts loads.
+Pure.
 
-A token of rank h wants expert e:
+A token of rank h is routed to expert e:
 
-1. h holds a replica: it serves the part `keep` of its own tokens itself.
-2. What is left of the tokens of h's node goes to the replicas of that node, each the part `near` (in proportion where they claim more than all).
-3. What is left then, from wherever, goes to the replicas by `spill`, h's own among them.
+1. If h holds a replica, h serves the share `keep` of its own tokens itself.
+2. The replicas on h's node take the rest of the node's tokens, each the share `near` (scaled down in
+   proportion if they claim more than all).
+3. All replicas, including h's own, take the tokens then left, from any rank, by `spill`.
 
-All three are shares. What is expected is sums of products: by slot of all demand (`flows`, `loads`), from rank to rank (`served_by`), by slot
-of one rank's tokens (`shares`), of what ranks serve of their own (`own_part`), of what they send on (`onward`). Single tokens are sent
-such that any run of them comes as near to the shares as whole tokens can (`Chooser.choose`).
+Expected values are sums of products of these shares: demand per slot (`flows`, `loads`), from rank to rank
+(`served_by`), per slot for one rank's tokens (`shares`), served by ranks of their own tokens (`own_part`),
+sent onward (`onward`). Single tokens are sent such that every run of tokens approximates the shares as
+closely as whole tokens allow (`Chooser.choose`).
 
-An engine may choose for all k experts of a token at once instead, so that the token has to be sent to fewer ranks (`Chooser.cover`,
-`COVER`). The shares then say which replicas may serve, and decide wherever no destination is saved; what ranks serve in the end depends on
-which experts tokens want together, which demand by expert does not tell. Everything that is expected here is about the shares: under
-`COVER` loads differ from it somewhat, and fewer ranks are reached than would be by independent choices.
+Alternatively, an engine chooses for all k experts of a token together, so that the token is sent to fewer
+ranks (`Chooser.cover`, `COVER`). The shares then define which replicas may serve, and decide wherever no
+destination can be saved. The resulting load of a rank depends on which experts occur together in a token,
+which per-expert demand does not show. All expected values here follow the shares. Under `COVER` actual loads
+differ somewhat from them, and fewer ranks are reached than by independent choices.
 
 `node` is int [ranks] everywhere: the machine of each rank, numbered from 0.
 """
@@ -31,26 +35,37 @@ Slots = NDArray[np.int64]
 
 SPLIT, COVER = "split", "cover"
 DISPATCHES = (SPLIT, COVER)
-"""How an engine chooses among replicas: each (token, k) pair by the shares alone, or a token's pairs together such that few ranks are reached."""
+"""Replica selection modes of an engine: each (token, k) pair by the shares alone, or a token's pairs together
+to reach few ranks.
+"""
 
 _TURN = np.array(2_654_435_769, np.uint32)
-"""Fractions are in units of 2^-32 here and wrap around. This one is of the golden ratio: its multiples lie as evenly as those of any number."""
+"""Golden ratio as a fraction. Fractions here are in units of 2^-32 and wrap around. No number has more evenly
+distributed multiples.
+"""
 _BY_EXPERT = np.array(3_242_174_889, np.uint32)
-"""1 / plastic ratio: where experts begin. It has nothing to do with the golden ratio, so that experts of equal shares do not agree"""
+"""1 / plastic ratio: starting points of experts. It is unrelated to the golden ratio, so that experts with
+equal shares do not choose in step.
+"""
 _BY_HOME = 1_779_033_703
-"""sqrt(2) - 1: where ranks begin, so that the single tokens of several do not go the same way"""
+"""sqrt(2) - 1: starting points of ranks, so that single tokens of several ranks do not all choose the same
+replica.
+"""
 _LAST = 0xFFFF_FFFF
 
 
 def numbered(names: tuple[str, ...]) -> tuple[int, ...]:
-    """The nodes of ranks, by the names of their machines. Equal names get equal numbers, from 0 in the order in which they come: engines
-    whose ranks are spread alike are alike."""
+    """Number the nodes of ranks by the names of their machines.
+
+    Equal names get equal numbers, from 0 in order of first occurrence. Engines with the same distribution of
+    ranks over machines therefore get equal results.
+    """
     numbers: dict[str, int] = {}
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
 
 class LocalReplicas(NamedTuple):
-    """What is in the slots of a placement, shaped such that arrays [layers, slots] may be made with them."""
+    """Contents of a placement's slots, as index arrays that broadcast to [layers, slots]."""
 
     layer: NDArray[np.intp]
     """[layers, 1]"""
@@ -71,20 +86,22 @@ class LocalReplicas(NamedTuple):
         return cls(np.arange(layers)[:, None], expert, rank, rank * placement.experts + expert, (placement.ranks, placement.experts))
 
     def by_rank(self, part: Table, layer: int) -> Table:
-        """float64 [ranks, experts] of what the slots [slots] of a layer have."""
+        """Sum values per slot [slots] of a layer by rank and expert: float64 [ranks, experts]."""
         ranks, experts = self.shape
         return np.asarray(np.bincount(self.cell[layer], part, ranks * experts), np.float64).reshape(self.shape)
 
 
 class Flows(NamedTuple):
-    """Where an engine's (token, k) pairs are served, per slot: float64 [layers, slots] each; their sum is the slot's load."""
+    """Served (token, k) pairs per slot, by origin: float64 [layers, slots] each. Their sum is the slot's
+    load.
+    """
 
     kept: Table
-    """from the holder's own requests, by `keep`"""
+    """of the holder's own requests, by `keep`"""
     near: Table
-    """from its node, by `near`"""
+    """of its node, by `near`"""
     spilt: Table
-    """from anywhere, by `spill`"""
+    """of any rank, by `spill`"""
 
     @property
     def served(self) -> Table:
@@ -92,7 +109,10 @@ class Flows(NamedTuple):
 
 
 def flows(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) -> Flows:
-    """Expected pairs of each slot. demand: [ranks, layers, experts] pairs (any unit) by the rank their requests live on."""
+    """Return the expected pairs of each slot.
+
+    demand: [ranks, layers, experts] pairs (any unit) by the rank of their requests.
+    """
     ranks, layers, experts = demand.shape
     held = LocalReplicas.of(placement)
     keep, spill, claim = _parts(placement)
@@ -114,13 +134,17 @@ def flows(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) ->
 
 
 def loads(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) -> Table:
-    """float64 [layers, ranks]: expected pairs that each rank serves. Arguments as of `flows`."""
+    """Return the expected pairs that each rank serves: float64 [layers, ranks]. Arguments as in `flows`."""
     served = flows(placement, demand, node).served
     return np.asarray(served.reshape(placement.layers, placement.ranks, -1).sum(axis=2))
 
 
 def served_by(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) -> Table:
-    """float64 [layers, ranks, ranks]: expected pairs that each rank (first) serves of each rank's tokens (second). Arguments as of `flows`."""
+    """Return the expected pairs that each rank (first) serves of each rank's tokens (second): float64
+    [layers, ranks, ranks].
+
+    Arguments as in `flows`.
+    """
     held, parts = LocalReplicas.of(placement), onward(placement, node)
     kept = demand[held.rank, held.layer, held.expert] * _parts(placement)[0]
     found = np.empty((placement.layers, placement.ranks, placement.ranks))
@@ -136,9 +160,10 @@ def served_by(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]
 
 
 def onward(placement: Placement, node: NDArray[np.intp]) -> Table:
-    """float64 [nodes, layers, slots]: the part that a slot takes of those tokens of a node that are not kept; over an expert's slots they add up to 1.
+    """Return the share that a slot takes of the tokens of a node that are not kept: float64 [nodes, layers,
+    slots].
 
-    [1, layers, slots] where it is the same for all nodes.
+    The shares of an expert's slots sum to 1. [1, layers, slots] if the result is the same for all nodes.
     """
     _, spill, claim = _parts(placement)
     if not placement.split.near.any():
@@ -152,7 +177,11 @@ def onward(placement: Placement, node: NDArray[np.intp]) -> Table:
 
 
 def shares(placement: Placement, home: int, node: NDArray[np.intp]) -> Table:
-    """float64 [layers, slots]: the part of what rank `home` wants of a slot's expert that this slot serves; over an expert's slots they add up to 1."""
+    """Return the share that a slot serves of the demand of rank `home` for the slot's expert: float64
+    [layers, slots].
+
+    The shares of an expert's slots sum to 1.
+    """
     held, parts = LocalReplicas.of(placement), onward(placement, node)
     own = slice(home * placement.slots_per_rank, (home + 1) * placement.slots_per_rank)
     keep = _parts(placement)[0][:, own]
@@ -163,8 +192,10 @@ def shares(placement: Placement, home: int, node: NDArray[np.intp]) -> Table:
 
 
 def own_part(placement: Placement, node: NDArray[np.intp]) -> Table:
-    """float64 [layers, slots]: the part of what its own rank wants of a slot's expert that the slot serves: what it keeps, and what of the rest comes
-    back to it."""
+    """Return the share that a slot serves of its own rank's demand for its expert: float64 [layers, slots].
+
+    It consists of the kept tokens and of the part of the rest that returns to the slot.
+    """
     keep = np.asarray(placement.split.keep / FULL)
     if placement.keeps_all:
         return keep
@@ -174,34 +205,40 @@ def own_part(placement: Placement, node: NDArray[np.intp]) -> Table:
 
 
 class Chooser:
-    """Sends the tokens of some ranks of one placement, one by one.
+    """Dispatches the tokens of some ranks of one placement, one by one.
 
-    The slots that may serve an expert divide a circle among themselves by their `shares`; a rank's tokens of this expert step around it by the
-    golden ratio. Of N steps in a row each slot gets its share but for 3 + 3.6 ln N at most, and 1 or 2 as a rule (Kuipers and Niederreiter,
-    Uniform Distribution of Sequences, theorem 2.3.4).
+    The slots that may serve an expert divide a circle in proportion to their `shares`. A rank's tokens for
+    this expert step around the circle by the golden ratio. Of N consecutive steps each slot gets its share
+    within 3 + 3.6 ln N, usually within 1 or 2 (Kuipers and Niederreiter, Uniform Distribution of Sequences,
+    theorem 2.3.4).
     """
 
     def __init__(self, placement: Placement, homes: Sequence[int], node: NDArray[np.intp]) -> None:
         slots, ends = _circles(placement, np.stack([shares(placement, home, node) for home in homes]))
-        several: NDArray[np.bool_] = np.any(ends[:, :1] < _LAST, axis=1)  # without ends: nowhere
+        several: NDArray[np.bool_] = np.any(ends[:, :1] < _LAST, axis=1)  # no ends: only one slot
         self.table: Slots = np.ascontiguousarray(slots[:, :, 0])
-        """int64 [layers, homes * experts]: the first slot that may serve an expert; the only one in `plain` layers"""
+        """int64 [layers, homes * experts]: the first slot that may serve an expert; in `plain` layers the
+        only one
+        """
         self.plain: tuple[bool, ...] = tuple(not any(one) for one in several.tolist())
-        """of each layer, whether every expert has but one possible slot for each home"""
+        """per layer: True if every expert has only one possible slot for each home"""
         self._several = several
         self._slots = slots
         self._ends = ends
-        self._sorted = np.int16 if several.shape[1] < 1 << 15 else np.int64  # numpy sorts short integers by their digits, which is faster
+        # numpy radix-sorts short integers, which is faster
+        self._sorted = np.int16 if several.shape[1] < 1 << 15 else np.int64
         self._homes = np.array(homes, np.int64)
         self._experts, self._per_rank, self._ranks = placement.experts, placement.slots_per_rank, placement.ranks
         begin = np.array([home * _BY_HOME & _LAST for home in homes], np.uint32)
         self._phase = (begin[:, None] + np.arange(placement.experts, dtype=np.uint32) * _BY_EXPERT).ravel()
 
     def choose(self, layer: int, wanted: NDArray[Any], turn: int | NDArray[np.int64]) -> Slots:
-        """int64 [n]: the slots of the pairs of one step. wanted: int [n], their experts; of several homes, the n-th home's from n * experts on.
+        """Choose the slots of one step's pairs: int64 [n].
 
-        turn: int64 [homes * experts], how many pairs went before of each. One number for all, say of steps, will do where nobody counts: a
-        step's pairs then still are as near to the shares as can be, many steps a little less.
+        wanted: int [n], their experts; with several homes, the experts of home i are offset by i * experts.
+        turn: int64 [homes * experts], the number of earlier pairs of each. A single number for all, e.g. the
+        step count, is sufficient for callers that do not count: each step is then as close to the shares as
+        possible, and many steps together a little less.
         """
         found: Slots = self.table[layer][wanted]
         if self.plain[layer]:
@@ -215,13 +252,17 @@ class Chooser:
         return found
 
     def cover(self, layer: int, wanted: NDArray[Any], turn: int | NDArray[np.int64]) -> Slots:
-        """int64 [n, k]: the slots of the pairs of n whole tokens, such that each token reaches few ranks besides its own: never more than by
-        `choose`, whose choices stand where nothing is saved. wanted: int [n, k]; a token's experts are of one home. turn: as of `choose`.
+        """Choose the slots of n whole tokens' pairs such that each token reaches few ranks besides its own:
+        int64 [n, k].
 
-        Greedy set cover, from the token's own rank and those that alone hold one of its experts: next comes the rank that holds most of what
-        is left; of several, the one that `choose` takes for the first of the token's experts, or the second and so on, so that equals take
-        their parts; then the lowest. It is the least number wherever no more than three experts are left to it. Every slot chosen has a
-        share of its home's tokens.
+        A token never reaches more ranks than by `choose`, whose choices stand where no destination is saved.
+        wanted: int [n, k]; a token's experts belong to one home. turn: as in `choose`.
+
+        Greedy set cover. It starts with the token's own rank and the ranks that are the only holders of one
+        of its experts. The next rank is the one that holds most of the remaining experts. Ties go to the rank
+        that `choose` takes for the token's first expert, or the second and so on, so that equal ranks get
+        their shares; then to the lowest rank. The result is minimal if at most three experts remain after the
+        start. Every chosen slot has a share of its home's tokens.
         """
         found = self.choose(layer, wanted.reshape(-1), turn).reshape(wanted.shape)
         if self.plain[layer]:
@@ -231,13 +272,14 @@ class Chooser:
         return found
 
     def _covered(self, layer: int, wanted: NDArray[Any], split: Slots) -> Slots:
-        """As `cover`. split: int64 [n, k], the choices of `choose`."""
+        """Implement `cover`. split: int64 [n, k], the choices of `choose`."""
         slots = self._slots[layer][wanted]
         rank, home, chosen = slots // self._per_rank, self._homes[wanted[:, 0] // self._experts], split // self._per_rank
         can = np.zeros((*wanted.shape, self._ranks), np.bool_)
         np.put_along_axis(can, rank, True, axis=2)
         opened = _opened(can, home, chosen)
-        # of the ranks that are opened: by the shares; else the token's own; else the next around the circle
+        # Among the opened ranks: first by the shares, then the token's own rank, then the next one around the
+        # circle.
         most = slots.shape[2]
         ahead = 2 * ((np.arange(most) - (slots == split[:, :, None]).argmax(axis=2)[:, :, None]) % most)
         ahead = np.where((rank == home[:, None, None]) & (ahead > 0), 1, ahead)
@@ -248,14 +290,18 @@ class Chooser:
 
 
 def reached(rank: NDArray[Any], home: NDArray[Any]) -> NDArray[np.int64]:
-    """int64 [n]: how many ranks other than its own each token goes to. rank: int [n, k], of its pairs; home: int [n]."""
+    """Count the ranks other than its own to which each token goes: int64 [n]. rank: int [n, k], of its pairs;
+    home: int [n].
+    """
     ordered = np.sort(np.concatenate([rank, home[:, None]], axis=1), axis=1)
     return np.asarray((ordered[:, 1:] != ordered[:, :-1]).sum(axis=1), np.int64)
 
 
 def _opened(can: NDArray[np.bool_], home: Slots, chosen: Slots) -> NDArray[np.bool_]:
-    """bool [n, ranks]: ranks that together can serve each token. can: bool [n, k, ranks]; home: [n]; chosen: [n, k], ranks to prefer, the first
-    most."""
+    """Return ranks that together can serve each token: bool [n, ranks].
+
+    can: bool [n, k, ranks]. home: [n]. chosen: [n, k], preferred ranks, in descending order of preference.
+    """
     tokens, k, ranks = can.shape
     opened = np.asarray((can & (can.sum(axis=2) == 1)[:, :, None]).any(axis=1))
     opened[np.arange(tokens), home] = True
@@ -272,8 +318,11 @@ def _opened(can: NDArray[np.bool_], home: Slots, chosen: Slots) -> NDArray[np.bo
 
 
 def _circles(placement: Placement, part: Table) -> tuple[Slots, NDArray[np.uint32]]:
-    """The slots that have a part [homes, layers, slots] in each expert, ascending: int64 [layers, homes * experts, m], filled up with the first of
-    them; and the last point of each but the last: [layers, m - 1, homes * experts]."""
+    """Return the slots with a share of each expert, and their end points on the circle.
+
+    part: [homes, layers, slots]. Slots: int64 [layers, homes * experts, m], ascending, padded with the first
+    one. End points of all but the last slot: [layers, m - 1, homes * experts].
+    """
     layers, across = placement.layers, len(part) * placement.experts
     home, layer, slot = np.nonzero(part > 0.0)
     place = layer * across + home * placement.experts + placement.expert_of_slot[layer, slot]
@@ -292,7 +341,7 @@ def _circles(placement: Placement, part: Table) -> tuple[Slots, NDArray[np.uint3
 
 
 def _ordinals(values: NDArray[Any]) -> NDArray[np.int64]:
-    """int64 [n]: how often each value came before it, in order."""
+    """Count the earlier occurrences of each value, in order: int64 [n]."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     begins = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])) if len(values) else order
@@ -303,13 +352,13 @@ def _ordinals(values: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def _parts(placement: Placement) -> tuple[Table, Table, Table]:
-    """keep, spill, near as shares: float64 [layers, slots]."""
+    """Return keep, spill, near as shares: float64 [layers, slots]."""
     keep, spill, near = (np.asarray(part, np.float64) / FULL for part in placement.split)
     return keep, spill, near
 
 
 def _sums(values: Table, place: NDArray[Any], places: int) -> Table:
-    """float64 [layers, places]: values [layers, slots] added up by place [layers, slots]."""
+    """Sum values [layers, slots] by place [layers, slots]: float64 [layers, places]."""
     layers = len(values)
     index = (np.arange(layers)[:, None] * places + place).ravel()
     return np.asarray(np.bincount(index, values.ravel(), layers * places).reshape(layers, places))

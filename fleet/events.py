@@ -1,7 +1,9 @@
-"""Everything said on the bus: a closed, tagged union of past-tense facts, and the two payloads in Dynamo's own form.
+"""Messages of the bus: a closed, tagged union of events and requests, and the two payloads in Dynamo's own
+format.
 
-Every `worker_id` is a random u64 per incarnation of an engine; `rank` is Dynamo's `dp_rank`. Sequence numbers, publisher
-and time travel in the envelope (`bus.protocol.codec`), not here. A field that a reader does not know is ignored.
+Every `worker_id` is a random u64 per incarnation of an engine. `rank` is Dynamo's `dp_rank`. The envelope
+(`bus.protocol.codec`) carries sequence number, publisher and time. Readers ignore fields that they do not
+know.
 """
 
 from typing import Any, Literal
@@ -21,18 +23,23 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine can report. A missing capability is declared, and readers do without."""
+    """Reporting capabilities of an engine. An engine declares a missing capability, and readers work without
+    the data.
+    """
 
     kv_events: bool = True
     load: bool = True
     experts: bool = True
     token_ids: bool = True
-    """accepts token-id prompts and returns the ids of every chunk"""
+    """accepts token-id prompts and returns the token ids of every chunk"""
     passes_fields: bool = False
-    """serves fields of a request that Roost does not read (sampling parameters, guided decoding): they are sent as they came. False: a request
-    that has one is refused"""
+    """forwards request fields that Roost does not read (sampling parameters, guided decoding) to the engine
+    unchanged. False: requests that have such a field are refused
+    """
     isolates_tenants: bool = False
-    """takes `cache_salt`, and shares KV only among requests of the same salt. False, also of older engines: tenants share its KV cache"""
+    """accepts `cache_salt` and shares KV only among requests with the same salt. False, also for older
+    engines: all tenants share the engine's KV cache
+    """
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,46 +47,49 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     max_context: int
-    """tokens, prompt and completion together"""
+    """context length in tokens, prompt and completion together"""
 
 
 class EngineJoined(Event, frozen=True, kw_only=True):
-    """An engine serves from now on. Stored; also the answer to a `DescribeEngine` request."""
+    """An engine started serving. Stored. Also the answer to `DescribeEngine`."""
 
     engine: str
     worker_id: int
     model: str
-    """its base model, where it serves several"""
+    """base model, if the engine serves several models"""
     models: tuple[ServedModel, ...] = ()
-    """all it serves, the base model included; empty: the base model alone. Its ranks, their load and limits are the same for all"""
+    """all served models, including the base model; empty: the base model only. Ranks, load and limits are
+    common to all
+    """
     node: str
     urls: tuple[str, ...]
-    """base URL of each rank's HTTP face, index = rank; one URL for an engine that is one target"""
+    """base URL of each rank's HTTP server, index = rank; one URL for an engine that is a single target"""
     nodes: tuple[str, ...] = ()
-    """machine of each rank, index = rank; empty: all are on `node`"""
+    """machine of each rank, index = rank; empty: all ranks are on `node`"""
     block_size: int
     kv_blocks: int
     """KV blocks per rank"""
     kv_block_bytes: int = 0
-    """memory of one, with all layers; 0: the engine does not say"""
+    """bytes of one KV block over all layers; 0: not reported"""
     max_context: int
-    """tokens, prompt and completion together"""
+    """context length in tokens, prompt and completion together"""
     max_batch_tokens: int
-    """tokens one rank computes in one step"""
+    """tokens that one rank computes in one step at most"""
     max_requests: int | None = None
-    """requests that one rank is given at once; None: the router's own limit"""
+    """concurrent requests per rank at most; None: the router's own limit"""
     layout: Layout | None = None
     shape: ModelShape | None = None
-    """None: the engine says nothing of experts"""
+    """shape of the MoE layers; None: the engine reports no experts"""
     placement: PlacementRecord | None = None
     tokenizer: str | None = None
     """sha256 (hex) of the tokenizer archive in the blob store (`bus.put_blob`); None: unknown"""
     weights_digest: str | None = None
-    """identity of its weights, dtype and quantisation, as text: an answer that one engine began is continued only by engines of an equal one. None:
-    the engine says nothing of it, and equals others that say nothing"""
+    """identity of weights, dtype and quantisation, as text. A broken stream is resumed only on an engine with
+    an equal digest. None: not reported; such engines count as equal to each other
+    """
     speed: EngineSpeed | None = None
     dispatch: str = "split"
-    """how the engine chooses among replicas, one of `fleet.dispatch.DISPATCHES`"""
+    """replica selection of the engine, one of `fleet.dispatch.DISPATCHES`"""
     capabilities: Capabilities = Capabilities()
 
 
@@ -92,21 +102,26 @@ class EngineLeft(Event, frozen=True, kw_only=True):
 
 
 class EngineHeartbeat(Event, frozen=True, kw_only=True):
-    """Spoken by rank 0 once a second; three seconds of silence mean death. Not stored."""
+    """Heartbeat of an engine, sent by rank 0 once a second. An engine is dead after three seconds without
+    one. Not stored.
+    """
 
     engine: str
     worker_id: int
     epoch: int
-    """placement epoch served"""
+    """placement epoch in service"""
     handover_seconds: float = 0.0
-    """what a migration or layout switch in progress is expected to cost a request that comes now; 0: none is under way"""
+    """expected extra latency, from a migration or layout switch in progress, of a request that arrives now;
+    0: none in progress
+    """
 
 
 class ExpertsActivated(Event, frozen=True, kw_only=True):
-    """What one rank's requests activated in an interval. Not stored.
+    """Expert activations of one rank's requests in an interval. Not stored.
 
-    `counts` are (token, k) pairs of the tokens that live on this rank (demand), wherever their experts are.
-    Tokens served from the prefix cache activate nothing: they are reported in `cached_tokens`, not as zeros.
+    `counts` are (token, k) pairs of the tokens of this rank's requests (demand), on whichever rank their
+    experts are. Tokens served from the prefix cache activate nothing. They are reported in `cached_tokens`,
+    not as zeros.
     """
 
     engine: str
@@ -123,9 +138,10 @@ class ExpertsActivated(Event, frozen=True, kw_only=True):
 
 
 class DispatchMeasured(Event, frozen=True, kw_only=True):
-    """Where the tokens of one rank really went in an interval, and what the rank really served. Not stored. Intervals without a step are silent.
+    """Measured dispatch of one rank's tokens in an interval, and the load that the rank served. Not stored.
+    Nothing is sent for an interval without a step.
 
-    Tuples are [layers], sums over the interval; layers that are sharded have zeros.
+    Tuples are [layers], sums over the interval. Sharded layers have zeros.
     """
 
     engine: str
@@ -133,85 +149,97 @@ class DispatchMeasured(Event, frozen=True, kw_only=True):
     rank: int
     model: str
     epoch: int
-    """placement epoch that was served the whole interval"""
+    """placement epoch in service for the whole interval"""
     seconds: float
     """length of the interval"""
     steps: int
-    """of the engine, in which any rank had a token"""
+    """engine steps in which any rank had a token"""
     step_seconds: float
-    """that these took, all together"""
+    """total duration of these steps"""
     tokens: int
-    """of this rank's requests, that were computed"""
+    """computed tokens of this rank's requests"""
     pairs: int
     """(token, k) pairs of these tokens in one layer"""
     remote_ranks: tuple[float, ...]
-    """distinct other ranks that each of these tokens was sent to"""
+    """distinct other ranks that these tokens were sent to, summed over the tokens"""
     local: tuple[float, ...]
-    """of these pairs: that this rank served itself"""
+    """pairs among `pairs` that this rank served itself"""
     served: tuple[float, ...]
-    """pairs that this rank served, whoever's"""
+    """pairs that this rank served, of the requests of any rank"""
     balance: tuple[float, ...]
-    """sum over the steps of mean / highest load of a rank in pairs ("balancedness"); 1 for a step without any. Every rank says the same"""
+    """sum over the steps of mean / highest load of a rank in pairs ("balancedness"); 1 for a step without
+    pairs. Equal in the reports of all ranks
+    """
     communication_seconds: float | None = None
-    """of `step_seconds`: spent by this rank sending to other ranks and waiting for them; None: the engine cannot tell"""
+    """part of `step_seconds` that this rank spent sending to other ranks and waiting for them; None: the
+    engine cannot measure it
+    """
 
 
 class CountsImported(Event, frozen=True, kw_only=True):
-    """Counts of another system (a recorder's dump, a load matrix, routings in responses), taken into a model's profile once. Not stored."""
+    """Activation counts from another system (a recorder's dump, a load matrix, expert routings in responses),
+    added to a model's profile once. Not stored.
+    """
 
     model: str
     digest: str
-    """identity of what was imported: a second import of it changes nothing"""
+    """identity of the imported data; a repeated import is ignored"""
     tokens: int
     counts: ExpertCounts
 
 
 class SampledProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole request counted, prompt and completion apart: what the tracker learns clusters from. Only some requests carry one."""
+    """Activation counts of a whole request, prompt and completion separately. The tracker learns clusters
+    from these. Only some requests carry a sample.
+    """
 
     prompt: ExpertCounts
-    """computed prompt tokens; reused ones activate nothing"""
+    """computed prompt tokens; tokens reused from the prefix cache activate nothing"""
     completion: ExpertCounts
 
 
 class RequestProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request activated, as a signature over the clusters of `RequestsProfiled.clusters`."""
+    """Activations of one request, as a signature over the clusters of `RequestsProfiled.clusters`."""
 
     decision: str
-    """id of the routing decision that brought it; empty when nobody said"""
+    """id of the routing decision that sent the request to this rank; empty: none given"""
     tokens: int
     """computed tokens, prompt and completion"""
     cached_tokens: int
     signature: bytes
-    """`fleet.signatures.pack`; of the computed tokens"""
+    """signature of the computed tokens, packed by `fleet.signatures.pack`"""
     local: float | None = None
-    """share of the computed (token, k) pairs that this rank serves itself; None: nothing was computed"""
+    """share of the computed (token, k) pairs that this rank served itself; None: nothing was computed"""
     parent: int | None = None
-    """sequence hash of the block before the first of `blocks`; None: they begin the prompt"""
+    """sequence hash of the block before the first of `blocks`; None: `blocks` start at the beginning of the
+    prompt
+    """
     blocks: bytes = b""
-    """u64 little endian [n]: sequence hashes of consecutive full blocks, all computed here"""
+    """u64 little endian [n]: sequence hashes of consecutive full blocks, all computed on this rank"""
     block_signatures: bytes = b""
-    """[n] packed signatures of the blocks, each of its own tokens alone"""
+    """[n] packed signatures of the blocks, each from the block's own tokens only"""
     block_size: int = 0
     sample: SampledProfile | None = None
 
 
 class RequestsProfiled(Event, frozen=True, kw_only=True):
-    """Requests that a rank finished, whoever asked for them. Not stored. Requests without a cluster model are not reported."""
+    """Requests that finished on a rank, from any client. Not stored. Requests without a cluster model are not
+    reported.
+    """
 
     engine: str
     worker_id: int
     rank: int
     model: str
     epoch: int
-    """placement epoch that `local` is about"""
+    """placement epoch to which `local` refers"""
     clusters: int
-    """version of the cluster model the signatures are over; 0: none yet, and only samples are of use"""
+    """version of the cluster model of the signatures; 0: none yet, and only the samples are usable"""
     requests: tuple[RequestProfile, ...]
 
 
 class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router knew of a request when it chose, and what it expected. Keys are hashes: nobody's name travels."""
+    """Features and predictions that a router had when it chose a rank. Keys are hashes: no names are sent."""
 
     decision: str
     worker_id: int
@@ -219,78 +247,90 @@ class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True):
     prefix: int
     """sequence hash of the last block of the longest known prefix; 0: none"""
     tokens: bytes
-    """u32 little endian: the prompt ids that the token table was asked about"""
+    """u32 little endian: prompt token ids that were looked up in the token table"""
     session: int
     tenant: int
     predicted: bytes
-    """the packed signature that was predicted"""
+    """predicted signature, packed"""
     predicted_local: float | None
-    """share of pairs that the chosen rank was expected to serve itself; None where every rank is as near (TP)"""
+    """predicted share of pairs that the chosen rank would serve itself; None: all ranks are equally near (TP)
+    """
     prior_local: float | None
-    """the same under the traffic's mix, without any knowledge of the request"""
+    """the same share predicted from the traffic mix alone, without features of the request"""
     spread: float | None = None
-    """by how much more than the mean of the ranks of its engine the nearest of them was expected to serve itself, each beside its own share under the
-    mix: what sending it there could bring. None: nobody said, or nothing was expected"""
+    """locality advantage of the best rank over the mean of its engine's ranks. The advantage of a rank is its
+    predicted local share minus its local share under the traffic mix. None: not reported, or no prediction
+    was made
+    """
 
 
 class RequestsFinished(Event, frozen=True, kw_only=True):
-    """Requests a router has seen to their end, for the tracker to learn from. Not stored."""
+    """Requests that a router observed until they finished. The tracker learns from them. Not stored."""
 
     model: str
     tables: int
-    """version of the tables that were predicted from"""
+    """version of the tables used for the prediction"""
     clusters: int
     requests: tuple[RequestOutcome, ...]
 
 
 class ClustersPublished(Event, frozen=True, kw_only=True):
-    """The tracker's cluster model of a model. Not stored; asked for with `DescribeClusters`."""
+    """The tracker's cluster model for a model. Not stored; `DescribeClusters` requests it."""
 
     model: str
     record: ClusterRecord
 
 
 class DescribeClusters(Event, frozen=True, kw_only=True):
-    """Request to the tracker: answer with the `ClustersPublished` of a model; `RequestRefused` when it has none yet."""
+    """Request to the tracker for the `ClustersPublished` of a model. `RequestRefused` if there is none yet.
+    """
 
     model: str
 
 
 class KeyedRows(msgspec.Struct, frozen=True, kw_only=True):
-    """Part of a table: `keys` u64 little endian [n], `rows` [n, fleet.prediction.ROW] bytes. Later ones replace earlier ones of a key; a row
-    with no tokens behind it says that the key is forgotten."""
+    """Part of a table: `keys` u64 little endian [n], `rows` [n, fleet.prediction.ROW] bytes. A later row
+    replaces an earlier row of the same key. A row with zero tokens of evidence deletes its key.
+    """
 
     keys: bytes = b""
     rows: bytes = b""
 
 
 class TablesPublished(Event, frozen=True, kw_only=True):
-    """Prediction tables of a model, whole or what changed since `base`. Not stored; asked for with `DescribeTables`."""
+    """Prediction tables of a model: a snapshot, or a delta to version `base`. Not stored; `DescribeTables`
+    requests a snapshot.
+    """
 
     model: str
     version: int
     base: int | None = None
-    """version this is a change to; None: whole. A reader whose version is another asks for the whole; so does every reader of a change to itself
-    (base = version), by which new whole tables are announced that are too large to be published"""
+    """version to which this is a delta; None: a snapshot. A reader at another version requests a snapshot. So
+    does every reader of a delta to itself (base = version): it announces a snapshot too large to publish
+    """
     clusters: int
     """version of the cluster model"""
     shares: bytes
-    """float32 [clusters]: the traffic's mix now"""
+    """float32 [clusters]: current traffic mix"""
     trust: dict[str, float]
-    """by source, whoever else speaks"""
+    """weight per source, independent of which sources have evidence"""
     trusts: bytes = b""
-    """float32 little endian [fleet.prediction.PATTERNS, sources]: by who speaks, and better; empty: `trust` whoever speaks"""
+    """float32 little endian [fleet.prediction.PATTERNS, sources]: weight of each source, by the set of
+    sources with evidence. More accurate than `trust`. Empty: use `trust` for every set
+    """
     reliability: dict[str, float]
-    """by source: share of the way from the mix to hindsight that it goes, in [0, 1]"""
+    """by source: accuracy in [0, 1]; 0 is as good as the traffic mix, 1 as good as the observed activations
+    """
     gain: float
-    """in [0, 1]: what the expert term is worth at present, over all"""
+    """in [0, 1]: current calibration factor of the predicted gain of expert locality, over all requests"""
     gains: bytes = b""
-    """float32 little endian [clusters], in [0, 1]: what it is worth for requests of each cluster; a request's own is their mean by its weights.
-    Empty: `gain` for all"""
+    """float32 little endian [clusters], in [0, 1]: the calibration factor per cluster. A request's factor is
+    the mean weighted by its cluster weights. Empty: `gain` for all
+    """
     buckets: int
     """rows of the token table; a token's row is its id modulo this"""
     token_rows: bytes = b""
-    """u32 little endian [n]: the rows of the token table that are told"""
+    """u32 little endian [n]: row numbers of the token table in this message"""
     token_ratios: bytes = b""
     """float16 little endian [n, clusters]"""
     blocks: KeyedRows = KeyedRows()
@@ -299,29 +339,35 @@ class TablesPublished(Event, frozen=True, kw_only=True):
 
 
 class DescribeTables(Event, frozen=True, kw_only=True):
-    """Request to the tracker: answer with the whole `TablesPublished` of a model; `RequestRefused` when it has none yet."""
+    """Request to the tracker for the snapshot `TablesPublished` of a model. `RequestRefused` if there is none
+    yet.
+    """
 
     model: str
 
 
 class PopularityShifted(Event, frozen=True, kw_only=True):
-    """What is popular now differs from what was, beyond sampling noise (`settled` False); later, that it no longer does. Not stored."""
+    """Expert popularity changed by more than sampling noise (`settled` False), or returned to normal
+    (`settled` True). Not stored.
+    """
 
     model: str
     version: int
     settled: bool
     divergence: float
-    """Jensen-Shannon divergence of the fast from the slow profile, nats, mean over layers"""
+    """Jensen-Shannon divergence of the fast profile from the slow profile, in nats, mean over layers"""
     threshold: float
-    """what noise alone would hardly exceed"""
+    """divergence that sampling noise alone would rarely exceed"""
     layers: tuple[int, ...]
-    """the layers that moved, most first"""
+    """layers that changed, largest change first"""
     traceparent: str = ""
-    """W3C; of the span of this shift: what is done about it goes on below it"""
+    """W3C trace context of this shift's span; the reaction to the shift continues the trace"""
 
 
 class ProfilePublished(Event, frozen=True, kw_only=True):
-    """The tracker's global profile of a model: probabilities per layer. Not stored; asked for with `DescribeProfile`."""
+    """The tracker's global profile of a model: expert probabilities per layer. Not stored; `DescribeProfile`
+    requests it.
+    """
 
     model: str
     version: int
@@ -331,7 +377,7 @@ class ProfilePublished(Event, frozen=True, kw_only=True):
 
 
 class DemandPublished(Event, frozen=True, kw_only=True):
-    """Tokens per second that requests living on one rank send to each expert (fast time constant). Not stored."""
+    """Tokens per second that one rank's requests send to each expert (fast time constant). Not stored."""
 
     engine: str
     worker_id: int
@@ -342,13 +388,16 @@ class DemandPublished(Event, frozen=True, kw_only=True):
     demand: ExpertTable
     """(token, k) pairs per second"""
     pairs: float = 0.0
-    """decayed (token, k) pairs behind each layer of `demand`, mean over layers: how far it can be trusted; 0: nothing is wanted, or nobody said"""
+    """decayed (token, k) pairs behind each layer of `demand`, mean over layers: the amount of evidence; 0: no
+    demand, or not reported
+    """
     remote: float | None = None
-    """share of the demand whose expert has no replica on this rank; None: placement unknown, or nothing is wanted"""
+    """share of the demand for experts without a replica on this rank; None: placement unknown, or no demand
+    """
 
 
 class PlacementCommitted(Event, frozen=True, kw_only=True):
-    """An engine serves this placement from now on. Stored."""
+    """An engine committed a placement and serves it from now on. Stored."""
 
     engine: str
     worker_id: int
@@ -358,69 +407,76 @@ class PlacementCommitted(Event, frozen=True, kw_only=True):
 
 
 class HomesPublished(Event, frozen=True, kw_only=True):
-    """Where an engine's requests should live: for each cluster, how much of its traffic belongs on which rank. Not stored; the planner says it
-    when it changes, and again every cycle for those who missed it."""
+    """Home ranks of an engine's clusters: the share of each cluster's traffic that each rank should serve.
+    Not stored. The planner publishes homes when they change, and repeats them every cycle for late
+    subscribers.
+    """
 
     engine: str
     worker_id: int
     model: str
     version: int
-    """grows with every change, also across restarts of the planner"""
+    """increases with every change, also across restarts of the planner"""
     epoch: int
-    """placement epoch that the homes were found for"""
+    """placement epoch for which the homes were computed"""
     clusters: int
-    """version of the cluster model whose clusters these are"""
+    """version of the cluster model to which the clusters belong"""
     count: int
-    """K, clusters of that model"""
+    """K, the number of clusters in that model"""
     ranks: int
     homes: bytes
-    """float32 little endian [K, ranks]: shares that add up to 1 per cluster; a row of zeros: at home everywhere. Empty: no cluster has a home.
-    They hold from `epoch` on: a reader that serves an older one keeps those it has until it gets there"""
+    """float32 little endian [K, ranks]: shares that sum to 1 per cluster; a row of zeros: no preference.
+    Empty: no cluster has a home. The homes are valid from `epoch` on. A reader at an older epoch keeps its
+    previous homes until it reaches `epoch`
+    """
     reason: str = ""
-    """in a sentence: why these, or why none"""
+    """explanation in one sentence: why these homes, or why none"""
 
 
 class DescribePlan(Event, frozen=True, kw_only=True):
-    """Request to the planner: answer with the `PlanDescribed` of an engine, as things are now; nothing is moved. `RequestRefused` for an engine
-    of which too little is known to say anything."""
+    """Request to the planner for the `PlanDescribed` of an engine in its present state. Nothing is moved.
+    `RequestRefused` for an engine with too little data to plan.
+    """
 
     engine: str
     policy: str = ""
-    """name of a policy of the planner; empty: the configured one"""
+    """name of a planning policy; empty: the configured one"""
     budget_bytes: int | None = None
-    """at most so many bytes are copied; None: as configured"""
+    """limit of copied bytes; None: as configured"""
     memory: bool = False
-    """also tell what each further redundant slot per rank would be worth"""
+    """also report the value of each additional redundant slot per rank"""
     dead: tuple[int, ...] = ()
-    """as if these ranks were lost"""
+    """plan as if these ranks were lost"""
     layers: tuple[int, ...] = ()
     """change only these MoE layers; empty: all"""
 
 
 class PlanDescribed(Event, frozen=True, kw_only=True):
-    """Answer to `DescribePlan`: a plan, or why there is none."""
+    """Answer to `DescribePlan`: a plan, or the reason why there is none."""
 
     engine: str
     worker_id: int
     record: bytes
     """JSON: `migration.model.plan_record.PlanRecord`"""
     plan: bytes = b""
-    """JSON: `migration.model.plan.Plan`, for `ApplyPlan`; empty: there is none"""
+    """JSON: `migration.model.plan.Plan`, for `ApplyPlan`; empty: no plan"""
 
 
 class ExpertCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """An expert's weights brought from a slot into another. Slots are numbered over all ranks, as in `Placement`."""
+    """Copy of an expert's weights from one slot to another. Slots are numbered over all ranks, as in
+    `Placement`.
+    """
 
     layer: int
     expert: int
     source: int
-    """slot they are read from, in the epoch that is served"""
+    """slot to read from, in the epoch in service"""
     slot: int
-    """slot that serves them from the next epoch on"""
+    """slot that serves the expert from the next epoch on"""
 
 
 class ExpertArrival(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Weights that a handover brought to a rank: [layer, expert, rank they were read from, rank they came to]."""
+    """Weights that a handover copied to a rank: [layer, expert, source rank, destination rank]."""
 
     layer: int
     expert: int
@@ -429,8 +485,10 @@ class ExpertArrival(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ProposeHandover(Event, frozen=True, kw_only=True):
-    """Request to one rank: stage what it needs to serve the next epoch (`fleet.handover`). Answered at once with `HandoverDescribed`; that it has
-    staged is published, and answered to a repetition."""
+    """Request to one rank: prepare (stage) the next epoch (`fleet.handover`). The rank answers immediately
+    with `HandoverDescribed`. It publishes the end of staging, and reports it in the answer to a repeated
+    proposal.
+    """
 
     engine: str
     worker_id: int
@@ -438,20 +496,22 @@ class ProposeHandover(Event, frozen=True, kw_only=True):
     token: int
     """fencing token of the coordinator's lease"""
     handover: int
-    """number of the handover; only grows"""
+    """number of the handover; increases monotonically"""
     plan: str
     placement: PlacementRecord
-    """of the epoch that it makes"""
+    """placement of the next epoch"""
     copies: tuple[ExpertCopy, ...] = ()
-    """those of all ranks: each knows what it pulls, and what others read of it"""
+    """copies of all ranks: each rank finds its own reads and the reads of others from it"""
     deadline_seconds: float
-    """for staging, from when the rank hears of it"""
+    """time limit for staging, counted from the rank's receipt of the proposal"""
     traceparent: str = ""
-    """W3C; of the handover's span"""
+    """W3C trace context of the handover's span"""
 
 
 class CommitHandover(Event, frozen=True, kw_only=True):
-    """Request to one rank: serve the new epoch as soon as every rank is ready. Sent only once the decision is durable."""
+    """Request to one rank: serve the new epoch as soon as every rank is ready. Sent only after the decision
+    is durable.
+    """
 
     worker_id: int
     rank: int
@@ -460,7 +520,7 @@ class CommitHandover(Event, frozen=True, kw_only=True):
 
 
 class AbortHandover(Event, frozen=True, kw_only=True):
-    """Request to one rank: drop what was staged."""
+    """Request to one rank: abort the handover and drop staged weights."""
 
     worker_id: int
     rank: int
@@ -470,101 +530,109 @@ class AbortHandover(Event, frozen=True, kw_only=True):
 
 
 class DescribeHandover(Event, frozen=True, kw_only=True):
-    """Request to one rank: say where you are."""
+    """Request to one rank: report the state of your handover."""
 
     worker_id: int
     rank: int
     token: int = 0
-    """of a coordinator that asks: the rank listens to none before it from then on; 0: somebody only looks"""
+    """fencing token of the requesting coordinator: the rank rejects lower tokens from then on; 0: read-only
+    request
+    """
 
 
 class PullTold(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one rank read from another in a handover."""
+    """Data that one rank read from another in a handover."""
 
     source: int
-    """rank"""
+    """rank read from"""
     transfer: str
-    """by which way: nixl, shared, local"""
+    """transfer method: nixl, shared, local"""
     experts: int
     bytes: int
     seconds: float
-    """of reading; comparing checksums not included"""
+    """duration of the reads, without checksum verification"""
 
 
 class HandoverDescribed(Event, frozen=True, kw_only=True):
-    """Where one rank is. Answer to every command about handovers, and published whenever it changes; not stored."""
+    """Handover state of one rank. Answer to every handover command, and published at every change. Not
+    stored.
+    """
 
     worker_id: int
     rank: int
     state: str
-    """`fleet.handover.RankState`"""
+    """one of `fleet.handover.RankState`"""
     served: int
-    """epoch"""
+    """epoch in service"""
     token: int
-    """highest seen"""
+    """highest fencing token seen"""
     handover: int
-    """the open one; 0: none"""
+    """number of the open handover; 0: none"""
     concluded: int
-    """highest that is over"""
+    """highest number of a finished handover"""
     flipped: int
-    """the last that was flipped to"""
+    """number of the last handover that was flipped to"""
     verdict: str = ""
-    """`fleet.handover.Verdict` on the command that this answers; empty: nothing was commanded"""
+    """`fleet.handover.Verdict` on the command that this answers; empty: not an answer to a command"""
     failure: str = ""
-    """why it could not stage: whose fault, and what to do"""
+    """reason why staging failed, with cause and remedy"""
     fault: str = ""
-    """the same in a word, for metrics"""
+    """the same as a short code, for metrics"""
     seconds: float = 0.0
-    """since the open handover was proposed, or that the last one took"""
+    """time since the open handover was proposed, or duration of the last one"""
     pulls: tuple[PullTold, ...] = ()
     free: int = 0
-    """cells for experts on their way in"""
+    """cells available for incoming experts"""
     quarantined: int = 0
-    """cells in which bytes may still land"""
+    """cells in which late bytes may still arrive"""
     draining: int = 0
-    """cells that others may still read"""
+    """cells that other ranks may still read"""
     oldest_seconds: float = 0.0
-    """since when the oldest of those is held"""
+    """age of the oldest quarantined or draining cell"""
 
 
 class MemoryAddress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How another rank can read a rank's expert memory. Readers check every number: they use them as addresses."""
+    """Address at which another rank can read a rank's expert memory. Readers validate every number before use
+    as an address.
+    """
 
     cells: int
     cell_bytes: int
     layout: str
-    """hash of what a cell holds: tensors' names, dtypes, shapes and offsets"""
+    """hash of the cell format: tensor names, dtypes, shapes and offsets"""
     base: int
-    """address in the process"""
+    """virtual address in the process"""
     device: int = 0
     kind: str = "DRAM"
-    """NIXL's name of the memory"""
+    """NIXL's name of the memory type"""
     agent: str = ""
-    """NIXL agent, with its incarnation; empty: it speaks no NIXL"""
+    """NIXL agent name with its incarnation; empty: no NIXL"""
     metadata: bytes = b""
-    """NIXL's, of that agent"""
+    """NIXL metadata of that agent"""
     host: str = ""
-    """identity of machine and process namespace; equal ones can share memory"""
+    """identity of machine and process namespace; processes with equal values can share memory"""
     pid: int = 0
     descriptor: int = -1
-    """file descriptor of the memory in that process; -1: it cannot be shared"""
+    """file descriptor of the memory in that process; -1: not shareable"""
     inode: int = 0
-    """of that file, so that it is taken for no other"""
+    """inode of that file, to detect a reused descriptor"""
 
 
 class LeaseExperts(Event, frozen=True, kw_only=True):
-    """Request of one rank to another of its engine: let me read these experts, and change none of them meanwhile. A repetition renews the lease."""
+    """Request between ranks of one engine: grant a read lease on these experts. The owner does not change
+    them during the lease. A repetition renews the lease.
+    """
 
     worker_id: int
     rank: int
-    """that is asked"""
+    """owner, the receiver of the request"""
     reader: int
-    """rank that asks"""
+    """reader, the sender of the request"""
     handover: int
     experts: tuple[tuple[int, int, int], ...]
     """(layer, slot over all ranks, expert)"""
     seconds: float
-    """how long the lease holds without renewal"""
+    """duration of the lease without renewal"""
 
 
 class ExpertsLeased(Event, frozen=True, kw_only=True):
@@ -575,13 +643,13 @@ class ExpertsLeased(Event, frozen=True, kw_only=True):
     lease: int
     memory: MemoryAddress
     cells: tuple[int, ...]
-    """where they are"""
+    """cell of each expert"""
     checksums: tuple[tuple[int, ...], ...]
-    """u64 per tensor of each: what was loaded or verified, not what lies there now"""
+    """u64 per tensor of each expert, as loaded or verified, not computed from the present memory"""
 
 
 class EndLease(Event, frozen=True, kw_only=True):
-    """Request: the reads of a lease have settled. Answered with `LeaseEnded`; unknown leases have ended too."""
+    """Request: release a lease after the last read. Answered with `LeaseEnded`, also for unknown leases."""
 
     worker_id: int
     rank: int
@@ -597,23 +665,25 @@ class LeaseEnded(Event, frozen=True, kw_only=True):
 
 
 class MigrateExpert(Event, frozen=True, kw_only=True):
-    """Request to the migration service: bring an expert to a rank. Answered with `MigrationAccepted`."""
+    """Request to the migration service: copy an expert to a rank. Answered with `MigrationAccepted`."""
 
     engine: str
     layer: int
     expert: int
     rank: int
-    """where it shall be"""
+    """destination rank"""
     source: int | None = None
-    """rank to read from; None: the nearest that has it"""
+    """rank to read from; None: the nearest rank that has the expert"""
     move: bool = False
-    """it leaves the rank it is read from"""
+    """remove the expert from the source rank"""
     swap: int | None = None
-    """expert of the layer that goes the other way; None: chosen, where there is no free slot"""
+    """expert of the layer to move in the opposite direction; None: chosen automatically if there is no free
+    slot
+    """
 
 
 class ApplyPlan(Event, frozen=True, kw_only=True):
-    """Request to the migration service: carry out this plan. Answered with `MigrationAccepted`."""
+    """Request to the migration service: execute this plan. Answered with `MigrationAccepted`."""
 
     engine: str
     plan: bytes
@@ -621,15 +691,17 @@ class ApplyPlan(Event, frozen=True, kw_only=True):
 
 
 class RollBack(Event, frozen=True, kw_only=True):
-    """Request to the migration service: bring an engine back to the placement before a plan. Answered with `MigrationAccepted`."""
+    """Request to the migration service: restore an engine's placement before a plan. Answered with
+    `MigrationAccepted`.
+    """
 
     engine: str
     plan: str = ""
-    """id; empty: the last one of which anything was committed"""
+    """plan id; empty: the last plan with a committed handover"""
 
 
 class MigrationAccepted(Event, frozen=True, kw_only=True):
-    """Answer: a plan will be carried out; `MigrationPlanned` and what follows it tell how it goes."""
+    """Answer: the plan will be executed. `MigrationPlanned` and later events report its progress."""
 
     engine: str
     worker_id: int
@@ -638,31 +710,36 @@ class MigrationAccepted(Event, frozen=True, kw_only=True):
     copies: int
     bytes: int
     what: tuple[str, ...] = ()
-    """its steps in words, the first of them"""
+    """first steps of the plan, as text"""
 
 
 Origin = Literal["operator", "planner", "rollback"]
 
 
 class LoopFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine serves its requests under a placement: foretold by the planner, or measured (`DispatchMeasured`)."""
+    """Performance figures of an engine under a placement: predicted by the planner, or measured
+    (`DispatchMeasured`).
+    """
 
     remote_ranks: float
-    """distinct other ranks that a token is sent to in a layer, mean"""
+    """distinct other ranks to which a token is sent in a layer, mean"""
     local: float
-    """share of (token, k) pairs served where their request lives"""
+    """share of (token, k) pairs served on the rank of their request"""
     balance: float
-    """mean / highest load of a rank, mean over layers; measured: of single steps, mean over these"""
+    """mean / highest load of a rank, mean over layers. Measured: computed per step, then averaged over steps
+    """
     step_seconds: float
-    """of one step"""
+    """duration of one step"""
     tokens: float = 0.0
-    """that were measured; 0: foretold"""
+    """measured tokens; 0: predicted"""
     communication: float | None = None
-    """share of a step that ranks spend sending and waiting for each other, mean over ranks; None: predicted, or the engine cannot tell"""
+    """share of a step that ranks spend sending to and waiting for each other, mean over ranks; None:
+    predicted, or not measurable by the engine
+    """
 
 
 class MigrationPlanned(Event, frozen=True, kw_only=True):
-    """A plan is being carried out from now on. Stored."""
+    """Execution of a plan started. Stored."""
 
     engine: str
     worker_id: int
@@ -674,41 +751,45 @@ class MigrationPlanned(Event, frozen=True, kw_only=True):
     bytes: int
     reason: str
     blob: str = ""
-    """sha256 of the plan's JSON (`migration.model.plan.Plan`) in the blob store, until it is over; empty: there was no room to keep it"""
+    """sha256 of the plan's JSON (`migration.model.plan.Plan`) in the blob store, kept until the plan ends;
+    empty: the store had no room for it
+    """
     traceparent: str = ""
-    """W3C; of the plan's span"""
+    """W3C trace context of the plan's span"""
     before: LoopFigures | None = None
-    """as it is foretold to go on without the plan; None: nobody has reckoned"""
+    """prediction without the plan; None: not computed"""
     after: LoopFigures | None = None
-    """and with it"""
+    """prediction with the plan"""
     policy: str = ""
-    """of the planner that made it; empty: somebody else's"""
+    """planning policy that made it; empty: not made by the planner"""
 
 
 class MigrationStaged(Event, frozen=True, kw_only=True):
-    """Every rank of an engine holds what the next epoch needs, verified; it is about to be adopted. Stored."""
+    """Every rank of an engine has staged and verified the next epoch, which is about to be committed. Stored.
+    """
 
     engine: str
     worker_id: int
     plan: str
     handover: int
     number: int
-    """which handover of the plan, from 0"""
+    """index of the handover in the plan, from 0"""
     epoch: int
-    """the one it makes"""
+    """epoch that the handover creates"""
     placement: PlacementRecord
     copies: int
     bytes: int
     seconds: float
-    """from the proposal"""
+    """time since the proposal"""
     pulls: tuple[PullTold, ...] = ()
-    """of all ranks"""
+    """reads of all ranks"""
     arrivals: tuple[ExpertArrival, ...] = ()
-    """every copy; empty where a successor ended a handover whose plan it no longer has"""
+    """every copy; empty if a successor finished the handover without having its plan"""
 
 
 class MigrationCommitted(Event, frozen=True, kw_only=True):
-    """One handover of a plan is done: every rank serves its epoch. Stored, behind its `PlacementCommitted`."""
+    """One handover of a plan committed: every rank serves its epoch. Stored, after its `PlacementCommitted`.
+    """
 
     engine: str
     worker_id: int
@@ -719,32 +800,34 @@ class MigrationCommitted(Event, frozen=True, kw_only=True):
     copies: int
     bytes: int
     seconds: float
-    """from the proposal to the last rank's flip"""
+    """from the proposal to the flip of the last rank"""
     commit_seconds: float
-    """of it: from the decision"""
+    """part of `seconds` from the commit decision on"""
     last: bool
-    """the plan is done with it"""
+    """True for the last handover of the plan"""
     arrivals: tuple[ExpertArrival, ...] = ()
     """as in `MigrationStaged`"""
 
 
 class MigrationAborted(Event, frozen=True, kw_only=True):
-    """A handover was given up, and with it the rest of its plan; the epoch before is served on. Stored."""
+    """A handover was aborted, together with the rest of its plan. The previous epoch stays in service.
+    Stored.
+    """
 
     engine: str
     worker_id: int
     plan: str
     handover: int
-    """0: none was begun"""
+    """0: none was started"""
     number: int
     epoch: int
-    """the one that was not reached"""
+    """epoch that was not reached"""
     reason: str
-    """whose fault, and what to do"""
+    """cause and remedy"""
     fault: str
-    """the same in a word"""
+    """the same as a short code"""
     rank: int | None = None
-    """whose"""
+    """rank at fault"""
     seconds: float = 0.0
 
 
@@ -752,42 +835,51 @@ Verdict = Literal["kept", "harmful", "unknown"]
 
 
 class PlanJudged(Event, frozen=True, kw_only=True):
-    """What a plan of the planner's own has really brought, some time after its end. Stored, behind what became of the plan."""
+    """Measured effect of one of the planner's own plans, some time after its end. Stored, after the plan's
+    outcome.
+    """
 
     engine: str
     worker_id: int
     plan: str
     epoch: int
-    """that it was judged in"""
+    """epoch in which the plan was evaluated"""
     verdict: Verdict
-    """kept: it stays; harmful: it is rolled back, and its experts rest; unknown: too little was measured, or others moved experts meanwhile"""
+    """kept: the plan stays; harmful: it is rolled back and its experts enter a cooldown; unknown: too little
+    was measured, or experts were moved by others in the meantime
+    """
     predicted_before: LoopFigures
     predicted_after: LoopFigures
     measured_before: LoopFigures | None = None
     measured_after: LoopFigures | None = None
     realised: float | None = None
-    """measured gain of a step's seconds, as a share of the predicted one; below 0: it got worse. None: not measured"""
+    """measured gain in step seconds, as a share of the predicted gain; below 0: slower than before. None: not
+    measured
+    """
     trust: float
-    """what the planner takes of predicted gains from now on, in (0, 1]"""
+    """discount on predicted gains from now on, in (0, 1]"""
     reason: str
-    """in a sentence"""
+    """explanation in one sentence"""
 
 
 class SteerLoop(Event, frozen=True, kw_only=True):
-    """Request to the migration service: make plans by yourself, or (paused) only what is asked for. It outlives the service. Answered with
-    `LoopDescribed`."""
+    """Request to the migration service: plan automatically, or (paused) only on request. The setting survives
+    restarts of the service. Answered with `LoopDescribed`.
+    """
 
     paused: bool
     reason: str = ""
-    """why, for whoever looks later"""
+    """reason, for later readers"""
 
 
 class DescribeLoop(Event, frozen=True, kw_only=True):
-    """Request to the migration service: say what you do by yourself, and why. Answered with `LoopDescribed`."""
+    """Request to the migration service: describe the state of the automatic control loop. Answered with
+    `LoopDescribed`.
+    """
 
 
 class LayerFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """[layers] each, measured in the last window."""
+    """Figures per layer, [layers] each, measured in the last window."""
 
     balance: tuple[float, ...]
     remote_ranks: tuple[float, ...]
@@ -795,15 +887,15 @@ class LayerFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanTold(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan, for people."""
+    """Summary of a plan, for display."""
 
     plan: str
     origin: Origin
     policy: str
     at: float
-    """Unix seconds, of its beginning"""
+    """start time, Unix seconds"""
     outcome: str
-    """under way, committed, aborted (why), kept, harmful, ..."""
+    """under way, committed, aborted (with the reason), kept, harmful, ..."""
     copies: int
     bytes: int
     predicted_before: LoopFigures | None = None
@@ -813,35 +905,35 @@ class PlanTold(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineLoop(msgspec.Struct, frozen=True, kw_only=True):
-    """What the migration service does with one engine by itself."""
+    """State of the automatic control loop for one engine."""
 
     engine: str
     worker_id: int
     epoch: int
     measured: LoopFigures | None = None
-    """in the last window; None: nothing was"""
+    """figures of the last window; None: nothing was measured"""
     layers: LayerFigures | None = None
     at_start: LoopFigures | None = None
-    """the first window that was measured of this life of the engine"""
+    """first measured window of this incarnation of the engine"""
     decided_at: float | None = None
-    """Unix seconds; None: nothing was thought over yet"""
+    """Unix seconds; None: no decision yet"""
     decided: str = ""
-    """what was decided last, in a sentence: a plan, or why there is none"""
+    """last decision, in one sentence: a plan, or why there is none"""
     next_seconds: float | None = None
-    """until it is thought over again; None: only when asked"""
+    """time until the next planning cycle; None: only on request"""
     trust: float = 1.0
-    """what is taken of predicted gains, in (0, 1]"""
+    """discount on predicted gains, in (0, 1]"""
     spent_bytes: int = 0
-    """copied by plans of the planner's own in the present interval of its budget"""
+    """bytes copied by the planner's own plans in the present budget interval"""
     moved_bytes: int = 0
-    """copied since the service knows the engine"""
+    """bytes copied since the service first saw the engine"""
     homes: int = 0
     """clusters that have a home"""
     homes_note: str = ""
     resting: int = 0
-    """experts that were moved lately, or did harm, and stay where they are"""
+    """experts in cooldown: recently moved, or part of a harmful plan"""
     plans: tuple[PlanTold, ...] = ()
-    """the last ones, the newest first"""
+    """last plans, newest first"""
 
 
 class LoopDescribed(Event, frozen=True, kw_only=True):
@@ -849,7 +941,7 @@ class LoopDescribed(Event, frozen=True, kw_only=True):
 
     policy: str
     automatic: bool
-    """as configured"""
+    """automatic planning, as configured"""
     paused: bool
     paused_reason: str = ""
     paused_at: float | None = None
@@ -861,39 +953,44 @@ class LoopDescribed(Event, frozen=True, kw_only=True):
 
 
 class DescribeEngine(Event, frozen=True, kw_only=True):
-    """Request to one engine: answer with your `EngineJoined`."""
+    """Request to one engine for its `EngineJoined`."""
 
     worker_id: int
 
 
 class DescribeProfile(Event, frozen=True, kw_only=True):
-    """Request to the tracker: answer with the `ProfilePublished` of a model; uniform, with 0 tokens, before anything was reported.
-    `RequestRefused` for a model that no engine has named."""
+    """Request to the tracker for the `ProfilePublished` of a model: uniform, with 0 tokens, before the first
+    report. `RequestRefused` for a model that no engine has named.
+    """
 
     model: str
 
 
 class DescribePopularity(Event, frozen=True, kw_only=True):
-    """Request to the tracker: answer with the `PopularityDescribed` of a model."""
+    """Request to the tracker for the `PopularityDescribed` of a model."""
 
     model: str
 
 
 class RankPopularity(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank: what its requests want and what it holds. Experts as (layer, expert, tokens per second), most first."""
+    """Expert demand and placement of one rank. Experts as (layer, expert, tokens per second), most demand
+    first.
+    """
 
     engine: str
     rank: int
     tokens_per_second: float
     remote: float | None
     wanted_remote: tuple[tuple[int, int, float], ...] = ()
-    """wanted here, held elsewhere"""
+    """in demand on this rank, placed on another"""
     local_idle: tuple[tuple[int, int, float], ...] = ()
-    """held here, least wanted here"""
+    """placed on this rank, lowest demand here"""
 
 
 class ClusterPopularity(msgspec.Struct, frozen=True, kw_only=True):
-    """One cluster: its share of the traffic, and how far it is from the mix (Jensen-Shannon, nats, mean over layers)."""
+    """One cluster: its share of the traffic, and its distance from the mix (Jensen-Shannon, nats, mean over
+    layers).
+    """
 
     cluster: int
     share: float
@@ -901,132 +998,145 @@ class ClusterPopularity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SourceQuality(msgspec.Struct, frozen=True, kw_only=True):
-    """How good one source of prediction has been."""
+    """Measured quality of one source of prediction."""
 
     source: str
     requests: int
-    """outcomes in which it had something to say"""
+    """outcomes for which it had evidence"""
     trust: float
     reliability: float
 
 
 class PopularityDescribed(Event, frozen=True, kw_only=True):
-    """Everything the tracker knows of a model, for people and for `roost popularity`."""
+    """Complete tracker state of a model, for display and for `roost popularity`."""
 
     model: str
     tokens: float
     """decayed exposure behind the slow profile"""
     tokens_per_second: float
     fast: ExpertTable
-    """probabilities per layer, over the last seconds"""
+    """probabilities per layer over the last seconds"""
     slow: ExpertTable
     ranks: tuple[RankPopularity, ...]
     clusters: tuple[ClusterPopularity, ...]
     shifted: bool
     divergence: float | None
-    """of fast from slow, nats, mean over layers; None: too little was seen"""
+    """divergence of the fast from the slow profile, nats, mean over layers; None: too little data"""
     threshold: float | None
     sources: tuple[SourceQuality, ...]
     gain: float
     outcomes: int
-    """requests whose prediction was compared with what they did"""
+    """requests whose prediction was compared with the measured activations"""
     recall: float | None
-    """mass of the true most popular half of a layer's experts that was predicted / its whole mass, mean over sampled requests"""
+    """predicted mass of the true most popular half of a layer's experts / its whole mass, mean over sampled
+    requests
+    """
     prior_recall: float | None
-    """the same for the mix"""
+    """the same for the traffic mix"""
     stored_blocks: int
     stored_bytes: int
 
 
 class RankDrained(Event, frozen=True, kw_only=True):
-    """An operator wants no new requests on a rank (`draining` True), or wants them again. What runs there goes on. Stored.
+    """An operator drained a rank (`draining` True) or resumed routing to it. Running requests continue.
+    Stored.
 
-    It is about one incarnation: an engine that comes back takes requests again.
+    It applies to one incarnation: a restarted engine receives requests again.
     """
 
     engine: str
     worker_id: int
     rank: int | None
-    """None: the whole engine"""
+    """rank; None: the whole engine"""
     draining: bool
     reason: str = ""
 
 
 class ConfigChanged(Event, frozen=True, kw_only=True):
-    """A part took new settings while it ran, or refused them: the audit of every reload. Stored."""
+    """A part applied new settings while running, or refused them: the audit record of every reload. Stored.
+    """
 
     part: str
     instance: int
     """identity of the process"""
     changed: dict[str, tuple[str, str]]
-    """by key: the value before and the value now, as TOML writes them; empty when nothing differed or all was refused"""
+    """by key: the value before and after, as TOML literals; empty: no difference, or refused"""
     refused: str | None = None
-    """why the new settings are not used; None: they are"""
+    """reason for refusing the new settings; None: they are in use"""
 
 
 class BookedLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Load that one router promised one rank for one request."""
+    """Load that one router booked on one rank for one request."""
 
     id: str
-    """of the decision"""
+    """id of the decision"""
     worker_id: int
     rank: int
     prefill_tokens: int
-    """prompt tokens still to compute; 0 once the first token has come"""
+    """prompt tokens still to compute; 0 after the first token"""
     blocks: int
     steps: int
-    """tokens still expected to be emitted"""
+    """tokens still expected"""
     age_seconds: float
-    """since it was booked"""
+    """time since the booking"""
     session: int = 0
-    """hash of the conversation it belongs to, which is now at this rank; 0: nobody said"""
+    """hash of the conversation, which is now on this rank; 0: not given"""
     prefix: bytes = b""
-    """u64 little endian [n]: sequence hashes of the prompt's first blocks, which this rank will have cached. Told once, and only of ranks that do
-    not report their KV cache"""
+    """u64 little endian [n]: sequence hashes of the prompt's first blocks, which this rank will have cached.
+    Sent once, and only for ranks that do not report their KV cache
+    """
     external: bool = False
     """another data plane sends the request"""
     held: bool = False
-    """external, and its first token has not come: it counts beside whatever its rank reports"""
+    """external, before its first token: counted in addition to the load that its rank reports"""
 
 
 class ReservationsChanged(Event, frozen=True, kw_only=True):
-    """What one router booked, saw progress, or released since it last said so. Best effort, coalesced, not stored; readers let bookings
-    expire, and let go of all of a router's when it falls silent or comes back as another `router`."""
+    """Bookings that one router made, updated or released since its last message. Best effort, coalesced, not
+    stored. Readers expire bookings. They drop all bookings of a router that stops sending or returns as
+    another `router`.
+    """
 
     router: int
-    """random u64 per router process; also its heartbeat, when nothing changed"""
+    """random u64 per router process. A message without changes is the router's heartbeat"""
     booked: tuple[BookedLoad, ...] = ()
-    """new ones, and those of which something changed"""
+    """new and changed bookings"""
     ended: tuple[str, ...] = ()
-    """decision ids"""
+    """decision ids of finished bookings"""
     forgotten: tuple[str, ...] = ()
-    """decision ids booked by another router, which is asked to end them (`RouteReleased` came here)"""
+    """decision ids booked by another router that shall end them (this router received their `RouteReleased`)
+    """
     computed: tuple[str, ...] = ()
-    """decision ids booked by another router, which is told that their prompts are computed"""
+    """decision ids booked by another router, whose prompts are computed"""
     released_by: dict[str, str] = {}
-    """by decision id, forgotten or computed, the tenant whose release it is: it ends that tenant's own bookings alone. Ids that are missing were
-    released by a caller who may end any"""
+    """by decision id, forgotten or computed: the tenant that released it. It ends only that tenant's own
+    bookings. Ids not listed were released by a caller that may end any booking
+    """
 
 
 class DescribeReservations(Event, frozen=True, kw_only=True):
-    """Request to one router: answer with everything you have booked."""
+    """Request to one router for all its bookings."""
 
     router: int
-    """the one that asks"""
+    """router that requests"""
 
 
 class ReservationsDescribed(Event, frozen=True, kw_only=True):
-    """Answer to `DescribeReservations`: all that one router has booked, as of message `sequence` of `publisher_id` at least."""
+    """Answer to `DescribeReservations`: all bookings of one router, including message `sequence` of
+    `publisher_id`.
+    """
 
     router: int
     publisher_id: int
     sequence: int
-    """last ReservationsChanged that is contained; -1: none was sent yet"""
+    """last ReservationsChanged included; -1: none was sent yet"""
     booked: tuple[BookedLoad, ...]
 
 
 class RouteRequested(Event, frozen=True, kw_only=True):
-    """Request to one router: decide. For data planes that forward by themselves; the HTTP twin is `POST /v1/route[/reserve]`."""
+    """Request to one router: decide. For data planes that forward requests on their own. HTTP equivalent:
+    `POST /v1/route[/reserve]`.
+    """
 
     body: bytes
     """a chat or completions request as JSON"""
@@ -1035,46 +1145,51 @@ class RouteRequested(Event, frozen=True, kw_only=True):
     tenant: str = ""
     priority: str = ""
     reserve: bool = False
-    """book the load at the chosen rank, until it is released or expires"""
+    """book the load on the chosen rank until release or expiry"""
     wait: bool = False
-    """with `reserve`: when every rank is saturated, wait for a place (the request itself must then be allowed to take so long)"""
+    """with `reserve`: wait for a free place if every rank is saturated. The caller's request timeout must
+    allow for the wait
+    """
     without: tuple[str, ...] = ()
-    """as if these terms of the cost did not count; only without `reserve`"""
+    """decide without these cost terms; only without `reserve`"""
     gone: tuple[str, ...] = ()
-    """as if these ranks ("engine/rank"), or engines, were gone; only without `reserve`"""
+    """decide without these ranks ("engine/rank") or engines; only without `reserve`"""
     traceparent: str = ""
-    """W3C trace context of the asking program's span"""
+    """W3C trace context of the caller's span"""
 
 
 class RouteDecided(Event, frozen=True, kw_only=True):
     """Answer to `RouteRequested`."""
 
     record: bytes
-    """the decision as JSON, what `GET /v1/decisions/{id}` answers"""
+    """the decision as JSON, as returned by `GET /v1/decisions/{id}`"""
     url: str
     """base URL of the chosen rank"""
     expires_seconds: float | None = None
-    """a reservation ends by itself after so long; None: nothing was reserved"""
+    """the reservation expires after this time; None: nothing was reserved"""
     cache_salt: str | None = None
-    """to be sent to that rank as `cache_salt`; None: nothing is to be sent"""
+    """`cache_salt` to send to that rank; None: send none"""
 
 
 class RouteReleased(Event, frozen=True, kw_only=True):
-    """Request to one router: a reserved request computed its prompt (`first_token`) or is over. Answered with the same event; a
-    reservation that is unknown or over is no error."""
+    """Request to one router: a reserved request has computed its prompt (`first_token`) or has ended.
+    Answered with the same event. An unknown or ended reservation is not an error.
+    """
 
     id: str
-    """of the decision"""
+    """id of the decision"""
     first_token: bool = False
-    """True: the prompt is computed and the request goes on; False: it is over"""
+    """True: the prompt is computed and the request continues; False: the request has ended"""
 
 
 class DescribeDecision(Event, frozen=True, kw_only=True):
-    """Request to the router that made it: answer with a decision; `RequestRefused` when it is not among the last ones."""
+    """Request to the router that made a decision: return it. `RequestRefused` if it is not among the last
+    decisions.
+    """
 
     id: str
     tenant: str | None = None
-    """of this tenant alone, others being as unknown as what never was; None: of any"""
+    """return only decisions of this tenant and refuse others as unknown; None: of any tenant"""
 
 
 class DecisionDescribed(Event, frozen=True, kw_only=True):
@@ -1085,25 +1200,31 @@ class DecisionDescribed(Event, frozen=True, kw_only=True):
 
 
 class KvSnapshotRequested(Event, frozen=True, kw_only=True):
-    """Request to one rank: what does your KV cache hold, as of which sequence number of your kv-events?"""
+    """Request to one rank for a snapshot of its KV cache and the sequence number of its last kv-events
+    message.
+    """
 
     worker_id: int
     rank: int
     after: int | None = None
-    """a snapshot of a moment ago will do if it contains the kv-events message of this number (-1: any); None: as of now"""
+    """a recent snapshot suffices if it includes the kv-events message of this number (-1: any); None: the
+    present state
+    """
 
 
 class KvBlock(msgspec.Struct, frozen=True):
-    """One stored block in Dynamo's form: `block_hash` is the chained sequence hash, `tokens_hash` the local one."""
+    """One stored block in Dynamo's format: `block_hash` is the chained sequence hash, `tokens_hash` the local
+    hash.
+    """
 
     block_hash: int
     tokens_hash: int
     mm_extra_info: Any = None
-    """what Dynamo says of images and the like; passed on unread"""
+    """Dynamo's data about images and other media; forwarded unread"""
 
 
 class KvStored(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that follow one another behind `parent_hash` (None: from the start of the prompt)."""
+    """Consecutive blocks after `parent_hash` (None: from the start of the prompt)."""
 
     blocks: tuple[KvBlock, ...]
     parent_hash: int | None = None
@@ -1111,20 +1232,22 @@ class KvStored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvRemoved(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that are gone, by sequence hash."""
+    """Removed blocks, by sequence hash."""
 
     block_hashes: tuple[int, ...]
 
 
 class KvChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Exactly one of `stored` and `removed`; a cleared cache is the string "cleared" in its place (`KvEvent.data`)."""
+    """Exactly one of `stored` and `removed`. A cleared cache is the string "cleared" instead
+    (`KvEvent.data`).
+    """
 
     stored: KvStored | None = None
     removed: KvRemoved | None = None
 
 
 class KvEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Dynamo's inner event; as JSON it is what `RadixTree.apply_event` takes."""
+    """Dynamo's inner event. As JSON it is the argument of `RadixTree.apply_event`."""
 
     event_id: int
     data: KvChange | Literal["cleared"]
@@ -1132,7 +1255,7 @@ class KvEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoutedKvEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Dynamo's payload on `kv-events` is an array of these."""
+    """One element of the array that is Dynamo's payload on `kv-events`."""
 
     worker_id: int
     event: KvEvent
@@ -1149,26 +1272,28 @@ class KvMetrics(msgspec.Struct, frozen=True, kw_only=True):
     active_prefill_tokens: int | None = None
     kv_used_blocks: int | None = None
     running: int | None = None
-    """Roost's addition, as are the next two; other readers ignore them: sequences decoding"""
+    """sequences decoding. This field and the next two are Roost's additions, which other readers ignore"""
     waiting: int | None = None
     """requests not yet admitted"""
     step_seconds: float | None = None
-    """median length of the engine's last steps in which nothing but decoding was done; None: there were none lately"""
+    """median duration of the engine's last decode-only steps; None: no recent ones"""
 
 
 class KvSnapshot(Event, frozen=True, kw_only=True):
-    """Answer to `KvSnapshotRequested`: applying `events` to an empty cache gives the state after message `sequence` of `publisher_id`."""
+    """Answer to `KvSnapshotRequested`: `events`, applied to an empty cache, give the state after message
+    `sequence` of `publisher_id`.
+    """
 
     worker_id: int
     rank: int
     publisher_id: int
     sequence: int
-    """last kv-events message that is contained; -1: none was sent yet"""
+    """last kv-events message included; -1: none was sent yet"""
     events: tuple[KvEvent, ...]
 
 
 class RequestRefused(Event, frozen=True, kw_only=True):
-    """Answer to a request that cannot be met: whose fault it is and what to do."""
+    """Answer to a request that cannot be fulfilled, with cause and remedy."""
 
     reason: str
 
@@ -1232,7 +1357,7 @@ AnyEvent = (
     | KvSnapshot
     | RequestRefused
 )
-"""The closed union. Unknown tags are counted and dropped by the codec, never fatal."""
+"""Closed union of all messages. The codec counts and drops unknown tags."""
 
 STORED = (
     EngineJoined,
@@ -1246,4 +1371,4 @@ STORED = (
     RankDrained,
     ConfigChanged,
 )
-"""Kinds that JetStream keeps and replays; everything else is telemetry, repaired by snapshots."""
+"""Kinds that JetStream keeps and replays. All others are telemetry, recovered from snapshots."""

@@ -1,15 +1,15 @@
-"""Who is meant: ranks, experts, and the shape of a Mixture-of-Experts model."""
+"""Identifiers of ranks and experts, and the shape of a Mixture-of-Experts model."""
 
 from typing import NamedTuple
 
 import msgspec
 
 BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-"""Bytes of one stored weight per dtype name (torch's names, without the `torch.` prefix)."""
+"""Bytes of one stored weight by dtype name (torch's names without the `torch.` prefix)."""
 
 
 class RankId(NamedTuple):
-    """One GPU (or CPU process) of an engine; what the router picks."""
+    """One GPU (or CPU process) of an engine: the target that the router chooses."""
 
     engine: str
     rank: int
@@ -19,7 +19,7 @@ class RankId(NamedTuple):
 
 
 class ExpertId(NamedTuple):
-    """A *logical* expert. Expert 5 of layer 10 has nothing to do with expert 5 of layer 11."""
+    """A *logical* expert. Expert 5 of layer 10 is unrelated to expert 5 of layer 11."""
 
     layer: int
     expert: int
@@ -29,9 +29,9 @@ class ExpertId(NamedTuple):
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The numbers of an MoE model that placement, pricing and bookkeeping need.
+    """Dimensions of an MoE model that placement, cost and bookkeeping need.
 
-    `layers` counts MoE layers only, from 0; dense layers have no experts and do not appear.
+    `layers` counts only the MoE layers, from 0. Dense layers have no experts and are not counted.
     """
 
     layers: int
@@ -41,9 +41,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     expert_intermediate: int
     dtype: str = "float32"
     groups: int = 1
-    """groups of consecutive experts that the gate chooses from; 1: it is not group-limited"""
+    """groups of consecutive experts among which the gate chooses; 1: the gate is not group-limited"""
     groups_per_token: int = 1
-    """groups that a token's experts may be of"""
+    """groups from which a token's experts may come"""
 
     def __post_init__(self) -> None:
         for name in ("layers", "experts", "top_k", "hidden", "expert_intermediate"):

@@ -1,43 +1,56 @@
-"""The protocol by which an engine goes over from one epoch to the next: pure tables for both roles, and the rules that guard them.
+"""Protocol by which an engine changes from one epoch to the next: pure transition tables for both roles, and
+their rules.
 
 Theory
 ------
-A handover is a two-phase commit among the ranks of one engine, conducted by the coordinator (the leading migration service), where the
-second phase ends in a *flip*: all ranks serve the new epoch from one and the same step on.
+A handover is a two-phase commit among the ranks of one engine. The coordinator is the leading migration
+service. The second phase ends in a *flip*: all ranks serve the new epoch from the same step on.
 
-1. The coordinator makes the handover durable (`CoordinatorState.PROPOSING`, by compare-and-set on the engine's key), then proposes it to every
-   rank. A rank pulls the experts it lacks into free cells, compares checksums, and says `staged`. Nothing that is served has changed.
-2. When every rank has staged, the coordinator makes that durable too (PROPOSING -> COMMITTING, by compare-and-set on the same revision). This
-   is *the decision*. Before it, any coordinator may give the handover up; after it, nobody may. One that was replaced meanwhile loses the
-   compare-and-set, and so never sends a commit.
-3. On `commit` a rank is ready: it says the new epoch as `epoch_ready` in the header that every step begins with. All ranks see the same
-   headers, so all flip at the first step in which the least of *ready* exceeds *served*. No message can make them differ.
-4. Before the decision, a refusal, a failure, a silence beyond the deadline or a new coordinator leads to `abort`: ranks drop what they staged.
+1. The coordinator makes the handover durable (`CoordinatorState.PROPOSING`, by compare-and-set on the
+   engine's key). It then proposes it to every rank. A rank pulls the missing experts into free cells,
+   verifies checksums and reports `staged`. The epoch in service has not changed.
+2. When every rank has staged, the coordinator makes that durable too (PROPOSING -> COMMITTING, by
+   compare-and-set on the same revision). This is *the decision*. Before it, any coordinator may abort the
+   handover. After it, none may. A coordinator that was replaced in the meantime loses the compare-and-set,
+   and so never sends a commit.
+3. On `commit` a rank is ready: it announces the new epoch as `epoch_ready` in the header that starts every
+   step. All ranks see the same headers. They all flip at the first step in which the minimum of *ready*
+   exceeds *served*. No message can make them diverge.
+4. Before the decision, a refusal, a failure, a rank silent beyond the deadline or a new coordinator leads to
+   `abort`: ranks drop what they staged.
 
-Four rules keep late, repeated and reordered messages harmless:
+Four rules make late, repeated and reordered messages harmless:
 
-- *Identity.* A handover has a number that only grows and is never given twice, and is for one life of the engine. A rank remembers the highest
-  number that it has concluded (or been told to abort, even before it was proposed) and takes no proposal of that number or below. A commit is for one
-  number, never for "the epoch".
-- *Compare-and-set.* Who decides has seen the very state that is replaced. So there is one decision, however many believe to lead.
-- *Fencing.* Every command carries the token of the coordinator's lease, which only grows. A rank remembers the highest and refuses lower ones.
-  While the store is consistent the two rules above suffice. Where it was lost, this one takes their place: a coordinator first asks every rank under
-  a token above all that they have heard, so that none listens to anybody before it; then what they say is the truth. A handover that is open without
-  a key was decided if any rank is ready or has flipped; else nobody can commit it any more, and it is given up.
-- *Settlement.* A cell that bytes may still land in, or that somebody may still read, is not free: not after a time-out (a transfer cannot be
-  called back), not after an abort, not after a flip. It is quarantined, or drains, until the transfer has settled.
+- *Identity.* Handover numbers increase monotonically and are never reused. A handover belongs to one
+  incarnation of the engine. A rank remembers the highest number that it has concluded (or was ordered to
+  abort, even before the proposal) and rejects proposals of that number or below. A commit names one number,
+  never "the epoch".
+- *Compare-and-set.* A decision replaces exactly the state that its coordinator has read. So there is one
+  decision, even if several coordinators believe to be the leader.
+- *Fencing.* Every command carries the fencing token of the coordinator's lease, which only increases. A rank
+  remembers the highest token and rejects lower ones. While the store is consistent, the two rules above
+  suffice. If the store was lost, fencing replaces them. A coordinator first queries every rank under a token
+  above all tokens they have seen, so that none accepts commands from an earlier coordinator. The reported
+  states are then the truth. A handover that is open without a key was decided if any rank is ready or has
+  flipped. Otherwise no coordinator can commit it, and it is aborted.
+- *Settlement.* A cell is not free while bytes may still arrive in it or another rank may still read it. No
+  time-out changes that (a transfer cannot be recalled), nor does an abort or a flip. The cell is quarantined,
+  or drains, until the transfer has settled.
 
-A rank that has staged cannot give up by itself: the decision may have been taken. It waits for the coordinator or for its successor,
-and serves its old epoch meanwhile. Nor can a coordinator give a decision up because it hears nothing: silence is not death, and a rank that is heard
-again would be left with a handover that nobody ends. Only an abort may end while ranks are silent, if whoever is found with it open later is told
-again: a handover that is open at a rank and over by the key was never decided.
+A rank that has staged cannot abort on its own: the decision may have been made. It waits for the coordinator
+or its successor, and serves its old epoch meanwhile. Nor can a coordinator revoke a decision because ranks
+are silent. Silence does not prove death, and a rank that returned would have an open handover that no
+coordinator ends. Only an abort may finish while ranks are silent. A rank later found with the aborted
+handover open receives the abort again: a handover that is open on a rank and finished according to the key
+was never decided.
 
-An engine that dies begins a new life with the last epoch that was decided: that of the handover under the engine's key, if the key says COMMITTING
-(its placement was recorded as staged before), else of the last placement that was recorded as committed (recorded before the key says IDLE). That it
-was recorded as staged is no decision. Who looks reads the key first, then the log.
+A restarted engine begins with the last epoch that was decided. If the engine's key says COMMITTING, that is
+the epoch of its handover (the placement was recorded as staged before). Otherwise it is the last placement
+recorded as committed (recorded before the key says IDLE). A placement recorded only as staged is not decided.
+Readers read the key first, then the log.
 
-`docs/handover.md` draws the tables; `tests/fleet/test_handover_model.py` walks through everything that can happen, and shows what goes wrong without
-each of the rules.
+`docs/handover.md` draws the tables. `tests/fleet/test_handover_model.py` explores all interleavings, and
+shows the failure that follows from dropping each rule.
 """
 
 from collections.abc import Mapping
@@ -46,7 +59,7 @@ from typing import NamedTuple, TypeVar
 
 
 class CoordinatorState(StrEnum):
-    """Where the coordinator is with one engine; what is stored under the engine's key."""
+    """Progress of the coordinator for one engine; stored under the engine's key."""
 
     IDLE = "idle"
     PROPOSING = "proposing"
@@ -55,7 +68,7 @@ class CoordinatorState(StrEnum):
 
 
 class CoordinatorEvent(StrEnum):
-    """What moves the coordinator."""
+    """Events of the coordinator."""
 
     BEGIN = "begin"
     ALL_STAGED = "all staged"
@@ -64,7 +77,9 @@ class CoordinatorEvent(StrEnum):
     ALL_SERVING = "all serving"
     ALL_ABORTED = "all aborted"
     ENGINE_GONE = "engine gone"
-    """the life that the handover is for is over: it said so, or another has joined under the engine's name. Silence is no proof"""
+    """the incarnation that the handover belongs to has ended: it sent `EngineLeft`, or another one joined
+    under the engine's name. Silence is no proof
+    """
 
 
 CONDUCTING: Mapping[tuple[CoordinatorState, CoordinatorEvent], CoordinatorState] = {
@@ -80,20 +95,20 @@ CONDUCTING: Mapping[tuple[CoordinatorState, CoordinatorEvent], CoordinatorState]
 
 
 class RankState(StrEnum):
-    """Where a rank is."""
+    """Handover state of a rank."""
 
     SERVING = "serving"
     """no handover is open"""
     STAGING = "staging"
     STAGED = "staged"
     FAILED = "failed"
-    """it could not stage, has said so, and waits for the abort"""
+    """staging failed; the rank has reported it and waits for the abort"""
     READY = "ready"
-    """the commit was taken; the flip follows as soon as every rank is ready"""
+    """the commit was accepted; the flip follows as soon as every rank is ready"""
 
 
 class RankEvent(StrEnum):
-    """What moves a rank."""
+    """Events of a rank."""
 
     PROPOSE = "propose"
     STAGED = "staged"
@@ -116,39 +131,39 @@ RANK: Mapping[tuple[RankState, RankEvent], RankState] = {
 
 
 class Cell(StrEnum):
-    """What a cell of a rank's expert memory is in use for."""
+    """Use of a cell of a rank's expert memory."""
 
     FREE = "free"
     PULLING = "pulling"
-    """bytes are landing"""
+    """bytes are arriving"""
     VERIFYING = "verifying"
     STAGED = "staged"
     LIVE = "live"
-    """it is served from"""
+    """in service"""
     DRAINING = "draining"
-    """served no more, but somebody may still read it"""
+    """no longer in service, but another rank may still read it"""
     QUARANTINED = "quarantined"
-    """given up, but bytes may still land"""
+    """given up, but bytes may still arrive"""
 
 
 class CellEvent(StrEnum):
-    """What changes the use of a cell."""
+    """Events of a cell."""
 
     RESERVED = "reserved"
     LANDED = "landed"
     BROKEN = "broken"
-    """the transfer failed, and nothing is under way any more"""
+    """the transfer failed, and none is in progress"""
     OVERDUE = "overdue"
-    """given up after a deadline or by an abort, while bytes may still land"""
+    """given up at a deadline or by an abort, while bytes may still arrive"""
     VERIFIED = "verified"
     REFUSED = "refused"
-    """its checksums are not those that were promised"""
+    """its checksums differ from the leased ones"""
     ADOPTED = "adopted"
     EVICTED = "evicted"
     DROPPED = "dropped"
     """staged for a handover that was aborted"""
     SETTLED = "settled"
-    """no byte lands any more, and nobody reads it"""
+    """no further bytes arrive, and no reader is left"""
 
 
 CELL: Mapping[tuple[Cell, CellEvent], Cell] = {
@@ -168,7 +183,7 @@ CELL: Mapping[tuple[Cell, CellEvent], Cell] = {
 
 
 class IllegalMove(Exception):
-    """An event that a state does not allow; the text names role, state and event."""
+    """An event that a state does not allow. The text names role, state and event."""
 
 
 _ROLES: Mapping[type[StrEnum], str] = {CoordinatorState: "coordinator", RankState: "rank", Cell: "cell"}
@@ -178,7 +193,7 @@ Happening = TypeVar("Happening", bound=StrEnum)
 
 
 def moved(table: Mapping[tuple[State, Happening], State], state: State, event: Happening) -> State:
-    """The state after an event. IllegalMove when the table does not have it."""
+    """Return the state after an event. IllegalMove if the table has no such transition."""
     after = table.get((state, event))
     if after is None:
         allowed = ", ".join(repr(one.value) for (of, one) in table if of is state) or "nothing"
@@ -187,50 +202,57 @@ def moved(table: Mapping[tuple[State, Happening], State], state: State, event: H
 
 
 class CommandVerdict(StrEnum):
-    """What a rank does with a command. Only TAKE changes anything but the highest token (`heard`); to REPEAT it says again where it is."""
+    """Reaction of a rank to a command.
+
+    Only TAKE changes the state, except for the highest token (`heard`). On REPEAT the rank reports its state
+    again.
+    """
 
     TAKE = "take"
     REPEAT = "repeat"
     FENCED = "fenced"
     """from a coordinator that has been replaced"""
     PAST = "past"
-    """of a handover that is over, or for an epoch that does not follow the one served"""
+    """of a finished handover, or for an epoch that does not follow the one in service"""
     BUSY = "busy"
     """another handover is open"""
     UNKNOWN = "unknown"
-    """commit of a handover that was never proposed here"""
+    """commit of a handover that was never proposed to this rank"""
     PREMATURE = "premature"
-    """commit before it was staged, or abort after the commit"""
+    """commit before staging finished, or abort after the commit"""
 
 
 class ProtocolState(NamedTuple):
-    """All that a rank remembers of the protocol."""
+    """Protocol state of a rank."""
 
     state: RankState
     served: int
-    """epoch"""
+    """epoch in service"""
     token: int = 0
-    """highest seen"""
+    """highest fencing token seen"""
     handover: int = 0
-    """the open one; 0: none"""
+    """number of the open handover; 0: none"""
     concluded: int = 0
-    """highest number that is over: flipped, or aborted"""
+    """highest number of a finished handover, flipped or aborted"""
     flipped: int = 0
-    """number of the last one that was flipped to"""
+    """number of the last handover that was flipped to"""
 
 
 def is_open(rank: ProtocolState, handover: int) -> bool:
-    """Whether this handover is open here. It goes before the question what is over: an abort that came for a later one concludes that one alone."""
+    """Return True if this handover is open on the rank.
+
+    Check this before `concluded`: an abort received for a later handover concludes only that one.
+    """
     return rank.state is not RankState.SERVING and handover == rank.handover
 
 
 def heard(rank: ProtocolState, token: int) -> ProtocolState:
-    """After any command, whatever became of it: the highest token seen counts, also when the command brought nothing new."""
+    """Return the state after any command, whatever its verdict: the highest token seen is recorded."""
     return rank if token <= rank.token else rank._replace(token=token)
 
 
 def heed_propose(rank: ProtocolState, token: int, handover: int, epoch: int) -> CommandVerdict:
-    """What becomes of a proposal. epoch: the one it makes."""
+    """Return the verdict on a proposal. epoch: the epoch that it creates."""
     if token < rank.token:
         return CommandVerdict.FENCED
     if is_open(rank, handover):
@@ -243,7 +265,7 @@ def heed_propose(rank: ProtocolState, token: int, handover: int, epoch: int) -> 
 
 
 def heed_commit(rank: ProtocolState, token: int, handover: int) -> CommandVerdict:
-    """What becomes of a commit."""
+    """Return the verdict on a commit."""
     if token < rank.token:
         return CommandVerdict.FENCED
     if is_open(rank, handover):
@@ -254,7 +276,11 @@ def heed_commit(rank: ProtocolState, token: int, handover: int) -> CommandVerdic
 
 
 def heed_abort(rank: ProtocolState, token: int, handover: int) -> CommandVerdict:
-    """What becomes of an abort. One of a handover that was never proposed here is taken too: its proposal may still come, and must find it over."""
+    """Return the verdict on an abort.
+
+    An abort of a handover that was never proposed to this rank is accepted too: its proposal may still
+    arrive, and must then be rejected as past.
+    """
     if token < rank.token:
         return CommandVerdict.FENCED
     if is_open(rank, handover):
@@ -265,29 +291,31 @@ def heed_abort(rank: ProtocolState, token: int, handover: int) -> CommandVerdict
 
 
 def proposed(rank: ProtocolState, token: int, handover: int) -> ProtocolState:
-    """After a proposal that was taken."""
+    """Return the state after an accepted proposal."""
     return rank._replace(state=moved(RANK, rank.state, RankEvent.PROPOSE), token=token, handover=handover)
 
 
 def staged(rank: ProtocolState, *, failed: bool = False) -> ProtocolState:
-    """After everything was pulled and verified, or could not be."""
+    """Return the state after staging finished, or failed."""
     return rank._replace(state=moved(RANK, rank.state, RankEvent.FAILED if failed else RankEvent.STAGED))
 
 
 def committed(rank: ProtocolState, token: int) -> ProtocolState:
-    """After a commit that was taken: ready."""
+    """Return the state after an accepted commit: ready."""
     return rank._replace(state=moved(RANK, rank.state, RankEvent.COMMIT), token=token)
 
 
 def flipped(rank: ProtocolState) -> ProtocolState:
-    """After the step at which all ranks went over."""
+    """Return the state after the step at which all ranks flipped."""
     state = moved(RANK, rank.state, RankEvent.FLIPPED)
     concluded = max(rank.concluded, rank.handover)
     return rank._replace(state=state, served=rank.served + 1, handover=0, concluded=concluded, flipped=rank.handover)
 
 
 def aborted(rank: ProtocolState, token: int, handover: int) -> ProtocolState:
-    """After an abort that was taken, of the open handover or of one that has not come yet."""
+    """Return the state after an accepted abort, of the open handover or of one that has not been proposed
+    yet.
+    """
     concluded = max(rank.concluded, handover)
     if handover != rank.handover:
         return rank._replace(token=token, concluded=concluded)
@@ -295,5 +323,5 @@ def aborted(rank: ProtocolState, token: int, handover: int) -> ProtocolState:
 
 
 def flips(served: int, ready: tuple[int, ...]) -> bool:
-    """Whether the ranks go over at this step: what every rank decides from the same step headers."""
+    """Return True if the ranks flip at this step. Every rank decides this from the same step headers."""
     return min(ready) > served

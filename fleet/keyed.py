@@ -1,6 +1,7 @@
-"""Where rows lie by key: the index of a set-associative table over flat arrays, for tables of a fixed number of bytes. Pure.
+"""Index of a set-associative table over flat arrays, for tables with a fixed number of bytes. Pure.
 
-A key's set follows from its bits, and its row may lie in any of the set's ways. What makes room in a full set is the table's own affair.
+A key's set follows from its bits. Its row may be in any way of the set. Eviction from a full set is up to the
+table.
 """
 
 import numpy as np
@@ -13,16 +14,18 @@ _MASK = (1 << 64) - 1
 
 
 class KeySets:
-    """The keys of sets x ways slots; 0 marks an empty slot and is no key. `keys`: uint64 [slots], written by the table that owns it."""
+    """Keys of sets x ways slots; 0 marks an empty slot and is not a valid key. `keys`: uint64 [slots],
+    written by the owning table.
+    """
 
     def __init__(self, sets: int, ways: int) -> None:
         self.sets = sets
         self.ways = ways
-        self._bytes = bytearray(8 * sets * ways)  # one key is searched in these bytes: numpy takes longer to begin than to find
+        self._bytes = bytearray(8 * sets * ways)  # single keys are searched in bytes: numpy has more overhead
         self.keys: Keys = np.frombuffer(self._bytes, "<u8")
 
     def slot(self, key: int) -> int:
-        """Where one key lies, -1 for nowhere."""
+        """Return the slot of a key, -1 if absent."""
         if not 0 < key <= _MASK:
             return -1
         width = 8 * self.ways
@@ -34,12 +37,12 @@ class KeySets:
         return at >> 3 if at >= 0 else -1
 
     def places(self, keys: Keys) -> NDArray[np.int64]:
-        """int64 [n, ways]: the slots that keys [n] may lie in."""
+        """Return the candidate slots of keys [n]: int64 [n, ways]."""
         mixed = (keys * np.uint64(_MIX)) >> np.uint64(32)
         first = ((mixed * np.uint64(self.sets)) >> np.uint64(32)).astype(np.int64) * self.ways
         return np.asarray(first[:, None] + np.arange(self.ways))
 
     def held(self) -> list[int]:
-        """The keys there are."""
+        """Return the keys in the table."""
         held: list[int] = self.keys[self.keys != 0].tolist()
         return held

@@ -1,4 +1,4 @@
-"""Layouts: how attention and experts are spread over the ranks of one engine."""
+"""Layouts: the distribution of attention and experts over the ranks of one engine."""
 
 from typing import Literal
 
@@ -8,9 +8,11 @@ from fleet.experts import ModelShape
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """`(attention, boundary)`: layers below `boundary` hold experts sharded over the ranks, the others hold them whole.
+    """`(attention, boundary)`: experts are sharded in the layers below `boundary` and whole in the layers
+    from it on.
 
-    EP = (dp, 0), EXPERTS_TP = (dp, N), TP = (tp, N) for N MoE layers. Every (dp, h) serves; (tp, h < N) is refused.
+    EP = (dp, 0), EXPERTS_TP = (dp, N), TP = (tp, N) for N MoE layers. Every (dp, h) can be served; (tp, h <
+    N) is refused.
     """
 
     attention: Literal["dp", "tp"]
@@ -25,9 +27,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def targets_are_ranks(self) -> bool:
-        """Whether each rank owns its requests (data-parallel attention); otherwise the engine is one target."""
+        """True if each rank owns its requests (data-parallel attention). False: the engine is a single
+        target.
+        """
         return self.attention == "dp"
 
 
 EP = Layout(attention="dp", boundary=0)
-"""Expert parallelism: data-parallel attention, whole experts spread over the ranks."""
+"""Expert parallelism: data-parallel attention, whole experts distributed over the ranks."""

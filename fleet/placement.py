@@ -1,4 +1,6 @@
-"""Which expert sits in which slot of which rank, per layer, and how replicas share its tokens; invariants are checked at birth."""
+"""Placement: the expert in each slot of each rank, per layer, and the split of its tokens among replicas.
+Invariants are checked at construction.
+"""
 
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -10,22 +12,26 @@ from numpy.typing import NDArray
 from fleet.experts import ExpertId
 
 EMPTY = -1
-"""Value of a slot that holds no expert."""
+"""Value of an empty slot."""
 MOST_CELLS = 1 << 27
-"""layers x ranks x experts of the largest placement that is taken seriously: what arrives from elsewhere must not exhaust memory."""
+"""Limit for layers x ranks x experts of a placement, so that input from other processes cannot exhaust
+memory.
+"""
 
 
 FULL = 65_535
-"""The whole of an expert's tokens, as a share in u16."""
+"""All of an expert's tokens, as a share in u16."""
 
 
 class Split(NamedTuple):
-    """How an expert's tokens are shared out among its replicas: u16 [layers, slots] each, 0 in empty slots. `fleet.dispatch` is the rule.
+    """Shares of an expert's tokens among its replicas: u16 [layers, slots] each, 0 in empty slots.
+    `fleet.dispatch` is the rule.
 
-    keep: the part (of FULL) of the holder's own tokens that it serves itself before anything is shared out.
-    near: the part of what then is left of the tokens of its own node that it takes; where the replicas of a node claim more than FULL
-    together, in proportion. All 0 where there is but one node.
-    spill: its part of all that is left, wherever it comes from; FULL over all replicas of an expert.
+    keep: share (of FULL) of its own tokens that a holder serves itself, before any are distributed. near:
+    share that a replica takes of its own node's remaining tokens. If the replicas of a node claim more than
+    FULL together, the claims are scaled down in proportion. All 0 if there is only one node. spill: share
+    that a replica takes of all tokens then left, from any rank; the spills of an expert's replicas sum to
+    FULL.
     """
 
     keep: NDArray[np.uint16]
@@ -34,7 +40,9 @@ class Split(NamedTuple):
 
 
 class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A placement as it travels: `slots` is int16 little endian, [layers, ranks * slots_per_rank], row-major."""
+    """A placement in wire format: `slots` is int16 little endian, [layers, ranks * slots_per_rank],
+    row-major.
+    """
 
     epoch: int
     experts: int
@@ -43,7 +51,8 @@ class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     slots_per_rank: int
     slots: bytes
     keep: bytes = b""
-    """u16 little endian, shaped as `slots`, as are the next two (`Split`); empty, all three: the even split"""
+    """u16 little endian, shaped like `slots`, as are the next two (`Split`); all three empty: the even split
+    """
     spill: bytes = b""
     near: bytes = b""
 
@@ -51,13 +60,13 @@ class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 class Placement:
     """One epoch's placement of an engine. Immutable.
 
-    `expert_of_slot` is int16 [layers, ranks * slots_per_rank], rank-major: slot `s` lives on rank
-    `s // slots_per_rank`; -1 marks an empty slot.
+    `expert_of_slot` is int16 [layers, ranks * slots_per_rank], rank-major: slot `s` is on rank `s //
+    slots_per_rank`; -1 marks an empty slot.
 
-    `split` says how replicas share an expert's tokens; None: the even one.
+    `split` defines how replicas share an expert's tokens; None: evenly.
 
-    Invariants (ValueError names the offender): every expert of every layer has at least one replica, no rank holds two
-    replicas of one expert in a layer, ids lie in range, and the spills of an expert add up to FULL.
+    Invariants (ValueError names the offender): every expert of every layer has at least one replica, no rank
+    holds two replicas of one expert in a layer, ids are in range, and the spills of an expert sum to FULL.
     """
 
     def __init__(self, expert_of_slot: NDArray[Any], *, experts: int, ranks: int, epoch: int = 0, split: Split | None = None) -> None:
@@ -73,7 +82,7 @@ class Placement:
         self.epoch = epoch
         self._check()
         self.even = split is None
-        """whether it has the default split"""
+        """True for the default split"""
         self.split = even_split(table, experts) if split is None else _checked(split, table, experts)
 
     def _check(self) -> None:
@@ -106,7 +115,7 @@ class Placement:
 
     @cached_property
     def replicas_on_rank(self) -> NDArray[np.int32]:
-        """int32 [layers, ranks, experts]: how many slots of the rank hold the expert (0 or 1)."""
+        """Number of the rank's slots that hold the expert (0 or 1): int32 [layers, ranks, experts]."""
         counts = np.zeros((self.layers, self.ranks, self.experts), np.int32)
         layer, slot = np.nonzero(self.expert_of_slot != EMPTY)
         counts[layer, slot // self.slots_per_rank, self.expert_of_slot[layer, slot]] = 1
@@ -115,20 +124,20 @@ class Placement:
 
     @cached_property
     def keeps_all(self) -> bool:
-        """Whether every holder serves all of its own tokens itself."""
+        """True if every holder serves all of its own tokens itself."""
         return bool((self.split.keep[self.expert_of_slot != EMPTY] == FULL).all())
 
     def on_rank(self, rank: int) -> NDArray[np.int16]:
-        """int16 [layers, slots_per_rank]: the experts in a rank's slots."""
+        """Return the experts in a rank's slots: int16 [layers, slots_per_rank]."""
         return self.expert_of_slot[:, rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
 
     def holders(self, expert: ExpertId) -> list[int]:
-        """Ranks that hold a replica of the expert, ascending."""
+        """Return the ranks that hold a replica of the expert, ascending."""
         slots = np.flatnonzero(self.expert_of_slot[expert.layer] == expert.expert)
         return [int(slot) // self.slots_per_rank for slot in slots]
 
     def record(self) -> PlacementRecord:
-        """The placement as it travels on the bus."""
+        """Return the placement in wire format."""
         return PlacementRecord(
             epoch=self.epoch,
             experts=self.experts,
@@ -141,7 +150,8 @@ class Placement:
 
     @classmethod
     def from_record(cls, record: PlacementRecord) -> "Placement":
-        """Rebuild from the wire form; ValueError when the bytes do not fit the stated shape or break an invariant."""
+        """Decode the wire format. ValueError if the bytes do not fit the stated shape or break an invariant.
+        """
         width = record.ranks * record.slots_per_rank
         if len(record.slots) != 2 * record.layers * width:
             raise ValueError(f"placement: {len(record.slots)} bytes of slots, expected {2 * record.layers * width} for [{record.layers}, {width}] int16")
@@ -154,7 +164,7 @@ class Placement:
         return self.epoch == other.epoch and self.serves_as(other)
 
     def serves_as(self, other: "Placement") -> bool:
-        """Whether both send every token the same way: all is equal but the epoch."""
+        """Return True if both dispatch every token the same way: equal in all but the epoch."""
         same_head = (self.experts, self.ranks) == (other.experts, other.ranks)
         return same_head and np.array_equal(self.expert_of_slot, other.expert_of_slot) and all(map(np.array_equal, self.split, other.split))
 
@@ -166,7 +176,10 @@ class Placement:
 
 
 def even_split(expert_of_slot: NDArray[np.int16], experts: int) -> Split:
-    """Everybody keeps what is its own, and replicas share the rest evenly; what FULL / replicas leaves over goes to the first of them."""
+    """Return the even split: holders keep their own tokens, and replicas share the rest evenly.
+
+    The remainder of FULL / replicas goes to the first replicas.
+    """
     held = expert_of_slot != EMPTY
     layer, slot = np.nonzero(held)
     place = layer * experts + expert_of_slot[layer, slot]
@@ -188,7 +201,7 @@ def _frozen(split: Split) -> Split:
 
 
 def _checked(split: Split, table: NDArray[np.int16], experts: int) -> Split:
-    """The split of a placement; ValueError names what is wrong with it."""
+    """Return a validated copy of a placement's split. ValueError names the defect."""
     for name, part in split._asdict().items():
         if part.shape != table.shape or part.dtype != np.uint16:
             raise ValueError(f"placement: {name} is {part.dtype} {part.shape}; expected uint16 {table.shape}, one number per slot")
@@ -206,7 +219,7 @@ def _checked(split: Split, table: NDArray[np.int16], experts: int) -> Split:
 
 
 def _split_of(record: PlacementRecord, shape: tuple[int, ...]) -> Split | None:
-    """What a record says of the split; ValueError when its bytes do not fit."""
+    """Decode the split of a record. ValueError if its bytes do not fit."""
     parts = {"keep": record.keep, "spill": record.spill, "near": record.near}
     if not any(parts.values()):
         return None
@@ -217,9 +230,10 @@ def _split_of(record: PlacementRecord, shape: tuple[int, ...]) -> Split | None:
 
 
 def linear(*, layers: int, experts: int, ranks: int, slots_per_rank: int | None = None) -> Placement:
-    """Epoch 0: contiguous blocks of experts, rank 0 first; the first `experts % ranks` ranks take one more.
+    """Return the placement of epoch 0: contiguous blocks of experts, rank 0 first.
 
-    `slots_per_rank` defaults to the least that fits; surplus slots stay empty. ValueError when it is too small.
+    The first `experts % ranks` ranks take one more. `slots_per_rank` defaults to the minimum; surplus slots
+    stay empty. ValueError if it is too small.
     """
     least = -(-experts // ranks)
     slots = least if slots_per_rank is None else slots_per_rank
@@ -232,7 +246,7 @@ def linear(*, layers: int, experts: int, ranks: int, slots_per_rank: int | None 
 
 
 def with_slots(placement: Placement, slots_per_rank: int) -> Placement:
-    """The same with further slots on every rank, which are empty. ValueError when it has more than that already."""
+    """Return the placement with additional empty slots on every rank. ValueError if it already has more."""
     more = slots_per_rank - placement.slots_per_rank
     if more < 0:
         raise ValueError(f"placement: it uses {placement.slots_per_rank} slots per rank and layer, and the engine is to have {slots_per_rank}")

@@ -1,4 +1,4 @@
-"""How often experts are wanted: counts as engines report them, rates and profiles as the tracker publishes them."""
+"""Expert demand: counts as reported by engines, rates and profiles as published by the tracker."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 
 class ExpertTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A [layers, experts] table of non-negative float32 as it travels (`values`: little endian, row-major)."""
+    """A [layers, experts] table of non-negative float32 in wire format (`values`: little endian, row-major).
+    """
 
     layers: int
     experts: int
@@ -21,7 +22,10 @@ class ExpertTable(msgspec.Struct, frozen=True, kw_only=True):
         return cls(layers=int(layers), experts=int(experts), values=np.ascontiguousarray(table, "<f4").tobytes())
 
     def array(self) -> NDArray[np.float32]:
-        """float32 [layers, experts], read-only. ValueError when the bytes do not fit, or a value is negative or not finite."""
+        """Return float32 [layers, experts], read-only.
+
+        ValueError if the bytes do not fit, or if a value is negative or not finite.
+        """
         if self.layers < 1 or self.experts < 1 or len(self.values) != 4 * self.layers * self.experts:
             raise ValueError(f"expert table: {len(self.values)} bytes do not make [{self.layers}, {self.experts}] float32")
         table = np.frombuffer(self.values, "<f4").reshape(self.layers, self.experts)
@@ -31,7 +35,9 @@ class ExpertTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """A [layers, experts] table of counts as it travels: unsigned little endian integers of the narrowest `width` (1, 2, 4 or 8 bytes)."""
+    """A [layers, experts] table of counts in wire format: unsigned little endian integers of the narrowest
+    `width` (1, 2, 4 or 8 bytes).
+    """
 
     layers: int
     experts: int
@@ -40,7 +46,7 @@ class ExpertCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, counts: NDArray[Any]) -> "ExpertCounts":
-        """Pack a [layers, experts] array of integers >= 0; ValueError when one is negative."""
+        """Pack a [layers, experts] array of integers >= 0. ValueError if one is negative."""
         layers, experts = counts.shape
         if counts.size and counts.min() < 0:
             raise ValueError(f"expert counts: {counts.min()} is negative")
@@ -49,22 +55,23 @@ class ExpertCounts(msgspec.Struct, frozen=True, kw_only=True):
         return cls(layers=int(layers), experts=int(experts), width=width, values=np.ascontiguousarray(counts, f"<u{width}").tobytes())
 
     def array(self) -> NDArray[np.unsignedinteger[Any]]:
-        """unsigned [layers, experts], read-only. ValueError when the bytes do not fit."""
+        """Return unsigned [layers, experts], read-only. ValueError if the bytes do not fit."""
         if self.layers < 1 or self.experts < 1 or self.width not in (1, 2, 4, 8) or len(self.values) != self.width * self.layers * self.experts:
             raise ValueError(f"expert counts: {len(self.values)} bytes do not make [{self.layers}, {self.experts}] of width {self.width}")
         return np.frombuffer(self.values, f"<u{self.width}").reshape(self.layers, self.experts)
 
 
 def profile(counts: NDArray[Any], prior_tokens: float = 1.0) -> NDArray[np.float64]:
-    """Probability [layers, experts] that a routed (token, k) pair goes to an expert; every layer sums to 1.
+    """Return the probability [layers, experts] that a routed (token, k) pair goes to an expert. Every layer
+    sums to 1.
 
-    `counts` are (token, k) pairs per [layers, experts]; `prior_tokens` pairs per layer are added evenly, so that
-    no evidence at all gives the uniform profile.
+    `counts` are (token, k) pairs per [layers, experts]. `prior_tokens` pairs per layer are distributed
+    evenly, so that without evidence the profile is uniform.
     """
     smoothed = np.asarray(counts, np.float64) + prior_tokens / counts.shape[1]
     return np.asarray(smoothed / smoothed.sum(axis=1, keepdims=True))
 
 
 def uniform(layers: int, experts: int) -> NDArray[np.float64]:
-    """The profile of a model nobody has observed yet: float64 [layers, experts]."""
+    """Return the profile of an unobserved model: float64 [layers, experts]."""
     return np.full((layers, experts), 1.0 / experts)

@@ -1,9 +1,11 @@
-"""Predicting what a request will activate, before it runs: several sources of evidence, combined by shrinkage. Pure.
+"""Prediction of a request's expert activations before it runs: several sources of evidence, combined by
+shrinkage. Pure.
 
-Each source s gives log-ratios r_s[k] = log(w_s[k] / share[k]) over the clusters, shrunk towards 0 when it has little evidence.
-The prediction is w[k] ~ share[k] * exp(sum_s trust_s * r_s[k]): a logarithmic opinion pool (Genest & Zidek 1986, Combining
-Probability Distributions) around the traffic's present mix. The trusts are learnt from outcomes; a source that does not help
-has trust 0, and with no trust at all the prediction is the mix.
+Each source s gives log-ratios r_s[k] = log(w_s[k] / share[k]) over the clusters, shrunk towards 0 when it has
+little evidence. The prediction is w[k] ~ share[k] * exp(sum_s trust_s * r_s[k]): a logarithmic opinion pool
+(Genest & Zidek 1986, Combining Probability Distributions) around the current traffic mix. The weights
+(`trust`) are learnt from outcomes. A source that does not help has weight 0. With all weights 0 the
+prediction is the mix.
 """
 
 import struct
@@ -20,36 +22,39 @@ from numpy.typing import NDArray
 from fleet.signatures import PACKED, Weights
 
 SOURCES = ("prefix", "session", "tokens", "tenant")
-"""Best first; an index into the columns of `trust`, `reliability` and `ratios`."""
+"""Sources, best first. Index into the columns of `trust`, `reliability` and `ratios`."""
 PREFIX, SESSION, TOKENS, TENANT = range(len(SOURCES))
 PATTERNS = 1 << len(SOURCES)
 STRIDE = 64
-"""Blocks by which the longest known prefix is felt for, at most."""
+"""Maximum step, in blocks, of the search for the longest known prefix."""
 MOST_TOKENS = 128
 """Prompt tokens that are looked up in the token table: those after the longest known prefix."""
 SHRINK = (16.0, 64.0, 64.0, 512.0)
-"""Tokens of evidence at which a source counts half. The sum over a prompt's tokens is held to so many at most: tokens of one text say
-much the same, and what n of them add up to is worth n * half / (n + half) (measured on the demo model: the best exponent falls
-from 0.4 at 8 tokens to 0.14 at 96)."""
+"""Tokens of evidence at which a source counts half. The sum over a prompt's tokens counts as `half` tokens at
+most: the tokens of one text are redundant, and n of them together count n * half / (n + half) (measured on the
+demo model: the best exponent falls from 0.4 at 8 tokens to 0.14 at 96).
+"""
 LEAST_SHARE = 1e-6
 MOST_HEARD = 1024
 FLOOR = 0.01
-"""Share of a source's weights that is replaced by the mix, so that nothing is ever called impossible."""
+"""Share of a source's weights that is replaced by the mix, so that no cluster gets probability 0."""
 
 _INDEPENDENT = tuple(np.full(count, SHRINK[TOKENS] / (SHRINK[TOKENS] + count), np.float32) for count in range(MOST_TOKENS + 1))
-"""By number of tokens, what each of them counts for."""
+"""Weight of each token, by the number of tokens."""
 _ROW = struct.Struct(f"<{PACKED}BI")
 ROW = _ROW.size
-"""Bytes of a row: a packed signature and the tokens behind it (u32)."""
+"""Bytes of a row: a packed signature and its tokens of evidence (u32)."""
 
 
 def row(packed: bytes, tokens: float) -> bytes:
-    """A row of a table: a packed signature [PACKED] and its evidence."""
+    """Encode a row of a table: a packed signature [PACKED] and its evidence."""
     return packed + min(int(tokens), 0xFFFFFFFF).to_bytes(4, "little")
 
 
 class Query(NamedTuple):
-    """What is known of a request. `prefix`: sequence hashes of its full blocks; `tokens`: its prompt ids (u32); keys 0: none."""
+    """Features of a request. `prefix`: sequence hashes of its full blocks; `tokens`: its prompt ids (u32);
+    key 0: none.
+    """
 
     prefix: Sequence[int] = ()
     tokens: Sequence[int] = ()
@@ -57,16 +62,18 @@ class Query(NamedTuple):
     session: int = 0
     tenant: int = 0
     guess: int = 0
-    """how many blocks are probably known; looked at first, and no more than a hint"""
+    """probable number of known blocks, tried first; only a hint"""
 
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """What the tracker has learnt of one model, at one version. The mappings give rows (`row`); the replica's owner may replace them.
+    """Prediction tables of one model at one version. The mappings hold rows (`row`). The owner of the replica
+    may replace them.
 
-    blocks: by sequence hash, the signature of the whole prefix that ends there. tokens: float32 [buckets, K] log-ratios, id modulo
-    buckets. trust: float32 [sources], or [PATTERNS, sources] by who has something to say; reliability: float32 [sources]. gain: in [0, 1],
-    what the expert term is multiplied with; gains: the same for requests of each cluster, float32 [K], None: `gain` for all.
+    blocks: by sequence hash, the signature of the whole prefix that ends there. tokens: float32 [buckets, K]
+    log-ratios, indexed by id modulo buckets. trust: weights of the sources, float32 [sources], or [PATTERNS,
+    sources] by the set of sources with evidence. reliability: float32 [sources]. gain: in [0, 1], factor on
+    the expert-locality term of the cost. gains: the same per cluster, float32 [K]; None: `gain` for all.
     """
 
     version: int
@@ -83,12 +90,12 @@ class Tables:
     gains: NDArray[np.float32] | None = None
 
     def gain_of(self, weights: Weights) -> float:
-        """In [0, 1]: what the expert term is worth for a request of these weights [K]."""
+        """Return the factor on the expert-locality term for a request with weights [K], in [0, 1]."""
         return self.gain if self.gains is None else float(self.gains @ weights)
 
     @cached_property
     def heard(self) -> dict[tuple[int, int], tuple[float, NDArray[np.float32]]]:
-        """What rows were found to say at this version, by source and key; at most MOST_HEARD."""
+        """Cache of decoded rows at this version, by source and key; at most MOST_HEARD entries."""
         return {}
 
     @cached_property
@@ -102,13 +109,16 @@ class Tables:
 
     @cached_property
     def inverse_shares(self) -> list[float]:
-        """1 / share, of a share of LEAST_SHARE at least; 0 where the share is 0."""
+        """1 / max(share, LEAST_SHARE); 0 where the share is 0."""
         return [1.0 / max(share, LEAST_SHARE) if share > 0 else 0.0 for share in self.shares.tolist()]
 
 
 class SourceEvidence(NamedTuple):
-    """What the sources say of one request. ratios: float32 [sources, K]; evidence: tokens behind each; blocks: length of the known prefix;
-    hash: of its last block, 0 without; looked_up: prompt tokens that were read from the token table."""
+    """Evidence of all sources for one request.
+
+    ratios: float32 [sources, K]. evidence: tokens behind each source. blocks: length of the known prefix.
+    hash: of its last block, 0 if none. looked_up: prompt tokens that were looked up in the token table.
+    """
 
     ratios: NDArray[np.float32]
     evidence: tuple[float, ...]
@@ -118,7 +128,8 @@ class SourceEvidence(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """weights: float32 [K]. reliabilities: by source, as `Tables` has them."""
+    """Predicted cluster weights of a request. weights: float32 [K]. reliabilities: by source, as in `Tables`.
+    """
 
     weights: Weights
     known: SourceEvidence
@@ -126,27 +137,27 @@ class Prediction(NamedTuple):
 
     @property
     def confidences(self) -> tuple[float, ...]:
-        """In [0, 1], by source."""
+        """Confidence by source, in [0, 1]."""
         return confidences(self.reliabilities, self.known.evidence)
 
     @property
     def confidence(self) -> float:
-        """In [0, 1], of all sources together."""
+        """Confidence of all sources together, in [0, 1]."""
         return confidence(self.reliabilities, self.known.evidence)
 
 
 def confidences(reliabilities: Sequence[float], evidence: Sequence[float]) -> tuple[float, ...]:
-    """How far each source is trusted, in [0, 1]: what it was found to be worth, shrunk where it has little evidence (tokens)."""
+    """Return the confidence in each source, in [0, 1]: its reliability, shrunk by its evidence (tokens)."""
     return tuple(reliability * seen / (seen + half) for reliability, seen, half in zip(reliabilities, evidence, SHRINK, strict=True))
 
 
 def together(confidences: Sequence[float]) -> float:
-    """How far sources are trusted that all have something to say, in [0, 1]."""
+    """Return the joint confidence of sources that all have evidence, in [0, 1]."""
     return 1.0 - prod(1.0 - confidence for confidence in confidences)
 
 
 def confidence(reliabilities: Sequence[float], evidence: Sequence[float]) -> float:
-    """`together` of the `confidences`, in the least time: it is asked of every request."""
+    """Return `together` of the `confidences`. Written for speed: it runs for every request."""
     left = 1.0
     for reliability, seen, half in zip(reliabilities, evidence, SHRINK, strict=True):
         if seen:
@@ -155,7 +166,7 @@ def confidence(reliabilities: Sequence[float], evidence: Sequence[float]) -> flo
 
 
 def predict(tables: Tables, query: Query) -> Prediction:
-    """The clusters a request will activate; the mix of the traffic when nothing is known of it."""
+    """Predict the clusters that a request will activate. Without evidence this is the traffic mix."""
     known = know(tables, query)
     trust = tables.trust if tables.trust.ndim == 1 else tables.trust[pattern(known.evidence)]
     likely = trust @ known.ratios
@@ -167,7 +178,9 @@ def predict(tables: Tables, query: Query) -> Prediction:
 
 
 def pattern(evidence: Sequence[float]) -> int:
-    """Who has something to say: bit s for source s. What one source is worth depends on which others say much the same."""
+    """Return the set of sources with evidence, as bits: bit s for source s. A source's weight depends on the
+    set, since sources overlap.
+    """
     found = 0
     for source, seen in enumerate(evidence):
         if seen:
@@ -176,18 +189,18 @@ def pattern(evidence: Sequence[float]) -> int:
 
 
 def know(tables: Tables, query: Query) -> SourceEvidence:
-    """Ask every source."""
+    """Collect the evidence of every source."""
     ratios = np.zeros((len(SOURCES), len(tables.shares)), np.float32)
     evidence = [0.0] * len(SOURCES)
     blocks, found = longest_known(tables.blocks, query.prefix, query.guess)
     last = query.prefix[blocks - 1] if blocks else 0
     for source, key, rows in ((PREFIX, last, None), (SESSION, query.session, tables.sessions), (TENANT, query.tenant, tables.tenants)):
-        said = tables.heard.get((source, key)) if key else None
-        if said is None and key:
+        entry = tables.heard.get((source, key)) if key else None
+        if entry is None and key:
             held = found if rows is None else rows.get(key)
-            said = None if held is None else _hear(tables, source, key, held)
-        if said is not None:
-            evidence[source], ratios[source] = said
+            entry = None if held is None else _decode(tables, source, key, held)
+        if entry is not None:
+            evidence[source], ratios[source] = entry
     start = blocks * query.block_size
     looked_up = slice(start, start + MOST_TOKENS)
     ids = query.tokens[looked_up]
@@ -198,11 +211,12 @@ def know(tables: Tables, query: Query) -> SourceEvidence:
 
 
 def longest_known(blocks: Mapping[int, bytes], prefix: Sequence[int], guess: int = 0) -> tuple[int, bytes | None]:
-    """How many leading blocks are known, and the row of the last of them.
+    """Return the number of leading blocks that are known, and the row of the last of them.
 
-    At a guess, then in growing steps until a block is unknown, then by bisection: of a `prefix` whose elements are computed as they
-    are read, little more is read than is known. A list or tuple is there already, and without a guess is bisected at once. Whoever keeps
-    blocks lets go of a prefix's end first; where that does not hold, a shorter one is found.
+    The search tries the guess first, then growing steps up to the first unknown block, then bisection. A
+    `prefix` whose elements are computed on access is therefore read little further than it is known. A list
+    or tuple costs nothing to read and is bisected immediately, unless there is a guess. Precondition: the
+    owner of `blocks` evicts the end of a prefix first. Otherwise a shorter prefix may be found.
     """
     low, high, best = 0, len(prefix), None
     step, next_step = max(guess, 0 if type(prefix) in (list, tuple) else 1), 1
@@ -219,7 +233,10 @@ def longest_known(blocks: Mapping[int, bytes], prefix: Sequence[int], guess: int
 
 
 def _rows_of(table: NDArray[np.float32], ids: Sequence[int]) -> NDArray[np.float32]:
-    """float32 [n, K]. Ids rarely exceed the table, so that is only looked at when they do; an array is the faster way from a list to numpy."""
+    """Look up rows by token id: float32 [n, K]. `array` is the fastest conversion from a list to numpy.
+
+    Ids rarely exceed the table, so the modulo is taken only after an IndexError.
+    """
     buckets = np.frombuffer(array("I", ids), np.uint32)
     try:
         return table.take(buckets, axis=0)
@@ -227,20 +244,23 @@ def _rows_of(table: NDArray[np.float32], ids: Sequence[int]) -> NDArray[np.float
         return table.take(buckets % len(table), axis=0)
 
 
-def _hear(tables: Tables, source: int, key: int, held: bytes) -> tuple[float, NDArray[np.float32]]:
-    """What the row of a key says: its evidence and log-ratios. Remembered, since a session's and above all a tenant's row is asked again and again."""
+def _decode(tables: Tables, source: int, key: int, held: bytes) -> tuple[float, NDArray[np.float32]]:
+    """Decode the row of a key: its evidence and log-ratios. Cached, since session rows and above all tenant
+    rows recur.
+    """
     *packed, tokens = _ROW.unpack(held)
     found = float(tokens), _shrunk(tables.inverse_shares, packed, tokens / (tokens + SHRINK[source]))
     if len(tables.heard) >= MOST_HEARD:
-        tables.heard.clear()  # else rows that are asked for once would keep out those that are asked for again
+        tables.heard.clear()  # otherwise rows used once would keep out rows that recur
     tables.heard[source, key] = found
     return found
 
 
 def _shrunk(inverse_shares: Sequence[float], packed: Sequence[int], share: float) -> NDArray[np.float32]:
-    """float32 [K]: log(w / shares) for the weights w that count for `share` of what is `unpack`ed, the mix for the rest.
+    """Return log(w / shares) as float32 [K]. The weights w are `share` of the unpacked signature and the mix
+    for the rest.
 
-    Where nobody is named w / shares is one number; so only NAMED logarithms are taken.
+    Outside the named clusters w / shares is a constant, so only NAMED logarithms are computed.
     """
     named = [(packed[at], packed[at + 1]) for at in range(0, PACKED, 2) if packed[at + 1] and packed[at] < len(inverse_shares)]
     total = sum(weight for _, weight in named)

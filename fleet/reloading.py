@@ -1,6 +1,6 @@
-"""What becomes of a part that is given other settings while it runs, and the audit of that. Settings are frozen dataclasses. Pure.
+"""Reload of a running part's settings, and its audit record. Settings are frozen dataclasses. Pure.
 
-A reload takes effect as a whole or not at all: one setting that needs a restart, or a bad value, and nothing is changed.
+A reload is atomic: if one setting needs a restart or has a bad value, nothing changes.
 """
 
 import json
@@ -14,7 +14,10 @@ Settings = TypeVar("Settings")
 
 
 def reloaded(part: str, reloadable: AbstractSet[str], old: Settings, new: Settings, instance: int) -> ConfigChanged:
-    """What becomes of a process (by its identity) of a part with the old settings that is given the new ones. reloadable: fields that may differ."""
+    """Return the audit record of a reload from the old settings to the new ones.
+
+    reloadable: fields that may change at run time. instance: identity of the process.
+    """
     changed = differing(old, new)
     fixed = [f"{name} (now {before}, asked for {after})" for name, (before, after) in changed.items() if name not in reloadable]
     if fixed:
@@ -23,18 +26,21 @@ def reloaded(part: str, reloadable: AbstractSet[str], old: Settings, new: Settin
 
 
 def refused(part: str, reason: str, instance: int) -> ConfigChanged:
-    """Settings that are not used, and why."""
+    """Return the audit record of refused settings."""
     return ConfigChanged(part=part, instance=instance, changed={}, refused=reason)
 
 
 def differing(old: Any, new: Any) -> dict[str, tuple[str, str]]:
-    """The fields that differ: the value before and the value after, as TOML writes them. Files of secrets are named, never read."""
+    """Return the fields that differ: by name, the values before and after, as TOML literals.
+
+    Only the names of secret files appear. The files are not read.
+    """
     pairs = {field.name: (getattr(old, field.name), getattr(new, field.name)) for field in fields(old)}
     return {name: (_toml(before), _toml(after)) for name, (before, after) in pairs.items() if before != after}
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML writes it; None, which TOML does not have, as in `roost config`."""
+    """Format a value as a TOML literal; None, which TOML lacks, as in `roost config`."""
     match value:
         case None:
             return "unset"

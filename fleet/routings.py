@@ -1,4 +1,4 @@
-"""Which experts tokens were routed to, as engines say it: token by token, or counted. Pure numpy."""
+"""Expert routings as engines report them, per token or counted. Pure numpy."""
 
 import base64
 import binascii
@@ -12,12 +12,12 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 UNKNOWN = -1
-"""Expert of a position that was not computed here: reused from the prefix cache, which activates nothing."""
+"""Expert of a position that was not computed but reused from the prefix cache, which activates nothing."""
 MOST_EXPERTS = 1 << 15
 
 
 def count_pairs(chosen: NDArray[Any], experts: int) -> NDArray[np.int64]:
-    """int64 [layers, experts] pairs in chosen: int [tokens, layers, k], UNKNOWN ones left out."""
+    """Count the pairs in chosen, int [tokens, layers, k], without UNKNOWN ones: int64 [layers, experts]."""
     layers = chosen.shape[1]
     places = chosen.astype(np.int64) + np.arange(layers)[None, :, None] * experts
     flat = places.ravel() if chosen.dtype.kind == "u" else places[chosen != UNKNOWN]
@@ -25,9 +25,9 @@ def count_pairs(chosen: NDArray[Any], experts: int) -> NDArray[np.int64]:
 
 
 def from_vllm(text: str, experts: int | None = None) -> NDArray[np.int32]:
-    """vLLM's `routed_experts` (base64 of a .npy): int32 [tokens, layers, k].
+    """Parse vLLM's `routed_experts` (base64 of a .npy): int32 [tokens, layers, k].
 
-    ValueError for what is no such array, or names an expert outside 0..experts - 1.
+    ValueError for other data, or for an expert outside 0..experts - 1.
     """
     try:
         table = read_npy(_decoded(text))
@@ -39,8 +39,11 @@ def from_vllm(text: str, experts: int | None = None) -> NDArray[np.int32]:
 
 
 def read_npy(content: bytes) -> NDArray[Any]:
-    """A .npy file's array, read-only. ValueError for anything else, for objects (which would be pickled), and for a header that claims
-    another size than there is: `numpy.load` would allocate what is claimed."""
+    """Read the array of a .npy file, read-only.
+
+    ValueError for other data, for arrays of objects (which would be unpickled), and for a header whose size
+    differs from the data: `numpy.load` would allocate the claimed size.
+    """
     file = io.BytesIO(content)
     try:
         version = npy.read_magic(file)
@@ -57,7 +60,11 @@ def read_npy(content: bytes) -> NDArray[Any]:
 
 
 def from_sglang(text: str, layers: int, top_k: int, experts: int | None = None) -> NDArray[np.int32]:
-    """SGLang's `routed_experts` (base64 of raw little-endian int32, row-major): int32 [tokens, layers, k]. ValueError as `from_vllm`."""
+    """Parse SGLang's `routed_experts` (base64 of raw little-endian int32, row-major): int32 [tokens, layers,
+    k].
+
+    ValueError as in `from_vllm`.
+    """
     raw = _decoded(text)
     if layers < 1 or top_k < 1 or len(raw) % (4 * layers * top_k):
         raise ValueError(f"routed_experts: {len(raw)} bytes are no rows of {layers} layers x {top_k} int32")

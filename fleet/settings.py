@@ -1,6 +1,8 @@
-"""Types of settings that two or more parts have. Pure."""
+"""Types of settings that two or more parts share. Pure."""
 
 from typing import NewType
 
 FilePath = NewType("FilePath", str)
-"""A setting that names a file or folder, as it was written. The caller that opens it makes a path of it: settings themselves need no file system."""
+"""A setting that names a file or folder, as written in the configuration. The caller that opens it converts
+it to a path: settings need no file system.
+"""

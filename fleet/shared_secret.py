@@ -1,6 +1,6 @@
-"""The fleet secret: what routers present to ranks, so that ranks answer routers only. Pure.
+"""Fleet secret: routers present it to ranks, so that ranks serve routers only. Pure.
 
-A file holds one secret, or two while it is being changed: both are accepted, the first is the one that is presented.
+A file holds one secret, or two during a rotation. Both are accepted; the first one is presented.
 """
 
 import hashlib
@@ -15,8 +15,9 @@ class SharedSecret:
     """One secret, or two during a rotation. Its text form shows neither."""
 
     def __init__(self, *secrets: str) -> None:
-        """ValueError, without any secret in it, unless there are one or two of at least LEAST_CHARACTERS
-        printable ASCII characters."""
+        """Raise ValueError unless there are one or two secrets of at least LEAST_CHARACTERS printable ASCII
+        characters. The error contains no secret.
+        """
         if not 1 <= len(secrets) <= MOST_SECRETS:
             raise ValueError(f"it must hold one secret, or two while it is changed; it holds {len(secrets)}")
         for number, secret in enumerate(secrets, 1):
@@ -27,18 +28,22 @@ class SharedSecret:
 
     @classmethod
     def parse(cls, text: str) -> "SharedSecret":
-        """The secrets of a file, one per line; empty lines and lines that begin with # are left out.
-        ValueError as above."""
+        """Parse the secrets of a file, one per line. Empty lines and lines that begin with # are ignored.
+
+        ValueError as in the constructor.
+        """
         return cls(*_lines(text))
 
     @property
     def authorization(self) -> str:
-        """The header by which a router shows that it belongs to the fleet."""
+        """Authorization header by which a router proves membership of the fleet."""
         return f"Bearer {self._secrets[0]}"
 
     def admits(self, authorization: str | None) -> bool:
-        """True for a header that carries one of the secrets. Takes the same time whichever it is, and however
-        much of it is right."""
+        """Return True for a header that carries one of the secrets.
+
+        Constant time: the duration reveals neither which secret matched nor how much of it was right.
+        """
         scheme, _, secret = (authorization or "").partition(" ")
         presented = hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
         found = False
@@ -47,9 +52,11 @@ class SharedSecret:
         return found and scheme.lower() == "bearer"
 
     def derive(self, *parts: str) -> bytes:
-        """A key of 32 bytes for one purpose, from the first secret: HMAC-SHA256 over the parts, each with its
-        length before it. Equal wherever
-        the secret is, and unknown to those who do not have it."""
+        """Derive a key of 32 bytes for one purpose from the first secret: HMAC-SHA256 over the parts, each
+        with a length prefix.
+
+        Every holder of the secret derives the same key. Others cannot.
+        """
         text = b"".join(len(encoded).to_bytes(8) + encoded for encoded in (part.encode("utf-8", "surrogatepass") for part in parts))
         return hmac.digest(self._secrets[0].encode(), text, "sha256")
 

@@ -1,10 +1,12 @@
-"""Signatures: what a request (or a prefix) activates, as weights over a few learnt clusters; and the clusters themselves. Pure.
+"""Signatures: expert activations of a request (or a prefix) as weights over a few learnt clusters; and
+cluster models. Pure.
 
-A cluster is an expert profile [layers, experts]. A profile of counts is read as a draw from one cluster: with shares s_k and
-profiles c_k, its signature is the tempered posterior w_k ~ s_k * exp(t * sum counts * log(c_k / c)), c = sum_k s_k c_k.
-The temper t = sharpness / (1 + saturation * n), of n pairs, stands for the dependence between the draws (layers of one token; tokens
-of one text: the design effect of Kish 1965), which a plain multinomial ignores. Signatures add up linearly: that of a prefix is the
-token-weighted mean over its blocks.
+A cluster is an expert profile [layers, experts]. A profile of counts is read as a draw from one cluster. With
+shares s_k and profiles c_k, its signature is the tempered posterior w_k ~ s_k * exp(t * sum counts * log(c_k
+/ c)), c = sum_k s_k c_k. The temper t = sharpness / (1 + saturation * n), for n pairs, accounts for the
+dependence between draws (layers of one token, tokens of one text: the design effect of Kish 1965), which a
+plain multinomial ignores. Signatures are additive: the signature of a prefix is the token-weighted mean over
+its blocks.
 """
 
 from collections.abc import Sequence
@@ -20,15 +22,17 @@ Weights = NDArray[np.float32]
 """float32 [..., K] on the simplex"""
 MOST_CLUSTERS = 64
 NAMED = 4
-"""Clusters that a packed signature names; what is left of the mass goes to all in proportion to their shares."""
+"""Clusters in a packed signature. The remaining mass is distributed over all clusters in proportion to their
+shares.
+"""
 PACKED = 2 * NAMED
 """Bytes of a packed signature: NAMED times (cluster, weight in 1/255)."""
 LEAST = 1e-6
-"""Floor of a cluster's probabilities, so that logarithms stay finite."""
+"""Floor of a cluster's probabilities, to keep logarithms finite."""
 
 
 def pack(weights: NDArray[Any]) -> NDArray[np.uint8]:
-    """uint8 [..., PACKED]: the NAMED heaviest of weights [..., K], in falling order."""
+    """Pack the NAMED heaviest of weights [..., K], in descending order: uint8 [..., PACKED]."""
     wide = np.asarray(weights, np.float64)
     heaviest = np.argsort(-wide, axis=-1, kind="stable")[..., :NAMED]
     packed = np.zeros((*wide.shape[:-1], NAMED, 2), np.uint8)
@@ -39,8 +43,12 @@ def pack(weights: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def unpack(packed: Sequence[int], shares: Weights) -> Weights:
-    """float32 [K] of one packed signature. Clusters that no longer exist, and the mass nobody is named for, are spread by `shares`."""
-    numbers = [int(number) for number in packed]  # numpy's own bytes would overflow in the sum: rounded weights may add up to 257
+    """Unpack one signature: float32 [K].
+
+    The mass of clusters that no longer exist, and the mass not in the signature, is distributed by `shares`.
+    """
+    # Python integers: rounded weights may add up to 257, which overflows numpy's uint8
+    numbers = [int(number) for number in packed]
     named = [(numbers[at], numbers[at + 1]) for at in range(0, PACKED, 2) if numbers[at + 1] and numbers[at] < len(shares)]
     total = sum(weight for _, weight in named)
     scale = 1.0 / max(255, total)
@@ -51,7 +59,9 @@ def unpack(packed: Sequence[int], shares: Weights) -> Weights:
 
 
 class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster model as it travels: `profiles` float16 [clusters, layers, experts], `shares` float32 [clusters], little endian."""
+    """A cluster model in wire format: `profiles` float16 [clusters, layers, experts], `shares` float32
+    [clusters], little endian.
+    """
 
     version: int
     layers: int
@@ -65,10 +75,12 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False)
 class ClusterModel:
-    """The clusters of one model at one version. Slots keep their meaning from version to version; an unused slot has share 0.
+    """Clusters of one model at one version. A slot keeps its meaning across versions; an unused slot has
+    share 0.
 
-    profiles: float32 [K, layers, experts], rows sum to 1. shares: float32 [K], sum 1: the traffic's present mix. saturation: how fast
-    the tokens of one text repeat each other: n pairs speak as n / (1 + saturation * n), so that a block is read more sharply than a text.
+    profiles: float32 [K, layers, experts], rows sum to 1. shares: float32 [K], sum 1: the current traffic
+    mix. saturation: redundancy between the tokens of one text. n pairs carry the evidence of n / (1 +
+    saturation * n) independent pairs, so a single block is weighted more per pair than a long text.
     """
 
     version: int
@@ -83,23 +95,25 @@ class ClusterModel:
 
     @cached_property
     def mean(self) -> NDArray[np.float32]:
-        """float32 [layers, experts]: the profile of the whole traffic."""
+        """Profile of the whole traffic: float32 [layers, experts]."""
         return np.asarray(np.tensordot(self.shares, self.profiles, 1), np.float32)
 
     @cached_property
     def log_ratios(self) -> NDArray[np.float32]:
-        """float32 [layers * experts, K]: log(c_k / c)."""
+        """log(c_k / c): float32 [layers * experts, K]."""
         ratios = np.log(np.maximum(self.profiles, LEAST)) - np.log(np.maximum(self.mean, LEAST))
         return np.ascontiguousarray(ratios.reshape(self.clusters, -1).T, np.float32)
 
     def signature(self, counts: NDArray[Any]) -> Weights:
-        """float32 [..., K] of counts [..., layers, experts] of (token, k) pairs; no counts give the shares."""
+        """Return the signature float32 [..., K] of counts [..., layers, experts] of (token, k) pairs. Without
+        counts it equals the shares.
+        """
         flat = np.asarray(counts, np.float32).reshape(*counts.shape[:-2], -1)
         sharpness = np.asarray(self.sharpness / (1.0 + self.saturation * flat.sum(axis=-1, keepdims=True)), np.float32)
         return posterior(self.shares, sharpness * (flat @ self.log_ratios))
 
     def expected(self, weights: Weights) -> NDArray[np.float32]:
-        """float32 [layers, experts]: the profile that weights [K] stand for."""
+        """Return the profile that weights [K] represent: float32 [layers, experts]."""
         return np.asarray(np.tensordot(weights, self.profiles, 1), np.float32)
 
     def record(self) -> ClusterRecord:
@@ -117,7 +131,7 @@ class ClusterModel:
 
     @classmethod
     def from_record(cls, record: ClusterRecord) -> "ClusterModel":
-        """ValueError when the bytes do not fit or are no probabilities."""
+        """Decode a record. ValueError if the bytes do not fit or are not probabilities."""
         shape = (record.clusters, record.layers, record.experts)
         if not 1 <= record.clusters <= MOST_CLUSTERS or min(shape) < 1 or len(record.shares) != 4 * record.clusters:
             raise ValueError(f"cluster model: {record.clusters} clusters and {len(record.shares)} bytes of shares; 1 to {MOST_CLUSTERS} are allowed")
@@ -138,7 +152,7 @@ class ClusterModel:
 
 
 def posterior(shares: Weights, ratios: NDArray[Any]) -> Weights:
-    """float32 [..., K]: shares * exp(ratios), normalised; clusters of share 0 stay at 0."""
+    """Return shares * exp(ratios), normalised: float32 [..., K]. Clusters with share 0 stay at 0."""
     with np.errstate(divide="ignore"):
         logits = np.log(shares) + ratios
     likely = np.exp(logits - logits.max(axis=-1, keepdims=True))

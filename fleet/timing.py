@@ -1,7 +1,8 @@
-"""The time model: what work costs on a rank, in seconds. One model, used by whoever prices and by whoever reports speeds.
+"""Time model: the cost of work on a rank, in seconds. Cost functions and speed reports share this one model.
 
-Everything is vectorised over candidates: array arguments have shape [candidates] unless a docstring says otherwise. Prices are expected
-added seconds: of the request, and of those it makes wait.
+All functions are vectorised over candidates: array arguments have shape [candidates] unless a docstring
+states otherwise. Costs are expected added seconds, for the request itself and for the requests that it
+delays.
 """
 
 from collections.abc import Iterator
@@ -16,38 +17,44 @@ from fleet.placement import EMPTY, FULL, Placement
 
 Seconds = NDArray[np.float64]
 _CELLS = 1 << 21
-"""Numbers that are worked on at once."""
+"""Limit of numbers processed at once."""
 _ZERO, _ONE = np.zeros(()), np.ones(())
-"""As arrays: numpy takes half as long as to make them of Python's numbers."""
+"""Zero and one as arrays: numpy would convert Python's numbers on every call, which takes twice as long."""
 Amounts = NDArray[np.float64] | NDArray[np.int64]
 MOST_SECONDS = 1e6
-"""Nothing that is taken seriously takes longer; sums of it stay far from infinity."""
+"""Upper limit of every duration, so that sums stay far from infinity."""
 _SURE = 1.0 - 1e-9
-"""A probability no larger than this has a finite logarithm of its complement."""
+"""Highest probability whose complement has a finite logarithm."""
 
 
 class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured speeds of one rank, in seconds. An engine reports its own; the defaults are a small CPU engine's."""
+    """Measured speeds of one rank, in seconds. An engine reports its own. The defaults are those of a small
+    CPU engine.
+    """
 
     prefill_token: float = 2e-4
     """per uncached prompt token"""
     prefill_pair: float = 0.0
-    """added per pair of a computed prompt token and a token it attends to: the quadratic part of attention"""
+    """per pair of a computed prompt token and a token it attends to: the quadratic part of attention"""
     step: float = 3e-3
     """fixed part of a decode step"""
     decode_sequence: float = 2e-4
-    """added to a step by each running sequence"""
+    """per running sequence, added to each step"""
     decode_block: float = 2e-6
-    """added to a step by each KV block in use (reading the cache)"""
+    """per KV block in use, added to each step (reading the cache)"""
     dispatch: float = 2e-6
     """per (token, layer, distinct remote rank): sending a token's activations there and back"""
     dispatch_node: float = 0.0
-    """added per (token, layer, distinct remote node): the slower link between machines"""
+    """per (token, layer, distinct remote node), in addition: the slower link between machines"""
     expert_read: float = 0.0
-    """per step and distinct expert of one layer that a rank's batch activates: reading its weights; it matters while batches are small"""
+    """per step and distinct expert of one layer that a rank's batch activates: reading the expert's weights.
+    Relevant for small batches
+    """
     expert_pair: float = 0.0
-    """of one (token, expert) pair of one layer, on the rank that serves it: what a layer loses per pair that its fullest rank has above the mean. It
-    is part of `prefill_token` and `decode_sequence` already, as far as ranks are equally loaded"""
+    """per (token, expert) pair of one layer, on the rank that serves it: time that a layer loses per pair of
+    its most loaded rank above the mean. Up to the mean load this cost is already part of `prefill_token` and
+    `decode_sequence`
+    """
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -57,10 +64,11 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prefill_seconds(token_s: Seconds, pair_s: Seconds | None, uncached_tokens: Amounts, prompt_tokens: float | Amounts) -> Seconds:
-    """Time to compute the u last tokens of a prompt of N whose first N - u are cached: token_s * u + pair_s * (u * N - u^2 / 2).
+    """Time to compute the last u tokens of a prompt of N whose first N - u are cached: token_s * u + pair_s *
+    (u * N - u^2 / 2).
 
-    A token attends to all before it, cached or not: u tokens make u * N - u^2 / 2 pairs, half a pair each of a token with itself.
-    pair_s None: pairs cost nothing.
+    A token attends to all tokens before it, cached or not. So u tokens make u * N - u^2 / 2 pairs; the pair
+    of a token with itself counts half. pair_s None: pairs cost nothing.
     """
     each = token_s if pair_s is None else token_s + pair_s * (prompt_tokens - 0.5 * uncached_tokens)
     seconds: Seconds = uncached_tokens * each
@@ -68,16 +76,19 @@ def prefill_seconds(token_s: Seconds, pair_s: Seconds | None, uncached_tokens: A
 
 
 def queue_seconds(token_s: Seconds, queued_prefill_tokens: Amounts) -> Seconds:
-    """Time until the prefill already promised to a rank is done, each token at its price without attention: its prompts are not known apart."""
+    """Time until the outstanding prefill of a rank is done. Attention is left out: the lengths of its prompts
+    are not known.
+    """
     seconds: Seconds = token_s * queued_prefill_tokens
     return seconds
 
 
 def running_seconds(sequence_s: Seconds, block_s: Seconds, running: Amounts, blocks: Amounts, steps_left: Amounts, output_tokens: float | Amounts) -> Seconds:
-    """Time that the n sequences of a rank add to the next O steps: min(O * n, S) * (sequence_s + block_s * blocks / n).
+    """Time that the n sequences of a rank add to the next O steps: min(O * n, S) * (sequence_s + block_s *
+    blocks / n).
 
-    blocks: KV blocks they hold. steps_left: tokens S they are expected to emit yet, all together: a rank whose sequences are nearly
-    done adds less than one whose sequences have just begun. 0 where nothing runs.
+    blocks: KV blocks they hold. steps_left: total tokens S that they are still expected to emit. A rank whose
+    sequences are nearly done therefore adds less than one whose sequences have just begun. 0 if nothing runs.
     """
     seconds: Seconds = np.minimum(output_tokens * running, steps_left) * (sequence_s + block_s * (blocks / np.maximum(running, _ONE)))
     return seconds
@@ -86,21 +97,23 @@ def running_seconds(sequence_s: Seconds, block_s: Seconds, running: Amounts, blo
 def own_seconds(sequence_s: Seconds, token_block_s: Seconds, tokens: float | Amounts, output_tokens: float | Amounts) -> Seconds:
     """Time that a request itself adds to O steps of its rank: O * (sequence_s + token_block_s * tokens).
 
-    tokens: what its cache holds in the end. token_block_s: `decode_block` divided by the tokens of a block.
+    tokens: in its KV cache at the end. token_block_s: `decode_block` divided by the tokens of a block.
     """
     seconds: Seconds = output_tokens * (sequence_s + token_block_s * tokens)
     return seconds
 
 
 def lockstep_seconds(work: Seconds, added: Seconds, first: NDArray[np.intp], engine: NDArray[np.intp]) -> Seconds:
-    """Time that is lost because the ranks of an engine step together, and a step is as slow as its slowest rank.
+    """Time lost because the ranks of an engine step in lockstep: a step is as slow as its slowest rank.
 
-    work, added: [2, ranks]; row 0: prefill promised to each rank, and that of the request; row 1: what the running sequences add to the
-    request's steps, and what the request adds to them. It is max(0, prefill promised + added - the engine's most) where anything runs: by
-    so much the request makes its engine's longest prefill longer for whoever waits for it (beside a busier rank it is free); and
-    max(0, the engine's most - decode - added): so much longer the request's steps take for others' sake.
-    first: where the ranks of each engine begin, [engines] in row 0 and then [engines] in row 1, both rows laid one after another;
-    engine: [2, ranks], which of these each rank belongs to.
+    work, added: [2, ranks]. Row 0: outstanding prefill of each rank, and the request's prefill. Row 1: time
+    that the running sequences add to the request's steps, and time that the request adds to theirs. The
+    result is the sum of two terms. The first is max(0, outstanding prefill + added - the engine's maximum),
+    where anything runs: the request extends its engine's longest prefill by this time for all that wait (it
+    is free beside a busier rank). The second is max(0, the engine's maximum - decode - added): slower ranks
+    extend the request's steps by this time. first: start of each engine's ranks, [engines] in row 0 and then
+    [engines] in row 1, with both rows concatenated. engine: [2, ranks], index of each rank's engine in
+    `first`.
     """
     most = np.maximum.reduceat(work.reshape(-1), first).take(engine)
     ahead = work + added - most
@@ -109,10 +122,11 @@ def lockstep_seconds(work: Seconds, added: Seconds, first: NDArray[np.intp], eng
 
 
 def dispatch_seconds(dispatch_s: Seconds, node_s: Seconds | None, tokens: Amounts, remote_ranks: Seconds, remote_nodes: Seconds) -> Seconds:
-    """Time spent sending `tokens` to the experts of other ranks and back; remote_ranks, remote_nodes: distinct, per token, summed over layers.
+    """Time to send `tokens` to the experts of other ranks and back.
 
-    A dispatch sends one copy per destination, however many of a token's experts live there, and one per node over the slower link.
-    node_s None: other nodes cost no more than other ranks.
+    remote_ranks, remote_nodes: distinct destinations per token, summed over layers. A dispatch sends one copy
+    per destination rank, regardless of the number of the token's experts there, and one per node over the
+    slower link. node_s None: other nodes add no cost.
     """
     each = dispatch_s * remote_ranks if node_s is None else dispatch_s * remote_ranks + node_s * remote_nodes
     seconds: Seconds = tokens * each
@@ -120,9 +134,11 @@ def dispatch_seconds(dispatch_s: Seconds, node_s: Seconds | None, tokens: Amount
 
 
 def distinct_seconds(read_s: Seconds, added_experts: NDArray[np.float64], output_tokens: float) -> Seconds:
-    """Time that O steps take longer because they read experts that nobody else in the batch wants: O * read_s * added_experts.
+    """Additional time of O steps for reading experts that no other request in the batch uses: O * read_s *
+    added_experts.
 
-    added_experts: of the whole engine, per step, summed over layers; read_s: of one expert, divided by the ranks that read at once.
+    added_experts: of the whole engine, per step, summed over layers. read_s: of one expert, divided by the
+    number of ranks that read at once.
     """
     return output_tokens * (read_s * added_experts)
 
@@ -130,12 +146,14 @@ def distinct_seconds(read_s: Seconds, added_experts: NDArray[np.float64], output
 def expected_remote(
     profile: NDArray[Any], placement: Placement, top_k: int, node: NDArray[np.intp], boundary: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Expected numbers of distinct remote ranks and of distinct remote nodes a token must reach, summed over layers, per home rank:
-    float64 [..., ranks] each.
+    """Return the expected numbers of distinct remote ranks and of distinct remote nodes that a token reaches,
+    per home rank.
 
-    profile: [..., layers, experts] probability of an expert per routed pair. node: int [ranks], numbers from 0. boundary: layers below it
-    are left out. Replicas serve by the rule of `fleet.dispatch`; what other ranks of its node serve crosses no machine. A token's k
-    experts are taken as independent draws, so a rank, or a node, of mass m is reached with probability 1 - (1 - m)^k.
+    Result: float64 [..., ranks] each, summed over layers. profile: [..., layers, experts], probability of an
+    expert per routed pair. node: int [ranks], numbers from 0. boundary: layers below it are left out.
+    Replicas serve by the rule of `fleet.dispatch`; tokens served on another rank of their node cross no
+    machine. A token's k experts are treated as independent draws, so a rank or node of mass m is reached with
+    probability 1 - (1 - m)^k.
     """
     ranks = placement.ranks
     wanted = np.asarray(profile, np.float64).reshape(-1, placement.layers, placement.experts)
@@ -152,7 +170,7 @@ def expected_remote(
 
 
 class _Masses:
-    """What ranks send to each rank, of profiles."""
+    """Probability mass that ranks send to each rank, for given profiles."""
 
     def __init__(self, placement: Placement, node: NDArray[np.intp]) -> None:
         self._held = LocalReplicas.of(placement)
@@ -164,15 +182,16 @@ class _Masses:
         self._replicated = [slots > placement.experts for slots in filled]
 
     def of(self, wanted: NDArray[np.float64], layer: int) -> Iterator[tuple[slice, NDArray[np.float64]]]:
-        """Some homes, and the mass that each of them sends to each rank: [homes, n, ranks]. wanted: [n, experts].
+        """Yield groups of home ranks with the mass that each sends to each rank: [homes, n, ranks]. wanted:
+        [n, experts].
 
-        Without replicas [1, n, ranks], since what a home sends to itself is of no interest.
+        Without replicas the shape is [1, n, ranks], since the mass that a home sends to itself is not needed.
         """
         if not self._replicated[layer]:
             yield slice(0, self._ranks), (wanted @ self._held.by_rank(self._onward[0, layer], layer).T)[None]
             return
         by_expert = np.stack([self._held.by_rank(part[layer], layer).T for part in self._onward])
-        sent = wanted @ by_expert  # [nodes, n, ranks], if nobody kept anything
+        sent = wanted @ by_expert  # [nodes, n, ranks], if no rank kept anything
         expert, keep = (one[layer].reshape(self._ranks, -1) for one in (self._held.expert, self._keep))
         wanted_by = np.ascontiguousarray(wanted.T)
         most = max(1, _CELLS // (len(wanted) * self._ranks))
@@ -184,13 +203,15 @@ class _Masses:
 
 
 def _elsewhere(reached: NDArray[np.float64], own: NDArray[np.intp]) -> NDArray[np.float64]:
-    """[homes, n] of [homes or 1, n, places]: of all places but each home's own."""
+    """Sum [homes or 1, n, places] over all places except each home's own: [homes, n]."""
     at = np.arange(len(own)) if len(reached) > 1 else 0
     return np.asarray(reached.sum(axis=2) - reached[at, :, own])
 
 
 def _reached(mass: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
-    """1 - (1 - mass)^k, the power by squaring: k is small, and numpy's own takes ten times as long."""
+    """Return 1 - (1 - mass)^k, by repeated squaring: k is small, and numpy's own power takes ten times as
+    long.
+    """
     square, power = 1.0 - mass.clip(0.0, 1.0), np.ones(1)
     while top_k:
         if top_k & 1:
@@ -202,7 +223,11 @@ def _reached(mass: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
 
 
 def expected_local_share(profile: NDArray[Any], placement: Placement, node: NDArray[np.intp], boundary: int = 0) -> NDArray[np.float64]:
-    """Expected share of routed pairs that the home rank serves itself, mean over layers: float64 [..., ranks]. Arguments as above."""
+    """Return the expected share of routed pairs that the home rank serves itself, mean over layers: float64
+    [..., ranks].
+
+    Arguments as in `expected_remote`.
+    """
     layers, experts = placement.layers, placement.experts
     wanted = np.asarray(profile, np.float64).reshape(-1, layers, experts)
     held, own = LocalReplicas.of(placement), own_part(placement, node)
@@ -213,28 +238,41 @@ def expected_local_share(profile: NDArray[Any], placement: Placement, node: NDAr
 
 
 def surplus_pairs(served: NDArray[Any]) -> NDArray[np.float64]:
-    """Pairs that the fullest rank serves above the mean rank, summed over layers: float64 [...] of [..., layers, ranks]. So many pairs a
-    step of the whole engine waits for."""
+    """Return the pairs of the most loaded rank above the mean, summed over layers: float64 [...] of [...,
+    layers, ranks].
+
+    The whole engine waits for these pairs in each step.
+    """
     return np.asarray((served.max(axis=-1) - served.mean(axis=-1)).sum(axis=-1), np.float64)
 
 
 def log_misses(profiles: NDArray[Any], top_k: int) -> NDArray[np.float32]:
-    """float32 [..., layers * experts]: logarithm of the probability that a token of a profile [..., layers, experts] does not go to an
-    expert: k * log(1 - p), its k experts being taken as independent draws. The form in which `expected_distinct_experts` takes profiles."""
+    """Return the logarithm of the probability that a token of a profile does not go to an expert: k * log(1 -
+    p).
+
+    float32 [..., layers * experts] of profiles [..., layers, experts]. The k experts are treated as
+    independent draws. `expected_distinct_experts` takes profiles in this form.
+    """
     likely = np.clip(np.asarray(profiles, np.float64), 0.0, _SURE).reshape(*profiles.shape[:-2], -1)
     return np.asarray(top_k * np.log1p(-likely), np.float32)
 
 
 def expected_distinct_experts(misses: NDArray[np.float32], tokens: NDArray[Any]) -> NDArray[np.float64]:
-    """Expected number of distinct experts, summed over layers, that a step with tokens [..., C] of each of C profiles goes to: float64 [...].
+    """Return the expected number of distinct experts that a step activates, summed over layers: float64
+    [...].
 
-    misses: float32 [C, layers * experts], `log_misses`. An expert is missed by all with probability prod_c (1 - hit_c)^n_c.
+    tokens: [..., C], of each of C profiles. misses: float32 [C, layers * experts], from `log_misses`. No
+    token of the step activates an expert with probability prod_c (1 - hit_c)^n_c.
     """
     return np.asarray(-np.expm1(np.asarray(tokens, np.float32) @ misses).sum(axis=-1, dtype=np.float64))
 
 
 def added_distinct_experts(misses: NDArray[np.float32], tokens: NDArray[Any]) -> NDArray[np.float64]:
-    """How many more distinct experts one further token of each profile adds to that step: float64 [..., C], sum of hit_c * prod (1 - hit)^n."""
+    """Return the expected number of distinct experts that one more token of each profile adds to that step:
+    float64 [..., C].
+
+    It is the sum of hit_c * prod (1 - hit)^n over experts.
+    """
     return np.asarray(np.exp(np.asarray(tokens, np.float32) @ misses) @ -np.expm1(misses).T, np.float64)
 
 
@@ -250,11 +288,13 @@ def step_seconds(
     distinct_experts: NDArray[Any],
     surplus: float,
 ) -> Seconds:
-    """What one step takes each rank of an engine, every argument but the last [ranks]; the engine's step is as long as the longest.
+    """Return the duration of one step on each rank of an engine. The engine's step takes as long as the
+    longest of them.
 
-    prefill_pairs: pairs of a computed prompt token and one it attends to. sequences: that decode; blocks: KV blocks they hold.
-    remote_ranks, remote_nodes: distinct destinations, summed over the rank's tokens and layers. distinct_experts: that it must read.
-    surplus: of the engine, `surplus_pairs`: in each layer all ranks wait for the fullest, so that it is the same for all.
+    Every argument but the last is [ranks]. prefill_pairs: pairs of a computed prompt token and a token it
+    attends to. sequences: in decode; blocks: KV blocks they hold. remote_ranks, remote_nodes: distinct
+    destinations, summed over the rank's tokens and layers. distinct_experts: to read. surplus: of the engine,
+    `surplus_pairs`. It is the same for all ranks, since all wait for the most loaded one in each layer.
     """
     prefill = speed.prefill_token * prefill_tokens + speed.prefill_pair * prefill_pairs
     decode = speed.step + speed.decode_sequence * sequences + speed.decode_block * blocks
