@@ -1,8 +1,8 @@
-"""A key belongs to one holder at a time: claimed by compare-and-set, held by changing it, free when it rests.
+"""Exclusive keys: taken by compare-and-set, held by changing the value, free when the value stops changing.
 
-A live claim is one whose revision changes within the lease. No clocks are compared: a claimant watches the key for one lease
-by its own clock. `judge` decides; `ClaimLease` does what it says over the bus. An engine's name is held so (`NameClaim`), and the lead among
-migration services.
+A claim is live if its revision changes within the lease. No clocks are compared: a claimant watches the key
+for one lease by its own clock. `judge` decides; `ClaimLease` acts on the decision over the bus. Engine names
+(`NameClaim`) and the leadership of migration services are held this way.
 """
 
 import asyncio
@@ -14,37 +14,39 @@ import msgspec
 from bus import Bus, Claim, ClaimLost
 
 LEASE_SECONDS = 3.0
-"""A claim that does not change for so long is free."""
+"""A claim that does not change for this time is free."""
 LOOK_SECONDS = 0.25
-"""how often a claimant looks at a held key"""
+"""interval at which a claimant polls a held key"""
 
 UNREADABLE = -1
-"""worker_id of the holder that a value without sense names; no engine's"""
+"""worker_id for a claim with an undecodable value; not the id of any engine"""
 
 log = logging.getLogger(__name__)
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """The value of a claim: who holds the key."""
+    """Value of a claim: the holder of the key."""
 
     worker_id: int
     node: str
     beat: int
     """counts refreshes, so that the value changes with the revision"""
     offset: int = 0
-    """added to the revision at which the key was taken, so that tokens grow though a server lost its store"""
+    """added to the revision at which the key was taken, so that tokens keep growing after a server lost its
+    store
+    """
 
 
 class LeaseTaken(Exception):
-    """Somebody else holds the key; the text says who."""
+    """The key has another holder. The text names it."""
 
 
 class NameTaken(LeaseTaken):
-    """Another engine serves under this name; the text says where, and what to do."""
+    """Another engine serves under this name. The text names its location and the remedy."""
 
 
 class ClaimStep(enum.Enum):
-    """What a claimant does next."""
+    """Next step of a claimant."""
 
     CREATE = "create the key: nobody holds it"
     TAKE = "replace the value that was seen: its holder is gone"
@@ -55,7 +57,8 @@ class ClaimStep(enum.Enum):
 def judge(seen: Claim | None, now: Claim | None, watched: float, *, replaces: int | None = None, lease: float = LEASE_SECONDS) -> ClaimStep:
     """Decide from the key as first seen held, the key now, and the seconds between.
 
-    replaces: worker_id of an incarnation that is known to be dead (the launcher ended it): its claim is not waited for.
+    replaces: worker_id of an incarnation known to be dead (its launcher ended it). Its claim is taken over
+    without a wait.
     """
     if now is None:
         return ClaimStep.CREATE
@@ -67,7 +70,7 @@ def judge(seen: Claim | None, now: Claim | None, watched: float, *, replaces: in
 
 
 def holder_of(claim: Claim) -> Holder:
-    """Who a claim names; an unreadable value is a holder without a name, so that it can only go stale."""
+    """Return the holder of a claim. An undecodable value is a nameless holder that can only expire."""
     try:
         return msgspec.json.decode(claim.value, type=Holder)
     except msgspec.DecodeError:
@@ -75,13 +78,15 @@ def holder_of(claim: Claim) -> Holder:
 
 
 class ClaimLease:
-    """One holder's claim of a key. It lasts as long as it is refreshed, at least once in `lease` seconds."""
+    """One holder's claim of a key. It lasts as long as it is refreshed at least once in `lease` seconds."""
 
     def __init__(self, bus: Bus, key: str, *, worker_id: int, node: str, replaces: int | None = None, lease: float = LEASE_SECONDS) -> None:
         self.restored = False
-        """the key had vanished (a server without its store) and was made anew at the last refresh"""
+        """the key had vanished (a server without its store) and was created again at the last refresh"""
         self.token = 0
-        """fencing token: the revision at which the key was taken, and the offset that its value tells; grows from holder to holder. 0: never taken"""
+        """fencing token: the revision at which the key was taken plus the offset in its value. Grows from
+        holder to holder. 0: never taken
+        """
         self._bus = bus
         self._key = key
         self._holder = Holder(worker_id=worker_id, node=node, beat=0)
@@ -94,7 +99,10 @@ class ClaimLease:
         return self._revision is not None
 
     async def take(self) -> None:
-        """Claim the key, waiting at most a lease for a silent holder. LeaseTaken when it lives; BusError when the bus fails."""
+        """Claim the key. Wait at most one lease for a silent holder.
+
+        LeaseTaken if the holder is alive; BusError if the bus fails.
+        """
         clock = asyncio.get_running_loop().time
         seen: Claim | None = None
         since = clock()
@@ -110,7 +118,9 @@ class ClaimLease:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def refresh(self) -> None:
-        """Show that we live. LeaseTaken when somebody else holds the key by now; BusError when the bus fails (try again)."""
+        """Renew the claim. LeaseTaken if the key has another holder by now; BusError if the bus fails (try
+        again).
+        """
         self.restored = False
         try:
             self._revision = await self._bus.claim(self._key, self._value(), self._revision)
@@ -119,35 +129,38 @@ class ClaimLease:
             if now is not None and holder_of(now).worker_id not in (self._holder.worker_id, UNREADABLE):
                 self._revision = None
                 raise self._taken(now) from None
-            # ours after all: an answer that was lost, a key that vanished with its server, or nonsense: whoever may ask a server anything can
-            # have the answer written here (docs/security.md), and must not end an engine by that
+            # The claim may still be ours: after a lost answer, a key that vanished with its server, or
+            # garbage. Any client that may send a server requests can have an answer written to this key
+            # (docs/security.md). That must not end an engine.
             self._revision = None if now is None else now.revision
-            if now is None:  # revisions begin anew, tokens must not
+            if now is None:  # revisions start over, tokens must not
                 self._holder = msgspec.structs.replace(self._holder, offset=self.token)
             self._revision = await self._bus.claim(self._key, self._value(), self._revision)
             self.restored = now is None
 
     async def outbid(self, token: int) -> None:
-        """Have a token above this one, which somebody has heard from a holder that the key knows nothing of. LeaseTaken, BusError as `refresh`."""
+        """Raise the token above the given one, which a holder unknown to the key has used. Raises as
+        `refresh`.
+        """
         if token < self.token:
             return
         more = token + 1 - self.token
         self._holder = msgspec.structs.replace(self._holder, offset=self._holder.offset + more)
-        await self.refresh()  # whoever takes the key after us begins above it
+        await self.refresh()  # the next holder starts above this token
         self.token += more
 
     async def release(self) -> None:
-        """Give the key up at once; nothing happens when it is not ours any more."""
+        """Release the key immediately. No effect if it is no longer ours."""
         if self._revision is None:
             return
         try:
             await self._bus.release(self._key, self._revision)
         except ClaimLost:
-            log.warning("the claim of %r was no longer ours to give up", self._key)
+            log.warning("the claim of %r was already lost when released", self._key)
         self._revision = None
 
     async def _put(self, now: Claim | None) -> bool:
-        """Write our claim in the place of `now`; False when somebody else was faster."""
+        """Replace `now` with our claim. False if another claimant was faster."""
         offset = 0 if now is None else holder_of(now).offset
         self._holder = msgspec.structs.replace(self._holder, offset=offset)
         try:
@@ -167,7 +180,7 @@ class ClaimLease:
 
 
 class NameClaim(ClaimLease):
-    """One incarnation's claim of its engine's name. NameTaken is what its methods raise."""
+    """One incarnation's claim of its engine's name. Its methods raise NameTaken."""
 
     def __init__(self, bus: Bus, key: str, engine: str, *, worker_id: int, node: str, replaces: int | None = None, lease: float = LEASE_SECONDS) -> None:
         super().__init__(bus, key, worker_id=worker_id, node=node, replaces=replaces, lease=lease)

@@ -1,4 +1,4 @@
-"""Settings of the bus; read once at the composition root."""
+"""Settings of the bus, read once at the composition root."""
 
 from dataclasses import dataclass, fields
 
@@ -12,56 +12,67 @@ MOST_REPLICAS = 5
 
 @dataclass(frozen=True, slots=True)
 class BusConfig:
-    """Where NATS is, how long to wait for it, and how much it may keep. ValueError names the field that is out of range."""
+    """Location, timeouts and storage limits of NATS. ValueError names the field that is out of range."""
 
     url: str = "nats://127.0.0.1:4222"
-    """one server; used where `urls` names none"""
+    """one server; used if `urls` is empty"""
     urls: tuple[str, ...] = ()
-    """servers of one cluster: whichever answers is connected to, and the next one when it goes away"""
+    """servers of one cluster; the bus connects to any of them, and to another one when the connection is lost
+    """
     credentials_file: FilePath | None = None
-    """JSON with `user`, `password` and optionally `inbox_prefix` (a context file of the NATS command line will do; default prefix: `_INBOX.` and
-    the user); read again at every connection. Unset: the user part of the URL, or none"""
+    """JSON with `user`, `password` and optionally `inbox_prefix` (a context file of the NATS command line is
+    accepted; default prefix: `_INBOX.` and the user); read again for every connection. Unset: the user part
+    of the URL, or none
+    """
     tls_ca: FilePath | None = None
-    """PEM file of the authorities that may vouch for the server; unset: the system's, where the URL begins with tls://"""
+    """PEM file of the trusted certificate authorities; unset: the system's, if the URL begins with tls://"""
     tls_cert: FilePath | None = None
-    """PEM file with our own certificate, for servers that ask for one; needs `tls_key`"""
+    """PEM file with the client certificate, for servers that require one; needs `tls_key`"""
     tls_key: FilePath | None = None
     tls_hostname: str | None = None
-    """name that the server's certificate must bear; unset: the URL's host"""
+    """host name expected in the server's certificate; unset: the URL's host"""
     replicas: int = 1
-    """servers of the cluster that keep each stream and bucket when it is made; 3 survive the loss of one server. Existing ones are left as they are"""
+    """replicas of each stream and bucket, set at creation; 3 survive the loss of one server. Existing streams
+    are not changed
+    """
     namespace: str = "roost"
     """first token of every subject, and of the names of the stream and the buckets"""
     connect_seconds: float = 5.0
-    """the first connection must stand within this time; later ones are tried for ever"""
+    """timeout of the first connection; reconnects are retried indefinitely"""
     request_seconds: float = 2.0
-    """wait for one answer of the server"""
+    """timeout of one server response"""
     record_seconds: float = 10.0
-    """wait for a message to be stored, reconnects included"""
+    """timeout for storing a message, reconnects included"""
     reconnect_first_seconds: float = 0.05
     reconnect_most_seconds: float = 2.0
     """pause between attempts to reconnect: doubles from the first to the most"""
     ping_seconds: float = 5.0
-    """a server that leaves two pings unanswered counts as gone"""
+    """interval of pings; a server with two unanswered pings is considered lost"""
     unsent_bytes: int = 8 * 1024 * 1024
-    """publishing drops messages while so much waits to be sent"""
+    """publishing drops messages while more than this waits to be sent"""
     queue_bytes: int = 64 * 1024 * 1024
-    """bytes a subscription holds for a slow reader before it drops the oldest"""
+    """bytes that a subscription buffers for a slow reader before it drops the oldest"""
     stream_days: float = 30.0
-    """how long stored messages are kept"""
+    """retention of stored messages"""
     stream_bytes: int = 256 * 1024 * 1024
-    """stored messages; the oldest go first, whatever they say. A handover stores two placements, of 58 layers x 288 slots with shares 270 kB together"""
+    """limit for stored messages; the oldest are evicted first, regardless of kind. A handover stores two
+    placements, together 270 kB for 58 layers x 288 slots with shares
+    """
     stream_messages_per_subject: int = 1024
     claims_bytes: int = 1024 * 1024
     blobs_bytes: int = 512 * 1024 * 1024
-    """tokenizers, plans under way, stored messages too large for an envelope: kept until this is reached; then storing another is refused"""
+    """limit for tokenizers, plans in progress and stored messages too large for an envelope; further content
+    is rejected
+    """
     parcels_bytes: int = 128 * 1024 * 1024
     parcels_seconds: float = 30.0
-    """how long the content of a telemetry message too large for an envelope is kept; its readers fetch it at once"""
+    """retention of telemetry content too large for an envelope; readers fetch it immediately"""
     answers_bytes: int = 256 * 1024 * 1024
-    """memory for answers too large for one message, which askers fetch in parts; further ones are refused while all of it is being fetched"""
+    """memory for answers too large for one message, fetched in parts; further answers are rejected while all
+    of it is in use
+    """
     answers_seconds: float = 10.0
-    """how long such an answer is kept after the last part that was fetched"""
+    """retention of such an answer after the last part was fetched"""
 
     def __post_init__(self) -> None:
         check_token("bus.namespace", self.namespace)
@@ -82,12 +93,12 @@ class BusConfig:
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """URLs of the servers to connect to, with their secrets."""
+        """URLs of the servers to connect to, including credentials."""
         return self.urls or (self.url,)
 
     @property
     def where(self) -> str:
-        """The same for people and logs, without secrets."""
+        """The same URLs for display and logs, without credentials."""
         return ", ".join(without_secrets(url) for url in self.servers)
 
     @property

@@ -1,7 +1,8 @@
-"""A join counts only with its name's claim: the key `engine.<name>` must hold the worker_id that has joined.
+"""Validation of joins: a join counts only if the claim `engine.<name>` holds the worker_id that has joined.
 
-Who may write a claim decides who may be an engine of that name (on a server with users: that engine's own). An engine claims its name before it
-announces itself, but log and claims are two stores, and a claim may be seen later than the join: it is waited for.
+The right to write a claim thereby defines which process may be the engine of that name (on a server with
+users: only that engine's own user). An engine claims its name before it announces itself. But log and claims
+are two stores, and a claim may become visible later than the join. Readers therefore wait for it.
 """
 
 import asyncio
@@ -15,32 +16,33 @@ from bus.protocol.subjects import Subjects
 from fleet.events import EngineJoined, EngineLeft
 
 CLAIM_SECONDS = 5.0
-"""A join whose claim has not been seen for this time does not count."""
+"""A join is ignored if its claim does not appear within this time."""
 
 log = logging.getLogger(__name__)
 
 
 async def holds_its_name(bus: Bus, subjects: Subjects, joined: EngineJoined) -> bool:
-    """Whether the name's claim holds this worker_id now. BusError when it cannot be read."""
+    """Return True if the name's claim holds this worker_id now. BusError if it cannot be read."""
     try:
         key = subjects.claim(joined.engine)
-    except ValueError:  # no engine can have this name
+    except ValueError:  # not a valid engine name
         return False
     claim = await bus.read_claim(key)
     return claim is not None and holder_of(claim).worker_id == joined.worker_id
 
 
 async def vouched(bus: Bus, subjects: Subjects, said: AsyncIterator[Received], seconds: float = CLAIM_SECONDS) -> AsyncIterator[Received]:
-    """What a replay of memberships says, joins only once their claim is seen. Everything else passes at once.
+    """Filter a replay of memberships: pass joins only after their claim is seen, and everything else
+    immediately.
 
-    A join waits at most `seconds`, not counting the time in which claims cannot be read; a newer word about its engine ends the wait, and so does the
-    end of the replay. Joins that do not count are logged.
+    A join waits at most `seconds`, not counting the time in which claims cannot be read. A newer event of its
+    engine or the end of the replay ends the wait. Ignored joins are logged.
     """
     check = _Check(bus, subjects, seconds)
     reading: asyncio.Future[Received] | None = None
     try:
         while True:
-            if check.waiting:  # meanwhile the replay goes on
+            if check.waiting:  # the replay continues meanwhile
                 reading = reading or asyncio.ensure_future(anext(said))
                 await asyncio.wait([reading], timeout=LOOK_SECONDS)
                 for late in await check.late():
@@ -70,13 +72,13 @@ class _Check:
 
     def __init__(self, bus: Bus, subjects: Subjects, seconds: float) -> None:
         self.waiting: dict[str, tuple[Received, float]] = {}
-        """by engine: the join, and until when it waits"""
+        """by engine: the join and its deadline"""
         self._bus = bus
         self._subjects = subjects
         self._seconds = seconds
 
     async def passes(self, received: Received) -> bool:
-        """Whether this counts already."""
+        """Return True if the message may pass now."""
         match received.message:
             case EngineJoined() as joined:
                 self.waiting.pop(joined.engine, None)
@@ -89,7 +91,7 @@ class _Check:
         return True
 
     async def late(self, *, last: bool = False) -> list[Received]:
-        """Joins that count now; those that have waited long enough (last: all others) are given up."""
+        """Return joins whose claim appeared, and drop those past their deadline (last: all others)."""
         found = []
         for engine, (received, until) in list(self.waiting.items()):
             joined = received.message
@@ -102,11 +104,11 @@ class _Check:
             if held or last or (held is False and self._now() >= until):
                 self.waiting.pop(engine, None)
                 if not held:
-                    log.warning("worker %d says it is engine %s, whose name it does not hold; its join does not count", joined.worker_id, engine)
+                    log.warning("ignored the join of worker %d as engine %s: it does not hold the claim to that name", joined.worker_id, engine)
         return found
 
     async def _held(self, joined: EngineJoined) -> bool | None:
-        """None: it cannot be told at present."""
+        """Return True if the claim names this worker; None if it cannot be read at present."""
         try:
             return await holds_its_name(self._bus, self._subjects, joined)
         except BusError as error:

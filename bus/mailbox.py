@@ -1,6 +1,8 @@
-"""What both implementations do with messages before sending and after receiving: identity and sequence, bounded queues, answers.
+"""Common code of both implementations before sending and after receiving: identity and sequence, bounded
+queues, answers.
 
-Storage and transport are handed in as functions: `Keep` stores content and returns its digest, `Fetch` gets it back.
+Storage and transport are passed in as functions: `Keep` stores content and returns its digest, `Fetch`
+returns it.
 """
 
 import asyncio
@@ -49,20 +51,22 @@ Send = Callable[[str, bytes], Awaitable[None]]
 Answer = Callable[[Message], Awaitable[Message]]
 
 PAUSE_EVERY = 64
-"""Messages an Inbox gives away before it lets the event loop turn: a full queue must not starve everything else."""
+"""Messages that a subscription returns before it yields to the event loop: a full queue must not starve other
+tasks.
+"""
 ANSWERING = 64
-"""Requests answered at once per served subject."""
+"""Requests answered concurrently per served subject."""
 QUEUED_REQUESTS = 1024
-"""Requests waiting per served subject; further ones are not answered, and time out at their sender."""
+"""Requests waiting per served subject. Further ones get no answer and time out at their sender."""
 
 REASON_LENGTH = 2000
-"""Characters of a refusal's reason that travel."""
+"""Length limit of a refusal's reason, in characters."""
 STOP_SECONDS = 5.0
-"""Answers still being worked out when serving ends get so long to notice."""
+"""Time for answers in progress to finish when serving ends."""
 
 
 def sendable(subject: str) -> str:
-    """A subject without wildcards; BusError otherwise."""
+    """Return a subject without wildcards. BusError otherwise."""
     try:
         return check_subject(subject)
     except ValueError as error:
@@ -70,7 +74,7 @@ def sendable(subject: str) -> str:
 
 
 def audible(subject: str) -> str:
-    """A subject that may have wildcards; BusError otherwise."""
+    """Return a subject that may have wildcards. BusError otherwise."""
     try:
         return check_subject(subject, wildcards=True)
     except ValueError as error:
@@ -78,7 +82,7 @@ def audible(subject: str) -> str:
 
 
 def check_stored(subject: str, message: Message, patterns: tuple[str, ...]) -> None:
-    """BusError unless this kind of message is stored, and this subject."""
+    """Raise BusError unless messages of this kind are stored, on this subject."""
     if not isinstance(message, STORED):
         raise BusError(f"a {type(message).__name__} is not stored; only {', '.join(kind.__name__ for kind in STORED)} can be recorded")
     if not any(matches(pattern, subject) for pattern in patterns):
@@ -86,7 +90,7 @@ def check_stored(subject: str, message: Message, patterns: tuple[str, ...]) -> N
 
 
 class SequencedPublisher:
-    """An identity with a sequence of its own, and the envelopes made under it."""
+    """An identity with its own sequence, and the envelopes sent under it."""
 
     def __init__(self, keep: Keep, wall_clock: Callable[[], float] = time.time) -> None:
         self.publisher_id = secrets.randbits(64)
@@ -95,12 +99,14 @@ class SequencedPublisher:
         self._wall_clock = wall_clock
 
     def number(self) -> int:
-        """Take the next sequence number, whatever becomes of its message."""
+        """Take the next sequence number, even if its message is never sent."""
         self.sequence += 1
         return self.sequence - 1
 
     async def sealed(self, subject: str, message: Message) -> bytes:
-        """The next envelope, its payload put aside when it is large. BusError when it cannot be encoded or kept."""
+        """Return the next envelope; a large payload is moved to the blob store. BusError if it cannot be
+        encoded or stored.
+        """
         topic = topic_of(subject)
         return await self.enveloped(topic, encode(topic, message), self.number())
 
@@ -110,16 +116,18 @@ class SequencedPublisher:
         return seal(self.publisher_id, number, self._wall_clock(), topic, payload)
 
     def plain(self, topic: str, payload: bytes) -> bytes:
-        """The next envelope around a payload that fits."""
+        """Return the next envelope around a payload that fits."""
         return seal(self.publisher_id, self.number(), self._wall_clock(), topic, payload)
 
     def asking_for(self, wanted: PartWanted) -> bytes:
-        """A request for a part of an answer."""
+        """Return a request for a part of an answer."""
         return self.plain(PART_WANTED_TOPIC, msgspec.msgpack.encode(wanted))
 
 
 class Encoder(SequencedPublisher):
-    """A publisher on one subject. What cannot be sent now is dropped, and the sequence shows it."""
+    """Publisher on one subject. Messages that cannot be sent now are dropped, which leaves a gap in the
+    sequence.
+    """
 
     def __init__(self, subject: str, send: Send, keep: Keep, connected: Callable[[], bool], wall_clock: Callable[[], float] = time.time) -> None:
         super().__init__(keep, wall_clock)
@@ -129,7 +137,9 @@ class Encoder(SequencedPublisher):
         self._connected = connected
 
     async def publish(self, message: Message) -> None:
-        """BusError only for a message that can never be sent; a broken connection costs the message, not the caller."""
+        """Publish a message. BusError only if it can never be sent; a broken connection drops the message
+        without an error.
+        """
         payload = encode(self._topic, message)
         number = self.number()
         if not self._connected():
@@ -143,7 +153,9 @@ class Encoder(SequencedPublisher):
 
 
 async def opened(subject: str, raw: bytes, fetch: Fetch) -> Received:
-    """The message in what arrived. Refused when there is none; BusError when its content cannot be fetched at present."""
+    """Decode a received message. Undeliverable if it is malformed; BusError if its content cannot be fetched
+    at present.
+    """
     return await _opened(subject, unseal(raw), fetch)
 
 
@@ -162,15 +174,17 @@ async def _opened(subject: str, envelope: Envelope, fetch: Fetch) -> Received:
 
 def _received(subject: str, envelope: Envelope, message: Message) -> Received:
     named, speaker = getattr(message, "engine", None), engine_of(subject)
-    if named is not None and speaker is not None and named != speaker:  # a server's permissions are by subject
+    # a server's permissions are by subject
+    if named is not None and speaker is not None and named != speaker:
         raise Undeliverable(RejectionReason.SPEAKER, f"{type(message).__name__} of engine {named!r} on {subject}")
     return Received(subject, envelope.publisher_id, envelope.sequence, envelope.published_at / 1000, message)
 
 
 async def asked(subject: str, raw: bytes, exchange: Exchange, outbox: SequencedPublisher, fetch: Fetch, seconds: float) -> Message:
-    """The answer to a request, in one message or in parts. Declined with the reason of a RequestRefused; BusError when it cannot be read.
+    """Return the answer to a request, in one message or in parts.
 
-    seconds: for the first message, and again for each part.
+    Declined with the reason of a RequestRefused; BusError if the answer cannot be read. seconds: timeout of
+    the first message, and again of each part.
     """
     try:
         envelope = unseal(await exchange(raw, seconds))
@@ -188,9 +202,10 @@ async def asked(subject: str, raw: bytes, exchange: Exchange, outbox: SequencedP
 
 
 class BoundedSubscription:
-    """What arrived and was not read yet; bounded in number and bytes, the oldest go first. Messages are decoded when they are read.
+    """Received messages that are not read yet. Bounded in number and bytes; the oldest are dropped first.
 
-    One reader at a time. Iteration ends when the inbox is closed.
+    Messages are decoded when they are read. One reader at a time. Iteration ends when the subscription is
+    closed.
     """
 
     def __init__(self, limit: int, limit_bytes: int, fetch: Fetch, rejected: Rejections) -> None:
@@ -204,13 +219,13 @@ class BoundedSubscription:
         self._queue: deque[tuple[str, bytes]] = deque()
         self._bytes = 0
         self._held: tuple[str, bytes] | None = None
-        """taken from the queue and being opened; kept across a cancelled read, so that none is lost"""
+        """taken from the queue and being decoded; kept across a cancelled read, so that none is lost"""
         self._changed = asyncio.Event()
         self._closed = False
         self._given = 0
 
     def put(self, subject: str, raw: bytes) -> None:
-        """Never blocks; drops the oldest when there is no room."""
+        """Enqueue without blocking; drop the oldest if there is no room."""
         self._queue.append((subject, raw))
         self._bytes += len(raw)
         while len(self._queue) > self._limit or self._bytes > self._limit_bytes:
@@ -276,14 +291,14 @@ class RequestServer:
         self._requests: asyncio.Queue[tuple[bytes, Callable[[bytes], Awaitable[None]]]] = asyncio.Queue(QUEUED_REQUESTS)
 
     def submit(self, raw: bytes, reply: Callable[[bytes], Awaitable[None]]) -> None:
-        """Never blocks; a request beyond the queue's limit is left to time out at its sender."""
+        """Enqueue without blocking. A request beyond the queue's limit times out at its sender."""
         try:
             self._requests.put_nowait((raw, reply))
         except asyncio.QueueFull:
             logger.warning("%s: %d requests are waiting, another was dropped", self.subject, QUEUED_REQUESTS)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Answer requests until cancelled."""
         places = asyncio.Semaphore(ANSWERING)
         async with asyncio.TaskGroup() as answering:
             while True:
@@ -294,7 +309,7 @@ class RequestServer:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Answers while the context lasts."""
+        """Answer requests while the context lasts."""
         task = asyncio.create_task(self.run(), name=f"answers requests on {self.subject}")
         try:
             yield
@@ -325,7 +340,9 @@ class RequestServer:
         return self._outbox.plain(NO_PART_TOPIC, b"") if part is None else self._outbox.plain(PART_TOPIC, part)
 
     def _enclosed(self, answer: Message) -> bytes:
-        """The answer, or where it is large an offer of its parts. BusError when it cannot be encoded or kept."""
+        """Return the answer, or for a large one the offer of its parts. BusError if it cannot be encoded or
+        stored.
+        """
         offer = self._answers.offered(answer)
         if offer is None:
             payload = encode(self._topic, answer)
@@ -340,7 +357,7 @@ class RequestServer:
         return self._outbox.plain(self._topic, encode(self._topic, RequestRefused(reason=reason[:REASON_LENGTH])))
 
     async def _considered(self, envelope: Envelope) -> Message:
-        """The answer to a request. Refused when it cannot be read."""
+        """Return the answer to a request. Undeliverable if the request cannot be read."""
         try:
             request = await _opened(self.subject, envelope, self._fetch)
         except BusError as error:
@@ -348,6 +365,6 @@ class RequestServer:
             return RequestRefused(reason=f"the request's content cannot be fetched: {error}")
         try:
             return await self._answer(request.message)
-        except Exception as error:  # the asker must be told, whatever went wrong
+        except Exception as error:  # the requester must get an answer, whatever the error
             logger.warning("%s: refused a request: %s", self.subject, error, exc_info=not isinstance(error, BusError | ValueError))
             return RequestRefused(reason=str(error)[:REASON_LENGTH] or type(error).__name__)

@@ -1,6 +1,6 @@
-"""The bus within one process: the same contract as `bus.nats`, for tests, simulation and one-process runs.
+"""The bus within one process: the same contract as `bus.nats`, for tests, simulation and single-process runs.
 
-Messages travel as bytes through the same codec, queues and limits; only the transport and the storage are dictionaries.
+Messages pass as bytes through the same codec, queues and limits. Only transport and storage are dictionaries.
 Several clients share one broker, as several processes share one NATS server.
 """
 
@@ -27,17 +27,18 @@ class Stored:
     """One message of the durable log."""
 
     number: int
-    """place in the log, from 1"""
+    """position in the log, from 1"""
     stored_at: float
     subject: str
     raw: bytes
 
 
 class MemoryBroker:
-    """What a NATS server does: passes on, stores, arbitrates. Share one among the MemoryBus clients of a process.
+    """In-process NATS server: delivers, stores, arbitrates claims. Share one among the MemoryBus clients of a
+    process.
 
-    `reachable` may be set to False to play a broken connection of all clients, and back to True. `loses` may be set to say which
-    answers get lost on their way. `deliver` puts raw bytes on a subject, as a stranger would.
+    Set `reachable` to False to simulate a broken connection of all clients, and back to True. `loses` selects
+    answers that are lost in transit. `deliver` publishes raw bytes on a subject, like a foreign client.
     """
 
     def __init__(self, subjects: Subjects | None = None, config: BusConfig | None = None, clock: Callable[[], float] = time.time) -> None:
@@ -71,17 +72,17 @@ class MemoryBroker:
 
     @contextmanager
     def waiting(self, event: asyncio.Event) -> Iterator[None]:
-        """The event is set whenever `reachable` is."""
+        """Set the event whenever `reachable` is assigned, while the context lasts."""
         self._waiting.add(event)
         try:
             yield
         finally:
             self._waiting.discard(event)
 
-    # Passing on and storing
+    # Delivery and storage
 
     def deliver(self, subject: str, raw: bytes) -> None:
-        """Give bytes to whoever listens, and to the log when the subject is stored."""
+        """Deliver bytes to all subscribers, and to the log if the subject is stored."""
         if any(matches(pattern, subject) for pattern in self.subjects.stored):
             self._append(subject, raw)
         for inbox, patterns in self._inboxes.items():
@@ -98,7 +99,7 @@ class MemoryBroker:
             event.set()
 
     def _prune(self) -> None:
-        """The stream's limits: age, bytes, messages per subject; the oldest go first."""
+        """Apply the stream's limits (age, bytes, messages per subject), oldest first."""
         oldest = self.clock() - self.config.stream_seconds
         counts: Counter[str] = Counter()
         size = 0
@@ -118,7 +119,7 @@ class MemoryBroker:
         return self._last
 
     def after(self, number: int, pattern: str) -> list[Stored]:
-        """Stored messages behind a number, in order."""
+        """Return stored messages after a number, in order."""
         at = bisect_right(self._log, number, key=lambda entry: entry.number)
         return [entry for entry in self._log[at:] if matches(pattern, entry.subject)]
 
@@ -150,7 +151,7 @@ class MemoryBroker:
             self._followers.discard(event)
 
     def desk(self, subject: str) -> RequestServer | None:
-        """Whoever answers on a subject; each in turn when there are several."""
+        """Return the next server of a subject, in turn."""
         desks = self._desks.get(subject)
         if not desks:
             return None
@@ -185,11 +186,11 @@ class MemoryBroker:
 
 
 async def _nobody(_: bytes) -> None:
-    """A request without a return address gets no answer."""
+    """Discard the answer to a request without a reply subject."""
 
 
 class MemoryBus:
-    """One client of a MemoryBroker; without one, it has a broker of its own."""
+    """Client of a MemoryBroker. Without one, it creates its own."""
 
     def __init__(self, broker: MemoryBroker | None = None) -> None:
         self.broker = broker or MemoryBroker()
@@ -198,7 +199,7 @@ class MemoryBus:
         self._full = FullStores()
         self._inboxes: set[BoundedSubscription] = set()
         self._awaited: set[asyncio.Event] = set()
-        """set when the bus is closed"""
+        """events to set when the bus is closed"""
         self._closed = False
         self._voice = SequencedPublisher(self._keep_parcel)
         self._recorder = SequencedPublisher(self.put_blob)
@@ -245,7 +246,7 @@ class MemoryBus:
         return await asked(subject, raw, lambda sent, wait: self._exchange(subject, sent, wait), self._voice, self._content, seconds)
 
     async def _exchange(self, subject: str, raw: bytes, seconds: float) -> bytes:
-        """The first answer to a request."""
+        """Return the first answer to a request."""
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
         async def reply(sealed: bytes) -> None:
@@ -257,7 +258,7 @@ class MemoryBus:
                 await self._standing(seconds)
                 desk = self.broker.desk(subject)
                 if desk is None:
-                    raise NobodyThere(f"nobody serves {subject!r}")
+                    raise NobodyThere(f"no server for requests on {subject!r}")
                 desk.submit(raw, reply)
                 return await answer
         except TimeoutError as error:
@@ -365,13 +366,15 @@ class MemoryBus:
         return digest
 
     async def _content(self, digest: str) -> bytes:
-        """What a reference names: a parcel of a passing message, or the blob of a stored one."""
+        """Return the content of a reference: a parcel of a passing message, or the blob of a stored one."""
         if digest in self.broker.parcels:
             return _verified(digest, self.broker.parcels[digest][1])
         return await self.get_blob(digest)
 
     async def _standing(self, seconds: float | None) -> None:
-        """Wait until the broker can be reached (None: for ever); BusError when that takes longer, or the bus is closed."""
+        """Wait until the broker is reachable (None: without limit). BusError if that takes longer or the bus
+        is closed.
+        """
         changed = asyncio.Event()
         self._awaited.add(changed)
         try:

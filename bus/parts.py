@@ -1,8 +1,8 @@
-"""Answers too large for one message: kept for a moment by the side that answers, fetched part by part by the side that asked.
+"""Answers too large for one message: held briefly by the server, fetched part by part by the requester.
 
-The first answer is an offer (`codec.PartsOffer`). The asker then requests each part on the subject it asked before; a part that
-does not arrive is requested again. Every message is an answer to one request, so the asker sets the pace, no store of the server
-is involved, and an answer goes to the inbox of its asker alone.
+The first answer is an offer (`codec.PartsOffer`). The requester then requests each part on the same subject,
+and repeats the request for a part that does not arrive. Every message answers one request, so the requester
+controls the pace, no server-side store is involved, and an answer reaches only its requester's inbox.
 """
 
 import asyncio
@@ -16,18 +16,22 @@ from bus import BusError, BusTimeout, Message, NobodyThere, StoreFull
 from bus.protocol.codec import PART_BYTES, PART_TOPIC, Envelope, PartsOffer, PartWanted, RejectionReason, Undeliverable, checksum, unseal
 
 PART_SECONDS = 1.0
-"""A part that has not come after this time is requested again; the time doubles with every try, since the server may only be slow."""
+"""Time before the request for a part is repeated. It doubles with every attempt, since the server may only be
+slow.
+"""
 WINDOW = 4
-"""Parts of one answer that are on their way at once."""
+"""Parts of one answer in flight at once."""
 ELSEWHERE_SECONDS = 0.002
 """Pause after another server of the same subject received the request for a part."""
 AWAY_SECONDS = 0.1
-"""Pause while nobody serves the subject; the server may be connecting again."""
+"""Pause while the subject has no server, which may be reconnecting."""
 IN_USE_SECONDS = 3.0
-"""An answer of which a part was fetched within this time, and not yet every part by everybody, is not dropped to make room."""
+"""An answer is in use while it is not fully fetched by all requesters and a part was fetched within this
+time. Answers in use are not evicted.
+"""
 
 Exchange = Callable[[bytes, float], Awaitable[bytes]]
-"""One request, as bytes, and the first answer to it. BusTimeout after the given seconds."""
+"""Sends one request, as bytes, and returns the first answer. BusTimeout after the given seconds."""
 Sealed = Callable[[PartWanted], bytes]
 
 
@@ -39,13 +43,14 @@ class _Kept:
     touched: float
     """seconds on the loop's clock"""
     owed: int
-    """parts that those to whom it was offered have not fetched yet"""
+    """parts that requesters of the offer have not fetched yet"""
 
 
 class PartedAnswers:
-    """Large answers that may be fetched: at most `most_bytes`, each until nothing of it was fetched for `seconds`.
+    """Store of large answers: at most `most_bytes`. An answer expires `seconds` after the last part was
+    fetched.
 
-    The same message object answers several requests with one offer: it is encoded and kept once.
+    The same message object answers several requests with one offer: it is encoded and stored once.
     """
 
     def __init__(self, most_bytes: int, seconds: float) -> None:
@@ -61,7 +66,7 @@ class PartedAnswers:
         return sum(len(kept.content) for kept in self._kept.values())
 
     def offered(self, message: Message) -> PartsOffer | None:
-        """The offer of a message that is kept already."""
+        """Return the offer of a message that is stored already."""
         number = self._by_message.get(id(message))
         if number is None:
             return None
@@ -70,7 +75,7 @@ class PartedAnswers:
         return kept.offer
 
     def keep(self, message: Message, topic: str, payload: bytes) -> PartsOffer:
-        """Offer a payload. StoreFull while answers that are being fetched leave no room."""
+        """Store a payload and return its offer. StoreFull if answers in use leave no room."""
         self._make_room(len(payload))
         self._number += 1
         parts = -(-len(payload) // PART_BYTES)
@@ -81,7 +86,9 @@ class PartedAnswers:
         return offer
 
     def part(self, wanted: PartWanted) -> bytes | None:
-        """Up to PART_BYTES of an answer; None when it is not kept (any more), or has no such part."""
+        """Return up to PART_BYTES of an answer; None if the answer is not stored (any more) or has no such
+        part.
+        """
         if wanted.answer not in self._kept:
             return None
         kept = self._touched(wanted.answer)
@@ -89,7 +96,6 @@ class PartedAnswers:
         return kept.content[wanted.part * PART_BYTES : (wanted.part + 1) * PART_BYTES] or None
 
     def clear(self) -> None:
-        """Forget everything."""
         self._kept.clear()
         self._by_message.clear()
         if self._timer is not None:
@@ -134,9 +140,10 @@ class PartedAnswers:
 
 
 async def fetch_parts(offer: PartsOffer, publisher_id: int, exchange: Exchange, sealed: Sealed, seconds: float) -> bytes:
-    """All of an offered answer, WINDOW parts at a time.
+    """Fetch all parts of an offered answer, WINDOW at a time.
 
-    publisher_id: of the offer. BusTimeout when a part does not come within `seconds`; BusError when the answer is not kept any more, or damaged.
+    publisher_id: of the offer. BusTimeout if a part does not arrive within `seconds`. BusError if the answer
+    is no longer stored, or damaged.
     """
     content = bytearray(offer.size)
     numbers = iter(range(offer.parts))
@@ -163,7 +170,7 @@ async def fetch_parts(offer: PartsOffer, publisher_id: int, exchange: Exchange, 
 
 
 async def _fetched(wanted: PartWanted, exchange: Exchange, sealed: Sealed, seconds: float) -> bytes:
-    """One part, requested until it comes."""
+    """Request one part until it arrives."""
     clock = asyncio.get_running_loop().time
     until, patience = clock() + seconds, PART_SECONDS
     while True:
@@ -193,7 +200,7 @@ def _read(raw: bytes) -> Envelope:
 
 
 def wanted_part(envelope: Envelope) -> PartWanted:
-    """What an envelope of PART_WANTED_TOPIC asks for. Refused when it is malformed."""
+    """Decode the request in an envelope of PART_WANTED_TOPIC. Undeliverable if it is malformed."""
     try:
         return msgspec.msgpack.decode(envelope.payload, type=PartWanted)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Stores that were found full: counted, and told to the log."""
+"""Counts and logs of writes rejected by full stores."""
 
 import logging
 import time
@@ -8,13 +8,17 @@ from collections.abc import Callable, Iterator, Mapping
 logger = logging.getLogger(__name__)
 
 STORES = ("log", "claims", "blobs", "parcels", "answers")
-"""What is kept for a bus: the durable log, the claims, blobs, contents of passing messages, and (in memory) answers that are fetched in parts."""
+"""Stores of a bus: durable log, claims, blobs, contents of passing messages, and (in memory) answers fetched
+in parts.
+"""
 AGAIN_SECONDS = 60.0
-"""The log repeats an alarm about one store after this time."""
+"""Interval between repeated alarms about one store in the log."""
 
 
 class FullStores(Mapping[str, int]):
-    """How often something found no room since the start, by store. Every store is present from the start."""
+    """Number of writes rejected for lack of room since the start, by store. Every store is present from the
+    start.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._counts: Counter[str] = Counter()
@@ -22,7 +26,7 @@ class FullStores(Mapping[str, int]):
         self._clock = clock
 
     def note(self, store: str, error: Exception) -> None:
-        """Count it, and log an error now and then."""
+        """Count a rejected write, and log an error at most once per interval."""
         self._counts[store] += 1
         now = self._clock()
         if now - self._logged.get(store, float("-inf")) >= AGAIN_SECONDS:

@@ -1,7 +1,7 @@
-"""The bus over NATS; the only folder that speaks nats-py, whose errors end here.
+"""The bus over NATS. No other package uses nats-py, and its errors do not leave this package.
 
-Core NATS carries telemetry and requests (`client`), JetStream what must last (`storage`); `link` is the connection under both.
-Checked against nats-py 2.16 and nats-server 2.15.
+Core NATS carries telemetry and requests (`client`), JetStream durable data (`storage`). `link` is the
+connection of both. Checked against nats-py 2.16 and nats-server 2.15.
 """
 
 from bus.nats.client import NatsBus

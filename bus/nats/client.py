@@ -21,7 +21,7 @@ from bus.stores import FullStores
 
 
 class NatsBus:
-    """Made by `connect`, ended by `close`. What each method promises is said in `bus.Bus`."""
+    """Client of a NATS server: created by `connect`, ended by `close`. `bus.Bus` documents the methods."""
 
     def __init__(self, link: Link, subjects: Subjects) -> None:
         self._link = link
@@ -36,10 +36,11 @@ class NatsBus:
 
     @classmethod
     async def connect(cls, servers: str | Sequence[str], subjects: Subjects, config: BusConfig | None = None, *, name: str = "roost") -> "NatsBus":
-        """Connect, and create the stream and the buckets of the namespace where they are missing.
+        """Connect, and create missing streams and buckets of the namespace.
 
-        servers: URLs of one cluster. config: credentials, limits and waits (its urls and namespace are not read here). name: shown in the
-        server's own monitoring. BusError when there is no server in time, it refuses us, or it has no JetStream.
+        servers: URLs of one cluster. config: credentials, limits and timeouts (its urls and namespace are not
+        read here). name: shown in the server's own monitoring. BusError if no server answers in time, it
+        rejects us, or it has no JetStream.
         """
         urls = (servers,) if isinstance(servers, str) else tuple(servers)
         try:
@@ -78,14 +79,14 @@ class NatsBus:
         patterns = [audible(subject) for subject in subjects]
         inbox = BoundedSubscription(limit, self._config.queue_bytes, self._content, self._rejected)
 
-        async def hear(message: Msg) -> None:
+        async def receive(message: Msg) -> None:
             inbox.put(message.subject, message.data)
 
         self._inboxes.add(inbox)
         try:
             async with AsyncExitStack() as stack:
                 for pattern in patterns:
-                    await self._link.listen(stack, pattern, hear)
+                    await self._link.listen(stack, pattern, receive)
                 await self._link.settled()
                 yield inbox
         finally:
@@ -97,14 +98,14 @@ class NatsBus:
         return await asked(subject, raw, lambda sent, wait: self._exchange(subject, sent, wait), self._voice, self._content, seconds)
 
     async def _exchange(self, subject: str, raw: bytes, seconds: float) -> bytes:
-        """The first answer to a request."""
+        """Return the first answer to a request."""
         denied = self._link.denied
         try:
             async with asyncio.timeout(seconds):
                 await self._link.standing()
                 answer = await whole(self._link.client.request(subject, raw, timeout=seconds))
         except errors.NoRespondersError as error:
-            raise NobodyThere(f"nobody serves {subject!r}") from error
+            raise NobodyThere(f"no server for requests on {subject!r}") from error
         except TimeoutError as error:
             if self._link.denied > denied:
                 raise BusError(f"asking on {subject!r}: {self._link.denial()}") from error
@@ -117,7 +118,7 @@ class NatsBus:
     async def serve(self, subject: str, answer: Answer) -> AsyncIterator[None]:
         desk = RequestServer(subject, answer, self._voice, self._answers, self._content, self._rejected, self._storage.full)
 
-        async def hear(message: Msg) -> None:
+        async def receive(message: Msg) -> None:
             async def reply(raw: bytes) -> None:
                 if message.reply:
                     await self._link.answer(message.reply, raw)
@@ -126,7 +127,7 @@ class NatsBus:
 
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(desk.open())
-            await self._link.listen(stack, subject, hear, queue="answering")
+            await self._link.listen(stack, subject, receive, queue="answering")
             await self._link.settled()
             yield
 
@@ -154,7 +155,7 @@ class NatsBus:
                         yield received
 
     async def _horizon(self, subject: str, *, patient: bool) -> int:
-        """What is stored at present ends here."""
+        """Return the number of the last message stored at present."""
         while True:
             try:
                 return await self._storage.last()
@@ -162,7 +163,10 @@ class NatsBus:
                 self._storage.bear(error, subject, patient=patient and not self._link.closing)
 
     async def _opened(self, message: Msg, *, patient: bool) -> Received | None:
-        """A stored message; None when it is refused. patient: wait for its content for as long as the store cannot be reached."""
+        """Decode a stored message; None if it is rejected.
+
+        patient: while the store is unreachable, wait for the message's content without limit.
+        """
         while True:
             try:
                 return await opened(message.subject, message.data, self._content)
@@ -197,7 +201,7 @@ class NatsBus:
         return await self._storage.keep(self._storage.parcels, content)
 
     async def _content(self, digest: str) -> bytes:
-        """What a reference names: a parcel of a passing message, or the blob of a stored one."""
+        """Return the content of a reference: a parcel of a passing message, or the blob of a stored one."""
         parcel = await self._storage.held(self._storage.parcels, digest)
         return await self.get_blob(digest) if parcel is None else parcel
 

@@ -1,4 +1,4 @@
-"""The connection to NATS: made once, remade for ever."""
+"""The connection to NATS, with reconnects without limit."""
 
 import asyncio
 import logging
@@ -28,27 +28,33 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SMALLEST_MAX_PAYLOAD = LARGE + 64 * 1024
-"""Bytes a server must accept in one message: the largest payload that travels in an envelope, and the envelope."""
+"""Bytes that a server must accept in one message: the largest payload of an envelope, plus the envelope."""
 RETRY_SECONDS = 0.1
 CLOSE_SECONDS = 2.0
 DRAIN_SECONDS = 2.0
-"""An answer waits for earlier ones to be written for at most this time; then it is dropped, and requested again."""
+"""Longest wait of an answer for earlier ones to be written. After it the answer is dropped, and requested
+again.
+"""
 DRAIN_LOOK_SECONDS = 0.005
 UNANSWERED_PINGS = 2
 FULL = 10077
-"""JetStream's error code for "maximum bytes exceeded" (sent as service unavailable, but waiting does not help)."""
+"""JetStream's error code for "maximum bytes exceeded" (sent as service unavailable, but waiting does not
+help).
+"""
 
 GONE = (errors.NoRespondersError, js_errors.NoStreamResponseError, js_errors.ServiceUnavailableError, js_errors.NotFoundError)
-"""What a server says that has no JetStream, or lost its store."""
+"""Errors of a server without JetStream, or one that lost its store."""
 TRANSIENT = (TimeoutError, OSError, errors.ConnectionClosedError, errors.OutboundBufferLimitError, errors.StaleConnectionError, *GONE)
-"""After these, the same may succeed a moment later."""
+"""Errors after which a retry may succeed."""
 
 
 REFUSED = re.compile(r"permissions violation for (publish|subscription) to \"([^\"]*)\"", re.IGNORECASE)
-"""In a server's words: what the user may not do, and where."""
+"""A server's error message for a missing permission: the action and the subject."""
 
 VAGUE = (TimeoutError, OSError, errors.UnexpectedEOF)
-"""These say nothing of the cause: a server that refuses a client says so and hangs up, and often only the hanging up is heard."""
+"""Errors that do not reveal the cause. A server that rejects a client sends a reason and hangs up; often only
+the hang-up arrives.
+"""
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -56,7 +62,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def because(error: BaseException | None) -> str:
-    """An error of nats-py and what to do about it."""
+    """Describe an error of nats-py with its remedy."""
     if error is None:
         return "no connection; is the NATS server running?"
     if is_full(error):
@@ -66,7 +72,9 @@ def because(error: BaseException | None) -> str:
 
 
 class _Client(Client):
-    """nats-py's, which would send its password in clear to whoever says that it knows no TLS."""
+    """nats-py's client, which otherwise sends its password in clear text to a server that claims to have no
+    TLS.
+    """
 
     def _connect_command(self) -> bytes:
         if "tls" in self.options and not self._server_info.get("tls_required"):
@@ -75,10 +83,10 @@ class _Client(Client):
 
 
 async def whole(exchange: Awaitable[T]) -> T:
-    """The answer of an exchange of nats-py's, unless this task was cancelled meanwhile.
+    """Await an exchange of nats-py, and raise CancelledError if this task was cancelled meanwhile.
 
-    nats-py waits with `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that arrives together with the answer: the
-    task would run on for ever.
+    nats-py waits with `asyncio.wait_for`. Before Python 3.12 that loses a cancellation which arrives together
+    with the answer, and the task would never end.
     """
     task = asyncio.current_task()
     assert task is not None, "nats-py is awaited outside a task"
@@ -92,7 +100,7 @@ async def whole(exchange: Awaitable[T]) -> T:
 
 @dataclass(eq=False)
 class _Feed:
-    """One subscription, so that it can be made again on a new connection."""
+    """One subscription, in a form that can be renewed on a new connection."""
 
     subject: str
     hear: Callable[[Msg], Awaitable[None]]
@@ -104,17 +112,17 @@ class _Feed:
 
 
 class Link:
-    """The connection: made once, remade for ever, its subscriptions with it."""
+    """The connection. It reconnects without limit and renews its subscriptions."""
 
     def __init__(self, config: BusConfig, name: str) -> None:
-        """BusError when a file of credentials or certificates cannot be used."""
+        """Raise BusError if a credentials or certificate file cannot be used."""
         self.config = config
         self.where = config.where
-        """the servers, without secrets"""
+        """the servers, without credentials"""
         self.client: Client = _Client()
         self.closing = False
         self.runs: set[asyncio.Queue[Msg | None]] = set()
-        """queues of running replays; None tells them that the connection was remade"""
+        """queues of running replays; None in a queue signals a reconnect"""
         self._name = name
         self._feeds: set[_Feed] = set()
         self._up = asyncio.Event()
@@ -123,22 +131,25 @@ class Link:
         self._tls = tls_context(config)
         self._login = None if config.credentials_file is None else read_login(Path(config.credentials_file))
         self._denials: deque[tuple[str, str]] = deque(maxlen=64)
-        """(publish or subscription, subject in small letters, as nats-py has it) that the server refused lately"""
+        """recently denied rights: (publish or subscription, subject in lower case, as nats-py reports it)"""
         self.denied = 0
-        """how often the server refused us a right so far"""
+        """number of rights denied by the server so far"""
 
     def _current_login(self) -> Login:
-        """As the file is now: a secret may have been changed since the last connection. A file that cannot be read changes nothing."""
+        """Return the login from the credentials file, which may have changed since the last connection.
+
+        If the file cannot be read, the previous login is used.
+        """
         assert self._login is not None
         if self.config.credentials_file is not None:
             try:
                 self._login = read_login(Path(self.config.credentials_file))
             except BusError as error:
-                logger.warning("%s; the login of before is used", error)
+                logger.warning("%s; using the previous login", error)
         return self._login
 
     def _identity(self) -> dict[str, Any]:
-        """Options of nats-py that say who we are, and how we know the server."""
+        """Return nats-py options for our login and for verifying the server."""
         found: dict[str, Any] = {}
         if self._tls is not None:
             found["tls"] = self._tls
@@ -172,7 +183,10 @@ class Link:
         }
 
     def _next_server(self, servers: list[Server], _: dict[str, Any]) -> tuple[Server, float]:
-        """The server tried least often, after a pause that doubles with its failures (with jitter: parts come back one by one)."""
+        """Return the server with the fewest attempts, and a pause that doubles with its failures.
+
+        Jitter spreads the reconnects of parts over time.
+        """
         server = min(servers, key=lambda candidate: candidate.reconnects)
         pause = min(self.config.reconnect_most_seconds, self.config.reconnect_first_seconds * 2.0 ** min(server.reconnects, 30))
         return server, pause * random.uniform(0.5, 1.0)
@@ -186,14 +200,14 @@ class Link:
         logger.log(level, "NATS: %s", without_secrets(str(error)) or type(error).__name__)
 
     def _refused(self, what: str, subject: str) -> None:
-        """The server's word that this user has no right to something; said once for each subject of the last few."""
+        """Record a denied right. It is logged once for each of the most recent subjects."""
         self.denied += 1
         if (what, subject) not in self._denials:
             self._denials.append((what, subject))
             logger.warning("%s", self.denial((what, subject)))
 
     def denial(self, last: tuple[str, str] | None = None) -> str:
-        """What was refused last, and what to do."""
+        """Describe the last denial, with its remedy."""
         what, subject = last or self._denials[-1]
         may = "publish on" if what == "publish" else "listen to"
         user = "this user" if self._login is None else f"user {self._login.user!r}"
@@ -202,7 +216,7 @@ class Link:
     async def _on_disconnect(self) -> None:
         self._up.clear()
         if not self.closing:
-            logger.warning("lost the connection to NATS at %s; trying again until it stands", self.where)
+            logger.warning("lost the connection to NATS at %s; reconnecting", self.where)
 
     async def _on_reconnect(self) -> None:
         logger.info("connected to NATS at %s again", self.where)
@@ -214,7 +228,7 @@ class Link:
             queue.put_nowait(None)
 
     async def open(self) -> None:
-        """The first connection. BusError when it does not stand in time."""
+        """Open the first connection. BusError if it is not established in time."""
         try:
             await self._connected_in_time()
         except TimeoutError as error:
@@ -236,7 +250,11 @@ class Link:
         self._up.set()
 
     async def _connected_in_time(self) -> None:
-        """TimeoutError when it takes too long. nats-py tries for ever, and may forget that it was cancelled (see `whole`): it is told again."""
+        """Connect within the configured time, or raise TimeoutError.
+
+        nats-py retries without limit and may lose a cancellation (see `whole`), so the cancellation is
+        repeated.
+        """
         connecting = asyncio.create_task(self.client.connect(list(self.config.servers), **self._options(self.client)), name="connects to NATS")
         try:
             await asyncio.wait([connecting], timeout=self.config.connect_seconds)
@@ -249,11 +267,13 @@ class Link:
         connecting.result()
 
     async def _reopen(self) -> None:
-        """nats-py gives up after some errors the server sends (revoked rights, say). We do not."""
+        """Open a new connection after nats-py has given up, as it does after some server errors (e.g. revoked
+        rights).
+        """
         while True:
             self.client = client = _Client()
             await client.connect(list(self.config.servers), **self._options(client) | {"reconnect_time_wait": self.config.reconnect_most_seconds})
-            with suppress(errors.Error):  # broken again before everything was in place: begin anew
+            with suppress(errors.Error):  # broken again before everything was in place: start over
                 for feed in list(self._feeds):
                     await feed.attach(client)
                 await self._round_trips()
@@ -266,11 +286,11 @@ class Link:
 
     @property
     def connected(self) -> bool:
-        """Whether the connection stands, with all its subscriptions."""
+        """True if the connection is up with all its subscriptions."""
         return self._up.is_set() and bool(self.client.is_connected)
 
     async def standing(self) -> None:
-        """Wait for the connection; BusError when it is closed on purpose."""
+        """Wait for the connection. BusError if it was closed on purpose."""
         while not self.connected:
             if self.closing:
                 raise BusError("this bus is closed")
@@ -278,7 +298,10 @@ class Link:
             await self._up.wait()
 
     async def until_done(self, what: str, seconds: float, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Repeat an exchange that may be repeated until it succeeds. StoreFull at once; BusError when that takes longer, or cannot succeed."""
+        """Retry an idempotent exchange until it succeeds.
+
+        StoreFull immediately. BusError if the exchange takes longer than `seconds` or cannot succeed.
+        """
         trouble: BaseException | None = None
         denied = self.denied
         try:
@@ -291,7 +314,8 @@ class Link:
                         if is_full(error):
                             raise StoreFull(f"{what}: {because(error)}") from error
                         trouble = error
-                    if self.denied > denied:  # by a server that answers nothing to who has no right: waiting does not help
+                    # the server does not answer clients without permission: waiting does not help
+                    if self.denied > denied:
                         raise BusError(f"{what}: {self.denial()}") from trouble
                     await asyncio.sleep(RETRY_SECONDS)
         except TimeoutError as error:
@@ -300,7 +324,7 @@ class Link:
             raise BusError(f"{what}: {because(error)}") from error
 
     async def send(self, subject: str, raw: bytes) -> None:
-        """Hand bytes to the connection; dropped when it is broken or far behind."""
+        """Pass bytes to the connection. They are dropped if it is broken or far behind."""
         client = self.client
         if not client.is_connected or client.pending_data_size + len(raw) > self.config.unsent_bytes:
             return
@@ -310,7 +334,9 @@ class Link:
             logger.debug("dropped a message on %s: %s", subject, error)
 
     async def answer(self, subject: str, raw: bytes) -> None:
-        """Hand an answer to the connection once what waits there has been written, so that many large ones do not drop one another."""
+        """Pass an answer to the connection after pending data was written, so that many large answers do not
+        drop one another.
+        """
         until = asyncio.get_running_loop().time() + DRAIN_SECONDS
         while self.client.pending_data_size + len(raw) > self.config.unsent_bytes and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110 nats-py has no event for it
             await asyncio.sleep(DRAIN_LOOK_SECONDS)
@@ -318,10 +344,10 @@ class Link:
 
     @asynccontextmanager
     async def feed(self, subject: str, hear: Callable[[Msg], Awaitable[None]], queue: str = "") -> AsyncIterator[None]:
-        """A subscription that survives reconnects."""
+        """Subscribe across reconnects."""
         feed = _Feed(subject, hear, queue)
         await self.standing()
-        with suppress(ValueError):  # what was refused before may be allowed by now
+        with suppress(ValueError):  # permission may have been granted since the last denial
             self._denials.remove(("subscription", subject.lower()))
         await feed.attach(self.client)
         self._feeds.add(feed)
@@ -330,11 +356,11 @@ class Link:
         finally:
             self._feeds.discard(feed)
             if feed.subscription is not None:
-                with suppress(errors.Error):  # a closed connection has ended it already
+                with suppress(errors.Error):  # a closed connection has already ended it
                     await feed.subscription.unsubscribe()
 
     async def listen(self, stack: AsyncExitStack, subject: str, hear: Callable[[Msg], Awaitable[None]], queue: str = "") -> None:
-        """Enter a feed, within a bounded wait for the connection."""
+        """Enter a feed, with a bounded wait for the connection."""
 
         async def enter() -> None:
             await stack.enter_async_context(self.feed(subject, hear, queue))
@@ -342,7 +368,9 @@ class Link:
         await self.until_done(f"listening on {subject}", self.config.request_seconds, enter)
 
     async def settled(self) -> None:
-        """Return when the server has heard everything sent so far, subscriptions included. BusError when it refused one of them."""
+        """Wait until the server has processed everything sent so far, including subscriptions. BusError if it
+        denied one.
+        """
         await self.until_done("subscribing", self.config.record_seconds, self._round_trips)
         for feed in self._feeds:
             refused = ("subscription", feed.subject.lower())
@@ -350,7 +378,9 @@ class Link:
                 raise BusError(self.denial(refused))
 
     async def _round_trips(self) -> None:
-        """Two: nats-py writes a ping at once, ahead of commands that still wait for its flusher; the second is behind them."""
+        """Make two round trips: nats-py writes a ping at once, ahead of commands that wait for its flusher.
+        The second ping follows them.
+        """
         for _ in range(2):
             await self.client.flush(timeout=max(1, round(self.config.request_seconds)))
 
@@ -365,7 +395,7 @@ class Link:
                 await self.client.close()
         except TimeoutError:
             logger.warning("NATS at %s did not take the last messages in %s s; they are dropped", self.where, CLOSE_SECONDS)
-            # nats-py has no way to give up what it could not send: without this the socket would stay open.
+            # nats-py cannot discard unsent data: without this the socket would stay open.
             writer: asyncio.StreamWriter | None = getattr(self.client._transport, "_io_writer", None)
             if writer is not None:
                 writer.transport.abort()

@@ -1,4 +1,4 @@
-"""Who we are to a NATS server, and how we know it: credentials and certificates from files."""
+"""Authentication with a NATS server, in both directions: credentials and certificates from files."""
 
 import ssl
 from pathlib import Path
@@ -17,7 +17,9 @@ class _File(msgspec.Struct):
 
 
 def read_login(file: Path) -> Login:
-    """The login in a credentials file. BusError when it cannot be read; the text never repeats its contents."""
+    """Read the login from a credentials file. BusError if it cannot be read; the text never repeats its
+    contents.
+    """
     try:
         raw = file.read_bytes()
     except OSError as error:
@@ -32,7 +34,10 @@ def read_login(file: Path) -> Login:
 
 
 def tls_context(config: BusConfig) -> ssl.SSLContext | None:
-    """How the server's certificate is checked; None: no TLS of our own asking. BusError names the file that cannot be used."""
+    """Return the TLS context that verifies the server's certificate; None: TLS is not configured.
+
+    BusError names the file that cannot be used.
+    """
     if not config.uses_tls:
         return None
     try:

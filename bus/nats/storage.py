@@ -1,10 +1,11 @@
-"""What must last, in JetStream: the durable log, claims, blobs and parcels of one namespace.
+"""Durable data in JetStream: the log, claims, blobs and parcels of one namespace.
 
-Stream `<ns>-stored` (what `record` stores), key-value bucket `<ns>-claims`, object buckets `<ns>-blobs` (kept) and
-`<ns>-parcels` (contents of large telemetry messages, which expire).
+Stream `<ns>-stored` (messages of `record`), key-value bucket `<ns>-claims`, object buckets `<ns>-blobs`
+(kept) and `<ns>-parcels` (contents of large telemetry messages, which expire).
 
-nats-py's own ordered consumer is not used for reading: it forgets "last per subject" when it has to start over, gives up
-silently when the server is away at that moment, and loses what its queue refuses. `Storage.section` starts over by sequence.
+nats-py's own ordered consumer is not used for reading. It loses "last per subject" when it restarts, gives up
+silently if the server is away at that moment, and loses messages that its queue rejects. `Storage.section`
+restarts by sequence.
 """
 
 import asyncio
@@ -33,11 +34,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HEARTBEAT_SECONDS = 1.0
-"""The server speaks so often to a reader it has nothing to say to; three times the silence ends a run."""
+"""Interval of the server's heartbeats to an idle reader. Three missed heartbeats end a run."""
 RUN_QUEUE = 65536
-"""Messages that wait for the reader of a run; flow control keeps far below."""
+"""Messages that wait for the reader of a run. Flow control stays far below."""
 EVERYTHING = 1 << 62
-"""A sequence that is never reached: read all there is."""
+"""A sequence that is never reached: read everything."""
 
 WRONG_REVISION = (10071, 10164)
 EXISTS_OTHERWISE = 10058
@@ -46,11 +47,13 @@ TOO_FEW_SERVERS = (10005, 10074)
 
 
 class ReplayRun:
-    """Messages of one short-lived consumer, in order. Iteration ends when continuity is broken: reconnect, silence, a gap."""
+    """Messages of one short-lived consumer, in order. Iteration ends when continuity is lost: reconnect,
+    silence, a gap.
+    """
 
     def __init__(self, queue: "asyncio.Queue[Msg | None]", link: Link, pending: int) -> None:
         self.pending = pending
-        """messages there were when it began"""
+        """messages stored when the run began"""
         self._queue = queue
         self._link = link
         self._expected = 1
@@ -77,7 +80,9 @@ class ReplayRun:
                 return message
 
     async def _controlled(self, message: Msg, headers: dict[str, str]) -> None:
-        """Answer flow control (everything before it has been read: the queue is first in, first out) and check heartbeats."""
+        """Answer flow control and check heartbeats. The queue is first in, first out: everything before this
+        has been read.
+        """
         if headers[api.Header.STATUS] != api.StatusCode.CONTROL_MESSAGE:
             raise StopAsyncIteration
         for address in (message.reply, headers.get(api.Header.CONSUMER_STALLED)):
@@ -88,7 +93,7 @@ class ReplayRun:
 
 
 class Storage:
-    """Everything durable of one namespace, over a link that may break."""
+    """Durable data of one namespace, over a link that may break."""
 
     def __init__(self, link: Link, subjects: Subjects) -> None:
         self.stream, self.claims, self.blobs, self.parcels = StoreNames.of(subjects)
@@ -103,8 +108,10 @@ class Storage:
         return self._link.client.jetstream(timeout=self._config.request_seconds)
 
     async def furnish(self) -> None:
-        """Create what is missing. What exists with other limits is used as it is (limits are the operator's); the stream gets the
-        subjects it lacks, so that older and newer versions can live side by side."""
+        """Create missing stores. Existing ones keep their limits, which belong to the operator.
+
+        The stream gets the subjects that it lacks, so that older and newer versions can run side by side.
+        """
         config, js = self._config, self._js
         limits = {"max_bytes": config.stream_bytes, "max_age": config.stream_seconds, "max_msgs_per_subject": config.stream_messages_per_subject}
         stored = api.StreamConfig(
@@ -127,7 +134,10 @@ class Storage:
                 await self._made(name, lambda name=name, bucket=bucket: js.create_object_store(name, bucket))  # type: ignore[misc]
 
     async def _present(self, stream: str) -> api.StreamConfig | None:
-        """The configuration of a stream that exists already; whoever wants more replicas of it hears how to get them."""
+        """Return the configuration of a stream; None if it does not exist.
+
+        If more replicas are configured than it has, a warning gives the command that adds them.
+        """
         try:
             present = (await self._js.stream_info(stream)).config
         except js_errors.NotFoundError:
@@ -141,7 +151,10 @@ class Storage:
         return present
 
     async def _made(self, name: str, making: Callable[[], Awaitable[object]]) -> None:
-        """Make it. BusError when the cluster is too small for the replicas; made by another meanwhile, and otherwise, it is used as it is."""
+        """Create a store. BusError if the cluster is too small for the replicas.
+
+        A store that another process created meanwhile, even with other settings, is used unchanged.
+        """
         try:
             await making()
         except js_errors.APIError as error:
@@ -152,7 +165,7 @@ class Storage:
                 ) from error
             if error.err_code != EXISTS_OTHERWISE:
                 raise
-            logger.info("%s exists with other settings; it is used as it is", name)
+            logger.info("%s exists with other settings; using it unchanged", name)
 
     async def _extend(self, js: JetStreamContext, present: api.StreamConfig) -> None:
         known = present.subjects or []
@@ -161,7 +174,9 @@ class Storage:
             await js.update_stream(present.evolve(subjects=known + lacking))
 
     async def done(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Link.until_done, for what needs the store: a server that came back without it gets a new one."""
+        """Run `Link.until_done` for an exchange that needs the stores, and recreate them on a server that
+        lost them.
+        """
 
         async def furnished() -> T:
             try:
@@ -174,7 +189,7 @@ class Storage:
         return await self._link.until_done(what, self._config.record_seconds, furnished)
 
     async def uses(self) -> tuple[StoreUse, ...]:
-        """How full each store is; those that do not exist are left out."""
+        """Return the fill level of each store. Missing stores are left out."""
         streams = {"log": self.stream, "claims": f"KV_{self.claims}", "blobs": f"OBJ_{self.blobs}", "parcels": f"OBJ_{self.parcels}"}
 
         async def look() -> tuple[StoreUse, ...]:
@@ -188,7 +203,9 @@ class Storage:
     # The log
 
     async def append(self, subject: str, raw: bytes, identity: str) -> None:
-        """Store bytes in the log. The server forgets repetitions of one identity, so asking again after a lost answer is safe."""
+        """Store bytes in the log. The server ignores repetitions of one identity, so a retry after a lost
+        answer is safe.
+        """
         try:
             await self.done(f"recording on {subject}", lambda: self._js.publish(subject, raw, stream=self.stream, headers={api.Header.MSG_ID: identity}))
         except StoreFull as error:
@@ -196,7 +213,7 @@ class Storage:
             raise
 
     async def last(self) -> int:
-        """Sequence of the newest message of the log; 0 before the first."""
+        """Return the sequence of the newest message of the log; 0 before the first."""
 
         async def ask() -> int:
             return int((await self._js.stream_info(self.stream)).state.last_seq)
@@ -204,7 +221,8 @@ class Storage:
         return await self.done("reading what is stored", ask)
 
     async def _born(self, stream: str) -> datetime | None:
-        """When the stream was created; another time means another stream of the same name."""
+        """Return the creation time of a stream; a different time means a different stream of the same name.
+        """
 
         async def ask() -> datetime | None:
             return (await self._js.stream_info(stream)).created
@@ -222,10 +240,12 @@ class Storage:
         until: int | None = None,
         patient: bool = False,
     ) -> AsyncGenerator[Msg, None]:
-        """Stored messages of a subject in order, those behind sequence `after`; with `latest` the last one of each subject.
+        """Yield stored messages of a subject in order, after sequence `after`; with `latest` the last one of
+        each subject.
 
-        until: the last sequence of interest; ends there, or when there are no more. None: never ends. patient: wait for ever when
-        the store cannot be reached; otherwise BusError. Whatever happens meanwhile, it goes on behind the last one given.
+        until: last sequence to read; iteration ends there, or at the end of the stream. None: never ends.
+        patient: wait without limit while the store is unreachable; otherwise BusError. After any interruption
+        it resumes behind the last message.
         """
         cursor = after
         born: datetime | None = None
@@ -253,19 +273,19 @@ class Storage:
                 self.bear(error, subject, patient=patient)
 
     def bear(self, error: BusError, subject: str, *, patient: bool) -> None:
-        """What a patient reader makes of an error: a line in the log. Raises it for others."""
+        """Log an error for a patient reader, raise it for others."""
         if not patient:
             raise error
         if not self._link.closing:
-            logger.warning("following %s: %s; trying again", subject, error)
+            logger.warning("following %s: %s; retrying", subject, error)
 
     @asynccontextmanager
     async def _run(self, stream: str, subject: str, policy: dict[str, Any], *, patient: bool) -> AsyncIterator[ReplayRun]:
-        """patient: wait for a broken connection without limit."""
+        """Open a consumer. patient: wait for a broken connection without limit."""
         queue: asyncio.Queue[Msg | None] = asyncio.Queue()
 
-        async def hear(message: Msg) -> None:
-            if queue.qsize() < RUN_QUEUE:  # what is refused here leaves a gap, which ends the run
+        async def receive(message: Msg) -> None:
+            if queue.qsize() < RUN_QUEUE:  # a message dropped here leaves a gap, which ends the run
                 queue.put_nowait(message)
 
         if patient:
@@ -278,13 +298,13 @@ class Storage:
             max_deliver=1,
             flow_control=True,
             idle_heartbeat=HEARTBEAT_SECONDS,
-            inactive_threshold=5 * HEARTBEAT_SECONDS,  # the server clears up behind us
+            inactive_threshold=5 * HEARTBEAT_SECONDS,  # the server then removes the consumer
             mem_storage=True,
             num_replicas=1,
             **policy,
         )
         async with AsyncExitStack() as stack:
-            await self._link.listen(stack, inbox, hear)
+            await self._link.listen(stack, inbox, receive)
             self._link.runs.add(queue)
             stack.callback(self._link.runs.discard, queue)
             info = await self.done(f"reading {subject}", lambda: self._js.add_consumer(stream, config))
@@ -322,7 +342,9 @@ class Storage:
         await self._changed(key, revision, bucket.delete(key, last=_existing(key, revision)))
 
     async def _changed(self, key: str, revision: int | None, change: Awaitable[T]) -> T:
-        """One attempt only: repeating a compare-and-set whose answer was lost would fight with itself."""
+        """Change a claim in a single attempt: a retry after a lost answer would conflict with the first
+        attempt.
+        """
         try:
             return await whole(change)
         except js_errors.APIError as error:
@@ -337,7 +359,7 @@ class Storage:
     # Blobs and parcels
 
     async def keep(self, bucket: str, content: bytes) -> str:
-        """Store content under its sha256 (hex), unless it is there."""
+        """Store content under its sha256 (hex), unless it exists."""
         digest = hashlib.sha256(content).hexdigest()
 
         async def keep() -> None:
@@ -355,7 +377,9 @@ class Storage:
         return digest
 
     async def drop(self, bucket: str, digest: str) -> None:
-        """Remove content with all that is said of it (nats-py's own deletion leaves a note for every name that ever was)."""
+        """Delete content and its metadata (nats-py's own deletion leaves a marker for every name that ever
+        existed).
+        """
         name = base64.urlsafe_b64encode(digest.encode()).decode()
 
         async def drop() -> None:
@@ -364,17 +388,20 @@ class Storage:
                 info = await (await js.object_store(bucket)).get_info(digest)
             except js_errors.ObjectNotFoundError:
                 return
-            for what in (f"C.{info.nuid}", f"M.{name}"):  # in this order, so that nothing is left without a name when it ends between
+            # in this order, so that an interruption leaves no unnamed chunks
+            for what in (f"C.{info.nuid}", f"M.{name}"):
                 await js.purge_stream(f"OBJ_{bucket}", subject=f"$O.{bucket}.{what}")
 
         await self.done(f"dropping {digest} from {bucket}", drop)
 
     async def held(self, bucket: str, digest: str) -> bytes | None:
-        """Content, verified; None when the bucket does not have it. BlobLost when it is damaged."""
+        """Return content, verified; None if the bucket does not have it. BlobLost if it is damaged."""
         return await self.done(f"fetching {digest} from {bucket}", lambda: self._read(bucket, digest))
 
     async def _read(self, bucket: str, digest: str) -> bytes | None:
-        """The chunks of an object are read as any stream is (nats-py's own reading waits for ever when one is missing)."""
+        """Read the chunks of an object as a stream (nats-py's own reader waits without limit for a missing
+        chunk).
+        """
         store: ObjectStore = await self._js.object_store(bucket)
         try:
             info = await store.get_info(digest)
@@ -383,13 +410,15 @@ class Storage:
         chunks = [message.data async for message in self.section(f"OBJ_{bucket}", f"$O.{bucket}.C.{info.nuid}", until=EVERYTHING)]
         content = b"".join(chunks)
         if hashlib.sha256(content).hexdigest() != digest:
-            await store.delete(digest)  # so that putting it again stores it anew
+            await store.delete(digest)  # so that storing it again replaces it
             raise BlobLost(f"blob {digest} is damaged ({len(content)} bytes of {info.size}); put it again")
         return content
 
 
 def _policy(latest: bool, start: datetime | None, cursor: int) -> dict[str, Any]:
-    """Where a consumer begins. Behind what was given already; "latest" always anew, since its order is that of the stream."""
+    """Return the starting point of a consumer: after the last message read. "latest" starts over, in stream
+    order.
+    """
     if latest:
         return {"deliver_policy": api.DeliverPolicy.LAST_PER_SUBJECT}
     if cursor:
@@ -400,7 +429,7 @@ def _policy(latest: bool, start: datetime | None, cursor: int) -> dict[str, Any]
 
 
 def _existing(key: str, revision: int) -> int:
-    """A revision that can have existed (0 would mean "create" to the server)."""
+    """Return a revision that can have existed (0 would mean "create" to the server)."""
     if revision < 1:
         raise _lost(key, revision)
     return revision

@@ -1,1 +1,3 @@
-"""Subjects, names, roles, permissions, sequence numbers and the encoding of messages. Pure: both implementations of the bus share it."""
+"""Subjects, names, roles, permissions, sequence numbers and message encoding. Pure; shared by both
+implementations of the bus.
+"""

@@ -1,9 +1,10 @@
-"""Messages <-> bytes: Dynamo's five-field envelope around a msgpack payload. Pure; nothing that arrives can be fatal.
+"""Message encoding: Dynamo's five-field envelope around a msgpack payload. Pure; no input can be fatal.
 
-Envelope: a msgpack map {publisher_id u64, sequence u64, published_at u64 (ms since the epoch), topic str, payload bin};
-the payload is msgpack again. Topic `kv-events` carries an array of RoutedKvEvent, `kv_metrics` a KvMetrics (both in
-Dynamo's own form), `roost-blob` a reference to a payload that lies in the blob store, everything else the tagged union. Answers
-that are too large for one message go in parts (`bus.parts`): topics `roost-parts`, `roost-part-wanted`, `roost-part`, `roost-no-part`.
+Envelope: a msgpack map {publisher_id u64, sequence u64, published_at u64 (ms since the epoch), topic str,
+payload bin}; the payload is msgpack again. Topic `kv-events` carries an array of RoutedKvEvent, `kv_metrics`
+a KvMetrics (both in Dynamo's own format), `roost-blob` a reference to a payload in the blob store, every
+other topic the tagged union. Answers too large for one message are sent in parts (`bus.parts`): topics
+`roost-parts`, `roost-part-wanted`, `roost-part`, `roost-no-part`.
 """
 
 from collections import Counter
@@ -21,28 +22,28 @@ from fleet.events import AnyEvent, Event, KvMetrics, RoutedKvEvent
 BLOB_TOPIC = "roost-blob"
 """Reserved topic: the payload is a BlobReference."""
 LARGE = 512_000
-"""Bytes; a larger payload travels by the blob store, or, of an answer, in parts."""
+"""Bytes. A larger payload is sent through the blob store, or, in an answer, in parts."""
 PARTS_TOPIC = "roost-parts"
 """Reserved topic: the payload is a PartsOffer."""
 PART_WANTED_TOPIC = "roost-part-wanted"
 """Reserved topic: the payload is a PartWanted."""
 PART_TOPIC = "roost-part"
-"""Reserved topic: the payload is a part, as it is."""
+"""Reserved topic: the payload is the raw content of a part."""
 NO_PART_TOPIC = "roost-no-part"
-"""Reserved topic: this publisher does not keep the answer of which a part was requested."""
+"""Reserved topic: this publisher does not have the answer of which a part was requested."""
 PART_BYTES = LARGE
-"""Length of every part of an answer but the last."""
+"""Length of every part of an answer except the last."""
 WIRE_BYTES = 1_048_576
-"""Largest envelope that is looked at: the servers' usual max_payload."""
+"""Largest envelope that is accepted: the servers' default max_payload."""
 PAYLOAD_BYTES = 64 * 1024 * 1024
-"""Largest payload that may travel by the blob store or in parts."""
+"""Largest payload that may be sent through the blob store or in parts."""
 
 T = TypeVar("T")
 Unsigned = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """What every message on the wire is wrapped in; field names and order are Dynamo's."""
+    """Wrapper of every message on the wire. Field names and order are Dynamo's."""
 
     publisher_id: Unsigned
     sequence: Unsigned
@@ -53,7 +54,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlobReference(msgspec.Struct, frozen=True, kw_only=True):
-    """Stands for a payload too large for an envelope."""
+    """Replaces a payload that is too large for an envelope."""
 
     topic: str
     digest: str
@@ -62,11 +63,11 @@ class BlobReference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartsOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """Stands for an answer that is to be fetched in parts from the publisher of the envelope."""
+    """Replaces an answer that is to be fetched in parts from the publisher of the envelope."""
 
     topic: str
     answer: Unsigned
-    """the publisher's number for it"""
+    """the publisher's number of the answer"""
     size: Unsigned
     """bytes of the payload"""
     parts: Unsigned
@@ -78,30 +79,30 @@ class PartWanted(msgspec.Struct, frozen=True, kw_only=True):
     """Request for one part of an answer."""
 
     publisher_id: Unsigned
-    """of the offer: other servers of the subject know nothing of it"""
+    """publisher of the offer; other servers of the subject do not have it"""
     answer: Unsigned
     part: Unsigned
     """from 0"""
 
 
 class RejectionReason(StrEnum):
-    """Why a message was not delivered."""
+    """Reason why a message was not delivered."""
 
     OVERSIZE = "oversize"
     ENVELOPE = "envelope"
-    """bytes that are no envelope"""
+    """bytes that are not an envelope"""
     KIND = "kind"
-    """a tag that this version does not know"""
+    """tag unknown to this version"""
     PAYLOAD = "payload"
-    """a known form with missing, misshapen or impossible fields"""
+    """known message type with missing, malformed or invalid fields"""
     BLOB = "blob"
-    """a reference to content that is missing or damaged"""
+    """reference to content that is missing or damaged"""
     SPEAKER = "speaker"
-    """a message of one engine on another one's subject"""
+    """message of one engine on another engine's subject"""
 
 
 class Undeliverable(Exception):
-    """A message that cannot be delivered; counted by its reader's bus and dropped."""
+    """A message that cannot be delivered. The receiving bus counts and drops it."""
 
     def __init__(self, reason: RejectionReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -110,7 +111,7 @@ class Undeliverable(Exception):
 
 
 class Rejections(Mapping[str, int]):
-    """How many arriving messages were refused, by reason. Every reason is present from the start."""
+    """Number of rejected incoming messages, by reason. Every reason is present from the start."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -145,11 +146,13 @@ _TAG: msgspec.msgpack.Decoder[_Tag] = msgspec.msgpack.Decoder(_Tag)
 _KINDS = frozenset(kind.__name__ for kind in Event.__subclasses__())
 
 _UNDECODABLE = (ValueError, RecursionError, OverflowError, MemoryError)
-"""All that msgspec raises for hostile bytes; its own errors and bad UTF-8 are ValueErrors."""
+"""All exceptions that msgspec raises for hostile bytes. Its own errors and bad UTF-8 are ValueErrors."""
 
 
 def topic_of(subject: str) -> str:
-    """The topic of a subject: its token behind the component (or endpoint) name; the last token of any other form."""
+    """Return the topic of a subject: the token after the component (or endpoint) name; the last token of any
+    other form.
+    """
     tokens = subject.split(".")
     if tokens[0] == "namespace":
         at = 6 if tokens[4:5] == ["endpoint"] else 4
@@ -159,7 +162,9 @@ def topic_of(subject: str) -> str:
 
 
 def encode(topic: str, message: Message) -> bytes:
-    """The payload of a message. BusError when the message does not belong on the topic or a value cannot be said in msgpack."""
+    """Encode the payload of a message. BusError if the message does not belong on the topic or cannot be
+    encoded.
+    """
     if _form(message) != (topic if topic in (KV_EVENTS, KV_METRICS) else "event"):
         raise BusError(f"a {type(message).__name__} cannot be sent on topic {topic!r}: kv-events takes a tuple of RoutedKvEvent, kv_metrics KvMetrics")
     try:
@@ -175,27 +180,33 @@ def _form(message: Message) -> str:
 
 
 def seal(publisher_id: int, sequence: int, published_at: float, topic: str, payload: bytes) -> bytes:
-    """The envelope as bytes. published_at: seconds since the epoch."""
+    """Encode an envelope. published_at: seconds since the epoch."""
     envelope = Envelope(publisher_id=publisher_id, sequence=sequence, published_at=max(0, int(published_at * 1000)), topic=topic, payload=payload)
     return msgspec.msgpack.encode(envelope)
 
 
 def unseal(raw: bytes) -> Envelope:
-    """The envelope of what arrived; Refused when it is too large or no envelope."""
+    """Decode an envelope. Undeliverable if it is too large or malformed."""
     if len(raw) > WIRE_BYTES:
         raise Undeliverable(RejectionReason.OVERSIZE, f"{len(raw)} bytes; at most {WIRE_BYTES} are read")
     return _read(_ENVELOPE, raw, RejectionReason.ENVELOPE)
 
 
 def reference(topic: str, digest: str, payload: bytes) -> bytes:
-    """Payload of a reference to content stored under `digest`; goes with BLOB_TOPIC. BusError when the content is too large even so."""
+    """Encode a reference to content stored under `digest`, to be sent with BLOB_TOPIC.
+
+    BusError if the content exceeds PAYLOAD_BYTES.
+    """
     if len(payload) > PAYLOAD_BYTES:
-        raise BusError(f"a message of {len(payload)} bytes on {topic!r}: at most {PAYLOAD_BYTES} can be sent; say less, or put a blob and name it")
+        raise BusError(f"a message of {len(payload)} bytes on {topic!r}: at most {PAYLOAD_BYTES} can be sent; reduce it, or put a blob and send its digest")
     return msgspec.msgpack.encode(BlobReference(topic=topic, digest=digest, size=len(payload)))
 
 
 def referred(envelope: Envelope) -> BlobReference | None:
-    """What an envelope refers to, or None when it carries its own payload. Refused when the reference is malformed or too large."""
+    """Return the reference in an envelope, or None if it carries its own payload.
+
+    Undeliverable if the reference is malformed or the content too large.
+    """
     if envelope.topic != BLOB_TOPIC:
         return None
     found = _read(_REFERENCE, envelope.payload, RejectionReason.PAYLOAD)
@@ -205,12 +216,16 @@ def referred(envelope: Envelope) -> BlobReference | None:
 
 
 def checksum(payload: bytes | bytearray) -> str:
-    """Shows damage, not forgery: whoever sends parts could as well send another answer."""
+    """Return a checksum that detects damage, not forgery: a sender of parts could as well send another
+    answer.
+    """
     return xxhash.xxh3_128_hexdigest(payload)
 
 
 def parts_offered(envelope: Envelope) -> PartsOffer | None:
-    """The offer in an answer, or None when it carries its own payload. Refused when it is malformed or too large."""
+    """Return the offer in an answer, or None if it carries its own payload. Undeliverable if it is malformed
+    or too large.
+    """
     if envelope.topic != PARTS_TOPIC:
         return None
     offer = _read(_OFFER, envelope.payload, RejectionReason.PAYLOAD)
@@ -222,7 +237,8 @@ def parts_offered(envelope: Envelope) -> PartsOffer | None:
 
 
 def decode(topic: str, payload: bytes) -> Message:
-    """The message of a payload; fields that are not known are ignored. Refused with the reason when it is none."""
+    """Decode a payload. Unknown fields are ignored. Undeliverable, with the reason, if it is not a message.
+    """
     if topic == KV_EVENTS:
         return _read(_KV_EVENTS, payload, RejectionReason.PAYLOAD)
     if topic == KV_METRICS:
@@ -234,7 +250,7 @@ def decode(topic: str, payload: bytes) -> Message:
 
 
 def _fault(payload: bytes, error: BaseException) -> tuple[RejectionReason, str]:
-    """Tells an unknown kind (a newer speaker) from a malformed message."""
+    """Distinguish an unknown kind (a newer sender) from a malformed message."""
     try:
         kind = _TAG.decode(payload).kind
     except _UNDECODABLE:

@@ -1,4 +1,6 @@
-"""Names of what a namespace keeps on a server: stream, key-value bucket, object buckets, and the subjects below them. Pure."""
+"""Server-side names of a namespace's stores: stream, key-value bucket, object buckets, and the subjects below
+them. Pure.
+"""
 
 from typing import NamedTuple
 
@@ -6,7 +8,7 @@ from bus.protocol.subjects import Subjects
 
 
 class StoreNames(NamedTuple):
-    """Of one namespace."""
+    """Store names of one namespace."""
 
     stream: str
     """the durable log"""
@@ -24,10 +26,10 @@ class StoreNames(NamedTuple):
         return (self.stream, f"KV_{self.claims}", f"OBJ_{self.blobs}", f"OBJ_{self.parcels}")
 
     def claim(self, key: str) -> str:
-        """Subject on which a claim is written."""
+        """Return the subject on which a claim is written."""
         return f"$KV.{self.claims}.{key}"
 
     @staticmethod
     def contents(bucket: str) -> tuple[str, str]:
-        """Subjects on which an object bucket's chunks and their descriptions are written."""
+        """Return the subjects on which an object bucket's chunks and their descriptions are written."""
         return f"$O.{bucket}.C.>", f"$O.{bucket}.M.>"

@@ -1,7 +1,9 @@
-"""What each role may do on a NATS server: subjects in, allow lists out, and the same as a server's configuration. Pure.
+"""Permissions of each role on a NATS server: subjects in, allow lists out, also as a server configuration.
+Pure.
 
-A role is what its part of Roost does on the bus, and no more. Requests are answered under `allow_responses`: a part may publish to the inbox
-of whoever asked it, once, and to no other inbox. Each user listens to an inbox of its own (`bus.protocol.roles.inbox_prefix`).
+A role may do exactly what its part of Roost does on the bus. Answers use `allow_responses`: a part may
+publish once to the inbox of each requester, and to no other inbox. Each user subscribes to its own inbox
+(`bus.protocol.roles.inbox_prefix`).
 """
 
 import json
@@ -18,16 +20,20 @@ RESPONSE_MINUTES = 5
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """Subjects a user may publish on and listen to; with `*` and `>`."""
+    """Subjects that a user may publish on and subscribe to; with `*` and `>`."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
     answers: bool
-    """whether it may answer requests that reach it"""
+    """True if the user may answer requests that it receives"""
 
 
 def rights(role: Role, subjects: Subjects, engine: str = "*", user: str | None = None) -> Rights:
-    """What a role may do. engine: the only one that a user of the role "engine" may speak for. user: whose inbox; None: `user_name`."""
+    """Return the rights of a role.
+
+    engine: the only engine that a user of the role "engine" may act as. user: owner of the inbox; None:
+    `user_name`.
+    """
     made = {
         "engine": _engine,
         "router": _router,
@@ -41,7 +47,8 @@ def rights(role: Role, subjects: Subjects, engine: str = "*", user: str | None =
 
 
 def _engine(subjects: Subjects, names: StoreNames, engine: str) -> Rights:
-    """Says and answers what is its own; reads the log (what it served before) and the claims."""
+    """Publishes and answers on its own subjects; reads the log (for its previous placement) and the claims.
+    """
     own = (
         subjects.kv_events,  # Dynamo's: shared by all engines
         subjects.kv_metrics,
@@ -64,7 +71,8 @@ def _engine(subjects: Subjects, names: StoreNames, engine: str) -> Rights:
 
 
 def _router(subjects: Subjects, names: StoreNames, _: str) -> Rights:
-    """Hears engines, tracker, planner and its siblings; says what it booked and expected."""
+    """Subscribes to engines, tracker, planner and the other routers; publishes its bookings and predictions.
+    """
     says = (subjects.reservations, subjects.requests_finished, subjects.requests_read, subjects.imports, subjects.config("router"))
     asks = (
         subjects.describe_engine("*", "*"),
@@ -89,7 +97,7 @@ def _router(subjects: Subjects, names: StoreNames, _: str) -> Rights:
 
 
 def _tracker(subjects: Subjects, names: StoreNames, _: str) -> Rights:
-    """Hears what ranks and routers report; says what follows from it."""
+    """Subscribes to reports of ranks and routers; publishes what it learns from them."""
     says = (subjects.profiles, subjects.demand, subjects.clusters, subjects.tables, subjects.shifts)
     hears = (
         subjects.experts(),
@@ -104,7 +112,7 @@ def _tracker(subjects: Subjects, names: StoreNames, _: str) -> Rights:
 
 
 def _planner(subjects: Subjects, names: StoreNames, _: str) -> Rights:
-    """Commands ranks; keeps its lead, its handovers and what it must not forget under keys of its own."""
+    """Commands ranks; keeps its leadership, its handovers and its persistent state under its own keys."""
     says = (subjects.homes, subjects.placements(), subjects.migrations(), subjects.config("planner"))
     asks = (subjects.describe_engine("*", "*"), subjects.describe_profile, subjects.handover("*", "*", "*"))
     keys = (subjects.coordinator, subjects.loop_key, subjects.handover_key("*"))
@@ -124,7 +132,9 @@ def _planner(subjects: Subjects, names: StoreNames, _: str) -> Rights:
 
 
 def _operator(subjects: Subjects, names: StoreNames, _: str) -> Rights:
-    """Whoever runs `roost` commands, and the server's own tools: hears everything, asks and orders everything, administers streams."""
+    """Users of `roost` commands, and the server's own tools: may subscribe to everything, send every request
+    and command, and administer streams.
+    """
     says = (subjects.drains(), subjects.config(), subjects.imports)
     asks = (
         subjects.describe_engine("*", "*"),
@@ -144,7 +154,9 @@ def _operator(subjects: Subjects, names: StoreNames, _: str) -> Rights:
 
 
 def _subscriber(subjects: Subjects, names: StoreNames, _: str) -> Rights:
-    """Hears and replays what is said openly; no questions and their answers (some hold prompts), no claims, no blobs, and nothing of its own."""
+    """Subscribes to and replays public messages. No requests and answers (some contain prompts), no claims,
+    no blobs, and no publishing.
+    """
     reads = (names.stream, f"OBJ_{names.parcels}")
     asks = (
         "$JS.API.INFO",
@@ -157,7 +169,7 @@ def _subscriber(subjects: Subjects, names: StoreNames, _: str) -> Rights:
 
 
 def _stores(names: StoreNames) -> tuple[str, ...]:
-    """Find the streams, make those that are missing (existing ones are not changed by it), read log, claims and contents."""
+    """Find the streams, create missing ones (existing ones stay unchanged), read log, claims and contents."""
     objects = (f"OBJ_{names.blobs}", f"OBJ_{names.parcels}")
     return (
         *(f"$JS.API.STREAM.{what}.{stream}" for stream in names.streams for what in ("INFO", "CREATE")),
@@ -167,7 +179,7 @@ def _stores(names: StoreNames) -> tuple[str, ...]:
 
 
 def _consumes(stream: str) -> tuple[str, ...]:
-    """Replay a stream, and say how far one has read."""
+    """Replay a stream and acknowledge what was read."""
     return (
         f"$JS.API.CONSUMER.CREATE.{stream}",
         f"$JS.API.CONSUMER.CREATE.{stream}.>",
@@ -179,17 +191,20 @@ def _consumes(stream: str) -> tuple[str, ...]:
 
 
 def _extends(names: StoreNames) -> tuple[str, ...]:
-    """Give the log the subjects that a newer version stores."""
+    """Add the subjects that a newer version stores to the log."""
     return (f"$JS.API.STREAM.UPDATE.{names.stream}",)
 
 
 def _mends(names: StoreNames) -> tuple[str, ...]:
-    """Remove contents: damaged ones, and plans that are over."""
+    """Delete contents: damaged ones, and plans that have ended."""
     return tuple(subject for bucket in (names.blobs, names.parcels) for subject in (f"$JS.API.STREAM.PURGE.OBJ_{bucket}", *(names.contents(bucket))))
 
 
 def server_users(subjects: Subjects, users: Iterable[tuple[Login, Role, str]]) -> str:
-    """The `authorization` block of a nats-server configuration. users: login, role, engine (`*` for all, and for other roles)."""
+    """Return the `authorization` block of a nats-server configuration.
+
+    users: login, role, engine (`*` for all engines, and for other roles).
+    """
     lines = ["authorization {", "  users: ["]
     for login, role, engine in users:
         may = rights(role, subjects, engine, login.user)

@@ -1,4 +1,4 @@
-"""Who speaks on the bus: roles, the users of a server that have them, and where answers to a user arrive. Pure."""
+"""Roles on the bus, the server users that have them, and the inboxes of these users. Pure."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -16,15 +16,20 @@ class Login:
     user: str
     password: str
     inbox_prefix: str
-    """first tokens of the subjects to which this user's answers come, and to which nobody else may listen"""
+    """first tokens of the subjects for answers to this user; no other user may subscribe to them"""
 
 
 def user_name(role: Role, engine: str | None = None) -> str:
-    """The user of a role: `router`; of one engine `engine-NAME`, and of engines whose name is not known before `engine`. ValueError for a name that
-    cannot be an engine's."""
+    """Return the user name of a role: `router`; `engine-NAME` for one engine, `engine` for engines of unknown
+    name.
+
+    ValueError for an invalid engine name.
+    """
     return role if engine is None else f"{role}-{check_token('engine name', engine)}"
 
 
 def inbox_prefix(user: str) -> str:
-    """First tokens of the subjects for answers to a user: its own, so that permissions can keep others out."""
+    """Return the first tokens of the subjects for answers to a user. They are its own, so that permissions
+    can exclude others.
+    """
     return f"_INBOX.{user}"

@@ -1,8 +1,8 @@
-"""What a consumer has heard of each publisher: new ones, order, repetitions, gaps. Pure.
+"""Sequence tracking per publisher: new publishers, order, duplicates, gaps. Pure.
 
-Core NATS neither stores nor repeats, so the sequence in the envelope is the only detector of loss. A publisher counts its
-messages from 0; a new publisher_id is a restart. Per publisher the last WINDOW sequence numbers are remembered one by one:
-what lies further back counts as a repetition.
+Core NATS neither stores nor repeats, so the sequence in the envelope is the only way to detect loss. A
+publisher counts its messages from 0; a new publisher_id is a restart. The last WINDOW sequence numbers of
+each publisher are remembered individually. Older ones count as duplicates.
 """
 
 from collections import OrderedDict
@@ -10,37 +10,37 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 WINDOW = 4096
-"""Messages behind the newest one for which "late" can be told from "duplicate"."""
+"""Messages behind the newest one for which "late" can be distinguished from "duplicate"."""
 
 
 class MessageOrder(StrEnum):
-    """How a message stands to those heard before from its publisher."""
+    """Position of a message relative to earlier ones of its publisher."""
 
     NEW = "new"
-    """the first of a publisher not known"""
+    """the first message of an unknown publisher"""
     IN_ORDER = "in_order"
     DUPLICATE = "duplicate"
-    """heard before, or too far back to tell; ignore it"""
+    """received before, or too old to tell; ignore it"""
     GAP = "gap"
     """messages before it are missing, at least for now"""
     LATE = "late"
-    """one that was missing; newer ones were heard already"""
+    """a missing message that arrived after newer ones"""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceVerdict:
     order: MessageOrder
     missing: int = 0
-    """messages skipped right before this one (GAP), or sent before the first one heard (NEW)"""
+    """messages skipped right before this one (GAP), or sent before the first one received (NEW)"""
 
     @property
     def fresh(self) -> bool:
-        """Whether the message is heard for the first time."""
+        """True if the message is received for the first time."""
         return self.order is not MessageOrder.DUPLICATE
 
 
 class _Heard:
-    """One publisher. Bit i of `seen` stands for sequence `newest - i`."""
+    """Sequence window of one publisher. Bit i of `seen` stands for sequence `newest - i`."""
 
     __slots__ = ("newest", "seen")
 
@@ -54,7 +54,7 @@ class _Heard:
         self.newest = sequence
 
     def fill(self, sequence: int) -> bool:
-        """Mark an older message; False when it was marked before or cannot be told any more."""
+        """Mark an older message. False if it was marked before or is too old to tell."""
         distance = self.newest - sequence
         if distance >= WINDOW or self.seen >> distance & 1:
             return False
@@ -66,7 +66,7 @@ _MASK = (1 << WINDOW) - 1
 
 
 class Sequences:
-    """The publishers a consumer listens to; bounded, the one silent for longest is forgotten first."""
+    """Publishers that a consumer receives from. Bounded: the one silent for longest is forgotten first."""
 
     def __init__(self, limit: int = 4096) -> None:
         if limit < 1:
@@ -78,7 +78,7 @@ class Sequences:
         return len(self._heard)
 
     def observe(self, publisher_id: int, sequence: int) -> SequenceVerdict:
-        """Take note of a message; ValueError for a negative sequence."""
+        """Record a message. ValueError for a negative sequence."""
         if sequence < 0:
             raise ValueError(f"sequences: sequence numbers start at 0, not {sequence}")
         heard = self._heard.get(publisher_id)
@@ -93,7 +93,9 @@ class Sequences:
         return SequenceVerdict(MessageOrder.GAP, missing=skipped) if skipped else SequenceVerdict(MessageOrder.IN_ORDER)
 
     def cover(self, publisher_id: int, sequence: int) -> None:
-        """A snapshot holds everything up to `sequence` (-1: nothing was sent yet): those messages count as heard from now on."""
+        """Count all messages up to `sequence` (-1: none sent yet) as received, because a snapshot contains
+        them.
+        """
         heard = self._heard.get(publisher_id)
         if heard is None:
             self._add(publisher_id, sequence)
@@ -103,12 +105,12 @@ class Sequences:
         heard.seen |= _MASK & ~((1 << (heard.newest - sequence)) - 1) if heard.newest - sequence < WINDOW else 0
 
     def newest(self, publisher_id: int) -> int | None:
-        """The highest sequence heard or covered; None for a publisher not known."""
+        """Return the highest sequence received or covered; None for an unknown publisher."""
         heard = self._heard.get(publisher_id)
         return None if heard is None else heard.newest
 
     def forget(self, publisher_id: int) -> None:
-        """Its next message is that of a new publisher. Forgetting one not known is no error."""
+        """Treat its next message as that of a new publisher. Unknown publishers are ignored."""
         self._heard.pop(publisher_id, None)
 
     def _add(self, publisher_id: int, newest: int) -> None:

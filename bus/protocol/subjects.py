@@ -1,8 +1,10 @@
-"""Every subject name, in Dynamo's convention; the only strings of their kind.
+"""All subject names, in Dynamo's convention. No other module builds subjects from strings.
 
-Telemetry of an endpoint: `namespace.<ns>.component.<component>.endpoint.<endpoint>.<topic>` (Dynamo's own two topics, so that
-its router could listen). Everything of Roost: `namespace.<ns>.component.<component>.<topic>[.<more>]`. What an engine writes, or answers, has
-its name behind the topic, so that a server's permissions can keep it to its own (`bus.nats.permissions`).
+Telemetry of an endpoint: `namespace.<ns>.component.<component>.endpoint.<endpoint>.<topic>` (Dynamo's own two
+topics, so that Dynamo's router could subscribe). Roost's own:
+`namespace.<ns>.component.<component>.<topic>[.<more>]`. Subjects on which an engine publishes or answers have
+its name after the topic, so that a server's permissions can restrict it to its own
+(`bus.protocol.permissions`).
 """
 
 import re
@@ -16,14 +18,16 @@ _KEY = re.compile(r"[A-Za-z0-9_/=-]+(\.[A-Za-z0-9_/=-]+)*")
 
 
 def check_token(kind: str, token: str) -> str:
-    """A name that may stand between two dots of a subject; ValueError says what is allowed."""
+    """Return a valid token of a subject. ValueError names the allowed characters."""
     if not _TOKEN.fullmatch(token):
         raise ValueError(f"{kind} {token!r}: use 1 to 64 letters, digits, '-' or '_'")
     return token
 
 
 def check_subject(subject: str, *, wildcards: bool = False) -> str:
-    """A subject that may be sent to (or, with wildcards, listened to); ValueError says what is wrong with it."""
+    """Return a valid subject to publish on (or, with wildcards, to subscribe to). ValueError names the
+    defect.
+    """
     tokens = subject.split(".")
     for place, token in enumerate(tokens):
         wild = wildcards and (token == "*" or (token == ">" and place == len(tokens) - 1))
@@ -33,14 +37,14 @@ def check_subject(subject: str, *, wildcards: bool = False) -> str:
 
 
 def check_key(key: str) -> str:
-    """A key that may be claimed; ValueError says what is allowed."""
+    """Return a valid key for a claim. ValueError names the allowed characters."""
     if not _KEY.fullmatch(key):
         raise ValueError(f"key {key!r}: use letters, digits, '-', '_', '/', '=' and single dots between them")
     return key
 
 
 def matches(pattern: str, subject: str) -> bool:
-    """Whether a pattern covers a subject: `*` stands for one token, a last `>` for one or more."""
+    """Return True if a pattern matches a subject: `*` matches one token, a last `>` one or more."""
     wanted, tokens = pattern.split("."), subject.split(".")
     if wanted[-1] == ">":
         wanted = wanted[:-1]
@@ -51,13 +55,13 @@ def matches(pattern: str, subject: str) -> bool:
 
 
 def engine_of(subject: str) -> str | None:
-    """The engine whose name stands in a subject that engines write; None for any other subject."""
+    """Return the engine named in a subject that engines publish on; None for any other subject."""
     tokens = subject.split(".", 6)
     return tokens[5] if len(tokens) > 5 and tokens[3] == "backend" and tokens[4] != "endpoint" else None
 
 
 class Subjects:
-    """The subjects of one namespace. ValueError when the namespace is no subject token."""
+    """Subjects of one namespace. ValueError if the namespace is not a subject token."""
 
     def __init__(self, namespace: str = "roost") -> None:
         self.namespace = check_token("namespace", namespace)
@@ -65,7 +69,7 @@ class Subjects:
         self._roost = f"namespace.{namespace}.component"
 
     def _of(self, engine: str, topic: str) -> str:
-        """What one engine says, or answers; `*`: all engines."""
+        """Return a subject on which one engine publishes or answers; `*`: all engines."""
         return f"{self._engines}.{topic}.{engine if engine == '*' else check_token('engine name', engine)}"
 
     @property
@@ -80,30 +84,32 @@ class Subjects:
         return self._of(engine, "heartbeat")
 
     def experts(self, engine: str = "*") -> str:
-        """What an engine's ranks activated."""
+        """Expert activations of an engine's ranks."""
         return self._of(engine, "experts")
 
     def dispatched(self, engine: str = "*") -> str:
-        """Where tokens were really sent."""
+        """Measured dispatch of tokens."""
         return self._of(engine, "dispatched")
 
     def requests_profiled(self, engine: str = "*") -> str:
-        """What requests activated, by the ranks that served them."""
+        """Activations of requests, reported by the ranks that served them."""
         return self._of(engine, "requests")
 
     @property
     def requests_read(self) -> str:
-        """The same of servers that do not say it here, by the router that read it in their answers."""
+        """Activations of requests on servers that do not report them here, published by the router that read
+        them in responses.
+        """
         return f"{self._roost}.router.profiled"
 
     @property
     def requests_finished(self) -> str:
-        """What routers knew and expected of requests that are over."""
+        """Features and predictions of finished requests, from routers."""
         return f"{self._roost}.router.requests"
 
     @property
     def imports(self) -> str:
-        """Counts from other systems."""
+        """Activation counts from other systems."""
         return f"{self._roost}.tracker.import"
 
     @property
@@ -112,12 +118,12 @@ class Subjects:
 
     @property
     def tables(self) -> str:
-        """Prediction tables and their changes."""
+        """Prediction tables, as snapshots and deltas."""
         return f"{self._roost}.tracker.tables"
 
     @property
     def shifts(self) -> str:
-        """That popularity shifted, or settled."""
+        """Shifts of popularity, and their end."""
         return f"{self._roost}.tracker.shift"
 
     @property
@@ -130,7 +136,7 @@ class Subjects:
 
     @property
     def describe_profile(self) -> str:
-        """Request: what the tracker knows of a model (profile, clusters, tables or all of it for people)."""
+        """Request: tracker state of a model (profile, clusters, tables, or a summary for display)."""
         return f"{self._roost}.tracker.describe"
 
     def describe_engine(self, engine: str, worker_id: int | Literal["*"]) -> str:
@@ -138,44 +144,44 @@ class Subjects:
         return f"{self._of(engine, 'describe')}.{worker_id}"
 
     def kv_snapshot(self, engine: str, worker_id: int | Literal["*"], rank: int | Literal["*"]) -> str:
-        """Request: what a rank's KV cache holds."""
+        """Request: contents of a rank's KV cache."""
         return f"{self._of(engine, 'snapshot')}.{worker_id}.{rank}"
 
     def membership(self, engine: str = "*") -> str:
-        """Stored: joins and leaves of an engine, by name."""
+        """Stored: joins and leaves, by engine name."""
         return self._of(engine, "membership")
 
     def placements(self, engine: str = "*") -> str:
-        """Stored: placements an engine has served."""
+        """Stored: placements that an engine has served."""
         return f"{self._roost}.migration.placement.{engine if engine == '*' else check_token('engine name', engine)}"
 
     @property
     def homes(self) -> str:
-        """Which ranks are home to which clusters of requests."""
+        """Home ranks of request clusters."""
         return f"{self._roost}.migration.homes"
 
     @property
     def describe_plan(self) -> str:
-        """Request: what the planner would do with an engine."""
+        """Request: the plan that the planner would make for an engine now."""
         return f"{self._roost}.migration.describe"
 
     def migrations(self, engine: str = "*") -> str:
-        """Stored: what became of plans, and of their handovers."""
+        """Stored: outcomes of plans and of their handovers."""
         return f"{self._roost}.migration.handover.{engine if engine == '*' else check_token('engine name', engine)}"
 
     @property
     def migrate(self) -> str:
-        """Request: carry something out."""
+        """Request: execute an operator's plan."""
         return f"{self._roost}.migration.carry-out"
 
     @property
     def loop(self) -> str:
-        """Request: what the migration service does by itself, and whether it shall."""
+        """Request: state of the automatic control loop, and switching it on or off."""
         return f"{self._roost}.migration.loop"
 
     @property
     def loop_key(self) -> str:
-        """Key under which stands what the migration service must not forget of its own doing: that it is paused, and what it learnt of its plans."""
+        """Key for the control loop's persistent state: pause, and calibration learnt from earlier plans."""
         return "migration.loop"
 
     def handover(self, engine: str, worker_id: int | Literal["*"], rank: int | Literal["*"]) -> str:
@@ -183,53 +189,55 @@ class Subjects:
         return f"{self._of(engine, 'handover')}.{worker_id}.{rank}"
 
     def handovers(self, engine: str = "*") -> str:
-        """Where an engine's ranks are with their handovers."""
+        """Handover state of an engine's ranks."""
         return self._of(engine, "handovers")
 
     def leases(self, engine: str, worker_id: int | Literal["*"], rank: int | Literal["*"]) -> str:
-        """Request: of one rank of an engine to another, to read its experts."""
+        """Request: read lease on experts, from one rank of an engine to another."""
         return f"{self._of(engine, 'lease')}.{worker_id}.{rank}"
 
     def drains(self, engine: str = "*", rank: int | Literal["*"] | None = "*") -> str:
-        """Stored: whether an operator wants no new requests on a rank, or (None) on all ranks of an engine."""
+        """Stored: drains and resumes of a rank, or (None) of all ranks of an engine."""
         name = engine if engine == "*" else check_token("engine name", engine)
         return f"{self._roost}.router.drain.{name}.{'all' if rank is None else rank}"
 
     def config(self, part: str = "*") -> str:
-        """Stored: settings that a part took, or refused, while it ran."""
+        """Stored: settings that a running part applied or refused."""
         return f"{self._roost}.config.{part if part == '*' else check_token('part', part)}"
 
     @property
     def reservations(self) -> str:
-        """What routers have booked."""
+        """Bookings of routers."""
         return f"{self._roost}.router.reservations"
 
     def describe_reservations(self, router: int | str = "*") -> str:
-        """Request: what one router knows to be booked."""
+        """Request: all bookings of one router."""
         return f"{self._roost}.router.describe.{router}"
 
     @property
     def route(self) -> str:
-        """Request: where would, or shall, this go? One of the routers answers."""
+        """Request: a routing decision, with or without reservation. One of the routers answers."""
         return f"{self._roost}.router.route"
 
     @property
     def release(self) -> str:
-        """Request: a reserved request is over. One of the routers answers."""
+        """Request: end of a reserved request. One of the routers answers."""
         return f"{self._roost}.router.release"
 
     def decision(self, tag: str) -> str:
-        """Request: a decision, of the router whose decisions' ids begin with this tag."""
+        """Request: a decision, from the router whose decision ids begin with this tag."""
         return f"{self._roost}.router.decision.{tag if tag == '*' else check_token('decision tag', tag)}"
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """What JetStream keeps."""
+        """Subjects that JetStream keeps."""
         return (self.membership(), self.placements(), self.migrations(), self.drains(), self.config())
 
     @property
     def published(self) -> tuple[str, ...]:
-        """What is said openly, stored or not; no questions, and not what routers tell each other of single conversations."""
+        """Public subjects, stored or not. Excludes requests, and messages between routers about single
+        conversations.
+        """
         return (
             self.kv_events,
             self.kv_metrics,
@@ -254,7 +262,7 @@ class Subjects:
         return f"namespace.{self.namespace}.>"
 
     def claim(self, engine: str) -> str:
-        """Key under which an engine's name is claimed."""
+        """Return the key under which an engine's name is claimed."""
         return f"engine.{engine if engine == '*' else check_token('engine name', engine)}"
 
     @property
@@ -263,5 +271,5 @@ class Subjects:
         return "migration.coordinator"
 
     def handover_key(self, engine: str) -> str:
-        """Key under which an engine's open handover is kept."""
+        """Return the key under which an engine's open handover is stored."""
         return f"handover.{engine if engine == '*' else check_token('engine name', engine)}"
