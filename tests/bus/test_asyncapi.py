@@ -175,7 +175,7 @@ def test_every_message_and_nearly_every_field_is_described(document: dict[str, A
     assert all(len(message["summary"]) > 10 for message in document["components"]["messages"].values())
     assert all("description" in schema for schema in document["components"]["schemas"].values())
     staged = document["components"]["schemas"]["MigrationStaged"]["properties"]
-    assert staged["number"]["description"] == "which handover of the plan, from 0"
+    assert staged["number"]["description"] == "index of the handover in the plan, from 0"
     assert "address in the process" in document["components"]["schemas"]["MemoryAddress"]["properties"]["base"]["description"]
 
 
