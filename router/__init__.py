@@ -1,6 +1,6 @@
-"""The router: decides which rank serves a request, forwards it, and explains why.
+"""The router: choose the rank that serves each request, forward the request, and explain the choice.
 
-Admission rule: what a request needs between a client's socket and a rank's. Rooms that decide are pure: time and chance come in as
-arguments, and a contract checks it. What is awaited happens around them: in `sync` (facts from the bus), `upstream` (ranks and servers that
-Roost does not run) and `service`.
+Admission rule: code that a request needs between a client's socket and a rank's socket. The rooms that decide
+are pure: time and randomness are arguments, and an import contract checks this. The asynchronous code is
+around them: in `sync` (events from the bus), `upstream` (ranks and static backends) and `service`.
 """

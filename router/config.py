@@ -1,4 +1,4 @@
-"""The router's settings: one frozen value, made at the composition root."""
+"""The router's settings: one frozen value, created at the composition root."""
 
 import math
 import re
@@ -34,12 +34,12 @@ ZERO_ALLOWED = (
 
 
 def base_url(url: str) -> str:
-    """The URL that `/v1/...` is appended to."""
+    """Return the URL to which `/v1/...` is appended."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 _TAKEN = ("authorization", "traceparent", "tracestate", "x-request-id")
-"""Headers that mean something else."""
+"""Headers with a fixed meaning, which settings may not claim."""
 MOST_PROCESSES = 256
 _PATH = re.compile(r"/[A-Za-z0-9_./-]{1,255}")
 _HEADER = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
@@ -47,27 +47,36 @@ _HEADER = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendConfig:
-    """`[backends.NAME]`: one OpenAI-compatible server before which the router stands. ValueError names the setting, the value and what is allowed."""
+    """`[backends.NAME]`: one OpenAI-compatible server behind the router. ValueError names the setting, its
+    value and the allowed range.
+    """
 
     name: str = field(default="", metadata={"section": True})
-    """NAME, as decisions and `roost status` call the server"""
+    """NAME: identifies the server in decisions and in `roost status`"""
     url: str = ""
-    """its base URL, with or without /v1"""
+    """base URL, with or without /v1"""
     key_file: FilePath | None = None
-    """file whose first line is sent to it as `Authorization: Bearer`; unset: [router] backend_key_file"""
+    """file whose first line is sent to the server as `Authorization: Bearer`; unset: [router]
+    backend_key_file
+    """
     max_requests: int | None = None
-    """requests it is given at once, for all its models together; unset: [router] max_requests_per_rank"""
+    """limit of concurrent requests, over all its models; unset: [router] max_requests_per_rank"""
     prompt_tokens_per_second: float | None = None
-    """uncached prompt tokens it computes per second. This and output_tokens_per_second state its speed; unset: it is learnt from streams"""
+    """uncached prompt tokens computed per second. Together with output_tokens_per_second this states the
+    speed; unset: measured from streams
+    """
     output_tokens_per_second: float | None = None
-    """tokens per second of one stream alone"""
+    """output tokens per second of a single stream"""
     token_ids: bool | None = None
-    """it returns token ids when asked (`return_token_ids`) and takes them as a prompt, so that its streams can be continued; unset: if its list of
-    models says that it is a vLLM"""
+    """the server returns token ids on request (`return_token_ids`) and accepts them as a prompt, so that its
+    streams can be continued; unset: true if its list of models identifies a vLLM
+    """
     sequence_ms: float | None = None
-    """milliseconds that each further stream adds to a step; unset: a hundredth of a step"""
+    """milliseconds that each further stream adds to a decode step; unset: a hundredth of a step"""
     isolates_tenants: bool = False
-    """it takes `cache_salt` and reuses KV only among requests of the same one, as vLLM does: it gets each request's salt"""
+    """the server accepts `cache_salt` and shares KV blocks only among requests with equal salts, as vLLM
+    does; the router then sends each request's salt
+    """
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -86,193 +95,245 @@ class BackendConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Every setting has a default; ValueError names the setting, the value and what is allowed."""
+    """All settings of the router, each with a default. ValueError names the setting, its value and the
+    allowed range.
+    """
 
     host: str = "127.0.0.1"
-    """address to listen on; one that other machines reach needs api_key_file and TLS"""
+    """address to listen on; an address that other machines reach needs api_key_file and TLS"""
     port: int = 8600
     tls_cert: FilePath | None = None
-    """PEM file of the certificate that clients see, with those that lead to its authority; read again at a reload"""
+    """PEM file of the server certificate with its intermediate certificates; read again at a reload"""
     tls_key: FilePath | None = None
-    """PEM file of its key, not encrypted"""
+    """PEM file of the certificate's private key, not encrypted"""
     tls_terminated: bool = False
-    """a proxy in front speaks TLS with clients: plain HTTP is no risk"""
+    """a reverse proxy terminates TLS, so that plain HTTP is safe here"""
     insecure: bool = False
-    """listen for other machines without keys or TLS all the same"""
+    """listen for other machines even without keys or TLS"""
     api_key_file: FilePath | None = None
-    """file of the keys that clients may present as `Authorization: Bearer`, as `roost key new` writes it; unset: no key is asked for"""
+    """file of the keys that clients may present as `Authorization: Bearer`, as `roost key new` writes it;
+    unset: no key is required
+    """
     backends: tuple[str, ...] = ()
-    """base URLs of plain OpenAI-compatible servers; they need neither a bus nor agents"""
+    """base URLs of static OpenAI-compatible servers; they need neither a bus nor agents"""
     named_backends: tuple[BackendConfig, ...] = field(default=(), metadata={"sections": "backends"})
-    """from the sections [backends.NAME]: the same with a name, and with what is known of the server"""
+    """the sections [backends.NAME]: static servers with a name and known properties"""
     backend_key_file: FilePath | None = None
-    """file whose first line is sent to plain backends as `Authorization: Bearer`"""
+    """file whose first line is sent to static backends as `Authorization: Bearer`"""
     backend_block_tokens: int = 32
-    """blocks, each of four bytes of text per token, by which the prompts sent to backends are remembered; a shorter shared prefix is not seen.
-    Blocks of half the size take twice the time when a prompt is noted (benchmarks/backends.py)"""
+    """block size of the prefix index for static backends, in tokens of four bytes of text; shorter shared
+    prefixes are not detected. Halving the size doubles the time to index a prompt (benchmarks/backends.py)
+    """
     fleet_secret_file: FilePath | None = None
-    """file of the secret that Roost's own ranks want to see, the same for all routers and ranks; two lines while it is changed: the first is sent"""
+    """file of the secret that Roost's own ranks require, equal for all routers and ranks; two lines during a
+    rotation: the first is sent
+    """
     upstream_ca: FilePath | None = None
-    """PEM file of authorities that vouch for https:// ranks and backends, beside the system's; read again at a reload"""
+    """PEM file of certificate authorities for https:// ranks and backends, in addition to the system's; read
+    again at a reload
+    """
     passthrough_admin: tuple[str, ...] = ()
-    """paths of servers' administration that pass for callers with the right admin, such as /v1/load_lora_adapter; the header x-roost-server names
-    the server"""
+    """administrative paths of servers, such as /v1/load_lora_adapter, that are forwarded for callers with the
+    right `admin`; the header x-roost-server names the server
+    """
     probe_seconds: float = 2.0
-    """pause between two probes of a backend, its /v1/models"""
+    """pause between two probes of a backend (GET /v1/models)"""
     probe_timeout_seconds: float = 10.0
-    """a probe without an answer for so long is a miss. Three misses in a row take a backend away, unless it served a token meanwhile; a
-    refused connection does so at once"""
+    """timeout of a probe. A backend is taken out after three failed probes in a row, unless it served a token
+    meanwhile, and at once after a refused connection
+    """
 
     session_header: str = "x-session-id"
-    """request header that names a conversation; without it, the body's prompt_cache_key"""
+    """request header that identifies a conversation; without it, prompt_cache_key of the body"""
     tenant_header: str = "x-tenant-id"
-    """request header that names who asks; without it, the body's user or safety_identifier"""
+    """request header that identifies the tenant; without it, user or safety_identifier of the body"""
     prediction_bytes: int = 96 * 1024 * 1024
-    """memory that the copy of one model's prediction tables may take; enough for all that a tracker keeps by default"""
+    """memory limit for the copy of one model's prediction tables; the default holds all that a tracker keeps
+    by default
+    """
     outcome_seconds: float = 0.5
-    """finished requests are told to the tracker so often, or sooner when many wait"""
+    """longest interval between reports of finished requests to the tracker; a full batch is sent sooner"""
     most_outcomes_waiting: int = 4096
-    """finished requests that wait to be told; more are dropped and counted"""
+    """finished requests that may wait to be reported; further ones are dropped and counted"""
 
     policy: Policy = "cost"
-    """cost: predicted added milliseconds; classic: a weighted sum of dimensionless terms; kv: cached prefix, then load; least_loaded; round_robin"""
+    """cost: predicted added milliseconds; classic: weighted sum of dimensionless terms; kv: cached prefix,
+    then load; least_loaded; round_robin
+    """
     prefill_weight: float = 1.0
     queue_weight: float = 1.0
     decode_weight: float = 1.0
     experts_weight: float = 1.0
-    """of dispatch traffic to other ranks and nodes"""
+    """weight of dispatch traffic to other ranks and nodes"""
     distinct_weight: float = 1.0
-    """of distinct experts that a step must read"""
+    """weight of the distinct experts that a step reads"""
     lockstep_weight: float = 1.0
-    """of waiting for, and being, an engine's slowest rank"""
+    """weight of waiting for an engine's slowest rank, and of being it"""
     handover_weight: float = 1.0
-    """of a migration or layout switch in progress"""
+    """weight of a migration or layout switch in progress"""
     classic_alpha: float = 1.0
-    """policy classic: weight of the share of the prompt that is not cached"""
+    """policy classic: weight of the uncached share of the prompt"""
     classic_beta: float = 1.0
     """policy classic: weight of the share of expert traffic that leaves the rank"""
     classic_gamma: float = 1.0
-    """policy classic: weight of the rank's load, relative to the most loaded one"""
+    """policy classic: weight of the rank's load relative to the most loaded rank"""
     temperature_ms: float = 0.0
-    """0: the cheapest rank; above: a rank that costs so much more is chosen with 1/e of the cheapest one's probability"""
+    """0: always the cheapest rank; above: a rank that costs this much more has 1/e of the cheapest rank's
+    probability
+    """
     session_affinity_seconds: float = 0.0
-    """a conversation stays with its rank until it has been silent for so long; 0: the cost alone decides"""
+    """a conversation stays with its rank until it has been idle for this long; 0: the cost alone decides"""
     session_affinity_ms: float = 1000.0
-    """a conversation leaves its rank when another one is cheaper by more than this"""
+    """a conversation moves to another rank that is cheaper by more than this"""
     home_confidence: float = 0.2
-    """a request goes home, where the planner has given homes, if it is foretold with this confidence at least; 1: none does"""
+    """least confidence of a request's predicted cluster for routing to the home that the planner gave the
+    cluster; 1: never
+    """
     correction_limit: float = 4.0
-    """measured speeds correct each term of the time model at most by this factor, either way; 1: not at all"""
+    """largest factor, either way, by which measured speeds correct a term of the time model; 1: no correction
+    """
     expected_output_tokens: int = 128
-    """a request's output for pricing and booking, unless its max_tokens is less"""
+    """expected output tokens of a request for pricing and booking, unless its max_tokens is less"""
 
     max_requests_per_rank: int = 512
-    """a rank with so many running, waiting and booked requests is saturated"""
+    """a rank with this many running, waiting and booked requests is saturated"""
     max_queue_seconds: float = 60.0
-    """a rank whose promised prefill would take longer is saturated"""
+    """a rank whose outstanding prefill would take longer is saturated"""
     max_kv_share: float = 1.0
-    """a rank of whose KV blocks more than this share is held by running requests is saturated; 1: never for this reason"""
+    """a rank whose running requests hold more than this share of its KV blocks is saturated; 1: no such limit
+    """
     queue_requests: int = 1024
-    """requests that may wait while every rank is saturated; 0: they are refused at once"""
+    """requests that may wait while every rank is saturated; 0: refuse them at once"""
     queue_bytes: int = 256 * 1024 * 1024
-    """memory that waiting requests may hold"""
+    """memory limit of waiting requests"""
     queue_wait_seconds: float = 10.0
-    """a request that has waited so long is refused, unless it names an earlier deadline (header x-request-timeout-ms)"""
+    """longest wait of a request before it is refused; the header x-request-timeout-ms may name an earlier
+    deadline
+    """
     no_engine_wait_seconds: float = 2.0
-    """a request for a model of which no engine lives at present waits at most so long for one to come back; 0: it is refused at once"""
+    """longest wait of a request for a model without a live engine; 0: refuse it at once"""
     priority_header: str = "x-priority"
-    """request header that names a class; without it, the body's priority. An integer counts from the default class, lower being more urgent"""
+    """request header that names a priority class; without it, priority of the body. An integer counts from
+    the default class, lower is more urgent
+    """
     classes: tuple[str, ...] = ("high", "normal", "low")
-    """classes of requests, most urgent first; when the queue is full the least urgent ones are refused first"""
+    """priority classes, most urgent first; a full queue refuses the least urgent requests first"""
     default_class: str = "normal"
     max_attempts: int = 5
-    """ranks tried for one answer, the first included, not counting those that brought tokens before they failed; where a tenth of all
-    attempts fail, one request in 100,000 is lost"""
+    """ranks tried for one answer, including the first and excluding those that produced tokens before they
+    failed. If a tenth of all attempts fail, one request in 100,000 is lost
+    """
     retry_share: float = 0.2
-    """retries may be so many of the requests of the last ten seconds; beyond, failures are passed on"""
+    """retry budget as a share of the requests of the last ten seconds; beyond it, failures are passed on to
+    clients
+    """
     least_retries: int = 100
-    """retries in ten seconds that are always allowed: ten a second, Finagle's default. A lower floor passes on failures that come in clumps"""
+    """retries in ten seconds that are always allowed: ten per second, Finagle's default. A lower floor passes
+    on failures that come in bursts
+    """
     breaker_failures: int = 5
-    """failures in a row after which a rank is left alone for a while"""
+    """consecutive failures that open a rank's circuit breaker"""
     breaker_seconds: float = 1.0
-    """for how long, the first time; twice as long each time it fails again, up to 32 times as long"""
+    """duration of the first opening of a circuit breaker; doubles with each further failure, up to 32 times
+    """
     outlier_factor: float = 4.0
-    """a rank whose first tokens take so many times as long as predicted, compared with the others of its model, or of which far more
-    requests fail, is left alone for a while; 0: none is"""
+    """outlier ejection: a rank is excluded if its time to first token is this many times its prediction,
+    relative to the other ranks of its model, or if its requests fail far more often; 0: off
+    """
     max_ejected_share: float = 0.5
-    """at most so many of a model's ranks are left alone at once"""
+    """largest share of a model's ranks that may be ejected at once"""
     reservation_seconds: float = 120.0
-    """a reservation made for another data plane ends by itself after so long without a word"""
+    """a reservation for another data plane expires after this long without an update"""
     replicas: bool = True
-    """tell other routers what is booked here, and count what they book"""
+    """replicate bookings to other routers, and count theirs"""
     coalesce_seconds: float = 0.005
-    """bookings are told together, so often at most"""
+    """least interval between two messages of bookings to other routers"""
     processes: int = 1
     """router processes that share the port"""
     private_port: int = 0
-    """of several processes each also listens alone, the first on this port, the next on the next: for /metrics, /health and /ready; 0: any free ones"""
+    """first private port for /metrics, /health and /ready when several processes run: process i listens on
+    private_port + i; 0: any free ports
+    """
     max_choices: int = 128
-    """choices of one request: prompts times n"""
+    """choices of one request: number of prompts times n"""
 
     max_head_bytes: int = 64 * 1024
-    """a request's line and header fields; a client that sends more is answered 431 and cut"""
+    """limit of a request's line and header fields; a client that sends more gets 431, and its connection is
+    closed
+    """
     max_head_fields: int = 100
     max_url_bytes: int = 8 * 1024
     head_seconds: float = 30.0
-    """a client that has not sent the head of a request by then is cut; also one that says nothing on a new connection"""
+    """timeout for a request's head, also on a new connection; then the connection is closed"""
     body_seconds: float = 60.0
-    """from a head's end to the end of its body; a client that takes longer is answered 408 and cut"""
+    """timeout from the end of a head to the end of its body; then the client gets 408, and its connection is
+    closed
+    """
     idle_seconds: float = 75.0
-    """a connection on which no further request comes is kept so long"""
+    """keep-alive timeout of a client connection without a further request"""
     write_seconds: float = 60.0
-    """a client that does not read its answer for so long is cut, and its request ends at the rank"""
+    """timeout for a client that does not read its response; then the connection is closed, and the request
+    ends at the rank
+    """
     drain_seconds: float = 60.0
-    """how long answers may go on when the router is asked to stop; then streams end with an error event"""
+    """grace period for responses at shutdown; then streams end with an error event"""
     pre_stop_seconds: float = 0.0
-    """when asked to stop, requests are still taken for so long while /ready says 503, until load balancers have noticed"""
+    """time at shutdown during which requests are still accepted while /ready reports 503, so that load
+    balancers notice
+    """
     max_body_bytes: int = 8 * 1024 * 1024
     bodies_bytes: int = 512 * 1024 * 1024
-    """memory that the bodies of all open requests may take; what exceeds it is refused. One client may have at most as much as is left to others"""
+    """memory limit for the bodies of all open requests; more is refused. One client may take at most as much
+    as it leaves to the others
+    """
     large_body_bytes: int = 128 * 1024
-    """longer bodies are decoded, rendered and tokenised in other processes"""
+    """longer bodies are decoded, rendered and tokenised in worker processes"""
     large_body_processes: int = 2
-    """such processes, each started when it is needed; bodies of more than 1 MiB have at most all but one of them"""
+    """number of worker processes, each started on demand; bodies of more than 1 MiB occupy at most all but
+    one of them
+    """
     large_body_process_bytes: int = 4 * 1024 * 1024 * 1024
-    """address space of one of them; a body that needs more is refused"""
+    """address space of a worker process; a body that needs more is refused"""
     large_bodies_waiting: int = 64
-    """large bodies that may wait for such a process; more are refused"""
+    """large bodies that may wait for a worker process; more are refused"""
     large_bodies_per_client: int = 16
-    """of which one tenant may have so many, or one address where keys name no tenants"""
+    """limit of waiting large bodies per tenant, or per address where keys name no tenants"""
     max_event_bytes: int = 4 * 1024 * 1024
-    """one server-sent event of a rank; a plain backend's whole answer may have 16 times as much"""
+    """size limit of one server-sent event of a rank; a static backend's complete response may be 16 times as
+    long
+    """
     connect_seconds: float = 2.0
     first_token_seconds: float = 120.0
-    """until a stream's first token; answers that are not streamed have no such limit"""
+    """timeout for a stream's first token; unstreamed responses have no such limit"""
     between_tokens_seconds: float = 60.0
     answer_seconds: float = 3600.0
-    """until the end of a foreign server's answer that is not streamed; 0: no limit. A server that dies ends the wait at once"""
+    """timeout for an unstreamed response of a static backend; 0: no limit. If the server dies, the wait ends
+    at once
+    """
     keepalive_seconds: float = 4.0
-    """idle connections to ranks are kept so long; less than servers' usual 5 s, so that none is closed under a request"""
+    """keep-alive of idle connections to ranks; below the usual 5 s of servers, so that no connection closes
+    under a request
+    """
 
     dead_after_seconds: float = 3.0
-    """silence of an engine that means death"""
+    """silence after which an engine counts as dead"""
     forget_after_seconds: float = 600.0
-    """a dead engine is kept that long for its return"""
+    """time for which a dead engine's state is kept for its return"""
     stale_load_seconds: float = 5.0
-    """an older load report no longer counts: the router's own bookings speak alone"""
+    """age above which a load report is ignored: then only the router's own bookings count"""
     settle_seconds: float = 0.1
-    """a load report that arrives so long after a booking contains it"""
+    """delay after which a load report is assumed to include a booking"""
 
     segment_cache_bytes: int = 32 * 1024 * 1024
-    """memory for token ids of message texts and words that were seen before; 0: none"""
+    """memory for the token ids of message texts and words seen before; 0: no cache"""
     long_prompt_characters: int = 8_000
     """longer prompts are tokenised off the event loop"""
     kept_decisions: int = 10_000
-    """booked decisions that can be read back"""
+    """number of booked decisions that stay readable"""
     kept_bytes: int = 256 * 1024 * 1024
-    """memory that they may take"""
+    """memory limit of these decisions"""
     prefix_blocks_per_rank: int = 65_536
-    """blocks remembered for a rank without KV events"""
+    """blocks in the approximate prefix index of a rank without KV events"""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -1,5 +1,4 @@
-"""Secrets of the router, read from the files that its settings name: at its start, and again at each
-reload."""
+"""Secrets of the router, read from the files that its settings name: at start and again at each reload."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,18 +14,21 @@ from router.http.asgi_response import Headers
 
 @dataclass(frozen=True, slots=True)
 class RouterCredentials:
-    """clients: None, no key is needed. backend_key: sent to plain servers; fleet: to Roost's own ranks. No
-    secret is in its text form."""
+    """Hold the keys of clients and the secrets sent upstream; none of them appears in `repr`.
+
+    clients: None when no key is required. backend_key: sent to static backends. fleet: sent to Roost's own
+    ranks.
+    """
 
     clients: ClientKeys | None
     backend_key: str | None = field(repr=False)
     fleet: SharedSecret | None = None
     named_backend_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """of the [backends.NAME] with a key file of their own, by base URL"""
+    """keys of the [backends.NAME] that have a key file of their own, by base URL"""
 
     @classmethod
     def read(cls, config: RouterConfig) -> "RouterCredentials":
-        """OSError, or ValueError that names the file, when one of them cannot be used."""
+        """Read the files. OSError, or ValueError that names the file, when one of them cannot be used."""
         return cls(
             None if config.api_key_file is None else _client_keys(Path(config.api_key_file), config),
             None if config.backend_key_file is None else _first_line(Path(config.backend_key_file)),
@@ -35,15 +37,17 @@ class RouterCredentials:
         )
 
     def backend_key_of(self, url: str) -> str | None:
-        """What the server of a base URL wants as `Authorization: Bearer`; None: nothing."""
+        """Return the key that the server of a base URL requires as `Authorization: Bearer`; None: no key."""
         return self.named_backend_keys.get(url, self.backend_key)
 
     def cache_salt(self, tenant: str, own: str | None) -> str:
-        """The salt of a tenant's request (`router.access.tenancy.cache_salt`). Its key comes from the fleet's secret; without one, as for an empty key."""
+        """Return the salt of a tenant's request (`router.access.tenancy.cache_salt`), keyed with the fleet's
+        secret, or with an empty key without one.
+        """
         return cache_salt(b"" if self.fleet is None else self.fleet.derive("cache_salt"), tenant, own)
 
     def caller(self, authorization: str | None) -> Caller:
-        """The caller that presents this header. ApiError 401 without a valid key."""
+        """Return the caller that presents this header. ApiError 401 without a valid key."""
         found = TRUSTED if self.clients is None else self.clients.caller(authorization)
         if found is None:
             raise ApiError(401, "a valid API key is needed: Authorization: Bearer <key>", code="invalid_api_key")
@@ -51,17 +55,17 @@ class RouterCredentials:
 
     @property
     def for_ranks(self) -> Headers:
-        """Headers that Roost's own ranks want to see."""
+        """Headers that Roost's own ranks require."""
         return [] if self.fleet is None else [(b"authorization", self.fleet.authorization.encode())]
 
     def rights(self, authorization: str | None) -> frozenset[str]:
-        """Rights of the caller that presents this header; none without a valid key."""
+        """Return the rights of the caller that presents this header; none without a valid key."""
         found = TRUSTED if self.clients is None else self.clients.caller(authorization)
         return frozenset() if found is None else found.rights
 
     def changes(self, new: "RouterCredentials") -> dict[str, tuple[str, str]]:
-        """By setting, what its file held and what it holds in `new`, where that differs; without any
-        secret."""
+        """Return the old and new content of each file that differs in `new`, by setting, without any secret.
+        """
         changed = {}
         if self.clients is not None and new.clients is not None and self.clients != new.clients:
             changed["api_key_file contents"] = (

@@ -1,4 +1,6 @@
-"""Keyed work for background tasks: each key waits at most once, in order, and their number is bounded."""
+"""Keyed work for background tasks: each key waits at most once, in FIFO order, and the number of keys is
+bounded.
+"""
 
 import asyncio
 from collections import OrderedDict
@@ -9,7 +11,9 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class KeyedQueue(Generic[Key]):
-    """Asking again for a key that waits already changes nothing. `refused` counts keys that found no room."""
+    """FIFO queue of distinct keys. Adding a key that already waits changes nothing. `refused` counts keys
+    beyond the limit.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -25,7 +29,7 @@ class KeyedQueue(Generic[Key]):
         self._some.set()
 
     async def next(self) -> Key:
-        """The key that waited longest; it may be asked for again from now on."""
+        """Return the key that waited longest; it may be added again from now on."""
         while not self._waiting:
             self._some.clear()
             await self._some.wait()

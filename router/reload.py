@@ -16,14 +16,16 @@ RELOADABLE = frozenset(
         *("stale_load_seconds", "settle_seconds", "connect_seconds", "first_token_seconds", "between_tokens_seconds", "answer_seconds", "passthrough_admin"),
     }
 )
-"""Settings that take effect between two decisions; the others need a restart."""
+"""Settings that take effect from the next decision; all others need a restart."""
 
 
 def reloaded(old: RouterConfig, new: RouterConfig, instance: int) -> ConfigChanged:
-    """What becomes of a router (a process, by its identity) with the old settings that is given the new ones."""
+    """Compare old and new settings. Return the changes, or why they are refused. instance: identity of the
+    router process.
+    """
     return reloading.reloaded("router", RELOADABLE, old, new, instance)
 
 
 def refused(reason: str, instance: int) -> ConfigChanged:
-    """Settings that are not used, and why."""
+    """Return the refusal of settings with its reason."""
     return reloading.refused("router", reason, instance)

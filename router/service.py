@@ -1,4 +1,5 @@
-"""The router as one object: its state, its background work, and the synchronous face that requests are served with."""
+"""The router as one object: its state, its background tasks, and the synchronous methods that serve requests.
+"""
 
 import asyncio
 import logging
@@ -55,16 +56,22 @@ from router.wait_queue import WaitQueue
 log = logging.getLogger(__name__)
 
 WHOLE_EVENTS = 16
-"""A plain server's whole answer may be as long as so many of the longest events; so may what it says of experts."""
+"""Limit of a static backend's complete response, in units of `max_event_bytes`. The same limit applies to its
+expert report.
+"""
 _DECISION = re.compile(r"([0-9a-f]{8}|[0-9a-f]{4})[0-9a-f]{12}(-.{1,32})?")
-"""A decision's id: the tag of its router (4 digits in older routers), what is its own, and the choice and attempt it was made for."""
+"""Decision id: the router's tag (4 digits in older routers), 12 random digits, and a suffix for the choice
+and the attempt.
+"""
 _SWEEP_SECONDS = 0.25
 _SWEPT_BLOCKS = 1024
-"""Blocks of the prefix index that are looked at then, at most: less than a millisecond."""
+"""Most blocks of the prefix index that one sweep visits: less than a millisecond."""
 
 
 class RouterService:
-    """`run` keeps the view fresh until it is cancelled; everything else is synchronous. `bus` None: plain backends only."""
+    """Keep the view fresh in `run` until cancelled; all other methods are synchronous unless declared
+    `async`. bus: None serves static backends only.
+    """
 
     def __init__(
         self,
@@ -74,13 +81,15 @@ class RouterService:
         clock: Callable[[], float] = time.monotonic,
         chance: random.Random | None = None,
     ) -> None:
-        """OSError, or ValueError, when a file of keys cannot be used. chance: tells equals apart, and nothing else."""
+        """Read the key files: OSError or ValueError when one cannot be used. chance: breaks ties, and nothing
+        else.
+        """
         self.config = config
         self.clock = clock
         self._bus = bus
         self._subjects = subjects
         self.instance = secrets.randbits(64)
-        """identity of this process, for the audit of its settings"""
+        """identity of this process in the audit log of settings"""
         self.started_at = int(time.time())
         self.metrics = RouterMetrics()
         self.upstream = Upstream(config)
@@ -88,9 +97,9 @@ class RouterService:
         self._chance = random.Random() if chance is None else chance
         self._secrets = SecureRandom()
         self.draining = False
-        """the router is asked to stop: it is not ready any more"""
+        """shutdown was requested: /ready reports 503"""
         self.refusing = False
-        """and new requests are refused"""
+        """new requests are refused as well"""
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="roost-router")
         reservations = Reservations(settle_seconds=config.settle_seconds, stale_seconds=config.stale_load_seconds)
         self.view = FleetView(reservations)
@@ -102,8 +111,8 @@ class RouterService:
         self.bodies = BodyReader(config, self.lexicon)
         self.hindsight = DecisionFeedback(self.picker, self.metrics, self.threads, clock, bus, subjects)
         self.waiting = WaitQueue(self)
-        told = self.forget_worker, self.hindsight.reported, self.waiting.wake
-        self.feeds = None if bus is None else FleetSubscriber(bus, subjects, self.picker, self.lexicon, self.metrics, self.threads, clock, *told)
+        fleet_callbacks = self.forget_worker, self.hindsight.reported, self.waiting.wake
+        self.feeds = None if bus is None else FleetSubscriber(bus, subjects, self.picker, self.lexicon, self.metrics, self.threads, clock, *fleet_callbacks)
         self._outcomes = (
             None if bus is None else OutcomeReporter(bus, subjects, self.metrics, seconds=config.outcome_seconds, most=config.most_outcomes_waiting)
         )
@@ -111,33 +120,33 @@ class RouterService:
         self._foreign = None if bus is None else RoutedExpertsReporter(bus, subjects, self.view, self.metrics, self.threads, most)
         self.reserved = ExternalReservations(config.reservation_seconds)
         self._known_to_share: set[int] = set()
-        """workers of engines that do not isolate tenants, of which the log says so already"""
+        """workers of engines without tenant isolation for which the warning was already logged"""
         self.peers: PeerRouters | None = None
         if bus is not None and self.feeds is not None:
-            others = self._heard_elsewhere, self.end_reserved, self.waiting.wake, self.feeds.acquainted
-            self.peers = PeerRouters(bus, subjects, config, reservations, self.metrics, clock, *others)
+            peer_callbacks = self._booked_by_peer, self.end_reserved, self.waiting.wake, self.feeds.acquainted
+            self.peers = PeerRouters(bus, subjects, config, reservations, self.metrics, clock, *peer_callbacks)
         self.tag = secrets.token_hex(4)
-        """what the ids of this router's decisions begin with"""
+        """prefix of this router's decision ids"""
         self.warmup = Readiness(self.view, self.feeds, self.peers)
         self._audible_since = -inf
-        """engines on the bus can be heard since then"""
+        """time since which heartbeats can arrive over the bus"""
         self.backends = StaticBackends(config, lambda url: self.credentials.backend_key_of(url), self.view, clock, self.forget_worker)
 
     @property
     def ready(self) -> bool:
-        """Whether all is known that should be, and at least one engine lives and can be used."""
+        """True once the initial state is complete and at least one live engine can be used."""
         return not self.draining and self.warmup.over and bool(self.view.models(live=True))
 
     @property
     def missing(self) -> list[str]:
-        """What it is not ready for want of."""
+        """Return the conditions that readiness still waits for."""
         if self.draining:
             return ["nothing: it is draining, and will stop"]
         return [*self.warmup.missing(), *([] if self.view.models(live=True) else ["a live engine"])]
 
     @property
     def bus_silent(self) -> bool:
-        """Whether nothing can be heard on the bus, so that silence says nothing of engines."""
+        """True while the bus is disconnected, so that missing heartbeats say nothing about engines."""
         return self.peers is not None and self.peers.bus_silent
 
     async def run(self) -> None:
@@ -165,70 +174,78 @@ class RouterService:
     # Settings that change while it runs
 
     def reconfigure(self, new: RouterConfig) -> ConfigChanged:
-        """Use other settings, and the files of keys as they are now, from the next request on: all of them, or, when one needs a restart, none;
-        the answer says which. OSError or ValueError when a file of keys or authorities cannot be used: nothing is changed."""
-        said = reloaded(self.config, new, self.instance)
-        if said.refused is not None:
-            return said
+        """Apply other settings and the present content of the key files, from the next request on.
+
+        All of them apply, or none when one needs a restart; the result says which. OSError or ValueError when
+        a key file or CA file cannot be used: nothing is changed.
+        """
+        change = reloaded(self.config, new, self.instance)
+        if change.refused is not None:
+            return change
         credentials = RouterCredentials.read(new)
         self.upstream.reconfigure(new)
-        said = msgspec.structs.replace(said, changed=said.changed | self.credentials.changes(credentials))
+        change = msgspec.structs.replace(change, changed=change.changed | self.credentials.changes(credentials))
         self._use(credentials)
-        if said.changed:
+        if change.changed:
             self.config = new
             self.picker.reconfigure(new)
             self.retries.reconfigure(new.retry_share, new.least_retries)
-        return said
+        return change
 
     def _use(self, credentials: RouterCredentials) -> None:
         self.credentials = credentials
         self.metrics.know_tenants(frozenset() if credentials.clients is None else credentials.clients.tenants)
 
     async def reload(self, read: Callable[[], RouterConfig]) -> ConfigChanged:
-        """The same with settings as they are read now (ValueError or OSError of `read`: refused); logged, and stored on the bus."""
+        """Call `reconfigure` with the settings that `read` returns, log the outcome and store it on the bus.
+        ValueError or OSError of `read`: the reload is refused.
+        """
         try:
-            said = self.reconfigure(read())
+            change = self.reconfigure(read())
         except (ValueError, OSError) as error:
-            said = refused(str(error), self.instance)
-        self.metrics.reloads.labels("refused" if said.refused is not None else "changed" if said.changed else "same").inc()
-        changes = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in said.changed.items())
-        if said.refused is None:
+            change = refused(str(error), self.instance)
+        self.metrics.reloads.labels("refused" if change.refused is not None else "changed" if change.changed else "same").inc()
+        changes = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in change.changed.items())
+        if change.refused is None:
             log.info("settings were read again: %s", changes or "nothing differs")
         else:
-            log.error("new settings are refused: %s", said.refused)
+            log.error("new settings are refused: %s", change.refused)
         if self._bus is not None:
             try:
-                await self._bus.record(self._subjects.config(said.part), said)
+                await self._bus.record(self._subjects.config(change.part), change)
             except BusError as error:
                 log.warning("what became of the settings cannot be stored on the bus: %s", error)
-        return said
+        return change
 
     # What requests are served with
 
-    # Ids and sampling seeds are secrets of their requests, and come from the system. `chance` may be known to all: records print its numbers.
+    # Request ids, decision ids and sampling seeds must not be guessable, so they come from the system's
+    # generator. `chance` need not be secret: decision records print its numbers.
 
     def new_request_id(self) -> str:
-        """24 hexadecimal digits."""
+        """Return 24 hexadecimal digits."""
         return self._secrets.take(12).hex()
 
     def new_decision_id(self) -> str:
-        """The router's tag, and 12 hexadecimal digits."""
+        """Return the router's tag and 12 hexadecimal digits."""
         return self.tag + self._secrets.take(6).hex()
 
     def draw_seed(self) -> int:
-        """For a request that names none: its sampling must be repeatable by the rank that continues it."""
+        """Draw a seed for a request that names none, so that a rank which continues the answer can repeat its
+        sampling.
+        """
         return int.from_bytes(self._secrets.take(8)) >> 1
 
     def decide(self, need: RoutingRequest, decision_id: str, attempt: Attempt = FIRST_TRY, lap: Lap | None = None) -> Decision:
-        """Without booking anything. ApiError as `Scheduler.decide` says."""
+        """Decide without booking. ApiError: see `Scheduler.decide`."""
         return self.picker.decide(need, decision_id, self._chance.getrandbits(32), self.clock(), attempt, lap)
 
     def book(self, exchange: RequestLog, need: RoutingRequest, suffix: str, attempt: Attempt) -> tuple[Decision, Booking]:
-        """Decide, promise the chosen rank the load at once, and write the decision's span."""
+        """Decide, book the load on the chosen rank at once, and record the decision's span."""
         started, lap = time.perf_counter(), self.metrics.lap()
         decision = self.decide(need, exchange.decision_id + suffix, attempt, lap)
         now = self.clock()
-        timed = exchange.stream or decision.roster.dialect != "text"  # else the answer comes as a whole, and tells nothing of its first token
+        timed = exchange.stream or decision.roster.dialect != "text"  # an unstreamed response shows no time to first token
         booking = self.picker.book(decision, need.prompt, now, external=need.external, timed=timed)
         self.hindsight.booked(decision, booking, waited=exchange.queued_seconds > 0)
         if self.peers is not None:
@@ -240,7 +257,7 @@ class RouterService:
         seconds = time.perf_counter() - started
         self.metrics.decided(decision, seconds)
         if decision.shared_cache:
-            self._say_shared(decision)
+            self._warn_shared_cache(decision)
         if decision.ignored:
             self.metrics.in_panic.inc()
         if exchange.trace is not None:
@@ -248,12 +265,12 @@ class RouterService:
             exchange.trace.decided(decision, ended - int(1e9 * seconds), ended)
         return decision, booking
 
-    def _say_shared(self, decision: Decision) -> None:
-        """Once for each engine: a salt was asked for that it does not take."""
+    def _warn_shared_cache(self, decision: Decision) -> None:
+        """Warn once per engine that ignores the cache salt of a request."""
         engine = decision.target.engine
         if engine.worker_id not in self._known_to_share:
             self._known_to_share.add(engine.worker_id)
-            log.warning("engine %s does not isolate tenants: requests of different tenants share its KV cache, and cached_tokens tells of it", engine.engine)
+            log.warning("engine %s does not isolate tenants: requests of different tenants share its KV cache, and cached_tokens reveals it", engine.engine)
 
     def first_token(self, booking: Booking) -> None:
         self.picker.reservations.first_token(booking)
@@ -266,19 +283,25 @@ class RouterService:
         self.waiting.wake()
 
     def prompt_computed(self, booking: Booking) -> None:
-        """A booking's prompt counts as computed. That is an expectation: no speed is learnt from it, and it is no sign of life."""
+        """Count a booking's prompt as computed. This is an expectation: it updates no speed, and it is no
+        sign of life.
+        """
         self.picker.reservations.first_token(booking)
         if self.peers is not None:
             self.peers.first_token(booking)
         self.waiting.wake()
 
     def expected_prefill_seconds(self, decision: Decision) -> float:
-        """Seconds after a decision at which its prompt may count as computed where no first token will be seen: an answer that comes whole.
-        By the stated or measured speed; by a guess before any is known."""
+        """Return the expected seconds from a decision to the end of its prefill, for an unstreamed response
+        without a visible first token.
+
+        The stated or measured speed gives the estimate; a default before any is known.
+        """
         return self.hindsight.expected_first_token(decision)
 
     def emitted(self, booking: Booking, tokens: int) -> None:
-        """So many tokens have come since this was said last. Meant for every so many tokens, not for each."""
+        """Count tokens that arrived since the last call. Call it once per several tokens, not for each token.
+        """
         self.picker.reservations.emitted(booking, tokens)
         if self.peers is not None:
             self.peers.emitted(booking)
@@ -286,7 +309,7 @@ class RouterService:
         self.hindsight.emitted(booking, tokens, self.clock())
 
     def _alive(self, booking: Booking) -> None:
-        """Whoever serves a token lives, whatever its probes find."""
+        """Mark a static backend as alive: a served token counts for more than a failed probe."""
         worker_id = self.hindsight.worker(booking)
         if worker_id is not None:
             self.backends.served(worker_id)
@@ -302,27 +325,32 @@ class RouterService:
     # What is held for other data planes
 
     def hold(self, decision: Decision, booking: Booking) -> None:
-        """Hold a booking by its decision's id until it is released or has been held for `reservation_seconds` without a word."""
+        """Hold a booking under its decision's id until its release, or until `reservation_seconds` after its
+        last update.
+        """
         self.reserved.hold(decision.id, booking, self.clock(), decision.ask.owner.tenant)
-        self.picker.health.untimed(booking)  # whether the other data plane will say when its first token came is not known
+        self.picker.health.untimed(booking)  # the other data plane may never report the first token
 
     def released(self, decision_id: str, *, first_token: bool, tenant: str | None = None) -> ReleaseRecord:
-        """Release what this router or another one reserved for a tenant (None: for any). Idempotent. Other tenants' are as unknown as what
-        never was."""
+        """Release what this router or another one reserved for a tenant (None: for any tenant). Idempotent.
+        Another tenant's reservation is reported exactly as an unknown id.
+        """
         if self.end_reserved(decision_id, first_token, tenant):
             return ReleaseRecord(id=decision_id, outcome="noted" if first_token else "ended")
         if self.peers is None:
             return ReleaseRecord(id=decision_id, outcome="unknown")
-        elsewhere = not decision_id.startswith(self.tag)  # it may have been booked a moment ago
+        elsewhere = not decision_id.startswith(self.tag)  # the booking's message from that router may not have arrived yet
         known = self.peers.booked_elsewhere(decision_id)
         if known or elsewhere:
             self.peers.pass_on(decision_id, first_token=first_token, tenant=tenant)
-        if tenant is not None:  # whether another router holds it, and for whom, is not for every tenant to know
+        if tenant is not None:  # a tenant must not learn what other routers hold for other tenants
             known = elsewhere
         return ReleaseRecord(id=decision_id, outcome="passed_on" if known else "unknown")
 
     def end_reserved(self, decision_id: str, first_token: bool, tenant: str | None = None) -> bool:
-        """What was reserved for a tenant (None: for any) is over, or (first_token) its prompt is computed. False when it is unknown or over."""
+        """End a tenant's reservation (None: any tenant's), or (first_token) count its prompt as computed.
+        False when the reservation is unknown or over.
+        """
         booking = self.reserved.heard(decision_id, self.clock(), tenant) if first_token else self.reserved.end(decision_id, tenant)
         if booking is None:
             return False
@@ -332,26 +360,31 @@ class RouterService:
             self.release(booking)
         return True
 
-    def _heard_elsewhere(self, rank: RankKey, word: BookingMessage) -> None:
-        self.picker.went(rank, word.session, word.prefix, self.clock())
+    def _booked_by_peer(self, rank: RankKey, message: BookingMessage) -> None:
+        self.picker.went(rank, message.session, message.prefix, self.clock())
 
     def finished(self, decision: Decision, booking: Booking, prompt: Prompt, *, reported: bool = False) -> None:
-        """A choice was answered to its end by this decision's rank; `prompt` is what was decided on. reported: the answer named its experts."""
+        """Record that this decision's rank completed a choice. prompt: the one that was decided on. reported:
+        the response contained its expert routing.
+        """
         self.picker.health.answered(booking, self.clock())
         self.backends.served(decision.target.key[0])
         if self._outcomes is not None:
             self._outcomes.note(decision, prompt, reported=reported)
 
     def tap(self, decision: Decision) -> RoutedExpertsParser | None:
-        """What listens for experts in the answer of an engine that does not report them itself."""
+        """Return the parser of routed experts for the response of an engine that does not report them itself.
+        """
         return None if self._foreign is None else self._foreign.tap(decision)
 
     def routed(self, decision: Decision, tap: RoutedExpertsParser, usage: TokenUsage) -> bool:
-        """The answer has passed; whether it named its experts."""
+        """Record the experts of a completed response. True when the response named its experts."""
         return self._foreign is not None and self._foreign.note(decision, tap, usage)
 
     def attempt_failed(self, exchange: RequestLog, decision: Decision, booking: Booking, how: AttemptFailure, detail: str) -> None:
-        """Remember what failed; an engine that cannot be reached is left alone until it gives a sign of life."""
+        """Record a failed attempt. An engine that refuses connections is excluded until its next sign of
+        life.
+        """
         exchange.failures.append(how)
         self.metrics.failed(how)
         log.warning("request %s: %s failed: %s", exchange.request_id, decision.target.name, detail)
@@ -360,48 +393,54 @@ class RouterService:
         elif self.picker.health.failed(booking, self.clock()):
             self.metrics.breakers_opened.inc()
             log.warning("%s is left alone for a while: too many failures in a row", decision.target.name)
-        if how is AttemptFailure.CONNECT and not self.bus_silent:  # else nothing could say that it is back
+        if how is AttemptFailure.CONNECT and not self.bus_silent:  # without the bus nothing could report its return
             self.view.unreachable(decision.target.key[0])
 
     def may_retry(self, how: AttemptFailure, *, begun: bool) -> None:
-        """Ask before a request is tried once more; begun: its client has part of the answer, which would be lost. ApiError 503 (429 after
-        a rank that was busy), with Retry-After, when too many of the last requests were tried again already."""
+        """Charge the retry budget for one more attempt.
+
+        begun: the client has part of the answer, which would be lost; always allowed. ApiError 503 (429 after
+        a busy rank), with Retry-After, when the budget is exhausted.
+        """
         if begun or how is AttemptFailure.CONNECT or self.retries.may_retry(self.clock(), self.picker.health.open_visits):
             return
         self.metrics.retries_refused.inc()
-        said = f"a rank failed this request ({how.value}), and too many of the last requests were tried again already; ask again"
+        message = f"a rank failed this request ({how.value}), and too many of the last requests were tried again already; ask again"
         busy = how is AttemptFailure.BUSY
-        raise ApiError(429 if busy else 503, said, code="saturated" if busy else "upstream_failed", retry_after=2.0)
+        raise ApiError(429 if busy else 503, message, code="saturated" if busy else "upstream_failed", retry_after=2.0)
 
     def tokenizer(self, digest: str | None) -> ModelTokenizer | None:
         return self.lexicon.get(digest)
 
     async def decision(self, decision_id: str, tenant: str | None = None) -> bytes:
-        """One of the last decisions of this router, or of the one that the id names, as JSON. tenant: whose alone; None: any tenant's.
-        ApiError 404 says where it was looked for; it is the same for another tenant's decision as for none."""
+        """Return a recent decision as JSON, from this router or from the one that the id names.
+
+        tenant: return that tenant's decisions only; None: any tenant's. ApiError 404 says which routers were
+        consulted. Another tenant's decision gets the same error as a missing one.
+        """
         kept = self.kept(decision_id, tenant)
         if kept is not None:
             return msgspec.json.encode(kept.record())
         match = _DECISION.fullmatch(decision_id)
         tag = "" if match is None else match[1]
         if tag in ("", self.tag):
-            said = f"no decision {decision_id!r} among the last {self.config.kept_decisions}; its id is in the answer's header {DECISION_HEADER}"
-            raise ApiError(404, said, code="decision_not_found")
+            message = f"no decision {decision_id!r} among the last {self.config.kept_decisions}; its id is in the answer's header {DECISION_HEADER}"
+            raise ApiError(404, message, code="decision_not_found")
         if self.peers is None:
-            said = f"decision {decision_id!r} was made by another router ({tag}), which cannot be asked: there is no bus"
-            raise ApiError(404, said, code="decision_not_found")
+            message = f"decision {decision_id!r} was made by another router ({tag}), which cannot be queried: there is no bus"
+            raise ApiError(404, message, code="decision_not_found")
         try:
             return await self.peers.decision(tag, decision_id, tenant)
         except BusError as error:
             raise ApiError(404, f"decision {decision_id!r} was made by another router ({tag}): {error}", code="decision_not_found") from error
 
     def kept(self, decision_id: str, tenant: str | None = None) -> Decision | None:
-        """One of the last decisions of this router, of a tenant alone (None: of any)."""
+        """Return a recent decision of this router; tenant: only if it is that tenant's (None: any)."""
         kept = self.picker.kept(decision_id)
         return kept if kept is None or tenant is None or kept.ask.owner.tenant == tenant else None
 
     def forget_worker(self, worker_id: int) -> None:
-        """An incarnation is gone for good: what was known of it goes too."""
+        """Drop all state of an incarnation that will not return."""
         self.view.forget(worker_id)
         self.picker.forget_worker(worker_id)
         self.metrics.forget_worker(worker_id)
@@ -442,13 +481,15 @@ class RouterService:
             self.metrics.loop_lag.observe(max(0.0, time.perf_counter() - due))
 
     def _doubt_failures(self, now: float) -> None:
-        """While nobody can say that he is back, one failed connection keeps no engine out; breakers do, for as long as it goes on failing."""
+        """Readmit engines excluded after one failed connection: without the bus nothing can report their
+        return. Circuit breakers still exclude those that keep failing.
+        """
         for state in self.view.engines():
             if state.standing is EngineStatus.UNREACHABLE and not self.backends.probes(state.joined.worker_id):
                 self.view.heard(state.joined.worker_id, now)
 
     def _expire(self, now: float) -> None:
-        """What was booked elsewhere, or for somebody else, ends with its time."""
+        """Release reservations whose time is over, of this router's clients and of other routers."""
         for booking in self.reserved.due(now):
             self.release(booking)
         self._count_bodies()
@@ -462,9 +503,9 @@ class RouterService:
         self.metrics.bodies(budget.held, budget.refused, workers.waiting, workers.started, workers.died)
 
     def _judge(self, now: float) -> None:
-        """Outliers are left alone, or let go; and metrics hear who is left alone now."""
+        """Update outlier ejection for every group of ranks, and the metric of excluded ranks."""
         health = self.picker.health
         rosters = [self.view.roster(model) for model in self.view.models(live=True)]
-        groups = dict.fromkeys(tuple(target.key for target in roster.targets) for roster in rosters)  # several names of the same ranks are one
+        groups = dict.fromkeys(tuple(target.key for target in roster.targets) for roster in rosters)  # models served by the same ranks are one group
         health.judge(list(groups), now)
         self.metrics.left_alone({(roster.model, *key): kind.value for roster in rosters for key, kind in health.bars(roster, now).kinds.items()})

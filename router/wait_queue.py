@@ -1,7 +1,8 @@
-"""Where requests wait for a place, awaited: nobody waits while there is room, and those who do are woken together when there is room again.
+"""Asynchronous wait queue for requests that no rank can take yet.
 
-Who comes next and who is refused is `admission`'s to say. Where each goes is a decision like any other, made in the order that `batch`
-finds for those who get their places at once.
+A request does not wait while there is capacity. Waiting requests are woken together when capacity returns.
+`admission` decides the order and the refusals. The rank of each is a decision like any other; requests
+admitted together are decided in the order that `batch_assignment` finds.
 """
 
 import asyncio
@@ -26,23 +27,25 @@ from router.telemetry.request_log import RequestLog
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.1
-"""While anybody waits, room is looked for at least so often, whether or not anything was heard of it; deadlines are kept as exactly."""
+"""Interval of checks for capacity while requests wait, in case no event reports it; also the precision of
+deadlines.
+"""
 _MOST_AT_ONCE = 16
-"""Places given between two turns of the event loop: some five milliseconds of deciding."""
+"""Requests admitted in one turn of the event loop: about five milliseconds of deciding."""
 _MOST_IN_VAIN = 32
-"""So many are tried in vain before the others wait for the next occasion."""
+"""Failed placements after which the rest of the queue waits for the next check."""
 _HELD_BYTES = 8192
-"""A waiting request's task, connection and parsed body, beside what grows with its size."""
+"""Memory of a waiting request's task, connection and parsed body, without what grows with its size."""
 _TOKEN_BYTES = 40
-"""One token id in a list of Python's."""
-_GUESSED_SECONDS = 2.0
-"""After which it is worth asking again, where nothing was measured."""
+"""Memory of one token id in a Python list."""
+_DEFAULT_RETRY_SECONDS = 2.0
+"""Retry-After when no rate was measured."""
 
 Admitted = tuple[Decision, Booking]
 
 
 class QueueService(Protocol):
-    """What the waiting room needs of the router's service."""
+    """The part of the router's service that the queue uses."""
 
     config: RouterConfig
     picker: Scheduler
@@ -50,18 +53,18 @@ class QueueService(Protocol):
     clock: Callable[[], float]
 
     def decide(self, need: RoutingRequest, decision_id: str, attempt: Attempt = ...) -> Decision:
-        """`Saturated` when nobody can take the request at present; books nothing."""
+        """Decide without booking. `Saturated` when no rank can take the request at present."""
         ...
 
     def book(self, exchange: RequestLog, need: RoutingRequest, suffix: str, attempt: Attempt) -> Admitted:
-        """As `decide`, and the load is promised."""
+        """Decide and book the load."""
         ...
 
     def release(self, booking: Booking) -> None: ...
 
 
 class _Waiting(Waiter):
-    """A waiter, what it asks for, and how it learns that it got it."""
+    """A waiting request, its routing request, and the future that receives its admission."""
 
     __slots__ = ("attempt", "done", "exchange", "need", "own_end", "suffix")
 
@@ -69,28 +72,29 @@ class _Waiting(Waiter):
         super().__init__(model, urgency, came, until, size)
         self.exchange = exchange
         self.own_end = until
-        """as long as engines of its model live"""
+        """deadline while engines of its model are alive"""
         self.need: RoutingRequest | None = None
-        """None: it waits for an engine to live, and will ask for a place afterwards"""
+        """None: it waits for a live engine first, and requests admission afterwards"""
         self.suffix = ""
         self.attempt = FIRST_TRY
         self.done: asyncio.Future[Admitted | None] = asyncio.get_running_loop().create_future()
 
     @property
     def context(self) -> int:
-        """Tokens that its rank must have room for."""
+        """Return the tokens that its rank must have room for."""
         return 0 if self.need is None else self.need.context
 
 
 class WaitQueue:
-    """Requests await `admit` and `live_roster`; whoever knows of room calls `wake`. Used on one event loop.
+    """Queue of requests that await `admit` or `live_roster`; a caller that learns of capacity calls `wake`.
+    Use it on one event loop.
 
-    State: the queue; of each model that somebody waits for, the rate at which places become free, and since when no engine of it lives,
-    if so; and one timer.
+    State: the queue; for each model with waiting requests the rate at which capacity is freed, and the time
+    since which no engine of the model is alive; and one timer.
     """
 
-    def __init__(self, desk: QueueService) -> None:
-        self._desk = desk
+    def __init__(self, service: QueueService) -> None:
+        self._service = service
         self._queue: PriorityQueue[_Waiting] = PriorityQueue()
         self._rates: dict[str, Rate] = {}
         self._dead_since: dict[str, float] = {}
@@ -102,17 +106,19 @@ class WaitQueue:
         return len(self._queue)
 
     async def admit(self, exchange: RequestLog, need: RoutingRequest, suffix: str, attempt: Attempt, *, begun: bool, wait: bool = True) -> Admitted:
-        """Decide and book: at once where there is room and nobody waits that is as urgent or aged. begun: the client has part of its answer
-        already; wait: False refuses the request where it would have to.
+        """Decide and book. Do so at once if there is capacity and no waiting request is as urgent or aged.
 
-        ApiError as `Scheduler.decide` says, or with one of `QueueRefusal`'s codes when there is no place; those have Retry-After. Cancelled while
-        it waits, a request leaves the queue at once and nothing stays booked for it.
+        begun: the client already has part of its answer. wait: False refuses the request instead of queueing
+        it.
+
+        ApiError as in `Scheduler.decide`, or with a code of `QueueRefusal` and a Retry-After when there is no
+        capacity. A request cancelled while waiting leaves the queue at once, and nothing stays booked for it.
         """
         urgency = CONTINUES if begun else exchange.urgency
         full: Saturated | None = None
-        if not self._queue or not self._queue.passes_over(need.model, urgency, self._aged_before(self._desk.clock())):
+        if not self._queue or not self._queue.passes_over(need.model, urgency, self._aged_before(self._service.clock())):
             try:
-                return self._desk.book(exchange, need, suffix, attempt)
+                return self._service.book(exchange, need, suffix, attempt)
             except Saturated as error:
                 full = error
         waiting = self._newcomer(exchange, need.model, urgency, need.prompt.tokens)
@@ -124,21 +130,25 @@ class WaitQueue:
         return found
 
     async def live_roster(self, exchange: RequestLog, model: str) -> TargetTable:
-        """The ranks that may serve a model, at once where there are any. ApiError 404 for an unknown model, also at once."""
+        """Return the ranks that may serve a model, at once if there are any. ApiError 404 for an unknown
+        model, also at once.
+        """
         while True:
             try:
-                return self._desk.picker.roster(model)
+                return self._service.picker.roster(model)
             except Saturated as error:
                 await self._wait(self._newcomer(exchange, model, exchange.urgency, 0), error)
 
     def wake(self) -> None:
-        """There may be room, or an engine to wait for no longer. Costs next to nothing while nobody waits; many calls are one look."""
+        """Check for capacity or a returned engine soon. Nearly free while the queue is empty; calls in one
+        turn share a check.
+        """
         if self._queue and not self._woken:
             self._woken = True
             asyncio.get_running_loop().call_soon(self._look)
 
     def close(self) -> None:
-        """The router stops: who waits is refused, and nobody waits any more."""
+        """Refuse all waiting requests, and all later ones: the router stops."""
         self._closed = True
         for waiting in self._queue.ended(math.inf):
             self._refuse(waiting, QueueRefusal.STOPPING)
@@ -147,23 +157,27 @@ class WaitQueue:
             self._timer = None
 
     def _aged_before(self, now: float) -> float:
-        """Who came until then is aged: it has waited for half of the longest wait."""
-        return now - self._desk.config.queue_wait_seconds / 2
+        """Return the arrival time before which requests count as aged: they have waited half of the longest
+        wait.
+        """
+        return now - self._service.config.queue_wait_seconds / 2
 
     # One request that waits
 
     def _newcomer(self, exchange: RequestLog, model: str, urgency: int, tokens: int) -> _Waiting:
-        now = self._desk.clock()
-        until = now + self._desk.config.queue_wait_seconds
+        now = self._service.clock()
+        until = now + self._service.config.queue_wait_seconds
         if urgency != CONTINUES:
             until = min(until, exchange.give_up_at)
         return _Waiting(exchange, model, urgency, now, until, _HELD_BYTES + exchange.body_bytes + _TOKEN_BYTES * tokens)
 
     async def _wait(self, waiting: _Waiting, full: Saturated | None) -> Admitted | None:
-        """Until there is a place (or, without `need`, an engine). full: why there is none; None: that was not tried yet."""
+        """Wait for admission (or, without `need`, for an engine). full: why there is no capacity; None: not
+        tried yet.
+        """
         self._enter(waiting, full)
         exchange, began = waiting.exchange, time.time_ns()
-        self._desk.metrics.queued(exchange.priority)
+        self._service.metrics.queued(exchange.priority)
         refused: str | None = "failed"
         try:
             found = await waiting.done
@@ -172,21 +186,21 @@ class WaitQueue:
             raise
         except asyncio.CancelledError:
             refused = "cancelled"
-            self._forsake(waiting)
+            self._withdraw(waiting)
             raise
         else:
             refused = None
             return found
         finally:
-            seconds = self._desk.clock() - waiting.came
+            seconds = self._service.clock() - waiting.came
             exchange.queued_seconds = max(exchange.queued_seconds, seconds)
-            self._desk.metrics.dequeued(exchange.priority, seconds)
+            self._service.metrics.dequeued(exchange.priority, seconds)
             if exchange.trace is not None:
                 exchange.trace.queued(exchange.priority, began, time.time_ns(), refused)
 
     def _enter(self, waiting: _Waiting, full: Saturated | None) -> None:
-        """ApiError when it may not wait."""
-        config = self._desk.config
+        """Queue a request. ApiError when it may not wait."""
+        config = self._service.config
         if self._closed:
             raise self._refusal(waiting, QueueRefusal.STOPPING)
         accepted, shed = self._queue.offer(waiting, QueueBounds(config.queue_requests, config.queue_bytes))
@@ -201,14 +215,14 @@ class WaitQueue:
             self._without_engine(waiting.model, waiting.came)
         self._look_later()
 
-    def _forsake(self, waiting: _Waiting) -> None:
-        """Nobody awaits it any more. What it was given in the same moment goes back."""
+    def _withdraw(self, waiting: _Waiting) -> None:
+        """Remove a cancelled request. Release a booking that it received in the same moment."""
         self._queue.remove(waiting)
         if waiting.done.cancel() or waiting.done.cancelled() or waiting.done.exception() is not None:
             return
         given = waiting.done.result()
         if given is not None:
-            self._desk.release(given[1])
+            self._service.release(given[1])
 
     # All that wait
 
@@ -218,13 +232,13 @@ class WaitQueue:
 
     def _look_again(self) -> None:
         self._timer = None
-        self.wake()  # not at once: one look at a time keeps the event loop's turns short
+        self.wake()  # deferred: one check at a time keeps the event loop's turns short
 
     def _look(self) -> None:
-        """Refuse those whose time is up, give out what places there are."""
+        """Refuse requests past their deadline, and admit as many as there is capacity for."""
         self._woken = False
         try:
-            self._serve(self._desk.clock())
+            self._serve(self._service.clock())
         finally:
             self._look_later()
 
@@ -232,7 +246,7 @@ class WaitQueue:
         for waiting in self._queue.ended(now):
             self._refuse(waiting, QueueRefusal.NO_ENGINE if waiting.model in self._dead_since else QueueRefusal.QUEUE_TIMEOUT)
         for model in self._queue.models:
-            places = self._desk.picker.places(model, now)
+            places = self._service.picker.places(model, now)
             if places is None:
                 self._without_engine(model, now)
                 continue
@@ -245,13 +259,15 @@ class WaitQueue:
         self._rates = {model: rate for model, rate in self._rates.items() if model in waited_for}
 
     def _without_engine(self, model: str, now: float) -> None:
-        """Nobody serves the model now: that is waited for, but not for long."""
+        """Shorten the deadlines of a model's requests: no engine serves it now, and the wait for one is
+        brief.
+        """
         since = self._dead_since.setdefault(model, now)
         for waiting in self._queue.of(model):
-            self._queue.end(waiting, min(waiting.own_end, max(since, waiting.came) + self._desk.config.no_engine_wait_seconds))
+            self._queue.end(waiting, min(waiting.own_end, max(since, waiting.came) + self._service.config.no_engine_wait_seconds))
 
     def _with_engine(self, model: str) -> None:
-        """An engine of the model lives again."""
+        """Restore the deadlines of a model's requests: an engine serves it again."""
         for waiting in self._queue.of(model):
             self._queue.end(waiting, waiting.own_end)
             if waiting.need is None:
@@ -260,7 +276,7 @@ class WaitQueue:
                     waiting.done.set_result(None)
 
     def _give(self, model: str, places: int, now: float) -> None:
-        """Up to so many places, to those whose turn it is."""
+        """Admit up to `places` requests of a model, in queue order."""
         aged_before = self._aged_before(now)
         vain: set[_Waiting] = set()
         too_long = math.inf
@@ -280,67 +296,73 @@ class WaitQueue:
             self.wake()
 
     def _arranged(self, turn: list[_Waiting]) -> Sequence[_Waiting]:
-        """In the order in which to decide for them. Whom there would be no room for in that order comes last: it may be, after all."""
-        if len(turn) < 2 or self._desk.config.policy != "cost":
+        """Return the requests in the order in which to decide them. Requests that the batch assignment could
+        not place come last: there may be capacity for them after all.
+        """
+        if len(turn) < 2 or self._service.config.policy != "cost":
             return turn
         alone: list[tuple[_Waiting, Decision]] = []
         for waiting in turn:
             assert waiting.need is not None
-            with suppress(Exception):  # booking will say so again, to the request itself
-                alone.append((waiting, self._desk.decide(waiting.need, waiting.exchange.decision_id, waiting.attempt)))
+            with suppress(Exception):  # booking raises the error again, to the request itself
+                alone.append((waiting, self._service.decide(waiting.need, waiting.exchange.decision_id, waiting.attempt)))
         if not alone:
             return turn
-        order = [alone[at][0] for at in self._desk.picker.arranged([decision for _, decision in alone], self._desk.clock())]
+        order = [alone[at][0] for at in self._service.picker.arranged([decision for _, decision in alone], self._service.clock())]
         arranged = set(order)
         return [*order, *(waiting for waiting in turn if waiting not in arranged)]
 
     def _place(self, waiting: _Waiting, aged_before: float) -> bool:
-        """Whether its waiting is over: with a place, or because deciding failed for another reason than want of room."""
-        if waiting.done.done():  # cancelled, and not yet told
+        """Try to admit a request. True when its wait is over: it was admitted, or deciding failed for another
+        reason than capacity.
+        """
+        if waiting.done.done():  # cancelled, but its task has not run yet
             self._queue.remove(waiting)
             return True
         assert waiting.need is not None
         exchange = waiting.exchange
-        exchange.queued_seconds = max(exchange.queued_seconds, self._desk.clock() - waiting.came)  # known to whoever hears of the booking
+        exchange.queued_seconds = max(exchange.queued_seconds, self._service.clock() - waiting.came)  # observers of the booking read it
         try:
-            admitted = self._desk.book(waiting.exchange, waiting.need, waiting.suffix, waiting.attempt)
+            admitted = self._service.book(waiting.exchange, waiting.need, waiting.suffix, waiting.attempt)
         except Saturated:
             return False
-        except Exception as error:  # noqa: BLE001 whatever it is, it is about this request, and told to it
+        except Exception as error:  # noqa: BLE001 any error concerns this request alone, and is raised in its task
             self._queue.remove(waiting)
             waiting.done.set_exception(error)
             return True
         self._queue.placed(waiting, aged_before)
-        self._rates[waiting.model].count(self._desk.clock())
+        self._rates[waiting.model].count(self._service.clock())
         waiting.done.set_result(admitted)
         return True
 
     # Refusing
 
     def _refuse(self, waiting: _Waiting, why: QueueRefusal) -> None:
-        """It has left the queue already."""
+        """Refuse a request that has already left the queue."""
         if not waiting.done.done():
             waiting.done.set_exception(self._refusal(waiting, why))
 
     def _unplaced(self, waiting: _Waiting, full: Saturated | None) -> ApiError:
-        """It may not even wait. full: why there is no place for it now; None: others are before it."""
+        """Return the refusal of a request that may not even wait. full: why there is no capacity; None:
+        others are ahead of it.
+        """
         dead = full is not None and full.code == QueueRefusal.NO_ENGINE
         return self._refusal(waiting, QueueRefusal.NO_ENGINE if dead else QueueRefusal.SATURATED, full)
 
     def _refusal(self, waiting: _Waiting, why: QueueRefusal, full: Saturated | None = None) -> ApiError:
-        now = self._desk.clock()
-        self._desk.metrics.refused(waiting.exchange.priority, why.value)
-        otherwise = _GUESSED_SECONDS if full is None or full.retry_after is None else full.retry_after
+        now = self._service.clock()
+        self._service.metrics.refused(waiting.exchange.priority, why.value)
+        otherwise = _DEFAULT_RETRY_SECONDS if full is None or full.retry_after is None else full.retry_after
         rate = self._rates.get(waiting.model)
         seconds = retry_after(self._queue.ahead(waiting.model, waiting.urgency), 0.0 if rate is None else rate.per_second(now), otherwise)
         if why is QueueRefusal.NO_ENGINE:
             try:
-                self._desk.picker.roster(waiting.model)
+                self._service.picker.roster(waiting.model)
             except ApiError as error:
                 return error
-        return ApiError(why.status, self._said(waiting, why, now), code=why.value, retry_after=seconds)
+        return ApiError(why.status, self._message(waiting, why, now), code=why.value, retry_after=seconds)
 
-    def _said(self, waiting: _Waiting, why: QueueRefusal, now: float) -> str:
+    def _message(self, waiting: _Waiting, why: QueueRefusal, now: float) -> str:
         match why:
             case QueueRefusal.SATURATED:
                 queue = f", and {len(self._queue)} requests wait already" if self._queue else ""

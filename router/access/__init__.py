@@ -1,1 +1,1 @@
-"""API keys, what they allow, and what keeps tenants apart. Pure."""
+"""API keys, their rights, and the isolation of tenants. Pure."""

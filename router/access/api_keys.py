@@ -1,8 +1,9 @@
-"""Client keys: which tenant a key belongs to, the class it may ask for, and what it may do. Pure.
+"""Client keys: the tenant, the highest priority class and the rights of each key. Pure.
 
-A keys file holds one line per key, `sha256:HEX tenant [class] [rights,...]`, where HEX is the SHA-256 of the key: a stolen file opens
-no door. Several lines may name one tenant, so that its keys can be rotated without a gap. A key is looked up by its digest; a client
-cannot choose the digests of what it presents, so the time that a look-up takes says nothing of the keys in the file.
+A keys file holds one line per key, `sha256:HEX tenant [class] [rights,...]`, where HEX is the SHA-256 of the
+key, so that a stolen file gives no access. Several lines may name one tenant, so that its keys can be rotated
+without a gap. Keys are looked up by their digest. A client cannot choose the digests of the keys it presents,
+so the time of a look-up reveals nothing about the keys in the file.
 """
 
 import hashlib
@@ -24,29 +25,30 @@ RIGHTS = {
 }
 ALL_RIGHTS = frozenset(RIGHTS)
 DEFAULT_RIGHTS = frozenset({INFER})
-"""Rights of a line that names none."""
+"""Rights of a line that lists none."""
 ALL = "all"
-"""In a keys file: every right."""
+"""Every right, in a keys file."""
 _FORMERLY = frozenset({INFER, ROUTE})
-"""What a key of the old form, in clear, was good for."""
+"""Rights of a key in the old file format, in clear text."""
 
 KEY_PREFIX = "rk_"
-"""Keys made here begin so, for scanners of leaked secrets."""
+"""Prefix of generated keys, for scanners of leaked secrets."""
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 _HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _SCHEME = "sha256:"
 
 
 class Caller(NamedTuple):
-    """Who sent a request. tenant: "" without a keys file. priority_class: the most urgent class that counts;
-    None: any."""
+    """The sender of a request. tenant: "" without a keys file. priority_class: the most urgent class it may
+    use; None: any.
+    """
 
     tenant: str
     priority_class: str | None
     rights: frozenset[str]
 
     def require(self, right: str) -> None:
-        """ApiError 403 unless the caller has a right."""
+        """Raise ApiError 403 unless the caller has this right."""
         if right not in self.rights:
             raise ApiError(
                 403,
@@ -56,20 +58,23 @@ class Caller(NamedTuple):
 
     @property
     def sees(self) -> str | None:
-        """The tenant whose decisions and reservations the caller may see and end; None: any tenant's."""
+        """Tenant whose decisions and reservations the caller may see and end; None: any tenant's."""
         return None if not self.tenant or self.rights & {ANY_TENANT, ADMIN} else self.tenant
 
     def most_urgent(self, classes: Sequence[str]) -> int:
-        """The number of the most urgent class that the caller may ask for, 0 being the first. A class that a
-        reload took away is the last."""
+        """Return the index of the most urgent class that the caller may request, 0 being the most urgent. A
+        class that a reload removed counts as the last.
+        """
         if self.priority_class is None:
             return 0
         return classes.index(self.priority_class) if self.priority_class in classes else len(classes) - 1
 
     def speaking_for(self, tenant: str) -> "Caller":
-        """The caller of a request that names a tenant in its header: that tenant, with no right to name
-        others. A caller that may not
-        speak for others stays who it is. ApiError 400 for what is no tenant's name."""
+        """Return the caller of a request that names a tenant in its header: that tenant, without the right to
+        name others.
+
+        A caller without the right `any_tenant` stays itself. ApiError 400 for an invalid tenant name.
+        """
         if ANY_TENANT not in self.rights or not self.tenant:
             return self
         if not is_tenant(tenant):
@@ -78,24 +83,24 @@ class Caller(NamedTuple):
 
 
 TRUSTED = Caller("", None, ALL_RIGHTS)
-"""Every caller, where no keys file is set."""
+"""Every caller, if no keys file is configured."""
 TENANT_FORM = "1 to 128 letters, digits or . _ : @ -, the first a letter or digit"
 
 
 def is_tenant(name: str) -> bool:
-    """True for a name that a tenant may have (`TENANT_FORM`)."""
+    """True for a valid tenant name (`TENANT_FORM`)."""
     return _TENANT.fullmatch(name) is not None
 
 
 class ClientKeys:
-    """The callers by their keys. Immutable."""
+    """Callers by their keys. Immutable."""
 
     def __init__(self, callers: dict[bytes, Caller]) -> None:
-        """callers: by the SHA-256 of each key."""
+        """Store callers by the SHA-256 of their keys."""
         self._callers = callers
 
     def caller(self, authorization: str | None) -> Caller | None:
-        """The caller that an `Authorization: Bearer KEY` header belongs to; None without a known key."""
+        """Return the caller of an `Authorization: Bearer KEY` header; None without a known key."""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":
             return None
@@ -107,7 +112,7 @@ class ClientKeys:
         return frozenset(caller.tenant for caller in self._callers.values())
 
     def compared(self, old: "ClientKeys") -> str:
-        """How many keys were added, removed or given other words since."""
+        """Describe the number of keys that were added, removed or changed since `old`."""
         mine, before = self._callers, old._callers
         other = sum(mine[digest] != before[digest] for digest in mine.keys() & before.keys())
         return f"{len(mine.keys() - before.keys())} added, {len(before.keys() - mine.keys())} removed, {other} changed"
@@ -123,9 +128,11 @@ class ClientKeys:
 
 
 def parse_keys(text: str, classes: Sequence[str], default_class: str) -> ClientKeys:
-    """The keys of a file; empty lines and lines that begin with # are left out. A key whose line names no
-    class may ask for
-    `default_class` at most. ValueError names the line, what is wrong with it and what to put instead, never a key."""
+    """Parse a keys file. Empty lines and lines that begin with # are skipped.
+
+    A key whose line names no class may request `default_class` at most. ValueError names the line, the
+    problem and the correction, never a key.
+    """
     callers: dict[bytes, Caller] = {}
     lines: dict[bytes, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -166,7 +173,7 @@ def _are_rights(word: str) -> bool:
 
 
 def parse_rights(text: str, place: str = "") -> frozenset[str]:
-    """`infer,route` as a set. ValueError, beginning with `place`, for an unknown one."""
+    """Parse `infer,route` into a set. ValueError, beginning with `place`, for an unknown right."""
     names = text.split(",")
     for name in names:
         if name not in RIGHTS and name != ALL:
@@ -175,7 +182,7 @@ def parse_rights(text: str, place: str = "") -> frozenset[str]:
 
 
 def key_line(key: str, tenant: str, priority_class: str | None, rights: frozenset[str]) -> str:
-    """The line of a key in a keys file."""
+    """Return the line of a key in a keys file."""
     words = [
         _SCHEME + hashlib.sha256(key.encode()).hexdigest(),
         tenant,

@@ -1,1 +1,1 @@
-"""Which requests may wait or be tried again, and in which order. Pure; time comes in as an argument."""
+"""Admission control: waiting, its order, and retries. Pure; time is an argument."""

@@ -1,15 +1,17 @@
-"""Requests that wait while every rank is saturated: who comes next, and who is refused to make room. Pure; time comes in as an argument.
+"""Policy of the wait queue while every rank is saturated: the order of admission, and load shedding. Pure;
+time is an argument.
 
 Order, among the requests for one model:
 1. Continuations of answers that have begun, and other choices of such a request.
 2. By class, the most urgent first, and within a class by arrival.
-3. Nobody starves: a request that has waited for half of the longest wait is aged, and of any AGED_EVERY places that go to others than
-   continuations while somebody is aged, at least one goes to the one who came first. So the k-th oldest is passed by at most
-   (AGED_EVERY - 1) * k later ones once they are aged, while urgent classes keep the other places.
+3. No starvation: a request that has waited for half of the longest wait is aged. While a request is aged, at
+   least one of any AGED_EVERY admissions other than continuations goes to the oldest request. So the k-th
+   oldest aged request is overtaken by at most (AGED_EVERY - 1) * k later ones, while urgent classes keep the
+   other admissions.
 
-When the queue is full, a request makes room for itself by shedding strictly less urgent ones, the least urgent first and of those the
-youngest; requests of its own class or a more urgent one are never shed for it, nor are continuations. Where that is not enough, it is
-refused itself and nobody is shed.
+When the queue is full, a request may displace strictly less urgent ones, the least urgent first and of those
+the youngest. Requests of its own class or a more urgent one are never shed for it, nor are continuations. If
+that does not free enough room, the new request is refused and none is shed.
 """
 
 import heapq
@@ -23,33 +25,33 @@ from typing import Generic, NamedTuple, TypeVar
 from fleet.completions import ApiError
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
-"""For how long a client will wait for a rank to take its request."""
+"""Header with the longest time that a client waits for a rank to take its request."""
 AGED_EVERY = 4
 LEAST_RETRY_SECONDS = 1.0
 MOST_RETRY_SECONDS = 60.0
 _RATE_SECONDS = 10.0
 _LEAST_SEEN_SECONDS = 0.1
-"""Time constant of a measured rate, and the shortest time it is over."""
+"""Time constant of a measured rate, and the shortest observation time of one."""
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
 CONTINUES = -1
-"""The urgency of what continues an answer that has begun; classes count from 0, the most urgent."""
+"""Urgency of a continuation of an answer that has begun; classes count from 0, the most urgent."""
 
 
 class Saturated(ApiError):
-    """No rank can take the request at present, but one may soon: it can wait."""
+    """No rank can take the request at present, but one may soon, so the request can wait."""
 
 
 class QueueRefusal(StrEnum):
-    """Why a request that might have waited is refused: the `code` of the answer."""
+    """Reason for refusing a request that might have waited: the `code` of the response."""
 
     SATURATED = "saturated"
-    """429: every rank is saturated, and so is the queue"""
+    """429: every rank and the queue are saturated"""
     SHED = "shed"
-    """429: it waited, and made room for a more urgent one"""
+    """429: it waited, and a more urgent request displaced it"""
     QUEUE_TIMEOUT = "queue_timeout"
-    """503: its time was up before a rank had room"""
+    """503: its deadline passed before a rank had room"""
     NO_ENGINE = "no_engine"
-    """503: no rank of its model came back in time"""
+    """503: no engine of its model returned in time"""
     STOPPING = "not_ready"
     """503: the router stops"""
 
@@ -59,33 +61,37 @@ class QueueRefusal(StrEnum):
 
 
 class QueueBounds(NamedTuple):
-    """What may wait, over all models."""
+    """Limits of the queue, over all models."""
 
     requests: int
     bytes: int
 
 
 class Waiter:
-    """One request, or one choice of it, that waits. Belongs to a `PriorityQueue` while it is in there; compared by identity."""
+    """One waiting request, or one choice of it. It belongs to the `PriorityQueue` that holds it; compared by
+    identity.
+    """
 
     __slots__ = ("came", "model", "number", "size", "until", "urgency")
 
     def __init__(self, model: str, urgency: int, came: float, until: float, size: int) -> None:
-        """urgency: number of its class, or CONTINUES; came: when it began to wait; until: when it is refused; size: bytes it holds."""
+        """urgency: index of its class, or CONTINUES; came: start of its wait; until: its deadline; size:
+        bytes it holds.
+        """
         self.model = model
         self.urgency = urgency
         self.came = came
         self.until = until
         self.size = size
         self.number = 0
-        """tells apart those that came at once"""
+        """sequence number, which orders simultaneous arrivals"""
 
 
 Kind = TypeVar("Kind", bound=Waiter)
 
 
 class Offer(NamedTuple, Generic[Kind]):
-    """accepted: the request waits now; shed: who was taken out for it."""
+    """accepted: the request waits now; shed: requests removed in its favour."""
 
     accepted: bool
     shed: tuple[Kind, ...]
@@ -96,7 +102,7 @@ def _arrival(waiter: Waiter) -> tuple[float, int]:
 
 
 class _Line(Generic[Kind]):
-    """Who waits for one model, by urgency, each list by arrival."""
+    """Requests that wait for one model, by urgency, each list by arrival."""
 
     __slots__ = ("lists", "passed")
 
@@ -104,7 +110,7 @@ class _Line(Generic[Kind]):
         self.lists: dict[int, list[Kind]] = {}
         """keys ascending, no empty lists"""
         self.passed = 0
-        """places given to others since the oldest aged request was passed over first"""
+        """admissions of others since the oldest aged request was first passed over"""
 
     def add(self, waiter: Kind) -> None:
         if waiter.urgency not in self.lists:
@@ -119,14 +125,16 @@ class _Line(Generic[Kind]):
             del self.lists[waiter.urgency]
 
     def placed(self, waiter: Kind, aged_before: float) -> None:
-        """Take out one that got a place, and note who was passed over."""
+        """Remove an admitted request, and count whether it passed over an aged one."""
         oldest = min((waiting[0] for urgency, waiting in self.lists.items() if urgency != CONTINUES), key=_arrival, default=None)
         if waiter.urgency != CONTINUES:
             self.passed = self.passed + 1 if oldest is not None and oldest is not waiter and oldest.came <= aged_before else 0
         self.remove(waiter)
 
     def in_order(self, aged_before: float) -> Iterator[Kind]:
-        """Everybody, as they shall come if each gets a place. aged_before: who came until then is aged."""
+        """Yield all requests in the order of their admission. aged_before: requests that arrived until then
+        are aged.
+        """
         yield from self.lists.get(CONTINUES, ())
         heads = [(waiting[0], iter(waiting[1:])) for urgency, waiting in self.lists.items() if urgency != CONTINUES]
         passed = self.passed
@@ -145,14 +153,16 @@ class _Line(Generic[Kind]):
 
 
 class PriorityQueue(Generic[Kind]):
-    """State: lines by model, and what all of them hold. Times are seconds on the caller's clock."""
+    """Wait queue of all models. State: queues by model, and the bytes they hold. Times are seconds on the
+    caller's clock.
+    """
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line[Kind]] = {}
         self._numbers = 0
         self._held: set[Kind] = set()
         self._first_end = math.inf
-        """nobody's time is up before"""
+        """earliest possible deadline in the queue"""
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -163,11 +173,11 @@ class PriorityQueue(Generic[Kind]):
 
     @property
     def models(self) -> list[str]:
-        """Those that somebody waits for."""
+        """Models that requests wait for."""
         return list(self._lines)
 
     def offer(self, waiter: Kind, room: QueueBounds) -> Offer[Kind]:
-        """Let a request wait, if need be in the place of less urgent ones."""
+        """Queue a request, in place of less urgent ones if necessary."""
         shed = self._to_shed(waiter, room)
         if shed is None:
             return Offer(False, ())
@@ -182,12 +192,12 @@ class PriorityQueue(Generic[Kind]):
         return Offer(True, shed)
 
     def end(self, waiter: Kind, until: float) -> None:
-        """It is refused at another time."""
+        """Change a request's deadline."""
         waiter.until = until
         self._first_end = min(self._first_end, until)
 
     def remove(self, waiter: Kind) -> bool:
-        """It waits no more, for whatever reason but a place. False when it did not wait."""
+        """Remove a request that was not admitted. False when it was not queued."""
         if waiter not in self._held:
             return False
         self._lines[waiter.model].remove(waiter)
@@ -195,32 +205,36 @@ class PriorityQueue(Generic[Kind]):
         return True
 
     def placed(self, waiter: Kind, aged_before: float) -> None:
-        """It got a place. KeyError when it did not wait."""
+        """Remove a request that was admitted. KeyError when it was not queued."""
         self._lines[waiter.model].placed(waiter, aged_before)
         self._gone(waiter)
 
     def in_order(self, model: str, aged_before: float) -> Iterator[Kind]:
-        """Who waits for a model, in the order they shall get places. Not to be used any more once somebody came or went."""
+        """Yield a model's requests in the order of admission. The iterator is invalid after a change of the
+        queue.
+        """
         line = self._lines.get(model)
         return iter(()) if line is None else line.in_order(aged_before)
 
     def of(self, model: str) -> list[Kind]:
-        """Who waits for a model, in no order that matters."""
+        """Return a model's requests in no particular order."""
         line = self._lines.get(model)
         return [] if line is None else [waiter for waiting in line.lists.values() for waiter in waiting]
 
     def passes_over(self, model: str, urgency: int, aged_before: float) -> bool:
-        """Whether a newcomer of this urgency, given a place now, would pass over one as urgent or aged."""
+        """True when admitting a new request of this urgency now would pass over one that is as urgent or
+        aged.
+        """
         line = self._lines.get(model)
         return line is not None and any(other <= urgency or waiting[0].came <= aged_before for other, waiting in line.lists.items())
 
     def ahead(self, model: str, urgency: int) -> int:
-        """Requests that a newcomer of this urgency would have to let go first, ageing aside."""
+        """Return the number of requests ahead of a new one of this urgency, without regard to ageing."""
         line = self._lines.get(model)
         return 0 if line is None else sum(len(waiting) for other, waiting in line.lists.items() if other <= urgency)
 
     def ended(self, now: float) -> list[Kind]:
-        """Take out whose time is up."""
+        """Remove and return the requests whose deadline has passed."""
         if now < self._first_end:
             return []
         over = sorted((waiter for waiter in self._held if waiter.until <= now), key=_arrival)
@@ -236,7 +250,7 @@ class PriorityQueue(Generic[Kind]):
             del self._lines[waiter.model]
 
     def _to_shed(self, waiter: Kind, room: QueueBounds) -> tuple[Kind, ...] | None:
-        """Who must go for a newcomer; None when it cannot be taken in."""
+        """Return the requests to shed for a new one; None when it cannot be queued."""
         requests, size = len(self._held) + 1 - room.requests, self.bytes + waiter.size - room.bytes
         if requests <= 0 and size <= 0:
             return ()
@@ -251,14 +265,15 @@ class PriorityQueue(Generic[Kind]):
         return None
 
     def _least_urgent(self, than: int) -> Iterator[Kind]:
-        """Those of lower classes: the least urgent first, of these the youngest."""
+        """Yield the requests of less urgent classes: the least urgent first, of these the youngest."""
         for urgency in sorted({one for line in self._lines.values() for one in line.lists if one > than}, reverse=True):
             lists = [reversed(line.lists.get(urgency, [])) for line in self._lines.values()]
             yield from heapq.merge(*lists, key=_arrival, reverse=True)
 
 
 class Rate:
-    """How many a second, lately, since it was first asked for: an exponentially decaying count over as much time as it has seen."""
+    """Recent events per second: an exponentially decaying count, corrected for the time since its creation.
+    """
 
     __slots__ = ("_at", "_began", "_count")
 
@@ -267,7 +282,7 @@ class Rate:
         self._count = 0.0
 
     def count(self, now: float) -> None:
-        """One more."""
+        """Count one event."""
         self._count = self._decayed(now) + 1.0
         self._at = max(now, self._at)
 
@@ -280,22 +295,24 @@ class Rate:
 
 
 def retry_after(ahead: int, per_second: float, otherwise: float) -> float:
-    """Seconds after which asking again is worth it: when those ahead have got places at the measured rate, within bounds.
+    """Return the seconds after which a retry is worthwhile: the time to admit the requests ahead at the
+    measured rate, within bounds.
 
-    otherwise: the guess where nothing was measured.
+    otherwise: used if no rate was measured.
     """
     seconds = (ahead + 1) / per_second if per_second > 0.0 else otherwise
     return min(max(seconds, LEAST_RETRY_SECONDS), MOST_RETRY_SECONDS)
 
 
-def class_of(said: str | int | None, classes: Sequence[str], default: str) -> int:
-    """The number of the class that a client named: by its name, or by an integer counted from the default class, lower being more urgent
-    (as vLLM reads `priority`). ApiError 400 naming the classes."""
-    if said is None or said == "":
+def class_of(named: str | int | None, classes: Sequence[str], default: str) -> int:
+    """Return the index of the class that a client named: by its name, or by an integer relative to the
+    default class, lower being more urgent (as vLLM reads `priority`). ApiError 400 lists the classes.
+    """
+    if named is None or named == "":
         return classes.index(default)
-    if isinstance(said, str) and said in classes:
-        return classes.index(said)
-    if isinstance(said, int) or _INTEGER.fullmatch(said):
-        return min(max(classes.index(default) + int(said), 0), len(classes) - 1)
-    named = f"{', '.join(classes)}, or an integer (0: {default}, lower is more urgent)"
-    raise ApiError(400, f"priority {said[:64]!r} is no class of requests here; use {named}", param="priority", code="invalid_value")
+    if isinstance(named, str) and named in classes:
+        return classes.index(named)
+    if isinstance(named, int) or _INTEGER.fullmatch(named):
+        return min(max(classes.index(default) + int(named), 0), len(classes) - 1)
+    allowed = f"{', '.join(classes)}, or an integer (0: {default}, lower is more urgent)"
+    raise ApiError(400, f"priority {named[:64]!r} is no class of requests here; use {allowed}", param="priority", code="invalid_value")

@@ -1,4 +1,4 @@
-"""Faces of the router: HTTP routes, the bus, and a Python library.
+"""Interfaces of the router: HTTP routes, the bus, and a Python library.
 
-Admission rule: what translates between a caller and `service`, and back.
+Admission rule: code that translates between a caller and `service`, in both directions.
 """

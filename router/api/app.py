@@ -1,4 +1,4 @@
-"""The router's HTTP face: a FastAPI application whose hot routes are raw ASGI."""
+"""The router's HTTP server: a FastAPI application whose hot routes are raw ASGI."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -32,7 +32,7 @@ Serve = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class _Hot:
-    """A raw ASGI callable in the form that Starlette routes to without wrapping it."""
+    """Raw ASGI callable in the form that Starlette routes to without wrapping it."""
 
     def __init__(self, serve: Serve) -> None:
         self._serve = serve
@@ -42,13 +42,15 @@ class _Hot:
 
 
 class RouterApp(FastAPI):
-    """FastAPI, but the hot routes go past its middleware and its list of routes: that saves some 30 microseconds a request."""
+    """FastAPI application whose hot routes bypass its middleware and its list of routes, which saves some 30
+    microseconds per request.
+    """
 
     hot: dict[str, Serve]
     edge: HotRoutes
 
     def openapi(self) -> dict[str, Any]:
-        """The document at /openapi.json."""
+        """Return the document served at /openapi.json."""
         if self.openapi_schema is None:
             self.openapi_schema = with_hot_routes(
                 super().openapi(), chat_path=CHAT_PATH, text_path=TEXT_PATH, route_path=ROUTE_PATH, reserve_path=RESERVE_PATH, release_path=RELEASE_PATH
@@ -64,13 +66,13 @@ class RouterApp(FastAPI):
             await self.edge.pass_on(route, scope, receive, send)
             return
         if scope["type"] == "http" and _asks_for_websocket(scope):
-            said = f"{scope['path']}: WebSocket connections are not passed on; ask over HTTP, with stream: true for a stream"
-            await AsgiResponse(send, lambda: None).error(ApiError(501, said, code="websocket_unsupported"), [(b"connection", b"close")])
+            message = f"{scope['path']}: WebSocket connections are not passed on; ask over HTTP, with stream: true for a stream"
+            await AsgiResponse(send, lambda: None).error(ApiError(501, message, code="websocket_unsupported"), [(b"connection", b"close")])
             return
         await super().__call__(scope, receive, send)
 
     def _is_own(self, scope: Scope) -> bool:
-        """Whether the path is one of Roost's own routes, which win over any other server's."""
+        """True when the path is one of Roost's own routes, which take precedence over any other server's."""
         return any(route.matches(scope)[0] is not Match.NONE for route in self.router.routes)
 
 
@@ -79,14 +81,16 @@ def _asks_for_websocket(scope: Scope) -> bool:
 
 
 def create_app(service: RouterService, *, tracer_provider: Provider | None = None) -> FastAPI:
-    """The application over a service that its caller runs. Without a tracer provider the process's own is asked for, now."""
+    """Create the application over a service that the caller runs. tracer_provider: None means the process's
+    own, looked up now.
+    """
     edge = HotRoutes(service, RouterTracing.create(tracer_provider))
-    # Spans are `router.telemetry.tracing`'s; FastAPI's own would be a second trace of every request.
+    # `router.telemetry.tracing` makes the spans; FastAPI's own would trace every request a second time.
     app = RouterApp(title=_TITLE, openapi_url=None, telemetry={"tracing": False, "metrics": False, "logs": False})
     app.edge = edge
     app.hot = {CHAT_PATH: edge.chat, TEXT_PATH: edge.text, ROUTE_PATH: edge.route, RESERVE_PATH: edge.reserve, RELEASE_PATH: edge.release}
     for path, serve in app.hot.items():
-        app.router.routes.append(Route(path, _Hot(serve), methods=["POST"]))  # other methods are answered 405
+        app.router.routes.append(Route(path, _Hot(serve), methods=["POST"]))  # so that other methods are answered 405
     _add_reading_routes(app, service)
     _add_documentation(app, service)
     app.add_exception_handler(ApiError, _api_error)
@@ -95,14 +99,15 @@ def create_app(service: RouterService, *, tracer_provider: Provider | None = Non
 
 
 def _admit(request: Request, service: RouterService, right: str) -> Caller:
-    """The caller. ApiError 401 without a valid key, 403 for a key without the right."""
+    """Return the caller. ApiError 401 without a valid key, 403 for a key without the right."""
     caller = service.credentials.caller(request.headers.get("authorization"))
     caller.require(right)
     return caller
 
 
 def _add_documentation(app: FastAPI, service: RouterService) -> None:
-    """What FastAPI would serve to anyone, for callers with the right."""
+    """Serve the documentation pages, which FastAPI would show to everyone, to callers with the right `docs`.
+    """
 
     @app.get(_DOCUMENT, include_in_schema=False)
     async def document(request: Request) -> Response:
@@ -123,48 +128,53 @@ def _add_documentation(app: FastAPI, service: RouterService) -> None:
 def _add_reading_routes(app: FastAPI, service: RouterService) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        """The models that a live engine serves, in OpenAI's form."""
+        """List the models that a live engine serves, in OpenAI's form."""
         _admit(request, service, INFER)
         return _json({"object": "list", "data": [_model(service, name) for name in service.view.models(live=True)]})
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        """One model; 404 names those there are."""
+        """Return one model; 404 names those that exist."""
         _admit(request, service, INFER)
         service.picker.roster(name)
         return _json(_model(service, name))
 
     @app.get("/v1/decisions/{decision_id}")
     async def decision(request: Request, decision_id: str) -> Response:
-        """One of the last decisions of any router about a request of the caller's tenant, with every candidate and every term."""
+        """Return a recent decision of any router about a request of the caller's tenant, with every candidate
+        and every cost term.
+        """
         caller = _admit(request, service, ROUTE)
         return Response(await service.decision(decision_id, caller.sees), media_type=_JSON)
 
     @app.get("/v1/backends")
     async def backends(request: Request) -> Response:
-        """The static backends as this router process sees them: models, load, speed, and why one gets no requests."""
+        """Return the static backends as this router process sees them: models, load, speed, and why one gets
+        no requests.
+        """
         _admit(request, service, METRICS)
         return _json({"data": backend_statuses(service)})
 
     @app.post("/v1/backends/{name}/drain")
     async def drain(request: Request, name: str) -> Response:
-        """Send a static backend no new requests, or send it requests again: {"draining": true, "reason": ""}."""
+        """Stop sending new requests to a static backend, or resume: {"draining": true, "reason": ""}."""
         _admit(request, service, ADMIN)
         try:
-            asked = msgspec.json.decode(await _small_body(request), type=DrainRequest)
+            drain_request = msgspec.json.decode(await _small_body(request), type=DrainRequest)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ApiError(400, f'the body must be {{"draining": true, "reason": ""}}: {error}', code="invalid_value") from error
-        return _json(drain_backend(service, name, asked))
+        return _json(drain_backend(service, name, drain_request))
 
     @app.get("/health")
     async def health() -> Response:
-        """The process is alive."""
+        """Report that the process is alive."""
         return _json({"status": "alive"})
 
     @app.get("/ready")
     async def ready(request: Request) -> Response:
-        """200 once all is known that should be, and at least one engine lives and can be used; 503 before. With the right `metrics` also what
-        is served and what is missing."""
+        """Return 200 once the initial state is complete and at least one live engine can be used; 503 before.
+        Callers with the right `metrics` also see the models served and the conditions still missing.
+        """
         status: dict[str, Any] = {"ready": service.ready}
         if METRICS in service.credentials.rights(request.headers.get("authorization")):
             status |= {"models": service.view.models(live=True), "missing": service.missing}
@@ -172,13 +182,13 @@ def _add_reading_routes(app: FastAPI, service: RouterService) -> None:
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Prometheus text."""
+        """Return the metrics as Prometheus text."""
         _admit(request, service, METRICS)
         return Response(service.metrics.exposition(), media_type=service.metrics.content_type)
 
 
 async def _small_body(request: Request) -> bytes:
-    """ApiError 413 when it is longer than such a body can be."""
+    """Read the body of a drain request. ApiError 413 when it is longer than one can be."""
     body = b""
     async for piece in request.stream():
         body += piece
@@ -188,7 +198,9 @@ async def _small_body(request: Request) -> bytes:
 
 
 def _model(service: RouterService, name: str) -> dict[str, Any]:
-    """A static backend's entry as it came (root, parent, permission, created, max_model_len), else Roost's own."""
+    """Return a model's entry: that of a static backend unchanged (root, parent, permission, created,
+    max_model_len), else Roost's own.
+    """
     card = service.backends.card(name)
     if card is not None:
         return card
@@ -206,7 +218,7 @@ async def _api_error(_: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, in the same form as every other error."""
+    """Answer unknown paths and methods in the same form as every other error."""
     assert isinstance(error, HTTPException)
-    said = f"{request.method} {request.url.path}: {error.detail}"
-    return Response(ApiError(error.status_code, said).body(), error.status_code, error.headers, media_type=_JSON)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return Response(ApiError(error.status_code, message).body(), error.status_code, error.headers, media_type=_JSON)

@@ -1,4 +1,4 @@
-"""A static backend as it is read: what `GET /v1/backends` answers."""
+"""Status of a static backend, as `GET /v1/backends` returns it."""
 
 from typing import Literal
 
@@ -6,13 +6,13 @@ import msgspec
 
 
 class BackendSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast a server is, and how that is known. None: it is not."""
+    """Speed of a server, and its source. None: not known."""
 
     source: Literal["stated", "measured", "not measured"]
     prompt_tokens_per_second: float | None
-    """uncached prompt tokens"""
+    """uncached prompt tokens per second"""
     output_tokens_per_second: float | None
-    """of one stream alone"""
+    """output tokens per second of a single stream"""
 
 
 class BackendStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,20 +21,20 @@ class BackendStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     url: str
     state: str
-    """"live", or why it gets no requests"""
+    """"live", or why the backend gets no requests"""
     models: list[str]
     requests: int
-    """that this router has there, for all models together"""
+    """open requests of this router, for all models together"""
     prefill_tokens: int
     """prompt tokens that are not computed yet"""
     max_requests: int
     speed: BackendSpeed
     isolates_tenants: bool = False
-    """it takes `cache_salt`; else tenants share its KV cache"""
+    """the server honours `cache_salt`; else tenants share its KV cache"""
 
 
 class DrainRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /v1/backends/{name}/drain`"""
+    """Body of `POST /v1/backends/{name}/drain`."""
 
     draining: bool = True
     reason: str = ""

@@ -1,4 +1,4 @@
-"""Static backends as operators see them: `GET /v1/backends`, and draining them, which no bus carries."""
+"""Operator routes of static backends, which are not on the bus: `GET /v1/backends`, and draining."""
 
 from fleet.completions import ApiError
 from router.api.backend_record import BackendSpeed, BackendStatus, DrainRequest
@@ -9,13 +9,16 @@ from router.service import RouterService
 
 
 def backend_statuses(service: RouterService) -> list[BackendStatus]:
-    """Every static backend, in the order of the settings."""
+    """Return the status of every static backend, in the order of the settings."""
     return [_status(service, *about) for about in service.backends.known()]
 
 
 def drain_backend(service: RouterService, name: str, request: DrainRequest) -> BackendStatus:
-    """Send a backend no new requests, or (draining: False) send it requests again; what runs there goes on. It holds for this router
-    process until it is undone or the process ends. ApiError 404 for an unknown name, 409 when nothing was heard of the server yet."""
+    """Stop sending new requests to a backend, or resume (draining: False); requests running there continue.
+
+    The drain lasts until it is undone or this router process ends. ApiError 404 for an unknown name, 409 when
+    the server has never answered.
+    """
     about = next((about for about in service.backends.known() if about[0] == name), None)
     if about is None:
         names = ", ".join(known for known, *_ in service.backends.known()) or "none"
@@ -40,11 +43,11 @@ def _status(service: RouterService, name: str, url: str, worker_id: int, state: 
     roster = service.view.roster(state.joined.model)
     load = service.picker.reservations.load(roster.rows, now)
     at = roster.index.get(key)
-    left_alone = None if at is None else service.picker.health.bars(roster, now).every.get(key)
+    exclusion = None if at is None else service.picker.health.bars(roster, now).every.get(key)
     return BackendStatus(
         name=name,
         url=url,
-        state=state.obstacle or left_alone or "live",
+        state=state.obstacle or exclusion or "live",
         models=sorted(state.contexts),
         requests=0 if at is None else int(load[SEQUENCES, at]),
         prefill_tokens=0 if at is None else int(load[PREFILL, at]),
@@ -55,7 +58,7 @@ def _status(service: RouterService, name: str, url: str, worker_id: int, state: 
 
 
 def _speed(service: RouterService, state: EngineState, at: int | None) -> BackendSpeed:
-    if at is None:  # it is away: what was measured of it counts again when it is back
+    if at is None:  # it is unavailable: its measured speed applies again when it returns
         speed, factors, known = state.joined.speed or REFERENCE, (1.0, 1.0), (state.joined.speed is not None,) * 2
     else:
         roster = service.view.roster(state.joined.model)

@@ -1,4 +1,4 @@
-"""Answers what is asked of routers over the bus: where to send a request, that a reserved one is over, and past decisions."""
+"""Bus interface of routers: decisions, releases of reservations, and queries of past decisions."""
 
 import asyncio
 import logging
@@ -17,17 +17,21 @@ log = logging.getLogger(__name__)
 
 
 class BusApi:
-    """The decider's face on the bus. Of several routers each question reaches one; a decision is asked of the router that made it."""
+    """Serve the decider over the bus. A queue group delivers each request to one router; queries of a
+    decision go to the router that made it.
+    """
 
     def __init__(self, bus: Bus, subjects: Subjects, decider: Decider) -> None:
         self._bus = bus
         self._subjects = subjects
         self._decider = decider
         self.listening = asyncio.Event()
-        """set once questions are answered"""
+        """set once requests are answered"""
 
     async def run(self) -> None:
-        """Answer until cancelled; routes only when the service is ready, so that a warm replica answers them before."""
+        """Answer until cancelled. Routing requests are answered only when the service is ready; until then a
+        warm replica answers them.
+        """
         subjects, service = self._subjects, self._decider.service
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._bus.serve(subjects.decision(service.tag), self._describe))
@@ -77,5 +81,5 @@ class BusApi:
         return DecisionDescribed(record=msgspec.json.encode(kept.record()))
 
 
-def _refused(message: Message, wanted: type) -> RequestRefused:
-    return RequestRefused(reason=f"a {type(message).__name__} is no question for this subject; send a {wanted.__name__}")
+def _refused(message: Message, expected: type) -> RequestRefused:
+    return RequestRefused(reason=f"a {type(message).__name__} is no request for this subject; send a {expected.__name__}")

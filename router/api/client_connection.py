@@ -1,4 +1,5 @@
-"""What a client does while it is served: it sends a body, and it may hang up before its answer is whole."""
+"""The client's side of a request: reading the body, and detecting a disconnect before the answer is complete.
+"""
 
 import asyncio
 from collections import deque
@@ -8,19 +9,23 @@ from router.http.asgi_response import Receive, Scope
 from router.http.body_budget import BodyShare
 
 WATCH_AFTER_SECONDS = 0.02
-"""so long after a request has come in, its client is watched"""
+"""delay before a client is watched for a disconnect"""
 
 
 class ClientGone(Exception):
-    """The client hung up before its answer was whole."""
+    """The client disconnected before its answer was complete."""
 
 
 class ClientWatch:
-    """Notices that the client hung up, and then cancels the task that answers it, once and never after `stop`."""
+    """Detect that the client disconnects, and then cancel the task that answers it: at most once, and never
+    after `stop`.
+    """
 
     def __init__(self, receive: Receive) -> None:
         self._receive: Receive | None = receive
-        """None: it has stopped, and nothing of the request is kept for its sake until its turn in `ClientWatches` comes"""
+        """None after `stop`: then the watch keeps nothing of the request alive while it is still in
+        `ClientWatches`
+        """
         self._request_id = ""
         self._task: asyncio.Task[None] | None = None
         self._answering: asyncio.Task[None] | None = None
@@ -34,11 +39,11 @@ class ClientWatch:
             self._task = None
 
     def client_left(self) -> bool:
-        """Whether the present cancellation is ours alone; if so it is taken back."""
+        """True when the present cancellation comes from this watch alone; it is then taken back."""
         return self._left and self._answering is not None and self._answering.uncancel() == 0
 
     def answered_by(self, task: asyncio.Task[None] | None, request_id: str) -> None:
-        """Who is to be cancelled."""
+        """Set the task to cancel."""
         self._answering, self._request_id = task, request_id
 
     def begin(self) -> None:
@@ -58,9 +63,10 @@ async def _until_gone(receive: Receive) -> None:
 
 
 class ClientWatches:
-    """Begins each watch WATCH_AFTER_SECONDS late: most answers of small engines are done by then, and never cost a task.
+    """Start each watch WATCH_AFTER_SECONDS late: most answers of small engines are complete by then, and
+    never cost a task.
 
-    One timer for all of them: what is due first was asked for first.
+    One timer serves all watches, because they become due in the order of their start.
     """
 
     def __init__(self) -> None:
@@ -68,7 +74,7 @@ class ClientWatches:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, watch: ClientWatch, request_id: str) -> None:
-        """To be called by the task that answers, once the request's body is read."""
+        """Schedule a watch. Call it in the task that answers, once the request's body is read."""
         loop = asyncio.get_running_loop()
         watch.answered_by(asyncio.current_task(loop), request_id)
         self._due.append((loop.time() + WATCH_AFTER_SECONDS, watch))
@@ -83,8 +89,11 @@ class ClientWatches:
 
 
 async def read_body(scope: Scope, receive: Receive, most: int, share: BodyShare) -> bytes:
-    """The whole body, whose memory `share` holds. ApiError 413 as soon as it is known to be too long, 503 when there is no memory for it;
-    ClientGone when the client leaves."""
+    """Read the complete body; `share` accounts for its memory.
+
+    ApiError 413 as soon as it is known to be too long, 503 when there is no memory for it; ClientGone when
+    the client disconnects.
+    """
     for name, value in scope["headers"]:
         if name == b"content-length":
             if value.isdigit():

@@ -1,4 +1,6 @@
-"""The router as a library: for Python programs that forward requests by themselves and want to be told where to."""
+"""The router as a library, for Python programs that forward requests on their own and ask Roost for the
+target.
+"""
 
 import asyncio
 import time
@@ -25,11 +27,11 @@ from router.telemetry.tracing import AskedOver, Provider, RouterTracing
 _READY_SECONDS = 10.0
 _LOOK_SECONDS = 0.02
 Body = bytes | Mapping[str, Any]
-"""A chat or completions request, as JSON or as what JSON is made of."""
+"""A chat or completions request, as JSON bytes or as the object before encoding."""
 
 
 class RequestIdentity(TypedDict, total=False):
-    """Who asks, as the headers of an HTTP request say it; all may be left out."""
+    """Identity of the caller, as the headers of an HTTP request carry it; every field is optional."""
 
     session: str
     tenant: str
@@ -37,16 +39,17 @@ class RequestIdentity(TypedDict, total=False):
     """one of `classes`"""
     request_id: str
     traceparent: str
-    """W3C trace context that the decision's span belongs below"""
+    """W3C trace context: the parent of the decision's span"""
 
 
 class Decider:
-    """Where requests should go, decided as the router decides it for its own clients, and explained by the same record.
+    """Choose targets for requests as the router does for its own clients, with the same decision records.
 
-    `decide` says where a request would go now and books nothing. `reserve` also books the load, so that the next decision, of this
-    router and of its replicas, knows of it; the program then forwards the request to the record's `url` and says with `release` that the
-    prompt is computed (first_token=True), and that the request is over. A reservation ends by itself `reservation_seconds` after the last
-    word about it. When every rank is saturated both raise ApiError 429 at once, unless `reserve` is told to wait.
+    `decide` returns the present target of a request and books nothing. `reserve` also books the load, so that
+    the next decisions of this router and its replicas take it into account. The program then forwards the
+    request to the record's `url`. It calls `release` when the prompt is computed (first_token=True), and when
+    the request is over. A reservation expires `reservation_seconds` after its last update. When every rank is
+    saturated both raise ApiError 429 at once, unless `reserve` is called with wait=True.
 
         async def forwarded(bus, subjects, body, forward):
             async with Decider.running(bus, subjects, RouterConfig(policy="cost")) as decider:
@@ -59,13 +62,13 @@ class Decider:
                     decider.release(chosen.id)
                 return chosen.candidates[0].terms_ms
 
-    Decisions are traced as those of HTTP requests are, with the process's own OpenTelemetry provider.
-    What such requests activate is not learnt from, unless the engine itself reports it: outcomes are those of forwarded requests.
-    Used on one event loop.
+    Decisions are traced like those of HTTP requests, with the process's own OpenTelemetry provider. Roost
+    learns nothing from the experts that such requests activate, unless the engine itself reports them:
+    outcomes exist for forwarded requests only. Use it on one event loop.
     """
 
     def __init__(self, service: RouterService, running: "asyncio.Task[None] | None" = None, *, tracer_provider: Provider | None = None) -> None:
-        """Over a service that is run elsewhere. running: the task in which it runs, if its end is to be noticed here.
+        """Wrap a service that runs elsewhere. running: the task that runs it, to detect its end.
 
         tracer_provider: None means the process's own, as it is now.
         """
@@ -77,9 +80,11 @@ class Decider:
     @classmethod
     @asynccontextmanager
     async def running(cls, bus: Bus | None, subjects: Subjects, config: RouterConfig | None = None) -> AsyncIterator["Decider"]:
-        """A decider with a service of its own, which listens to the bus (None: only asks `config.backends`) while the context lasts.
+        """Run a service of its own while the context lasts, and yield its decider. bus: None probes
+        `config.backends` only.
 
-        What ends the service before (the bus cannot be listened to, say) is raised by whatever is asked of the decider next.
+        If the service ends early (because the bus connection fails, for example), the next call of the
+        decider raises the reason.
         """
         service = RouterService(bus, subjects, config or RouterConfig())
         task = asyncio.create_task(service.run(), name="keeps the decider's view fresh")
@@ -90,8 +95,9 @@ class Decider:
             await asyncio.gather(task, return_exceptions=True)
 
     async def ready(self, seconds: float = _READY_SECONDS) -> None:
-        """Return once all is known that should be and an engine lives. TimeoutError says what is missing, RuntimeError that nothing is heard
-        any more."""
+        """Return once the initial state is complete and an engine is alive. TimeoutError names what is
+        missing; RuntimeError when the service has ended.
+        """
         try:
             async with asyncio.timeout(seconds):
                 while not self.service.ready:
@@ -101,18 +107,24 @@ class Decider:
             raise TimeoutError(f"not ready after {seconds:g} s for want of {'; '.join(self.service.missing)}") from error
 
     async def decide(self, body: Body, *, without: Sequence[str] = (), gone: Sequence[str] = (), **who: Unpack[RequestIdentity]) -> DecisionRecord:
-        """Where this request would go now; as if the terms `without` did not count, and the ranks ("engine/rank") or engines `gone` were
-        gone. ApiError as the HTTP face answers it: 400, 404, 429, 503."""
+        """Return the decision that this request would get now, without booking it.
+
+        without: terms to leave out of the cost. gone: ranks ("engine/rank") or engines to treat as absent.
+        ApiError with the statuses of the HTTP server: 400, 404, 429, 503.
+        """
         return (await self.choose(body, supposed=supposed(without, gone), **who)).record()
 
     async def reserve(self, body: Body, *, wait: bool = False, **who: Unpack[RequestIdentity]) -> ReservedRecord:
-        """Where this request shall go; its load is held there. wait: for a place, when every rank is saturated, in turn with the requests
-        that this router forwards itself. ApiError as `decide`."""
+        """Decide and book the load of a request. wait: when every rank is saturated, wait in turn with the
+        requests that this router forwards itself. ApiError as in `decide`.
+        """
         decision = await self.choose(body, reserve=True, wait=wait, **who)
         return reserved(decision.record(), decision.target.url, self.service.reserved.seconds, decision.cache_salt)
 
     def release(self, decision_id: str, *, first_token: bool = False) -> ReleaseRecord:
-        """The request is over, or (first_token) its prompt is computed and it goes on. Idempotent; an unknown id is no error."""
+        """End a reservation, or (first_token) report that its prompt is computed. Idempotent; an unknown id
+        is no error.
+        """
         return self.service.released(decision_id, first_token=first_token)
 
     async def choose(
@@ -125,13 +137,13 @@ class Decider:
         asked_over: AskedOver = "library",
         **who: Unpack[RequestIdentity],
     ) -> Decision:
-        """The decision itself; counted, logged and traced as a request of its own."""
+        """Return the decision itself; counted, logged and traced as a request of its own."""
         self._check()
         service, path = self.service, RESERVE_PATH if reserve else ROUTE_PATH
         exchange = RequestLog(who.get("request_id") or service.new_request_id(), service.new_decision_id(), path, service.clock())
         exchange.session, exchange.tenant = who.get("session") or None, who.get("tenant") or None
         exchange.asked_priority = who.get("priority") or None
-        if service.credentials.clients is not None:  # whoever decides by a program, or over the bus, is trusted to name tenants
+        if service.credentials.clients is not None:  # callers of the library or the bus are trusted to name tenants
             exchange.caller = Caller(exchange.tenant or "", None, ALL_RIGHTS)
         if self._tracing is not None:
             exchange.trace = self._tracing.asked_elsewhere(asked_over, path, who.get("traceparent") or "", time.time_ns())
@@ -150,7 +162,7 @@ class Decider:
             exchange.finish(outcome, service.clock(), service.metrics)
 
     def _check(self) -> None:
-        """RuntimeError when the service has ended: its view grows old."""
+        """RuntimeError when the service has ended, because its view is then out of date."""
         if self._running is not None and self._running.done():
             why = None if self._running.cancelled() else self._running.exception()
             raise RuntimeError(f"the decider's service has ended ({why or 'it was stopped'}); start another") from why

@@ -1,4 +1,4 @@
-"""The hot routes in the OpenAPI document: they bypass FastAPI, so what it would have read off them is added here."""
+"""Hot routes in the OpenAPI document. They bypass FastAPI, so their description is added here."""
 
 from typing import Any
 
@@ -14,20 +14,22 @@ _REFERENCE = "#/components/schemas/{name}"
 
 
 def with_hot_routes(document: dict[str, Any], *, chat_path: str, text_path: str, route_path: str, reserve_path: str, release_path: str) -> dict[str, Any]:
-    """FastAPI's document with the raw routes and the forms they read; fields that are not listed pass through."""
+    """Return FastAPI's document with the raw routes and their schemas; fields that the schemas do not list
+    pass through.
+    """
     kinds = [ChatRequest, TextRequest, DecisionRecord, ReservedRecord, ReleaseRequest, ReleaseRecord]
     (chat, text, decision, held, release, released), forms = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
     document.setdefault("components", {}).setdefault("schemas", {}).update(forms)
     either = {"anyOf": [chat, text]}
-    answer = "OpenAI's answer, whole or as server-sent events; its decision's id is in the header x-roost-decision-id"
+    answer = "OpenAI's answer, complete or as server-sent events; the decision's id is in the header x-roost-decision-id"
     document["paths"] |= {
         chat_path: _post("Chat completion", chat, answer, {}, _PRIORITY, _TIMEOUT),
         text_path: _post("Completion", text, answer, {}, _PRIORITY, _TIMEOUT),
         route_path: _post("Decide and explain without running", either, "The decision", decision, _WITHOUT, _GONE),
         reserve_path: _post(
-            "Decide, and hold the load for whoever forwards the request", either, "The decision, and where to go", held, _WAIT, _PRIORITY, _TIMEOUT
+            "Decide, and hold the load for the program that forwards the request", either, "The decision and its target", held, _WAIT, _PRIORITY, _TIMEOUT
         ),
-        release_path: _post("Say that a reserved request computed its prompt, or is over", release, "What became of it; unknown ids are no error", released),
+        release_path: _post("Report that a reserved request computed its prompt, or is over", release, "The outcome; unknown ids are no error", released),
     }
     return document
 
@@ -37,18 +39,18 @@ def _query(name: str, about: str, schema: dict[str, Any], where: str = "query") 
 
 
 _TEXT = {"type": "string"}
-_WITHOUT = _query("without", "Terms that shall not count, to see what would come of it", {"type": "array", "items": {"type": "string", "enum": list(TERMS)}})
-_GONE = _query("gone", "Ranks (engine/rank) or engines to be supposed gone", {"type": "array", "items": {"type": "string"}})
-_WAIT = _query("wait", "Wait for a place when every rank is saturated", {"type": "boolean", "default": False})
+_WITHOUT = _query("without", "Terms to leave out of the cost, to see their effect", {"type": "array", "items": {"type": "string", "enum": list(TERMS)}})
+_GONE = _query("gone", "Ranks (engine/rank) or engines to treat as absent", {"type": "array", "items": {"type": "string"}})
+_WAIT = _query("wait", "Wait for capacity when every rank is saturated", {"type": "boolean", "default": False})
 _PRIORITY = _query("x-priority", "Its class (by default high, normal or low), or an integer: 0 is the default class, lower more urgent", _TEXT, "header")
-_TIMEOUT = _query(TIMEOUT_HEADER, "Refuse it when no rank has taken it after so many milliseconds", {"type": "integer", "minimum": 1}, "header")
+_TIMEOUT = _query(TIMEOUT_HEADER, "Refuse it when no rank has taken it after this many milliseconds", {"type": "integer", "minimum": 1}, "header")
 
 
 def _post(summary: str, body: dict[str, Any], answer: str, form: dict[str, Any], *query: dict[str, Any]) -> dict[str, Any]:
     errors = {"400": "Bad request, with the field's name", "401": "No valid API key", "404": "Unknown model", "413": "Body too large"}
     errors |= {
-        "429": "Every rank is saturated, and so is the queue (code saturated), or a more urgent request took its place there (shed)",
-        "503": "No rank had room in time (queue_timeout), none lives (no_engine), or the router starts or stops (not_ready)",
+        "429": "Every rank and the queue are saturated (code saturated), or a more urgent request displaced it from the queue (shed)",
+        "503": "No rank had room in time (queue_timeout), no engine is alive (no_engine), or the router starts or stops (not_ready)",
     }
     return {
         "post": {
@@ -56,6 +58,6 @@ def _post(summary: str, body: dict[str, Any], answer: str, form: dict[str, Any],
             "parameters": list(query),
             "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
             "responses": {"200": {"description": answer, "content": {"application/json": {"schema": form}}}}
-            | {status: {"description": said} for status, said in errors.items()},
+            | {status: {"description": about} for status, about in errors.items()},
         }
     }

@@ -1,4 +1,6 @@
-"""The hot routes as raw ASGI: read the body once, check what is read, decide, answer. Every request ends in exactly one log line."""
+"""Hot routes as raw ASGI: read the body once, validate it, decide, answer. Every request ends in exactly one
+log line.
+"""
 
 import asyncio
 import logging
@@ -57,14 +59,14 @@ _MOST_RELEASE_BYTES = 64 * 1024
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TIMEOUT_MS = re.compile(r"[0-9]{1,10}")
 SESSION, TENANT, PRIORITY = "session", "tenant", "priority"
-"""What the configured headers that name a conversation, a tenant and a class of requests are called here."""
+"""Internal names of the configured headers that identify a conversation, a tenant and a priority class."""
 _READ = {b"authorization": "authorization", b"traceparent": "traceparent", b"tracestate": "tracestate", b"x-request-id": "x-request-id"} | {
     TIMEOUT_HEADER.encode(): TIMEOUT_HEADER
 }
 
 
 class HotRoutes:
-    """What the hot routes share. `tracing` None: no spans are made."""
+    """Hot routes and their shared state. tracing: None makes no spans."""
 
     def __init__(self, service: RouterService, tracing: RouterTracing | None) -> None:
         self.service = service
@@ -76,39 +78,43 @@ class HotRoutes:
         self._read = _READ | {config.session_header.encode(): SESSION, config.tenant_header.encode(): TENANT, config.priority_header.encode(): PRIORITY}
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """`POST /v1/chat/completions`"""
+        """Serve `POST /v1/chat/completions`."""
         await self._serve(scope, receive, send, CHAT_PATH, self._answer_chat)
 
     async def text(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """`POST /v1/completions`"""
+        """Serve `POST /v1/completions`."""
         await self._serve(scope, receive, send, TEXT_PATH, self._answer_text)
 
     async def route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """`POST /v1/route`: a chat or completions body; decides and explains, runs and books nothing. The query string may say what to suppose."""
+        """Serve `POST /v1/route`: decide and explain a chat or completions body. Nothing runs and nothing is
+        booked. The query string may pose a what-if.
+        """
         await self._serve(scope, receive, send, ROUTE_PATH, partial(self._explain, scope.get("query_string", b"")))
 
     async def reserve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """`POST /v1/route/reserve`: as route, but the load is booked at the chosen rank until it is released or its time is up. With ?wait=true
-        it waits for a place, as requests that are forwarded here do."""
+        """Serve `POST /v1/route/reserve`: as route, but book the load at the chosen rank until its release or
+        its expiry. With ?wait=true it waits for capacity like a forwarded request.
+        """
         wait = waits(scope.get("query_string", b""))
         await self._serve(scope, receive, send, RESERVE_PATH, partial(self._reserve, wait))
 
     async def release(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """`POST /v1/route/release`: a reserved request is over, or its prompt is computed."""
+        """Serve `POST /v1/route/release`: a reserved request is over, or its prompt is computed."""
         await self._serve(scope, receive, send, RELEASE_PATH, self._release)
 
     def passes(self, method: str, path: str) -> ForeignRoute | None:
-        """How a request that is none of Roost's own goes to the servers that speak text; None: it does not."""
+        """Return the passthrough route of a request that is none of Roost's own; None: it is not forwarded.
+        """
         return route_of(method, path, self.service.config.passthrough_admin) if self._has_text_servers else None
 
     @property
     def _has_text_servers(self) -> bool:
-        """Whether there are servers that speak text, or may be."""
+        """True when there are servers that speak text, or may be."""
         service = self.service
         return service.view.serves_text or bool(service.config.backends or service.config.named_backends)
 
     async def pass_on(self, route: ForeignRoute, scope: Scope, receive: Receive, send: Send) -> None:
-        """A route of other servers."""
+        """Serve a passthrough route."""
         right = ADMIN if route.administers else INFER
         await self._serve(scope, receive, send, scope["path"], partial(self._answer_other, route, scope["method"]), right)
 
@@ -123,7 +129,9 @@ class HotRoutes:
         answer: "Callable[[RequestLog, AsgiResponse, Headers, bytes], Awaitable[None]]",
         right: str | None = None,
     ) -> None:
-        """right: that the caller needs; None: that of the path."""
+        """Serve one request, from its first byte to its log line. right: required of the caller; None: the
+        path's right.
+        """
         service = self.service
         headers = {name: value.decode("latin-1") for raw, value in scope["headers"] if (name := self._read.get(raw)) is not None}
         exchange = self._begin(path, headers)
@@ -184,20 +192,24 @@ class HotRoutes:
         return exchange
 
     def _may_trace(self, headers: dict[str, str]) -> bool:
-        """Whether a client's trace context is believed. Otherwise it could have every request of its own sampled, here and in the servers behind."""
+        """True when the client's trace context is trusted. An untrusted client could otherwise have all its
+        requests sampled, here and in the servers behind.
+        """
         try:
             return TRACE in self.service.credentials.caller(headers.get("authorization")).rights
         except ApiError:
-            return False  # it is refused next
+            return False  # `_admit` refuses the request next
 
     def _admit(self, exchange: RequestLog, headers: dict[str, str], right: str) -> None:
-        """Put the caller on the exchange. ApiError 401 without a valid key, 403 for a key without the route's right."""
+        """Record the caller on the exchange. ApiError 401 without a valid key, 403 for a key without the
+        route's right.
+        """
         caller = self.service.credentials.caller(headers.get("authorization"))
         caller.require(right)
         if exchange.tenant is not None:
             caller = caller.speaking_for(exchange.tenant)
         exchange.caller = caller
-        if caller.tenant:  # else no key says who asks, and header or body may
+        if caller.tenant:  # else the header or the body may name the tenant
             exchange.tenant = caller.tenant
 
     # The routes
@@ -211,41 +223,43 @@ class HotRoutes:
             await self._answer(exchange, reply, headers, body, "text")
 
     async def _passed_on(self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes) -> bool:
-        """Whether the request was one for servers that speak text: those judge it themselves, whatever it says."""
-        asked = await self._for_text_servers(exchange, body)
-        if asked is None:
+        """Forward the request if it is for servers that speak text, without validation: those servers
+        validate it. Return true if so.
+        """
+        fields = await self._for_text_servers(exchange, body)
+        if fields is None:
             return False
         exchange.body_bytes = len(body)
         if (await self.service.waiting.live_roster(exchange, exchange.model)).dialect != "text":
             return False
-        await self._relay(CHAT_ROUTE, exchange, reply, headers, body, asked)
+        await self._relay(CHAT_ROUTE, exchange, reply, headers, body, fields)
         return True
 
     async def _answer_other(self, route: ForeignRoute, method: str, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes) -> None:
-        """A request for servers that speak text alone."""
+        """Forward a request that only servers that speak text understand."""
         if route.kind is not RouteKind.INFERENCE:
             await self._direct.run(route, exchange, reply, headers, UpstreamRequest(method, "", _target(exchange), [], body))
             return
-        asked = await self._for_text_servers(exchange, body)
+        fields = await self._for_text_servers(exchange, body)
         exchange.body_bytes = len(body)
-        if asked is None or (await self.service.waiting.live_roster(exchange, exchange.model)).dialect != "text":
-            said = f"the engines of this fleet serve chat and completions; no server behind this router takes {exchange.path}"
-            raise ApiError(404, f"{said} for {exchange.model!r}" if exchange.model else said, code="route_not_found")
-        await self._relay(route, exchange, reply, headers, body, asked)
+        if fields is None or (await self.service.waiting.live_roster(exchange, exchange.model)).dialect != "text":
+            message = f"the engines of this fleet serve chat and completions; no server behind this router takes {exchange.path}"
+            raise ApiError(404, f"{message} for {exchange.model!r}" if exchange.model else message, code="route_not_found")
+        await self._relay(route, exchange, reply, headers, body, fields)
 
-    async def _relay(self, route: ForeignRoute, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes, asked: LenientRequest) -> None:
-        exchange.stream = asked.stream and route.generates
+    async def _relay(self, route: ForeignRoute, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes, fields: LenientRequest) -> None:
+        exchange.stream = fields.stream and route.generates
         only = None
-        if asked.refers_to is not None and route.creates:
+        if fields.refers_to is not None and route.creates:
             kind = "responses" if exchange.path == "/v1/responses" else "files"
-            only = (await self._direct.find(asked.refers_to, f"/v1/{kind}/{asked.refers_to}", exchange)).rank
+            only = (await self._direct.find(fields.refers_to, f"/v1/{kind}/{fields.refers_to}", exchange)).rank
         request = ForwardedRequest(
             "POST",
             _target(exchange),
             exchange.client_headers,
             body,
-            asked if asked.stream == exchange.stream else msgspec.structs.replace(asked, stream=exchange.stream),
-            self._expected(asked.max_tokens) if route.generates else 1,
+            fields if fields.stream == exchange.stream else msgspec.structs.replace(fields, stream=exchange.stream),
+            self._expected(fields.max_tokens) if route.generates else 1,
             own_credentials=self.service.credentials.clients is None,
             repeatable=route.repeatable,
             creates=route.creates,
@@ -254,25 +268,29 @@ class HotRoutes:
         await Relay(self.service, exchange, reply, headers, request, self._unstreamed, self._located).run()
 
     async def _for_text_servers(self, exchange: RequestLog, body: bytes) -> LenientRequest | None:
-        """The request as leniently read as such servers read it, noted on the exchange; None: there are none, or it names no model of theirs."""
+        """Parse the request as leniently as servers that speak text do, and record it on the exchange. None:
+        there are no such servers, or it names no model of theirs.
+        """
         if not self._has_text_servers:
             return None
-        asked = await self.service.bodies.read_passthrough(exchange.client, body, value_of(exchange.client_headers, b"content-type"))
-        model = self._text_model(asked.model)
+        fields = await self.service.bodies.read_passthrough(exchange.client, body, value_of(exchange.client_headers, b"content-type"))
+        model = self._text_model(fields.model)
         if model is None:
             return None
-        exchange.model, exchange.stream = model, asked.stream
-        exchange.session = exchange.session or asked.session
-        exchange.tenant = exchange.tenant or asked.user
-        exchange.salt = self.service.credentials.cache_salt(exchange.caller.tenant, asked.cache_salt)
-        self._rank(exchange, asked.priority if type(asked.priority) is int or asked.priority in self.service.config.classes else None)
+        exchange.model, exchange.stream = model, fields.stream
+        exchange.session = exchange.session or fields.session
+        exchange.tenant = exchange.tenant or fields.user
+        exchange.salt = self.service.credentials.cache_salt(exchange.caller.tenant, fields.cache_salt)
+        self._rank(exchange, fields.priority if type(fields.priority) is int or fields.priority in self.service.config.classes else None)
         if exchange.trace is not None:
-            settings = {"max_tokens": asked.max_tokens, "temperature": asked.temperature, "top_p": asked.top_p, "stream": asked.stream}
+            settings = {"max_tokens": fields.max_tokens, "temperature": fields.temperature, "top_p": fields.top_p, "stream": fields.stream}
             exchange.trace.asked(model, settings)
-        return asked
+        return fields
 
     def _text_model(self, named: str | None) -> str | None:
-        """The model whose servers a request goes to. Where all servers are alike, a name that none of them lists is theirs to judge."""
+        """Return the model whose servers get a request. If all servers serve the same models, they also get
+        unknown names, to judge them.
+        """
         view = self.service.view
         if named is not None and (view.roster(named).targets or named in view.models(live=False)):
             return named
@@ -315,16 +333,20 @@ class HotRoutes:
         if len(body) > _MOST_RELEASE_BYTES:
             raise ApiError(413, f"a release is longer than {_MOST_RELEASE_BYTES} bytes", code="body_too_large")
         try:
-            asked = msgspec.json.decode(body, type=ReleaseRequest)
+            release = msgspec.json.decode(body, type=ReleaseRequest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f'the body must be {{"id": "...", "first_token": false}}: {error}', code="invalid_value") from error
-        answer = msgspec.json.encode(self.service.released(asked.id, first_token=asked.first_token, tenant=exchange.caller.sees))
+        answer = msgspec.json.encode(self.service.released(release.id, first_token=release.first_token, tenant=exchange.caller.sees))
         await reply.whole(200, [*headers, (b"content-type", b"application/json")], answer)
 
     async def choose(self, exchange: RequestLog, body: bytes, *, reserve: bool = False, wait: bool = False, supposed: Supposed = NOTHING) -> Decision:
-        """Where the first prompt of a chat or completions body would go now, if what is `supposed` were so; with `reserve` its load is
-        held there, and with `wait`, too, it waits its turn for that. ApiError says why not: 400 for what makes no sense, 404 for an unknown
-        model, 429 at once when every rank is saturated and it does not wait, 503 when none lives."""
+        """Return the decision that the first prompt of a chat or completions body would get now, under the
+        what-if `supposed`.
+
+        reserve: book the load; wait: queue for capacity as well. ApiError 400 for an invalid request, 404 for
+        an unknown model, 429 at once when every rank is saturated and wait is false, 503 when no engine is
+        alive.
+        """
         if reserve and supposed != NOTHING:
             raise ApiError(400, "a reservation is for what is, not for what is supposed: leave out `without` and `gone`", code="invalid_value")
         need = msgspec.structs.replace(await self._need(exchange, body), supposed=supposed, external=reserve)
@@ -336,13 +358,13 @@ class HotRoutes:
         return exchange.decision
 
     async def _need(self, exchange: RequestLog, body: bytes) -> RoutingRequest:
-        """What serving the request's first prompt once would be decided on."""
-        asked = await self._for_text_servers(exchange, body)
-        known = asked is not None and asked.model in (None, exchange.model)  # where nothing is forwarded no server judges an unknown name
-        if asked is not None and known and self.service.picker.roster(exchange.model).dialect == "text":
-            keys = exchange.keys(CHAT_PATH if asked.is_chat else TEXT_PATH)
-            text = TextPrompt(asked.prompt, exchange.model, exchange.block_seed, asked.prompt_bytes)
-            return RoutingRequest(exchange.model, text, 0, self._expected(asked.max_tokens), None, exchange.request_id, keys, owner=exchange.owner)
+        """Return the routing request of serving the first prompt once."""
+        lenient = await self._for_text_servers(exchange, body)
+        known = lenient is not None and lenient.model in (None, exchange.model)  # nothing is forwarded here, so no server would judge an unknown name
+        if lenient is not None and known and self.service.picker.roster(exchange.model).dialect == "text":
+            keys = exchange.keys(CHAT_PATH if lenient.is_chat else TEXT_PATH)
+            text = TextPrompt(lenient.prompt, exchange.model, exchange.block_seed, lenient.prompt_bytes)
+            return RoutingRequest(exchange.model, text, 0, self._expected(lenient.max_tokens), None, exchange.request_id, keys, owner=exchange.owner)
         decoded = await self.service.bodies.read(exchange.client, "either", body)
         request = decoded.request
         self._note(exchange, request)
@@ -380,26 +402,26 @@ class HotRoutes:
             )
 
     def _rank(self, exchange: RequestLog, priority: str | int | None) -> None:
-        """Its class, and how long its client will wait. ApiError 400 for what is neither."""
+        """Set the request's priority class and deadline. ApiError 400 for an invalid one."""
         config = self.service.config
-        asked = class_of(exchange.asked_priority or priority, config.classes, config.default_class)
-        exchange.urgency = max(asked, exchange.caller.most_urgent(config.classes))
+        index = class_of(exchange.asked_priority or priority, config.classes, config.default_class)
+        exchange.urgency = max(index, exchange.caller.most_urgent(config.classes))
         exchange.priority = config.classes[exchange.urgency]
         if exchange.asked_timeout is not None:
             if not _TIMEOUT_MS.fullmatch(exchange.asked_timeout) or not int(exchange.asked_timeout):
-                said = f"{TIMEOUT_HEADER} must be a whole number of milliseconds above 0, not {exchange.asked_timeout[:64]!r}"
-                raise ApiError(400, said, param=TIMEOUT_HEADER, code="invalid_value")
+                message = f"{TIMEOUT_HEADER} must be a whole number of milliseconds above 0, not {exchange.asked_timeout[:64]!r}"
+                raise ApiError(400, message, param=TIMEOUT_HEADER, code="invalid_value")
             exchange.give_up_at = exchange.started + int(exchange.asked_timeout) / 1000.0
 
     def _expected(self, max_tokens: int | None) -> int:
-        """Tokens that an answer is expected to have."""
+        """Return the expected number of output tokens."""
         most = self.service.config.expected_output_tokens
         return most if max_tokens is None else max(1, min(max_tokens, most))
 
     # Prompts as ids
 
     async def _tokenise(self, exchange: RequestLog, decoded: Decoded, settings: SamplingSettings, roster: TargetTable) -> list[list[int]]:
-        """The ids of each prompt."""
+        """Return the token ids of each prompt."""
         tokenizer, service = self.service.tokenizer(roster.tokenizer), self.service
         if tokenizer is None or roster.tokenizer is None:
             raise ApiError(503, "the model's tokenizer has not been loaded yet", code="not_ready", retry_after=1.0)
@@ -412,7 +434,7 @@ class HotRoutes:
     def _courses(
         self, request: Request, settings: SamplingSettings, roster: TargetTable, prompt_ids: list[list[int]], fields: PassedFields
     ) -> list[CompletionState]:
-        """One course per choice of each prompt; choice i samples with seed + i."""
+        """Create one completion state per choice of each prompt; choice i samples with seed + i."""
         most = self.service.config.max_choices
         if len(prompt_ids) * settings.n > most:
             raise ApiError(400, f"{len(prompt_ids)} prompts with n = {settings.n} are more than {most} choices", param="prompt", code="invalid_value")
@@ -426,12 +448,12 @@ class HotRoutes:
 
 
 def _target(exchange: RequestLog) -> str:
-    """Path and query, as they go to a server."""
+    """Return path and query as they are sent to a server."""
     return exchange.path + (f"?{exchange.query.decode('latin-1')}" if exchange.query else "")
 
 
 def _address(scope: Scope) -> str:
-    """Of the client; "" where its connection has none (a Unix socket)."""
+    """Return the client's address; "" if its connection has none (a Unix socket)."""
     client = scope.get("client")
     return str(client[0]) if client else ""
 
@@ -445,9 +467,9 @@ def _stopping(why: str) -> ApiError:
 
 
 async def _break_off(exchange: RequestLog, reply: AsgiResponse, headers: Headers) -> None:
-    """Answer a request whose task was cancelled: the router stops, and the time for answers under way is over.
+    """Answer a request whose task was cancelled because the grace period of a shutdown is over.
 
-    The cancellation is taken back, as the client has its answer; a second one breaks the connection.
+    The cancellation is taken back, because the client gets an answer; a second one breaks the connection.
     """
     task = asyncio.current_task()
     if task is not None:
@@ -456,7 +478,9 @@ async def _break_off(exchange: RequestLog, reply: AsgiResponse, headers: Headers
 
 
 async def _refuse(exchange: RequestLog, reply: AsgiResponse, headers: Headers, error: ApiError) -> RequestEnd:
-    """Tell the client, in the form that is still possible."""
+    """Report an error to the client: as a response, as an event of a begun stream, or by breaking the
+    connection.
+    """
     exchange.detail = error.message
     if reply.ended:
         return RequestEnd.BROKEN
@@ -473,7 +497,7 @@ async def _refuse(exchange: RequestLog, reply: AsgiResponse, headers: Headers, e
 
 
 def _outcome(status: int) -> RequestEnd:
-    """Of an answer that was given to its end."""
+    """Return the outcome of an answer that was completed."""
     if status < 400:
         return RequestEnd.ANSWERED
     if status == 429:
@@ -482,7 +506,8 @@ def _outcome(status: int) -> RequestEnd:
 
 
 def _max_tokens(request: Request, settings: SamplingSettings, prompt_tokens: int, context: int) -> int:
-    """What may be emitted. ApiError 400 context_length_exceeded when it does not fit."""
+    """Return the limit of emitted tokens. ApiError 400 context_length_exceeded when the request does not fit.
+    """
     room, prompt = context - prompt_tokens, "messages" if isinstance(request, ChatRequest) else "prompt"
     if room < 1:
         raise context_exceeded(context, prompt_tokens, None, prompt=prompt, param=prompt)
@@ -495,5 +520,5 @@ def _max_tokens(request: Request, settings: SamplingSettings, prompt_tokens: int
 
 
 def _wrapped(seed: int) -> int:
-    """Into 64 signed bits."""
+    """Wrap into 64 signed bits."""
     return (seed + 2**63) % 2**64 - 2**63

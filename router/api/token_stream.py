@@ -1,6 +1,8 @@
-"""Answers a request with ranks that speak token ids: each choice is decided, streamed, and continued elsewhere when its rank dies.
+"""Answer a request with ranks that speak token ids: decide and stream each choice, and continue it elsewhere
+when its rank dies.
 
-The pure part (what to ask next, whom to avoid, what to send) is in `course`, `picker` and `answers`; here it is awaited.
+The pure part (next request, ranks to avoid, bytes to send) is in `completion_state`, `scheduler` and
+`response_format`; this module awaits I/O.
 """
 
 import asyncio
@@ -20,15 +22,15 @@ from router.telemetry.request_log import RequestLog
 from router.telemetry.tracing import AttemptTrace
 from router.upstream.rank_client import Call, EventSplitter, UpstreamFailed, api_error
 
-TOLD_EVERY = 16
-"""tokens, after which what is left of a booking is told"""
+_EMITTED_EVERY = 16
+"""tokens between two updates of a booking's remaining work"""
 _DONE = b"[DONE]"
 _DECISION_HEADER = DECISION_HEADER.encode()
 _CHUNK: msgspec.json.Decoder[Completion] = msgspec.json.Decoder(Completion)
 
 
 class TokenStream:
-    """All choices of one request. `run` returns when the client has its whole answer."""
+    """All choices of one request. `run` returns when the client has the complete answer."""
 
     def __init__(
         self,
@@ -41,7 +43,9 @@ class TokenStream:
         choices: int,
         digest: str | None,
     ) -> None:
-        """courses: `choices` of the first prompt, then of the next. digest: of the tokenizer that made their ids."""
+        """courses: `choices` of the first prompt, then of the next. digest: identifies the tokenizer of their
+        ids.
+        """
         self._service = service
         self._exchange = exchange
         self._reply = reply
@@ -54,7 +58,9 @@ class TokenStream:
         self._per_prompt = choices
 
     async def run(self) -> None:
-        """ApiError when a choice cannot be finished, whether or not the answer has begun (`AsgiResponse.status` tells)."""
+        """Answer the request. ApiError when a choice cannot be finished, also after the answer has begun (see
+        `AsgiResponse.status`).
+        """
         if len(self._courses) == 1:
             await self._follow(self._courses[0])
             return
@@ -66,7 +72,9 @@ class TokenStream:
             raise group.exceptions[0] from group
 
     async def _follow(self, course: CompletionState) -> None:
-        """One choice, from rank to rank until it is whole. Attempts that brought tokens do not use up the others: each brings the end nearer."""
+        """Run one choice, from rank to rank, until it is complete. An attempt that produced tokens does not
+        count against `max_attempts`, because it made progress.
+        """
         attempt, fruitless, replaces = 1, 0, None
         while True:
             had = len(course.emitted)
@@ -81,8 +89,8 @@ class TokenStream:
                 return
             if course.emitted and course.fields.binding:
                 inexact = f"one with {', '.join(course.fields.binding)} cannot be continued exactly"
-                said = f"the rank broke off its answer ({failed.how.value}), and {inexact}; ask again"
-                raise ApiError(502, said, code="upstream_failed") from failed
+                message = f"the rank broke off its answer ({failed.how.value}), and {inexact}; ask again"
+                raise ApiError(502, message, code="upstream_failed") from failed
             fruitless = 1 if len(course.emitted) > had else fruitless + 1
             if fruitless >= self._service.config.max_attempts:
                 raise failed.refusal(attempt) from failed
@@ -90,7 +98,7 @@ class TokenStream:
             attempt, replaces = attempt + 1, decision.id
 
     async def _try(self, course: CompletionState, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
-        """One attempt at one rank; its booking and its span end here, whatever happens."""
+        """Make one attempt at one rank. Its booking and its span end here in every case."""
         prompt = TokenPrompt(course.prompt + course.emitted if course.emitted else course.prompt, self._seed)
         decision, booking = await self._decide(course, prompt, attempt, replaces)
         span: AttemptTrace | None = None
@@ -146,11 +154,13 @@ class TokenStream:
             await self._stream(course, booking, call, span)
 
     async def _stream(self, course: CompletionState, booking: Booking, call: Call, span: AttemptTrace | None) -> None:
-        """Pass on what a rank says until it has said everything. What is missing after the finish reason (usage) is not worth a retry."""
+        """Forward a rank's stream to its end. After the finish reason only usage is missing, which is not
+        worth a retry.
+        """
         splitter = EventSplitter(self._service.config.max_event_bytes)
         waiting = True
         over = False
-        told = len(course.emitted)
+        counted = len(course.emitted)
         while not over:
             try:
                 choices, over, failure = _taken(course, splitter, await call.read())
@@ -162,10 +172,10 @@ class TokenStream:
                 self._service.first_token(booking)
                 if span is not None:
                     span.first_token()
-            if len(course.emitted) - told >= TOLD_EVERY:
-                self._service.emitted(booking, len(course.emitted) - told)
-                told = len(course.emitted)
-            await self._emit(course, choices)  # also before a failure: these tokens count as emitted
+            if len(course.emitted) - counted >= _EMITTED_EVERY:
+                self._service.emitted(booking, len(course.emitted) - counted)
+                counted = len(course.emitted)
+            await self._emit(course, choices)  # before raising a failure: these tokens count as emitted
             if failure is not None and course.finish_reason is None:
                 raise failure
         if course.finish_reason is None:
@@ -184,7 +194,9 @@ class TokenStream:
             await self._reply.write(data)
 
     async def _finished(self, course: CompletionState) -> None:
-        """After the last choice, the end of the answer; upstream's own end of stream is awaited only after that."""
+        """Count a finished choice. After the last one, end the answer; upstream's own end of stream is
+        awaited only after that.
+        """
         self._exchange.finish_reasons.append(course.finish_reason or "")
         self._open -= 1
         if self._open:
@@ -203,7 +215,8 @@ class TokenStream:
         await self._reply.start(200, headers)
 
     def _usage(self) -> Usage:
-        """Of the client's own prompts, each counted once however many choices it has."""
+        """Return the usage of the client's own prompts; each prompt counts once, for any number of choices.
+        """
         completion = sum(len(course.emitted) for course in self._courses)
         prompt = self._exchange.prompt_tokens
         cached = self._exchange.cached_tokens = sum(course.cached_tokens for course in self._courses[:: self._per_prompt])
@@ -216,7 +229,9 @@ class TokenStream:
 
 
 def _taken(course: CompletionState, splitter: EventSplitter, data: bytes) -> tuple[list[Choice], bool, UpstreamFailed | None]:
-    """What new bytes add to a course, whether the stream is over, and the failure that ended it after that."""
+    """Add new bytes to a choice. Return its new pieces, true when the stream is over, and the failure that
+    ended it after them.
+    """
     choices: list[Choice] = []
     event = b""
     try:
@@ -227,7 +242,7 @@ def _taken(course: CompletionState, splitter: EventSplitter, data: bytes) -> tup
             if choice is not None:
                 choices.append(choice)
     except msgspec.ValidationError:
-        return choices, True, UpstreamFailed(AttemptFailure.BROKEN, f"the rank said {api_error(500, event).message!r}")
+        return choices, True, UpstreamFailed(AttemptFailure.BROKEN, f"the rank answered {api_error(500, event).message!r}")
     except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
         return choices, True, UpstreamFailed(AttemptFailure.BROKEN, str(error))
     return choices, not data, None

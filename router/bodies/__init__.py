@@ -1,5 +1,6 @@
-"""Large bodies: decoded, rendered and tokenised in other processes, in fair turns of their clients.
+"""Large bodies: decode, render and tokenise them in worker processes, with fair queueing between clients.
 
-Admission rule: what is done with a body between its last byte and the token ids of its prompts, where that takes longer than the event loop may
-be kept. `tasks` is what is done; it is pure, and runs in the loop's thread, in a thread beside it, or in a worker process.
+Admission rule: work on a body between its last byte and the token ids of its prompts that would block the
+event loop for too long. `tasks` is the work itself; it is pure, and runs on the event loop, in a thread, or
+in a worker process.
 """

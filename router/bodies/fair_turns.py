@@ -1,4 +1,6 @@
-"""Places that clients take in fair turns: the next free place goes to the waiting client that was served least recently (round robin)."""
+"""Slots with fair queueing between clients: a free slot goes to the waiting client that was served least
+recently (round robin).
+"""
 
 import asyncio
 from collections import OrderedDict, deque
@@ -11,13 +13,14 @@ _RETRY_SECONDS = 2.0
 
 
 class FairTurns:
-    """State: free places, and queues of waiting jobs by client, in the order in which the clients have their turns.
+    """State: free slots, and queues of waiting jobs by client, in the order of the clients' turns.
 
-    One client may have at most `most_per_client` jobs waiting, all clients together `most_waiting`. Used on one event loop.
+    One client may have at most `most_per_client` jobs waiting, all clients together `most_waiting`. Use it on
+    one event loop.
     """
 
     def __init__(self, name: str, places: int, most_waiting: int, most_per_client: int) -> None:
-        """name: of the jobs, for error messages."""
+        """name: plural noun for the jobs in error messages."""
         self._name = name
         self._free = places
         self._most_waiting = most_waiting
@@ -26,8 +29,9 @@ class FairTurns:
         self.waiting = 0
 
     async def take(self, client: str) -> None:
-        """Return with a place, which `give_back` frees. ApiError 429 when too many jobs of this client wait, 503 when too many wait in
-        all. Cancelled, the job leaves its queue."""
+        """Return with a slot, which `give_back` frees. ApiError 429 when too many jobs of this client wait,
+        503 when too many jobs wait in all. A cancelled job leaves its queue.
+        """
         if self._free:
             self._free -= 1
             return
@@ -45,7 +49,7 @@ class FairTurns:
             raise
 
     def give_back(self) -> None:
-        """Free a place: the client whose turn it is has it."""
+        """Free a slot: the client whose turn it is gets it."""
         while self._queues:
             client, queue = next(iter(self._queues.items()))
             turn = queue.popleft()
@@ -54,14 +58,14 @@ class FairTurns:
                 self._queues.move_to_end(client)
             else:
                 del self._queues[client]
-            if not turn.done():  # else cancelled, and its task has not run since
+            if not turn.done():  # a done turn was cancelled, and its task has not run since
                 turn.set_result(None)
                 return
         self._free += 1
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
-        """A place while the context lasts. ApiError as `take`."""
+        """Hold a slot while the context lasts. ApiError as in `take`."""
         await self.take(client)
         try:
             yield
@@ -70,15 +74,15 @@ class FairTurns:
 
     def _refuse(self, client: str) -> None:
         if len(self._queues.get(client, ())) >= self._most_per_client:
-            said = f"{self._most_per_client} {self._name} of yours wait already; ask again when some of them are answered"
-            raise ApiError(429, said, code="too_many_large_requests", retry_after=_RETRY_SECONDS)
+            message = f"{self._most_per_client} {self._name} of yours wait already; ask again when some of them are answered"
+            raise ApiError(429, message, code="too_many_large_requests", retry_after=_RETRY_SECONDS)
         if self.waiting >= self._most_waiting:
             raise ApiError(503, f"{self.waiting} {self._name} wait already; ask again", code="too_many_large_requests", retry_after=_RETRY_SECONDS)
 
     def _leave(self, client: str, turn: "asyncio.Future[None]") -> None:
         queue = self._queues.get(client)
         if queue is None or turn not in queue:
-            return  # its turn came between its cancellation and now, and was passed on
+            return  # its turn came after the cancellation, and was passed on
         queue.remove(turn)
         self.waiting -= 1
         if not queue:

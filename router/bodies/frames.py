@@ -1,4 +1,6 @@
-"""What the router and its worker processes send each other: frames of a message and a blob. Values only, without I/O."""
+"""Messages between the router and its worker processes: frames of a message and a blob. Values only, without
+I/O.
+"""
 
 import struct
 
@@ -7,75 +9,83 @@ import msgspec
 from router.bodies.tasks import Kind
 
 HEAD = struct.Struct("<II")
-"""bytes of the message and of the blob behind it"""
+"""lengths in bytes of the message and of the blob that follows it"""
 
 
 class LoadTokenizer(msgspec.Struct, frozen=True, tag=True):
-    """Read a tokenizer; the blob is its archive. Those not in `keep` are forgotten."""
+    """Load a tokenizer, whose archive is the blob. Tokenizers that are not in `keep` are dropped."""
 
     digest: str
     seen_bytes: int
-    """memory for token ids of seen texts"""
+    """memory for the token ids of texts seen before"""
     keep: tuple[str, ...]
 
 
 class ReadRequest(msgspec.Struct, frozen=True, tag=True):
-    """Read the fields of the request in the blob. Answered by `RequestFields`."""
+    """Read the fields of the request in the blob. The answer is `RequestFields`."""
 
     kind: Kind
 
 
 class ReadPassthrough(msgspec.Struct, frozen=True, tag=True):
-    """Read what routing uses of the request in the blob, leniently. Answered by `PassthroughFields`; its blob is what the prompt begins with."""
+    """Read the fields that routing uses of the request in the blob, leniently. The answer is
+    `PassthroughFields`; its blob is the beginning of the prompt.
+    """
 
     content_type: str
 
 
 class ReadPassed(msgspec.Struct, frozen=True, tag=True):
-    """Read the fields of the request in the blob that go on as they came. Answered by `Done`; its blob is their JSON by name, as MessagePack."""
+    """Read the fields of the request in the blob that are forwarded unchanged. The answer is `Done`; its blob
+    maps names to JSON, as MessagePack.
+    """
 
     kind: Kind
 
 
 class Encode(msgspec.Struct, frozen=True, tag=True):
-    """Tokenise the prompts of the request in the blob. Answered by `Ids`; its blob is u32, native byte order."""
+    """Tokenise the prompts of the request in the blob. The answer is `Ids`; its blob is u32, native byte
+    order.
+    """
 
     kind: Kind
     digest: str
     context: int
     prompts: int
     scope: str = ""
-    """`ModelTokenizer.within`"""
+    """argument of `ModelTokenizer.within`"""
 
 
 class WriteSalt(msgspec.Struct, frozen=True, tag=True):
-    """Put this salt into the body in the blob, as `tenancy.with_salt`. Answered by `Done`; its blob is the new body."""
+    """Put this salt into the body in the blob, as `tenancy.with_salt`. The answer is `Done`; its blob is the
+    new body.
+    """
 
     salt: str
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """All that is to be said is in the blob."""
+    """Result without fields: the blob holds everything."""
 
 
 class RequestFields(msgspec.Struct, frozen=True, tag=True):
     is_chat: bool
     request: bytes
-    """JSON, abridged"""
+    """the request as abridged JSON"""
 
 
 class PassthroughFields(msgspec.Struct, frozen=True, tag=True):
     asked: bytes
-    """the fields, as JSON"""
+    """the fields as JSON"""
 
 
 class Ids(msgspec.Struct, frozen=True, tag=True):
     lengths: tuple[int, ...]
-    """token ids of each prompt"""
+    """number of token ids of each prompt"""
 
 
 class TaskRefused(msgspec.Struct, frozen=True, tag=True):
-    """An ApiError."""
+    """Result of a task that raised an ApiError."""
 
     status: int
     message: str
@@ -84,7 +94,7 @@ class TaskRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 BodyTask = ReadRequest | ReadPassthrough | ReadPassed | WriteSalt | Encode
-"""The blob is a request's body."""
+"""Tasks whose blob is a request's body."""
 Task = LoadTokenizer | BodyTask
 Answer = Done | RequestFields | PassthroughFields | Ids | TaskRefused
 _TASKS = msgspec.msgpack.Decoder(Task)
@@ -92,7 +102,7 @@ _ANSWERS = msgspec.msgpack.Decoder(Answer)
 
 
 def head(message: Task | Answer, blob: bytes) -> bytes:
-    """What precedes the blob."""
+    """Return the bytes that precede the blob."""
     encoded = msgspec.msgpack.encode(message)
     return HEAD.pack(len(encoded), len(blob)) + encoded
 

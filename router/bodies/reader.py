@@ -1,7 +1,9 @@
-"""Requests and the ids of their prompts, made of bodies wherever that keeps the event loop shortest.
+"""Requests and the token ids of their prompts, read from bodies in the place that blocks the event loop
+least.
 
-Small bodies are read on the loop. What is long of them is tokenised in a thread, whose encoder gives the interpreter up. Bodies beyond
-`large_body_bytes` go to other processes: decoding and rendering them would keep the interpreter for milliseconds, in any thread.
+Small bodies are read on the event loop. Their long texts are tokenised in a thread, whose encoder releases
+the GIL. Bodies beyond `large_body_bytes` go to worker processes: decoding and rendering them would hold the
+GIL for milliseconds, in any thread.
 """
 
 import asyncio
@@ -27,12 +29,14 @@ from router.tokenization.tokenizer_registry import TokenizerRegistry
 
 _THREADS = 2
 _MOST_WAITING = 4096
-"""prompts for a thread"""
+"""limit of texts that wait for a thread"""
 _Result = TypeVar("_Result")
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """A request and the body that it was read from. is_large: `request` is abridged, and the body is read again where ids are made."""
+    """A request and its body. is_large: `request` is abridged, and the worker that makes the ids reads the
+    body again.
+    """
 
     kind: Kind
     body: bytes
@@ -41,9 +45,10 @@ class Decoded(msgspec.Struct, frozen=True):
 
 
 class BodyReader:
-    """Threads and processes that make ids. Processes end with the context; outside of it large bodies are refused.
+    """Threads and processes that tokenise. Processes end with the context; outside of it large bodies are
+    refused.
 
-    `client` is who has turns of its own: a tenant, or an address.
+    `client` identifies a queue of the fair queueing: a tenant, or an address.
     """
 
     def __init__(self, config: RouterConfig, lexicon: TokenizerRegistry) -> None:
@@ -71,34 +76,38 @@ class BodyReader:
         await self._stack.aclose()
 
     async def read(self, client: str, kind: Kind, body: bytes) -> Decoded:
-        """ApiError 400 naming the field; 429 and 503 when there is no turn for a large body."""
+        """Decode a body. ApiError 400 names the field; 429 and 503 when too many large bodies wait."""
         if len(body) <= self._large:
             return Decoded(kind, body, tasks.decode(kind, body), is_large=False)
         return Decoded(kind, body, await self.workers.read(client, kind, body), is_large=True)
 
     async def read_passthrough(self, client: str, body: bytes, content_type: str) -> LenientRequest:
-        """What routing uses of a request to a server that speaks text. ApiError 429 and 503 as `read`."""
+        """Read the fields that routing uses of a request to a server that speaks text. ApiError 429 and 503
+        as in `read`.
+        """
         if len(body) <= self._large:
             return lenient_fields.read(body, content_type)
         return await self.workers.read_passthrough(client, content_type, body)
 
     async def passed_fields(self, client: str, decoded: Decoded) -> PassedFields:
-        """What of the request goes on as it came. ApiError as `read`."""
+        """Return the fields of the request that are forwarded unchanged. ApiError as in `read`."""
         if not decoded.is_large:
             return passed_fields(decoded.request, decoded.body)
         values = await self.workers.read_passed(client, decoded.kind, decoded.body)
         return PassedFields(values, binding_fields(decoded.request))
 
     async def with_salt(self, client: str, body: bytes, salt: str) -> bytes:
-        """As `tenancy.with_salt`. ApiError as `read`."""
+        """Replace the salt of a body, as `tenancy.with_salt`. ApiError as in `read`."""
         if len(body) <= self._large or SALT_FIELD not in body:
             return with_salt(body, salt)
         return await self.workers.with_salt(client, body, salt)
 
     async def ids(self, client: str, decoded: Decoded, tokenizer: ModelTokenizer, digest: str, room: PromptBounds, scope: str = "") -> list[list[int]]:
-        """The ids of each prompt. scope: of texts whose ids may be reused (`ModelTokenizer.within`).
+        """Return the token ids of each prompt. scope: of texts whose cached ids may be reused
+        (`ModelTokenizer.within`).
 
-        ApiError 400 for what has none, or does not fit; 429 and 503 as `read`."""
+        ApiError 400 for a prompt without ids, or that does not fit; 429 and 503 as in `read`.
+        """
         request, tokenizer = decoded.request, tokenizer.within(scope)
         if decoded.is_large:
             return await self.workers.encode(client, decoded.kind, decoded.body, digest, room, scope)
@@ -115,7 +124,9 @@ class BodyReader:
         return [ids]
 
     async def _in_thread(self, client: str, work: Callable[[], _Result]) -> _Result:
-        """In the turn of the client. The place is kept until the work is done, also when its client has left."""
+        """Run work in a thread in the client's turn. The slot is held until the work is done, even if the
+        client disconnects.
+        """
         await self._turns.take(client)
         try:
             running = asyncio.get_running_loop().run_in_executor(self.threads, work)
@@ -127,5 +138,5 @@ class BodyReader:
 
     def _thread_ended(self, running: "asyncio.Future[_Result]") -> None:
         if not running.cancelled():
-            running.exception()  # its client may have left
+            running.exception()  # marks it as retrieved: the client may have disconnected
         self._turns.give_back()

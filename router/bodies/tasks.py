@@ -1,4 +1,6 @@
-"""What is done with the body of a request: read its fields, make the token ids of its prompts. Pure but for the tokenizer's cache."""
+"""Work on the body of a request: read its fields, make the token ids of its prompts. Pure except for the
+tokenizer's cache.
+"""
 
 import hashlib
 import json
@@ -12,12 +14,12 @@ from router.openai_api.request_schema import ChatRequest, Request, RequestDecode
 from router.tokenization.tokenizer import ModelTokenizer
 
 Kind = Literal["chat", "text", "either"]
-"""of a body: chat completions, completions, or one of both"""
+"""kind of a body: chat completions, completions, or one of both"""
 MOST_PREFIX_BYTES = 256 * 1024
-"""of a prompt are kept for guessing the prefix that a server has cached"""
+"""bytes of a prompt that are kept to estimate its prefix in a server's cache"""
 _LONGEST_KEPT = 2048
 _MOST_KEPT, _MOST_KEPT_INSIDE = 64, 8
-"""Members of a field's list or mapping, and of those inside of it."""
+"""Most members kept of a field's list or mapping, and of the collections inside."""
 _DEEPEST_KEPT = 4
 _Value = TypeVar("_Value")
 
@@ -25,7 +27,7 @@ _DECODER = RequestDecoder()
 
 
 class PromptBounds(msgspec.Struct, frozen=True):
-    """What the prompts of one request must fit into."""
+    """Limits for the prompts of one request."""
 
     context: int
     """tokens of the model's largest context, prompt and answer together"""
@@ -34,17 +36,18 @@ class PromptBounds(msgspec.Struct, frozen=True):
 
 
 def decode(kind: Kind, body: bytes) -> Request:
-    """ApiError 400 naming the field."""
+    """Decode a body. ApiError 400 names the field."""
     if kind == "chat":
         return _DECODER.chat(body)
     return _DECODER.text(body) if kind == "text" else _DECODER.either(body)
 
 
 def read(kind: Kind, body: bytes) -> Request:
-    """The fields of a request, every value cut to a size that costs nothing, so that it is still refused for what was wrong with it; the prompts
-    are left out. ApiError 400 naming the field."""
+    """Read the fields of a request without its prompts. Values are cut to a small size that still fails the
+    same validation. ApiError 400 names the field.
+    """
     request = decode(kind, body)
-    if isinstance(request, ChatRequest) and len(request.chat_template_kwargs or ()) > _MOST_KEPT:  # each name of them is looked at
+    if isinstance(request, ChatRequest) and len(request.chat_template_kwargs or ()) > _MOST_KEPT:  # every name is checked later
         raise ApiError(400, f"chat_template_kwargs may have at most {_MOST_KEPT} names", param="chat_template_kwargs", code="invalid_value")
     fields = {name: _abridged(getattr(request, name), _DEEPEST_KEPT) for name in request.__struct_fields__}
     if isinstance(request, ChatRequest):
@@ -55,21 +58,21 @@ def read(kind: Kind, body: bytes) -> Request:
 
 
 def read_passthrough(content_type: str, body: bytes) -> lenient_fields.LenientRequest:
-    """As `passthrough.read`, with the prompt and long strings cut."""
-    asked = lenient_fields.read(body, content_type)
-    cut: dict[str, Any] = {name: abridged(value) for name, value in msgspec.structs.asdict(asked).items() if isinstance(value, str)}
-    return msgspec.structs.replace(asked, prompt=asked.prompt[:MOST_PREFIX_BYTES], prompt_bytes=len(asked.prompt), **cut)
+    """Read as `lenient_fields.read`, with the prompt and long strings cut."""
+    found = lenient_fields.read(body, content_type)
+    cut: dict[str, Any] = {name: abridged(value) for name, value in msgspec.structs.asdict(found).items() if isinstance(value, str)}
+    return msgspec.structs.replace(found, prompt=found.prompt[:MOST_PREFIX_BYTES], prompt_bytes=len(found.prompt), **cut)
 
 
 def abridged(value: str) -> str:
-    """A long string cut, in such a way that different ones (salts, say) stay different."""
+    """Cut a long string so that different strings (salts, for example) stay different."""
     if len(value) <= _LONGEST_KEPT:
         return value
     return value[:_LONGEST_KEPT] + hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _abridged(value: _Value, depth: int) -> _Value | Any:
-    """The value; long strings and large collections cut."""
+    """Cut long strings and large collections in a value."""
     if isinstance(value, str):
         return abridged(value)
     if isinstance(value, list | dict) and not depth:
@@ -83,7 +86,9 @@ def _abridged(value: _Value, depth: int) -> _Value | Any:
 
 
 def ids_of(request: Request, tokenizer: ModelTokenizer, room: PromptBounds) -> list[list[int]]:
-    """The ids of each prompt. ApiError 400 for what has none, or does not fit; what is sure not to fit is refused before it is tokenised."""
+    """Return the token ids of each prompt. ApiError 400 for a prompt without ids, or that does not fit; a
+    prompt that cannot fit is refused before tokenisation.
+    """
     if isinstance(request, ChatRequest):
         return [chat_ids(rendered(request, tokenizer, room), tokenizer, room)]
     _refuse_many(request, room)
@@ -97,14 +102,14 @@ def ids_of(request: Request, tokenizer: ModelTokenizer, room: PromptBounds) -> l
 
 
 def rendered(request: ChatRequest, tokenizer: ModelTokenizer, room: PromptBounds) -> str:
-    """The text that is to be tokenised. ApiError 400 when it cannot fit."""
+    """Return the text to tokenise. ApiError 400 when it cannot fit."""
     text = tokenizer.render(text_messages(request), request.chat_template_kwargs)
     refuse_longer(tokenizer.fewest_tokens(text), room, "messages", at_least=True)
     return text
 
 
 def chat_ids(text: str, tokenizer: ModelTokenizer, room: PromptBounds) -> list[int]:
-    """The ids of a rendered conversation. ApiError 400 when they do not fit."""
+    """Return the ids of a rendered conversation. ApiError 400 when they do not fit."""
     ids = tokenizer.encode_rendered(text)
     refuse_longer(len(ids), room, "messages")
     return ids
@@ -120,7 +125,7 @@ def _prompt_ids(prompt: str | list[int], tokenizer: ModelTokenizer, room: Prompt
 
 
 def _refuse_many(request: TextRequest, room: PromptBounds) -> None:
-    """Refuse too many prompts, and prompts of too many ids, before each of them is looked at."""
+    """Refuse too many prompts, and prompts of too many ids, before examining each of them."""
     prompt = request.prompt
     if isinstance(prompt, str):
         return
@@ -135,7 +140,7 @@ def _refuse_many(request: TextRequest, room: PromptBounds) -> None:
 
 
 def refuse_longer(tokens: int, room: PromptBounds, param: str, *, at_least: bool = False) -> None:
-    """ApiError 400 for a prompt that leaves no room for an answer."""
+    """Raise ApiError 400 for a prompt that leaves no room for an answer."""
     if tokens < room.context:
         return
     error = context_exceeded(room.context, tokens, None, prompt=param, param=param)
@@ -145,5 +150,5 @@ def refuse_longer(tokens: int, room: PromptBounds, param: str, *, at_least: bool
 
 
 def as_json(request: Request) -> bytes:
-    """For another process."""
+    """Encode a request for another process."""
     return json.dumps(msgspec.to_builtins(request)).encode()  # msgspec encodes no integers beyond 64 bits

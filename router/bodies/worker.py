@@ -1,7 +1,9 @@
-"""The process that decodes, renders and tokenises large bodies: one task after the other, from the socket on descriptor 0.
+"""Worker process that decodes, renders and tokenises large bodies: one task at a time, from the socket on
+descriptor 0.
 
-It is started by `router.bodies.worker_pool`, ends with the router (at the end of the socket, and by the kernel's signal when the router is killed
-while a task runs), and is nicer than the router, so that its work does not slow down the router's own.
+`router.bodies.worker_pool` starts it. It ends with the router: at the end of the socket, and by the kernel's
+signal when the router is killed while a task runs. Its niceness is higher than the router's, so that it does
+not slow the router down.
 """
 
 import ctypes
@@ -47,56 +49,56 @@ log = logging.getLogger(__name__)
 
 _NICENESS = 5
 _LARGE = 1024 * 1024
-"""Bytes of a body behind which freed memory is given back to the system."""
+"""Body size in bytes above which freed memory is returned to the system."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
 class BodyWorker:
-    """State: tokenizers by digest."""
+    """Executor of tasks. State: tokenizers by digest."""
 
     def __init__(self) -> None:
         self._known: dict[str, ModelTokenizer] = {}
 
-    def answer(self, asked: Task, blob: bytes) -> tuple[Answer, bytes]:
-        """What the task comes to; every fault of the body is a `TaskRefused`."""
+    def answer(self, request: Task, blob: bytes) -> tuple[Answer, bytes]:
+        """Execute a task. Every fault of the body becomes a `TaskRefused`."""
         try:
-            return self._do(asked, blob)
+            return self._do(request, blob)
         except ApiError as error:
             return TaskRefused(error.status, error.message, error.param, error.code), b""
         except MemoryError:
-            return TaskRefused(413, "the body needs more memory to be read than one request may have", None, "body_too_large"), b""
+            return TaskRefused(413, "reading the body needs more memory than one request may have", None, "body_too_large"), b""
         except Exception:
             log.exception("a large body could not be read")
             return TaskRefused(500, "the router failed; its log says why", None, "internal_error"), b""
 
-    def _do(self, asked: Task, blob: bytes) -> tuple[Answer, bytes]:
-        match asked:
+    def _do(self, request: Task, blob: bytes) -> tuple[Answer, bytes]:
+        match request:
             case LoadTokenizer():
-                self._load(asked, blob)
+                self._load(request, blob)
                 return Done(), b""
             case ReadRequest():
-                request = tasks.read(asked.kind, blob)
-                return RequestFields(isinstance(request, ChatRequest), tasks.as_json(request)), b""
+                fields = tasks.read(request.kind, blob)
+                return RequestFields(isinstance(fields, ChatRequest), tasks.as_json(fields)), b""
             case ReadPassthrough():
-                found = tasks.read_passthrough(asked.content_type, blob)
-                fields = msgspec.structs.asdict(found)
-                prompt = fields.pop("prompt")
-                return PassthroughFields(json.dumps(fields).encode()), prompt
+                found = tasks.read_passthrough(request.content_type, blob)
+                values = msgspec.structs.asdict(found)
+                prompt = values.pop("prompt")
+                return PassthroughFields(json.dumps(values).encode()), prompt
             case ReadPassed():
-                values = passed_fields(tasks.decode(asked.kind, blob), blob).values
-                return Done(), msgspec.msgpack.encode({name: bytes(value) for name, value in values.items()})
+                passed = passed_fields(tasks.decode(request.kind, blob), blob).values
+                return Done(), msgspec.msgpack.encode({name: bytes(value) for name, value in passed.items()})
             case WriteSalt():
-                return Done(), with_salt(blob, asked.salt)
+                return Done(), with_salt(blob, request.salt)
             case Encode():
-                tokenizer = self._known[asked.digest].within(asked.scope)
-                ids = tasks.ids_of(tasks.decode(asked.kind, blob), tokenizer, tasks.PromptBounds(asked.context, asked.prompts))
+                tokenizer = self._known[request.digest].within(request.scope)
+                ids = tasks.ids_of(tasks.decode(request.kind, blob), tokenizer, tasks.PromptBounds(request.context, request.prompts))
                 return Ids(tuple(map(len, ids))), b"".join(array("I", one).tobytes() for one in ids)
 
-    def _load(self, asked: LoadTokenizer, archive: bytes) -> None:
-        self._known = {digest: known for digest, known in self._known.items() if digest in asked.keep}
-        seen = SegmentCache(asked.seen_bytes) if asked.seen_bytes else None
-        self._known[asked.digest] = ModelTokenizer.from_archive(archive, seen)
+    def _load(self, request: LoadTokenizer, archive: bytes) -> None:
+        self._known = {digest: known for digest, known in self._known.items() if digest in request.keep}
+        seen = SegmentCache(request.seen_bytes) if request.seen_bytes else None
+        self._known[request.digest] = ModelTokenizer.from_archive(archive, seen)
 
 
 def serve(incoming: BufferedReader, outgoing: BufferedWriter) -> None:
@@ -104,26 +106,26 @@ def serve(incoming: BufferedReader, outgoing: BufferedWriter) -> None:
     worker = BodyWorker()
     while lengths := incoming.read(HEAD.size):
         message_bytes, blob_bytes = HEAD.unpack(lengths)
-        asked, blob = task(incoming.read(message_bytes)), incoming.read(blob_bytes)
-        answer, answer_blob = worker.answer(asked, blob)
+        request, blob = task(incoming.read(message_bytes)), incoming.read(blob_bytes)
+        answer, answer_blob = worker.answer(request, blob)
         outgoing.write(head(answer, answer_blob))
         outgoing.write(answer_blob)
         outgoing.flush()
         if blob_bytes > _LARGE:
-            del asked, blob, answer, answer_blob
+            del request, blob, answer, answer_blob
             gc.collect()
             _libc.malloc_trim(0)
 
 
 def main() -> None:
-    """The arguments are PARENT_PID MEMORY_BYTES; descriptor 0 is a socket to the router."""
+    """Run the worker. The arguments are PARENT_PID MEMORY_BYTES; descriptor 0 is a socket to the router."""
     parent, memory = int(sys.argv[1]), int(sys.argv[2])
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("the router is gone already")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the router decides when this process ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the router decides when this process ends
     os.nice(_NICENESS)
-    os.putenv("TOKENIZERS_PARALLELISM", "false")  # no threads of its own: there is one text at a time
+    os.putenv("TOKENIZERS_PARALLELISM", "false")  # no threads: the worker encodes one text at a time
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     logging.basicConfig(level=logging.WARNING)
     with socket.socket(fileno=0) as connection, connection.makefile("rb") as incoming, connection.makefile("wb") as outgoing:

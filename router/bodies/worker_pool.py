@@ -1,7 +1,9 @@
-"""The worker processes for large bodies: started when one is needed, given tasks in fair turns, replaced when one dies or its client leaves.
+"""Pool of worker processes for large bodies: started on demand, shared fairly, replaced when one dies or its
+client disconnects.
 
-A body of more than `_LARGEST_SHORT` bytes never has the last free process: what is large but takes a fraction of a second does not wait behind
-what takes many. Tasks of clients that left are dropped from the queue; one that runs has `_GRACE_SECONDS` to end before its process is killed.
+A body of more than `_LARGEST_SHORT` bytes never takes the last free process, so that a body that takes a
+fraction of a second does not wait behind one that takes many (head-of-line blocking). Queued tasks of
+disconnected clients are dropped; a running task has `_GRACE_SECONDS` to finish before its process is killed.
 """
 
 import asyncio
@@ -47,30 +49,30 @@ log = logging.getLogger(__name__)
 _LARGEST_SHORT = 1024 * 1024
 _GRACE_SECONDS = 0.5
 _MOST_SECONDS = 60.0
-"""for one task; longer ones are given up"""
+"""time limit of one task"""
 _SLICE = 256 * 1024
-"""bytes written at once, so that no callback of the loop copies more"""
+"""bytes per write, which bounds the copying in one callback of the event loop"""
 _ROOT = Path(__file__).resolve().parents[2]
-"""where this product's packages lie"""
+"""directory of this product's packages"""
 
 
 class WorkerDied(Exception):
-    """The process ended in the middle of a task."""
+    """The process ended during a task."""
 
 
 class WorkerProcess:
-    """One process and the socket to it. Made by `start`."""
+    """One process and the socket to it. Created by `start`."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process = process
         self._reader = reader
         self._writer = writer
         self.loaded: set[str] = set()
-        """digests of the tokenizers it has"""
+        """digests of the tokenizers it has loaded"""
 
     @classmethod
     async def start(cls, memory_bytes: int) -> "WorkerProcess":
-        """Start one that may have so much address space. OSError when there can be no further process."""
+        """Start a process with this much address space. OSError when no further process can be created."""
         ours, its = socket.socketpair()
         try:
             with its:
@@ -86,7 +88,8 @@ class WorkerProcess:
         return self._process.pid
 
     async def call(self, task: Task, blob: bytes) -> tuple[Answer, bytes]:
-        """Have a task done. WorkerDied; cancelled, the process must be killed."""
+        """Execute a task. WorkerDied when the process ends; after a cancellation the process must be killed.
+        """
         try:
             self._writer.write(head(task, blob))
             view = memoryview(blob)
@@ -100,7 +103,7 @@ class WorkerProcess:
             raise WorkerDied(f"the process for large bodies {self.pid} ended in the middle of a task") from error
 
     async def kill(self) -> None:
-        """End it, and return when it is gone."""
+        """Kill the process and wait for its end."""
         self._process.kill()
         self._writer.close()
         with contextlib.suppress(OSError):
@@ -109,7 +112,7 @@ class WorkerProcess:
 
 
 class BodyWorkers:
-    """State: idle processes, and the jobs that run. Processes end with the context."""
+    """Pool of workers. State: idle processes, and running jobs. Processes end with the context."""
 
     def __init__(
         self,
@@ -122,8 +125,9 @@ class BodyWorkers:
         archive: Callable[[str], bytes | None],
         digests: Callable[[], Collection[str]],
     ) -> None:
-        """memory_bytes: address space of one process. seen_bytes: of it for token ids of seen texts. archive: of a tokenizer, by digest.
-        digests: of those in use."""
+        """memory_bytes: address space of one process. seen_bytes: part of it for token ids of texts seen
+        before. archive: returns a tokenizer's archive, by digest. digests: returns the digests in use.
+        """
         self._turns = FairTurns("large requests", processes, most_waiting, most_per_client)
         self._huge = FairTurns("large requests", max(1, processes - 1), most_waiting, most_per_client)
         self._memory_bytes = memory_bytes
@@ -134,7 +138,7 @@ class BodyWorkers:
         self._jobs: set[asyncio.Task[tuple[Answer, bytes]]] = set()
         self._open = False
         self.started = self.died = 0
-        """processes; those that ended in the middle of a task"""
+        """processes started, and processes that ended during a task"""
 
     async def __aenter__(self) -> "BodyWorkers":
         self._open = True
@@ -154,37 +158,41 @@ class BodyWorkers:
 
     @property
     def pids(self) -> list[int]:
-        """of idle processes"""
+        """Process ids of the idle processes."""
         return [worker.pid for worker in self._idle]
 
     async def read(self, client: str, kind: Kind, body: bytes) -> Request:
-        """As `tasks.read`. ApiError also when there is no turn to be had, see `FairTurns.take`, or the process fails."""
-        said, _ = await self._run(client, ReadRequest(kind), body)
-        assert isinstance(said, RequestFields)
-        return decode("chat" if said.is_chat else "text", said.request)
+        """Read a request, as `tasks.read`. ApiError also when too many wait (see `FairTurns.take`), or the
+        process fails.
+        """
+        fields, _ = await self._run(client, ReadRequest(kind), body)
+        assert isinstance(fields, RequestFields)
+        return decode("chat" if fields.is_chat else "text", fields.request)
 
     async def read_passed(self, client: str, kind: Kind, body: bytes) -> dict[str, msgspec.Raw]:
-        """As `openai.passed_fields`, the values. ApiError as `read`."""
+        """Return the values of `request_schema.passed_fields`. ApiError as in `read`."""
         _, blob = await self._run(client, ReadPassed(kind), body)
         return {name: msgspec.Raw(value) for name, value in msgspec.msgpack.decode(blob, type=dict[str, bytes]).items()}
 
     async def read_passthrough(self, client: str, content_type: str, body: bytes) -> LenientRequest:
-        """As `tasks.read_passthrough`. ApiError when there is no turn to be had, or the process fails."""
-        said, prompt = await self._run(client, ReadPassthrough(content_type), body)
-        assert isinstance(said, PassthroughFields)
-        return LenientRequest(**msgspec.json.decode(said.asked), prompt=prompt)
+        """Read the fields that routing uses, as `tasks.read_passthrough`. ApiError when too many wait, or the
+        process fails.
+        """
+        fields, prompt = await self._run(client, ReadPassthrough(content_type), body)
+        assert isinstance(fields, PassthroughFields)
+        return LenientRequest(**msgspec.json.decode(fields.asked), prompt=prompt)
 
     async def with_salt(self, client: str, body: bytes, salt: str) -> bytes:
-        """As `tenancy.with_salt`. ApiError as `read`."""
+        """Replace the salt of a body, as `tenancy.with_salt`. ApiError as in `read`."""
         _, blob = await self._run(client, WriteSalt(salt), body)
         return blob
 
     async def encode(self, client: str, kind: Kind, body: bytes, digest: str, room: PromptBounds, scope: str = "") -> list[list[int]]:
-        """As `tasks.ids_of`, with `ModelTokenizer.within` the scope. ApiError as `read`."""
-        said, blob = await self._run(client, Encode(kind, digest, room.context, room.prompts, scope), body)
-        assert isinstance(said, Ids)
+        """Tokenise, as `tasks.ids_of` with `ModelTokenizer.within` the scope. ApiError as in `read`."""
+        ids, blob = await self._run(client, Encode(kind, digest, room.context, room.prompts, scope), body)
+        assert isinstance(ids, Ids)
         every, start, found = array("I", blob), 0, []
-        for length in said.lengths:
+        for length in ids.lengths:
             found.append(every[start : start + length].tolist())
             start += length
         return found
@@ -204,13 +212,13 @@ class BodyWorkers:
         self._jobs.add(job)
         job.add_done_callback(lambda done: self._ended(done, taken))
         try:
-            said = await asyncio.shield(job)
+            result = await asyncio.shield(job)
         except asyncio.CancelledError:
             asyncio.get_running_loop().call_later(_GRACE_SECONDS, job.cancel)
             raise
-        if isinstance(said[0], TaskRefused):
-            raise ApiError(said[0].status, said[0].message, param=said[0].param, code=said[0].code)
-        return said
+        if isinstance(result[0], TaskRefused):
+            raise ApiError(result[0].status, result[0].message, param=result[0].param, code=result[0].code)
+        return result
 
     def _check(self) -> None:
         if not self._open:
@@ -219,17 +227,17 @@ class BodyWorkers:
     def _ended(self, job: "asyncio.Task[tuple[Answer, bytes]]", taken: list[FairTurns]) -> None:
         self._jobs.discard(job)
         if not job.cancelled():
-            job.exception()  # its client may have left
+            job.exception()  # marks it as retrieved: the client may have disconnected
         _give_back(taken)
 
     async def _do(self, task: BodyTask, body: bytes) -> tuple[Answer, bytes]:
-        """One task in a process of its own; a process that fails, or is cancelled, is killed."""
+        """Execute one task in an idle or new process; a process that fails, or is cancelled, is killed."""
         worker = self._idle.pop() if self._idle else await self._start()
         try:
             async with asyncio.timeout(_MOST_SECONDS):
                 if isinstance(task, Encode) and task.digest not in worker.loaded:
                     await self._load(worker, task.digest)
-                said = await worker.call(task, body)
+                result = await worker.call(task, body)
         except BaseException as error:
             await asyncio.shield(worker.kill())
             if isinstance(error, WorkerDied):
@@ -240,7 +248,7 @@ class BodyWorkers:
                 raise ApiError(503, f"this body takes longer than {_MOST_SECONDS:g} s to be read", code="body_worker_failed") from error
             raise
         self._idle.append(worker)
-        return said
+        return result
 
     async def _start(self) -> WorkerProcess:
         try:
@@ -256,13 +264,15 @@ class BodyWorkers:
         if archive is None:
             raise ApiError(503, "the model's tokenizer has not been loaded yet", code="not_ready", retry_after=1.0)
         keep = (*self._digests(), digest)
-        said, _ = await worker.call(LoadTokenizer(digest, self._seen_bytes, keep), archive)
-        if isinstance(said, Done):
+        loaded, _ = await worker.call(LoadTokenizer(digest, self._seen_bytes, keep), archive)
+        if isinstance(loaded, Done):
             worker.loaded = (worker.loaded & set(keep)) | {digest}
 
 
 def _started(its: socket.socket, memory_bytes: int) -> "subprocess.Popen[bytes]":
-    """A worker process with its end of the socket. Takes a millisecond or two: the child shares our memory until it executes (vfork)."""
+    """Start a worker process with its end of the socket. Takes a millisecond or two: the child shares our
+    memory until it executes (vfork).
+    """
     program = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from router.bodies.worker import main; main()"
     command = [sys.executable, "-P", "-c", program, str(os.getpid()), str(memory_bytes)]
     return subprocess.Popen(command, stdin=its.fileno(), stdout=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""Measurements of what became of decisions: speeds, pricing errors, reports to the tracker.
+"""Measurements of the outcome of decisions: speeds, pricing errors, reports to the tracker.
 
-Admission rule: what awaits them. The formulas are pure and live in `evaluation` and `scheduling`.
+Admission rule: code that awaits these measurements. The pure formulas are in `evaluation` and `scheduling`.
 """

@@ -1,4 +1,6 @@
-"""Keeps the prices of distinct experts in step with what runs: engines whose mix of requests changed are priced anew, off the event loop."""
+"""Prices of distinct experts, kept in step with the running requests: when an engine's mix of clusters
+changes, it is priced again off the event loop.
+"""
 
 import asyncio
 from collections import defaultdict
@@ -21,7 +23,9 @@ Misses = NDArray[np.float32]
 
 
 class ActiveClusterMix:
-    """`booked` is for the hot path. Engines that read nothing (`expert_read` 0), or all experts together (TP), are left out."""
+    """Mix of active clusters on each engine. `booked` is for the hot path. Engines whose distinct experts
+    cost nothing (`expert_read` 0), or that read all experts together (TP), are skipped.
+    """
 
     def __init__(self, view: FleetView, reservations: Reservations, threads: ThreadPoolExecutor) -> None:
         self._view = view
@@ -29,13 +33,17 @@ class ActiveClusterMix:
         self._threads = threads
         self._mixes = ClusterMixes()
         self._misses: dict[tuple[str, int, int], tuple[ReadingGroup, Misses]] = {}
-        """by model, top-k and boundary; 2 MB each for 58 layers of 256 experts and 32 clusters"""
+        """miss probabilities by model, top-k and boundary; 2 MB each for 58 layers of 256 experts and 32
+        clusters
+        """
         self._surcharges: dict[int, Surcharge] = {}
         self._sent: dict[int, tuple[DispatchPrices | None, ClusterModel | None]] = {}
-        """which prices and clusters a surcharge for sending is of"""
+        """prices and clusters that each engine's dispatch surcharge was computed from"""
 
     def booked(self, decision: Decision) -> MixShare | None:
-        """A request runs from now on, until its share ends. None: what it activates makes no difference, or is unknown."""
+        """Add a request to its engine's mix until its share ends. None: its experts make no difference, or
+        are unknown.
+        """
         engine, outlook = decision.target.engine, decision.outlook
         if outlook is None or engine.speed is None or not engine.speed.expert_read:
             return None
@@ -47,7 +55,7 @@ class ActiveClusterMix:
         self._sent.pop(worker_id, None)
 
     def surcharge(self, worker_id: int) -> Surcharge:
-        """What experts add to an engine's times now."""
+        """Return the present surcharge of experts on an engine's times."""
         return self._surcharges.get(worker_id, NONE)
 
     async def refresh(self, now: float) -> None:
@@ -69,10 +77,10 @@ class ActiveClusterMix:
         for key, engines in due.items():
             found = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, key, readings[key], [tokens for _, tokens in engines])
             for (state, _), reads, added in zip(engines, found.now, found.added, strict=True):
-                self._tell(state, readings[key], float(reads), added)
+                self._update(state, readings[key], float(reads), added)
 
     def _sending(self, state: EngineState) -> None:
-        """What it costs each rank to send a token of the traffic's mix to other ranks and nodes."""
+        """Update the cost for each rank to send a token of the traffic's mix to other ranks and nodes."""
         worker_id, speed, clusters = state.joined.worker_id, state.joined.speed, self._view.clusters(state.joined.model)
         prices = None if state.locality is None else state.locality.prices
         known = self._sent.get(worker_id)
@@ -85,7 +93,7 @@ class ActiveClusterMix:
         self._surcharges[worker_id] = self.surcharge(worker_id)._replace(token=seconds)
 
     def _reading(self, state: EngineState) -> ReadingGroup | None:
-        """None: the engine's distinct experts have no price."""
+        """Return the engine's reading group; None: its distinct experts have no price."""
         joined, clusters = state.joined, self._view.clusters(state.joined.model)
         if joined.speed is None or not joined.speed.expert_read or not state.reads or joined.shape is None or clusters is None:
             return None
@@ -99,13 +107,13 @@ class ActiveClusterMix:
         return self._mixes.changed(state.joined.worker_id, sequences, reading.clusters, told=state.distinct is not None)
 
     def _read(self, key: tuple[str, int, int], reading: ReadingGroup, mixes: list[Tokens]) -> DistinctReads:
-        """In a thread; nobody else touches `key` meanwhile."""
+        """Compute expected reads in a thread. No other task touches `key` meanwhile."""
         known = self._misses.get(key)
         if known is None or known[0] != reading:
             known = self._misses[key] = reading, reading.misses()
         return read(known[1], mixes)
 
-    def _tell(self, state: EngineState, reading: ReadingGroup, reads: float, added: NDArray[np.float64]) -> None:
+    def _update(self, state: EngineState, reading: ReadingGroup, reads: float, added: NDArray[np.float64]) -> None:
         worker_id, speed = state.joined.worker_id, state.joined.speed
         if speed is not None and self._view.engine(worker_id) is state:
             self._view.set_distinct(worker_id, added)

@@ -1,7 +1,9 @@
-"""What became of decisions: how fast engines really are, what was regretted, and which experts running requests make engines read.
+"""Feedback on decisions: the measured speed of engines, the regret of choices, and the experts that running
+requests make engines read.
 
-`booked`, `first_token`, `emitted`, `released` and `reported` are for the hot path and only note; everything else is done every
-TICK_SECONDS. One decision per tick is looked at again, so that hindsight costs the same at any rate of requests.
+`booked`, `first_token`, `emitted`, `released` and `reported` are for the hot path and only take notes; the
+rest runs every TICK_SECONDS. One decision per tick is evaluated, so that the cost is the same at any request
+rate.
 """
 
 import asyncio
@@ -25,37 +27,39 @@ from router.telemetry.metrics import RankNow, RouterMetrics
 
 TICK_SECONDS = 0.25
 PROBE_BYTES = 16 * 1024 * 1024
-"""of decisions that wait for what their requests did; the oldest are re-priced without it"""
+"""memory of decisions that wait for the profile of their request; the oldest are re-priced without it"""
 PROBE_SECONDS = 120.0
-"""A decision whose request has told nothing for so long is re-priced without it."""
+"""Timeout for the profile of a request. Its decision is then re-priced without it."""
 _PROFILES_WAITING = 64
 _PROFILE_PAUSE_SECONDS = 0.02
-"""Between two messages of what requests activated: more than 50 a second are dropped unread."""
+"""Pause between two messages of request profiles: more than 50 a second are dropped unread."""
 _A_FEW_TOKENS = 16.0
-"""So many tokens' times count as one observation of a step."""
+"""Tokens whose times count as one full observation of a step."""
 
 
 def _pool(engine: EngineJoined) -> str | None:
-    """The base model of an engine that states no speed, which is learnt together with its like; None: it states one."""
+    """Return the base model of an engine without a stated speed: engines of one model are measured together.
+    None: the engine states a speed.
+    """
     return None if engine.speed is not None else engine.model
 
 
 class _Watched:
-    """One open booking that was made here."""
+    """One open booking of this router."""
 
-    __slots__ = ("decision", "share", "told_at", "undisturbed")
+    __slots__ = ("decision", "last_at", "share", "undisturbed")
 
     def __init__(self, decision: Decision, share: MixShare | None, *, waited: bool) -> None:
         self.decision = decision
         self.undisturbed = decision.ask.attempt == 1 and not waited
-        """a first attempt that got its place at once: its first token's time says something of its rank"""
+        """a first attempt that was admitted at once: its time to first token characterises its rank"""
         self.share = share
-        self.told_at: float | None = None
-        """when tokens came last, seconds on the router's clock; None: none has come"""
+        self.last_at: float | None = None
+        """time of the last tokens, seconds on the router's clock; None: none arrived yet"""
 
 
 class DecisionFeedback:
-    """State: open bookings, the paces of engines, probes. `bus` None: nobody tells what requests did."""
+    """State: open bookings, step times of engines, probes. bus None: no request profiles arrive."""
 
     def __init__(
         self, picker: Scheduler, metrics: RouterMetrics, threads: ThreadPoolExecutor, clock: Callable[[], float], bus: Bus | None, subjects: Subjects
@@ -69,10 +73,10 @@ class DecisionFeedback:
         self._mixing = ActiveClusterMix(picker.view, picker.reservations, threads)
         self._open: dict[Booking, _Watched] = {}
         self._paces: dict[int, ExpectedStepTime] = {}
-        """of engines that report how long their steps take"""
+        """for engines that report their step times"""
         self._waiting = WaitingProbes(PROBE_BYTES)
         self._probe: Probe | None = None
-        """the decision that reports are watched for; None: the next one is"""
+        """the decision whose load reports are being collected; None: the next decision is taken"""
         metrics.ranks = self._ranks
 
     async def run(self) -> None:
@@ -84,34 +88,41 @@ class DecisionFeedback:
 
     @property
     def watched(self) -> int:
-        """Open bookings that were made here."""
+        """Number of open bookings of this router."""
         return len(self._open)
 
     def worker(self, booking: Booking) -> int | None:
-        """worker_id that an open booking of this router is at; None: the booking is over, or another router's."""
+        """Return the worker_id of an open booking of this router; None: the booking is over, or another
+        router's.
+        """
         watched = self._open.get(booking)
         return None if watched is None else watched.decision.target.key[0]
 
     def expected_first_token(self, decision: Decision) -> float:
-        """Seconds from a decision to its first token at the chosen rank. A guess where its speed is neither stated nor measured: good
-        for saying when a prompt may count as computed, not for showing or refusing."""
+        """Return the expected seconds from a decision to its first token at the chosen rank.
+
+        A rough guess if the speed is neither stated nor measured: good enough for when a prompt counts as
+        computed, but not for display or refusal.
+        """
         expected, (prefill, decode) = first_token(decision, self._mixing.surcharge(decision.target.key[0])), self._factors(decision)
         return prefill * expected.prefill + decode * expected.beside
 
-    # What happens to requests
+    # Events of requests
 
     def booked(self, decision: Decision, booking: Booking, *, waited: bool = False) -> None:
-        """waited: it did, for a place; what its rank is at then is hardly what is known of it."""
+        """Record a booking. waited: the request was queued; the rank's state then differs from the recorded
+        one.
+        """
         self._open[booking] = _Watched(decision, self._mixing.booked(decision), waited=waited)
         if self._probe is None:
             self._probe = self._look_at(decision, booking.booked_at)
 
     def first_token(self, booking: Booking, now: float) -> None:
-        """The first token came."""
+        """Record the first token, and update the speed of prefill."""
         watched = self._open.get(booking)
-        if watched is None or watched.told_at is not None:
+        if watched is None or watched.last_at is not None:
             return
-        watched.told_at = now
+        watched.last_at = now
         decision = watched.decision
         if watched.undisturbed and self._known(decision):
             surcharge = self._mixing.surcharge(decision.target.key[0])
@@ -122,16 +133,18 @@ class DecisionFeedback:
             self._picker.speeds.prefilled(decision.target, self._row(decision), expected.prefill, decode * expected.beside, observed)
 
     def emitted(self, booking: Booking, tokens: int, now: float) -> None:
-        """So many tokens came since this was said last. Tells the speed of engines that do not report it themselves."""
+        """Record tokens that arrived since the last call. This measures the speed of engines that do not
+        report it.
+        """
         watched = self._open.get(booking)
         if watched is None or watched.decision.target.key[0] in self._paces:
             return
-        if watched.told_at is not None and tokens > 0 and self._known(watched.decision):
-            decision, seconds = watched.decision, (now - watched.told_at) / tokens
+        if watched.last_at is not None and tokens > 0 and self._known(watched.decision):
+            decision, seconds = watched.decision, (now - watched.last_at) / tokens
             expected = step(decision, self._mixing.surcharge(decision.target.key[0]))
             weight, engine = min(tokens / _A_FEW_TOKENS, 1.0), decision.target.engine
             self._picker.speeds.stepped(decision.target.key, self._row(decision), expected, seconds, weight, pool=_pool(engine))
-        watched.told_at = now
+        watched.last_at = now
 
     def released(self, booking: Booking) -> None:
         watched = self._open.pop(booking, None)
@@ -139,7 +152,7 @@ class DecisionFeedback:
             watched.share.end()
 
     def reported(self, load: KvMetrics) -> None:
-        """A rank's own word. ValueError when its steps take no time or for ever."""
+        """Record the load report of a rank. ValueError when its step time is not positive and finite."""
         seconds = load.step_seconds
         state = self._view.engine(load.worker_id)
         if seconds is None or state is None or not 0 <= load.dp_rank < len(state.rows):
@@ -151,15 +164,15 @@ class DecisionFeedback:
             pace = self._paces[load.worker_id] = ExpectedStepTime(state.joined.speed or REFERENCE, len(state.rows))
         predicted = pace.reported(load.dp_rank, load.running or 0, load.active_decode_blocks or 0, self._mixing.surcharge(load.worker_id))
         if not load.running:
-            return  # the steps were those of a load that is over
+            return  # the step times belong to a load that has ended
         self._picker.speeds.stepped((load.worker_id, load.dp_rank), state.rows[load.dp_rank], predicted, seconds, pool=_pool(state.joined))
 
     def forget_worker(self, worker_id: int) -> None:
-        """An incarnation is gone for good."""
+        """Drop the state of an incarnation that will not return."""
         self._paces.pop(worker_id, None)
         self._mixing.forget_worker(worker_id)
 
-    # What is done every now and then
+    # Periodic work
 
     async def _tick(self) -> None:
         while True:
@@ -170,17 +183,21 @@ class DecisionFeedback:
             await asyncio.sleep(TICK_SECONDS)
 
     def _look_at(self, decision: Decision, now: float) -> Probe | None:
-        """None: the house has changed since it was decided. The load of ranks that were no candidates is that of now."""
+        """Make a probe of a decision; None: its ranks have changed since. The load of ranks that were no
+        candidates is the present one.
+        """
         roster = decision.roster
         if self._view.roster(decision.ask.model) is not roster or decision.measured is not None:
-            return None  # regret is counted in milliseconds
+            return None  # only costs in milliseconds have a regret
         load = self._picker.reservations.load(roster.rows, now)
         load[:, decision.at] = decision.load
         self._picker.reservations.watch()
         return Probe(decision, self._view.prices(decision.ask.model), load, now)
 
     def _look_back(self, now: float) -> None:
-        """Once reports had the time to come, it is known by how much they differ from what was believed when the probe was decided."""
+        """Correct the probe's load. By now load reports have arrived, and show the error of the load assumed
+        at the decision.
+        """
         probe = self._probe
         if probe is not None and now - probe.made_at >= TICK_SECONDS:
             self._probe = None
@@ -204,18 +221,18 @@ class DecisionFeedback:
                 truth = truth._replace(cached_tokens=profile.cached_tokens)
         self._metrics.regret(decision.ask.model, regret_ms(decision, truth, probe.prices) / 1000.0)
 
-    # What ranks tell of requests
+    # Request profiles from ranks
 
     async def _listen(self, bus: Bus) -> None:
-        async with bus.subscribe(self._subjects.requests_profiled(), self._subjects.requests_read, limit=_PROFILES_WAITING) as said:
+        async with bus.subscribe(self._subjects.requests_profiled(), self._subjects.requests_read, limit=_PROFILES_WAITING) as subscription:
             dropped = 0
-            async for received in said:
+            async for received in subscription:
                 if isinstance(received.message, RequestsProfiled):
                     self._profiled(received.message)
                 else:
                     self._metrics.bus_refused.inc()
-                self._metrics.profiled("unread", said.dropped - dropped)
-                dropped = said.dropped
+                self._metrics.profiled("unread", subscription.dropped - dropped)
+                dropped = subscription.dropped
                 await asyncio.sleep(_PROFILE_PAUSE_SECONDS)
 
     def _profiled(self, message: RequestsProfiled) -> None:
@@ -234,11 +251,11 @@ class DecisionFeedback:
                 self._settle(probe, profile, message.clusters)
 
     def _known(self, decision: Decision) -> bool:
-        """Whether its engine is not forgotten yet: afterwards its row may be another's."""
+        """True until the engine is forgotten: afterwards its row may belong to another engine."""
         return self._view.engine(decision.target.key[0]) is not None
 
     def _factors(self, decision: Decision) -> tuple[float, float]:
-        """Of the chosen rank's predicted prefill and decode seconds, by what is known now."""
+        """Return the present factors of the chosen rank's predicted prefill and decode seconds."""
         roster, key = self._view.roster(decision.ask.model), decision.target.key
         if key in roster.index:
             return self._picker.speeds.of(roster, roster.index[key])
@@ -248,7 +265,8 @@ class DecisionFeedback:
         return int(decision.roster.rows[decision.at[decision.chosen]])
 
     def _ranks(self) -> Iterator[RankNow]:
-        """Every rank that can be chosen, as it stands, once: under its base model where it serves several."""
+        """Yield the state of every rank that can be chosen, once: under its base model if it serves several.
+        """
         now = self._clock()
         for model in self._view.models(live=True):
             roster = self._view.roster(model)

@@ -1,4 +1,6 @@
-"""Tells the tracker what became of requests: what was known of each, and what was expected of it where it ran. Batched and bounded."""
+"""Reports of finished requests to the tracker: the keys of each request, and the prediction for the rank that
+served it. Batched and bounded.
+"""
 
 import asyncio
 import contextlib
@@ -29,7 +31,9 @@ class _Ended(NamedTuple):
 
 
 class OutcomeReporter:
-    """`note` is for the hot path and only queues; `run` publishes every so many seconds, and at once when BATCH wait."""
+    """Queue of finished requests. `note` is for the hot path and only queues; `run` publishes at a fixed
+    interval, and at once when BATCH requests wait.
+    """
 
     def __init__(self, bus: Bus, subjects: Subjects, metrics: RouterMetrics, *, seconds: float, most: int) -> None:
         self._publisher = bus.publisher(subjects.requests_finished)
@@ -40,8 +44,9 @@ class OutcomeReporter:
         self._many = asyncio.Event()
 
     def note(self, decision: Decision, prompt: Prompt, *, reported: bool = False) -> None:
-        """A choice ended well, as this decision's rank served it. Where neither it nor its answer (`reported`) tells of experts,
-        there is nothing to compare with."""
+        """Queue a choice that this decision's rank completed. Skipped if neither the engine nor its answer
+        (`reported`) reports experts: then there is nothing to compare a prediction with.
+        """
         engine = decision.target.engine
         if engine.shape is None or not (engine.capabilities.experts or reported):
             return
@@ -56,7 +61,7 @@ class OutcomeReporter:
     async def run(self) -> None:
         """Publish until cancelled."""
         while True:
-            with contextlib.suppress(TimeoutError):  # then few wait, and they have waited long enough
+            with contextlib.suppress(TimeoutError):  # the interval passed with less than a batch
                 async with asyncio.timeout(self._seconds):
                     await self._many.wait()
             self._many.clear()
@@ -70,20 +75,20 @@ class OutcomeReporter:
             try:
                 await self._publisher.publish(RequestsFinished(model=model, tables=tables, clusters=clusters, requests=outcomes))
             except BusError as error:
-                log.warning("%d outcomes could not be told: %s", len(outcomes), error)
+                log.warning("%d outcomes could not be reported: %s", len(outcomes), error)
                 self._metrics.outcomes_dropped.inc(len(outcomes))
             else:
                 self._metrics.outcomes_published.inc(len(outcomes))
 
 
 def _about(ended: _Ended) -> tuple[str, int, int]:
-    """Model, tables version and cluster version; versions 0: there were no tables."""
+    """Return model, tables version and cluster version; versions 0: there were no tables."""
     outlook = ended.decision.outlook
     return (ended.decision.ask.model, 0, 0) if outlook is None else (ended.decision.ask.model, outlook.forecast.tables, outlook.forecast.clusters)
 
 
 def _outcomes(ended: list[_Ended]) -> tuple[RequestOutcome, ...]:
-    """Of decisions made with the same tables."""
+    """Convert requests whose decisions used the same tables."""
     weights = [one.decision.outlook.forecast.weights for one in ended if one.decision.outlook is not None]
     packed = pack(np.stack(weights)) if weights else np.zeros((len(ended), PACKED), np.uint8)
     return tuple(_outcome(one, row.tobytes()) for one, row in zip(ended, packed, strict=True))
@@ -110,7 +115,9 @@ def _outcome(ended: _Ended, predicted: bytes) -> RequestOutcome:
 
 
 def _spread(decision: Decision) -> float | None:
-    """By how much the nearest of the candidates of the chosen rank's engine stands out among them (`RequestOutcome.spread`)."""
+    """Return the lead of the most local candidate over the mean of the candidates of the chosen engine
+    (`RequestOutcome.spread`).
+    """
     outlook, engines = decision.outlook, decision.roster.engine[decision.at]
     if outlook is None:
         return None
@@ -119,5 +126,5 @@ def _spread(decision: Decision) -> float | None:
 
 
 def _u32(ids: list[int]) -> bytes:
-    """u32 little endian; ids are checked at the edge."""
+    """Encode as u32 little endian; ids were validated on entry."""
     return np.asarray(ids, "<u4").tobytes()

@@ -1,4 +1,6 @@
-"""Reports on behalf of engines that do not report: what their answers say of experts, counted in a thread and told to the tracker."""
+"""Reports on behalf of engines that do not report experts: the routing in their answers is counted in a
+thread and published to the tracker.
+"""
 
 import asyncio
 import logging
@@ -21,22 +23,25 @@ from router.telemetry.metrics import RouterMetrics
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 64
-"""Answers that wait to be counted; more are let go."""
+"""Answers that may wait to be counted; further ones are dropped."""
 MOST_BYTES = 64 * 1024 * 1024
-"""and what they may take together"""
+"""memory limit of these answers"""
 WHOLE_PROFILES_PER_SECOND = 2.0
-"""Requests of which the whole profile is told, for clusters to be learnt from; the others are told by their signature alone."""
+"""Rate of requests whose complete profile is published, for clustering; of the others only the signature is.
+"""
 
 
 class _Passed(NamedTuple):
     decision: Decision
-    said: list[bytes]
+    routing: list[bytes]
     size: int
     usage: TokenUsage
 
 
 class RoutedExpertsReporter:
-    """`tap` and `note` are for the hot path; `run` counts and publishes. Answers wait in a bounded queue; what does not fit is dropped and counted."""
+    """Queue of answers with expert routing. `tap` and `note` are for the hot path; `run` counts and
+    publishes. The queue is bounded; what does not fit is dropped and counted.
+    """
 
     def __init__(self, bus: Bus, subjects: Subjects, view: FleetView, metrics: RouterMetrics, threads: ThreadPoolExecutor, most_event_bytes: int) -> None:
         self._imports = bus.publisher(subjects.imports)
@@ -51,23 +56,25 @@ class RoutedExpertsReporter:
         self._allowed_at: float | None = None
 
     def tap(self, decision: Decision) -> RoutedExpertsParser | None:
-        """What listens to an answer; None where the engine reports itself, or its model's experts are unknown."""
+        """Return a parser for an answer; None if the engine reports on its own account, or its model's
+        experts are unknown.
+        """
         engine = decision.target.engine
         return None if engine.shape is None or engine.capabilities.experts else RoutedExpertsParser(self._most_event_bytes)
 
     def note(self, decision: Decision, tap: RoutedExpertsParser, usage: TokenUsage) -> bool:
-        """An answer has passed; whether it spoke of experts, and will be told."""
-        said = tap.found()
+        """Queue the routing of a completed answer. True when it contained any and will be reported."""
+        found = tap.found()
         if tap.too_long:
             self._metrics.routings("too_long")
-        if not said:
+        if not found:
             return False
-        size = sum(map(len, said))
+        size = sum(map(len, found))
         if self._waiting.full() or self._bytes + size > MOST_BYTES:
             self._metrics.routings("dropped")
             return False
         self._bytes += size
-        self._waiting.put_nowait(_Passed(decision, said, size, usage))
+        self._waiting.put_nowait(_Passed(decision, found, size, usage))
         return True
 
     async def run(self) -> None:
@@ -75,35 +82,35 @@ class RoutedExpertsReporter:
         while True:
             passed = await self._waiting.get()
             try:
-                await self._tell(passed)
+                await self._publish(passed)
             finally:
                 self._bytes -= passed.size
 
-    async def _tell(self, passed: _Passed) -> None:
+    async def _publish(self, passed: _Passed) -> None:
         engine = passed.decision.target.engine
         assert engine.shape is not None
         clusters, loop = self._view.clusters(engine.model), asyncio.get_running_loop()
-        work = (passed, engine.shape, clusters, self._may_tell_all(loop.time()))
+        work = (passed, engine.shape, clusters, self._may_sample(loop.time()))
         try:
-            said = await loop.run_in_executor(self._threads, _reports, *work)
+            reports = await loop.run_in_executor(self._threads, _reports, *work)
         except ValueError as error:
             log.warning("an answer of engine %s is not counted: %s", engine.engine, error)
             self._metrics.routings("bad")
             return
-        if said is None:
+        if reports is None:
             self._metrics.routings("empty")
             return
         try:
-            await self._imports.publish(said[0])
-            await self._profiles.publish(said[1])
+            await self._imports.publish(reports[0])
+            await self._profiles.publish(reports[1])
         except BusError as error:
-            log.warning("what engine %s activated could not be told: %s", engine.engine, error)
+            log.warning("the experts that engine %s activated could not be reported: %s", engine.engine, error)
             self._metrics.routings("dropped")
         else:
             self._metrics.routings("told")
 
-    def _may_tell_all(self, now: float) -> bool:
-        """A token bucket of one second."""
+    def _may_sample(self, now: float) -> bool:
+        """Take a token from a bucket that holds one second's worth."""
         passed = 0.0 if self._allowed_at is None else now - self._allowed_at
         self._allowance = min(WHOLE_PROFILES_PER_SECOND, self._allowance + passed * WHOLE_PROFILES_PER_SECOND)
         self._allowed_at = now
@@ -113,29 +120,31 @@ class RoutedExpertsReporter:
         return True
 
 
-def _reports(passed: _Passed, shape: ModelShape, clusters: ClusterModel | None, whole: bool) -> tuple[CountsImported, RequestsProfiled] | None:
-    """What is told of one answer; None when nothing was computed. Pure, and long enough for a thread. ValueError as `counted`."""
-    found = counted(passed.said, shape, passed.usage)
+def _reports(passed: _Passed, shape: ModelShape, clusters: ClusterModel | None, sampled: bool) -> tuple[CountsImported, RequestsProfiled] | None:
+    """Return the reports of one answer; None when nothing was computed. Pure, and slow enough for a thread.
+    ValueError as in `counted`.
+    """
+    found = counted(passed.routing, shape, passed.usage)
     if found is None or found.tokens < 1:
         return None
     decision = passed.decision
     worker_id, rank = decision.target.key
     engine = decision.target.engine
     counts = ExpertCounts.of(found.prompt + found.completion)
-    said = CountsImported(model=engine.model, digest=f"answer {decision.id}", tokens=found.tokens, counts=counts)
+    imported = CountsImported(model=engine.model, digest=f"answer {decision.id}", tokens=found.tokens, counts=counts)
     fits = clusters is not None and clusters.profiles.shape[1:] == (shape.layers, shape.experts)
     profile = RequestProfile(
         decision=decision.id,
         tokens=found.tokens,
         cached_tokens=found.cached,
         signature=_signature(found, clusters if fits else None),
-        sample=SampledProfile(prompt=ExpertCounts.of(found.prompt), completion=ExpertCounts.of(found.completion)) if whole else None,
+        sample=SampledProfile(prompt=ExpertCounts.of(found.prompt), completion=ExpertCounts.of(found.completion)) if sampled else None,
     )
     version = clusters.version if clusters is not None and fits else 0
-    return said, RequestsProfiled(engine=engine.engine, worker_id=worker_id, rank=rank, model=engine.model, epoch=0, clusters=version, requests=(profile,))
+    return imported, RequestsProfiled(engine=engine.engine, worker_id=worker_id, rank=rank, model=engine.model, epoch=0, clusters=version, requests=(profile,))
 
 
 def _signature(found: RoutedCounts, clusters: ClusterModel | None) -> bytes:
-    """Packed; without clusters nothing is named."""
+    """Return the packed signature; without clusters a neutral one."""
     weights = np.zeros(1, np.float32) if clusters is None else clusters.signature(found.prompt + found.completion)
     return pack(weights).tobytes()

@@ -1,1 +1,1 @@
-"""One HTTP exchange as values: the answer over ASGI, and the memory that bodies hold. Pure."""
+"""One HTTP exchange as values: the response over ASGI, and the memory that bodies hold. Pure."""

@@ -1,4 +1,4 @@
-"""The answer to one HTTP request over ASGI: begun once, ended once."""
+"""Response to one HTTP request over ASGI: started once, ended once."""
 
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -13,7 +13,9 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class AsgiResponse:
-    """`status` is 0 until the answer has begun. `before_end` is called when nothing more can go wrong for the client."""
+    """Response of one request. `status` is 0 until it has started. `before_end` is called when nothing can
+    fail for the client any longer.
+    """
 
     def __init__(self, send: Send, before_end: Callable[[], object]) -> None:
         self._send = send
@@ -24,7 +26,7 @@ class AsgiResponse:
 
     @property
     def streams_events(self) -> bool:
-        """Whether the answer that has begun is a stream of server-sent events."""
+        """True when the response that has started is a stream of server-sent events."""
         return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self._headers)
 
     async def start(self, status: int, headers: Headers) -> None:
@@ -32,7 +34,7 @@ class AsgiResponse:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:
-        """Waits while the client reads too slowly."""
+        """Send a piece of the body. Waits while the client reads too slowly."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
@@ -41,7 +43,9 @@ class AsgiResponse:
         await self._send({"type": "http.response.body", "body": data})
 
     def abandon(self) -> None:
-        """Leave the answer unfinished. The HTTP server then closes the connection, by which the client sees that something is missing."""
+        """Leave the response unfinished. The HTTP server then closes the connection, so that the client
+        detects the truncation.
+        """
         self.ended = True
         self._before_end()
 
@@ -50,17 +54,17 @@ class AsgiResponse:
         await self.end(body)
 
     async def error(self, error: ApiError, headers: Headers) -> None:
-        """OpenAI's error body, with Retry-After where the error knows when."""
+        """Send OpenAI's error body, with Retry-After if the error has one."""
         await self.whole(error.status, [*headers, *error_headers(error)], error.body())
 
 
 def error_headers(error: ApiError) -> Headers:
-    """Headers of the answer that carries an error."""
+    """Return the headers of the response that carries an error."""
     headers = [(b"content-type", b"application/json")]
     if error.retry_after is not None:
         headers.append((b"retry-after", str(max(1, round(error.retry_after))).encode()))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.status in (401, 403, 413) or error.code == BODIES_FULL:
-        headers.append((b"connection", b"close"))  # the body, or the rest of it, is not read
+        headers.append((b"connection", b"close"))  # part of the body stays unread
     return headers

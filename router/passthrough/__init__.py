@@ -1,2 +1,2 @@
-"""The door to servers that Roost does not run: any OpenAI-compatible server, spoken to with the client's
-own bytes."""
+"""Passthrough to servers that Roost does not run: any OpenAI-compatible server, with the client's own bytes.
+"""

@@ -1,4 +1,4 @@
-"""Requests that go to one certain server, without a decision: objects by id, lists, administration."""
+"""Requests for one particular server, without a decision: objects by id, lists, administration."""
 
 import math
 from collections.abc import Iterable
@@ -17,23 +17,24 @@ from router.telemetry.request_log import RequestLog
 from router.upstream.rank_client import Call, Patience, UpstreamFailed, UpstreamRequest
 
 SERVER_HEADER = "x-roost-server"
-"""Names the server of such a request, where there are several."""
+"""Header that names the server of such a request, if there are several."""
 MOST_ASKED = 64
-"""Servers that are asked for an object of which nothing is known."""
+"""Most servers that are queried for an object of unknown location."""
 _ASK_SECONDS = 10.0
-"""for each of them to say whether it has it"""
+"""timeout of each of these queries"""
 
 
 class DirectRequests:
-    """Passes on what belongs to one server."""
+    """Forwarder of requests that belong to one server."""
 
     def __init__(self, service: RouterService, located: ObjectLocations) -> None:
         self._service = service
         self._located = located
 
     async def run(self, route: ForeignRoute, exchange: RequestLog, reply: AsgiResponse, headers: Headers, sent: UpstreamRequest) -> None:
-        """`sent` without a URL. ApiError 404 for an object that no server has, 400 when a server must be
-        named, 503 when it is away."""
+        """Forward a request. sent: without a URL. ApiError 404 for an object that no server has, 400 when a
+        server must be named, 503 when the server is unavailable.
+        """
         if route.kind is RouteKind.OBJECT:
             place = self.place_of(route.object_id, exchange)
             if place is None:
@@ -50,15 +51,16 @@ class DirectRequests:
             raise _failed(server, failed) from failed
 
     def place_of(self, object_id: str, exchange: RequestLog) -> ObjectLocation | None:
-        """Where an object is known to be. ApiError 404 when it is another tenant's."""
+        """Return the known location of an object. ApiError 404 when it is another tenant's."""
         place = self._located.find(object_id)
         if place is not None and exchange.caller.tenant not in ("", place.tenant):
             raise _no_object(object_id)
         return place
 
     async def find(self, object_id: str, path: str, exchange: RequestLog) -> ObjectLocation:
-        """Where an object is, asking every server if it must. path: that answers 200 where it is. ApiError
-        404 when no server has it."""
+        """Return the location of an object, querying every server if it is unknown. path: a path that the
+        right server answers with 200. ApiError 404 when no server has the object.
+        """
         place = self.place_of(object_id, exchange)
         if place is not None:
             return place
@@ -72,7 +74,7 @@ class DirectRequests:
         raise _no_object(object_id)
 
     async def _ask_all(self, route: ForeignRoute, exchange: RequestLog, reply: AsgiResponse, headers: Headers, sent: UpstreamRequest) -> None:
-        """The first server that neither says 404 nor fails has it."""
+        """Forward the answer of the first server that neither answers 404 nor fails."""
         servers = self._servers()
         for number, server in enumerate(servers, 1):
             try:
@@ -86,7 +88,7 @@ class DirectRequests:
         raise _no_object(route.object_id)
 
     def _servers(self) -> list[EngineState]:
-        """The live servers that speak text, at most MOST_ASKED."""
+        """Return the live servers that speak text, at most MOST_ASKED."""
         live = (state for state in self._service.view.engines() if state.dialect == "text" and state.obstacle is None)
         return sorted(live, key=lambda state: state.joined.engine)[:MOST_ASKED]
 
@@ -98,7 +100,7 @@ class DirectRequests:
         if not servers:
             raise ApiError(503, "no server that takes this is live", code="no_engine", retry_after=2.0)
         problem = f"there is no live server {name[:64]!r}" if name else "this goes to one server"
-        sees = caller.rights & {METRICS, ADMIN}  # names are often addresses
+        sees = caller.rights & {METRICS, ADMIN}  # server names are often addresses
         raise ApiError(
             400,
             f"{problem}: name it in the header {SERVER_HEADER}" + (f"; there are {_listed(servers)}" if sees else ""),
@@ -118,7 +120,9 @@ class DirectRequests:
         return state
 
     def _call(self, server: EngineState, exchange: RequestLog, sent: UpstreamRequest, seconds: float | None = None) -> Call:
-        """seconds: for the whole answer; None: as any answer that is not streamed."""
+        """Prepare the upstream call. seconds: timeout of the complete answer; None: the timeout of any
+        unstreamed answer.
+        """
         credentials, url = self._service.credentials, server.joined.urls[0]
         key = credentials.backend_key_of(url)
         own: Headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in exchange.pass_on.items()]
@@ -132,7 +136,7 @@ class DirectRequests:
         return self._service.upstream.forward(msgspec.structs.replace(sent, url=url, headers=headers), stream=False, patience=patience)
 
     async def _pass(self, call: Call, reply: AsgiResponse, headers: Headers) -> None:
-        """The answer, piece by piece as it comes."""
+        """Pass the answer on piece by piece, as it arrives."""
         length = [(b"content-length", value) for name, value in call.headers if name.lower() == b"content-length"]
         await reply.start(call.status, to_client(call.headers, [*headers, *length]))
         while data := await call.read():

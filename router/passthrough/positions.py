@@ -1,4 +1,5 @@
-"""Finds where another server can continue a stream, by asking it for the text of the last ids."""
+"""Search for the position at which another server can continue a stream: the server detokenises the last ids.
+"""
 
 import logging
 
@@ -12,9 +13,9 @@ from router.upstream.rank_client import Patience, Upstream, UpstreamFailed, Upst
 log = logging.getLogger(__name__)
 
 _SECONDS = 5.0
-"""for one text"""
+"""timeout of one request"""
 _MOST_BYTES = 1024 * 1024
-"""of one answer"""
+"""size limit of one answer"""
 
 
 class _Detokenized(msgspec.Struct):
@@ -25,7 +26,9 @@ _DETOKENIZED: msgspec.json.Decoder[_Detokenized] = msgspec.json.Decoder(_Detoken
 
 
 async def find_position(course: Continuable, upstream: Upstream, url: str, headers: Headers, model: str) -> None:
-    """Ask until the client's text is met. A server that cannot tell leaves the position that is known."""
+    """Query the server until the client's text is found. If the server cannot detokenise, the known position
+    is kept.
+    """
     try:
         before = await _text_of(course.context_of(0), upstream, url, headers, model)
         for ids in course.positions():
@@ -33,12 +36,13 @@ async def find_position(course: Continuable, upstream: Upstream, url: str, heade
             if course.fits(ids, before, text):
                 return
     except (UpstreamFailed, ApiError, ValueError) as error:
-        log.info("%s does not tell the text of ids: %s", url, error)
+        log.info("%s does not detokenise ids: %s", url, error)
 
 
 async def _text_of(ids: list[int], upstream: Upstream, url: str, headers: Headers, model: str) -> str:
-    """ValueError when the server's /detokenize says no text; UpstreamFailed or ApiError when it does not
-    answer."""
+    """Return the text of ids. ValueError when the server's /detokenize returns no text; UpstreamFailed or
+    ApiError when it does not answer.
+    """
     sent = UpstreamRequest("POST", url, "/detokenize", headers, msgspec.json.encode({"model": model, "tokens": ids}))
     async with upstream.forward(sent, stream=False, patience=Patience(_SECONDS, _SECONDS, _SECONDS)) as call:
         answer = b""

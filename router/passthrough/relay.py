@@ -1,7 +1,7 @@
-"""Answers a request with servers that speak text: the body goes there as it came, and the answer comes back
-as it is.
+"""Answer a request with servers that speak text: the body and the answer pass unchanged.
 
-Another server is tried while the client has nothing yet; afterwards the answer ends with an error event.
+Another server is tried while the client has received nothing; afterwards a failed answer ends with an error
+event.
 """
 
 from typing import NoReturn
@@ -29,24 +29,24 @@ from router.telemetry.tracing import AttemptTrace
 from router.upstream.rank_client import Call, UpstreamFailed, UpstreamRefusal, UpstreamRequest, api_error
 
 _COUNTED_EVERY = 16
-"""events, each taken for a token, after which the booking's remaining tokens are updated"""
+"""events between two updates of a booking's remaining tokens; each event counts as one token"""
 _TAIL_BYTES = 4096
-"""Kept of a stream, to read its usage from."""
+"""End of a stream that is kept to read its usage from."""
 _BUSY = frozenset({429, 529})
-"""529 is Anthropic's."""
+"""529 is Anthropic's status for overload."""
 _RETRY_SECONDS = b"2"
-"""For clients of a server that is busy or down and does not say when to come back."""
+"""Retry-After for clients of a busy or failed server that sends none."""
 _BODILESS = frozenset({204, 304})
 _DONE = b"[DONE]"
 _DECISION_HEADER = DECISION_HEADER.encode()
 
 
 class _Ended(ApiError):
-    """The answer that has begun cannot be finished; the text says why."""
+    """An answer that has begun cannot be finished; the text says why."""
 
 
 class Relay:
-    """One request, from server to server until one answers."""
+    """One request, tried at one server after another until one answers."""
 
     def __init__(
         self,
@@ -68,16 +68,17 @@ class Relay:
         self._prompt = TextPrompt(request.asked.prompt, exchange.model, exchange.block_seed, request.asked.prompt_bytes)
         self._failures: tuple[tuple[RankKey, AttemptFailure], ...] = ()
         self._reported = False
-        """the answer named the experts that were chosen"""
+        """the answer contained its expert routing"""
         self._events: EventStream | None = None
-        """of the present attempt, if its answer is a stream"""
+        """stream of the present attempt, if its answer is a stream"""
         self._course: Continuable | None = None
-        """of an answer that may be continued by another server"""
+        """state of an answer that another server may continue"""
         self._begun: BegunAnswer | None = None
 
     async def run(self) -> None:
-        """ApiError when no server answers, or when the answer breaks off after it has begun
-        (`AsgiResponse.status` tells)."""
+        """Answer the request. ApiError when no server answers, or when the answer breaks off after it has
+        begun (see `AsgiResponse.status`).
+        """
         attempt, fruitless, replaces = 1, 0, None
         refused: UpstreamRefusal | None = None
         while True:
@@ -91,7 +92,7 @@ class Relay:
                     await self._broken(f"no other server could continue it: {error.message}", error)
                 if refused is None:
                     raise
-                await self._refuse(refused)  # rather than the router's summary of what the servers said
+                await self._refuse(refused)  # the server's own error is more precise than the router's summary
                 return
             if failed is None:
                 return
@@ -109,18 +110,20 @@ class Relay:
 
     @property
     def _progress(self) -> int:
-        """Tokens that have come, where they are counted."""
+        """Tokens received, if they are counted."""
         return 0 if self._course is None else len(self._course.ids)
 
     def _why_not_continued(self) -> str | None:
-        """Why an answer that has begun cannot be continued by another server; None: it can, or has not
-        begun."""
+        """Return why an answer that has begun cannot be continued by another server; None: it can, or has not
+        begun.
+        """
         if not self._reply.status:
             return None
         return "this answer cannot be continued by another server" if self._course is None else self._course.why_not()
 
     async def _again(self, failed: UpstreamFailed, attempts: int, refused: UpstreamRefusal | None) -> bool:
-        """True: ask another server. False: the client has got the last server's own answer instead."""
+        """Return true to try another server, or false after sending the client the last server's own error.
+        """
         try:
             if attempts >= self._service.config.max_attempts or not (self._request.repeatable or failed.how is AttemptFailure.CONNECT):
                 raise failed.refusal(attempts)
@@ -135,13 +138,13 @@ class Relay:
         return True
 
     async def _broken(self, why: str, cause: Exception) -> NoReturn:
-        """The answer has begun and cannot be finished: ApiError."""
+        """Raise ApiError for an answer that has begun and cannot be finished."""
         if self._events is not None and self._events.separator():
             await self._reply.write(self._events.separator())
         raise _Ended(502, f"the server broke off its answer ({why}); ask again", code="upstream_failed") from cause
 
     async def _try(self, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
-        """One attempt at one server; its booking and its span end here, whatever happens."""
+        """Make one attempt at one server. Its booking and its span end here in every case."""
         about, begun, course = self._exchange, bool(self._reply.status), self._course
         prompt, output = self._prompt, self._request.output
         if begun and course is not None:
@@ -183,16 +186,18 @@ class Relay:
                 span.end(ended)
 
     def _longer_prompt(self, text: bytes) -> TextPrompt:
-        """The prompt of a continuation, as far as it is known as text."""
-        asked, about = self._request.asked, self._exchange
-        if asked.prompt_bytes is not None:
-            return TextPrompt(asked.prompt, about.model, about.block_seed, asked.prompt_bytes + len(text))
-        return TextPrompt(asked.prompt + text, about.model, about.block_seed)
+        """Return the prompt of a continuation, as far as its text is known."""
+        fields, about = self._request.asked, self._exchange
+        if fields.prompt_bytes is not None:
+            return TextPrompt(fields.prompt, about.model, about.block_seed, fields.prompt_bytes + len(text))
+        return TextPrompt(fields.prompt + text, about.model, about.block_seed)
 
     # One server
 
     async def _attempt(self, decision: Decision, booking: Booking, span: AttemptTrace | None) -> bool:
-        """True: the server served the request. False: it refused it, and the client knows."""
+        """Forward the request to one server. True: it served the request. False: it refused, and the client
+        has its answer.
+        """
         request, target, self._events = self._request, self._request.target, None
         body = request.body
         if self._reply.status:
@@ -225,8 +230,10 @@ class Relay:
                 self._unstreamed.end(call)
 
     def _continuable(self, decision: Decision) -> Continuable | None:
-        """The record of the answer as it passes, for another server; None: the chosen one returns no
-        ids, it is no stream of text, or the body is large: reading all of its fields would keep the loop."""
+        """Return the state for a continuation by another server; None: the chosen server returns no ids, the
+        answer is no stream of text, or the body is large: parsing all of its fields would block the event
+        loop.
+        """
         path, _, _ = self._request.target.partition("?")
         self._course = None
         if (
@@ -241,8 +248,9 @@ class Relay:
         return self._course
 
     async def _continuation(self, decision: Decision) -> bytes | None:
-        """The body for a server that shall continue; None: every token has come. ApiError when the rest
-        would not be exact."""
+        """Return the body for the server that continues; None: every token has arrived. ApiError when the
+        continuation would not be exact.
+        """
         course = self._course
         assert course is not None
         try:
@@ -254,7 +262,7 @@ class Relay:
             await self._broken(str(inexact), inexact)
 
     async def _end_continued(self) -> None:
-        """Only the end of the stream was missing."""
+        """Send the end of a stream of which only the end was missing."""
         assert self._course is not None
         await self._reply.end(self._course.ending())
 
@@ -265,22 +273,24 @@ class Relay:
             own.append((name.encode(), value.encode("latin-1", "replace")))
         own.append((b"x-request-id", exchange.request_id.encode()))
         own.append((_DECISION_HEADER, decision.id.encode()))
-        if exchange.caller.tenant:  # a server may trust this header: it must not name another tenant than the key does
+        if exchange.caller.tenant:  # a server may trust this header, so it must name the tenant of the key
             own.append((self._service.config.tenant_header.encode(), exchange.caller.tenant.encode()))
         if self._reply.status:
-            own.append((b"content-type", b"application/json"))  # what continues is the router's own request
+            own.append((b"content-type", b"application/json"))  # a continuation is a request of the router's own
         if key is not None:
             own.append((b"authorization", f"Bearer {key}".encode("latin-1", "replace")))
         return to_server(self._request.headers, own, credentials=key is None and self._request.own_credentials)
 
     def _own_key(self, decision: Decision) -> bool:
-        """True where the chosen server judges the client's own key."""
+        """True when the chosen server validates the client's own key."""
         return self._request.own_credentials and self._service.credentials.backend_key_of(decision.target.url) is None
 
     async def _judge(self, decision: Decision, call: Call) -> None:
-        """Judge an error: UpstreamFailed where another server may do better. What is about the request, or
-        about the client's own key, is the answer. So is any 403: what a server forbids to this router is a
-        matter of policy, and no fault of its own."""
+        """Classify an error status. UpstreamFailed when another server may succeed.
+
+        An error about the request, or about the client's own key, is the answer. So is any 403: a server that
+        forbids something to this router applies a policy, and does not fail.
+        """
         busy, own_fault = call.status in _BUSY, call.status >= 500 or bool(self._reply.status)
         if call.status == 401 and not self._own_key(decision):
             detail = f"{decision.target.url}: HTTP 401: the server refused the router's key; set backend_key_file"
@@ -293,7 +303,7 @@ class Relay:
             raise UpstreamFailed(how, f"{decision.target.url}: HTTP {call.status}: {message}", refused)
 
     async def _refuse(self, refused: UpstreamRefusal) -> None:
-        """Pass on an error of the last server as it came."""
+        """Pass on the last server's error unchanged."""
         own: Headers = [(b"content-length", str(len(refused.body)).encode())]
         names = {name.lower() for name, _ in refused.headers}
         if refused.status in (429, 503) and b"retry-after" not in names:
@@ -312,7 +322,7 @@ class Relay:
             while data := await call.read():
                 ready = held + stream.feed(data) if course is None else held + course.take(stream.feed(data))
                 if course is not None and not course.begun and not course.broken:
-                    held = ready  # until there is more than a role: so far another server can begin anew
+                    held = ready  # until there is more than a role: up to here another server can start afresh
                     continue
                 held = b""
                 if ready and waiting:
@@ -333,7 +343,7 @@ class Relay:
                     self._service.emitted(booking, events)
                     events = 0
         except UpstreamFailed:
-            if not tail.rstrip().endswith(_DONE):  # else only the end of the connection was lost
+            if not tail.rstrip().endswith(_DONE):  # after [DONE] only the end of the connection was lost
                 raise
         if not self._reply.status and not stream.rest and not held:
             raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended before it began")
@@ -349,8 +359,9 @@ class Relay:
         await self._reply.end(held + stream.rest)
 
     async def _whole(self, decision: Decision, booking: Booking, call: Call) -> None:
-        """JSON is held back up to a bound until it is whole, so that a server that dies can be replaced;
-        anything else passes as it comes."""
+        """Forward an unstreamed answer. JSON is buffered up to a limit until it is complete, so that another
+        server can replace one that dies; anything else is forwarded as it arrives.
+        """
         most = self._service.config.max_event_bytes if call.content_type.startswith("application/json") else 0
         tap = self._service.tap(decision) if call.status < 400 else None
         body = b""
@@ -383,13 +394,13 @@ class Relay:
         await self._reply.end(body)
 
     def _note(self, decision: Decision, tap: RoutedExpertsParser | None) -> None:
-        """Hand on the experts that the answer names, after its tokens were counted."""
+        """Pass on the expert routing of the answer, after its tokens were counted."""
         about = self._exchange
         usage = TokenUsage(about.prompt_tokens, about.output_tokens, about.cached_tokens)
         self._reported = tap is not None and self._service.routed(decision, tap, usage)
 
     def _locate(self, decision: Decision, answer: bytes) -> None:
-        """Remember where the object is that an answer made."""
+        """Remember the location of the object that an answer created."""
         made = object_id(answer) if self._request.creates else None
         if made is not None:
             self._located.note(made, ObjectLocation(decision.target.key, self._exchange.caller.tenant))
@@ -404,7 +415,7 @@ class Relay:
         await self._reply.start(status, to_client(server, [*self._headers, *about, *own]))
 
     def _count(self, events: list[bytes]) -> None:
-        """Token counts for log and metrics, where the server gives any."""
+        """Record the server's token counts, if any, for log and metrics."""
         usage = counted(events)
         if usage is not None:
             self._exchange.prompt_tokens = usage.prompt_tokens
@@ -413,5 +424,5 @@ class Relay:
 
 
 def _length(server: Headers) -> Headers:
-    """The server's own content-length, for an answer that passes as it comes."""
+    """Return the server's own content-length, for an answer that is forwarded as it arrives."""
     return [(b"content-length", value) for name, value in server if name.lower() == b"content-length"]

@@ -1,5 +1,6 @@
-"""Answers that are not streamed, while they are awaited: nothing arrives before their end, so time and
-probes must speak for the server."""
+"""Supervision of unstreamed answers. Nothing arrives before their end, so the router relies on expected times
+and on probes.
+"""
 
 import asyncio
 from heapq import heappop, heappush
@@ -13,18 +14,20 @@ from router.service import RouterService
 from router.upstream.rank_client import Call
 
 LOOK_SECONDS = 0.5
-"""While answers are awaited, the standing of their servers is looked at so often."""
+"""Interval of liveness checks of the servers of awaited answers."""
 APART_SECONDS = 0.01
-"""The event loop is woken no more often than this for prompts that should be computed by now. Of an answer that
-comes sooner no expectation is ever made: that would cost more than deciding about it."""
+"""Least interval of wake-ups for prompts that should be computed. Answers that arrive sooner never need an
+expectation, which would cost more than deciding about the request.
+"""
 MOST_SECONDS = 3600.0
-"""A prompt counts as computed after this time at the latest."""
+"""Longest time after which a prompt counts as computed."""
 SILENT = "its probes went unanswered while an answer was awaited"
 
 
 class UnstreamedAnswers:
-    """State: the calls that are awaited; those that began a moment ago; a heap of the other bookings by when their
-    prompts should be computed; and two timers."""
+    """State: awaited calls; those that began a moment ago; a heap of the other bookings by the expected end
+    of their prefill; and two timers.
+    """
 
     def __init__(self, service: RouterService) -> None:
         self._service = service
@@ -34,12 +37,13 @@ class UnstreamedAnswers:
         self._numbers = count()
         self._next: asyncio.Handle | None = None
         self._next_at = 0.0
-        """when that timer is due: uvloop's own handles cannot always tell"""
+        """due time of that timer, which uvloop's own handles cannot always report"""
         self._look: asyncio.TimerHandle | None = None
 
     def begin(self, decision: Decision, booking: Booking, call: Call) -> None:
-        """The answer to a call is awaited until `end`. Its prompt counts as computed after the expected time,
-        since no first token will show it; the call is cut when its server is found dead."""
+        """Supervise a call until `end`. Its prompt counts as computed after the expected time, because there
+        is no first token to observe; the call is cut when its server is found dead.
+        """
         loop = call.loop
         now = loop.time()
         self._calls[call] = decision.target.key
@@ -49,7 +53,7 @@ class UnstreamedAnswers:
             self._look = loop.call_later(LOOK_SECONDS, self._look_around, loop)
 
     def end(self, call: Call) -> None:
-        """Its answer is there, or will not come."""
+        """Stop supervising a call that was answered or failed."""
         del self._calls[call]
         self._new.pop(call, None)
 
@@ -78,7 +82,9 @@ class UnstreamedAnswers:
         self._look = loop.call_later(LOOK_SECONDS, self._look_around, loop) if self._calls else None
 
     def _is_dead(self, key: RankKey) -> bool:
-        """A refused connection is no death here: a server that is stopping refuses new requests and
-        finishes open ones, and where its process has ended the open connection says so."""
+        """True when the server's probes go unanswered or its engine is dead. A refused connection does not
+        count: a server that is stopping refuses new requests but finishes open ones, and if its process has
+        ended the open connection breaks.
+        """
         state = self._service.view.engine(key[0])
         return self._service.backends.is_silent(key[0]) or (state is not None and state.standing is EngineStatus.DEAD)

@@ -1,4 +1,5 @@
-"""Facts from the bus on their way into the router, and its own facts on their way out.
+"""Events from the bus on their way into the router, and the router's own events on their way out.
 
-Admission rule: subscribers and publishers that keep `fleet_state`, `prefix_index` and `prediction` true.
+Admission rule: subscribers and publishers that keep `fleet_state`, `prefix_index` and `prediction` up to
+date.
 """

@@ -1,4 +1,4 @@
-"""Keeps the view fresh over the bus: who is there, how loaded, what is placed where, what is cached, what is foretold."""
+"""View of the fleet, kept fresh over the bus: members, loads, placements, cached blocks and predictions."""
 
 import asyncio
 import logging
@@ -31,7 +31,9 @@ _TABLES_WAITING = 256
 
 
 class FleetSubscriber:
-    """All listening to one bus. `run` listens until it is cancelled; the handlers are synchronous and change the picker's state."""
+    """All subscriptions of one bus. `run` listens until cancelled; the handlers are synchronous and change
+    the scheduler's state.
+    """
 
     def __init__(
         self,
@@ -58,60 +60,62 @@ class FleetSubscriber:
         self._reported = reported
         self._changed = changed
         self.behind = {subjects.membership(): "joins", subjects.placements(): "placements", subjects.drains(): "drains"}
-        """what is stored under these subjects has not all been heard yet"""
+        """subjects whose stored messages have not all been read yet"""
         self.acquainted = asyncio.Event()
-        """set once the stored joins have been heard"""
+        """set once the stored joins have been read"""
         self.listening = asyncio.Event()
-        """set once nothing said on the bus is missed any more"""
+        """set once all subscriptions are active"""
         self.kv = KvEventSubscriber(picker.kv, bus, subjects, metrics)
         self.tracker = TableSubscriber(picker.foresight, bus, subjects, metrics, threads, clock, self._learnt)
-        self._strangers: KeyedQueue[tuple[str, int]] = KeyedQueue(256)
+        self._unknown: KeyedQueue[tuple[str, int]] = KeyedQueue(256)
         self._unpriced: KeyedQueue[int] = KeyedQueue(65_536)
 
     async def run(self) -> None:
         subjects = self._subjects
         async with AsyncExitStack() as stack:
             kv = await stack.enter_async_context(self._bus.subscribe(subjects.kv_events))
-            said = await stack.enter_async_context(self._bus.subscribe(subjects.heartbeats(), subjects.kv_metrics, subjects.homes))
-            foretold = await stack.enter_async_context(self._bus.subscribe(subjects.clusters, subjects.tables, limit=_TABLES_WAITING))
+            beats = await stack.enter_async_context(self._bus.subscribe(subjects.heartbeats(), subjects.kv_metrics, subjects.homes))
+            tables = await stack.enter_async_context(self._bus.subscribe(subjects.clusters, subjects.tables, limit=_TABLES_WAITING))
             self.listening.set()
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             tasks.create_task(self._follow(subjects.membership()), name="follows joins and leaves")
             tasks.create_task(self._follow(subjects.placements()), name="follows placements")
             tasks.create_task(self._follow(subjects.drains()), name="follows drains")
-            tasks.create_task(self._listen(said), name="listens to heartbeats and loads")
+            tasks.create_task(self._listen(beats), name="listens to heartbeats and loads")
             tasks.create_task(self._listen_kv(kv), name="listens to KV events")
-            tasks.create_task(self._watch_drops(kv, said, foretold), name="counts what was dropped, and measures the replicas")
-            tasks.create_task(self._meet(), name="asks strangers who they are")
+            tasks.create_task(self._watch_drops(kv, beats, tables), name="counts dropped messages, and measures the replicas")
+            tasks.create_task(self._meet(), name="describes unknown engines")
             tasks.create_task(self._price(), name="prices placements")
-            tasks.create_task(self.tracker.listen(foretold), name="takes the tracker's tables and clusters")
-            tasks.create_task(self.tracker.run(), name="asks the tracker for what was missed")
+            tasks.create_task(self.tracker.listen(tables), name="applies the tracker's tables and clusters")
+            tasks.create_task(self.tracker.run(), name="requests missed tables and clusters")
             tasks.create_task(self._lexicon.run(self._bus), name="fetches tokenizers")
             tasks.create_task(self.kv.run(), name="repairs KV feeds")
 
     async def _follow(self, subject: str) -> None:
-        """What is stored is told again after an interruption; hearing it twice changes nothing."""
+        """Replay and follow a subject. After an interruption stored messages are delivered again, which is
+        harmless: handlers are idempotent.
+        """
         while True:
             try:
                 if subject in self.behind:
-                    async for received in self._counted(subject, follow=False):
-                        self._heard(received.message)
+                    async for received in self._stored(subject, follow=False):
+                        self._handle(received.message)
                     if self.behind.pop(subject) == "joins":
                         self.acquainted.set()
-                async for received in self._counted(subject, follow=True):
-                    self._heard(received.message)
+                async for received in self._stored(subject, follow=True):
+                    self._handle(received.message)
             except BusError as error:
                 log.warning("%s cannot be followed at present: %s", subject, error)
             await asyncio.sleep(_FOLLOW_PAUSE_SECONDS)
 
-    def _counted(self, subject: str, *, follow: bool) -> AsyncIterator[Received]:
-        """What is stored; of joins, those that hold their engine's name."""
+    def _stored(self, subject: str, *, follow: bool) -> AsyncIterator[Received]:
+        """Replay the stored messages; of joins, only those that hold their engine's name."""
         stored = self._bus.replay(subject, latest=True, follow=follow)
         return vouched(self._bus, self._subjects, stored) if subject == self._subjects.membership() else stored
 
-    async def _listen(self, said: Subscription) -> None:
-        async for received in said:
-            self._heard(received.message)
+    async def _listen(self, subscription: Subscription) -> None:
+        async for received in subscription:
+            self._handle(received.message)
 
     async def _listen_kv(self, kv: Subscription) -> None:
         async for received in kv:
@@ -125,10 +129,10 @@ class FleetSubscriber:
             self.tracker.measure()
             await asyncio.sleep(1.0)
 
-    def _heard(self, message: Message) -> None:
-        """One fact. What contradicts itself is refused and counted; it must not stop the listening."""
+    def _handle(self, message: Message) -> None:
+        """Apply one message. An inconsistent one is refused and counted; it must not end the subscription."""
         try:
-            self._check_speaker(message)
+            self._check_sender(message)
             match message:
                 case EngineJoined():
                     self.joined(message)
@@ -152,14 +156,16 @@ class FleetSubscriber:
         else:
             self._changed()
 
-    def _check_speaker(self, message: Message) -> None:
-        """ValueError when a message of one engine names the worker of another: only the name is vouched for (by subject, and by claim)."""
+    def _check_sender(self, message: Message) -> None:
+        """Raise ValueError when a message of one engine names the worker of another: only the engine's name
+        is authenticated (by subject, and by claim).
+        """
         known, named = self._view.engine(getattr(message, "worker_id", -1)), getattr(message, "engine", None)
         if known is not None and named is not None and known.joined.engine != named:
             raise ValueError(f"it is of engine {named!r} and names worker {known.joined.worker_id}, which is engine {known.joined.engine!r}")
 
     def joined(self, joined: EngineJoined) -> None:
-        """An engine introduced itself. ValueError when what it says contradicts itself."""
+        """Apply the join of an engine. ValueError when it is inconsistent."""
         known = self._view.engine(joined.worker_id)
         if known is not None and known.joined == joined and known.standing is not EngineStatus.LEFT:
             return
@@ -179,7 +185,7 @@ class FleetSubscriber:
         known = self._view.engine(beat.worker_id)
         behind = known is not None and known.placement is not None and known.placement.epoch != beat.epoch
         if not self._view.heard(beat.worker_id, self._clock()) or behind:
-            self._strangers.ask((beat.engine, beat.worker_id))
+            self._unknown.ask((beat.engine, beat.worker_id))
         self._view.handing_over(beat.worker_id, beat.handover_seconds)
 
     def _load(self, load: KvMetrics) -> None:
@@ -201,31 +207,37 @@ class FleetSubscriber:
         if self._view.place(committed.worker_id, Placement.from_record(committed.placement), committed.layout):
             self._unpriced.ask(committed.worker_id)
 
-    def _homes(self, said: HomesPublished) -> None:
-        """The planner's word about an engine. ValueError when it contradicts itself or the engine."""
-        state = self._view.engine(said.worker_id)
-        if state is not None and self._view.settle(said.worker_id, homes_of(said, len(state.joined.urls))):
-            log.debug("homes of engine %s, version %d: %s", said.engine, said.version, said.reason)
+    def _homes(self, published: HomesPublished) -> None:
+        """Apply the planner's homes of an engine. ValueError when they are inconsistent, or do not fit the
+        engine.
+        """
+        state = self._view.engine(published.worker_id)
+        if state is not None and self._view.settle(published.worker_id, homes_of(published, len(state.joined.urls))):
+            log.debug("homes of engine %s, version %d: %s", published.engine, published.version, published.reason)
 
-    def _drained(self, said: RankDrained) -> None:
-        """An operator's word. It may come before the engine's join, and of incarnations that are gone."""
+    def _drained(self, drained: RankDrained) -> None:
+        """Apply an operator's drain. It may arrive before the engine's join, or name an incarnation that has
+        left.
+        """
         health = self._picker.health
-        if said.draining:
-            health.drain(said.worker_id, said.rank, said.reason)
+        if drained.draining:
+            health.drain(drained.worker_id, drained.rank, drained.reason)
         else:
-            health.undrain(said.worker_id, said.rank)
-        where = f"engine {said.engine}" if said.rank is None else f"{said.engine}/{said.rank}"
-        log.info("%s %s", where, f"takes no new requests: {said.reason or 'drained'}" if said.draining else "takes requests again")
+            health.undrain(drained.worker_id, drained.rank)
+        where = f"engine {drained.engine}" if drained.rank is None else f"{drained.engine}/{drained.rank}"
+        log.info("%s %s", where, f"takes no new requests: {drained.reason or 'drained'}" if drained.draining else "takes requests again")
 
     async def _meet(self) -> None:
-        """Heartbeats of somebody whose join was missed, or whose placement moved on without us."""
+        """Request the join of engines that send heartbeats but whose join was missed, or whose placement has
+        a newer epoch.
+        """
         while True:
-            engine, worker_id = await self._strangers.next()
+            engine, worker_id = await self._unknown.next()
             try:
                 answer = await self._bus.request(self._subjects.describe_engine(engine, worker_id), DescribeEngine(worker_id=worker_id))
                 held = isinstance(answer, EngineJoined) and await holds_its_name(self._bus, self._subjects, answer)
             except BusError as error:
-                log.debug("worker %d could not be asked who it is: %s", worker_id, error)
+                log.debug("worker %d did not describe itself: %s", worker_id, error)
                 await asyncio.sleep(_DESCRIBE_PAUSE_SECONDS)
                 continue
             if isinstance(answer, EngineJoined) and (answer.engine, answer.worker_id) == (engine, worker_id) and held:
@@ -234,13 +246,15 @@ class FleetSubscriber:
     def _introduced(self, joined: EngineJoined) -> None:
         for state in self._view.engines():
             if state.joined.engine == joined.engine and state.joined.worker_id != joined.worker_id and state.standing is EngineStatus.LIVE:
-                log.warning("worker %d says it is engine %s, which lives as worker %d; it is not used", joined.worker_id, joined.engine, state.joined.worker_id)
+                log.warning("worker %d claims to be engine %s, which is alive as worker %d; ignored", joined.worker_id, joined.engine, state.joined.worker_id)
                 return
-        self._heard(joined)
+        self._handle(joined)
         self._view.heard(joined.worker_id, self._clock())
 
     async def _price(self) -> None:
-        """Off the event loop: large placements take some hundred milliseconds. Engines that are alike follow one another and are priced once."""
+        """Price placements off the event loop, because large ones take some hundred milliseconds. Consecutive
+        equal engines are priced once.
+        """
         last: tuple[DispatchInputs, DispatchCost] | None = None
         while True:
             worker_id = await self._unpriced.next()

@@ -1,8 +1,9 @@
-"""Keeps the KV index true to what ranks say: applies their events in order, notices gaps, and repairs them by a snapshot.
+"""Consistency of the KV index with the ranks: apply their events in order, detect gaps, and repair gaps by a
+snapshot.
 
-A rank's events are numbered by its publisher. A jump in the numbers, an unknown publisher that did not begin at 0, and a
-block behind an unknown parent all mean that something was missed. Then the rank is asked for a snapshot; events that
-arrive meanwhile wait, and those the snapshot does not contain are applied after it.
+A rank's publisher numbers its events. Three things reveal a missed event: a jump in the numbers, an unknown
+publisher that did not begin at 0, and a block whose parent is unknown. Then the rank is asked for a snapshot.
+Events that arrive meanwhile are held back, and those that the snapshot does not contain are applied after it.
 """
 
 import asyncio
@@ -22,26 +23,32 @@ from router.telemetry.metrics import RouterMetrics
 log = logging.getLogger(__name__)
 
 _SLICE = 1024
-"""Blocks of a snapshot that are applied before the event loop turns, and what the last event has more."""
+"""Blocks of a snapshot that are applied before the event loop gets a turn, rounded up to complete events."""
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 5.0
 _SNAPSHOT_SECONDS = 5.0
 _BAD_EVENT_SECONDS = 1.0
-"""Pause before a rank that sent nonsense is asked for a snapshot: should it send nothing else, that is one snapshot a second, not one a message."""
+"""Pause before requesting a snapshot from a rank that sent an invalid event. A rank that sends nothing else
+then costs one snapshot a second, not one per message.
+"""
 _LATE_BLOCKS = 65_536
 _ALL_LATE_BLOCKS = 1_048_576
-"""Blocks named by messages that wait for one rank's snapshot, and for those of all ranks (some 250 MB); with more, another snapshot is cheaper."""
+"""Limits of the blocks in held-back messages, for one rank and for all ranks (some 250 MB); beyond them,
+another snapshot is cheaper.
+"""
 _ASKING = 4
-"""Snapshots asked for at once."""
+"""Concurrent snapshot requests."""
 
 Batch = tuple[RoutedKvEvent, ...]
 
 
 @dataclass(slots=True)
 class _Feed:
-    """One rank's feed. `late`: messages that wait for a snapshot; None: the feed is in step. `blocks`: what they count, with their events.
+    """Feed of one rank. `late`: messages held back until a snapshot arrives; None: the feed is in step.
+    `blocks`: size of these messages.
 
-    KV events depend on one another, so only the message with exactly the `next` number will do (`bus.protocol.sequence` is laxer).
+    KV events depend on one another, so only the message with exactly the `next` number is acceptable
+    (`bus.protocol.sequence` is laxer).
     """
 
     engine: str
@@ -53,12 +60,14 @@ class _Feed:
 
     @property
     def missed(self) -> int:
-        """The message before the first one that waits: a snapshot must contain it. -1: none waits."""
+        """Number of the message before the first one held back: a snapshot must contain it. -1: none is held
+        back.
+        """
         return self.late[0][1] - 1 if self.late else -1
 
 
 class KvEventSubscriber:
-    """One feed per rank that reports KV events."""
+    """KV event feeds, one per rank that reports KV events."""
 
     def __init__(self, index: KvEventIndex, bus: Bus, subjects: Subjects, metrics: RouterMetrics) -> None:
         self._index = index
@@ -70,7 +79,7 @@ class KvEventSubscriber:
         self._late_blocks = 0
 
     def add(self, rank: RankKey, engine: str) -> None:
-        """A rank of the engine of that name joined: what it holds already is asked for."""
+        """Add a rank of an engine that joined, and request a snapshot of the blocks it already holds."""
         if rank not in self._feeds:
             self._feeds[rank] = _Feed(engine)
             self._ask(rank, "joined")
@@ -80,12 +89,14 @@ class KvEventSubscriber:
             self._late_blocks -= self._feeds.pop(rank).blocks
 
     def in_step(self, rank: RankKey) -> bool:
-        """Whether the index knows all that the rank has said so far."""
+        """True when the index contains all events that the rank has sent."""
         feed = self._feeds.get(rank)
         return feed is not None and feed.late is None
 
     def hear(self, received: Received) -> None:
-        """One message of the kv-events subject. Ranks that have not joined are not listened to: their join asks for a snapshot."""
+        """Process a message of the kv-events subject. Ranks that have not joined are ignored: their join
+        requests a snapshot.
+        """
         batch = received.message
         if not isinstance(batch, tuple) or not batch:
             return
@@ -99,7 +110,7 @@ class KvEventSubscriber:
             self._take(rank, feed, received.publisher_id, received.sequence, batch)
 
     def out_of_step(self) -> list[RankKey]:
-        """Ranks whose snapshot is waited for."""
+        """Ranks that wait for a snapshot."""
         return [rank for rank, feed in self._feeds.items() if feed.late is not None]
 
     async def run(self) -> None:
@@ -121,7 +132,9 @@ class KvEventSubscriber:
             self._apply(rank, feed, batch)
 
     def _wait(self, feed: _Feed, publisher_id: int, sequence: int, batch: Batch) -> None:
-        """Until a snapshot has come. What is dropped for want of room leaves a gap in the numbers, which the snapshot will show."""
+        """Hold back a message until a snapshot arrives. Messages dropped for lack of room leave a gap in the
+        numbers, which is then detected.
+        """
         blocks = sum(_blocks(one.event) for one in batch)
         if feed.blocks + blocks > _LATE_BLOCKS or self._late_blocks + blocks > _ALL_LATE_BLOCKS:
             self._let_go(feed)
@@ -131,7 +144,7 @@ class KvEventSubscriber:
         self._late_blocks += blocks
 
     def _let_go(self, feed: _Feed) -> deque[tuple[int, int, Batch]]:
-        """Nothing waits any more; returns what did."""
+        """Clear and return the messages held back."""
         late, feed.late = feed.late or deque(), None
         self._late_blocks -= feed.blocks
         feed.blocks = 0
@@ -145,7 +158,7 @@ class KvEventSubscriber:
             feed.late = deque()
             self._ask(rank, "orphan")
         except BadKvEvent as error:
-            log.warning("a KV event cannot be used, and those behind it are left out: %s; asking for a snapshot", error)
+            log.warning("a KV event is invalid, and the events after it in the message are skipped: %s; asking for a snapshot", error)
             self._metrics.bus_refused.inc()
             feed.late = deque()
             self._metrics.kv_snapshots.labels("bad_event").inc()
@@ -176,13 +189,15 @@ class KvEventSubscriber:
                 feed.pause = min(2 * feed.pause, _LONGEST_PAUSE_SECONDS)
 
     async def _snapshot(self, rank: RankKey, feed: _Feed) -> None:
-        """BusError when it cannot be had; OrphanBlock or BadKvEvent when it is inconsistent."""
+        """Request and apply a snapshot. BusError when there is none; OrphanBlock or BadKvEvent when it is
+        inconsistent.
+        """
         request = KvSnapshotRequested(worker_id=rank[0], rank=rank[1], after=feed.missed)
         answer = await self._bus.request(self._subjects.kv_snapshot(feed.engine, *rank), request, _SNAPSHOT_SECONDS)
         if not isinstance(answer, KvSnapshot) or (answer.worker_id, answer.rank) != rank:
             raise BusError(f"asked worker {rank[0]} rank {rank[1]} for a snapshot and got a {type(answer).__name__} of something else")
         if self._feeds.get(rank) is not feed:
-            return  # forgotten while we asked
+            return  # forgotten during the request
         self._index.clear(rank)
         for part in _sliced(answer.events):
             self._index.follow(rank, part)
@@ -192,7 +207,7 @@ class KvEventSubscriber:
         self._resume(rank, feed, answer)
 
     def _resume(self, rank: RankKey, feed: _Feed, answer: KvSnapshot) -> None:
-        """In step again as of the snapshot; what waited is heard now, as if it arrived now."""
+        """Continue after the snapshot, and process the messages held back as if they arrived now."""
         feed.publisher_id, feed.next, feed.pause = answer.publisher_id, answer.sequence + 1, _FIRST_PAUSE_SECONDS
         for publisher_id, sequence, batch in self._let_go(feed):
             if publisher_id == answer.publisher_id:
@@ -200,7 +215,7 @@ class KvEventSubscriber:
 
 
 def _sliced(events: Sequence[KvEvent]) -> Iterator[list[KvEvent]]:
-    """In order, some _SLICE blocks at a time."""
+    """Yield the events in order, some _SLICE blocks at a time."""
     part: list[KvEvent] = []
     blocks = 0
     for event in events:
@@ -214,7 +229,7 @@ def _sliced(events: Sequence[KvEvent]) -> Iterator[list[KvEvent]]:
 
 
 def _blocks(event: KvEvent) -> int:
-    """What an event takes room and time by: itself, and the blocks it names."""
+    """Return the cost of an event in room and time: itself, and the blocks it names."""
     change = event.data
     if isinstance(change, str):
         return 1

@@ -1,8 +1,9 @@
-"""Keeps the replicas of the tracker's tables and its clusters in step: takes what is published, and asks for what was missed.
+"""Replication of the tracker's tables and clusters: apply published versions, and request missed ones.
 
-Tables come whole or as a change to one version; a change to another than ours means that something was missed, and the whole is
-asked for. Changes that arrive meanwhile wait. Without a tracker nobody answers: it is asked again, ever more seldom, and until
-then there is no prediction. All of it is taken in the order of one lock, so that nothing newer is overtaken.
+Tables are published as a snapshot, or as a delta to one version. A delta to another version than the local
+one means that something was missed, and a snapshot is requested. Deltas that arrive meanwhile are held back.
+If no tracker answers, the request is repeated with growing pauses, and there is no prediction until then. One
+lock orders all updates, so that none overtakes a newer one.
 """
 
 import asyncio
@@ -28,9 +29,11 @@ _ANSWER_SECONDS = 20.0
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _LATE_CHANGES = 16
-"""Changes that wait for a model's whole tables; with more, the oldest go, and the numbers will show it."""
+"""Deltas held back until a model's snapshot arrives; beyond this the oldest are dropped, and the version
+numbers reveal the gap.
+"""
 _INLINE_BYTES = 64 * 1024
-"""A longer message is read in a thread."""
+"""Longer messages are decoded in a thread."""
 _MOST_MODELS = 256
 
 Given = TypeVar("Given")
@@ -39,20 +42,20 @@ Found = TypeVar("Found")
 
 @dataclass(slots=True)
 class _Feed:
-    """One model. `late`: changes that wait for the whole tables; None: the replica is in step."""
+    """Feed of one model. `late`: deltas held back until a snapshot arrives; None: the replica is in step."""
 
     late: deque[TablesPublished] | None = field(default_factory=lambda: deque(maxlen=_LATE_CHANGES))
     clusters: bool = False
     """some cluster model is known"""
-    asked: bool = False
-    """the tracker has answered, whatever it said, or nobody did"""
+    answered: bool = False
+    """the tracker has answered (with tables or not), or the request failed"""
     pause: float = _FIRST_PAUSE_SECONDS
     taken_at: float = 0.0
-    """when tables were taken last, seconds on the router's clock"""
+    """time of the last table update, seconds on the router's clock"""
 
 
 class TableSubscriber:
-    """`learnt` is called with a model's new clusters, which are to be priced."""
+    """Subscriber to one tracker. `learnt` is called with a model's new clusters, for pricing."""
 
     def __init__(
         self,
@@ -76,30 +79,30 @@ class TableSubscriber:
         self._order = asyncio.Lock()
 
     def add(self, model: str) -> None:
-        """An engine of this model joined: what the tracker knows of it is asked for."""
+        """Add the model of an engine that joined, and request its tables."""
         if model not in self._feeds and len(self._feeds) < _MOST_MODELS:
             self._feeds[model] = _Feed()
             self._due.ask(model)
 
     def keep_only(self, models: set[str]) -> None:
-        """The models of engines that are not forgotten yet."""
+        """Drop all models except those of known engines."""
         for model in [model for model in self._feeds if model not in models]:
             del self._feeds[model]
         self._foresight.keep_only(models)
         self._metrics.forget_replicas(models)
 
     def in_step(self, model: str) -> bool:
-        """Whether the replica holds all that was said so far."""
+        """True when the replica contains everything published so far."""
         feed = self._feeds.get(model)
         return feed is not None and feed.late is None
 
     def unanswered(self) -> set[str]:
-        """Models of which the tracker has not been heard yet, nor that there is none."""
-        return {model for model, feed in self._feeds.items() if not feed.asked}
+        """Models for which the tracker has not answered yet, and its absence is not known either."""
+        return {model for model, feed in self._feeds.items() if not feed.answered}
 
-    async def listen(self, said: Subscription) -> None:
-        """Take what is published until cancelled."""
-        async for received in said:
+    async def listen(self, published: Subscription) -> None:
+        """Apply published tables and clusters until cancelled."""
+        async for received in published:
             message = received.message
             if isinstance(message, TablesPublished):
                 await self._tables(message)
@@ -109,7 +112,7 @@ class TableSubscriber:
                 self._metrics.bus_refused.inc()
 
     async def run(self) -> None:
-        """Ask for what is missing until cancelled."""
+        """Request missing tables and clusters until cancelled."""
         while True:
             model = await self._due.next()
             feed = self._feeds.get(model)
@@ -117,7 +120,7 @@ class TableSubscriber:
                 await self._ask(model, feed)
 
     def measure(self) -> None:
-        """Tell the metrics how the replicas stand."""
+        """Update the metrics of the replicas."""
         for model, replica in self._foresight.models().items():
             feed = self._feeds.get(model)
             if feed is not None and replica.tables is not None:
@@ -133,10 +136,10 @@ class TableSubscriber:
             if feed.late is not None:
                 tables = await self._bus.request(describe, DescribeTables(model=model), _ANSWER_SECONDS)
                 if isinstance(tables, TablesPublished) and tables.base is None:
-                    await self._tables(tables, asked=True)
+                    await self._tables(tables, requested=True)
         except BusError as error:
             log.debug("no prediction tables of model %s yet: %s", model, error)
-        feed.asked = True
+        feed.answered = True
         if feed.late is None and feed.clusters:
             feed.pause = _FIRST_PAUSE_SECONDS
         elif self._feeds.get(model) is feed:
@@ -156,8 +159,8 @@ class TableSubscriber:
             feed.clusters = True
             self._learnt(published.model, clusters)
 
-    async def _tables(self, published: TablesPublished, *, asked: bool = False) -> None:
-        """What cannot be used is refused and counted; the gap it leaves shows with the next change."""
+    async def _tables(self, published: TablesPublished, *, requested: bool = False) -> None:
+        """Apply tables. Invalid ones are refused and counted; the next delta reveals the gap they leave."""
         async with self._order:
             feed = self._feeds.get(published.model)
             waiting = deque([] if feed is None else [published])
@@ -166,16 +169,19 @@ class TableSubscriber:
                 try:
                     change = await self._off_loop(_size(one), read, one)
                     if change.base is None:
-                        waiting += await self._whole(feed, one.model, change, asked=asked)
+                        waiting += await self._whole(feed, one.model, change, requested=requested)
                     else:
                         await self._changed(feed, one, change)
                 except ValueError as error:
                     self._refuse(one.model, error)
 
-    async def _whole(self, feed: _Feed, model: str, change: TableChange, *, asked: bool) -> Iterable[TablesPublished]:
-        """Returns the changes that waited for it. An answer to our own question is taken whatever its version: its tracker may have begun anew."""
+    async def _whole(self, feed: _Feed, model: str, change: TableChange, *, requested: bool) -> Iterable[TablesPublished]:
+        """Apply a snapshot, and return the deltas that were held back for it.
+
+        The answer to the router's own request is taken with any version: its tracker may have been reset.
+        """
         known = self._foresight.replica(model)
-        if known is not None and not asked and known.judge(change) is ChangeVerdict.OLD:
+        if known is not None and not requested and known.judge(change) is ChangeVerdict.OLD:
             return ()
         replica = await self._off_loop(_INLINE_BYTES * change.rows, self._foresight.prepare, change)
         if self._feeds.get(model) is not feed:
@@ -204,7 +210,7 @@ class TableSubscriber:
                         await asyncio.sleep(0)
                 feed.taken_at = self._clock()
             case ChangeVerdict.GAP:
-                log.info("tables of model %s: a change to version %s, ours is another; asking for the whole", published.model, change.base)
+                log.info("tables of model %s: a delta to version %s, which is not the local one; asking for a snapshot", published.model, change.base)
                 feed.late = deque([published], maxlen=_LATE_CHANGES)
                 self._metrics.tables_asked.inc()
                 self._due.ask(published.model)
@@ -212,11 +218,11 @@ class TableSubscriber:
                 pass
 
     def _refuse(self, model: str, error: ValueError) -> None:
-        log.warning("what the tracker says of model %s cannot be used: %s", model, error)
+        log.warning("a message of the tracker about model %s cannot be used: %s", model, error)
         self._metrics.bus_refused.inc()
 
     async def _off_loop(self, size: int, work: Callable[[Given], Found], given: Given) -> Found:
-        """In a thread, when there is much of it (bytes)."""
+        """Run work in a thread if its input is large (size in bytes)."""
         if size <= _INLINE_BYTES:
             return work(given)
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, given)

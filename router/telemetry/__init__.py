@@ -1,1 +1,1 @@
-"""Metrics, spans and the log line of each request."""
+"""Metrics, trace spans and the log line of each request."""

@@ -1,4 +1,4 @@
-"""Numbers that are counted often and looked at seldom: plain, and free of the library that shows them. Pure."""
+"""Metrics that are updated often and read seldom: plain numbers, independent of the metrics library. Pure."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 
 class LazyCounter:
-    """One number for each combination of label values, which may be of any kind that str() names. goes_down: it is no counter."""
+    """One number for each combination of label values, which may be of any type with a str() form. goes_down:
+    export it as a gauge.
+    """
 
     def __init__(self, name: str, text: str, labels: tuple[str, ...], *, goes_down: bool = False) -> None:
         self.name, self.text, self.labels, self.goes_down = name, text, labels, goes_down
@@ -19,7 +21,9 @@ class LazyCounter:
 
 
 class Buckets:
-    """How many values fell into each bucket, and their sum. bounds: upper ends, inclusive, ascending; one more bucket is above them."""
+    """Number of values in each bucket, and their sum. bounds: inclusive upper ends, ascending; one more
+    bucket is above them.
+    """
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -34,12 +38,12 @@ class Buckets:
 
     @property
     def cumulative(self) -> list[tuple[str, float]]:
-        """(upper end, values up to it), the last one of all values."""
+        """Pairs (upper end, values up to it); the last pair counts all values."""
         return list(zip([*map(str, self.bounds), "+Inf"], accumulate(self.counts), strict=True))
 
 
 class Histogram:
-    """A spread for each combination of label values."""
+    """Buckets for each combination of label values."""
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...], labels: tuple[str, ...]) -> None:
         self.name, self.text, self.names = name, text, labels
@@ -51,7 +55,9 @@ class Histogram:
 
 
 class VectorSums:
-    """Vectors of named parts, summed up by key, and how many they were. unit: what a sum is multiplied with when it is shown."""
+    """Sums of vectors of named parts by key, and the number of vectors. unit: factor of a sum in the
+    exposition.
+    """
 
     def __init__(self, name: str, text: str, key: str, part: str, parts: tuple[str, ...], *, unit: float = 1.0) -> None:
         self.name, self.text, self.names, self._parts, self._unit = name, text, (key, part), parts, unit
@@ -59,7 +65,7 @@ class VectorSums:
         self._counts: defaultdict[str, int] = defaultdict(int)
 
     def add(self, key: str, vector: NDArray[np.float64]) -> None:
-        """vector: float64 [parts]."""
+        """Add a vector, float64 [parts]."""
         sums = self._sums.get(key)
         if sums is None:
             self._sums[key] = vector.copy()
@@ -68,7 +74,7 @@ class VectorSums:
         self._counts[key] += 1
 
     def rows(self) -> Iterator[tuple[tuple[str, str], int, float]]:
-        """(key, part), count, sum."""
+        """Yield (key, part), count, sum."""
         for key, sums in self._sums.items():
             for part, total in zip(self._parts, (sums * self._unit).tolist(), strict=True):
                 yield (key, part), self._counts[key], total

@@ -1,7 +1,8 @@
-"""The router's Prometheus families, in the ecosystem's style: base units, labels model, worker_id and dp_rank; no request ids.
+"""Prometheus families of the router, in the ecosystem's style: base units, labels model, worker_id and
+dp_rank; no request ids.
 
-What is counted with every decision is kept as plain numbers (`tallies`) and becomes a family when somebody looks: a library counter costs
-more than most of what it counts.
+Values that change with every decision are plain numbers (`lazy_counters`) and become a family at a scrape: a
+counter of the library costs more than most of what it counts.
 """
 
 from collections import defaultdict
@@ -27,29 +28,35 @@ _LAG = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _REGRET = (1e-5, 1e-4, 1e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _KNOWN_MODELS = 256
-"""Model names come from clients and engines; series beyond so many share the label "other"."""
+"""Models with series of their own. Model names come from clients and engines; further ones share the label
+"other".
+"""
 _KNOWN_TENANTS = 1000
 """Tenants with series of their own; others share the label "other"."""
 _RANK = ["model", "worker_id", "dp_rank"]
 _CLUSTER = ("model", "cluster")
-"""a model has 64 at most"""
+"""labels of a cluster's series; a model has 64 clusters at most"""
 _LOADS = (
-    ("prefill_tokens", "Prompt tokens promised to a rank and not yet computed"),
+    ("prefill_tokens", "Outstanding prefill of a rank: prompt tokens booked and not yet computed"),
     ("sequences", "Requests running or waiting on a rank"),
-    ("blocks", "KV blocks they hold"),
-    ("steps", "Tokens they are expected to emit yet"),
+    ("blocks", "KV blocks held by these requests"),
+    ("steps", "Expected remaining output tokens of these requests"),
 )
-"""In the order of a load table's rows."""
+"""Load metrics, in the order of a load table's rows."""
 RankLabels = tuple[str, int, int]
 """model, worker_id, dp_rank"""
 STAGES = ("filter", "overlap", "predict", "score", "book")
-"""Parts of a decision that are timed now and then; "tokenise" and "decide", the whole of it, are always timed."""
+"""Stages of a decision that are timed for a sample; "tokenise" and "decide" (the complete decision) are
+always timed.
+"""
 LAPS = 16
-"""one in so many decisions"""
+"""one in LAPS decisions is in the sample"""
 
 
 class RankNow(NamedTuple):
-    """One rank when the metrics are read: its load as decisions see it ([AMOUNTS]), and what its predicted times are multiplied with."""
+    """State of one rank at a scrape: its load as decisions see it ([AMOUNTS]), and the factors of its
+    predicted times.
+    """
 
     model: str
     worker_id: int
@@ -58,11 +65,11 @@ class RankNow(NamedTuple):
     prefill_factor: float
     decode_factor: float
     stated: bool
-    """it states the speed that the factors correct; else they mean nothing alone"""
+    """the engine states the speed that the factors correct; otherwise they have no meaning alone"""
 
 
 class RouterMetrics:
-    """One registry per router; label children are looked up once."""
+    """Metrics of one router in a registry of their own; label children are looked up once."""
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -82,39 +89,39 @@ class RouterMetrics:
         self._about_others()
         self._about_prediction()
         self.ranks: Callable[[], Iterable[RankNow]] = tuple
-        """asked when the metrics are read"""
+        """called at each scrape"""
         self._registry.register(_Ranks(self))
         ProcessCollector(registry=self._registry)
         self.dropped_lines: Callable[[], Mapping[str, int]] = dict
-        """log lines that were dropped, by logger; asked when the metrics are read"""
+        """number of log lines dropped, by logger; called at each scrape"""
         self._registry.register(_DroppedLines(self))
         self._unknown = _ModelSeries(self, "other")
 
     def _about_requests(self) -> None:
-        """What clients asked for and got."""
+        """Define the metrics of requests and answers."""
         self._requests = self._tally("requests", "Requests by outcome", "model", "outcome")
         self.in_flight = 0
         self._in_flight = self._tally("requests_in_flight", "Requests being answered", goes_down=True)
-        self.loop_lag = self._histogram("loop_lag_seconds", "How late the event loop wakes what it was to wake, sampled four times a second", _LAG).labels()
+        self.loop_lag = self._histogram("loop_lag_seconds", "Delay of event loop wake-ups, sampled four times a second", _LAG).labels()
         self.ttft = self._histogram("time_to_first_token_seconds", "From request to first token", _LATENCY, "model")
-        text = "Between the tokens of a choice after its first, mean of a request"
+        text = "Mean time between the tokens of a choice after its first, per request"
         self.tpot = self._histogram("time_per_output_token_seconds", text, _BETWEEN_TOKENS, "model")
         self.duration = self._histogram("request_seconds", "From request to end of answer", _LATENCY, "model")
         self.output = self._tally("output_tokens", "Tokens sent to clients", "model")
-        self._characters = self._tally("conversation_characters", "Characters of conversations, by whether their token ids were known already", "ids")
+        self._characters = self._tally("conversation_characters", "Characters of conversations, by whether their token ids were cached", "ids")
         self._tenant_requests = self._tally("tenant_requests", "Requests by tenant and outcome; other: tenants without a key", "tenant", "outcome")
         self._tenant_tokens = self._tally("tenant_tokens", "Tokens of a tenant's requests: prompt, cached (of the prompt), output", "tenant", "kind")
         self._shared_cache = self._counter("shared_cache_requests", "Requests with a cache salt at an engine that does not isolate tenants", "model")
         self._tenants: frozenset[str] = frozenset()
-        self.cached_reported = self._counter("cached_tokens_reported", "Prompt tokens that engines said they had cached", "model")
+        self.cached_reported = self._counter("cached_tokens_reported", "Prompt tokens that engines reported as cached", "model")
 
     def _about_decisions(self) -> None:
-        """What was chosen, at what price, and how long choosing took."""
+        """Define the metrics of decisions: choice, cost and overhead."""
         self._decisions = self._tally("decisions", "Decisions by chosen rank", *_RANK)
         self._prompt = self._tally("prompt_tokens", "Prompt tokens routed", "model")
-        self._cached = self._tally("cached_tokens", "Prompt tokens believed cached where they were routed", "model")
-        self._lost = self._tally("overlap_blocks_lost", "Cached blocks passed by because another term weighed more", "model")
-        text = "Price of the chosen rank, by term, weighted, where its speed is known"
+        self._cached = self._tally("cached_tokens", "Prompt tokens expected to be cached at the chosen rank", "model")
+        self._lost = self._tally("overlap_blocks_lost", "Cached blocks forgone because another cost term outweighed them", "model")
+        text = "Weighted cost of the chosen rank, by term, for ranks of known speed"
         self._terms = VectorSums("roost_router_term_seconds", text, "model", "term", TERMS, unit=1e-3)
         self._tallies.sums.append(self._terms)
         self._overhead = self._histogram("overhead_seconds", "Time spent deciding, by stage", _OVERHEAD, "stage")
@@ -124,86 +131,86 @@ class RouterMetrics:
         self._laps = 0
 
     def _about_hindsight(self) -> None:
-        """What decisions expected, against what came true."""
-        regret = self._histogram("regret_seconds", "Price of the choice above the best one, both at what came true", _REGRET, "model")
+        """Define the metrics that compare predictions with observations."""
+        regret = self._histogram("regret_seconds", "Cost of the choice above the best one, both at the observed state", _REGRET, "model")
         self.in_hindsight = (
             regret,
             self._histogram("predicted_first_token_seconds", "From decision to first token, as predicted", _LATENCY, "model"),
-            self._histogram("observed_first_token_seconds", "The same of the same requests, as it was", _LATENCY, "model"),
-            self._histogram("locality_predicted", "Share of routed pairs that the chosen rank is expected to serve itself", _SHARES, "model"),
-            self._histogram("locality_observed", "The same of the same requests, as it was", _SHARES, "model"),
+            self._histogram("observed_first_token_seconds", "From decision to first token, as observed, of the same requests", _LATENCY, "model"),
+            self._histogram("locality_predicted", "Share of routed pairs that the chosen rank was expected to serve locally", _SHARES, "model"),
+            self._histogram("locality_observed", "Share of routed pairs that the chosen rank served locally, of the same requests", _SHARES, "model"),
         )
-        self._profiles = self._counter("profiles_heard", "What ranks said of requests, by what became of it", "outcome")
+        self._profiles = self._counter("profiles_heard", "Request profiles received from ranks, by outcome", "outcome")
 
     def _about_waiting(self) -> None:
-        """Requests that found no room."""
-        self._queued = self._gauge("queue_requests", "Requests that wait for a place", "class")
-        self._queue_wait = self._histogram("queue_wait_seconds", "Wait for a place, of those that did not get one at once", _LATENCY, "class")
-        self._refused = self._counter("refused", "Requests refused for want of a place, by class and the answer's code", "class", "code")
+        """Define the metrics of the wait queue."""
+        self._queued = self._gauge("queue_requests", "Requests in the wait queue", "class")
+        self._queue_wait = self._histogram("queue_wait_seconds", "Time in the wait queue, of requests that were not admitted at once", _LATENCY, "class")
+        self._refused = self._counter("refused", "Requests refused for lack of capacity, by class and error code", "class", "code")
 
     def _about_bodies(self) -> None:
-        """Memory of bodies, and the processes that read large ones."""
-        self._bodies_bytes = self._gauge("bodies_bytes", "Memory that the bodies of open requests take")
-        self._large_bodies = self._gauge("large_bodies_waiting", "Large bodies that wait for a process to read them")
-        self._bodies_counted = self._tally("bodies", "Bodies refused for want of memory; processes for large ones started, and died in the middle", "event")
+        """Define the metrics of body memory and of the worker processes for large bodies."""
+        self._bodies_bytes = self._gauge("bodies_bytes", "Memory held by the bodies of open requests")
+        self._large_bodies = self._gauge("large_bodies_waiting", "Large bodies that wait for a worker process")
+        self._bodies_counted = self._tally("bodies", "Bodies refused for lack of memory; worker processes started, and died during a task", "event")
 
     def _about_failures(self) -> None:
-        self._retries = self._counter("retries", "Attempts that failed, by how", "cause")
-        self.retries_refused = self._counter("retries_refused", "Failures passed on because too many requests were tried again already")
-        self.in_panic = self._counter("decisions_in_panic", "Decisions that did not heed breakers and outliers because no other rank was left")
-        self.breakers_opened = self._counter("breakers_opened", "Ranks left alone after failures in a row")
-        self.reloads = self._counter("config_reloads", "Times that settings were read again, by what became of them", "outcome")
-        self._connections_cut = self._tally("connections_cut", "Connections of clients that exceeded a limit, by cause", "cause")
-        self._left_alone = self._tally("rank_left_alone", "1: no new requests are sent to this rank, and why", *_RANK, "cause", goes_down=True)
+        self._retries = self._counter("retries", "Failed attempts, by cause", "cause")
+        self.retries_refused = self._counter("retries_refused", "Failures passed on to clients because the retry budget was exhausted")
+        self.in_panic = self._counter("decisions_in_panic", "Decisions that ignored circuit breakers and outlier ejection because no other rank remained")
+        self.breakers_opened = self._counter("breakers_opened", "Circuit breakers opened after consecutive failures of a rank")
+        self.reloads = self._counter("config_reloads", "Reloads of the settings, by outcome", "outcome")
+        self._connections_cut = self._tally("connections_cut", "Client connections closed because they exceeded a limit, by cause", "cause")
+        self._left_alone = self._tally("rank_left_alone", "1 while a rank is excluded from new requests, by cause", *_RANK, "cause", goes_down=True)
 
     def _about_listening(self) -> None:
-        """What comes over the bus, and what goes."""
+        """Define the metrics of messages on the bus."""
         self.engines_live = self._gauge("engines_live", "Engines that requests are routed to")
         self.kv_events = self._counter("kv_events_applied", "KV events applied to the index")
-        self.kv_snapshots = self._counter("kv_snapshots", "Snapshots asked for, by reason", "reason")
-        self.bus_refused = self._counter("bus_messages_refused", "Messages that made no sense to the router")
-        self.bus_dropped = self._gauge("bus_messages_dropped", "Messages dropped because the router read too slowly")
-        self.bus_full = self._gauge("bus_store_full", "Times that something found no room, by store", "store")
-        self.outcomes_published = self._counter("outcomes_published", "Finished requests told to the tracker")
-        self.outcomes_dropped = self._counter("outcomes_dropped", "Finished requests that could not be told")
-        self._routings = self._counter("foreign_routings", "Answers of engines that named their experts, by what became of it", "outcome")
+        self.kv_snapshots = self._counter("kv_snapshots", "KV snapshots requested, by reason", "reason")
+        self.bus_refused = self._counter("bus_messages_refused", "Invalid messages received")
+        self.bus_dropped = self._gauge("bus_messages_dropped", "Messages dropped because the router consumed them too slowly")
+        self.bus_full = self._gauge("bus_store_full", "Writes refused because a store was full, by store", "store")
+        self.outcomes_published = self._counter("outcomes_published", "Finished requests reported to the tracker")
+        self.outcomes_dropped = self._counter("outcomes_dropped", "Finished requests that could not be reported")
+        self._routings = self._counter("foreign_routings", "Answers of engines that contain their expert routing, by outcome", "outcome")
 
     def _about_others(self) -> None:
-        """Other routers, and other data planes that ask this one."""
-        self._peers = self._gauge("peers", "Other routers that are heard")
-        self._peer_bookings = self._gauge("peer_bookings", "Requests booked by other routers, counted here")
-        self._peer_bookings_over = self._tally("peer_bookings_not_ended", "Bookings of other routers that ran out, or could not be counted", "cause")
-        self.peer_gaps = self._counter("peer_gaps", "Messages of other routers that were missed, and made this one ask")
-        self.bus_silent = self._gauge("bus_silent", "1: the bus carries nothing at present, so silence of engines says nothing")
-        self._reservations = self._gauge("reservations_open", "Requests that other data planes have reserved here and not released")
-        self._reservations_over = self._tally("reservations_ended", "Reservations of other data planes that are over, by how", "how")
+        """Define the metrics of other routers, and of other data planes that use this one."""
+        self._peers = self._gauge("peers", "Other routers that are alive")
+        self._peer_bookings = self._gauge("peer_bookings", "Open bookings of other routers, replicated here")
+        self._peer_bookings_over = self._tally("peer_bookings_not_ended", "Bookings of other routers that expired, or could not be stored", "cause")
+        self.peer_gaps = self._counter("peer_gaps", "Missed messages of other routers, each repaired by a request")
+        self.bus_silent = self._gauge("bus_silent", "1 while the bus delivers nothing, so that missing heartbeats say nothing about engines")
+        self._reservations = self._gauge("reservations_open", "Open reservations of other data planes")
+        self._reservations_over = self._tally("reservations_ended", "Ended reservations of other data planes, by how they ended", "how")
 
     def _about_prediction(self) -> None:
-        """What is foretold, and how the tables stand that it is foretold from."""
-        self._predictions = self._tally("predictions", "Booked decisions by the source that foretold most", "source")
+        """Define the metrics of predictions, and of the tables that they come from."""
+        self._predictions = self._tally("predictions", "Booked decisions by the source with the largest share of the prediction", "source")
         for source in (*SOURCES, "mix", "none"):
             self._predictions.values[source,] = 0
-        self.tables_asked = self._counter("tables_gaps", "Prediction tables asked for anew because a change was missed")
-        self._gain = self._gauge("prediction_gain", "What the expert term is multiplied with", "model")
-        self._cluster_gain = self._tally("prediction_cluster_gain", "The same for requests of one cluster", *_CLUSTER, goes_down=True)
+        self.tables_asked = self._counter("tables_gaps", "Prediction tables requested again because a delta was missed")
+        self._gain = self._gauge("prediction_gain", "Calibration factor of the expert term", "model")
+        self._cluster_gain = self._tally("prediction_cluster_gain", "Calibration factor of the expert term, per cluster", *_CLUSTER, goes_down=True)
         self._by_cluster = (
-            self._tally("cluster_requests", "Requests that ranks told of, by the cluster they were foretold to be of most", *_CLUSTER),
-            self._tally("cluster_local_predicted", "Sum of their shares of pairs that the chosen rank was expected to serve itself", *_CLUSTER),
-            self._tally("cluster_local_observed", "Sum of the shares that it did serve itself", *_CLUSTER),
+            self._tally("cluster_requests", "Requests with a profile from their rank, by their heaviest predicted cluster", *_CLUSTER),
+            self._tally("cluster_local_predicted", "Sum over these requests of the predicted share of locally served pairs", *_CLUSTER),
+            self._tally("cluster_local_observed", "Sum over these requests of the observed share of locally served pairs", *_CLUSTER),
         )
-        self._homes = self._tally("homes", "Booked decisions by whether the request went home", "model", "outcome")
+        self._homes = self._tally("homes", "Booked decisions by whether the request was routed to its home", "model", "outcome")
         self._tables_version = self._gauge("tables_version", "Version of the prediction tables", "model")
-        self._tables_age = self._gauge("tables_age_seconds", "Since prediction tables were taken last", "model")
+        self._tables_age = self._gauge("tables_age_seconds", "Time since the last update of the prediction tables", "model")
         self._tables_bytes = self._gauge("tables_bytes", "Memory of the prediction tables", "model")
 
-    # What happens
+    # Events
 
     def connection_cut(self, cause: str) -> None:
-        """A client's connection was cut because it exceeded a limit."""
+        """Count a client connection that was closed because it exceeded a limit."""
         self._connections_cut.values[cause,] += 1
 
     def decided(self, decision: Decision, seconds: float) -> None:
-        """One decision that was booked."""
+        """Count a booked decision."""
         label, chosen = self._series(decision.ask.model).label, decision.choice.chosen
         self._decisions.values[label, *decision.target.key] += 1
         self._prompt.values[label,] += decision.ask.prompt_tokens
@@ -221,7 +228,8 @@ class RouterMetrics:
         self.deciding.observe(seconds)
 
     def lap(self) -> Callable[[str], None] | None:
-        """For one decision of LAPS: to be told when each of its STAGES is done. None for the others."""
+        """Return a callback for the end of each of the STAGES, for one decision of LAPS; None for the others.
+        """
         self._laps += 1
         if self._laps % LAPS:
             return None
@@ -236,13 +244,13 @@ class RouterMetrics:
         return done
 
     def first_token(self, model: str, predicted_seconds: float, observed_seconds: float) -> None:
-        """One first token, from the decision on; both numbers are of the same request."""
+        """Observe a first token. Both numbers count from the decision, of the same request."""
         series = self._series(model)
         series.predicted_first.observe(predicted_seconds)
         series.observed_first.observe(observed_seconds)
 
     def locality(self, model: str, cluster: int, predicted: float, observed: float) -> None:
-        """Shares of one request's routed pairs, 0..1. cluster: that it was foretold to be of most."""
+        """Observe the shares of one request's routed pairs, 0..1. cluster: its heaviest predicted cluster."""
         series = self._series(model)
         for tally, value in zip(self._by_cluster, (1.0, predicted, observed), strict=True):
             tally.values[series.label, cluster] += value
@@ -250,41 +258,47 @@ class RouterMetrics:
         series.observed_local.observe(observed)
 
     def regret(self, model: str, seconds: float) -> None:
-        """One decision, re-priced when its truth was known."""
+        """Observe the regret of one decision, re-priced at the observed state."""
         self._series(model).regret.observe(seconds)
 
     def profiled(self, outcome: str, count: int = 1) -> None:
-        """What ranks said of requests: ours, unknown (another router's, or too old), unread (too many came)."""
+        """Count request profiles from ranks: ours, unknown (another router's, or too old), unread (too many
+        arrived).
+        """
         self._profiles.labels(outcome).inc(count)
 
     def queued(self, priority: str) -> None:
-        """A request of this class begins to wait."""
+        """Count a request of this class that enters the wait queue."""
         self._queued.labels(priority).inc()
 
     def dequeued(self, priority: str, seconds: float) -> None:
-        """Its wait is over, however."""
+        """Count a request of this class that leaves the wait queue, in any way."""
         self._queued.labels(priority).dec()
         self._queue_wait.labels(priority).observe(seconds)
 
     def refused(self, priority: str, code: str) -> None:
-        """A request of this class got no place."""
+        """Count a refused request of this class."""
         self._refused.labels(priority, code).inc()
 
     def characters(self, known: int, new: int) -> None:
-        """Of all conversations so far."""
+        """Set the totals over all conversations so far."""
         self._characters.values["known",], self._characters.values["new",] = known, new
 
     def failed(self, how: AttemptFailure) -> None:
         self._retries.labels(how.value).inc()
 
     def finished(self, model: str, outcome: str) -> None:
-        """One request, however it ended. The name of a model that was never routed is not kept as a label."""
+        """Count one request with its outcome. The name of a model that was never routed is not kept as a
+        label.
+        """
         self._requests.values[self._known(model).label, outcome] += 1
 
     def answered(
         self, model: str, output_tokens: int, seconds: float, first_token_seconds: float | None, seconds_per_token: float | None, cached_tokens: int
     ) -> None:
-        """One answer, or the part of it that came. None: not known, because the answer came as a whole or was too short."""
+        """Observe one answer, or the part of it that arrived. None: unknown, because the answer was not
+        streamed or too short.
+        """
         series = self._known(model)
         series.duration.observe(seconds)
         self.output.values[series.label,] += output_tokens
@@ -299,11 +313,11 @@ class RouterMetrics:
         return self._models.get(model) or self._unknown
 
     def know_tenants(self, names: frozenset[str]) -> None:
-        """Tenants that have series of their own from now on: those with a key, the first _KNOWN_TENANTS by name."""
+        """Set the tenants with series of their own: those with a key, the first _KNOWN_TENANTS by name."""
         self._tenants = names if len(names) <= _KNOWN_TENANTS else frozenset(sorted(names)[:_KNOWN_TENANTS])
 
     def finished_for(self, tenant: str, outcome: str, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> None:
-        """One request of a tenant, however it ended. Requests without a key belong to none."""
+        """Count one request of a tenant with its outcome. Requests without a key belong to no tenant."""
         if not tenant:
             return
         name = tenant if tenant in self._tenants else "other"
@@ -312,33 +326,38 @@ class RouterMetrics:
             self._tenant_tokens.values[name, kind] += tokens
 
     def left_alone(self, ranks: Mapping[RankLabels, str]) -> None:
-        """The ranks that get no new requests now, and why; those not named get some."""
+        """Set the ranks that are excluded from new requests, and the cause of each; all others are cleared.
+        """
         self._left_alone.values = defaultdict(float, {(*labels, cause): 1 for labels, cause in ranks.items()})
 
     def peers(self, routers: int, bookings: int, expired: int, refused: int) -> None:
-        """How other routers and what they booked stand; the last two count from the start."""
+        """Set the numbers of other routers and of their bookings; the last two count from the start."""
         self._peers.set(routers)
         self._peer_bookings.set(bookings)
         self._peer_bookings_over.values = defaultdict(float, {("expired",): expired, ("refused",): refused})
 
     def bodies(self, held: int, refused: int, waiting: int, started: int, died: int) -> None:
-        """How the bodies of requests stand: bytes held, large ones that wait; refused bodies and processes count from the start."""
+        """Set the memory held by bodies and the large ones that wait; refused bodies and processes count from
+        the start.
+        """
         self._bodies_bytes.set(held)
         self._large_bodies.set(waiting)
         for event, count in (("refused", refused), ("process_started", started), ("process_died", died)):
             self._bodies_counted.values[event,] = count
 
     def reservations(self, is_open: int, released: int, expired: int) -> None:
-        """How reservations of other data planes stand; the last two count from the start."""
+        """Set the number of open reservations of other data planes; the last two count from the start."""
         self._reservations.set(is_open)
         self._reservations_over.values = defaultdict(float, {("released",): released, ("expired",): expired})
 
     def routings(self, outcome: str) -> None:
-        """One answer that named its experts: told, bad (no such array), empty (nothing was computed), dropped (too many wait), too_long."""
+        """Count an answer that contains its expert routing: told (reported), bad (no such array), empty
+        (nothing was computed), dropped (the queue was full), too_long.
+        """
         self._routings.labels(outcome).inc()
 
     def replica(self, model: str, tables: Tables, stored_bytes: int, age_seconds: float) -> None:
-        """How the copy of one model's prediction tables stands."""
+        """Set the metrics of the replica of one model's prediction tables."""
         self._replicas.add(model)
         version, gain = tables.version, tables.gain
         for cluster, value in enumerate([] if tables.gains is None else tables.gains.tolist()):
@@ -346,15 +365,15 @@ class RouterMetrics:
         for gauge, value in self._about_tables(version, gain, stored_bytes, age_seconds):
             gauge.labels(model).set(value)
 
-    # What is over
+    # Removal of series
 
     def forget_worker(self, worker_id: int) -> None:
-        """Drop the series of an engine that is gone."""
+        """Remove the series of an engine that has left."""
         for key in [key for key in self._decisions.values if key[1] == worker_id]:
             del self._decisions.values[key]
 
     def forget_replicas(self, kept: set[str]) -> None:
-        """Drop the series of models that nobody serves any more."""
+        """Remove the series of models that are no longer served."""
         for model in self._replicas - kept:
             for gauge, _ in self._about_tables():
                 gauge.remove(model)
@@ -394,7 +413,7 @@ class RouterMetrics:
 
 
 class _ModelSeries:
-    """The children of one model's label, looked up once."""
+    """Children of one model's label, looked up once."""
 
     def __init__(self, families: RouterMetrics, label: str) -> None:
         self.label = label
@@ -409,7 +428,7 @@ class _ModelSeries:
 
 
 class _Tallies(Collector):
-    """What is counted as plain numbers, as families."""
+    """Exporter of the plain numbers as families."""
 
     def __init__(self) -> None:
         self.tallies: list[LazyCounter] = []
@@ -435,7 +454,7 @@ class _Tallies(Collector):
 
 
 class _Ranks(Collector):
-    """How ranks stand when somebody looks: those that can be chosen now, and no others."""
+    """State of the ranks at a scrape: those that can be chosen now, and no others."""
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
@@ -455,13 +474,13 @@ class _Ranks(Collector):
 
 
 class _DroppedLines(Collector):
-    """Log lines that nobody read."""
+    """Log lines that were dropped because their reader was too slow."""
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily("roost_router_log_lines_dropped", "Log lines dropped because nobody read them, by logger", labels=["logger"])
+        family = CounterMetricFamily("roost_router_log_lines_dropped", "Log lines dropped because their reader was too slow, by logger", labels=["logger"])
         for name, lines in self._metrics.dropped_lines().items():
             family.add_metric([name], lines)
         yield family

@@ -1,4 +1,4 @@
-"""One request and what becomes of it: the record behind its log line, its metrics and the end of its trace."""
+"""Record of one request: the source of its log line, its metrics and the end of its trace."""
 
 import logging
 import time
@@ -24,11 +24,11 @@ access = logging.getLogger("roost.access")
 
 
 class RequestEnd(StrEnum):
-    """How a request ended, for logs and metrics."""
+    """Outcome of a request, for logs and metrics."""
 
     ANSWERED = "answered"
     REFUSED = "refused"
-    """the client's fault: 4xx"""
+    """4xx: a fault of the client"""
     SATURATED = "saturated"
     UNAVAILABLE = "unavailable"
     """no rank could answer, and nothing had been sent yet"""
@@ -42,45 +42,51 @@ class RequestEnd(StrEnum):
 
 
 class RequestLog:
-    """Mutable while the request is answered. Times are seconds on the router's clock. What most requests leave as it is stands in the class."""
+    """State of a request while it is answered. Times are seconds on the router's clock. Class attributes hold
+    the defaults that most requests keep.
+    """
 
     address = ""
-    """of the client's end of the connection; "": it is this process itself, or the bus"""
+    """remote address of the client; "" for this process itself, or the bus"""
     session: str | None = None
     tenant: str | None = None
-    """conversation and tenant; the tenant is the key's, or without keys what header or body say. They leave the router as hashes only"""
+    """conversation and tenant. The tenant comes from the key, or without keys from the header or the body.
+    Both leave the router as hashes only
+    """
     caller: Caller = TRUSTED
     """the sender, from its key"""
     salt = ""
-    """its KV is shared only among requests of this salt (`router.access.tenancy`); "": among all that have none"""
+    """KV blocks are shared only among requests with this salt (`router.access.tenancy`); "": among all
+    requests without one
+    """
     asked_priority: str | None = None
     asked_timeout: str | None = None
-    """what its headers say of class and deadline, unread"""
+    """priority and timeout headers, not parsed yet"""
     priority = ""
-    """name of its class of requests"""
+    """name of its priority class"""
     urgency = 0
-    """number of that class, 0 being the most urgent"""
+    """index of that class, 0 being the most urgent"""
     give_up_at = inf
-    """when its client wants it no longer, unless a rank has taken it by then"""
+    """deadline for a rank to take the request"""
     query = b""
     body_bytes = 0
     queued_seconds = 0.0
-    """the longest wait for a place; 0: it got one at once"""
+    """longest wait in the queue; 0: admitted at once"""
     model = ""
     stream = False
     answer_id: str | None = None
-    """the id that the answer bears, where the router gives it one"""
+    """id in the answer, if the router assigns one"""
     first_token_at: float | None = None
     whole = False
-    """the answer came at once: when its first token came is not known"""
+    """the answer was not streamed: the time of its first token is unknown"""
     decision: Decision | None = None
-    """the last one made for the first choice"""
+    """last decision for the first choice"""
     prompt_tokens = 0
     output_tokens = 0
     cached_tokens = 0
     status = 0
     detail: str | None = None
-    """an error's text"""
+    """message of an error"""
     trace: RequestTrace | None = None
 
     def __init__(self, request_id: str, decision_id: str, path: str, started: float) -> None:
@@ -90,11 +96,11 @@ class RequestLog:
         self.path = path
         self.started = started
         self.client_headers: Headers = []
-        """as they came"""
+        """headers of the request, unchanged"""
         self.failures: list[AttemptFailure] = []
         self.finish_reasons: list[str] = []
         self.pass_on: dict[str, str] = {}
-        """headers that go upstream as they came: the client's trace context, while this router does not trace"""
+        """headers to forward unchanged: the client's trace context, while this router does not trace"""
 
     @property
     def block_seed(self) -> int:
@@ -103,20 +109,22 @@ class RequestLog:
 
     @property
     def owner(self) -> Owner:
-        """The tenant that it belongs to, for its decisions."""
+        """The tenant that owns the request's decisions."""
         return Owner(self.caller.tenant, self.salt)
 
     @property
     def client(self) -> str:
-        """Whose turn it is, where requests have turns: the tenant's, or the address's where keys name no tenants."""
+        """Identity for fair queueing: the tenant, or the address if keys name no tenants."""
         return self.caller.tenant or self.address
 
     def keys(self, path: str | None = None) -> PredictionKeys:
-        """Who asks, as prediction knows it; `path` is that of the request itself where this one only asks about it."""
+        """Return the keys for prediction. path: of the request itself, if the present call only asks where to
+        send it.
+        """
         return keys_of(self.session, self.tenant, self.model, path or self.path)
 
     def arrived_whole(self, now: float) -> None:
-        """All of the answer is there; its first token came before, unseen."""
+        """Record a complete answer, whose first token came earlier and unseen."""
         self.whole = True
         self.first_token(now)
 
@@ -125,9 +133,9 @@ class RequestLog:
             self.first_token_at = now
 
     def time_per_output_token(self, now: float) -> float | None:
-        """Mean seconds between the tokens of a choice after its first, at the end of the answer.
+        """Return the mean seconds between the tokens of a choice after its first, at the end of the answer.
 
-        None where the moment of the first token is not known, or no choice has a second one.
+        None when the time of the first token is unknown, or no choice has a second token.
         """
         choices = max(len(self.finish_reasons), 1)
         later = self.output_tokens - choices
@@ -136,7 +144,7 @@ class RequestLog:
         return (now - self.first_token_at) * choices / later
 
     def finish(self, outcome: RequestEnd, now: float, metrics: RouterMetrics) -> None:
-        """Write the log line, count, and end the trace. Called once."""
+        """Write the log line, update metrics, and end the trace. Called once."""
         answered, ended = self.first_token_at is not None, outcome.value
         ttft = None if self.first_token_at is None or self.whole else self.first_token_at - self.started
         tpot = self.time_per_output_token(now)
@@ -146,7 +154,7 @@ class RequestLog:
         metrics.finished_for(self.caller.tenant, ended, self.prompt_tokens, self.cached_tokens, self.output_tokens)
         if access.isEnabledFor(logging.INFO):
             line = msgspec.json.encode(self._line(ended, now, ttft, tpot)).decode()
-            access.handle(logging.LogRecord(access.name, logging.INFO, "", 0, line, (), None))  # info() would look for its caller first
+            access.handle(logging.LogRecord(access.name, logging.INFO, "", 0, line, (), None))  # info() would search the stack for its caller
         if self.trace is not None:
             self.trace.end(
                 self.status,
@@ -196,7 +204,7 @@ class RequestLog:
 
 
 def _timestamp(now: float) -> str:
-    """A POSIX time as RFC 3339 writes it: UTC, to the millisecond."""
+    """Format a POSIX time as RFC 3339: UTC, to the millisecond."""
     seconds, milliseconds = divmod(int(now * 1000), 1000)
     return f"{_second(seconds)}.{milliseconds:03d}+00:00"
 

@@ -1,6 +1,7 @@
-"""One trace per request: server span, decision span, one client span per attempt. GenAI conventions; off without a provider.
+"""One trace per request: a server span, a decision span, and one client span per attempt. GenAI conventions;
+off without a provider.
 
-Numbers of 64 unsigned bits are text: OpenTelemetry's integers are signed.
+Numbers of 64 unsigned bits are recorded as text, because OpenTelemetry's integers are signed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,17 +21,19 @@ from router.scheduling.decision import Decision
 from router.scheduling.decision_record import Candidate, DecisionRecord
 
 Provider = TracerProvider
-"""For those who hand a provider on without importing OpenTelemetry."""
+"""Alias for callers that pass a provider on without importing OpenTelemetry."""
 Value = str | bool | int | float | Sequence[str] | Sequence[float]
 
 AskedOver = Literal["nats", "library"]
-"""By which way other than HTTP a decision is asked for."""
+"""Interface other than HTTP over which a decision is requested."""
 MOST_CANDIDATES = 32
-"""Candidates written into a span, cheapest first; all are in the decision's record."""
+"""Candidates recorded in a span, cheapest first; the decision's record has all of them."""
 
 
 class RouterTracing:
-    """The tracer of a real provider. `create` returns None where spans would go nowhere, so that off costs nothing."""
+    """Tracer of a real provider. `create` returns None for a no-op provider, so that disabled tracing costs
+    nothing.
+    """
 
     def __init__(self, provider: TracerProvider) -> None:
         self._tracer = provider.get_tracer("roost.router")
@@ -38,13 +41,16 @@ class RouterTracing:
 
     @classmethod
     def create(cls, provider: TracerProvider | None = None) -> "RouterTracing | None":
-        """With the given provider, or the process's own. None when that is a no-op."""
+        """Use the given provider, or the process's own. None when that is a no-op."""
         provider = trace.get_tracer_provider() if provider is None else provider
         return None if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider) else cls(provider)
 
     def request(self, operation: str, path: str, headers: Mapping[str, str], start_ns: int, *, trusted: bool = True) -> "RequestTrace":
-        """Begin a trace, or continue the one that the client's `traceparent` names. A client that is not trusted gets a trace of its own, sampled as the
-        router's settings say, with a link to the one that it named."""
+        """Begin a trace, or continue the trace in the client's `traceparent`.
+
+        An untrusted client gets a new trace, sampled by the router's settings, with a link to the trace that
+        it named.
+        """
         parent = self._propagator.extract(headers, context=Context())
         links = []
         if not trusted:
@@ -54,7 +60,9 @@ class RouterTracing:
         return RequestTrace(self, span, operation)
 
     def asked_elsewhere(self, asked_over: AskedOver, path: str, traceparent: str, start_ns: int) -> "RequestTrace":
-        """The same for a decision that is asked for over NATS or by a program. path: of the HTTP route that does the same."""
+        """Begin a trace for a decision requested over NATS or by a program. path: of the equivalent HTTP
+        route.
+        """
         parent = self._propagator.extract({"traceparent": traceparent}, context=Context())
         attributes = {"gen_ai.operation.name": "route", "gen_ai.provider.name": "roost", "roost.asked_over": asked_over, "url.path": path}
         kind = SpanKind.SERVER if asked_over == "nats" else SpanKind.INTERNAL
@@ -64,14 +72,14 @@ class RouterTracing:
         return self._tracer.start_span(name, within, kind, start_time=start_ns)
 
     def headers(self, span: Span) -> dict[str, str]:
-        """`traceparent` and `tracestate` that make a span the parent of what comes after."""
+        """Return the `traceparent` and `tracestate` headers that make a span the parent of later ones."""
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, trace.set_span_in_context(span, otel_context.Context()))
         return carrier
 
 
 class RequestTrace:
-    """The spans of one request."""
+    """Spans of one request."""
 
     def __init__(self, tracing: RouterTracing, span: Span, operation: str) -> None:
         self._tracing = tracing
@@ -80,7 +88,7 @@ class RequestTrace:
         self._within = trace.set_span_in_context(span, Context())
 
     def asked(self, model: str, settings: Mapping[str, Value | None]) -> None:
-        """What was asked for, once it is known; settings are names behind `gen_ai.request.`."""
+        """Record the request once it is decoded; settings are names below `gen_ai.request.`."""
         model = shortened(model, MOST_NAME)
         self._span.update_name(f"{self._operation} {model}")
         self._span.set_attribute("gen_ai.request.model", model)
@@ -89,7 +97,7 @@ class RequestTrace:
                 self._span.set_attribute(f"gen_ai.request.{name}", value)
 
     def queued(self, priority: str, start_ns: int, end_ns: int, refused: str | None) -> None:
-        """A wait for a place as a span of its own; refused: why it was in vain."""
+        """Record the wait for admission as a span of its own. refused: why it failed."""
         span = self._tracing.child("roost.queue", self._within, SpanKind.INTERNAL, start_ns)
         span.set_attribute("roost.priority", priority)
         if refused is not None:
@@ -98,7 +106,9 @@ class RequestTrace:
         span.end(end_ns)
 
     def decided(self, decision: Decision, start_ns: int, end_ns: int) -> None:
-        """The decision as a span of its own: every candidate with its terms in milliseconds, cheapest first, one event each."""
+        """Record the decision as a span of its own: one event per candidate with its terms in milliseconds,
+        cheapest first.
+        """
         span = self._tracing.child("roost.decide", self._within, SpanKind.INTERNAL, start_ns)
         if span.is_recording():
             record = decision.record(MOST_CANDIDATES)
@@ -108,7 +118,7 @@ class RequestTrace:
         span.end(end_ns)
 
     def attempt(self, decision: Decision) -> "AttemptTrace":
-        """The request goes to the chosen rank."""
+        """Begin the span of one attempt at the chosen rank."""
         span = self._tracing.child("roost.forward", self._within, SpanKind.CLIENT)
         worker_id, rank = decision.target.key
         span.set_attributes(
@@ -124,7 +134,7 @@ class RequestTrace:
         return AttemptTrace(span, self._tracing.headers(span))
 
     def end(self, status: int, outcome: str, attributes: Mapping[str, Value | None]) -> None:
-        """The request is over; attributes that are None are left out."""
+        """End the request's span; attributes that are None are omitted."""
         self._span.set_attribute("http.response.status_code", status)
         self._span.set_attribute("roost.outcome", outcome)
         for name, value in attributes.items():
@@ -137,7 +147,7 @@ class RequestTrace:
 
 
 class AttemptTrace:
-    """One forward span. `headers` carry it upstream."""
+    """Span of one attempt. `headers` propagate it upstream."""
 
     def __init__(self, span: Span, headers: dict[str, str]) -> None:
         self._span = span
@@ -154,14 +164,14 @@ class AttemptTrace:
 
 
 def _candidate_attributes(candidate: Candidate) -> dict[str, Value]:
-    foretold = {
+    predicted = {
         "roost.remote_ranks": candidate.remote_ranks,
         "roost.remote_nodes": candidate.remote_nodes,
         "roost.local_share": candidate.local_share,
         "roost.added_experts": candidate.added_experts,
     }
     return {
-        **{name: value for name, value in foretold.items() if value is not None},
+        **{name: value for name, value in predicted.items() if value is not None},
         "roost.candidate": f"{candidate.engine}/{candidate.rank}",
         "roost.worker_id": candidate.worker_id,
         "roost.score": candidate.score,
@@ -226,5 +236,5 @@ def _prediction_attributes(record: PredictionRecord) -> dict[str, Value | None]:
 
 
 def _experts_of(one: LayerExperts) -> str:
-    """As text: OpenTelemetry has no lists of lists."""
+    """Format as text, because OpenTelemetry has no lists of lists."""
     return f"{one.layer}: " + ", ".join(f"{expert} {share:.1%}" for expert, share in zip(one.experts, one.shares, strict=True))

@@ -337,11 +337,11 @@ async def test_a_load_report_that_tells_of_room_wakes(opened: Opened) -> None:
     feeds = front.service.feeds
     assert feeds is not None
     full = KvMetrics(worker_id=1, running=1)
-    feeds._heard(full)
+    feeds._handle(full)
     waiting = front.begin("b")
     await settled()
     assert not waiting.done()
-    feeds._heard(KvMetrics(worker_id=1, running=0))
+    feeds._handle(KvMetrics(worker_id=1, running=0))
     await settled()
     assert waiting.done()
     assert front.now == 0.0

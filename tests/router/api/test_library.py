@@ -239,7 +239,7 @@ async def test_over_the_bus_a_request_is_reserved_and_released_and_refused_with_
     with pytest.raises(BusError, match="404 model_not_found"):
         await street.bus.request(street.subjects.route, RouteRequested(body=msgspec.json.encode(chat(model="other"))))
     for subject in (street.subjects.route, street.subjects.release, street.subjects.decision(door.service.tag)):
-        with pytest.raises(BusError, match="is no question for this subject"):
+        with pytest.raises(BusError, match="is no request for this subject"):
             await street.bus.request(subject, EngineHeartbeat(engine="a", worker_id=1, epoch=0))
 
 

@@ -77,7 +77,7 @@ async def serve(service: RouterService, slowness: float, tokens: int, joined: En
         await asyncio.sleep(16 * factor * step)
         service.emitted(booking, 16)
         if reports:
-            bus._heard(KvMetrics(worker_id=decision.target.key[0], running=running, active_decode_blocks=0, step_seconds=factor * step))
+            bus._handle(KvMetrics(worker_id=decision.target.key[0], running=running, active_decode_blocks=0, step_seconds=factor * step))
     service.release(booking)
 
 

@@ -283,7 +283,7 @@ async def test_readiness_waits_for_kv_caches_and_tables_and_says_so(town: Town) 
         service = await town.router()
         await asyncio.sleep(1.2)
         assert service.view.models(live=True) == ["demo"]
-        assert (service.ready, service.missing) == (False, ["what the KV caches of 1 ranks hold"])
+        assert (service.ready, service.missing) == (False, ["the KV snapshots of 1 ranks"])
         may_answer.set()
         await asyncio.sleep(0.1)
         assert (service.ready, service.missing) == (True, [])
