@@ -1,1 +1,2 @@
-"""How the house is put together and run: the `roost` command is the composition root; nothing imports this package."""
+"""Composition root: the `roost` command builds and runs the processes of Roost. No other package imports this
+one."""

@@ -1,4 +1,5 @@
-"""`python -m deploy ORDER`: a child process of a supervisor, without the weight of the command line. People use `roost`."""
+"""`python -m deploy LAUNCH_SPEC`: child process of a supervisor, without the import cost of the command line.
+People use `roost`."""
 
 import logging
 import os
@@ -26,7 +27,7 @@ from tracker.config import TrackerConfig
 
 
 def main(arguments: list[str]) -> int:
-    """Do what the supervisor ordered; the exit status."""
+    """Run the part that the launch spec names. Returns the exit status."""
     try:
         order = msgspec.json.decode(arguments[0], type=LaunchSpec)
         settings = read_settings(Path(order.config), {}, Path.cwd())
@@ -39,7 +40,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _arguments(order: LaunchSpec, settings: Configuration) -> tuple[Any, ...]:
-    """What the part's `serve` takes."""
+    """Return the arguments of the part's `serve` function."""
     bus, ready = settings.part(BusConfig), Path(order.ready)
     if order.credentials is not None:
         bus = replace(bus, credentials_file=FilePath(order.credentials))
@@ -82,7 +83,7 @@ def _arguments(order: LaunchSpec, settings: Configuration) -> tuple[Any, ...]:
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    # Everything was stopped in order by now; taking the interpreter and torch apart would cost a second more.
+    # Every part has stopped cleanly by now. Tearing down the interpreter and torch would cost another second.
     logging.shutdown()
     sys.stdout.flush()
     os._exit(status)

@@ -1,13 +1,13 @@
-"""roost.toml: one effective configuration out of defaults, file, environment and flags; every key knows its source.
+"""roost.toml: one effective configuration from defaults, file, environment and flags. Every key has a source.
 
-Later wins: the defaults of each part's config dataclass, the file (--config, or ./roost.toml when there is one), the variables
-ROOST_<SECTION>_<KEY>, the command's flags. An unknown key, an unknown section and a wrong type are errors that name the
-place and the nearest known name. A value in the environment is text: lists are split at commas, nothing at all means
-"unset" where a key may be unset.
+Precedence, lowest first: the defaults of each part's config dataclass, the file (--config, or ./roost.toml if
+it exists), the variables ROOST_<SECTION>_<KEY>, the command's flags. An unknown key, an unknown section and a
+wrong type are errors that name the place and the nearest known name. Environment values are text: lists are
+split at commas, and an empty value means "unset" where a key may be unset.
 
-A field of a part's dataclass with the metadata {"sections": "backends"} is filled from any number of sections [backends.NAME], each a
-dataclass of its own whose field with the metadata {"section": True} takes NAME. The file makes such sections; variables
-(ROOST_BACKENDS_<NAME>_<KEY>) change keys of those that the file has.
+A dataclass field with the metadata {"sections": "backends"} collects any number of sections [backends.NAME].
+Each is a dataclass whose field with the metadata {"section": True} takes NAME. Only the file creates such
+sections; variables (ROOST_BACKENDS_<NAME>_<KEY>) change keys of existing ones.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from fleet.redaction import without_secrets
 FILE = "roost.toml"
 PREFIX = "ROOST_"
 FILE_VARIABLE = "ROOST_CONFIG"
-"""Names the file; a flag beats it."""
+"""Variable with the path of the file; the flag overrides it."""
 
 Part = TypeVar("Part")
 Key = tuple[str, str]
@@ -43,19 +43,19 @@ Checks = Mapping[type, Callable[[Any], None]]
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used; the text names key, place and remedy."""
+    """Unusable configuration; the text names key, place and remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key's value and where it came from: "default", "roost.toml:12", "ROOST_ROUTER_PORT" or "--port"."""
+    """Value of one key and its source: "default", "roost.toml:12", "ROOST_ROUTER_PORT" or "--port"."""
 
     value: Any
     source: str
 
 
 class Configuration:
-    """The effective settings of all sections, and the parts' config dataclasses built from them."""
+    """Effective settings of all sections, and the config dataclasses built from them."""
 
     def __init__(self, sections: Mapping[str, type], settings: Mapping[Key, Setting], checks: Checks) -> None:
         self._sections = dict(sections)
@@ -63,7 +63,7 @@ class Configuration:
         self._checks = checks
 
     def part(self, kind: type[Part]) -> Part:
-        """The config dataclass of one section. ConfigError when the dataclass refuses its values."""
+        """Build the config dataclass of one section. Raises ConfigError if the dataclass rejects the values."""
         return self._built(next(section for section, known in self._sections.items() if known is kind), kind)
 
     def _built(self, name: str, kind: type[Part]) -> Part:
@@ -84,16 +84,17 @@ class Configuration:
         return part
 
     def check(self, *kinds: type) -> None:
-        """Build these parts once (all without a choice), so that a bad value is refused before anything starts."""
+        """Build these parts (default: all) to reject invalid values before anything starts."""
         for kind in kinds or self._sections.values():
             self.part(kind)
 
     def items(self) -> Iterator[tuple[Key, Setting]]:
-        """Every setting, in the order of sections and fields."""
+        """Iterate over all settings, in the order of sections and fields."""
         return iter(self._settings.items())
 
     def with_flags(self, flags: Mapping[Key, tuple[str, Any]]) -> "Configuration":
-        """The same with values given on the command line: {(section, key): (flag, value)}; a value None means not given."""
+        """Return a copy with command-line values: {(section, key): (flag, value)}; the value None means not
+        given."""
         settings = dict(self._settings)
         hints = {name: typing.get_type_hints(kind) for name, kind in self._sections.items()}
         for (section, key), (flag, value) in flags.items():
@@ -102,13 +103,15 @@ class Configuration:
         return Configuration(self._sections, settings, self._checks)
 
     def as_toml(self, *, sources: bool = True, secrets: bool = False) -> str:
-        """The effective roost.toml; keys that are unset are comments, since TOML has no null. secrets: with the passwords in URLs, for a file
-        that only its owner may read."""
+        """Return the effective roost.toml. Unset keys become comments, since TOML has no null.
+
+        secrets: include the passwords in URLs, for a file that only its owner may read.
+        """
         settings = self._settings if secrets else _shown(self._settings)
         return "\n".join(_toml_lines(settings, sources)) + "\n"
 
     def as_json(self) -> str:
-        """{section: {key: {"value", "source"}}}"""
+        """Return {section: {key: {"value", "source"}}}."""
         nested: dict[str, dict[str, Any]] = {}
         for (section, key), setting in _shown(self._settings).items():
             nested.setdefault(section, {})[key] = {"value": setting.value, "source": setting.source}
@@ -116,7 +119,7 @@ class Configuration:
 
 
 def _accept(part: Any) -> None:
-    """Of a part that needs nothing of the machine."""
+    """Accept any value: the check of parts that need no files."""
 
 
 def load(
@@ -128,11 +131,11 @@ def load(
     defaults: Mapping[Key, Any] | None = None,
     checks: Checks | None = None,
 ) -> Configuration:
-    """Read defaults, file and environment. `file`: as given by --config; None: the variable, or roost.toml in `directory`.
+    """Read defaults, file and environment.
 
-    defaults: beat those of the dataclasses. checks: by config dataclass, raises ValueError for files that the machine does not have.
-    ConfigError for a file that cannot be read or parsed, and for every key and
-    variable that is unknown or of a wrong type.
+    file: the value of --config; None: the variable's value, or roost.toml in `directory`. defaults: override
+    those of the dataclasses. checks: by config dataclass; raise ValueError for missing files. Raises
+    ConfigError for an unreadable or malformed file, for unknown keys and variables, and for wrong types.
     """
     path = _chosen_file(file, environment, directory)
     text, tables = ("", {}) if path is None else _read(path)
@@ -148,7 +151,8 @@ def load(
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a child that gets its settings by file: no ROOST_ variable, which would beat the file."""
+    """Return the environment for a child that gets its settings by file: ROOST_ variables would override the
+    file."""
     return {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
 
 
@@ -162,7 +166,7 @@ def _defaults(sections: Mapping[str, type]) -> Iterator[tuple[Key, Setting]]:
 
 
 def _settable(kind: type) -> "list[dataclasses.Field[Any]]":
-    """The keys of a section: all fields but those that whole sections, or their names, are put into."""
+    """Return the keys of a section: all fields except those that hold whole sections or their names."""
     return [field for field in dataclasses.fields(kind) if not {"sections", "section"} & field.metadata.keys()]
 
 
@@ -185,7 +189,8 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _named_sections(sections: Mapping[str, type], tables: dict[str, Any], path: Path, text: str) -> tuple[dict[str, Any], dict[str, type]]:
-    """The tables with each [FAMILY.NAME] as one of its own, and the dataclasses of these sections."""
+    """Flatten [FAMILY.NAME] tables into sections of their own. Returns the tables and the dataclasses of the
+    new sections."""
     families: dict[str, type] = {}
     for kind in sections.values():
         for field in dataclasses.fields(kind):
@@ -196,7 +201,7 @@ def _named_sections(sections: Mapping[str, type], tables: dict[str, Any], path: 
         for name, table in tables.get(family, {}).items() if isinstance(tables.get(family, {}), dict) else [("", None)]:
             if not isinstance(table, dict) or not _NAME.fullmatch(name):
                 place = _place(path, text, family, name or None)
-                raise ConfigError(f"{place}: {family} are sections of their own, written [{family}.NAME], NAME of letters, digits, - and _")
+                raise ConfigError(f"{place}: {family} are separate sections, written [{family}.NAME], NAME of letters, digits, - and _")
             flat[f"{family}.{name}"], named[f"{family}.{name}"] = table, kind
     return flat, named
 
@@ -239,7 +244,8 @@ def _known(name: str, names: Iterable[str], complaint: str) -> None:
 
 
 def _place(path: Path, text: str, section: str, key: str | None) -> str:
-    """file:line of a key, or of its section's head (key None); without a line where TOML's freer forms hide it."""
+    """Return file:line of a key, or of its section header (key None). The line is omitted for TOML syntax
+    that hides it."""
     table = ""
     for number, line in enumerate(text.splitlines(), start=1):
         head = _TABLE.fullmatch(line)
@@ -266,7 +272,7 @@ def _path(kind: type, value: Any) -> Any:
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or the one type itself."""
+    """Return the members of a union, or the type itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
@@ -280,7 +286,7 @@ def _from_text(text: str, hint: Any) -> Any:
 
 
 def _shown(settings: Mapping[Key, Setting]) -> dict[Key, Setting]:
-    """Without the secrets in URLs."""
+    """Return the settings without the secrets in URLs."""
     return {key: dataclasses.replace(setting, value=_without_secrets(setting.value)) for key, setting in settings.items()}
 
 

@@ -1,4 +1,4 @@
-"""File descriptors: as many as the system allows, and connections no more than leave some for everything else."""
+"""File descriptors: raise the limit to the maximum, and cap connections so that some descriptors stay free."""
 
 import errno
 import logging
@@ -6,14 +6,15 @@ import os
 import resource
 
 MOST_SOFT = 1 << 20
-"""Where the hard limit is larger still, this is enough: some programs walk through all that are allowed."""
+"""Upper bound of the soft limit: some programs iterate over all allowed descriptors."""
 RESERVED = 32
-"""For files, pipes, listening sockets, NATS and libraries."""
+"""Descriptors kept for files, pipes, listening sockets, NATS and libraries."""
 log = logging.getLogger(__name__)
 
 
 def raise_limit() -> int:
-    """Raise this process's soft limit to the hard one, for its children too; the limit now. Says so where it changes anything."""
+    """Raise the soft limit of this process and its children to the hard limit. Returns the limit; logs a
+    change."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_SOFT if hard == resource.RLIM_INFINITY else min(hard, MOST_SOFT)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -24,14 +25,16 @@ def raise_limit() -> int:
 
 
 def most_connections() -> int:
-    """Connections that clients may have: half of what the limit leaves, as each may need another one to a rank."""
+    """Return the limit of client connections: half of the remaining descriptors, as each may need a second
+    one to a rank."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     limit = MOST_SOFT if soft == resource.RLIM_INFINITY else soft
     return max(8, (limit - RESERVED) // 2)
 
 
 def are_exhausted() -> bool:
-    """Whether not one is left. Nothing else would say so: uvloop closes the connections that it cannot take, without a word."""
+    """Return whether no descriptor is left. uvloop closes the connections that it cannot accept without any
+    error."""
     try:
         os.close(os.dup(0))
     except OSError as error:
@@ -40,5 +43,5 @@ def are_exhausted() -> bool:
 
 
 def is_exhaustion(error: OSError) -> bool:
-    """Whether an error says that the process, or the system, has no descriptor left."""
+    """Return whether an error means that the process or the system has no descriptor left."""
     return error.errno in (errno.EMFILE, errno.ENFILE)

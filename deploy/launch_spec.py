@@ -1,4 +1,4 @@
-"""What a supervisor tells a child process, and how the child answers: by making a file once it is ready."""
+"""Messages between supervisor and child: the launch spec, and a file that the child creates once it is ready."""
 
 from pathlib import Path
 from typing import Literal
@@ -9,48 +9,49 @@ PartName = Literal["router", "tracker", "planner", "rank", "simulated"]
 
 
 class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rank of which incarnation of an engine a process is; a simulated engine's is all of them, and called 0."""
+    """Rank and engine incarnation that a process runs. The one process of a simulated engine runs all ranks,
+    as rank 0."""
 
     engine: str
     rank: int
     worker_id: int
     urls: tuple[str, ...]
     meet: str
-    """folder of this incarnation, where the ranks meet"""
+    """folder in which the ranks of this incarnation meet"""
     replaces: int | None = None
-    """worker_id of the incarnation before, which is dead"""
+    """worker_id of the previous incarnation, which is dead"""
 
 
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What `python -m deploy` gets as its one argument, as JSON."""
+    """JSON argument of `python -m deploy`."""
 
     part: PartName
     config: str
-    """roost.toml with everything that is set"""
+    """roost.toml with the complete settings"""
     ready: str
-    """file to make once the part serves; of rank 0: once the engine's join is recorded"""
+    """file to create once the part serves; by rank 0: once the engine's join is stored"""
     number: int | None = None
-    """which of several processes of the part this is"""
+    """index among several processes of the part"""
     descriptor: int | None = None
-    """listening socket of a part with an HTTP face"""
+    """listening socket of a part with an HTTP server"""
     descriptors: tuple[int, ...] = ()
-    """those of a simulated engine's ranks"""
+    """listening sockets of a simulated engine's ranks"""
     private: int | None = None
-    """listening socket of this process alone, where several share a port"""
+    """listening socket of this process alone, if several share a port"""
     bus: bool = True
-    """False: a router before plain servers only, without NATS"""
+    """False: a router with static backends only, without NATS"""
     rank: RankLaunch | None = None
     credentials: str | None = None
-    """file with the login of this process on NATS; None: as the configuration says"""
+    """file with this process's NATS login; None: as configured"""
 
 
 def tell(ready: Path | None) -> None:
-    """Make the file a supervisor waits for, if there is one."""
+    """Create the ready file, if any, for which a supervisor waits."""
     if ready is not None:
         ready.touch()
 
 
 def take_back(ready: Path | None) -> None:
-    """Remove that file: this process finishes what it has, and answers no health probes any more."""
+    """Remove the ready file: this process finishes its open requests and no longer answers health probes."""
     if ready is not None:
         ready.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""One process of Roost: its logging, its signals, its loop, its exit status.
+"""One process of Roost: its logging, signals, event loop and exit status.
 
-SIGTERM, SIGINT and SIGHUP cancel the part once, and it stops cleanly within its own bounds; a second signal ends the process
-at once. A part that can read its settings again takes SIGHUP for that (`on_hangup`), unless its terminal was closed. Expected
-errors are one line on standard error and status 1 (2 when trying again would fail in the same way); anything else is a bug, and
-shows its traceback.
+SIGTERM, SIGINT and SIGHUP cancel the part once, and it stops cleanly within its own time limits; a second
+signal ends the process at once. A part that can reload its settings uses SIGHUP for that (`on_hangup`),
+unless its terminal was closed. An expected error is one line on standard error and exit status 1 (2 if trying
+again would fail in the same way). Any other error is a bug, and shows its traceback.
 """
 
 import asyncio
@@ -24,28 +24,31 @@ from fleet.redaction import without_secrets
 
 FAILURE = 1
 FINAL = 2
-"""Status of a process that its supervisor need not start again."""
+"""Exit status of a process that its supervisor need not restart."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 Errors = tuple[type[BaseException], ...]
 
 
 STDOUT, STDERR = 1, 2
 ACCESS = "roost.access"
-"""Logger of the router's request lines, which are JSON already."""
+"""Logger of the router's request lines, which are already JSON."""
 
 
 class WithoutSecrets(logging.Formatter):
-    """Log lines, tracebacks included, without the users and passwords of URLs, whoever wrote them."""
+    """Formatter that removes users and passwords of URLs from log lines and tracebacks, whatever their
+    source."""
 
     def format(self, record: logging.LogRecord) -> str:
         return without_secrets(super().format(record))
 
 
 def set_up_logging(level: str, form: str = "text", access_log: str = "-") -> None:
-    """Log lines to standard error, as text or as JSON; the router's request lines, always JSON, to a file, to standard
-    output ("-"), or nowhere ("none"). Neither ever holds up the process. OSError when the file cannot be opened.
+    """Configure logging: log lines to standard error, as text or as JSON; the router's request lines, always
+    JSON, to a file, to standard output ("-"), or nowhere ("none").
+
+    No log output ever blocks the process. Raises OSError if the file cannot be opened.
     """
-    # What no line shows need not be looked up for each of them.
+    # Skip look-ups of values that no log line shows.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     lines = LogWriter(STDERR, _told_of_drops)
     lines.setFormatter(JsonFormatter() if form == "json" else WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -69,15 +72,16 @@ def _told_of_drops(lines: int) -> str:
 
 
 def dropped_lines() -> dict[str, int]:
-    """Log lines that were dropped because nobody read them, by logger: "access", and "log" for all others."""
+    """Return the number of log lines dropped for lack of a reader, by logger: "access", and "log" for all
+    others."""
     loggers = {"access": logging.getLogger(ACCESS), "log": logging.getLogger()}
     return {name: sum(one.dropped for one in logger.handlers if isinstance(one, LogWriter)) for name, logger in loggers.items()}
 
 
 def run(part: Coroutine[Any, Any, None], *, expected: Errors, final: Errors = (), fast_loop: bool = True, hint: str = "") -> int:
-    """Run a part until it ends or is told to; its exit status.
+    """Run a part until it ends or is stopped. Returns the exit status.
 
-    `expected` errors are told in words, followed by `hint`; `final` ones too, and end in status 2.
+    `expected` and `final` errors are printed as text, followed by `hint`; `final` errors give exit status 2.
     """
     raise_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop if fast_loop else None) as runner:
@@ -92,13 +96,13 @@ def run(part: Coroutine[Any, Any, None], *, expected: Errors, final: Errors = ()
 
 
 def print_error(text: str) -> None:
-    """One expected error, for people and for the end of a log."""
+    """Print one expected error, for users and for the end of a log."""
     sys.stderr.write(f"roost: {without_secrets(text)}\n")
     sys.stderr.flush()
 
 
 def first_of(error: BaseException, kinds: Errors) -> BaseException | None:
-    """The first error of these kinds in an error or in a group of them, however deep."""
+    """Return the first error of these kinds in an error or a nested group of errors."""
     if isinstance(error, kinds):
         return error
     if isinstance(error, BaseExceptionGroup):
@@ -133,7 +137,8 @@ async def _until_told(part: Coroutine[Any, Any, None]) -> int:
 
 @contextmanager
 def on_hangup(act: Callable[[], None]) -> Iterator[None]:
-    """While the context lasts, SIGHUP calls `act`. When it comes because the terminal was closed, it ends the process as before."""
+    """Call `act` at every SIGHUP while the context lasts. A SIGHUP from a closed terminal ends the process as
+    before."""
     loop = asyncio.get_running_loop()
     attended = _has_terminal()
 
@@ -160,7 +165,8 @@ def _has_terminal() -> bool:
 
 @asynccontextmanager
 async def alongside(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[asyncio.Task[None]]:
-    """Run work as a task while the context lasts; then cancel it and wait for its end. Its failure is the reader's to notice."""
+    """Run work as a task while the context lasts; then cancel it and wait for its end. The caller must check
+    for its failure."""
     task = asyncio.create_task(work, name=name)
     try:
         yield task
@@ -170,7 +176,7 @@ async def alongside(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator
 
 
 async def until_ready(ready: asyncio.Event, *tasks: asyncio.Future[None]) -> None:
-    """Return when an event is set; raise what ended one of these tasks before."""
+    """Return when the event is set; if one of the tasks ends before, raise its error."""
     async with alongside(_wait_for(ready), "wait until it is ready") as waiting:
         await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
         if not waiting.done():
@@ -182,7 +188,7 @@ async def _wait_for(event: asyncio.Event) -> None:
 
 
 async def first_failure(tasks: Sequence[asyncio.Future[None]]) -> None:
-    """Wait until one of several tasks that should run for ever ends; raise what ended it."""
+    """Wait until one of several endless tasks ends; raise its error."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()

@@ -1,5 +1,5 @@
-"""Reading settings again while something runs with them: only the router's and the planner's may differ, and only as `router.reload` and
-`migration.reload` say."""
+"""Reload of settings at run time: only settings of router and planner may change, as far as `router.reload`
+and `migration.reload` permit."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,19 +11,21 @@ from migration.config import MigrationConfig
 from router.config import RouterConfig
 
 Read = Callable[[], Configuration]
-"""Read defaults, file, environment and flags as they are now. ConfigError when they cannot be used."""
+"""Function that reads the current defaults, file, environment and flags. Raises ConfigError if they are
+invalid."""
 Part = TypeVar("Part")
 _RELOADED = ("router", "planner")
-"""sections of parts that read them again"""
+"""sections of parts that reload them"""
 
 
 def router_settings(old: Configuration, read: Read) -> Callable[[], RouterConfig]:
-    """Reads the settings for a router that runs with the old ones. ValueError when they cannot be used, or others differ that need a restart."""
+    """Return a function that reads the settings for a router that runs with `old`. It raises ValueError for
+    invalid settings, or if settings that need a restart differ."""
     return _settings(RouterConfig, old, read)
 
 
 def planner_settings(old: Configuration, read: Read) -> Callable[[], MigrationConfig]:
-    """The same for a planner."""
+    """Return the same function for a planner."""
     return _settings(MigrationConfig, old, read)
 
 
@@ -40,7 +42,8 @@ def _settings(kind: type[Part], old: Configuration, read: Read) -> Callable[[], 
 
 
 def check(old: Configuration, new: Configuration) -> None:
-    """ConfigError when something that runs with the old settings could not take the new ones without a restart."""
+    """Raise ConfigError if a process that runs with the old settings could not apply the new ones without a
+    restart."""
     new.check()
     _check_elsewhere(old, new)
     for said in (
@@ -52,7 +55,7 @@ def check(old: Configuration, new: Configuration) -> None:
 
 
 def _check_elsewhere(old: Configuration, new: Configuration) -> None:
-    """Sections of parts that do not read again."""
+    """Check the sections of parts that do not reload."""
     before = dict(old.items())
     fixed = [
         f"{section}.{key} ({setting.source})"

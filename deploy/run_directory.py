@@ -1,8 +1,9 @@
-"""The run directory of one `roost up` or `roost worker`: logs, the private NATS store, meeting places of ranks, and what runs where.
+"""Run directory of one `roost up` or `roost worker`: logs, the private NATS store, meeting folders of ranks,
+and a record of what runs.
 
-It is $XDG_STATE_HOME/roost/run-<pid>-<chance> (~/.local/state/roost/... without the variable), readable by its user alone, locked while
-its owner lives. A clean stop removes it; after a failure it stays for its logs, and a later start removes what the dead left:
-stores at once, whole directories beyond the newest few.
+It is $XDG_STATE_HOME/roost/run-<pid>-<random> (~/.local/state/roost/... without the variable), readable by
+its user alone, and locked while its owner lives. A clean stop removes it. After a failure it stays for its
+logs. A later start removes what dead runs left: stores at once, and all but the newest few directories.
 """
 
 import contextlib
@@ -19,48 +20,49 @@ import msgspec
 
 SETTINGS = "roost.toml"
 KEPT = 5
-"""directories of dead runs that stay for their logs"""
+"""directories of dead runs kept for their logs"""
 LONGEST_SOCKET_FOLDER = 80
-"""bytes; a unix socket's path may have 107, and a rank's socket needs a name in it"""
+"""bytes; the path of a unix socket may have 107, including the name of the rank's socket"""
 LOG_BYTES = 64 * 1024 * 1024
-"""a log that has grown beyond this is moved aside, once"""
+"""a log larger than this is rotated once"""
 
 
 class Running(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run serves, for commands that look for it."""
+    """Addresses and folders of a run, for commands that look for one."""
 
     pid: int
     namespace: str
     nats: str | None = None
     router: str | None = None
     routers: tuple[str, ...] = ()
-    """URL of each of several router processes alone, for /metrics, /health and /ready"""
+    """URL of each single router process, for /metrics, /health and /ready; empty for one process"""
     engines: tuple[str, ...] = ()
     credentials: str | None = None
-    """folder with the logins of the run's NATS server; None: another server, or one that asks for none"""
+    """folder with the logins of the run's NATS server; None: another server, or one without logins"""
 
 
 class RunDirectory:
-    """One run's files."""
+    """Files of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def log(self, name: str) -> Path:
-        """The log file of a child; '/' in its name becomes '-'."""
+        """Return the log file of a child; '/' in its name becomes '-'."""
         return self.path / f"{name.replace('/', '-')}.log"
 
     def logs(self) -> list[Path]:
         return sorted(self.path.glob("*.log"))
 
     def folder(self, name: str) -> Path:
-        """A private folder."""
+        """Create and return a private folder."""
         path = self.path / name
         path.mkdir(mode=0o700, exist_ok=True)
         return path
 
     def meeting_folder(self, name: str) -> Path:
-        """A new private folder with a path short enough for unix sockets; where ours is too long, somewhere else, with a link to it here."""
+        """Create a private folder with a path short enough for unix sockets. If the run directory's path is
+        too long, the folder is elsewhere, with a link here."""
         path = self.path / name
         if len(os.fsencode(path)) <= LONGEST_SOCKET_FOLDER:
             return self.folder(name)
@@ -73,15 +75,17 @@ class RunDirectory:
         _remove(self.path / name)
 
     def tell(self, running: Running) -> None:
-        """Write down what runs, whole or not at all."""
+        """Write the record of what runs, atomically."""
         draft = self.path / "running.json.new"
         private_text(draft, msgspec.json.encode(running).decode())
         draft.replace(self.path / "running.json")
 
     def shorten_logs(self) -> None:
-        """Move logs aside that have grown too long. Their writers append, so cutting the file under them is safe.
+        """Move aside logs that have grown too long. Writers append, so truncating the file under them is
+        safe.
 
-        Lines that come during the copy are copied too; only one written in the microseconds between the last look and the cut is lost.
+        Lines that arrive during the copy are copied too. Only a line written in the microseconds between the
+        last check and the truncation is lost.
         """
         for log in self.logs():
             if log.stat().st_size > LOG_BYTES:
@@ -92,31 +96,32 @@ class RunDirectory:
                     os.truncate(log, 0)
 
     def clear(self, *, keep_logs: bool) -> None:
-        """Remove everything, or everything but the logs."""
+        """Remove everything, or everything except the logs."""
         _clear(self.path, keep_logs=keep_logs)
 
 
 def private_text(file: Path, text: str) -> None:
-    """Write a file that its owner alone may read, from its first moment on."""
+    """Write a file that is readable by its owner alone from its creation on."""
     file.unlink(missing_ok=True)
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as out:
         out.write(text)
 
 
 def home(environment: Mapping[str, str]) -> Path:
-    """Where run directories are."""
+    """Return the parent folder of all run directories."""
     state = environment.get("XDG_STATE_HOME", "")
     if state.startswith("/"):
         return Path(state) / "roost"
     try:
         return Path.home() / ".local" / "state" / "roost"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # a user without a home folder
         return Path(tempfile.gettempdir()) / f"roost-{os.getuid()}"
 
 
 @contextmanager
 def run_directory(base: Path) -> Iterator[RunDirectory]:
-    """A locked run directory for this process; OSError when it cannot be made. Left-overs of the dead are cleared first.
+    """Yield a locked run directory for this process. Left-overs of dead runs are removed first. Raises
+    OSError if it cannot be created.
 
     Removed at the end, unless an exception ends the run: then its logs stay.
     """
@@ -131,7 +136,7 @@ def run_directory(base: Path) -> Iterator[RunDirectory]:
     except Exception:
         run.clear(keep_logs=True)
         raise
-    except BaseException:  # told to stop
+    except BaseException:  # including cancellation
         run.clear(keep_logs=False)
         raise
     else:
@@ -141,7 +146,7 @@ def run_directory(base: Path) -> Iterator[RunDirectory]:
 
 
 def live_runs(base: Path) -> list[Running]:
-    """What the live runs of this user serve, newest first."""
+    """Return the records of this user's live runs, newest first."""
     found: list[tuple[float, Running]] = []
     for path in base.glob("run-*"):
         lock = _locked(path)
@@ -155,12 +160,14 @@ def live_runs(base: Path) -> list[Running]:
 
 
 def settings_file(base: Path, run: Running) -> Path:
-    """The settings that a live run's processes use: its own copy, written anew when settings are read again. OSError when there is none."""
+    """Return the settings file of a live run: its own copy, rewritten at every reload. Raises OSError if
+    there is none."""
     return next(base.glob(f"run-{run.pid}-*/{SETTINGS}"), base / SETTINGS).resolve(strict=True)
 
 
 def _new(base: Path) -> tuple[Path, int]:
-    """A new run directory and its lock; it gets its name when it is locked, so that nobody can take it for a dead one."""
+    """Create a run directory and its lock. It gets its name once it is locked, so that no process takes it
+    for a dead one."""
     draft = Path(tempfile.mkdtemp(prefix="new-", dir=base))
     lock = os.open(draft / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -168,13 +175,13 @@ def _new(base: Path) -> tuple[Path, int]:
 
 
 def _dead(base: Path) -> list[tuple[Path, int]]:
-    """Directories whose owner is gone, newest first, each with its lock held."""
+    """Return the directories of dead runs, newest first, each with its lock held."""
     found = [(path, lock) for path in base.glob("run-*") if (lock := _locked(path)) is not None]
     return sorted(found, key=lambda entry: -os.fstat(entry[1]).st_mtime)
 
 
 def _locked(path: Path) -> int | None:
-    """Its lock, when nobody else holds it."""
+    """Return the descriptor of the lock, or None if another process holds it."""
     try:
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
@@ -196,7 +203,7 @@ def _clear(path: Path, *, keep_logs: bool) -> None:
 
 
 def _remove(entry: Path) -> None:
-    """A file, a folder, or a link and the folder behind it."""
+    """Remove a file, a folder, or a link and the folder behind it."""
     if entry.is_dir():
         shutil.rmtree(entry.resolve(), ignore_errors=True)
     if entry.is_symlink() or entry.is_file():

@@ -1,4 +1,4 @@
-"""The sections of roost.toml, and Roost's defaults where a part leaves a choice to the composition root."""
+"""Sections of roost.toml, and defaults for choices that a part leaves to the composition root."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,38 +17,41 @@ from router.config import RouterConfig
 from tracker.config import TrackerConfig
 
 EngineKind = Literal["embedded", "simulated"]
-"""engines that Roost brings itself"""
+"""engines that are part of Roost"""
 DEMO_CHECKPOINT = Path(__file__).parent / "demo_model" / "checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """One engine as `roost worker` or `roost up` runs it. ValueError names the setting that is out of range."""
+    """Settings of one engine under `roost worker` or `roost up`. Raises ValueError with the name of a setting
+    out of range."""
 
     name: str = "engine"
-    """the engine's name; `roost up` appends a number"""
+    """name of the engine; `roost up` appends a number"""
     engine: EngineKind = "embedded"
-    """embedded: our own, as [engine] says; simulated: without weights, as [simulated] says"""
+    """embedded: Roost's own engine, as [engine] says; simulated: without weights, as [simulated] says"""
     host: str = "127.0.0.1"
-    """address that the ranks' HTTP faces listen on, and that routers are told"""
+    """address that the ranks' HTTP servers listen on and routers connect to"""
     fleet_secret_file: Path | None = None
-    """file of the secret that routers must present, the same for all ranks and routers; two lines while it is changed; unset: ranks answer anyone"""
+    """file with the secret that routers must present, the same for all ranks and routers; two lines during a
+    rotation; unset: ranks accept every client"""
     tls_cert: Path | None = None
-    """PEM file of the certificate that routers see, for the name or address `host`; read again at a reload"""
+    """PEM file of the certificate for the name or address `host`; read again at a reload"""
     tls_key: Path | None = None
-    """PEM file of its key, not encrypted"""
+    """PEM file of its key, unencrypted"""
     tls_terminated: bool = False
-    """a service mesh encrypts what routers and ranks say: plain HTTP is no risk"""
+    """a service mesh encrypts traffic between routers and ranks, so plain HTTP is allowed"""
     insecure: bool = False
-    """listen for other machines without the fleet's secret or TLS all the same"""
+    """allow listening for other machines without the fleet secret or TLS"""
     resume: bool = True
-    """a new life goes on with the placement and the epoch that the last one had; false: it begins as [engine] or [simulated] says"""
+    """a restarted engine resumes its last placement and epoch; false: it starts as [engine] or [simulated]
+    says"""
     drain_seconds: float = 3.0
-    """how long open requests may go on when a rank is asked to stop"""
+    """time for open requests to finish when a rank is stopped"""
     ready_seconds: float = 120.0
     """from the start of the processes to the engine's join"""
     grace_seconds: float = 6.0
-    """between asking a process to end and ending it"""
+    """from asking a process to end to killing it"""
 
     def __post_init__(self) -> None:
         check_token("engine name", self.name)
@@ -61,17 +64,18 @@ class WorkerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpConfig:
-    """What `roost up` starts. ValueError names the setting that is out of range."""
+    """Settings of `roost up`. Raises ValueError with the name of a setting out of range."""
 
     engines: int = 1
     nats: str | None = None
-    """URL of a running NATS server; unset: a private one is started"""
+    """URL of a running NATS server; unset: start a private one"""
     log_level: str = "info"
-    """of every part; debug, info, warning or error"""
+    """level of every part: debug, info, warning or error"""
     log_format: str = "text"
-    """of log lines on standard error: text, or json for one object per line; request lines are JSON always"""
+    """log lines on standard error: text, or json for one object per line; request lines are always JSON"""
     access_log: str = "-"
-    """where the router's request lines go: a file, which may be rotated; "-" for standard output; "none" for nowhere"""
+    """destination of the router's request lines: a file, which may be rotated; "-" for standard output;
+    "none" for nowhere"""
 
     def __post_init__(self) -> None:
         if not 0 <= self.engines <= 64:
@@ -102,7 +106,8 @@ DEFAULTS: Mapping[Key, Any] = {("engine", "checkpoint"): FilePath(str(DEMO_CHECK
 
 
 def read_settings(file: Path | None, environment: Mapping[str, str], directory: Path) -> Configuration:
-    """The effective configuration before the command's own flags. ConfigError as `deploy.config.load`."""
+    """Return the effective configuration before the command's flags. Raises ConfigError as
+    `deploy.config.load` does."""
     return load(SECTIONS, defaults=DEFAULTS, file=file, environment=environment, directory=directory, checks={EmbeddedConfig: _check_files})
 
 
@@ -114,20 +119,21 @@ def _check_files(config: EmbeddedConfig) -> None:
 
 
 def named_engine(settings: Configuration) -> EmbeddedConfig:
-    """The engine's settings with the model's name: as set, or the demo model's, or the checkpoint folder's."""
+    """Return the engine's settings with the model's name: as set, else the demo model's, else the checkpoint
+    folder's."""
     config = settings.part(EmbeddedConfig)
     folder = Path(config.folder).resolve()
     return replace(config, model=config.model or (DEMO_MODEL if folder == DEMO_CHECKPOINT.resolve() else folder.name))
 
 
 def engine_ranks(settings: Configuration) -> int:
-    """Ranks of each engine that is started here."""
+    """Return the number of ranks of each engine started here."""
     simulated = settings.part(WorkerConfig).engine == "simulated"
     return settings.part(SimulatedConfig).ranks if simulated else settings.part(EmbeddedConfig).ranks
 
 
 def served_model(settings: Configuration) -> str:
-    """The name under which requests find the engines that are started here."""
+    """Return the model name that requests use for engines started here."""
     simulated = settings.part(WorkerConfig).engine == "simulated"
     return settings.part(SimulatedConfig).served_model if simulated else named_engine(settings).served_model
 

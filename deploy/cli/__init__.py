@@ -1,4 +1,4 @@
-"""The `roost` command: one module for each group of subcommands."""
+"""The `roost` command: one module per group of subcommands."""
 
 from deploy.cli.app import main
 

@@ -1,4 +1,4 @@
-"""The `roost` command: the composition root, where every choice between implementations is made."""
+"""The `roost` command: composition root that chooses every implementation."""
 
 import os
 from importlib.metadata import PackageNotFoundError, version
@@ -40,17 +40,17 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def _root(wanted: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")] = False) -> None:
+def _root(wanted: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False) -> None:
     """Front-end router and migration service for Mixture-of-Experts LLM serving."""
 
 
 @app.command()
 def config(
-    in_force: Annotated[bool, typer.Option("--running", help="What the running fleet uses, not what it would use if it started now.")] = False,
+    in_force: Annotated[bool, typer.Option("--running", help="Print the settings of the running fleet instead of those a new fleet would get.")] = False,
     file: ConfigOption = CONFIG,
     as_json: JsonOption = JSON,
 ) -> None:
-    """Print the effective roost.toml, every key with its source."""
+    """Print the effective roost.toml and the source of every key."""
     if in_force:
         run = running()
         if run is None:
@@ -67,5 +67,5 @@ def config(
 
 
 def main() -> None:
-    """Entry point of the command."""
+    """Run the command line."""
     app(prog_name="roost")

@@ -1,4 +1,4 @@
-"""`roost bus`: users and permissions of a NATS server, for those who run their own."""
+"""`roost bus`: users and permissions for a NATS server that you run yourself."""
 
 import json
 from enum import StrEnum
@@ -16,7 +16,7 @@ from deploy.security.credentials import ServerCredentials
 from deploy.terminal.options import CONFIG, JSON, USAGE, ConfigOption, JsonOption, fail, settings_from, show
 
 AUTHORIZATION = "authorization.conf"
-EngineOption = Annotated[list[str] | None, typer.Option("--engine", metavar="NAME", help="An engine with a user of its own; repeat for more.")]
+EngineOption = Annotated[list[str] | None, typer.Option("--engine", metavar="NAME", help="An engine with its own user; repeat for more.")]
 
 
 class RoleName(StrEnum):
@@ -31,20 +31,20 @@ class RoleName(StrEnum):
 
 
 def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    group = typer.Typer(help="Users and permissions of a NATS server of your own.", no_args_is_help=True)
+    """Register these commands."""
+    group = typer.Typer(help="Users and permissions for your own NATS server.", no_args_is_help=True)
     group.command("permissions")(permissions)
     group.command("credentials")(credentials)
     app.add_typer(group, name="bus")
 
 
 def permissions(
-    role: Annotated[RoleName | None, typer.Option("--role", help="One role alone.  [default: all]", show_default=False)] = None,
-    engine: Annotated[str, typer.Option("--engine", metavar="NAME", help="The engine that the role `engine` speaks for; *: any.")] = "*",
+    role: Annotated[RoleName | None, typer.Option("--role", help="Print this role only.  [default: all]", show_default=False)] = None,
+    engine: Annotated[str, typer.Option("--engine", metavar="NAME", help="Engine that the role `engine` may publish for; *: any.")] = "*",
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
-    r"""Print what each role may publish on and listen to, in the namespace of \[bus]."""
+    r"""Print the subjects that each role may publish and subscribe to, in the namespace of \[bus]."""
     subjects = Subjects(settings_from(config, {}, BusConfig).part(BusConfig).namespace)
     try:
         found = {name: rights(name, subjects, engine if name == "engine" else "*") for name in ROLES if role is None or name == role.value}
@@ -62,15 +62,17 @@ def permissions(
 
 
 def credentials(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the files go; it is made where it is missing, and its files are replaced.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder for the files; created if missing. Existing files are replaced.")],
     engine: EngineOption = None,
-    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="Of the server, for the files of people's own programs.")] = None,
+    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="URL of the server, written to the files for use by your own programs.")] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
-    r"""Draw random logins for every role (and every --engine): a file for \[bus] credentials_file each, and the server's `authorization` block.
+    r"""Generate random logins for every role and every --engine.
 
-    Include FOLDER/authorization.conf in the configuration of nats-server and let it read that again (nats-server --signal reload). Drawing again is
-    how secrets are changed: whoever is connected with an old one is cut off, reads its file again, and comes back.
+    Writes one file per user, for the setting \[bus] credentials_file, and the server's `authorization` block.
+    Include FOLDER/authorization.conf in the configuration of nats-server, then reload that server
+    (nats-server --signal reload). To rotate the secrets, run this command again: the server disconnects
+    clients that use an old secret; they read their file again and reconnect.
     """
     namespace = settings_from(config, {}, BusConfig).part(BusConfig).namespace
     try:

@@ -1,4 +1,4 @@
-"""`roost key`: makes client keys for the router's keys file."""
+"""`roost key`: create client keys for the router's keys file."""
 
 import os
 import secrets
@@ -16,36 +16,38 @@ _RIGHTS_HELP = "; ".join(f"{name}: {about}" for name, about in {**RIGHTS, ALL: "
 
 
 def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    key = typer.Typer(name="key", help="Keys that clients of the router present.", no_args_is_help=True)
+    """Register these commands."""
+    key = typer.Typer(name="key", help="Keys that clients present to the router.", no_args_is_help=True)
     key.command("new")(new)
     key.callback()(_group)
     app.add_typer(key)
 
 
 def _group() -> None:
-    """Keys that clients of the router present."""
+    """Keys that clients present to the router."""
 
 
 def new(
-    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant that the key belongs to.")],
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="Tenant that owns the key.")],
     priority_class: Annotated[
         str | None,
         typer.Option(
             "--class",
             metavar="CLASS",
-            help="The most urgent class that it may ask for; else \\[router] default_class.",
+            help="Most urgent class that the key may request.  [default: \\[router] default_class]",
         ),
     ] = None,
     rights: Annotated[str, typer.Option("--rights", metavar="RIGHT,...", help=f"{_RIGHTS_HELP}.")] = ",".join(sorted(DEFAULT_RIGHTS)),
     file: Annotated[
         Path | None,
-        typer.Option("--file", metavar="FILE", help="Keys file to add it to.  [default: \\[router] api_key_file]"),
+        typer.Option("--file", metavar="FILE", help="Keys file to append to.  [default: \\[router] api_key_file]"),
     ] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Make a key: print the secret, once, and add its hashed line to the keys file (without one: print the
-    line). `roost reload` makes it valid."""
+    """Create a key. Print the secret once, and append its hashed line to the keys file.
+
+    Without a keys file the line is printed instead. `roost reload` activates the key.
+    """
     if not is_tenant(tenant):
         fail(f"TENANT must be {TENANT_FORM}; not {tenant!r}", USAGE)
     router = settings_from(config, {}, RouterConfig).part(RouterConfig)
@@ -67,8 +69,10 @@ def new(
 
 
 def _add_line(path: Path, line: str, router: RouterConfig) -> None:
-    """Append to a keys file, which is made for its user alone where there is none. Ends the command where the
-    file could not be used afterwards."""
+    """Append a line to a keys file. A missing file is created with mode 0600.
+
+    Ends the command if the resulting file would be invalid.
+    """
     try:
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "r+", encoding="utf-8") as file:
             before = file.read()

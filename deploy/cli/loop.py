@@ -1,6 +1,6 @@
-"""`roost top`, `migration pause|resume|status`: the loop that closes by itself, watched and steered.
+"""`roost top` and `roost migration pause|resume|status`: watch and control the automatic control loop.
 
-What does the work is imported when its command runs: the NATS client is not for every command.
+Implementations are imported when a command runs, because not every command needs the NATS client.
 """
 
 from typing import Annotated
@@ -11,29 +11,31 @@ from deploy.terminal.options import CONFIG, JSON, NATS, ConfigOption, JsonOption
 
 migration = typer.Typer(
     name="migration",
-    help="Let the planner make plans by itself, or not: pause, resume, status. Single migrations: roost migrate, roost plan --apply, roost rollback.",
+    help="Control automatic planning: pause, resume, status. For single migrations use roost migrate, roost plan --apply or roost rollback.",
     no_args_is_help=True,
 )
 
 
 def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
+    """Register these commands."""
     app.command("top")(top)
     app.add_typer(migration)
 
 
 def top(
-    interval: Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    interval: Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one update and exit.")] = False,
     url: UrlOption = None,
     api_key_file: KeyFileOption = None,
     nats: NatsOption = NATS,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Show what roost status shows live, with what happens below it, until q or Ctrl-C. With --url: the servers given by --backend.
+    """Show the output of roost status live, with recent events below it, until q or Ctrl-C. With --url: show
+    the servers given by --backend.
 
-    Where the output is no terminal it is text, one page per interval; with --json one object per line.
+    If the output is not a terminal, print one page of text per interval; with --json print one object per
+    line.
     """
     from deploy.views.backends import watch_backends
     from deploy.views.decision import RouterAddress
@@ -47,14 +49,15 @@ def top(
 
 @migration.command()
 def pause(
-    reason: Annotated[str, typer.Option("--reason", help="Why, for those who wonder later that nothing moves.")] = "",
+    reason: Annotated[str, typer.Option("--reason", help="Reason, shown to anyone who asks why nothing moves.")] = "",
     nats: NatsOption = NATS,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Make no plans until it is resumed, also after a restart of the planner; what operators ask for is still carried out.
+    """Pause automatic planning until it is resumed. The pause survives a restart of the planner. Commands of
+    operators are still executed.
 
-    It moves no experts back: roost rollback does.
+    Pausing moves no experts back; use roost rollback for that.
     """
     from deploy.views.loop import show_steering
 
@@ -63,7 +66,7 @@ def pause(
 
 @migration.command()
 def resume(nats: NatsOption = NATS, as_json: JsonOption = JSON, config: ConfigOption = CONFIG) -> None:
-    """Make plans again, and carry out those that pay."""
+    """Resume automatic planning and carry out plans that pay off."""
     from deploy.views.loop import show_steering
 
     show_steering(bus_from(config, nats), False, "", as_json=as_json)
@@ -71,7 +74,7 @@ def resume(nats: NatsOption = NATS, as_json: JsonOption = JSON, config: ConfigOp
 
 @migration.command("status")
 def migration_status(nats: NatsOption = NATS, as_json: JsonOption = JSON, config: ConfigOption = CONFIG) -> None:
-    """Whether plans are made without being asked for, and since when not; roost status tells the rest."""
+    """Show if automatic planning is on, or since when it is paused. roost status shows everything else."""
     from deploy.views.loop import show_steering
 
     show_steering(bus_from(config, nats), None, "", as_json=as_json)

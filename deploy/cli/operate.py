@@ -1,6 +1,6 @@
-"""`roost drain`, `reload`: what an operator does to a fleet that runs.
+"""`roost drain` and `roost reload`: operate a running fleet.
 
-What does the work is imported when its command runs: the NATS client is not for every command.
+Implementations are imported when a command runs, because not every command needs the NATS client.
 """
 
 import os
@@ -13,31 +13,33 @@ from deploy.terminal.options import CONFIG, JSON, NATS, USAGE, ConfigOption, Jso
 from fleet.redaction import without_secrets
 
 RELOAD_SECONDS = 15.0
-"""for every router process and the planner to say what became of the new settings"""
+"""Time limit for every router process and the planner to report the result of a reload."""
 
 
 def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
+    """Register these commands."""
     for command in (drain, reload):
         app.command(command.__name__)(command)
 
 
 def drain(
-    place: Annotated[str, typer.Argument(metavar="ENGINE[/RANK]", help="An engine, or one of its ranks, e.g. engine-0/1 (see roost status).")],
-    undo: Annotated[bool, typer.Option("--undo", help="Let it have new requests again.")] = False,
+    place: Annotated[str, typer.Argument(metavar="ENGINE[/RANK]", help="Engine or rank, e.g. engine-0/1 (see roost status).")],
+    undo: Annotated[bool, typer.Option("--undo", help="Resume routing to a drained rank or engine.")] = False,
     wait: Annotated[
-        float | None, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait until nothing runs there any more; status 1 if it takes longer.")
+        float | None, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait until the target is idle; exit with status 1 if that takes longer.")
     ] = None,
-    reason: Annotated[str, typer.Option("--reason", help="Why, for those who ask where requests went.")] = "",
+    reason: Annotated[str, typer.Option("--reason", help="Reason, shown wherever the drain is reported.")] = "",
     url: UrlOption = None,
     api_key_file: KeyFileOption = None,
     nats: NatsOption = NATS,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
-    r"""Send no new requests to a rank or an engine; what runs there goes on. It holds for all routers, until it is undone or the engine starts again.
+    r"""Stop routing new requests to a rank or an engine. Running requests continue. The drain applies to all
+    routers until it is undone or the engine restarts.
 
-    With --url: to a server given by --backend or \[backends.NAME], at this router process, until it is undone or the process ends.
+    With --url: drain a server given by --backend or \[backends.NAME]. That drain applies to this router
+    process, until it is undone or the process ends.
     """
     from deploy.views.backends import drain_backend
     from deploy.views.decision import RouterAddress
@@ -52,9 +54,10 @@ def drain(
 
 
 def reload(nats: NatsOption = NATS, as_json: JsonOption = JSON) -> None:
-    """Let the running `roost up` read file and environment again, and its routers and planner use what may change while they run; 1 if it is refused.
+    """Make the running `roost up` read its file and environment again. Its routers and planner apply the
+    settings that may change at run time. Exit status 1: a process refused the new settings.
 
-    A `roost router` or `roost planner` that runs alone does the same on SIGHUP.
+    A `roost router` or `roost planner` started separately does the same on SIGHUP.
     """
     from deploy.views.operation import show_reload
 

@@ -1,4 +1,4 @@
-"""`roost router`, `tracker`, `planner`, `worker`: each part alone, for real deployments."""
+"""`roost router`, `tracker`, `planner`, `worker`: run one part, for production deployments."""
 
 import os
 from enum import StrEnum
@@ -52,12 +52,12 @@ from migration.config import MigrationConfig
 from router.config import RouterConfig
 from tracker.config import TrackerConfig
 
-MetricsOption = Annotated[str | None, typer.Option("--metrics", metavar="HOST:PORT", help="Serve /metrics (Prometheus) and /health there.")]
-ApiKeyOption = Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is the key that the plain servers want.")]
+MetricsOption = Annotated[str | None, typer.Option("--metrics", metavar="HOST:PORT", help="Serve /metrics (Prometheus) and /health on this address.")]
+ApiKeyOption = Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is the key sent to the static backends.")]
 
 
 class WorkerKind(StrEnum):
-    """Engines a worker can stand for."""
+    """Engine kinds that a worker can represent."""
 
     embedded = "embedded"
     simulated = "simulated"
@@ -65,7 +65,7 @@ class WorkerKind(StrEnum):
 
 
 def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
+    """Register these commands."""
     app.command("router")(router)
     app.command("tracker")(tracker)
     app.command("planner")(planner)
@@ -73,24 +73,23 @@ def add_to(app: typer.Typer) -> None:
 
 
 def router(
-    backend: Annotated[
-        list[str] | None, typer.Option("--backend", metavar="URL", help="A plain OpenAI-compatible server; repeat for more. No NATS is needed.")
-    ] = None,
+    backend: Annotated[list[str] | None, typer.Option("--backend", metavar="URL", help="OpenAI-compatible server; repeat for more. Needs no NATS.")] = None,
     api_key_file: ApiKeyOption = None,
     client_keys: ClientKeysOption = None,
-    port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free one.  [default: 8600]", show_default=False)] = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free port.  [default: 8600]", show_default=False)] = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on.  [default: 127.0.0.1]", show_default=False)] = None,
     processes: ProcessesOption = None,
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,
     tls_terminated: TlsTerminatedOption = False,
     insecure: InsecureOption = False,
-    nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server; with --backend only if it is named.")] = NATS,
+    nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server; with --backend, used only if this option names it.")] = NATS,
     access_log: AccessLogOption = None,
     spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Run the router, before engines on a bus, before plain servers (--backend), or both. SIGHUP: read file and environment again."""
+    """Run the router in front of engines on the bus, static backends (--backend), or both. SIGHUP: read file
+    and environment again."""
     flags: Flags = {
         ("router", "backends"): ("--backend", backend or None),
         ("router", "backend_key_file"): ("--api-key-file", api_key_file and api_key_file.absolute()),
@@ -122,14 +121,13 @@ def router(
 
 
 def tracker(
-    state: Annotated[
-        Path | None, typer.Option("--state", metavar="FILE", help="Keep what is learnt in this file, and go on from there after a restart.")
-    ] = None,
+    state: Annotated[Path | None, typer.Option("--state", metavar="FILE", help="Save the learnt state to this file, and restore it after a restart.")] = None,
     metrics: MetricsOption = None,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server.")] = NATS,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Run the tracker: what was activated, how popular it is, and what requests will activate."""
+    """Run the tracker: expert activations, expert popularity, and predictions of which experts a request
+    activates."""
     flags = {
         **bus_flags(nats),
         ("tracker", "state_file"): ("--state", state and state.absolute()),
@@ -144,8 +142,8 @@ def planner(
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server.")] = NATS,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Run the planner: which expert belongs where. It records what engines serve, moves experts by itself where that pays, says where requests are
-    at home, and answers `roost plan`.
+    """Run the planner: it records placements, migrates experts automatically where that pays off, publishes
+    the homes of requests, and answers `roost plan`.
 
     SIGHUP: read file and environment again.
     """
@@ -163,17 +161,20 @@ def worker(
         WorkerKind | None,
         typer.Option(
             "--engine",
-            help="embedded: our own engine; simulated: no weights, the time of GPUs; openai: any OpenAI-compatible server, by --url.  [default: embedded]",
+            help="embedded: Roost's own engine; simulated: no weights, GPU speeds from a model; "
+            "openai: any OpenAI-compatible server at --url.  [default: embedded]",
             show_default=False,
         ),
     ] = None,
-    url: Annotated[str | None, typer.Option("--url", help="The server behind --engine openai.")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="The engine's name, unique in the fleet.  [default: engine]", show_default=False)] = None,
-    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Ranks of an embedded or simulated engine.  [default: 2]", show_default=False)] = None,
-    model: Annotated[str | None, typer.Option("--model", help="embedded: checkpoint folder; openai: which of the served models.")] = None,
+    url: Annotated[str | None, typer.Option("--url", help="Server behind --engine openai.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the engine, unique in the fleet.  [default: engine]", show_default=False)] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Number of ranks of an embedded or simulated engine.  [default: 2]", show_default=False)
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="embedded: checkpoint folder; openai: one of the served models.")] = None,
     model_shape: ModelShapeOption = None,
     host: Annotated[
-        str | None, typer.Option("--host", help="Address the ranks listen on, as routers reach them.  [default: 127.0.0.1]", show_default=False)
+        str | None, typer.Option("--host", help="Address that the ranks listen on and routers connect to.  [default: 127.0.0.1]", show_default=False)
     ] = None,
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,
@@ -181,20 +182,23 @@ def worker(
     insecure: InsecureOption = False,
     api_key_file: ApiKeyOption = None,
     layers: Annotated[
-        int | None, typer.Option("--layers", help="openai: the model's MoE layers; with --experts and --top-k, answers that name experts are learnt from.")
+        int | None,
+        typer.Option(
+            "--layers", help="openai: number of MoE layers of the model; with --experts and --top-k, the tracker learns from answers that name experts."
+        ),
     ] = None,
-    experts: Annotated[int | None, typer.Option("--experts", help="openai: routed experts of a layer.")] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", help="openai: routed experts of a token.")] = None,
+    experts: Annotated[int | None, typer.Option("--experts", help="openai: routed experts per layer.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help="openai: routed experts per token.")] = None,
     isolates_tenants: Annotated[
-        bool, typer.Option("--isolates-tenants", help="openai: the server takes cache_salt and shares KV by it, as vLLM does.")
+        bool, typer.Option("--isolates-tenants", help="openai: the server accepts cache_salt and separates its KV cache by it, as vLLM does.")
     ] = False,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server.")] = NATS,
     spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Run one engine that joins the fleet on NATS.
+    """Run one engine that joins the fleet over NATS.
 
-    SIGHUP: its ranks read the file of the fleet's secret again (not --engine openai).
+    SIGHUP: the ranks read the fleet secret file again (not with --engine openai).
     """
     own = engine is not WorkerKind.openai
     checkpoint = Path(model) if model is not None and own else None
@@ -227,8 +231,9 @@ def worker(
 
 
 def _plain_worker(settings: Configuration, api_key_file: Path | None, *, url: str | None, **about: Any) -> None:
-    """about: further fields of PlainConfig."""
-    from engine_adapter.openai_backend import BackendAgentConfig  # with its HTTP client, which no other command needs
+    """Run the agent of a static backend. about: further fields of the agent's config."""
+    # imports an HTTP client that no other command needs
+    from engine_adapter.openai_backend import BackendAgentConfig
 
     if url is None:
         fail("--engine openai needs --url, e.g. --url http://127.0.0.1:8080", USAGE)
@@ -251,7 +256,8 @@ async def _several_routers(settings: Configuration, read: Read, *, bus: bool) ->
             try:
                 await serve_and_reload(fleet, read)
             finally:
-                doors.close()  # the routers close theirs: new connections are refused, and do not wait in ours
+                # the routers close their copies; new connections are then refused instead of waiting in ours
+                doors.close()
 
 
 async def _own_worker(settings: Configuration, read: Read) -> None:
@@ -264,5 +270,5 @@ async def _own_worker(settings: Configuration, read: Read) -> None:
 
 
 def _end_with(part: str, settings: Configuration, *arguments: Any) -> NoReturn:
-    """Run a part as this process, and end the command with its status."""
+    """Run a part as this process and exit with its status."""
     raise typer.Exit(run_part(part, settings, os.environ, *arguments))

@@ -1,4 +1,4 @@
-"""`roost up`: a whole fleet on this machine."""
+"""`roost up`: run a whole fleet on this machine."""
 
 import json
 import os
@@ -48,7 +48,7 @@ from router.config import RouterConfig
 
 
 class OwnEngineKind(StrEnum):
-    """Engines that `roost up` can start itself."""
+    """Engine kinds that `roost up` can start."""
 
     embedded = "embedded"
     simulated = "simulated"
@@ -60,18 +60,18 @@ def add_to(app: typer.Typer) -> None:
 
 
 def up(
-    engines: Annotated[int | None, typer.Option("--engines", min=0, help="How many engines.  [default: 1]", show_default=False)] = None,
-    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Ranks of each engine.  [default: 2]", show_default=False)] = None,
+    engines: Annotated[int | None, typer.Option("--engines", min=0, help="Number of engines.  [default: 1]", show_default=False)] = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Number of ranks of each engine.  [default: 2]", show_default=False)] = None,
     model: Annotated[
         Path | None, typer.Option("--model", metavar="FOLDER", help="Checkpoint folder (Hugging Face Qwen3-MoE).  [default: the demo model]")
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Engines are called NAME-0, NAME-1, ...  [default: engine]", show_default=False)] = None,
-    port: Annotated[int | None, typer.Option("--port", help="Port of the router; 0: any free one.  [default: 8600]", show_default=False)] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Prefix of engine names: NAME-0, NAME-1, ...  [default: engine]", show_default=False)] = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port of the router; 0: any free port.  [default: 8600]", show_default=False)] = None,
     host: Annotated[str | None, typer.Option("--host", help="Address the router listens on.  [default: 127.0.0.1]", show_default=False)] = None,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="Use this NATS server instead of starting a private one.")] = NATS,
     engine: Annotated[
         OwnEngineKind | None,
-        typer.Option("--engine", help="embedded: our own engine; simulated: no weights, the time of GPUs.  [default: embedded]", show_default=False),
+        typer.Option("--engine", help="embedded: Roost's own engine; simulated: no weights, GPU speeds from a model.  [default: embedded]", show_default=False),
     ] = None,
     model_shape: ModelShapeOption = None,
     processes: ProcessesOption = None,
@@ -84,7 +84,8 @@ def up(
     spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Run NATS, engines, tracker, planner and the router here; Ctrl-C stops everything and leaves nothing behind.
+    """Run NATS, engines, tracker, planner and router on this machine. Ctrl-C stops everything and removes its
+    files.
 
     SIGHUP (roost reload): read file and environment again.
     """
@@ -129,12 +130,13 @@ async def _up(settings: Configuration, read: Read) -> None:
             try:
                 await serve_and_reload(fleet, read)
             finally:
-                out.print("stopping; answers under way are finished first, unless Ctrl-C comes again")
-                doors.close()  # the routers close theirs: new connections are refused, and do not wait in ours
+                out.print("stopping; running requests finish first, unless you press Ctrl-C again")
+                # the routers close their copies; new connections are then refused instead of waiting in ours
+                doors.close()
 
 
 def _tell(settings: Configuration, fleet: Fleet, run: RunDirectory) -> None:
-    """What runs, and the first thing to try."""
+    """Print the running parts and a first request to try."""
     out, model = console(), served_model(settings)
     ranks, engines = engine_ranks(settings), settings.part(UpConfig).engines
     out.print(f"\n[bold]Roost is up[/bold]: {engines} engine{'s' * (engines != 1)} of {ranks} rank{'s' * (ranks != 1)} serving {model!r}")
@@ -156,11 +158,12 @@ def _tell(settings: Configuration, fleet: Fleet, run: RunDirectory) -> None:
 
 
 DEMO_PROMPT = "class Parser:\n    def __init__(self"
-"""Continued as Python by the demo model: it was trained on source code and manual pages, and on no conversation."""
+"""Prompt that the demo model continues as Python. The model was trained on source code and manual pages, not
+on conversations."""
 
 
 def first_request(model: str, *, demo: bool) -> tuple[str, str, str]:
-    """A line about the model, and the path and JSON body of a request that shows it at its best."""
+    """Return a line about the model, then the path and the JSON body of a suitable first request."""
     asked: dict[str, object] = {"model": model, "stream": True, "max_tokens": 64, "temperature": 0}
     if demo:
         about = (

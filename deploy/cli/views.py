@@ -1,6 +1,7 @@
-"""`roost status`, `placement`, `popularity`, `explain`, `events`: what is there, where, what is wanted, why, and what is said.
+"""`roost status`, `placement`, `popularity`, `explain`, `events`: inspect a fleet.
 
-What does the work is imported when its command runs: the NATS client and the router's values are not for every command.
+Implementations are imported when a command runs, because not every command needs the NATS client and the
+router's types.
 """
 
 import difflib
@@ -47,14 +48,14 @@ FAMILIES = {
     "loop": ("DispatchMeasured", "PopularityShifted", "HomesPublished", "MigrationPlanned", "MigrationCommitted", "MigrationAborted", "PlanJudged"),
     "handover": ("ProposeHandover", "CommitHandover", "AbortHandover", "DescribeHandover", "HandoverDescribed"),
 }
-"""Kinds that one often wants together, under one name."""
+"""Groups of message kinds that are often requested together, by name."""
 _STORED = sorted(kind.__name__ for kind in STORED)
-_FAMILY_HELP = "Several at once: " + "; ".join(f"{name} ({', '.join(kinds)})" for name, kinds in FAMILIES.items()) + "."
+_FAMILY_HELP = "Groups: " + "; ".join(f"{name} ({', '.join(kinds)})" for name, kinds in FAMILIES.items()) + "."
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
+    """Register these commands."""
     for command in (status, placement, popularity, explain, events):
         app.command(command.__name__)(command)
 
@@ -68,7 +69,8 @@ def status(
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Show engines, ranks, load and epochs, what the loop measured, predicted, decided and moved, and the servers given by --backend. Live: roost top."""
+    """Show engines, ranks, load and epochs; the loop's measurements, predictions, decisions and migrations;
+    and the servers given by --backend. Live view: roost top."""
     from deploy.views.backends import backends_if_any, backends_of, show_backends
     from deploy.views.decision import RouterAddress
     from deploy.views.status import show_status
@@ -85,37 +87,38 @@ def status(
 
 def placement(
     layer: Annotated[int | None, typer.Option("--layer", min=0, help="Only this MoE layer.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, e.g. placement.png (needs the extra `plot`).")] = None,
-    before: Annotated[bool, typer.Option("--before", help="With --plot: beside the first epoch of the engine's present life, with what differs.")] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also write a picture, e.g. placement.png (needs the extra `plot`).")] = None,
+    before: Annotated[
+        bool, typer.Option("--before", help="With --plot: also show the first epoch of the engine's current incarnation, and the differences.")
+    ] = False,
     nats: NatsOption = NATS,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Show which expert is where: per engine its epoch, its slots, and the experts of each rank (* where there are replicas)."""
+    """Show the placement: for each engine the epoch, the slots, and the experts of each rank (* marks
+    replicated experts)."""
     from deploy.views.placement import show_placement
 
     if before and plot is None:
-        fail("--before is about what --plot FILE draws; name it", USAGE)
+        fail("--before needs --plot FILE, whose picture it extends", USAGE)
     show_placement(bus_from(config, nats), layer, plot, before=before, as_json=as_json)
 
 
 def popularity(
-    model: Annotated[str | None, typer.Option("--model", help="Which model.  [default: the one that is served]", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model.  [default: the one that is served]", show_default=False)] = None,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="Also draw heat maps, e.g. experts.png, and experts-ENGINE.png by rank (needs the extra `plot`)."),
+        typer.Option("--plot", metavar="FILE", help="Also write heat maps, e.g. experts.png, and experts-ENGINE.png by rank (needs the extra `plot`)."),
     ] = None,
-    file: Annotated[
-        Path | None, typer.Option("--from", metavar="FILE", help="Show a load in a file instead: SGLang's recorder .pt; .npy .npz .json .csv.")
-    ] = None,
-    learn: Annotated[Path | None, typer.Option("--learn", metavar="FILE", help="Let the tracker take such a file into the profile of --model, once.")] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="With --learn: experts per token, where neither an engine nor the file says.")] = None,
-    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="With --learn: the tokens that a file of proportions stands for.")] = None,
+    file: Annotated[Path | None, typer.Option("--from", metavar="FILE", help="Show a load from a file: SGLang's recorder .pt; .npy .npz .json .csv.")] = None,
+    learn: Annotated[Path | None, typer.Option("--learn", metavar="FILE", help="Add such a file to the tracker's profile of --model, once.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="With --learn: experts per token, if neither an engine nor the file states it.")] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="With --learn: number of tokens that a file of proportions represents.")] = None,
     nats: NatsOption = NATS,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Show which experts are wanted: skew per layer, demand per rank, clusters, drift, and how good the predictions are."""
+    """Show expert popularity: skew per layer, demand per rank, clusters, drift, and prediction quality."""
     from deploy.views.popularity import learn_load, show_load, show_popularity
 
     if file is not None and learn is not None:
@@ -129,31 +132,32 @@ def popularity(
     elif learn is None:
         show_popularity(bus_from(config, nats), model, plot, as_json=as_json)
     elif model is None:
-        fail("--learn needs --model: whose experts are these?", USAGE)
+        fail("--learn needs --model, the owner of these experts", USAGE)
     else:
         learn_load(bus_from(config, nats), learn, model, top_k, tokens)
 
 
 def explain(
-    prompt: Annotated[str | None, typer.Argument(help="A user message to decide on, without running it.")] = None,
-    decision: Annotated[str | None, typer.Option("--id", metavar="ID", help="Read a served decision back (header x-roost-decision-id).")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Which model.  [default: the first one served]", show_default=False)] = None,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="As in a request.")] = None,
-    session: Annotated[str | None, typer.Option("--session", metavar="NAME", help="Decide as for this conversation.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="User message to decide on; it is not run.")] = None,
+    decision: Annotated[str | None, typer.Option("--id", metavar="ID", help="Show the decision of a served request (header x-roost-decision-id).")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model.  [default: the first one served]", show_default=False)] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="max_tokens of the request.")] = None,
+    session: Annotated[str | None, typer.Option("--session", metavar="NAME", help="Decide as for this session.")] = None,
     tenant: Annotated[str | None, typer.Option("--tenant", metavar="NAME", help="Decide as for this tenant.")] = None,
     without: Annotated[
-        list[str] | None, typer.Option("--without", metavar="TERM", help=f"As if this term did not count; repeat for more. Terms: {', '.join(TERMS)}.")
+        list[str] | None, typer.Option("--without", metavar="TERM", help=f"Decide without this cost term; repeat for more. Terms: {', '.join(TERMS)}.")
     ] = None,
     gone: Annotated[
-        list[str] | None, typer.Option("--gone", metavar="ENGINE/RANK", help="As if this rank, or ENGINE with all of its ranks, were gone; repeat for more.")
+        list[str] | None, typer.Option("--gone", metavar="ENGINE/RANK", help="Decide without this rank, or without all ranks of ENGINE; repeat for more.")
     ] = None,
-    router: Annotated[str | None, typer.Option("--router", metavar="URL", help="The router; default: that of the running `roost up`.")] = None,
-    api_key_file: Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is a key that the router admits.")] = None,
+    router: Annotated[str | None, typer.Option("--router", metavar="URL", help="URL of the router.  [default: that of the running `roost up`]")] = None,
+    api_key_file: Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is a key accepted by the router.")] = None,
     ca: CaOption = None,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Explain a routing decision: every candidate with its terms, the one chosen and why, and who it would have been otherwise."""
+    """Explain a routing decision: the cost terms of every candidate, the reason for the choice, and the
+    choice without each term."""
     from deploy.views.decision import RouterAddress, show_decision
 
     if (prompt is None) == (decision is None):
@@ -180,13 +184,15 @@ def events(
     kind: Annotated[
         list[str] | None, typer.Option("--kind", metavar="KIND", help=f"Only this kind; repeat for more. {_FAMILY_HELP} Kinds: {', '.join(KINDS)}.")
     ] = None,
-    since: Annotated[str | None, typer.Option("--since", metavar="TIME", help="Replay what is stored first, e.g. 90s, 15m, 1h, 2d.")] = None,
-    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Go on with what comes; --no-follow needs --since.")] = True,
+    since: Annotated[
+        str | None, typer.Option("--since", metavar="TIME", help="First replay stored messages from this far back, e.g. 90s, 15m, 1h, 2d.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Continue with new messages; --no-follow needs --since.")] = True,
     nats: NatsOption = NATS,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Print what is said on the bus, one line per message, until Ctrl-C."""
+    """Print bus messages, one line each, until Ctrl-C."""
     from deploy.views.events import show_events
 
     wanted, seconds = _kinds(kind or []), None if since is None else _seconds(since)
@@ -202,7 +208,7 @@ def _kinds(names: list[str]) -> set[str]:
 
 
 def _kind(name: str) -> str:
-    """A kind by its name, or by the beginning of it that no other kind has."""
+    """Return a message kind by its name or by an unambiguous prefix."""
     found: list[str] = [kind for kind in KINDS if kind.lower() == name.lower()] or [kind for kind in KINDS if kind.lower().startswith(name.lower())]
     if len(found) > 1:
         fail(f"{name!r} is the beginning of {', '.join(found)}: say which", USAGE)

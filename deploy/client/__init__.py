@@ -1,4 +1,4 @@
-"""The operator's API over the bus: drain, migrate, pause the loop, read placements and the state of the fleet.
+"""Operator's API over the bus: drain, migrate, pause the loop, read placements and fleet state.
 
-Admission rule: usable from any Python program; free of the libraries of the command line (typer, rich, matplotlib).
+Admission rule: usable from any Python program. Imports no command-line libraries (typer, rich, matplotlib).
 """

@@ -1,4 +1,4 @@
-"""What the migration service does by itself: asked over the bus, and told to rest or to go on."""
+"""State of the automatic control loop: query it, pause it, resume it over the bus."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,25 +9,30 @@ from fleet.events import DescribeLoop, LoopDescribed, SteerLoop
 
 ASK_SECONDS = 3.0
 TAKEOVER_SECONDS = 8.0
-"""in which a planner that died is started again, or another one leads"""
+"""Time in which a crashed planner restarts or another one becomes leader."""
 LOOKS = 4
-"""times that it is asked again meanwhile"""
-UNKNOWN = "it is not known whether that holds: a planner was asked that did not answer in time, and may do it yet; roost migration status tells"
-SILENCE = "no planner says what it does by itself: it is not running (roost events --kind migration, and its log, tell), or it is of an older version of Roost"
+"""Number of retries in that time."""
+UNKNOWN = "the outcome is unknown: a planner received the request and did not answer in time; it may still apply it; check with roost migration status"
+SILENCE = "no planner reports its state: it is not running (see roost events --kind migration, and its log), or it is an older version of Roost"
 
 
 class NoAnswer(Exception):
-    """Nobody says what the migration service does by itself; the text says why, as far as that is known."""
+    """Raised when no planner reports its state; the text gives the reason, if known."""
 
 
 async def described(bus: Bus, subjects: Subjects) -> LoopDescribed:
-    """The planner's own words, asked for once. NotTold when there is none, or one that knows no such question; BusError without a bus."""
+    """Request the planner's state once.
+
+    Raises NoAnswer without a planner, or with one that does not know the request; BusError without a bus.
+    """
     return await _asked(bus, subjects, DescribeLoop())
 
 
 async def steered(bus: Bus, subjects: Subjects, paused: bool, reason: str, say: Callable[[str], None]) -> LoopDescribed:
-    """Have the planner make no plans by itself, or make them again. Where none is there, one that may take over is waited for; then NotTold,
-    which says whether one may do it yet."""
+    """Pause or resume automatic planning. Without a planner, wait for one to take over.
+
+    Raises NoAnswer, whose text says if a planner may still apply the request.
+    """
     perhaps = False
     for look in range(LOOKS):
         try:
@@ -39,7 +44,7 @@ async def steered(bus: Bus, subjects: Subjects, paused: bool, reason: str, say: 
                 raise
             hangs = not isinstance(error.__cause__, NobodyThere)
             if not look or hangs > perhaps:
-                say("the planner does not answer; it is asked again" if hangs else "no planner is there; one may be about to take over")
+                say("the planner does not answer; asking again" if hangs else "no planner is running; waiting for one to take over")
             perhaps = perhaps or hangs
             await asyncio.sleep(TAKEOVER_SECONDS / LOOKS)
     raise NoAnswer(UNKNOWN if perhaps else f"{SILENCE}; nothing was changed")

@@ -1,6 +1,7 @@
-"""Draining: an operator's word that a rank, or an engine, gets no new requests; stored on the bus, where every router hears it, also later ones.
+"""Draining: an operator's request to route nothing new to a rank or an engine. It is stored on the bus, so
+later routers see it too.
 
-What runs there goes on. The word is about one incarnation: an engine that starts again takes requests.
+Running requests continue. A drain applies to one incarnation: a restarted engine receives requests again.
 """
 
 import asyncio
@@ -14,20 +15,21 @@ from deploy.process import alongside
 from fleet.events import DescribeReservations, KvMetrics, RankDrained, ReservationsChanged, ReservationsDescribed
 
 LOOK_SECONDS = 0.5
-"""between two looks at what still runs"""
+"""Poll interval for remaining work."""
 SETTLE_SECONDS = 1.0
-"""A router that chose a rank just before it was drained has told so by then, and every router has been heard."""
+"""Time after a drain by which a router that chose the rank just before has announced its booking, and every
+router has been heard."""
 QUIET_REPORTS = 2
-"""A rank is idle after so many load reports in a row that say so."""
+"""Consecutive load reports without work after which a rank counts as idle."""
 
 
 class NoSuchTarget(Exception):
-    """There is no such engine or rank; the text says what there is."""
+    """Unknown engine or rank; the text lists those that exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainTarget:
-    """A rank of an engine, or (None) all of them."""
+    """One rank of an engine, or (None) all of them."""
 
     engine: EngineNow
     rank: int | None
@@ -42,7 +44,7 @@ class DrainTarget:
 
 
 async def find(bus: Bus, subjects: Subjects, text: str) -> DrainTarget:
-    """The place that ENGINE or ENGINE/RANK names. NoSuchPlace says what there is instead."""
+    """Resolve ENGINE or ENGINE/RANK. Raises NoSuchTarget, whose text lists the valid targets."""
     engines = {engine.joined.engine: engine for engine in await members(bus, subjects)}
     name, slash, number = text.partition("/")
     there = ", ".join(f"{engine} (ranks 0 to {_targets(now) - 1})" if _targets(now) > 1 else engine for engine, now in engines.items()) or "none"
@@ -59,14 +61,15 @@ async def find(bus: Bus, subjects: Subjects, text: str) -> DrainTarget:
 
 
 async def drain(bus: Bus, subjects: Subjects, place: DrainTarget, reason: str) -> None:
-    """No new requests there. BusError when it cannot be stored."""
+    """Store a drain for this target. Raises BusError if it cannot be stored."""
     await _say(bus, subjects, place.engine, place.rank, draining=True, reason=reason)
 
 
 async def undrain(bus: Bus, subjects: Subjects, place: DrainTarget) -> bool:
-    """Requests again; of a whole engine also where ranks were drained singly. False when nothing there was drained.
+    """Undo a drain; for a whole engine also the drains of its single ranks. Returns False if nothing was
+    drained.
 
-    NoSuchPlace when a rank was drained with its whole engine.
+    Raises NoSuchTarget if a rank was drained with its whole engine.
     """
     drained = place.engine.drains
     if place.rank is not None and None in drained:
@@ -80,7 +83,8 @@ async def undrain(bus: Bus, subjects: Subjects, place: DrainTarget) -> bool:
 
 @dataclass(slots=True)
 class _Heard:
-    """What is known of who works there. `running`: by rank, sequences running or waiting; `quiet`: reports in a row without any."""
+    """Remaining work on the target. `running`: sequences running or waiting, by rank; `quiet`: consecutive
+    reports without any."""
 
     running: dict[int, int] = field(default_factory=dict)
     quiet: dict[int, int] = field(default_factory=dict)
@@ -96,13 +100,16 @@ class _Heard:
 
 
 async def until_idle(bus: Bus, subjects: Subjects, place: DrainTarget, seconds: float, say: Callable[[str], None]) -> bool:
-    """Wait until nothing runs there by the ranks' own word, and nothing is booked there by that of the routers; False after `seconds`.
+    """Wait until ranks report no work and routers report no bookings; return False after `seconds`.
 
-    say: told the progress, in words, whenever it changes.
+    say: called with the progress as text, whenever it changes.
     """
     heard, told, clock = _Heard(), "", asyncio.get_running_loop().time
     until = clock() + seconds
-    async with bus.subscribe(subjects.kv_metrics, subjects.reservations) as said, alongside(_listen(said, heard, place), "hear who still works"):
+    async with (
+        bus.subscribe(subjects.kv_metrics, subjects.reservations) as said,
+        alongside(_listen(said, heard, place), "collect load reports of the drained ranks"),
+    ):
         await asyncio.sleep(min(SETTLE_SECONDS, seconds))
         while True:
             booked = await _booked(bus, subjects, heard, place)
@@ -124,7 +131,7 @@ async def _listen(said: Subscription, heard: _Heard, place: DrainTarget) -> None
 
 
 async def _booked(bus: Bus, subjects: Subjects, heard: _Heard, place: DrainTarget) -> int:
-    """Requests that routers have booked there; a router that does not answer is gone."""
+    """Count requests that routers have booked there. A router that does not answer counts as gone."""
     wanted = {(place.engine.joined.worker_id, rank) for rank in place.ranks}
     count = 0
     for router in sorted(heard.routers):
@@ -139,7 +146,7 @@ async def _booked(bus: Bus, subjects: Subjects, heard: _Heard, place: DrainTarge
 
 
 def _state(heard: _Heard, booked: int, place: DrainTarget) -> tuple[bool, str]:
-    """Whether nothing runs there, and what is known in words."""
+    """Return whether the target is idle, and its state as text."""
     loads = place.engine.joined.capabilities.load
     silent = [rank for rank in place.ranks if rank not in heard.running] if loads else []
     if silent:
@@ -157,7 +164,7 @@ async def _say(bus: Bus, subjects: Subjects, engine: EngineNow, rank: int | None
 
 
 def _targets(engine: EngineNow) -> int:
-    """Ranks that can be drained singly; 1 for an engine whose ranks are one target."""
+    """Number of ranks that can be drained singly; 1 for an engine whose ranks form one target."""
     layout = engine.joined.layout
     one = (layout is not None and not layout.targets_are_ranks) or len(set(engine.joined.urls)) == 1
     return 1 if one else len(engine.joined.urls)

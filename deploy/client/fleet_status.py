@@ -1,4 +1,4 @@
-"""What the bus says about the fleet now: which engines have joined, their ranks' load, their epochs, and what is under way with them."""
+"""Fleet state as seen on the bus: joined engines, their ranks' load, their epochs and running plans."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,25 +22,25 @@ from fleet.events import (
 )
 
 LISTEN_SECONDS = 1.5
-"""Longer than the interval of heartbeats and load reports."""
+"""Listening time; longer than the interval of heartbeats and load reports."""
 
 
 @dataclass(slots=True)
 class EngineNow:
-    """One engine that has joined and not left."""
+    """State of one engine that has joined and not left."""
 
     joined: EngineJoined
     heartbeat: EngineHeartbeat | None = None
     load: dict[int, KvMetrics] = field(default_factory=dict)
     """by rank"""
     drains: dict[int | None, str] = field(default_factory=dict)
-    """why no new requests go to a rank, or (None) to any"""
+    """reason of a drain, by rank, or (None) of the whole engine"""
 
     migrating: str = ""
-    """id of the plan that is being carried out; empty: none is"""
+    """id of the running plan; empty: none"""
 
     def drained(self, rank: int) -> str | None:
-        """Why a rank gets no new requests; None: it gets them."""
+        """Return the reason why a rank is drained; None: it is not."""
         return self.drains.get(None, self.drains.get(rank))
 
     @property
@@ -50,7 +50,7 @@ class EngineNow:
 
 
 async def engines_now(bus: Bus, subjects: Subjects) -> tuple[list[EngineNow], dict[str, int]]:
-    """Engines by name; waits for a sign of each, for at most LISTEN_SECONDS."""
+    """Return the engines by name. Waits for a message from each, for at most LISTEN_SECONDS."""
     async with AsyncExitStack() as stack:
         heard = await stack.enter_async_context(bus.subscribe(subjects.heartbeats(), subjects.kv_metrics))
         engines = await members(bus, subjects)
@@ -63,12 +63,12 @@ async def engines_now(bus: Bus, subjects: Subjects) -> tuple[list[EngineNow], di
                     if all(engine.complete for engine in engines):
                         break
         except TimeoutError:
-            pass  # what was not heard is shown as silent
+            pass  # engines without a message are shown as silent
         return engines, dict(bus.rejected)
 
 
 async def members(bus: Bus, subjects: Subjects) -> list[EngineNow]:
-    """The engines that have joined and not left, by name, and what of them is drained; their state is not known yet."""
+    """Return the joined engines by name, with their drains; their load is not known yet."""
     last: dict[str, EngineJoined | EngineLeft] = {}
     async for received in vouched(bus, subjects, bus.replay(subjects.membership(), latest=True, follow=False)):
         if isinstance(received.message, EngineJoined | EngineLeft):
@@ -82,7 +82,7 @@ async def members(bus: Bus, subjects: Subjects) -> list[EngineNow]:
 
 
 async def note_plans(bus: Bus, subjects: Subjects, engines: Sequence[EngineNow]) -> None:
-    """The last word about an engine's plans tells whether one is under way; a verdict on an earlier one does not."""
+    """Set `migrating` from the last log entry of each engine's plans. Verdicts on earlier plans are skipped."""
     by_worker = {engine.joined.worker_id: engine for engine in engines}
     stored = [received async for received in bus.replay(subjects.migrations(), latest=True, follow=False)]
     here = (received for received in stored if getattr(received.message, "worker_id", None) in by_worker)
@@ -93,7 +93,7 @@ async def note_plans(bus: Bus, subjects: Subjects, engines: Sequence[EngineNow])
 
 
 def heard_of(by_worker: dict[int, EngineNow], received: Received) -> None:
-    """Note a heartbeat or a load report."""
+    """Apply a heartbeat or a load report."""
     message = received.message
     if isinstance(message, EngineHeartbeat) and message.worker_id in by_worker:
         by_worker[message.worker_id].heartbeat = message
@@ -102,7 +102,7 @@ def heard_of(by_worker: dict[int, EngineNow], received: Received) -> None:
 
 
 def as_record(engine: EngineNow) -> dict[str, Any]:
-    """For programs."""
+    """Convert to a JSON record."""
     joined = engine.joined
     ranks = [
         {

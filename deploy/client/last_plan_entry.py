@@ -1,4 +1,4 @@
-"""How far an engine's plans got, by the last word about it in their log, between whose entries verdicts on earlier plans may stand."""
+"""Last plan entry in an engine's log, skipping verdicts on earlier plans that may follow it."""
 
 import time
 
@@ -6,17 +6,18 @@ from bus import Bus, Message, Received
 from fleet.events import PlanJudged
 
 _MARGIN_SECONDS = 60.0
-"""A verdict is looked behind so far at first: it comes about so long after what it is about, and clocks differ."""
+"""First search window before a verdict. A verdict follows its plan after about this time; clocks differ."""
 _FURTHER = 8.0
-"""times as far is looked next"""
+"""Growth factor of the search window."""
 _MOST_SECONDS = 30 * 86400.0
-"""Further back is all there is."""
+"""Largest search window; beyond it the whole log is read."""
 
 
 async def before_verdicts(bus: Bus, newest: Received) -> Message | None:
-    """The newest stored message on the subject of this one, which is that, or, where it is a verdict, was stored before it. None: there are only verdicts.
+    """Return the newest stored message on this subject that is not a verdict. None: there are only verdicts.
 
-    Of a long log as little is read as there must be, since what it says of handovers is large. BusError as from `Bus.replay`.
+    If `newest` is a verdict, searches backwards from it. Reads as little of a long log as possible, since
+    handover records are large. Raises BusError as `Bus.replay` does.
     """
     if not isinstance(newest.message, PlanJudged):
         return newest.message

@@ -1,4 +1,4 @@
-"""Having experts moved: what is asked of the planner, and how it goes, as the bus tells it."""
+"""Migrations over the bus: send the request to the planner, then follow its progress."""
 
 import asyncio
 import re
@@ -25,27 +25,28 @@ from fleet.events import (
 )
 
 ASK_SECONDS = 15.0
-"""for the planner to check what is asked"""
+"""Time limit for the planner to check a request."""
 TAKEOVER_SECONDS = 8.0
-"""in which a planner that died is started again, or another one leads"""
+"""Time in which a crashed planner restarts or another one becomes leader."""
 QUIET_SECONDS = 15.0
-"""without a word about a plan; then that is said"""
+"""Time without news of a plan after which the user is informed."""
 BEFORE_SECONDS = 60.0
-"""What was stored so long before a request is known to be of others."""
+"""Messages stored this long before a request belong to other plans."""
 Order = MigrateExpert | ApplyPlan | RollBack
 Say = Callable[[str], None]
 
 
 class NoSuchEngine(Exception):
-    """There is no such engine, or more than one; the text says what there is."""
+    """Unknown or ambiguous engine name; the text lists the engines."""
 
 
 class NotAccepted(Exception):
-    """The planner will not do it; its own words."""
+    """Raised when the planner refuses a request; carries the planner's reason."""
 
 
 async def engine_named(bus: Bus, subjects: Subjects, text: str | None) -> EngineJoined:
-    """The engine that a name means, in full or in short (`e0` for engine-0); None: the only one with experts. NoSuchEngine says what there is."""
+    """Resolve a full or short engine name (`e0` for engine-0); None: the only engine with experts. Raises
+    NoSuchEngine."""
     there = {now.joined.engine: now.joined for now in await members(bus, subjects) if now.joined.shape is not None}
     fits = list(there) if text is None else [name for name in there if name == text] or [name for name in there if in_short(name) == text]
     if len(fits) == 1:
@@ -57,32 +58,32 @@ async def engine_named(bus: Bus, subjects: Subjects, text: str | None) -> Engine
 
 
 def in_short(name: str) -> str:
-    """The first letters of a name's words and its number: e0 for engine-0."""
+    """Return the short name: first letters of the words, then the number: e0 for engine-0."""
     return "".join(word if word.isdigit() else word[0] for word in re.findall(r"[A-Za-z]+|\d+", name))
 
 
 @dataclass(slots=True)
 class PlanProgress:
-    """How one plan goes. `done`: its handovers that are; `ranks`: where each rank is with the present one."""
+    """Progress of one plan. `done`: completed handovers; `ranks`: stage of each rank in the current handover."""
 
     accepted: MigrationAccepted
     done: int = 0
     copies: int = 0
     bytes: int = 0
     seconds: float = 0.0
-    """of its handovers, each from proposal to the last flip"""
+    """duration of its handovers, each from proposal to the last flip"""
     epoch: int | None = None
-    """served since the last of them"""
+    """epoch served since the last completed handover"""
     by_transfer: Counter[str] = field(default_factory=Counter)
     """bytes"""
     ranks: dict[int, HandoverDescribed] = field(default_factory=dict)
     given_up: MigrationAborted | None = None
     over: bool = False
     heard: int = 0
-    """messages about it"""
+    """messages received about it"""
 
     def note(self, message: Message) -> str | None:
-        """Take in what was said; in words, where it is more than a rank's progress."""
+        """Apply a message. Returns a line of text, unless the message is only a rank's progress."""
         if isinstance(message, HandoverDescribed) and message.worker_id == self.accepted.worker_id:
             self.heard += 1
             self.ranks[message.rank] = message
@@ -115,13 +116,13 @@ class PlanProgress:
 
     @property
     def pulled(self) -> int:
-        """Bytes that were brought so far, those of the present handover included."""
+        """Return the bytes copied so far, including the current handover."""
         open_ones = (rank for rank in self.ranks.values() if rank.handover)
         return self.bytes + sum(pull.bytes for rank in open_ones for pull in rank.pulls)
 
     @property
     def present(self) -> str:
-        """Where it is, in a few words, however many ranks there are."""
+        """Return the current stage in a few words, for any number of ranks."""
         by_state: dict[str, list[int]] = {}
         for rank, told in sorted(self.ranks.items()):
             by_state.setdefault(told.state, []).append(rank)
@@ -130,22 +131,24 @@ class PlanProgress:
 
 
 async def carried_out(bus: Bus, subjects: Subjects, order: Order, *, wait: bool, began: Callable[[PlanProgress], None], say: Say) -> PlanProgress:
-    """Ask for it, and with `wait` return when it is over, whichever way. began: told once it is accepted; say: told of each thing that happens.
+    """Send a request to the planner; with `wait`, return when the plan has ended in any way.
 
-    NotAccepted when the planner refuses, or does not answer.
+    began: called once the request is accepted. say: called with every event as text. Raises NotAccepted when
+    the planner refuses or does not answer.
     """
     known = {_identity(one) async for one in bus.replay(subjects.migrations(order.engine), since=BEFORE_SECONDS, follow=False)}
     async with bus.subscribe(subjects.handovers()) as heard:
         course = PlanProgress(await _accepted(bus, subjects, order, say))
         began(course)
         if wait:
-            async with alongside(_listen(heard, course), "hear how ranks get on"), alongside(_wonder(course, say), "notice silence"):
+            async with alongside(_listen(heard, course), "follow the progress of ranks"), alongside(_wonder(course, say), "notice silence"):
                 await _follow(bus, subjects, course, known, say)
     return course
 
 
 async def _accepted(bus: Bus, subjects: Subjects, order: Order, say: Say) -> MigrationAccepted:
-    """Where nobody is there to ask, which a bus finds out at once, a planner may be about to take over: it is waited for."""
+    """Send the request. The bus reports immediately if no planner listens; then retry while one may take
+    over."""
     clock = asyncio.get_running_loop().time
     began, patience = clock(), min(TAKEOVER_SECONDS, ASK_SECONDS)
     while True:
@@ -153,9 +156,9 @@ async def _accepted(bus: Bus, subjects: Subjects, order: Order, say: Say) -> Mig
             answer = await bus.request(subjects.migrate, order, ASK_SECONDS)
         except BusTimeout as error:
             if clock() - began >= patience:
-                why = "is it running? If it only hangs, it may do it yet; roost events --kind migration tells"
+                why = "is it running? If it only hangs, it may still carry out the request; see roost events --kind migration"
                 raise NotAccepted(f"the planner does not answer ({error}): {why}") from error
-            say("no planner is there; one may be about to take over")
+            say("no planner is running; waiting for one to take over")
             await asyncio.sleep(patience / 4)
         except Declined as error:
             raise NotAccepted(str(error)) from error
@@ -167,7 +170,7 @@ async def _accepted(bus: Bus, subjects: Subjects, order: Order, say: Say) -> Mig
 
 
 async def _follow(bus: Bus, subjects: Subjects, course: PlanProgress, known: set[tuple[int, int]], say: Say) -> None:
-    """What is stored tells all, also across reconnects; a plan of the same id may have been carried out before."""
+    """Follow the stored log, across reconnects. A plan of the same id may have been carried out before."""
     async with aclosing(_stored(bus, subjects, course)) as stored:
         async for received in stored:
             if _identity(received) not in known and (words := course.note(received.message)):
@@ -191,7 +194,7 @@ async def _wonder(course: PlanProgress, say: Say) -> None:
         before = course.heard
         await asyncio.sleep(QUIET_SECONDS)
         if course.heard == before:
-            say(f"{course.present}; nothing new for {QUIET_SECONDS:g} s. Where experts are large that is to be expected; else see whether the planner runs")
+            say(f"{course.present}; nothing new for {QUIET_SECONDS:g} s. Large experts take this long; otherwise check that the planner is running")
 
 
 def _identity(received: Received) -> tuple[int, int]:

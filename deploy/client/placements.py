@@ -1,4 +1,4 @@
-"""Which placement each engine serves, and with which its present life began."""
+"""Placements of each engine: the current one, and the first one of its current incarnation."""
 
 from typing import NamedTuple
 
@@ -14,21 +14,22 @@ from fleet.placement import Placement
 
 
 class Placements(NamedTuple):
-    """Of one engine."""
+    """Placements of one engine."""
 
     joined: EngineJoined
     first: Placement | None
-    """that it joined with; None: it did not say"""
+    """placement in the engine's join; None: the join had none"""
     now: Placement
 
     @property
     def node(self) -> NDArray[np.intp]:
-        """[ranks]: the machine of each, numbered from 0."""
+        """Return the machine index of each rank, [ranks], numbered from 0."""
         return np.array(numbered(self.joined.nodes or (self.joined.node,) * self.now.ranks), np.intp)
 
 
 async def placements(bus: Bus, subjects: Subjects) -> dict[str, Placements]:
-    """By engine that is a member: the last placement recorded for it, or its join's where nothing newer was."""
+    """Return the placements of each member: the last recorded placement, or that of its join if none is
+    newer."""
     joins = {engine.joined.engine: engine.joined for engine in await members(bus, subjects)}
     first = {name: Placement.from_record(joined.placement) for name, joined in joins.items() if joined.placement is not None}
     last = dict(first)

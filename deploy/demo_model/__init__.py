@@ -1,7 +1,8 @@
-"""The demo model: a small byte-level Qwen3-MoE with real routing skew, and the data that goes with it.
+"""The demo model: a small byte-level Qwen3-MoE with real routing skew, and its data.
 
-Only paths live here, so importing this package costs nothing: no torch, no transformers, no numpy. The modules beside it
-(`corpus`, `architecture`, `train`, `evaluate`, `record_routings`) remake everything these paths point to; they need the extra `train`.
+This package contains only paths, so importing it loads no torch, transformers or numpy. The modules beside it
+(`corpus`, `architecture`, `train`, `evaluate`, `record_routings`) regenerate everything these paths point to;
+they need the extra `train`.
 """
 
 from pathlib import Path

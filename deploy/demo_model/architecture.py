@@ -1,4 +1,4 @@
-"""The demo model's shape, its byte tokenizer, and how a checkpoint of it is written."""
+"""Shape of the demo model, its byte tokenizer, and the writer of its checkpoint."""
 
 import json
 from collections.abc import Iterator

@@ -1,8 +1,10 @@
-"""The training text: nine domains of documents found on a Debian machine with Python, development headers and documentation.
+"""Training text: documents of nine domains found on a Debian machine with Python, development headers and
+documentation.
 
-Nothing is downloaded and nothing but text files already on the machine is read. `gather` says what it found; a domain the machine
-lacks is left out, and a machine that has none at all is refused with a sentence saying what to install. Documents that are held
-out (`deploy.demo_model.heldout`) are recognised by their words, not by their path, so a near copy of one is left out too.
+Downloads nothing and reads only text files that are already on the machine. `gather` reports the documents
+found. It skips a domain that the machine lacks, and raises CorpusError with the packages to install if the
+machine has none at all. Held-out documents (`deploy.demo_model.heldout`) are recognised by their words, not
+by their path, so near copies are skipped too.
 """
 
 import gettext
@@ -25,14 +27,14 @@ from deploy.demo_model import DOMAINS
 __all__ = ["CorpusError", "Document", "NearCopies", "concatenate", "find_documents", "gather", "middle", "strip_roff"]
 
 DOCUMENT_BYTES = 60_000
-"""At most so many bytes are read of one file: the middle ones of a longer file."""
+"""Most bytes read from one file: the middle part of a longer file."""
 SHORTEST_DOCUMENT_BYTES = 700
 DOMAIN_BYTES = 3_000_000
 SHINGLE_WORDS = 8
 NEAR_COPY = 0.5
-"""Two documents are near copies when more than this part of the word shingles of either are in the other."""
+"""Share of common word shingles, in either document, above which two documents are near copies."""
 SEPARATOR = b"\x00"
-"""Ends every document; it is the model's end-of-sequence token."""
+"""End of every document; the model's end-of-sequence token."""
 
 
 class CorpusError(Exception):
@@ -110,7 +112,7 @@ def concatenate(documents: Iterable[Document]) -> npt.NDArray[np.uint8]:
 
 
 class NearCopies:
-    """Texts that must not come again, and whether another text is a near copy of one of them."""
+    """Set of texts, to test if another text is a near copy of one of them."""
 
     def __init__(self, texts: Iterable[bytes] = ()) -> None:
         """Start from `texts`."""
@@ -120,14 +122,15 @@ class NearCopies:
             self.add(text)
 
     def add(self, text: bytes) -> None:
-        """Let `text` not come again."""
+        """Add `text` to the set."""
         own = _shingles(text)
         for shingle in own:
             self._owners.setdefault(shingle, []).append(len(self._sizes))
         self._sizes.append(len(own))
 
     def has(self, text: bytes) -> bool:
-        """Say whether `text` and one of the texts share more than `NEAR_COPY` of the word shingles of the smaller."""
+        """Return whether `text` shares more than `NEAR_COPY` of the smaller text's word shingles with one of
+        the texts."""
         own = _shingles(text)
         common = Counter(owner for shingle in own for owner in self._owners.get(shingle, ()))
         return any(count > NEAR_COPY * min(len(own), self._sizes[owner]) for owner, count in common.items())
@@ -140,7 +143,8 @@ def _shingles(text: bytes) -> set[int]:
 
 
 def strip_roff(source: str) -> str:
-    """Return a manual page's text without its roff markup, one paragraph a line: headings and emphasised words stay."""
+    """Return a manual page's text without roff markup, one paragraph per line. Headings and emphasised words
+    stay."""
     paragraphs: list[str] = []
     words: list[str] = []
     filling = True
@@ -211,7 +215,7 @@ def _manuals(language: str, sections: str) -> Iterator[Path]:
 
 
 def _html_files() -> Iterator[Path]:
-    # gtk-doc folders hold the same pages again in another dress
+    # gtk-doc folders contain the same pages again in another format
     return (path for path in Path("/usr/share/doc").rglob("*.html") if "gtk-doc" not in path.parts)
 
 
@@ -261,7 +265,7 @@ def _messages(path: Path) -> str:
 
 
 def _untranslated(line: str) -> bool:
-    """Say whether a line of a translated text was left in English."""
+    """Return whether a line of a translated text was left in English."""
     words = re.findall(r"[a-z]+", line.lower())
     return line.isascii() and len(words) > 3 and sum(word in _ENGLISH for word in words) * 6 >= len(words)
 
@@ -280,6 +284,6 @@ def middle(text: bytes, limit: int) -> bytes:
 
 
 def _portable(path: Path) -> str:
-    """Return where a document came from without the place Python happens to be installed in."""
+    """Return the source path of a document without Python's installation prefix."""
     library = Path(sysconfig.get_path("stdlib"))
     return f"python/{path.relative_to(library)}" if path.is_relative_to(library) else str(path)

@@ -1,10 +1,11 @@
-"""How good the demo model is, and how skewed its routing: the figures of the model card.
+"""Quality of the demo model and its routing skew: the figures of the model card.
 
     python -m deploy.demo_model.evaluate
 
-An untrained router is strongly skewed too, by its frozen geometry, and so predicts itself well without meaning anything. Every
-figure of skew is therefore printed beside the same figure of an untrained control, and what counts is the gain over the prior that
-all domains share, and how much more alike requests of one domain are than requests of two.
+An untrained router is strongly skewed too, because of its frozen geometry; it predicts itself well without
+learning anything. Every figure of skew is therefore printed beside that of an untrained control. Two figures
+count: the gain over the prior that all domains share, and the extra similarity of requests of one domain over
+requests of two domains.
 """
 
 import logging
@@ -33,7 +34,7 @@ ROUTINGS = routings_path()
 WINDOW = 384
 CONTROL_STANDARD_DEVIATION = 0.08
 FAVOURITES = 8
-"""The experts of a layer that are counted as favourites: a quarter of them, what one of four ranks holds."""
+"""Number of favourite experts per layer: a quarter of them, the share of one of four ranks."""
 PREDICTED = (8, 16)
 
 Floats = npt.NDArray[np.float64]
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RoutingSkew:
-    """How unevenly experts are chosen, averaged over layers; masses are shares (0 to 1) of the routed (token, choice) pairs."""
+    """Routing skew, averaged over layers; masses are shares (0 to 1) of the routed (token, choice) pairs."""
 
     overall_share: float
     """Mass of the 8 favourites of all requests together."""
@@ -55,10 +56,12 @@ class RoutingSkew:
     cosine_cross: float
     """The same for two requests of different domains."""
     decode_mass: dict[int, dict[str, float]]
-    """Decode mass on the 8 or 16 experts predicted by: the overall prior, the domain, the request's own prompt, and by hindsight."""
+    """Decode mass on the 8 or 16 experts predicted by: the overall prior, the domain, the request's own
+    prompt, and the decode phase itself (upper bound)."""
 
     def closed_gap(self, count: int, source: str) -> float:
-        """How much of the way from the overall prior to hindsight a source of prediction goes, 0 to 1, for `count` experts a layer."""
+        """Return the share of the gap between overall prior and upper bound that a prediction source closes,
+        0 to 1, for `count` experts a layer."""
         mass = self.decode_mass[count]
         return (mass[source] - mass["overall prior"]) / (mass["hindsight"] - mass["overall prior"])
 

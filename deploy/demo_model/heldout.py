@@ -1,8 +1,9 @@
-"""The held-out documents: chosen once by licence, committed beside the model, never trained on.
+"""Held-out documents: chosen once by licence, committed beside the model, never trained on.
 
-Two halves, no document in both. `test` documents are committed as files, so they are only taken from Debian packages (and the Python
-standard library) under a permissive licence. `fit` documents, of the same licences, are named in the manifest but not committed: the
-routings recorded on them are for learning tables, and are then judged on routings of the test documents.
+Two disjoint halves. `test` documents are committed as files, so they come only from Debian packages (and the
+Python standard library) under a permissive licence. `fit` documents, of the same licences, are named in the
+manifest but not committed: tables are learnt from the routings recorded on them, and evaluated on routings of
+the test documents.
 """
 
 import json
@@ -42,7 +43,7 @@ ALLOWED_LICENCES = frozenset(
 
 _TRANSLATED = {r"passwd|login": "BSD-3-Clause", r"postgresql(-client)?-\d+|libpq5": "PostgreSQL"}
 _PACKAGES: dict[str, dict[str, str]] = {
-    # per domain: Debian package (a pattern) -> the licence its documents of that domain are under
+    # by domain: Debian package (a pattern) -> the licence of its documents of that domain
     "c": {r"llvm-\d+-dev": "Apache-2.0 WITH LLVM-exception", r"libssl-dev": "Apache-2.0", r"x11proto-dev|libx11-dev|libxext-dev": "MIT"},
     "perl": {r"perl-modules-[\d.]+": "Artistic-1.0-Perl OR GPL-1.0-or-later"},
     "en": {r"openssl": "Apache-2.0", **_TRANSLATED},
@@ -53,7 +54,7 @@ _PACKAGES: dict[str, dict[str, str]] = {
     "html": {r"nodejs|libxslt1-dev": "MIT"},
 }
 _NOTICES = {
-    # Debian package (a pattern): the file in licences/ that has its copyright and licence
+    # Debian package (a pattern) -> the file in licences/ with its copyright and licence
     r"python": "Python",
     r"passwd|login": "shadow",
     r"postgresql(-client)?-\d+|libpq5": "PostgreSQL",
@@ -65,12 +66,12 @@ _NOTICES = {
     r"x11proto-dev|libx11-dev|libxext-dev": "X11",
 }
 _GRANTS = {
-    # A header or module is only taken when it says itself that it is under the licence of its package
+    # A header or module is taken only if its text names the licence of its package.
     "c": rb"Permission is hereby granted|Permission to use, copy|Apache License",
     "perl": rb"same terms as Perl",
 }
 _OTHER_TERMS = {"python": rb"(?i)copyright|licen[sc]e"}
-"""A standard library module that speaks of terms of its own is not taken."""
+"""Pattern of licence terms; a standard library module with terms of its own is not taken."""
 _PACKAGE_LISTS = Path("/var/lib/dpkg/info")
 
 
@@ -107,7 +108,7 @@ def _same_text(entry: dict[str, Any], found: dict[str, Document]) -> Document:
 
 
 def texts_not_to_train_on() -> list[bytes]:
-    """Return the texts of all held-out documents, whole where this machine has the document."""
+    """Return the texts of all held-out documents, in full where this machine has the document."""
     entries = read_manifest()
     sources = {entry["source"] for entry in entries}
     whole = [document.text for domain in DOMAINS for document in find_documents(domain) if document.source in sources]
@@ -139,7 +140,7 @@ def _shuffled(documents: list[Document], seed: str) -> list[Document]:
 
 
 def _licence(domain: str, package: str, document: Document) -> str | None:
-    """Return the licence of a document, None when it is not one we may commit, or not certain."""
+    """Return the licence of a document, or None when it may not be committed or is not certain."""
     if domain in _OTHER_TERMS and re.search(_OTHER_TERMS[domain], document.text):
         return None
     if domain in _GRANTS and not re.search(_GRANTS[domain], document.text):
@@ -153,7 +154,7 @@ def _licence(domain: str, package: str, document: Document) -> str | None:
 
 
 def _owners() -> dict[str, str]:
-    """Return the Debian package of every file of a package we know the licence of."""
+    """Return the owning Debian package of every file in packages with a known licence."""
     owners: dict[str, str] = {}
     for listing in sorted(_PACKAGE_LISTS.glob("*.list")):
         package = listing.name.removesuffix(".list").split(":")[0]
@@ -185,7 +186,7 @@ def _write(chosen: Iterable[tuple[str, str, str, Document]], folder: Path) -> No
     (folder / "manifest.json").write_text(json.dumps({"documents": entries}, indent=1) + "\n", encoding="ascii")
 
 
-def main(seed: Annotated[int, typer.Option(help="Which documents are drawn.")] = 0) -> None:
+def main(seed: Annotated[int, typer.Option(help="Seed of the choice of documents.")] = 0) -> None:
     """Choose the held-out documents anew from this machine and write them with their manifest. Invalidates model and routings."""
     chosen = list(choose(seed))
     for domain in DOMAINS:

@@ -1,8 +1,9 @@
-"""The optimisers: Muon for the weight matrices, AdamW for everything else.
+"""Optimisers: Muon for the weight matrices, AdamW for everything else.
 
-Muon (K. Jordan et al., 2024) replaces the momentum of a matrix by the nearest orthogonal matrix, found by a few Newton-Schulz steps.
-It is reported to need markedly fewer tokens than AdamW, and tokens are what a processor without a GPU is short of. The scale
-0.2 * sqrt(larger side) gives its updates the size of AdamW's (J. Liu et al., "Muon is scalable for LLM training", 2025).
+Muon (K. Jordan et al., 2024) replaces the momentum of a matrix by the nearest orthogonal matrix, computed by
+a few Newton-Schulz steps. It reportedly needs markedly fewer tokens than AdamW, and a machine without a GPU
+is limited by tokens. The scale 0.2 * sqrt(larger side) gives its updates the size of AdamW's (J. Liu et al.,
+"Muon is scalable for LLM training", 2025).
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ class Muon(torch.optim.Optimizer):
     """Muon for parameters of two dimensions, or three when they are stacks of matrices (the experts)."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
-        """`momentum` is Nesterov's; `weight_decay` is decoupled and scaled by `lr`."""
+        """Create the optimiser. `momentum` is Nesterov's; `weight_decay` is decoupled and scaled by `lr`."""
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -64,7 +65,8 @@ def orthogonalise(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
 def build_optimisers(model: Qwen3MoeForCausalLM) -> list[tuple[torch.optim.Optimizer, float]]:
     """Return the optimisers with their peak learning rates.
 
-    Routers, embeddings and norms are left to AdamW: a router is a classifier, whose rows should not be made orthogonal.
+    AdamW trains routers, embeddings and norms: a router is a classifier, whose rows should not be
+    orthogonalised.
     """
     matrices, plain, bare = [], [], []
     for name, parameter in model.named_parameters():

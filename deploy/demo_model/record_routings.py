@@ -143,8 +143,8 @@ def main(
     out: Annotated[Path, typer.Option(help="The file to write.")] = ROUTINGS,
     fit_windows: Annotated[int, typer.Option(min=1, help="Requests per fit document, at most.")] = 5,
     test_windows: Annotated[int, typer.Option(min=1, help="Requests per test document, at most.")] = 3,
-    sampled: Annotated[int, typer.Option(min=0, help="Of these, how many once more with a sampled continuation.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    sampled: Annotated[int, typer.Option(min=0, help="Number of these that are recorded once more with a sampled continuation.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
 ) -> None:
     """Record routings on the held-out documents; needs the machine's own copies of the fit documents."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")

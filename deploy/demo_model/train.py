@@ -1,10 +1,10 @@
-"""Train the demo model: one command, scheduled by step; with one thread the same seed and text give the same model.
+"""Train the demo model with one command. With one thread, the same seed and text give the same model.
 
     python -m deploy.demo_model.train --out checkpoint
 
-Sequences are random windows of the concatenated documents of a domain, one domain per row and every domain in every batch, so that the
-load-balance loss, taken over the whole batch, leaves each domain free to prefer its own experts. A balance loss per sequence would
-suppress the very specialisation this model exists to show.
+Each batch has one row per domain: a random window of that domain's concatenated documents. The load-balance
+loss is taken over the whole batch, so that each domain may prefer its own experts. A balance loss per
+sequence would suppress the specialisation that this model demonstrates.
 """
 
 import logging
@@ -31,11 +31,12 @@ __all__ = ["main", "train"]
 
 WINDOW = 384
 LONG_WINDOWS = {64: 2048, 16: 1024}
-"""Every 64th and every 16th step of the second half takes longer windows, so that the context the model states is one it has seen."""
+"""Longer windows of every 64th and every 16th step in the second half, so that training covers the stated
+context length."""
 BALANCE = 0.01
 WARM_UP_STEPS = 40
 FLOOR = 0.04
-"""The learning rate's end, as a part of its peak."""
+"""Final learning rate, as a share of its peak."""
 CLIP = 1.0
 
 log = logging.getLogger(__name__)
@@ -130,8 +131,8 @@ def balance_loss(router_logits: torch.Tensor, chosen: torch.Tensor) -> torch.Ten
 def main(
     out: Annotated[Path, typer.Option(help="Folder the checkpoint is written to.")],
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps; the learning rate's schedule spans them.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Of the weights, the documents and the windows drawn.")] = 0,
-    threads: Annotated[int, typer.Option(min=1, help="Torch threads. One repeats bit for bit; two on two busy cores are slower than one.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the weights, the documents and the windows drawn.")] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads. One is reproducible bit for bit; two on two busy cores are slower than one.")] = 1,
     every: Annotated[int, typer.Option(min=1, help="Steps between evaluations and checkpoints.")] = 200,
 ) -> None:
     """Train the demo model from scratch on text found on this machine (about a quarter of an hour on one free core)."""

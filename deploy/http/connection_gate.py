@@ -1,20 +1,22 @@
-"""At most so many connections: when another one comes, the one that has been silent longest makes room."""
+"""Connection limit: when a new connection exceeds the limit, the connection that has been idle longest is
+closed."""
 
 from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
 LOOK_SECONDS = 0.1
-"""All connections are looked through this often, when there are too many; more often when a look finds that many of them are silent."""
+"""Shortest interval between two scans of all connections. A scan that finds many idle ones shortens it."""
 WORTH_A_LOOK = 8
-"""A look is paid for by shedding one in this many of those looked through."""
+"""Connections scanned per connection shed; this many make a scan worthwhile."""
 
 
 class Sheddable(Protocol):
-    """A connection, as the gate sees it."""
+    """Connection interface that the gate needs."""
 
     def silence(self) -> tuple[int, float] | None:
-        """How little would be lost with it, the least first: a kind, and the time when it would be closed anyway. None: it is being served."""
+        """Return the cost of closing this connection, smallest first: a kind, and the time of its own
+        deadline. None: a request is running."""
         ...
 
     def shed(self) -> None:
@@ -23,18 +25,20 @@ class Sheddable(Protocol):
 
 
 class ConnectionGate:
-    """Counts nothing itself: `most` is compared with the connections that there are. One for all connections of a server."""
+    """Connection limit of one server. `most` is compared with the number of open connections; the gate keeps
+    no count."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._silent: deque[Sheddable] = deque()
-        """those that can be shed, as they were when they were looked through"""
+        """candidates for shedding, as of the last scan"""
         self._look_at = 0.0
         self._found = False
-        """the last look found enough to be worth another one"""
+        """True if the last scan found enough candidates to justify another"""
 
     def make_room(self, connections: Iterable[Sheddable], newcomer: Sheddable, now: float) -> bool:
-        """Shed the most silent connection but the newcomer. False when each is being served, or none can be found in time."""
+        """Shed the connection that has been idle longest, except the newcomer. Returns False if all are busy,
+        or none is found in time."""
         if not self._silent and (self._found or now >= self._look_at):
             self._look_at = now + LOOK_SECONDS
             self._look(connections, newcomer)

@@ -1,12 +1,14 @@
-"""An HTTP server protocol with limits: a head, a body, an answer or silence that exceeds them ends its connection.
+"""HTTP server protocol with limits: it cuts connections whose head, body, answer or idle time exceeds them.
 
-uvicorn's protocol on httptools bounds none of these: it joins the pieces of a header field as they come (quadratic work on the event
-loop), parses whatever else lies in a read, and has a timer between two requests only. Here
+uvicorn's protocol on httptools bounds none of these. It joins the pieces of a header field as they come
+(quadratic work on the event loop), parses all of the rest of a read, and has a timer only between two
+requests. In this protocol
 
-- every read is parsed in slices, and what a head, trailers or chunk headers bring is counted: the work for each byte is bounded;
-- deadlines are kept as plain numbers, which `sweep` compares once a second: no timer is made or cancelled for a request;
-- a connection is half-closed first, and what its client still sends is dropped for a moment: a close with unread input would
-  make the kernel send a reset, which can overtake the answer that says why.
+- every read is parsed in slices, and the bytes of heads, trailers and chunk headers are counted, so the work
+  per byte is bounded;
+- deadlines are plain numbers that `sweep` compares once a second, so requests create and cancel no timers;
+- a connection is half-closed first, and further input is dropped for a moment: a close with unread input
+  would make the kernel send a reset, which can overtake the answer that states the error.
 """
 
 import asyncio
@@ -26,29 +28,31 @@ from deploy.http.write_coalescing import WriteCoalescing
 from fleet.completions import ApiError
 
 SLICE_BYTES = 16 * 1024
-"""Parsed in one turn of the event loop, but for bodies of a stated length, which cost next to nothing: tiny chunks and heads cost a
-microsecond for every few bytes."""
+"""Bytes parsed in one turn of the event loop. Bodies of a stated length are exempt, since they cost almost
+nothing; tiny chunks and heads cost a microsecond for every few bytes."""
 MOST_PIPELINED = 16
-"""Requests that may wait behind one that is being answered on the same connection."""
+"""Pipelined requests that may wait behind the running one of a connection."""
 MOST_DROPPED_BYTES = 16 * 1024 * 1024
-"""Of what a client sends although its connection is being closed: a client that just finishes its upload gets to read why."""
+"""Input dropped on a closing connection, so that a client that just finishes its upload can read the error.
+"""
 READ_AHEAD_BYTES = 64 * 1024
-"""Of a body, before its application asks for it; then reading pauses."""
+"""Body bytes read before the application asks for them; then reading pauses."""
 
 
 class Phase(Enum):
-    """Part of an exchange that a connection's client is in."""
+    """Phase of an exchange, as seen from the client."""
 
     HEAD = "head"
     BODY = "body"
     SENT = "sent"
-    """the whole request is there; its answer is not over"""
+    """the request is complete; its answer is not"""
     IDLE = "idle"
     REFUSED = "refused"
-    """nothing it sends is read any more"""
+    """input is no longer read"""
 
 
-_HEAD, _BODY, _SENT, _IDLE, _REFUSED = Phase  # an enumeration's members are slow to look up, and these are for every request
+# plain names, since enum member look-ups are slow and these run for every request
+_HEAD, _BODY, _SENT, _IDLE, _REFUSED = Phase
 
 
 class _Refused(Exception):
@@ -60,8 +64,8 @@ class _Refused(Exception):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. `count` is called with the cause when it is cut: head_too_large, url_too_long, malformed, pipelined,
-    slow_head, slow_body, unread_answer, shed or too_many_connections."""
+    """One connection. `count` is called with the cause when the connection is cut: head_too_large,
+    url_too_long, malformed, pipelined, slow_head, slow_body, unread_answer, shed or too_many_connections."""
 
     def __init__(
         self,
@@ -81,18 +85,18 @@ class LimitedProtocol(HttpToolsProtocol):
         self._due = self.loop.time() + limits.head_seconds
         self._write_due = inf
         self._overhead = 0
-        """bytes since the last piece of a body or the last head"""
+        """bytes since the last body piece or the last head"""
         self._dropped = 0
         self._unparsed = bytearray()
         self._running: RequestResponseCycle | None = None
-        """the exchange that is being answered; `cycle` is the one read last"""
+        """the running exchange; `cycle` is the one read last"""
         self._keep_alive = True
-        """of the request read last, by its head"""
+        """keep-alive of the request read last, by its head"""
         self._upgrading = False
-        """the request read last asks for another protocol, and the parser will stop behind its head"""
+        """the request read last asks for another protocol; the parser will stop after its head"""
         self._draining = False
         self._silent = True
-        """no byte has come yet"""
+        """True until the first byte arrives"""
 
     # The connection
 
@@ -104,10 +108,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._squeeze_in(len(self.connections) - self._gate.most)
 
     def _squeeze_in(self, excess: int) -> None:
-        """There are too many connections with this one."""
+        """Shed a connection to make room for this one, or refuse this one."""
         if self._gate.make_room(self.connections, self, self.loop.time()):  # type: ignore[arg-type]
             return
-        if excess > self._gate.most // 4:  # those that are told so stay for a moment
+        if excess > self._gate.most // 4:  # refused connections stay open for a moment
             self._count("too_many_connections")
             self._wire.abort()
         else:
@@ -123,13 +127,14 @@ class LimitedProtocol(HttpToolsProtocol):
         return self._phase is _BODY or self._phase is _REFUSED
 
     def _leave_running(self) -> None:
-        """Its client has gone, or counts as gone."""
+        """Drop the running exchange: its client has gone, or counts as gone."""
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
 
     def shutdown(self) -> None:
-        """The server stops: this request is the last. A request that is on its way is still answered."""
+        """Close after the running request: the server stops. A request that is being received is still
+        answered."""
         self._draining = True
         if self._running is not None and not self._running.response_complete:
             self._running.keep_alive = False
@@ -137,7 +142,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def silence(self) -> tuple[int, float] | None:
-        """See `Sheddable`: first connections on which not a byte has come, then those between two requests, then unfinished heads."""
+        """Return the shedding order (see `Sheddable`): connections without any byte, then those between two
+        requests, then unfinished heads."""
         if self.transport.is_closing():
             return None
         if self._phase is _HEAD:
@@ -145,12 +151,12 @@ class LimitedProtocol(HttpToolsProtocol):
         return (1, self._due) if self._phase is _IDLE else None
 
     def shed(self) -> None:
-        """Close it at once: another one needs its place."""
+        """Close now: another connection needs the place."""
         self._count("shed")
         self._wire.abort()
         self.connections.discard(self)
 
-    # What comes
+    # Input
 
     def data_received(self, data: bytes) -> None:
         if self._phase is _REFUSED:
@@ -168,7 +174,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._parse_slice()
 
     def _parse_slice(self) -> None:
-        """Parse some of what was read; the rest in the next turn of the loop, and nothing is read meanwhile."""
+        """Parse one slice; the rest follows in the next turn of the loop. Reading pauses meanwhile."""
         self._parse_first(SLICE_BYTES)
         if self._unparsed and self._has_plain_body():
             self._parse_first(len(self._unparsed))
@@ -207,9 +213,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self._due = self._deadline()
 
     def _read_on(self, rest: bytes) -> None:
-        """Stay with HTTP/1.1 after a head that asked for another protocol, where the parser stops: the body is still to come.
+        """Continue with HTTP/1.1 after a head with an upgrade request, where the parser stops. The body is
+        still to come.
 
-        Java's HttpClient and `curl --http2` ask so by default. A new parser is given a head with the same framing, without the wish.
+        Java's HttpClient and `curl --http2` send such requests by default. A new parser gets a head with the
+        same framing and without the upgrade.
         """
         framing = [b"%s: %s\r\n" % field for field in self.scope["headers"] if field[0] in (b"content-length", b"transfer-encoding")]
         self._upgrading = False
@@ -224,7 +232,7 @@ class LimitedProtocol(HttpToolsProtocol):
         seconds = limits.head_seconds if self._phase is _HEAD else limits.body_seconds if self._phase is _BODY else limits.idle_seconds
         return self.loop.time() + seconds
 
-    # What the parser finds
+    # Parser callbacks
 
     def on_message_begin(self) -> None:
         self._phase = _HEAD
@@ -253,8 +261,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._upgrading = self.parser.should_upgrade()
         self._keep_alive = self.cycle.keep_alive
-        self.cycle.keep_alive = False  # if it is answered before its body is here, the rest is not read
-        self.headers = []  # trailers are read, and dropped
+        self.cycle.keep_alive = False  # if the answer ends before the body arrives, the rest is not read
+        self.headers = []  # trailers are read and dropped
 
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -290,10 +298,10 @@ class LimitedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        """As uvicorn's, without its timer: what follows has a deadline here."""
+        """End the exchange as uvicorn does, without its timer: this protocol has deadlines instead."""
         self.server_state.total_requests += 1
         if self._phase is _BODY and self._running is self.cycle:
-            self._phase, self._due = _REFUSED, inf  # the rest of the body; the connection is being closed
+            self._phase, self._due = _REFUSED, inf  # drop the rest of the body: the connection is closing
             self._unparsed.clear()
         if self.transport.is_closing():
             return
@@ -312,7 +320,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._write_due = inf
         super().resume_writing()
 
-    # What ends a connection
+    # End of a connection
 
     def enforce(self, now: float) -> None:
         """Cut the connection if a deadline has passed."""
@@ -330,7 +338,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self.transport.close()
 
     def _refuse(self, refused: _Refused) -> None:
-        """Say why, and close. An answer that is under way is finished first, and then stands for itself."""
+        """Send the error and close. An answer that is being sent is finished first, and replaces the error."""
         self._count(refused.cause)
         own_body = self._phase is _BODY
         self._phase, self._due = _REFUSED, inf
@@ -352,7 +360,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class _ReadOn:
-    """Listens to the parser that reads on after a declined upgrade: the first head is known, the rest is the protocol's."""
+    """Callbacks for the parser after a declined upgrade: ignores the repeated head and forwards the rest to
+    the protocol."""
 
     def __init__(self, protocol: LimitedProtocol) -> None:
         self._protocol = protocol
@@ -379,6 +388,6 @@ class _ReadOn:
 
 
 def sweep(connections: Iterable[Any], now: float) -> None:
-    """Cut those whose deadline has passed."""
+    """Cut the connections whose deadline has passed."""
     for connection in list(connections):
         connection.enforce(now)

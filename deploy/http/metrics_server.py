@@ -1,4 +1,4 @@
-"""GET /metrics (Prometheus) and GET /health of a part that has no other HTTP face."""
+"""GET /metrics (Prometheus) and GET /health for a part without another HTTP server."""
 
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -19,7 +19,7 @@ _TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class MetricsApp:
-    """A raw ASGI application over what a registry says of itself. With a key, /metrics is for those who present it as bearer token."""
+    """Raw ASGI application that serves a metrics registry. With a key, /metrics requires it as bearer token."""
 
     def __init__(self, exposition: Callable[[], bytes], key: SharedSecret | None = None) -> None:
         self._exposition = exposition
@@ -65,7 +65,8 @@ def _read_key(file: Path) -> SharedSecret:
 
 
 async def offer_metrics(stack: AsyncExitStack, address: str, exposition: Callable[[], bytes], key_file: FilePath | None = None) -> None:
-    """Serve on HOST:PORT until the stack closes. CannotListen when that is no address, it cannot be bound, or the key cannot be read."""
+    """Serve on HOST:PORT until the stack closes. Raises CannotListen for an invalid or unavailable address,
+    or an unreadable key."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
         raise CannotListen(f"metrics_address {address!r} is no HOST:PORT; give e.g. 127.0.0.1:9464")

@@ -1,4 +1,4 @@
-"""HTTP serving of one ASGI application on sockets that were bound before, stopped within a bound."""
+"""HTTP server for one ASGI application on sockets bound earlier. Stopping takes bounded time."""
 
 import asyncio
 import contextlib
@@ -18,15 +18,17 @@ from deploy.http.sockets import BACKLOG, url_of
 from deploy.security.tls import ServerTls
 
 SWEEP_SECONDS = 1.0
-"""How often deadlines of connections are looked at: they are kept as exactly."""
+"""Interval of deadline checks, and thus their precision."""
 LAST_WORDS_SECONDS = 2.0
-"""For what is broken off at the end of a stop to say so, and again for connections to send what they hold."""
+"""Time for aborted requests to report their end during a stop, and again for connections to send their
+remaining output."""
 _LOOK_SECONDS = 0.01
 log = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process's own handlers, sleeps until it is to stop, keeps deadlines, and stops in its own way."""
+    """uvicorn server that leaves signals to the process, waits for its stop event, enforces deadlines, and
+    stops in stages."""
 
     def __init__(self, config: uvicorn.Config, drain_seconds: float, count: Count, tls: ServerTls | None, handshake_seconds: float) -> None:
         super().__init__(config)
@@ -38,8 +40,8 @@ class _Server(uvicorn.Server):
         self._sweeping: asyncio.TimerHandle | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, for sockets that listen; but with a certificate that can be renewed, and a bound on the time of a TLS handshake, which no
-        protocol sees."""
+        """Start as uvicorn does, on listening sockets; in addition with a renewable certificate, and with a
+        time limit for TLS handshakes, which no protocol sees."""
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             raise RuntimeError("the application did not start; the log says why")
@@ -68,7 +70,8 @@ class _Server(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no connection; let answers end in their time; break the rest off, so that it can say so; then cut."""
+        """Stop in stages: accept no connection; let answers end in time; abort the rest so that it can send
+        an error; then cut."""
         for server in self.servers:
             server.close()
         for door in sockets or []:
@@ -83,7 +86,7 @@ class _Server(uvicorn.Server):
             task.cancel()
         await self._until(lambda: not state.tasks, LAST_WORDS_SECONDS)
         for connection in list(state.connections):
-            connection.transport.close()  # its answer is written, or it has asked for nothing
+            connection.transport.close()  # its answer is written, or it has no request
         await self._until(lambda: not state.connections, LAST_WORDS_SECONDS)
         for connection in list(state.connections):
             connection.transport.abort()
@@ -93,21 +96,24 @@ class _Server(uvicorn.Server):
         await self.lifespan.shutdown()
 
     async def _until(self, fact: Callable[[], bool], seconds: float) -> None:
-        """Wait until something is so, or the time is over. uvicorn has no event for either of ours."""
+        """Poll until the condition holds, or the time is over. uvicorn has no event for either of the
+        conditions used here."""
         end = asyncio.get_running_loop().time() + seconds
         while not fact() and asyncio.get_running_loop().time() < end:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_SECONDS)
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    """An application that was broken off at the end of a stop is no fault of its own: uvicorn would log a traceback for each."""
+    """Drop uvicorn's traceback of an application that was cancelled at the end of a stop: that is not an
+    error."""
     return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 class HttpServer:
-    """Serves an application while its context lasts; leaving it waits for open requests, at most `drain_seconds`.
+    """Serve an application while the context lasts. Leaving it waits for open requests, at most
+    `drain_seconds`.
 
-    count: called with the cause of each connection that was cut for exceeding `limits`.
+    count: called with the cause of each connection cut for exceeding `limits`.
     """
 
     def __init__(
@@ -136,7 +142,8 @@ class HttpServer:
             backlog=BACKLOG,
         )
         self._server = _Server(config, drain_seconds, self._cut.count, tls, limits.head_seconds)
-        logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)  # once, however often it is added
+        # addFilter adds the same function only once
+        logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "HttpServer":
@@ -159,14 +166,14 @@ class HttpServer:
         await self._server.serve(sockets=list(self._doors))
 
     def abort(self) -> None:
-        """As if the process were killed: nothing is taken any more, and every connection breaks."""
+        """Stop as if killed: accept nothing and break every connection."""
         for listener in self._server.servers:
             listener.close()
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
 
     async def failed(self) -> None:
-        """Return never while it serves; raise what ended it."""
+        """Wait while it serves; raise the error that ended it."""
         if self._task is None:
             raise RuntimeError("not serving")
         await asyncio.shield(self._task)

@@ -1,4 +1,4 @@
-"""Sockets and probes of HTTP on this machine: listening ones, made before anything is served on them, and small questions."""
+"""Listening sockets, created before anything is served on them, and HTTP probes on this machine."""
 
 import asyncio
 import socket
@@ -9,15 +9,16 @@ BACKLOG = 2048
 _UNVERIFIED = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 _UNVERIFIED.check_hostname = False
 _UNVERIFIED.verify_mode = ssl.CERT_NONE
-"""For probes of this machine's own doors: they carry no secret, and certificates need not name 127.0.0.1."""
+"""TLS context for probes of this machine's own servers: they carry no secret, and certificates need not name
+127.0.0.1."""
 
 
 class CannotListen(Exception):
-    """An address cannot be bound; the text says which, why, and what to do."""
+    """Address that cannot be bound; the text names it, the reason and the remedy."""
 
 
 class HttpError(Exception):
-    """An HTTP answer other than 200."""
+    """HTTP answer with a status other than 200."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"HTTP {status}")
@@ -25,12 +26,13 @@ class HttpError(Exception):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket (port 0: any free one) whose connections send without delay. CannotListen says why not."""
+    """Return a listening TCP socket (port 0: any free port) with TCP_NODELAY. Raises CannotListen."""
     return _listening(host, port, shared=False)
 
 
 def _listening(host: str, port: int, *, shared: bool) -> socket.socket:
-    """shared: other sockets of this user may listen on the same port, if they are made in the same way."""
+    """Create a listening socket. shared: other sockets of this user may listen on the same port, if created
+    the same way."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
@@ -40,7 +42,7 @@ def _listening(host: str, port: int, *, shared: bool) -> socket.socket:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
             door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by every connection
+        door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
         door.bind(address)
         door.listen(BACKLOG)
     except OSError as error:
@@ -52,12 +54,15 @@ def _listening(host: str, port: int, *, shared: bool) -> socket.socket:
 
 
 def listen_together(host: str, port: int, processes: int) -> list[socket.socket]:
-    """Listening sockets on one port (0: any free one), one for each of several processes: the kernel spreads connections over them.
+    """Return listening sockets on one port (0: any free port), one per process; the kernel spreads
+    connections.
 
-    One socket that all inherit would spread single connections as evenly, but most of a burst would go to the process that wakes first,
-    and a load balancer's connections, once made, stay where they are. CannotListen says why not.
+    One inherited socket would spread single connections as evenly. But it would give most of a burst to the
+    process that wakes first, and a load balancer's persistent connections stay where they are. Raises
+    CannotListen.
     """
-    with listen(host, port) as alone:  # nobody else listens there: sockets that share a port would share it with anybody of this user
+    # checks that the port is free: a shared port would otherwise be shared with any process of this user
+    with listen(host, port) as alone:
         port = alone.getsockname()[1]
     doors: list[socket.socket] = []
     try:
@@ -70,7 +75,8 @@ def listen_together(host: str, port: int, processes: int) -> list[socket.socket]
 
 
 def adopt(descriptor: int) -> socket.socket:
-    """The listening socket a parent bound for us. CannotListen when the descriptor is none."""
+    """Return the listening socket inherited from the parent. Raises CannotListen if the descriptor is no
+    socket."""
     try:
         return socket.socket(fileno=descriptor)
     except OSError as error:
@@ -78,14 +84,15 @@ def adopt(descriptor: int) -> socket.socket:
 
 
 def url_of(door: socket.socket, *, tls: bool = False, host: str | None = None) -> str:
-    """The base URL under which a listening socket can be reached from this machine; by the name `host`, if there is one."""
+    """Return the base URL of a listening socket as seen from this machine; with the name `host`, if given."""
     address, port = door.getsockname()[:2]
     name = host or {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
     return f"http{'s' if tls else ''}://{f'[{name}]' if ':' in name else name}:{port}"
 
 
 async def probe(url: str, *, seconds: float = 5.0) -> None:
-    """Ask for a page of a server on this machine. HttpError for a status other than 200; OSError, TimeoutError when nobody answers."""
+    """Request a page of a server on this machine. Raises HttpError for a status other than 200; OSError or
+    TimeoutError without an answer."""
     parts = urllib.parse.urlsplit(url)
     async with asyncio.timeout(seconds):
         tls = _UNVERIFIED if parts.scheme == "https" else None

@@ -1,7 +1,8 @@
-"""An HTTP server protocol whose answers leave in as few packets as they can: what is written in one turn of the event loop is sent together.
+"""HTTP server protocol that coalesces writes: output of one turn of the event loop is sent together.
 
-An ASGI server writes an answer's head and its body apart. Each write is a system call and, without Nagle's algorithm, a packet that wakes
-the client: together more than a tenth of what the router spends on a short request.
+An ASGI server writes the head and the body of an answer separately. Each write is a system call and, without
+Nagle's algorithm, a packet that wakes the client. Together they cost more than a tenth of the router's time
+for a short request.
 """
 
 import asyncio
@@ -9,13 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 DRAIN_INPUT_SECONDS = 1.0
-"""How long the input of a connection that is closed gently is read and dropped."""
+"""Time during which the input of a gracefully closed connection is read and dropped."""
 MOST_GATHERED = 64 * 1024
-"""Bytes; more are sent at once, so that the transport's own limits say when a client reads too slowly."""
+"""Bytes; more are sent at once, so that the transport's own limits detect a slow reader."""
 
 
 class WriteCoalescing(asyncio.Transport):
-    """A transport that holds what is written until the present turn of the loop is over. Everything else goes straight to the real one."""
+    """Transport that buffers writes until the current turn of the loop ends. All other calls go to the real
+    transport."""
 
     def __init__(
         self,
@@ -25,8 +27,12 @@ class WriteCoalescing(asyncio.Transport):
         linger_seconds: float = 60.0,
         has_input: Callable[[], bool] = bool,
     ) -> None:
-        """linger_seconds: a connection that was closed before its client read everything is aborted after this time.
-        has_input: at a close, tells that the client may be sending something which will not be read: it is closed gently."""
+        """Wrap a transport.
+
+        linger_seconds: time limit for a closed connection whose client does not read everything; then it is
+        aborted. has_input: returns whether the client may still send input that will not be read; then the
+        close is graceful.
+        """
         super().__init__()
         self._has_input = has_input
         self._real = transport
@@ -34,7 +40,7 @@ class WriteCoalescing(asyncio.Transport):
         self._loop = loop
         self._held: list[bytes] = []
         self._bytes = 0
-        # What is asked most often goes past this object.
+        # The most frequent calls bypass this object.
         self.is_closing = transport.is_closing  # type: ignore[method-assign]
         self.get_extra_info = transport.get_extra_info  # type: ignore[method-assign]
         self.pause_reading = transport.pause_reading  # type: ignore[method-assign]
@@ -50,7 +56,7 @@ class WriteCoalescing(asyncio.Transport):
             self.flush()
 
     def flush(self) -> None:
-        """Send what is held."""
+        """Send the buffered output."""
         if self._held:
             data = self._held[0] if len(self._held) == 1 else b"".join(self._held)
             self._held.clear()
@@ -63,7 +69,7 @@ class WriteCoalescing(asyncio.Transport):
             self.close_gently()
             return
         if self._real.is_closing():
-            return  # a TLS transport that is closed twice can be asked nothing more
+            return  # a TLS transport that is closed twice no longer answers calls
         self.flush()
         unsent = self._real.get_write_buffer_size()
         self._real.close()
@@ -71,9 +77,9 @@ class WriteCoalescing(asyncio.Transport):
             self._loop.call_later(self._linger_seconds, self._real.abort)
 
     def close_gently(self) -> None:
-        """Send what is held and the end of the stream; drop what the client still sends for a moment, then close.
+        """Send the buffered output and the end of the stream; drop further input for a moment, then close.
 
-        The protocol must drop it. `is_closing` is true from now on.
+        The protocol must drop that input. `is_closing` is true from now on.
         """
         if self.is_closing():
             return
@@ -96,7 +102,7 @@ class WriteCoalescing(asyncio.Transport):
         self._real.abort()
 
     def hold_reading(self) -> None:
-        """Read nothing until `let_read`, whatever is asked for meanwhile."""
+        """Pause reading until `let_read`, and record pause and resume calls made meanwhile."""
         self.resume_reading = _nothing  # type: ignore[method-assign]
         self._real.pause_reading()
 
@@ -111,4 +117,4 @@ class WriteCoalescing(asyncio.Transport):
 
 
 def _nothing() -> None:
-    """In the place of an action that must wait."""
+    """Placeholder for an action that must wait."""

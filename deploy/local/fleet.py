@@ -1,8 +1,9 @@
-"""A whole fleet on this machine: NATS, router, tracker, planner and engines as child processes, started together, stopped in order.
+"""A whole fleet on this machine: NATS, router, tracker, planner and engines as child processes, started
+together, stopped in order.
 
-Engines are units of P rank processes: any rank lost, and the others are ended and the engine starts again as a new incarnation
-(new worker_id, new sockets, new meeting place). Everything is ready by being asked: a NATS ping, /health, the ranks' own word
-that the join is recorded, and at last the router's /ready, which it gives once it has heard of an engine.
+An engine is a unit of P rank processes. If a rank is lost, the others are ended, and the engine restarts as a
+new incarnation (new worker_id, new sockets, new meeting folder). Readiness is probed: a NATS ping, /health,
+the ranks' confirmation that the join is stored, and at last the router's /ready, which requires an engine.
 """
 
 import asyncio
@@ -46,24 +47,26 @@ LOOK_SECONDS = 0.02
 FLEET_SECRET = "fleet.secret"
 """file in the run directory with the secret that routers present to ranks"""
 TRACKER_STATE = "tracker.state"
-"""file in the run directory where a tracker that is started again finds what it knew"""
+"""file in the run directory with the tracker's state, restored after a restart"""
 LOG_CARE_SECONDS = 30.0
 NATS_SECONDS = 5.0
-"""for a server somewhere else to greet us"""
+"""time limit for the greeting of a NATS server elsewhere"""
 NATS_START_SECONDS = 30.0
 
 
 NIXL_VARIABLES = {"UCX_RCACHE_MAX_UNRELEASED": "1024", "NIXL_LOG_LEVEL": "ERROR"}
-"""Read when NIXL is loaded: a bound for what UCX may leak of the memory that it has registered; and only what went wrong in the log."""
+"""Variables that NIXL reads at load time: a bound on the registered memory that UCX may leak, and a log with
+errors only."""
 
 LARGE_BLOCKS = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-"""For the parts that exchange whole tables (router, tracker, planner): by itself glibc soon keeps freed blocks of up to 32 MB for later, those of each
-thread apart, and a process grows to several times of what it uses. Ranks are left as they are: their steps take and free large blocks all the time."""
+"""Allocator setting for parts that exchange whole tables (router, tracker, planner). By default, glibc soon
+keeps freed blocks of up to 32 MB, separately for each thread, and a process grows to several times its used
+memory. Ranks keep the default: their steps allocate and free large blocks all the time."""
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """For children: settings come by file, our packages are found first, one thread computes (the engine's rule), and NIXL has what it should
-    unless the user has said otherwise."""
+    """Return the environment for children: settings come by file, this installation's packages come first,
+    one compute thread (the engine requires it), and NIXL's variables unless the user has set them."""
     ours = str(Path(__file__).resolve().parents[2])
     path = ":".join(part for part in (ours, environment.get("PYTHONPATH", "")) if part)
     return {**NIXL_VARIABLES, **without_settings(environment), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -71,24 +74,25 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class FleetFiles:
-    """What every child stands on."""
+    """Files and settings that all children share."""
 
     run: RunDirectory
     config_file: Path
     environment: Mapping[str, str]
     credentials: ServerCredentials | None = None
-    """of the private NATS server"""
+    """logins of the private NATS server"""
 
     def command(
         self, part: PartName, ready: Path, *, door: socket.socket | None = None, doors: Sequence[socket.socket] = (), rank: RankLaunch | None = None
     ) -> Command:
-        """A Roost process of this very installation."""
+        """Return the command of a Roost process of this installation."""
         descriptor, descriptors = None if door is None else door.fileno(), tuple(one.fileno() for one in doors)
         order = LaunchSpec(part=part, config=str(self.config_file), ready=str(ready), descriptor=descriptor, descriptors=descriptors, rank=rank)
         return self.ordered(part if rank is None else rank.engine if part == "simulated" else f"{rank.engine}/{rank.rank}", order)
 
     def ordered(self, name: str, order: LaunchSpec) -> Command:
-        """The process that does this, with its own login on NATS; the working directory cannot get into its imports (-P)."""
+        """Return the command for a launch spec, with the process's own NATS login. -P keeps the working
+        directory out of its imports."""
         if self.credentials is not None:
             file = self.credentials.file("engine", order.rank.engine) if order.rank is not None else self.credentials.file(_role(order.part))
             order = msgspec.structs.replace(order, credentials=str(file))
@@ -99,31 +103,32 @@ class FleetFiles:
 
 
 def _role(part: PartName) -> Role:
-    """As whom a part speaks on the bus."""
+    """Return the bus role of a part."""
     return "engine" if part == "rank" or part == "simulated" else part
 
 
 class EngineLauncher:
-    """The lives of one engine: embedded, a process per rank; or simulated, one for all."""
+    """Launcher for the incarnations of one engine: embedded, a process per rank; or simulated, one process
+    for all ranks."""
 
     def __init__(self, name: str, ranks: int, worker: WorkerConfig, ground: FleetFiles) -> None:
         self.name = name
         self._worker = worker
         self.worker_id: int | None = None
-        """of the present life"""
+        """of the current incarnation"""
         self.urls: tuple[str, ...] = ()
         self._ranks = ranks
         self._ground = ground
 
     async def launch(self) -> Incarnation:
-        """A new incarnation: identity, sockets and meeting place of its own."""
+        """Create a new incarnation with its own identity, sockets and meeting folder."""
         before, self.worker_id = self.worker_id, secrets.randbits(64)
         if before is not None:
             self._ground.run.drop(f"{before:016x}")
         meet = self._ground.run.meeting_folder(f"{self.worker_id:016x}")
         worker = self._worker
         doors = [listen(worker.host, 0) for _ in range(self._ranks)]
-        tls = worker.tls_cert is not None  # then routers compare the name in the URL with the certificate
+        tls = worker.tls_cert is not None  # routers then compare the name in the URL with the certificate
         self.urls = tuple(url_of(door, tls=tls, host=worker.host if tls else None) for door in doors)
         orders = [
             RankLaunch(engine=self.name, rank=rank, worker_id=self.worker_id, urls=self.urls, meet=str(meet), replaces=before) for rank in range(self._ranks)
@@ -142,25 +147,26 @@ class EngineLauncher:
 
 
 def _close(doors: Sequence[socket.socket]) -> None:
-    """Ours only: the ranks have theirs. Kept open, a dead rank's port would still take connections."""
+    """Close this process's copies; the ranks have theirs. An open copy would keep a dead rank's port
+    accepting connections."""
     for door in doors:
         door.close()
 
 
 async def _existing(*files: Path) -> None:
-    """Wait until other processes have made these files; a look costs microseconds."""
+    """Wait until other processes have created these files; a check costs microseconds."""
     while not all(file.exists() for file in files):  # noqa: ASYNC110
         await asyncio.sleep(LOOK_SECONDS)
 
 
 async def _answering(url: str) -> None:
-    """OSError or TimeoutError unless somebody answers, whatever it is."""
+    """Raise OSError or TimeoutError unless a server answers with any status."""
     with contextlib.suppress(HttpError):
         await probe(url)
 
 
 async def _good(url: str) -> None:
-    """Return once a page answers 200; wait for it without end."""
+    """Return once a page answers 200; wait without limit."""
     while True:
         try:
             await probe(url, seconds=2.0)
@@ -171,7 +177,8 @@ async def _good(url: str) -> None:
 
 
 async def _reach_nats(urls: str) -> None:
-    """Whether any of the servers (comma-separated URLs) is there. UnitFailed says what was tried."""
+    """Return whether any of the servers (comma-separated URLs) answers. Raises UnitFailed with the servers
+    tried."""
     troubles = []
     for url in urls.split(","):
         try:
@@ -184,18 +191,18 @@ async def _reach_nats(urls: str) -> None:
 
 
 class Fleet:
-    """What one `roost up` or `roost worker` runs, while its context lasts; says what happens through `say`."""
+    """Processes of one `roost up` or `roost worker` while the context lasts; reports events through `say`."""
 
     def __init__(self, settings: Configuration, run: RunDirectory, environment: Mapping[str, str], say: Say) -> None:
         self.nats_url = ""
         self.router_url = ""
         self.router_urls: tuple[str, ...] = ()
-        """of each of several processes of the router alone"""
+        """URL of each single router process, if there are several"""
         self.engines: list[EngineLauncher] = []
         self.engine_units: list[Unit] = []
-        """units that the fleet can do without, as long as one is left"""
+        """units that may fail, as long as one is left"""
         self._credentials: ServerCredentials | None = None
-        """where the NATS server is ours"""
+        """set if the NATS server is ours"""
         self._settings = settings
         self._worker = settings.part(WorkerConfig)
         self._policy = Policy(ready_seconds=self._worker.ready_seconds, grace_seconds=self._worker.grace_seconds)
@@ -203,22 +210,22 @@ class Fleet:
         self._environment = environment
         self._say = say
         self._secret_files: dict[Key, Path] = {}
-        """settings that name the fleet's secret, where it is made here"""
+        """settings with the path of the fleet secret, if it is generated here"""
         self.reading_units: list[Unit] = []
-        """are told when settings change"""
+        """units that are notified when settings change"""
         self._phases: list[list[Unit]] = []
-        """units in the order of starting; stopped in the reverse order, those of one phase together"""
+        """units in start order; stopped in reverse order, the units of one phase together"""
         self._began = time.monotonic()
 
     @property
     def logins(self) -> Path | None:
-        """Folder with the logins of the NATS server, where that is ours."""
+        """Return the folder with the logins of the NATS server, if that is ours."""
         return None if self._credentials is None else self._credentials.folder
 
     async def start_up(self, doors: RouterSockets) -> None:
-        """Start everything, with the router on sockets that listen, and return when the router is ready.
+        """Start everything, with the router on listening sockets; return when the router is ready.
 
-        UnitFailed, CannotListen, NoNats and OSError say what could not be.
+        Raises UnitFailed, CannotListen, NoNats or OSError.
         """
         up = self._settings.part(UpConfig)
         self._make_fleet_secret()
@@ -235,7 +242,8 @@ class Fleet:
         self._tell_where()
 
     async def start_routers(self, doors: RouterSockets, *, bus: bool) -> None:
-        """Start the router's processes before engines somewhere else, and return when they serve. bus: on the NATS server that is set."""
+        """Start the router's processes for engines elsewhere, and return when they serve. bus: on the
+        configured NATS server."""
         if bus:
             self.nats_url = ",".join(self._settings.part(BusConfig).servers)
             await _reach_nats(self.nats_url)
@@ -244,7 +252,8 @@ class Fleet:
         self._tell_where()
 
     async def start_engine(self) -> None:
-        """Start one engine that joins a fleet on a NATS server somewhere, and return when it has joined. UnitFailed says why not."""
+        """Start one engine that joins a fleet on a NATS server elsewhere, and return when it has joined.
+        Raises UnitFailed."""
         self.nats_url = ",".join(self._settings.part(BusConfig).servers)
         await _reach_nats(self.nats_url)
         await self.add(self._engine(self._worker.name, self._ground()))
@@ -252,7 +261,8 @@ class Fleet:
         self._tell_where()
 
     async def serve(self) -> None:
-        """Keep everything up until cancelled. UnitFailed when a part is given up; of several engines, when the last one is."""
+        """Keep everything running until cancelled. Raises UnitFailed when a part is given up; of several
+        engines, when the last one is."""
         while True:
             try:
                 await self._watched(self._care_for_logs())
@@ -265,8 +275,8 @@ class Fleet:
                 self._phases = [[unit for unit in phase if unit not in lost] for phase in self._phases]
 
     async def reload(self, read: Read) -> None:
-        """Read the settings again, write them down for routers and planner, and tell these. What cannot be used changes nothing; it is said, and
-        stored on the bus like their own word."""
+        """Read the settings again, write them for routers and planner, and notify these. Invalid settings
+        change nothing; the error is reported, and stored on the bus as the parts store theirs."""
         try:
             settings = read()
             check(self._settings, settings)
@@ -282,12 +292,12 @@ class Fleet:
             self._say(f"new settings cannot be written down: {error}")
             return
         self._say("settings were read again; routers, planner and engines are told")
-        async with asyncio.TaskGroup() as tasks:  # who is being started again keeps nobody else waiting
+        async with asyncio.TaskGroup() as tasks:  # a unit that is restarting must not delay the others
             for unit in self.reading_units:
                 tasks.create_task(_tell_to_read(unit), name=f"tell {unit.name} to read its settings")
 
     async def _audit(self, said: ConfigChanged) -> None:
-        """Stored, where there is a bus."""
+        """Store the event, if there is a bus."""
         if not self.nats_url:
             return
         config = replace(self._settings.part(BusConfig), urls=tuple(self.nats_url.split(",")))
@@ -323,7 +333,7 @@ class Fleet:
         return f"{self._worker.name}-{number}"
 
     def _make_fleet_secret(self) -> None:
-        """A random fleet secret in the run directory, for routers and ranks whose settings name none."""
+        """Create a random fleet secret in the run directory, for routers and ranks whose settings name none."""
         unset = [(section, "fleet_secret_file") for section in ("router", "worker")]
         unset = [key for key in unset if dict(self._settings.items())[key].value is None]
         file = self._run.path / FLEET_SECRET
@@ -343,16 +353,16 @@ class Fleet:
         file = self._run.path / SETTINGS
         draft = file.with_suffix(".new")
         private_text(draft, told.as_toml(secrets=True))
-        draft.replace(file)  # whole or not at all: a part may be reading it
+        draft.replace(file)  # atomic: a part may be reading it
         return FleetFiles(self._run, file, child_environment(self._environment), self._credentials)
 
     def _single(self, ground: FleetFiles, part: PartName) -> Unit:
-        """A part of one process, started in the same way in every life."""
+        """Return the unit of a single-process part that starts in the same way each time."""
         ready = self._run.path / f"{part}.ready"
         return self._process(ground.command(part, ready), ready, None)
 
     def _routers(self, ground: FleetFiles, doors: RouterSockets, *, bus: bool = True) -> list[Unit]:
-        """Each process is a unit: when one dies, it alone is started again."""
+        """Return one unit per router process: each restarts separately."""
         self.router_url, self.router_urls = doors.url, doors.urls if doors.private else ()
         router = self._settings.part(RouterConfig)
         grace = router.pre_stop_seconds + router.drain_seconds + self._worker.grace_seconds
@@ -367,8 +377,9 @@ class Fleet:
         return units
 
     def _process(self, command: Command, ready: Path, health: str | None, policy: Policy | None = None) -> Unit:
-        """One process; it serves once the file exists, and is well while the page answers. A process that was stopped
-        on its own takes the file back and ends within bounds of its own: it finishes its answers behind a closed door."""
+        """Return an incarnation of one process. It serves once the file exists, and is healthy while the page
+        answers. A process that was stopped separately removes the file and ends within its own time limits:
+        it finishes its answers after closing its listen socket."""
 
         async def answers(page: str) -> None:
             if ready.exists():  # noqa: ASYNC240 a file of one's own
@@ -389,7 +400,7 @@ class Fleet:
         return unit
 
     async def add(self, *units: Unit) -> None:
-        """Start units as the next phase: stopped together, before the phases that were started earlier."""
+        """Start units as the next phase: stopped together, before the phases started earlier."""
         self._phases.append([])
         for unit in units:
             unit.start()
@@ -415,7 +426,7 @@ class Fleet:
         self._run.tell(Running(pid=os.getpid(), namespace=namespace, nats=nats, router=router, routers=self.router_urls, engines=engines, credentials=folder))
 
     async def _watched(self, work: Awaitable[object]) -> None:
-        """Do something while every unit is kept up; UnitFailed when one is given up meanwhile."""
+        """Run work while every unit is supervised. Raises UnitFailed when a unit is given up meanwhile."""
         task = asyncio.ensure_future(work)
         failures = [asyncio.create_task(unit.failed(), name=f"watch {unit.name}") for unit in self._units]
         try:
@@ -434,7 +445,7 @@ class Fleet:
 
 
 async def _tell_to_read(unit: Unit) -> None:
-    """Once it serves. A unit that is given up is not told: `serve` tells that."""
+    """Notify a unit once it serves. A unit that is given up is skipped; `serve` reports it."""
     with contextlib.suppress(UnitFailed):
         await unit.ready()
         for child in unit.children:
@@ -442,7 +453,8 @@ async def _tell_to_read(unit: Unit) -> None:
 
 
 async def serve_and_reload(fleet: Fleet, read: Read) -> None:
-    """`Fleet.serve`; whenever SIGHUP comes, the settings are read again. Hangups that come meanwhile are one."""
+    """Run `Fleet.serve`; at every SIGHUP read the settings again. Signals during a reload are merged into
+    one."""
     hangup = asyncio.Event()
 
     async def reload() -> None:

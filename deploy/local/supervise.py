@@ -1,8 +1,9 @@
-"""Child processes that die with us, and units of them that fail and restart as one.
+"""Child processes that die with this process, and units of them that fail and restart together.
 
-A `Child` is one process in its own process group (a Ctrl-C in the terminal reaches the supervisor alone), tied to us by a
-parent-death signal, its output in a log file. A `Unit` is one or more children that live and die together: when one ends,
-the others are ended and all start anew, after a growing pause, a bounded number of times in a row.
+A `Child` is one process in its own process group (a Ctrl-C in the terminal reaches the supervisor alone),
+tied to this process by a parent-death signal, with its output in a log file. A `Unit` is one or more children
+with a common lifetime: when one ends, the others are ended, and all restart after a growing pause. The number
+of consecutive restarts is bounded.
 """
 
 import asyncio
@@ -21,12 +22,12 @@ Say = Callable[[str], None]
 
 
 class UnitFailed(Exception):
-    """A unit cannot be brought (back) up; the text says which child, how it ended, and shows the end of its log."""
+    """Unit that cannot be started or restarted; the text names the child, its exit and the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One process to run. `keep` are file descriptors it inherits."""
+    """One process to run. `keep`: file descriptors that it inherits."""
 
     name: str
     arguments: Sequence[str]
@@ -36,45 +37,47 @@ class Command:
 
 
 async def _nothing() -> None:
-    """For units that are ready as soon as they run."""
+    """Return at once: readiness check of units without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """One life of a unit. `ready` returns when it serves; `healthy` raises OSError or TimeoutError when it does not answer."""
+    """One run of a unit. `ready` returns when it serves; `healthy` raises OSError or TimeoutError when it
+    does not answer."""
 
     commands: Sequence[Command]
     ready: Callable[[], Awaitable[None]] = _nothing
     healthy: Callable[[], Awaitable[None]] | None = None
     started: Callable[[], None] = lambda: None
-    """called when all processes run: what they inherited can be closed"""
+    """called once all processes run; inherited descriptors can then be closed"""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How long to wait and how often to try; seconds."""
+    """Time limits and restart policy; seconds."""
 
     ready_seconds: float = 120.0
     grace_seconds: float = 5.0
-    """between SIGTERM and SIGKILL"""
+    """from SIGTERM to SIGKILL"""
     crash_grace_seconds: float = 1.5
-    """the same for the survivors of a unit that lost a process"""
+    """from SIGTERM to SIGKILL for the survivors of a unit that lost a process"""
     first_pause_seconds: float = 0.2
     longest_pause_seconds: float = 10.0
     failures: int = 6
-    """in a row; one more is final"""
+    """consecutive failures allowed; one more is final"""
     steady_seconds: float = 30.0
-    """a life of this length starts the count anew"""
+    """an incarnation that lasts this long resets the count"""
     health_seconds: float = 5.0
     health_misses: int = 3
 
     def pause(self, failures: int) -> float:
-        """Seconds to wait before the next life, after so many failures in a row (1 or more): doubling, bounded."""
+        """Return the pause before the next start after `failures` consecutive failures (1 or more): doubling,
+        bounded."""
         return min(self.longest_pause_seconds, self.first_pause_seconds * 2.0 ** (failures - 1))
 
 
 class Child:
-    """A running process."""
+    """Running process."""
 
     def __init__(self, command: Command, process: asyncio.subprocess.Process) -> None:
         self.command = command
@@ -82,7 +85,8 @@ class Child:
 
     @classmethod
     async def start(cls, command: Command) -> "Child":
-        """Start it, tied to this process. OSError when even Python cannot be run, or the log not be written."""
+        """Start the command, tied to this process. Raises OSError if Python cannot be run or the log not be
+        written."""
         with command.log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *wrapped(command.arguments, os.getpid()),
@@ -101,20 +105,20 @@ class Child:
 
     @property
     def ended(self) -> int | None:
-        """Its exit status, negative for a signal; None while it runs."""
+        """Return the exit status, negative for a signal; None while it runs."""
         return self._process.returncode
 
     async def wait(self) -> int:
         return await self._process.wait()
 
     def signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the process has ended."""
         if self.ended is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
     async def stop(self, grace: float) -> None:
-        """End it: politely, then surely. SIGKILL also ends a stopped process."""
+        """Stop the process: SIGTERM, then SIGKILL, which also ends a stopped process."""
         self.signal(signal.SIGTERM)
         try:
             await asyncio.wait_for(self.wait(), grace)
@@ -123,7 +127,7 @@ class Child:
             await self.wait()
 
     def epitaph(self) -> str:
-        """How it ended."""
+        """Describe how the process ended."""
         status = self.ended
         if status is None:
             return f"{self.command.name} runs"
@@ -132,11 +136,12 @@ class Child:
 
 
 WORDS = "roost: "
-"""What the last words of a Roost process begin with (`deploy.process.print_error`)."""
+"""Prefix of the last log lines of a Roost process (`deploy.process.print_error`)."""
 
 
 def tail(log: Path, lines: int = 15) -> str:
-    """The last lines of a log, indented: only its last words when it has some; nothing when it is empty or missing."""
+    """Return the last lines of a log, indented: only the final error lines if there are any; empty for an
+    empty or missing log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 16384))
@@ -149,7 +154,8 @@ def tail(log: Path, lines: int = 15) -> str:
 
 
 class Unit:
-    """Keeps one unit up while its context lasts. `launch` makes each life: new ports, a new identity."""
+    """Keep one unit running while the context lasts. `launch` creates each incarnation: new ports, a new
+    identity."""
 
     def __init__(self, name: str, launch: Callable[[], Awaitable[Incarnation]], policy: Policy, say: Say) -> None:
         self.name = name
@@ -162,11 +168,11 @@ class Unit:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to keep the unit up."""
+        """Start to supervise the unit."""
         self._task = asyncio.create_task(self._keep_up(), name=f"keep {self.name} up")
 
     async def stop(self) -> None:
-        """End its processes, for good; bounded by the grace period."""
+        """End its processes permanently; bounded by the grace period."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -180,22 +186,23 @@ class Unit:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the present life serves."""
+        """Return whether the current incarnation serves."""
         return self._ready.is_set()
 
     @property
     def is_given_up(self) -> bool:
-        """Whether it will not be started again."""
+        """Return whether the unit will not be restarted."""
         return self._task is not None and self._task.done()
 
     async def failed(self) -> None:
-        """Return never; raise UnitFailed when the unit is given up."""
+        """Wait; raise UnitFailed when the unit is given up."""
         if self._task is None:
             raise RuntimeError(f"{self.name} was not started")
         await asyncio.shield(self._task)
 
     async def ready(self) -> None:
-        """Return when the present life serves (at once if it does). UnitFailed when it is given up before."""
+        """Return when the current incarnation serves (at once if it does). Raises UnitFailed if the unit is
+        given up before."""
         waiter = asyncio.create_task(self._ready.wait(), name=f"wait for {self.name}")
         failure = asyncio.create_task(self.failed(), name=f"watch {self.name}")
         try:
@@ -208,7 +215,7 @@ class Unit:
             await asyncio.gather(waiter, failure, return_exceptions=True)
 
     def kill(self) -> None:
-        """End every process at once, for a user in a hurry."""
+        """Kill every process at once, after a second Ctrl-C."""
         for child in self.children:
             child.signal(signal.SIGKILL)
 
@@ -226,7 +233,7 @@ class Unit:
             await asyncio.sleep(pause)
 
     async def _live(self) -> str:
-        """One life, from launch to the end of the last process; returns what ended it."""
+        """Run one incarnation, from launch to the end of the last process; return the reason of its end."""
         self.children = []
         grace = self._policy.grace_seconds
         try:
@@ -244,7 +251,7 @@ class Unit:
             await asyncio.gather(*(child.stop(grace) for child in self.children))
 
     async def _watch(self, incarnation: Incarnation) -> str:
-        """Until a child ends, readiness fails, or health is lost; returns the reason."""
+        """Wait until a child ends, readiness fails, or health is lost; return the reason."""
         ends = [asyncio.create_task(child.wait(), name=f"wait for the end of {child.command.name}") for child in self.children]
         course = asyncio.create_task(self._course(incarnation), name=f"probe {self.name}")
         try:
@@ -257,7 +264,7 @@ class Unit:
             await asyncio.gather(*ends, course, return_exceptions=True)
 
     async def _course(self, incarnation: Incarnation) -> str:
-        """Readiness, then health for ever; returns when either fails."""
+        """Wait for readiness, then probe health forever; return the reason when either fails."""
         try:
             async with asyncio.timeout(self._policy.ready_seconds):
                 await incarnation.ready()
@@ -284,6 +291,6 @@ class Unit:
         return True
 
     def _last_words(self) -> str:
-        """The end of the logs of those that ended by themselves, else of all."""
+        """Return the end of the logs of the children that ended on their own account, else of all."""
         guilty = [child for child in self.children if child.ended not in (None, 0, -signal.SIGTERM, -signal.SIGKILL)] or self.children
         return "".join(f"\n  {child.command.log}:{tail(child.command.log)}" for child in guilty)

@@ -1,4 +1,5 @@
-"""Runs one part as this process. Parts are imported when they are run: a tracker must not load what an engine needs."""
+"""Run one part as this process. A part is imported only when it runs: a tracker must not load an engine's
+libraries."""
 
 import importlib
 from collections.abc import Mapping
@@ -11,13 +12,13 @@ from deploy.telemetry.tracing_config import TracingConfig, TracingError, tracing
 
 
 def log_as_set(settings: Configuration) -> None:
-    """Set up this process's logging. OSError when the access log cannot be opened."""
+    """Set up this process's logging. Raises OSError if the access log cannot be opened."""
     up = settings.part(UpConfig)
     set_up_logging(up.log_level, up.log_format, up.access_log)
 
 
 def run_part(name: str, settings: Configuration, environment: Mapping[str, str], *arguments: Any) -> int:
-    """`serve` of the module `deploy.parts.<name>`, until it ends or is told to; the process's exit status."""
+    """Run `serve` of the module `deploy.parts.<name>` until it ends or is stopped. Returns the exit status."""
     service = "roost-engine" if name in ("rank", "simulated") else f"roost-{name}"
     part = importlib.import_module(f"deploy.parts.{name}")
     try:

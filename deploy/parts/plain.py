@@ -1,4 +1,5 @@
-"""`roost worker --engine openai`: a server behind the plain door, as an engine that joins while it is there and leaves while not."""
+"""`roost worker --engine openai`: a static backend as an engine that joins while the server is up and leaves
+while it is down."""
 
 import asyncio
 import logging
@@ -21,7 +22,8 @@ log = logging.getLogger(__name__)
 
 
 async def serve(name: str, plain: BackendAgentConfig, bus_config: BusConfig, agent_config: AgentConfig) -> None:
-    """Represent the server until cancelled. NameTaken when another engine has the name; BusError when NATS cannot be reached at start."""
+    """Represent the server until cancelled. Raises NameTaken if another engine has the name; BusError if NATS
+    cannot be reached at start."""
     subjects = Subjects(bus_config.namespace)
     bus = await NatsBus.connect(bus_config.servers, subjects, bus_config, name=name)
     try:
@@ -31,7 +33,8 @@ async def serve(name: str, plain: BackendAgentConfig, bus_config: BusConfig, age
 
 
 async def represent(bus: Bus, subjects: Subjects, name: str, plain: BackendAgentConfig, agent_config: AgentConfig) -> None:
-    """An incarnation of the engine for every time the server is there, until cancelled. NameTaken as `serve`."""
+    """Run an incarnation of the engine for every period in which the server is up, until cancelled. Raises
+    NameTaken as `serve` does."""
     replaces: int | None = None
     while True:
         who = AgentIdentity(engine=name, worker_id=secrets.randbits(64), node=socket.gethostname(), urls=(plain.base,), replaces=replaces)
@@ -47,7 +50,7 @@ async def represent(bus: Bus, subjects: Subjects, name: str, plain: BackendAgent
 
 
 async def _while_it_is_there(bus: Bus, subjects: Subjects, who: AgentIdentity, plain: BackendAgentConfig, config: AgentConfig) -> None:
-    """From the moment the server answers until it stays away (EngineFailed)."""
+    """Represent the server from its first answer until it stays away (EngineFailed)."""
     engine = BackendAgent(plain)
     await engine.start()
     agent = Agent(bus, subjects, engine, who, config)

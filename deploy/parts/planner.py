@@ -19,10 +19,10 @@ EXPECTED = (BusError, CannotListen)
 
 
 async def serve(bus_config: BusConfig, config: MigrationConfig, ready: Path | None, read: Callable[[], MigrationConfig] | None = None) -> None:
-    """Serve until cancelled; make the file `ready` once it does.
+    """Serve until cancelled; create the file `ready` once serving.
 
-    read: the settings as they are when SIGHUP comes; ValueError or OSError when they cannot be used. None: SIGHUP ends it.
-    BusError when NATS cannot be reached at start.
+    read: reads the settings at SIGHUP; raises ValueError or OSError if they are invalid. None: SIGHUP ends
+    the process. Raises BusError if NATS cannot be reached at start.
     """
     subjects = Subjects(bus_config.namespace)
     async with AsyncExitStack() as stack:
@@ -36,7 +36,8 @@ async def serve(bus_config: BusConfig, config: MigrationConfig, ready: Path | No
             tasks.append(await stack.enter_async_context(alongside(_reload(service, read, hangup), "read the settings again")))
         await until_ready(service.ready, *tasks)
         if config.metrics_address is not None:
-            from deploy.http.metrics_server import offer_metrics  # with its HTTP server, which is loaded only when it is wanted
+            # loads an HTTP server, so it is imported only on demand
+            from deploy.http.metrics_server import offer_metrics
 
             await offer_metrics(stack, config.metrics_address, service.metrics.exposition, config.metrics_key_file)
         tell(ready)
@@ -44,7 +45,7 @@ async def serve(bus_config: BusConfig, config: MigrationConfig, ready: Path | No
 
 
 async def _reload(service: MigrationService, read: Callable[[], MigrationConfig], hangup: asyncio.Event) -> None:
-    """Whenever somebody asks for it; hangups that come meanwhile are one."""
+    """Reload the settings at every request; requests during a reload are merged into one."""
     while True:
         await hangup.wait()
         hangup.clear()

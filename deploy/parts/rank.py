@@ -1,4 +1,4 @@
-"""One rank process of the embedded engine: engine, HTTP face and agent, stopped in the order that breaks no stream."""
+"""One rank process of the embedded engine: engine, HTTP server and agent. The stop order breaks no stream."""
 
 import gc
 import logging
@@ -46,7 +46,7 @@ async def serve(
     worker: WorkerConfig,
     ready: Path,
 ) -> None:
-    """Serve until cancelled. EngineFailed, BusError, NameTaken, TransferError (perhaps in a group) when that is impossible."""
+    """Serve until cancelled. Raises EngineFailed, BusError, NameTaken or TransferError (perhaps in a group)."""
     name, subjects = f"{order.engine}/{order.rank}", Subjects(bus_config.namespace)
     who = AgentIdentity(engine=order.engine, worker_id=order.worker_id, node=socket.gethostname(), urls=order.urls, replaces=order.replaces)
     async with AsyncExitStack() as stack:
@@ -63,18 +63,20 @@ async def serve(
         stack.enter_context(on_hangup(security.reload))
         app = RankApp(engine, EngineTracing(engine=order.engine, rank=order.rank, model=config.served_model), security.admission)
         face = await stack.enter_async_context(HttpServer(app, door, drain_seconds=worker.drain_seconds, limits=RANK_LIMITS, tls=security.tls))
-        serving = await stack.enter_async_context(alongside(face.failed(), f"HTTP face of {name}"))
+        serving = await stack.enter_async_context(alongside(face.failed(), f"HTTP server of {name}"))
         speaking = await stack.enter_async_context(alongside(agent.run(), f"agent of {name}"))
         await until_ready(agent.joined, stepping, serving, speaking)
         log.info("%s serves on %s", name, order.urls[order.rank])
         gc.collect()
-        gc.freeze()  # a collection that looks at all that was loaded holds the steps up for tens of milliseconds, and with them every rank
+        # a collection over all loaded objects would delay a step, and thus every rank, by tens of
+        # milliseconds
+        gc.freeze()
         tell(ready)
         await first_failure([stepping, serving, speaking])
 
 
 async def _staging(stack: AsyncExitStack, engine: EmbeddedEngine, who: AgentIdentity, rank: int, config: TransferConfig) -> Staging:
-    """What the rank reads experts with; closed after its agent has ended."""
+    """Return the rank's expert reader, which is closed after its agent has ended."""
     if engine.experts is None:
         return Staging(config=config)
     ways = await open_transfers(config, engine.experts.memory, agent_name(who.engine, rank), one_machine=not who.nodes)

@@ -1,4 +1,5 @@
-"""What an engine served in the life before this one: asked of the bus by rank 0, and left where all ranks of the engine look."""
+"""Placement of an engine's previous incarnation: rank 0 reads it from the bus and leaves it in a file for all
+ranks."""
 
 import asyncio
 import logging
@@ -17,7 +18,7 @@ from fleet.placement import PlacementRecord
 from migration.handover.coordinator import OpenHandover
 
 READ_SECONDS = 10.0
-"""what asking may take"""
+"""Time limit for reading from the bus."""
 _LOOK_SECONDS = 0.05
 
 log = logging.getLogger(__name__)
@@ -33,13 +34,15 @@ async def agree(bus: Bus, subjects: Subjects, engine: str, rank: int, meeting: P
             while not last_is_left(meeting):  # noqa: ASYNC110 another process makes the file
                 await asyncio.sleep(_LOOK_SECONDS)
     except TimeoutError:
-        raise EngineFailed(f"rank {rank}: rank 0 did not say within {seconds:g} s which epoch {engine} begins with; see why in its log") from None
+        raise EngineFailed(f"rank {rank}: rank 0 did not report within {seconds:g} s which epoch {engine} begins with; see why in its log") from None
 
 
 async def last_life(bus: Bus, subjects: Subjects, engine: str) -> PlacementRecord | None:
-    """The last epoch of the engine of this name; None: there was none, or the bus cannot say. A life that begins at epoch 0 is never wrong.
+    """Return the last epoch of the engine of this name; None: there was none, or the bus cannot tell.
+    Starting at epoch 0 is always valid.
 
-    The key is read before the log: what is decided by the key is in the log already, and what is decided meanwhile may be taken or left.
+    The key is read before the log. A decision in the key is already in the log; a decision made in between
+    may be included or not.
     """
     try:
         async with asyncio.timeout(READ_SECONDS):
@@ -48,14 +51,14 @@ async def last_life(bus: Bus, subjects: Subjects, engine: str) -> PlacementRecor
             newest = await _latest(bus, subjects.migrations(engine))
             migration = None if newest is None else await before_verdicts(bus, newest)
     except (BusError, TimeoutError) as error:
-        log.warning("%s begins with its configured placement: what it served last cannot be read: %s", engine, str(error) or "the bus did not answer")
+        log.warning("%s begins with its configured placement: its last placement cannot be read: %s", engine, str(error) or "the bus did not answer")
         return None
     record = last_decided(
         placement.message if placement is not None and isinstance(placement.message, PlacementCommitted) else None,
         migration if isinstance(migration, MigrationStaged) and migration.handover == decided else None,
     )
     if record is not None:
-        log.info("%s goes on with epoch %d of its last life", engine, record.epoch)
+        log.info("%s resumes at epoch %d of its previous incarnation", engine, record.epoch)
     return record
 
 
@@ -65,13 +68,14 @@ async def _latest(bus: Bus, subject: str) -> Received | None:
 
 
 async def _decided(bus: Bus, subjects: Subjects, engine: str) -> int | None:
-    """The open handover of an engine that was decided: what its coordinator will finish. That all ranks had staged is no decision yet."""
+    """Return the epoch of the engine's open handover if it was committed: its coordinator will finish it.
+    Staging on all ranks is not yet a commit."""
     claim = await bus.read_claim(subjects.handover_key(engine))
     if claim is None:
         return None
     try:
         found = msgspec.json.decode(claim.value, type=OpenHandover)
     except msgspec.DecodeError as error:
-        log.warning("what is stored of the handover of engine %s cannot be read, and counts as not decided: %s", engine, error)
+        log.warning("the stored handover of engine %s cannot be read, and counts as not decided: %s", engine, error)
         return None
     return found.handover if found.state is CoordinatorState.COMMITTING else None

@@ -1,4 +1,4 @@
-"""The router as a process, before engines that speak on the bus, before plain servers, or both."""
+"""The router as a process, in front of engines on the bus, static backends, or both."""
 
 import asyncio
 import gc
@@ -30,8 +30,8 @@ from router.service import RouterService
 
 EXPECTED = (BusError, OSError, ValueError)
 _COLLECTED_AFTER = 10_000
-"""New containers after which garbage is looked for. A request makes hundreds, and hardly any are garbage that only a collection finds: Python's own
-700 are reached several times while a few requests are answered together."""
+"""New containers that trigger a garbage collection. A request creates hundreds, and few of them are cyclic
+garbage. A few concurrent requests would reach Python's default of 700 several times."""
 log = logging.getLogger(__name__)
 
 
@@ -43,14 +43,17 @@ async def serve(
     private: socket.socket | None = None,
     read: Callable[[], RouterConfig] | None = None,
 ) -> None:
-    """Serve until cancelled; make the file `ready` once it knows what it should. Without a bus (None) plain backends alone.
+    """Serve until cancelled; create the file `ready` once the router has its initial state. Without a bus
+    (None), serve static backends only.
 
-    read: the settings as they are when SIGHUP comes; ValueError or OSError when they cannot be used. None: SIGHUP ends it.
-    private: where this process alone is asked how it is. With it, `door` is one of several on one port, and no connection is taken there
-    before the router is ready: its siblings serve. BusError when NATS cannot be reached at start.
+    read: reads the settings at SIGHUP; raises ValueError or OSError if they are invalid. None: SIGHUP ends
+    the process. private: socket for health probes and metrics of this process alone. With it, `door` is one
+    of several on one port, and accepts no connection before the router is ready: its siblings serve
+    meanwhile. Raises BusError if NATS cannot be reached at start.
     """
     subjects = Subjects("roost" if bus_config is None else bus_config.namespace)
-    os.putenv("TOKENIZERS_PARALLELISM", "false")  # it is given one text at a time, and a pool of threads costs each of them microseconds
+    # the tokenizer gets one text at a time, and a thread pool would cost microseconds for each
+    os.putenv("TOKENIZERS_PARALLELISM", "false")
     async with AsyncExitStack() as stack:
         for opened in (door, private):
             if opened is not None:
@@ -64,7 +67,8 @@ async def serve(
         running = await stack.enter_async_context(alongside(service.run(), "keep the router's view fresh"))
         app = create_app(service)
         tls = ServerTls.of(config.tls_cert, config.tls_key)
-        if (lacks := missing_at_router(config)) is not None:  # else it would not have been started
+        # only with `insecure`: otherwise the command refuses to start
+        if (lacks := missing_at_router(config)) is not None:
             log.warning("insecure: %s", lacks)
         tasks = [running]
         if read is not None:
@@ -82,15 +86,18 @@ async def serve(
         log.info("the router listens on %s", url_of(door, tls=tls is not None))
         await until_ready(service.warmup.done, *tasks)
         gc.collect()
-        gc.freeze()  # what was made to start lives as long as the process: no collection need look at it again, in the middle of a request
+        # objects created at start live as long as the process; a collection need not scan them again during a
+        # request
+        gc.freeze()
         gc.set_threshold(_COLLECTED_AFTER, *gc.get_threshold()[1:])
         tell(ready)
-        stack.callback(take_back, ready)  # before the faces stop, which no health probe reaches from then on
+        # runs before the HTTP servers stop, which health probes cannot reach from then on
+        stack.callback(take_back, ready)
         await first_failure(tasks)
 
 
 async def _reload(service: RouterService, read: Callable[[], RouterConfig], hangup: asyncio.Event, tls: ServerTls | None) -> None:
-    """At every hangup; those that come meanwhile are one."""
+    """Reload the settings at every SIGHUP; signals during a reload are merged into one."""
 
     def settings() -> RouterConfig:
         if tls is not None:
@@ -106,14 +113,15 @@ async def _reload(service: RouterService, read: Callable[[], RouterConfig], hang
 
 
 async def _begin_to_stop(service: RouterService) -> None:
-    """Say that it is not ready any more, and take requests for a while yet, if there is to be one; then the faces stop, and refuse them."""
+    """Report not ready, and accept requests for `pre_stop_seconds`; then the HTTP servers stop and refuse
+    them."""
     service.draining = True
     seconds = service.config.pre_stop_seconds
     if seconds:
-        log.info("the router will stop: it is not ready any more, and takes requests for %g s yet", seconds)
+        log.info("the router will stop: it is no longer ready, and accepts requests for another %g s", seconds)
         await asyncio.sleep(seconds)
     service.refusing = True
-    log.info("the router stops: answers under way have %g s", service.config.drain_seconds)
+    log.info("the router stops: running requests have %g s", service.config.drain_seconds)
 
 
 async def _face(stack: AsyncExitStack, app: FastAPI, door: socket.socket, service: RouterService, tls: ServerTls | None) -> "asyncio.Task[None]":
@@ -121,11 +129,11 @@ async def _face(stack: AsyncExitStack, app: FastAPI, door: socket.socket, servic
     count = service.metrics.connection_cut
     face = HttpServer(app, door, drain_seconds=config.drain_seconds, limits=http_limits(config), count=count, tls=tls)
     await stack.enter_async_context(face)
-    return await stack.enter_async_context(alongside(face.failed(), f"the router's HTTP face on {url_of(door)}"))
+    return await stack.enter_async_context(alongside(face.failed(), f"the router's HTTP server on {url_of(door)}"))
 
 
 def http_limits(config: RouterConfig) -> HttpLimits:
-    """The limits of the router's HTTP server, as its settings say."""
+    """Return the limits of the router's HTTP server from its settings."""
     return HttpLimits(
         head_bytes=config.max_head_bytes,
         head_fields=config.max_head_fields,

@@ -1,4 +1,4 @@
-"""One simulated engine: all of its ranks, their HTTP faces and their agents, in one process or in one test."""
+"""One simulated engine: all of its ranks, their HTTP servers and agents, in one process or in one test."""
 
 import asyncio
 import logging
@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 
 
 class SimulatedHost:
-    """A simulated engine that serves. After `gone` it takes no request any more, and has broken every connection if it died."""
+    """Running simulated engine. After `gone` it accepts no request, and has broken every connection if it
+    died."""
 
     def __init__(self, engine: SimulatedEngine, agents: Sequence[Agent], identity: AgentIdentity) -> None:
         self.engine = engine
@@ -53,17 +54,17 @@ class SimulatedHost:
         self._failure: BaseException | None = None
 
     async def kill(self) -> None:
-        """Be gone as by kill -9, and return when it is so."""
+        """Stop as if killed with -9; return when that is done."""
         self.engine.order(FaultOrder(fault="die"))
         await self.gone.wait()
 
     async def failed(self) -> None:
-        """Return never while it serves; raise what ended it."""
+        """Wait while it serves; raise the error that ended it."""
         await self.gone.wait()
         raise RuntimeError("the simulated engine ended by itself") if self._failure is None else self._failure
 
     async def watch(self, serving: Sequence[asyncio.Task[None]], speaking: Sequence[asyncio.Task[None]]) -> None:
-        """Wait for the engine's end, and let go of everything in the manner of it."""
+        """Wait for the engine's end, then release everything as that kind of end requires."""
         ended, _ = await asyncio.wait([*serving, *speaking], return_when=asyncio.FIRST_COMPLETED)
         self._failure = next((task.exception() for task in ended if not task.cancelled()), None)
         died = isinstance(self.engine.failure, EngineDied)
@@ -89,8 +90,10 @@ async def hosted(
     admission: RouterAdmission = OPEN,
     tls: ServerTls | None = None,
 ) -> AsyncIterator[SimulatedHost]:
-    """A simulated engine that serves on `doors`, one per rank, and has joined, while the context lasts. EngineFailed, NameTaken or BusError
-    (perhaps in a group) when that is impossible. placement, last: see `SimulatedEngine`."""
+    """Serve a simulated engine on `doors`, one per rank, and join the fleet, while the context lasts.
+
+    placement, last: see `SimulatedEngine`. Raises EngineFailed, NameTaken or BusError (perhaps in a group).
+    """
     async with AsyncExitStack() as stack:
         for door in doors:
             stack.enter_context(door)
@@ -107,7 +110,7 @@ async def hosted(
         tracings = {rank: EngineTracing(engine=who.engine, rank=rank, model=config.served_model) for rank in range(config.ranks)}
         app = SimulatedHttp(engine, {door.getsockname()[1]: rank for rank, door in enumerate(doors)}, tracings, admission)
         face = await stack.enter_async_context(HttpServer(app, *doors, drain_seconds=drain_seconds, limits=RANK_LIMITS, tls=tls))
-        serving.append(await stack.enter_async_context(alongside(face.failed(), f"HTTP faces of {who.engine}")))
+        serving.append(await stack.enter_async_context(alongside(face.failed(), f"HTTP servers of {who.engine}")))
         speaking = [await stack.enter_async_context(alongside(agent.run(), f"agent of {who.engine}/{rank}")) for rank, agent in enumerate(agents)]
         engine.at_death = face.abort
         host = SimulatedHost(engine, agents, who)
@@ -126,7 +129,8 @@ async def serve(
     worker: WorkerConfig,
     ready: Path,
 ) -> None:
-    """Serve as a process of its own until cancelled. EngineFailed, BusError, NameTaken (perhaps in a group) when that is impossible."""
+    """Serve as a separate process until cancelled. Raises EngineFailed, BusError or NameTaken (perhaps in a
+    group)."""
     subjects = Subjects(bus_config.namespace)
     who = AgentIdentity(
         engine=order.engine,
@@ -154,7 +158,7 @@ async def serve(
 
 
 def nodes(engine: str, config: SimulatedConfig) -> tuple[str, ...]:
-    """Names of the simulated machines, by rank."""
+    """Return the names of the simulated machines, by rank."""
     return tuple(f"{engine}-node-{number}" for number in config.node_of_rank)
 
 

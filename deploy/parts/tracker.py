@@ -17,7 +17,8 @@ EXPECTED = (BusError, CannotListen)
 
 
 async def serve(bus_config: BusConfig, config: TrackerConfig, ready: Path | None) -> None:
-    """Serve until cancelled; make the file `ready` once it does. BusError when NATS cannot be reached at start."""
+    """Serve until cancelled; create the file `ready` once serving. Raises BusError if NATS cannot be reached
+    at start."""
     subjects = Subjects(bus_config.namespace)
     async with AsyncExitStack() as stack:
         bus = await NatsBus.connect(bus_config.servers, subjects, bus_config, name="tracker")
@@ -26,7 +27,8 @@ async def serve(bus_config: BusConfig, config: TrackerConfig, ready: Path | None
         running = await stack.enter_async_context(alongside(service.run(), "tracker"))
         await until_ready(service.ready, running)
         if config.metrics_address is not None:
-            from deploy.http.metrics_server import offer_metrics  # with its HTTP server, which is loaded only when it is wanted
+            # loads an HTTP server, so it is imported only on demand
+            from deploy.http.metrics_server import offer_metrics
 
             await offer_metrics(stack, config.metrics_address, service.metrics.exposition, config.metrics_key_file)
         tell(ready)

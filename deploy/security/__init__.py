@@ -1,1 +1,1 @@
-"""TLS, credentials of the bus, and the conditions for listening on addresses that other machines reach."""
+"""TLS, bus credentials, and the conditions for listening on addresses that other machines reach."""

@@ -1,6 +1,8 @@
-"""Logins of a private NATS server: one user for each role and each engine, drawn at random for every run, in files that their owner alone may read.
+"""Logins of a private NATS server: one user per role and engine, generated at random for every run, in files
+readable by their owner alone.
 
-Parts get the path of their file; no login is in an argument or a variable. Commands find the operator's file by the run directory.
+Parts get the path of their file; no login is in an argument or a variable. Commands find the operator's file
+through the run directory.
 """
 
 import secrets
@@ -15,15 +17,16 @@ from bus.protocol.subjects import Subjects
 from deploy.run_directory import Running, private_text
 
 FOLDER = "bus"
-"""in the run directory"""
+"""subfolder of the run directory"""
 _SECRET_BYTES = 32
 
 
 class ServerCredentials:
-    """Of one server. Written when it is made; `tell` adds where the server is."""
+    """Logins of one server. The files are written at construction; `tell` adds the server's URL."""
 
     def __init__(self, folder: Path, subjects: Subjects, engines: Iterable[str]) -> None:
-        """engines: whose users may speak for themselves alone. The user `engine` is for those that join later, under any name."""
+        """Generate the logins. engines: each gets a user that may publish for that engine alone. The user
+        `engine` is for engines that join later, under any name."""
         self.folder = folder
         self._subjects = subjects
         wanted: list[tuple[Role, str | None]] = [*((role, None) for role in ROLES), *(("engine", name) for name in engines)]
@@ -31,7 +34,7 @@ class ServerCredentials:
         self.tell(None)
 
     def tell(self, url: str | None) -> None:
-        """Write every user's file. url: of the server, once it is known; for people's own programs."""
+        """Write every user's file. url: of the server, once known; for people's own programs."""
         for login, _, _ in self._users:
             said = {"user": login.user, "password": login.password, "inbox_prefix": login.inbox_prefix, **({"url": url} if url else {})}
             draft = self.folder / f"{login.user}.new"
@@ -39,25 +42,26 @@ class ServerCredentials:
             draft.replace(self.folder / f"{login.user}.json")
 
     def file(self, role: Role, engine: str | None = None) -> Path:
-        """That of a role, or of one engine."""
+        """Return the file of a role, or of one engine."""
         return credentials_file(self.folder, role, engine)
 
     def login(self, role: Role) -> Login:
         return next(login for login, known, engine in self._users if known == role and engine == "*")
 
     def authorization(self) -> str:
-        """What the server's configuration must say."""
+        """Return the `authorization` block of the server's configuration."""
         return server_users(self._subjects, self._users)
 
 
 def credentials_file(folder: Path, role: Role, engine: str | None = None) -> Path:
-    """The file of a role in a folder of credentials; of an engine that has none of its own, that of all engines."""
+    """Return the credentials file of a role in a folder; for an engine without its own, the file of all
+    engines."""
     own = folder / f"{user_name(role, engine)}.json"
     return own if engine is None or own.exists() else folder / f"{role}.json"
 
 
 def of_run(run: Running, role: Role, engine: str | None = None) -> Path | None:
-    """The file with which to speak to a run's NATS server; None where it asks for none."""
+    """Return the file with the login for a run's NATS server; None if that needs none."""
     return None if run.credentials is None else credentials_file(Path(run.credentials), role, engine)
 
 

@@ -1,5 +1,4 @@
-"""The conditions under which a door may listen on an address that other machines reach: keys or the fleet's
-secret, and TLS."""
+"""Conditions for listening on an address that other machines reach: client keys or the fleet secret, and TLS."""
 
 import ipaddress
 import socket
@@ -11,7 +10,7 @@ _TLS = "TLS ([{section}] tls_cert and tls_key, or --tls-terminated where {termin
 
 
 def missing_at_router(config: RouterConfig) -> str | None:
-    """What the router's door lacks, with the remedy; None: nothing."""
+    """Return what the router's listen address lacks, with the remedy; None: nothing."""
     lacks = [] if config.api_key_file else ["client keys (--client-keys FILE; `roost key new TENANT --file FILE` writes one)"]
     if config.tls_cert is None and not config.tls_terminated:
         lacks.append(_TLS.format(section="router", terminated="a proxy in front speaks TLS with clients"))
@@ -19,8 +18,10 @@ def missing_at_router(config: RouterConfig) -> str | None:
 
 
 def missing_at_ranks(config: WorkerConfig, *, secret_is_made: bool = False) -> str | None:
-    """What the doors of an engine's ranks lack, with the remedy; None: nothing. secret_is_made: at the start,
-    if no file is set."""
+    """Return what the listen addresses of an engine's ranks lack, with the remedy; None: nothing.
+
+    secret_is_made: a secret is generated at the start, if no file is set.
+    """
     lacks = (
         [] if config.fleet_secret_file or secret_is_made else ["the fleet's secret ([worker] fleet_secret_file, the same file as [router] fleet_secret_file)"]
     )
@@ -36,10 +37,10 @@ def _complaint(door: str, host: str, lacks: list[str]) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """True where an address, or every address of a name, is of this machine alone. A name without an address
-    is left to those who bind it."""
+    """Return whether an address, or every address of a name, is local to this machine. A name without an
+    address counts as not local; binding it reports the error."""
     if not host:
-        return False  # every address, for those who bind it
+        return False  # an empty host means every address
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)}
     except OSError:

@@ -1,5 +1,4 @@
-"""What the doors of an engine's ranks check and show: the fleet's secret and the certificate, both read again
-at SIGHUP."""
+"""Security of an engine's ranks: the fleet secret and the certificate, both read again at SIGHUP."""
 
 import logging
 
@@ -12,16 +11,18 @@ log = logging.getLogger(__name__)
 
 
 class RankSecurity:
-    """Of one process with ranks. NoSecret or CertificateError when a file cannot be used at the start."""
+    """Secret and certificate of one process with ranks. Raises NoSecret or CertificateError if a file cannot
+    be used at the start."""
 
     def __init__(self, worker: WorkerConfig) -> None:
         self.admission = RouterAdmission(worker.fleet_secret_file)
         self.tls = ServerTls.of(worker.tls_cert, worker.tls_key)
-        if (lacks := missing_at_ranks(worker)) is not None:  # else it would not have been started
+        # only with `insecure`: otherwise the command refuses to start
+        if (lacks := missing_at_ranks(worker)) is not None:
             log.warning("insecure: %s", lacks)
 
     def reload(self) -> None:
-        """Read the files again. What cannot be used leaves what is in force, and is logged."""
+        """Read the files again. An unusable file is logged, and the previous content stays in force."""
         self.admission.reload()
         if self.tls is None:
             return

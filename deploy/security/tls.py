@@ -1,5 +1,4 @@
-"""TLS on the doors of routers and ranks. Certificates come from files and can be read again while connections
-are open."""
+"""TLS of the HTTP servers of routers and ranks. Certificate files can be reloaded while connections are open."""
 
 import ssl
 from pathlib import Path
@@ -9,16 +8,15 @@ from fleet.settings import FilePath
 
 
 class CertificateError(ValueError):
-    """A certificate or its key cannot be used; the text names the files and says why."""
+    """Unusable certificate or key; the text names the files and the reason."""
 
 
 class ServerTls:
-    """One certificate for the doors of a process. New connections get the one that was loaded last, open ones
-    keep theirs."""
+    """Certificate of a process's HTTP servers. New connections get the last one loaded; open connections keep
+    theirs."""
 
     def __init__(self, cert: Path, key: Path) -> None:
-        """cert: PEM with the certificate and those that lead to its authority. CertificateError when the
-        files cannot be used."""
+        """Load the files. cert: PEM with the certificate and its chain. Raises CertificateError."""
         self._cert, self._key = cert, key
         self.check()
         self.context = _context()
@@ -26,18 +24,18 @@ class ServerTls:
 
     @classmethod
     def of(cls, cert: Path | FilePath | None, key: Path | FilePath | None) -> "ServerTls | None":
-        """None: the door speaks plain HTTP. CertificateError as above."""
+        """Return the certificate; None: plain HTTP. Raises CertificateError."""
         return None if cert is None or key is None else cls(Path(cert), Path(key))
 
     def check(self) -> None:
-        """CertificateError unless the files can be used as they are now. What is loaded is not touched."""
+        """Raise CertificateError unless the files are usable now. The loaded certificate stays unchanged."""
         try:
             _context().load_cert_chain(self._cert, self._key, _no_password)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise CertificateError(f"the certificate {self._cert} with the key {self._key} cannot be used: {error}") from error
 
     def load(self) -> None:
-        """Use the files as they are now. To be called after `check`."""
+        """Load the files. Call `check` first."""
         self.context.load_cert_chain(self._cert, self._key, _no_password)
 
 

@@ -1,1 +1,1 @@
-"""Log lines and spans of a process: where they go, and the OpenTelemetry SDK behind them."""
+"""Logs and spans of a process: their destinations, and the OpenTelemetry SDK."""

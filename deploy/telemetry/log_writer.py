@@ -1,7 +1,8 @@
-"""A log handler that never holds up its caller: a thread of its own writes, many lines in one system call.
+"""Log handler that never blocks its caller: a thread writes, many lines in one system call.
 
-A pipe that is not read (a container runtime in blocking mode, a stopped `| jq`) blocks its writer for good. Here that is the thread; what
-it cannot take is dropped and counted, and a line says so once the pipe is read again.
+A pipe that is not read (a container runtime in blocking mode, a stopped `| jq`) blocks its writer for good.
+Here only the thread blocks. Lines beyond its buffer are dropped and counted, and a notice states their number
+once the pipe is read again.
 """
 
 import json
@@ -17,16 +18,16 @@ from pathlib import Path
 from fleet.redaction import without_secrets
 
 GATHER_SECONDS = 0.05
-"""A line is written this much late at most."""
+"""Longest delay before a line is written."""
 MOST_HELD_CHARACTERS = 4 * 1024 * 1024
-"""Lines beyond are dropped; as much again may be on its way."""
+"""Size of the buffer; lines beyond it are dropped. As much again may be in the current write."""
 MOST_LINE_CHARACTERS = 64 * 1024
 FLUSH_SECONDS = 1.0
-"""How long a flush, and so the end of the process, waits for a reader."""
+"""Time limit for a flush, and so for the end of the process, without a reader."""
 
 
 class PlainFormatter(logging.Formatter):
-    """A message as it is."""
+    """Format a message without any addition."""
 
     def format(self, record: logging.LogRecord) -> str:
         return record.getMessage()
@@ -48,10 +49,11 @@ class JsonFormatter(logging.Formatter):
 
 
 class LogWriter(logging.Handler):
-    """Writes formatted records to a file descriptor, a line each."""
+    """Write formatted records to a file descriptor, one line each."""
 
     def __init__(self, descriptor: int, notice: Callable[[int], str]) -> None:
-        """notice: the line, without its end, that says how many lines before it were dropped."""
+        """Start the writer. notice: returns the line, without its end, that states the number of lines
+        dropped before it."""
         super().__init__()
         self.dropped = 0
         """lines, since the start"""
@@ -61,7 +63,7 @@ class LogWriter(logging.Handler):
         self._characters = 0
         self._untold = 0
         self._guard = threading.Lock()
-        """for the four above; never held while something is written"""
+        """guards the four fields above; never held during a write"""
         self._work, self._hurry, self._idle = threading.Event(), threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -82,7 +84,7 @@ class LogWriter(logging.Handler):
             self._wake()
 
     def flush(self) -> None:
-        """Wait until all is written, for FLUSH_SECONDS at most."""
+        """Wait until all is written, for at most FLUSH_SECONDS."""
         if self._thread is not None:
             self._hurry.set()
             self._idle.wait(FLUSH_SECONDS)
@@ -114,11 +116,11 @@ class LogWriter(logging.Handler):
                     self._idle.set()
 
     def _write_lines(self, lines: list[str], untold: int) -> None:
-        """untold: lines that were dropped since there was no room behind these."""
+        """Write lines. untold: lines dropped after these for lack of room."""
         notice = [self._notice(untold)] if untold else []
         try:
             self._write("\n".join([*lines, *notice]) + "\n")
-        except OSError:  # its reader has gone: there may be another one later, and nothing else to be done
+        except OSError:  # its reader has gone; a later write may find another one
             with self._guard:
                 self._drop(len(lines))
         else:
@@ -130,15 +132,16 @@ class LogWriter(logging.Handler):
         while left:
             try:
                 left = left[os.write(self._descriptor, left) :]
-            except BlockingIOError:  # somebody has made the descriptor non-blocking
+            except BlockingIOError:  # another process has made the descriptor non-blocking
                 select.select([], [self._descriptor], [])
 
 
 class LogFile(LogWriter):
-    """Appends to a file, and opens it anew once it was moved aside or removed, as log rotation does. Processes may share the file."""
+    """Append to a file, and reopen it once log rotation has moved or removed it. Processes may share the
+    file."""
 
     def __init__(self, path: Path, notice: Callable[[int], str]) -> None:
-        """OSError when the file cannot be opened."""
+        """Open the file. Raises OSError if it cannot be opened."""
         super().__init__(_opened(path), notice)
         self._path = path
 

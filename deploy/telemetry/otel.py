@@ -1,4 +1,5 @@
-"""OpenTelemetry's SDK, set up for one process; imported only when spans go anywhere (`deploy.telemetry.tracing_config` decides)."""
+"""OpenTelemetry SDK setup for one process; imported only if spans are exported
+(`deploy.telemetry.tracing_config` decides)."""
 
 import fcntl
 import json
@@ -21,23 +22,23 @@ log = logging.getLogger(__name__)
 
 MOST_SPAN_FILE_BYTES = 256 * 1024 * 1024
 FLUSH_SECONDS = 2.0
-"""what sending the last spans may take at stop"""
+"""time limit for sending the last spans at stop"""
 FILE_SECONDS = 0.2
-"""how long a finished span may wait before it is in the file"""
+"""longest time before a finished span is in the file"""
 
 
 @contextmanager
 def exporting(service: str, wanted: Sequence[str], file: Path | None) -> Iterator[None]:
-    """Set the process's tracer provider; at the end send what is left, for at most FLUSH_SECONDS.
+    """Set the process's tracer provider; at the end send the remaining spans, for at most FLUSH_SECONDS.
 
-    service: name of this process unless OTEL_SERVICE_NAME says another. wanted: "otlp", "otlp_grpc", "console".
+    service: name of this process, overridden by OTEL_SERVICE_NAME. wanted: "otlp", "otlp_grpc", "console".
     """
     provider = _provider(service, wanted, file)
     trace.set_tracer_provider(provider)
     try:
         yield
     finally:
-        # The SDK's own flush has no time limit that holds while a collector is away; its threads die with the process.
+        # The SDK's own flush has no time limit while a collector is away. Its threads die with the process.
         flush = threading.Thread(target=provider.shutdown, name="send the last spans", daemon=True)
         flush.start()
         flush.join(FLUSH_SECONDS)
@@ -60,23 +61,26 @@ def _provider(service: str, wanted: Sequence[str], file: Path | None) -> TracerP
 
 
 def _over_grpc() -> SpanExporter:
-    """The exporter for port 4317 of most collectors. Loaded only when asked for: gRPC takes 20 MB and threads of its own."""
+    """Return the exporter for port 4317 of most collectors. Loaded on demand: gRPC takes 20 MB and its own
+    threads."""
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as OverGrpc
 
     return OverGrpc()
 
 
 class SpanFile(SpanExporter):
-    """Appends spans to a file, one JSON object per line. Several processes may share the file: a batch is one write.
+    """Append spans to a file, one JSON object per line. Several processes may share the file: a batch is one
+    write.
 
-    A file beyond `most_bytes` is moved aside (`FILE.old`, which replaces an older one), and a new one is begun.
+    A file beyond `most_bytes` is moved aside (`FILE.old`, which replaces an older one), and a new one is
+    started.
 
-    Fields: service, trace_id, span_id, parent_id (hex), name, kind, start_ns and end_ns (unix time), ms, status, attributes, links (to
-    spans of other traces), events.
+    Fields: service, trace_id, span_id, parent_id (hex), name, kind, start_ns and end_ns (unix time), ms,
+    status, attributes, links (to spans of other traces), events.
     """
 
     def __init__(self, path: Path, most_bytes: int = MOST_SPAN_FILE_BYTES) -> None:
-        """OSError when the file cannot be written."""
+        """Open the file. Raises OSError if it cannot be written."""
         self._path, self._most_bytes = path, most_bytes
         self._file = path.open("ab", buffering=0)
 
@@ -86,11 +90,12 @@ class SpanFile(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def _turn(self) -> None:
-        """Begin a new file when this one is full, or go on in the one that another process has begun."""
+        """Start a new file when this one is full, or reopen the one that another process has started."""
         if self._is_current():
             if os.fstat(self._file.fileno()).st_size <= self._most_bytes:
                 return
-            fcntl.flock(self._file, fcntl.LOCK_EX)  # of this very file: one process moves it, the others then find that it was moved
+            # locks this very file: one process moves it; the others then find that it was moved
+            fcntl.flock(self._file, fcntl.LOCK_EX)
             if self._is_current():
                 self._path.replace(self._path.with_name(f"{self._path.name}.old"))
         following = self._path.open("ab", buffering=0)
@@ -111,7 +116,7 @@ class SpanFile(SpanExporter):
 
 
 def as_record(span: ReadableSpan) -> dict[str, Any]:
-    """One span as it stands in a span file."""
+    """Return one span as it is written to a span file."""
     context, start, end = span.get_span_context(), span.start_time or 0, span.end_time or 0
     return {
         "service": span.resource.attributes.get(SERVICE_NAME),

@@ -1,8 +1,8 @@
-"""Whether and where spans go: the standard OTEL_* variables, and a file of JSON lines. Off by default.
+"""Destination of spans: the standard OTEL_* variables, and a file of JSON lines. Off by default.
 
-Off means no SDK at all: the parts' tracers are then the API's no-ops, and nothing of the SDK is loaded. On when a span file is
-set (`tracing.spans`, --spans), when OTEL_TRACES_EXPORTER names an exporter, or when an OTLP endpoint is set. Sampler, resource,
-headers, batching and the rest are read from their OTEL_* variables by the SDK itself.
+Off means no SDK: the parts' tracers are the API's no-ops, and the SDK is not loaded. Tracing is on if a span
+file is set (`tracing.spans`, --spans), OTEL_TRACES_EXPORTER names an exporter, or an OTLP endpoint is set.
+The SDK itself reads sampler, resource, headers, batching and the rest from their OTEL_* variables.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,24 +16,25 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracingConfig:
-    """Roost's own setting about spans; everything else is OpenTelemetry's OTEL_* variables."""
+    """Roost's only setting for spans; everything else is in OpenTelemetry's OTEL_* variables."""
 
     spans: Path | None = None
-    """file that every finished span is appended to, one JSON object per line"""
+    """file to which every finished span is appended, one JSON object per line"""
 
 
 class TracingError(Exception):
-    """The tracing variables ask for something that cannot be done; the text names the variable and what is possible."""
+    """Unsupported value of a tracing variable; the text names the variable and the possible values."""
 
 
 _OTLP = {"http/protobuf": "otlp", "grpc": "otlp_grpc"}
-"""The exporter of each protocol of OTLP; http/json is not among OpenTelemetry's for Python."""
+"""Exporter of each OTLP protocol; OpenTelemetry for Python has none for http/json."""
 
 
 def exporters(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The exporters that the standard variables ask for: any of "otlp", "otlp_grpc" and "console". TracingError for others.
+    """Return the exporters that the standard variables select: any of "otlp", "otlp_grpc" and "console".
+    Raises TracingError for others.
 
-    Without OTEL_TRACES_EXPORTER an OTLP endpoint asks for OTLP; without either there is none. OTLP is sent over HTTP
+    Without OTEL_TRACES_EXPORTER, an OTLP endpoint selects OTLP; without either there is none. OTLP uses HTTP
     unless OTEL_EXPORTER_OTLP_PROTOCOL (or ..._TRACES_PROTOCOL) says grpc.
     """
     stated = environment.get("OTEL_TRACES_EXPORTER", "").strip()
@@ -51,16 +52,18 @@ def exporters(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 @contextmanager
 def tracing(service: str, config: TracingConfig, environment: Mapping[str, str]) -> Iterator[None]:
-    """Make this process's tracer provider, if any is asked for, and send the last spans at the end, within a bound.
+    """Create this process's tracer provider, if tracing is on. At the end send the last spans, in bounded
+    time.
 
-    service: the name of this process, unless OTEL_SERVICE_NAME says another. TracingError as `exporters`.
+    service: the name of this process, overridden by OTEL_SERVICE_NAME. Raises TracingError as `exporters`
+    does.
     """
     wanted = exporters(environment)
     disabled = environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     if disabled or (not wanted and config.spans is None):
         yield
         return
-    from deploy.telemetry.otel import exporting  # the SDK is loaded only when something is exported
+    from deploy.telemetry.otel import exporting  # loads the SDK, so it is imported only for exports
 
     with exporting(service, wanted, config.spans):
         yield

@@ -1,4 +1,4 @@
-"""One connection to the bus for one command."""
+"""Bus connection of one command."""
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -15,7 +15,7 @@ Found = TypeVar("Found")
 
 
 def on_bus(config: BusConfig, ask: Callable[[Bus, Subjects], Awaitable[Found]]) -> Found:
-    """Ask something over the bus, and end the command when that is impossible."""
+    """Run a query over the bus; end the command if that is impossible."""
     found: list[Found] = []
 
     async def asked() -> None:

@@ -1,4 +1,4 @@
-"""Drawing pictures for commands: matplotlib comes with the extra `plot`, and is imported for this alone."""
+"""Pictures for commands. matplotlib comes with the extra `plot` and is imported only for them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +10,11 @@ Draw = Callable[[Path, Rows, str], None]
 
 
 def drawer() -> Draw:
-    """What writes one picture of rows of panels under a title. Ends the command when matplotlib is not there; so does what is returned where the
-    file cannot be written."""
+    """Return a function that writes one picture of rows of panels under a title.
+
+    Ends the command if matplotlib is missing. The returned function ends the command if the file cannot be
+    written.
+    """
     try:
         from deploy.terminal.heatmaps import draw
     except ImportError as error:
@@ -27,5 +30,5 @@ def drawer() -> Draw:
 
 
 def named(file: Path, engine: str, several: bool) -> Path:
-    """The file of one engine's picture: each has its own where there are several."""
+    """Return the file of one engine's picture: one file per engine if there are several."""
     return file.with_stem(f"{file.stem}-{engine}") if several else file

@@ -1,4 +1,4 @@
-"""Draws rows of heat maps. The only file that knows matplotlib (extra `plot`)."""
+"""Heat-map rendering. The only module that imports matplotlib (extra `plot`)."""
 
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,17 @@ from matplotlib.figure import Figure
 from deploy.terminal.panels import Panel, Rows
 
 MOST = 40
-"""Rows on one page; what comes after is left out."""
+"""Most rows on one page; the rest is omitted."""
 WIDE = {1: 9.0, 2: 13.0}
 WIDEST = 16.0
-"""inches of a page, by the panels beside one another"""
+"""largest width of a page in inches, by the number of panels side by side"""
 INCHES_PER_ROW = 0.09
 FEWEST_INCHES = 0.95
 MOST_INCHES = 8.0
 DOTS_PER_INCH = 110
 _COLOURS = {"amount": "viridis", "signed": "RdBu_r", "holding": "YlGnBu"}
 _DOT = 5.0
-"""points^2 of a mark"""
+"""size of a mark in points^2"""
 
 
 def draw(path: Path, rows: Rows, title: str) -> None:

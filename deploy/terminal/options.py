@@ -1,4 +1,4 @@
-"""What the commands share: options, settings, output, and errors that people can use."""
+"""Shared parts of all commands: options, settings, output, and user-facing errors."""
 
 import os
 import sys
@@ -26,52 +26,56 @@ from router.config import RouterConfig
 from router.credentials import RouterCredentials
 
 USAGE = 2
-"""Exit status of a command that was called, or configured, in a way that cannot work."""
+"""Exit status of a command with invalid arguments or configuration."""
 
 LARGEST_EXACT = 2**53
-"""Up to here every integer is a double."""
+"""Largest magnitude below which every integer is exact as a double."""
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Read settings from this file instead of ./roost.toml.")]
 CONFIG: Path | None = None
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 JSON = False
 NatsOption = Annotated[
-    str | None, typer.Option("--nats", metavar="URL", help="NATS server, e.g. nats://127.0.0.1:4222; default: that of the running `roost up`.")
+    str | None, typer.Option("--nats", metavar="URL", help="NATS server, e.g. nats://127.0.0.1:4222.  [default: that of the running `roost up`]")
 ]
 NATS: str | None = None
 ClientKeysOption = Annotated[
     Path | None,
-    typer.Option("--client-keys", metavar="FILE", help="File of the keys that clients must present, as `roost key new` writes it; without it none is needed."),
+    typer.Option(
+        "--client-keys", metavar="FILE", help="Keys file written by `roost key new`. With it, clients must present a key; without it, they need none."
+    ),
 ]
-CaOption = Annotated[Path | None, typer.Option("--ca", metavar="FILE", help="PEM file of the authorities that vouch for an https:// router.")]
-TlsCertOption = Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help="PEM certificate of the door; with --tls-key it speaks TLS.")]
-TlsKeyOption = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="PEM key of the certificate.")]
-TlsTerminatedOption = Annotated[bool, typer.Option("--tls-terminated", help="A proxy or a service mesh in front does TLS: listen without it.")]
-InsecureOption = Annotated[bool, typer.Option("--insecure", help="Listen for other machines even without keys and TLS.")]
+CaOption = Annotated[Path | None, typer.Option("--ca", metavar="FILE", help="PEM file of the certificate authorities for an https:// router.")]
+TlsCertOption = Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help="PEM file of the server certificate; with --tls-key it enables TLS.")]
+TlsKeyOption = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="PEM file of the certificate's key.")]
+TlsTerminatedOption = Annotated[bool, typer.Option("--tls-terminated", help="A proxy or a service mesh terminates TLS: listen without it.")]
+InsecureOption = Annotated[bool, typer.Option("--insecure", help="Allow listening for other machines without keys and TLS.")]
 ProcessesOption = Annotated[
-    int | None, typer.Option("--processes", min=1, help="Router processes that share the port and what they know.  [default: 1]", show_default=False)
+    int | None, typer.Option("--processes", min=1, help="Router processes that share the port and their state.  [default: 1]", show_default=False)
 ]
 ModelShapeOption = Annotated[str | None, typer.Option("--model-shape", help="simulated: deepseek-v3, qwen3-235b or demo.  [default: demo]", show_default=False)]
 AccessLogOption = Annotated[
     str | None,
-    typer.Option("--access-log", metavar="FILE|none", help="Where request lines go; a file may be rotated.  [default: standard output]", show_default=False),
+    typer.Option(
+        "--access-log", metavar="FILE|none", help="Destination of request lines; a file may be rotated.  [default: standard output]", show_default=False
+    ),
 ]
 Flags = Mapping[Key, tuple[str, Any]]
 
 
 def show(text: str) -> None:
-    """Print plain text to standard output, at once: the reader may be a pipe that waits for each line."""
+    """Print plain text to standard output and flush: a pipe may wait for each line."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
-    """A remark that is no part of the output."""
+    """Print a remark to standard error."""
     sys.stderr.write(f"roost: {text}\n")
 
 
 def in_json(value: Any) -> str:
-    """JSON for programs; integers that a double cannot hold (ids of 64 bits) are text."""
+    """Return JSON for programs; integers that a double cannot represent (64-bit ids) become text."""
     return msgspec.json.encode(_safe(msgspec.to_builtins(value))).decode()
 
 
@@ -84,17 +88,17 @@ def _safe(value: Any) -> Any:
 
 
 def console() -> Console:
-    """For words with colour on standard output, where that is a terminal. Lines are never cut."""
+    """Return the console for coloured text on standard output, if that is a terminal. Lines are never cut."""
     return Console(highlight=False, soft_wrap=True)
 
 
 def printable(text: str) -> str:
-    """Words from elsewhere, without what a terminal would take for commands."""
+    """Remove terminal control sequences from text of other sources."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print aligned columns; nothing is folded or cut, whatever the width of the terminal."""
+    """Print aligned columns; nothing is wrapped or cut, whatever the width of the terminal."""
     lines = [[escape(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(head, *lines, strict=True)]
     out = console()
@@ -104,13 +108,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def fail(text: str, status: int = FAILURE) -> NoReturn:
-    """End the command with an error that people can use."""
+    """End the command with a user-facing error."""
     print_error(text)
     raise typer.Exit(status)
 
 
 def settings_from(file: Path | None, flags: Flags, *parts: type) -> Configuration:
-    """The effective configuration; ends the command when it cannot be used by these parts."""
+    """Return the effective configuration; end the command if these parts cannot use it."""
     try:
         settings = read_settings(file, os.environ, Path.cwd()).with_flags(flags)
     except ConfigError as error:
@@ -120,7 +124,7 @@ def settings_from(file: Path | None, flags: Flags, *parts: type) -> Configuratio
 
 
 def door_flags(section: str, cert: Path | None, key: Path | None, *, terminated: bool, insecure: bool) -> Flags:
-    """What `--tls-cert`, `--tls-key`, `--tls-terminated` and `--insecure` set."""
+    """Return the settings from `--tls-cert`, `--tls-key`, `--tls-terminated` and `--insecure`."""
     return {
         (section, "tls_cert"): ("--tls-cert", cert and cert.absolute()),
         (section, "tls_key"): ("--tls-key", key and key.absolute()),
@@ -130,7 +134,8 @@ def door_flags(section: str, cert: Path | None, key: Path | None, *, terminated:
 
 
 def check_router_door(config: RouterConfig) -> None:
-    """End the command when the router's door lacks what its address needs, or a file of keys, secrets or certificates cannot be used."""
+    """End the command if the router's listen address lacks its security, or a file of keys, secrets or
+    certificates is unusable."""
     _secured(missing_at_router(config), insecure=config.insecure)
     try:
         RouterCredentials.read(config)
@@ -140,7 +145,8 @@ def check_router_door(config: RouterConfig) -> None:
 
 
 def check_rank_doors(config: WorkerConfig, *, secret_is_made: bool = False) -> None:
-    """The same of the doors of an engine's ranks. secret_is_made: the command makes the fleet's secret, if no file is set."""
+    """Check the listen addresses of an engine's ranks in the same way. secret_is_made: the command generates
+    the fleet secret, if no file is set."""
     _secured(missing_at_ranks(config, secret_is_made=secret_is_made), insecure=config.insecure)
     try:
         RouterAdmission(config.fleet_secret_file)
@@ -155,7 +161,7 @@ def _secured(complaint: str | None, *, insecure: bool) -> None:
 
 
 def check(settings: Configuration, *parts: type) -> None:
-    """End the command when these parts cannot use their settings."""
+    """End the command if these parts cannot use their settings."""
     try:
         settings.check(*parts)
     except ConfigError as error:
@@ -163,9 +169,10 @@ def check(settings: Configuration, *parts: type) -> None:
 
 
 def engine_flags(file: Path | None, kind: str | None, *, ranks: int | None, checkpoint: Path | None, model_shape: str | None) -> Flags:
-    """What `--engine`, `--ranks`, `--model` and `--model-shape` set; ends the command when one belongs to another kind of engine.
+    """Return the settings from `--engine`, `--ranks`, `--model` and `--model-shape`; end the command if one
+    belongs to another engine kind.
 
-    kind: as given; None: the settings say.
+    kind: as given; None: as configured.
     """
     given: Flags = {("worker", "engine"): ("--engine", kind)}
     chosen = settings_from(file, given, WorkerConfig).part(WorkerConfig).engine
@@ -178,7 +185,7 @@ def engine_flags(file: Path | None, kind: str | None, *, ranks: int | None, chec
 
 
 def running() -> Running | None:
-    """The one `roost up` of this user that runs now; ends the command when there are several."""
+    """Return this user's running `roost up`; end the command if there are several."""
     found = [run for run in live_runs(home(os.environ)) if run.nats]
     if len(found) > 1:
         fail(f"several fleets are running; name one with --nats: {', '.join(without_secrets(str(run.nats)) for run in found)}", USAGE)
@@ -186,18 +193,19 @@ def running() -> Running | None:
 
 
 def router_processes(servers: Sequence[str]) -> tuple[str, ...]:
-    """Of this user's runs on any of these NATS servers: the URL of each of several router processes alone."""
+    """Return the URLs of single router processes of this user's runs on any of these NATS servers."""
     return tuple(url for run in live_runs(home(os.environ)) if set(str(run.nats).split(",")) & set(servers) for url in run.routers)
 
 
 UrlOption = Annotated[
-    str | None, typer.Option("--url", metavar="URL", help="The router whose backends (--backend, \\[backends.NAME]) are meant; no bus knows of them.")
+    str | None,
+    typer.Option("--url", metavar="URL", help="URL of the router that serves the backends (--backend, \\[backends.NAME]); these are not on any bus."),
 ]
-KeyFileOption = Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is a key that the router admits.")]
+KeyFileOption = Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is a key accepted by the router.")]
 
 
 def router_url(settings: Configuration) -> str:
-    """The router that was configured, or the running fleet's."""
+    """Return the URL of the configured router, or that of the running fleet."""
     chosen = settings.part(RouterConfig)
     if all(setting.source == "default" for (section, key), setting in settings.items() if section == "router" and key in ("host", "port")):
         run = running()
@@ -208,7 +216,7 @@ def router_url(settings: Configuration) -> str:
 
 
 def key_from(file: Path | None) -> str | None:
-    """The key that a file holds; ends the command when it cannot be read."""
+    """Return the key in a file; end the command if it cannot be read."""
     try:
         return None if file is None else file.read_text(encoding="utf-8").split("\n")[0].strip()
     except OSError as error:
@@ -216,28 +224,31 @@ def key_from(file: Path | None) -> str | None:
 
 
 def access_log_flag(named: str | None) -> Flags:
-    """What `--access-log` sets: a file, named from this working directory, or one of the words "-" and "none"."""
+    """Return the setting from `--access-log`: a file, relative to this working directory, or one of the words
+    "-" and "none"."""
     return {("up", "access_log"): ("--access-log", named if named in (None, "-", "none") else str(Path(named).absolute()))}
 
 
 def bus_flags(nats: str | None) -> Flags:
-    """What `--nats` sets: one URL, or several of one cluster with commas between them."""
+    """Return the setting from `--nats`: one URL, or several of one cluster separated by commas."""
     return {("bus", "urls"): ("--nats", None if nats is None else nats.split(","))}
 
 
 def names_bus(settings: Configuration) -> bool:
-    """Whether anything but a default says where NATS is."""
+    """Return whether a source other than the defaults sets the NATS server."""
     sources = dict(settings.items())
     return any(sources["bus", key].source != "default" for key in ("url", "urls"))
 
 
 def bus_from(config: Path | None, nats: str | None) -> BusConfig:
-    """Where the bus is (--nats, the configuration, or the running fleet), and the operator's login there if it is that of a fleet of this user."""
+    """Return the bus configuration (--nats, the configuration, or the running fleet), with the operator's
+    login on a fleet of this user."""
     return with_login(with_bus(settings_from(config, bus_flags(nats), BusConfig)), "operator").part(BusConfig)
 
 
 def with_login(settings: Configuration, role: Role, engine: str | None = None) -> Configuration:
-    """The same, with the login of a role on the NATS server of a running fleet of this user; unchanged where another server or login is set."""
+    """Return the configuration with a role's login on the NATS server of this user's running fleet; unchanged
+    if another server or login is set."""
     bus = settings.part(BusConfig)
     if bus.credentials_file is not None:
         return settings
@@ -248,7 +259,7 @@ def with_login(settings: Configuration, role: Role, engine: str | None = None) -
 
 
 def with_bus(settings: Configuration) -> Configuration:
-    """The same, with the address of the running fleet's NATS where none was named."""
+    """Return the configuration with the running fleet's NATS address if none was set."""
     if names_bus(settings):
         return settings
     run = running()

@@ -1,4 +1,5 @@
-"""What heat maps show of placements and of demand: rows of panels, made of arrays. Pure; `deploy.terminal.heatmaps` draws them."""
+"""Heat-map content for placements and demand: rows of panels, made of arrays. Pure;
+`deploy.terminal.heatmaps` draws them."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -11,9 +12,9 @@ from fleet.placement import Placement
 
 Table = NDArray[np.floating[Any]]
 Scale = Literal["amount", "signed", "holding"]
-"""amount: from 0 up; signed: about 0; holding: 0, 1, 2, ... replicas of an expert, where a rank holds one"""
+"""amount: from 0 up; signed: centred on 0; holding: 0, 1, 2, ... replicas of an expert held by a rank"""
 MOST_LAYERS = 12
-"""that are drawn rank by rank; of more every so-and-so-many'th, the first and the last among them"""
+"""most layers drawn rank by rank; of more, evenly spaced layers including the first and the last"""
 
 
 _PALE = 1.5
@@ -32,21 +33,22 @@ class Panel(NamedTuple):
     marks: NDArray[np.bool_] | None = None
     """[down, across]: cells with a dot"""
     most: float | None = None
-    """at the end of the scale; None: the largest of the values"""
+    """upper end of the scale; None: the largest value"""
 
 
 Rows = list[tuple[Panel, ...]]
 
 
 def shown_layers(layers: int) -> list[int]:
-    """Those that are drawn rank by rank."""
+    """Return the layers that are drawn rank by rank."""
     return sorted({round(at) for at in np.linspace(0, layers - 1, min(layers, MOST_LAYERS))})
 
 
 def placement_panels(now: Placement, before: Placement | None, layer: int | None = None) -> Rows:
-    """How many replicas there are of which expert, then who holds what, layer by layer. before: stands beside it, and what differs.
+    """Return panels of the replica count of each expert, then of the holders, layer by layer.
 
-    layer: only this one. ValueError for placements of different shapes.
+    before: an earlier placement, drawn beside it together with the differences. layer: only this one. Raises
+    ValueError for placements of different shapes.
     """
     if before is not None and (before.layers, before.experts, before.ranks) != (now.layers, now.experts, now.ranks):
         raise ValueError(f"{before} and {now} cannot be compared")
@@ -60,7 +62,8 @@ def placement_panels(now: Placement, before: Placement | None, layer: int | None
 
 
 def _beside(what: str, down: str, tables: Sequence[tuple[str, Table]], most: float) -> tuple[Panel, ...]:
-    """The tables, and where there are two what differs: of ranks what they got and gave away, else by how many."""
+    """Return a panel per table, and for two tables a panel of differences: gained and lost experts by rank,
+    else the change in number."""
     panels = [Panel(f"{what}: {name}", values, "holding", down, most=most) for name, values in tables]
     if len(tables) > 1:
         (_, first), (_, now) = tables
@@ -72,16 +75,17 @@ def _beside(what: str, down: str, tables: Sequence[tuple[str, Table]], most: flo
 
 
 def _holding(placement: Placement, layer: int) -> Table:
-    """float64 [ranks, experts]: replicas of an expert that there are, where the rank holds one; else 0."""
+    """Return float64 [ranks, experts]: the total replicas of an expert if the rank holds one; else 0."""
     held = placement.replicas_on_rank[layer]
     return np.asarray(held * held.sum(axis=0), np.float64)
 
 
 def demand_panels(demand: Table, placements: Sequence[tuple[str, Placement]], node: NDArray[np.intp], layer: int | None = None) -> Rows:
-    """Which rank's requests want which expert, layer by layer; under each placement, with dots where the rank holds it and the share of the demand
-    that is then served where its requests live.
+    """Return panels of each rank's demand per expert, layer by layer. For each placement: dots on the experts
+    that the rank holds, and the share of demand served locally.
 
-    demand: [ranks, layers, experts] pairs/s; each rank is drawn in even shares of its own. node: [ranks], the machine of each.
+    demand: [ranks, layers, experts] pairs/s; each rank is drawn relative to its own even share. node:
+    [ranks], machine of each.
     """
     served = [served_by(placement, demand, node) for _, placement in placements]
     wanted = demand * demand.shape[2] / np.maximum(demand.sum(axis=2, keepdims=True), 1e-12)
@@ -96,5 +100,5 @@ def demand_panels(demand: Table, placements: Sequence[tuple[str, Placement]], no
 
 
 def _local(served: Table) -> float:
-    """served: [ranks, ranks], by whom and whose."""
+    """Return the local share. served: [ranks, ranks], serving rank by requesting rank."""
     return float(np.trace(served) / max(float(served.sum()), 1e-12))

@@ -1,4 +1,5 @@
-"""Static backends (`[router] backends`, `[backends.NAME]`, `--backend`), asked of their router over HTTP: no bus knows of them."""
+"""Static backends (`[router] backends`, `[backends.NAME]`, `--backend`), queried from their router over HTTP
+because they are not on the bus."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -23,28 +24,28 @@ class _Listed(msgspec.Struct):
 
 
 def backends_of(door: RouterAddress) -> list[BackendStatus]:
-    """The static backends of a router; ends the command when it does not answer."""
+    """Return the static backends of a router; end the command if it does not answer."""
     return msgspec.json.decode(door.get(_PATH), type=_Listed).data
 
 
 def backends_if_any(door: RouterAddress) -> list[BackendStatus]:
-    """The same; none where no router answers, or it does not say."""
+    """Return the static backends; empty if no router answers or it refuses."""
     body = door.try_get(_PATH)
     try:
         return [] if body is None else msgspec.json.decode(body, type=_Listed).data
     except msgspec.DecodeError:
-        return []  # another server, at an address that nobody chose
+        return []  # a default address may belong to an unrelated server
 
 
 def backend_lines(backends: Sequence[BackendStatus]) -> list[str]:
-    """Aligned columns, a line each."""
+    """Return aligned columns, one line per backend."""
     rows = [HEAD, *(_row(one) for one in backends)]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def show_backends(door: RouterAddress, backends: Sequence[BackendStatus], *, as_json: bool) -> None:
-    """What `roost status` says where there is no bus."""
+    """Print the `roost status` output of a router without a bus."""
     if as_json:
         show(in_json({"router": door.url, "backends": backends}))
         return
@@ -54,7 +55,7 @@ def show_backends(door: RouterAddress, backends: Sequence[BackendStatus], *, as_
 
 
 def watch_backends(door: RouterAddress, interval: float, *, once: bool, as_json: bool) -> None:
-    """What `roost top` shows where there is no bus, until Ctrl-C."""
+    """Show the `roost top` output of a router without a bus, until Ctrl-C."""
     out = console()
     try:
         while True:
@@ -70,7 +71,8 @@ def watch_backends(door: RouterAddress, interval: float, *, once: bool, as_json:
 
 
 def drain_backend(door: RouterAddress, name: str, *, undo: bool, wait: float | None, reason: str, as_json: bool) -> None:
-    """Drain a backend at its router, or undo it, and wait for `wait` seconds until nothing runs there, if asked to; 1 if it takes longer."""
+    """Drain a backend at its router, or undo it. With `wait`, wait that many seconds until it is idle; exit
+    with status 1 if it takes longer."""
     body: dict[str, Any] = {"draining": not undo, "reason": reason}
     now = msgspec.json.decode(door.post(f"{_PATH}/{name}/drain", body, {}), type=BackendStatus)
     ends = time.monotonic() + (wait or 0.0)
@@ -85,7 +87,7 @@ def drain_backend(door: RouterAddress, name: str, *, undo: bool, wait: float | N
     else:
         show(f"{name} takes no new requests{' and is idle' if idle else ''}; undo it with: roost drain {name} --undo --url {door.url}")
     if idle is False:
-        note(f"{name} is not idle after {wait:g} s; it goes on draining")
+        note(f"{name} is not idle after {wait:g} s; it continues to drain")
         raise typer.Exit(FAILURE)
 
 

@@ -1,4 +1,4 @@
-"""A routing decision in words: asked of a router, before a request is run or after it was served."""
+"""Routing decisions as text: queried from a router, before a request is run or after it was served."""
 
 import json
 import ssl
@@ -17,29 +17,30 @@ from router.scheduling.decision_record import Candidate, DecisionRecord
 ASK_SECONDS = 30.0
 TRY_SECONDS = 2.0
 MOST_SHOWN = 16
-"""Candidates of the lowest scores; all are in the JSON."""
+"""Most candidates printed, lowest scores first; the JSON has all."""
 LEAST_SHOWN = 0.005
 SHOWN_LAYERS = 4
 """Layers whose likely experts are listed."""
-"""A lighter cluster is not worth a word."""
+"""Smallest cluster weight that is printed."""
 HEAD = ("", "rank", *(f"{term} ms" for term in TERMS), "= score ms", "cached blocks", "uncached tokens", "local experts", "promised")
 SCORE = HEAD.index("= score ms")
 NOT_MEASURED = "?"
 WHYS = {
     "cheapest": "the lowest score",
     "tie": "drawn among the {tied} ranks of the lowest score, by seed {seed}",
-    "home": "it is at home there, and that is worth what the rank costs more, if anything",
-    "session": "the conversation stays where it was",
+    "home": "its experts' home is there, and that is worth the rank's extra cost, if any",
+    "session": "the session stays on its rank",
     "temperature": "drawn by temperature, by seed {seed}",
     "only": "the only candidate",
 }
 
 
 class RouterAddress:
-    """Asks a router; ends the command with the router's own words when it refuses."""
+    """HTTP client for a router; ends the command with the router's error when it refuses."""
 
     def __init__(self, url: str, key: str | None, ca: Path | None = None) -> None:
-        """ca: PEM file of authorities that vouch for an https:// router, instead of the system's; ends the command when it cannot be used."""
+        """Create the client. ca: PEM file of certificate authorities for an https:// router, instead of the
+        system's; ends the command if it is unusable."""
         self._url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
@@ -52,11 +53,11 @@ class RouterAddress:
 
     @property
     def url(self) -> str:
-        """Base URL of the router."""
+        """Return the base URL of the router."""
         return self._url
 
     def try_get(self, path: str) -> bytes | None:
-        """The body of a page; None where no router answers in a moment, or it refuses."""
+        """Return the body of a page; None if no router answers quickly, or it refuses."""
         try:
             with self._opener.open(urllib.request.Request(self._url + path, headers=self._headers), timeout=TRY_SECONDS) as answer:
                 content: bytes = answer.read()
@@ -65,18 +66,18 @@ class RouterAddress:
             return None
 
     def first_model(self) -> str:
-        """The first model that the router lists."""
+        """Return the first model that the router lists."""
         models = json.loads(self.get("/v1/models"))["data"]
         if not models:
             fail(f"the router at {self._url} serves no model yet; `roost status` shows the engines")
         return str(models[0]["id"])
 
     def get(self, path: str) -> bytes:
-        """The body of a page."""
+        """Return the body of a page."""
         return self._ask(urllib.request.Request(self._url + path, headers=self._headers))
 
     def post(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> bytes:
-        """The answer to a JSON body."""
+        """Return the answer to a JSON body."""
         return self._ask(urllib.request.Request(self._url + path, json.dumps(body).encode(), self._headers | headers))
 
     def _ask(self, request: urllib.request.Request) -> bytes:
@@ -140,7 +141,7 @@ def show_decision(answer: bytes) -> None:
 
 
 def _show_what_if(record: DecisionRecord) -> None:
-    """Who would have been chosen had one thing been different."""
+    """Print the choice under each single change."""
     changes = ", ".join(f"{name} without {term}" for term, name in record.without.items() if name != record.chosen)
     if record.without:
         console().print(f"otherwise: {changes or 'the same rank without any one term'}")
@@ -149,7 +150,7 @@ def _show_what_if(record: DecisionRecord) -> None:
 
 
 def _show_prediction(foretold: PredictionRecord) -> None:
-    """Which clusters were foretold, who said so and with what evidence, and what that is worth at present."""
+    """Print the predicted clusters, their sources and evidence, and the current weight of the prediction."""
     out = console()
     clusters = ", ".join(f"{one.cluster} {one.weight:.0%}" for one in foretold.clusters if one.weight >= LEAST_SHOWN)
     worth = f"confidence {foretold.confidence:.2f}, gain {foretold.gain:.2f}"
@@ -162,7 +163,7 @@ def _show_prediction(foretold: PredictionRecord) -> None:
     if len(foretold.experts) > SHOWN_LAYERS:
         out.print(f"  ... and {len(foretold.experts) - SHOWN_LAYERS} further layers (--json shows all)")
     if not foretold.sources:
-        out.print("  nothing is known of this request: it is taken for the mix of the traffic")
+        out.print("  no information about this request: the average of the traffic is assumed")
 
 
 def _row(record: DecisionRecord, candidate: Candidate) -> tuple[str, ...]:

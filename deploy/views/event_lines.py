@@ -1,4 +1,4 @@
-"""What happens to a fleet, each in one line for people. Pure."""
+"""Fleet events as single lines of text. Pure."""
 
 from collections.abc import Mapping
 
@@ -22,11 +22,12 @@ from fleet.events import (
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _LAYERS = 6
-"""that are named of those that moved"""
+"""most moved layers that are named"""
 
 
 def words(message: Message, homes: Mapping[int, int] | None = None) -> str | None:
-    """One line; None for what is no news. homes: by worker_id, the version of the homes that is known already: those are said again and again."""
+    """Return one line; None if the message is no news. homes: by worker_id, the last known version of the
+    homes, since they are published repeatedly."""
     told = _moved(message) or _thought(message, homes or {}) or _operated(message)
     return None if told is None else printable(told)
 

@@ -1,4 +1,4 @@
-"""The bus as lines of text or JSON: followed, or replayed where it is stored."""
+"""Bus messages as lines of text or JSON: live, or replayed if they are stored."""
 
 import asyncio
 import time
@@ -19,13 +19,14 @@ from fleet.popularity import ExpertCounts, ExpertTable
 from fleet.signatures import PACKED, ClusterRecord
 
 SHOWN = 8
-"""A longer list is told by its length."""
+"""Longest list that is printed in full; a longer one is printed as its length."""
 KV_EVENTS = "KvEvents"
-"""Our word for a batch in Dynamo's untagged form."""
+"""Name of a batch in Dynamo's untagged form."""
 
 
 def show_events(bus_config: BusConfig, kinds: set[str], since: float | None, *, follow: bool, as_json: bool) -> None:
-    """Print messages of these kinds (all when empty): what was stored in the last `since` seconds, if given, and what comes."""
+    """Print messages of these kinds (all when empty): those stored in the last `since` seconds, if given,
+    then new ones."""
     line = _json_line if as_json else _line
 
     async def print_all(bus: Bus, subjects: Subjects) -> None:
@@ -38,7 +39,7 @@ def show_events(bus_config: BusConfig, kinds: set[str], since: float | None, *, 
 
 
 def kind_of(message: Message) -> str:
-    """The name of a message's kind, as --kind takes it."""
+    """Return the name of a message's kind, as --kind takes it."""
     return KV_EVENTS if isinstance(message, tuple) else type(message).__name__
 
 
@@ -49,7 +50,8 @@ async def _heard(bus: Bus, subjects: Subjects) -> AsyncGenerator[Received, None]
 
 
 async def _replayed(bus: Bus, subjects: Subjects, seconds: float, follow: bool) -> AsyncGenerator[Received, None]:
-    """The past of all stored subjects in order of time; then, with `follow`, what is added."""
+    """Replay the messages on all stored subjects in order of time; then, with `follow`, continue with new
+    ones."""
     past = [received for subject in subjects.stored async for received in bus.replay(subject, since=seconds, follow=False)]
     for received in sorted(past, key=lambda received: received.published_at):
         yield received
@@ -76,7 +78,7 @@ def _line(received: Received) -> str:
 
 
 def _words(message: Message) -> str:
-    """The fields of a message in one line; tables by their shape."""
+    """Return the fields of a message in one line; tables as their shape."""
     if isinstance(message, tuple):
         return " ".join(f"[{routed.event.event_id} rank {routed.event.dp_rank} {_change(routed.event.data)}]" for routed in message)
     return " ".join(f"{name}={_word(getattr(message, name))}" for name in message.__struct_fields__)
@@ -89,7 +91,7 @@ def _change(data: Any) -> str:
 
 
 def _word(value: Any) -> str:
-    """A field's value; what is large by what it amounts to."""
+    """Return a field's value as text; large values are summarised."""
     match value:
         case ExpertTable() | ExpertCounts():
             return _table_word(value)
@@ -123,7 +125,7 @@ def _table_word(value: ExpertTable | ExpertCounts) -> str:
 
 
 def _signature_word(packed: bytes) -> str:
-    """The clusters that a packed signature names, by weight."""
+    """Return the clusters of a packed signature, by weight."""
     pairs = zip(packed[::2], packed[1::2], strict=True)
     return "[" + " ".join(f"{cluster}:{weight / 255:.2f}" for cluster, weight in pairs if weight) + "]"
 

@@ -1,4 +1,4 @@
-"""A first placement for an engine that does not run yet, from a load that was recorded elsewhere; without any fleet."""
+"""First placement for an engine that does not run yet, from a load recorded elsewhere; needs no fleet."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from migration.solvers.full_placement import bound, full
 
 
 def show_first_placement(file: Path, ranks: int, slots_per_rank: int | None, nodes: int, out: Path | None, *, as_json: bool) -> None:
-    """Place the experts of a recorded load on so many ranks, say how even that is, and write it to `out`."""
+    """Place the experts of a recorded load on the ranks, print the resulting balance, and write the placement
+    to `out`."""
     load, _ = loaded(file)
     if ranks % nodes:
         fail(f"{ranks} ranks do not divide by {nodes} nodes", USAGE)
@@ -44,13 +45,14 @@ _ROWS = (("experts in order", "in_order"), ("this placement", "placed"), ("no pl
 
 
 def first_placement(load: NDArray[Any], ranks: int, slots_per_rank: int, nodes: int = 1) -> Placement:
-    """Of best balance for a load [layers, experts] under even shares; ranks are numbered node by node. ValueError when experts do not fit."""
+    """Return the best-balanced placement for a load [layers, experts] under even shares. Ranks are numbered
+    node by node. Raises ValueError if experts do not fit."""
     node = np.arange(ranks) // (ranks // nodes)
     return Placement(full(load, ranks, slots_per_rank, node=node if nodes > 1 else None), experts=load.shape[1], ranks=ranks)
 
 
 def as_record(placement: Placement, load: NDArray[Any], file: Path) -> dict[str, Any]:
-    """How even it is, for programs."""
+    """Return the balance as a record for programs."""
     layers, experts = load.shape
     ranks, slots = placement.ranks, placement.slots_per_rank
     most = bound(load, ranks, slots)
@@ -70,14 +72,14 @@ def as_record(placement: Placement, load: NDArray[Any], file: Path) -> dict[str,
 
 
 def _even(placement: Placement, load: NDArray[Any]) -> dict[str, float]:
-    """Balance when every rank's requests want the same."""
+    """Return the balance when the requests of all ranks have the same demand."""
     demand = np.broadcast_to(np.asarray(load, np.float64), (placement.ranks, *load.shape)) / placement.ranks
     found = balance(loads(placement, demand, np.zeros(placement.ranks, np.intp)))
     return {"mean": float(found.mean()), "min": float(found.min())}
 
 
 def write(placement: Placement, out: Path) -> None:
-    """As JSON of a PlacementRecord; ends the command when that is impossible."""
+    """Write the placement as JSON of a PlacementRecord; end the command if that fails."""
     try:
         out.write_bytes(msgspec.json.encode(placement.record()))
     except OSError as error:

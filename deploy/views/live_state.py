@@ -1,4 +1,4 @@
-"""What was heard of a fleet up to now, for whoever watches it: engines and their load, what was measured in the last seconds, what happened. Pure."""
+"""Live state of a fleet from received messages: engines and their load, recent measurements, events. Pure."""
 
 import math
 from collections import deque
@@ -23,17 +23,17 @@ from fleet.events import (
 )
 
 LAST_SECONDS = 10.0
-"""that figures are of"""
+"""Time window of the figures."""
 SILENT_SECONDS = 3.0
-"""An engine whose heartbeat is older counts as silent."""
+"""Age of the last heartbeat beyond which an engine counts as silent."""
 MOST_MEASURED = 4096
-"""messages of one engine that are kept"""
+"""Most measurements kept per engine."""
 MOST_EVENTS = 256
 MOST_LAYERS = 4096
 
 
 class EventLine(NamedTuple):
-    """Something worth a line. at: Unix seconds, as its sender's clock had it."""
+    """Event that gets a line. at: Unix seconds by the sender's clock."""
 
     at: float
     kind: str
@@ -41,20 +41,20 @@ class EventLine(NamedTuple):
 
 
 class LiveState:
-    """Fed with what is heard. now: seconds of a clock that never goes back."""
+    """Fold of received messages. now: seconds of a monotonic clock."""
 
     def __init__(self, began: float) -> None:
         self.engines: dict[str, EngineNow] = {}
         self.events: deque[EventLine] = deque(maxlen=MOST_EVENTS)
         self.happened = 0
-        """events so far, also those that are kept no more"""
+        """events so far, including those already dropped"""
         self._began = began
         self._measured: dict[int, deque[tuple[float, DispatchMeasured]]] = {}
         self._beaten: dict[int, float] = {}
         self._homes: dict[int, int] = {}
 
     def present(self, engines: Iterable[EngineNow]) -> None:
-        """These have joined and not left, as the log has it; what was heard of them stays."""
+        """Set the joined engines according to the log; their measurements stay."""
         before = self.engines
         self.engines = {}
         for one in engines:
@@ -65,7 +65,7 @@ class LiveState:
         self._forget()
 
     def hear(self, received: Received, now: float) -> None:
-        """One message, of whatever kind."""
+        """Apply one message of any kind."""
         message = received.message
         self.remember(received)
         match message:
@@ -80,7 +80,7 @@ class LiveState:
                 self._note(received, now)
 
     def remember(self, received: Received) -> None:
-        """Only that it happened; nothing follows from it."""
+        """Record the event only; its message changes no state."""
         said = words(received.message, self._homes)
         if said is not None:
             self.happened += 1
@@ -93,7 +93,7 @@ class LiveState:
             self._forget()
 
     def _note(self, received: Received, now: float) -> None:
-        """What is about one engine that is there."""
+        """Apply a message about a known engine."""
         message = received.message
         engine = self._worker(getattr(message, "worker_id", None))
         if engine is None:
@@ -119,14 +119,14 @@ class LiveState:
         return next((engine for engine in self.engines.values() if engine.joined.worker_id == worker_id), None)
 
     def _forget(self) -> None:
-        """What was kept of engines that are gone."""
+        """Drop the data of engines that have left."""
         there = {engine.joined.worker_id for engine in self.engines.values()}
         for kept in (self._measured, self._beaten, self._homes):
             for worker_id in kept.keys() - there:
                 del kept[worker_id]
 
     def turn(self, now: float) -> None:
-        """Drop what is older than what figures are of; engines that fell silent are."""
+        """Drop measurements older than the time window; mark engines that fell silent."""
         for measured in self._measured.values():
             while measured and measured[0][0] < now - LAST_SECONDS:
                 measured.popleft()
@@ -135,7 +135,7 @@ class LiveState:
                 engine.heartbeat = None
 
     def figures(self) -> dict[str, LoopFigures]:
-        """Of each engine of which anything was measured in the last seconds, under the epoch that it serves now."""
+        """Return the recent figures of each measured engine, under its current epoch."""
         found = {}
         for name, engine in self.engines.items():
             measured = [one for _, one in self._measured.get(engine.joined.worker_id, ())]
@@ -146,13 +146,13 @@ class LiveState:
         return found
 
     def tokens_per_second(self, now: float) -> float:
-        """Computed by all engines."""
+        """Return the tokens per second computed by all engines."""
         tokens = sum(one.tokens for measured in self._measured.values() for _, one in measured)
         return tokens / max(min(LAST_SECONDS, now - self._began), 1.0)
 
 
 def sound(one: DispatchMeasured) -> bool:
-    """Whether what came over the bus can be reckoned with."""
+    """Return whether the values of a message are plausible."""
     parts = (one.remote_ranks, one.local, one.served, one.balance)
     if not 0 < len(one.served) <= MOST_LAYERS or any(len(part) != len(one.served) for part in parts):
         return False
@@ -160,8 +160,10 @@ def sound(one: DispatchMeasured) -> bool:
 
 
 def figures(measured: Sequence[DispatchMeasured]) -> LoopFigures | None:
-    """All together, over the layers that are not sharded; None where no token was computed. Balance and step time are the same for every
-    rank of a step, and are weighted with the steps."""
+    """Combine the measurements over the layers that are not sharded; None if no token was computed.
+
+    Balance and step time are the same for every rank of a step, and are weighted by steps.
+    """
     layers = min((len(one.served) for one in measured), default=0)
     whole = [layer for layer in range(layers) if any(one.served[layer] > 0 for one in measured)]
     tokens, pairs, steps = (sum(getattr(one, name) for one in measured) for name in ("tokens", "pairs", "steps"))

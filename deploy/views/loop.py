@@ -1,4 +1,5 @@
-"""The loop's story in a screenful: what is measured now, against the start and against what was foretold; what was decided, and what came of it."""
+"""Control-loop state in a screenful: current figures against the start and the prediction; decisions and
+their results."""
 
 import math
 import textwrap
@@ -21,21 +22,22 @@ from fleet.events import EngineLoop, LayerFigures, LoopDescribed, LoopFigures, P
 WIDTH = 80
 MOST_PLANS, BRIEF_PLANS = 4, 2
 MOST_WORDS = 3
-"""lines of one sentence of the planner's"""
+"""most lines of one planner message"""
 MOST_BARS = 36
-"""of a sparkline; layers beyond are grouped, and the worst of each group is shown"""
+"""most bars of a sparkline; further layers are grouped, and the worst of each group is shown"""
 _BARS = "▁▂▃▄▅▆▇█"
 _DIGITS = "12345678"
-"""the same where the terminal has no such characters"""
+"""digits for terminals without block characters"""
 _UNDER_WAY = "under way"
 _PAUSED = (
-    "Until it is resumed the planner begins no plan and undoes none. What operators ask for is carried out, a plan under way goes on to its end and is "
-    "judged, and homes of requests are published as before."
+    "Until it is resumed the planner starts no plan and undoes none. Commands of operators are carried out, "
+    "a running plan is completed and evaluated, and homes of requests are published as before."
 )
 
 
 class Row(NamedTuple):
-    """One figure of an engine: its name, how it is written, how a change of it is written, and where it stands in `LoopFigures`."""
+    """One figure of an engine: its name, its format, the format of its change, and its field in
+    `LoopFigures`."""
 
     name: str
     write: Callable[[float], str]
@@ -67,11 +69,11 @@ ROWS = (
 )
 
 
-# The whole of it
+# Overview
 
 
 def overview(loop: LoopDescribed, now: float) -> list[Text]:
-    """What it does at all. now: Unix seconds, here as everywhere."""
+    """Return the loop's overall state. now: Unix seconds, here as everywhere."""
     budget = f"{in_units(loop.budget_bytes)} in {span(loop.budget_seconds)}"
     if loop.paused:
         since = "" if loop.paused_at is None or now - loop.paused_at < 1 else f" for {span(now - loop.paused_at)}"
@@ -80,7 +82,7 @@ def overview(loop: LoopDescribed, now: float) -> list[Text]:
     elif loop.automatic:
         lines = [Text("loop: automatic", "bold")]
     else:
-        lines = [Text("loop: only what is asked for ([planner] automatic = false)", "bold")]
+        lines = [Text("loop: acts on request only ([planner] automatic = false)", "bold")]
     about = f", policy {printable(loop.policy)}, thinks every {span(loop.cycle_seconds)}, may copy {budget}"
     if len(lines) == 1 and len(lines[0].plain) + len(about) <= WIDTH:
         return [lines[0] + Text(about)]
@@ -88,7 +90,8 @@ def overview(loop: LoopDescribed, now: float) -> list[Text]:
 
 
 def story(loop: LoopDescribed, one: EngineLoop, now: float, live: LoopFigures | None = None, *, brief: bool = False) -> list[Text]:
-    """All of one engine. live: as measured in the last seconds, where that is known. brief: without layers, and fewer plans."""
+    """Return all lines of one engine. live: recent measurements, if known. brief: without layers, and with
+    fewer plans."""
     lines = list(figures(one, live))
     lines += sparks(one.layers) if one.layers is not None and not brief else []
     lines += wrapped(_budget(loop, one))
@@ -99,11 +102,12 @@ def story(loop: LoopDescribed, one: EngineLoop, now: float, live: LoopFigures | 
 
 
 def figures(one: EngineLoop | None, live: LoopFigures | None = None) -> Iterator[Text]:
-    """The table of figures: now, at the start, as foretold, and by how much now differs from the start. None: the planner says nothing."""
+    """Return the table of figures: now, at the start, predicted, and the change from the start. None: the
+    planner has no figures."""
     measured, start, foretold = (None, None, None) if one is None else (one.measured, one.at_start, foretold_of(one.plans))
     columns = [(head, found) for head, found in (("last 10 s", live), ("now", measured), ("at start", start), ("foretold", foretold)) if found is not None]
     if measured is None and live is None:
-        yield from wrapped("nothing was measured lately: no requests, or an engine that does not tell where tokens go")
+        yield from wrapped("no recent measurements: no requests, or an engine that does not report token destinations")
         return
     latest = measured or live
     yield Text(f"{'':22}" + "".join(f"{head:>11}" for head, _ in columns) + (f"{'since start':>14}" if start is not None else ""), "bold")
@@ -122,9 +126,11 @@ def _finite(write: Callable[..., str], *values: float) -> str:
 
 
 def foretold_of(plans: Sequence[PlanTold]) -> LoopFigures | None:
-    """What the last plan that was carried out, and not undone, promised; None: none was, or none promised anything.
+    """Return the predicted figures of the last plan that was carried out and not undone; None: no such plan,
+    or no prediction.
 
-    Its step is the one that was measured before it, shorter by the share that was foretold: a model's steps are not those of every machine.
+    The predicted step time is the step time measured before the plan, reduced by the predicted share:
+    absolute times of the model differ from those of the machine.
     """
     for plan in plans:
         if plan.origin == "rollback" and outcome(plan) not in (_UNDER_WAY, "aborted"):
@@ -142,19 +148,20 @@ def _as_measured(plan: PlanTold, after: LoopFigures) -> LoopFigures:
 
 
 def outcome(plan: PlanTold) -> str:
-    """In a word, without the why."""
+    """Return the outcome in one word, without the reason."""
     told = printable(plan.outcome)
     return _UNDER_WAY if told.startswith(_UNDER_WAY) else (told.split() or ["-"])[0].rstrip(",:;")
 
 
 def sparks(layers: LayerFigures) -> list[Text]:
-    """Balance and remote ranks, layer by layer."""
+    """Return balance and remote ranks, layer by layer."""
     worst = (("balance by layer", layers.balance, min), ("remote ranks by layer", layers.remote_ranks, max))
     return [Text(f"{name:22} {sparkline(values, pick)}") for name, values, pick in worst if values]
 
 
 def sparkline(values: Sequence[float], worst: Callable[[Sequence[float]], float] = max) -> str:
-    """A bar for each value, from the least to the largest, and these two. Of many the worst of each group."""
+    """Return one bar per value, with the minimum and the maximum. Many values are grouped; each group shows
+    its worst."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return "-"
@@ -178,12 +185,12 @@ def _budget(loop: LoopDescribed, one: EngineLoop) -> str:
 def _decided(one: EngineLoop, now: float) -> str:
     further = "it is thought over only when asked for" if one.next_seconds is None else f"thought over again in {max(one.next_seconds, 0):.0f} s"
     if one.decided_at is None:
-        return f"nothing was decided yet; {further}"
+        return f"no decision yet; {further}"
     return f"decided {span(now - one.decided_at)} ago ({further}): {printable(one.decided) or '-'}"
 
 
 def plans(told: Sequence[PlanTold], now: float, most: int = MOST_PLANS) -> Iterator[Text]:
-    """The last plans, with what was foretold and measured of them."""
+    """Return the last plans, with predicted and measured results."""
     if not told:
         yield Text("no plan was carried out yet")
         return
@@ -198,7 +205,7 @@ def plans(told: Sequence[PlanTold], now: float, most: int = MOST_PLANS) -> Itera
 
 
 def _promise(plan: PlanTold, word: Callable[[LoopFigures, LoopFigures], str]) -> str:
-    """What was foretold of a plan, and in brackets what was measured."""
+    """Return the predicted gain of a plan, with the measured one in brackets."""
     foretold = "-" if plan.predicted_before is None or plan.predicted_after is None else word(plan.predicted_before, plan.predicted_after)
     if plan.measured_before is None or plan.measured_after is None:
         return foretold
@@ -210,12 +217,12 @@ def _from_to(before: LoopFigures, after: LoopFigures) -> str:
 
 
 def _by(before: LoopFigures, after: LoopFigures) -> str:
-    """Step times are foretold by a model, and hold as shares."""
+    """Return the relative change: a model predicts step times, and only their ratio carries over."""
     return _finite(_percent, before.step_seconds, after.step_seconds)
 
 
 def in_rows(loop: LoopDescribed, now: float) -> list[Text]:
-    """A line per engine, where there are too many for a screen."""
+    """Return one line per engine, if there are too many for a screen."""
     lines = [Text(f"{'engine':12} {'epoch':>5} {'remote ranks':>14} {'served locally':>15} {'balance':>13} {'trust':>5}  decided", "bold")]
     for one in loop.engines:
         cells = [_beside(row, one) for row in ROWS[:3]]
@@ -228,11 +235,11 @@ def _beside(row: Row, one: EngineLoop) -> str:
     return f"{_cell(row, one.at_start)}>{_cell(row, one.measured)}"
 
 
-# Words
+# Text
 
 
 def span(seconds: float) -> str:
-    """A length of time in two words."""
+    """Return a length of time in two words."""
     if not math.isfinite(seconds):
         return "-"
     for unit, name in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
@@ -242,7 +249,7 @@ def span(seconds: float) -> str:
 
 
 def wrapped(text: str, style: str = "", width: int = WIDTH) -> list[Text]:
-    """A sentence on lines of at most this width; of a long one the end is left out."""
+    """Wrap text to lines of at most this width; the end of a long text is cut."""
     return [Text(line, style) for line in textwrap.wrap(text, width, subsequent_indent="  ", max_lines=MOST_WORDS, placeholder=" ...")]
 
 
@@ -255,7 +262,8 @@ def say(lines: Iterable[Text]) -> None:
 
 
 def show_steering(bus_config: BusConfig, paused: bool | None, reason: str, *, as_json: bool) -> None:
-    """Pause it, resume it, or (None) only say how it is. Ends the command with 1 when no planner answers."""
+    """Pause the loop, resume it, or (None) print its state. Ends the command with status 1 if no planner
+    answers."""
 
     async def ask(bus: Bus, subjects: Subjects) -> LoopDescribed:
         return await described(bus, subjects) if paused is None else await steered(bus, subjects, paused, reason, note)
@@ -273,4 +281,4 @@ def show_steering(bus_config: BusConfig, paused: bool | None, reason: str, *, as
     if loop.paused:
         say(wrapped(_PAUSED))
     elif paused is False and not loop.automatic:
-        say(wrapped("It was resumed, but plans are made only when they are asked for: [planner] automatic is false."))
+        say(wrapped("It was resumed, but the planner makes plans on request only: [planner] automatic is false."))

@@ -1,4 +1,4 @@
-"""Experts being moved, for people and programs: what was accepted, how far it is, and what came of it."""
+"""Migrations for people and programs: acceptance, progress and result."""
 
 import asyncio
 import signal
@@ -23,27 +23,28 @@ from fleet.experts import ExpertId
 from migration.model.plan import Plan
 
 LOOK_SECONDS = 0.1
-"""between two looks at how far it is"""
+"""interval between two progress updates"""
 LOOK = "see roost events --kind migration --since 10m, or roost status"
 MOST_BYTES = 64 << 20
-"""of a plan's file that is taken seriously"""
+"""largest plan file that is read"""
 INTERRUPTED = 128 + signal.SIGINT
-"""exit status, as shells have it"""
+"""exit status after an interrupt, as shells define it"""
 
 
 class OutputForm(NamedTuple):
-    """How it is shown."""
+    """Form of the output."""
 
     wait: bool = True
     as_json: bool = False
     steps: bool = True
-    """in words, before it begins"""
+    """print the steps before the migration starts"""
 
 
 def show_migration(
     bus_config: BusConfig, expert: ExpertId, engine: str, rank: int, manner: OutputForm, *, source: int | None, move: bool, swap: int | None
 ) -> None:
-    """Bring one expert to a rank, and tell how it goes. Ends the command with 1 when that is refused or given up; so do the others here."""
+    """Move one expert to a rank and report the progress. Like the other functions here, ends the command with
+    status 1 if the migration is refused or aborted."""
 
     async def ask(bus: Bus, subjects: Subjects) -> MigrateExpert:
         found = await engine_named(bus, subjects, engine)
@@ -69,7 +70,7 @@ def show_plan_file(bus_config: BusConfig, file: Path, engine: str | None, manner
 
 
 def show_applied(bus_config: BusConfig, engine: str, plan: bytes, manner: OutputForm, also: dict[str, Any]) -> None:
-    """Carry out a plan that was just made. also: what else belongs into the JSON."""
+    """Carry out a plan that was just made. also: further fields for the JSON."""
 
     async def ask(bus: Bus, subjects: Subjects) -> ApplyPlan:
         return ApplyPlan(engine=engine, plan=plan)
@@ -78,7 +79,7 @@ def show_applied(bus_config: BusConfig, engine: str, plan: bytes, manner: Output
 
 
 def show_rollback(bus_config: BusConfig, engine: str | None, plan: str, manner: OutputForm) -> None:
-    """Bring an engine back to the placement before a plan; empty: the last one of which anything was committed."""
+    """Return an engine to the placement before a plan; empty: the last plan with a committed handover."""
 
     async def ask(bus: Bus, subjects: Subjects) -> RollBack:
         return RollBack(engine=(await engine_named(bus, subjects, engine)).engine, plan=plan)
@@ -111,13 +112,13 @@ def _show(bus_config: BusConfig, ask: Callable[[Bus, Subjects], Awaitable[Order]
     except (NoSuchEngine, NotAccepted) as error:
         fail(str(error))
     if shown.course is None:
-        note(f"interrupted before the planner answered; it may do it all the same: {LOOK}")
+        note(f"interrupted before the planner answered; it may still carry out the request: {LOOK}")
         raise typer.Exit(INTERRUPTED)
     _tell(shown.course, manner, left=shown.left, also=also or {})
 
 
 class _Shown:
-    """What is on the screen while it lasts."""
+    """State of the progress display."""
 
     def __init__(self, manner: OutputForm) -> None:
         self.course: PlanProgress | None = None
@@ -138,7 +139,7 @@ class _Shown:
         if self._manner.wait and console().is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[moved]}"), TimeElapsedColumn())
             self._bar = Progress(*columns, console=console(), transient=True)
-            self._moving = asyncio.create_task(self._move(self._bar, course), name="show how far it is")
+            self._moving = asyncio.create_task(self._move(self._bar, course), name="show the progress")
 
     def say(self, text: str) -> None:
         if self._bar is not None:
@@ -161,7 +162,7 @@ class _Shown:
 
 
 def outcome(course: PlanProgress) -> str:
-    """done, given up, or under way."""
+    """Return the outcome: done, given up, or under way."""
     return "given up" if course.given_up is not None else "done" if course.over else "under way"
 
 
@@ -180,13 +181,13 @@ def _tell(course: PlanProgress, manner: OutputForm, *, left: bool, also: dict[st
         print_error(f"given up{place}: {failed.reason}; {accepted.engine} stays at epoch {failed.epoch - 1}{before}")
         raise typer.Exit(FAILURE)
     if left or not manner.wait:
-        note(f"plan {accepted.plan} goes on without this command: {LOOK}")
+        note(f"plan {accepted.plan} continues without this command: {LOOK}")
     if left:
         raise typer.Exit(INTERRUPTED)
 
 
 def as_record(course: PlanProgress) -> dict[str, Any]:
-    """What came of it, for programs."""
+    """Return the result as a record for programs."""
     failed = course.given_up
     return {
         "engine": course.accepted.engine,

@@ -1,4 +1,4 @@
-"""What an operator's commands do and print: draining, and reading the settings again."""
+"""Output of operators' commands: draining, and reloading the settings."""
 
 import asyncio
 import os
@@ -21,7 +21,8 @@ from fleet.settings import FilePath
 
 
 def show_drain(bus_config: BusConfig, place: str, *, undo: bool, wait: float | None, reason: str, as_json: bool) -> None:
-    """Drain a place, or undo it, and wait for `wait` seconds until nothing runs there, if asked to. Ends the command with 1 if more is needed."""
+    """Drain a target, or undo it. With `wait`, wait that many seconds until it is idle. Ends the command with
+    status 1 if it takes longer."""
 
     async def work(bus: Bus, subjects: Subjects) -> tuple[DrainTarget, bool, bool | None]:
         found = await find(bus, subjects, place)
@@ -43,12 +44,13 @@ def show_drain(bus_config: BusConfig, place: str, *, undo: bool, wait: float | N
     else:
         show(f"{found.name} takes no new requests{' and is idle' if idle else ''}; undo it with: roost drain {found.name} --undo")
     if idle is False:
-        note(f"{found.name} is not idle after {wait:g} s; it goes on draining")
+        note(f"{found.name} is not idle after {wait:g} s; it continues to drain")
         raise typer.Exit(FAILURE)
 
 
 def show_reload(runs: Sequence[Running], seconds: float, *, as_json: bool) -> None:
-    """Ask runs on one NATS server to read their settings again, and print what their routers and planners say. Ends the command with 1 when one refuses."""
+    """Ask runs on one NATS server to reload their settings, and print the answers of their routers and
+    planners. Ends the command with status 1 if one refuses."""
     parts = sum(max(len(run.routers), 1) + 1 for run in runs)
 
     async def work(bus: Bus, subjects: Subjects) -> list[ConfigChanged]:
@@ -72,7 +74,7 @@ def show_reload(runs: Sequence[Running], seconds: float, *, as_json: bool) -> No
 
 
 async def _words(heard: Subscription, parts: int, seconds: float) -> list[ConfigChanged]:
-    """What each router and planner says, or who starts them, if that refuses."""
+    """Return the answer of each router and planner, or of their supervisor, if that refuses."""
     said: list[ConfigChanged] = []
     try:
         async with asyncio.timeout(seconds):
@@ -82,7 +84,7 @@ async def _words(heard: Subscription, parts: int, seconds: float) -> list[Config
                     if received.message.part not in ("router", "planner") or len(said) == parts:
                         break
     except TimeoutError:
-        pass  # told by how few there are
+        pass  # the caller reports the missing ones
     return said
 
 

@@ -1,4 +1,4 @@
-"""Which expert is where: in words, as JSON, and as heat maps of now, and of now beside the first epoch."""
+"""Placements as text, as JSON, and as heat maps: current, or current beside the first epoch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +17,14 @@ from fleet.experts import ExpertId
 from fleet.placement import FULL, Placement
 
 _SAME = 0.1
-"""percent by which a share may differ and still be taken for the even one"""
+"""Largest difference, in percent, at which a share still counts as even."""
 
 
 def show_placement(bus_config: BusConfig, layer: int | None, plot: Path | None = None, *, before: bool = False, as_json: bool) -> None:
-    """Per engine its epoch, its slots, and the experts of each rank, of one layer or of all. plot: where to draw that, and with `before` the first
-    epoch of the engine's life beside it."""
+    """Print each engine's epoch, slots, and the experts of each rank, of one layer or of all.
+
+    plot: file of the picture; with `before` it also shows the first epoch of the engine's incarnation.
+    """
     draw = None if plot is None else drawer()
     found = on_bus(bus_config, placements)
     for name, one in found.items():
@@ -46,7 +48,9 @@ def _print(found: dict[str, Placement], layer: int | None) -> None:
         rows = ((str(at), *(_experts(now, at, rank) for rank in range(now.ranks))) for at in _shown_layers(now, layer))
         table(("layer", *(f"rank {rank}" for rank in range(now.ranks))), rows)
         if not now.even:
-            console().print("e*30%,k50%,n20%: this replica takes 30 % of what nobody keeps, keeps 50 % of its rank's own tokens, takes 20 % of its node's")
+            console().print(
+                "e*30%,k50%,n20%: this replica takes 30 % of the tokens that no rank keeps, keeps 50 % of its own rank's tokens, takes 20 % of its node's"
+            )
 
 
 def _draw(draw: Draw, plot: Path, found: dict[str, Placements], layer: int | None, *, before: bool) -> None:
@@ -76,12 +80,13 @@ def _placement_record(now: Placement, layer: int | None) -> dict[str, Any]:
 
 
 def _of_layers(now: Placement, part: NDArray[np.uint16], layer: int | None) -> dict[str, list[list[int]]]:
-    """By layer and rank, as the slots are."""
+    """Return expert ids by layer and rank, in slot order."""
     return {str(at): part[at].reshape(now.ranks, -1).tolist() for at in _shown_layers(now, layer)}
 
 
 def _experts(now: Placement, layer: int, rank: int) -> str:
-    """The experts in a rank's slots, in runs; `*` marks those with more than one replica, and says what this one takes where that is uneven."""
+    """Return the experts in a rank's slots, in runs; `*` marks replicated experts, followed by this replica's
+    share if shares are uneven."""
     first = rank * now.slots_per_rank
     held = sorted((int(expert), slot) for slot, expert in enumerate(now.on_rank(rank)[layer], start=first) if expert >= 0)
     replicas = {expert: len(now.holders(ExpertId(layer, expert))) for expert, _ in held}
@@ -90,14 +95,15 @@ def _experts(now: Placement, layer: int, rank: int) -> str:
 
 
 def _uneven(now: Placement, layer: int, slot: int, replicas: int) -> str:
-    """What a slot takes of the tokens that nobody keeps, keeps of its rank's own, and takes of its node's, each where it is not the usual."""
+    """Return a slot's share of unkept tokens, of its own rank's tokens, and of its node's; each only if it
+    differs from the default."""
     keep, spill, near = (100 * int(part[layer, slot]) / FULL for part in now.split)
     said = [] if abs(spill - 100 / replicas) < _SAME else [f"{spill:.0f}%"]
     return ",".join([*said, *([f"k{keep:.0f}%"] if keep < 100 else []), *([f"n{near:.0f}%"] if near else [])])
 
 
 def _runs(numbers: Sequence[int]) -> list[str]:
-    """0 1 2 5 as "0-2", "5"."""
+    """Format 0 1 2 5 as "0-2", "5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

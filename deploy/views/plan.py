@@ -1,4 +1,5 @@
-"""What the planner would do with an engine: before and after, step by step, what it costs and when it has paid; or why nothing is worth doing."""
+"""The planner's proposal for an engine: before and after, step by step, with its cost and payback time; or
+the reason for no change."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +17,15 @@ from fleet.events import DescribePlan, PlanDescribed
 from migration.model.plan_record import MemoryPoint, PlanRecord, StepRecord
 
 ASK_SECONDS = 60.0
-"""A joint plan for many ranks takes some seconds, and others may be thought over before it."""
+"""Time limit of the query. A joint plan for many ranks takes some seconds, and other plans may be computed
+before it."""
 MOST_SHOWN = 20
-"""Steps that are printed unless all are asked for."""
+"""Steps that are printed unless all are requested."""
 _GB, _MB, _KB = 1e9, 1e6, 1e3
 
 
 class PlanQuery(NamedTuple):
-    """What a plan is asked for; engine None: the only one with experts. Fields as of `DescribePlan`."""
+    """Parameters of a plan request; engine None: the only one with experts. Fields as in `DescribePlan`."""
 
     engine: str | None = None
     policy: str = ""
@@ -34,8 +36,8 @@ class PlanQuery(NamedTuple):
 
 
 def show_plan(bus_config: BusConfig, asked: PlanQuery, out: Path | None, *, everything: bool, applied: bool, as_json: bool) -> PlanDescribed:
-    """Ask the planner, print what it says, and write the plan to `out`. Ends the command where that or carrying out (applied) needs a plan and
-    there is none."""
+    """Ask the planner, print its answer, and write the plan to `out`. Ends the command if writing or applying
+    (applied) needs a plan and there is none."""
 
     async def ask(bus: Bus, subjects: Subjects) -> PlanDescribed:
         return await described(bus, subjects, asked)
@@ -62,7 +64,7 @@ def _write(answer: PlanDescribed, out: Path) -> None:
 
 
 async def described(bus: Bus, subjects: Subjects, asked: PlanQuery) -> PlanDescribed:
-    """The planner's own words. Ends the command when it says that it knows too little, or says nothing."""
+    """Return the planner's answer. Ends the command if the planner has too little data or does not answer."""
     try:
         joined = await engine_named(bus, subjects, asked.engine)
     except NoSuchEngine as error:
@@ -78,8 +80,8 @@ async def described(bus: Bus, subjects: Subjects, asked: PlanQuery) -> PlanDescr
     try:
         answer = await bus.request(subjects.describe_plan, question, seconds=ASK_SECONDS)
     except BusTimeout:
-        fail(f"the planner said nothing for {ASK_SECONDS:g} s: it is not running, or has other plans to think over; its log, and roost status, tell which")
-    except Declined as refused:  # the planner's own words, which need no advice about NATS
+        fail(f"the planner said nothing for {ASK_SECONDS:g} s: it is not running, or is busy with other plans; see its log, and roost status")
+    except Declined as refused:  # the planner's reason; advice about NATS would not help
         fail(str(refused))
     if not isinstance(answer, PlanDescribed):
         fail(f"the planner answered with {type(answer).__name__}; is it of another version of Roost?")
@@ -87,10 +89,10 @@ async def described(bus: Bus, subjects: Subjects, asked: PlanQuery) -> PlanDescr
 
 
 def print_plan(record: PlanRecord, *, everything: bool = False, dry: bool = True) -> None:
-    """For people. dry: nothing follows."""
+    """Print the plan for people. dry: a dry run."""
     out = console()
     judged = "the next window" if record.next_window else "the same window"
-    trust = f"\nwhat is foretold counts for {record.trust:.0%}, by what earlier plans really brought" if record.trust < 1 else ""
+    trust = f"\npredicted gains are multiplied by {record.trust:.0%}, from the measured gains of earlier plans" if record.trust < 1 else ""
     out.print(
         f"[bold]{record.engine}[/bold] ({record.model}), epoch {record.epoch}, policy {record.policy}: {record.tokens_per_second:,.1f} tokens/s\n"
         f"made from {record.pairs:,.0f} (token, expert) pairs per layer, judged on {judged} of {record.judged_pairs:,.0f}{trust}"
@@ -130,7 +132,7 @@ def _worth(record: PlanRecord) -> str:
 
 
 def _figures(record: PlanRecord) -> Iterator[tuple[str, ...]]:
-    """Rows of the table: now, then, and what no placement can exceed."""
+    """Return the rows of the table: before, after, and the upper bound over all placements."""
     both = [one for one in (record.before, record.after) if one is not None]
 
     def row(name: str, text: str, measure: str, factor: float = 1.0, best: str = "") -> tuple[str, ...]:
@@ -155,7 +157,7 @@ _PARTS = {
     "dispatch_seconds": "of it in sending tokens",
     "memory_seconds": "of it in waiting for KV blocks that replicas took",
 }
-"""Of a step."""
+"""Components of the step time."""
 
 
 def _print_steps(record: PlanRecord, everything: bool) -> None:
@@ -191,7 +193,7 @@ def _point(point: MemoryPoint) -> tuple[str, ...]:
 
 
 def in_units(count: float) -> str:
-    """Bytes for people; GB, MB and kB are powers of 1000."""
+    """Format bytes for people; GB, MB and kB are powers of 1000."""
     for unit, name in ((_GB, "GB"), (_MB, "MB"), (_KB, "kB")):
         if count >= unit:
             return f"{count / unit:.3g} {name}"

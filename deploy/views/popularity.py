@@ -1,4 +1,4 @@
-"""Which experts are wanted, by whom, and how well that is predicted: as the tracker knows it, or of a file of another system."""
+"""Expert popularity, demand and prediction quality: from the tracker, or from a file of another system."""
 
 import asyncio
 import hashlib
@@ -27,25 +27,26 @@ from tracker.importers.load_files import ExpertLoads, read_load
 HOTTEST = 6
 """Experts named per layer, and per list of a rank."""
 DEMAND_SECONDS = 3.0
-"""Longer than the interval in which the tracker publishes demands."""
+"""Listening time; longer than the interval in which the tracker publishes demands."""
 ASK_SECONDS = 5.0
 TAKEN_LOOKS, TAKEN_SECONDS = 5, 0.2
-"""How often, and after how long each time, the tracker is asked whether it has taken a file."""
+"""Number of checks, and the pause before each, until the tracker has imported a file."""
 
 
 class LayerSkew(msgspec.Struct, frozen=True):
-    """How unevenly one layer's experts are wanted. entropy: 1 is even, 0 is one expert alone; top_tenth: share of the most wanted tenth."""
+    """Popularity skew of one layer. entropy: 1 is even, 0 is one expert alone; top_tenth: share of the most
+    popular tenth."""
 
     layer: int
     max_over_mean: float
     entropy: float
     top_tenth: float
     hottest: tuple[tuple[int, float], ...]
-    """(expert, share), most first"""
+    """(expert, share), largest first"""
 
 
 def skew(profile: Table) -> tuple[LayerSkew, ...]:
-    """The skew of each layer of a table of counts or probabilities; layers without any are even."""
+    """Return the skew of each layer of a table of counts or probabilities; empty layers count as even."""
     experts = profile.shape[1]
     sums = profile.sum(axis=1, keepdims=True)
     shares = np.where(sums > 0, np.divide(profile, sums, out=np.zeros(profile.shape), where=sums > 0), 1.0 / experts)
@@ -66,12 +67,14 @@ def skew(profile: Table) -> tuple[LayerSkew, ...]:
     )
 
 
-# What the tracker knows
+# From the tracker
 
 
 def show_popularity(bus_config: BusConfig, model: str | None, plot: Path | None, *, as_json: bool) -> None:
-    """Everything about one model; the only one that is served, when none is named. plot: where to draw it; the demand of an engine's ranks has a
-    picture of its own."""
+    """Print everything about one model; by default the only one that is served.
+
+    plot: file of the picture; the demand of an engine's ranks has a picture of its own.
+    """
     draw = None if plot is None else drawer()
 
     async def ask(bus: Bus, subjects: Subjects) -> tuple[PopularityDescribed, dict[tuple[str, int], Table], dict[str, Placements]]:
@@ -93,11 +96,11 @@ def show_popularity(bus_config: BusConfig, model: str | None, plot: Path | None,
         draw(file, rows, title)
         note(f"drew {file}: which rank wants which experts")
     if not pictures:
-        note("no rank asks for anything at present, so there is no picture of who wants what")
+        note("no rank reports demand at present, so there is no picture of demand by rank")
 
 
 async def describe(bus: Bus, subjects: Subjects, model: str | None) -> PopularityDescribed:
-    """The tracker's own words. BusError when it does not answer or does not know the model."""
+    """Return the tracker's answer. Raises BusError if it does not answer or does not know the model."""
     if model is None:
         names = sorted({joined.model for joined in await _joined(bus, subjects)})
         if len(names) != 1:
@@ -113,17 +116,18 @@ async def describe(bus: Bus, subjects: Subjects, model: str | None) -> Popularit
 
 
 async def _joined(bus: Bus, subjects: Subjects) -> list[EngineJoined]:
-    """Engines whose last word was that they serve."""
+    """Return the engines whose last event is a join."""
     last = {received.subject: received.message async for received in bus.replay(subjects.membership(), latest=True, follow=False)}
     return [message for message in last.values() if isinstance(message, EngineJoined)]
 
 
 async def demands(bus: Bus, subjects: Subjects, described: PopularityDescribed) -> dict[tuple[str, int], Table]:
-    """Demand [layers, experts] by engine and rank, as it is published within DEMAND_SECONDS; a rank that is not heard asks for nothing new."""
+    """Return demand [layers, experts] by engine and rank, as published within DEMAND_SECONDS; ranks without a
+    message are missing."""
     waited = {(rank.engine, rank.rank) for rank in described.ranks if rank.tokens_per_second > 0}
     found: dict[tuple[str, int], Table] = {}
     async with bus.subscribe(subjects.demand) as heard:
-        with suppress(TimeoutError):  # the ranks that were not heard are left out of the picture
+        with suppress(TimeoutError):  # ranks without a message are omitted from the picture
             async with asyncio.timeout(DEMAND_SECONDS):
                 async for received in heard:
                     match received.message:
@@ -135,13 +139,13 @@ async def demands(bus: Bus, subjects: Subjects, described: PopularityDescribed) 
 
 
 def as_record(described: PopularityDescribed) -> dict[str, Any]:
-    """For programs: the tables as skew and hottest experts, everything else as it was said."""
+    """Return a record for programs: tables as skew and hottest experts, all other fields unchanged."""
     record: dict[str, Any] = {name: getattr(described, name) for name in described.__struct_fields__ if name not in ("fast", "slow")}
     return {**record, "layers": skew(described.slow.array()), "recent": skew(described.fast.array())}
 
 
 def print_popularity(described: PopularityDescribed) -> None:
-    """For people."""
+    """Print the popularity for people."""
     out = console()
     out.print(
         f"[bold]{described.model}[/bold]: {described.tokens:,.0f} tokens remembered, {described.tokens_per_second:,.1f} tokens/s now; {_drift(described)}"
@@ -149,7 +153,7 @@ def print_popularity(described: PopularityDescribed) -> None:
     _print_skew(described.slow.array())
     out.print("")
     if described.ranks:
-        table(("rank", "tokens/s", "remote", "wanted but remote (layer/expert tokens/s)", "held but idle"), map(_rank_row, described.ranks))
+        table(("rank", "tokens/s", "remote", "demanded but remote (layer/expert tokens/s)", "held but idle"), map(_rank_row, described.ranks))
     else:
         out.print("no rank has reported")
     out.print("")
@@ -199,11 +203,11 @@ def _print_prediction(described: PopularityDescribed) -> None:
     out.print(f"remembered: {described.stored_blocks:,} prefixes, {described.stored_bytes:,} bytes")
 
 
-# What a file says
+# From a file
 
 
 def show_load(file: Path, plot: Path | None, *, as_json: bool) -> None:
-    """Skew and hottest experts of a dump, without any fleet."""
+    """Print skew and hottest experts of a dump; needs no fleet."""
     draw = None if plot is None else drawer()
     load, _ = loaded(file)
     shape = {"layers": load.layers, "experts": load.experts, "steps": load.steps, "empty_layers": load.empty_layers, "top_k": load.top_k}
@@ -222,14 +226,14 @@ def show_load(file: Path, plot: Path | None, *, as_json: bool) -> None:
 
 
 def learn_load(bus_config: BusConfig, file: Path, model: str, top_k: int | None, tokens: int | None) -> None:
-    """Say what a file holds on the bus, for the tracker to take into a model's profile, once."""
+    """Publish the content of a file on the bus, for the tracker to add to a model's profile once."""
     load, digest = loaded(file)
 
     async def publish(bus: Bus, subjects: Subjects) -> tuple[CountsImported, float, float]:
         return await learn(bus, subjects, load, digest, model, top_k, tokens)
 
     said, before, after = on_bus(bus_config, publish)
-    told = f"told the tracker {said.tokens:,} tokens of {said.counts.layers} layers x {said.counts.experts} experts for {model}"
+    told = f"sent to the tracker: {said.tokens:,} tokens of {said.counts.layers} layers x {said.counts.experts} experts for {model}"
     if after > before:
         note(f"{told}; it remembers {after:,.0f} tokens now, {before:,.0f} before")
     else:
@@ -239,7 +243,8 @@ def learn_load(bus_config: BusConfig, file: Path, model: str, top_k: int | None,
 async def learn(
     bus: Bus, subjects: Subjects, load: ExpertLoads, digest: str, model: str, top_k: int | None, tokens: int | None
 ) -> tuple[CountsImported, float, float]:
-    """Publish a load. Returns it, and the tokens that the tracker remembers before and after. Ends the command when it does not fit the model."""
+    """Publish a load. Returns it, and the tracker's token weight before and after. Ends the command if the
+    load does not fit the model."""
     described = await describe(bus, subjects, model)
     if (described.slow.layers, described.slow.experts) != (load.layers, load.experts):
         known = f"{described.slow.layers} layers x {described.slow.experts} experts"
@@ -258,7 +263,7 @@ async def learn(
 
 
 def _experts_per_token(load: ExpertLoads, shape: ModelShape | None, top_k: int | None) -> int:
-    """As given, as the engines say, or as the file says."""
+    """Return the experts per token: as given, as the engines report, or as in the file."""
     found = top_k or (None if shape is None else shape.top_k) or load.top_k
     if found is None:
         fail("how many experts a token uses is not known: name it with --top-k", USAGE)
@@ -273,7 +278,7 @@ def _pairs(load: ExpertLoads, top_k: int, tokens: int | None) -> tuple[int, NDAr
 
 
 def loaded(file: Path) -> tuple[ExpertLoads, str]:
-    """A file's load and the sha256 of its content; ends the command when it cannot be read."""
+    """Return a file's load and the sha256 of its content; end the command if it cannot be read."""
     try:
         content = file.read_bytes()
         return read_load(str(file), content), hashlib.sha256(content).hexdigest()
@@ -282,16 +287,18 @@ def loaded(file: Path) -> tuple[ExpertLoads, str]:
 
 
 def panels(slow: Table, fast: Table | None = None) -> Rows:
-    """Of probabilities [layers, experts], in even shares: how it is as a rule, and what differs now."""
+    """Return panels of probabilities [layers, experts], relative to even shares: the long-term average, and
+    the current difference."""
     experts = slow.shape[1]
-    rows: Rows = [(Panel("wanted over the last minutes, times the even share", slow * experts),)]
+    rows: Rows = [(Panel("demand over the last minutes, times the even share", slow * experts),)]
     if fast is not None:
         rows.append((Panel("now minus before, in even shares", (fast - slow) * experts, "signed"),))
     return rows
 
 
 def rank_panels(model: str, demand: Mapping[tuple[str, int], Table], found: Mapping[str, Placements]) -> dict[str, tuple[str, Rows]]:
-    """By engine: a title, and which rank's requests want which expert; with the first placement of its life and the present one."""
+    """Return by engine: a title, and panels of each rank's demand per expert, under the first placement of
+    its incarnation and the current one."""
     pictures = {}
     for engine, one in found.items():
         heard = {rank: table for (name, rank), table in demand.items() if name == engine and rank < one.now.ranks}
@@ -302,6 +309,6 @@ def rank_panels(model: str, demand: Mapping[tuple[str, int], Table], found: Mapp
         times = [(f"epoch {one.now.epoch}, now", one.now)]
         if one.first is not None and not one.first.serves_as(one.now):
             times.insert(0, (f"epoch {one.first.epoch}, at the start", one.first))
-        title = f"{engine}: what each rank's requests want, in even shares; dots: experts that the rank holds"
+        title = f"{engine}: demand of each rank, in even shares; dots: experts that the rank holds"
         pictures[engine] = (title, demand_panels(wanted, times, one.node))
     return pictures

@@ -1,4 +1,5 @@
-"""`roost status`: engines, ranks, their load and epochs, and what the loop did and means to do, in one screenful."""
+"""`roost status`: engines, ranks, their load and epochs, and the loop's past and planned actions, in one
+screenful."""
 
 import asyncio
 import logging
@@ -30,21 +31,21 @@ REMEDIES = {
     "blobs": "raise max_bytes of the bucket on the NATS server; new tokenizers and plans can no longer be stored",
     "parcels": "raise max_bytes or lower max_age of the bucket on the NATS server; large messages are dropped meanwhile",
 }
-"""by store, what to do about a full one"""
+"""remedy for a full store, by store"""
 MOST_RANKS = 16
-"""of an engine that have a line each; of larger ones the whole engine has one"""
+"""most ranks with a line each; a larger engine has one line"""
 Telling = Literal["whole", "brief", "rows"]
-"""how much is said of the loop's doing with each engine; rows: one line"""
+"""level of detail of the loop's report per engine; rows: one line"""
 _FORMS: tuple[tuple[bool, Telling], ...] = ((True, "whole"), (False, "whole"), (False, "brief"), (True, "rows"), (False, "rows"))
-"""whether each rank has a line, and how the loop is told; the fullest first"""
+"""whether each rank has a line, and the level of detail; the fullest first"""
 Figures = Mapping[str, LoopFigures]
 NOTHING: Figures = {}
 Loop = LoopDescribed | NoAnswer
-"""what the planner said, or why it said nothing"""
+"""the planner's answer, or the reason for its absence"""
 
 
 def show_status(bus_config: BusConfig, routers: Sequence[str], engine: str | None, backends: Sequence[BackendStatus] = (), *, as_json: bool) -> None:
-    """All of the fleet, or of one engine; and where each of several router processes can be asked how it is."""
+    """Print the fleet, or one engine; and the URLs of single router processes."""
 
     async def ask(bus: Bus, subjects: Subjects) -> tuple[tuple[list[EngineNow], dict[str, int]], Loop, tuple[StoreUse, ...]]:
         return await asyncio.gather(engines_now(bus, subjects), loop_of(bus, subjects), stores_of(bus))
@@ -65,7 +66,7 @@ def show_status(bus_config: BusConfig, routers: Sequence[str], engine: str | Non
 
 
 async def stores_of(bus: Bus) -> tuple[StoreUse, ...]:
-    """How full the stores are; empty where this user of the bus may not look."""
+    """Return how full the stores are; empty if this bus user has no right to look."""
     try:
         return await bus.stores()
     except BusError as error:
@@ -74,7 +75,7 @@ async def stores_of(bus: Bus) -> tuple[StoreUse, ...]:
 
 
 def alarms(stores: Iterable[StoreUse]) -> list[Text]:
-    """A line for each store of the bus that is (nearly) full and refuses what finds no room."""
+    """Return one line per store of the bus that is (nearly) full and rejects new data."""
     return [
         Text(f"ALARM: the store for {one.store} is full: {one.used / MIB:.1f} of {one.most / MIB:.1f} MiB; {REMEDIES[one.store]}", "bold red")
         for one in stores
@@ -83,7 +84,7 @@ def alarms(stores: Iterable[StoreUse]) -> list[Text]:
 
 
 async def loop_of(bus: Bus, subjects: Subjects) -> Loop:
-    """What the planner says of itself, or why it does not."""
+    """Return the planner's state, or the reason for its absence."""
     try:
         return await described(bus, subjects)
     except NoAnswer as error:
@@ -93,12 +94,12 @@ async def loop_of(bus: Bus, subjects: Subjects) -> Loop:
 
 
 def loop_record(loop: Loop) -> dict[str, LoopDescribed | str | None]:
-    """For programs."""
+    """Return the loop's state as a record for programs."""
     return {"loop": None, "loop_unknown": str(loop)} if isinstance(loop, NoAnswer) else {"loop": loop, "loop_unknown": None}
 
 
 def only(name: str, engines: Sequence[EngineNow], loop: Loop) -> tuple[list[EngineNow], Loop]:
-    """What is about one engine; ends the command when there is none of the name."""
+    """Select one engine; end the command if there is none of that name."""
     found = [one for one in engines if one.joined.engine == name]
     if not found:
         fail(f"no engine {name!r}; there are: {', '.join(one.joined.engine for one in engines) or 'none'}", USAGE)
@@ -111,7 +112,8 @@ def only(name: str, engines: Sequence[EngineNow], loop: Loop) -> tuple[list[Engi
 
 
 def fitting(engines: Sequence[EngineNow], loop: Loop, now: float, height: int, live: Figures = NOTHING) -> list[Text]:
-    """Engines and the loop, in full where a screen has room for that; else in fewer lines. live: by engine, as measured in the last seconds."""
+    """Return engines and loop, in full if the screen has room; else in fewer lines. live: recent
+    measurements, by engine."""
     shorter: list[Text] = []
     for each, telling in _FORMS:
         shorter = [*(line for one in engines for line in engine_lines(one, each=each)), *loop_lines(loop, now, telling, live)]
@@ -121,7 +123,7 @@ def fitting(engines: Sequence[EngineNow], loop: Loop, now: float, height: int, l
 
 
 def engine_lines(engine: EngineNow, *, each: bool) -> Iterator[Text]:
-    """An engine, and its ranks: each in a line, or all in one."""
+    """Return the lines of an engine and its ranks: one per rank, or one for all."""
     joined, beat = engine.joined, engine.heartbeat
     layout = "" if joined.layout is None else f", {joined.layout.attention} h={joined.layout.boundary}"
     epoch = "silent" if beat is None else f"epoch {beat.epoch}"
@@ -170,7 +172,7 @@ def _or_dash(number: int | None) -> str:
 
 
 def loop_lines(loop: Loop, now: float, telling: Telling = "whole", live: Figures = NOTHING) -> list[Text]:
-    """What the loop does, and what was measured just now."""
+    """Return the loop's actions and the recent measurements."""
     if isinstance(loop, NoAnswer):
         lines = wrapped(f"loop: {printable(str(loop))}")
         for name, found in live.items() if telling != "rows" else ():

@@ -1,4 +1,4 @@
-"""`roost top`: `roost status`, live: a screen that is drawn anew every second, lines of text where there is no screen, or JSON."""
+"""`roost top`: live `roost status`. A screen redrawn every second, lines of text without a terminal, or JSON."""
 
 import asyncio
 import os
@@ -26,57 +26,58 @@ from deploy.views.live_state import EventLine, LiveState
 from deploy.views.status import Loop, fitting, loop_of, loop_record
 
 PAST_SECONDS = 600.0
-"""what happened so lately is shown from the start"""
+"""age of past events shown at the start"""
 MEMBERS_SECONDS = 10.0
-"""the log is asked again so often who is there, in case something was missed"""
+"""interval of membership reads from the log, in case a message was missed"""
 LEAST_EVENTS = 5
-"""lines of the screen that are kept for what happens"""
+"""screen lines reserved for events"""
 _LAST = 2.0**34
 """Unix seconds of the year 2514"""
 _KEYS = 64
-"""that are read at a time"""
+"""keys read at a time"""
 MORE = "... a larger window shows the rest"
 
 
 class Page(Protocol):
-    """What is shown with every turn."""
+    """Display that is redrawn at every update."""
 
     def show(self, watch: "FleetWatch") -> None: ...
 
 
 class FleetWatch:
-    """What is known of the fleet, kept fresh over the bus."""
+    """Fleet state, kept fresh over the bus."""
 
     def __init__(self, bus: Bus, subjects: Subjects, where: str) -> None:
         self._bus, self._subjects = bus, subjects
         self._clock = asyncio.get_running_loop().time
         self.where = where
         self.live = LiveState(self._clock())
-        self.loop: Loop = NoAnswer("the planner was not asked yet")
+        self.loop: Loop = NoAnswer("the planner has not been queried yet")
         self.missed = 0
-        """messages that came faster than they were read"""
+        """messages dropped because they came faster than they were read"""
         self.heard = asyncio.Event()
         """set with every message"""
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     @asynccontextmanager
     async def going_on(self, interval: float) -> AsyncIterator[None]:
-        """Listen while the context lasts; at its beginning what is stored is known. BusError without a bus."""
+        """Subscribe while the context lasts, after loading the stored messages. Raises BusError without a
+        bus."""
         names = self._subjects
         told = (names.heartbeats(), names.kv_metrics, names.dispatched(), names.shifts, names.homes, *names.stored)
         async with self._bus.subscribe(*told) as heard:
             known = await self._past()
             await self._ask_who_is_there()
             async with (
-                alongside(self._listen(heard, known), "hear the fleet") as hearing,
-                alongside(self._ask(interval), "ask the planner") as asking,
-                alongside(self._ask_again(), "ask the log who is there") as looking,
+                alongside(self._listen(heard, known), "follow the fleet's messages") as hearing,
+                alongside(self._ask(interval), "query the planner") as asking,
+                alongside(self._ask_again(), "read the members from the log") as looking,
             ):
                 self._tasks = (hearing, asking, looking)
                 yield
 
     async def _past(self) -> set[tuple[int, int]]:
-        """What happened lately, in order. Returns the identities of what was stored."""
+        """Apply recent events in order. Returns the identities of the stored messages."""
         past = [one for subject in self._subjects.stored async for one in self._bus.replay(subject, since=PAST_SECONDS, follow=False)]
         for one in sorted(past, key=lambda one: one.published_at):
             self.live.remember(one)
@@ -108,7 +109,8 @@ class FleetWatch:
         self.live.present(engines)
 
     def turn(self) -> None:
-        """Let go of what is too old to be shown. Raises what ended one of those who keep it fresh: nothing stale is shown as new."""
+        """Drop outdated data. Raises the error of a background task that ended, so that stale data is never
+        shown as new."""
         for task in self._tasks:
             if task.done():
                 task.result()
@@ -123,11 +125,11 @@ def _identity(received: Received) -> tuple[int, int]:
     return received.publisher_id, received.sequence
 
 
-# What is shown
+# Content
 
 
 def page(watch: FleetWatch, now: float, height: int) -> list[Text]:
-    """A screen: the fleet, the loop, and below what happened last, the newest at the end. now: Unix seconds."""
+    """Return a screen: the fleet, the loop, and the last events, newest last. now: Unix seconds."""
     live = watch.live
     missed = f", {watch.missed} messages missed" if watch.missed else ""
     head = Text(f"roost top {clock(now)}  {watch.where}  {watch.tokens_per_second:,.0f} tokens/s{missed}  (q ends)", "reverse")
@@ -142,17 +144,17 @@ def page(watch: FleetWatch, now: float, height: int) -> list[Text]:
 
 
 def happened(events: Sequence[EventLine]) -> list[Text]:
-    """A line each."""
+    """Return one line per event."""
     return [Text(f"{clock(one.at)} {one.words}") for one in events]
 
 
 def clock(at: float) -> str:
-    """The time of day of Unix seconds, as far as that is one: others' clocks say anything."""
+    """Format Unix seconds as time of day, if they are valid: other machines' clocks may report any value."""
     return time.strftime("%H:%M:%S", time.localtime(at)) if 0 <= at < _LAST else "--:--:--"
 
 
 class ScreenPage:
-    """A terminal's own second page, which leaves no trace."""
+    """The terminal's alternate screen, which leaves no trace."""
 
     def __init__(self, console: Console, screen: LiveScreen) -> None:
         self._console, self._screen = console, screen
@@ -165,7 +167,7 @@ class ScreenPage:
 
 
 class TextPage:
-    """Text, one page after another; of what happened what is new."""
+    """Text, one page after another; of events only new ones."""
 
     def __init__(self) -> None:
         self._told = 0
@@ -180,7 +182,7 @@ class TextPage:
 
 
 class JsonPage:
-    """One object per line."""
+    """One JSON object per update."""
 
     def __init__(self) -> None:
         self._told = 0
@@ -207,7 +209,7 @@ class JsonPage:
 
 
 def show_top(bus_config: BusConfig, interval: float, *, once: bool, as_json: bool) -> None:
-    """Show the fleet every `interval` seconds until q or Ctrl-C; once: one time."""
+    """Show the fleet every `interval` seconds until q or Ctrl-C; once: a single time."""
     console = Console(highlight=False)
     where = f"NATS {bus_config.where}"
 
@@ -223,14 +225,14 @@ def show_top(bus_config: BusConfig, interval: float, *, once: bool, as_json: boo
 
 
 async def _heard_enough(watch: FleetWatch) -> None:
-    """The first page has what one interval of heartbeats and load reports says."""
+    """Wait until the first page covers one interval of heartbeats and load reports."""
     try:
         async with asyncio.timeout(LISTEN_SECONDS):
             while not (watch.live.engines and all(one.complete for one in watch.live.engines.values())):
                 watch.heard.clear()
                 await watch.heard.wait()
     except TimeoutError:
-        pass  # what was not heard is shown as silent
+        pass  # engines without a message are shown as silent
 
 
 async def _turns(watch: FleetWatch, shown: Page, ended: asyncio.Event, interval: float, *, once: bool) -> None:
@@ -247,7 +249,7 @@ async def _turns(watch: FleetWatch, shown: Page, ended: asyncio.Event, interval:
 
 
 def _shown_on(console: Console, ended: asyncio.Event, *, as_json: bool, once: bool) -> AbstractContextManager[Page]:
-    """A screen where there is one and it is watched for longer than a moment."""
+    """Choose the display: a screen on a terminal unless `once`, else text or JSON."""
     return _screen(console, ended) if console.is_terminal and not as_json and not once else _pages(JsonPage() if as_json else TextPage())
 
 
@@ -258,14 +260,14 @@ def _pages(page: Page) -> Iterator[Page]:
 
 @contextmanager
 def _screen(console: Console, ended: asyncio.Event) -> Iterator[Page]:
-    """The terminal is as before afterwards, whatever happens."""
+    """Draw on the alternate screen and restore the terminal in any case."""
     with keys(ended), LiveScreen(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as screen:
         yield ScreenPage(console, screen)
 
 
 @contextmanager
 def keys(ended: asyncio.Event) -> Iterator[None]:
-    """Where somebody sits at a keyboard, q ends it; keys are not echoed meanwhile."""
+    """End at q if there is a keyboard; keys are not echoed meanwhile."""
     if not sys.stdin.isatty():
         yield
         return

@@ -202,7 +202,7 @@ async def test_a_planner_that_takes_over_is_waited_for(bus: MemoryBus, monkeypat
         await missed.wait()
         async with bus.serve(SUBJECTS.migrate, telling(bus, SUBJECTS, *GOOD)):
             assert (await order).over
-    assert said[0] == "no planner is there; one may be about to take over"
+    assert said[0] == "no planner is running; waiting for one to take over"
 
 
 async def test_silence_about_a_plan_is_noticed(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +342,7 @@ def test_a_command_that_is_interrupted_leaves_its_plan_going_on_and_says_so(nats
     with planner(nats_url, space, [], PLANNED):
         left = roost("migrate", "--expert", "1/3", "--to", "e0/1", "--nats", nats_url)
     assert left.exit_code == 130
-    assert "plan cafe goes on without this command: see roost events" in left.stderr
+    assert "plan cafe continues without this command: see roost events" in left.stderr
 
 
 # With an engine and a planner

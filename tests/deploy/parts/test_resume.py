@@ -156,7 +156,7 @@ async def test_all_ranks_learn_it_from_the_first(tmp_path: Path) -> None:
 @pytest.mark.looptime
 async def test_a_rank_waits_for_the_first_one_only_so_long(tmp_path: Path) -> None:
     bus = MemoryBus()
-    with pytest.raises(EngineFailed, match="rank 0 did not say within 30 s which epoch e begins with"):
+    with pytest.raises(EngineFailed, match="rank 0 did not report within 30 s which epoch e begins with"):
         await agree(bus, SUBJECTS, "e", 1, tmp_path, 30.0)
     await bus.close()
 

@@ -139,4 +139,4 @@ def test_demand_by_rank_is_drawn_for_engines_of_the_model_that_want_something() 
 def test_before_needs_a_picture() -> None:
     result = roost("placement", "--before")
     assert result.exit_code == 2
-    assert "--before is about what --plot FILE draws" in result.stderr
+    assert "--before needs --plot FILE" in result.stderr

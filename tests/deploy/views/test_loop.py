@@ -103,7 +103,7 @@ def test_what_was_given_up_is_no_promise() -> None:
 def test_a_loop_that_has_done_nothing_yet_says_so() -> None:
     fresh = msgspec.structs.replace(ENGINE, measured=None, layers=None, at_start=None, decided_at=None, next_seconds=None, plans=(), homes=0, homes_note="")
     said = "\n".join(plain(story(loop(), fresh, NOW)))
-    for words in ("nothing was measured lately", "nothing was decided yet; it is thought over only when asked for", "no plan was carried out yet"):
+    for words in ("no recent measurements", "no decision yet; it is thought over only when asked for", "no plan was carried out yet"):
         assert words in said
 
 
@@ -111,7 +111,7 @@ def test_a_pause_is_what_is_said_first_with_its_reason() -> None:
     assert plain(overview(loop(paused=True, paused_reason="new fan", paused_at=NOW - 300), NOW))[0].startswith(
         "loop: PAUSED for 5 min: new fan; roost migration resume"
     )
-    assert "only what is asked for" in plain(overview(loop(automatic=False), NOW))[0]
+    assert "acts on request only" in plain(overview(loop(automatic=False), NOW))[0]
 
 
 def test_words_from_the_bus_give_the_terminal_no_commands_and_numbers_that_are_none_are_dashes() -> None:
@@ -154,7 +154,7 @@ async def bus() -> AsyncIterator[MemoryBus]:
 async def test_without_a_planner_the_rest_is_told_and_that_none_answers(bus: MemoryBus) -> None:
     silent = await loop_of(bus, SUBJECTS)
     assert isinstance(silent, NoAnswer)
-    assert "no planner says what it does by itself" in "\n".join(screen(1, told=silent))
+    assert "no planner reports its state" in "\n".join(screen(1, told=silent))
     record = json.loads(in_json(loop_record(silent)))
     assert record["loop"] is None
     assert "older version" in record["loop_unknown"]
@@ -191,7 +191,7 @@ async def test_a_planner_that_takes_over_is_waited_for_and_then_given_up(bus: Me
     said: list[str] = []
     with pytest.raises(NoAnswer, match="nothing was changed"):
         await steered(bus, SUBJECTS, True, "", said.append)
-    assert said == ["no planner is there; one may be about to take over"]
+    assert said == ["no planner is running; waiting for one to take over"]
 
 
 @pytest.mark.looptime
@@ -213,9 +213,9 @@ async def test_where_a_planner_may_have_heard_it_is_not_said_that_nothing_was_ch
         if then == "is gone":
             await asyncio.sleep(3.5)
             await stack.aclose()
-        with pytest.raises(NoAnswer, match=r"it is not known whether that holds.*roost migration status") as told:
+        with pytest.raises(NoAnswer, match=r"the outcome is unknown.*roost migration status") as told:
             await steering
     assert "nothing was changed" not in str(told.value)
     assert ("only stands by" in str(told.value)) == (then == "declines")
-    assert said == ["the planner does not answer; it is asked again"]
+    assert said == ["the planner does not answer; asking again"]
     assert len(asked) == {"hangs": 4, "is gone": 1, "declines": 2}[then]

@@ -46,6 +46,6 @@ def test_a_replica_that_takes_another_share_says_so(monkeypatch: pytest.MonkeyPa
     assert "1 0* 2*30%" in said
     assert "3 0* 2*70%,k50%" in said, "an expert with one replica goes there in any case"
     assert "3 0*n20% 2*" in said
-    assert "what nobody keeps" in said
+    assert "the tokens that no rank keeps" in said
     split = json.loads(shown(uneven(), monkeypatch, capsys, 0, as_json=True))["a"]["split"]
     assert split["keep"] == {"0": [[FULL, FULL, FULL], [FULL // 2, FULL // 2, FULL]]}

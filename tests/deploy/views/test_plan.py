@@ -108,7 +108,7 @@ def test_how_far_predictions_are_trusted_is_shown_where_that_is_not_all_the_way(
     print_plan(PLAN)
     assert "counts for" not in capsys.readouterr().out
     print_plan(msgspec.structs.replace(PLAN, trust=0.35))
-    assert "what is foretold counts for 35%, by what earlier plans really brought" in capsys.readouterr().out
+    assert "predicted gains are multiplied by 35%, from the measured gains of earlier plans" in capsys.readouterr().out
 
 
 def test_a_refusal_is_shown_with_its_reasons_and_the_present_figures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,9 +156,9 @@ def test_a_budget_is_read_with_its_unit(text: str, count: int) -> None:
         (("--dead", "3;5"), "name ranks by their numbers"),
         (("--ranks", "4"), "--ranks belongs to --profile"),
         (("--profile", "{profile}"), "--profile needs --ranks"),
-        (("--profile", "{profile}", "--ranks", "4", "--apply"), "--apply is about an engine that runs"),
-        (("--profile", "{profile}", "--ranks", "4", "--memory"), "--memory is about an engine that runs"),
-        (("a", "--profile", "{profile}", "--ranks", "4"), "ENGINE is about an engine that runs"),
+        (("--profile", "{profile}", "--ranks", "4", "--apply"), "--apply is about a running engine"),
+        (("--profile", "{profile}", "--ranks", "4", "--memory"), "--memory is about a running engine"),
+        (("a", "--profile", "{profile}", "--ranks", "4"), "ENGINE is about a running engine"),
         (("--profile", "{profile}", "--ranks", "4", "--slots-per-rank", "7"), "32 experts do not fit into 7 slots"),
         (("--profile", "{profile}", "--ranks", "4", "--nodes", "3"), "4 ranks do not divide by 3 nodes"),
         (("--profile", "nowhere.npy", "--ranks", "4"), "nowhere.npy"),

@@ -94,10 +94,10 @@ async def test_the_page_is_never_longer_than_the_window(bus: MemoryBus, height: 
 
 async def test_a_planner_that_is_gone_is_said_and_measurements_go_on(bus: MemoryBus) -> None:
     async with asyncio.timeout(10), watching(bus) as watch:
-        watch.loop = top.NotTold("nobody is there")
+        watch.loop = top.NoAnswer("nobody is there")
         await bus.publisher(SUBJECTS.dispatched("engine-0")).publish(measured())
         await until(watch, watch.live.figures)
-        watch.loop = top.NotTold("nobody is there")
+        watch.loop = top.NoAnswer("nobody is there")
         said = plain(watch)
         assert any("nobody is there" in line for line in said)
         assert any(line.startswith("served locally") for line in said)
@@ -126,7 +126,7 @@ async def test_without_a_bus_for_a_while_it_says_so_and_goes_on(broker: MemoryBr
     monkeypatch.setattr(control_loop, "ASK_SECONDS", 0.05)
     async with watching(bus) as watch:
         broker.reachable = False
-        await until(watch, lambda: isinstance(watch.loop, top.NotTold))
+        await until(watch, lambda: isinstance(watch.loop, top.NoAnswer))
         broker.reachable = True
         await until(watch, lambda: isinstance(watch.loop, LoopDescribed))
 
@@ -204,7 +204,7 @@ def test_the_loop_is_watched_paused_and_resumed_from_the_command_line(nats_url: 
         paused = roost("migration", "pause", "--reason", "new fan", "--nats", nats_url)
         assert paused.exit_code == 0
         assert "PAUSED" in paused.stdout
-        assert "the planner begins no plan and undoes none. What operators ask for is carried out" in " ".join(paused.stdout.split())
+        assert "the planner starts no plan and undoes none. Commands of operators are carried out" in " ".join(paused.stdout.split())
         assert json.loads(roost("migration", "pause", "--json", "--nats", nats_url).stdout)["paused"] is True
         assert "loop: automatic" in roost("migration", "resume", "--nats", nats_url).stdout
         assert "loop: automatic" in roost("migration", "status", "--nats", nats_url).stdout

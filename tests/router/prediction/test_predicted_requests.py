@@ -313,7 +313,7 @@ async def test_an_explanation_is_readable(house: House, serve_rank: Serve, byte_
     assert "tables 5; clusters 5" in shown
     await teach(house, version=6)
     show_decision((await house.post(ROUTE, chat())).body)
-    assert "nothing is known of this request" in capsys.readouterr().out
+    assert "no information about this request" in capsys.readouterr().out
 
 
 # The text dialect
