@@ -1,10 +1,12 @@
-"""Which clusters the running requests of each engine are of, and how many experts a further request would make its steps read. Pure.
+"""Mix of clusters among the running requests of each engine, and the experts that one more request adds to
+each step's reads. Pure.
 
-Engines that each hold all experts read, per decode step, the weights of every expert that some token of the step goes to. A request whose
-experts are being read for others anyway adds few (`fleet.timing.added_distinct_experts`); law 3 of ELDR (arXiv 2607.00466).
+An engine that holds all experts reads, in each decode step, the weights of every expert to which some token
+of the step is routed. A request adds few reads if its experts are already being read for others
+(`fleet.timing.added_distinct_experts`). Source: law 3 of ELDR (arXiv 2607.00466).
 
-State (`ClusterMixes`): per engine the sum of the signatures of open bookings. Sequences that nobody booked here are taken to be of the
-traffic's mix.
+State (`ClusterMixes`): per engine, the sum of the signatures of its open bookings. Sequences without a
+booking in this router are assumed to follow the mix of the traffic.
 """
 
 from collections.abc import Sequence
@@ -18,13 +20,13 @@ from fleet.timing import added_distinct_experts, expected_distinct_experts, log_
 
 Tokens = NDArray[np.float64]
 NOTICEABLE = 0.05
-"""A mix has changed when it differs by this share of its sequences,"""
+"""A mix counts as changed if it differs by at least this share of its sequences ..."""
 LEAST_CHANGE = 0.5
-"""and by at least so many sequences."""
+"""... and by at least this number of sequences."""
 
 
 class MixShare:
-    """One booking's part of its engine's mix; `end` takes it out again, once."""
+    """Share of one booking in its engine's mix. `end` removes it, once."""
 
     __slots__ = ("_mix", "_weights")
 
@@ -47,69 +49,77 @@ class MixShare:
 class _Mix:
     """sum: float64 [K] over one version of the clusters."""
 
-    __slots__ = ("bookings", "clusters", "sum", "told")
+    __slots__ = ("bookings", "clusters", "priced", "sum")
 
     def __init__(self, clusters: int, size: int) -> None:
         self.clusters = clusters
         self.sum = np.zeros(size)
         self.bookings = 0
-        self.told: Tokens | None = None
-        """the mix that prices were last made of"""
+        self.priced: Tokens | None = None
+        """the mix from which prices were last computed"""
 
 
 class ClusterMixes:
-    """By worker_id. A mix is over one version of the clusters; with a newer one it begins anew."""
+    """Mixes by worker_id. Each covers one version of the clusters and starts anew with a newer version."""
 
     def __init__(self) -> None:
         self._mixes: dict[int, _Mix] = {}
 
     def book(self, worker_id: int, weights: Weights, clusters: int) -> MixShare | None:
-        """A request with this signature (float32 [K], over this version of the clusters) runs there from now on. None: of an old version."""
+        """Add a running request with this signature (float32 [K], over this version of the clusters). Return
+        None if the version is outdated.
+        """
         mix = self._mixes.get(worker_id)
         if mix is None or clusters > mix.clusters or (clusters == mix.clusters and len(weights) != len(mix.sum)):
             mix = self._mixes[worker_id] = _Mix(clusters, len(weights))
         return MixShare(mix, weights) if clusters == mix.clusters else None
 
     def changed(self, worker_id: int, sequences: int, model: ClusterModel, *, told: bool) -> Tokens | None:
-        """float64 [K]: how many of an engine's `sequences` are of each cluster; None when that is about what it was when asked last.
-        told: what was asked last is known where it is needed."""
+        """Return the number of an engine's `sequences` in each cluster, float64 [K], or None if it is about
+        the same as at the last call. told: the result of the last call has reached those who need it.
+        """
         mix = self._mixes.get(worker_id)
         if mix is None or mix.clusters != model.version or len(mix.sum) != model.clusters:
             mix = self._mixes[worker_id] = _Mix(model.version, model.clusters)
         tokens = mix.sum + max(sequences - mix.bookings, 0) * model.shares.astype(np.float64)
-        if told and mix.told is not None and np.abs(tokens - mix.told).sum() <= max(LEAST_CHANGE, NOTICEABLE * float(tokens.sum())):
+        if told and mix.priced is not None and np.abs(tokens - mix.priced).sum() <= max(LEAST_CHANGE, NOTICEABLE * float(tokens.sum())):
             return None
-        mix.told = tokens
+        mix.priced = tokens
         return tokens
 
     def forget_worker(self, worker_id: int) -> None:
-        """Bookings that end later change nothing."""
+        """Drop an engine. Bookings that end later have no effect."""
         self._mixes.pop(worker_id, None)
 
 
 class ReadingGroup(NamedTuple):
-    """What engines with the same experts to read have in common. boundary: layers below are sharded and always read."""
+    """Facts shared by engines that read the same experts. boundary: the layers below are sharded and always
+    read.
+    """
 
     clusters: ClusterModel
     top_k: int
     boundary: int
 
     def misses(self) -> NDArray[np.float32]:
-        """float32 [K, cells], `fleet.timing.log_misses`. Clusters that nobody uses stand for the mean until they are used."""
+        """Return `fleet.timing.log_misses`, float32 [K, cells]. Clusters without traffic use the mean profile
+        until they get some.
+        """
         model = self.clusters
         profiles = np.where((model.shares > 0)[:, None, None], model.profiles, model.mean)
         return log_misses(profiles[:, self.boundary :], self.top_k)
 
 
 class DistinctReads(NamedTuple):
-    """Distinct experts, summed over layers, that the steps of some engines read. now: float64 [engines]. added: float64 [engines, K], by
-    one more sequence of each cluster."""
+    """Distinct experts, summed over layers, that the steps of some engines read. now: float64 [engines].
+    added: float64 [engines, K], the increase caused by one more sequence of each cluster.
+    """
 
     now: NDArray[np.float64]
     added: NDArray[np.float64]
 
 
 def read(misses: NDArray[np.float32], mixes: Sequence[Tokens]) -> DistinctReads:
-    """mixes: [engines] of float64 [K] sequences."""
+    """Compute the distinct reads of some engines. mixes: [engines] of float64 [K] sequences."""
     tokens = np.stack(mixes)
     return DistinctReads(expected_distinct_experts(misses, tokens), np.maximum(added_distinct_experts(misses, tokens), 0.0))

@@ -1,4 +1,6 @@
-"""What the time model, uncorrected, says of the times that are measured: first tokens and decode steps. Pure."""
+"""Expected latencies under the uncorrected time model, to compare with measured first tokens and decode
+steps. Pure.
+"""
 
 from typing import NamedTuple
 
@@ -7,15 +9,15 @@ from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES
 from router.scheduling.decision import Decision
 
 _UNTIL_A_STEP_ENDS = 0.5
-"""of a step passes on average before a request that arrives can take part in one"""
+"""Average share of a step that passes before an arriving request can take part in one."""
 
 
 class Surcharge(NamedTuple):
-    """What experts add to an engine's times, in seconds, as its traffic is at present.
+    """Seconds that experts add to an engine's times, under its current traffic.
 
-    reading: to each decode step, for the distinct experts that it reads. all_experts: to a step that reads all there are. hit: share of a
-    layer's experts that one token goes to. token: by rank, to each token that is computed there, for sending it to other ranks;
-    empty: nothing.
+    reading: added to each decode step, for the distinct experts that it reads. all_experts: added to a step
+    that reads every expert. hit: share of a layer's experts to which one token is routed. token: by rank,
+    added to each token computed there, for sending the token to other ranks; empty: nothing.
     """
 
     reading: float = 0.0
@@ -24,7 +26,7 @@ class Surcharge(NamedTuple):
     token: tuple[float, ...] = ()
 
     def of_chunk(self, tokens: int) -> float:
-        """Of a step that computes so many prompt tokens of no particular kind, for what it reads."""
+        """Return the read time of a step that computes `tokens` prompt tokens of no particular kind."""
         return max(self.reading, self.all_experts * (1.0 - (1.0 - self.hit) ** tokens))
 
     def of_token(self, rank: int) -> float:
@@ -35,15 +37,16 @@ NONE = Surcharge()
 
 
 class FirstToken(NamedTuple):
-    """Seconds from a decision to its first token. prefill: of the prompt, and of the prompts promised before it. beside: of the steps that
-    this takes, which other sequences share, and of experts."""
+    """Seconds from a decision to its first token. prefill: computing this prompt and the outstanding prompts
+    ahead of it. beside: the steps that this takes, which other sequences share, and the experts.
+    """
 
     prefill: float
     beside: float
 
 
 def first_token(decision: Decision, surcharge: Surcharge = NONE) -> FirstToken:
-    """Of the chosen rank, with the load that was known."""
+    """Return the expected time to first token of the chosen rank, under the load known at the decision."""
     engine, rank = decision.target.engine, decision.target.rank
     speed = decision.target.speed
     uncached = int(decision.uncached[decision.chosen])
@@ -57,7 +60,9 @@ def first_token(decision: Decision, surcharge: Surcharge = NONE) -> FirstToken:
 
 
 def step(decision: Decision, surcharge: Surcharge = NONE) -> float:
-    """Seconds of a decode step of the chosen rank, this request included, with the load that was known."""
+    """Return the seconds of a decode step of the chosen rank, this request included, under the load known at
+    the decision.
+    """
     target = decision.target
     return _step(target.speed, decision.load[:, decision.chosen].tolist(), surcharge, target.rank)
 
@@ -68,13 +73,15 @@ def _step(speed: EngineSpeed, load: list[int], surcharge: Surcharge, rank: int) 
 
 
 class ExpectedStepTime:
-    """How long one engine's decode steps should take, by what its ranks report. They step together: the slowest one's load counts."""
+    """Expected decode step time of one engine, from the reports of its ranks. Ranks step together, so the
+    slowest one sets the time.
+    """
 
     def __init__(self, speed: EngineSpeed, ranks: int) -> None:
         self._speed = speed
         self._added = [0.0] * ranks
 
     def reported(self, rank: int, running: int, blocks: int, surcharge: Surcharge = NONE) -> float:
-        """Seconds of a step, now that a rank has so many sequences and KV blocks."""
+        """Record the sequences and KV blocks of a rank. Return the expected seconds of a step."""
         self._added[rank] = (self._speed.decode_sequence + surcharge.of_token(rank)) * running + self._speed.decode_block * blocks
         return self._speed.step + surcharge.reading + max(self._added)

@@ -1,10 +1,12 @@
-"""What a decision cost in hindsight: all its candidates re-priced at what came true. Pure.
+"""Regret of a decision in milliseconds: all candidates are priced again with the facts measured afterwards.
+Pure.
 
-Loads come true with the first report of each rank after the decision: what it changes is what had been believed wrongly. Experts and
-cached tokens come true when the chosen rank tells what the request activated. Of ranks that were not chosen only the load is ever known;
-their caches stay as believed. The regret is the price of the choice less the lowest price, never negative: it holds the errors of what was
-believed, and what a policy other than the cost, a session or chance gave away. Expert terms count whole here: whether a prediction was to be
-trusted is a question of foresight.
+The actual load is known with the first report of each rank after the decision; the difference to the believed
+load is the error. Actual experts and cached tokens are known once the chosen rank reports what the request
+activated. Ranks that were not chosen only ever report their load; for their caches the belief stands. The
+regret is the price of the chosen rank minus the lowest price, never negative. It contains the errors of
+belief, and the losses caused by a policy other than cost, by session affinity or by chance. Expert terms
+count in full here; the predictor alone decides how far to trust a prediction.
 """
 
 from collections import OrderedDict
@@ -24,18 +26,22 @@ _HANDOVER = TERMS.index("handover")
 
 
 class Truth(NamedTuple):
-    """What came true of a decision. load: int64 [AMOUNTS, targets]; factors: float64 [2, targets], measured over modelled speeds."""
+    """Measured facts about a decision. load: int64 [AMOUNTS, targets]; factors: float64 [2, targets],
+    measured over modelled speeds.
+    """
 
     load: Amounts
     factors: NDArray[np.float64] | None = None
     weights: Weights | None = None
-    """float32 [K]: what the request activated; None: nobody said, and what was predicted stands"""
+    """float32 [K]: clusters that the request activated; None: not reported, the prediction stands"""
     cached_tokens: int | None = None
-    """prompt tokens that the chosen rank had; None: nobody said"""
+    """prompt tokens that the chosen rank had cached; None: not reported"""
 
 
 def repriced_ms(decision: Decision, truth: Truth, prices: PriceList) -> NDArray[np.float64]:
-    """float64 [candidates]: what each would have cost. prices: of the decision's roster."""
+    """Return what each candidate would have cost, float64 [candidates]. prices: those of the decision's
+    target table.
+    """
     ask, roster, at = decision.ask, decision.roster, decision.at
     uncached = np.full(len(roster.targets), ask.prompt_tokens, np.int64)
     uncached[at] = decision.uncached
@@ -47,13 +53,13 @@ def repriced_ms(decision: Decision, truth: Truth, prices: PriceList) -> NDArray[
 
 
 def regret_ms(decision: Decision, truth: Truth, prices: PriceList) -> float:
-    """Price of the choice less the lowest one."""
+    """Return the price of the chosen rank minus the lowest price."""
     costs = repriced_ms(decision, truth, prices)
     return float(costs[decision.chosen] - costs.min())
 
 
 def _expected(decision: Decision, truth: Truth, prices: PriceList) -> ExpectedLoad | None:
-    """What the request asks of experts at each target; where nobody said what it was, as it was believed."""
+    """Return the request's load on experts at each target, or the believed load if nothing was reported."""
     if truth.weights is not None and len(truth.weights) == prices.clusters:
         remote, nodes, _, added = prices.of(truth.weights)
         return ExpectedLoad(remote, nodes, added)
@@ -67,7 +73,7 @@ def _expected(decision: Decision, truth: Truth, prices: PriceList) -> ExpectedLo
 
 
 class Probe(NamedTuple):
-    """A decision that is looked at again."""
+    """Decision that waits for its evaluation."""
 
     decision: Decision
     prices: PriceList
@@ -79,12 +85,14 @@ class Probe(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Memory of the columns; prices are shared."""
+        """Memory of the columns. Prices are shared and not counted."""
         return self.decision.nbytes + self.load.nbytes
 
 
 class WaitingProbes:
-    """Probes whose locality has not come true yet, by decision id, oldest first. Beyond a budget of bytes the oldest are settled early."""
+    """Probes that still wait for the actual locality, by decision id, oldest first. Beyond a budget of bytes
+    the oldest are settled early.
+    """
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
@@ -101,7 +109,7 @@ class WaitingProbes:
         return probe
 
     def over(self, made_before: float) -> Iterator[Probe]:
-        """Those that have waited for so long, or are too many; taken out."""
+        """Remove and yield the probes made before a time, and the oldest ones beyond the budget."""
         while self._probes:
             decision_id, oldest = next(iter(self._probes.items()))
             if oldest.made_at > made_before and self.bytes <= self._budget:

@@ -1,1 +1,1 @@
-"""Ranks that are left out because they fail or stand out. Pure; time comes in as an argument."""
+"""Exclusion of ranks that fail or are outliers. Pure; the time comes in as an argument."""

@@ -1,15 +1,19 @@
-"""Which ranks are left alone for now, and why: circuit breakers, outliers, and drains. Pure: time comes in as an argument.
+"""Ranks excluded from routing, with reasons: circuit breakers, outlier ejection and drains. Pure; the time
+comes in as an argument.
 
-Breaker, per rank. Closed -> open after so many failures in a row -> half open after a while: one request at a time finds out ->
-closed on trial with its first token (one more failure opens it again, for twice as long), and for good with a whole answer.
-A request counts for the state it began in: what began before the breaker opened says nothing about the rank since.
+Breaker, one per rank. Closed -> open after `breaker_failures` failures in a row -> half open after a delay:
+one probe request at a time is let through -> closed on trial with the probe's first token (one more failure
+opens it again, for twice as long) -> closed with a completed answer. A request counts only for the state in
+which it began: a request that began before the breaker opened says nothing about the rank since then.
 
-Outliers, per model (`router.health.outliers` finds them), are left alone for a growing time; never more than a share of a model's ranks at once.
+Outliers, per model (found by `router.health.outliers`), are ejected for a growing time. At most a share of a
+model's ranks is ejected at once.
 
-Drains come from an operator, for one incarnation. They always hold; breakers and outliers are ignored where they would leave a
-model without any rank (`Exclusions.hard`).
+Drains come from an operator and hold for one incarnation. They always apply. Breakers and ejections are
+ignored if they would leave a model without any rank (`Exclusions.hard`).
 
-State: per rank its breaker and its last observations; open visits (one per attempt of a request); drains by incarnation.
+State: per rank its breaker and its recent observations; open visits (one per attempt of a request); drains by
+incarnation.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -22,20 +26,20 @@ from router.fleet_state.target_table import RankKey, TargetTable
 from router.health.outliers import WINDOW_SECONDS, OutlierDetector, RecentObservations, Visit, failing, slow
 
 DOUBLINGS = 5
-"""of the time that an open breaker leaves a rank alone: up to 32 times the first one"""
+"""Most doublings of the open time of a breaker: up to 32 times the first one."""
 JUDGED_SECONDS = 1.0
-"""outliers are looked for so often"""
+"""Interval between two searches for outliers."""
 EJECTION_SECONDS = 10.0
-"""how long an outlier is left alone, times how often that happened lately"""
+"""Ejection time of an outlier, times the number of its recent ejections."""
 LONGEST_EJECTION = 12
-"""times EJECTION_SECONDS"""
+"""Longest ejection, in multiples of EJECTION_SECONDS."""
 MOST_DRAINS = 65_536
 REASON_CHARACTERS = 200
-"""of an operator's reason, which is repeated in every decision's record"""
+"""Characters kept of an operator's reason, which is repeated in the record of every decision."""
 
 
 class ExclusionKind(StrEnum):
-    """Why a rank is left alone, for metrics."""
+    """Reason for the exclusion of a rank, for metrics."""
 
     BREAKER = "breaker"
     OUTLIER = "outlier"
@@ -43,21 +47,21 @@ class ExclusionKind(StrEnum):
 
 
 class Exclusion(NamedTuple):
-    """One rank that is left alone."""
+    """Exclusion of one rank."""
 
     kind: ExclusionKind
     reason: str
 
 
 class Exclusions(NamedTuple):
-    """Ranks of one model that are left alone: all of them, and those that must be even if no other is left (drains)."""
+    """Excluded ranks of one model. hard: those that stay excluded even if no other rank is left (drains)."""
 
     every: Mapping[RankKey, str]
     hard: Mapping[RankKey, str]
     kinds: Mapping[RankKey, ExclusionKind]
 
     def beside(self, reasons: Mapping[RankKey, str]) -> "Exclusions":
-        """With others that must be left alone."""
+        """Return these exclusions plus others that are hard."""
         return Exclusions({**self.every, **reasons}, {**self.hard, **reasons}, self.kinds)
 
 
@@ -65,51 +69,53 @@ NO_BARS = Exclusions({}, {}, {})
 
 
 class _Rank(OutlierDetector):
-    """What is known of one rank."""
+    """Breaker and observations of one rank."""
 
     __slots__ = ("ejected_until", "ejections", "failures", "level", "openings", "probe", "probe_until", "returned_at", "until")
 
     def __init__(self) -> None:
         super().__init__()
         self.failures = 0
-        """in a row"""
+        """failures in a row"""
         self.level = 0
-        """openings since the last whole answer"""
+        """openings since the last completed answer"""
         self.openings = 0
         self.until: float | None = None
-        """None: the breaker is closed; else it is half open from then on"""
+        """None: the breaker is closed. Otherwise it is open until then, and half open afterwards"""
         self.probe: Hashable | None = None
-        """the visit that finds out whether the rank is back"""
+        """the visit that tests if the rank has recovered"""
         self.probe_until = inf
-        """a probe of which nothing was heard until then is waited for no longer"""
+        """time at which an unfinished probe is given up"""
         self.ejected_until: float | None = None
         self.ejections = 0
-        """lately"""
+        """recent ejections"""
         self.returned_at = -inf
-        """when its last ejection ended"""
+        """end of the last ejection"""
 
 
 class CircuitBreakers:
-    """See the module's first lines. The caller tells how every attempt begins and ends, and asks to `judge` now and then (each second)."""
+    """Circuit breakers, ejections and drains of all ranks; see the module docstring. The caller reports the
+    begin and the end of every attempt, and calls `judge` regularly (every second).
+    """
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._ranks: dict[RankKey, _Rank] = {}
         self._visits: dict[Hashable, Visit] = {}
         self._drains: dict[int, dict[int | None, str]] = {}
-        """by worker_id and rank (None: all of the engine's): the reason"""
+        """reasons by worker_id and rank (None: all ranks of the engine)"""
         self._opened: set[RankKey] = set()
         """ranks whose breaker is not closed"""
         self._ejected: set[RankKey] = set()
         self._version = 0
-        """counts changes of what is barred"""
+        """number of changes of the exclusions"""
         self._next = inf
-        """when time alone changes something"""
-        self._bars: dict[str, tuple[TargetTable, int, Exclusions]] = {}
+        """next time at which something changes merely because time passes"""
+        self._exclusions: dict[str, tuple[TargetTable, int, Exclusions]] = {}
         self._judged_at = -inf
 
     def reconfigure(self, config: RouterConfig) -> None:
-        """Use other settings from now on; breakers that are open keep their time."""
+        """Apply other settings. Open breakers keep their open time."""
         self._config = config
         if not config.outlier_factor:
             for key in list(self._ejected):
@@ -123,24 +129,26 @@ class CircuitBreakers:
     # Drains
 
     def drain(self, worker_id: int, rank: int | None, reason: str) -> None:
-        """An operator wants no new requests on a rank, or (None) on any of an engine's. ValueError when there are too many to remember."""
+        """Stop new requests to a rank, or (None) to all ranks of an engine, by order of an operator.
+        ValueError beyond MOST_DRAINS.
+        """
         if sum(map(len, self._drains.values())) >= MOST_DRAINS:
             raise ValueError(f"more than {MOST_DRAINS} drains are remembered already: the one of worker {worker_id} is not")
         self._drains.setdefault(worker_id, {})[rank] = reason[:REASON_CHARACTERS]
         self._version += 1
 
     def undrain(self, worker_id: int, rank: int | None) -> None:
-        """An operator wants them again."""
+        """Resume routing to a drained rank or engine."""
         ranks = self._drains.get(worker_id, {})
         ranks.pop(rank, None)
         if not ranks:
             self._drains.pop(worker_id, None)
         self._version += 1
 
-    # What attempts say. `visit` is any value that names one attempt; times are seconds on one clock.
+    # Reports about attempts. `visit`: any value that identifies one attempt. Times: seconds on one clock.
 
     def began(self, visit: Hashable, key: RankKey, predicted: float | None, now: float) -> None:
-        """An attempt begins; its first token is predicted after so many seconds."""
+        """Record the begin of an attempt. predicted: seconds until its first token."""
         rank = self._ranks.get(key)
         if rank is None:
             rank = self._ranks[key] = _Rank()
@@ -152,13 +160,15 @@ class CircuitBreakers:
             self._changed(rank.probe_until)
 
     def untimed(self, visit: Hashable) -> None:
-        """When the first token of an attempt comes will not be known, or means nothing: it makes no outlier."""
+        """Exclude an attempt from outlier detection: the time of its first token stays unknown or means
+        nothing.
+        """
         known = self._visits.get(visit)
         if known is not None:
             self._ranks[known.key].waiting.pop(visit, None)
 
     def first_token(self, visit: Hashable, now: float) -> None:
-        """Its first token has come: a breaker that was open is closed on trial."""
+        """Record the first token of an attempt. An open breaker closes on trial."""
         known = self._visits.get(visit)
         if known is None or known.told:
             return
@@ -171,7 +181,7 @@ class CircuitBreakers:
             rank.failures = self._config.breaker_failures - 1
 
     def answered(self, visit: Hashable, now: float) -> None:
-        """The rank gave its whole answer."""
+        """Record a completed answer."""
         known = self._visits.get(visit)
         if known is None:
             return
@@ -184,7 +194,7 @@ class CircuitBreakers:
                 self._close(known.key, rank)
 
     def failed(self, visit: Hashable, now: float) -> bool:
-        """It failed by the rank's fault. Whether that opened the rank's breaker."""
+        """Record a failure caused by the rank. Return True if it opened the rank's breaker."""
         known = self._visits.get(visit)
         if known is None:
             return False
@@ -201,7 +211,9 @@ class CircuitBreakers:
         return True
 
     def ended(self, visit: Hashable) -> None:
-        """The attempt is over and says nothing about the rank: its client left, or was refused, or the rank was busy. Idempotent."""
+        """Record the end of an attempt that says nothing about the rank: the client left, the request was
+        refused, or the rank was busy. Idempotent.
+        """
         known = self._visits.pop(visit, None)
         if known is None:
             return
@@ -212,7 +224,7 @@ class CircuitBreakers:
             self._version += 1
 
     def forget_worker(self, worker_id: int) -> None:
-        """An incarnation is gone for good."""
+        """Drop an incarnation that has left."""
         for key in [key for key in self._ranks if key[0] == worker_id]:
             del self._ranks[key]
             self._opened.discard(key)
@@ -221,30 +233,32 @@ class CircuitBreakers:
         self._drains.pop(worker_id, None)
         self._version += 1
 
-    # What follows
+    # Conclusions
 
     def bars(self, roster: TargetTable, now: float) -> Exclusions:
-        """Ranks of a model to leave alone now. Without any trouble this costs next to nothing."""
+        """Return the exclusions of a model at this time. Costs next to nothing when nothing is excluded."""
         if not self._opened and not self._ejected and not self._drains:
             return NO_BARS
         if now >= self._next:
             self._next = self._next_change(now)
             self._version += 1
-        kept = self._bars.get(roster.model)
+        kept = self._exclusions.get(roster.model)
         if kept is not None and kept[0] is roster and kept[1] == self._version:
             return kept[2]
-        found = {target.key: bar for target in roster.targets if (bar := self._bar(target.key, now)) is not None}
+        found = {target.key: bar for target in roster.targets if (bar := self._exclusion(target.key, now)) is not None}
         hard = {key: bar.reason for key, bar in found.items() if bar.kind is ExclusionKind.DRAIN}
         bars = Exclusions({key: bar.reason for key, bar in found.items()}, hard, {key: bar.kind for key, bar in found.items()})
-        self._bars[roster.model] = roster, self._version, bars
+        self._exclusions[roster.model] = roster, self._version, bars
         return bars
 
     def judge(self, models: Iterable[Sequence[RankKey]], now: float) -> None:
-        """Let outliers go or leave them alone; `models`: for each model the ranks that could serve it. Asked again too soon it does nothing."""
+        """Eject outliers and end ejections. models: for each model, the ranks that could serve it. Does
+        nothing if called again within JUDGED_SECONDS.
+        """
         if now < self._judged_at + JUDGED_SECONDS:
             return
         self._judged_at = now
-        self._bars.clear()  # of models that are gone, too
+        self._exclusions.clear()  # drops models that have left, too
         for ranks in models:
             self._judge(ranks, now)
 
@@ -303,16 +317,16 @@ class CircuitBreakers:
         self._changed(rank.ejected_until)
 
     def _return(self, key: RankKey, now: float) -> None:
-        """It gets requests again, and is judged by these alone."""
+        """End the ejection of a rank. Only requests from now on count for its next judgement."""
         rank = self._ranks[key]
         rank.ejected_until, rank.returned_at = None, now
         rank.ratios, rank.ends = RecentObservations(), RecentObservations()
         self._ejected.discard(key)
         self._version += 1
 
-    # Words
+    # Reasons
 
-    def _bar(self, key: RankKey, now: float) -> Exclusion | None:
+    def _exclusion(self, key: RankKey, now: float) -> Exclusion | None:
         drains = self._drains.get(key[0])
         if drains is not None:
             reason = drains.get(None, drains.get(key[1]))
@@ -324,13 +338,13 @@ class CircuitBreakers:
         if rank.until is not None:
             if now < rank.until:
                 seconds = self._config.breaker_seconds * 2.0 ** min(rank.level - 1, DOUBLINGS)
-                return Exclusion(ExclusionKind.BREAKER, f"its breaker is open: too many failures in a row; left alone for {seconds:g} s")
+                return Exclusion(ExclusionKind.BREAKER, f"its breaker is open: too many failures in a row; excluded for {seconds:g} s")
             if _probing(rank, now):
-                return Exclusion(ExclusionKind.BREAKER, "its breaker is half open: one request is finding out whether it works again")
+                return Exclusion(ExclusionKind.BREAKER, "its breaker is half open: one probe request tests if it works again")
         if rank.ejected_until is not None and now < rank.ejected_until:
             seconds = EJECTION_SECONDS * min(rank.ejections, LONGEST_EJECTION)
             return Exclusion(
-                ExclusionKind.OUTLIER, f"an outlier of its model: far slower than predicted, or failing far more often; left alone for {seconds:g} s"
+                ExclusionKind.OUTLIER, f"an outlier of its model: far slower than predicted, or failing far more often; ejected for {seconds:g} s"
             )
         return None
 

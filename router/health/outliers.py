@@ -1,6 +1,7 @@
-"""Ranks that stand out from the others of their model: first tokens far later than predicted, or far more failures. Pure.
+"""Outliers among the ranks of a model: first tokens far later than predicted, or far more failures. Pure.
 
-Everything is relative to the other ranks: where all are slow or failing, nobody stands out, and leaving some alone would help nobody.
+All criteria are relative to the other ranks. If all ranks are slow or failing, none is an outlier, since
+ejecting some would not help.
 """
 
 from collections import deque
@@ -11,17 +12,17 @@ from math import inf, sqrt
 from router.fleet_state.target_table import RankKey
 
 WINDOW_SECONDS = 30.0
-"""older observations say nothing about an outlier"""
+"""Older observations do not count."""
 KEPT = 32
-"""observations of a kind and a rank, at most"""
+"""Most observations kept, per kind and rank."""
 LEAST = 8
-"""observations without which a rank is neither an outlier nor one to compare with"""
+"""Fewest observations with which a rank can be an outlier or serve for comparison."""
 GRACE_SECONDS = 0.02
-"""added to first tokens' times, observed and predicted: ratios of a few milliseconds are noise"""
+"""Added to observed and predicted times of first tokens, since ratios of a few milliseconds are noise."""
 FAILURE_EXCESS = 0.3
-"""the share of failed requests by which a rank must exceed the others"""
+"""Excess over the others' share of failed requests that makes an outlier."""
 FAILURE_SIGMAS = 4.0
-"""the same in standard deviations of what chance would do (binomial, of the others' share)"""
+"""The same excess in standard deviations of chance (binomial, with the others' share)."""
 
 
 class Visit:
@@ -33,14 +34,14 @@ class Visit:
         self.key = key
         self.began = began
         self.predicted = predicted
-        """seconds to the first token; None: nobody foretold them"""
+        """predicted seconds to the first token; None: no prediction"""
         self.opening = opening
-        """how often the rank's breaker had opened when it began"""
+        """number of openings of the rank's breaker when the visit began"""
         self.told = False
-        """its first token has come"""
+        """True once its first token has come"""
 
     def ratio(self, now: float) -> float:
-        """Of the time to the first token, if it came now, to what was predicted."""
+        """Return the ratio of observed to predicted time to first token, as if the first token came now."""
         return (now - self.began + GRACE_SECONDS) / ((self.predicted or 0.0) + GRACE_SECONDS)
 
 
@@ -58,31 +59,32 @@ class RecentObservations:
         self.values.append(value)
 
     def forget(self, before: float) -> None:
-        """Those that are older."""
+        """Drop older observations."""
         while self._times and self._times[0] < before:
             self._times.popleft()
             self.values.popleft()
 
 
 class OutlierDetector:
-    """What is seen of one rank."""
+    """Observations of one rank."""
 
     __slots__ = ("ends", "ratios", "waiting")
 
     def __init__(self) -> None:
         self.ratios = RecentObservations()
-        """of the time to the first token: observed / predicted"""
+        """observed over predicted times to first token"""
         self.ends = RecentObservations()
-        """1.0: the request failed, 0.0: it was answered"""
+        """1.0 for a failed request, 0.0 for a completed one"""
         self.waiting: dict[Hashable, Visit] = {}
-        """visits whose first token was foretold and has not come, oldest first"""
+        """visits with a prediction whose first token has not come yet, oldest first"""
 
 
 def slow(ranks: Mapping[RankKey, OutlierDetector], factor: float, now: float) -> dict[RankKey, float]:
-    """Ranks whose median ratio is `factor` times the median of the others' medians, by how many times of that.
+    """Find ranks whose median ratio is at least `factor` times the median of the other ranks' medians.
+    Values: ratio to that bound.
 
-    Requests that still wait for their first token count once their ratio is beyond doubt: it can only grow. They are looked at when the
-    one that waits longest is.
+    A request that still waits for its first token counts as soon as its ratio exceeds the bound, since the
+    ratio can only grow. Waiting requests are examined only if the longest wait exceeds the bound.
     """
     seen = {key: sorted(rank.ratios.values) for key, rank in ranks.items()}
     medians = sorted((_median(ratios), key) for key, ratios in seen.items() if len(ratios) >= LEAST)
@@ -103,7 +105,9 @@ def slow(ranks: Mapping[RankKey, OutlierDetector], factor: float, now: float) ->
 
 
 def failing(ranks: Mapping[RankKey, OutlierDetector]) -> dict[RankKey, float]:
-    """Ranks whose share of failed requests stands out from that of all others together, by how many times as much as it must."""
+    """Find ranks whose share of failed requests exceeds that of all others together by the required margin.
+    Values: excess over margin.
+    """
     ends = {key: (sum(rank.ends.values), len(rank.ends.values)) for key, rank in ranks.items()}
     all_failed, all_ended = sum(failed for failed, _ in ends.values()), sum(ended for _, ended in ends.values())
     found: dict[RankKey, float] = {}
@@ -111,7 +115,8 @@ def failing(ranks: Mapping[RankKey, OutlierDetector]) -> dict[RankKey, float]:
         others_failed, others_ended = all_failed - failed, all_ended - ended
         if not failed or ended < LEAST or others_ended < LEAST:
             continue
-        usual = (others_failed + 1) / (others_ended + 2)  # Laplace: none of a few is not never
+        # Laplace's rule of succession: no failure among a few requests does not mean a rate of zero
+        usual = (others_failed + 1) / (others_ended + 2)
         needed = max(FAILURE_EXCESS, FAILURE_SIGMAS * sqrt(usual * (1 - usual) / ended))
         excess = failed / ended - others_failed / others_ended
         if excess >= needed:
@@ -120,7 +125,7 @@ def failing(ranks: Mapping[RankKey, OutlierDetector]) -> dict[RankKey, float]:
 
 
 def _median(ordered: Sequence[float], without: int | None = None) -> float:
-    """Of sorted numbers, but for the one at `without`; inf when none is left."""
+    """Return the median of sorted numbers, ignoring the one at index `without`; inf when none is left."""
     count = len(ordered) - (without is not None)
     if count == 0:
         return inf

@@ -1,4 +1,4 @@
-"""Mixes of running requests, and the experts that a further request would make an engine read."""
+"""Mixes of running requests, and the experts that one more request would make an engine read."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -114,7 +114,7 @@ def test_sharded_layers_and_unused_clusters() -> None:
 
 
 class Running:
-    """Two engines, of which the first runs eight requests of the first cluster."""
+    """Two engines. The first runs eight requests of the first cluster."""
 
     def __init__(self, threads: ThreadPoolExecutor, layout: Layout = EP, speed: EngineSpeed | None = READS) -> None:
         self.view, self.reservations = view_of({"layout": layout, "speed": speed}, {"layout": layout, "speed": speed}, clusters=halves(skew=30.0))
@@ -134,7 +134,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def _of_the_first(targets: int) -> Any:
-    """So dear at all but the first rank that it goes there."""
+    """Make all ranks but the first expensive, so that the request goes there."""
     outlook = foretold([0.0, *[1e9] * (targets - 1)])
     return outlook._replace(forecast=outlook.forecast._replace(weights=FIRST, clusters=1))
 

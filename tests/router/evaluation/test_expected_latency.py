@@ -1,4 +1,4 @@
-"""What the time model says of first tokens and steps, against the model's own formulas."""
+"""Expected times of first tokens and steps, compared with the formulas of the time model."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ SPEED = EngineSpeed(prefill_token=1e-3, prefill_pair=1e-6, step=0.01, decode_seq
 
 
 def priced(load: dict[int, int], surcharge: Surcharge = NONE, overlap: int = 0, prompt: int = 100) -> tuple[tuple[float, float], float]:
-    """((prefill, beside), step) of one rank with this load."""
+    """Return ((prefill, beside), step) of one rank with this load."""
     view, _ = view_of({"ranks": 1, "speed": SPEED, "max_batch_tokens": 64})
     table = np.zeros((AMOUNTS, 1), np.int64)
     for row, amount in load.items():
@@ -25,7 +25,7 @@ def test_a_first_token_takes_its_prefill_and_what_waits_before_it_in_steps_that_
     (prefill, beside), one_step = priced({PREFILL: 50, SEQUENCES: 3, BLOCKS: 200}, overlap=10)
     assert one_step == pytest.approx(0.01 + 4e-3 + 2e-3)
     assert prefill == pytest.approx((60 + 50) * 1e-3 + 60 * (100 - 30) * 1e-6)
-    assert beside == pytest.approx(2.5 * one_step)  # 110 tokens are two chunks of 64
+    assert beside == pytest.approx(2.5 * one_step)  # 110 tokens take two chunks of 64
 
 
 def test_experts_add_what_is_sent_and_what_is_read() -> None:

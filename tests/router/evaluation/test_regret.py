@@ -1,4 +1,4 @@
-"""Regret: what a choice cost more than the best one would have, at what came true."""
+"""Regret: extra cost of a choice over the best one, given the facts measured afterwards."""
 
 from typing import Any
 
@@ -54,7 +54,8 @@ def test_a_rank_that_was_busier_than_believed_is_regretted_by_the_difference() -
     assert decision.chosen == 0
     truth = load_of(2, prefill=[2000, 300])
     assert regret_ms(decision, Truth(truth), view.prices("demo")) == pytest.approx(1700.0)
-    slower = np.array([[1.0, 2.0], [1.0, 1.0]])  # the other one's prefill is twice as slow as the model says: 2.0 + 0.1 s against 2 * (0.3 + 0.1)
+    # The prefill of the other rank is twice as slow as modelled: 2.0 + 0.1 s against 2 * (0.3 + 0.1) s.
+    slower = np.array([[1.0, 2.0], [1.0, 1.0]])
     assert regret_ms(decision, Truth(truth, slower), view.prices("demo")) == pytest.approx(1300.0)
 
 
@@ -78,7 +79,7 @@ def test_a_request_of_another_kind_than_foretold_is_regretted_by_its_traffic() -
     expected = 1000.0 * SPEED.dispatch * (100 + 20) * float(remote[0] - remote[1])
     assert regret_ms(decision, Truth(decision.load, weights=second), prices) == pytest.approx(expected, rel=1e-5)
     wrong_number = Truth(decision.load, weights=np.full(5, 0.2, np.float32))
-    assert regret_ms(decision, wrong_number, prices) == 0.0  # clusters changed meanwhile: what was foretold stands
+    assert regret_ms(decision, wrong_number, prices) == 0.0  # clusters changed: the prediction stands
 
 
 def test_only_candidates_could_have_been_chosen() -> None:
@@ -109,7 +110,7 @@ def test_waiting_probes_are_taken_by_name_or_in_the_end() -> None:
     assert len(waiting) == 2
     for number in range(4, 8):
         waiting.add(probe(view, f"d{number}", float(number)))
-    assert [late.decision.id for late in waiting.over(0.5)] == ["d2", "d3", "d4"]  # no more than three fit
+    assert [late.decision.id for late in waiting.over(0.5)] == ["d2", "d3", "d4"]  # only three fit
     assert (len(waiting), waiting.bytes) == (3, 3 * size)
     assert len(list(waiting.over(9.0))) == 3
     assert waiting.bytes == 0

@@ -1,4 +1,4 @@
-"""Who is left alone and for how long: breakers, outliers, drains; and that nobody is for ever."""
+"""Excluded ranks and the time of their exclusion: breakers, outliers, drains. No exclusion lasts forever."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,9 @@ A, B, C, D = (1, 0), (1, 1), (2, 0), (2, 1)
 
 
 def roster_of(*engines: int, **about: Any) -> TargetTable:
-    """A model served by engines of so many ranks; their worker_ids are 1, 2, ..."""
+    """Return the table of a model served by engines with these numbers of ranks; their worker_ids are 1, 2,
+    ...
+    """
     view = FleetView(Reservations(settle_seconds=0.1, stale_seconds=5.0))
     for number, ranks in enumerate(engines, start=1):
         urls = [f"http://{number}.{rank}" for rank in range(ranks)]
@@ -36,7 +38,7 @@ def roster() -> TargetTable:
 
 
 class Person:
-    """Sends requests to ranks and says what became of them."""
+    """Sends requests to ranks and reports their outcomes."""
 
     def __init__(self, **config: Any) -> None:
         self.health = CircuitBreakers(RouterConfig(**config))
@@ -71,7 +73,7 @@ def test_a_breaker_opens_after_failures_in_a_row_and_is_half_open_after_its_time
     person.answer(A, 1.0)
     assert person.fail(A, 3, 1.0) == [False, False, True]
     bars = person.health.bars(roster, 1.5)
-    assert bars.every == {A: "its breaker is open: too many failures in a row; left alone for 2 s"}
+    assert bars.every == {A: "its breaker is open: too many failures in a row; excluded for 2 s"}
     assert bars.hard == {}
     assert person.kinds(roster, 3.0) == {}
 
@@ -81,7 +83,7 @@ def test_half_open_lets_exactly_one_request_through_at_a_time(roster: TargetTabl
     person.fail(A, 1, 0.0)
     probe = person.begin(A, 1.0)
     assert "half open" in person.health.bars(roster, 1.0).every[A]
-    person.health.ended(probe)  # its client left: nobody knows yet
+    person.health.ended(probe)  # its client left: the state of the rank stays unknown
     assert person.kinds(roster, 1.0) == {}
     probe = person.begin(A, 1.0)
     assert person.kinds(roster, 1.0) == {A: "breaker"}
@@ -141,7 +143,7 @@ def test_an_answer_while_breakers_are_ignored_closes_them(roster: TargetTable) -
     assert len(person.kinds(roster, 1.0)) == 4
     person.answer(B, 2.0)
     assert set(person.kinds(roster, 2.0)) == {A, C, D}
-    person.fail(A, 5, 3.0)  # still ignored: these failures make nothing worse
+    person.fail(A, 5, 3.0)  # still ignored: these failures change nothing
     assert person.kinds(roster, 60.5) == {}
 
 
@@ -250,7 +252,7 @@ def test_at_most_a_share_of_the_ranks_is_left_alone_and_the_worst_come_first(ros
     answered(person, {A: 0.1, B: 0.1, C: 2.0}, 3.0)
     person.health.judge([[A, B, C, D]], 4.0)
     assert person.kinds(roster, 4.0) == {D: "outlier"}
-    person.health.judge([[A, B, D]], 5.0)  # a rank left: of three none may be ejected
+    person.health.judge([[A, B, D]], 5.0)  # one rank has left: none of three may be ejected
     assert person.kinds(roster, 5.0) == {}
 
 
@@ -308,7 +310,9 @@ def test_a_forgotten_incarnation_leaves_nothing_behind(roster: TargetTable) -> N
 
 
 class Course(RuleBasedStateMachine):
-    """Any course of requests, failures, waiting and judging: an independent book of what may and must not be barred."""
+    """Any sequence of requests, failures, waits and judgements, compared with an independent record of what
+    may and must not be excluded.
+    """
 
     ranks: Sequence[RankKey] = (A, B, C, D)
 
@@ -321,7 +325,7 @@ class Course(RuleBasedStateMachine):
         self.now = 0.0
         self.open: dict[int, RankKey] = {}
         self.through: dict[RankKey, int] = {}
-        """the request that was let through to a half-open rank and has not said anything yet"""
+        """the request that was let through to a half-open rank and has no outcome yet"""
 
     @rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 7.0, 40.0]))
     def wait(self, seconds: float) -> None:
@@ -371,7 +375,7 @@ class Course(RuleBasedStateMachine):
         for visit in list(self.open):
             self.health.ended(visit)
         self.open.clear()
-        for _ in range(60):  # a minute and a half of good answers wherever a request may go
+        for _ in range(60):  # a minute and a half of good answers from every allowed rank
             self.now += 2.0
             self.health.judge([self.ranks], self.now)
             barred = self.health.bars(self.roster, self.now).every

@@ -1,4 +1,6 @@
-"""Ranks that fail now and then, or for a while: every request is answered once, and those that fail are left alone, over HTTP."""
+"""Ranks that fail at times, or for a while: every request is answered once, and failing ranks are excluded,
+over HTTP.
+"""
 
 import asyncio
 import itertools
@@ -24,7 +26,8 @@ TOKENS = 24
 
 
 class FaultyRank(MockRank):
-    """Every so many forwards, over all ranks that share `turns`, one fails, each time in another way."""
+    """One in a fixed number of forwards fails, over all ranks that share `turns`, each time in another way.
+    """
 
     def __init__(self, packed: bytes, turns: Iterator[int], every: int) -> None:
         super().__init__(packed)
@@ -83,7 +86,7 @@ async def faulty_engines(house: House, serve_rank: Serve, packed: bytes, every: 
 
 
 def said(answer: Answered) -> str:
-    """The text of a whole or streamed answer, which must be good."""
+    """Return the text of an answer, streamed or not, which must be good."""
     assert answer.status == 200, answer.body
     if answer.headers["content-type"].startswith("text/event-stream"):
         assert not any("error" in event for event in answer.events), answer.events
@@ -94,7 +97,9 @@ def said(answer: Answered) -> str:
 
 
 async def asked(house: House, urls: list[str], rank: MockRank, count: int, at_once: int) -> None:
-    """So many different requests over these routers; each answer is compared with the undisturbed one."""
+    """Send this number of different requests over these routers. Each answer is compared with the undisturbed
+    one.
+    """
     numbers = iter(range(count))
 
     async def client() -> None:
@@ -112,7 +117,7 @@ async def asked(house: House, urls: list[str], rank: MockRank, count: int, at_on
 
 
 def idle(service: RouterService) -> bool:
-    """Whether nothing of any request is left behind."""
+    """Return True if no trace of any request is left."""
     return service.picker.reservations.open_bookings == 0 and service.picker.health.open_visits == 0
 
 
@@ -136,7 +141,7 @@ async def test_with_a_tenth_of_all_forwards_failing_no_request_is_lost_or_double
 
 
 async def beating(house: House, joined: Any) -> None:
-    """A sign of life again and again, so that it is tried again and again."""
+    """Send signs of life repeatedly, so that the rank is tried repeatedly."""
     while True:
         await house.beat(joined)
         await asyncio.sleep(0.05)
@@ -171,7 +176,7 @@ async def test_attempts_and_retries_are_bounded_when_everything_fails(open_house
     refused = [answer for answer in answers if "too many of the last requests were tried again" in answer.json["error"]["message"]]
     forwards = sum(mock.failed.total() for mock in mocks)
     assert len(refused) >= 60
-    assert 100 + 10 <= forwards <= 100 + 0.2 * (100 + 100) + 1  # a fifth of those that came, and of those still open
+    assert 100 + 10 <= forwards <= 100 + 0.2 * (100 + 100) + 1  # a fifth of the requests that came, and of those still open
     metrics = (await house.get("/metrics")).body.decode()
     assert f"roost_router_retries_refused_total {float(len(refused))}" in metrics
 
@@ -185,7 +190,7 @@ async def test_a_breaker_opens_is_said_and_closes_again(open_house: OpenHouse, s
     while len(bad.requests) < 3:
         assert (await house.post(CHAT, chat())).status == 200
     record = (await house.post("/v1/route", chat())).json
-    assert record["excluded"] == [{"engine": "e1", "rank": 0, "reason": "its breaker is open: too many failures in a row; left alone for 0.8 s"}]
+    assert record["excluded"] == [{"engine": "e1", "rank": 0, "reason": "its breaker is open: too many failures in a row; excluded for 0.8 s"}]
     await until(lambda: 'dp_rank="0"' in exposed(house, "rank_left_alone"))
     assert 'cause="breaker"' in exposed(house, "rank_left_alone")
     assert "roost_router_breakers_opened_total 1.0" in exposed(house, "breakers_opened_total")
@@ -202,7 +207,7 @@ async def test_a_breaker_opens_is_said_and_closes_again(open_house: OpenHouse, s
 
 
 def exposed(house: House, name: str) -> str:
-    """The samples of a family."""
+    """Return the samples of a metric family."""
     lines = house.service.metrics.exposition().decode().splitlines()
     return "\n".join(line for line in lines if line.startswith(f"roost_router_{name}"))
 
