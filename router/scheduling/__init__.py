@@ -1,4 +1,4 @@
-"""One routing decision: filter ranks, price them, choose. Pure; time and chance come in as arguments.
+"""One routing decision: filter ranks, price them, choose. Pure; time and randomness come in as arguments.
 
-Admission rule: what a decision is made of, and the values that explain it.
+Admission rule: the parts of a decision, and the values that explain it.
 """

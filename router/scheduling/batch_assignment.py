@@ -1,13 +1,15 @@
-"""Assigns many waiting requests at once: greedy with regret, under capacities. Pure numpy.
+"""Assignment of many waiting requests at once: greedy with regret, under capacities. Pure numpy.
 
-Whoever loses most by not getting its best rank is assigned first (the difference between its second-best and its best price, Potvin and
-Rousseau, "A parallel route building algorithm", EJOR 66, 1993), and gets the rank that is cheapest for it then. Each assignment adds to
-its rank's load, and what that changes is priced anew. So a batch is an *order* in which to decide: deciding for the requests one after
-another in that order, with the same prices, gives the same ranks and the same scores.
+The regret of a request is the difference between its second-best and its best price (Potvin and Rousseau, "A
+parallel route building algorithm", EJOR 66, 1993). The request with the largest regret is assigned first, to
+the rank that is cheapest for it at that moment. Each assignment adds to its rank's load, and all prices that
+depend on this load are computed anew. A batch is thus an *order* in which to decide: deciding for the
+requests one after another in that order, with the same prices, gives the same ranks and the same scores.
 
-Where capacities bind greedy has no bound, and the plain order may happen to be the better one. So up to _BOTH_UP_TO requests both are
-tried, and the result is never dearer than that of the plain order. Where they do not bind, the ranks cost at most twice as much as the best
-ranks for the same order (tested against all of them, where each price contains the request's own work; not proven).
+Where capacities bind, greedy assignment has no bound, and the plain order may be better. Up to _BOTH_UP_TO
+requests both are therefore tried, and the result never costs more than that of the plain order. Where
+capacities do not bind, the result costs at most twice as much as the best ranks for the same order (tested
+against all of them, where each price contains the request's own work; not proven).
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,36 +29,39 @@ from router.scheduling.filters import QueuePrices, SaturationLimits
 
 Costs = NDArray[np.float64]
 _NEVER = 1e300
-"""The price of what may not be. Finite: differences of prices are numbers."""
+"""Price of a forbidden assignment. Finite, so that differences of prices are numbers."""
 
 _LEAST_SECONDS = 1e-12
-"""A price of a token above 0, where an engine says that it costs nothing."""
+"""Price of a token above 0, used if an engine declares that a token costs nothing."""
 _BOTH_UP_TO = 64
-"""Larger batches are only tried by regret."""
+"""Larger batches are assigned by regret only."""
 
 
 class Pricing(Protocol):
-    """Prices under changing loads. Targets whose prices change together are neighbours: an engine, whose ranks step together."""
+    """Prices under changing loads. Targets whose prices change together are adjacent: those of one engine,
+    whose ranks step together.
+    """
 
     @property
     def engine(self) -> NDArray[np.intp]:
-        """[targets]: number of each target's engine, ascending"""
+        """Number of each target's engine, [targets], ascending."""
         ...
 
     def prices(self, requests: slice, targets: slice, load: Amounts) -> Costs:
-        """float64 [targets, requests]: what each request would cost now; a new array. load: int64 [AMOUNTS, all targets]. `targets` are
-        one whole engine, or all."""
+        """Return the price of each request under this load, float64 [targets, requests], as a new array.
+        load: int64 [AMOUNTS, all targets]. targets: those of one entire engine, or all.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BatchAssignment:
-    """Requests in the order of their right to a place, and the targets they may go to.
+    """Requests in the order of their right to a place, and the targets allowed for them.
 
-    load: int64 [AMOUNTS, targets] before any is assigned. may: bool [requests, targets]. prefill, blocks: int64 [requests, targets],
-    what a request adds there. steps: int64 [requests]. seeds: of each request, to break ties as a decision does.
-    most_requests: int64 [targets] of capacity; most_prefill: float64 [targets], prompt tokens beyond which a rank takes nothing more;
-    most_blocks: float64 [targets], likewise.
+    load: int64 [AMOUNTS, targets] before any assignment. may: bool [requests, targets]. prefill, blocks:
+    int64 [requests, targets], added by a request there. steps: int64 [requests]. seeds: per request, to break
+    ties as a decision does. most_requests: int64 [targets], capacity; most_prefill: float64 [targets], prompt
+    tokens beyond which a rank accepts no further request; most_blocks: float64 [targets], likewise.
     """
 
     load: Amounts
@@ -70,7 +75,7 @@ class BatchAssignment:
     most_blocks: NDArray[np.float64]
 
     def full(self, load: Amounts, target: int | slice) -> NDArray[np.bool_]:
-        """bool [targets]: which of them take nothing more under this load."""
+        """Return the targets that accept no further request under this load, bool [targets]."""
         return np.asarray(
             (load[SEQUENCES, target] >= self.most_requests[target])
             | (load[PREFILL, target] > self.most_prefill[target])
@@ -79,7 +84,7 @@ class BatchAssignment:
 
 
 class Assignment(NamedTuple):
-    """One request's target, and the price it was assigned at."""
+    """Target of one request, and its price at the time of assignment."""
 
     request: int
     target: int
@@ -87,9 +92,10 @@ class Assignment(NamedTuple):
 
 
 def route_batch(batch: BatchAssignment, pricing: Pricing) -> list[Assignment]:
-    """At most one place per request, in the order of assignment; who has none waits on. Deterministic; equals in regret by their right.
+    """Assign at most one place per request, in the returned order. Requests without a place keep waiting.
+    Deterministic; equal regrets are ordered by right.
 
-    As many as fit: a place is only left empty when nobody who is left may take it.
+    As many requests as fit are assigned: a place stays empty only if no remaining request may use it.
     """
     requests = len(batch.steps)
     tries = [greedy(batch, pricing, regret=True)] if requests > 1 else []
@@ -99,14 +105,16 @@ def route_batch(batch: BatchAssignment, pricing: Pricing) -> list[Assignment]:
 
 
 def greedy(batch: BatchAssignment, pricing: Pricing, *, regret: bool) -> list[Assignment]:
-    """Each in its turn to where it is cheapest then: by regret (the order in which they are given only tells equals apart), or as given."""
+    """Assign each request in turn to the target that is cheapest then. regret: take the largest regret first,
+    and use the given order only for ties; otherwise follow the given order.
+    """
     table = _Table(batch, pricing)
     turns = table.by_regret() if regret else table.as_given()
     return [table.assign(request) for request in turns]
 
 
 def total(places: list[Assignment]) -> float:
-    """What all of them cost, each priced when it was assigned."""
+    """Return the sum of all prices, each at the time of its assignment."""
     return sum(place.price for place in places)
 
 
@@ -115,9 +123,10 @@ def _worth(places: list[Assignment]) -> tuple[int, float]:
 
 
 class _Table:
-    """Every request's price everywhere, [targets, requests], kept up with what is assigned: one engine's rows at a time, which lie together.
+    """Prices of all requests on all targets, [targets, requests], kept current with the assignments. The rows
+    of one engine are adjacent and are updated together.
 
-    `bars` is added to prices: 0, or _NEVER for what may not be.
+    `_forbidden` is added to prices: 0, or _NEVER for forbidden assignments.
     """
 
     def __init__(self, batch: BatchAssignment, pricing: Pricing) -> None:
@@ -126,21 +135,21 @@ class _Table:
         self._load = batch.load.copy()
         self._requests, targets = batch.may.shape
         everywhere = slice(0, targets)
-        self._bars = np.where(batch.may & ~batch.full(self._load, everywhere), 0.0, _NEVER).T.copy()
-        self._costs = pricing.prices(slice(0, self._requests), everywhere, self._load) + self._bars
+        self._forbidden = np.where(batch.may & ~batch.full(self._load, everywhere), 0.0, _NEVER).T.copy()
+        self._costs = pricing.prices(slice(0, self._requests), everywhere, self._load) + self._forbidden
         ends = [*(np.flatnonzero(np.diff(pricing.engine)) + 1).tolist(), targets]
         self._engines = [slice(start, end) for start, end in pairwise([0, *ends]) for _ in range(start, end)]
         self._first_left = 0
 
     def as_given(self) -> Iterator[int]:
-        """Whoever can be assigned, one after another."""
+        """Yield every request that can be assigned, in the given order."""
         for request in range(self._requests):
             self._first_left = request
             if self._costs[:, request].min() < _NEVER:
                 yield request
 
     def by_regret(self) -> Iterator[int]:
-        """The one that loses most by coming second, as long as anybody can be assigned."""
+        """Yield the request with the largest regret while any can be assigned."""
         prices = self._costs.reshape(-1)
         columns = np.arange(self._requests)
         while True:
@@ -156,7 +165,7 @@ class _Table:
             yield request
 
     def assign(self, request: int) -> Assignment:
-        """To where it is cheapest now; equals are told apart by its seed."""
+        """Assign a request to the cheapest target. Its seed breaks ties."""
         batch, load = self._batch, self._load
         costs = self._costs[:, request]
         price = costs.min()
@@ -167,19 +176,20 @@ class _Table:
         load[SEQUENCES, target] += 1
         load[BLOCKS, target] += batch.blocks[request, target]
         load[STEPS, target] += batch.steps[request]
-        self._bars[:, request] = _NEVER
+        self._forbidden[:, request] = _NEVER
         costs[:] = _NEVER
         if batch.full(load, target):
-            self._bars[target] = _NEVER
+            self._forbidden[target] = _NEVER
         left, engine = slice(self._first_left, self._requests), self._engines[target]
-        np.add(self._pricing.prices(left, engine, load), self._bars[engine, left], out=self._costs[engine, left])
+        np.add(self._pricing.prices(left, engine, load), self._forbidden[engine, left], out=self._costs[engine, left])
         return place
 
 
 class LoadPrices:
-    """Prices of requests that were decided on at one load, at any other: what depends on load is priced anew, the rest stays.
+    """Prices, at any load, of requests that were decided at one load: the terms that depend on load are
+    computed anew, the rest stays.
 
-    Stays in step with `scoring.score`: the terms queue, decode and lockstep are the only ones that depend on load.
+    Keep in step with `cost.score`: queue, decode and lockstep are the only terms that depend on load.
     """
 
     def __init__(
@@ -193,8 +203,10 @@ class LoadPrices:
         outputs: NDArray[np.int64],
         factors: NDArray[np.float64] | None = None,
     ) -> None:
-        """costs: float64 [requests, targets] under `load`, int64 [AMOUNTS, targets]; uncached: int64 [requests, targets];
-        prompts, outputs: tokens, int64 [requests]; factors: float64 [2, targets], as `scoring.score` takes them."""
+        """costs: float64 [requests, targets] under `load`, int64 [AMOUNTS, targets]; uncached: int64
+        [requests, targets]; prompts, outputs: tokens, int64 [requests]; factors: float64 [2, targets], as in
+        `cost.score`.
+        """
         self.engine = roster.engine
         self._queue_ms, self._decode_ms, self._lockstep_ms = 1000.0 * np.array([weights.queue, weights.decode, weights.lockstep])
         self._outputs = outputs
@@ -212,7 +224,7 @@ class LoadPrices:
         return np.asarray(self._fixed[targets, requests] + self._loaded(requests, targets, load), np.float64)
 
     def _loaded(self, requests: slice, targets: slice, load: Amounts) -> Costs:
-        """float64 [targets, requests]: the terms queue, decode and lockstep, as far as they depend on load."""
+        """Return the load-dependent parts of queue, decode and lockstep, float64 [targets, requests]."""
         there = load[:, targets, None].astype(np.float64)
         queue = queue_seconds(self._token_s[targets], there[PREFILL])
         outputs = self._outputs[requests]
@@ -229,7 +241,9 @@ class LoadPrices:
 
 
 def _lockstep(queue: Costs, running: Costs, prefill: Costs, own: Costs) -> Costs:
-    """`fleet.timing.lockstep_seconds` of one engine's ranks, [ranks, requests]: what they have, and what each request adds."""
+    """Return `fleet.timing.lockstep_seconds` of one engine's ranks, [ranks, requests], from their load and
+    each request's addition.
+    """
     longer: Costs = prefill + (queue - queue.max(axis=0))
     waits = running + own
     waits -= running.max(axis=0)
@@ -242,16 +256,18 @@ def _lockstep(queue: Costs, running: Costs, prefill: Costs, own: Costs) -> Costs
 def order_of(
     decisions: Sequence[Decision], load: Amounts, limits: SaturationLimits, factors: NDArray[np.float64] | None = None, prices: QueuePrices | None = None
 ) -> list[int]:
-    """In which order to decide anew for requests that were each decided on alone, so that all of them together cost little; who would find
-    no room is left out. Arguments as `gathered` takes them."""
+    """Return the order in which to decide anew for requests that were each decided alone, so that their total
+    cost is low. Requests without a place are left out. Arguments as in `gathered`.
+    """
     return [place.request for place in route_batch(*gathered(decisions, load, limits, factors, prices))]
 
 
 def gathered(
     decisions: Sequence[Decision], load: Amounts, limits: SaturationLimits, factors: NDArray[np.float64] | None = None, prices: QueuePrices | None = None
 ) -> tuple[BatchAssignment, LoadPrices]:
-    """Requests that were each decided on alone, at the same load, int64 [AMOUNTS, targets], and over the same roster. factors: float64
-    [2, targets], as `scoring.score` takes them; prices: as `candidates` takes them."""
+    """Combine requests that were each decided alone at the same load, int64 [AMOUNTS, targets], over the same
+    target table. factors: float64 [2, targets], as in `cost.score`; prices: as in `candidates`.
+    """
     roster = decisions[0].roster
     prices = prices or QueuePrices.stated(roster)
     shape = len(decisions), len(roster.targets)

@@ -1,7 +1,8 @@
-"""What a request would cost on each target, in milliseconds, term by term. Pure numpy.
+"""Cost of a request on each target, in milliseconds, term by term. Pure numpy.
 
-Terms are expected added seconds of the time model (`fleet.timing`), times a weight and 1000: computed for all targets of a roster, since
-those that cannot be chosen still step together with those that can.
+A term is the expected added seconds under the time model (`fleet.timing`), times a weight and 1000. Costs are
+computed for all targets of a table, since ranks that cannot be chosen still step together with those that
+can.
 """
 
 from dataclasses import dataclass
@@ -17,16 +18,16 @@ from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS, A
 from router.fleet_state.target_table import TargetTable, columns
 
 TERMS = ("prefill", "queue", "decode", "experts", "distinct", "lockstep", "handover")
-"""In the order in which they are added up."""
+"""Terms in the order in which they are added up."""
 _FEW = 16
 _ONE = np.ones((), np.int64)
-"""An array: numpy takes longer to make one of a number than to compute with it."""
+"""An array, since numpy takes longer to convert a number than to compute with it."""
 _PREFILL, _QUEUE, _DECODE, _EXPERTS, _DISTINCT, _LOCKSTEP, _HANDOVER = range(len(TERMS))
 
 
 @dataclass(frozen=True)
 class Weights:
-    """One factor per term, from the configuration; 1: the time model's own word. Field order: TERMS."""
+    """One factor per term, from the configuration; 1: the unscaled time model. Field order: TERMS."""
 
     prefill: float = 1.0
     queue: float = 1.0
@@ -37,8 +38,9 @@ class Weights:
     handover: float = 1.0
 
     def factors(self, targets: int) -> NDArray[np.float64]:
-        """float64 [TERMS, targets]: what makes weighted milliseconds of seconds. Kept for a few numbers of targets: spreading a column
-        over them takes longer than to multiply with the whole."""
+        """Return the factors from seconds to weighted milliseconds, float64 [TERMS, targets]. Cached for a
+        few numbers of targets, since broadcasting a column takes longer than multiplying the full arrays.
+        """
         found = self._spread.get(targets)
         if found is None:
             if len(self._spread) == _FEW:
@@ -53,9 +55,10 @@ class Weights:
 
 
 class ExpectedLoad(NamedTuple):
-    """What a request is expected to ask of experts, float64 [targets]: distinct remote ranks and nodes that a
-    token must reach, summed over layers; experts that nobody else in the engine's batch wants, added to each step. gain: how far that is
-    believed; it multiplies both terms."""
+    """Expected expert load of a request, float64 [targets]: distinct remote ranks and nodes that a token must
+    reach, summed over layers, and the experts that this request alone adds to each step of the engine's
+    batch. gain: calibration in [0, 1] that multiplies both terms.
+    """
 
     remote_ranks: NDArray[np.float64]
     remote_nodes: NDArray[np.float64]
@@ -64,9 +67,11 @@ class ExpectedLoad(NamedTuple):
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """terms: float64 [TERMS, targets] in ms, weighted; total: float64 [targets], exactly their sum in the order of TERMS.
+    """terms: float64 [TERMS, targets] in ms, weighted; total: float64 [targets], exactly their sum in the
+    order of TERMS.
 
-    promised: float64 [targets], seconds of the work that each rank was promised already: its queue, and what its running sequences add.
+    promised: float64 [targets], seconds of outstanding work of each rank: its queue, and the time added by
+    its running sequences.
     """
 
     terms: NDArray[np.float64]
@@ -74,12 +79,14 @@ class Scores(msgspec.Struct, frozen=True):
     promised: NDArray[np.float64]
 
     def of(self, at: NDArray[np.intp]) -> "Scores":
-        """For some of the targets."""
+        """Return the scores of some of the targets."""
         return Scores(columns(self.terms, at), columns(self.total, at), columns(self.promised, at))
 
 
 def uncached_tokens(prompt_tokens: int, overlap_blocks: NDArray[np.int64], block_size: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [targets]: prompt tokens a rank must compute. Never below 1: the last token's logits are always computed."""
+    """Return the prompt tokens a rank must compute, int64 [targets]. At least 1: the last token's logits are
+    always computed.
+    """
     computed: NDArray[np.int64] = np.maximum(prompt_tokens - overlap_blocks * block_size, _ONE)
     return computed
 
@@ -97,11 +104,12 @@ def score(
 ) -> Scores:
     """Price all targets. load: int64 [AMOUNTS, targets]; uncached: int64 [targets].
 
-    prefill: computing the uncached prompt. queue: prefill promised before it. decode: `output_tokens` steps there, slowed by what runs.
-    experts: sending each token, computed or emitted, to other ranks and nodes. distinct: reading experts for this request alone.
-    lockstep: waiting for the engine's slowest rank, and making its longest prefill longer. handover: float64 [targets] seconds that a
-    migration or layout switch in progress costs. expected None: nothing is known of the experts; handover None: there is none.
-    factors: float64 [2, targets], measured over modelled speed of prefill and of decode; None: 1.
+    prefill: computing the uncached prompt. queue: outstanding prefill ahead of it. decode: `output_tokens`
+    steps there, slowed by the running sequences. experts: sending each token, computed or emitted, to other
+    ranks and nodes. distinct: reading experts for this request alone. lockstep: waiting for the engine's
+    slowest rank, and making its longest prefill longer. handover: float64 [targets], seconds that a migration
+    or layout switch in progress costs; None: there is none. expected None: nothing is known about the
+    experts. factors: float64 [2, targets], measured over modelled speed of prefill and of decode; None: 1.
     """
     targets, output = len(uncached), float(output_tokens)
     terms = np.zeros((len(TERMS), targets))

@@ -1,4 +1,5 @@
-"""One routing decision: a value that can be read back, term by term. Pure; chance comes in as a number."""
+"""One routing decision: a value that can be read back, term by term. Pure; randomness comes in as a number.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,20 +24,25 @@ from router.scheduling.policies import CandidateFacts, Column, HomeRanks, Policy
 
 NOTHING = Supposed()
 Homecoming = Literal["reached", "passed", "unheeded", "none"]
-"""reached: the request went home; passed: that would have cost more than it saves; unheeded: its homes were not heeded (`DecisionRecord.homes_note`); none:
-it has no home"""
+"""Outcome of home placement. reached: a home was chosen; passed: that would have cost more than it saves;
+unheeded: the homes were ignored (`DecisionRecord.homes_note`); none: the request has no home.
+"""
 _COLUMN_BYTES = 8 * (3 + AMOUNTS + len(TERMS) + 2 + 1 + 4)
-"""Of one candidate: place, overlap and uncached tokens; load; terms; their sum and what was promised; score; four columns of the outlook."""
+"""Bytes of one candidate: place, overlap and uncached tokens; load; terms; their sum and the outstanding
+work; score; four columns of the outlook.
+"""
 _EXPERTS = TERMS.index("experts")
 _SPEED_OF = (0, 0, 1, None, None, 1, None)
-"""By term: 0, it follows from the speed of prefill; 1, of decode; None, of neither."""
+"""Speed behind each term: 0 for prefill, 1 for decode, None for neither."""
 _LEAST_GAIN = 1e-6
 _BYTES, _CANDIDATE_BYTES = 4096, 8 * (len(TERMS) + AMOUNTS + 10)
-"""Of a decision, and of each candidate's place in its columns."""
+"""Bytes of a decision, and of each candidate's entry in its columns."""
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """The tenant that a request belongs to. tenant: from its key, "" without keys; salt: it shares KV only with requests of the same one."""
+    """Tenant that a request belongs to. tenant: from its API key, "" without keys; salt: the request shares
+    KV only with requests of the same salt.
+    """
 
     tenant: str = ""
     salt: str = ""
@@ -46,7 +52,8 @@ UNKNOWN_OWNER = Owner()
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """The request as far as its price goes. `output_tokens` is what is expected, not the limit."""
+    """The request, as far as it determines the price. `output_tokens` is the expected number, not the limit.
+    """
 
     decision_id: str
     seed: int
@@ -56,21 +63,23 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     attempt: int = 1
     replaces: str | None = None
-    """id of the decision that failed before"""
+    """id of the failed decision before this one"""
     cause: str | None = None
-    """how it failed"""
+    """failure of that decision"""
     request_id: str = ""
     keys: PredictionKeys = NO_KEYS
-    """hashes of who asks"""
+    """hashes of the sender's identity"""
     supposed: Supposed = NOTHING
     owner: Owner = UNKNOWN_OWNER
 
 
 class Outlook(NamedTuple):
-    """What is foretold of a request, and what it would meet at each candidate: remote_ranks, remote_nodes and local, float64 [candidates],
-    are the expected distinct remote ranks and nodes of a token and the expected share of pairs that the rank serves itself; prior_local is
-    that share for the traffic's mix. Where `priced`, bool [candidates], is not, they are 0 and mean nothing. added, float64 [candidates]:
-    experts that each step of the engine would read for this request alone."""
+    """Prediction for a request, and its expected expert traffic at each candidate. remote_ranks, remote_nodes
+    and local, float64 [candidates]: expected distinct remote ranks and nodes of a token, and expected share
+    of pairs that the rank serves itself. prior_local: the same share for the mix of the traffic. All are 0
+    and meaningless where `priced`, bool [candidates], is false. added, float64 [candidates]: experts that
+    each step of the engine would read for this request alone.
+    """
 
     forecast: Forecast
     remote_ranks: Column
@@ -80,29 +89,35 @@ class Outlook(NamedTuple):
     added: Column
     priced: NDArray[np.bool_]
     home: Column | None = None
-    """float64 [candidates], how many times its even share of the request a rank is to get; None: the planner says nothing of homes"""
+    """float64 [candidates], planned load of the rank as a multiple of its even share of such requests; None:
+    no homes from the planner
+    """
     versions: Versions | None = None
     """of prices and homes"""
     clusters: ReferenceType[ClusterModel] | None = None
-    """the clusters that the forecast is of. Weak: a decision that is kept for reading back keeps no megabytes of old clusters"""
+    """the clusters of the forecast. Weak, so that a retained decision does not keep megabytes of old clusters
+    alive
+    """
 
     @property
     def expected(self) -> ExpectedLoad | None:
-        """What of it has a price; None: none of it is believed."""
+        """Load that has a price; None: the prediction has no weight."""
         gain = self.forecast.gain
         return ExpectedLoad(self.remote_ranks, self.remote_nodes, self.added, gain) if gain else None
 
     @property
     def remote_share(self) -> Column:
-        """float64 [candidates]: share of routed pairs that another rank serves, as far as it is believed; 0 where nothing is priced."""
+        """Calibrated share of routed pairs that another rank serves, float64 [candidates]; 0 where nothing is
+        priced.
+        """
         return np.where(self.priced, self.forecast.gain * (1.0 - self.local), 0.0)
 
     def record(self) -> PredictionRecord:
-        """The forecast for readers, with the experts it stands for while its clusters are in memory."""
+        """Return the forecast for readers, with the experts behind it while its clusters are in memory."""
         return self.forecast.record(None if self.clusters is None else self.clusters())
 
     def of(self, at: NDArray[np.intp]) -> "Outlook":
-        """For some of the candidates."""
+        """Return the outlook for some of the candidates."""
         remote, nodes, local, prior, added = (
             columns(column, at) for column in (self.remote_ranks, self.remote_nodes, self.local, self.prior_local, self.added)
         )
@@ -111,8 +126,9 @@ class Outlook(NamedTuple):
 
 
 class Conditions(msgspec.Struct, frozen=True):
-    """What a request that comes now meets, beside what it brings. load: int64 [AMOUNTS, targets]; handover and factors as
-    `scoring.score` says. held: the rank that its conversation was at; turn: counts the decisions of this model."""
+    """State of the fleet when the request arrives. load: int64 [AMOUNTS, targets]; handover and factors as in
+    `cost.score`. held: the last rank of its session; turn: number of decisions for this model so far.
+    """
 
     load: Amounts
     handover: NDArray[np.float64] | None = None
@@ -120,11 +136,15 @@ class Conditions(msgspec.Struct, frozen=True):
     held: RankKey | None = None
     turn: int = 0
     measured: NDArray[np.bool_] | None = None
-    """bool [2, targets]: whether predicted prefill and decode seconds are stated or measured, rather than a guess to compare by; None: all are"""
+    """bool [2, targets]: true where predicted prefill and decode seconds are stated or measured, false where
+    they are a guess for comparison; None: all true
+    """
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Columns have one entry per candidate, in the roster's order. `record()` is the form for readers."""
+    """Columns have one entry per candidate, in the order of the target table. `record()` is the form for
+    readers.
+    """
 
     ask: Ask
     roster: TargetTable
@@ -135,20 +155,20 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """int64 [AMOUNTS, candidates]"""
     scores: Scores
     score: Column
-    """what the policy minimises"""
+    """minimised by the policy"""
     unit: Unit
     choice: PolicyChoice
     held: int | None
-    """index of the rank that the conversation was at"""
+    """index of the last rank of the session"""
     excluded: Sequence[Excluded]
     ignored: tuple[Excluded, ...]
-    """reasons to leave ranks alone that were not heeded, because nobody else was left"""
+    """exclusions that were ignored because no other rank was left"""
     rules: PolicyRules
     view_version: int
     outlook: Outlook | None
     """None: there are no prediction tables"""
     home: HomeRanks | None
-    """where the request is at home, as far as that was heeded; None: nowhere"""
+    """homes of the request, if they were applied; None: it has none"""
     target: Target
     """the chosen rank"""
     measured: NDArray[np.bool_] | None = None
@@ -169,12 +189,12 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens the chosen rank is believed to hold already."""
+        """Prompt tokens that the chosen rank is believed to have cached."""
         return self.ask.prompt_tokens - int(self.uncached[self.chosen])
 
     @property
     def runner_up(self) -> int | None:
-        """Index of the lowest score but the chosen one's; None: there is no other."""
+        """Index of the lowest score except the chosen one's; None: there is no other."""
         if len(self.at) == 1:
             return None
         others = self.score.copy()
@@ -183,16 +203,18 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def margin(self) -> float | None:
-        """The runner-up's score less the chosen one's, in `unit`."""
+        """The runner-up's score minus the chosen one's, in `unit`."""
         other = self.runner_up
         return None if other is None else float(self.score[other] - self.score[self.chosen])
 
     def is_measured(self, candidate: int) -> bool:
-        """Whether a candidate's terms are milliseconds that somebody stated or measured."""
+        """Return True if a candidate's terms are stated or measured milliseconds."""
         return self.measured is None or bool(self.measured[0, candidate] and self.measured[1, candidate])
 
     def terms_ms(self, candidate: int) -> list[float | None]:
-        """A candidate's terms, in the order of TERMS; None where nobody stated or measured the speed that they follow from."""
+        """Return a candidate's terms in the order of TERMS; None where the underlying speed is neither stated
+        nor measured.
+        """
         return self._known_terms(candidate, self.scores.terms[:, candidate].tolist())
 
     def _known_terms(self, candidate: int, terms: list[float]) -> list[float | None]:
@@ -203,38 +225,41 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def nbytes(self) -> int:
-        """Memory of the columns, more or less."""
+        """Approximate memory of the columns."""
         return _COLUMN_BYTES * len(self.at)
 
     @property
     def shared_cache(self) -> bool:
-        """Whether the request has a salt and its rank does not separate by it: tenants share that rank's KV cache."""
+        """True if the request has a salt but its rank ignores salts, so that tenants share the rank's KV
+        cache.
+        """
         return bool(self.ask.owner.salt) and not self.target.engine.capabilities.isolates_tenants
 
     @property
     def cache_salt(self) -> str:
-        """The salt to send to the chosen rank; "": none, or it takes none."""
+        """Salt to send to the chosen rank; "": the request has none, or the rank accepts none."""
         return self.ask.owner.salt if self.target.engine.capabilities.isolates_tenants else ""
 
     @property
     def homecoming(self) -> Homecoming:
-        """Whether the request went home."""
+        """Outcome of home placement for this request."""
         if self.home is not None and self.home.at.any():
             return "reached" if self.home.at[self.chosen] else "passed"
         return "unheeded" if self.home is None and self.outlook is not None and self.outlook.home is not None else "none"
 
     def name(self, candidate: int) -> str:
-        """engine/rank of a candidate."""
+        """Return engine/rank of a candidate."""
         return self.roster.targets[int(self.at[candidate])].name
 
     def without(self, term: str) -> int:
-        """Who would have been chosen had a term not counted (policy cost)."""
+        """Return the candidate that would have been chosen without a term (policy cost)."""
         total = np.add.reduce(np.delete(self.scores.terms, TERMS.index(term), axis=0), axis=0)
         home = None if term == "experts" else self.home
         return choose(self.rules, total, self.unit, total, self.scores.promised, self.ask.seed, self.held, home).chosen
 
     def if_gone(self) -> int | None:
-        """Who would have been chosen had the chosen rank been gone; None: there is no other."""
+        """Return the candidate that would have been chosen without the chosen rank; None: there is no other.
+        """
         left = np.delete(np.arange(len(self.at)), self.chosen)
         if not len(left):
             return None
@@ -244,8 +269,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return int(left[choice.chosen])
 
     def record(self, most: int | None = None) -> DecisionRecord:
-        """The decision for readers, candidates with the lowest score first (the chosen one before its equals). most: as many candidates
-        are enough; each takes some microseconds."""
+        """Return the decision for readers. Candidates are sorted by score, the chosen one before its equals.
+        most: limit on the number of candidates, since each takes some microseconds.
+        """
         order: list[int] = self.score.argsort(kind="stable").tolist()
         if self.choice.why in ("cheapest", "tie", "home"):  # equals may differ by rounding
             order.remove(self.chosen)
@@ -297,12 +323,12 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         )
 
     def _at_home(self) -> NDArray[np.bool_]:
-        """bool [candidates]: where the request is at home, heeded or not."""
+        """Return the homes of the request, applied or not, bool [candidates]."""
         lift = None if self.outlook is None else self.outlook.home
         return np.zeros(len(self.at), np.bool_) if lift is None else at_home(lift)
 
     def _homes_note(self) -> str | None:
-        """Why a request's homes were not heeded, or why it has none; None: they were."""
+        """Explain why a request's homes were ignored, or why it has none; None: they were applied."""
         if self.outlook is None:
             return UNKNOWN_MODEL
         forecast, versions = self.outlook.forecast, self.outlook.versions
@@ -310,16 +336,16 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             waits = [] if versions is None else [f"{engine}'s wait for epoch {epoch}" for engine, (_, epoch) in versions.coming.items()]
             return f"no cluster has a home{': ' if waits else ''}{', '.join(waits)}"
         if not self.rules.steers:
-            return f"not heeded: the policy {self.rules.policy}, as it is weighed, does not mind where experts are"
+            return f"ignored: the policy {self.rules.policy} with its weights does not depend on expert placement"
         if self.home is None:
-            return f"not heeded: the request is foretold with a confidence of {forecast.confidence:.3f}; {self.rules.home_confidence:g} is asked for"
-        return None if self.home.at.any() else "no rank is to get clearly more than its even share of such requests"
+            return f"ignored: the prediction has a confidence of {forecast.confidence:.3f}; {self.rules.home_confidence:g} is required"
+        return None if self.home.at.any() else "no rank is planned to get clearly more than its even share of such requests"
 
     def _candidates(self, at: list[int]) -> list[Candidate]:
-        """Of these, in this order."""
+        """Return the records of these candidates, in this order."""
         outlook = self.outlook
-        foretold = None if outlook is None else (outlook.remote_ranks, outlook.remote_nodes, outlook.local, outlook.added)
-        experts = [(None,) * 4] * len(at) if foretold is None else np.stack(foretold)[:, at].T.tolist()
+        predicted = None if outlook is None else (outlook.remote_ranks, outlook.remote_nodes, outlook.local, outlook.added)
+        experts = [(None,) * 4] * len(at) if predicted is None else np.stack(predicted)[:, at].T.tolist()
         columns = zip(
             at,
             self.score[at].tolist(),
@@ -355,7 +381,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         )
 
     def _note(self, at: int) -> str | None:
-        """Why a candidate's expert term is what it is: for the engine's own reasons, or for want of a prediction worth its name."""
+        """Explain a missing expert term: reasons of the engine, or no useful prediction."""
         note = self.roster.targets[int(self.at[at])].note
         if note is not None:
             return note
@@ -376,9 +402,9 @@ def decide(
     view_version: int,
     outlook: Outlook | None = None,
 ) -> Decision:
-    """Price every target, and pick a candidate as the rules say.
+    """Price every target and pick a candidate by the rules.
 
-    overlap_blocks: int64 [targets]; outlook: of all targets. ValueError without any candidate.
+    overlap_blocks: int64 [targets]; outlook: for all targets. ValueError without any candidate.
     """
     at = found.at
     if not len(at):
@@ -422,10 +448,13 @@ def decide(
 def _home(
     outlook: Outlook, rules: PolicyRules, scores: Scores, roster: TargetTable, at: NDArray[np.intp], uncached: NDArray[np.int64], output_tokens: int
 ) -> HomeRanks | None:
-    """Where a request is at home; None: nowhere, or it is not heeded. How well the request itself is foretold decides that, and how far it is believed
-    what a home saves, not what prediction has earned so far: it can earn nothing before placement and requests are aligned.
+    """Return the homes of a request; None: it has none, or they are ignored. Two things decide this: the
+    confidence of the request's own prediction, which also scales the expected saving of a home. The
+    calibration earned by past predictions does not count here, since prediction can earn nothing before
+    placement and requests are aligned.
 
-    Columns are of the candidates `at`. Where prediction has earned something, the expert term tells what sending the tokens costs.
+    Columns are those of the candidates `at`. Once prediction has earned a gain, the expert term gives the
+    cost of sending the tokens.
     """
     if outlook.home is None or not rules.steers:
         return None
@@ -442,7 +471,7 @@ def _home(
 
 
 def _place(key: RankKey, roster: TargetTable, at: NDArray[np.intp]) -> int | None:
-    """Index of a rank among the candidates `at` (ascending); None when it is none."""
+    """Return the index of a rank among the candidates `at` (ascending), or None."""
     target = roster.index.get(key)
     if target is None:
         return None

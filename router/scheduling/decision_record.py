@@ -1,4 +1,6 @@
-"""A routing decision as it is read: what `GET /v1/decisions/{id}` and `POST /v1/route` answer, and what spans are written from."""
+"""Readable form of a routing decision: the answer of `GET /v1/decisions/{id}` and `POST /v1/route`, and the
+source of spans.
+"""
 
 from typing import Literal
 
@@ -10,8 +12,10 @@ from router.scheduling.policies import Unit, Why
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Predicted milliseconds, weighted; under the policy cost their sum in this order is the score exactly. Fields: `scoring.TERMS`.
-    None: not measured, as nobody stated or measured the speed that it follows from; the score then compares and is no time."""
+    """Predicted milliseconds, weighted. Under the policy cost their sum in this order is exactly the score.
+    Fields: `cost.TERMS`. None: the underlying speed is neither stated nor measured; the score is then a
+    comparison, not a time.
+    """
 
     prefill: float | None
     queue: float | None
@@ -23,69 +27,73 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class PromisedLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What the rank was already promised."""
+    """Outstanding load of the rank before this request."""
 
     prefill_tokens: int
     requests: int
     blocks: int
     steps: int
-    """tokens that its requests are expected to emit yet"""
+    """tokens that its requests are still expected to emit"""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One rank as it was priced. `worker_id` is a u64 and therefore text."""
+    """One rank with its prices. `worker_id` is a u64 and therefore text."""
 
     engine: str
     rank: int
     worker_id: str
     score: float
-    """what the policy minimises, in the record's `unit`"""
+    """minimised by the policy, in the record's `unit`"""
     terms_ms: Terms
-    """whatever the policy"""
+    """present under every policy"""
     speed: Literal["stated", "measured", "not measured"] = "stated"
-    """where its milliseconds come from: the engine or the settings, the router's measurements, or nowhere yet"""
+    """source of its milliseconds: the engine or the settings, the router's measurements, or none yet"""
     overlap_blocks: int
     overlap_approximate: bool
     uncached_tokens: int
     load: PromisedLoad
     remote_ranks: float | None
-    """expected distinct remote ranks of a token, summed over MoE layers; None: not priced, `experts_note` says why"""
+    """expected distinct remote ranks of a token, summed over MoE layers; None: not priced, see `experts_note`
+    """
     remote_nodes: float | None
-    """the same of nodes"""
+    """the same for nodes"""
     local_share: float | None
-    """share of the request's routed pairs that is expected to find its expert here"""
+    """share of the request's routed pairs expected to find their expert here"""
     added_experts: float | None
     """experts that a step of the engine is expected to read for this request alone, summed over MoE layers"""
     home_lift: float | None
-    """how many times its even share of such requests the planner wants the rank to get; None: it has given no cluster a home"""
+    """planned load of the rank as a multiple of its even share of such requests; None: the planner has given
+    no cluster a home
+    """
     experts_note: str | None
 
 
 class HomesEpoch(msgspec.Struct, frozen=True, kw_only=True):
-    """Which homes: the planner's version of them, and the placement epoch from which on they hold."""
+    """Version of the planner's homes, and the placement epoch from which they apply."""
 
     version: int
     epoch: int
 
 
 class Epochs(msgspec.Struct, frozen=True, kw_only=True):
-    """The versions of everything the decision was made with."""
+    """Versions of everything that the decision was made with."""
 
     placement: dict[str, int | None]
-    """that is served, by engine"""
+    """served placement epoch, by engine"""
     prices: dict[str, int | None]
-    """placement epoch that the expert terms are of, by engine; it follows the one above within moments. None: not priced yet; empty: there were no
-    prediction tables"""
+    """placement epoch of the expert terms, by engine. It follows the served epoch within moments. None: not
+    priced yet; empty: there were no prediction tables
+    """
     homes: dict[str, HomesEpoch]
-    """that go with these prices, by engine; engines of which the planner said nothing are left out"""
+    """homes that match these prices, by engine; engines without homes from the planner are left out"""
     tables: int | None
-    """prediction tables; None: there were none"""
+    """version of the prediction tables; None: there were none"""
     clusters: int | None
     view: int
 
 
 class Supposed(msgspec.Struct, frozen=True, kw_only=True):
-    """What the decision was asked to suppose: terms that do not count, and ranks that are gone."""
+    """Assumptions of a what-if decision: terms that do not count, and ranks that are gone."""
 
     without: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()
@@ -101,34 +109,40 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     expected_output_tokens: int
     policy: Literal["cost", "classic", "kv", "least_loaded", "round_robin"]
     unit: Unit
-    """of scores and margin; "1": they have none, by the policy or because some candidate's speed is not measured"""
+    """of scores and margin; "1": dimensionless, because of the policy or because some candidate's speed is
+    not measured
+    """
     chosen: str
     """engine/rank"""
     why: Why
     runner_up: str | None
-    """the lowest score but the chosen one's"""
+    """the lowest score except the chosen one's"""
     margin: float | None
-    """the runner-up's score less the chosen one's; negative where a session or chance chose a dearer rank"""
+    """the runner-up's score minus the chosen one's; negative if a session or chance chose a more expensive
+    rank
+    """
     tied: int
-    """candidates that shared the lowest score"""
+    """number of candidates with the lowest score"""
     seed: str
     without: dict[str, str]
-    """who would have been chosen had a term not counted, by term; terms of weight 0, and those of other policies than cost, are left out"""
+    """choice without a term, by term; terms of weight 0 and those of policies other than cost are left out"""
     if_gone: str | None
-    """who would have been chosen had the chosen rank been gone; None: there was no other"""
+    """choice without the chosen rank; None: there was no other"""
     supposed: Supposed | None
-    """None: nothing"""
+    """None: no assumptions"""
     session_rank: str | None
-    """the rank that the conversation was at, as far as it is still routed to"""
+    """last rank of the session, if it is still routed to"""
     home_ranks: list[str]
-    """candidates where the planner wants requests like this to live, by what was foretold of it; empty: nowhere, or nothing is known of that"""
+    """candidates that the planner designates as homes for requests like this, by its prediction; empty: there
+    are none, or they are unknown
+    """
     homes_note: str | None
-    """why these were not heeded, or why there are none; None: they were heeded"""
+    """reason for ignoring the homes, or for having none; None: they were applied"""
     candidates: list[Candidate]
     """lowest score first"""
     excluded: list[Excluded]
     ignored: list[Excluded]
-    """breakers and outliers that were not heeded, because no other rank was left"""
+    """breakers and ejections that were ignored because no other rank was left"""
     weights: dict[str, float]
     epochs: Epochs
     prediction: PredictionRecord | None
@@ -136,7 +150,9 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     replaces: str | None
     cause: str | None
     tenant: str | None = None
-    """that the request belongs to, by its key; None: no key says so"""
+    """tenant of the request, by its API key; None: the key names none"""
     cache: Literal["common", "tenant", "shared"] = "common"
-    """whose KV it may reuse: common, that of all requests without a salt; tenant, that of its own tenant (and `cache_salt`) alone; shared:
-    its own alone was asked for, but the chosen engine does not isolate tenants"""
+    """KV that the request may reuse. common: that of all requests without a salt; tenant: that of its own
+    tenant (and `cache_salt`) only; shared: only its own was requested, but the chosen engine does not isolate
+    tenants
+    """

@@ -1,6 +1,7 @@
-"""Load that is held for requests which somebody else forwards, until it is released or its time is up. Pure; time comes in as an argument.
+"""Load reserved for requests that another data plane forwards, until it is released or expires. Pure; the
+time comes in as an argument.
 
-Only the decision's id is known of such a request from outside, so bookings are kept by it.
+Only the decision's id of such a request is known outside, so bookings are stored by decision id.
 """
 
 from collections import OrderedDict
@@ -13,14 +14,14 @@ from router.scheduling.decision_record import DecisionRecord
 
 
 class ReservedRecord(DecisionRecord, frozen=True, kw_only=True):
-    """What `POST /v1/route/reserve` answers: the decision, and what to do with it."""
+    """Answer of `POST /v1/route/reserve`: the decision, and its use."""
 
     url: str
     """base URL of the chosen rank"""
     expires_seconds: float
-    """the reservation ends by itself after so long without a word"""
+    """the reservation expires after this time without a message"""
     cache_salt: str | None = None
-    """to be sent to that rank as `cache_salt`; None: nothing is to be sent"""
+    """to be sent to that rank as `cache_salt`; None: send nothing"""
 
 
 class ReleaseRequest(msgspec.Struct, frozen=True):
@@ -29,20 +30,22 @@ class ReleaseRequest(msgspec.Struct, frozen=True):
     id: str
     """of the decision"""
     first_token: bool = False
-    """true: the prompt is computed and the request goes on; false: it is over"""
+    """true: the prompt is computed and the request continues; false: the request is over"""
 
 
 class ReleaseRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a release."""
+    """Outcome of a release."""
 
     id: str
     outcome: Literal["ended", "noted", "passed_on", "unknown"]
-    """ended: the load is free again; noted: its prompt waits no more; passed_on: another router reserved it (for a tenant's key: may
-    have), and is told; unknown: never reserved, released before, or expired, which is no error"""
+    """ended: the load is released; noted: the prompt has left the queue; passed_on: another router reserved
+    the request (for a tenant's key: may have) and is notified; unknown: never reserved, already released or
+    expired, which is no error
+    """
 
 
 def waits(query: bytes) -> bool | None:
-    """Whether a query string asks to wait for a place; None: it asks for something else."""
+    """Return True if a query string requests to wait for a place; None if it contains anything else."""
     return {b"": False, b"wait=false": False, b"wait=true": True}.get(query)
 
 
@@ -60,15 +63,17 @@ class _Held(NamedTuple):
 
 
 class ExternalReservations:
-    """Bookings by decision id. `seconds`: how long one is held without a word. A tenant (None: any) finds its own alone."""
+    """Bookings by decision id. `seconds`: time until one expires without a message. A tenant (None: any)
+    finds only its own.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.released = 0
         self.expired = 0
-        """those that nobody released"""
+        """number of reservations that expired without a release"""
         self._held: OrderedDict[str, _Held] = OrderedDict()
-        """the one that expires next first"""
+        """the one that expires next comes first"""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -77,7 +82,7 @@ class ExternalReservations:
         self._held[decision_id] = _Held(booking, now + self.seconds, tenant)
 
     def heard(self, decision_id: str, now: float, tenant: str | None = None) -> Booking | None:
-        """A word about one: it is held as long again from now on. None when it is unknown or over."""
+        """Renew a reservation for the full time. Return None if it is unknown or over."""
         held = self._held.get(decision_id)
         if held is None or not held.visible_to(tenant):
             return None
@@ -86,7 +91,7 @@ class ExternalReservations:
         return held.booking
 
     def end(self, decision_id: str, tenant: str | None = None) -> Booking | None:
-        """It is held no more. None when it is unknown or over."""
+        """Remove a reservation. Return None if it is unknown or over."""
         held = self._held.get(decision_id)
         if held is None or not held.visible_to(tenant):
             return None
@@ -95,7 +100,7 @@ class ExternalReservations:
         return held.booking
 
     def due(self, now: float) -> list[Booking]:
-        """Those whose time is up; they are held no more."""
+        """Remove and return the expired bookings."""
         due = []
         while self._held and next(iter(self._held.values())).expires_at <= now:
             due.append(self._held.popitem(last=False)[1].booking)

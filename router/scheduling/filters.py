@@ -1,4 +1,4 @@
-"""Which ranks may take a request: a filter that gives a reason for each it leaves out. Pure."""
+"""Filter of the ranks that may serve a request, with a reason for each exclusion. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,30 +15,33 @@ from router.fleet_state.target_table import Excluded, RankKey, TargetTable
 
 NOBODY: Mapping[RankKey, str] = MappingProxyType({})
 FAILED = "this request failed there before"
-SAID_BUSY = "saturated: it said so itself a moment ago"
+SAID_BUSY = "saturated: it reported so a moment ago"
 
 
 class SaturationLimits(NamedTuple):
-    """What makes a rank saturated."""
+    """Limits beyond which a rank is saturated."""
 
     requests: int
-    """that a rank is given at once, unless it names fewer itself"""
+    """concurrent requests per rank, unless the rank declares fewer"""
     queue_seconds: float
     kv_share: float = 1.0
-    """of its KV blocks; 1: never for this reason"""
+    """share of its KV blocks; 1: no limit"""
 
     def most_requests(self, roster: TargetTable) -> NDArray[np.int64]:
-        """int64 [targets]: requests with which each rank is saturated."""
+        """Return the number of requests at which each rank is saturated, int64 [targets]."""
         return np.minimum(roster.max_requests, self.requests)
 
     def blocks(self, roster: TargetTable) -> NDArray[np.float64]:
-        """float64 [targets]: KV blocks held beyond which each rank is saturated; inf: never."""
+        """Return the number of held KV blocks beyond which each rank is saturated, float64 [targets]; inf: no
+        limit.
+        """
         return np.full(len(roster.targets), np.inf) if self.kv_share >= 1 else np.asarray(self.kv_share * roster.kv_blocks)
 
 
 class QueuePrices(NamedTuple):
-    """Seconds of each queued prompt token by which a rank may be called saturated: float64 [targets], 0 where nobody stated or measured a
-    speed. highest: the largest of them."""
+    """Seconds per queued prompt token, used to judge saturation: float64 [targets], 0 where the speed is
+    neither stated nor measured. highest: the largest of them.
+    """
 
     token_s: NDArray[np.float64]
     highest: float
@@ -49,22 +52,24 @@ class QueuePrices(NamedTuple):
 
     @classmethod
     def stated(cls, roster: TargetTable) -> "QueuePrices":
-        """As engines state them."""
+        """Return the prices declared by the engines."""
         return cls.of(np.where(roster.stated, roster.prefill_token_s, 0.0))
 
 
 class ExclusionReasons(Sequence[Excluded]):
-    """Who was left out, put into words when somebody reads it: under load that is most ranks, with every decision."""
+    """Excluded ranks with reasons, rendered only on first access. Under load every decision excludes most
+    ranks.
+    """
 
     def __init__(self, tell: Callable[[], tuple[Excluded, ...]]) -> None:
-        self._tell: Callable[[], tuple[Excluded, ...]] | None = tell
-        self._told: tuple[Excluded, ...] = ()
+        self._render: Callable[[], tuple[Excluded, ...]] | None = tell
+        self._rendered: tuple[Excluded, ...] = ()
 
     @property
     def told(self) -> tuple[Excluded, ...]:
-        if self._tell is not None:
-            self._told, self._tell = self._tell(), None
-        return self._told
+        if self._render is not None:
+            self._rendered, self._render = self._render(), None
+        return self._rendered
 
     @overload
     def __getitem__(self, at: int) -> Excluded: ...
@@ -78,8 +83,10 @@ class ExclusionReasons(Sequence[Excluded]):
 
 
 class Candidates(msgspec.Struct, frozen=True):
-    """`at`: int [candidates], indices into the roster. `busy`: some ranks were left out for saturation alone.
-    `wait_seconds`: the shortest queue among those, 0.0 without any. `ignored`: reasons that were not heeded because nobody else was left."""
+    """`at`: int [candidates], indices into the target table. `busy`: some ranks were left out only because
+    they are saturated. `wait_seconds`: the shortest queue among those, 0.0 without any. `ignored`: exclusions
+    that were ignored because no other rank was left.
+    """
 
     at: NDArray[np.intp]
     excluded: Sequence[Excluded]
@@ -98,22 +105,22 @@ def candidates(
     said_busy: frozenset[RankKey] = frozenset(),
     prices: QueuePrices | None = None,
 ) -> Candidates:
-    """Leave out ranks whose context is too small (tokens), saturated ones, also by their own word, those to avoid because this request failed
-    there, and those that nobody should use now, with the reason.
+    """Leave out ranks with too small a context (tokens), saturated ranks (including those that reported so),
+    the ranks to `avoid` because this request failed there, and the `barred` ranks with their reasons.
 
-    load: int64 [AMOUNTS, targets]. prices: None, as engines state them.
+    load: int64 [AMOUNTS, targets]. prices None: as declared by the engines.
     """
     prices = prices or QueuePrices.stated(roster)
-    if not avoid and not barred and not said_busy and needed_context <= roster.smallest_context and _nobody_busy(roster, load, limits, prices):
+    if not avoid and not barred and not said_busy and needed_context <= roster.smallest_context and _none_saturated(roster, load, limits, prices):
         return Candidates(roster.all_at, roster.excluded, False, 0.0)
     small, busy = roster.max_context < needed_context, saturated(roster, load, limits, said_busy, prices)
     failed = np.zeros(len(small), np.bool_)
     failed[[roster.index[key] for key in {*barred, *avoid} if key in roster.index]] = True
     out = small | busy | failed
     only_busy = busy & ~small & ~failed
-    excluded = (
-        ExclusionReasons(partial(_told, roster, load, needed_context, limits, avoid, barred, said_busy, np.flatnonzero(out))) if out.any() else roster.excluded
-    )
+    excluded: Sequence[Excluded] = roster.excluded
+    if out.any():
+        excluded = ExclusionReasons(partial(_exclusions, roster, load, needed_context, limits, avoid, barred, said_busy, np.flatnonzero(out)))
     wait = float(queue_seconds(prices.token_s, load[PREFILL])[only_busy].min()) if only_busy.any() else 0.0
     return Candidates(np.flatnonzero(~out), excluded, bool(only_busy.any()), wait)
 
@@ -121,7 +128,7 @@ def candidates(
 def saturated(
     roster: TargetTable, load: Amounts, limits: SaturationLimits, said_busy: frozenset[RankKey] = frozenset(), prices: QueuePrices | None = None
 ) -> NDArray[np.bool_]:
-    """bool [targets]: which ranks take no more requests. Arguments as above."""
+    """Return the ranks that accept no further request, bool [targets]. Arguments as in `candidates`."""
     prices = prices or QueuePrices.stated(roster)
     queue = queue_seconds(prices.token_s, load[PREFILL])
     busy: NDArray[np.bool_] = (load[SEQUENCES] >= limits.most_requests(roster)) | (queue > limits.queue_seconds) | (load[BLOCKS] > limits.blocks(roster))
@@ -129,8 +136,9 @@ def saturated(
     return busy
 
 
-def _nobody_busy(roster: TargetTable, load: Amounts, limits: SaturationLimits, prices: QueuePrices) -> bool:
-    """The usual case, told by two maxima; it may say no where the answer is yes."""
+def _none_saturated(roster: TargetTable, load: Amounts, limits: SaturationLimits, prices: QueuePrices) -> bool:
+    """Recognise the usual case, no saturated rank, by maxima. May return False although no rank is saturated.
+    """
     if not len(roster.targets):
         return True
     most: list[int] = np.maximum.reduce(load, axis=1).tolist()
@@ -142,7 +150,7 @@ def _nobody_busy(roster: TargetTable, load: Amounts, limits: SaturationLimits, p
     )
 
 
-def _told(
+def _exclusions(
     roster: TargetTable,
     load: Amounts,
     needed_context: int,
@@ -152,7 +160,7 @@ def _told(
     said_busy: frozenset[RankKey],
     out: NDArray[np.intp],
 ) -> tuple[Excluded, ...]:
-    """The roster's own, and those at `out`."""
+    """Return the exclusions of the target table, and those of the targets `out`."""
     found = list(roster.excluded)
     for at in out.tolist():
         target = roster.targets[at]

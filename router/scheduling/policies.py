@@ -1,8 +1,13 @@
-"""How a rank is picked once every candidate has been priced: what a policy minimises, and who is taken of those it likes. Pure numpy.
+"""Choice of a rank among priced candidates: the score that each policy minimises, and the tie-breaking. Pure
+numpy.
 
-The policy cost minimises predicted milliseconds. The others know less and are there for comparison, and for those who want them:
-classic, the weighted sum alpha * uncached share of the prompt + beta * remote share of expert traffic + gamma * relative load; kv, the most
-cached prompt, then the least load; least_loaded, the fewest predicted milliseconds of promised work; round_robin, each rank in turn.
+The policy cost minimises predicted milliseconds. The other policies know less and exist for comparison, and
+for deployments that prefer them:
+- classic: the weighted sum alpha * uncached share of the prompt + beta * remote share of expert traffic +
+  gamma * relative load;
+- kv: the most cached prompt, then the least load;
+- least_loaded: the fewest predicted milliseconds of outstanding work;
+- round_robin: each rank in turn.
 """
 
 from dataclasses import dataclass, replace
@@ -17,20 +22,23 @@ from router.scheduling.cost import Scores, Weights
 
 Unit = Literal["ms", "1"]
 Why = Literal["cheapest", "tie", "home", "session", "temperature", "only"]
-"""cheapest: the lowest score; tie: one of those that share it, the one with the least promised work, or drawn by the seed where that is
-equal too; home: the request is at home there, and that is worth what the rank costs more, if anything; session: the conversation stays where
-it was; temperature: drawn; only: the only candidate."""
+"""cheapest: the lowest score; tie: one of those that share the lowest score, chosen by the least outstanding
+work, then by the seed; home: a home of the request, whose saving covers its extra cost, if any; session: the
+session stays on its rank; temperature: drawn; only: the only candidate.
+"""
 Column = NDArray[np.float64]
 
 _SEEDS = 1 << 32
 _ZERO = np.zeros(())
 _SAME = 1e-12
-"""Scores that differ by this share of themselves, or this, differ by rounding alone."""
+"""Scores that differ by this share of themselves, or by this amount, differ only by rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyRules:
-    """The settings that decide; see `RouterConfig`. stay_ms: a conversation leaves its rank when another is cheaper by more."""
+    """The settings that decide; see `RouterConfig`. stay_ms: a session leaves its rank when another is
+    cheaper by more.
+    """
 
     policy: Policy = "cost"
     weights: Weights = Weights()  # noqa: RUF009 immutable
@@ -40,11 +48,11 @@ class PolicyRules:
     temperature_ms: float = 0.0
     stay_ms: float = 1000.0
     home_confidence: float = 0.2
-    """a request that is foretold with less is not sent home"""
+    """requests predicted with less confidence are not sent to their homes"""
 
     @property
     def steers(self) -> bool:
-        """Whether it matters to these rules where experts are; to those to whom it does not, homes do not either."""
+        """True if expert placement affects these rules. If not, homes do not count either."""
         return self.weights.experts > 0 if self.policy == "cost" else self.policy == "classic" and self.beta > 0
 
     @classmethod
@@ -62,13 +70,15 @@ class PolicyRules:
         return cls(config.policy, weights, *classic, config.temperature_ms, config.session_affinity_ms, config.home_confidence)
 
     def without(self, terms: tuple[str, ...]) -> "PolicyRules":
-        """As if these terms did not count."""
+        """Return the rules without these terms."""
         return replace(self, weights=replace(self.weights, **dict.fromkeys(terms, 0.0))) if terms else self
 
 
 class CandidateFacts(msgspec.Struct, frozen=True):
-    """What a policy may look at, one entry per candidate. uncached: prompt tokens to compute; remote_share: of routed pairs, as far as
-    it is believed, 0 where experts are not priced; None: nothing is foretold. turn: counts the decisions of this model."""
+    """Facts available to a policy, one entry per candidate. uncached: prompt tokens to compute; remote_share:
+    calibrated share of remote routed pairs, 0 where experts are not priced, None without a prediction. turn:
+    number of decisions for this model so far.
+    """
 
     scores: Scores
     uncached: NDArray[np.int64]
@@ -78,21 +88,27 @@ class CandidateFacts(msgspec.Struct, frozen=True):
 
 
 class HomeRanks(NamedTuple):
-    """Where a request is at home, and what that is worth."""
+    """Homes of a request among the candidates, and their value."""
 
     at: NDArray[np.bool_]
     """bool [candidates]"""
     saves: Column | None
-    """float64 [candidates]: ms of sending tokens that living there is expected to save, beside the candidate where it would cost most; None: nobody knows"""
+    """float64 [candidates]: ms of sending tokens that a home is expected to save, compared with the most
+    expensive candidate; None: unknown
+    """
 
     def of(self, at: NDArray[np.intp]) -> "HomeRanks":
-        """For some of the candidates."""
+        """Return the homes among some of the candidates."""
         return HomeRanks(self.at[at], None if self.saves is None else self.saves[at])
 
     def near(self, score: Column, cheapest: int, best: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Indices of the homes that are worth going to: as cheap as the cheapest, or dearer by no more than they are expected to save beside it; of
-        these, the cheapest. The score has counted that saving already, as far as prediction has earned it. It counts once more here, because whoever
-        takes a place away from home keeps it from a request that is at home there, and full ranks free their places one by one."""
+        """Return the indices of the homes worth choosing: as cheap as the cheapest candidate, or more
+        expensive by at most their expected saving over it. Of these, only the cheapest.
+
+        The score already contains that saving, as far as prediction has earned it. The saving counts once
+        more here, because a request placed elsewhere occupies a place that is the home of another request,
+        and full ranks free their places one by one.
+        """
         if self.saves is None:
             return np.asarray(best[self.at[best]])
         homes = self.at.nonzero()[0]
@@ -106,7 +122,7 @@ class HomeRanks(NamedTuple):
 
 
 class PolicyChoice(msgspec.Struct, frozen=True):
-    """chosen: index of a candidate; tied: how many shared the lowest score."""
+    """chosen: index of a candidate; tied: number of candidates with the lowest score."""
 
     chosen: int
     tied: int
@@ -114,7 +130,7 @@ class PolicyChoice(msgspec.Struct, frozen=True):
 
 
 def scored(rules: PolicyRules, facts: CandidateFacts) -> tuple[Column, Unit]:
-    """What the policy minimises, float64 [candidates], and its unit."""
+    """Return the score that the policy minimises, float64 [candidates], and its unit."""
     match rules.policy:
         case "cost":
             return facts.scores.total, "ms"
@@ -133,10 +149,11 @@ def choose(
 ) -> PolicyChoice:
     """Pick a candidate by its score [candidates].
 
-    total: predicted ms, by which a conversation decides whether it stays at `held`, the candidate that it was at, whatever the policy.
-    home: None: nowhere, or it does not matter. promised: seconds of promised work. Homes that are worth it (`HomeRanks.near`) come first, then the
-    lowest score; of equal ones (beside an engine's slowest rank, all ranks cost the same) the least promised work, and then the seed decides, u32
-    of chance. With a temperature (policies in ms only) a rank whose score is higher by d is drawn with exp(-d / temperature_ms) of the
+    total: predicted ms, by which a session decides to stay at `held`, its last rank, under any policy. home
+    None: there is none, or homes do not count. promised: seconds of outstanding work. Homes worth choosing
+    (`HomeRanks.near`) come first, then the lowest score. Ties (beside an engine's slowest rank, all ranks
+    cost the same) go to the least outstanding work, then to the seed, a random u32. With a temperature
+    (policies in ms only) a rank whose score is higher by d is drawn with exp(-d / temperature_ms) times the
     probability of the lowest.
     """
     cheapest = int(score.argmin())
@@ -168,22 +185,24 @@ def _classic(rules: PolicyRules, facts: CandidateFacts) -> Column:
 
 
 def _kv(facts: CandidateFacts) -> Column:
-    """Uncached share of the prompt; the relative load counts less than half a token and so decides among equals alone."""
+    """Return the uncached share of the prompt. Relative load counts less than half a token and so only breaks
+    ties.
+    """
     return np.asarray((facts.uncached + 0.5 * _relative(facts.scores.promised)) / max(facts.prompt_tokens, 1))
 
 
 def _round_robin(facts: CandidateFacts) -> Column:
-    """Turns until it is a candidate's turn."""
+    """Return the number of turns until each candidate's turn."""
     return np.asarray((np.arange(len(facts.uncached)) - facts.turn) % len(facts.uncached), np.float64)
 
 
 def _relative(promised: Column) -> Column:
-    """Of the most loaded candidate: 0..1."""
+    """Return the work relative to the most loaded candidate, 0..1."""
     most = promised.max()
     return promised / most if most > 0 else np.zeros(len(promised))
 
 
 def _drawn(above: Column, temperature_ms: float, seed: int) -> int:
-    """above: by how much each score is above the lowest."""
+    """Draw a candidate. above: distance of each score from the lowest."""
     sums = np.exp(above / -temperature_ms).cumsum()
     return min(int(sums.searchsorted(sums[-1] * ((seed % _SEEDS) + 0.5) / _SEEDS)), len(above) - 1)

@@ -1,6 +1,7 @@
-"""Decides where a request goes and books its load there: synchronous, out of what is known now. Nothing is awaited to decide.
+"""Scheduler: decides where a request goes and books its load there. Synchronous: a decision uses what is
+known now and awaits nothing.
 
-State: the view, the reservations, the two indices, the ranks' health, and the last decisions.
+State: the view, the reservations, the two prefix indices, the ranks' health, and the recent decisions.
 """
 
 from collections import OrderedDict
@@ -35,10 +36,11 @@ from router.scheduling.what_if import barred as supposed_gone
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
-    """What a decision is about. `context`: tokens the rank must have room for; `output`: tokens expected.
+    """Input of a decision. `context`: tokens the rank must have room for; `output`: expected tokens.
 
-    `tokenizer`: the digest of the one that made the prompt's ids; None: the prompt is text. `keys`: who asks. `supposed`: what is
-    to be supposed, where somebody only wants to know. `owner`: the tenant, whose salt is in the prompt's hashes. external: another data plane will send it.
+    `tokenizer`: digest of the tokenizer of the prompt's ids; None: the prompt is text. `keys`: identity of
+    the sender. `supposed`: assumptions of a what-if request. `owner`: the tenant, whose salt is in the
+    prompt's hashes. external: another data plane will send the request.
     """
 
     model: str
@@ -51,16 +53,16 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     supposed: Supposed = NOTHING
     owner: Owner = UNKNOWN_OWNER
     begun: BegunAnswer | None = None
-    """what the first tokens of an answer that is continued were computed by; None: there are none"""
+    """weights and rank behind the first tokens of a continued answer; None: a new answer"""
     external: bool = False
     only: RankKey | None = None
-    """the one rank that can serve it, as what it refers to is there"""
+    """the only rank that can serve it, because the objects it refers to are stored there"""
     passes_fields: bool = False
-    """it has fields that only engines serve which declare it (`Capabilities.passes_fields`)"""
+    """it has fields that are served only by engines that declare so (`Capabilities.passes_fields`)"""
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """Which attempt of a request this is, and what became of the ones before."""
+    """Number of this attempt of a request, and the outcome of the earlier ones."""
 
     number: int = 1
     replaces: str | None = None
@@ -71,17 +73,18 @@ FIRST_TRY = Attempt()
 _ELSEWHERE = "what this request refers to is on another server"
 NOBODY_BUSY: frozenset[RankKey] = frozenset()
 _NOBODY_TO_AVOID = (NOBODY_BUSY,)
-READS_ONLY = "it serves only the fields that Roost reads, and the request has others"
+READS_ONLY = "it serves only the fields that Roost reads, but the request has others"
 BUSY_SECONDS = 0.25
-"""How long a rank that says that it is busy is left alone."""
+"""Time for which a rank that reports to be busy gets no requests."""
 
 Lap = Callable[[str], None]
-"""Told the name of each part of a decision when it is done."""
+"""Called with the name of each part of a decision when that part is done."""
 
 
 class Scheduler:
-    """`kv` says what ranks with KV events hold, `prefixes` guesses it for the others, into the same `holders`; `foresight` foretells what a
-    request activates."""
+    """`kv` indexes the blocks held by ranks with KV events; `prefixes` estimates them for the other ranks, in
+    the same `holders`. `foresight` predicts which experts a request activates.
+    """
 
     def __init__(self, view: FleetView, reservations: Reservations, kv: KvEventIndex, prefixes: ApproximateIndex, config: RouterConfig) -> None:
         self.view = view
@@ -95,15 +98,15 @@ class Scheduler:
         self._limits = SaturationLimits(config.max_requests_per_rank, config.max_queue_seconds, config.max_kv_share)
         self._rules = PolicyRules.of(config)
         self._affinity = SessionAffinity(config.session_affinity_seconds)
-        self._said_busy: dict[RankKey, float] = {}
-        """until when ranks that said that they are busy count as saturated"""
+        self._busy_until: dict[RankKey, float] = {}
+        """end of the time for which a rank that reported to be busy counts as saturated"""
         self._turns: dict[str, int] = {}
-        """booked decisions by model"""
+        """number of booked decisions by model"""
         self._kept: OrderedDict[str, Decision] = OrderedDict()
         self._kept_bytes = 0
 
     def reconfigure(self, config: RouterConfig) -> None:
-        """Decide by these settings from now on."""
+        """Apply these settings from now on."""
         self._config = config
         self._limits = SaturationLimits(config.max_requests_per_rank, config.max_queue_seconds, config.max_kv_share)
         self._rules = PolicyRules.of(config)
@@ -114,29 +117,33 @@ class Scheduler:
 
     @property
     def expected_steps_left(self) -> int:
-        """Tokens that a request of which only a rank knows is expected to emit yet: on average half of its output has come."""
+        """Tokens still expected from a request known only to a rank: on average half of its output has come.
+        """
         return -(-self._config.expected_output_tokens // 2)
 
     def roster(self, model: str) -> TargetTable:
-        """The ranks that may serve a model. ApiError 404 for an unknown model; NoRoom (503) when none of its ranks lives."""
+        """Return the ranks that may serve a model. ApiError 404 for an unknown model; Saturated (503) when
+        none of its ranks is live.
+        """
         roster = self.view.roster(model)
         if not roster.targets:
             known = self.view.models(live=False)
             if not known:
                 raise ApiError(503, "no engine has joined yet", code="no_engine", retry_after=2.0)
             if model not in known:
-                said = f"the model {shortened(model, MOST_NAME)!r} does not exist; models served here: {', '.join(known)}"
-                raise ApiError(404, said, code="model_not_found", param="model")
+                message = f"the model {shortened(model, MOST_NAME)!r} does not exist; models served here: {', '.join(known)}"
+                raise ApiError(404, message, code="model_not_found", param="model")
             reasons = "; ".join(sorted({out.reason for out in roster.excluded if not out.reason.startswith("serves another")}))
             raise Saturated(503, f"no engine of model {model!r} is live at present ({reasons})", code="no_engine", retry_after=2.0)
         return roster
 
     def decide(self, need: RoutingRequest, decision_id: str, seed: int, now: float, attempt: Attempt = FIRST_TRY, lap: Lap | None = None) -> Decision:
-        """`lap` is told when each part of it is done. ApiError 404, 503 (no live engine, or all failed this request) or 429 (all saturated),
-        the last two with Retry-After."""
+        """Choose a rank. `lap` is called after each part. ApiError 404, 503 (no live engine, or all failed
+        this request) or 429 (all saturated), the last two with Retry-After.
+        """
         roster = self.roster(need.model)
         if roster.tokenizer != need.tokenizer:
-            raise ApiError(503, "the engines that are left read prompts in another way; ask again", code="upstream_failed", retry_after=1.0)
+            raise ApiError(503, "the remaining engines use another tokenizer; send the request again", code="upstream_failed", retry_after=1.0)
         load = self.reservations.load(roster.rows, now)
         found = self._candidates(roster, load, need, attempt, now)
         if lap is not None:
@@ -171,12 +178,14 @@ class Scheduler:
         return decision
 
     def places(self, model: str, now: float) -> int | None:
-        """How many more requests the model's ranks would take before all are saturated, at most; None: none of its ranks lives."""
+        """Return an upper bound on the further requests that the model's ranks accept before all are
+        saturated; None: no rank is live.
+        """
         roster = self.view.roster(model)
         if not roster.targets:
             return None
         load, bars = self.reservations.load(roster.rows, now), self.health.bars(roster, now)
-        full = saturated(roster, load, self._limits, self._busy_by_their_word(now), self.speeds.known(roster).queue)
+        full = saturated(roster, load, self._limits, self._reported_busy(now), self.speeds.known(roster).queue)
         free = np.where(full, 0, self._limits.most_requests(roster) - load[SEQUENCES])
         for barred in (bars.every, bars.hard):
             allowed = np.ones(len(free), np.bool_)
@@ -186,8 +195,9 @@ class Scheduler:
         return 0
 
     def arranged(self, decisions: Sequence[Decision], now: float) -> list[int]:
-        """In which order to decide anew for requests that get their places together, given what would be decided for each alone. Whom
-        there would be no place for in this order is left out."""
+        """Return the order in which to decide anew for requests that get their places together, given the
+        decision for each alone. Requests without a place in this order are left out.
+        """
         roster = self.view.roster(decisions[0].ask.model)
         if len(decisions) < 2 or any(decision.roster is not roster for decision in decisions):
             return list(range(len(decisions)))
@@ -195,8 +205,10 @@ class Scheduler:
         return order_of(decisions, self.reservations.load(roster.rows, now), self._limits, known.factors, known.queue)
 
     def book(self, decision: Decision, prompt: Prompt, now: float, *, external: bool = False, timed: bool = True) -> Booking:
-        """Promise the chosen rank the request's load, note the prompt where KV events will not, and keep the decision for reading back.
-        external: another data plane sends the request. timed: it will be known when its first token comes."""
+        """Add the request's load to the chosen rank, index the prompt if KV events will not, and keep the
+        decision for reading back. external: another data plane sends the request. timed: the time of its
+        first token will be known.
+        """
         target, ask = decision.target, decision.ask
         size = target.engine.block_size
         blocks = -(-(ask.prompt_tokens + ask.output_tokens) // size)
@@ -212,24 +224,26 @@ class Scheduler:
         return booking
 
     def went(self, rank: RankKey, session: int, prefix: Sequence[int], now: float) -> None:
-        """Another router sent a request of a session (0: of none) there, with a prompt that begins with these blocks (none: KV events will tell)."""
+        """Record a request that another router sent to a rank. session: 0 for none. prefix: the first blocks
+        of its prompt; empty if KV events will report them.
+        """
         state = self.view.engine(rank[0])
         if prefix and state is not None and not state.joined.capabilities.kv_events:
             self.prefixes.routed(rank, prefix, state.joined.kv_blocks or None)
         self._affinity.went(session, rank, now)
 
     def kept(self, decision_id: str) -> Decision | None:
-        """A decision that was booked, if it is among the last ones."""
+        """Return a booked decision if it is among the recent ones."""
         return self._kept.get(decision_id)
 
     def _rules_for(self, supposed: Supposed) -> PolicyRules:
         if supposed.without and self._rules.policy != "cost":
-            said = f"the policy {self._rules.policy} weighs no terms that could be left out; only the policy cost does"
-            raise ApiError(400, said, param="without", code="invalid_value")
+            message = f"the policy {self._rules.policy} has no terms to leave out; only the policy cost has"
+            raise ApiError(400, message, param="without", code="invalid_value")
         return self._rules.without(supposed.without)
 
     def _keep(self, decision: Decision) -> None:
-        """For reading back; the oldest make room."""
+        """Keep a decision for reading back. The oldest ones are evicted."""
         self._kept[decision.id] = decision
         self._kept_bytes += decision.nbytes
         while len(self._kept) > self._config.kept_decisions or self._kept_bytes > self._config.kept_bytes:
@@ -237,7 +251,7 @@ class Scheduler:
             self._kept_bytes -= oldest.nbytes
 
     def forget_worker(self, worker_id: int) -> None:
-        """An incarnation is gone for good."""
+        """Drop an incarnation that has left."""
         self.kv.remove_worker(worker_id)
         self.prefixes.forget_worker(worker_id)
         self._affinity.forget_worker(worker_id)
@@ -245,20 +259,24 @@ class Scheduler:
         self._turns = {model: turn for model, turn in self._turns.items() if model in models}
         self.health.forget_worker(worker_id)
         self.speeds.forget_worker(worker_id)
-        self._said_busy = {key: until for key, until in self._said_busy.items() if key[0] != worker_id}
+        self._busy_until = {key: until for key, until in self._busy_until.items() if key[0] != worker_id}
 
     def said_busy(self, rank: RankKey, now: float) -> None:
-        """A rank refused a request because it has too many: it counts as saturated for a moment, whatever is known of its load."""
-        self._said_busy[rank] = now + BUSY_SECONDS
+        """Mark a rank as saturated for a moment after it refused a request as busy, regardless of its known
+        load.
+        """
+        self._busy_until[rank] = now + BUSY_SECONDS
 
-    def _busy_by_their_word(self, now: float) -> frozenset[RankKey]:
-        if not self._said_busy:
+    def _reported_busy(self, now: float) -> frozenset[RankKey]:
+        if not self._busy_until:
             return NOBODY_BUSY
-        self._said_busy = {key: until for key, until in self._said_busy.items() if until > now}
-        return frozenset(self._said_busy)
+        self._busy_until = {key: until for key, until in self._busy_until.items() if until > now}
+        return frozenset(self._busy_until)
 
     def _candidates(self, roster: TargetTable, load: NDArray[np.int64], need: RoutingRequest, attempt: Attempt, now: float) -> Candidates:
-        """Breakers and outliers are ignored rather than refusing a request that nobody else can take, drains never are."""
+        """Return the candidates. Breakers and ejections are ignored if no other rank is left; drains never
+        are.
+        """
         bars = self.health.bars(roster, now)
         if need.supposed.gone:
             bars = bars.beside(supposed_gone(need.supposed.gone, roster))
@@ -267,12 +285,12 @@ class Scheduler:
             bars = bars.beside(others)
         if need.only is not None:
             if need.only not in roster.index:
-                raise ApiError(503, "the server that has what this request refers to does not answer at present", code="no_engine", retry_after=2.0)
+                raise ApiError(503, "the server that stores the objects of this request does not answer at present", code="no_engine", retry_after=2.0)
             bars = bars.beside({target.key: _ELSEWHERE for target in roster.targets if target.key != need.only})
         if need.passes_fields:
             plain = [target.key for target in roster.targets if not target.engine.capabilities.passes_fields]
             bars = bars.beside(dict.fromkeys(plain, READS_ONLY))
-        said_busy, prices = self._busy_by_their_word(now), self.speeds.known(roster).queue
+        said_busy, prices = self._reported_busy(now), self.speeds.known(roster).queue
         avoided = to_avoid([failure for failure in attempt.failures if failure[1] is not AttemptFailure.BUSY], roster) if attempt.failures else _NOBODY_TO_AVOID
         busy: Candidates | None = None
         for barred in (bars.every, bars.hard) if len(bars.every) > len(bars.hard) else (bars.every,):
@@ -288,20 +306,23 @@ class Scheduler:
             raise Saturated(429, "every rank that serves this model is saturated; try again later", code="saturated", retry_after=wait)
         if others:
             at = roster.index[next(iter(others))]
-            said = f"the answer broke off and cannot be continued: no rank with its weights is left ({roster.targets[at].name}: {next(iter(others.values()))})"
-            raise ApiError(503, said, code="weights_changed", retry_after=1.0)
+            reason = f"{roster.targets[at].name}: {next(iter(others.values()))}"
+            message = f"the answer broke off and cannot be continued: no rank with its weights is left ({reason})"
+            raise ApiError(503, message, code="weights_changed", retry_after=1.0)
         if attempt.failures:
-            said = f"every rank that serves this model failed this request, the last with {attempt.failures[-1][1].value}"
-            raise ApiError(503, said, code="upstream_failed", retry_after=2.0)
+            message = f"every rank that serves this model failed this request, the last with {attempt.failures[-1][1].value}"
+            raise ApiError(503, message, code="upstream_failed", retry_after=2.0)
         if len(bars.hard) == len(roster.targets):
-            said = f"every rank that serves the model {need.model!r} is draining; undo it with: roost drain ENGINE --undo"
-            raise ApiError(503, said, code="draining", retry_after=5.0)
+            message = f"every rank that serves the model {need.model!r} is draining; undo it with: roost drain ENGINE --undo"
+            raise ApiError(503, message, code="draining", retry_after=5.0)
         raise ApiError(503, "no rank that serves this model can take this request now", code="no_engine", retry_after=2.0)
 
     def _outlook(self, roster: TargetTable, need: RoutingRequest, overlap: NDArray[np.int64]) -> Outlook | None:
-        """Of all targets. A prompt that is known as text only is predicted by who asks alone: its hashes are not those of token blocks.
+        """Return the outlook of all targets. A prompt known only as text is predicted by its sender alone,
+        since its hashes are not those of token blocks.
 
-        overlap: int64 [targets]. What is cached somewhere was computed, and then its signature is probably known as far.
+        overlap: int64 [targets]. A cached prefix was computed before, so its signature is probably known up
+        to there.
         """
         if self.foresight.replica(need.model) is None:
             return None
@@ -322,18 +343,20 @@ class Scheduler:
 
 
 def _block_size(roster: TargetTable) -> int:
-    """Tokens of the blocks that signatures are kept by; where engines differ, the smallest of theirs."""
+    """Return the tokens per block of stored signatures: the smallest block size where engines differ."""
     return roster.block_sizes[0]
 
 
 def _ignored(roster: TargetTable, bars: Exclusions) -> tuple[Excluded, ...]:
-    """The ranks that would be left alone, were there others."""
+    """Return the ranks that would have been excluded if others were left."""
     soft = [target for target in roster.targets if target.key in bars.every and target.key not in bars.hard]
     return tuple(Excluded(target.engine.engine, target.rank, bars.every[target.key]) for target in soft)
 
 
 def _first_token_seconds(decision: Decision) -> float | None:
-    """After how long the chosen rank's first token is expected; None where a weight of 0 hides it, or nobody stated or measured a speed."""
+    """Return the expected seconds to the chosen rank's first token; None if a weight of 0 hides them, or the
+    speed is unknown.
+    """
     if not decision.is_measured(decision.chosen):
         return None
     prefill, queue = decision.scores.terms[:2, decision.chosen].tolist()  # the first two of TERMS

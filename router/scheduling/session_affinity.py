@@ -1,6 +1,7 @@
-"""Where conversations were last: a conversation stays with its rank for a while, so that what it left there is of use. Pure; time comes in.
+"""Session affinity: a session stays on its rank for a while, so that its KV cache there is reused. Pure; the
+time comes in as an argument.
 
-State: a rank per session, the longest unheard first.
+State: a rank per session, the one idle for longest first.
 """
 
 from collections import OrderedDict
@@ -9,7 +10,7 @@ from typing import NamedTuple
 from router.fleet_state.target_table import RankKey
 
 MOST_SESSIONS = 1 << 17
-"""About 30 MB; the session that was silent for longest makes room."""
+"""About 30 MB. The session idle for longest is evicted."""
 
 
 class _Stay(NamedTuple):
@@ -18,7 +19,7 @@ class _Stay(NamedTuple):
 
 
 class SessionAffinity:
-    """`seconds`: a session that was silent for so long is forgotten; 0: none is remembered."""
+    """`seconds`: a session that is idle for this time is forgotten; 0: no session is remembered."""
 
     def __init__(self, seconds: float, most: int = MOST_SESSIONS) -> None:
         self._most = most
@@ -29,13 +30,15 @@ class SessionAffinity:
         return len(self._stays)
 
     def set_seconds(self, seconds: float) -> None:
-        """From now on; what is remembered keeps its time, unless nothing is to be."""
+        """Apply another time from now on. Remembered sessions keep theirs, unless it is 0."""
         self._seconds = seconds
         if not seconds:
             self._stays.clear()
 
     def rank(self, session: int, now: float) -> RankKey | None:
-        """Where a session was last; None for session 0 (nobody said), and for one that is not known or was silent for too long."""
+        """Return the last rank of a session; None for session 0 (no session), and for one that is unknown or
+        expired.
+        """
         stay = self._stays.get(session)
         if stay is None:
             return None
@@ -45,7 +48,7 @@ class SessionAffinity:
         return stay.rank
 
     def went(self, session: int, rank: RankKey, now: float) -> None:
-        """A request of a session was sent to a rank."""
+        """Record that a request of a session was sent to a rank."""
         if not session or not self._seconds:
             return
         self._stays[session] = _Stay(rank, now + self._seconds)
@@ -53,12 +56,12 @@ class SessionAffinity:
         self._drop(now)
 
     def forget_worker(self, worker_id: int) -> None:
-        """An incarnation is gone for good."""
+        """Drop an incarnation that has left."""
         for session in [session for session, stay in self._stays.items() if stay.rank[0] == worker_id]:
             del self._stays[session]
 
     def _drop(self, now: float) -> None:
-        """Those that were silent for too long, and beyond the most the one that was for longest."""
+        """Drop expired sessions, and beyond the limit the one idle for longest."""
         while self._stays:
             first = next(iter(self._stays))
             if len(self._stays) <= self._most and self._stays[first].until >= now:

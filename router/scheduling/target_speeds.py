@@ -1,5 +1,7 @@
-"""How fast a roster's targets are, by all that is known: corrected where speeds are stated (`router.scheduling.speed_correction`), learnt where none is
-(`router.scheduling.speed_estimation`), and marked where nothing was measured. Pure; time comes in as an argument."""
+"""Speeds of the targets of a table, from all sources: corrected where speeds are stated
+(`router.scheduling.speed_correction`), estimated where none is (`router.scheduling.speed_estimation`), and
+marked where nothing was measured. Pure; the time comes in as an argument.
+"""
 
 from typing import NamedTuple
 
@@ -13,10 +15,11 @@ from router.scheduling.speed_estimation import SpeedEstimation
 
 
 class KnownSpeeds(NamedTuple):
-    """Of all targets of a roster.
+    """Speeds of all targets of a table.
 
-    factors: float64 [2, targets], what predicted prefill and decode seconds are multiplied with; None: 1. measured: bool [2, targets],
-    whether these seconds are stated or measured, rather than a guess by which targets can only be compared; None: all are.
+    factors: float64 [2, targets], multipliers of predicted prefill and decode seconds; None: 1. measured:
+    bool [2, targets], true where these seconds are stated or measured, false where they are a guess that only
+    compares targets; None: all true.
     """
 
     factors: NDArray[np.float64] | None
@@ -25,52 +28,60 @@ class KnownSpeeds(NamedTuple):
 
 
 class TargetSpeeds:
-    """State: both kinds of measured speeds, and what `known` made of them for each model's roster since they changed last."""
+    """State: both kinds of measured speeds, and the result of `known` for each model's target table since
+    their last change.
+    """
 
     def __init__(self, limit: float) -> None:
-        """limit: a stated speed is corrected by this factor at most, either way; 1: not at all."""
+        """limit: a stated speed is corrected by at most this factor, in either direction; 1: no correction.
+        """
         self._stated = SpeedCorrection(limit)
         self._learnt = SpeedEstimation()
         self._known: dict[str, tuple[TargetTable, KnownSpeeds]] = {}
 
     def reconfigure(self, limit: float) -> None:
-        """Use another limit from the next refresh on."""
+        """Apply another limit from the next refresh on."""
         self._stated.reconfigure(limit)
 
     def known(self, roster: TargetTable) -> KnownSpeeds:
-        """What a decision over this roster is to be priced with."""
+        """Return the speeds with which to price a decision over this target table."""
         found = self._known.get(roster.model)
         if found is None or found[0] is not roster:
             found = self._known[roster.model] = roster, self._find(roster)
         return found[1]
 
     def of(self, roster: TargetTable, target: int) -> tuple[float, float]:
-        """Factors of predicted prefill and decode seconds of one target, an index into the roster."""
+        """Return the factors of predicted prefill and decode seconds of one target, an index into the table.
+        """
         factors = self.known(roster).factors
         return (1.0, 1.0) if factors is None else (float(factors[0, target]), float(factors[1, target]))
 
     def prefilled(self, target: Target, row: int, predicted_s: float, beside_s: float, observed_s: float) -> None:
-        """Take in a first token, as `SpeedCorrection.prefilled` and `SpeedEstimation.first_token`. row: of the load tables."""
+        """Record a first token, as `SpeedCorrection.prefilled` and `SpeedEstimation.first_token`. row: of the
+        load tables.
+        """
         if target.engine.speed is not None:
             self._stated.prefilled(target.key, row, predicted_s, beside_s, observed_s)
         else:
             self._learnt.first_token(target.engine.model, target.key, predicted_s, beside_s, observed_s)
 
     def stepped(self, key: RankKey, row: int, predicted_s: float, observed_s: float, weight: float = 1.0, *, pool: str | None) -> None:
-        """Take in a decode step. pool: base model of a server that states no speed; None: it states one."""
+        """Record a decode step. pool: base model of a server that states no speed; None: the server states
+        one.
+        """
         if pool is None:
             self._stated.stepped(key, row, predicted_s, observed_s, weight)
         else:
             self._learnt.step(pool, key, predicted_s, observed_s, weight)
 
     def refresh(self, now: float) -> None:
-        """Make factors of the evidence, which ages. Until then decisions are priced as before."""
+        """Compute factors from the evidence, which ages. Until then decisions are priced as before."""
         self._stated.refresh(now)
         self._learnt.age(now)
         self._known.clear()
 
     def forget_worker(self, worker_id: int) -> None:
-        """Forget an incarnation; its rows may be another's next."""
+        """Drop an incarnation. Its rows may be reused by another."""
         self._stated.forget_worker(worker_id)
         self._learnt.forget_worker(worker_id)
         self._known.clear()
@@ -92,7 +103,9 @@ class TargetSpeeds:
 
 
 def _guess(roster: TargetTable, factors: NDArray[np.float64]) -> tuple[float, float]:
-    """Factors of the reference for what nobody measured yet: as fast as the first target that states a speed, for a fair comparison with it."""
+    """Return factors of the reference for unmeasured targets: as fast as the first target that states a
+    speed, for a fair comparison.
+    """
     stated = roster.stated.nonzero()[0]
     if not len(stated):
         return 1.0, 1.0
@@ -102,6 +115,8 @@ def _guess(roster: TargetTable, factors: NDArray[np.float64]) -> tuple[float, fl
 
 
 def _queue_prices(roster: TargetTable, factors: NDArray[np.float64] | None, measured: NDArray[np.bool_] | None) -> QueuePrices:
-    """Nothing is refused for a speed that was not measured: a queued token costs nothing there."""
+    """Return the queue prices. A queued token is free where the speed was not measured, so nothing is refused
+    for it.
+    """
     token_s = roster.prefill_token_s if factors is None else roster.prefill_token_s * factors[0]
     return QueuePrices.of(token_s if measured is None else np.where(measured[0], token_s, 0.0))

@@ -1,4 +1,4 @@
-"""What a decision may be asked to suppose, to see what would come of it: that terms do not count, and that ranks are gone. Pure."""
+"""Assumptions of what-if decisions: terms that do not count, and ranks that are gone. Pure."""
 
 from collections.abc import Iterable
 from urllib.parse import parse_qsl
@@ -8,13 +8,14 @@ from router.fleet_state.target_table import RankKey, TargetTable
 from router.scheduling.cost import TERMS
 from router.scheduling.decision_record import Supposed
 
-GONE = "gone, as supposed"
+GONE = "gone, as assumed"
 MOST_NAMES = 1024
 _MOST_LISTED = 16
 
 
 def asked(query: bytes) -> Supposed:
-    """What a query string asks to suppose: without=TERM and gone=ENGINE/RANK (or gone=ENGINE), both as often as wanted.
+    """Parse the assumptions of a query string: without=TERM and gone=ENGINE/RANK (or gone=ENGINE), each any
+    number of times.
 
     ApiError 400 for anything else.
     """
@@ -28,11 +29,13 @@ def asked(query: bytes) -> Supposed:
     return supposed((value for name, value in pairs if name == "without"), (value for name, value in pairs if name == "gone"))
 
 
-_USE = "what can be asked here is ?without=TERM and ?gone=ENGINE/RANK, both as often as wanted"
+_USE = "allowed here are ?without=TERM and ?gone=ENGINE/RANK, each any number of times"
 
 
 def supposed(without: Iterable[str], gone: Iterable[str]) -> Supposed:
-    """Names of terms and of ranks, or engines; each counts once. ApiError 400 for a term that does not exist; ranks are looked up later."""
+    """Validate names of terms and of ranks or engines; duplicates count once. ApiError 400 for an unknown
+    term; ranks are looked up later.
+    """
     terms, ranks = tuple(dict.fromkeys(without)), tuple(dict.fromkeys(gone))
     for term in terms:
         if term not in TERMS:
@@ -43,8 +46,9 @@ def supposed(without: Iterable[str], gone: Iterable[str]) -> Supposed:
 
 
 def barred(gone: tuple[str, ...], roster: TargetTable) -> dict[RankKey, str]:
-    """The ranks of these names, with the reason for which they are left out. ApiError 400 when there is none of such a name, or no
-    other would be left."""
+    """Return the ranks of these names, with the reason for their exclusion. ApiError 400 if no rank has such
+    a name, or no other rank would be left.
+    """
     found: dict[RankKey, str] = {}
     for name in gone:
         keys = [target.key for target in roster.targets if name in (target.name, target.engine.engine)]

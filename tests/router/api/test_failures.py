@@ -205,7 +205,7 @@ async def test_ids_are_never_given_to_an_engine_with_another_tokenizer(house: Ho
         assert [target.engine.engine for target in house.service.view.roster("demo").targets] == ["other"]
         first.break_off()
         body = await response.read()
-    assert b"read prompts in another way" in body
+    assert b"use another tokenizer" in body
     assert not other.requests
 
 

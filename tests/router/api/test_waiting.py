@@ -308,7 +308,7 @@ async def test_a_rank_that_says_it_is_busy_is_left_alone_for_a_moment(house: Hou
     assert {answer.status for answer in answers} == {200}
     assert len(ranks[0].requests) <= 2  # not once for every request
     record = (await house.get(f"/v1/decisions/{answers[-1].headers['x-roost-decision-id']}")).json
-    assert [out["reason"] for out in record["excluded"]] in ([], ["saturated: it said so itself a moment ago"])
+    assert [out["reason"] for out in record["excluded"]] in ([], ["saturated: it reported so a moment ago"])
 
 
 async def test_a_request_waits_for_a_rank_that_says_it_is_busy(house: House, serve_rank: Serve, byte_archive: bytes) -> None:

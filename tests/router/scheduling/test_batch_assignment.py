@@ -1,4 +1,6 @@
-"""Many requests assigned at once: nobody lost or doubled, capacities kept, as cheap as can be asked for, priced as decisions are."""
+"""Many requests assigned at once: none lost or duplicated, capacities respected, as cheap as possible, priced
+as decisions are.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,12 +32,14 @@ from router.scheduling.scheduler import RoutingRequest, Scheduler
 from tests.router.router_fixture import engine_joined
 
 FACTOR = 2.0
-"""Where capacities do not bind, a batch costs at most so many times what the best ranks would, in the same order."""
+"""Where capacities do not bind, a batch costs at most this multiple of the best ranks in the same order."""
 
 
 @dataclass
 class Table:
-    """Prices that rise with what was promised, simple enough to be checked by hand: a fixed part, and a price per token ahead."""
+    """Prices that rise with outstanding work, simple enough to check by hand: a fixed part, and a price per
+    token ahead.
+    """
 
     fixed: NDArray[np.float64]
     token: NDArray[np.float64]
@@ -62,7 +66,7 @@ def batch_of(pricing: Table, *, prefill: Any, room: Any = 1000, may: Any = True,
 
 
 def in_turn(batch: BatchAssignment, pricing: Table, order: Iterator[int] | range | tuple[int, ...]) -> list[Assignment]:
-    """The plain way, written without numpy's help: each in its turn takes what is cheapest then."""
+    """Assign in the plain way, without numpy: each request in its turn takes the cheapest target."""
     load = batch.load.copy()
     places = []
     for request in order:
@@ -83,7 +87,8 @@ def in_turn(batch: BatchAssignment, pricing: Table, order: Iterator[int] | range
 
 
 def optimum(batch: BatchAssignment, pricing: Table) -> tuple[int, float]:
-    """The most places, and the least they can cost, over every order and every choice: by trying all."""
+    """Return the most places, and their lowest cost, over every order and every choice, by exhaustive search.
+    """
     requests, targets = pricing.fixed.shape
 
     @cache
@@ -104,7 +109,7 @@ def optimum(batch: BatchAssignment, pricing: Table) -> tuple[int, float]:
 
 
 def best_ranks(batch: BatchAssignment, pricing: Table, order: list[int]) -> float:
-    """The least that requests can cost in this order, over every choice of ranks: by trying all."""
+    """Return the lowest cost of requests in this order, over every choice of ranks, by exhaustive search."""
     targets = pricing.fixed.shape[1]
     least = np.inf
     for chosen in product(range(targets), repeat=len(order)):
@@ -155,7 +160,7 @@ def test_nobody_is_lost_or_doubled_and_capacities_hold(case: tuple[BatchAssignme
         load[SEQUENCES, place.target] += 1
     still_open = (load[SEQUENCES] < batch.most_requests) & (load[PREFILL] <= batch.most_prefill)
     waiting = [request for request in range(len(batch.steps)) if request not in {place.request for place in places}]
-    assert not (batch.may[waiting] & still_open).any()  # nobody waits beside an open place
+    assert not (batch.may[waiting] & still_open).any()  # no request waits while a place is open
 
 
 @settings(max_examples=100, deadline=None)
@@ -233,7 +238,7 @@ SPEEDS = (
 
 
 def fleet(*ranks: int) -> TargetTable:
-    """Engines of so many ranks each, of different speeds."""
+    """Return engines with these numbers of ranks, of different speeds."""
     view = FleetView(Reservations(settle_seconds=0.1, stale_seconds=5.0))
     for number, count in enumerate(ranks):
         urls = [f"http://h:{100 * number + rank}" for rank in range(count)]

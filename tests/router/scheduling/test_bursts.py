@@ -1,4 +1,5 @@
-"""Bursts between two load reports: nobody is given much more than a fair share of the work, by predicted time."""
+"""Bursts between two load reports: no rank gets much more than its fair share of the work, in predicted time.
+"""
 
 from typing import Any, NamedTuple
 
@@ -24,11 +25,13 @@ MIXED = ((4, FAST), (4, SLOW), (1, CHATTY), (2, FAST))
 SINGLE = ((1, FAST), (1, SLOW), (1, CHATTY), (1, SLOW), (1, FAST))
 ALIKE = ((8, FAST), (8, FAST))
 STEPS_AHEAD = 128
-"""What runs already is predicted so far ahead."""
+"""Steps for which the running work is predicted."""
 
 
 class Burst(NamedTuple):
-    """Each [targets]. before: predicted seconds of work at the start; given: of the work that the burst's requests bring; requests: how many."""
+    """Each [targets]. before: predicted seconds of work at the start; given: of the work of the burst's
+    requests; requests: their number.
+    """
 
     before: NDArray[np.float64]
     given: NDArray[np.float64]
@@ -36,7 +39,9 @@ class Burst(NamedTuple):
 
 
 def burst(engines: Any, rules: PolicyRules, requests: int = 1000) -> Burst:
-    """Requests of mixed lengths that all come between two reports: every rank told its (random) load before, and nothing since."""
+    """Send requests of mixed lengths between two reports. Every rank has reported its (random) load before,
+    and nothing since.
+    """
     chance = np.random.default_rng(1)
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
     view = FleetView(reservations)
@@ -69,10 +74,9 @@ def burst(engines: Any, rules: PolicyRules, requests: int = 1000) -> Burst:
 
 
 def shares(found: Burst) -> NDArray[np.float64]:
-    """What each rank was given, relative to its fair share.
-
-    The fair share is what brings a rank to the mean of all ranks: predicted seconds of the work it had and of the work it was given, each
-    at the rank's own speed. A rank that was busy, or is slow, has a smaller share, or the same one with fewer requests.
+    """Return the work given to each rank, relative to its fair share. The fair share brings a rank to the
+    mean of all ranks, in predicted seconds of its previous work and of the given work, each at the rank's own
+    speed. A rank that was busy, or is slow, has a smaller share, or the same one with fewer requests.
     """
     level = (found.before + found.given).mean()
     assert (found.before < level).all(), "the burst is large enough for everybody"

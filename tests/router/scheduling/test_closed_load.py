@@ -1,4 +1,6 @@
-"""Requests under a closed load, decided as the router decides: they come to live at home, as far as that does not make the engine's slowest rank slower."""
+"""Requests under a closed load, decided as the router decides: they settle at their homes, as far as this
+does not slow the engine's slowest rank.
+"""
 
 from typing import Any
 
@@ -14,7 +16,7 @@ Table = NDArray[Any]
 
 @pytest.fixture(scope="module")
 def recorded() -> tuple[Table, Table]:
-    """Requests of four domains, each of which sends six pairs in ten to a quarter of the experts."""
+    """Return requests of four domains. Each sends six pairs in ten to a quarter of the experts."""
     dice = np.random.default_rng(0)
     domain = np.repeat(np.arange(4), 12)
     own = np.stack([dice.permutation(EXPERTS).reshape(4, -1) for _ in range(LAYERS)])

@@ -1,4 +1,4 @@
-"""Each term of the cost alone: its value by hand, and how it moves."""
+"""Each term of the cost alone: its value computed by hand, and its trend."""
 
 from dataclasses import replace
 from functools import reduce
@@ -39,7 +39,7 @@ SPEED = EngineSpeed(
 
 
 def load_of(*ranks: tuple[int, int, int, int]) -> NDArray[np.int64]:
-    """(prefill tokens, sequences, blocks, steps) of each rank, as a table."""
+    """Return a load table from (prefill tokens, sequences, blocks, steps) of each rank."""
     return np.array(ranks, np.int64).T
 
 
@@ -48,7 +48,7 @@ def expected(remote: Any = 0.0, nodes: Any = 0.0, added: Any = 0.0, gain: float 
 
 
 def priced(roster: TargetTable, load: Any = None, uncached: Any = 100, prompt: int = 100, output: int = 20, **more: Any) -> dict[str, list[float]]:
-    """Milliseconds by term, one per target."""
+    """Return milliseconds by term, one per target."""
     targets = len(roster.targets)
     load = np.zeros((AMOUNTS, targets), np.int64) if load is None else load
     found = score(roster, load, np.broadcast_to(np.asarray(uncached, np.int64), targets), prompt, output, Weights(), **more)
@@ -77,10 +77,10 @@ def test_the_queue_is_the_prefill_that_was_promised_before() -> None:
     ("load", "running"),
     [
         ((0, 0, 0, 0), 0.0),
-        ((0, 3, 90, 1000), 20 * 3 * (1.0 + 0.01 * 30)),  # all three run to the end and beyond
+        ((0, 3, 90, 1000), 20 * 3 * (1.0 + 0.01 * 30)),  # all three outlast the request
         ((0, 3, 90, 6), 6 * (1.0 + 0.01 * 30)),  # two steps each, and then they are done
         ((0, 3, 0, 60), 20 * 3 * 1.0),
-        ((0, 0, 50, 40), 0.0),  # nobody runs: blocks that are merely held cost nothing
+        ((0, 0, 50, 40), 0.0),  # no sequence runs: blocks that are merely held cost nothing
     ],
 )
 def test_decode_is_the_requests_own_steps_and_what_runs_beside_it_until_it_is_done(load: tuple[int, int, int, int], running: float) -> None:
@@ -115,7 +115,7 @@ def test_lockstep_is_waiting_for_the_slowest_rank_and_making_the_longest_prefill
     roster = view_of({"speed": speed, "ranks": 3})[0].roster("demo")
     found = priced(roster, load_of((0, 5, 0, 1000), (0, 2, 0, 1000), (150, 0, 0, 0)))["lockstep"]
     wait = [0.0, 20 * (5 - 2 - 1) * 1.0, 20 * (5 - 0 - 1) * 1.0]
-    longer = [0.0, 0.0, 100.0]  # 100 tokens beside 150 promised ones are hidden; behind them they are not
+    longer = [0.0, 0.0, 100.0]  # 100 tokens beside 150 outstanding ones are hidden; behind them they are not
     assert found == pytest.approx([one + other for one, other in zip(wait, longer, strict=True)])
 
 
@@ -135,7 +135,7 @@ def test_where_nothing_runs_a_prefill_makes_nobody_wait() -> None:
 
 
 def test_decode_and_lockstep_together_are_the_time_of_the_engines_steps() -> None:
-    """What a request does on any rank but the slowest is hidden behind it."""
+    """The work of a request on any rank but the slowest is hidden behind the slowest."""
     found = priced(pair(), load_of((0, 5, 0, 1000), (0, 1, 0, 1000)))
     slow, fast = (decode + lockstep for decode, lockstep in zip(found["decode"], found["lockstep"], strict=True))
     prefill = 100 * 1.0 + 1e-3 * 5000
@@ -166,7 +166,7 @@ def test_measured_speeds_multiply_what_they_were_measured_of() -> None:
     assert plain["lockstep"][0] > 0
 
 
-# Where terms are 0
+# Terms that are 0
 
 
 @pytest.mark.parametrize(
@@ -195,10 +195,10 @@ def test_an_engine_behind_one_url_is_one_target_whose_experts_are_not_priced() -
     view.heard(5, 0.0)
     view.price(5, 0, locality((0, 0), SHAPE, None, linear(layers=2, experts=4, ranks=2), halves()))
     assert not view.prices("demo").priced.any()
-    assert view.roster("demo").targets[0].note == "the engine is one target: which of its ranks a request will live on is not known"
+    assert view.roster("demo").targets[0].note == "the engine is one target: the rank of a request is not known"
 
 
-# How terms move
+# Trends of terms
 
 
 amounts = st.tuples(st.integers(0, 4000), st.integers(0, 9), st.integers(0, 500), st.integers(0, 900))
@@ -268,7 +268,7 @@ def test_the_expert_term_does_not_change_with_the_number_of_experts_where_the_ra
     assert local == pytest.approx(np.full(4, 0.25), rel=1e-5)
 
 
-# Where terms come from
+# Sources of terms
 
 
 def test_nodes_of_ranks_make_remote_nodes_and_engines_spread_alike_are_priced_alike() -> None:
@@ -346,4 +346,4 @@ def test_what_has_no_price_is_not_computed_and_would_have_been_nothing(state: di
 
 
 PLAIN = view_of({}, {})[0].roster("demo")
-"""Prices of nothing but tokens, steps, blocks and ranks."""
+"""Prices only of tokens, steps, blocks and ranks."""

@@ -1,4 +1,4 @@
-"""The pure part: who is a candidate, what each would cost, and which one is picked."""
+"""The pure part of a decision: candidates, their prices, and the choice."""
 
 from typing import Any
 
@@ -178,7 +178,7 @@ def test_text_only_engines_serve_a_model_that_nobody_serves_by_ids() -> None:
     assert [target.name for target in view.roster("demo").targets] == ["e1/0"]
 
 
-# What experts cost
+# Cost of experts
 
 
 def prices(found: DispatchCost) -> DispatchPrices:
@@ -264,7 +264,7 @@ def test_engines_that_began_alike_have_the_same_prices_whatever_their_epochs() -
 
 
 def aligned(gain: float = 1.0) -> tuple[TargetTable, Outlook]:
-    """Two ranks of one engine, and a request whose experts live on the second."""
+    """Return two ranks of one engine, and a request whose experts are on the second."""
     view, _ = view_of({"speed": SLOW}, clusters=halves())
     near, far = 2 * (1 - 0.9**2), 2 * (1 - 0.1**2)
     return view.roster("demo"), foretold([far, near], gain, [0.1, 0.9])
@@ -334,7 +334,7 @@ def test_engines_that_stay_silent_for_long_are_forgotten() -> None:
     view.heard(1, 700.0)
     assert view.sweep(700.0, 3.0, 600.0) == [2]
     assert view.engine(2) is None
-    assert reservations.add_rank((9, 0)) in (2, 3)  # the columns are free again
+    assert reservations.add_rank((9, 0)) in (2, 3)  # the columns are reused
 
 
 def test_a_new_incarnation_supersedes_the_one_before() -> None:
@@ -367,7 +367,7 @@ def test_an_older_placement_never_replaces_a_newer_one() -> None:
     assert view.roster("demo").targets[0].epoch == 5
     assert view.roster("demo").targets[0].note == "not priced yet"
     assert not view.place(1, linear(layers=2, experts=4, ranks=2), Layout(attention="dp", boundary=0))
-    view.price(1, 4, locality((0, 0), None, None, None, None))  # for an epoch that has passed
+    view.price(1, 4, locality((0, 0), None, None, None, None))  # for an outdated epoch
     assert view.roster("demo").targets[0].note == "not priced yet"
 
 
@@ -413,7 +413,7 @@ def test_rosters_of_unknown_models_are_not_kept() -> None:
     view, _ = view_of({})
     for number in range(50):
         assert not view.roster(f"model{number}").targets
-    assert len(view._rosters) == 0
+    assert len(view._tables) == 0
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,23 +1,25 @@
-"""Where both price the same thing, ranks come in the order of Dynamo's documented cost.
+"""Order of ranks compared with Dynamo's documented cost, for states that both price alike.
 
-Its cost, in KV blocks: prefill_load_scale * max(active prefill + incoming prefill - credit, 0) + active blocks + incoming blocks
-+ decode_active_request_weight * active requests. Ours becomes the same up to a constant with experts, distinct, lockstep and handover at
-weight 0, no price per pair of tokens, all engines alike, and speeds of this ratio: a prompt token costs scale / block size, O steps of a
-running sequence its weight, and O steps of a block 1.
+Dynamo's cost, in KV blocks: prefill_load_scale * max(active prefill + incoming prefill - credit, 0) + active
+blocks + incoming blocks + decode_active_request_weight * active requests. Ours becomes the same up to a
+constant under these conditions: experts, distinct, lockstep and handover have weight 0, pairs of tokens have
+no price, all engines are alike, and speeds have this ratio: a prompt token costs scale / block size, O steps
+of a running sequence cost its weight, and O steps of a block cost 1.
 
-What remains different, and why:
-- A prompt that is cached whole: here at least one token is computed, since its logits are needed; there it may count 0.
-- Running requests count here as long as they are expected to run, and whole only if they outlast the new one; there their blocks count
-  whole until they end (a decay by expected output length can be switched on).
-- Blocks that several running requests share count once there, and once per request here: bookings are numbers, and what a rank reports
-  is its own count.
-- Speeds: blocks cost the same there on every worker. Here they are seconds of each engine, corrected by what is measured, and an engine's
-  own steps count too; equal engines differ by neither.
-- Attention over a long prompt is quadratic here where an engine says so; there it is linear.
-- Host and disk caches, credits above 1 and their decay, taints: there is nothing to compare them with here.
-- Incoming blocks are whole there and fractions here; the same for all ranks of one block size.
-- Equals are drawn there; here the one with the least promised work comes first, then chance. Temperature is relative there, in
-  milliseconds here.
+Remaining differences, with reasons:
+- A fully cached prompt: here at least one token is computed, since its logits are needed; there it may count
+  0.
+- Running requests count here for their expected run time, and fully only if they outlast the new one; there
+  their blocks count fully until they end (a decay by expected output length can be switched on).
+- Blocks shared by several running requests count once there, and once per request here: bookings are numbers,
+  and a rank reports its own count.
+- Speeds: blocks cost the same there on every worker. Here they are seconds of each engine, corrected by
+  measurements, and an engine's own steps count, too. Equal engines differ in neither.
+- Attention over a long prompt is quadratic here if an engine states so; there it is linear.
+- Host and disk caches, credits above 1 and their decay, taints: they have no counterpart here.
+- Incoming blocks are rounded up there and fractions here; the same for all ranks of one block size.
+- Ties are drawn there; here the rank with the least outstanding work comes first, then chance. Temperature is
+  relative there, in milliseconds here.
 """
 
 from itertools import pairwise
@@ -34,12 +36,12 @@ from tests.router.router_fixture import engine_joined
 
 BLOCK, OUTPUT, RANKS = 16, 128, 8
 BLOCK_SECONDS = 1e-3
-"""What one of Dynamo's blocks stands for."""
+"""Seconds of one of Dynamo's blocks."""
 COMMON = Weights(experts=0.0, distinct=0.0, lockstep=0.0, handover=0.0)
 
 
 def roster_of(scale: float, per_request: float) -> TargetTable:
-    """Two engines of four ranks."""
+    """Return two engines of four ranks."""
     speed = EngineSpeed(
         prefill_token=scale * BLOCK_SECONDS / BLOCK, decode_block=BLOCK_SECONDS / OUTPUT, decode_sequence=per_request * BLOCK_SECONDS / OUTPUT, step=7e-3
     )
@@ -53,7 +55,9 @@ def roster_of(scale: float, per_request: float) -> TargetTable:
 
 @pytest.mark.parametrize(("scale", "per_request"), [(1.0, 0.0), (2.0, 0.0), (4.0, 1.5), (1.0, 8.0)])
 def test_the_order_of_ranks_is_dynamos_on_ten_thousand_random_states(scale: float, per_request: float) -> None:
-    """2,500 states of eight ranks for each of four settings; loads, prompts and what is cached of them are random."""
+    """2,500 states of eight ranks for each of four settings. Loads, prompts and their cached parts are
+    random.
+    """
     roster = roster_of(scale, per_request)
     chance = np.random.default_rng(int(10 * scale + per_request))
     for _ in range(2500):
@@ -69,7 +73,8 @@ def test_the_order_of_ranks_is_dynamos_on_ten_thousand_random_states(scale: floa
 
 
 def loads(chance: np.random.Generator) -> Amounts:
-    """Random loads; every running request outlasts the new one, and ranks without any hold no blocks."""
+    """Return random loads. Every running request outlasts the new one, and ranks without any hold no blocks.
+    """
     load = np.zeros((AMOUNTS, RANKS), np.int64)
     load[PREFILL] = chance.integers(0, int(chance.choice([2, 500, 60_000])), RANKS)
     load[SEQUENCES] = chance.integers(0, int(chance.choice([3, 200])), RANKS)

@@ -1,4 +1,4 @@
-"""Who is picked once all are priced: policies, ties, temperature, sessions; and what the record says of it."""
+"""The choice among priced ranks: policies, ties, temperature, sessions; and its record."""
 
 from collections import Counter
 from math import exp
@@ -36,7 +36,8 @@ Four = tuple[int, int, int, int]
 
 
 def four(policy: str, queued: Four = (0, 0, 0, 0), **more: Any) -> Decision:
-    """Four engines of one rank; queued: prompt tokens promised to each, one millisecond a token."""
+    """Return four engines of one rank. queued: outstanding prompt tokens of each, one millisecond per token.
+    """
     load = np.zeros((AMOUNTS, 4), np.int64)
     load[PREFILL] = queued
     rules = more.pop("rules", {})
@@ -72,7 +73,9 @@ def test_round_robin_gives_each_its_turn() -> None:
 
 
 def test_classic_weighs_shares_that_have_no_unit() -> None:
-    """alpha * uncached share + beta * remote share of expert traffic, as far as it is believed + gamma * load relative to the most loaded."""
+    """alpha * uncached share + beta * calibrated remote share of expert traffic + gamma * load relative to
+    the most loaded.
+    """
     outlook = foretold([1.0] * 4, gain=0.5, local=[0.25, 0.5, 0.0, 1.0], priced=[True, True, True, False])
     decision = four("classic", (50, 0, 100, 0), overlap=[5, 0, 10, 25], outlook=outlook, rules={"alpha": 2.0, "beta": 3.0, "gamma": 0.5})
     uncached, remote, relative = [0.8, 1.0, 0.6, 0.01], [0.5 * 0.75, 0.5 * 0.5, 0.5, 0.0], [0.5, 0.0, 1.0, 0.0]
@@ -107,7 +110,7 @@ def test_equals_are_told_apart_by_chance_alone(seed: int) -> None:
 
 
 def test_beside_an_engines_slowest_rank_all_cost_the_same_and_the_least_promised_work_decides() -> None:
-    """Whatever runs there is hidden behind the slowest rank, up to rounding."""
+    """All work there is hidden behind the slowest rank, up to rounding."""
     view, _ = view_of({"ranks": 4, "speed": EngineSpeed(prefill_token=1e-4, decode_sequence=1e-3, decode_block=0.0)})
     load = np.zeros((AMOUNTS, 4), np.int64)
     load[SEQUENCES], load[STEPS] = (9, 3, 2, 3), 10**6
@@ -126,7 +129,7 @@ def test_one_candidate_alone_is_only_that() -> None:
 
 
 def test_temperature_draws_by_how_much_dearer_a_rank_is() -> None:
-    """A rank that costs the temperature more is drawn 1/e times as often as the cheapest."""
+    """A rank that costs more by the temperature is drawn 1/e times as often as the cheapest."""
     score, rules = np.array([0.0, 10.0, 20.0, 500.0]), PolicyRules(temperature_ms=10.0)
     drawn = Counter(choose(rules, score, "ms", score, score, number * 2**32 // 4000, None).chosen for number in range(4000))
     weights = [1.0, exp(-1), exp(-2), exp(-50)]
@@ -202,7 +205,7 @@ def test_nobodys_session_is_not_kept_and_without_a_time_none_is() -> None:
     assert affinity.rank(5, 0.0) is None
 
 
-# Through the picker
+# Through the scheduler
 
 
 def picker_of(ranks: int, **config: Any) -> tuple[Scheduler, RoutingRequest]:

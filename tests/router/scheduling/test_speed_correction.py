@@ -1,4 +1,4 @@
-"""Measured speeds: bounded, robust, forgotten with their engine, and they make prices right."""
+"""Measured speeds: bounded, robust, forgotten with their engine, and they correct the prices."""
 
 from math import exp, log
 
@@ -13,7 +13,7 @@ KEY, ROW = (7, 0), 3
 
 
 def factors(speeds: SpeedCorrection, *rows: int, now: float = 0.0) -> list[list[float]]:
-    """[2][rows], after a refresh."""
+    """Return factors [2][rows], after a refresh."""
     speeds.refresh(now)
     found: list[list[float]] = speeds.factors(np.array(rows)).tolist()
     return found

@@ -1,4 +1,6 @@
-"""Learnt speeds: measured before they count, pooled over like servers, robust, and never forgotten while one server is left."""
+"""Estimated speeds: measured before they count, pooled over similar servers, robust, and kept while one
+server is left.
+"""
 
 from math import exp, log
 

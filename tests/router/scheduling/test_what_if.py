@@ -1,4 +1,6 @@
-"""What would be decided if: terms that do not count, and ranks that are gone; asked over HTTP, of the bus's word and of the command."""
+"""Decisions under assumptions: terms that do not count, and ranks that are gone; requested over HTTP, over
+the bus, and by the command.
+"""
 
 import asyncio
 import re
@@ -27,7 +29,9 @@ async def explained(house: House, query: str = "", body: Any = None) -> Decision
 
 
 async def two_engines(open_house: OpenHouse, packed: bytes, **settings: Any) -> House:
-    """engine "thinker" computes prompts slowly, "stepper" emits slowly; prompts are short, so that "thinker" is cheaper."""
+    """Return two engines. "thinker" computes prompts slowly, "stepper" emits slowly. Prompts are short, so
+    "thinker" is cheaper.
+    """
     house = await open_house(**settings)
     await house.join("thinker", ["http://h:1"], packed, speed=SLOW_PREFILL)
     await house.join("stepper", ["http://h:2", "http://h:3"], packed, speed=SLOW_STEPS)
@@ -57,7 +61,7 @@ async def test_ranks_that_are_gone_are_excluded_with_that_reason(open_house: Ope
     house = await two_engines(open_house, byte_archive)
     one = await explained(house, "?gone=thinker/0&gone=stepper/1")
     assert (one.chosen, one.why, one.if_gone) == ("stepper/0", "only", None)
-    assert [(out.engine, out.rank, out.reason) for out in one.excluded] == [("thinker", 0, "gone, as supposed"), ("stepper", 1, "gone, as supposed")]
+    assert [(out.engine, out.rank, out.reason) for out in one.excluded] == [("thinker", 0, "gone, as assumed"), ("stepper", 1, "gone, as assumed")]
     whole = await explained(house, "?gone=stepper")
     assert [candidate.engine for candidate in whole.candidates] == ["thinker"]
 
@@ -103,7 +107,7 @@ def test_the_buss_question_may_suppose_as_well() -> None:
 
 
 async def explain(house: House, *arguments: str) -> str:
-    """What `roost explain` prints; lines are not broken."""
+    """Return the output of `roost explain`, without line breaks."""
     found = await asyncio.to_thread(CliRunner(env={"COLUMNS": "300"}).invoke, app, ["explain", "hello there", "--router", house.url, *arguments])
     assert found.exit_code == (1 if "nowhere/9" in arguments else 0), found.output
     return found.output
@@ -117,7 +121,7 @@ async def test_the_command_says_why_and_what_would_have_been(open_house: OpenHou
     assert re.search(r"if thinker/0 were gone: stepper/\d", said)
     said = await explain(house, "--without", "decode", "--gone", "stepper/1", "--session", "s", "--tenant", "t")
     assert "supposed: decode does not count, stepper/1 is gone" in said
-    assert "gone, as supposed" in said
+    assert "gone, as assumed" in said
     assert "no rank or engine 'nowhere/9' serves the model 'demo'" in await explain(house, "--gone", "nowhere/9")
 
 
