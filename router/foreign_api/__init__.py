@@ -1,4 +1,5 @@
-"""APIs of servers that Roost does not run: routes, fields, headers, streams, as far as routing reads them. Pure.
+"""APIs of servers that Roost does not run: routes, fields, headers and streams, as far as routing reads them.
+Pure.
 
-Admission rule: values and rules. What talks to such servers is in `passthrough` and `upstream`.
+Admission rule: values and rules. The code that talks to such servers is in `passthrough` and `upstream`.
 """

@@ -1,5 +1,6 @@
-"""Fields of a request: which keep the rest of its answer from being exact at another server, and which go
-on to it. Pure."""
+"""Request fields and continuation: fields that prevent an exact continuation of the answer at another server,
+and fields that are copied into the continuation request. Pure.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +35,7 @@ GOES_ON = frozenset(
         ),
     }
 )
-"""Fields that are sent to the next server as they came."""
+"""Fields copied unchanged into the continuation request."""
 _PROMPT_ONLY = frozenset(
     {
         "messages",
@@ -66,7 +67,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "include_reasoning": (True, False),
 }
-"""Fields that change nothing with these values; with others the rest would not be exact."""
+"""Neutral values by field. With other values a continuation would not be exact."""
 
 
 class _Part(msgspec.Struct):
@@ -78,12 +79,13 @@ class _Message(msgspec.Struct):
 
 
 _LONG: dict[str, Any] = {"messages": list[_Message], "prompt": str | list[int]}
-"""Forms of which one choice of plain text is made."""
+"""Forms that consist of one choice of plain text."""
 
 
 def read_fields(body: bytes) -> dict[str, Any]:
-    """Messages and prompts, which may be long, are not kept: True where they are plain text (or ids), else
-    False."""
+    """Decode the fields of a body. Messages and prompts may be long: they become True if they are plain text
+    (or ids), else False.
+    """
     try:
         raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         fields = {name: msgspec.json.decode(value) for name, value in raw.items() if name not in _LONG}
@@ -104,8 +106,7 @@ def _is_plain(raw: msgspec.Raw, kind: Any) -> bool:
 
 
 def obstacle(fields: Mapping[str, Any], *, chat: bool) -> str | None:
-    """The first thing in a request that keeps its rest from being exact at another server; None: there is
-    none."""
+    """Return the first reason why the rest of the answer would not be exact at another server, or None."""
     for name, value in fields.items():
         known = name in GOES_ON or name in _PROMPT_ONLY or name in _HARMLESS
         if not known and value is not None and not any(type(value) is type(one) and value == one for one in _NEUTRAL.get(name, ())):
@@ -113,13 +114,13 @@ def obstacle(fields: Mapping[str, Any], *, chat: bool) -> str | None:
     if not fields:
         return "its body cannot be read"
     if fields.get("seed") is not None and fields.get("temperature") != 0:
-        return "its seed's random numbers would begin again"
+        return "the random numbers of its seed would start over"
     if any(value for name, value in (fields.get("stream_options") or {}).items() if name != "include_usage"):
         return "stream_options has more than include_usage"
     if type(fields.get("return_token_ids", True)) is not bool or any(_odd(fields, name) for name in ("max_tokens", "max_completion_tokens")):
         return "a field has an unusual type"
     if not fields.get("messages" if chat else "prompt"):
-        return "its messages have more than text" if chat else "it has several prompts"
+        return "its messages contain more than text" if chat else "it has several prompts"
     return None
 
 

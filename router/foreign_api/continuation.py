@@ -1,16 +1,17 @@
-"""A stream of a foreign server that another one can continue: its ids as they pass, and what to ask of the
-next server. Pure.
+"""Continuation of a foreign server's stream at another server: records the ids as they pass, and builds the
+request for the next server. Pure.
 
-Continued is only what stays exact: one choice of plain text from a server that returns token ids. At
-temperature 0 the rest is the same on any server. A sampled answer without a seed is continued, too:
-what is drawn next depends on the tokens so far alone, so another server's random numbers are as good. With a
-seed they are not, as they would begin again.
+A stream is continued only if the answer stays exact: one choice of plain text from a server that returns
+token ids. At temperature 0 the rest is the same on any server. A sampled answer without a seed is continued,
+too: the next draw depends only on the tokens so far, so another server's random numbers are as good. With a
+seed they are not, since they would start over.
 
-The next server begins with prompt ids + emitted ids, at a position where the text of the ids is what the
-client has: there is then no half character, and nothing that the first server held back because a stop string
-might begin in it. Where that position lies before the last id, the next server computes the ids in between
-again, and their text, which the client has already, is compared and left out; this needs temperature 0.
-Positions are found without a tokenizer (`_Mark`), or by asking a server for the text of ids (`fits`).
+The next server begins with prompt ids + emitted ids, at a position where the text of the ids equals the text
+that the client has. At such a position there is no partial character, and no text held back by the first
+server because a stop string might begin there. If that position lies before the last id, the next server
+computes the ids in between again. Their text is compared with the text that the client already has and left
+out. This requires temperature 0. Positions are found without a tokenizer (`_Mark`), or by requesting the text
+of ids from a server (`fits`).
 """
 
 import re
@@ -24,14 +25,14 @@ from router.foreign_api.continuable_fields import GOES_ON, obstacle, read_fields
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 UNKNOWN_CONTEXT = 2**31 - 1
 MOST_POSITIONS = 16
-"""Positions whose text is asked for, from the last id backwards."""
+"""Most positions for which a server's text is requested, from the last id backwards."""
 MOST_IDS = 1 << 20
-"""of an answer whose limit is not known"""
+"""Most ids of an answer without a known limit."""
 _TEXT_DEFAULT = 16
-"""tokens of a completion that names no limit"""
+"""Tokens of a completion that states no limit."""
 _IDS = re.compile(rb'"(prompt_token_ids|token_ids)":\s*\[[0-9,\s]*\]')
 _CONTEXT_IDS = 32
-"""of the prompt, before the answer's: detokenisers look back a few"""
+"""Prompt ids sent before the answer's ids, since detokenizers look back a few ids."""
 _ASK = b'"return_token_ids":true'
 _HALF = "\ufffd"
 
@@ -61,57 +62,57 @@ _FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class InexactContinuation(Exception):
-    """The rest of an answer would not be exact; the text says why."""
+    """The rest of an answer would not be exact. The text gives the reason."""
 
 
 class _Mark(NamedTuple):
-    """A position where text and ids agree: one id brought text that ends in no half character, so that
-    nothing is held back."""
+    """Position at which text and ids agree: a single id produced text that ends in no partial character, so
+    nothing is held back.
+    """
 
     ids: int
     characters: int
 
 
 class Continuable:
-    """One stream, across servers. `obstacle` says why it cannot be continued; None: nothing is known
-    against it."""
+    """One stream, across servers. `obstacle`: reason why it cannot be continued; None: no reason is known."""
 
     def __init__(self, path: str, body: bytes, context: int) -> None:
-        """context: of the model, in tokens; UNKNOWN_CONTEXT where no server says."""
+        """context: context length of the model in tokens; UNKNOWN_CONTEXT if no server reports it."""
         self._chat = path == CHAT_PATH
         self._fields = read_fields(body)
         self._context = context
         self._body = body
         self.obstacle = obstacle(self._fields, chat=self._chat)
         self.broken: str | None = None
-        """the reason why the present server's stream is of no use any longer, though it has not ended"""
+        """reason why the present server's stream has become useless before its end"""
         self.finished = False
-        """the finish reason has come"""
+        """True once the finish reason has arrived"""
         self.prompt: list[int] | None = None
         self.ids: list[int] = []
-        """that the answer consists of, as far as it is computed"""
+        """ids of the answer computed so far"""
         self._parts: list[str] = []
-        """of the text that the client has"""
+        """pieces of the text that the client has"""
         self._characters = 0
         self._given: list[int] = []
-        """ids that the client has, if it asked for them"""
+        """ids that the client has, if it requested them"""
         self._ask = self.obstacle is None and "return_token_ids" not in self._fields
         self._shows_ids = bool(self._fields.get("return_token_ids"))
         self._stops = bool(self._fields.get("stop"))
         self._mark = _Mark(0, 0)
-        """the last one"""
+        """the last mark"""
         self._head: dict[str, Any] = {}
         self._counted = False
-        """usage has come"""
+        """True once usage has arrived"""
         self._continued = False
         self._base = 0
-        """ids of the answer that were part of the present server's prompt"""
+        """number of the answer's ids in the present server's prompt"""
         self._known_text = ""
         self._known_ids: list[int] = []
-        """what the client has already, and the present server computes again"""
+        """ids that the client already has and the present server computes again"""
 
     def body(self) -> bytes:
-        """The client's body, asking for ids beside: all else byte for byte."""
+        """Return the client's body with a request for ids added. All other bytes stay unchanged."""
         if not self._ask:
             return self._body
         start = self._body.index(b"{") + 1
@@ -119,19 +120,20 @@ class Continuable:
 
     @property
     def text(self) -> str:
-        """The text that the client has."""
+        """Text that the client has."""
         return "".join(self._parts)
 
     @property
     def begun(self) -> bool:
-        """Something has come that only a continuation keeps."""
+        """True once something has arrived that only a continuation can keep."""
         return bool(self.ids) or self.finished or self.obstacle is not None
 
-    # What passes
+    # Events that pass
 
     def take(self, events: bytes) -> bytes:
-        """Note whole events of the present server; returns what the client gets of them. `broken` tells
-        whether more is to be read."""
+        """Record complete events of the present server. Return the bytes for the client. Once `broken` is
+        set, stop reading.
+        """
         passed = []
         *whole, rest = events.split(b"\n\n")
         if rest:  # an event too long to be read, or other line ends
@@ -145,8 +147,9 @@ class Continuable:
         return b"".join([*passed, rest])
 
     def _noted(self, event: bytes) -> bytes:
-        """An event of the first server, as the client gets it. Inexact at an error, if another server can
-        go on."""
+        """Translate an event of the first server for the client. InexactContinuation at an error, if another
+        server can continue.
+        """
         try:
             chunk = _chunk(event)
         except InexactContinuation as inexact:
@@ -164,7 +167,7 @@ class Continuable:
         return _IDS.sub(rb'"\1":null', event) if self._ask else event
 
     def _add(self, choice: _Choice, text: str) -> None:
-        """A piece of the answer, with the text that is new to the client."""
+        """Record a piece of the answer, with the text that is new to the client."""
         ids = choice.token_ids
         other = [name for name, value in choice.delta.items() if name not in ("role", "content") and value]
         if other or choice.index:
@@ -173,7 +176,7 @@ class Continuable:
             self.obstacle = "the server returns no token ids"
         self.ids += ids or ()
         if len(self.ids) > (self._limit() or MOST_IDS):
-            self.obstacle = "the server sent more tokens than were asked for"
+            self.obstacle = "the server sent more tokens than requested"
         self._parts.append(text)
         self._characters += len(text)
         if text and ids is not None and len(ids) == 1 and text == _own_text(choice) and not self._stops and not text.endswith(_HALF):
@@ -181,8 +184,9 @@ class Continuable:
         self.finished = self.finished or choice.finish_reason is not None
 
     def _translated(self, event: bytes) -> bytes:
-        """An event of a server that continues, in the form of the client's own stream. Inexact when it
-        cannot be the rest."""
+        """Translate an event of a continuing server into the form of the client's own stream.
+        InexactContinuation if the event cannot belong to the rest.
+        """
         chunk = _chunk(event)
         if chunk is None:
             return event + b"\n\n"  # a comment, or the end
@@ -197,12 +201,12 @@ class Continuable:
         ids = choice.token_ids or []
         again = min(len(ids), len(self._known_ids))
         if choice.text[:shared] != self._known_text[:shared] or ids[:again] != self._known_ids[:again]:
-            self.obstacle = "another server computes another text than the client has already"
+            self.obstacle = "another server computes text that differs from what the client already has"
             raise InexactContinuation(self.obstacle)
         self._known_text, self._known_ids = self._known_text[shared:], self._known_ids[again:]
         text, fresh = choice.text[shared:], ids[again:]
         if choice.finish_reason is not None and (self._known_text or self._known_ids):
-            self.obstacle = "another server ends the answer before what the client has already"
+            self.obstacle = "another server ends the answer before the text that the client already has"
             raise InexactContinuation(self.obstacle)
         self._add(choice, text)
         self._given = self.ids if len(self.ids) > len(self._given) else self._given
@@ -217,7 +221,9 @@ class Continuable:
         return self._event({"choices": [about | {"token_ids": ids if self._shows_ids else None}]})
 
     def _usage(self, completion: int) -> bytes:
-        """Of the client's own prompt, and of all servers' tokens; completion: those of the present one."""
+        """Return the usage: the client's own prompt, and the tokens of all servers. completion: those of the
+        present one.
+        """
         self._counted = True
         prompt, completion = len(self.prompt or ()), self._base + completion
         counts = {
@@ -237,30 +243,32 @@ class Continuable:
         }
         return b"data: " + msgspec.json.encode({**head, **more}) + b"\n\n"
 
-    # What to ask of the next server
+    # Request to the next server
 
     def why_not(self) -> str | None:
-        """Why the stream cannot be continued now; None: it can."""
+        """Return the reason why the stream cannot be continued now, or None."""
         if self.obstacle is None and self.prompt is None:
             return "the server returned no token ids"
         if self.obstacle is None and self._limit() is None:
-            return "it names no max_tokens, and the context of its model is not known"
+            return "it states no max_tokens, and the context length of its model is unknown"
         return self.obstacle
 
     def positions(self) -> range:
-        """Numbers of ids whose text a server may be asked for, to continue behind them; none where the
-        last position is known to be right."""
+        """Return the numbers of ids after which a continuation may begin and whose text must be requested.
+        Empty if the last position is known to be right.
+        """
         if self._mark == _Mark(len(self.ids), self._characters):
             return range(0)
         return range(len(self.ids), max(self._mark.ids, len(self.ids) - MOST_POSITIONS), -1)
 
     def context_of(self, ids: int) -> list[int]:
-        """Ids to ask the text of: the end of the prompt, and the first `ids` of the answer."""
+        """Return the ids whose text to request: the end of the prompt, and the first `ids` of the answer."""
         return (self.prompt or [])[-_CONTEXT_IDS:] + self.ids[:ids]
 
     def fits(self, ids: int, before: str, text: str) -> bool:
-        """Tell whether the answer can be continued behind so many ids, given the texts of `context_of` 0
-        and of `context_of` those."""
+        """Return True if the answer can be continued after `ids` ids. before, text: the texts of
+        `context_of(0)` and of `context_of(ids)`.
+        """
         own = text[len(before) :]
         if not text.startswith(before) or not self.text.startswith(own) or own.endswith(_HALF):
             return False
@@ -268,8 +276,9 @@ class Continuable:
         return True
 
     def request(self) -> bytes | None:
-        """The body for the next server's /v1/completions; None: every token has come, only the end is
-        missing. Inexact when the rest would not be exact."""
+        """Return the body for the next server's /v1/completions; None if all tokens have arrived and only the
+        end is missing. InexactContinuation if the rest would not be exact.
+        """
         mark, limit = self._mark, self._limit()
         assert self.prompt is not None
         assert limit is not None
@@ -278,7 +287,7 @@ class Continuable:
             self._given[mark.ids :] if self._shows_ids else [],
         )
         if (again_text or again_ids) and self._fields.get("temperature") != 0:
-            raise InexactContinuation("it is sampled, and no position is known where the client's text is that of whole tokens")
+            raise InexactContinuation("it is sampled, and no position is known where the client's text ends with a complete token")
         if self.finished or mark.ids >= limit:
             return None
         self._known_text, self._known_ids = again_text, again_ids
@@ -294,7 +303,7 @@ class Continuable:
         )
 
     def ending(self) -> bytes:
-        """The end of an answer whose every token has come."""
+        """Return the end of an answer whose tokens have all arrived."""
         end = b"" if self.finished else self._piece("", [], _Choice(finish_reason="length"))
         options = self._fields.get("stream_options") or {}
         counted = self._usage(len(self.ids) - self._base) if options.get("include_usage") and not self._counted else b""
@@ -302,12 +311,12 @@ class Continuable:
 
     @property
     def left(self) -> int:
-        """Tokens that may come yet."""
+        """Return the number of tokens that may still come."""
         limit = self._limit()
         return 1 if limit is None else max(1, limit - len(self.ids))
 
     def _limit(self) -> int | None:
-        """Tokens of the whole answer; None: it is not known."""
+        """Return the token limit of the entire answer, or None if it is unknown."""
         for name in ("max_completion_tokens", "max_tokens") if self._chat else ("max_tokens",):
             value = self._fields.get(name)
             if type(value) is int:
@@ -322,7 +331,7 @@ def _own_text(choice: _Choice) -> str:
 
 
 def _chunk(event: bytes) -> _Chunk | None:
-    """None for what is no chunk: comments, [DONE]. Inexact for what cannot be read."""
+    """Parse an event. None for comments and [DONE]. InexactContinuation for an unreadable event."""
     data = b"".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
     if b"{" not in data:
         return None

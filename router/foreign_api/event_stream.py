@@ -1,4 +1,4 @@
-"""Server-sent events on their way through: bytes as they came, but never half an event. Pure."""
+"""Server-sent events passed through unchanged and never cut within an event. Pure."""
 
 import msgspec
 
@@ -10,23 +10,24 @@ _MESSAGES, _RESPONSES = "/v1/messages", "/v1/responses"
 
 
 class EventStream:
-    """A stream of bytes, cut behind its last complete event. What comes out, joined, is what went in.
+    """A byte stream, cut after its last complete event. The concatenated output equals the input.
 
-    An unfinished event is of no use to the client, and where the server breaks off within one, an error event
-    behind it could not be parsed. An event longer than `most_bytes` passes in pieces.
+    A partial event is useless to the client. If the server breaks off within an event, an error event after
+    it could not be parsed. An event longer than `most_bytes` passes in pieces.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self.rest = b""
-        """of an event that is not complete yet"""
+        """start of an event that is not complete yet"""
         self._most = most_bytes
         self._inside = False
-        """part of an unfinished event has been given out"""
+        """True after part of an unfinished event was passed on"""
 
     def feed(self, data: bytes) -> bytes:
-        """Bytes that may be passed on now: whole events, keep-alive comments included; often nothing, or
-        `data` itself."""
-        if not self.rest and data.endswith(b"\n\n"):  # as servers write
+        """Return the bytes that may be passed on now: complete events, keep-alive comments included; often
+        nothing, or `data` itself.
+        """
+        if not self.rest and data.endswith(b"\n\n"):  # the usual case
             self._inside = False
             return data
         searched = max(0, len(self.rest) - 3)
@@ -40,17 +41,19 @@ class EventStream:
         return ready
 
     def separator(self) -> bytes:
-        """Bytes that must go out before another event, once the stream broke: nothing, but for a long
-        event that has begun."""
+        """Return the bytes to send before another event after the stream broke: nothing, except after a long
+        event that has begun.
+        """
         return b"\n\n" if self._inside else b""
 
 
 def error_event(path: str, error: ApiError) -> bytes:
-    """An error as the last event of a begun stream, in the form of the route's own API; OpenAI's older
-    streams end with [DONE]."""
+    """Return an error as the last event of a begun stream, in the form of the route's own API. OpenAI's older
+    streams end with [DONE].
+    """
     if path.startswith(_MESSAGES):
-        said = {"type": "error", "error": {"type": "api_error", "message": error.message}}
-        return b"event: error\ndata: " + msgspec.json.encode(said) + b"\n\n"
+        body = {"type": "error", "error": {"type": "api_error", "message": error.message}}
+        return b"event: error\ndata: " + msgspec.json.encode(body) + b"\n\n"
     if path.startswith(_RESPONSES):
         form = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
         return b"event: error\ndata: " + msgspec.json.encode(form) + b"\n\n"

@@ -1,4 +1,4 @@
-"""A client's request on its way to servers that speak text. Pure."""
+"""A client's request to be forwarded to servers that take and return text. Pure."""
 
 import msgspec
 
@@ -9,7 +9,7 @@ from router.http.asgi_response import Headers
 
 
 class ForwardedRequest(msgspec.Struct, frozen=True):
-    """A client's request as it will be sent on."""
+    """A client's request as it will be forwarded."""
 
     method: str
     target: str
@@ -18,15 +18,15 @@ class ForwardedRequest(msgspec.Struct, frozen=True):
     body: bytes
     asked: LenientRequest
     output: int
-    """tokens that are expected"""
+    """expected tokens"""
     own_credentials: bool = True
-    """this router asks its clients for no key: theirs are meant for the servers"""
+    """this router requires no API key, so the client's key is meant for the servers"""
     repeatable: bool = True
-    """a server that fails without an answer may have done nothing, and another one may be asked"""
+    """a server that fails without an answer may have done nothing, so another server may be tried"""
     creates: bool = False
     """the answer names an object that stays on its server"""
     only: RankKey | None = None
-    """the server of what the request refers to"""
+    """server of the object that the request refers to"""
 
     @property
     def is_json(self) -> bool:

@@ -1,5 +1,6 @@
-"""Headers that pass between client and server: all end-to-end ones (RFC 9110, 7.6.1), but credentials
-that are not meant for the server. Pure."""
+"""Headers forwarded between client and server: all end-to-end headers (RFC 9110, 7.6.1), except credentials
+that are not meant for the server. Pure.
+"""
 
 from collections.abc import Iterable
 
@@ -19,7 +20,7 @@ _HOP_BY_HOP = frozenset(
     }
 )
 _FRAMING = frozenset({b"host", b"content-length", b"expect"})
-"""Belong to one message on one connection; this router writes its own."""
+"""Headers of one message on one connection. The router writes its own."""
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"api-key"})
 """OpenAI's, Anthropic's and Azure's."""
 _OURS = b"x-roost-"
@@ -30,10 +31,11 @@ _NEVER_WITHOUT_KEY = _NEVER_TO_SERVER | _CREDENTIALS
 
 
 def to_server(client: Headers, own: Headers, *, credentials: bool) -> Headers:
-    """A client's headers for the server, and the router's own, which replace the client's of the same name.
+    """Return a client's headers for the server. The router's own headers replace those of the same name.
 
-    credentials: the client's own key is meant for the server. Accept-Encoding stays behind: the router reads
-    usage and token ids in answers, so these must not be compressed. Trace context comes from `own` alone.
+    credentials: the client's own key is meant for the server. Accept-Encoding is removed, since the router
+    reads usage and token ids in answers, which must therefore not be compressed. Trace context comes from
+    `own` only.
     """
     never = _NEVER_TO_SERVER if credentials else _NEVER_WITHOUT_KEY
     replaced = _replaced(client, own)
@@ -42,15 +44,14 @@ def to_server(client: Headers, own: Headers, *, credentials: bool) -> Headers:
 
 
 def to_client(server: Iterable[tuple[bytes, bytes]], own: Headers) -> Headers:
-    """A server's headers for the client, before the router's own, which replace the server's of the same
-    name."""
+    """Return a server's headers for the client. The router's own headers replace those of the same name."""
     lowered = [(name.lower(), value) for name, value in server]
     replaced = _replaced(lowered, own)
     return [field for field in lowered if field[0] not in _NEVER_TO_CLIENT and field[0] not in replaced] + own
 
 
 def value_of(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str:
-    """The first value of a header (name in lower case); "" without one."""
+    """Return the first value of a header (name in lower case), or ""."""
     for name, value in headers:
         if name == wanted:
             return value.decode("latin-1")
@@ -58,8 +59,9 @@ def value_of(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str:
 
 
 def _replaced(headers: Headers, own: Headers) -> set[bytes]:
-    """Names of the headers that stay behind beside those that always do: the router's own, and those that
-    Connection names."""
+    """Return the names to remove in addition to the fixed ones: the router's own, and those listed in
+    Connection.
+    """
     names = {name for name, _ in own}
     for name, value in headers:
         if name == b"connection":

@@ -1,6 +1,8 @@
-"""Reads of a client's body the few fields that routing uses. Nothing is refused: a field that cannot be read is not priced. Pure.
+"""Lenient reading of the few fields of a client's body that routing uses. No request is refused: an
+unreadable field is simply not priced. Pure.
 
-The server is the judge of its own requests. Numbers and booleans are read as leniently as vLLM and SGLang (pydantic's lax mode) do.
+The server validates its own requests. Numbers and booleans are read as leniently as vLLM and SGLang
+(pydantic's lax mode) do.
 """
 
 import math
@@ -10,24 +12,26 @@ from typing import Any
 import msgspec
 
 MOST_PARTS = 64
-"""Parts of a multipart body that are looked at."""
+"""Most parts of a multipart body that are examined."""
 MOST_FIELD_BYTES = 1024
-"""A longer text field of a multipart body is no model's name."""
+"""A longer text field of a multipart body cannot be a model's name."""
 _PART_HEAD_BYTES = 4096
 _MOST_TOKENS = 2**31
-"""No context reaches so many."""
+"""Beyond any context length."""
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _NOTHING = msgspec.Raw(b"")
 
 
 class LenientRequest(msgspec.Struct, frozen=True):
-    """A request as far as routing reads it; None, False or b"" where a field is absent or unreadable."""
+    """The fields of a request that routing reads; None, False or b"" for a field that is absent or
+    unreadable.
+    """
 
     model: str | None = None
     stream: bool = False
     max_tokens: int | None = None
     prompt: bytes = b""
-    """The text that the server's prompt begins with, as stable bytes: only for guessing prefix overlap."""
+    """Beginning of the server's prompt, as stable bytes. Used only to estimate prefix overlap."""
     user: str | None = None
     session: str | None = None
     priority: str | int | None = None
@@ -35,11 +39,11 @@ class LenientRequest(msgspec.Struct, frozen=True):
     top_p: float | None = None
     cache_salt: str | None = None
     refers_to: str | None = None
-    """id of an object of an earlier answer, which only its server knows"""
+    """id of an object of an earlier answer, known only to its server"""
     is_chat: bool = False
-    """it has messages; else it is taken for a completions body"""
+    """True if it has messages; otherwise it is treated as a completions body"""
     prompt_bytes: int | None = None
-    """of the whole prompt, where `prompt` is only what it begins with"""
+    """length of the entire prompt if `prompt` holds only its beginning"""
 
 
 class _Fields(msgspec.Struct, frozen=True):
@@ -72,7 +76,9 @@ class _Message(msgspec.Struct, frozen=True):
 
 
 class _Usual(msgspec.Struct, frozen=True):
-    """The same in the types that clients usually send: read in one pass, where a field at a time takes several times as long."""
+    """The same fields in the types that clients usually send. Read in one pass, several times faster than
+    field by field.
+    """
 
     model: str | None = None
     stream: bool | None = None
@@ -103,7 +109,7 @@ _FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def read(body: bytes, content_type: str) -> LenientRequest:
-    """A JSON body, or the text fields of a multipart one. Never raises."""
+    """Read a JSON body, or the text fields of a multipart body. Never raises."""
     if content_type.lower().startswith("multipart/"):
         return _of_parts(body, content_type)
     try:
@@ -117,9 +123,9 @@ def _as_usual(fields: _Usual) -> LenientRequest:
     texts = [f"{message.role or ''}\n{message.content or ''}\n" for message in messages]
     texts += fields.prompt or "", fields.query or "", fields.input or ""
     limit = None
-    for asked in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens):
-        if asked is not None and asked >= 1:
-            limit = min(asked, _MOST_TOKENS)
+    for requested in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens):
+        if requested is not None and requested >= 1:
+            limit = min(requested, _MOST_TOKENS)
             break
     return LenientRequest(
         model=fields.model or None,
@@ -138,7 +144,7 @@ def _as_usual(fields: _Usual) -> LenientRequest:
 
 
 def _leniently(body: bytes) -> LenientRequest:
-    """Each field apart: one that cannot be read takes no other with it."""
+    """Read each field separately, so that an unreadable field does not affect others."""
     try:
         fields = _FIELDS.decode(body)
     except _FAULTS:
@@ -174,7 +180,7 @@ def _text(value: Any) -> str | None:
 
 
 def _number(value: Any) -> float | None:
-    """Numbers, and strings that are numbers."""
+    """Read a number, or a string that contains one."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -185,7 +191,7 @@ def _number(value: Any) -> float | None:
 
 
 def _count(value: Any) -> int | None:
-    """At least 1; _MOST_TOKENS at most."""
+    """Read a count, clipped to 1.._MOST_TOKENS."""
     number = _number(value)
     return None if number is None or number < 1 else min(int(number), _MOST_TOKENS)
 
@@ -195,7 +201,9 @@ def _truth(value: Any) -> bool:
 
 
 def _prompt(fields: _Fields) -> bytes:
-    """In the order in which chat templates render them: tools and system prompt first."""
+    """Join the parts of the prompt in the order in which chat templates render them: tools and system prompt
+    first.
+    """
     parts = [bytes(raw) for raw in (fields.tools, fields.system, fields.instructions)]
     messages = _value(fields.messages)
     if isinstance(messages, list):
@@ -220,13 +228,13 @@ def _plain(value: Any) -> bytes:
 
 
 def _of_parts(body: bytes, content_type: str) -> LenientRequest:
-    """Uploads of audio, images and files: the text fields `model` and `stream`."""
+    """Read the text fields `model` and `stream` of an upload of audio, images or files."""
     fields = dict(_text_fields(body, _boundary(content_type), ("model", "stream")))
     return LenientRequest(model=fields.get("model") or None, stream=_truth(fields.get("stream", "")))
 
 
 def _boundary(content_type: str) -> bytes:
-    """b"" where none is named."""
+    """Return the multipart boundary, or b""."""
     for parameter in content_type.split(";")[1:]:
         name, _, value = parameter.strip().partition("=")
         if name.lower() == "boundary":
@@ -235,7 +243,9 @@ def _boundary(content_type: str) -> bytes:
 
 
 def _text_fields(body: bytes, boundary: bytes, names: Sequence[str]) -> list[tuple[str, str]]:
-    """Of the first parts, those with one of the names that are short text. Files are skipped by search, not copied."""
+    """Return short text fields with one of the names, among the first parts. Files are skipped by search, not
+    copied.
+    """
     found: list[tuple[str, str]] = []
     if not boundary:
         return found

@@ -1,7 +1,7 @@
-"""Where the objects of earlier answers are: responses, files and batches, by id. Pure, bounded.
+"""Locations of the objects of earlier answers: responses, files and batches, by id. Pure, bounded.
 
-Each router process knows the objects that were made through it; for others every server is asked, which works
-everywhere.
+Each router process knows the objects that were created through it. For other objects it queries every server,
+which works everywhere.
 """
 
 from collections import OrderedDict
@@ -16,27 +16,29 @@ _LONGEST_ID = 256
 
 
 class ObjectLocation(NamedTuple):
-    """rank: of the server that has an object. tenant: whose key made it; "" without client keys."""
+    """rank: of the server that holds the object. tenant: owner of the key that created it; "" without client
+    keys.
+    """
 
     rank: RankKey
     tenant: str
 
 
 class ObjectLocations:
-    """State: places by object id, the least recently used first."""
+    """State: locations by object id, the least recently used first."""
 
     def __init__(self) -> None:
         self._places: OrderedDict[str, ObjectLocation] = OrderedDict()
 
     def note(self, object_id: str, place: ObjectLocation) -> None:
-        """An object was made; the oldest makes room."""
+        """Record a created object. The oldest entry is evicted."""
         self._places[object_id] = place
         self._places.move_to_end(object_id)
         if len(self._places) > MOST_OBJECTS:
             self._places.popitem(last=False)
 
     def find(self, object_id: str) -> ObjectLocation | None:
-        """None: it was not made through this process, or long ago."""
+        """Return an object's location; None if it was not created through this process, or was evicted."""
         place = self._places.get(object_id)
         if place is not None:
             self._places.move_to_end(object_id)
@@ -55,8 +57,9 @@ _ANSWER: msgspec.json.Decoder[_Answer] = msgspec.json.Decoder(_Answer)
 
 
 def object_id(answer: bytes) -> str | None:
-    """The id of what an answer made: of a JSON body, or of one of the first events of a stream; None: it
-    names none."""
+    """Return the id of the object created by an answer: a JSON body, or one of the first events of a stream.
+    None without one.
+    """
     for piece in answer.split(b"\n\n") if not answer.lstrip().startswith(b"{") else [answer]:
         data = b"".join(line[5:] for line in piece.split(b"\n") if line.startswith(b"data:")) or piece
         try:

@@ -1,11 +1,14 @@
-"""The experts that another system's answer says were chosen: found in its JSON, decoded, counted. Pure; what it reads is not trusted.
+"""Parser of routed experts in the answers of foreign servers: finds them in the JSON, decodes and counts
+them. Pure. The input is not trusted.
 
-Where they are: vLLM puts `routed_experts` into each choice (base64 of a .npy; in older versions nested lists), and the prompt's
-apart into `prompt_routed_experts` where it tells them apart. SGLang puts base64 of raw int32 into `sglext` (OpenAI's routes) or
-`meta_info` (its own). Dynamo passes either on in `nvext`. Rows are tokens, from some first one to the last but one of the sequence.
+Locations: vLLM puts `routed_experts` into each choice (base64 of a .npy; in older versions nested lists), and
+the prompt's experts into `prompt_routed_experts` if it separates them. SGLang puts base64 of raw int32 into
+`sglext` (OpenAI's routes) or `meta_info` (its own routes). Dynamo passes either on in `nvext`. Rows are
+tokens, from some first token to the last but one of the sequence.
 
-Both capture all layers of the model, and leave zeros for the dense ones. Roost counts layers with experts alone: where there are
-more layers than the model has with experts, those in which every token names one expert several times are left out.
+Both servers capture all layers of the model and leave zeros for the dense ones. Roost counts only layers with
+experts. If an array has more layers than the model has with experts, the layers in which every token names
+one expert several times are left out.
 """
 
 from typing import Any, NamedTuple
@@ -19,13 +22,13 @@ from fleet.routings import count_pairs, from_sglang, from_vllm
 
 MARK = b"routed_experts"
 MOST_EVENTS = 8
-"""Events of one stream that are kept because they speak of experts; later ones replace earlier ones."""
+"""Most events of one stream that are kept because they mention experts. Later ones replace earlier ones."""
 NPY = "k05VTVBZ"
-"""Base64 of how a .npy file begins, to the last whole character."""
+"""Base64 of the beginning of a .npy file, up to the last complete character."""
 
 
 class TokenUsage(NamedTuple):
-    """Tokens as the answer counts them; 0: not told."""
+    """Token counts stated by the answer; 0: not stated."""
 
     prompt: int = 0
     completion: int = 0
@@ -33,7 +36,9 @@ class TokenUsage(NamedTuple):
 
 
 class RoutedCounts(NamedTuple):
-    """What a request activated: int64 [layers, experts] (token, k) pairs of the computed tokens, prompt and completion apart."""
+    """Experts activated by a request: int64 [layers, experts] (token, k) pairs of the computed tokens, for
+    prompt and completion separately.
+    """
 
     tokens: int
     cached: int
@@ -42,17 +47,19 @@ class RoutedCounts(NamedTuple):
 
 
 class RoutedExpertsParser:
-    """Listens to an answer as it passes and keeps the events (or the whole body) that speak of experts. Changes nothing."""
+    """Observes an answer as it passes and keeps the events (or the entire body) that mention experts. Changes
+    nothing.
+    """
 
     def __init__(self, most_bytes: int) -> None:
-        """most_bytes: of one event; a longer one is let go."""
+        """most_bytes: limit for one event. Longer events are not kept."""
         self._most = most_bytes
         self._open = bytearray()
         self._kept: list[bytes] = []
         self.too_long = False
 
     def feed(self, data: bytes) -> None:
-        """What is being passed on."""
+        """Observe bytes that are being passed on."""
         opened = len(self._open)
         self._open += data
         end = self._open.rfind(b"\n\n", max(0, opened - 1))
@@ -64,7 +71,7 @@ class RoutedExpertsParser:
             self._open.clear()
 
     def found(self) -> list[bytes]:
-        """What speaks of experts, once all has passed."""
+        """Return the parts that mention experts, once everything has passed."""
         self._keep(bytes(self._open))
         self._open.clear()
         return self._kept
@@ -74,24 +81,24 @@ class RoutedExpertsParser:
             self._kept = [*self._kept, events][-MOST_EVENTS:]
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _Holder(msgspec.Struct, frozen=True):
     routed_experts: Any = None
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """The parts of an answer that may speak of experts."""
+    """Parts of an answer that may mention experts."""
 
-    choices: list[_Said] = []
+    choices: list[_Holder] = []
     prompt_routed_experts: Any = None
-    sglext: _Said | None = None
-    meta_info: _Said | None = None
-    nvext: _Said | None = None
+    sglext: _Holder | None = None
+    meta_info: _Holder | None = None
+    nvext: _Holder | None = None
 
 
 def counted(said: list[bytes], shape: ModelShape, usage: TokenUsage) -> RoutedCounts | None:
-    """The experts in events (or one body) that a `RoutedExpertsParser` kept; None when there is nothing in them.
+    """Count the experts in the events (or the body) kept by a `RoutedExpertsParser`; None without any.
 
-    ValueError for what is no array of this model's experts.
+    ValueError if the content is not an array of this model's experts.
     """
     prompt: NDArray[np.int32] | None = None
     whole: list[NDArray[np.int32]] = []
@@ -101,30 +108,31 @@ def counted(said: list[bytes], shape: ModelShape, usage: TokenUsage) -> RoutedCo
         if answer.prompt_routed_experts is not None:
             prompt = _decoded(answer.prompt_routed_experts, shape, usage.prompt)
         held = next((one.routed_experts for one in (answer.sglext, answer.meta_info, answer.nvext) if one and one.routed_experts is not None), None)
-        # The first choice speaks for the request: with several, each has the prompt again.
+        # Only the first choice counts, since each of several choices contains the prompt again.
         held = held if held is not None else next((one.routed_experts for one in answer.choices if one.routed_experts is not None), None)
         if held is not None:
             whole.append(_decoded(held, shape, max(0, usage.prompt + usage.completion - 1)))
     if prompt is None and not whole:
         return None
-    # Streams repeat all that was chosen so far: the longest says it all.
+    # Streams repeat all choices so far, so the longest array is complete.
     chosen = max(whole, key=len, default=np.zeros((0, shape.layers, shape.top_k), np.int32))
     return _split(chosen, shape, usage) if prompt is None else _together(prompt, chosen, shape, usage)
 
 
 def _read(event: bytes) -> _Answer | None:
-    """One event, or a body; None when it does not speak of experts."""
+    """Parse one event, or a body; None if it does not mention experts."""
     if MARK not in event:
         return None
     start = event.find(b"{")
     try:
         return msgspec.json.decode(event[max(0, start) :], type=_Answer)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"an answer that speaks of routed_experts cannot be read: {error}") from error
+        raise ValueError(f"an answer with routed_experts cannot be read: {error}") from error
 
 
 def _decoded(held: Any, shape: ModelShape, rows: int) -> NDArray[np.int32]:
-    """int32 [tokens, layers, k], whichever way it is written. rows: tokens that a whole sequence would have; 0: not told."""
+    """Decode any of the forms, int32 [tokens, layers, k]. rows: tokens of a complete sequence; 0: not stated.
+    """
     if isinstance(held, str):
         chosen = from_vllm(held, shape.experts) if held.startswith(NPY) else from_sglang(held, _all_layers(held, shape, rows), shape.top_k, shape.experts)
     else:
@@ -135,7 +143,9 @@ def _decoded(held: Any, shape: ModelShape, rows: int) -> NDArray[np.int32]:
 
 
 def _all_layers(held: str, shape: ModelShape, rows: int) -> int:
-    """Layers of a raw array, dense ones included: what the usage implies, where it does; else those with experts."""
+    """Return the number of layers of a raw array, dense ones included: implied by the usage if possible, else
+    those with experts.
+    """
     numbers = (3 * len(held) // 4 - held[-2:].count("=")) // 4
     layers, rest = divmod(numbers, max(1, rows) * shape.top_k)
     return layers if rows and rest == 0 and layers >= shape.layers else shape.layers
@@ -154,7 +164,7 @@ def _from_lists(held: Any, experts: int) -> NDArray[np.int32]:
 
 
 def _with_experts(chosen: NDArray[np.int32], layers: int) -> NDArray[np.int32]:
-    """Without the dense layers; ValueError when what is left is not this model's."""
+    """Remove the dense layers. ValueError if the remaining layers are not this model's."""
     if chosen.shape[1] == layers:
         return chosen
     dense = (chosen == chosen[:, :, :1]).all(axis=(0, 2)) if chosen.shape[2] > 1 else ~chosen.any(axis=(0, 2))
@@ -165,7 +175,9 @@ def _with_experts(chosen: NDArray[np.int32], layers: int) -> NDArray[np.int32]:
 
 
 def _split(chosen: NDArray[np.int32], shape: ModelShape, usage: TokenUsage) -> RoutedCounts:
-    """One array of prompt and completion. Its last rows are the completion's, whose last token has none."""
+    """Split one array of prompt and completion. The last rows belong to the completion, whose last token has
+    none.
+    """
     start = max(0, usage.prompt + usage.completion - 1 - len(chosen)) if usage.prompt else 0
     reused = min(max(0, usage.cached - start), len(chosen))
     border = max(reused, len(chosen) - max(0, usage.completion - 1))
@@ -174,7 +186,7 @@ def _split(chosen: NDArray[np.int32], shape: ModelShape, usage: TokenUsage) -> R
 
 
 def _together(prompt: NDArray[np.int32], completion: NDArray[np.int32], shape: ModelShape, usage: TokenUsage) -> RoutedCounts:
-    """Arrays of prompt and completion, told apart."""
+    """Count separate arrays of prompt and completion."""
     reused = min(max(0, usage.cached - max(0, usage.prompt - len(prompt))), len(prompt))
     tokens = len(prompt) - reused + len(completion)
     return RoutedCounts(tokens, usage.cached, count_pairs(prompt[reused:], shape.experts), count_pairs(completion, shape.experts))

@@ -1,8 +1,8 @@
-"""The routes of other servers that pass, and what each means for routing. Pure.
+"""Forwarded routes of other servers, and their meaning for routing. Pure.
 
-Chat and completions are not here: Roost serves these itself, too. A route that is neither here nor Roost's
-own may change a server (`/sleep`, `/collective_rpc`, `/v1/load_lora_adapter`, ...): it passes only where the
-configuration names it, for callers with the right.
+Chat and completions are missing here, since Roost also serves these itself. A route that is neither here nor
+Roost's own may administer a server (`/sleep`, `/collective_rpc`, `/v1/load_lora_adapter`, ...). It is
+forwarded only if the configuration lists it, and only for callers with the right.
 """
 
 import re
@@ -12,30 +12,30 @@ from typing import NamedTuple
 
 
 class RouteKind(Enum):
-    """How the server of a request is found."""
+    """Way to find the server of a request."""
 
     INFERENCE = auto()
     """by model and load"""
     OBJECT = auto()
-    """by the id of what an earlier answer made"""
+    """by the id of an object that an earlier answer created"""
     NAMED = auto()
-    """by name, or there is only one: lists of objects, and administration"""
+    """by name, or the only server there is: lists of objects, and administration"""
 
 
 class ForeignRoute(NamedTuple):
     kind: RouteKind
     generates: bool = False
-    """its answer has tokens to decode, and may be a stream"""
+    """the answer has tokens to decode, and may be a stream"""
     creates: bool = False
-    """its answer names an object that stays on its server"""
+    """the answer names an object that stays on its server"""
     repeatable: bool = True
-    """nothing is left at a server that failed"""
+    """a server that failed keeps no trace of the request"""
     object_id: str = ""
     administers: bool = False
 
 
 CHAT_ROUTE = ForeignRoute(RouteKind.INFERENCE, generates=True)
-"""Of chat and completions."""
+"""Route of chat and completions."""
 _GENERATING = (
     "/v1/responses",
     "/v1/messages",
@@ -62,15 +62,16 @@ _LISTS = ("/v1/files", "/v1/batches")
 
 
 def route_of(method: str, path: str, administration: Iterable[str]) -> ForeignRoute | None:
-    """How to pass on a request; None: it does not pass. administration: paths that the configuration lets
-    pass."""
+    """Return the route for a request, or None if it is not forwarded. administration: paths that the
+    configuration allows.
+    """
     if method == "POST" and path in _INFERENCE:
         return _INFERENCE[path]
     found = _OBJECT.fullmatch(path)
     if found is not None and found["part"] in _OBJECT_METHODS.get(method, ()):
         return ForeignRoute(RouteKind.OBJECT, repeatable=False, object_id=found["id"])
     if method == "GET" and path in _LISTS:
-        return ForeignRoute(RouteKind.NAMED, administers=True)  # of all tenants' objects
+        return ForeignRoute(RouteKind.NAMED, administers=True)  # lists the objects of all tenants
     if method == "GET" and path == "/version":
         return ForeignRoute(RouteKind.NAMED)
     if path in administration:

@@ -1,11 +1,11 @@
-"""Token counts that a foreign server's answer names. Pure."""
+"""Token counts in a foreign server's answer. Pure."""
 
 import msgspec
 
 from fleet.completions import Usage
 
 _LAST_EVENTS = 4
-"""Usage stands in the last event of a stream, or in the one before its end."""
+"""Usage is in the last event of a stream, or in the one before."""
 
 
 class _Counted(msgspec.Struct):
@@ -16,8 +16,9 @@ _COUNTED: msgspec.json.Decoder[_Counted] = msgspec.json.Decoder(_Counted)
 
 
 def counted(events: list[bytes]) -> Usage | None:
-    """The counts of the last events of a stream, or of a whole body; None: they name none that can be
-    read."""
+    """Return the counts in the last events of a stream, or in an entire body; None if there are no readable
+    ones.
+    """
     for event in reversed(events[-_LAST_EVENTS:]):
         if b'"usage"' not in event:
             continue

@@ -1,1 +1,1 @@
-"""The OpenAI API: requests checked field by field, answers in its forms. Pure."""
+"""The OpenAI API: requests checked field by field, answers in its formats. Pure."""

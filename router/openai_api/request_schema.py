@@ -1,4 +1,6 @@
-"""The two requests clients send, checked field by field. Fields that are not read stay in the body and reach foreign servers untouched."""
+"""The two requests of clients, checked field by field. Fields that are not read stay in the body and reach
+foreign servers unchanged.
+"""
 
 import re
 from typing import Any, NoReturn, TypeVar
@@ -9,7 +11,7 @@ from fleet.completions import ApiError, RankRequest, StreamOptions
 from router.openai_api.unserved_fields import CHAT, RESERVED_TEMPLATE_NAMES, SAMPLING, TEXT, PassedFields, passed, with_fields
 
 MAX_STOPS = 4
-"""as OpenAI, and as the ranks"""
+"""Same limit as OpenAI and the ranks."""
 MAX_STOP_CHARACTERS = 1024
 MAX_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
@@ -19,7 +21,7 @@ _MISSING = re.compile(r"missing required field `([^`]+)`")
 
 
 class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """What both requests share."""
+    """Fields shared by both requests."""
 
     model: str
     stream: bool | None = None
@@ -43,7 +45,7 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatRequest(_Sampling, frozen=True, kw_only=True):
-    """`POST /v1/chat/completions`. Messages stay dictionaries: templates may read fields we do not know."""
+    """`POST /v1/chat/completions`. Messages stay dictionaries, since templates may read unknown fields."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -71,14 +73,16 @@ _Kind = TypeVar("_Kind", ChatRequest, TextRequest)
 
 _CHAT_BODY = with_fields(ChatRequest, (*SAMPLING.neutral, *CHAT.neutral))
 _TEXT_BODY = with_fields(TextRequest, (*SAMPLING.neutral, *TEXT.neutral))
-"""Fields that are refused are no part of the documented forms."""
+"""Without the refused fields, which are not part of the documented forms."""
 _TAKEN = {*ChatRequest.__struct_fields__, *TextRequest.__struct_fields__, *CHAT.neutral, *TEXT.neutral, *RankRequest.__struct_fields__}
 _READ = frozenset(_TAKEN - SAMPLING.neutral.keys())
-"""Fields that reach no engine as they came."""
+"""Fields that are never forwarded unchanged to an engine."""
 
 
 class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's generation settings with every default filled in, except those that need the prompt's length."""
+    """A request's generation settings with all defaults filled in, except those that depend on the prompt's
+    length.
+    """
 
     max_tokens: int | None
     temperature: float
@@ -92,14 +96,14 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestDecoder:
-    """Decoders are made once; decoding is one pass over the body."""
+    """Decoders are built once. Decoding is one pass over the body."""
 
     def __init__(self) -> None:
         self._chat = msgspec.json.Decoder(_CHAT_BODY)
         self._text = msgspec.json.Decoder(_TEXT_BODY)
 
     def chat(self, body: bytes) -> ChatRequest:
-        """ApiError 400 naming the field."""
+        """Decode a chat request. ApiError 400 naming the field."""
         request = _decode(self._chat, body)
         if not request.messages:
             _refuse("messages must not be empty", "messages")
@@ -111,18 +115,18 @@ class RequestDecoder:
         return request
 
     def text(self, body: bytes) -> TextRequest:
-        """ApiError 400 naming the field."""
+        """Decode a completions request. ApiError 400 naming the field."""
         request = _decode(self._text, body)
         if not request.prompt:
             _refuse("prompt must not be empty", "prompt")
         return request
 
     def either(self, body: bytes) -> Request:
-        """A chat request if it has messages, else a completions request."""
+        """Decode a chat request if the body has messages, else a completions request."""
         try:
             has_messages = "messages" in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            has_messages = False  # the decoder below says what is wrong
+            has_messages = False  # the decoder below reports the error
         return self.chat(body) if has_messages else self.text(body)
 
 
@@ -140,15 +144,15 @@ def _decode(decoder: "msgspec.json.Decoder[_Kind]", body: bytes) -> _Kind:
 
 
 def _wrong_field(complaint: str) -> ApiError:
-    """msgspec's words and path as an error that names the field."""
+    """Convert msgspec's message and path to an error that names the field."""
     path = _PATH.search(complaint)
     missing = _MISSING.search(complaint)
     field = path[1] if path else ""
     if missing:
         field = f"{field}.{missing[1]}" if field else missing[1]
         return ApiError(400, f"you must provide {field}", param=field, code="missing_field")
-    said = _PATH.sub("", complaint)
-    return ApiError(400, f"{field or 'the body'}: {said[:1].lower()}{said[1:]}", param=field or None, code="invalid_type")
+    message = _PATH.sub("", complaint)
+    return ApiError(400, f"{field or 'the body'}: {message[:1].lower()}{message[1:]}", param=field or None, code="invalid_type")
 
 
 def _refuse(message: str, param: str, code: str = "invalid_value") -> NoReturn:
@@ -156,8 +160,10 @@ def _refuse(message: str, param: str, code: str = "invalid_value") -> NoReturn:
 
 
 def sampling(request: Request, max_choices: int, *, passes_fields: bool = False) -> SamplingSettings:
-    """Check the values of a request that ranks which speak ids will serve. ApiError 400 naming the field, also for what they cannot do.
-    passes_fields: they take fields that Roost does not read (`passed_fields`)."""
+    """Check the values of a request for ranks that exchange token ids. ApiError 400 naming the field, also
+    for unsupported features. passes_fields: the ranks accept fields that Roost does not read
+    (`passed_fields`).
+    """
     _refuse_unserved(request, passes_fields=passes_fields)
     temperature = 1.0 if request.temperature is None else _between(request.temperature, "temperature", 0.0, 2.0)
     top_p = 1.0 if request.top_p is None else _between(request.top_p, "top_p", 0.0, 1.0)
@@ -226,19 +232,21 @@ def _logprobs(request: Request) -> int | None:
 
 
 def passed_fields(request: Request, body: bytes) -> PassedFields:
-    """What of a request's body goes on as it came, to engines that declare that they take it."""
+    """Return the fields to forward unchanged to engines that declare that they accept them."""
     return PassedFields(passed(body, _READ), binding_fields(request))
 
 
 def binding_fields(request: Request) -> tuple[str, ...]:
-    """Names of the fields that change the answer and that only engines which take such fields serve."""
+    """Return the names of the fields that change the answer and that only engines with `passes_fields` serve.
+    """
     return tuple(SAMPLING.asked_by(request))
 
 
 def _refuse_unserved(request: Request, *, passes_fields: bool) -> None:
-    """Ignoring these in silence would give another answer than was asked for."""
-    asked = (CHAT if isinstance(request, ChatRequest) else TEXT).asked_by(request)
-    for name in asked or (() if passes_fields else SAMPLING.asked_by(request)):
+    """Refuse fields that are not served. Ignoring them silently would produce another answer than requested.
+    """
+    effective = (CHAT if isinstance(request, ChatRequest) else TEXT).asked_by(request)
+    for name in effective or (() if passes_fields else SAMPLING.asked_by(request)):
         _refuse(f"{name} is not supported by the engines that serve this model", name, "unsupported_parameter")
     if isinstance(request, ChatRequest):
         for name in sorted(RESERVED_TEMPLATE_NAMES & request.chat_template_kwargs.keys()) if request.chat_template_kwargs else ():
@@ -248,7 +256,9 @@ def _refuse_unserved(request: Request, *, passes_fields: bool) -> None:
 
 
 def prompts(request: TextRequest) -> list[str | list[int]]:
-    """The prompts of a completions request: one text, several, one list of ids, or several. ApiError 400 for anything else."""
+    """Return the prompts of a completions request: one text, several, one list of ids, or several. ApiError
+    400 for anything else.
+    """
     prompt = request.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -268,7 +278,9 @@ def _is_id(value: object) -> bool:
 
 
 def text_messages(request: ChatRequest) -> list[dict[str, Any]]:
-    """Messages whose content is text, as templates want it: parts of text are joined by line ends. ApiError 400 for other parts."""
+    """Return messages whose content is text, as templates expect: parts of text are joined by line ends.
+    ApiError 400 for other parts.
+    """
     return [message if isinstance(message.get("content"), str) else {**message, "content": _flat(at, message)} for at, message in enumerate(request.messages)]
 
 

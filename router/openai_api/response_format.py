@@ -1,4 +1,6 @@
-"""What a rank's chunks become for the client: chat or completions form, streamed or whole. Pure; bytes out."""
+"""Conversion of a rank's chunks to the client's format: chat or completions, streamed or not. Pure; returns
+bytes.
+"""
 
 import re
 from typing import Protocol
@@ -12,7 +14,9 @@ _RAW = re.compile(r"bytes:(?:\\x[0-9a-f]{2})+")
 
 
 def token_bytes(name: str) -> list[int]:
-    r"""A token's bytes by its name in log-probabilities: its text, or `bytes:\xe2...`, as ranks name one that is no UTF-8 by itself."""
+    r"""Return a token's bytes by its name in log-probabilities: its text, or `bytes:\xe2...`, the name that
+    ranks use for a token that is not valid UTF-8 alone.
+    """
     if _RAW.fullmatch(name):
         return list(bytes.fromhex(name.removeprefix("bytes:").replace("\\x", "")))
     return list(name.encode())
@@ -32,7 +36,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """The chat API's form: one entry per token with its alternatives."""
+    """Form of the chat API: one entry per token with its alternatives."""
 
     content: list[TokenLogprob]
 
@@ -65,7 +69,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """`usage` appears only when the client asked for it, and is null in all chunks but the last."""
+    """`usage` appears only if the client requested it, and is null in all chunks but the last."""
 
     id: str
     object: str = "chat.completion.chunk"
@@ -81,11 +85,11 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    """only for clients that asked with return_token_ids"""
+    """only for clients that requested return_token_ids"""
 
 
 class TextChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A chunk of a completion, or a whole one."""
+    """A chunk of a completion, or a complete one."""
 
     id: str
     object: str = "text_completion"
@@ -118,7 +122,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What every chunk of one answer repeats."""
+    """Fields repeated in every chunk of one answer."""
 
     id: str
     model: str
@@ -126,20 +130,22 @@ class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClientResponse(Protocol):
-    """One client's answer in the making; choices may arrive in any order among one another."""
+    """A client's answer in progress. Choices may arrive interleaved in any order."""
 
     content_type: bytes
 
     def add(self, index: int, choice: Choice) -> bytes:
-        """Take what a rank said for one choice; returns what can be sent now (nothing, for a whole answer)."""
+        """Add a rank's output for one choice. Return the bytes to send now (none for an answer that is not
+        streamed).
+        """
         ...
 
     def end(self, usage: Usage) -> bytes:
-        """The last bytes; every choice has finished."""
+        """Return the last bytes, after every choice has finished."""
         ...
 
     def broken(self, error: ApiError) -> bytes:
-        """The last bytes of an answer that has begun and cannot be finished."""
+        """Return the last bytes of an answer that has begun and cannot be finished."""
         ...
 
 
@@ -155,7 +161,7 @@ class _Streamed:
 
 
 class StreamedChat(_Streamed):
-    """Each choice begins with one chunk that names the role."""
+    """Streamed chat. Each choice begins with one chunk that names the role."""
 
     def __init__(self, head: ResponseHead, include_usage: bool) -> None:
         super().__init__(head, include_usage)
@@ -202,7 +208,7 @@ class StreamedText(_Streamed):
 
 
 class _Collected:
-    """Parts of one choice of a whole answer."""
+    """Parts of one choice of an answer that is not streamed."""
 
     __slots__ = ("finish_reason", "ids", "logprobs", "texts")
 
@@ -279,7 +285,7 @@ class TextWhole(_Whole):
 
 
 def answer_for(request: Request, head: ResponseHead, choices: int) -> ClientResponse:
-    """The form this client asked for."""
+    """Return the response in the format that the client requested."""
     include_usage = request.stream_options is not None and request.stream_options.include_usage
     if isinstance(request, ChatRequest):
         return StreamedChat(head, include_usage) if request.stream else ChatWhole(head, choices)

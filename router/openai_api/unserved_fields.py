@@ -1,10 +1,12 @@
-"""Fields of OpenAI's, vLLM's and SGLang's requests that change an answer and that Roost's engines do not serve. Pure.
+"""Fields of OpenAI's, vLLM's and SGLang's requests that change an answer and that Roost's engines do not
+serve. Pure.
 
-They are refused by name: ignored in silence they would give another answer than was asked for. An engine that declares
-`Capabilities.passes_fields` is given those that its own sampling serves. A field that no list here knows is passed to such engines and
-otherwise ignored, as vLLM does: gateways and client libraries add fields of their own, and one that nobody knows cannot be said to change the
-answer. Known and harmless are, among others, metadata, store, service_tier, user, parallel_tool_calls, prediction (it makes answers
-faster, not others) and data_parallel_rank.
+Such fields are refused by name, since ignoring them silently would produce another answer than requested. An
+engine that declares `Capabilities.passes_fields` gets the fields that its own sampling serves. A field in
+none of these lists is passed to such engines and otherwise ignored, as vLLM does: gateways and client
+libraries add fields of their own, and an unknown field cannot be said to change the answer. Known and
+harmless are, among others, metadata, store, service_tier, user, parallel_tool_calls, prediction (it makes
+answers faster, not different) and data_parallel_rank.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,14 +20,16 @@ Neutral = tuple[Any, ...]
 
 
 class FieldGroup:
-    """Some fields of a request: by name, the values beside null that ask for nothing."""
+    """Some fields of a request: by name, the values besides null that request nothing."""
 
     def __init__(self, neutral: Mapping[str, Neutral]) -> None:
         self.neutral = neutral
         self._values = attrgetter(*neutral)
 
     def asked_by(self, request: msgspec.Struct) -> Sequence[str]:
-        """Names of the fields that a request (of a form that has all of them) has with a value that asks for something."""
+        """Return the names of the fields that have an effective value in a request (of a form that has all of
+        them).
+        """
         values = self._values(request)
         if values.count(None) == len(values):
             return ()  # the usual case
@@ -111,23 +115,28 @@ CHAT = FieldGroup(
         "return_token_ids": (False,),
     }
 )
-"""Of chats: they belong to the chat template or to the form of the answer, which are Roost's, and reach no engine."""
+"""Fields of chats. They belong to the chat template or to the format of the answer, which are Roost's, and
+reach no engine.
+"""
 TEXT = FieldGroup({"echo": (False,), "suffix": ("",), "prompt_embeds": _NONE, "add_special_tokens": (True,)})
-"""Of completions, likewise."""
+"""Fields of completions, likewise."""
 RESERVED_TEMPLATE_NAMES = frozenset(
     {
         *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "additional_special_tokens"),
         *("messages", "tools", "add_generation_prompt", "continue_final_message"),
     }
 )
-"""What `chat_template_kwargs` may not set: a prompt's special tokens are the model's, and these fields are refused beside it."""
+"""Names that `chat_template_kwargs` may not set: the special tokens of a prompt belong to the model, and the
+other fields are refused in the request itself.
+"""
 
 
 class PassedFields(NamedTuple):
     """Fields of a request that Roost does not read.
 
-    values: their JSON as it came. binding: those that change the answer. A request that has one goes to no other engine, and its answer is not
-    continued by another rank: a grammar or a penalty would start anew in mid-sentence.
+    values: their JSON, unchanged. binding: the fields that change the answer. A request with a binding field
+    goes to no other engine, and no other rank continues its answer: a grammar or a penalty would start anew
+    in mid-sentence.
     """
 
     values: Mapping[str, msgspec.Raw]
@@ -138,14 +147,15 @@ NO_FIELDS = PassedFields(MappingProxyType({}), ())
 
 
 def with_fields(kind: type[_Request], fields: Iterable[str]) -> type[_Request]:
-    """The form of a request that has these fields, too, whatever they hold."""
+    """Return a request class that has these fields, too, of any type."""
     more = [(name, Any, None) for name in fields if name not in kind.__struct_fields__]
     found = msgspec.defstruct(f"{kind.__name__}Body", more, bases=(kind,), frozen=True, kw_only=True)
     return cast("type[_Request]", found)
 
 
 def passed(body: bytes, read: Collection[str]) -> dict[str, msgspec.Raw]:
-    """A body's fields for an engine that takes what Roost does not read: all but `read`, with their JSON as it came; null asks for nothing
-    and is left out. The body was decoded before, so that it is an object."""
+    """Return a body's fields for an engine that accepts fields unknown to Roost: all but `read`, with
+    unchanged JSON. null requests nothing and is left out. The body was decoded before, so it is an object.
+    """
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     return {name: value for name, value in fields.items() if name not in read and bytes(value) != b"null"}

@@ -1,8 +1,9 @@
-"""A small HTTP/1.1 client for many short requests to few servers: kept connections, answers read as they come, nothing else.
+"""Small HTTP/1.1 client for many short requests to few servers: persistent connections and streamed answers,
+nothing else.
 
-Written because a general client costs more than everything else the router does to a request together. It sends requests
-with a whole body and reads answers by length, in chunks or until the connection closes; no redirects, cookies, proxies
-or compression. The parser is the one that serves the router's own clients.
+A general client costs more than everything else that the router does for a request. This client sends
+requests with a complete body, and reads answers by length, in chunks, or until the connection closes. It
+supports no redirects, cookies, proxies or compression. Its parser also serves the router's own clients.
 """
 
 import asyncio
@@ -18,24 +19,24 @@ import httptools
 from fleet.settings import FilePath
 
 MOST_HEAD_BYTES = 64 * 1024
-"""A longer head of an answer is refused."""
+"""Longer heads of an answer are refused."""
 BUFFERED_BYTES = 1024 * 1024
 """Unread bytes of an answer at which reading pauses."""
 _IDLE_PER_ORIGIN = 1024
 _MOST_ORIGINS = 4096
 _BEFORE_SECONDS = 0.002
 _LATE_SECONDS = 0.02
-"""A loop that is later than this was kept by something else."""
+"""A loop that is later than this was held up by something else."""
 _ALIVE_SECONDS, _ALIVE_AGAIN_SECONDS, _ALIVE_TRIES = 15, 5, 3
-"""Of TCP's own question whether a silent peer is still there: a machine that vanished is noticed after half a minute."""
+"""TCP keepalive of a silent peer. A vanished machine is noticed after half a minute."""
 
 
 class ConnectionLost(Exception):
-    """The connection closed, was cut, or carried something else than HTTP; the text says which."""
+    """The connection closed, was cut, or carried something other than HTTP. The text gives the reason."""
 
 
 class Origin(NamedTuple):
-    """Where a URL leads; `path` is what the URL has behind the host, without a slash at the end."""
+    """Server of a URL. `path`: the URL's path without a trailing slash."""
 
     host: str
     port: int
@@ -46,7 +47,7 @@ class Origin(NamedTuple):
 
     @classmethod
     def of(cls, url: str) -> "Origin":
-        """ValueError for what is no http(s) URL."""
+        """Parse a URL. ValueError if it is not an http(s) URL."""
         parts = urlsplit(url)
         tls = parts.scheme == "https"
         if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or any(sign in url for sign in " \r\n\t"):
@@ -70,28 +71,28 @@ class Connection(asyncio.Protocol):
         self._lost: str | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._silent_at = math.inf
-        """when the server will have been silent for too long; inf while nobody waits for it"""
+        """time at which the server will have been silent for too long; inf while nothing waits for it"""
         self._alarm: asyncio.TimerHandle | None = None
-        """rings at or before `_silent_at`; it is kept from request to request, since most waits are short"""
+        """fires at or before `_silent_at`; kept from request to request, since most waits are short"""
         self._alarm_at = math.inf
         self.fell_silent = False
-        """cut because it had been silent for too long"""
+        """True if the connection was cut because the server was silent for too long"""
         self._until_closed = False
         self._keep = False
         self._overrun = False
         self.status = 0
-        """0 until the head of the answer is there"""
+        """0 until the head of the answer has arrived"""
         self.headers: dict[bytes, bytes] = {}
         """names in lower case"""
         self.raw_headers: list[tuple[bytes, bytes]] = []
-        """all of them, as they came"""
+        """all headers, unchanged"""
         self.complete = False
         self.idle_since = 0.0
 
-    # What its user does
+    # Called by users
 
     def send(self, request: bytes) -> None:
-        """A whole request. Nothing of an earlier answer is left."""
+        """Send a complete request. Reset the state of an earlier answer."""
         self._parser = httptools.HttpResponseParser(self)
         self._parts.clear()
         self._buffered = self._head_bytes = self.status = 0
@@ -105,13 +106,15 @@ class Connection(asyncio.Protocol):
             await self.more()
 
     async def read(self) -> bytes:
-        """What has come of the body since; b"" at its end. ConnectionLost when it breaks off; what came before is given out first."""
+        """Return the body bytes that have arrived since the last call; b"" at the end. ConnectionLost if the
+        body breaks off, after everything that arrived before was returned.
+        """
         while (data := self.take()) is None:
             await self.more()
         return data
 
     def take(self) -> bytes | None:
-        """As `read`, without waiting: None when nothing has come yet."""
+        """Return the same as `read` without waiting; None if nothing has arrived."""
         if not self._parts:
             return b"" if self.complete else None
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
@@ -123,7 +126,9 @@ class Connection(asyncio.Protocol):
         return data
 
     async def more(self, seconds: float = math.inf) -> None:
-        """Wait until something has changed; the connection is cut when that takes longer than `seconds`. ConnectionLost when nothing can change."""
+        """Wait for a change, and cut the connection after `seconds` without one. ConnectionLost if no change
+        is possible.
+        """
         if self._lost is not None:
             raise ConnectionLost(self._lost)
         waiter = self._waiter = self._loop.create_future()
@@ -136,7 +141,7 @@ class Connection(asyncio.Protocol):
             self._silent_at = math.inf
 
     def cut(self, why: str) -> None:
-        """Close at once; whoever waits learns why. The server sees the connection go."""
+        """Close at once. A waiting task gets the reason. The server sees the connection close."""
         self._lost = self._lost or why
         self._quiet_alarm()
         self._transport.abort()
@@ -144,7 +149,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        """Whether the answer is whole and the server keeps the connection open."""
+        """True if the answer is complete and the server keeps the connection open."""
         return self.complete and self._keep and not self._overrun and self._lost is None and not self._transport.is_closing()
 
     def _wake(self) -> None:
@@ -164,7 +169,7 @@ class Connection(asyncio.Protocol):
             self._alarm, self._alarm_at = None, math.inf
 
     def _look(self) -> None:
-        """The alarm went off: give the server up, or set the alarm again if somebody waits."""
+        """Handle the alarm: give the server up, or set the alarm again if a task still waits."""
         self._alarm, self._alarm_at = None, math.inf
         if self._loop.time() >= self._silent_at:
             self.fell_silent = True
@@ -172,10 +177,11 @@ class Connection(asyncio.Protocol):
         elif self._silent_at < math.inf:
             self._set_alarm()
 
-    # What the event loop says
+    # Callbacks of the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # in form; uvloop's is no subclass of asyncio's
+        # A cast, since uvloop's class is not derived from asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
         opened = transport.get_extra_info("socket")
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -185,7 +191,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None or self.complete:
-            self.cut("the server sent what nobody had asked for")
+            self.cut("the server sent data that was not requested")
             return
         self._head_bytes += 0 if self.status else len(data)
         try:
@@ -208,7 +214,7 @@ class Connection(asyncio.Protocol):
         self._quiet_alarm()
         self._wake()
 
-    # What the parser finds
+    # Callbacks of the parser
 
     def on_message_begin(self) -> None:
         self._overrun = self.complete
@@ -238,9 +244,10 @@ class Connection(asyncio.Protocol):
 
 
 class _Excuse:
-    """Extends a time limit by as long as the event loop was late to look at it: a peer that answered meanwhile has not been slow.
+    """Extends a time limit by the delay of the event loop. A peer that answered during the delay was not
+    slow.
 
-    It looks just before the limit does, so that the limit is moved before it strikes.
+    The check runs just before the limit, so that the limit is moved before it expires.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limit: asyncio.Timeout) -> None:
@@ -263,13 +270,16 @@ class _Excuse:
 
 
 class HttpClient:
-    """Connections by origin, those idle used again, the youngest first. `keepalive_seconds`: idle for longer means closed."""
+    """Connections by origin. Idle ones are reused, the youngest first. `keepalive_seconds`: longer idle
+    connections are closed.
+    """
 
     def __init__(self, keepalive_seconds: float, ca: FilePath | None = None) -> None:
-        """To be made on the loop that it is used on. ca: PEM file of authorities that vouch for https:// servers, beside the system's. OSError
-        when it cannot be used."""
+        """Create the client on the event loop that will use it. ca: PEM file of certificate authorities to
+        trust for https:// servers, in addition to the system's. OSError if the file cannot be used.
+        """
         self.loop = asyncio.get_running_loop()
-        """whoever uses the client need not ask for it again: that is a system call each time"""
+        """kept for callers, since looking up the loop is a system call each time"""
         self._keepalive = keepalive_seconds
         self._idle: dict[tuple[str, int, bool], list[Connection]] = {}
         self._origins: dict[str, Origin] = {}
@@ -278,11 +288,13 @@ class HttpClient:
             self.trust(ca)
 
     def trust(self, ca: FilePath) -> None:
-        """New connections believe the authorities that the file has now, beside the system's. OSError when it cannot be used."""
+        """Trust the authorities now in the file, in addition to the system's, for new connections. OSError if
+        it cannot be used.
+        """
         self._tls = _verifying(ca)
 
     def origin(self, url: str) -> Origin:
-        """ValueError for what is no http(s) URL."""
+        """Return the origin of a URL. ValueError if it is not an http(s) URL."""
         known = self._origins.get(url)
         if known is None:
             if len(self._origins) >= _MOST_ORIGINS:
@@ -291,7 +303,7 @@ class HttpClient:
         return known
 
     async def connect(self, origin: Origin, seconds: float) -> Connection:
-        """A kept connection, or a new one. OSError (also for certificates) or TimeoutError."""
+        """Return an idle connection, or a new one. OSError (also for certificates) or TimeoutError."""
         loop, idle = self.loop, self._idle.get(origin[:3])
         while idle:
             kept = idle.pop()
@@ -309,7 +321,7 @@ class HttpClient:
         return connection
 
     def give_back(self, origin: Origin, connection: Connection) -> None:
-        """Keep a connection whose answer is whole, or close it."""
+        """Keep a connection whose answer is complete, or close it."""
         idle = self._idle.setdefault(origin[:3], [])
         if connection.reusable and len(idle) < _IDLE_PER_ORIGIN:
             connection.idle_since = self.loop.time()
@@ -318,7 +330,7 @@ class HttpClient:
             connection.cut("not kept")
 
     def prune(self) -> None:
-        """Forget idle connections that are too old or closed, and origins without any. To be called now and then."""
+        """Drop idle connections that are too old or closed, and origins without any. Call regularly."""
         for key, idle in list(self._idle.items()):
             for connection in [connection for connection in idle if not self._fresh(connection)]:
                 idle.remove(connection)
@@ -330,7 +342,7 @@ class HttpClient:
         return connection.reusable and self.loop.time() - connection.idle_since < self._keepalive
 
     def close(self) -> None:
-        """Close what is idle."""
+        """Close idle connections."""
         for idle in self._idle.values():
             for connection in idle:
                 connection.cut("the client is closing")
@@ -348,7 +360,9 @@ def _verifying(ca: FilePath | None) -> ssl.SSLContext:
 
 
 def request_bytes(method: str, origin: Origin, path: str, headers: Mapping[str, str] | Sequence[tuple[bytes, bytes]], body: bytes) -> bytes:
-    """A request as it goes over the wire. Headers that would break its form (line ends in a value) are left out."""
+    """Encode a request for the wire. Headers that would break the framing (line ends in a value) are left
+    out.
+    """
     lines = [f"{method} {origin.path}{path} HTTP/1.1\r\nhost: ".encode(), origin.header, b"\r\ncontent-length: ", str(len(body)).encode(), b"\r\n"]
     if isinstance(headers, Mapping):
         headers = [(name.encode("latin-1", "replace"), value.encode("latin-1", "replace")) for name, value in headers.items()]

@@ -1,4 +1,4 @@
-"""Speaks to ranks: one client for all, every failure translated at this door, silence noticed."""
+"""Client for ranks: one HTTP client for all calls. Translates every failure, and detects silence."""
 
 import asyncio
 import errno
@@ -15,15 +15,17 @@ from router.openai_api.completion_state import AttemptFailure
 from router.upstream.http_client import Connection, ConnectionLost, HttpClient, Origin, request_bytes
 
 _ERROR_BYTES = 64 * 1024
-"""Read of an error's body at most."""
+"""Most bytes read from the body of an error."""
 _DRAIN_SECONDS = 1.0
-"""For the end of a stream whose answer is whole; afterwards the connection is closed instead of kept."""
+"""Time limit for the end of a stream whose answer is complete. Afterwards the connection is closed instead of
+kept.
+"""
 _DATA = b"data:"
 _LEAN = b"data: "
 
 
 class UpstreamRefusal(NamedTuple):
-    """A server's own error answer, as it came."""
+    """A server's own error answer, unchanged."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -31,7 +33,7 @@ class UpstreamRefusal(NamedTuple):
 
 
 class UpstreamFailed(Exception):
-    """A rank did not answer, or not to the end. `refused`: its own answer, where it gave one."""
+    """A rank gave no answer, or an incomplete one. `refused`: its own error answer, if there is one."""
 
     def __init__(self, how: AttemptFailure, detail: str, refused: UpstreamRefusal | None = None) -> None:
         super().__init__(f"{how.value}: {shortened(detail, MOST_DETAIL)}")
@@ -39,7 +41,7 @@ class UpstreamFailed(Exception):
         self.refused = refused
 
     def refusal(self, attempts: int) -> ApiError:
-        """What the client is told when nobody else is asked: 429 after ranks that were busy, else 503."""
+        """Return the client's error when no other rank is tried: 429 if ranks were busy, else 503."""
         if self.how is AttemptFailure.BUSY:
             return ApiError(429, f"{attempts} ranks are saturated; try again later", code="saturated", retry_after=2.0)
         return ApiError(503, f"{attempts} ranks failed this request, the last with {self.how.value}", code="upstream_failed", retry_after=2.0)
@@ -57,16 +59,18 @@ class _ErrorAnswer(msgspec.Struct):
 
 
 class EventSplitter:
-    """Server-sent events out of bytes as they arrive: the data of each, without its line ends. ValueError when one is too long."""
+    """Splits arriving bytes into server-sent events: the data of each, without line ends. ValueError for an
+    event that is too long.
+    """
 
     def __init__(self, most_bytes: int) -> None:
         self._rest = b""
         self._most = most_bytes
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of every event that is complete now; comments and other fields are left out."""
+        """Return the data of every event that is now complete. Comments and other fields are left out."""
         if not self._rest and data.startswith(_LEAN) and data.find(b"\n") == len(data) - 2 and data.endswith(b"\n\n"):
-            return [data[len(_LEAN) : -2]]  # one whole event, as ranks write it
+            return [data[len(_LEAN) : -2]]  # one complete event, as ranks write it
         if self._rest:
             data = self._rest + data
         if b"\r" in data:
@@ -78,12 +82,12 @@ class EventSplitter:
 
 
 def _event_data(block: bytes) -> bytes:
-    """Of a block of several lines."""
+    """Return the data of a block of several lines."""
     return b"\n".join(line[5:].lstrip() for line in block.split(b"\n") if line.startswith(_DATA))
 
 
 class UpstreamRequest(msgspec.Struct, frozen=True):
-    """A request to a server: its base URL, the path below it, and what goes there."""
+    """A request to a server: its base URL, the path below it, and the content."""
 
     method: str
     url: str
@@ -93,20 +97,21 @@ class UpstreamRequest(msgspec.Struct, frozen=True):
 
 
 class Patience(msgspec.Struct, frozen=True):
-    """Seconds that a call may take; inf: no limit."""
+    """Time limits of a call in seconds; inf: no limit."""
 
     first: float
     """until the first byte of the answer's body"""
     between: float
-    """between two pieces of it"""
+    """between two pieces of the body"""
     total: float = math.inf
 
 
 class Call:
-    """One request at a server, from sending to the last byte; an async context manager that leaves no open connection behind.
+    """One request to a server, from sending to the last byte. An async context manager that leaves no open
+    connection behind.
 
-    Entering raises UpstreamFailed when no answer begins, and ApiError 504 when the total limit is reached first. The answer's status may
-    be any.
+    Entering raises UpstreamFailed if no answer begins, and ApiError 504 if the total limit expires first. The
+    answer may have any status.
     """
 
     def __init__(self, client: HttpClient, sent: UpstreamRequest, connect_seconds: float, patience: Patience) -> None:
@@ -130,9 +135,9 @@ class Call:
         except TimeoutError as error:
             raise UpstreamFailed(AttemptFailure.CONNECT, f"{self._url}: no connection within {self._connect_seconds:g} s") from error
         except (OSError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # our fault, and no rank's
-                said = "the router has no file descriptor left for a connection; try again later"
-                raise ApiError(503, said, code="out_of_descriptors", retry_after=1.0) from error
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # not the rank's fault
+                message = "the router has no file descriptor left for a connection; try again later"
+                raise ApiError(503, message, code="out_of_descriptors", retry_after=1.0) from error
             raise UpstreamFailed(AttemptFailure.CONNECT, f"{self._url}: {error or type(error).__name__}") from error
         self._connected = True
         try:
@@ -154,7 +159,7 @@ class Call:
         self._client.give_back(self._origin, self._connection)
 
     async def _judge(self) -> None:
-        """The answer is an error."""
+        """Handle an answer that is an error."""
 
     @property
     def status(self) -> int:
@@ -162,7 +167,7 @@ class Call:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The answer's, as they came."""
+        """Headers of the answer, unchanged."""
         return self._connection.raw_headers
 
     @property
@@ -170,12 +175,14 @@ class Call:
         return self._connection.headers.get(b"content-type", b"application/json").decode("latin-1")
 
     def cut(self, why: str) -> None:
-        """Close the connection, if there is one yet: the call fails as if the server had closed it."""
+        """Close the connection, if there is one. The call fails as if the server had closed it."""
         if self._connected:
             self._connection.cut(why)
 
     async def read(self) -> bytes:
-        """What has arrived; b"" at the end. UpstreamFailed when nothing comes in time or the stream breaks, ApiError 504 at the total limit."""
+        """Return the bytes that have arrived; b"" at the end. UpstreamFailed if nothing comes in time or the
+        stream breaks, ApiError 504 at the total limit.
+        """
         connection = self._connection
         while (data := connection.take()) is None:
             await self._more(AttemptFailure.BROKEN)
@@ -183,11 +190,12 @@ class Call:
         return data
 
     def whole(self) -> None:
-        """The answer is complete: what is left is the end of the stream, and the connection may be used again."""
+        """Mark the answer as complete. Only the end of the stream remains, and the connection may be reused.
+        """
         self._clean = True
 
     async def _more(self, how: AttemptFailure) -> None:
-        """Wait for the server, within the time that holds now."""
+        """Wait for the server, within the current time limit."""
         patience, connection = self._patience, self._connection
         seconds = patience.between if self._read_any else patience.first
         if self._deadline < math.inf:
@@ -198,8 +206,8 @@ class Call:
             raise UpstreamFailed(how, f"{self._url}: {error}") from error
         if connection.fell_silent:
             if self.loop.time() >= self._deadline:
-                said = f"no whole answer within {patience.total:g} s ([router] answer_seconds); stream it, or ask for fewer tokens"
-                raise ApiError(504, said, code="answer_timeout")
+                message = f"no complete answer within {patience.total:g} s ([router] answer_seconds); stream it, or request fewer tokens"
+                raise ApiError(504, message, code="answer_timeout")
             raise UpstreamFailed(AttemptFailure.STALLED if self._read_any else AttemptFailure.FIRST_TOKEN_TIMEOUT, f"{self._url}: silent for too long")
 
     async def _drain(self) -> None:
@@ -208,10 +216,10 @@ class Call:
                 while await self._connection.read():
                     pass
         except (TimeoutError, ConnectionLost):
-            self._connection.cut("the answer was whole, but its end did not come")
+            self._connection.cut("the answer was complete, but its end did not come")
 
     async def error_body(self) -> bytes:
-        """The first bytes of an error's body, enough to say what it is."""
+        """Return the first bytes of an error's body, enough to identify the error."""
         body = b""
         while len(body) <= _ERROR_BYTES and (data := await self.read()):
             body += data
@@ -219,8 +227,9 @@ class Call:
 
 
 class RankCall(Call):
-    """A call to a rank of the fleet's own engines. Entering also raises UpstreamFailed for the rank's errors, and ApiError when the rank blames
-    the request (4xx but 429)."""
+    """A call to a rank of the fleet's own engines. Entering also raises UpstreamFailed for the rank's errors,
+    and ApiError if the rank blames the request (4xx except 429).
+    """
 
     async def _judge(self) -> None:
         status = self.status
@@ -235,7 +244,7 @@ class RankCall(Call):
 
 
 def api_error(status: int, body: bytes) -> ApiError:
-    """A rank's error in OpenAI's form, or as near to it as its body allows."""
+    """Convert a rank's error to OpenAI's form, as far as its body allows."""
     try:
         answer = msgspec.json.decode(body, type=_ErrorAnswer)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -247,7 +256,9 @@ def api_error(status: int, body: bytes) -> ApiError:
 
 
 class Upstream:
-    """The client behind all calls. Usable between entering and leaving, on one loop; leaving closes idle connections."""
+    """HTTP client of all calls. Usable between entering and leaving, on one loop. Leaving closes idle
+    connections.
+    """
 
     def __init__(self, config: RouterConfig) -> None:
         self._client: HttpClient | None = None
@@ -263,8 +274,9 @@ class Upstream:
             self._client = None
 
     def reconfigure(self, config: RouterConfig) -> None:
-        """Calls that begin from now on have these limits of time, and believe the authorities of `upstream_ca` as its file is now. OSError when
-        that cannot be used: nothing is changed."""
+        """Apply new time limits and the current authorities of `upstream_ca` to calls that begin from now on.
+        OSError if the file cannot be used; nothing changes then.
+        """
         if config.upstream_ca is not None and self._client is not None:
             self._client.trust(config.upstream_ca)
         self._use(config)
@@ -280,12 +292,16 @@ class Upstream:
         return RankCall(self._opened, sent, self._config.connect_seconds, self._streamed)
 
     def forward(self, sent: UpstreamRequest, *, stream: bool, patience: Patience | None = None) -> Call:
-        """A request as it came, to a server that answers in text. stream: its answer begins with the first token; else it comes as a whole,
-        for which there is only a total limit. patience: instead of what the settings say."""
+        """Forward a request unchanged to a server that answers in text. stream: the answer begins with the
+        first token; otherwise it comes at once, with only a total limit. patience: replaces the limits of the
+        settings.
+        """
         return Call(self._opened, sent, self._config.connect_seconds, patience or (self._streamed if stream else self._whole))
 
     async def get(self, url: str, path: str, headers: Mapping[str, str], *, seconds: float, most_bytes: int) -> bytes:
-        """The body of a GET. OSError (also for other statuses than 200), TimeoutError, or ValueError when it is too long."""
+        """Return the body of a GET. OSError (also for statuses other than 200), TimeoutError, or ValueError
+        if the body is too long.
+        """
         client = self._opened
         origin = client.origin(url)
         connection = await client.connect(origin, seconds)
@@ -307,7 +323,7 @@ class Upstream:
         return body
 
     def prune(self) -> None:
-        """Close connections that have been idle for too long; to be called now and then."""
+        """Close connections that have been idle for too long. Call regularly."""
         self._opened.prune()
 
     @property

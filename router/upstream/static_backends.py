@@ -1,8 +1,10 @@
-"""Static backends: OpenAI-compatible servers given by URL, without bus or agents. `GET /v1/models` tells what they serve.
+"""Static backends: OpenAI-compatible servers given by URL, without message bus or agents. `GET /v1/models`
+lists their models.
 
-Liveness: a refused connection takes a server away at once. Any other probe that fails (no answer in time, another status, no list of
-models) is a miss, and MISSES in a row without a sign of life between them take it away. A served token or answer is a sign of life: API
-servers answer slowest under load, which is when they must not be lost.
+Liveness: a refused connection removes a server at once. Any other failed probe (no answer in time, another
+status, no list of models) is a miss. MISSES misses in a row remove the server, unless it shows a sign of life
+in between: a served token or answer. API servers answer slowest under load, exactly when they must not be
+removed.
 """
 
 import asyncio
@@ -28,24 +30,24 @@ from router.upstream.rank_client import Upstream
 log = logging.getLogger(__name__)
 
 MISSES = 3
-"""Failed probes in a row that take a server away."""
+"""Failed probes in a row that remove a server."""
 _LIST_BYTES = 1024 * 1024
 _NOTHING = Capabilities(kv_events=False, load=False, experts=False, token_ids=False)
 _ISOLATING = Capabilities(kv_events=False, load=False, experts=False, token_ids=False, isolates_tenants=True)
 _UNKNOWN_CONTEXT = 2**31 - 1
 _NO_EXPERTS = locality((0,), None, None, None, None)
 _SEQUENCE_SHARE = 0.01
-"""of a step: what each further stream adds, where nobody states it"""
+"""Share of a step that each further stream adds, if no setting states it."""
 
 Card = dict[str, Any]
-"""A model's entry in a server's `GET /v1/models`, as it came."""
+"""A model's entry in a server's `GET /v1/models`, unchanged."""
 
 
 class _Model(msgspec.Struct, frozen=True):
     id: str
     max_model_len: int | None = None
     parent: str | None = None
-    """the base model of an adapter"""
+    """base model of an adapter"""
 
 
 class _Models(msgspec.Struct, frozen=True):
@@ -54,30 +56,32 @@ class _Models(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Server:
-    """One server and what its probes found."""
+    """One server and the results of its probes."""
 
     settings: BackendConfig
     url: str
     worker_id: int
-    """the same each time, so that a server comes back as itself"""
+    """stable, so that a returning server keeps its identity"""
     cards: tuple[Card, ...] = ()
-    """of its models, as it listed them last"""
+    """latest list of its models"""
     misses: int = 0
     """failed probes since the last sign of life"""
     missing: bool = False
-    """taken away for its misses: a sign of life brings it back"""
+    """removed because of misses; a sign of life restores it"""
     reported: bool | None = None
-    """whether the log last called it there; None: nothing was logged yet"""
+    """last liveness written to the log; None: none yet"""
 
 
 class StaticBackends:
-    """Each server becomes an engine of one rank that serves all of its models: they share its load, its limits and its breaker. A server
-    that stops answering is left out until it answers again."""
+    """Static backends as engines. Each server becomes an engine of one rank that serves all of its models,
+    which share its load, its limits and its circuit breaker. A server that stops answering is left out until
+    it answers again.
+    """
 
     def __init__(
         self, config: RouterConfig, key: Callable[[str], str | None], view: FleetView, clock: Callable[[], float], forget: Callable[[int], None]
     ) -> None:
-        """key: what the server of a base URL wants as `Authorization: Bearer` now; None: nothing."""
+        """key: returns the current bearer token for the server of a base URL; None: none."""
         urls = dict.fromkeys(base_url(url) for url in config.backends)
         settings = [*(BackendConfig(name=_name(url), url=url) for url in urls), *config.named_backends]
         self._servers = {server.worker_id: server for server in map(_server, settings)}
@@ -88,29 +92,32 @@ class StaticBackends:
         self._forget = forget
 
     def probes(self, worker_id: int) -> bool:
-        """Whether an engine is one of these, whose liveness their probes decide."""
+        """Return True if an engine is a static backend, whose liveness depends on probes."""
         return worker_id in self._servers
 
     def returns_ids(self, worker_id: int) -> bool:
-        """Whether a server returns token ids when asked (`return_token_ids`), and takes ids as a prompt: as its settings say, else if it is a
-        vLLM by its own list of models."""
+        """Return True if a server can return token ids (`return_token_ids`) and accepts ids as a prompt: as
+        its settings state, else if its list of models identifies it as vLLM.
+        """
         server = self._servers.get(worker_id)
         if server is None or server.settings.token_ids is not None:
             return server is not None and bool(server.settings.token_ids)
         return any(card.get("owned_by") == "vllm" for card in server.cards)
 
     def is_silent(self, worker_id: int) -> bool:
-        """Whether a server is taken away because its probes went unanswered, rather than refused."""
+        """Return True if a server was removed because its probes went unanswered, rather than refused."""
         server = self._servers.get(worker_id)
         return server is not None and server.missing
 
     def known(self) -> Iterator[tuple[str, str, int, EngineState | None]]:
-        """Name, URL, worker_id and state of each server, in the order of the settings; no state before its first answer."""
+        """Yield name, URL, worker_id and state of each server, in the order of the settings; no state before
+        its first answer.
+        """
         for worker_id, server in self._servers.items():
             yield server.settings.name, server.url, worker_id, self._view.engine(worker_id)
 
     def card(self, model: str) -> Card | None:
-        """A model's entry as the first live server that serves it listed it last; None: no server of these serves it."""
+        """Return a model's latest entry at the first live server that serves it, or None."""
         for worker_id, server in self._servers.items():
             state = self._view.engine(worker_id)
             if state is not None and state.obstacle is None:
@@ -120,8 +127,9 @@ class StaticBackends:
         return None
 
     def served(self, worker_id: int) -> None:
-        """Note a token or an answer of a server. It outweighs missed probes, but not a refused connection: a server that is stopping
-        finishes its open streams while it refuses new ones."""
+        """Record a token or an answer of a server. This outweighs missed probes, but not a refused
+        connection: a server that is shutting down finishes its open streams while it refuses new ones.
+        """
         server = self._servers.get(worker_id)
         if server is not None and (server.misses or server.missing):
             server.misses = 0
@@ -178,12 +186,13 @@ class StaticBackends:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether nothing listens there: a connection was refused, at every address where the name has several."""
+    """Return True if no process listens there: the connection was refused at every address of the host name.
+    """
     return isinstance(error, ConnectionRefusedError) or (isinstance(error, OSError) and f"[Errno {errno.ECONNREFUSED}]" in str(error))
 
 
 def _name(url: str) -> str:
-    """A server's name where no [backends.NAME] gives one: host, port and path; a name holds no slash."""
+    """Return the name of a server without a [backends.NAME]: host, port and path, without slashes."""
     parts = urlsplit(url)
     return f"{parts.hostname or ''}{'' if parts.port is None else f':{parts.port}'}{parts.path.replace('/', '~')}"
 
@@ -194,7 +203,7 @@ def _server(settings: BackendConfig) -> _Server:
 
 
 def _as_engine(server: _Server, models: tuple[_Model, ...], block_size: int) -> EngineJoined:
-    """A server as an engine that can report nothing. Its base model is the first that is no adapter."""
+    """Describe a server as an engine without reports. Its base model is the first that is not an adapter."""
     contexts = {model.id: model.max_model_len or _UNKNOWN_CONTEXT for model in models}
     base = next((model.id for model in models if model.parent is None), models[0].id)
     return EngineJoined(
@@ -215,7 +224,7 @@ def _as_engine(server: _Server, models: tuple[_Model, ...], block_size: int) -> 
 
 
 def _stated_speed(settings: BackendConfig) -> EngineSpeed | None:
-    """What the settings say of a server's speed; None: nothing, so that it is learnt."""
+    """Return the speed stated in the settings; None if it is to be estimated."""
     if settings.prompt_tokens_per_second is None or settings.output_tokens_per_second is None:
         return None
     alone = 1.0 / settings.output_tokens_per_second

@@ -1,5 +1,6 @@
-"""Streams of foreign servers that return ids: whoever dies, the client's stream equals an unbroken one, or
-ends and says why not."""
+"""Streams of foreign servers that return ids: after any failure the client's stream equals an unbroken one,
+or ends with the reason.
+"""
 
 import asyncio
 import json
@@ -25,8 +26,9 @@ def request_of(path: str, **more: Any) -> bytes:
 
 
 def continued(path: str, body: bytes, deaths: list[int], sizes: list[int], cuts: int, *, detokenizes: bool) -> bytes:
-    """What a client gets whose servers die after so many events, one after another. Inexact as the course
-    says."""
+    """Return the stream of a client whose servers die one after another, after these numbers of events.
+    InexactContinuation as raised.
+    """
     course = Continuable(path, body, 4096)
     got, ask, at = b"", course.body(), path
     for death in [*deaths, 10_000]:
@@ -111,7 +113,7 @@ def test_a_sampled_stream_is_continued_only_where_the_clients_text_is_that_of_wh
     try:
         rest = course.request()
     except InexactContinuation:
-        assert stop is not None or not detokenizes  # else the ids of the client's text can always be found
+        assert stop is not None or not detokenizes  # otherwise the ids of the client's text can always be found
         return
     if rest is not None:
         emitted = json.loads(rest)["prompt"][len(PROMPT) :]
@@ -203,7 +205,7 @@ async def asked(house: House, path: str, **more: Any) -> dict[str, Any]:
 
 
 async def test_streams_of_a_server_that_dies_are_finished_by_another_one(open_house: OpenHouse) -> None:
-    """Whichever of two servers dies after whichever event, chat and text, with stops and usage."""
+    """Either of two servers dies after any event, for chat and text, with stops and usage."""
     dying, living = VllmLike((1, 2, 3)), VllmLike((2, 1))
     async with (
         serving(ForeignServer("one", dying.answer, owned_by="vllm")) as one,
@@ -292,11 +294,12 @@ async def test_when_no_server_is_left_to_continue_the_stream_ends_with_an_error(
         assert answer["text"] == settled(unbroken(PROMPT, 400))[: len(answer["text"])]
 
 
-async def test_a_server_that_computes_another_text_does_not_go_on_with_this_one(
+async def test_a_server_that_computes_another_text_does_not_continue_the_stream(
     open_house: OpenHouse,
 ) -> None:
-    """Ids of the first are coalesced, and nobody can turn ids into text: the rest is computed again, and
-    differs."""
+    """The first server merges ids, and no server can turn ids into text. So the rest is computed again, and
+    differs.
+    """
     dying = VllmLike((3,), detokenizes=False)
     dying.die_after = 6
     strange = b'data: {"id":"y","choices":[{"index":0,"text":"strange","finish_reason":null,"token_ids":[1,2]}]}\n\n'
@@ -308,7 +311,7 @@ async def test_a_server_that_computes_another_text_does_not_go_on_with_this_one(
         answers = [await asked(house, TEXT) for _ in range(6)]
         broken = [answer for answer in answers if answer["error"] is not None and answer["text"]]
         assert broken
-        assert all("another text" in answer["error"]["message"] for answer in broken)
+        assert all("computes text that differs" in answer["error"]["message"] for answer in broken)
         assert all("strange" not in answer["text"] for answer in broken)
 
 

@@ -1,4 +1,6 @@
-"""Experts named in other systems' answers: read as each writes them, told to the tracker, and never in the answer's way."""
+"""Routed experts in foreign servers' answers: read in every format, reported to the tracker, and never
+delaying the answer.
+"""
 
 import asyncio
 import base64
@@ -44,7 +46,7 @@ def raw(table: np.ndarray) -> str:
 
 
 def with_dense(table: np.ndarray) -> np.ndarray:
-    """As an engine captures it that numbers two dense layers, the first ones, too."""
+    """Return the capture of an engine that also numbers two dense layers, the first ones."""
     return np.concatenate([np.zeros((len(table), 2, 2), table.dtype), table], axis=1)
 
 
@@ -164,7 +166,7 @@ def test_a_tap_lets_go_of_what_is_too_long() -> None:
 
 
 class Telling:
-    """A server of somebody else's that names the experts it chose."""
+    """A foreign server that names the experts it chose."""
 
     def __init__(self) -> None:
         self.said: dict[str, Any] = WAYS["vllm"]
@@ -203,7 +205,7 @@ async def joined(house: House, url: str, shape: ModelShape | None = SHAPE) -> No
 
 @contextlib.asynccontextmanager
 async def heard(house: House) -> AsyncIterator[list[Any]]:
-    """What is said of requests and imports."""
+    """Collect what is published about requests and imports."""
     said: list[Any] = []
     subjects = house.subjects
     async with MemoryBus(house.broker).subscribe(subjects.imports, subjects.requests_read, subjects.requests_finished) as subscription:

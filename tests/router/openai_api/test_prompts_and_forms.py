@@ -1,4 +1,6 @@
-"""Tokenizers and templates, request forms, server-sent events, and keys: the small pure pieces of the edge."""
+"""Tokenizers and templates, request formats, server-sent events, and keys: the small pure parts of the HTTP
+layer.
+"""
 
 import io
 import json
@@ -193,7 +195,7 @@ def test_foreign_errors_are_read_as_far_as_possible(body: bytes, message: str) -
     assert api_error(418, body).message == message
 
 
-# Courses
+# Completion state
 
 
 def course(max_tokens: int = 10) -> CompletionState:
@@ -213,7 +215,7 @@ def test_a_course_asks_for_what_is_missing() -> None:
 
 
 def test_a_course_refuses_more_than_was_asked_and_text_without_ids() -> None:
-    with pytest.raises(ValueError, match="3 tokens came, 2 were asked for"):
+    with pytest.raises(ValueError, match="3 tokens came, 2 were requested"):
         course(2).take(chunk([1, 2, 3], "x"))
     with pytest.raises(ValueError, match="without token ids"):
         course().take(chunk(None, "x"))

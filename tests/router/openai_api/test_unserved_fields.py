@@ -1,4 +1,6 @@
-"""Fields that change an answer: refused by name by engines that do not serve them, passed as they came to those that declare it."""
+"""Fields that change an answer: refused by name by engines that do not serve them, forwarded unchanged to
+engines that declare them.
+"""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,5 @@
-"""The small HTTP client: every way an answer may come, end, or go wrong, and which connections are used again."""
+"""The small HTTP client: every way in which an answer may arrive, end or fail, and the reuse of connections.
+"""
 
 import asyncio
 import contextlib
@@ -19,7 +20,7 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
 
 @contextlib.asynccontextmanager
 async def server(script: Script) -> AsyncIterator[str]:
-    """A server that plays a script on each connection and then closes it."""
+    """Start a server that plays a script on each connection and then closes it."""
     writers: list[asyncio.StreamWriter] = []
 
     async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -40,7 +41,7 @@ async def server(script: Script) -> AsyncIterator[str]:
 
 
 async def asked(reader: asyncio.StreamReader) -> bytes:
-    """One request as it arrives."""
+    """Read one request as it arrives."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
     return head + await reader.readexactly(length)
@@ -59,7 +60,7 @@ def saying(*answers: bytes) -> Script:
 
 
 def lingering(*answers: bytes) -> Script:
-    """As `saying`, but the connection stays open afterwards."""
+    """Answer like `saying`, but leave the connection open afterwards."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await saying(*answers)(reader, writer)
@@ -85,7 +86,7 @@ async def whole(connection: Connection) -> bytes:
 
 
 class Client(HttpClient):
-    """Closes everything it ever opened."""
+    """Client that closes everything it ever opened."""
 
     def __init__(self, keepalive_seconds: float) -> None:
         super().__init__(keepalive_seconds)
@@ -282,7 +283,7 @@ async def test_answers_are_the_same_however_the_bytes_are_cut(chunks: list[bytes
 
 
 class _Deaf(asyncio.Transport):
-    """A transport that takes everything and does nothing."""
+    """A transport that accepts everything and does nothing."""
 
     def get_extra_info(self, name: str, default: object = None) -> object:
         return self
@@ -332,7 +333,7 @@ async def test_a_connection_made_while_the_loop_was_kept_is_not_given_up(client:
 async def test_a_connection_that_is_not_made_in_time_is_given_up(client: HttpClient) -> None:
     with contextlib.ExitStack() as stack:
         full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(4):  # what no backlog has room for is never answered
+        for _ in range(4):  # connections beyond the backlog are never answered
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(full.getsockname())
@@ -357,7 +358,7 @@ async def test_connections_that_cannot_be_made_are_told_apart(client: HttpClient
 
 
 class _Pipe(asyncio.Transport):
-    """Nobody at the other end."""
+    """Connection without a peer."""
 
     def __init__(self) -> None:
         super().__init__(extra={"socket": self})

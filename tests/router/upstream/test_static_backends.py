@@ -1,4 +1,6 @@
-"""Probes of static backends: a refusal counts at once, silence only after three misses, and whoever serves tokens is there."""
+"""Probes of static backends: a refusal counts at once, silence only after three misses, and a served token is
+a sign of life.
+"""
 
 import asyncio
 import errno
@@ -21,7 +23,7 @@ REFUSED_TWICE = OSError("Multiple exceptions: [Errno 111] Connect call failed ('
 
 
 class Scripted(Upstream):
-    """Answers probes as it is told, one after another, and waits when nothing is left."""
+    """Answers probes by a script, one after another, and waits at its end."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -40,7 +42,7 @@ class Scripted(Upstream):
         return answer
 
     async def play(self, *answers: bytes | Exception) -> None:
-        """Until the probes have taken all of these and what follows of them."""
+        """Wait until the probes have consumed all of these, with all consequences."""
         self._script += answers
         self._over.clear()
         self._more.set()
