@@ -1,1 +1,3 @@
-"""The fleet as routing sees it: engines, targets, load, homes, dispatch costs. Pure; time comes in as an argument."""
+"""The fleet as seen by routing: engines, targets, load, homes, dispatch costs. Pure; the time comes in as an
+argument.
+"""

@@ -1,11 +1,13 @@
-"""What other routers have promised to ranks, and what they are to be told of our own promises. Pure; time comes in as an argument.
+"""Replication of bookings between routers: bookings of other routers, and the changes of our own that are to
+be published. Pure; the time comes in as an argument.
 
-Bookings of others are counted as ours are, so that routers do not all fill the rank that looks empty to each of them. Nothing of
-it is promised: messages may be lost, doubled or overtaken. A router numbers its messages; a jump in the numbers says that its
-whole list must be asked for. What it booked ends with it: when it falls silent, or when it has not named a booking for long.
+Remote bookings count like our own, so that routers do not all fill the rank that looks empty to each of them.
+Delivery is best effort: messages may be lost, duplicated or reordered. A router numbers its messages; a gap
+means that its full list must be requested. Its bookings end when it falls silent. A single booking ends when
+its router has not named it for a long time.
 
-With a booking comes what else its router alone would know: where a conversation went, and which blocks a rank that does not report
-its KV cache will have. While there is no other router nothing is told.
+A booking also carries facts that only its router would know: the rank that got a session, and the blocks that
+a rank without KV events will have. Nothing is published while there is no other router.
 """
 
 from collections import OrderedDict
@@ -20,23 +22,23 @@ from router.fleet_state.reservations import BLOCKS, PREFILL, STEPS, Booking, Res
 from router.fleet_state.target_table import RankKey
 
 SILENT_SECONDS = 3.0
-"""A router that says nothing for so long is gone, and its bookings with it."""
+"""A router that is silent for this time is gone, and its bookings end."""
 DOUBTFUL_SECONDS = 1.0
-"""A router that says nothing for so long is asked."""
+"""A router that is silent for this time is queried."""
 MOST_ROUTERS = 256
 MOST_BOOKINGS = 200_000
-"""of all other routers together; what exceeds them is not counted, and named bookings are some 200 bytes each"""
+"""of all other routers together, some 200 bytes each; bookings beyond this number do not count"""
 MOST_ENDED = 20_000
-"""Endings remembered while a router's whole list is awaited."""
+"""Most ended bookings remembered while a router's full list is awaited."""
 MOST_PER_MESSAGE = 1000
 MOST_PREFIX_BLOCKS = 4096
-"""told of one prompt"""
+"""published of one prompt"""
 LONGEST_ID = 128
 """characters"""
 _ABSURD = 2**40
-"""of one booking; so many as are counted stay far from what a load table can hold"""
+"""Limit for one booking, which keeps sums far below what a load table can hold."""
 _FEWEST_STEPS = 16
-"""Progress by fewer tokens is not told."""
+"""Progress by fewer tokens is not published."""
 
 
 @dataclass(slots=True)
@@ -58,14 +60,16 @@ class _Router:
     next: int = 0
     bookings: OrderedDict[str, _Foreign] = field(default_factory=OrderedDict)
     missed: int | None = None
-    """messages with lower numbers were missed, and only the whole list can tell what was in them; None: none were"""
+    """messages with lower numbers were missed, and only the full list can replace them; None: none were"""
     ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """what ended while something is missed: a list made before must not bring it back"""
+    """bookings that ended while messages are missing: an older list must not restore them"""
     doubtful: bool = False
 
 
 class BookingMessage(NamedTuple):
-    """What is told with a new booking, beyond its load. session: hash, 0: nobody said; prefix: sequence hashes of blocks that the rank will have."""
+    """Facts published with a new booking besides its load. session: hash, 0: none; prefix: sequence hashes of
+    blocks that the rank will have.
+    """
 
     session: int = 0
     prefix: Sequence[int] = ()
@@ -77,16 +81,17 @@ Learnt = Callable[[RankKey, BookingMessage], None]
 
 
 class ReplicaEffect(NamedTuple):
-    """What a message changes beyond the bookings."""
+    """Effect of a message beyond the bookings."""
 
     newcomer: bool = False
     incomplete: bool = False
-    """its router must be asked for its whole list"""
+    """the full list of its router must be requested"""
 
 
 class RemoteBookings:
-    """What others booked, entered into `reservations` until it ends. `keep_seconds`: for so long a booking counts unnamed. `learnt` is
-    called with what is told of a new one."""
+    """Bookings of other routers, entered into `reservations` until they end. `keep_seconds`: time for which a
+    booking counts without being named again. `learnt` is called with the message of each new booking.
+    """
 
     def __init__(self, reservations: Reservations, keep_seconds: float, learnt: Learnt) -> None:
         self._reservations = reservations
@@ -95,28 +100,30 @@ class RemoteBookings:
         self._routers: dict[int, _Router] = {}
         self.open = 0
         self.expired = 0
-        """bookings that nobody ended"""
+        """bookings that expired without an end"""
         self.refused = 0
-        """bookings that made no sense, or found no room or no such rank"""
+        """bookings that were invalid, exceeded the limit, or named an unknown rank"""
 
     @property
     def routers(self) -> tuple[int, ...]:
         return tuple(self._routers)
 
     def incomplete(self, router: int) -> bool:
-        """Whether something this router said was missed, and its whole list has not come since."""
+        """Return True if a message of this router was missed and its full list has not arrived since."""
         known = self._routers.get(router)
         return known is not None and known.missed is not None
 
     def booked(self, decision_id: str) -> int | None:
-        """The router that booked this, as far as is known."""
+        """Return the router that made this booking, if it is known."""
         return next((router for router, known in self._routers.items() if decision_id in known.bookings), None)
 
     def hear(self, publisher_id: int, sequence: int, said: ReservationsChanged, now: float) -> ReplicaEffect:
-        """One message of another router. Repeated ones change nothing; nor do late ones, whose content is in the list they made us ask for."""
+        """Apply one message of another router. Duplicates have no effect. Neither have late messages, whose
+        content is in the list that was requested because of them.
+        """
         router = self._routers.get(said.router)
         if router is not None and router.publisher_id != publisher_id:
-            self.forget(said.router)  # it counts anew
+            self.forget(said.router)  # it restarted and numbers its messages anew
             router = None
         newcomer = router is None
         if router is None:
@@ -138,7 +145,9 @@ class RemoteBookings:
         return ReplicaEffect(newcomer, missed)
 
     def replace(self, described: ReservationsDescribed, now: float) -> bool:
-        """The whole list of a router. False when it is older than what was missed, and must be asked for again."""
+        """Apply the full list of a router. Return False if it is older than a missed message and must be
+        requested again.
+        """
         router = self._routers.get(described.router)
         if router is None or router.publisher_id != described.publisher_id:
             return router is None
@@ -157,7 +166,9 @@ class RemoteBookings:
         return True
 
     def sweep(self, now: float) -> list[int]:
-        """End what has outlived its router or its time. Returns the routers that should be asked whether they are there."""
+        """End bookings whose router is silent or whose time is over. Return the routers that should be
+        queried.
+        """
         for name in [name for name, router in self._routers.items() if now - router.heard_at > SILENT_SECONDS]:
             self.forget(name)
         for router in self._routers.values():
@@ -171,13 +182,15 @@ class RemoteBookings:
         return doubtful
 
     def forget(self, router: int) -> None:
-        """A router is gone: all it booked ends."""
+        """End all bookings of a router that is gone."""
         known = self._routers.pop(router, None)
         for foreign in () if known is None else known.bookings.values():
             self._release(foreign)
 
     def _note(self, router: _Router, load: BookedLoad, sequence: int, now: float) -> None:
-        """A booking, new or changed. What is known of it only ever gets less: a message may be older than what was heard since."""
+        """Record a new or changed booking. The remaining load of a known booking only decreases, since a
+        message may be older than the last one.
+        """
         foreign = router.bookings.get(load.id)
         if foreign is None:
             booking = self._book(load, now)
@@ -201,7 +214,7 @@ class RemoteBookings:
         try:
             booking = self._reservations.book((load.worker_id, load.rank), amounts, now - load.age_seconds, external=load.external)
         except KeyError:
-            return None  # its engine has not introduced itself here yet, or has left
+            return None  # its engine has not joined here yet, or has left
         if load.external and not load.held:
             self._reservations.first_token(booking)
         self.open += 1
@@ -225,7 +238,7 @@ class RemoteBookings:
 
 @dataclass(slots=True)
 class _Own:
-    """One booking of this router. `steps`: as told last."""
+    """One booking of this router. `steps`: as last published."""
 
     id: str
     key: RankKey
@@ -233,24 +246,27 @@ class _Own:
     steps: int
     session: int
     prefix: Sequence[int]
-    """until it was told"""
+    """kept until it is published"""
     over: bool = False
-    """it ended before it was told, and is told for what others should remember of it"""
-    told_at: float | None = None
-    """None: never yet"""
+    """it ended before it was published, and is published for the facts that others should remember"""
+    published_at: float | None = None
+    """None: not yet"""
 
 
 class OwnBookings:
-    """What this router has booked, and what of it others have not been told yet. A booking that ends untold is never told, unless there is
-    something to remember of it."""
+    """Bookings of this router, and their unpublished changes. A booking that ends unpublished is never
+    published, unless it carries facts to remember.
+    """
 
     def __init__(self, router: int, refresh_seconds: float) -> None:
-        """refresh_seconds: an open booking is named again after so long, so that it does not expire elsewhere."""
+        """refresh_seconds: interval after which an open booking is named again, so that it does not expire
+        elsewhere.
+        """
         self.router = router
         self._refresh = refresh_seconds
         self._open: dict[Booking, _Own] = {}
-        self._told: OrderedDict[Booking, _Own] = OrderedDict()
-        """those that were told, longest ago first"""
+        self._published: OrderedDict[Booking, _Own] = OrderedDict()
+        """published bookings, the one published longest ago first"""
         self._news: dict[Booking, _Own] = {}
         self._ended: dict[str, None] = {}
         self._forgotten: dict[str, str | None] = {}
@@ -266,13 +282,14 @@ class OwnBookings:
         self._open[booking] = self._news[booking] = own
 
     def first_token(self, booking: Booking) -> None:
-        """Before or after `Reservations.first_token`; told with the next message."""
+        """Record a first token, before or after `Reservations.first_token`. Published with the next message.
+        """
         own = self._open.get(booking)
         if own is not None:
             self._news[booking] = own
 
     def emitted(self, booking: Booking) -> None:
-        """After `Reservations.emitted`; told when it has become much."""
+        """Record progress, after `Reservations.emitted`. Published once it is large enough."""
         own = self._open.get(booking)
         if own is not None and own.steps - booking.amounts[STEPS] >= max(_FEWEST_STEPS, own.steps // 4):
             self._news[booking] = own
@@ -281,7 +298,7 @@ class OwnBookings:
         own = self._open.pop(booking, None)
         if own is None:
             return
-        if self._told.pop(booking, None) is not None:
+        if self._published.pop(booking, None) is not None:
             self._news.pop(booking, None)
             self._ended[own.id] = None
         elif own.session or own.prefix:
@@ -290,26 +307,26 @@ class OwnBookings:
             self._news.pop(booking, None)
 
     def pass_on(self, decision_id: str, *, first_token: bool, tenant: str | None = None) -> None:
-        """Something another router booked is over, or its prompt is computed: that router is to be told."""
+        """Notify another router that its booking is over, or that its prompt is computed."""
         waiting = self._computed if first_token else self._forgotten
         if len(waiting) < MOST_ENDED:
             waiting[decision_id] = tenant
 
     def take(self, now: float) -> ReservationsChanged | None:
-        """What is to be told now, if anything; the rest, when there is very much, with the next call."""
-        while self._told and len(self._news) < MOST_PER_MESSAGE:
-            booking, own = next(iter(self._told.items()))
-            if own.told_at is not None and now - own.told_at < self._refresh:
+        """Return the next message to publish, if any. A large backlog is split over several calls."""
+        while self._published and len(self._news) < MOST_PER_MESSAGE:
+            booking, own = next(iter(self._published.items()))
+            if own.published_at is not None and now - own.published_at < self._refresh:
                 break
-            self._told.move_to_end(booking)
-            own.told_at, self._news[booking] = now, own
+            self._published.move_to_end(booking)
+            own.published_at, self._news[booking] = now, own
         if not self.has_news:
             return None
         booked = []
         for booking in [booking for booking, _ in zip(self._news, range(MOST_PER_MESSAGE), strict=False)]:
             own = self._news.pop(booking)
             booked.append(_load(own, now, own.prefix))
-            self._note_told(own, now)
+            self._note_published(own, now)
         forgotten, computed = _some(self._forgotten), _some(self._computed)
         return ReservationsChanged(
             router=self.router,
@@ -321,27 +338,27 @@ class OwnBookings:
         )
 
     def hush(self, now: float) -> None:
-        """There is nobody to tell: what is new counts as told."""
+        """Treat all changes as published, since there is no other router."""
         for own in self._news.values():
-            self._note_told(own, now)
+            self._note_published(own, now)
         for waiting in (self._news, self._ended, self._forgotten, self._computed):
             waiting.clear()
 
     def tell_all(self) -> None:
-        """Somebody is there who may know nothing: every open booking is told again."""
+        """Publish every open booking again, for a router that may know nothing."""
         self._news |= self._open
 
     def all(self, now: float) -> tuple[BookedLoad, ...]:
-        """Every open booking."""
+        """Return every open booking."""
         return tuple(_load(own, now) for own in self._open.values())
 
-    def _note_told(self, own: _Own, now: float) -> None:
+    def _note_published(self, own: _Own, now: float) -> None:
         if own.over:
             self._ended[own.id] = None
             return
-        own.told_at, own.steps, own.prefix = now, own.booking.amounts[STEPS], ()
-        self._told[own.booking] = own
-        self._told.move_to_end(own.booking)
+        own.published_at, own.steps, own.prefix = now, own.booking.amounts[STEPS], ()
+        self._published[own.booking] = own
+        self._published.move_to_end(own.booking)
 
 
 def _load(own: _Own, now: float, prefix: Sequence[int] = ()) -> BookedLoad:
@@ -362,6 +379,6 @@ def _load(own: _Own, now: float, prefix: Sequence[int] = ()) -> BookedLoad:
 
 
 def _some(waiting: dict[str, _Value]) -> dict[str, _Value]:
-    """At most MOST_PER_MESSAGE of them, which are removed."""
+    """Remove and return at most MOST_PER_MESSAGE of them."""
     taken = [one for one, _ in zip(waiting, range(MOST_PER_MESSAGE), strict=False)]
     return {one: waiting.pop(one) for one in taken}

@@ -1,11 +1,13 @@
-"""Where the planner wants requests to live: for each cluster, how much of its traffic belongs on which rank of an engine. Pure.
+"""Cluster homes: for each cluster, the share of its traffic that the planner assigns to each rank of an
+engine. Pure.
 
-The planner places experts near the homes of the clusters that want them; where ranks cost a request the same, it goes home, and so the demand
-comes to be where the planner has placed its experts.
+The planner places experts near the homes of the clusters that use them. Among ranks of equal cost a request
+goes to a home, so demand arises where the planner has placed the experts.
 
-Homes belong to a placement. Those of an epoch that is not served and priced yet wait for it, and then the two change together: a decision
-never sees the homes of one epoch with the prices of another while those that belong together are known. Homes of an older epoch stay until newer
-ones come: few experts move between two of them.
+Homes belong to a placement. Homes of an epoch that is not served and priced yet wait for it; then homes and
+prices change together. A decision never combines the homes of one epoch with the prices of another while the
+matching ones are known. Homes of an older epoch stay until newer ones come, since few experts move between
+two epochs.
 """
 
 from typing import NamedTuple
@@ -17,12 +19,16 @@ from fleet.events import HomesPublished
 from fleet.signatures import MOST_CLUSTERS
 
 AT_HOME = 1.5
-"""A rank is a home of a request of which it is to get so many times the even share at least, and half of the most that any rank is to get."""
+"""A rank is a home of a request if it gets at least this multiple of its even share, and at least half of the
+largest share of any rank.
+"""
 
 
 class ClusterHomes(NamedTuple):
-    """As of one version; they hold from a placement epoch on. lift: float32 [ranks, K], share of a cluster's traffic that belongs on a rank, over the
-    even share; 1 where a cluster is at home everywhere. None: nobody has a home."""
+    """Homes of one version, valid from a placement epoch on. lift: float32 [ranks, K], share of a cluster's
+    traffic that belongs on a rank, over the even share; 1 where every rank is a home. None: there are no
+    homes.
+    """
 
     version: int
     epoch: int
@@ -30,7 +36,9 @@ class ClusterHomes(NamedTuple):
 
 
 def homes_of(said: HomesPublished, ranks: int) -> ClusterHomes:
-    """What was said of an engine with so many ranks. ValueError when it contradicts itself or the engine."""
+    """Decode the published homes of an engine with `ranks` ranks. ValueError if they are inconsistent or do
+    not fit the engine.
+    """
     if said.ranks != ranks:
         raise ValueError(f"homes of engine {said.engine!r} on {said.ranks} ranks; it has {ranks}")
     if said.version < 0 or said.epoch < 0:
@@ -48,14 +56,18 @@ def homes_of(said: HomesPublished, ranks: int) -> ClusterHomes:
 
 
 class EngineHomes(NamedTuple):
-    """Of one engine. now: the homes that its prices go with; coming: newer ones, which wait for their epoch. None: there are none."""
+    """Homes of one engine. now: those that match its prices; coming: newer ones that wait for their epoch.
+    None: there are none.
+    """
 
     now: ClusterHomes | None = None
     coming: ClusterHomes | None = None
 
     def hearing(self, homes: ClusterHomes, priced: int | None) -> "EngineHomes":
-        """After the planner's word. priced: the epoch of the prices that are decided by; None: of no epoch yet. What is older than what is known
-        already changes nothing; a newer word for an epoch that is priced holds at once and undoes what waits."""
+        """Apply a message of the planner. priced: the epoch of the current prices; None: no epoch yet. An
+        outdated message has no effect. A newer message for a priced epoch applies at once and cancels waiting
+        homes.
+        """
         if priced is None or homes.epoch > priced:
             newest = max(known.version for known in (self.now, self.coming, _NONE) if known is not None)
             return self._replace(coming=homes) if homes.version > newest else self
@@ -65,7 +77,7 @@ class EngineHomes(NamedTuple):
         return EngineHomes(homes, self.coming if waits else None)
 
     def reaching(self, priced: int | None) -> "EngineHomes":
-        """Once the prices are those of this epoch."""
+        """Return the homes once the prices are those of this epoch."""
         if self.coming is None or priced is None or self.coming.epoch > priced:
             return self
         return EngineHomes(self.coming)
@@ -75,5 +87,5 @@ _NONE = ClusterHomes(-1, 0, None)
 
 
 def at_home(lift: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """bool [targets]: which ranks are homes of a request with these lifts."""
+    """Return the homes of a request with these lifts, bool [targets]."""
     return np.asarray(lift >= max(AT_HOME, 0.5 * float(np.maximum.reduce(lift, initial=0.0))))

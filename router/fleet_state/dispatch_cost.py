@@ -1,4 +1,6 @@
-"""What sending tokens to experts costs each rank of an engine, cluster by cluster: computed once per placement epoch and cluster version. Pure."""
+"""Cost of dispatching tokens to experts, by rank of an engine and by cluster: computed once per placement
+epoch and cluster version. Pure.
+"""
 
 from typing import NamedTuple
 
@@ -15,8 +17,10 @@ Matrix = NDArray[np.float64]
 
 
 class DispatchPrices(NamedTuple):
-    """float64 [ranks, K], of a token of each cluster. remote, nodes: expected distinct remote ranks and nodes it must reach, summed over
-    MoE layers. local: expected share of its routed pairs that the rank serves itself."""
+    """float64 [ranks, K], per token of each cluster. remote, nodes: expected distinct remote ranks and nodes
+    it must reach, summed over MoE layers. local: expected share of its routed pairs that the rank serves
+    itself.
+    """
 
     remote: Matrix
     nodes: Matrix
@@ -24,7 +28,9 @@ class DispatchPrices(NamedTuple):
 
 
 class DispatchCost(NamedTuple):
-    """prices: None where no rank is nearer to the experts than another, or where nobody can tell; note: why, when that needs saying."""
+    """prices: None if no rank is nearer to the experts than another, or if that is unknown; note: the reason,
+    if it needs an explanation.
+    """
 
     prices: DispatchPrices | None
     note: str | None
@@ -33,17 +39,17 @@ class DispatchCost(NamedTuple):
 
 
 class DispatchInputs(NamedTuple):
-    """What an engine's prices are made of. clusters None: the tracker has not said any of this model yet."""
+    """Inputs of an engine's prices. clusters None: the tracker has not published any for this model yet."""
 
     nodes: tuple[int, ...]
-    """number of each rank's node, from 0 in the order in which they are named"""
+    """number of each rank's node, from 0 in order of appearance"""
     shape: ModelShape | None
     layout: Layout | None
     placement: Placement | None
     clusters: ClusterModel | None
 
     def same_as(self, other: "DispatchInputs") -> bool:
-        """Whether both have the same prices: epochs may differ, as those of engines that began alike do."""
+        """Return True if both have the same prices. Epochs may differ, as with engines that start alike."""
         if self.clusters is not other.clusters or self[:3] != other[:3]:
             return False
         mine, others = self.placement, other.placement
@@ -57,7 +63,7 @@ def locality(
 ) -> DispatchCost:
     """Price one engine's placement (`DispatchInputs`).
 
-    Layers below the layout's boundary are sharded and count for nothing.
+    Layers below the layout's boundary are sharded and do not count.
     """
     layout, ranks = layout or EP, len(nodes)
     if shape is None:
@@ -76,7 +82,9 @@ def locality(
 
 
 def _prices(clusters: ClusterModel, placement: Placement, boundary: int, top_k: int, node: NDArray[np.intp]) -> DispatchPrices:
-    """Clusters that nobody uses have the mean's price, which is what they stand for until they are used."""
+    """Compute the prices. Clusters without traffic get the price of the mean, which they represent until they
+    are used.
+    """
     used = np.flatnonzero(clusters.shares > 0)
     profiles = np.concatenate([clusters.profiles[used], clusters.mean[None]])
     which = np.full(clusters.clusters, len(used))

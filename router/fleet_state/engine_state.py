@@ -1,4 +1,6 @@
-"""One incarnation of an engine as the router knows it, and what is made of all of them: the roster and the price list of a model. Pure."""
+"""State of one incarnation of an engine, and the values built from all engines of a model: the target table
+and the price list. Pure.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,12 +23,13 @@ Cells = NDArray[np.float64]
 
 
 class EngineStatus(StrEnum):
-    """Where an engine stands; only a live one is routed to. The value is the reason given for leaving it out."""
+    """Status of an engine. Only a live engine is routed to. The value is the reason given for its exclusion.
+    """
 
     UNHEARD = "no heartbeat heard yet"
     LIVE = "live"
     DEAD = "dead: its heartbeats stopped"
-    LEFT = "left: it stopped serving on purpose"
+    LEFT = "left: it was stopped on purpose"
     UNREACHABLE = "unreachable: a connection to it failed and no heartbeat has been heard since"
 
 
@@ -42,20 +45,21 @@ class EngineState:
     locality: DispatchCost | None = None
     """None: not priced yet"""
     priced_epoch: int | None = None
-    """placement epoch that `locality` is about"""
+    """placement epoch of `locality`"""
     blocked: str | None = None
-    """why a live engine cannot be used (its tokenizer is missing)"""
+    """reason why a live engine cannot be used (its tokenizer is missing)"""
     rows: list[int] = field(default_factory=list)
     distinct: Cells | None = None
-    """[K]: experts that a request of each cluster adds to a step of the engine; None: nobody has said"""
+    """[K]: experts that a request of each cluster adds to a step of the engine; None: unknown"""
     handover_seconds: float = 0.0
     probed: bool = False
-    """probes decide whether it lives (`router.upstream.static_backends`), not the silence of its heartbeats"""
+    """probes decide its liveness (`router.upstream.static_backends`), not its heartbeats"""
     homes: EngineHomes = EngineHomes()  # noqa: RUF009 immutable
 
     def resume(self, old: "EngineState") -> None:
-        """Take over what is known of an incarnation that introduces itself again. Its prices stand until they are found anew, unless they are
-        another engine's by now."""
+        """Take over the state of an incarnation that joins again. Its prices stand until they are computed
+        anew, unless the join describes another engine.
+        """
         self.heard_at, self.blocked, self.handover_seconds = old.heard_at, old.blocked, old.handover_seconds
         self.standing = EngineStatus.UNHEARD if old.standing is EngineStatus.LEFT else old.standing
         if old.placement is not None and (self.placement is None or old.placement.epoch > self.placement.epoch):
@@ -67,7 +71,7 @@ class EngineState:
 
     @property
     def contexts(self) -> dict[str, int]:
-        """Tokens that a request may have, by the name of each model that is served."""
+        """Token limits of a request, by the name of each served model."""
         return {one.name: one.max_context for one in self.joined.models} or {self.joined.model: self.joined.max_context}
 
     @property
@@ -77,19 +81,20 @@ class EngineState:
 
     @property
     def ranks(self) -> int:
-        """Targets of this engine: its ranks, or 1 when the engine is one target."""
+        """Number of targets of this engine: its ranks, or 1 when the engine is one target."""
         one_target = self.layout is not None and not self.layout.targets_are_ranks
         return 1 if one_target or len(set(self.joined.urls)) == 1 else len(self.joined.urls)
 
     @property
     def is_one_of_many(self) -> bool:
-        """Whether the engine is one target though it has several ranks."""
+        """True if the engine is one target although it has several ranks."""
         return self.ranks == 1 < len(self.joined.urls)
 
     @property
     def reads(self) -> float:
-        """Share of a step's distinct experts that each rank reads: the ranks read theirs at once. 0 where experts are sharded over all
-        ranks, and what that saves is not known."""
+        """Share of a step's distinct experts that each rank reads, since the ranks read theirs in parallel. 0
+        where experts are sharded over all ranks, where the saving is unknown.
+        """
         shape, layout = self.joined.shape, self.layout or EP
         sharded = shape is None or layout.attention == "tp" or layout.boundary >= shape.layers
         return 0.0 if sharded else 1.0 / len(self.joined.urls)
@@ -100,24 +105,25 @@ class EngineState:
 
     @property
     def obstacle(self) -> str | None:
-        """Why no request can be sent here now."""
+        """Reason why no request can be sent here now."""
         return self.blocked if self.standing is EngineStatus.LIVE else self.standing.value
 
 
 class Versions(NamedTuple):
-    """What prices and homes are of, by engine."""
+    """Versions of prices and homes, by engine."""
 
     prices: dict[str, int | None]
     """placement epoch; None: not priced yet, or the placement is unknown"""
     homes: dict[str, tuple[int, int]]
-    """version and placement epoch of the homes that go with these prices; engines without are left out"""
+    """version and placement epoch of the homes that match these prices; engines without homes are left out"""
     coming: dict[str, tuple[int, int]]
-    """of homes that wait for their epoch"""
+    """versions of homes that wait for their epoch"""
 
 
 class PriceList:
-    """The prices of a model's targets, in the order of its roster, for a token of each cluster: one matrix, so that a decision needs one
-    product. Where `priced`, bool [targets], is not, they are 0."""
+    """Prices of a model's targets per token of each cluster, in the order of its target table. One matrix, so
+    that a decision needs one product. All are 0 where `priced`, bool [targets], is false.
+    """
 
     def __init__(self, roster: TargetTable, clusters: int) -> None:
         targets = len(roster.targets)
@@ -125,34 +131,44 @@ class PriceList:
         self.priced = np.zeros(targets, np.bool_)
         self._engine = roster.engine
         self.flat = np.zeros((3 * targets + len(roster.first), clusters), np.float32)
-        """[3 * targets + engines, K]: the rows of the next four, one after another; half the bytes of float64 make half the time of the product"""
+        """[3 * targets + engines, K]: the rows of the next four, concatenated; half the bytes of float64
+        halve the time of the product
+        """
         self.remote, self.nodes, self.local = self.flat[: 3 * targets].reshape(3, targets, clusters)
-        """[targets, K]: distinct remote ranks and nodes, and local share, as in `locality.Prices`"""
+        """[targets, K]: distinct remote ranks and nodes, and local share, as in
+        `dispatch_cost.DispatchPrices`
+        """
         self.distinct = self.flat[3 * targets :]
         """[engines, K]: experts added to a step"""
         self.homes: NDArray[np.float32] | None = None
-        """[targets, K]: `homes.Homes.lift`; None: nobody has a home"""
+        """[targets, K]: `cluster_homes.ClusterHomes.lift`; None: there are no homes"""
         self.versions = Versions({}, {}, {})
         self._prior: tuple[Weights, Cells] | None = None
 
     def of(self, weights: Weights) -> tuple[Cells, Cells, Cells, Cells]:
-        """For a request's weights [K]: remote ranks, remote nodes, local share and added experts, float64 [targets] each."""
+        """Return remote ranks, remote nodes, local share and added experts for a request's weights [K],
+        float64 [targets] each.
+        """
         found, targets = (self.flat @ weights).astype(np.float64), len(self.priced)
         return found[:targets], found[targets : 2 * targets], found[2 * targets : 3 * targets], found[3 * targets :].take(self._engine)
 
     def home(self, weights: Weights) -> Cells | None:
-        """float64 [targets]: how many times its even share a target is to get of requests with these weights [K]; None: nothing is said of that."""
+        """Return the planned share of each target as a multiple of its even share, for weights [K], float64
+        [targets]; None without homes.
+        """
         return None if self.homes is None else (self.homes @ weights).astype(np.float64)
 
     def prior_local(self, shares: Weights) -> Cells:
-        """float64 [targets]: the local share of the traffic's mix [K]; computed once for each value of it."""
+        """Return the local share of the traffic's mix [K], float64 [targets]. Computed once per mix."""
         if self._prior is None or self._prior[0] is not shares:
             self._prior = shares, (self.local @ shares).astype(np.float64)
         return self._prior[1]
 
 
 def build(model: str, engines: list[EngineState]) -> TargetTable:
-    """Keep the engines that can serve the model in one dialect and one tokenizer; ids win over text, the first joined over later ones."""
+    """Build the target table from the engines that can serve the model in one dialect and with one tokenizer.
+    Ids take precedence over text, the engine that joined first over later ones.
+    """
     serving = [state for state in engines if model in state.contexts and state.obstacle is None]
     dialect: Dialect = "ids" if any(state.dialect == "ids" for state in serving) else "text"
     tokenizer = next((state.joined.tokenizer for state in serving if state.dialect == "ids"), None)
@@ -244,9 +260,9 @@ def _target(state: EngineState, rank: int) -> Target:
 
 
 def note(state: EngineState) -> str | None:
-    """Why an engine's expert term is what it is, when that needs saying."""
+    """Explain an engine's expert term, if it needs an explanation."""
     if state.is_one_of_many and (state.layout is None or state.layout.targets_are_ranks):
-        return "the engine is one target: which of its ranks a request will live on is not known"
+        return "the engine is one target: the rank of a request is not known"
     if state.locality is None:
         return "not priced yet"
     if state.placement is not None and state.priced_epoch != state.placement.epoch:
@@ -255,7 +271,7 @@ def note(state: EngineState) -> str | None:
 
 
 def price_list(roster: TargetTable, engines: Mapping[int, EngineState], clusters: ClusterModel | None) -> PriceList:
-    """The prices of a roster's targets, as far as they are known; engines by worker_id."""
+    """Build the prices of a table's targets, as far as they are known. engines: by worker_id."""
     found = PriceList(roster, 0 if clusters is None else clusters.clusters)
     for at, target in enumerate(roster.targets):
         state = engines[target.key[0]]
@@ -276,14 +292,16 @@ def _versions(roster: TargetTable, engines: Mapping[int, EngineState]) -> Versio
     for first in roster.first.tolist():
         name, state = roster.targets[first].engine.engine, engines[roster.targets[first].key[0]]
         found.prices[name] = None if state.locality is None else state.priced_epoch
-        for homes, said in ((state.homes.now, found.homes), (state.homes.coming, found.coming)):
+        for homes, versions_by_engine in ((state.homes.now, found.homes), (state.homes.coming, found.coming)):
             if homes is not None:
-                said[name] = homes.version, homes.epoch
+                versions_by_engine[name] = homes.version, homes.epoch
     return found
 
 
 def _homes(roster: TargetTable, engines: Mapping[int, EngineState], clusters: ClusterModel) -> NDArray[np.float32] | None:
-    """float32 [targets, K]; None where no engine has homes. Clusters keep their meaning from version to version; another number of them means others."""
+    """Return the homes, float32 [targets, K]; None if no engine has any. Clusters keep their meaning across
+    versions, unless their number changes.
+    """
     found = None
     for at, target in enumerate(roster.targets):
         state = engines[target.key[0]]
@@ -296,7 +314,9 @@ def _homes(roster: TargetTable, engines: Mapping[int, EngineState], clusters: Cl
 
 
 def _prices(state: EngineState, rank: int, clusters: ClusterModel | None) -> DispatchPrices | None:
-    """None: unpriced, priced with another number of clusters than there are now, or nobody knows which rank a request will live on."""
+    """Return the prices of a rank; None if it is unpriced, was priced with another number of clusters, or the
+    rank of a request is not known.
+    """
     prices = None if state.locality is None or state.is_one_of_many else state.locality.prices
     if prices is None or clusters is None or rank >= len(prices.remote) or prices.remote.shape[1] != clusters.clusters:
         return None

@@ -1,15 +1,17 @@
-"""The load of every rank: what it reported, and what routers have promised it since. Pure; time comes in as an argument.
+"""Load of every rank: the rank's last report, plus the bookings of routers since then. Pure; the time comes
+in as an argument.
 
-A booking is counted once. Until a report can contain it, it is counted beside the report; a report that arrives
-`settle_seconds` after the booking contains it and speaks for it. A report that arrives sooner may or may not contain it: of
-the two readings the larger is taken, never their sum. Without a fresh report the bookings speak alone.
+A booking is counted once. Until a report can contain it, it is added to the report. A report that arrives at
+least `settle_seconds` after the booking contains it. A report that arrives earlier may or may not contain it:
+the larger of the two readings counts, never their sum. Without a fresh report only the bookings count.
 
-An external booking is for a request that another data plane sends, at a time that nobody knows. It is counted beside every report until its
-first token, which proves that the rank has it; from then on the rank's reports speak for it. It is never subtracted from a report, because no
-report is known to contain it.
+An external booking is for a request that another data plane sends at an unknown time. It is added to every
+report until its first token, which proves that the rank has the request. From then on the rank's reports
+contain it. It is never subtracted from a report, because no report is known to contain it.
 
-What running requests have yet to emit (STEPS) is known exactly of bookings and only estimated by reports, so there bookings speak for
-themselves always, and a report only for the sequences that nobody booked here.
+The tokens that running requests have yet to emit (STEPS) are known exactly for bookings and only estimated by
+reports. So bookings always count with their own value, and a report only for the sequences without a booking
+here.
 """
 
 from collections.abc import Hashable, Sequence
@@ -19,14 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 PREFILL, SEQUENCES, BLOCKS, STEPS = 0, 1, 2, 3
-"""Rows of a load table: prompt tokens not yet computed; sequences running or waiting; KV blocks they hold; tokens they are expected to emit yet."""
+"""Rows of a load table: prompt tokens not yet computed; sequences running or waiting; KV blocks they hold;
+tokens they are still expected to emit.
+"""
 AMOUNTS = 4
 
 Amounts = NDArray[np.int64]
 
 
 class Booking:
-    """Load promised to one rank for one request. Belongs to `Reservations`, which alone changes it."""
+    """Load reserved on one rank for one request. Changed only by its owner, `Reservations`."""
 
     __slots__ = ("amounts", "booked_at", "counted_in", "external", "rank")
 
@@ -36,13 +40,13 @@ class Booking:
         self.amounts = amounts
         self.booked_at = booked_at
         self.counted_in: list[int] | None = rank.held if external else rank.since
-        """the sums that count this booking beside the report; None: the report speaks for it"""
+        """sums that count this booking in addition to the report; None: the report contains it"""
         self.external = external
         """another data plane sends the request"""
 
     @property
     def held(self) -> bool:
-        """Whether it counts beside every report: external, and its first token has not come."""
+        """True while the booking is added to every report: external, before its first token."""
         return self.rank is not None and self.counted_in is self.rank.held
 
 
@@ -54,33 +58,37 @@ class _Rank:
     def __init__(self, row: int) -> None:
         self.row = row
         self.reported = [0] * AMOUNTS
-        """STEPS: of the sequences that nobody booked here"""
+        """STEPS: only of the sequences without a booking here"""
         self.reported_at = -inf
         self.others = 0
-        """reported sequences that nobody booked here"""
+        """reported sequences without a booking here"""
         self.young = [0] * AMOUNTS
         """bookings that the last report may or may not contain"""
         self.since = [0] * AMOUNTS
         """bookings since the last report"""
         self.held = [0] * AMOUNTS
-        """external bookings before their first token, whatever was reported"""
+        """external bookings before their first token, regardless of reports"""
         self.own = [0] * AMOUNTS
         """all open bookings"""
         self.stale_at = -inf
-        """when the last report stops counting; -inf: there is none that counts"""
+        """time at which the last report stops counting; -inf: none counts"""
         self.watched = 0
-        """which call of `watch` its last noted report came after"""
+        """number of the `watch` call before its last noted report"""
         self.open: set[Booking] = set()
         self.beside: set[Booking] = set()
-        """those of them that are counted beside the report"""
+        """those of them that are added to the report"""
 
     def steps_of_others(self, sequences: int, steps: int) -> int:
-        """What is left to the reported sequences but those that are booked here and were sent, if all were alike."""
+        """Return the steps left to the reported sequences without a booking here, as if all sequences were
+        alike.
+        """
         self.others = max(sequences - self.own[SEQUENCES] + self.held[SEQUENCES], 0)
         return self.others * steps // sequences if self.others else 0
 
     def count_late(self, booking: Booking, settle_seconds: float) -> None:
-        """A booking from before the last report that was not known then: it is one of the sequences that seemed to be nobody's."""
+        """Count a booking that is older than the last report but was unknown then. Its sequence was taken for
+        one without a booking.
+        """
         booking.counted_in = None if self.reported_at - booking.booked_at >= settle_seconds else self.young
         if self.others:
             self.reported[STEPS] -= self.reported[STEPS] // self.others
@@ -88,8 +96,9 @@ class _Rank:
 
 
 class Reservations:
-    """State: ranks by key, and a table [AMOUNTS, rows] of what their sums amount to, kept with every change, so that a decision only
-    reads it. Columns of ranks that left are used again."""
+    """State: ranks by key, and a table [AMOUNTS, rows] of their totals. The table is updated with every
+    change, so that a decision only reads it. Columns of ranks that left are reused.
+    """
 
     def __init__(self, *, settle_seconds: float, stale_seconds: float) -> None:
         self._settle = settle_seconds
@@ -100,18 +109,18 @@ class Reservations:
         self._cells = self._load.data
         """the same numbers, for writing one by one"""
         self._first_stale = inf
-        """when the earliest report stops counting"""
+        """time at which the earliest report stops counting"""
         self._watched = 0
-        """counts the calls of `watch`"""
+        """number of `watch` calls"""
         self._surprise = np.zeros((AMOUNTS, 0), np.int64)
-        """what the first report since that call changed"""
+        """change made by the first report since that call"""
 
     def reconfigure(self, *, settle_seconds: float, stale_seconds: float) -> None:
-        """From the next report on."""
+        """Apply other settings from the next report on."""
         self._settle, self._stale = settle_seconds, stale_seconds
 
     def add_rank(self, key: Hashable) -> int:
-        """The column of a rank; the same one when it is known already."""
+        """Return the column of a rank, new or existing."""
         known = self._ranks.get(key)
         if known is None:
             if not self._free:
@@ -121,7 +130,7 @@ class Reservations:
         return known.row
 
     def remove_rank(self, key: Hashable) -> None:
-        """Forget a rank; its open bookings end."""
+        """Forget a rank. Its open bookings end."""
         rank = self._ranks.pop(key, None)
         if rank is not None:
             for booking in rank.open:
@@ -129,7 +138,9 @@ class Reservations:
             self._free.append(rank.row)
 
     def report(self, key: Hashable, amounts: Sequence[int], now: float) -> bool:
-        """A rank's own word on its load ([AMOUNTS], STEPS an estimate for all of its sequences); False when the rank is unknown."""
+        """Apply a rank's report of its load ([AMOUNTS]; STEPS: an estimate for all of its sequences). False
+        if the rank is unknown.
+        """
         rank = self._ranks.get(key)
         if rank is None:
             return False
@@ -155,17 +166,21 @@ class Reservations:
         return True
 
     def watch(self) -> None:
-        """From now on, note by how much the first report of each rank differs from what was believed until then."""
+        """From now on, record the difference between the first report of each rank and the load believed
+        before.
+        """
         self._watched += 1
         self._surprise[:] = 0
 
     def surprise(self, rows: NDArray[np.intp]) -> Amounts:
-        """int64 [AMOUNTS, len(rows)]: that difference; 0 where no report came since."""
+        """Return that difference, int64 [AMOUNTS, len(rows)]; 0 where no report came since."""
         return self._surprise.take(rows, axis=1)
 
     def book(self, key: Hashable, amounts: Sequence[int], now: float, *, external: bool = False) -> Booking:
-        """Promise load ([AMOUNTS], none negative) to a rank from now on; `now` is earlier for what another router promised and told late.
-        external: another data plane sends the request. KeyError when the rank is unknown."""
+        """Reserve load ([AMOUNTS], none negative) on a rank. now: earlier than the present for a late message
+        about another router's booking. external: another data plane sends the request. KeyError if the rank
+        is unknown.
+        """
         rank = self._ranks[key]
         booking = Booking(rank, list(amounts), now, external)
         if now < rank.reported_at and not external:
@@ -180,7 +195,7 @@ class Reservations:
         return booking
 
     def first_token(self, booking: Booking) -> None:
-        """The prompt is computed: its tokens wait no more, and the rank has the request."""
+        """Record a first token: the prompt's tokens leave the queue, and the rank has the request."""
         rank, tokens = booking.rank, booking.amounts[PREFILL]
         if rank is None:
             return
@@ -190,7 +205,9 @@ class Reservations:
             self._settle_held(booking, rank)
 
     def emitted(self, booking: Booking, tokens: int) -> None:
-        """So many tokens have come since this was said last; a request that emits more than was expected has none left."""
+        """Record `tokens` new tokens since the last call. A request that emits more than expected has none
+        left.
+        """
         rank = booking.rank
         tokens = min(tokens, booking.amounts[STEPS])
         if tokens and rank is not None:
@@ -201,7 +218,7 @@ class Reservations:
             self._cells[STEPS, rank.row] -= tokens
 
     def release(self, booking: Booking) -> None:
-        """The request is over, whichever way. Idempotent."""
+        """End a booking, for any reason. Idempotent."""
         rank = booking.rank
         if rank is not None:
             rank.open.discard(booking)
@@ -210,7 +227,7 @@ class Reservations:
             self._subtract(booking, rank, tuple(booking.amounts))
 
     def load(self, rows: NDArray[np.intp], now: float) -> Amounts:
-        """int64 [AMOUNTS, len(rows)]: the load a request that came now would meet. A copy."""
+        """Return the load that a request would meet now, int64 [AMOUNTS, len(rows)]. A copy."""
         if now > self._first_stale:
             self._expire(now)
         return self._load.take(rows, axis=1)
@@ -220,7 +237,8 @@ class Reservations:
         return sum(len(rank.open) for rank in self._ranks.values())
 
     def _settle_held(self, booking: Booking, rank: _Rank) -> None:
-        """The last report may contain an external booking, the next one does."""
+        """Move an external booking after its first token: the last report may contain it, the next one does.
+        """
         _add(rank.held, [-amount for amount in booking.amounts])
         _add(rank.young, booking.amounts)
         booking.counted_in = rank.young
@@ -241,7 +259,7 @@ class Reservations:
         self._write(rank)
 
     def _write(self, rank: _Rank) -> None:
-        """Bring a rank's column up to date. Cell by cell: a whole column at once would cost numpy more."""
+        """Update a rank's column, cell by cell, which is cheaper than a numpy column."""
         cells, row, own = self._cells, rank.row, rank.own
         if rank.stale_at == -inf:
             cells[PREFILL, row], cells[SEQUENCES, row], cells[BLOCKS, row], cells[STEPS, row] = own
@@ -252,7 +270,7 @@ class Reservations:
         cells[STEPS, row] = reported[STEPS] + own[STEPS]
 
     def _expire(self, now: float) -> None:
-        """Reports that are too old stop counting."""
+        """Drop reports that are too old."""
         for rank in self._ranks.values():
             if -inf < rank.stale_at < now:
                 rank.stale_at = -inf

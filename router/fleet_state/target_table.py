@@ -1,4 +1,6 @@
-"""The ranks that may serve one model, as columns: an immutable snapshot, rebuilt when membership or placement change. Pure."""
+"""Target table: the ranks that may serve one model, as columns. An immutable snapshot, rebuilt when
+membership or placement change. Pure.
+"""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
@@ -12,22 +14,25 @@ from fleet.experts import RankId
 from fleet.timing import EngineSpeed
 
 Dialect = Literal["ids", "text"]
-"""How a model's ranks are spoken to: with token ids (a broken stream can be continued), or with the client's own text."""
+"""Request format of a model's ranks: token ids (a broken stream can be continued), or the client's own text.
+"""
 
 _Kind = TypeVar("_Kind", bound=np.generic)
 
 REFERENCE = EngineSpeed(prefill_token=5e-5, step=1.5e-2, decode_sequence=1.5e-4, decode_block=0.0)
-"""Prices what engines do that state no speed: a GPU server's proportions, by which they can be compared. Its seconds are nobody's; they are
-neither shown nor refused by, and what is measured multiplies them (`router.scheduling.speed_estimation`)."""
+"""Speed assumed for engines that state none: the proportions of a GPU server, which suffice to compare them.
+Its seconds are not real. They are neither shown nor used to refuse requests, and measurements multiply them
+(`router.scheduling.speed_estimation`).
+"""
 MOST_REQUESTS = 2**62
 """Beyond any limit."""
 
 RankKey = tuple[int, int]
-"""(worker_id, rank): the identity of a target; a worker_id is one incarnation of an engine."""
+"""(worker_id, rank): the identity of a target. A worker_id is one incarnation of an engine."""
 
 
 class Excluded(msgspec.Struct, frozen=True):
-    """A rank that was not considered, and why."""
+    """A rank that was not considered, with the reason."""
 
     engine: str
     rank: int
@@ -35,7 +40,7 @@ class Excluded(msgspec.Struct, frozen=True):
 
 
 class Target(NamedTuple):
-    """One place a request can be sent to: a rank, or a whole engine that is one target (rank 0)."""
+    """Destination of requests: a rank, or an entire engine that is one target (rank 0)."""
 
     engine: EngineJoined
     rank: int
@@ -43,13 +48,13 @@ class Target(NamedTuple):
     key: RankKey
     name: str
     epoch: int | None
-    """placement epoch that is served; None: no placement is known"""
+    """served placement epoch; None: no placement is known"""
     note: str | None
-    """why the expert term is what it is"""
+    """explanation of the expert term"""
 
     @property
     def speed(self) -> EngineSpeed:
-        """As stated, or the reference."""
+        """The stated speed, or the reference."""
         return self.engine.speed or REFERENCE
 
     @property
@@ -58,13 +63,17 @@ class Target(NamedTuple):
 
 
 def columns(table: NDArray[_Kind], at: NDArray[np.intp]) -> NDArray[_Kind]:
-    """The columns `at` (ascending) of a table [..., targets]; the table itself when that is all of them, which is the usual case and free."""
+    """Return the columns `at` (ascending) of a table [..., targets]. Usually these are all, and the table
+    itself is returned at no cost.
+    """
     return table if len(at) == table.shape[-1] else table[..., at]
 
 
 @dataclass(frozen=True, slots=True)
 class TargetTable:
-    """Columns have one entry per target. `excluded`: ranks that can serve no request at present, with reasons."""
+    """Columns have one entry per target. `excluded`: ranks that can serve no request at present, with
+    reasons.
+    """
 
     model: str
     dialect: Dialect
@@ -78,9 +87,9 @@ class TargetTable:
     block_size: NDArray[np.int64]
     max_context: NDArray[np.int64]
     max_requests: NDArray[np.int64]
-    """requests that each rank is given at once, by its own word; MOST_REQUESTS: it says nothing"""
+    """concurrent requests that each rank declares; MOST_REQUESTS: none declared"""
     stated: NDArray[np.bool_]
-    """the engine states its speed; else the next ten are those of `REFERENCE`"""
+    """the engine states its speed; otherwise the next ten come from `REFERENCE`"""
     prefill_token_s: NDArray[np.float64]
     """this and the next: `EngineSpeed`"""
     prefill_pair_s: NDArray[np.float64]
@@ -92,26 +101,32 @@ class TargetTable:
     dispatch_s: NDArray[np.float64]
     dispatch_node_s: NDArray[np.float64]
     expert_read_s: NDArray[np.float64]
-    """reading one expert, divided by the ranks of its engine, which read at once; 0 where experts are sharded over all ranks"""
+    """reading one expert, divided by the ranks of its engine, which read in parallel; 0 where experts are
+    sharded over all ranks
+    """
     engine: NDArray[np.intp]
     """number of each target's engine, from 0"""
     first: NDArray[np.intp]
-    """[engines]: the first target of each; an engine's targets follow one another"""
+    """[engines]: first target of each engine; an engine's targets are adjacent"""
     group: NDArray[np.intp]
-    """this and the next: `engine` and `first` of a table [2, targets] whose rows are laid one after another, as `lockstep_seconds` wants them"""
+    """this and the next: `engine` and `first` of a table [2, targets] with concatenated rows, as
+    `lockstep_seconds` expects them
+    """
     group_first: NDArray[np.intp]
     together: NDArray[np.float64] | None
-    """1 where an engine's targets step together, 0 where it has but one; None: 0 everywhere"""
+    """1 where an engine's targets step together, 0 where it has only one; None: 0 everywhere"""
     apart: bool
-    """some engine has but one target"""
+    """some engine has only one target"""
     pairs: bool
-    """this and the next two: somebody has a price for pairs of tokens, for other nodes, for reading experts; what has none is not computed"""
+    """this and the next two: some target has a price for pairs of tokens, for other nodes, for reading
+    experts; terms without a price are not computed
+    """
     far: bool
     reads: bool
     passes_fields: bool
-    """some rank serves fields that Roost does not read; requests that have one go to such ranks alone"""
+    """some rank serves fields that Roost does not read; requests with such fields go only to such ranks"""
     approximate: NDArray[np.bool_]
-    """the rank reports no KV events: its overlap is guessed from what was routed there"""
+    """the rank reports no KV events: its overlap is estimated from the prompts routed there"""
     block_sizes: tuple[int, ...]
     """distinct block sizes"""
 
@@ -122,7 +137,7 @@ class TargetTable:
     largest_context: int
     smallest_context: int
     kv_blocks: NDArray[np.float64]
-    """KV blocks of each rank; inf where it does not say"""
+    """KV blocks of each rank; inf if unknown"""
     fewest_kv_blocks: float
     fewest_requests: int
     """least of `max_requests`"""

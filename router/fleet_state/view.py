@@ -1,7 +1,8 @@
-"""What is known of engines, placements and clusters: the one mutable state behind rosters. Pure: time comes in as an argument.
+"""View of the fleet: engines, placements and clusters. The one mutable state behind target tables. Pure; the
+time comes in as an argument.
 
-State: engines by worker_id, cluster models by model, and the rosters and price lists made of them, dropped whenever something they
-were made of changes. Loads live in `reservations`, KV contents in `kv_index` and `prefixes`.
+State: engines by worker_id, cluster models by model, and the target tables and price lists built from them,
+which are dropped when any input changes. Loads are in `reservations`, KV contents in `router.prefix_index`.
 """
 
 from collections import Counter, deque
@@ -22,31 +23,36 @@ from router.fleet_state.reservations import Reservations
 from router.fleet_state.target_table import TargetTable
 
 _KEPT_CLUSTERS = 8
-"""Versions of clusters, of all models together, by which recent decisions can still name experts; some 2 MB each at DeepSeek-V3's size."""
+"""Cluster versions kept, of all models together, so that recent decisions can still name experts; some 2 MB
+each at DeepSeek-V3's size.
+"""
 
 
 class FleetView:
-    """See the module's first lines for what it holds. Methods tell what changed, so that the caller can do the I/O that follows."""
+    """View of the fleet; see the module docstring. Methods return what changed, so that the caller can do the
+    I/O that follows.
+    """
 
     def __init__(self, reservations: Reservations) -> None:
         self._reservations = reservations
         self._engines: dict[int, EngineState] = {}
         self._clusters: dict[str, ClusterModel] = {}
         self._latest_clusters: deque[ClusterModel] = deque(maxlen=_KEPT_CLUSTERS)
-        """keeps in memory what decisions refer to weakly"""
-        self._rosters: dict[str, TargetTable] = {}
+        """strong references to clusters that decisions refer to weakly"""
+        self._tables: dict[str, TargetTable] = {}
         self._prices: dict[str, PriceList] = {}
         self._handovers: dict[str, tuple[TargetTable, Cells | None]] = {}
         self.version = 0
-        """counts changes; part of every decision"""
+        """number of changes; part of every decision"""
         self._text, self._text_at = False, 0
-        """`serves_text`, and the version it was found at"""
+        """`serves_text`, and the version at which it was computed"""
 
     def join(self, joined: EngineJoined, now: float, *, probed: bool = False) -> list[int]:
-        """An engine serves. Returns the worker_ids it supersedes (earlier incarnations of its name), which are forgotten.
-        probed: probes decide whether it lives, not the silence of its heartbeats.
+        """Add an engine. Return the worker_ids that it supersedes (earlier incarnations of its name), which
+        are forgotten. probed: probes decide its liveness, not its heartbeats.
 
-        ValueError when its placement breaks an invariant, its urls are missing, or its nodes are not one per rank.
+        ValueError when its placement breaks an invariant, its urls are missing, or its nodes are not one per
+        rank.
         """
         if not joined.urls:
             raise ValueError(f"engine {joined.engine!r} joined without any url")
@@ -66,11 +72,13 @@ class FleetView:
         return superseded
 
     def leave(self, worker_id: int) -> bool:
-        """An engine stopped on purpose; streams that still run there are not touched. False when it is unknown."""
+        """Record that an engine was stopped on purpose. Its running streams are not touched. False if it is
+        unknown.
+        """
         return self._stand(worker_id, EngineStatus.LEFT)
 
     def heard(self, worker_id: int, now: float) -> bool:
-        """A sign of life. False when nobody of that id is known."""
+        """Record a sign of life. False if the engine is unknown."""
         state = self._engines.get(worker_id)
         if state is None:
             return False
@@ -80,14 +88,15 @@ class FleetView:
         return True
 
     def unreachable(self, worker_id: int) -> None:
-        """A connection failed: not used again before the next sign of life."""
+        """Record a failed connection. The engine is not used before its next sign of life."""
         state = self._engines.get(worker_id)
         if state is not None and state.standing is EngineStatus.LIVE:
             self._stand(worker_id, EngineStatus.UNREACHABLE)
 
     def sweep(self, now: float, dead_after: float, forget_after: float, audible_since: float = -inf) -> list[int]:
-        """Declare silent engines dead and forget those silent for long; returns the worker_ids forgotten. What was silent before
-        `audible_since` is no silence: nobody could be heard."""
+        """Declare silent engines dead, and forget those silent for long. Return the forgotten worker_ids.
+        Silence before `audible_since` does not count, since no heartbeats could arrive then.
+        """
         for worker, state in self._engines.items():
             silent = not state.probed and now - max(state.heard_at, audible_since) > dead_after
             if silent and state.standing in (EngineStatus.LIVE, EngineStatus.UNREACHABLE):
@@ -106,25 +115,25 @@ class FleetView:
             self._changed()
 
     def block(self, worker_id: int, reason: str | None) -> None:
-        """Say why a live engine cannot be used, or (None) that it can."""
+        """Set the reason why a live engine cannot be used, or (None) clear it."""
         state = self._engines.get(worker_id)
         if state is not None and state.blocked != reason:
             state.blocked = reason
             self._changed()
 
     def place(self, worker_id: int, placement: Placement, layout: Layout) -> bool:
-        """An engine serves another placement. False when it is unknown or the epoch is not newer."""
+        """Record a newly served placement. False if the engine is unknown or the epoch is not newer."""
         state = self._engines.get(worker_id)
         if state is None or (state.placement is not None and placement.epoch <= state.placement.epoch):
             return False
         if layout != state.layout or state.locality is None or state.locality.prices is None:
-            state.locality = None  # else the prices of the last epoch stand until those of this one are known
+            state.locality = None  # otherwise the prices of the last epoch stand until the new ones are known
         state.placement, state.layout = placement, layout
         self._changed()
         return True
 
     def learn(self, model: str, clusters: ClusterModel) -> bool:
-        """A model's clusters. False when they are not newer than those known."""
+        """Record a model's clusters. False if they are not newer than the known ones."""
         known = self._clusters.get(model)
         if known is not None and known.version >= clusters.version:
             return False
@@ -134,14 +143,15 @@ class FleetView:
         return True
 
     def keep_clusters(self) -> set[str]:
-        """Let go of the clusters of models that no engine serves, dead or alive; returns the models that are left."""
+        """Drop the clusters of models that no engine serves, dead or alive. Return the remaining models."""
         models = set(self.models(live=False))
         self._clusters = {model: clusters for model, clusters in self._clusters.items() if model in models}
         return models
 
     def settle(self, worker_id: int, homes: ClusterHomes) -> bool:
-        """The planner says where an engine's requests are at home; before their epoch is priced they wait. False when the engine is unknown, or
-        something newer is known."""
+        """Record the planner's homes of an engine. They wait until their epoch is priced. False if the engine
+        is unknown, or newer homes are known.
+        """
         state = self._engines.get(worker_id)
         settled = None if state is None else state.homes.hearing(homes, state.priced_epoch)
         if state is None or settled is None or settled is state.homes:
@@ -152,23 +162,26 @@ class FleetView:
         return True
 
     def price(self, worker_id: int, epoch: int | None, found: DispatchCost) -> None:
-        """Note what a placement epoch costs: from now on it is decided by, and by the homes that waited for it. Ignored when the epoch has passed
-        meanwhile."""
+        """Record the dispatch cost of a placement epoch. From now on decisions use it, together with the
+        homes that waited for it. Ignored if the epoch has passed in the meantime.
+        """
         state = self._engines.get(worker_id)
         if state is None or epoch != (None if state.placement is None else state.placement.epoch):
             return
-        said = note(state)
+        before = note(state)
         state.locality, state.priced_epoch, state.homes = found, epoch, state.homes.reaching(epoch)
-        if note(state) == said:
+        if note(state) == before:
             self.version += 1
             self._drop_prices(state)
         else:
             self._changed()
 
     def set_distinct(self, worker_id: int, added: Cells) -> None:
-        """Experts that one more request of each cluster adds to a step of the engine, summed over layers, given what runs there:
-        float64 [K]. Cheap: nothing is rebuilt. An unknown worker is ignored; with another number of clusters than there are now it
-        counts for nothing. ValueError for what is no number of experts."""
+        """Set the experts that one more request of each cluster adds to a step of the engine, summed over
+        layers, given its running requests: float64 [K]. Cheap: nothing is rebuilt. An unknown worker is
+        ignored. A number of clusters other than the current one has no effect. ValueError for values that are
+        not a number of experts.
+        """
         if not ((added >= 0) & (added < np.inf)).all():
             raise ValueError(f"worker {worker_id}: added experts must be finite and not negative")
         state = self._engines.get(worker_id)
@@ -176,13 +189,15 @@ class FleetView:
             return
         state.distinct = added
         for model in state.contexts:
-            found, roster = self._prices.get(model), self._rosters.get(model)
+            found, roster = self._prices.get(model), self._tables.get(model)
             at = None if roster is None else roster.index.get((worker_id, 0))
             if found is not None and roster is not None and at is not None:
                 found.distinct[roster.engine[at]] = added if len(added) == found.clusters else 0.0
 
     def handing_over(self, worker_id: int, seconds: float) -> None:
-        """What a migration or layout switch in progress costs a request that comes now; 0: there is none. ValueError when that cannot be."""
+        """Set the cost in seconds that a migration or layout switch in progress adds to a new request; 0:
+        there is none. ValueError for an impossible cost.
+        """
         if not 0 <= seconds <= MOST_SECONDS:
             raise ValueError(f"worker {worker_id}: a handover must cost finite seconds >= 0 (and at most {MOST_SECONDS:g}), not {seconds}")
         state = self._engines.get(worker_id)
@@ -191,7 +206,9 @@ class FleetView:
             self._handovers.clear()
 
     def handovers(self, roster: TargetTable) -> Cells | None:
-        """float64 [targets]: seconds that a handover in progress costs; None: there is none, which is the usual case."""
+        """Return the cost of handovers in progress, float64 [targets] seconds; None without any, the usual
+        case.
+        """
         known = self._handovers.get(roster.model)
         if known is None or known[0] is not roster:
             states = (self._engines.get(target.key[0]) for target in roster.targets)
@@ -209,36 +226,38 @@ class FleetView:
         return self._clusters.get(model)
 
     def models(self, *, live: bool) -> list[str]:
-        """Names of models, sorted: those of live engines, or of all engines not yet forgotten."""
+        """Return the names of models, sorted: those of live engines, or of all engines not yet forgotten."""
         return sorted({model for state in self._engines.values() if not live or state.obstacle is None for model in state.contexts})
 
     @property
     def serves_text(self) -> bool:
-        """Whether any engine, live or not, takes requests as text only."""
+        """True if any engine, live or not, accepts requests only as text."""
         if self._text_at != self.version:
             self._text_at = self.version
             self._text = any(state.dialect == "text" for state in self._engines.values())
         return self._text
 
     def default_text_model(self) -> str | None:
-        """Where a request without a model goes: the base model that most live engines serve as text, the first by name among equals."""
+        """Return the model for requests that name none: the base model that most live engines serve as text,
+        the first by name among equals.
+        """
         live = (state.joined.model for state in self._engines.values() if state.obstacle is None and state.dialect == "text")
         counts = Counter(model for model in live if self.roster(model).dialect == "text")
         return min(counts, key=lambda model: (-counts[model], model), default=None)
 
     def roster(self, model: str) -> TargetTable:
-        """The ranks that may serve a model now; empty when there is none."""
-        if model not in self._rosters:
+        """Return the target table of a model. Empty when no rank may serve it."""
+        if model not in self._tables:
             if model not in self.models(live=False):
                 return build(model, list(self._engines.values()))  # not kept: clients choose these names
-            self._rosters[model] = build(model, list(self._engines.values()))
-        return self._rosters[model]
+            self._tables[model] = build(model, list(self._engines.values()))
+        return self._tables[model]
 
     def prices(self, model: str) -> PriceList:
-        """What a token of each cluster costs at each target of the model's roster, as far as that is known."""
+        """Return the known prices of a token of each cluster at each target of the model's table."""
         if model not in self._prices:
             found = price_list(self.roster(model), self._engines, self._clusters.get(model))
-            if model not in self._rosters:
+            if model not in self._tables:
                 return found
             self._prices[model] = found
         return self._prices[model]
@@ -258,6 +277,6 @@ class FleetView:
 
     def _changed(self) -> None:
         self.version += 1
-        self._rosters.clear()
+        self._tables.clear()
         self._prices.clear()
         self._handovers.clear()

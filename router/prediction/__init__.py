@@ -1,1 +1,1 @@
-"""Experts that a request will activate, predicted from replicas of the tracker's tables. Pure."""
+"""Prediction of the experts that a request will activate, from replicas of the tracker's tables. Pure."""

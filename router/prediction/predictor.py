@@ -1,9 +1,11 @@
-"""What a request will probably activate, foretold before it is routed: synchronously, out of the replicas of the tracker's tables. Pure.
+"""Predictor of the experts that a request will activate: synchronous, before routing, from the replicas of
+the tracker's tables. Pure.
 
-Keys. Sessions and tenants are known by hashes alone: xxh3_64 of a text whose parts are tagged by kind and ended by a zero byte.
-session = "session", tenant, session: one name under two tenants is two sessions. tenant = "tenant", tenant, "lora", model as
-asked for, "route", path: what a tenant asks of one model (or LoRA adapter) on one route; a request without a tenant has the key of
-its model and route alone. 0 means none, and is never the hash of anything.
+Keys. Sessions and tenants are known only by hashes: xxh3_64 of a text whose parts are tagged by kind and
+ended by a zero byte. session = "session", tenant, session: one name under two tenants is two sessions. tenant
+= "tenant", tenant, "lora", requested model, "route", path: the requests of a tenant to one model (or LoRA
+adapter) on one route; a request without a tenant has the key of its model and route alone. 0 means none, and
+is never the hash of anything.
 """
 
 from typing import NamedTuple
@@ -25,7 +27,7 @@ NO_GAIN = "the gain is 0: prediction has not proved itself, and experts are not 
 
 
 class PredictionKeys(NamedTuple):
-    """Hashes of who asks; 0: nobody said."""
+    """Hashes of the sender's identity; 0: unknown."""
 
     session: int = 0
     tenant: int = 0
@@ -35,7 +37,7 @@ NO_KEYS = PredictionKeys()
 
 
 def keys_of(session: str | None, tenant: str | None, model: str, path: str) -> PredictionKeys:
-    """See the module's first lines. Empty names are none."""
+    """Compute the keys; see the module docstring. Empty names count as none."""
     who = tenant or ""
     return PredictionKeys(_hash("session", who, session) if session else 0, _hash("tenant", who, "lora", model, "route", path))
 
@@ -45,9 +47,10 @@ def _hash(*parts: str) -> int:
 
 
 class Forecast(NamedTuple):
-    """A prediction as a decision keeps it: no reference to the tables it came from, so that old ones may go.
+    """A prediction as stored in a decision: without references to its tables, so that old ones can be freed.
 
-    weights, shares: float32 [K]; gain: what the expert term is worth for this request; evidence (tokens) by source, in the order of `SOURCES`.
+    weights, shares: float32 [K]; gain: calibrated value of the expert term for this request; evidence
+    (tokens) by source, in the order of `SOURCES`.
     """
 
     weights: Weights
@@ -60,7 +63,7 @@ class Forecast(NamedTuple):
     prefix: int
     """sequence hash of the last of them; 0: none"""
     looked_up: slice
-    """prompt tokens that the token table was asked about"""
+    """prompt tokens looked up in the token table"""
     evidence: tuple[float, ...]
     reliabilities: list[float]
     """by source"""
@@ -76,13 +79,14 @@ class Forecast(NamedTuple):
 
     @property
     def best(self) -> str:
-        """The source with the most confidence (before any is earned, the first with evidence), or "mix"."""
+        """Source with the most confidence (before any is earned, the first with evidence), or "mix"."""
         sure = self.confidences
         best = max(range(len(SOURCES)), key=lambda at: (sure[at], self.evidence[at] > 0, -at))
         return SOURCES[best] if self.evidence[best] > 0 else "mix"
 
     def record(self, clusters: ClusterModel | None) -> "PredictionRecord":
-        """For readers. clusters: those that it was predicted with, as far as they are still in memory."""
+        """Return the form for readers. clusters: those used for the prediction, if they are still in memory.
+        """
         heaviest = np.argsort(-self.weights, kind="stable")[:NAMED_CLUSTERS].tolist()
         sources = zip(SOURCES, self.evidence, self.confidences, strict=True)
         return PredictionRecord(
@@ -98,7 +102,9 @@ class Forecast(NamedTuple):
 
 
 def likely_experts(clusters: ClusterModel, weights: Weights) -> "list[LayerExperts]":
-    """The NAMED_EXPERTS most likely experts of each layer under weights, float32 [K], most likely first."""
+    """Return the NAMED_EXPERTS most likely experts of each layer under weights, float32 [K], most likely
+    first.
+    """
     expected = clusters.expected(weights)
     named = np.argpartition(-expected, min(NAMED_EXPERTS, expected.shape[1]) - 1, axis=1)[:, :NAMED_EXPERTS]
     chances = np.take_along_axis(expected, named, axis=1)
@@ -113,7 +119,9 @@ class ClusterWeight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerExperts(msgspec.Struct, frozen=True, kw_only=True):
-    """The experts of one layer that a request is expected to use most, and the share of its routed pairs that each gets."""
+    """The experts of one layer that a request is expected to use most, with the share of its routed pairs for
+    each.
+    """
 
     layer: int
     experts: list[int]
@@ -121,7 +129,7 @@ class LayerExperts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SourceRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A source that had something to say: the tokens of evidence behind it, and how far it is trusted now, in [0, 1]."""
+    """A source with evidence: tokens of evidence, and its current reliability in [0, 1]."""
 
     source: str
     evidence_tokens: float
@@ -129,7 +137,7 @@ class SourceRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PredictionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What was foretold of a request, for readers. `prefix` is a u64 and therefore text."""
+    """Prediction for a request, for readers. `prefix` is a u64 and therefore text."""
 
     clusters: list[ClusterWeight]
     """the heaviest, at most four"""
@@ -137,37 +145,39 @@ class PredictionRecord(msgspec.Struct, frozen=True, kw_only=True):
     prefix: str | None
     sources: list[SourceRecord]
     best: str
-    """the source that says most, or "mix": nothing is known of the request"""
+    """the source with the most confidence, or "mix": nothing is known about the request"""
     confidence: float
     gain: float
     experts: list[LayerExperts] = []
-    """by layer; empty: its clusters have been replaced since, and are no longer in memory"""
+    """by layer; empty: its clusters have been replaced since and are no longer in memory"""
 
 
 class Predictor:
-    """State: a replica per model. Models are those of engines that joined; `forget_others` lets go of the rest."""
+    """State: a replica per model. Models are those of engines that joined; `keep_only` drops the others."""
 
     def __init__(self, budget: int) -> None:
-        """budget: bytes that the tables of one model may take."""
+        """budget: bytes for the tables of one model."""
         self._budget = budget
         self._replicas: dict[str, TableReplica] = {}
 
     def predict(self, model: str, query: Query) -> Forecast | None:
-        """None without tables."""
+        """Predict a request. None without tables."""
         replica = self._replicas.get(model)
         if replica is None or replica.tables is None:
             return None
         tables = replica.tables
         found = predict(tables, query)
         known = found.known
-        said = known.blocks, known.hash, known.looked_up, known.evidence, found.reliabilities
-        return Forecast(found.weights, tables.shares, tables.gain_of(found.weights), tables.version, tables.clusters, *said)
+        facts = known.blocks, known.hash, known.looked_up, known.evidence, found.reliabilities
+        return Forecast(found.weights, tables.shares, tables.gain_of(found.weights), tables.version, tables.clusters, *facts)
 
     def replica(self, model: str) -> TableReplica | None:
         return self._replicas.get(model)
 
     def prepare(self, change: TableChange) -> TableReplica:
-        """What a whole makes; pure, and long enough for a thread. ValueError as `TableReplica.prepare`."""
+        """Build a replica from a snapshot. Pure, and long enough to run in a thread. ValueError as in
+        `TableReplica.prepare`.
+        """
         return TableReplica(self._budget).prepare(change)
 
     def replace(self, model: str, replica: TableReplica) -> None:

@@ -1,8 +1,10 @@
-"""Rows of a prediction table by key, in a fixed number of bytes: a set-associative table over flat arrays. Pure.
+"""Rows of a prediction table by key, in a fixed number of bytes: a set-associative table over flat arrays.
+Pure.
 
-A key's set follows from its bits, and the row may lie in any of the set's WAYS. Where a set is full, the row told longest ago makes
-room, and of equals the one with most tokens behind it, so that the end of a prefix goes before its beginning. A table is made for about
-as many rows as there are; `grown` makes a larger one, until the budget is reached.
+A key's set follows from its bits, and the row may be in any of the set's WAYS. If a set is full, the row
+written longest ago is evicted, and among equals the one with the most tokens of evidence, so that the end of
+a prefix goes before its beginning. A table is sized for about the existing number of rows; `grown` builds a
+larger one, until the budget is reached.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,19 +19,20 @@ from fleet.signatures import PACKED
 
 WAYS = 16
 SLOT = 8 + ROW + 2
-"""Bytes of one slot: key, row, and when it was told."""
+"""Bytes of one slot: key, row, and age."""
 Packed = NDArray[np.uint8]
 _YOUNGEST = (1 << 16) - 1
 _FEWEST_SETS = 64
 _ROOM = 3
-"""Slots per row, as long as the budget allows it: hardly a set in 100,000 overflows then."""
+"""Slots per row, if the budget allows it. Then hardly a set in 100,000 overflows."""
 _SLICE = 2048
 
 
 class RowTable(Mapping[int, bytes]):
-    """At most `budget` bytes, at least one set. Key 0 is no key. ROW bytes per row, as `fleet.prediction.row` makes them.
+    """At most `budget` bytes, at least one set. Key 0 is not a key. ROW bytes per row, as built by
+    `fleet.prediction.row`.
 
-    expected: rows that will come.
+    expected: number of rows that will come.
     """
 
     def __init__(self, budget: int, expected: int = 0) -> None:
@@ -42,7 +45,7 @@ class RowTable(Mapping[int, bytes]):
         self._rows: Packed = np.zeros((slots, ROW), np.uint8)
         self._row_bytes = self._rows.reshape(-1).data
         self._tokens: NDArray[np.uint32] = self._rows[:, PACKED:].view("<u4")[:, 0]
-        self._told = np.zeros(slots, np.uint16)
+        self._written = np.zeros(slots, np.uint16)
         self._now = 0
         self._filled = 0
 
@@ -52,14 +55,16 @@ class RowTable(Mapping[int, bytes]):
         return SLOT * WAYS * self._sets
 
     def crowded_by(self, more: int) -> bool:
-        """Whether so many more rows ask for a larger table, and one is allowed."""
+        """Return True if `more` additional rows need a larger table, and the budget allows one."""
         return _ROOM * (self._filled + more) > self._sets * WAYS and self._sets < self._most_sets
 
     def grown(self, more: int) -> "RowTable":
-        """A table of the same rows with room for more, and for as many again; takes about a second for a million."""
+        """Return a table of the same rows with room for `more`, and for as many again. Takes about a second
+        for a million rows.
+        """
         new = RowTable(self._budget, 2 * (self._filled + more))
         slots = np.flatnonzero(self._keys)
-        slots = slots[np.argsort(self._told[slots], kind="stable")]
+        slots = slots[np.argsort(self._written[slots], kind="stable")]
         for start in range(0, len(slots), _SLICE):
             part = slots[start : start + _SLICE]
             new.put(self._keys[part], self._rows[part])
@@ -78,12 +83,14 @@ class RowTable(Mapping[int, bytes]):
         return found
 
     def get(self, key: int, default: Any = None) -> Any:
-        """The row of a key."""
+        """Return the row of a key."""
         slot = self._index.slot(key)
         return default if slot < 0 else self._row_bytes[slot * ROW : (slot + 1) * ROW].tobytes()
 
     def put(self, keys: Keys, rows: Packed) -> None:
-        """Rows [n, ROW] of keys [n], the later ones in the place of earlier ones; a row without evidence takes its key away."""
+        """Store rows [n, ROW] of keys [n]; later ones replace earlier ones. A row without evidence removes
+        its key.
+        """
         keys, rows = _last_of_each(keys, rows)
         self._pass_time()
         ways = self._index.places(keys)
@@ -97,7 +104,7 @@ class RowTable(Mapping[int, bytes]):
         self._add(keys[~known & ~empty], rows[~known & ~empty], ways[~known & ~empty])
 
     def _add(self, keys: Keys, rows: Packed, ways: NDArray[np.int64]) -> None:
-        """Keys [n] that are new, with the ways [n, WAYS] they may take: one of each set at a time."""
+        """Add new keys [n] with their possible ways [n, WAYS], one per set at a time."""
         while len(keys):
             _, first = np.unique(ways[:, 0], return_index=True)
             taken = ways[first]
@@ -110,27 +117,29 @@ class RowTable(Mapping[int, bytes]):
             keys, rows, ways = keys[left], rows[left], ways[left]
 
     def _weakest(self, ways: NDArray[np.int64], held: Keys) -> NDArray[np.intp]:
-        """[n]: the way of each set that a newcomer takes."""
-        worth = self._told[ways].astype(np.int64) << 32
+        """Return the way of each set that a new row replaces, [n]."""
+        worth = self._written[ways].astype(np.int64) << 32
         worth += 0xFFFFFFFF - self._tokens[ways].astype(np.int64)
         worth[held == 0] = -1
         return np.asarray(worth.argmin(axis=1), np.intp)
 
     def _write(self, slots: NDArray[np.int64], keys: Keys, rows: Packed) -> None:
-        self._keys[slots], self._rows[slots], self._told[slots] = keys, rows, self._now
+        self._keys[slots], self._rows[slots], self._written[slots] = keys, rows, self._now
 
     def _pass_time(self) -> None:
-        """Each putting is an age; when they are used up, all that is older than half of them counts as equally old."""
+        """Advance the age. Each `put` is an age. When ages are used up, those older than half of them become
+        equal.
+        """
         if self._now == _YOUNGEST:
             half = np.uint16(_YOUNGEST // 2)
-            np.maximum(self._told, half, out=self._told)
-            self._told -= half
+            np.maximum(self._written, half, out=self._written)
+            self._written -= half
             self._now -= int(half)
         self._now += 1
 
 
 def _last_of_each(keys: Keys, rows: Packed) -> tuple[Keys, Packed]:
-    """Without repetitions, and without key 0."""
+    """Remove duplicates and key 0."""
     found, back = np.unique(keys[::-1], return_index=True)
     last = len(keys) - 1 - back[found != 0]
     return keys[last], rows[last]

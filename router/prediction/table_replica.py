@@ -1,7 +1,8 @@
-"""A read-only copy of the tracker's prediction tables of one model, bounded in bytes. Pure.
+"""Read-only replica of the tracker's prediction tables of one model, bounded in bytes. Pure.
 
-What the tracker says is read (`read`) and checked before anything of it is taken, so that reading may happen in a thread. Taking
-is synchronous and changes the tables in place: whoever predicts does so between two takings, out of one state.
+A message of the tracker is decoded and validated (`read`) before any part of it is applied, so decoding may
+run in a thread. Applying is synchronous and changes the tables in place. A prediction between two steps
+therefore sees one consistent state.
 """
 
 from dataclasses import replace
@@ -18,11 +19,11 @@ from fleet.signatures import MOST_CLUSTERS, Weights
 from router.prediction.row_table import Packed, RowTable
 
 MOST_TRUST = 64.0
-"""A larger trust is no trust but a fault."""
+"""A larger trust is an error."""
 SLICE = 2048
-"""Rows that are taken in one go: about a millisecond."""
+"""Rows applied in one step, about a millisecond."""
 SESSIONS_SHARE, TENANTS_SHARE = 0.1, 0.02
-"""Of the budget. The token table may take half; blocks have what is left of all."""
+"""Shares of the budget. The token table may take half; blocks get the remainder."""
 
 
 class KeyedChange(NamedTuple):
@@ -33,7 +34,9 @@ class KeyedChange(NamedTuple):
 
 
 class TableChange(NamedTuple):
-    """A `TablesPublished`, read and checked. tokens: int64 [n] rows of the token table and float32 [n, K] their ratios."""
+    """A `TablesPublished`, decoded and validated. tokens: int64 [n] rows of the token table, and their
+    ratios, float32 [n, K].
+    """
 
     version: int
     base: int | None
@@ -58,7 +61,9 @@ class TableChange(NamedTuple):
 
 
 def read(published: TablesPublished) -> TableChange:
-    """ValueError for what cannot be tables: wrong lengths, values that are not finite or out of range."""
+    """Decode a message. ValueError for invalid tables: wrong lengths, values that are not finite or out of
+    range.
+    """
     shares = _floats("shares", published.shares, "<f4").astype(np.float64)
     if not 1 <= len(shares) <= MOST_CLUSTERS or (shares < 0).any() or shares.sum() <= 0:
         raise ValueError(f"tables: {len(shares)} shares that are no probabilities; 1 to {MOST_CLUSTERS} are allowed")
@@ -95,9 +100,9 @@ def _floats(name: str, raw: bytes, kind: str) -> NDArray[np.float32]:
     return values
 
 
-def _by_source(name: str, said: dict[str, float], most: float) -> NDArray[np.float32]:
-    """float32 [SOURCES]; 0 for a source nothing is said of, and sources this router does not know are left out."""
-    values = [float(said.get(source, 0.0)) for source in SOURCES]
+def _by_source(name: str, given: dict[str, float], most: float) -> NDArray[np.float32]:
+    """Return values by source, float32 [SOURCES]; 0 where none is given. Unknown sources are ignored."""
+    values = [float(given.get(source, 0.0)) for source in SOURCES]
     for source, value in zip(SOURCES, values, strict=True):
         if not 0.0 <= value <= most:
             raise ValueError(f"tables: {name} {value} of source {source!r}; it must be in [0, {most:g}]")
@@ -105,7 +110,8 @@ def _by_source(name: str, said: dict[str, float], most: float) -> NDArray[np.flo
 
 
 def _trust(published: TablesPublished) -> NDArray[np.float32]:
-    """float32 [PATTERNS, sources], or [sources] where nothing is said of who else speaks."""
+    """Return the trust, float32 [PATTERNS, sources], or [sources] if it does not depend on the other sources.
+    """
     trust = _by_source("trust", published.trust, MOST_TRUST)
     if not published.trusts:
         return trust
@@ -143,19 +149,20 @@ def _keyed(name: str, part: KeyedRows) -> KeyedChange:
 
 
 class ChangeVerdict(Enum):
-    """What became of a change."""
+    """Verdict on a change."""
 
     TAKEN = auto()
     OLD = auto()
     """it is contained already"""
     GAP = auto()
-    """something before it was missed: ask for the whole"""
+    """an earlier change was missed: request a snapshot"""
 
 
 class TableReplica:
-    """State: the rows, the token table, and the numbers of one version. `tables` None: nothing whole has come yet.
+    """State: the rows, the token table, and the numbers of one version. `tables` None: no snapshot has
+    arrived yet.
 
-    budget: bytes that all of it may take.
+    budget: bytes for everything together.
     """
 
     def __init__(self, budget: int) -> None:
@@ -165,7 +172,9 @@ class TableReplica:
         self.tables: Tables | None = None
 
     def judge(self, change: TableChange) -> ChangeVerdict:
-        """Whether `take` may follow. A whole answer to one's own question is always taken, whatever its version."""
+        """Decide if `take` may follow. A snapshot sent in reply to our own request is always accepted,
+        regardless of its version.
+        """
         version = -1 if self.tables is None else self.tables.version
         if change.version <= version:
             return ChangeVerdict.OLD
@@ -175,7 +184,9 @@ class TableReplica:
         return ChangeVerdict.TAKEN if change.base == version and same else ChangeVerdict.GAP
 
     def prepare(self, change: TableChange) -> "TableReplica":
-        """A replica that holds what a whole says and nothing else; may be made in a thread. ValueError when its token table exceeds half the budget."""
+        """Build a replica that holds exactly a snapshot. May run in a thread. ValueError if its token table
+        exceeds half the budget.
+        """
         size = 4 * change.buckets * len(change.shares)
         if size > self._budget // 2:
             raise ValueError(f"tables: a token table of {size} bytes is more than half of the {self._budget} that a model's tables may take")
@@ -189,11 +200,11 @@ class TableReplica:
         return new
 
     def crowded_by(self, change: TableChange) -> bool:
-        """Whether a change needs larger tables than these (`grown`)."""
+        """Return True if a change needs larger tables (`grown`)."""
         return any(rows.crowded_by(len(part.keys)) for rows, part in self._parts(change))
 
     def grown(self, change: TableChange) -> "TableReplica":
-        """The same with room for a change; may be made in a thread, while nothing is taken here."""
+        """Return a copy with room for a change. May run in a thread, as long as nothing is applied here."""
         new = TableReplica(self._budget)
         new._blocks, new._sessions, new._tenants = (
             rows.grown(len(part.keys)) if rows.crowded_by(len(part.keys)) else rows for rows, part in self._parts(change)
@@ -207,7 +218,9 @@ class TableReplica:
         return (self._blocks, change.blocks), (self._sessions, change.sessions), (self._tenants, change.tenants)
 
     def take(self, change: TableChange, at: int = 0) -> None:
-        """Rows from `at` to `at + SLICE` of a change; with the last of them, its version. Check with `judge` first."""
+        """Apply rows `at` to `at + SLICE` of a change; with the last rows, its version too. Call `judge`
+        first.
+        """
         before = 0
         for rows, part in self._parts(change):
             window = slice(max(at - before, 0), max(at + SLICE - before, 0))
@@ -234,5 +247,5 @@ class TableReplica:
 
     @property
     def stored_bytes(self) -> int:
-        """Memory taken."""
+        """Used memory."""
         return self._tokens.nbytes + self._blocks.nbytes + self._sessions.nbytes + self._tenants.nbytes

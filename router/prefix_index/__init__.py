@@ -1,1 +1,1 @@
-"""Which rank holds which prefix of a prompt: exact from KV events, approximate where there are none. Pure."""
+"""Index of the prompt prefixes cached by each rank: exact from KV events, approximate without them. Pure."""

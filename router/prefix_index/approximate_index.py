@@ -1,4 +1,6 @@
-"""What ranks without KV events probably have cached: the prompts routed there, as sequence hashes of blocks. Pure, bounded."""
+"""Probable KV caches of ranks without KV events: the prompts routed there, as sequence hashes of blocks.
+Pure, bounded.
+"""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -7,11 +9,15 @@ from router.fleet_state.target_table import RankKey
 from router.prefix_index.block_index import BlockIndex
 
 MOST_BLOCKS = 1 << 21
-"""Of all ranks together, some 300 MB: with more ranks than this allows `capacity`, each has an equal part."""
+"""Blocks of all ranks together, about 300 MB. With more ranks than this allows `capacity`, each gets an equal
+share.
+"""
 
 
 class ApproximateIndex:
-    """State: per rank the sequence hashes of blocks routed to it, least recently used first, at most `capacity` each; `holders` has the same by block."""
+    """State: per rank the sequence hashes of blocks routed to it, least recently used first, at most
+    `capacity` each; `holders` has the same by block.
+    """
 
     def __init__(self, capacity: int, holders: BlockIndex) -> None:
         if capacity < 1:
@@ -21,7 +27,9 @@ class ApproximateIndex:
         self._blocks: dict[RankKey, OrderedDict[int, None]] = {}
 
     def routed(self, rank: RankKey, chained: Sequence[int], capacity: int | None = None) -> None:
-        """A prompt (by sequence hashes) went to a rank. Later blocks are older in the eviction order than the ones they depend on."""
+        """Record a prompt (by sequence hashes) that went to a rank. Later blocks are evicted before the
+        blocks they depend on.
+        """
         blocks = self._blocks.get(rank)
         if blocks is None:
             blocks = self._blocks[rank] = OrderedDict()

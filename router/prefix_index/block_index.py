@@ -1,9 +1,11 @@
-"""Which ranks hold which blocks: one dictionary from a block's sequence hash to the set of its holders, as a bit mask. Pure, no clock.
+"""Index from blocks to ranks: one dictionary from a block's sequence hash to the set of its holders, as a bit
+mask. Pure, no clock.
 
-A sequence hash stands for the whole prefix that ends with its block, so no tree is needed, and blocks of all sizes and models share the
-dictionary. A rank that is cleared or forgotten leaves its bits behind at once by taking another slot; they are swept out a few
-blocks at a time, along with what is written next: everything is moved into a fresh dictionary, which also gives back the room of
-blocks that are gone. Bits of a slot nobody has are harmless until then: every look-up masks them out.
+A sequence hash identifies the entire prefix that ends with its block. No tree is needed, and blocks of all
+sizes and models share the dictionary. A rank that is cleared or forgotten takes another slot, which
+invalidates its old bits at once. These bits are removed incrementally, a few blocks with each write: all
+entries move to a new dictionary, which also releases the memory of removed blocks. Until then the bits of an
+unused slot are harmless, since every lookup masks them out.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,26 +18,30 @@ from router.fleet_state.target_table import RankKey, TargetTable
 from router.prefix_index.block_hash_chain import HashRuns
 
 NOBODY = 0
-"""The slot that no rank has."""
+"""Slot that no rank has."""
 _WIDEST_STEP = 32
-"""Blocks of a prompt that are looked up at once, at most: so many may be hashed in vain."""
+"""Most blocks of a prompt looked up at once; up to this number may be hashed in vain."""
 _MOST_MASKS = 65_536
-"""Masks that are kept to be shared; with more, sharing begins anew."""
+"""Most masks kept for sharing. Beyond, sharing starts anew."""
 _SWEPT_AT_LEAST, _SWEPT_PER_WRITE = 64, 4
-"""Blocks moved with each writing, and more for each block it writes."""
+"""Blocks moved with each write, and additionally per block written."""
 _FEW_LEFT = 1024
-"""Entries and slots left behind that are not worth a sweep."""
+"""Stale entries and slots that are not worth a sweep."""
 _FEW_SLOTS = 64
 _MANY_CHILDREN, _MOST_CHILDREN = 64, 4096
-"""Blocks behind one block: with so many, and each time they have doubled, those that are gone are forgotten; more are not searched."""
+"""Blocks that follow one block: at this number, and each time it has doubled, removed ones are forgotten;
+more than the second number are not searched.
+"""
 _MOST_MODELS = 256
 _MOST_UNPACKED = 1024
 _FEW_BITS = 4
-"""Bits of a mask that are faster taken one by one."""
+"""Masks with at most this number of bits are decoded bit by bit, which is faster."""
 
 
 class Reachable(Protocol):
-    """A prompt's blocks by sequence hash, made as they are asked for (`router.prefix_index.block_hash_chain.BlockHashChain`)."""
+    """A prompt's blocks by sequence hash, computed lazily
+    (`router.prefix_index.block_hash_chain.BlockHashChain`).
+    """
 
     def __len__(self) -> int: ...
     def reach(self, depth: int, runs: HashRuns | None = None) -> Sequence[int]: ...
@@ -59,39 +65,39 @@ class _Slot:
 
 
 class BlockIndex:
-    """State: masks by block, of which `_old` are yet to be swept; slots by rank; what was left behind."""
+    """State: masks by block, of which `_old` are yet to be swept; slots by rank; stale slots."""
 
     def __init__(self) -> None:
         self.version = 0
-        """counts changes of who has which slot"""
+        """number of changes of the slots"""
         self._masks: dict[int, int] = {}
         self._old: dict[int, int] = {}
-        """what the sweep has not reached yet; empty when none is under way"""
+        """entries that the sweep has not reached yet; empty when no sweep is in progress"""
         self._shared: dict[int, int] = {}
         self._slots: dict[RankKey, _Slot] = {}
         self._live = 0
-        """bits of all slots that a rank has"""
+        """bits of all slots that belong to a rank"""
         self._numbers = NOBODY + 1
-        """slots there ever were"""
+        """slots ever created"""
         self._free: list[int] = []
         self._left: list[int] = []
         self._left_entries = 0
-        """slots left behind for the next sweep, and how many blocks carry their bits at most"""
+        """stale slots for the next sweep, and an upper bound on the blocks with their bits"""
         self._swept: list[int] = []
-        """slots whose bits the present sweep takes away"""
+        """slots whose bits the present sweep removes"""
         self.entries = 0
-        """(block, rank) pairs that count"""
+        """valid (block, rank) pairs"""
         self._children: dict[int, int | set[int]] = {}
-        """by block, the one that was stored behind it, or those; some may be gone"""
+        """by block, the block or blocks stored after it; some may have been removed"""
         self._gappy = 0
-        """bits of ranks that may hold a block without holding its parent"""
+        """bits of ranks that may hold a block without its parent"""
         self.runs = HashRuns()
         self._unpacked: dict[int, NDArray[np.intp]] = {}
-        self._rosters: dict[str, tuple[TargetTable, int, NDArray[np.intp]]] = {}
+        self._slot_tables: dict[str, tuple[TargetTable, int, NDArray[np.intp]]] = {}
         """by model, the slots of its targets at one version"""
 
     def __len__(self) -> int:
-        """Blocks, those that nobody holds any more but are not swept yet included."""
+        """Return the number of blocks, including removed ones that are not swept yet."""
         return len(self._masks) + len(self._old)
 
     def holds(self, rank: RankKey, block: int) -> bool:
@@ -99,12 +105,14 @@ class BlockIndex:
         return slot is not None and bool((self._masks.get(block) or self._old.get(block, 0)) & slot.bit)
 
     def held(self, rank: RankKey) -> int:
-        """Blocks of one rank."""
+        """Return the number of blocks of one rank."""
         slot = self._slots.get(rank)
         return 0 if slot is None else slot.entries
 
     def store(self, rank: RankKey, parent: int | None, blocks: Sequence[int]) -> None:
-        """A rank holds blocks that follow one another behind a parent that it holds (None: from the start), and may lose them in any order."""
+        """Add consecutive blocks to a rank, after a parent that it holds (None: from the start). The rank may
+        lose them in any order.
+        """
         children, behind = self._children, parent
         for block in blocks:
             if behind is not None:
@@ -115,7 +123,7 @@ class BlockIndex:
         self.add(rank, blocks)
 
     def _branch(self, parent: int, known: int | set[int], block: int) -> None:
-        """Another block is stored behind one that has some already."""
+        """Record another block stored after one that has followers already."""
         if not isinstance(known, set):
             self._children[parent] = {known, block}
         elif block not in known:
@@ -124,7 +132,7 @@ class BlockIndex:
             known.add(block)
 
     def add(self, rank: RankKey, blocks: Sequence[int]) -> None:
-        """A rank holds these blocks from now on, and loses none before those that follow it."""
+        """Add blocks to a rank that never loses a block before those that follow it."""
         slot = self._slots.get(rank) or self._settle(rank)
         masks, shared, bit, old = self._masks, self._shared, slot.bit, self._old
         added = 0
@@ -145,7 +153,7 @@ class BlockIndex:
             self.sweep(_SWEPT_AT_LEAST + _SWEPT_PER_WRITE * len(blocks))
 
     def discard(self, rank: RankKey, blocks: Iterable[int]) -> int:
-        """A rank holds these blocks no more. Returns how many it did not hold anyway."""
+        """Remove blocks from a rank. Return how many it did not hold."""
         slot = self._slots.get(rank)
         missing, lost = 0, list[int]()
         for block in blocks:
@@ -169,7 +177,7 @@ class BlockIndex:
         return missing
 
     def _look_behind(self, bit: int, lost: list[int]) -> None:
-        """Whether a rank still holds what was stored behind the blocks it lost: then it has gaps."""
+        """Mark a rank as gappy if it still holds a block stored after one that it lost."""
         for block in lost:
             child = self._children.get(block)
             if child is None:
@@ -181,7 +189,7 @@ class BlockIndex:
                 del self._children[block]
 
     def clear(self, rank: RankKey) -> None:
-        """A rank holds nothing any more."""
+        """Remove all blocks of a rank."""
         slot = self._slots.pop(rank, None)
         if slot is None:
             return
@@ -196,11 +204,13 @@ class BlockIndex:
             self._free.append(slot.number)
 
     def ranks(self) -> list[RankKey]:
-        """Those that hold something, or did since they were cleared."""
+        """Return the ranks that hold or held something since they were cleared."""
         return list(self._slots)
 
     def overlap(self, roster: TargetTable, prompt: BlockRuns) -> NDArray[np.int64]:
-        """int64 [targets]: leading blocks of a prompt that each target of a model holds, in its own block size."""
+        """Return the number of leading prompt blocks held by each target of a model, in its own block size,
+        int64 [targets].
+        """
         overlap = np.zeros(len(roster.targets), np.int64)
         for size in roster.block_sizes:
             found = self.leading(prompt.chained(size))
@@ -210,33 +220,36 @@ class BlockIndex:
         return overlap
 
     def overlaps(self, prompt: Reachable) -> dict[RankKey, int]:
-        """Leading blocks of a prompt by rank, for readers; ranks without any are left out."""
+        """Return the leading blocks of a prompt by rank, for readers. Ranks without any are left out."""
         found = self.leading(prompt)
         return {} if found is None else {rank: int(found[slot.number]) for rank, slot in self._slots.items() if found[slot.number]}
 
     def _of(self, roster: TargetTable) -> NDArray[np.intp]:
-        """intp [targets]: the slot of each target, NOBODY for those that hold nothing."""
-        known = self._rosters.get(roster.model)
+        """Return the slot of each target, intp [targets]; the unused slot for targets that hold nothing."""
+        known = self._slot_tables.get(roster.model)
         if known is None or known[0] is not roster or known[1] != self.version:
-            if len(self._rosters) >= _MOST_MODELS:
-                self._rosters.clear()
+            if len(self._slot_tables) >= _MOST_MODELS:
+                self._slot_tables.clear()
             slots = (self._slots.get(target.key) for target in roster.targets)
             known = roster, self.version, np.array([NOBODY if slot is None else slot.number for slot in slots], np.intp)
-            self._rosters[roster.model] = known
+            self._slot_tables[roster.model] = known
         return known[2]
 
     def leading(self, prompt: Reachable) -> NDArray[np.int64] | None:
-        """int64 [slots]: leading blocks of a prompt that the rank of each slot holds, without a gap; None: nobody holds the first one.
+        """Return the leading prompt blocks without a gap held by the rank of each slot, int64 [slots]; None
+        if no rank holds the first one.
 
-        Reads no more of the prompt than somebody holds, but for a few blocks. Who has the last block of a stretch has all of it, unless there may be gaps.
+        Reads only a few blocks more of the prompt than some rank holds. A rank that holds the last block of a
+        stretch holds all of it, unless it may have gaps.
         """
         held, at, total, step = self._live, 0, len(prompt), 1
         look_up = self._look_up if self._old else self._masks.get
         ends: list[tuple[int, int]] = []
         while at < total and held:
-            asked = min(total, at + step)
-            chained = prompt.reach(asked, self.runs)
-            step = 1 if len(chained) > asked else min(2 * step, _WIDEST_STEP)  # a run that was never hashed before is hardly held
+            reached = min(total, at + step)
+            chained = prompt.reach(reached, self.runs)
+            # A run that was never hashed before is unlikely to be cached.
+            step = 1 if len(chained) > reached else min(2 * step, _WIDEST_STEP)
             while at < len(chained) and held:
                 stop = min(len(chained), at + _WIDEST_STEP)
                 if stop == at + 1 or held & self._gappy or held & (look_up(chained[stop - 1]) or 0) != held:
@@ -250,7 +263,7 @@ class BlockIndex:
         return self._masks.get(block) or self._old.get(block)
 
     def _spread(self, ends: list[tuple[int, int]]) -> NDArray[np.int64] | None:
-        """What `leading` returns, of (depth, mask of those whose blocks end there)."""
+        """Convert pairs of (depth, mask of the ranks whose blocks end there) to the result of `leading`."""
         if not ends or not ends[-1][0]:
             return None
         depths = np.zeros(self._numbers, np.int64)
@@ -265,7 +278,7 @@ class BlockIndex:
         return depths
 
     def _bits(self, mask: int) -> NDArray[np.intp]:
-        """The slots of a mask, ascending. Remembered: many prompts begin alike."""
+        """Return the slots of a mask, ascending. Cached, since many prompts begin alike."""
         found = self._unpacked.get(mask)
         if found is None:
             raw = np.frombuffer(mask.to_bytes(self._numbers + 7 >> 3, "little"), np.uint8)
@@ -276,7 +289,7 @@ class BlockIndex:
         return found
 
     def sweep(self, blocks: int) -> bool:
-        """Look at so many blocks, at most, for bits that were left behind; returns whether there is more to do."""
+        """Check at most `blocks` blocks for stale bits. Return True if more work remains."""
         if not self._old and not self._begin():
             return False
         old, masks, shared, live = self._old, self._masks, self._shared, self._live
@@ -290,13 +303,13 @@ class BlockIndex:
         if len(shared) > _MOST_MASKS:
             shared.clear()
         if not old:
-            self._old = {}  # an emptied dictionary keeps its room
+            self._old = {}  # an emptied dictionary keeps its memory
             self._free += self._swept
             self._swept = []
         return True
 
     def _begin(self) -> bool:
-        """Begin a sweep when it is worth it: so it costs a few steps for each entry that was left."""
+        """Start a sweep once it is worthwhile, so that it costs a few steps per stale entry."""
         if self._left_entries < max(_FEW_LEFT, len(self._masks) // 4) and len(self._left) < max(_FEW_SLOTS, len(self._slots)):
             return False
         self._swept, self._left, self._left_entries = self._left, [], 0
@@ -314,7 +327,9 @@ class BlockIndex:
 
 
 def _walk(masks: Iterable[int | None], at: int, held: int, ends: list[tuple[int, int]]) -> int:
-    """Who of `held` holds every block of a stretch that begins at a depth, by the blocks' masks; where the others end is added to `ends`."""
+    """Find the ranks in `held` that hold every block of a stretch beginning at a depth, by the blocks' masks.
+    The ends of all others are added to `ends`.
+    """
     last: int | None = -1
     for depth, mask in enumerate(masks, at):
         if mask is last:

@@ -1,7 +1,8 @@
-"""Which rank has which prompt prefix in its KV cache, as the ranks' own events say it. Pure.
+"""Index of the prompt prefixes in each rank's KV cache, from the rank's own KV events. Pure.
 
-A block is known by the sequence hash that follows from its local hash and its parent: that is what prompts are looked up by, whatever a
-rank calls its blocks. A rank's names of blocks are remembered where they differ from it.
+A block is identified by the sequence hash derived from its local hash and its parent. Prompts are looked up
+by this hash, regardless of the rank's own name for the block. Such names are stored only if they differ from
+it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,11 +18,13 @@ DEVICE = "device"
 
 
 class OrphanBlock(Exception):
-    """A block was stored behind a parent that this rank does not hold: something was missed, and a snapshot is needed."""
+    """A block was stored after a parent that this rank does not hold. An event was missed, and a snapshot is
+    needed.
+    """
 
 
 class BadKvEvent(Exception):
-    """An event that the index cannot take at all: a number outside u64, or a form it does not know."""
+    """Invalid event: a number outside u64, or an unknown form."""
 
 
 class KvEventIndex:
@@ -30,26 +33,29 @@ class KvEventIndex:
     def __init__(self, holders: BlockIndex) -> None:
         self.holders = holders
         self.missing_removals = 0
-        """removals that named a block the index did not have"""
+        """removals of blocks that the index did not have"""
         self._names: dict[RankKey, dict[int, int]] = {}
-        """by rank and its own name of a block, the sequence hash; only where they differ"""
+        """sequence hash by rank and the rank's own name of a block; only where they differ"""
 
     def apply(self, routed: Iterable[RoutedKvEvent]) -> None:
-        """Apply a batch in order. OrphanBlock when a stored block's parent is not held, BadKvEvent for nonsense; what came before is applied.
+        """Apply a batch in order. OrphanBlock if a stored block's parent is not held, BadKvEvent for an
+        invalid event; the events before it stay applied.
 
-        What lies in another tier than the device's memory does not count as cached.
+        Blocks in tiers other than device memory do not count as cached.
         """
         for one in routed:
             if one.storage_tier == DEVICE:
                 self._apply((one.worker_id, one.event.dp_rank), one.event)
 
     def follow(self, rank: RankKey, events: Iterable[KvEvent]) -> None:
-        """Apply a rank's events in order, as `apply`, whatever rank they name: a part of its snapshot."""
+        """Apply a rank's events in order, like `apply`, regardless of the rank they name: a part of its
+        snapshot.
+        """
         for event in events:
             self._apply(rank, event)
 
     def clear(self, rank: RankKey) -> None:
-        """A rank holds nothing any more."""
+        """Remove all blocks of a rank."""
         self.holders.clear(rank)
         self._names.pop(rank, None)
 
@@ -80,7 +86,7 @@ class KvEventIndex:
                 raise OrphanBlock(f"worker {rank[0]} rank {rank[1]}: block stored behind {stored.parent_hash}, which it does not hold")
         blocks, other = _read(rank, parent, stored.blocks)
         if max(self.holders.held(rank), len(names)) + len(blocks) > MOST_BLOCKS:
-            raise BadKvEvent(f"worker {rank[0]} rank {rank[1]}: more than {MOST_BLOCKS} blocks are not believed of one rank")
+            raise BadKvEvent(f"worker {rank[0]} rank {rank[1]}: more than {MOST_BLOCKS} blocks of one rank are not credible")
         self._call(rank, names, blocks, other)
         self.holders.store(rank, parent, blocks)
 
@@ -92,14 +98,16 @@ class KvEventIndex:
             self._names[rank] = names
 
     def _remove(self, rank: RankKey, named: Sequence[int]) -> None:
-        """A removal of blocks that are gone already is no reason to distrust the others named with it, and nothing is amiss."""
+        """Remove blocks. Blocks that are already gone are no error and do not affect the others."""
         names = self._names.get(rank)
         blocks = [names.pop(name, name) for name in named] if names else named
         self.missing_removals += self.holders.discard(rank, blocks)
 
 
 def _read(rank: RankKey, parent: int | None, stored: Sequence[KvBlock]) -> tuple[list[int], dict[int, int]]:
-    """The sequence hashes of blocks, and the names of those that are called otherwise. BadKvEvent for a number outside u64."""
+    """Return the sequence hashes of blocks, and the names that differ from them. BadKvEvent for a number
+    outside u64.
+    """
     blocks: list[int] = []
     names: dict[int, int] = {}
     for block in stored:
@@ -108,7 +116,7 @@ def _read(rank: RankKey, parent: int | None, stored: Sequence[KvBlock]) -> tuple
             raise BadKvEvent(f"worker {rank[0]} rank {rank[1]}: block {name} with local hash {local}; both must be unsigned 64-bit")
         parent = chain(parent, local)
         if parent == name:
-            parent = name  # one object for both
+            parent = name  # share one int object
         else:
             names[name] = parent
         blocks.append(parent)

@@ -1,4 +1,4 @@
-"""A prompt as the decision sees it: how long it is and which blocks it begins with. Pure."""
+"""A prompt as used in a decision: its length and its leading blocks. Pure."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from fleet.blocks import SEED, words
 from router.prefix_index.block_hash_chain import BlockHashChain
 
 BYTES_PER_TOKEN = 4
-"""English text under the usual vocabularies; used where no tokenizer is known."""
+"""Typical for English text; used where no tokenizer is known."""
 
 
 class Prompt(Protocol):
     @property
     def tokens(self) -> int:
-        """its length, in tokens (a guess where nobody can tokenise it)"""
+        """length in tokens (an estimate without a tokenizer)"""
         ...
 
     def chained(self, block_size: int) -> BlockHashChain:
@@ -25,12 +25,14 @@ class Prompt(Protocol):
 
     @property
     def ids(self) -> Sequence[int]:
-        """its token ids; none where nobody can tokenise it"""
+        """token ids; empty without a tokenizer"""
         ...
 
 
 class _Blocked(ABC):
-    """Chains are kept per block size. seed: of local hashes, as `fleet.blocks.salted_seed` makes it of the request's salt."""
+    """Chains are cached per block size. seed: of local hashes, derived from the request's salt by
+    `fleet.blocks.salted_seed`.
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -67,11 +69,12 @@ class TokenPrompt(_Blocked):
 
 
 class TextPrompt(_Blocked):
-    """A prompt known only as text; BYTES_PER_TOKEN bytes are taken as one token."""
+    """A prompt known only as text. BYTES_PER_TOKEN bytes count as one token."""
 
     def __init__(self, text: bytes, model: str, seed: int = SEED, size: int | None = None) -> None:
-        """model: a server that serves several shares no prefix between them: its blocks are kept by model. size: bytes of the whole prompt,
-        where `text` is only what it begins with."""
+        """model: separates the blocks of models, since the models of one server share no prefix. size: bytes
+        of the entire prompt if `text` holds only its beginning.
+        """
         super().__init__(seed)
         self._text = text
         self._size = len(text) if size is None else size

@@ -1,1 +1,1 @@
-"""Token ids of prompts: tokenizers, and the caches that keep conversations from being tokenised twice."""
+"""Token ids of prompts: tokenizers, and the caches that avoid tokenizing conversations twice."""

@@ -1,17 +1,28 @@
-"""Which tokenizers cut a text before every space that follows a visible character, whatever else stands around: recognised by structure.
+r"""Proof that a tokenizer cuts a text before every space that follows a visible character, regardless of the
+context. Such tokenizers are recognised by their structure.
 
-Let a text be xy where x ends with no whitespace and y begins with " " (U+0020): then the pre-tokens of xy are those of x and those of y.
-Proof for a pattern whose alternatives all are in `_ALTERNATIVES`, with `\\s+` among them. In each of them (1) a space that is not the first
-character of a match is reached only by a class or repetition of whitespace, whose preceding character in the match is whitespace too,
-so no match reaches from x into y; (2) nothing looks behind or is anchored, and a lookahead stands only behind whitespace, never where x ends, so
-whatever matches inside of x does so whether x is followed by " " or by nothing, and fails alike, because y's space is refused as the end is;
-(3) what no alternative matches stays a pre-token of its own up to the next match, and the space is always matched by `\\s+`.
-So a cut is made between x and y, and what follows is matched as if it stood alone.
-A pattern without `\\s+`, or one that cuts digits, has (1) and (2): it cuts x and y as if apart, but perhaps not between them. In a
-sequence that keeps the statement true for every other member, whose pieces still end with x and begin with y or span both.
-NFC changes x and y as if apart: a space composes with nothing before it, nothing but whitespace becomes whitespace, and nothing U+0020.
-Added tokens are found first, and none that could reach from x into y is allowed. Byte-level BPE encodes each pre-token by itself; with all
-256 bytes in the vocabulary its ids lose none.
+Claim. Let a text be xy, where x does not end with whitespace and y begins with " " (U+0020). Then the
+pre-tokens of xy are those of x followed by those of y.
+
+Proof for a pattern whose alternatives are all in `_ALTERNATIVES`, with `\s+` among them:
+1. Within a match, a space that is not the first character is matched only by a class or repetition of
+   whitespace, so the preceding character of the match is whitespace, too. Hence no match reaches from x into
+   y.
+2. No alternative looks behind or is anchored, and a lookahead follows only whitespace, never the end of x.
+   Hence a match within x succeeds or fails alike if x is followed by " " or by nothing, because y's space is
+   rejected as the end is.
+3. Text that no alternative matches stays a pre-token of its own up to the next match, and the space is always
+   matched by `\s+`.
+
+So a cut is made between x and y, and y is matched as if it stood alone. A pattern without `\s+`, or one that
+cuts digits, satisfies (1) and (2): it cuts within x and y as if they were separate, but perhaps not between
+them. In a sequence this keeps the claim true for every other member, whose pieces still end with x and begin
+with y or span both.
+
+NFC changes x and y as if they were separate: a space composes with nothing before it, only whitespace becomes
+whitespace, and nothing becomes U+0020. Added tokens are found first, and none that could reach from x into y
+is allowed. Byte-level BPE encodes each pre-token independently; with all 256 bytes in the vocabulary its ids
+are lossless.
 """
 
 import re
@@ -90,18 +101,18 @@ _SNIPPETS = (
     ),
     *("", " ", "\n", "\n\n", "\r\n", "\t", "x\n", "\n x", "\u3000", "\u00a0", "\u2028", "\x85", "x\u2003", "\x00", "\ufffd", "\x7f", "words " * 3, "q" * 70),
 )
-"""What pre-tokenizers treat in ways of their own; probes put single spaces between every two of them."""
+"""Texts that pre-tokenizers treat in special ways. Probes put single spaces between every two of them."""
 
 
 def why_not(tokenizer: Tokenizer) -> str | None:
-    """Why a tokenizer is not proven to cut before spaces; None: it is."""
+    """Return the reason why a tokenizer is not proven to cut before spaces; None if it is."""
     model = tokenizer.model
     if not isinstance(model, models.BPE) or model.dropout or model.unk_token or model.continuing_subword_prefix or model.end_of_word_suffix:
         return "its model is not plain byte-level BPE"
     if model.byte_fallback or any(model.token_to_id(byte) is None for byte in pre_tokenizers.ByteLevel.alphabet()):
         return "its vocabulary does not have every byte"
     if not (tokenizer.normalizer is None or isinstance(tokenizer.normalizer, normalizers.NFC)):
-        return "its normaliser is not one that leaves spaces alone"
+        return "its normalizer may change spaces"
     unchanged = leaves_unchanged(tokenizer)
     for token in tokenizer.get_added_tokens_decoder().values():
         if token.lstrip or token.rstrip or token.single_word or re.search(r"\S ", token.content) or not unchanged(token.content):
@@ -110,7 +121,7 @@ def why_not(tokenizer: Tokenizer) -> str | None:
 
 
 def byte_sizes(tokenizer: Tokenizer) -> "array[int]":
-    """UTF-8 bytes that each id of a byte-level vocabulary stands for; ids without a token: 0."""
+    """Return the UTF-8 bytes that each id of a byte-level vocabulary stands for; ids without a token: 0."""
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=False)
     added = tokenizer.get_added_tokens_decoder()
     sizes = array("I", bytes(4 * (max([*vocabulary.values(), *added], default=-1) + 1)))
@@ -122,7 +133,7 @@ def byte_sizes(tokenizer: Tokenizer) -> "array[int]":
 
 
 def leaves_unchanged(tokenizer: Tokenizer) -> Callable[[str], bool]:
-    """Whether the tokenizer's normaliser leaves a text as it is."""
+    """Return a function that is true for texts that the tokenizer's normalizer does not change."""
     normalizer = tokenizer.normalizer
     if normalizer is None:
         return lambda text: True
@@ -130,7 +141,9 @@ def leaves_unchanged(tokenizer: Tokenizer) -> Callable[[str], bool]:
 
 
 def first_wrong(encode: Callable[[str], list[int]], sizes: "array[int]", unchanged: Callable[[str], bool]) -> str | None:
-    """A text that is encoded otherwise by words than as a whole, or whose ids do not stand for as many bytes as it has; None when no probe is."""
+    """Return a probe whose ids differ if it is encoded word by word, or whose ids do not stand for its number
+    of bytes; None without such a probe.
+    """
     words: dict[str, list[int]] = {}
     for text in _probes():
         ids = encode(text)
@@ -144,16 +157,18 @@ def first_wrong(encode: Callable[[str], list[int]], sizes: "array[int]", unchang
 
 
 def _probes() -> list[str]:
-    """Every two snippets beside each other, in one row for each."""
+    """Return every two snippets next to each other, one row per snippet."""
     return [" ".join(one for pair in product((snippet,), _SNIPPETS) for one in pair) for snippet in _SNIPPETS]
 
 
 def _cuts(pre_tokenizer: pre_tokenizers.PreTokenizer | None) -> bool:
-    """The last member makes bytes of characters; it or one before it has a pattern that is proven to cut."""
+    """Return True if the last member maps characters to bytes, and it or one before it has a pattern that is
+    proven to cut.
+    """
     if pre_tokenizer is None:
         return False
-    told = msgspec.json.decode(pre_tokenizer.__getstate__(), type=dict[str, Any])
-    *first, last = told.get("pretokenizers") or [told]
+    state = msgspec.json.decode(pre_tokenizer.__getstate__(), type=dict[str, Any])
+    *first, last = state.get("pretokenizers") or [state]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") is not False:
         return False
     patterns = [_pattern(member) for member in first]
@@ -161,7 +176,7 @@ def _cuts(pre_tokenizer: pre_tokenizers.PreTokenizer | None) -> bool:
 
 
 def _pattern(member: Mapping[str, Any]) -> str | None:
-    """What a member of a sequence sets apart from the rest, if that is something known."""
+    """Return the pattern that a member of a sequence isolates, if it is a known one."""
     if member.get("type") == "Digits":
         return r"\p{N}" if member.get("individual_digits") is True else r"\p{N}+"
     pattern = member.get("pattern")

@@ -1,8 +1,10 @@
-"""Token ids of conversations by segments: a text is cut before its special tokens, and what was seen before is not encoded again.
+"""Segment cache: token ids of conversations by segments. A text is cut before its special tokens, and known
+segments are not encoded again.
 
-Exact where the tokenizer finds its special tokens in the raw text, before it normalises and splits the rest: then what stands behind one is
-encoded without regard to what stood before it. A segment begins with its special token, so that its text is never taken for the beginning
-of the whole. `tokenizer` proves this for each vocabulary before it relies on it.
+Exact if the tokenizer finds its special tokens in the raw text, before it normalizes and splits the rest.
+Text after such a token is then encoded independently of the text before it. A segment begins with its special
+token, so its text is never mistaken for the beginning of the text. `tokenizer` proves this for each
+vocabulary before relying on it.
 """
 
 import re
@@ -18,43 +20,47 @@ import msgspec
 from router.tokenization.word_cache import WordCache
 
 MOST_SEGMENTS = 4096
-"""A text with more is encoded whole: it is no conversation, and so many single calls would cost more than they spare."""
+"""A text with more is encoded as a whole: it is not a conversation, and the many single calls would cost more
+than they save.
+"""
 _ENTRY_BYTES = 256
-"""of the cache's own, per entry: key, links, the array's head"""
+"""overhead of the cache per entry: key, links, the array's head"""
 _LARGEST_SHARE = 4
-"""An entry larger than the budget over this is not kept: it would push out everybody else's."""
+"""An entry larger than the budget divided by this is not kept, since it would evict all others."""
 _WORDS_SHARE = 4
-"""Words have at most the budget over this."""
+"""Words get at most the budget divided by this."""
 
 
 class Segments(msgspec.Struct, frozen=True):
-    """A text in segments, in order; `ids` u32 arrays, None where they have yet to be made."""
+    """A text in segments, in order; `ids`: u32 arrays, None where they are not known yet."""
 
     texts: list[str]
     ids: "list[array[int] | None]"
 
     @property
     def unknown(self) -> int:
-        """Characters that have yet to be encoded."""
+        """Number of characters still to be encoded."""
         return sum(len(text) for text, ids in zip(self.texts, self.ids, strict=True) if ids is None)
 
 
 class Cutter:
     """Cuts texts before special tokens.
 
-    found: every token that the tokenizer finds in raw text; the longest of those that begin leftmost counts, as in the tokenizer.
-    at: those of them to cut at.
+    found: every token that the tokenizer finds in raw text; the leftmost wins, then the longest, as in the
+    tokenizer. at: those of them to cut at.
     """
 
     def __init__(self, found: Collection[str], at: Collection[str]) -> None:
-        """ValueError when there is nothing to cut at."""
+        """ValueError without tokens to cut at."""
         if not at or not all(found):
             raise ValueError("a cutter needs tokens to cut at, and none that is empty")
         self._pattern = re.compile("|".join(re.escape(token) for token in sorted(found, key=lambda token: (-len(token), token))))
         self._at = None if set(found) == set(at) else frozenset(at)
 
     def cut(self, text: str) -> list[str]:
-        """Segments whose concatenation is the text; all but the first begin with a special token. None is empty."""
+        """Return segments whose concatenation is the text. All but the first begin with a special token. None
+        is empty.
+        """
         borders = [0]
         for match in self._pattern.finditer(text):
             if self._at is None or match[0] in self._at:
@@ -66,10 +72,12 @@ class Cutter:
 
 
 class SegmentCache:
-    """State: ids of texts, least recently used first, at most `budget` bytes of both together. Any thread may call.
+    """State: ids of texts, least recently used first, at most `budget` bytes of texts and ids together.
+    Thread-safe.
 
-    `owner` tells the vocabularies apart that share the budget; a `scope`, the callers who may learn from a look-up's time what others sent.
-    `words` are part of it, a quarter at most; texts make room for them.
+    `owner` separates the vocabularies that share the budget. A `scope` separates callers, so that none can
+    learn from the time of a lookup what others sent. `words` is part of the budget, at most a quarter; texts
+    make room for words.
     """
 
     def __init__(self, budget: int) -> None:
@@ -80,10 +88,10 @@ class SegmentCache:
         self.bytes = 0
         """of texts and their ids, without words"""
         self.known_characters = self.new_characters = 0
-        """of all texts that were looked up: those whose ids were known, by text or by words, and those that were encoded"""
+        """of all texts looked up: characters with known ids (by text or by words), and encoded characters"""
 
     def look_up(self, owner: int, texts: Sequence[str], scope: str = "") -> Segments:
-        """Each text with its ids, where they are known."""
+        """Return each text with its ids, if they are known."""
         found: list[array[int] | None] = []
         with self._lock:
             for text in texts:
@@ -96,13 +104,13 @@ class SegmentCache:
         return Segments(list(texts), found)
 
     def count(self, known: int, new: int) -> None:
-        """Characters of texts that were not known themselves: of known words, and encoded."""
+        """Count the characters of texts not found as a whole: those of known words, and those encoded."""
         with self._lock:
             self.known_characters += known
             self.new_characters += new
 
     def keep(self, owner: int, made: "Iterable[tuple[str, array[int]]]", scope: str = "") -> None:
-        """Remember ids that were made; the least recently used ones go."""
+        """Store new ids. The least recently used ones are evicted."""
         with self._lock:
             for text, ids in made:
                 size = _size(text, ids)
@@ -115,7 +123,7 @@ class SegmentCache:
                 self.bytes -= _size(text, ids)
 
     def forget(self, owner: int) -> None:
-        """Drop what belongs to a vocabulary that is gone."""
+        """Drop the entries of a vocabulary that is gone."""
         with self._lock:
             for key in [key for key in self._kept if key[0] == owner]:
                 self.bytes -= _size(key[2], self._kept.pop(key))

@@ -1,7 +1,9 @@
-"""The fewest tokens that a text can have, known without tokenising it: no token stands for more bytes than the longest of the vocabulary.
+"""Lower bound on the number of tokens of a text, without tokenizing it: no token stands for more bytes than
+the longest one of the vocabulary.
 
-That holds for tokenizers that lose nothing: byte-level BPE with every byte that UTF-8 uses, whose pre-tokenizers only cut, whose added tokens take
-no spaces around them, and whose normaliser is none or NFC. NFC makes a text shorter, at most to a third in UTF-8 (U+212A, 3 bytes, becomes K).
+The bound holds for lossless tokenizers: byte-level BPE with every byte that UTF-8 uses, whose pre-tokenizers
+only cut, whose added tokens strip no spaces around them, and whose normalizer is none or NFC. NFC shortens a
+text at most to a third in UTF-8 (U+212A, 3 bytes, becomes K).
 """
 
 from typing import Any
@@ -15,7 +17,7 @@ _NEVER_IN_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """Most bytes of a text, UTF-8, that one id can stand for; None where a token may stand for any number of them."""
+    """Return the most UTF-8 bytes of a text that one id can stand for; None if there is no limit."""
     model, normalizer = tokenizer.model, tokenizer.normalizer
     if not isinstance(model, models.BPE) or model.unk_token or model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
@@ -33,7 +35,7 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _only_cuts(pre_tokenizer: pre_tokenizers.PreTokenizer | None) -> bool:
-    """The last member makes bytes of characters; those before it remove nothing."""
+    """Return True if the last member maps characters to bytes and the members before it remove nothing."""
     if pre_tokenizer is None:
         return False
     described = msgspec.json.decode(pre_tokenizer.__getstate__(), type=dict[str, Any])
@@ -44,7 +46,9 @@ def _only_cuts(pre_tokenizer: pre_tokenizers.PreTokenizer | None) -> bool:
 
 
 def _bytes() -> list[tuple[str, str]]:
-    """Each byte that occurs in UTF-8: the text that it is alone ("" for a part of a character), and its character in a byte-level vocabulary."""
+    """Return each byte that occurs in UTF-8: the text that it is alone ("" for a part of a character), and
+    its character in a byte-level vocabulary.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     chars = {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Prompts as token ids: a model's tokenizer and chat template, unpacked from the archive its engine names by digest."""
+"""Tokenizer and chat template of a model, unpacked from the archive that its engine names by digest."""
 
 import copy
 import datetime
@@ -28,22 +28,24 @@ from router.tokenization.word_cache import WordEncoder
 log = logging.getLogger(__name__)
 
 LARGEST_FILE = 64 * 1024 * 1024
-"""Bytes of one unpacked file; a larger one is refused before it is unpacked."""
+"""Most bytes of one unpacked file. Larger files are refused before they are unpacked."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PROBED_TOKENS = 12
-"""Special tokens that a vocabulary is probed with; more of one kind behave alike."""
+"""Special tokens with which a vocabulary is probed. More of one kind behave alike."""
 _PROBES = ("", " ", "\n", "\n\n", "a", " a", "a ", "A\tb", "'s", "12345", "é", "e\u0301", "\u200d", "\u2581", "漢字", "🐣", "<|", "\x00", "  two  words  ")
-"""What stands before and behind a special token in probes: what normalisers and pre-tokenizers treat in ways of their own."""
+"""Text before and after a special token in probes: cases that normalizers and pre-tokenizers treat in special
+ways.
+"""
 _owners = itertools.count()
 
 
 class BadTokenizer(Exception):
-    """An archive that holds no usable tokenizer; the text says what is wrong."""
+    """Archive without a usable tokenizer. The text gives the reason."""
 
 
 class _RenderedByAssistant(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words in some templates; its body is rendered as it stands."""
+    """`{% generation %}` marks the assistant's words in some templates. Its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 jinja2's own form
 
@@ -57,7 +59,7 @@ def _refuse_rendering(message: str) -> NoReturn:
 
 
 def _tojson(value: Any, indent: int | None = None) -> str:
-    """As transformers does it: models are trained on exactly these spaces."""
+    """Serialize as transformers does, since models are trained with exactly these spaces."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
@@ -66,7 +68,8 @@ def _today(form: str) -> str:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment chat templates are written for: whitespace as transformers sets it, no access to anything of Python."""
+    """Return the environment that chat templates expect: whitespace as in transformers, no access to Python.
+    """
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_RenderedByAssistant, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _refuse_rendering
@@ -75,10 +78,14 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ModelTokenizer:
-    """One model's tokenizer. Reading an archive takes up to a second for large vocabularies: do it off the event loop."""
+    """One model's tokenizer. Reading an archive takes up to a second for large vocabularies, so do it off the
+    event loop.
+    """
 
     def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any], template: str | None, seen: SegmentCache | None = None) -> None:
-        """`seen` keeps the ids of segments; None: none are kept. BadTokenizer when the chat template cannot be compiled."""
+        """`seen` caches the ids of segments; None: no cache. BadTokenizer if the chat template cannot be
+        compiled.
+        """
         self._tokenizer = tokenizer
         self._special = {name: _token_text(settings.get(name)) for name in _SPECIAL if settings.get(name) is not None}
         self._vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -93,13 +100,15 @@ class ModelTokenizer:
         try:
             self._template = None if template is None else _environment().from_string(template)
             if self._template is not None:
-                self._template.globals = dict(self._template.globals)  # a plain dictionary is copied faster, once per rendering
+                self._template.globals = dict(self._template.globals)  # copied once per rendering; a plain dictionary is faster
         except jinja2.TemplateError as error:
             raise BadTokenizer(f"the chat template cannot be compiled: {error}") from error
 
     @classmethod
     def from_archive(cls, archive: bytes, seen: SegmentCache | None = None) -> "ModelTokenizer":
-        """From a zip of tokenizer.json, tokenizer_config.json and, if the template lies apart, chat_template.jinja. BadTokenizer otherwise."""
+        """Read a zip of tokenizer.json, tokenizer_config.json and, if the template is a separate file,
+        chat_template.jinja. BadTokenizer otherwise.
+        """
         try:
             with zipfile.ZipFile(io.BytesIO(archive)) as files:
                 found = {name: _unpacked(files, name) for name in _FILES if name in files.namelist()}
@@ -118,7 +127,9 @@ class ModelTokenizer:
         return cls(tokenizer, settings, _template_text(settings.get("chat_template")) if apart is None else apart.decode(), seen)
 
     def render(self, messages: list[dict[str, Any]], extra: Mapping[str, Any] | None = None) -> str:
-        """The prompt of a conversation, ready for the assistant's answer. ApiError 400 when the template refuses it or there is none."""
+        """Return the prompt of a conversation, ready for the assistant's answer. ApiError 400 if the template
+        refuses it or is missing.
+        """
         if self._template is None:
             raise ApiError(400, "this model has no chat template; send a prompt to /v1/completions", param="messages", code="no_chat_template")
         try:
@@ -128,8 +139,10 @@ class ModelTokenizer:
             raise ApiError(400, f"messages do not fit the model's chat template: {error}", param="messages", code="template_error") from error
 
     def within(self, scope: str) -> "ModelTokenizer":
-        """The same, but ids of seen texts are reused within this scope alone, "" being that of all without one: else the time of an answer
-        would tell one tenant what texts another sent. Single words stay common."""
+        """Return a copy that reuses ids of known texts only within this scope; "" is the scope of all callers
+        without one. Otherwise the time of an answer would reveal to one tenant which texts another sent.
+        Single words are shared by all scopes.
+        """
         if scope == self._scope:
             return self
         scoped = copy.copy(self)
@@ -137,13 +150,15 @@ class ModelTokenizer:
         return scoped
 
     def segments(self, rendered: str) -> Segments:
-        """A rendered conversation in the segments it is encoded by, with the ids that are known. Fast beside encoding it."""
+        """Cut a rendered conversation into segments, with the known ids. Fast compared with encoding it."""
         if self._cutter is None or self._seen is None:
             return Segments([rendered], [None])
         return self._seen.look_up(self._owner, self._cutter.cut(rendered), self._scope)
 
     def encode_segments(self, segments: Segments) -> list[int]:
-        """The ids of a rendered conversation: the template wrote its special tokens itself, so none is added. Any thread may call."""
+        """Return the ids of a rendered conversation. No special tokens are added, since the template has
+        written its own. Thread-safe.
+        """
         ids: list[int] = []
         made: list[tuple[str, array[int]]] = []
         unknown = encoded = 0
@@ -161,11 +176,11 @@ class ModelTokenizer:
         return ids
 
     def _by_words(self, text: str) -> tuple[list[int], int]:
-        """The ids of a segment, and how many of its characters had to be encoded."""
+        """Return the ids of a segment, and the number of characters that had to be encoded."""
         return (self._ids(text, special=False), len(text)) if self._words is None else self._words.ids(text)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """The ids of a rendered conversation, as `encode_segments`."""
+        """Return the ids of a rendered conversation, like `encode_segments`."""
         return self.encode_segments(self.segments(text))
 
     @property
@@ -177,12 +192,14 @@ class ModelTokenizer:
         return self._words is not None
 
     def forget_segments(self) -> None:
-        """Nobody uses this vocabulary any more."""
+        """Drop the cached ids of this vocabulary, which is no longer used."""
         if self._seen is not None:
             self._seen.forget(self._owner)
 
     def _prove_cutter(self) -> Cutter | None:
-        """What cuts texts for this vocabulary without changing a single id; None, and why in the log, where nothing can."""
+        """Return a cutter that changes no id of this vocabulary. If there is none, log the reason and return
+        None.
+        """
         found, reason = _plain_tokens(self._tokenizer)
         cut_at = [token for token, special in found.items() if special]
         if reason is None and not cut_at:
@@ -197,7 +214,9 @@ class ModelTokenizer:
         return None
 
     def _prove_words(self, seen: SegmentCache) -> WordEncoder | None:
-        """What encodes texts by words without changing a single id; None, and why in the log, where nothing can."""
+        """Return a word encoder that changes no id of this vocabulary. If there is none, log the reason and
+        return None.
+        """
         reason = why_not(self._tokenizer)
         if reason is None:
             encode, sizes, unchanged = partial(self._ids, special=False), byte_sizes(self._tokenizer), leaves_unchanged(self._tokenizer)
@@ -209,24 +228,26 @@ class ModelTokenizer:
         return None
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a bare prompt, with the beginning-of-text token where the model wants one."""
+        """Return the ids of a bare prompt, with the beginning-of-text token if the model expects one."""
         ids = self._ids(text, special=self._adds_special)
         if self._bos is not None and ids[:1] != [self._bos]:
             ids.insert(0, self._bos)
         return ids
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
-        """By the call that does without offsets: half the time of `encode`, same ids."""
+        """Encode by the call without offsets, which takes half the time of `encode` for the same ids."""
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
     def fewest_tokens(self, text: str) -> int:
-        """Tokens that a text has at least; takes no time beside encoding it. 0 where the tokenizer says nothing of the kind."""
+        """Return a lower bound on the tokens of a text, in negligible time. 0 if the tokenizer allows no
+        bound.
+        """
         return 0 if self._longest is None else -(-len(text.encode("utf-8", "surrogatepass")) // self._longest)
 
     @property
     def vocabulary(self) -> int:
-        """ids run from 0 to one less"""
+        """ids are below this number"""
         return self._vocabulary
 
     def decode(self, ids: list[int]) -> str:
@@ -234,7 +255,9 @@ class ModelTokenizer:
 
 
 def _plain_tokens(tokenizer: Tokenizer) -> tuple[dict[str, bool], str | None]:
-    """The added tokens that are found in raw text, each with whether it is special; or why some of them depend on what is around them."""
+    """Return the added tokens that are found in raw text, with True for special ones; or the reason why some
+    depend on their context.
+    """
     if getattr(tokenizer.model, "dropout", None):
         return {}, "its ids are drawn by chance (dropout)"
     raw = [token for token in tokenizer.get_added_tokens_decoder().values() if not token.normalized and token.content]
@@ -245,7 +268,7 @@ def _plain_tokens(tokenizer: Tokenizer) -> tuple[dict[str, bool], str | None]:
 
 
 def first_difference(encode: Callable[[str], list[int]], cutter: Cutter, tokens: list[str]) -> str | None:
-    """A text that is encoded otherwise in pieces than as a whole; None when no probe is."""
+    """Return a probe whose ids differ if it is encoded in segments; None without such a probe."""
     for text in _probes(tokens):
         pieced = [one for piece in cutter.cut(text) for one in encode(piece)]
         if pieced != encode(text):
@@ -254,7 +277,7 @@ def first_difference(encode: Callable[[str], list[int]], cutter: Cutter, tokens:
 
 
 def _probes(tokens: list[str]) -> Iterator[str]:
-    """Every token between every two snippets, and every two tokens in a row."""
+    """Yield every token between every two snippets, and every two tokens in a row."""
     for token in tokens:
         for before, behind in itertools.product(_PROBES, repeat=2):
             yield f"{before}{token}{behind}"
@@ -274,7 +297,7 @@ def _token_text(token: Any) -> str:
 
 
 def _template_text(template: Any) -> str | None:
-    """The template itself, or the one named "default" (else the first) of a list of named ones."""
+    """Return the template, or from a list of named ones the one named "default" (else the first)."""
     if isinstance(template, list):
         named = {one["name"]: one["template"] for one in template if isinstance(one, dict) and "template" in one and "name" in one}
         template = named.get("default", next(iter(named.values()), None))

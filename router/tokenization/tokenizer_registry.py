@@ -1,4 +1,6 @@
-"""The tokenizers of the models served: fetched by digest when an engine names one, unpacked and used off the event loop when that is long."""
+"""Tokenizers of the served models: fetched by digest when an engine names one. Long work (unpacking,
+encoding) runs off the event loop.
+"""
 
 import asyncio
 import logging
@@ -14,14 +16,16 @@ log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 2.0
 _MOST = 256
-"""Tokenizers known or wanted at once."""
+"""Most tokenizers that are known or requested at once."""
 
 Changed = Callable[[str, str | None], None]
-"""Called with a digest and why its tokenizer cannot be used (None: it can)."""
+"""Called with a digest, and the reason why its tokenizer cannot be used (None: it can)."""
 
 
 class TokenizerRegistry:
-    """State: tokenizers by digest. `threads` is where long work goes; `seen_bytes` what token ids of seen texts may take, of all models together."""
+    """State: tokenizers by digest. `threads`: executor for long work. `seen_bytes`: budget for token ids of
+    known texts, of all models together.
+    """
 
     def __init__(self, threads: ThreadPoolExecutor, changed: Changed, seen_bytes: int = 0) -> None:
         self._threads = threads
@@ -35,23 +39,25 @@ class TokenizerRegistry:
         return None if digest is None else self._known.get(digest)
 
     def archive(self, digest: str) -> bytes | None:
-        """What a known tokenizer was read from, for other processes."""
+        """Return the archive of a known tokenizer, for other processes."""
         return self._archives.get(digest)
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Those of the tokenizers that can be used."""
+        """Return the digests of the usable tokenizers."""
         return tuple(self._known)
 
     def want(self, digest: str) -> str | None:
-        """Fetch it unless it is known. Returns why it cannot be used now, None when it can."""
+        """Request a tokenizer unless it is known. Return the reason why it cannot be used now; None if it
+        can.
+        """
         if digest in self._known:
             return None
         self._due.ask(digest)
         return "its tokenizer is being fetched"
 
     def keep_only(self, digests: set[str]) -> None:
-        """Forget what no engine names any more."""
+        """Forget tokenizers that no engine names."""
         for digest in self._known.keys() - digests:
             self._known.pop(digest).forget_segments()
             self._archives.pop(digest, None)

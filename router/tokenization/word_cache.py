@@ -1,8 +1,9 @@
-"""Token ids by words: a text is cut before spaces, and words that were seen before are not encoded again.
+"""Word cache: token ids by words. A text is cut before spaces, and known words are not encoded again.
 
-Exact for tokenizers that cut before every space behind a visible character themselves, whatever else stands around, and encode what
-lies between two cuts by itself; `splits` says of which that is proven. Then the ids of a text are those of its words in order, words that were
-not adjacent may be joined and encoded together, and the ids of each are told apart by how many bytes every id stands for.
+Exact for tokenizers that cut before every space after a visible character in any context, and encode the
+pieces independently; `pretokenizer_proof` establishes this for a tokenizer. The ids of a text are then those
+of its words in order. Words that were not adjacent may be joined and encoded together; their ids are
+separated by the number of bytes that every id stands for.
 """
 
 import re
@@ -15,17 +16,19 @@ from itertools import accumulate, chain
 from typing import cast
 
 _VISIBLE = "!-~\u00a1-\u167f\u1681-\u180d\u180f-\u1fff\u3001-\U0010ffff"
-"""Characters of which none is whitespace in any edition of Unicode, nor becomes whitespace by NFC."""
+"""Characters that are not whitespace in any edition of Unicode, and do not become whitespace by NFC."""
 WORD = re.compile(f".[^ ]*(?:(?<![{_VISIBLE}]) [^ ]*)*", re.DOTALL)
-"""From one place to cut at to the next: spaces are inside of a word only where no visible character stands before them."""
+"""Text from one cut to the next. A word contains spaces only where no visible character precedes them."""
 _HEAD = 256
-"""Characters from whose words it is guessed how many of a text are known."""
+"""Characters whose words serve to estimate the share of known words in a text."""
 _MOST_UNKNOWN = 1 / 3
-"""Of those words; with more the text is encoded whole, which then takes no longer."""
+"""Largest share of unknown ones among these words. Beyond, the text is encoded as a whole, which then takes
+no longer.
+"""
 _LONGEST = 64
-"""Characters; a longer word is none that comes again."""
+"""Characters. Longer words are not expected to recur."""
 _MOST_LEARNT = 32
-"""Words that are kept of one text: texts of words that never come again are not to cost much."""
+"""Most words stored from one text, to limit the cost of texts whose words never recur."""
 _ENTRY_BYTES = 112
 """of a dictionary, per entry"""
 _ID_BYTES = 32
@@ -34,10 +37,11 @@ Ids = tuple[int, ...]
 
 
 class WordCache:
-    """State: ids of words by vocabulary, at most `budget` bytes, in two generations. Any thread may call.
+    """State: ids of words by vocabulary, at most `budget` bytes, in two generations. Thread-safe.
 
-    What is found in the old generation moves to the young one. When that has its half, it becomes the old one, and the words that were in
-    the old one alone are forgotten: nearly the least recently used ones, without any work per word that is known.
+    Words found in the old generation move to the young one. When the young generation reaches half the budget
+    it becomes the old one, and words that were only in the old one are dropped. This approximates LRU without
+    any work per known word.
     """
 
     def __init__(self, budget: int) -> None:
@@ -52,7 +56,7 @@ class WordCache:
         return self._young_bytes + self._old_bytes
 
     def find(self, owner: int, words: Sequence[str]) -> list[Ids | None]:
-        """Each word's ids, None where they are not known. `owner` tells vocabularies apart."""
+        """Return each word's ids, None where they are not known. `owner` separates vocabularies."""
         found: list[Ids | None] = list(map(self._young.get(owner, {}).get, words))
         old = self._old.get(owner)
         if old and None in found:
@@ -65,7 +69,7 @@ class WordCache:
         return found
 
     def keep(self, owner: int, made: Iterable[tuple[str, Ids]]) -> None:
-        """Remember words; very long ones are not kept."""
+        """Store words, except very long ones."""
         with self._lock:
             for word, ids in made:
                 size = _size(word, ids)
@@ -78,7 +82,7 @@ class WordCache:
                 self._young_bytes += size
 
     def forget(self, owner: int) -> None:
-        """Drop what belongs to a vocabulary that is gone."""
+        """Drop the entries of a vocabulary that is gone."""
         with self._lock:
             self._young_bytes -= sum(_size(*entry) for entry in self._young.pop(owner, {}).items())
             self._old_bytes -= sum(_size(*entry) for entry in self._old.pop(owner, {}).items())
@@ -88,10 +92,11 @@ class WordCache:
 
 
 class WordEncoder:
-    """Encodes texts of one vocabulary, known words by looking them up.
+    """Encodes texts of one vocabulary, and looks up known words.
 
-    encode: the tokenizer, ids of a text without anything added. sizes: UTF-8 bytes that each id stands for.
-    unchanged: whether the tokenizer's normaliser leaves a text as it is; it is asked only about what is not ASCII.
+    encode: the tokenizer, returning the ids of a text without additions. sizes: UTF-8 bytes that each id
+    stands for. unchanged: returns True if the tokenizer's normalizer does not change a text; called only for
+    non-ASCII texts.
     """
 
     def __init__(self, encode: Callable[[str], list[int]], sizes: "array[int]", unchanged: Callable[[str], bool], kept: WordCache, owner: int) -> None:
@@ -102,10 +107,10 @@ class WordEncoder:
         self._owner = owner
 
     def ids(self, text: str) -> tuple[list[int], int]:
-        """The ids of a text, and how many of its characters had to be encoded."""
+        """Return the ids of a text, and the number of characters that had to be encoded."""
         if len(text) > 2 * _HEAD and self._is_new(head := WORD.findall(text, 0, _HEAD)[:-1]):
             ids = self._encode(text)
-            self._told_apart(ids, head)
+            self._split_ids(ids, head)
             return ids, len(text)
         words = WORD.findall(text)
         if len(words) == 1 and len(text) > _LONGEST:
@@ -116,18 +121,20 @@ class WordEncoder:
         unknown = [word for word, known in zip(words, found, strict=True) if known is None]
         joined = "".join(unknown)
         ids = self._encode(joined)
-        made = self._told_apart(ids, unknown)
+        made = self._split_ids(ids, unknown)
         if made is None:
             return self._encode(text), len(text)
         new = iter(made)
         return list(chain.from_iterable(next(new) if known is None else known for known in found)), len(joined)
 
     def _is_new(self, words: list[str]) -> bool:
-        """So many of the words are not known that looking up the rest would not pay."""
+        """Return True if most of these words are unknown, so that looking up the rest would not pay."""
         return self._kept.find(self._owner, words).count(None) > len(words) * _MOST_UNKNOWN
 
-    def _told_apart(self, ids: list[int], words: list[str]) -> list[Ids] | None:
-        """The ids of each of the words with which a text begins, and keeps some; None when normalising has changed their lengths."""
+    def _split_ids(self, ids: list[int], words: list[str]) -> list[Ids] | None:
+        """Return the ids of each word at the beginning of a text, and store some; None if normalizing changed
+        a length.
+        """
         lengths = self._lengths(words)
         if lengths is None:
             return None
@@ -144,7 +151,7 @@ class WordEncoder:
         return made
 
     def _lengths(self, words: list[str]) -> list[int] | None:
-        """In UTF-8 bytes; None when normalising changes one."""
+        """Return the lengths in UTF-8 bytes; None if normalizing changes one."""
         joined = "".join(words)
         if joined.isascii():
             return [len(word) for word in words]

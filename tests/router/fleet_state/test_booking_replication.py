@@ -1,4 +1,6 @@
-"""What routers tell each other of their bookings: never negative, never left behind, and in the end the same everywhere."""
+"""Replication of bookings between routers: never negative, nothing left behind, and in the end equal
+everywhere.
+"""
 
 import random
 from dataclasses import dataclass, field
@@ -53,7 +55,7 @@ class Peer:
         self.diary.emitted(self.open[decision_id])
 
     def said(self, now: float) -> tuple[int, ReservationsChanged]:
-        """The next message: news, or a sign of life."""
+        """Return the next message: news, or a sign of life."""
         message = self.diary.take(now) or ReservationsChanged(router=self.name)
         self.sent += 1
         return self.sent - 1, message
@@ -66,7 +68,7 @@ class Peer:
 
 
 def tell(sender: Peer, hearer: Peer, now: float) -> bool:
-    """Deliver the next message; whether the list must be asked for."""
+    """Deliver the next message. Return True if the list must be requested."""
     sequence, message = sender.said(now)
     return hearer.ledger.hear(sender.name, sequence, message, now).incomplete
 
@@ -329,7 +331,8 @@ STEP = st.tuples(st.sampled_from(["book", "first", "emit", "end", "tell", "list"
 @settings(max_examples=150)
 @given(st.lists(STEP, max_size=120), st.integers(0, 2**32))
 def test_whatever_is_lost_or_doubled_or_late_sums_stay_above_zero_everything_ends_and_all_agree_at_last(steps: list[tuple[str, int, int]], seed: int) -> None:
-    """Three routers; messages and lists under way are delivered at random, some never and some twice."""
+    """Three routers. Messages and lists in flight are delivered in random order, some never and some twice.
+    """
     network = random.Random(seed)
     peers = [Peer(name) for name in (1, 2, 3)]
     under_way: list[tuple[Peer, int, ReservationsChanged | ReservationsDescribed]] = []
@@ -386,7 +389,7 @@ def _deliver(peers: list[Peer], sender: Peer, sequence: int, message: Reservatio
 
 
 def _converge(peers: list[Peer], now: float) -> None:
-    """With nothing lost any more, all know the same, but for progress too little to tell."""
+    """Stop losing messages. All routers must then know the same, except for progress too small to publish."""
     for _ in range(2):
         for sender in peers:
             sequence, message = sender.said(now)

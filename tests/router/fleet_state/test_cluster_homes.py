@@ -1,4 +1,4 @@
-"""Homes: where the planner wants requests to live decides among ranks that cost the same, and nothing else."""
+"""Homes decide only among ranks of equal cost."""
 
 from typing import Any
 
@@ -107,7 +107,7 @@ def test_homes_are_heeded_by_the_requests_own_confidence_whatever_prediction_has
     assert decided(roster, outlook=outlook).choice.why == "home"
     unsure = decided(roster, outlook=outlook, rules=PolicyRules(home_confidence=0.26))
     assert (unsure.record().home_ranks, unsure.choice.why, unsure.home) == (["e0/1"], "tie", None)
-    assert "0.26 is asked for" in (unsure.record().homes_note or "")
+    assert "0.26 is required" in (unsure.record().homes_note or "")
 
 
 def test_a_home_may_cost_more_by_what_it_is_expected_to_save_as_far_as_the_request_is_foretold() -> None:
@@ -129,7 +129,7 @@ def test_a_home_may_cost_more_by_what_it_is_expected_to_save_as_far_as_the_reque
 def test_rules_that_do_not_mind_where_experts_are_do_not_mind_homes(rules: PolicyRules) -> None:
     roster = view_of({"speed": SLOW}, {"speed": SLOW})[0].roster("demo")
     record = decided(roster, outlook=foretold([0.0] * 4)._replace(home=np.array([0.4, 1.6, 1.0, 1.0])), rules=rules).record()
-    assert "does not mind where experts are" in (record.homes_note or "")
+    assert "does not depend on expert placement" in (record.homes_note or "")
     assert record.why != "home"
 
 

@@ -1,4 +1,6 @@
-"""Prices and homes change together: whatever comes in whatever order, nobody decides by the homes of one epoch and the prices of another."""
+"""Prices and homes change together: in any order of messages, no decision combines the homes of one epoch
+with the prices of another.
+"""
 
 from typing import NamedTuple
 
@@ -33,14 +35,14 @@ def placed(epoch: int) -> Placement:
 
 
 class Pricing(NamedTuple):
-    """One that is under way, off the event loop."""
+    """A price computation in progress, off the event loop."""
 
     epoch: int
     clusters: int
 
 
 class World:
-    """One engine, what was said of it, and what a router makes of that."""
+    """One engine, the messages about it, and a router's view of it."""
 
     def __init__(self) -> None:
         self.view: FleetView = view_of({}, clusters=clusters(1))[0]
@@ -80,7 +82,9 @@ class World:
         self.view.price(1, work.epoch, DispatchCost(DispatchPrices(table, table, table), None, work.clusters))
 
     def seen(self) -> tuple[int, int]:
-        """Epoch of the prices, and version of the homes (0: none), that a decision sees now, as they are told and as they weigh."""
+        """Return the epoch of the prices, and the version of the homes (0: none), as a decision reports them
+        and as it applies them.
+        """
         found = self.view.prices("demo")
         priced, said = found.versions.prices["e0"], found.versions.homes.get("e0")
         assert priced is not None
@@ -106,7 +110,7 @@ def test_no_decision_sees_homes_and_prices_that_do_not_belong_together_and_the_n
         assert newest is None or newest.epoch > now[0] or newest.version == now[1], "both are known, and only one of them holds"
         before = now
     world.do(BEGUN, 0)
-    world.do(PRICED, 0)  # one that was under way may be of a placement that has passed
+    world.do(PRICED, 0)  # one in progress may belong to an outdated placement
     world.do(BEGUN, 0)
     world.do(PRICED, 0)
     last = world.heard[-1] if world.heard else None

@@ -1,4 +1,4 @@
-"""Load: promised at once, counted once, never negative, never left behind."""
+"""Load: reserved at once, counted once, never negative, never left behind."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +54,7 @@ def test_a_report_that_may_contain_a_booking_is_not_added_to_it() -> None:
     reservations.book("a", (100, 1, 8, 10), 0.0)
     reservations.report("a", (100, 1, 8, 10), 0.05)
     assert loads(reservations, row, 0.05) == [100, 1, 8, 10]
-    reservations.book("a", (50, 1, 4, 10), 0.06)  # this one it cannot contain
+    reservations.book("a", (50, 1, 4, 10), 0.06)  # the report cannot contain this one
     assert loads(reservations, row, 0.06) == [150, 2, 12, 20]
     reservations.report("a", (150, 2, 12, 20), 0.2)
     assert loads(reservations, row, 0.2) == [150, 2, 12, 20]
@@ -62,7 +62,9 @@ def test_a_report_that_may_contain_a_booking_is_not_added_to_it() -> None:
 
 @pytest.mark.parametrize(("reported_at", "expected"), [(0.2, [60, 2, 12, 30]), (0.05, [100, 2, 12, 30]), (0.0, [160, 3, 20, 50])])
 def test_a_booking_that_is_heard_of_after_a_report_is_not_counted_beside_it(reported_at: float, expected: list[int]) -> None:
-    """Another router's: contained in the report, perhaps contained, or made after it. Of 20 tokens reported, 10 are the other sequence's."""
+    """Another router's booking: contained in the report, perhaps contained, or made after it. 10 of the 20
+    reported tokens belong to the other sequence.
+    """
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
     row = reservations.add_rank("a")
     reservations.report("a", (60, 2, 12, 40), reported_at)
@@ -96,13 +98,14 @@ def test_what_a_booking_has_left_is_known_better_than_a_report_guesses_it() -> N
     row = reservations.add_rank("a")
     nearly_done = reservations.book("a", (100, 1, 8, 1000), 0.0)
     reservations.emitted(nearly_done, 990)
-    reservations.report("a", (0, 3, 30, 192), 1.0)  # two more sequences, of which only the report knows: 64 steps each
+    reservations.report("a", (0, 3, 30, 192), 1.0)  # two more sequences, known only to the report: 64 steps each
     assert loads(reservations, row, 1.0)[STEPS] == 10 + 2 * 64
     reservations.emitted(nearly_done, 16)
     assert loads(reservations, row, 1.0)[STEPS] == 2 * 64
     late = reservations.book("a", (100, 1, 8, 50), 2.0)
     assert loads(reservations, row, 2.0)[STEPS] == 2 * 64 + 50
-    reservations.report("a", (0, 3, 30, 192), 2.05)  # may contain the late one; the larger reading is that it does not hide another
+    # May contain the late one. The larger reading is that it does not hide another one.
+    reservations.report("a", (0, 3, 30, 192), 2.05)
     assert loads(reservations, row, 2.05)[STEPS] == 64 + 50
     reservations.release(late)
     reservations.release(nearly_done)
@@ -117,7 +120,8 @@ def test_what_the_first_report_after_a_moment_changes_is_noted_and_no_later_one(
     assert reservations.surprise(rows).tolist() == [[0, 0]] * AMOUNTS
     reservations.watch()
     reservations.book("a", (50, 1, 4, 7), 0.1)
-    reservations.report("a", (500, 3, 9, 30), 1.0)  # believed were 150, 2, 12 and 17; two of the three are strangers, with 20 tokens left
+    # The belief was 150, 2, 12 and 17. Two of the three sequences are unknown, with 20 tokens left.
+    reservations.report("a", (500, 3, 9, 30), 1.0)
     reservations.report("a", (0, 0, 0, 0), 2.0)
     assert reservations.surprise(rows).T.tolist() == [[350, 1, -3, 10], [0, 0, 0, 0]]
     reservations.watch()
@@ -151,7 +155,7 @@ def test_an_external_booking_counts_beside_every_report_until_its_first_token() 
     reservations.first_token(booking)
     assert loads(reservations, row, 2.5) == [60, 2, 12, 40]  # this report may contain it: the larger of the two readings
     reservations.report("a", (0, 3, 20, 30), 2.6)
-    assert loads(reservations, row, 2.6) == [0, 3, 20, 30]  # 10 left to it, and 20 to the two others
+    assert loads(reservations, row, 2.6) == [0, 3, 20, 30]  # 10 left for it, and 20 for the two others
     reservations.release(booking)
     assert loads(reservations, row, 2.6) == [0, 3, 20, 20]
 
@@ -179,7 +183,9 @@ def test_what_another_router_holds_counts_beside_a_report_made_before_it_was_kno
 
 @dataclass(eq=False)
 class Model:
-    """One rank's load by the words of `router/fleet_state/reservations.py`, summed up anew from all bookings each time."""
+    """One rank's load by the rules of `router/fleet_state/reservations.py`, computed anew from all bookings
+    each time.
+    """
 
     bookings: list["ModelBooking"] = field(default_factory=list)
     reported: list[int] | None = None
@@ -219,11 +225,13 @@ class ModelBooking:
     external: bool
     held: bool
     state: str = "beside"
-    """the report: it counts beside it, is perhaps contained in it, or contained"""
+    """relation to the report: not contained, perhaps contained, or contained"""
 
 
 class Bookkeeping(RuleBasedStateMachine):
-    """Any order of bookings, first tokens, releases, reports, joins and leaves, against sums made the slow way."""
+    """Any order of bookings, first tokens, releases, reports, joins and leaves, compared with sums computed
+    naively.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +315,7 @@ class Bookkeeping(RuleBasedStateMachine):
             self.reservations.release(booking.real)
         assert self.reservations.open_bookings == 0
         for row in self.rows.values():
-            assert loads(self.reservations, row, 1e12) == [0] * AMOUNTS  # every report has become stale
+            assert loads(self.reservations, row, 1e12) == [0] * AMOUNTS  # every report is stale
 
 
 TestBookkeeping = Bookkeeping.TestCase
@@ -327,7 +335,9 @@ def test_a_burst_of_a_thousand_spreads_evenly_over_equal_ranks(seed: int, ranks:
 
 
 def burst(ranks: int, **settings: Any) -> tuple[Scheduler, RoutingRequest]:
-    """A picker over one engine whose ranks report KV events (so that nothing is guessed from what was routed)."""
+    """A scheduler over one engine whose ranks report KV events, so that nothing is estimated from routed
+    prompts.
+    """
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
     view = FleetView(reservations)
     urls = [f"http://h:{number}" for number in range(ranks)]

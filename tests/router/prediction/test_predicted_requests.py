@@ -1,4 +1,6 @@
-"""From a client's request to what the tracker hears of it: who asks, what is foretold, where it goes, how it is explained and told."""
+"""From a client's request to its report at the tracker: the sender's keys, the prediction, the choice of
+rank, the explanation and the report.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,7 +35,7 @@ FAR = EngineSpeed(dispatch=1e-3)
 
 
 class Told:
-    """Listens for what routers say of finished requests."""
+    """Collects the routers' reports of finished requests."""
 
     def __init__(self) -> None:
         self.messages: list[RequestsFinished] = []
@@ -66,14 +68,14 @@ async def told(house: House) -> AsyncIterator[Told]:
 
 
 async def engine(house: House, serve_rank: Serve, packed: bytes, count: int = 2, **about: Any) -> list[MockRank]:
-    """One engine of `count` ranks; expert 0 and 1 of every layer live on its first half."""
+    """Return one engine of `count` ranks. Experts 0 and 1 of every layer are on its first half."""
     ranks = [await serve_rank(MockRank(packed)) for _ in range(count)]
     await house.join("e", [rank.url for rank in ranks], packed, speed=FAR, worker_id=2**64 - 9, **about)
     return ranks
 
 
 async def teach(house: House, **said: Any) -> None:
-    """The tracker publishes clusters and whole tables, and both have come."""
+    """Publish clusters and full tables as the tracker, and wait until both have arrived."""
     version = said.pop("version", 5)
     await house.bus.publisher(house.subjects.clusters).publish(published_clusters(halves(version)))
     await house.bus.publisher(house.subjects.tables).publish(tables(version, clusters=version, **said))
@@ -94,7 +96,7 @@ def blocks_of(ids: list[int]) -> list[int]:
     return sequence_hashes(local_hashes(ids, 4))
 
 
-# Where a request goes
+# Choice of a rank
 
 
 @pytest.mark.parametrize("home", [0, 1])
@@ -146,7 +148,7 @@ async def test_a_continuation_is_foretold_from_the_prompt_and_what_was_emitted(h
     assert blocks_of(whole).index(outcome.prefix) >= blocks_of(whole).index(deep)
 
 
-# What is told of it
+# Reports
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -221,7 +223,7 @@ async def test_ranks_learn_the_id_of_the_decision_that_chose_them(house: House, 
     assert (await house.get(f"/v1/decisions/{sent[0]}")).status == 200
 
 
-# Who asks
+# Keys of the sender
 
 
 @pytest.mark.parametrize(
@@ -296,7 +298,7 @@ async def test_explaining_foretells_what_the_request_itself_would_be_foretold(ho
     assert served["best"] in ("session", "tenant")
 
 
-# How it is explained
+# Explanation
 
 
 async def test_an_explanation_is_readable(house: House, serve_rank: Serve, byte_archive: bytes, capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,7 +334,7 @@ async def test_a_prompt_known_as_text_only_is_foretold_by_who_asks_alone(house: 
     assert joined.engine == decision.target.engine.engine
 
 
-# Telling: batches, limits, and a bus that fails
+# Publishing: batches, limits, and a failing bus
 
 
 def service_of(broker: MemoryBroker, **settings: Any) -> RouterService:

@@ -1,4 +1,4 @@
-"""Decisions name the experts that their forecast stands for, while its clusters are in memory."""
+"""Decisions name the experts of their forecast while its clusters are in memory."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""The router's copy of the tracker's tables: what it takes, what it refuses, and that it ends up equal."""
+"""The router's replica of the tracker's tables: accepted and refused messages, and equality in the end."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ BUDGET = 1 << 20
 
 
 def rows_of(count: int, tokens: Any = 7) -> Any:
-    """uint8 [count, ROW], each with its own number in it."""
+    """Return uint8 [count, ROW], each row with its own number in it."""
     table = np.zeros((count, ROW), np.uint8)
     table[:, :4] = np.arange(count, dtype="<u4").view(np.uint8).reshape(count, 4)
     table[:, -4:] = np.broadcast_to(np.asarray(tokens, "<u4"), count).copy().view(np.uint8).reshape(count, 4)
@@ -97,14 +97,14 @@ def test_a_table_grows_with_its_rows_up_to_its_budget_and_keeps_them() -> None:
 def test_a_table_of_many_ages_stays_whole() -> None:
     rows = RowTable(64 * SLOT * WAYS)
     rows.put(np.array([99], np.uint64), rows_of(1))
-    rows._now = 65_500  # as after so many puttings
+    rows._now = 65_500  # as after this number of puts
     for number in range(100):
         rows.put(np.array([number % 50 + 1], np.uint64), rows_of(1))
     assert len(rows) == 51
-    assert rows._told.max() <= rows._now < 2**16
+    assert rows._written.max() <= rows._now < 2**16
 
 
-# What is read and what is refused
+# Accepted and refused messages
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_the_replica_predicts_with_what_it_was_told() -> None:
 
 
 class Tracker:
-    """Says tables under a version of its own; the oracle."""
+    """Publishes tables under its own version. The oracle."""
 
     def __init__(self) -> None:
         self.version = 100
@@ -256,7 +256,7 @@ class Tracker:
 
 
 class House:
-    """The feeds of a router, and a tracker on their bus."""
+    """The subscriptions of a router, and a tracker on the same bus."""
 
     def __init__(self, budget: int = BUDGET) -> None:
         self.broker = MemoryBroker()
@@ -298,7 +298,7 @@ class House:
         return float(self.metrics.bus_refused._value.get())
 
     def equal(self) -> bool:
-        """Whether the replica holds what the tracker holds."""
+        """Return True if the replica equals the tracker's tables."""
         replica = self.foresight.replica("demo")
         if replica is None or replica.tables is None:
             return False

@@ -1,4 +1,4 @@
-"""The index of KV blocks: what it finds is what comparing prompts finds, and what Dynamo's radix tree finds."""
+"""The index of KV blocks finds the same as a comparison of prompts, and as Dynamo's radix tree."""
 
 from collections.abc import Sequence
 
@@ -188,7 +188,7 @@ def test_beginnings_that_were_hashed_before_are_not_hashed_again(monkeypatch: py
     ids, runs = list(range(2_000)), HashRuns()
     whole = sequence_hashes(local_hashes(ids))
     assert list(TokenPrompt(ids).chained(16).reach(125, runs)) == whole
-    assert len(runs) == 3  # of 125 blocks, 29 are no whole run
+    assert len(runs) == 3  # 29 of 125 blocks do not fill a run
     hashed: list[int] = []
     monkeypatch.setattr(
         "router.prefix_index.block_hash_chain.extend", lambda chained, raw, width, seed: (hashed.append(len(raw) // width), extend(chained, raw, width, seed))
@@ -196,7 +196,7 @@ def test_beginnings_that_were_hashed_before_are_not_hashed_again(monkeypatch: py
     again = TokenPrompt(ids[:1_600] + [7] * 400).chained(16)
     for depth in (1, 2, 33, 70, 100, 125):
         assert again.reach(depth, runs)[:100] == whole[: min(max(depth, len(again._chained)), 100)]
-    assert sum(hashed) == 2 + 29  # the first of a run decides whether it is looked for; and what comes behind all runs
+    assert sum(hashed) == 2 + 29  # the first block of each run, and the blocks after all runs
     assert again[:] == sequence_hashes(local_hashes(ids[:1_600] + [7] * 400))
     assert TokenPrompt(ids).chained(8).reach(250, runs) == sequence_hashes(local_hashes(ids, 8))
 
@@ -232,13 +232,13 @@ def test_what_cleared_ranks_leave_behind_is_swept_out_as_others_write(monkeypatc
     assert (len(holders), overlap(holders, CHAINED)) == (10, {(1, 5): 10})
     holders.add((9, 9), CHAINED[:2])
     assert overlap(holders, CHAINED) == {(1, 5): 10, (9, 9): 2}
-    assert holders._numbers <= 8  # slots are used again
+    assert holders._numbers <= 8  # slots are reused
 
 
 class Compared(RuleBasedStateMachine):
-    """Random events and look-ups against plain sets of blocks per rank, and against Dynamo's tree where both say the same.
-
-    With gaps (a parent removed before its child) Dynamo's tree is not asked any more: what it says of those is its own affair.
+    """Random events and lookups, compared with plain sets of blocks per rank, and with Dynamo's tree where
+    both agree by design. After a gap (a parent removed before its child) Dynamo's tree is not compared
+    further, since its result for gaps is its own decision.
     """
 
     PROMPTS = tuple(sequence_hashes([tail % 3 + 10 * head for tail in range(9)]) for head in range(2))
@@ -270,23 +270,23 @@ class Compared(RuleBasedStateMachine):
                 self.index.apply([event])
             return
         self.index.apply([event])
-        self._tell(event)
+        self._publish(event)
         held.update(chained[start : start + count])
 
     @rule(worker=st.integers(1, 3), rank=st.integers(0, 2), prompt=st.integers(0, 1), keep=st.integers(0, 8))
     def evict(self, worker: int, rank: int, prompt: int, keep: int) -> None:
-        """From the end, as caches do."""
+        """Remove blocks from the end, as caches do."""
         held = self.sets.setdefault((worker, rank), set())
         which = [at for at in range(8, keep - 1, -1) if self.PROMPTS[prompt][at] in held]
         if which:
             event = removed(self.LOCALS[prompt], which, worker, rank)
             self.index.apply([event])
-            self._tell(event)
+            self._publish(event)
             held.difference_update(self.PROMPTS[prompt][keep:])
 
     @rule(worker=st.integers(1, 3), rank=st.integers(0, 2), prompt=st.integers(0, 1), at=st.integers(0, 8))
     def lose(self, worker: int, rank: int, prompt: int, at: int) -> None:
-        """Some block, held or not."""
+        """Remove any block, held or not."""
         held = self.sets.setdefault((worker, rank), set())
         before = self.index.missing_removals
         self.index.apply([removed(self.LOCALS[prompt], [at], worker, rank)])
@@ -298,7 +298,7 @@ class Compared(RuleBasedStateMachine):
     @rule(worker=st.integers(1, 3), rank=st.integers(0, 2))
     def clear(self, worker: int, rank: int) -> None:
         self.index.apply([cleared(worker, rank)])
-        self._tell(cleared(worker, rank))
+        self._publish(cleared(worker, rank))
         self.sets.pop((worker, rank), None)
 
     @rule(worker=st.integers(1, 3))
@@ -318,7 +318,7 @@ class Compared(RuleBasedStateMachine):
                 assert self.tree.find_matches(local).scores == true
         assert self.index.holders.entries == sum(len(held) for held in self.sets.values())
 
-    def _tell(self, event: RoutedKvEvent) -> None:
+    def _publish(self, event: RoutedKvEvent) -> None:
         if not self.gaps:
             self.tree.apply_event(event.worker_id, msgspec.json.encode(event.event))
 

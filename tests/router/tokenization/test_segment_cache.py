@@ -1,4 +1,6 @@
-"""Token ids reused by segments: never other ids than the whole text has, for every kind of tokenizer, or no reuse at all."""
+"""Token ids reused by segments: always the ids of the entire text, for every kind of tokenizer, or no reuse
+at all.
+"""
 
 from array import array
 from functools import cache
@@ -73,7 +75,7 @@ def known(kind: str) -> Tokenizer:
 
 @cache
 def small_memory(kind: str) -> ModelTokenizer:
-    """Whose memory forgets a lot from one conversation to the next."""
+    """Return a cache that forgets much from one conversation to the next."""
     template = CHATML.replace("<|start|>", "\x00") if kind == "demo" else CHATML
     return ModelTokenizer(known(kind), {}, template, SegmentCache(4096))
 

@@ -1,4 +1,4 @@
-"""The fewest tokens that a text can have, against the tokenizers themselves."""
+"""The lower bound on the tokens of a text, compared with the tokenizers themselves."""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Token ids reused by words: never other ids than the whole text has, for every pattern that is accepted, and no reuse for any other."""
+"""Token ids reused by words: always the ids of the entire text, for every accepted pattern, and no reuse for
+any other.
+"""
 
 from array import array
 from functools import cache
