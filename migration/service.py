@@ -109,7 +109,7 @@ class MigrationService:
                 try:
                     await self._leading()
                 except* LeaseTaken as taken:
-                    logger.warning("leading no more: %s", taken.exceptions[0])
+                    logger.warning("lost the lead: %s", taken.exceptions[0])
                 finally:
                     self._autopilot = None
                     self.metrics.leader.set(0)
@@ -181,7 +181,7 @@ class MigrationService:
         )
 
     def _trust(self, engine: str) -> float:
-        """Return the discount applied to the predicted gains of an engine, in (0, 1]."""
+        """Return the discount factor applied to the predicted gains of an engine, in (0, 1]."""
         return 1.0 if self._autopilot is None else self._autopilot.trust(engine)
 
     # Settings
@@ -217,7 +217,7 @@ class MigrationService:
         try:
             await self._bus.record(self._subjects.config(said.part), said)
         except BusError as error:
-            logger.warning("what became of the settings cannot be stored on the bus: %s", error)
+            logger.warning("the result of the reload cannot be stored on the bus: %s", error)
         return said
 
     # Membership and placements
@@ -254,29 +254,29 @@ class MigrationService:
                 try:
                     await self._retrace(entry for entry in self.ledger.engines().values() if entry.worker_id == beat.worker_id)
                 except BusError as error:
-                    logger.warning("what was moved lately on engine %s cannot be read; it counts as nothing: %s", beat.engine, error)
+                    logger.warning("recent moves on engine %s cannot be read and are ignored: %s", beat.engine, error)
 
     async def _meet(self, engine: str, worker_id: int) -> bool:
         """Ask an engine without a known join to identify itself. Returns True if it is known now."""
         try:
             answer = await self._bus.request(self._subjects.describe_engine(engine, worker_id), DescribeEngine(worker_id=worker_id))
             if isinstance(answer, EngineJoined) and not await holds_its_name(self._bus, self._subjects, answer):
-                logger.warning("worker %d says it is engine %s, whose name it does not hold; it is not used", worker_id, engine)
+                logger.warning("worker %d claims to be engine %s, but does not hold that name; it is ignored", worker_id, engine)
                 return False
         except BusError as error:
-            logger.debug("worker %d of engine %s does not say who it is: %s", worker_id, engine, error)
+            logger.debug("worker %d of engine %s does not identify itself: %s", worker_id, engine, error)
             return False
         async with self._joining:
             if self.ledger.present(engine):
                 return False
             try:
                 if not isinstance(answer, EngineJoined) or (answer.engine, answer.worker_id) != (engine, worker_id):
-                    raise InvalidPlacementEvent(PlacementFault.CONTRADICTION, "it says that it is somebody else")  # noqa: TRY301
-                logger.info("engine %s (worker %d) is there, though the log does not say so any more", engine, worker_id)
+                    raise InvalidPlacementEvent(PlacementFault.CONTRADICTION, "it claims another identity")  # noqa: TRY301
+                logger.info("engine %s (worker %d) is present, though its join event has expired from the log", engine, worker_id)
                 await self._joined(answer)
             except InvalidPlacementEvent as refusal:
                 self.metrics.rejected(refusal.fault.value)
-                logger.warning("worker %d of engine %s cannot be used as it describes itself: %s", worker_id, engine, refusal)
+                logger.warning("worker %d of engine %s describes itself in an invalid way: %s", worker_id, engine, refusal)
             self._counted()
         return self.ledger.present(engine)
 
@@ -290,7 +290,7 @@ class MigrationService:
                 try:
                     placement = Placement.from_record(said.placement)
                 except ValueError as error:  # already rejected and counted when the log was read
-                    logger.debug("epoch %d of engine %s is left out of what was moved: %s", said.placement.epoch, said.engine, error)
+                    logger.debug("epoch %d of engine %s is ignored in the move history: %s", said.placement.epoch, said.engine, error)
                 else:
                     lives[said.worker_id].append((placement, said.plan, now - max(wall - received.published_at, 0.0)))
         for worker_id, life in lives.items():
@@ -409,7 +409,7 @@ class MigrationService:
     async def _hear(self, received: Received) -> None:
         """Apply one report. Raises InvalidPlacementEvent if it cannot be used."""
         if isinstance(sent := received.message, DispatchMeasured) and self.ledger.engine_of(sent.worker_id) not in (None, sent.engine):
-            raise InvalidPlacementEvent(PlacementFault.CONTRADICTION, f"engine {sent.engine!r} measured what another one sent")
+            raise InvalidPlacementEvent(PlacementFault.CONTRADICTION, f"engine {sent.engine!r} reported the measurements of another engine")
         match received.message:
             case DemandPublished() as demand:
                 self.watch.demand(demand, self._clock())

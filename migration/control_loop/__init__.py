@@ -1,4 +1,6 @@
-"""The closed loop of the migration service: it plans for each engine, evaluates what its plans achieved, and rolls back what did harm.
+"""Closed control loop of the migration service: plan for each engine, evaluate the results, roll back harmful
+plans.
 
-Admission rule: what awaits while the loop runs. What the loop remembers and decides about one engine is pure and lives in `loop_state`.
+Admission rule: code that awaits while the loop runs. State and decisions for one engine are pure and are in
+`loop_state`.
 """

@@ -1,7 +1,9 @@
-"""What the migration service does by itself: it thinks over every engine, has plans that pay carried out, finds out what they brought, undoes what did harm.
+"""Controller of the migration service: plans for every engine, carries out plans that pay, evaluates them,
+undoes harm.
 
-Every engine has a task of its own, so that trouble with one does not hold up another; they think one at a time, off the event loop. Nothing here is
-needed to go on after a restart but the log of plans and what stands under the loop's key.
+Every engine has its own task, so that a failure of one does not delay another. Planning runs one at a time,
+off the event loop. After a restart, only the log of plans and the state under the loop's key are needed to
+resume.
 """
 
 import asyncio
@@ -50,17 +52,17 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
 _CHECK_LOOKS = 30
-"""After so many of them it is seen to that what must not be forgotten is still stored."""
+"""Interval of checks that the persistent state is still stored, in looks."""
 _TICK_SECONDS = 1e-3
-"""Less is not waited for: a clock may not get on by it."""
+"""Shortest wait: a clock may not advance by less."""
 _RETRY_SECONDS = 5.0
-"""Something that failed is tried again after so long."""
+"""Delay before a failed action is retried."""
 MOST_ENGINES = 1024
-"""Engines whose plans are remembered, present or gone."""
+"""Limit on the engines whose plans are remembered, present or gone."""
 
 
 class Controller:
-    """Used on one event loop, while leading. clock: seconds that never go back; wall: Unix seconds."""
+    """Used on one event loop, on the leader. clock: monotonic seconds; wall: Unix seconds."""
 
     def __init__(
         self,
@@ -97,19 +99,22 @@ class Controller:
         self._annals: dict[str, PlanHistory] = {}
         """by engine"""
         self._pilots: dict[str, EngineLoopState] = {}
-        """by engine, of those that are present"""
+        """by engine, present engines only"""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._woken: dict[str, asyncio.Event] = {}
 
     async def run(self, ready: Callable[[], None]) -> None:
-        """Until cancelled. ready: called once everything durable is read. BusError when it cannot be at the start."""
+        """Run until cancelled. ready: called once all durable state is read.
+
+        Raises BusError if it cannot be read at the start.
+        """
         await self._remembering.read()
         async for received in self._bus.replay(self._subjects.migrations(), follow=False):
             await self._heard(received.message, received.published_at)
         async with asyncio.TaskGroup() as tasks:
             self._look(tasks)
             ready()
-            tasks.create_task(self._follow(), name="follows what becomes of plans")
+            tasks.create_task(self._follow(), name="follow the log of plans")
             for looks in itertools.count(1):
                 await asyncio.sleep(_LOOK_SECONDS)
                 if looks % _CHECK_LOOKS == 0:
@@ -119,7 +124,7 @@ class Controller:
                 self._look(tasks)
 
     def reconfigure(self, config: MigrationConfig) -> None:
-        """Other settings for what is thought, done and judged from now on."""
+        """Use new settings from now on."""
         self._config = config
         self._judge.reconfigure(config)
         now = self._clock()
@@ -127,15 +132,15 @@ class Controller:
             pilot.next_at = min(pilot.next_at, now + config.cycle_seconds)
             self._woken[pilot.engine].set()
 
-    # What is asked
+    # Requests
 
     async def answer(self, message: Message) -> Message:
-        """What is asked over the bus."""
+        """Answer a request from the bus."""
         if isinstance(message, SteerLoop):
             try:
                 await self._remembering.steer(message.paused, message.reason, self._wall())
             except BusError as error:
-                return RequestRefused(reason=f"that could not be made durable, and does not hold: {error}; ask again")
+                return RequestRefused(reason=f"the change could not be stored and has no effect: {error}; try again")
             logger.info("plans of our own: %s", f"paused ({message.reason or 'no reason given'})" if message.paused else "made again")
             for pilot in self._pilots.values() if not message.paused else ():
                 pilot.next_at = self._clock()
@@ -145,11 +150,11 @@ class Controller:
         return self.described()
 
     def trust(self, engine: str) -> float:
-        """What is taken of gains that are foretold of an engine at this moment, in (0, 1]."""
+        """Return the current discount factor on the predicted gains of an engine, in (0, 1]."""
         return self._judge.trust(engine)
 
     def described(self) -> LoopDescribed:
-        """What is done by itself, and why."""
+        """Describe the state of the control loop."""
         memory, config, now = self._remembering.memory, self._config, self._clock()
         here = [(self._pilots[engine], entry) for engine, entry in sorted(self._ledger.engines().items()) if engine in self._pilots]
         return LoopDescribed(
@@ -170,15 +175,15 @@ class Controller:
         return EngineStanding(entry.epoch, window, memory.at_start, self._judge.trust(pilot.engine), self._watch.resting(pilot.worker_id, now))
 
     def _window(self, entry: EngineEntry, now: float) -> DispatchWindow | None:
-        """What was measured lately: of the epoch that is served, as soon as that can be told."""
+        """Return the latest measurements, of the served epoch if there are enough."""
         seconds = self._config.window_seconds
         of_now = self._measured.window(entry.worker_id, entry.layout.boundary, now, epoch=entry.epoch, seconds=seconds)
         return of_now or self._measured.window(entry.worker_id, entry.layout.boundary, now, seconds=seconds)
 
-    # What is heard
+    # Reports
 
     def shifted(self, said: PopularityShifted) -> None:
-        """Popularity of a model shifted, or has settled."""
+        """Apply that the popularity of a model shifted, or has settled."""
         now = self._clock()
         if not said.settled:
             self._watch.shifted(said.model, now)
@@ -196,13 +201,13 @@ class Controller:
             await self._heard(received.message, received.published_at)
 
     async def _heard(self, said: Message, published_at: float) -> None:
-        """One entry of the log of plans, of the past or just written."""
+        """Apply one entry of the log of plans, old or new."""
         if not isinstance(said, MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged):
             return
         annals = self._annals.get(said.engine)
         if annals is None:
             annals = self._begin(said.engine)
-        at = min(published_at, self._wall())  # whose clock is ahead of ours must not keep us from learning until then
+        at = min(published_at, self._wall())  # a publisher whose clock is ahead of ours must not prevent learning until then
         if annals.hear(said, self._clock() - (self._wall() - at), at):
             if isinstance(said, PlanJudged):
                 await self._judge.learn(said, at)
@@ -210,7 +215,10 @@ class Controller:
                 self._news(pilot, said)
 
     def _news(self, pilot: EngineLoopState, said: MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged) -> None:
-        """Once a plan is over there are other homes, whoever had it carried out."""
+        """Update the engine after a log entry.
+
+        The end of any plan changes the homes, regardless of its origin.
+        """
         last = pilot.annals.last
         if isinstance(said, MigrationCommitted | MigrationAborted) and last is not None and last.end is said:
             pilot.next_at = self._clock()
@@ -223,7 +231,7 @@ class Controller:
         self._woken[pilot.engine].set()
 
     def _begin(self, engine: str) -> PlanHistory:
-        """Of an engine that was not spoken of yet, in the place of the one that is gone and was spoken of first, where there are too many."""
+        """Start the history of a new engine. If there are too many, drop the oldest engine that is gone."""
         if len(self._annals) >= MOST_ENGINES:
             gone = next((known for known in self._annals if known not in self._pilots), None)
             if gone is not None:
@@ -231,10 +239,10 @@ class Controller:
         annals = self._annals[engine] = PlanHistory()
         return annals
 
-    # Who is there
+    # Membership
 
     def _look(self, tasks: asyncio.TaskGroup) -> None:
-        """A task for every engine that is present, and none for others."""
+        """Run one task for every present engine, and none for others."""
         now, engines = self._clock(), self._ledger.engines()
         for engine, pilot in list(self._pilots.items()):
             entry = engines.get(engine)
@@ -247,7 +255,7 @@ class Controller:
                 pilot = self._pilots[engine] = EngineLoopState(engine, entry.worker_id, now + self._config.cycle_seconds, annals)
                 self._woken[engine] = asyncio.Event()
                 self._judge.rest(entry, annals)
-                self._tasks[engine] = tasks.create_task(self._pilot(pilot), name=f"thinks over engine {engine}, and judges its plans")
+                self._tasks[engine] = tasks.create_task(self._pilot(pilot), name=f"plan for engine {engine} and evaluate its plans")
         self._housing.keep_only({entry.worker_id for entry in engines.values()})
         self._expose(now)
 
@@ -263,10 +271,13 @@ class Controller:
             spent = pilot.annals.spending.within(now, self._config.budget_seconds)
             self._metrics.loop(engine, self._judge.trust(engine), spent, pilot.left_bytes(now, self._config))
 
-    # What is done
+    # Actions
 
     async def _pilot(self, pilot: EngineLoopState) -> None:
-        """Until cancelled. Whatever fails is told, and tried again: a defect in one thought must not end the record of placements."""
+        """Run the loop of one engine until cancelled.
+
+        Failures are logged and retried: a defect in a planning run must not stop the recording of placements.
+        """
         woken = self._woken[pilot.engine]
         while True:
             woken.clear()
@@ -276,7 +287,7 @@ class Controller:
                     async with asyncio.timeout(max(wait, _TICK_SECONDS)):
                         await woken.wait()
                 except TimeoutError:
-                    pass  # it is time
+                    pass  # the next action is due
                 await self._housing.settle(pilot)
                 continue
             await self._tried(pilot)
@@ -285,7 +296,7 @@ class Controller:
         try:
             await self._turn(pilot)
         except BusError as error:
-            logger.warning("what engine %s is to do by itself is held up: %s", pilot.engine, error)
+            logger.warning("the control loop of engine %s is held up: %s", pilot.engine, error)
             pilot.retry_at = self._clock() + _RETRY_SECONDS
         except Exception:
             self._metrics.unknown("failed")
@@ -295,7 +306,7 @@ class Controller:
             pilot.retry_at = self._clock() + _RETRY_SECONDS
 
     async def _turn(self, pilot: EngineLoopState) -> None:
-        """What is due, one thing."""
+        """Perform one due action."""
         now, entry = self._clock(), self._ledger.entry(pilot.worker_id)
         if entry is None:
             pilot.retry_at = now + _RETRY_SECONDS
@@ -312,7 +323,7 @@ class Controller:
         undoing = pilot.undoing_of(tale)
         try:
             if not self._acting():
-                raise ValueError("nothing was done by itself at that time: roost rollback")  # noqa: TRY301
+                raise ValueError("automatic plans were off at that time: roost rollback")  # noqa: TRY301
             harm = await self._judge.undo(pilot, tale, self._acting)
         except (ExecutorBusy, RankFull, Unfit) as error:
             undoing.failed(str(error), self._clock(), self._config.cycle_seconds)
@@ -326,7 +337,7 @@ class Controller:
         logger.warning("engine %s: %s", pilot.engine, undoing.trouble)
 
     async def _think(self, pilot: EngineLoopState, entry: EngineEntry) -> None:
-        """The engine's plan of the cycle, or because of a shift; carried out where it pays and nothing forbids it."""
+        """Plan for the engine, and carry out a plan that pays if nothing forbids it."""
         now, config = self._clock(), self._config
         self._watch.turn(now)
         await self._start(pilot, entry, now)
@@ -335,14 +346,14 @@ class Controller:
         if self._under_way(pilot.engine):
             await self._housing.again(pilot)
             last = pilot.annals.last
-            if last is not None and last.end is not None:  # the log was heard before who wrote it has heard that it is written
+            if last is not None and last.end is not None:  # the log entry arrived before its writer saw the acknowledgement
                 pilot.next_at = now + _LOOK_SECONDS
             return
         question = PlanningQuestion(config.policy, pilot.left_bytes(now, config), trust=self._judge.trust(pilot.engine))
         try:
             decided = await self._inquiries.decide(entry, question)
         except InvalidPlacementEvent as refusal:
-            logger.debug("engine %s is not planned for: %s", entry.engine, refusal)
+            logger.debug("no plan for engine %s: %s", entry.engine, refusal)
             pilot.told(str(refusal), self._wall())
             await self._housing.again(pilot)
             return
@@ -354,7 +365,7 @@ class Controller:
         await self._decided(pilot, decided, answers)
 
     async def _decided(self, pilot: EngineLoopState, decided: PlannerDecision, answers: DemandShift | None) -> None:
-        """A plan pays."""
+        """Carry out a plan that pays, or state why not."""
         plan, record, paused = decided.plan, decided.record, self._remembering.memory
         if plan is None:
             return
@@ -363,9 +374,9 @@ class Controller:
         except ValueError as error:
             return pilot.told(str(error), self._wall())
         if self._overtaken(pilot, plan):
-            return pilot.told("others moved experts while it was thought over", self._wall())
+            return pilot.told("others moved experts during planning", self._wall())
         if pilot.shift is not None and pilot.shift is not answers:
-            return pilot.told("popularity shifted while it was thought over", self._wall())
+            return pilot.told("popularity shifted during planning", self._wall())
         reason = withheld(pilot, record, self._config, paused.paused_reason if paused.paused else None, answers, self._clock())
         if reason:
             return pilot.told(f"{plan.reason}: not carried out, {reason}", self._wall())
@@ -382,7 +393,7 @@ class Controller:
                 raise ValueError("it was paused, or planner.automatic turned off, meanwhile")  # noqa: TRY301
             if self._overtaken(pilot, plan):
                 raise ValueError("others moved experts meanwhile")  # noqa: TRY301
-            if (unjudged := pilot.annals.to_judge) is not None:  # not before it is as good as certain that another follows
+            if (unjudged := pilot.annals.to_judge) is not None:  # only once it is nearly certain that another plan follows
                 await self._judge.judge(pilot, entry, unjudged, "demand shifted, and another plan follows before it could be judged")
             why = grounds(record, "" if answers is None else answers.traceparent)
             accepted = await self._conductor.accept(entry, plan, "planner", why, self._acting)
@@ -396,16 +407,16 @@ class Controller:
         return None
 
     def _acting(self) -> bool:
-        """Whether anything is to be moved that nobody has asked for."""
+        """Return True if automatic plans may be carried out."""
         return self._config.automatic and not self._remembering.memory.paused
 
     def _overtaken(self, pilot: EngineLoopState, plan: Plan) -> bool:
-        """Whether the engine does not serve any more what a plan was made for, or is on its way to something else."""
+        """Return True if the placement that a plan was made for is outdated, or another plan is under way."""
         entry = self._ledger.engines().get(pilot.engine)
         return entry is None or (entry.worker_id, entry.epoch) != (pilot.worker_id, plan.base_epoch) or self._under_way(pilot.engine)
 
     def _under_way(self, engine: str) -> bool:
-        """Whether an engine has a plan that is not over."""
+        """Return True if an engine has an unfinished plan."""
         try:
             self._conductor.refuse_second(engine)
         except ValueError:
@@ -413,7 +424,7 @@ class Controller:
         return False
 
     async def _start(self, pilot: EngineLoopState, entry: EngineEntry, now: float) -> None:
-        """Remember the first window of this life, and ask for clusters that were not heard."""
+        """Store the first measurements of this incarnation."""
         memory = self._judge.memory(pilot.engine).begun(pilot.worker_id)
         if memory.at_start is None:
             window = self._measured.window(pilot.worker_id, entry.layout.boundary, now, seconds=self._config.window_seconds)

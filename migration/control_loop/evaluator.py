@@ -1,4 +1,4 @@
-"""Finds out what plans of the planner's own really brought, records it, and has undone what did harm."""
+"""Evaluator of automatic plans: measures their effect, records the verdict, and rolls back harmful plans."""
 
 import logging
 from collections.abc import Callable
@@ -32,12 +32,12 @@ from migration.telemetry.tracing import MigrationTracing
 logger = logging.getLogger(__name__)
 
 HARM_RESTS = 4.0
-"""Experts of a plan that did harm rest so many times as long as others that were moved."""
+"""Cooldown of the experts of a harmful plan, relative to that of other moved experts."""
 _NOTHING = LoopFigures(remote_ranks=0.0, local=0.0, balance=0.0, step_seconds=0.0)
 
 
 class PlanEvaluator:
-    """Used on one event loop, while leading. clock: seconds that never go back; wall: Unix seconds."""
+    """Used on one event loop, on the leader. clock: monotonic seconds; wall: Unix seconds."""
 
     def __init__(
         self,
@@ -70,20 +70,21 @@ class PlanEvaluator:
         self._wall = wall
 
     def reconfigure(self, config: MigrationConfig) -> None:
-        """Other settings for what is judged from now on."""
+        """Use new settings for later evaluations."""
         self._config = config
 
     def memory(self, engine: str) -> EngineMemory:
-        """What is remembered of an engine."""
+        """Return the persistent state of an engine."""
         return self._remembering.memory.engine(engine)
 
     def trust(self, engine: str) -> float:
-        """What is taken of predicted gains of an engine at this moment, in (0, 1]."""
+        """Return the current discount factor on the predicted gains of an engine, in (0, 1]."""
         known = self.memory(engine)
         return recovered(known.trust, self._wall() - known.trust_at, self._config.lifetime_seconds)
 
     async def begun(self, pilot: EngineLoopState, entry: EngineEntry, plan: str, record: PlanRecord, base_epoch: int) -> None:
-        """A plan of the planner's own was accepted: what it is to be judged by is remembered. Without that it cannot be judged."""
+        """Remember the inputs for evaluating a plan that was just accepted. Without them there is no verdict.
+        """
         machines = self._watch.machines(entry.worker_id)
         reckoned = None if machines is None else prices(record, entry.placement.ranks, machines[0].top_k)
         if reckoned is None:
@@ -93,7 +94,11 @@ class PlanEvaluator:
         await self._remember(pilot.engine, msgspec.structs.replace(self.memory(pilot.engine).begun(pilot.worker_id), judging=judging))
 
     async def judge(self, pilot: EngineLoopState, entry: EngineEntry, tale: PlanStory, disturbed: str = "") -> None:
-        """Find out what a plan brought, and record it. disturbed: why it cannot be found out any more. BusError when the bus fails: try again."""
+        """Evaluate a plan and record the verdict.
+
+        disturbed: reason why an evaluation is not possible any more. Raises BusError if the bus fails; try
+        again.
+        """
         now, memory, planned = self._clock(), self.memory(pilot.engine), tale.planned
         judging = memory.judging if memory.judging is not None and memory.judging.plan == planned.plan else None
         since = tale.ended_at + self._config.settle_seconds
@@ -115,8 +120,11 @@ class PlanEvaluator:
         await self._record(pilot, entry, tale, case, judged(case, self.trust(pilot.engine)))
 
     async def undo(self, pilot: EngineLoopState, tale: PlanStory, still: Callable[[], bool]) -> Harm:
-        """Have a harmful plan undone; what is to rest then (`harmed`). still: see `PlanExecutor.accept`. Busy, NoRoom or Unfit when it cannot be now;
-        another ValueError when it cannot be; BusError when the bus fails."""
+        """Start the rollback of a harmful plan. Returns the cooldown to apply afterwards (`harmed`).
+
+        still: see `PlanExecutor.accept`. Raises ExecutorBusy, RankFull or Unfit if it is not possible now,
+        another ValueError if it never will be, and BusError if the bus fails.
+        """
         entry, made = self._requests.movable(pilot.engine), pilot.annals.epoch
         if entry.epoch != made:
             raise ValueError(f"epoch {entry.epoch} is served, not {made}, which it led to")
@@ -130,22 +138,24 @@ class PlanEvaluator:
         return harm
 
     def _harmed(self, engine: str, plan: str, cells: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """With what a rollback that was given up on its way has brought back already."""
+        """Add the experts that an aborted rollback has already moved back."""
         known = next((harm.resting() for harm in self.memory(engine).harms if harm.plan == plan), None)
         return cells if known is None or known.shape != cells.shape else cells | known
 
     async def harmed(self, engine: str, harm: Harm) -> None:
-        """A plan that did harm is being undone: what is to rest once it is.
+        """Remember the experts that must cool down after the rollback of a harmful plan.
 
-        It is remembered only once the rollback is durable. Who dies in between leaves experts that rest no longer than others that were moved, beside a
-        trust that has fallen; the other way round they would be held fast where they do harm, by a rollback that there is not.
+        This is stored only once the rollback is durable. If the service dies in between, the experts have
+        only the normal cooldown, and the discount factor has already fallen. In the opposite order a crash would
+        freeze the experts where they do harm, for a rollback that does not exist.
         """
         await self._remember(engine, self.memory(engine).harmed(harm, self._wall()))
 
     def rest(self, entry: EngineEntry, annals: PlanHistory) -> None:
-        """Let experts rest that were part of plans which did harm, once these are undone: where they do harm they must not be held."""
+        """Freeze the experts of harmful plans once these are rolled back. Before that they must be free to
+        move."""
         if annals.last is not None and annals.last.end is None:
-            return  # perhaps the rollback; nothing is planned before its end
+            return  # this may be the rollback; no plan is made before its end
         now, wall, stands = self._clock(), self._wall(), annals.to_undo
         for harm in self.memory(entry.engine).harms:
             cells = harm.resting()
@@ -153,11 +163,11 @@ class PlanEvaluator:
                 self._watch.harmed(entry.worker_id, cells, now + harm.until - wall)
 
     async def _regret(self, entry: EngineEntry, tale: PlanStory) -> Counterfactual | None:
-        """None: nobody can say."""
+        """Compare with the placement before a plan; None: not possible."""
         try:
             return await self._inquiries.regret(entry, await self._requests.before(tale.planned))
         except (InvalidPlacementEvent, ValueError) as error:
-            logger.info("whether engine %s was better off before plan %s is not known: %s", entry.engine, tale.planned.plan, error)
+            logger.info("engine %s: the placement before plan %s cannot be evaluated: %s", entry.engine, tale.planned.plan, error)
             return None
 
     async def _record(self, pilot: EngineLoopState, entry: EngineEntry, tale: PlanStory, case: PlanCase, found: Judgement) -> None:
@@ -184,7 +194,7 @@ class PlanEvaluator:
         await self.learn(said, self._wall())
 
     async def learn(self, said: PlanJudged, at: float) -> None:
-        """Take up what a verdict says of trust, unless something later is known. at: Unix seconds."""
+        """Take over the discount factor of a verdict, unless a newer one is known. at: Unix seconds."""
         known = self.memory(said.engine)
         if at > known.trust_at and 0 < said.trust <= 1:
             judging = None if known.judging is not None and known.judging.plan == said.plan else known.judging
@@ -195,7 +205,8 @@ class PlanEvaluator:
 
 
 def changed(before: Placement, after: Placement) -> NDArray[np.bool_]:
-    """bool [layers, experts]: whose holders differ. ValueError when the placements are of different shapes."""
+    """Return the experts whose holders differ, bool [layers, experts]. Raises ValueError if the shapes
+    differ."""
     held = [placement.replicas_on_rank > 0 for placement in (before, after)]
     if held[0].shape != held[1].shape:
         raise ValueError(f"placements of {held[0].shape} and {held[1].shape} (layers, ranks, experts) cannot be compared; plan anew")
@@ -203,9 +214,9 @@ def changed(before: Placement, after: Placement) -> NDArray[np.bool_]:
 
 
 def _disturbed(pilot: EngineLoopState, entry: EngineEntry, tale: PlanStory) -> str:
-    """Why what is measured now says nothing of a plan; empty: it does."""
+    """Return the reason why current measurements say nothing about a plan; empty: they are valid."""
     if entry.worker_id != tale.planned.worker_id:
-        return "the engine has begun a new life meanwhile"
+        return "the engine has restarted meanwhile"
     if entry.epoch != tale.epoch or pilot.annals.follows(tale):
         return "others moved experts meanwhile"
     return ""

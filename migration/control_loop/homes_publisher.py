@@ -1,4 +1,7 @@
-"""Says where the requests of each engine are at home: what holds now, and, while a plan is under way, what holds from its last epoch on."""
+"""Publisher of the home ranks of each engine's requests.
+
+It publishes the homes valid now and, while a plan is under way, those valid from the last epoch of the plan.
+"""
 
 import logging
 import time
@@ -18,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class HomesPublisher:
-    """Used on one event loop, while leading. under_way: whether an engine has a plan that is not over."""
+    """Used on one event loop, on the leader. under_way: returns True if an engine has an unfinished plan."""
 
     def __init__(
         self, bus: Bus, subjects: Subjects, ledger: PlacementRegistry, watch: DemandWindows, metrics: MigrationMetrics, under_way: Callable[[str], bool]
@@ -27,27 +30,32 @@ class HomesPublisher:
         self._watch = watch
         self._metrics = metrics
         self._under_way = under_way
-        self._said = HomesVersions(time.time_ns() // 1000)  # versions above those of whoever led before
+        self._said = HomesVersions(time.time_ns() // 1000)  # versions above those of previous leaders
         self._publisher = bus.publisher(subjects.homes)
 
     def keep_only(self, worker_ids: set[int]) -> None:
-        """Those that are present."""
+        """Forget engines that are not present."""
         self._said.keep_only(worker_ids)
 
     async def now(self, pilot: EngineLoopState, entry: EngineEntry, homes: PlannedHomes) -> None:
-        """These hold with what is served now."""
+        """Publish the homes valid for the served placement."""
         pilot.homes = homes
         self._watch.housed(pilot.worker_id, homes)
         await self._say(entry, homes)
 
     async def after(self, pilot: EngineLoopState, entry: EngineEntry, homes: PlannedHomes | None, epoch: int) -> None:
-        """These hold from an epoch on, which the plan that was just accepted ends with. None: it gives none of its own."""
+        """Publish the homes valid from the last epoch of the plan just accepted. None: the plan has no homes
+        of its own."""
         if homes is not None:
             pilot.homes_after = homes._replace(epoch=epoch)
             await self._say(entry, pilot.homes_after)
 
     async def settle(self, pilot: EngineLoopState) -> None:
-        """Once a plan is over, its homes are those of now; or, where it was given up, those of before are said again, under a new version."""
+        """Update the homes when a plan has ended.
+
+        After a completed plan its homes become the current ones. After an aborted plan the previous homes are
+        published again, under a new version.
+        """
         entry, after = self._ledger.entry(pilot.worker_id), pilot.homes_after
         if after is None or entry is None or self._under_way(pilot.engine):
             return
@@ -56,11 +64,11 @@ class HomesPublisher:
             pilot.homes = after
             self._watch.housed(pilot.worker_id, after)
         else:
-            before = after._replace(share=None, clusters=0, note="the plan that they were for was given up") if pilot.homes is None else pilot.homes
+            before = after._replace(share=None, clusters=0, note="the plan that they were for was aborted") if pilot.homes is None else pilot.homes
             await self.now(pilot, entry, before._replace(epoch=entry.epoch))
 
     async def again(self, pilot: EngineLoopState) -> None:
-        """For those who missed it."""
+        """Publish the last homes again, for subscribers that missed them."""
         if (said := self._said.last(pilot.worker_id)) is not None:
             await self._publish(said)
 
@@ -74,4 +82,4 @@ class HomesPublisher:
         try:
             await self._publisher.publish(homes)
         except BusError as error:
-            logger.warning("the homes of engine %s cannot be said: %s", homes.engine, error)
+            logger.warning("the homes of engine %s cannot be published: %s", homes.engine, error)

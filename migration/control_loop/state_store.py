@@ -1,4 +1,5 @@
-"""Keeps what the migration service must not forget (`migration.loop_state.persistent_state`) under its key. Only who leads writes it."""
+"""Store of the control loop's persistent state (`migration.loop_state.persistent_state`). Only the leader
+writes it."""
 
 import asyncio
 import logging
@@ -12,29 +13,32 @@ from migration.loop_state.persistent_state import LoopMemory
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 5
-"""Times that one write is tried while others change the key in between."""
+"""Attempts of one write while others change the key in between."""
 
 
 class StateStore:
-    """Used on one event loop, while leading. standing: waits until nobody else can lead."""
+    """Used on one event loop, on the leader. standing: waits until no other service can be the leader."""
 
     def __init__(self, bus: Bus, key: str, standing: Callable[[], Awaitable[None]]) -> None:
         self.memory = LoopMemory()
-        """as it holds; what could not be written yet included"""
+        """current state, including changes not written yet"""
         self._bus = bus
         self._key = key
         self._standing = standing
         self._revision: int | None = None
         self._written: LoopMemory | None = self.memory
-        """what stands under the key; None: nobody knows"""
+        """stored value; None: unknown"""
         self._base = self.memory
-        """what stood under the key when it was last known: what differs from it was changed since"""
+        """last known stored value; the changes since then are the difference from it"""
         self._unanswered: set[bytes] = set()
-        """values of our own that were sent since, and may have been stored"""
+        """own values sent since then that may have been stored"""
         self._writing = asyncio.Lock()
 
     async def read(self) -> None:
-        """What a predecessor left. BusError when it cannot be read; what stands there and is no memory is replaced at the next write."""
+        """Read the state left by a predecessor. Invalid data is replaced at the next write.
+
+        Raises BusError if it cannot be read.
+        """
         claim = await self._bus.read_claim(self._key)
         if claim is None:
             return
@@ -43,7 +47,7 @@ class StateStore:
             self.memory = self._written = self._base = found
 
     async def steer(self, paused: bool, reason: str, at: float) -> None:
-        """Pause, or go on: it holds once it is durable. BusError: it does not."""
+        """Pause or resume. Takes effect once it is durable. Raises BusError if it could not be stored."""
         before = self.memory
         self.memory = before.steered(paused, reason, at)
         try:
@@ -54,7 +58,7 @@ class StateStore:
             raise
 
     async def keep(self, memory: LoopMemory | None = None) -> None:
-        """This holds from now on (None: what holds); it is written now, or, where the bus is away, the next time."""
+        """Set the state (None: keep it) and write it now or, if the bus is unavailable, at the next call."""
         self.memory = self.memory if memory is None else memory
         if self.memory is self._written:
             return
@@ -62,21 +66,26 @@ class StateStore:
             async with self._writing:
                 await self._write()
         except BusError as error:
-            logger.warning("what is to be remembered of the loop is not stored yet: %s", error)
+            logger.warning("the state of the control loop is not stored yet: %s", error)
 
     async def check(self) -> None:
-        """See that it is still there: a server may have lost its store. What is not is written at the next `keep`."""
+        """Check that the state is still stored, because a server may have lost its store. If not, the next
+        `keep` writes it."""
         try:
             claim = await self._bus.read_claim(self._key)
         except BusError as error:
-            logger.debug("what is to be remembered of the loop cannot be read: %s", error)
+            logger.debug("the state of the control loop cannot be read: %s", error)
             return
         if self._revision is not None and (claim is None or claim.revision != self._revision) and not self._writing.locked():
-            logger.warning("what was stored of the loop is gone or was changed by somebody else; it is written again")
+            logger.warning("the stored state of the control loop is gone or was changed by another service; it is written again")
             self._written = None
 
     async def _write(self) -> None:
-        """BusError when it is not known to be stored. While somebody else leads, it waits, and is cancelled with everything that leading does."""
+        """Write the state. Raises BusError if it is not known to be stored.
+
+        While another service is the leader, this waits until it is cancelled with the other tasks of the
+        leader.
+        """
         for _ in range(ATTEMPTS):
             await self._standing()
             memory, self._written = self.memory, None
@@ -85,8 +94,8 @@ class StateStore:
             self._unanswered.add(value)
             try:
                 self._revision = await self._bus.claim(self._key, value, self._revision)
-            except ClaimLost:  # an answer that was lost, a server that lost its store, or another leader, before us or after us
-                await self._standing()  # after us: what it wrote must not be touched
+            except ClaimLost:  # a lost answer, a server that lost its store, or another leader, earlier or later
+                await self._standing()  # a later leader: its writes must not be touched
                 await self._take_over(mine)
             else:
                 self._written = self._base = memory
@@ -95,21 +104,22 @@ class StateStore:
         raise ClaimLost(f"{self._key!r} was changed {ATTEMPTS} times while it was being written")
 
     async def _take_over(self, mine: set[bytes]) -> None:
-        """See what stands under the key, and keep what somebody else changed there since it was last known. mine: values that are our own."""
+        """Read the stored state and merge changes by others since it was last known. mine: values written by
+        this service."""
         claim = await self._bus.read_claim(self._key)
         self._revision = None if claim is None else claim.revision
         found = None if claim is None or claim.value in mine else _decoded(claim.value)
         if found is not None:
-            logger.warning("what is stored of the loop was changed by another leader; its changes are kept")
+            logger.warning("the stored state of the control loop was changed by another leader; its changes are kept")
             self.memory = self.memory.with_changes(self._base, found)
             self._base = found
         self._unanswered.clear()
 
 
 def _decoded(value: bytes) -> LoopMemory | None:
-    """None, and a line in the log, for what cannot be read."""
+    """Decode a state. Returns None, with a log line, for invalid data."""
     try:
         return msgspec.json.decode(value, type=LoopMemory)
     except msgspec.DecodeError as error:
-        logger.warning("what is stored of the loop cannot be read, and begins anew, not paused: %s", error)
+        logger.warning("the stored state of the control loop cannot be decoded; starting with an empty state, not paused: %s", error)
         return None

@@ -287,7 +287,7 @@ class DemandWindows:
         engine = self._engines.get(entry.worker_id)
         if engine is None or engine.joined.shape is None:
             raise InvalidPlacementEvent(
-                PlacementFault.UNKNOWN, f"engine {entry.engine!r} is not watched: it is gone, or its demand takes more than planner.most_cells allows"
+                PlacementFault.UNKNOWN, f"engine {entry.engine!r} is not tracked: it is gone, or its demand exceeds planner.most_cells"
             )
         if entry.layout.targets_are_ranks:
             self._check_known(engine, now)
@@ -329,11 +329,11 @@ class DemandWindows:
     def _check_known(self, engine: _Engine, now: float) -> None:
         unknown = [number for number, rank in enumerate(engine.ranks) if not (self._holds(rank, now) or self._is_idle(rank, now))]
         if unknown:
-            heard = max(engine.ranks[number].heard_at for number in unknown)
-            said = "nobody has said yet" if heard == -np.inf else f"nobody has said for {now - heard:.0f} s"
+            last = max(engine.ranks[number].heard_at for number in unknown)
+            since = "was never reported" if last == -np.inf else f"was not reported for {now - last:.0f} s"
             raise InvalidPlacementEvent(
                 PlacementFault.DEMAND,
-                f"{said} what ranks {_listed(unknown)} of engine {engine.joined.engine!r} want: send requests, and see that the tracker runs (roost status)",
+                f"the demand of ranks {_listed(unknown)} of engine {engine.joined.engine!r} {since}: send requests, and check the tracker (roost status)",
             )
 
     def _holds(self, rank: DemandByRank, now: float) -> bool:

@@ -172,7 +172,7 @@ def _agree(known: EngineEntry, placement: Placement) -> None:
     before = known.placement
     if (before.layers, before.experts, before.ranks) != (placement.layers, placement.experts, placement.ranks):
         raise InvalidPlacementEvent(
-            PlacementFault.SHAPE, f"worker {known.worker_id} of engine {known.engine!r} serves {before}; it cannot go over to {placement}"
+            PlacementFault.SHAPE, f"worker {known.worker_id} of engine {known.engine!r} serves {before}; it cannot change to {placement}"
         )
     if before.epoch == placement.epoch and before != placement:
         raise InvalidPlacementEvent(

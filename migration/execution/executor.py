@@ -136,7 +136,7 @@ class PlanExecutor:
             if trace is not None:
                 self._traces[engine] = trace
             await self._journal.record(announced(entry, plan, origin, blob, answers if trace is None else trace.traceparent, grounds), still)
-            logger.info("plan %s of engine %s: %d handovers from epoch %d on, %s", plan.id, engine, len(plan.handovers), plan.base_epoch, plan.reason)
+            logger.info("plan %s of engine %s: %d handovers from epoch %d, %s", plan.id, engine, len(plan.handovers), plan.base_epoch, plan.reason)
         except Withdrawn:
             self._plans.pop(engine, None)
             if (unused := self._traces.pop(engine, None)) is not None:
@@ -154,10 +154,10 @@ class PlanExecutor:
         if course is not None:
             told = f"handover {course.next + 1} of {course.planned.handovers}"
             raise ExecutorBusy(
-                f"engine {engine!r} is carrying out plan {course.planned.plan} ({told}); ask again when that is over (roost events --kind migration)"
+                f"engine {engine!r} is carrying out plan {course.planned.plan} ({told}); try again when that has ended (roost events --kind migration)"
             )
         if engine in self._accepting:
-            raise ExecutorBusy(f"engine {engine!r} is just being given another plan; ask again when that is over")
+            raise ExecutorBusy(f"engine {engine!r} is just starting another plan; try again when that has ended")
 
     async def survey(self, entry: EngineEntry, patience: float = 0.0, token: int = 0) -> tuple[HandoverDescribed, ...]:
         """Return the status of every rank.
@@ -231,7 +231,7 @@ class PlanExecutor:
         entry = self._ledger.engines().get(engine)
         if entry is None:
             return "it has left"
-        return "it has begun a new life" if entry.worker_id != worker_id else ""
+        return "it has restarted" if entry.worker_id != worker_id else ""
 
     def _silent(self, worker_id: int) -> bool:
         return self._pulse.silent(worker_id, self._clock()) > 0
@@ -262,9 +262,9 @@ class PlanExecutor:
         except Superseded as superseded:
             logger.warning("%s", superseded)
         except BusError as error:
-            logger.warning("what engine %s is to do is held up: %s", engine, error)
+            logger.warning("plans of engine %s are held up: %s", engine, error)
         except Exception:  # a defect in one engine's plan must not end those of others
-            logger.exception("what engine %s is to do is held up", engine)
+            logger.exception("plans of engine %s are held up", engine)
         await asyncio.sleep(self._config.retry_seconds)
         return False
 
@@ -272,7 +272,7 @@ class PlanExecutor:
         """Perform one pending action. Returns True if there is none."""
         found = await self._conclude(engine)
         if (second := self._log.second(engine)) is not None:
-            await self._drop(PlanRun(second), HandoverFailure("another plan was under way; ask again when that is over", "busy"))
+            await self._drop(PlanRun(second), HandoverFailure("another plan was under way; try again when that has ended", "busy"))
             return False
         course = self._log.under_way(engine)
         if course is not None:
@@ -292,7 +292,7 @@ class PlanExecutor:
         left, course = found.open, self._log.course(engine)
         if left is None or left.state is State.IDLE:
             return found
-        logger.info("handover %d of engine %s was left %s; going on with it", left.handover, engine, left.state)
+        logger.info("handover %d of engine %s was left %s by a previous coordinator; resuming it", left.handover, engine, left.state)
         staged = None if course is None or course.staged is None or course.staged.handover != left.handover else course.staged
         what = left_open(engine, left, staged, self._ledger.entry(left.worker_id), self._config)
         plan_trace = None if course is None or course.planned.plan != left.plan else self._trace(engine, course)
@@ -305,14 +305,14 @@ class PlanExecutor:
         """Carry out the next handover of a plan, or abandon the plan if it cannot continue."""
         entry = self._ledger.engines().get(engine)
         if entry is None or entry.worker_id != course.planned.worker_id:
-            why = f"engine {engine!r} {'has left' if entry is None else 'has begun a new life'}; plan anew for what it serves then"
+            why = f"engine {engine!r} {'has left' if entry is None else 'has restarted'}; plan anew for what it serves then"
             return await self._drop(course, HandoverFailure(why, ENGINE_GONE))
         try:
             plan = await self._plan(engine, course)
             placement = await asyncio.to_thread(applied, entry.placement, plan.handovers[course.next])
             found, previous = await self._ready(entry, plan.handovers[course.next], found)
         except (BlobLost, IndexError) as error:
-            return await self._drop(course, HandoverFailure(f"its plan is not stored (any more): {error}; plan anew", "plan"))
+            return await self._drop(course, HandoverFailure(f"its plan is not stored: {error}; plan anew", "plan"))
         except Inapplicable as error:
             return await self._drop(course, HandoverFailure(str(error), error.cause.value))
         except Unfit as unfit:
@@ -384,7 +384,7 @@ class PlanExecutor:
             return found
         if open_ is None:
             return found
-        logger.warning("ranks of engine %s have handover %d open, of which nothing is stored; it is %s", engine, *open_)
+        logger.warning("ranks of engine %s have handover %d open, which is not in the store; new state: %s", engine, *open_)
         left = unheard_of(entry, *open_, self._lead.token, found.open)
         revision = await self._journal.keep(engine, left, found.revision)
         what = left_open(engine, left, None, None, self._config)
@@ -393,7 +393,7 @@ class PlanExecutor:
 
     async def _drop(self, course: PlanRun, failure: HandoverFailure) -> None:
         """Abandon the rest of a plan, with no handover open."""
-        logger.warning("plan %s of engine %s is given up: %s", course.planned.plan, course.planned.engine, failure.reason)
+        logger.warning("plan %s of engine %s is abandoned: %s", course.planned.plan, course.planned.engine, failure.reason)
         await self._journal.record(dropped(course, failure))
         self._metrics.dropped(failure.fault)
 

@@ -138,7 +138,7 @@ class HandoverDriver:
             try:
                 proceeding = proceeding.with_token(await self._lead.outbid(proceeding.heard_token))
             except BusError as error:
-                logger.warning("rank of engine %s has heard of token %d: %s", what.engine, proceeding.heard_token, error)
+                logger.warning("a rank of engine %s has seen token %d: %s", what.engine, proceeding.heard_token, error)
         return proceeding
 
     async def _make(self, proceeding: HandoverState, move: Move, revision: int | None, now: float) -> tuple[HandoverState, int]:
@@ -158,7 +158,7 @@ class HandoverDriver:
         if overdue and not before:
             waiting = listed(proceeding.waiting_for)
             logger.warning(
-                "handover %d of engine %s is decided, but ranks %s do not serve it yet; they are told until they do", what.handover, what.engine, waiting
+                "handover %d of engine %s is decided, but ranks %s do not serve it yet; resending the commit", what.handover, what.engine, waiting
             )
         return overdue
 
@@ -189,9 +189,9 @@ class HandoverDriver:
     async def _ask(self, engine: str, command: Command, rank: int) -> HandoverDescribed:
         answer = await self._bus.request(self._subjects.handover(engine, command.worker_id, rank), command, ANSWER_SECONDS)
         if not isinstance(answer, HandoverDescribed) or (answer.worker_id, answer.rank) != (command.worker_id, rank):
-            raise Declined(f"its answer is a {type(answer).__name__} of something else; do both sides run the same version?")
+            raise Declined(f"its answer is an unexpected {type(answer).__name__}; do both sides run the same version?")
         if not sane(answer):
-            raise Declined(f"it tells of handover {answer.handover} and token {answer.token}, which cannot be; restart its engine")
+            raise Declined(f"it reports the invalid handover {answer.handover} or token {answer.token}; restart its engine")
         return answer
 
     async def _where(self, engine: str, worker_id: int, rank: int, until: float, token: int) -> HandoverDescribed | HandoverFailure:
@@ -201,9 +201,9 @@ class HandoverDriver:
             except Declined as refusal:
                 return HandoverFailure(f"rank {rank} takes part in no handover: {refusal}", DECLINED, rank)
             except BusError as error:
-                logger.debug("rank %d does not say where it is: %s", rank, error)
+                logger.debug("rank %d does not report its status: %s", rank, error)
                 if self._clock() >= until:
-                    return HandoverFailure(f"rank {rank} does not answer; see its log (roost status tells whether its engine lives)", OVERDUE, rank)
+                    return HandoverFailure(f"rank {rank} does not answer; see its log (roost status shows the state of its engine)", OVERDUE, rank)
             await asyncio.sleep(_PAUSE_SECONDS)
 
     @contextmanager

@@ -72,7 +72,7 @@ class LeaderLease:
             try:
                 await self._renew()
             except BusError as error:
-                logger.warning("the lead cannot be renewed: %s", error)
+                logger.warning("the lease cannot be renewed: %s", error)
 
     async def standing(self) -> None:
         """Wait until no other service can be the leader. Usually returns at once."""
@@ -98,7 +98,7 @@ class LeaderLease:
             async with asyncio.timeout(_FAREWELL_SECONDS):
                 await self._lease.release()
         except (BusError, TimeoutError) as error:
-            logger.warning("the lead could not be given up, and ends by itself: %s", error)
+            logger.warning("the lease could not be released, and will expire: %s", error)
 
     async def _renew(self) -> None:
         async with self._changing:

@@ -86,7 +86,7 @@ class MigrationLog:
         while not self._has(entry):
             await self._standing()
             if still is not None and not still():
-                raise Withdrawn("it was called off at the last moment (roost migration pause, or planner.automatic)")
+                raise Withdrawn("it was withdrawn at the last moment (roost migration pause, or planner.automatic)")
             try:
                 await self._bus.record(subject, entry)
             except BusError as error:
@@ -133,7 +133,7 @@ class MigrationLog:
         try:
             return OpenPlans(msgspec.json.decode(claim.value, type=OpenHandover), claim.revision)
         except msgspec.DecodeError as error:
-            logger.warning("what is stored of the handover of engine %s cannot be read, and is written anew: %s", engine, error)
+            logger.warning("the stored handover of engine %s cannot be decoded, and is replaced: %s", engine, error)
             return OpenPlans(None, claim.revision)
 
     async def keep(self, engine: str, state: OpenHandover, revision: int | None) -> int:
@@ -156,7 +156,7 @@ class MigrationLog:
             if now is None:
                 revision = None  # the server has lost its store
             elif now.revision != revision:
-                raise Superseded(f"the handover of engine {engine!r} was changed by somebody else at revision {now.revision}")
+                raise Superseded(f"the handover of engine {engine!r} was changed by another service at revision {now.revision}")
 
     async def _claim_of(self, key: str, *, at_once: bool) -> Claim | None:
         while True:
@@ -179,12 +179,12 @@ class MigrationLog:
         """
         content = await asyncio.to_thread(msgspec.json.encode, {"copy": secrets.token_hex(8), **msgspec.structs.asdict(plan)})
         if len(content) > MOST_PLAN_BYTES:
-            logger.warning("plan %s is not kept, with %d bytes of JSON: no other migration service can go on with it", plan.id, len(content))
+            logger.warning("plan %s is not stored, because it has %d bytes of JSON: no other migration service can resume it", plan.id, len(content))
             return ""
         try:
             return await self._bus.put_blob(content)
         except StoreFull as error:
-            logger.warning("plan %s is not kept: no other migration service can go on with it: %s", plan.id, error)
+            logger.warning("plan %s is not stored: no other migration service can resume it: %s", plan.id, error)
             return ""
 
     async def plan(self, digest: str) -> Plan:
@@ -201,7 +201,7 @@ class MigrationLog:
             if digest:
                 await self._bus.drop_blob(digest)
         except BusError as error:
-            logger.warning("a plan that is not carried out is still stored: %s", error)
+            logger.warning("a plan that was not started is still stored: %s", error)
 
     async def clear(self, engine: str) -> None:
         """Delete an engine's finished plans, which are not read any more (a rollback is computed from
@@ -214,4 +214,4 @@ class MigrationLog:
                 await self._bus.drop_blob(digest)
                 self.chronicle.dropped(engine, plan)
         except BusError as error:
-            logger.warning("plans of engine %s that are over are still stored: %s", engine, error)
+            logger.warning("finished plans of engine %s are still stored: %s", engine, error)

@@ -308,7 +308,7 @@ class HandoverState:
         if self.failure is not None:
             return self.failure
         if self.left:
-            return HandoverFailure(f"engine {self.what.engine!r} is gone: {self.left}; its next life begins with what the log says", ENGINE_GONE)
+            return HandoverFailure(f"engine {self.what.engine!r} is gone: {self.left}; its next incarnation starts from the placement in the log", ENGINE_GONE)
         if self.state is CoordinatorState.PROPOSING and now >= self.deadline:
             return self._too_late()
         return None
@@ -377,7 +377,7 @@ class HandoverState:
         return (*placed, committed)
 
     def _aborted(self, now: float) -> MigrationAborted:
-        failure, what = self._failed(now) or HandoverFailure("it was given up", REPLACED), self.what
+        failure, what = self._failed(now) or HandoverFailure("it was aborted", REPLACED), self.what
         return MigrationAborted(
             engine=what.engine,
             worker_id=what.worker_id,
@@ -411,12 +411,12 @@ def taken_over(what: HandoverSpec, found: OpenHandover, token: int, pace: Handov
     match found.state:
         case CoordinatorState.PROPOSING:
             return replace(
-                proceeding, failure=HandoverFailure("the migration service that conducted it ended before it was decided; ask for it again", REPLACED)
+                proceeding, failure=HandoverFailure("the migration service that coordinated it ended before the decision; request it again", REPLACED)
             )
         case CoordinatorState.COMMITTING:
             return replace(proceeding, decided=now)
         case CoordinatorState.ABORTING:
-            return replace(proceeding, failure=HandoverFailure(found.reason or "it was given up", found.fault or REPLACED, found.rank))
+            return replace(proceeding, failure=HandoverFailure(found.reason or "it was aborted", found.fault or REPLACED, found.rank))
     return proceeding
 
 

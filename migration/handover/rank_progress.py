@@ -75,13 +75,13 @@ def hopeless(said: HandoverDescribed, handover: int, epoch: int) -> HandoverFail
     """Return the failure if the report of a rank rules out the proposal; None: it does not."""
     rank, progress = said.rank, reached(said, handover)
     if progress is RankProgress.FAILED:
-        return HandoverFailure(said.failure or f"rank {rank} could not stage and does not say why; see its log", said.fault or "unknown", rank)
+        return HandoverFailure(said.failure or f"rank {rank} failed to stage and gave no reason; see its log", said.fault or "unknown", rank)
     if progress is RankProgress.OVER:
-        return HandoverFailure(f"rank {rank} has been told to give it up by somebody else; ask for it again", REPLACED, rank)
+        return HandoverFailure(f"rank {rank} received an abort from another coordinator; request it again", REPLACED, rank)
     if said.verdict == CommandVerdict.BUSY and progress is RankProgress.UNHEARD:
-        return HandoverFailure(f"rank {rank} is in the middle of handover {said.handover}; ask again when that is over", "busy", rank)
+        return HandoverFailure(f"rank {rank} is busy with handover {said.handover}; try again when that has ended", "busy", rank)
     if said.verdict == CommandVerdict.PAST and progress is RankProgress.UNHEARD:
-        return HandoverFailure(f"rank {rank} serves epoch {said.served}, which epoch {epoch} does not follow; plan anew", "epoch", rank)
+        return HandoverFailure(f"rank {rank} serves epoch {said.served}, but the handover creates epoch {epoch}; plan anew", "epoch", rank)
     return None
 
 

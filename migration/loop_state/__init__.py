@@ -1,4 +1,5 @@
-"""State and decisions of the control loop for one engine. Pure; time comes in as an argument.
+"""State and decisions of the control loop for one engine. Pure; time is an argument.
 
-Admission rule: values and rules of the loop itself: its plans and their verdicts, its budgets, its windows, what it persists.
+Admission rule: values and rules of the loop: its plans and their verdicts, budgets, windows and persistent
+state.
 """

@@ -1,8 +1,9 @@
-"""What engines say of where tokens really went and how long steps really took, in windows of one epoch each. Pure; bounded; the time is an argument.
+"""Measured dispatch and step times, in windows of one epoch each. Pure; bounded; time is an argument.
 
-What ranks say of an interval is added up in slices of about a second. A window of slices gives means, and their standard errors: the slices are
-put together to some dozen batches, because neighbouring seconds are alike (the same requests run in them), and the spread of batches tells how far
-a mean can be trusted (batch means; of a ratio of sums by its linearisation).
+Reports of the ranks are summed in slices of about a second. A window of slices gives means and their standard
+errors. Neighbouring seconds are correlated, because the same requests run in them. The slices are therefore
+merged into about a dozen batches, and the spread of the batches gives the error (batch means; for a ratio of
+sums, by linearisation).
 """
 
 from collections import deque
@@ -19,20 +20,20 @@ from migration.engine_state.placement_registry import EngineEntry, InvalidPlacem
 from migration.loop_state.verdict import Measurement
 
 SLICES = 128
-"""Slices that are kept of an engine, of all epochs together."""
+"""Slices kept per engine, over all epochs."""
 BATCHES = 12
-"""Parts of a window whose spread tells its error."""
+"""Batches of a window, whose spread gives its error."""
 LEAST_SLICES = 4
-"""A window of fewer has no error that could be told."""
+"""Minimum number of slices of a window; fewer give no error estimate."""
 MOST_SECONDS = 3600.0
-"""Of one interval: ranks say one a second."""
+"""Longest valid interval of a report; ranks report every second."""
 _TOLERANCE = 1e-3
 
 Array = NDArray[np.float64]
 
 
 class DispatchWindow(NamedTuple):
-    """Means over a window, and by layer."""
+    """Means over a window: totals and by layer."""
 
     measured: Measurement
     layers: LayerFigures
@@ -40,12 +41,12 @@ class DispatchWindow(NamedTuple):
 
 @dataclass(slots=True)
 class _Slice:
-    """What was said of a second or so of one epoch: sums over the ranks."""
+    """Reports of about a second of one epoch: sums over the ranks."""
 
     epoch: int
     began: float
     sums: Array = field(default_factory=lambda: np.zeros(5))
-    """[steps, step seconds, tokens, pairs, seconds of communication: NaN where an engine cannot tell]"""
+    """[steps, step seconds, tokens, pairs, communication seconds: NaN if the engine cannot measure them]"""
     layers: Array = field(default_factory=lambda: np.zeros((3, 0)))
     """[balance | remote ranks | local, layers]"""
 
@@ -59,7 +60,7 @@ class _Engine:
 
 
 class DispatchWindows:
-    """Of the engines that are present. `now` is seconds of one clock that never goes back."""
+    """Measurements of the present engines. `now` is seconds of a monotonic clock."""
 
     def __init__(self, config: MigrationConfig) -> None:
         self._config = config
@@ -67,11 +68,11 @@ class DispatchWindows:
         """by worker_id"""
 
     def reconfigure(self, config: MigrationConfig) -> None:
-        """Other lengths of windows, from the next slice on."""
+        """Use new window lengths from the next slice on."""
         self._config = config
 
     def keep_only(self, entries: Iterable[EngineEntry]) -> None:
-        """The engines that are present."""
+        """Track exactly the present engines."""
         present = {entry.worker_id: entry for entry in entries}
         for worker_id in self._engines.keys() - present.keys():
             del self._engines[worker_id]
@@ -80,13 +81,15 @@ class DispatchWindows:
             self._engines[worker_id] = _Engine(entry.engine, entry.placement.ranks, entry.placement.layers)
 
     def hear(self, said: DispatchMeasured, now: float) -> None:
-        """One interval of one rank; of engines that are not present, or whose first epoch is not recorded yet, it means nothing here. Refused when it
-        cannot be used; then nothing changed."""
+        """Add one interval of one rank. Reports of engines without a recorded epoch are ignored.
+
+        Raises InvalidPlacementEvent, without any change, if the report is invalid.
+        """
         engine = self._engines.get(said.worker_id)
         if engine is None:
             return
         layers = _checked(said, engine)
-        last = next((one for one in reversed(engine.slices) if one.epoch == said.epoch), None)  # ranks tell the last of an epoch one after another
+        last = next((one for one in reversed(engine.slices) if one.epoch == said.epoch), None)  # ranks report the last interval of an epoch at different times
         if last is None or now - last.began >= self._slice_seconds:
             last = _Slice(said.epoch, now, layers=np.zeros((3, engine.layers)))
             engine.slices.append(last)
@@ -96,17 +99,17 @@ class DispatchWindows:
 
     @property
     def _slice_seconds(self) -> float:
-        """So long that the slices which are kept reach over every window that is asked for."""
+        """Length of a slice, so that the stored slices cover every window that may be requested."""
         longest = max(self._config.window_seconds, self._config.judge_seconds)
         return max(longest / (SLICES / 2), 0.9)
 
     def window(
         self, worker_id: int, first: int, now: float, *, epoch: int | None = None, seconds: float | None = None, since: float | None = None
     ) -> DispatchWindow | None:
-        """What was measured of an engine lately. None: too little.
+        """Return the recent measurements of an engine; None: too little was measured.
 
-        first: the first layer that is not sharded. epoch: that it served meanwhile; None: any. seconds: the last so many, None: all that is known;
-        since: nothing that began before.
+        first: the first layer that is not sharded. epoch: the epoch served meanwhile; None: any. seconds:
+        length of the window; None: everything known. since: ignore slices that began earlier.
         """
         engine = self._engines.get(worker_id)
         if engine is None:
@@ -119,7 +122,10 @@ class DispatchWindows:
 
 
 def _checked(said: DispatchMeasured, engine: _Engine) -> Array:
-    """float64 [3, layers] of balance, remote ranks and local pairs. Refused names what cannot be."""
+    """Return balance, remote ranks and local pairs of a report, float64 [3, layers].
+
+    Raises InvalidPlacementEvent naming the invalid value.
+    """
     who = f"a measurement of {said.engine}/{said.rank}"
     if said.engine != engine.engine:
         raise InvalidPlacementEvent(PlacementFault.CONTRADICTION, f"{who}: worker {said.worker_id} is engine {engine.engine!r}")
@@ -134,7 +140,8 @@ def _checked(said: DispatchMeasured, engine: _Engine) -> Array:
         raise InvalidPlacementEvent(PlacementFault.DEMAND, f"{who}: all numbers must be finite and not negative, and its steps at least 1")
     if not said.step_seconds <= said.seconds <= MOST_SECONDS:
         raise InvalidPlacementEvent(
-            PlacementFault.DEMAND, f"{who}: steps of {said.step_seconds} s in {said.seconds} s; an interval holds its steps, {MOST_SECONDS:g} s at most"
+            PlacementFault.DEMAND,
+            f"{who}: steps of {said.step_seconds} s in {said.seconds} s; the steps must fit in the interval, which is at most {MOST_SECONDS:g} s",
         )
     if said.communication_seconds is not None and not 0 <= said.communication_seconds <= said.step_seconds * (1.0 + _TOLERANCE):
         raise InvalidPlacementEvent(PlacementFault.DEMAND, f"{who}: {said.communication_seconds} s of communication in steps of {said.step_seconds} s")
@@ -145,7 +152,7 @@ def _checked(said: DispatchMeasured, engine: _Engine) -> Array:
 
 
 def _window(slices: list[_Slice], ranks: int, first: int) -> DispatchWindow:
-    """Layers that are sharded (below `first`) are left out of all means."""
+    """Return the means over these slices, without the sharded layers (below `first`)."""
     parts = [np.array([one.sums for one in slices]), np.array([one.layers for one in slices])]
     batches = min(BATCHES, len(slices))
     edges = np.linspace(0, len(slices), batches + 1).astype(np.intp)[:-1]
@@ -153,7 +160,7 @@ def _window(slices: list[_Slice], ranks: int, first: int) -> DispatchWindow:
     steps, took, tokens, pairs, communication = sums.T
     whole = layers[:, :, first:]
     count = max(whole.shape[2], 1)
-    # Every rank says the steps of the whole engine, and its own tokens alone.
+    # Each rank reports the steps of the whole engine, but only its own tokens.
     token = _ratio(took, tokens * ranks)
     means = {
         "remote_ranks": _ratio(whole[:, 1].sum(axis=1) / count, tokens),
@@ -177,7 +184,7 @@ def _window(slices: list[_Slice], ranks: int, first: int) -> DispatchWindow:
 
 
 def _ratio(part: Array, whole: Array) -> tuple[float, float]:
-    """(sum of parts / sum of wholes, its standard error) of batches; 0 where there is nothing."""
+    """Return (sum of part / sum of whole, its standard error) over batches; 0 without data."""
     total, n = float(whole.sum()), len(whole)
     if not total:
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""One engine as the service that plans by itself sees it: when to think, what is under way, what was decided last. Pure; times are arguments."""
+"""Control loop state of one engine: due times, plan under way, last decision. Pure; times are arguments."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -15,16 +15,16 @@ from migration.model.plan_record import Measures, PlanRecord
 from migration.model.sampling_noise import expected_most
 
 SHIFT_SECONDS = 5.0
-"""Between two thoughts because popularity shifted there lie at least so many."""
+"""Minimum interval between planning runs triggered by demand shifts."""
 MOST_UNDOINGS = 6
-"""A plan that did harm is tried to be rolled back so many times, each time after twice as long; the first pause is a cycle."""
+"""Rollback attempts for a harmful plan. The delay starts at one cycle and doubles."""
 SHIFT_LASTS = 3.0
-"""A plan counts as the answer to a shift for so many windows."""
+"""Number of windows after a demand shift during which plans count as a response to it."""
 
 
 @dataclass(slots=True)
 class DemandShift:
-    """That what is wanted is not what it was."""
+    """Shift of the demand."""
 
     at: float
     traceparent: str
@@ -32,31 +32,31 @@ class DemandShift:
 
 @dataclass(slots=True)
 class Rollback:
-    """What was done about a plan that did harm."""
+    """Rollback of a harmful plan."""
 
     plan: str
     tries: int = 0
-    """that failed"""
+    """failed attempts"""
     at: float = float("-inf")
-    """when to try again"""
+    """time of the next attempt"""
     over: bool = False
-    """it is being rolled back, or is not going to be"""
+    """True if the rollback is under way or will not be attempted again"""
     trouble: str = ""
-    """why it was not; empty: it is"""
+    """reason why the plan is not rolled back; empty: it is"""
 
     def begun(self) -> None:
-        """It is being rolled back."""
+        """Note that the rollback is under way."""
         self.over, self.trouble = True, ""
 
     def never(self, why: str) -> None:
-        """It is not going to be."""
+        """Note that the rollback will not be attempted."""
         self.over, self.trouble = True, f"plan {self.plan} did harm, and was not rolled back: {why}"
 
     def failed(self, why: str, now: float, cycle_seconds: float) -> None:
-        """It could not be, this time. It is tried again, ever less often."""
+        """Note a failed attempt and schedule the next, with exponential backoff."""
         self.tries += 1
         if self.tries >= MOST_UNDOINGS:
-            return self.never(f"{why}; after {self.tries} attempts it is left to you: roost rollback")
+            return self.never(f"{why}; gave up after {self.tries} attempts; use roost rollback")
         self.over, self.at = False, now + cycle_seconds * 2 ** (self.tries - 1)
         self.trouble = f"plan {self.plan} did harm, and is not rolled back yet: {why}"
         return None
@@ -64,74 +64,78 @@ class Rollback:
 
 @dataclass(slots=True)
 class EngineLoopState:
-    """`now` is seconds of one clock that never goes back."""
+    """Control loop state of one engine. `now` is seconds of a monotonic clock."""
 
     engine: str
     worker_id: int
     next_at: float
-    """when to think again, at the latest"""
+    """latest time of the next planning run"""
     annals: PlanHistory
     decided: str = ""
     decided_at: float | None = None
     """Unix seconds"""
     shift: DemandShift | None = None
     hurried_at: float = float("-inf")
-    """the last thought because of a shift"""
+    """last planning run triggered by a shift"""
     homes: PlannedHomes | None = None
-    """that hold with what is served now"""
+    """homes valid for the served placement"""
     homes_after: PlannedHomes | None = None
-    """that hold from the end of the plan under way on"""
+    """homes valid from the end of the plan under way"""
     undoing: Rollback | None = None
-    """of the last plan that did harm"""
+    """rollback of the last harmful plan"""
     retry_at: float = float("-inf")
-    """before then, what failed is not tried again"""
+    """failed actions are not retried before this time"""
 
     def told(self, sentence: str, wall: float) -> None:
-        """What was decided, at a time in Unix seconds."""
+        """Set the last decision, with its time in Unix seconds."""
         self.decided, self.decided_at = sentence, wall
 
     @property
     def sentence(self) -> str:
-        """What was decided last; before it what is left of the last plan, where that did harm."""
+        """Last decision, preceded by the unresolved trouble with a harmful plan."""
         harmful = self.annals.to_undo
         trouble = "" if harmful is None else self.undoing_of(harmful).trouble
         return f"{trouble}; {self.decided}".removesuffix("; ") if trouble else self.decided
 
     @property
     def to_undo(self) -> PlanStory | None:
-        """A plan that did harm, and that is to be undone."""
+        """Harmful plan that is to be rolled back."""
         harmful = self.annals.to_undo
         return None if harmful is None or self.undoing_of(harmful).over else harmful
 
     def undoing_of(self, harmful: PlanStory) -> Rollback:
-        """What was done about it."""
+        """Return the rollback state of a harmful plan."""
         if self.undoing is None or self.undoing.plan != harmful.planned.plan:
             self.undoing = Rollback(harmful.planned.plan)
         return self.undoing
 
     def undo_at(self) -> float:
-        """When a plan that did harm is to be undone; inf: none is."""
+        """Return the time of the next rollback attempt; inf: none is due."""
         harmful = self.to_undo
         return float("inf") if harmful is None else self.undoing_of(harmful).at
 
     def shifted(self, shift: DemandShift) -> None:
-        """Think about it soon. Shifts at the same time are one."""
+        """Schedule an early planning run. Shifts within SHIFT_SECONDS are merged."""
         if self.shift is None or shift.at - self.shift.at > SHIFT_SECONDS:
             self.shift = shift
         self.next_at = min(self.next_at, max(shift.at, self.hurried_at + SHIFT_SECONDS))
 
     def settled(self) -> None:
-        """What was to be done about a shift is done, or need not be done any more."""
+        """Note that no response to a shift is pending."""
         self.shift = None
 
     def answers(self, now: float, config: MigrationConfig) -> DemandShift | None:
-        """The shift that a plan made now would answer; None: it would be one of the cycle's."""
+        """Return the shift that a plan made now would respond to; None: it is an ordinary plan of the cycle.
+        """
         if self.shift is not None and now - self.shift.at >= SHIFT_LASTS * config.window_seconds:
             self.settled()
         return self.shift
 
     def rested(self, now: float, again: float | None, config: MigrationConfig) -> None:
-        """A thought is over. again: seconds from the shift until there are windows to plan from; None: the cycle's pace will do."""
+        """Schedule the next planning run.
+
+        again: seconds from the shift until there are windows to plan from; None: the regular cycle suffices.
+        """
         self.next_at = now + config.cycle_seconds
         if self.shift is not None:
             self.hurried_at = now
@@ -139,7 +143,7 @@ class EngineLoopState:
                 self.next_at = min(self.next_at, max(self.shift.at + again, now + SHIFT_SECONDS))
 
     def judge_at(self, config: MigrationConfig) -> float:
-        """When the last plan of the planner's own is to be judged; inf: none is."""
+        """Return the time at which the last automatic plan is to be evaluated; inf: there is none."""
         tale = self.annals.to_judge
         if tale is None:
             return float("inf")
@@ -147,20 +151,24 @@ class EngineLoopState:
             return tale.ended_at
         last = self.annals.last
         if last is not None and last.end is None:
-            return float("inf")  # what somebody has begun may yet change something; its end is news
+            return float("inf")  # a plan under way may still change something; its end wakes the loop
         return tale.ended_at + config.settle_seconds + config.judge_seconds
 
     def due(self, config: MigrationConfig) -> float:
-        """When something is to be done next."""
+        """Return the time of the next action."""
         return max(min(self.next_at, self.judge_at(config), self.undo_at()), self.retry_at)
 
     def left_bytes(self, now: float, config: MigrationConfig) -> int:
-        """What a plan may copy at this moment."""
+        """Return the bytes that a plan may copy now."""
         return self.annals.spending.left(now, config.budget_bytes, config.budget_seconds)
 
 
 class EngineStanding(NamedTuple):
-    """What others know of an engine: its epoch, what was measured lately and in the beginning, what is taken of predictions, how many experts rest."""
+    """Engine state from other components.
+
+    Epoch, recent measurements, first measurements, discount factor on predictions, and number of experts in
+    cooldown.
+    """
 
     epoch: int
     window: DispatchWindow | None
@@ -170,7 +178,7 @@ class EngineStanding(NamedTuple):
 
 
 def story(pilot: EngineLoopState, standing: EngineStanding, config: MigrationConfig, now: float) -> EngineLoop:
-    """What is done with an engine, for whoever asks."""
+    """Return the report on an engine."""
     homes, window = pilot.homes, standing.window
     return EngineLoop(
         engine=pilot.engine,
@@ -193,7 +201,10 @@ def story(pilot: EngineLoopState, standing: EngineStanding, config: MigrationCon
 
 
 def withheld(pilot: EngineLoopState, record: PlanRecord, config: MigrationConfig, paused: str | None, answers: DemandShift | None, now: float) -> str:
-    """Why a plan that pays is not carried out now; empty: it is. paused: why; None: it is not. answers: the shift that it is the answer to."""
+    """Return the reason for not carrying out a plan that pays; empty: carry it out.
+
+    paused: reason for the pause; None: not paused. answers: shift that the plan responds to.
+    """
     if not config.automatic:
         return "planner.automatic is off: carry it out with roost plan --apply"
     if paused is not None:
@@ -203,22 +214,26 @@ def withheld(pilot: EngineLoopState, record: PlanRecord, config: MigrationConfig
     if pilot.annals.to_judge is not None and answers is None:
         return "the plan before it is not judged yet"
     if (rest := pilot.annals.setback(config.cycle_seconds) - now) > 0:
-        return f"the last plan was given up, and the next waits {rest:.0f} s"
+        return f"the last plan was aborted, and the next waits {rest:.0f} s"
     if not record.next_window:
-        return "it is judged on the very window it was made from; it waits for the next"
+        return "it was evaluated on the window that it was made from; it waits for the next"
     return ""
 
 
 def step_balance(placed: float, ceiling: float | None) -> float:
-    """Balance of single steps, as it is measured, of a placement that is balanced like this over a window: what the placement and what the chance of so
-    few tokens leave uneven add up as independent deviations do. ceiling: what chance leaves at best; None: nobody knows."""
+    """Return the balance of single steps, as it would be measured, from the balance of a placement over a
+    window.
+
+    The imbalance of the placement and the sampling noise of a step combine like independent deviations.
+    ceiling: upper bound from sampling noise; None: unknown.
+    """
     if ceiling is None or not placed:
         return placed
     return float(1.0 / (1.0 + ((1.0 / placed - 1.0) ** 2 + (1.0 / ceiling - 1.0) ** 2) ** 0.5))
 
 
 def foretold(measures: Measures, ceiling: float | None) -> LoopFigures:
-    """What a plan's record says of a placement, as it will be measured."""
+    """Return the predicted figures of a placement from a plan's record, in terms of what will be measured."""
     return LoopFigures(
         remote_ranks=measures.remote_ranks,
         local=measures.local_share,
@@ -228,13 +243,16 @@ def foretold(measures: Measures, ceiling: float | None) -> LoopFigures:
 
 
 def grounds(record: PlanRecord, traceparent: str) -> Grounds:
-    """Why the planner has a plan carried out."""
+    """Return the planner's reason and predictions for a plan."""
     before, after = (None if told is None else foretold(told, record.step_ceiling) for told in (record.before, record.after))
     return Grounds(record.policy, before, after, traceparent)
 
 
 def prices(record: PlanRecord, ranks: int, top_k: int) -> StepPrices | None:
-    """What the plan was reckoned with: seconds of a step for an even load of the experts, and by distinct remote rank. None: it was not reckoned."""
+    """Return the step prices that the plan was computed with; None: it was not computed.
+
+    The prices are the seconds of a step for an even load of the experts, and per distinct remote rank.
+    """
     if record.before is None:
         return None
     told = foretold(record.before, record.step_ceiling)

@@ -1,4 +1,4 @@
-"""Which homes were said of each engine, and under which version. Pure; one entry per engine that is present."""
+"""Version and content of the homes published last for each engine. Pure; one entry per present engine."""
 
 import msgspec
 
@@ -8,7 +8,7 @@ from migration.model.engine_view import PlannedHomes
 
 
 class HomesVersions:
-    """Homes that differ from those said before get a version above all versions before."""
+    """Homes that differ from the last published ones get a version above all previous versions."""
 
     def __init__(self, first_version: int) -> None:
         self._version = first_version
@@ -16,7 +16,7 @@ class HomesVersions:
         self.changes = 0
 
     def said(self, entry: EngineEntry, model: str, homes: PlannedHomes) -> HomesPublished:
-        """What to say of an engine now: the same as last time, under its version, when nothing changed."""
+        """Return the message to publish for an engine now. Unchanged homes keep their version."""
         said = HomesPublished(
             engine=entry.engine,
             worker_id=entry.worker_id,
@@ -38,10 +38,10 @@ class HomesVersions:
         return self._said[entry.worker_id]
 
     def last(self, worker_id: int) -> HomesPublished | None:
-        """What was said of an engine last; None: nothing."""
+        """Return the message published last for an engine; None: none."""
         return self._said.get(worker_id)
 
     def keep_only(self, worker_ids: set[int]) -> None:
-        """Those that are present."""
+        """Forget engines that are not present."""
         for worker_id in self._said.keys() - worker_ids:
             del self._said[worker_id]

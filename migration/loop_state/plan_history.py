@@ -1,7 +1,7 @@
-"""The story of one engine's plans, as the log tells it: which ran, what they copied, how they ended, what they really brought. Pure; bounded.
+"""History of one engine's plans from the log: execution, copied bytes, outcome and verdict. Pure; bounded.
 
-It is the same whether it is heard as it happens or read back by a successor. Times are seconds of one clock that never goes back, unless said
-otherwise; what is told a second time changes nothing.
+The result is the same for live events and for a replay by a successor. Times are seconds of a monotonic
+clock, unless stated otherwise. Repeated entries change nothing.
 """
 
 from collections import OrderedDict
@@ -12,60 +12,60 @@ from fleet.events import MigrationAborted, MigrationCommitted, MigrationPlanned,
 from migration.loop_state.byte_budget import ByteBudget
 
 MOST_TALES = 32
-"""Plans that are remembered of an engine, the last ones."""
+"""Limit on the remembered plans of an engine; the newest are kept."""
 MOST_IDS = 1024
-"""ids of plans that are remembered of an engine; its log holds no more messages by default"""
+"""limit on the remembered plan ids of an engine; by default its log holds at most this many messages"""
 MOST_TOLD = 8
-"""of them, that are told"""
+"""limit on the plans included in reports"""
 MOST_DOUBLINGS = 6
-"""of the pause after plans that were given up one after another"""
+"""limit on the doublings of the pause after consecutive aborted plans"""
 Entry = MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged
 
 
 @dataclass(slots=True)
 class PlanStory:
-    """One plan."""
+    """History of one plan."""
 
     planned: MigrationPlanned
     at: float
-    """Unix seconds, of its beginning"""
+    """start time, Unix seconds"""
     numbers: set[int] = field(default_factory=set)
-    """of its handovers that were committed"""
+    """numbers of its committed handovers"""
     copied_bytes: int = 0
     epoch: int = 0
-    """the last that it made; 0: none"""
+    """last epoch that it created; 0: none"""
     end: MigrationCommitted | MigrationAborted | None = None
     ended_at: float = 0.0
     judged: PlanJudged | None = None
 
     @property
     def own(self) -> bool:
-        """Whether the planner made it by itself; a rollback of its own names the policy."""
+        """True if the planner started the plan automatically. Its own rollbacks name the policy."""
         return self.planned.origin == "planner" or (self.planned.origin == "rollback" and bool(self.planned.policy))
 
     @property
     def whole(self) -> bool:
-        """Whether all of it was done."""
+        """True if all handovers were committed."""
         return isinstance(self.end, MigrationCommitted)
 
     @property
     def in_vain(self) -> bool:
-        """Whether it is over and nothing of it was done: everything is as it was before."""
+        """True if the plan has ended without any committed handover, so that nothing has changed."""
         return self.end is not None and not self.numbers
 
     @property
     def undoes(self) -> bool:
-        """Whether it is a rollback of the planner's own."""
+        """True if the plan is an automatic rollback."""
         return self.own and self.planned.origin == "rollback"
 
     @property
     def awaits_judgement(self) -> bool:
-        """A plan of the planner's own that is over, changed something, and was not judged yet."""
+        """True if this is an automatic plan that has ended, changed something, and was not evaluated yet."""
         return self.planned.origin == "planner" and self.end is not None and bool(self.numbers) and self.judged is None
 
     @property
     def outcome(self) -> str:
-        """For people."""
+        """Outcome in words, for people."""
         if self.judged is not None:
             return self.judged.verdict
         match self.end:
@@ -77,19 +77,22 @@ class PlanStory:
 
 
 class PlanHistory:
-    """Of one engine, all of its lives."""
+    """History of the plans of one engine, over all its incarnations."""
 
     def __init__(self) -> None:
         self.spending = ByteBudget()
         self.moved_bytes = 0
-        """copied by any plan since the log begins, or the service"""
+        """bytes copied by any plan since the start of the log or of the service"""
         self._tales: OrderedDict[str, PlanStory] = OrderedDict()
-        """by id, the oldest first"""
+        """by id, oldest first"""
         self._ids: OrderedDict[str, None] = OrderedDict()
-        """of all plans that were heard of: a story that is told again from its beginning does not begin anew"""
+        """ids of all known plans, so that replaying the log does not start a plan again"""
 
     def hear(self, said: Entry, now: float, wall: float) -> bool:
-        """One entry of the log, in its order; whether it is news. now, wall: when it was written, on the clock and as Unix seconds."""
+        """Apply one log entry, in order. Returns True if it is new.
+
+        now, wall: time at which the entry was written, on the monotonic clock and in Unix seconds.
+        """
         tale = self._tales.get(said.plan)
         if isinstance(said, MigrationPlanned):
             if said.plan in self._ids:
@@ -111,38 +114,44 @@ class PlanHistory:
 
     @property
     def last(self) -> PlanStory | None:
-        """The newest plan; None: there was none."""
+        """Newest plan; None: there was none."""
         return next(reversed(self._tales.values()), None)
 
     @property
     def to_judge(self) -> PlanStory | None:
-        """The newest of the planner's own that waits to be judged."""
+        """Newest automatic plan that has not been evaluated yet."""
         return next((tale for tale in reversed(self._tales.values()) if tale.awaits_judgement), None)
 
     @property
     def to_undo(self) -> PlanStory | None:
-        """The newest plan, where it was judged harmful: what followed it was in vain, or was a rollback of our own that was given up on its way."""
+        """Newest plan, if its verdict is harmful.
+
+        Later plans are skipped if they changed nothing, or if they are automatic rollbacks that were aborted.
+        """
         behind = (tale for tale in reversed(self._tales.values()) if not (tale.in_vain or (tale.undoes and isinstance(tale.end, MigrationAborted))))
         newest = next(behind, None)
         return newest if newest is not None and newest.judged is not None and newest.judged.verdict == "harmful" else None
 
     @property
     def epoch(self) -> int:
-        """The last that a plan made; 0: none did."""
+        """Last epoch that a plan created; 0: none."""
         return next((tale.epoch for tale in reversed(self._tales.values()) if tale.numbers), 0)
 
     def setback(self, seconds: float) -> float:
-        """Until when no other plan of the planner's own is tried: so many seconds behind the last that was given up, and twice as many for each that
-        was given up right before. -inf: the last was not."""
+        """Return the time before which no further automatic plan is started; -inf: no restriction.
+
+        The pause follows the last aborted plan. It lasts `seconds`, doubled for each directly preceding
+        aborted plan.
+        """
         failed = list(takewhile(lambda tale: tale.own and isinstance(tale.end, MigrationAborted), reversed(self._tales.values())))
         return failed[0].ended_at + seconds * 2 ** min(len(failed), MOST_DOUBLINGS) if failed else float("-inf")
 
     def follows(self, tale: PlanStory) -> bool:
-        """Whether another plan changed something behind this one."""
+        """Return True if a later plan changed something after this one."""
         return any(later.numbers for later in takewhile(lambda other: other is not tale, reversed(self._tales.values())))
 
     def told(self) -> tuple[PlanTold, ...]:
-        """The last plans, the newest first."""
+        """Return the last plans, newest first."""
         return tuple(_told(tale) for tale in list(reversed(self._tales.values()))[:MOST_TOLD])
 
     def _begin(self, planned: MigrationPlanned, wall: float) -> None:

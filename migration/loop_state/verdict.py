@@ -1,12 +1,14 @@
-"""What a plan really brought, beside what was foretold of it: kept, or harmful; and what to take of the next prediction. Pure.
+"""Verdict on a plan: predicted versus measured effect, and the discount factor for the next prediction. Pure.
 
-Predictions and measurements are compared in one currency: the seconds of a step that placement decides, at the step size and the prices that the
-plan was made with. So a change of load is neither a gain nor a harm, and neither are prices that the engine was told and does not pay.
+Predictions and measurements are compared in the same unit: placement-dependent seconds of a step, at the step
+size and prices of the plan. A change of load is therefore neither a gain nor a harm. Neither are configured
+prices that the engine does not actually pay.
 
     cost(figures) = experts / balance + remote * remote_ranks
 
-A plan is harmful when what was measured got worse beyond noise **and** the placement before it would be better under today's demand. The second
-condition is the planner's own judgement: where traffic has merely become dearer to serve, under whatever placement, nothing is to be undone.
+A plan is harmful if the measured cost increased beyond noise **and** the previous placement would be better
+under today's demand. The second condition is evaluated by the planner: if traffic has become more expensive
+to serve under any placement, nothing is to be undone.
 """
 
 from math import exp, hypot, sqrt
@@ -19,30 +21,34 @@ from fleet.events import LoopFigures, Verdict
 SIGNIFICANT = 3.0
 """standard errors"""
 LEAST_TRUST = 0.1
-"""Trust falls no further, so that what promises ten times its cost is still tried."""
+"""Lower bound of the discount factor, so that a plan which promises ten times its cost is still tried."""
 FALL, RISE = 0.5, 0.1
-"""Parts of the way to what was realised that trust goes, down and up."""
+"""Step sizes of the discount factor towards the realised share, downwards and upwards."""
 RECOVERY = 8.0
-"""Lifetimes of a demand after which what is missing of trust is down to 1/e by itself: what plans brought long ago says little."""
+"""Time constant of the discount factor's recovery towards 1, in demand lifetimes: old results say little."""
 
 
 class StepPrices(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one step of the engine, all layers together, as the plan was reckoned with."""
+    """Placement-dependent prices in seconds of one engine step, over all layers, as used for the plan."""
 
     experts: float
-    """of the experts, were their load even"""
+    """seconds for the experts under an even load"""
     remote: float
-    """of sending, for each distinct other rank that a token is sent to in a layer, mean"""
+    """seconds per distinct other rank that a token is sent to in a layer, mean"""
     chance: float = 0.0
-    """by which chance alone leaves a step of one token uneven, mean load to highest; of a step of n tokens sqrt(n) times less"""
+    """imbalance of a step of one token from sampling noise alone (relative excess of the highest load over
+    the mean); for n tokens it is smaller by sqrt(n)"""
 
     def cost(self, figures: LoopFigures) -> float:
-        """Seconds of a step that placement decides."""
+        """Return the placement-dependent seconds of a step."""
         return self.experts / max(figures.balance, 1e-9) + self.remote * figures.remote_ranks
 
     def balance(self, balance: float, tokens: float, instead: float) -> float:
-        """What the balance of steps of so many tokens would be, were there so many instead: what the placement and what chance leave uneven add up as
-        independent deviations do. Without this, less traffic would look like harm."""
+        """Convert the balance of steps with `tokens` tokens to steps with `instead` tokens.
+
+        The imbalance of the placement and the sampling noise combine like independent deviations. Without
+        this conversion, less traffic would look like harm.
+        """
         if not (balance and tokens and instead):
             return balance
         uneven = (1.0 / balance - 1.0) ** 2
@@ -50,51 +56,52 @@ class StepPrices(msgspec.Struct, frozen=True, kw_only=True):
         return 1.0 / (1.0 + sqrt(uneven - chance + chance * tokens / instead))
 
     def error(self, figures: LoopFigures, errors: LoopFigures) -> float:
-        """Standard error of the cost."""
+        """Return the standard error of the cost."""
         return hypot(self.experts * errors.balance / max(figures.balance, 1e-9) ** 2, self.remote * errors.remote_ranks)
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured of an engine in a window: means, and their standard errors."""
+    """Measurements of an engine in a window: means and their standard errors."""
 
     figures: LoopFigures
     errors: LoopFigures
     token_seconds: float
-    """of steps, by the token: of all ranks together"""
+    """step seconds per token, over all ranks"""
     token_error: float
     pairs: float
     """(token, k) pairs behind each layer"""
 
     @property
     def step_tokens(self) -> float:
-        """Of all ranks together; 0: nobody knows."""
+        """Tokens of a step, over all ranks; 0: unknown."""
         return self.figures.step_seconds / self.token_seconds if self.token_seconds else 0.0
 
 
 class PlanCase(NamedTuple):
-    """A plan that is over, and what is known of it."""
+    """Plan that has ended, with the data for its evaluation."""
 
     predicted_before: LoopFigures
     predicted_after: LoopFigures
     before: Measurement | None
-    """None: it was not measured"""
+    """None: not measured"""
     after: Measurement | None
     prices: StepPrices | None
-    """None: nobody knows any more"""
+    """None: not known any more"""
     least_pairs: float
-    """behind each layer of a measurement that says anything"""
+    """minimum pairs behind each layer for a valid measurement"""
     regret_seconds: float | None
-    """by which a step would be shorter under the placement before the plan, under today's demand; None: it could not be reckoned"""
+    """reduction of the step time under the placement before the plan, with today's demand; None: could not be
+    computed"""
     least_regret: float
-    """seconds below which that is noise"""
+    """noise threshold for `regret_seconds`"""
     whole: bool = True
-    """all of its handovers were committed"""
+    """True if all its handovers were committed"""
     disturbed: str = ""
-    """why what is measured now says nothing of it; empty: it does"""
+    """reason why the measurement after the plan is not valid; empty: it is valid"""
 
 
 class Judgement(NamedTuple):
-    """realised: share of the predicted gain; None: it is not known."""
+    """Verdict on a plan. realised: share of the predicted gain; None: unknown."""
 
     verdict: Verdict
     realised: float | None
@@ -103,7 +110,7 @@ class Judgement(NamedTuple):
 
 
 def judged(case: PlanCase, trust: float) -> Judgement:
-    """trust: what was taken of predictions until now."""
+    """Evaluate a plan. trust: discount factor applied to predictions so far."""
     before, after, prices = case.before, case.after, case.prices
     missing = _missing(case)
     if missing or before is None or after is None or prices is None:
@@ -124,22 +131,25 @@ def judged(case: PlanCase, trust: float) -> Judgement:
 
 
 def moved(trust: float, realised: float, error: float) -> float:
-    """Trust after a plan that realised this share of what was foretold, known with this error: quickly down, slowly up; in [LEAST_TRUST, 1]."""
+    """Return the discount factor after a plan that realised this share of its prediction, with this error.
+
+    It falls quickly and rises slowly, within [LEAST_TRUST, 1].
+    """
     aim = min(max(realised + error, LEAST_TRUST), 1.0)
     return min(max(trust + (FALL if aim < trust else RISE) * (aim - trust), LEAST_TRUST), 1.0)
 
 
 def recovered(trust: float, seconds: float, lifetime_seconds: float) -> float:
-    """Trust so long after it was last moved."""
+    """Return the discount factor `seconds` after its last change."""
     return 1.0 - (1.0 - trust) * exp(-max(seconds, 0.0) / (RECOVERY * lifetime_seconds))
 
 
 def _missing(case: PlanCase) -> str:
-    """Why nothing can be said; empty: something can."""
+    """Return the reason why no verdict is possible; empty: a verdict is possible."""
     if case.disturbed:
         return case.disturbed
     if case.prices is None:
-        return "what was foretold and measured before it is not known any more"
+        return "its predictions and earlier measurements are not known any more"
     for when, window in (("before it began", case.before), ("since it ended", case.after)):
         if window is None:
             return f"nothing was measured {when}"
@@ -149,22 +159,25 @@ def _missing(case: PlanCase) -> str:
 
 
 def _worse(before: Measurement, after: Measurement, gain: float, error: float) -> str:
-    """What got worse beyond noise, in words; empty: nothing. Steps are longer under more load, and dearer by the token under less: only both at once
-    say something of the placement."""
+    """Describe the deterioration beyond noise; empty: there is none.
+
+    Steps are longer under more load, and cost more per token under less. Only both together indicate a worse
+    placement.
+    """
     if -gain > SIGNIFICANT * error:
-        return f"what placement decides of a step takes {_ms(-gain)} longer than before"
+        return f"the placement-dependent part of a step takes {_ms(-gain)} longer than before"
     step = after.figures.step_seconds - before.figures.step_seconds
     token = after.token_seconds - before.token_seconds
     longer = step > SIGNIFICANT * hypot(before.errors.step_seconds, after.errors.step_seconds)
     if longer and token > SIGNIFICANT * hypot(before.token_error, after.token_error):
-        return f"a step takes {_ms(step)} longer than before, and more by the token"
+        return f"a step takes {_ms(step)} longer than before, and also longer per token"
     return ""
 
 
 def _told(before: LoopFigures, after: LoopFigures, gain: float, predicted: float) -> str:
     return (
         f"remote ranks {before.remote_ranks:.3f} to {after.remote_ranks:.3f}, local {before.local:.1%} to {after.local:.1%}, "
-        f"balance {before.balance:.3f} to {after.balance:.3f}: {_ms(gain)} of a step gained of {_ms(predicted)} foretold"
+        f"balance {before.balance:.3f} to {after.balance:.3f}: {_ms(gain)} of a step gained of {_ms(predicted)} predicted"
     )
 
 

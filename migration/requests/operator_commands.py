@@ -91,7 +91,7 @@ class OperatorCommands:
         """
         machines = self._watch.machines(entry.worker_id)
         if machines is None:
-            raise ValueError(f"engine {entry.engine!r} is not watched: its demand takes more than planner.most_cells allows; raise it")
+            raise ValueError(f"engine {entry.engine!r} is not tracked: its demand exceeds planner.most_cells; raise it")
         shape, node = machines
         least = min(told, key=lambda said: said.free)
         if least.free < 1:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class PlanQueries:
     """Created and used on one event loop. A separate thread runs the planner on immutable values.
 
-    clock: monotonic seconds. trust: discount applied to the predicted gains of an engine, by its name.
+    clock: monotonic seconds. trust: discount factor applied to the predicted gains of an engine, by its name.
     thinking: executor that runs one function at a time; None: an own thread, ended by `close`.
     """
 
@@ -98,7 +98,7 @@ class PlanQueries:
         if entry is None:
             raise ValueError(f"no engine {asked.engine!r} with experts is present; there are: {', '.join(sorted(self._ledger.engines())) or 'none'}")
         if self._waiting >= self._config.most_questions:
-            raise ValueError(f"{self._waiting} plans are being thought over already; ask again later, or raise planner.most_questions")
+            raise ValueError(f"{self._waiting} plan requests are waiting already; try again later, or raise planner.most_questions")
         return entry, _question(asked, entry, self._config, self._trust(asked.engine))
 
 

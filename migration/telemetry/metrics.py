@@ -61,7 +61,7 @@ class MigrationMetrics:
                 ("local_share", "Measured share of (token, k) pairs served on the rank of their request, in the last window"),
                 ("step_seconds", "Measured mean step time in the last window"),
                 ("communication_share", "Measured share of the step time spent on communication, including waiting for other ranks, in the last window"),
-                ("trust", "Discount (0-1) applied to predicted plan gains"),
+                ("trust", "Discount factor (0-1) applied to predicted plan gains"),
                 ("spent_bytes", "Bytes of weights copied by automatic plans within planner.budget_seconds"),
                 ("left_bytes", "Bytes of weights that automatic plans may still copy"),
             )
