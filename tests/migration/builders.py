@@ -1,4 +1,4 @@
-"""An engine of two ranks that joins, and the service that hears it: what tests of the planner's edge begin with."""
+"""Builders for tests of the migration service: an engine of two ranks that joins, and the running service."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -37,7 +37,8 @@ def joined(worker_id: int = 1, engine: str = "a", placement: Placement | Placeme
 
 @asynccontextmanager
 async def leading(bus: Bus, config: MigrationConfig, thinking: Executor | None = None) -> AsyncIterator[MigrationService]:
-    """A service that leads, or stands by; it ends as on a stop. thinking: what plans are found in."""
+    """Run a service as the leader or on standby, and stop it at the end. thinking: executor for planning
+    runs."""
     service = MigrationService(bus, Subjects(), config, clock=asyncio.get_running_loop().time, thinking=thinking)
     running = asyncio.create_task(service.run())
     try:

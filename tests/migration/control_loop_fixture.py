@@ -1,4 +1,5 @@
-"""An engine whose ranks obey, traffic, measurements, and a service that plans by itself: what tests of the closed loop begin with."""
+"""Fixture for tests of the closed loop: an engine with its ranks, traffic, measurements and an automatic
+planner."""
 
 import asyncio
 from collections import Counter
@@ -38,25 +39,25 @@ FIRST = linear(layers=2, experts=16, ranks=4, slots_per_rank=6)
 SPEED = EngineSpeed(step=1e-3, decode_sequence=1e-5, expert_pair=1e-5, dispatch=0.0)
 CONFIG = MigrationConfig(cycle_seconds=6.0, window_seconds=10.0, stale_seconds=6.0, judge_seconds=12.0, settle_seconds=2.0, cooldown_seconds=40.0)
 SKEWED = np.array([8.0] * 4 + [1.0] * 12)
-"""Rank 0 holds what is wanted most."""
+"""Rank 0 holds the experts with the highest demand."""
 EVEN = np.ones(16)
 
 
 def of_four(worker_id: int, engine: str, **fields: Any) -> EngineJoined:
-    """An engine of four ranks joins."""
+    """Return the join of an engine of four ranks."""
     plain: dict[str, Any] = {"urls": tuple(f"http://{rank}" for rank in range(4)), "kv_blocks": 64, "shape": SHAPE, "placement": FIRST, "speed": SPEED}
     return joined(worker_id, engine, **{**plain, **fields})
 
 
 class Flight:
-    """The world around the service: an engine of four ranks, what it is asked for, and what it measures."""
+    """Environment of the service: an engine of four ranks, the demand on it, and its measurements."""
 
     def __init__(self, broker: MemoryBroker, name: str = "a", worker_id: int = 1, speed: EngineSpeed = SPEED) -> None:
         self.bus = MemoryBus(broker)
         self.ranks = Ranks(self.bus, SUBJECTS, FIRST, engine=name, worker_id=worker_id)
         self.rates = SKEWED
         self.balance = 0.5
-        """that steps have, as measured"""
+        """measured balance of steps"""
         self.remote_ranks = 1.2
         self.step_seconds = 2e-3
         self.noise = np.random.default_rng(7)
@@ -68,7 +69,7 @@ class Flight:
         self._newest: dict[type[Any], Any] = {}
 
     async def follow(self) -> None:
-        """Hear what is recorded of this engine's plans."""
+        """Collect what is recorded of this engine's plans."""
         async for one in self.bus.replay(SUBJECTS.migrations(self.name)):
             self._log[type(one.message)] += 1
             self._newest[type(one.message)] = one.message
@@ -78,7 +79,7 @@ class Flight:
         await self.bus.record(SUBJECTS.membership(self.name), said)
 
     async def speak(self) -> None:
-        """A second of it."""
+        """Publish the traffic of one second."""
         about: dict[str, Any] = {"engine": self.name, "worker_id": self.worker_id, "model": "m"}
         table = ExpertTable.of(np.tile(500.0 * self.rates, (2, 1)))
         for rank in range(4):
@@ -90,7 +91,7 @@ class Flight:
             await self._load.publish(KvMetrics(worker_id=self.worker_id, dp_rank=rank, running=64, waiting=0, active_prefill_tokens=0, active_decode_blocks=20))
 
     def measured(self, rank: int, **fields: Any) -> DispatchMeasured:
-        """A second of one rank."""
+        """Return the measurement of one rank for one second."""
         steps, tokens = 100, 6400
         wobble = 1.0 + 0.01 * float(self.noise.standard_normal())
         plain: dict[str, Any] = {
@@ -113,7 +114,8 @@ class Flight:
             await asyncio.sleep(1)
 
     async def until(self, kind: type[Any], seconds: int = 200, after: int = 0) -> Any:
-        """Go on until one more than so many of a kind are recorded of this engine; the newest."""
+        """Continue until more than `after` entries of a kind are recorded for this engine; return the newest.
+        """
         for _ in range(seconds):
             if self._log[kind] > after:
                 return self._newest[kind]
@@ -123,7 +125,7 @@ class Flight:
 
 @asynccontextmanager
 async def flight(broker: MemoryBroker, **fields: Any) -> AsyncIterator[Flight]:
-    """An engine that has joined."""
+    """Yield the environment with an engine that has joined."""
     world = Flight(broker, **fields)
     async with world.ranks.serving():
         await world.join()
@@ -133,7 +135,7 @@ async def flight(broker: MemoryBroker, **fields: Any) -> AsyncIterator[Flight]:
 
 
 async def recorded(bus: Bus, kind: type[Any], name: str = "a") -> list[Any]:
-    """What the log of an engine's plans has of a kind."""
+    """Return the entries of a kind in the log of an engine's plans."""
     return [one.message async for one in bus.replay(SUBJECTS.migrations(name), follow=False) if isinstance(one.message, kind)]
 
 
@@ -144,7 +146,7 @@ async def loop(bus: Bus) -> LoopDescribed:
 
 
 async def engine_of(bus: Bus) -> EngineLoop:
-    """The only engine."""
+    """Describe the only engine."""
     (engine,) = (await loop(bus)).engines
     return engine
 
@@ -156,7 +158,7 @@ async def steer(bus: Bus, *, paused: bool, reason: str = "") -> LoopDescribed:
 
 
 async def own(bus: Bus) -> list[MigrationPlanned]:
-    """Plans of the planner's own."""
+    """Return the automatic plans."""
     return [planned for planned in await recorded(bus, MigrationPlanned) if planned.origin == "planner"]
 
 

@@ -1,4 +1,4 @@
-"""A migration service, engines that obey, and what is recorded: what tests of carrying plans out begin with."""
+"""Fixture for tests of plan execution: a migration service, engines that follow the protocol, and the log."""
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -26,13 +26,13 @@ CONFIG = MigrationConfig(stage_seconds=2.0, cycle_seconds=1e6)
 
 
 def leading(bus: Bus, config: MigrationConfig = CONFIG) -> AbstractAsyncContextManager[MigrationService]:
-    """See `joining.leading`."""
+    """See `builders.leading`."""
     return builders.leading(bus, config)
 
 
 @asynccontextmanager
 async def engine(broker: MemoryBroker, worker_id: int = 1, name: str = "a", placement: Placement = FIRST) -> AsyncIterator[Ranks]:
-    """An engine that has joined, and whose ranks obey."""
+    """Yield an engine that has joined and whose ranks follow the protocol."""
     bus = MemoryBus(broker)
     ranks = Ranks(bus, SUBJECTS, placement, engine=name, worker_id=worker_id)
     async with ranks.serving():
@@ -41,7 +41,7 @@ async def engine(broker: MemoryBroker, worker_id: int = 1, name: str = "a", plac
 
 
 def replicating(base: Placement = FIRST, handovers: int = 3) -> Plan:
-    """Each handover brings one more expert of rank 0 to rank 1."""
+    """Make a plan in which each handover copies one more expert of rank 0 to rank 1."""
     steps = []
     for at in range(handovers):
         slot = 10 + at % 2
@@ -63,13 +63,13 @@ async def apply(bus: Bus, plan: Plan, name: str = "a") -> MigrationAccepted:
 
 
 async def log(bus: Bus, name: str = "a") -> list[Any]:
-    """What is recorded of an engine's plans and placements, in the order of the log."""
+    """Return the log of an engine's plans and placements, in order."""
     both = SUBJECTS.migrations(name).replace(".handover.", ".*.")
     return [received.message async for received in bus.replay(both, follow=False)]
 
 
 def told(entries: list[Any]) -> list[str]:
-    """In words; placements with worker and epoch."""
+    """Describe the log in words; placements with worker and epoch."""
     return [
         f"{entry.worker_id}@{entry.placement.epoch}" if isinstance(entry, PlacementCommitted) else type(entry).__name__.removeprefix("Migration")
         for entry in entries
@@ -77,12 +77,12 @@ def told(entries: list[Any]) -> list[str]:
 
 
 def key(broker: MemoryBroker, name: str = "a") -> OpenHandover | None:
-    """What stands under an engine's key."""
+    """Return the value stored under an engine's key."""
     claim = broker.claimed(SUBJECTS.handover_key(name))
     return None if claim is None else msgspec.json.decode(claim.value, type=OpenHandover)
 
 
 def at_rest(broker: MemoryBroker, ranks: Ranks) -> bool:
-    """Whether nothing is open, neither durably nor on any rank."""
+    """Return True if no handover is open, neither in the store nor on any rank."""
     standing = key(broker)
     return (standing is None or standing.state is CoordinatorState.IDLE) and all(one.state is RankState.SERVING for one in ranks.standing)

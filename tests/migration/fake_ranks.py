@@ -1,4 +1,4 @@
-"""Ranks that obey a coordinator by the tables of `fleet.handover`, without weights; they can be told to misbehave."""
+"""Ranks that follow the tables of `fleet.handover`, without weights. They can be configured to misbehave."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,21 +22,21 @@ from fleet.placement import Placement
 
 
 class Ranks:
-    """The ranks of one engine. `served` lists every epoch that was served, of all ranks at once: they flip together."""
+    """Ranks of one engine. `served` lists every epoch served by all ranks at once: they flip together."""
 
     def __init__(self, bus: Bus, subjects: Subjects, placement: Placement, *, engine: str = "a", worker_id: int = 1, free: int = 4) -> None:
         self.placement = placement
         self.standing = [ProtocolState(RankState.SERVING, placement.epoch) for _ in range(placement.ranks)]
         self.served = [placement.epoch]
         self.commands: list[tuple[int, Message]] = []
-        """(rank, command), as they came"""
+        """(rank, command), in order of arrival"""
         self.fails: dict[int, tuple[str, str]] = {}
-        """by rank: why it cannot stage, and in a word"""
+        """by rank: reason why it cannot stage, and the fault code"""
         self.silent: set[int] = set()
         self.unable = ""
-        """why none takes part in handovers"""
+        """reason why no rank takes part in handovers"""
         self.mute = False
-        """nothing is published: only answers tell"""
+        """True: nothing is published, ranks only answer requests"""
         self.stage_seconds = 0.05
         self.alive = True
         self.free = free
@@ -62,12 +62,12 @@ class Ranks:
                     task.cancel()
 
     async def told_to(self, command: type[Message]) -> None:
-        """Return once a rank was told so."""
+        """Wait until a rank has received such a command."""
         self._awaited = (command, asyncio.Event())
         await self._awaited[1].wait()
 
     def kill(self) -> None:
-        """Nothing is ever heard of it again."""
+        """Stop the ranks without any further message."""
         self.alive = False
 
     async def _beat(self) -> None:
@@ -80,7 +80,7 @@ class Ranks:
         async def answer(message: Message) -> Message:
             if rank in self.silent or not self.alive:
                 await asyncio.sleep(5)
-                return self.described(rank)  # to nobody: whoever asked has waited long enough
+                return self.described(rank)  # no receiver: the request has timed out
             if self.unable:
                 return RequestRefused(reason=self.unable)
             self.commands.append((rank, message))

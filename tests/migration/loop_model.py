@@ -1,5 +1,8 @@
-"""A pure model of the loop: requests with recorded routings, a router that sends them home when it foretells them, a tracker that knows their kinds, and
-the planner itself. Time passes in windows; nothing else is simulated."""
+"""Pure model of the control loop.
+
+It has requests with recorded routings, a router that sends predicted requests to their home, a tracker with
+perfect clusters, and the planner itself. Time passes in windows; nothing else is simulated.
+"""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -30,63 +33,63 @@ NODE = np.zeros(RANKS, np.intp)
 SHAPE = ModelShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, hidden=256, expert_intermediate=128)
 SPEED = EngineSpeed(step=1e-3, decode_sequence=1e-5, expert_pair=2e-6, dispatch=7.5e-6)
 SECONDS = 30.0
-"""between two looks of the planner; as by default"""
+"""planning interval; the default setting"""
 TOKENS_PER_SECOND = 4000.0
 Routings = NDArray[np.int64]
-"""[requests, tokens, layers, k] experts"""
+"""[requests, tokens, layers, k]: experts"""
 
 
 @cache
 def recorded() -> tuple[Routings, NDArray[np.intp], NDArray[np.intp], tuple[str, ...]]:
-    """(routings, domain of each request, part of each request, names of the domains) of the demo model."""
+    """Return (routings, domain of each request, split of each request, domain names) of the demo model."""
     with np.load(Path(deploy.demo_model.__file__).parent / "routings.npz") as found:
         experts, domain, part, names = (found[name] for name in ("experts", "domain", "part", "domains"))
     return experts.astype(np.int64), domain.astype(np.intp), part.astype(np.intp), tuple(str(name) for name in names)
 
 
 def counted(routings: Routings) -> NDArray[np.float64]:
-    """float64 [layers, experts]: pairs of some requests."""
+    """Return the pairs of some requests, float64 [layers, experts]."""
     flat = routings.transpose(2, 0, 1, 3).reshape(LAYERS, -1) + EXPERTS * np.arange(LAYERS)[:, None]
     return np.bincount(flat.ravel(), minlength=LAYERS * EXPERTS).reshape(LAYERS, EXPERTS).astype(np.float64)
 
 
 @cache
 def profiles() -> NDArray[np.float32]:
-    """float32 [domains, layers, experts]: of the requests that were recorded to learn from."""
+    """Return the profiles of the training requests, float32 [domains, layers, experts]."""
     routings, domain, part, names = recorded()
     found = np.stack([counted(routings[(part == 0) & (domain == at)]) for at in range(len(names))])
     return np.asarray(found / found.sum(axis=2, keepdims=True), np.float32)
 
 
 def eplb() -> Placement:
-    """The published algorithm on what all domains want together."""
+    """Return the placement of the published algorithm for the demand of all domains together."""
     routings, _, part, _ = recorded()
     raw = eplb_global(counted(routings[part == 0]), RANKS * SLOTS, RANKS)
     return Placement(as_placement(raw.astype(np.int16), RANKS), experts=EXPERTS, ranks=RANKS)
 
 
 class Reached(msgspec.Struct, frozen=True):
-    """What really happened in a window."""
+    """Actual figures of a window."""
 
     remote_ranks: float
     """distinct other ranks that a token reached per layer, mean"""
     local: float
     balance: float
-    """mean / fullest rank, mean over layers"""
+    """mean / highest rank load, mean over layers"""
 
 
 @dataclass
 class Loop:
-    """One fleet. mix: how much of the traffic each domain is, [domains]."""
+    """One fleet. mix: share of each domain in the traffic, [domains]."""
 
     mix: NDArray[np.float64]
     foretold: float = 0.9
-    """part of the requests whose kind is known before they run"""
+    """share of the requests whose cluster is known before they run"""
     steered: float = 0.85
-    """part of these that goes home"""
+    """share of the predicted requests that are sent home"""
     seed: int = 0
     requests: int = 64
-    """of a window half"""
+    """requests per half window"""
     policy: Any = "roost"
     config: MigrationConfig = field(default_factory=MigrationConfig)
     clusters: ClusterModel | None = None
@@ -106,7 +109,7 @@ class Loop:
         self._shares = self.mix.copy()
 
     def cycle(self) -> PlannerDecision | None:
-        """Half a window of traffic, and what the planner makes of it; what it plans is served at once."""
+        """Run half a window of traffic, plan, and serve the plan at once."""
         began, self.now = self.now, self.now + SECONDS
         domain, rows = self._arrivals()
         rank = self._routed(domain)
@@ -128,7 +131,7 @@ class Loop:
             self.cycle()
 
     def mean(self, last: int) -> Reached:
-        """Of so many cycles."""
+        """Return the mean over several cycles."""
         part = self.reached[-last:]
         return Reached(*(float(np.mean([getattr(one, name) for one in part])) for name in Reached.__struct_fields__))
 
@@ -139,7 +142,8 @@ class Loop:
         return domain, routings[rows]
 
     def _routed(self, domain: NDArray[np.intp]) -> NDArray[np.intp]:
-        """[requests]: home where the request is foretold and its home has room, else the emptiest rank."""
+        """Choose ranks, [requests]: the home of a predicted request if it has room, else the emptiest rank.
+        """
         load, most = np.zeros(RANKS), 1.15 * len(domain) / RANKS
         rank = np.empty(len(domain), np.intp)
         share = None if self.homes is None else self.homes.share
@@ -153,7 +157,7 @@ class Loop:
         return rank
 
     def view(self) -> EngineView:
-        """The fleet as the planner sees it now."""
+        """Return the fleet as the planner sees it now."""
         fit, later = (self._window(*part) for part in (self.halves[:2], self.halves[2:]))
         clusters = self.clusters or ClusterModel(1, profiles(), self._shares.astype(np.float32), 1.0)
         return EngineView(
@@ -195,7 +199,7 @@ class Loop:
 
 
 def measured(placement: Placement, rows: Routings, rank: NDArray[np.intp]) -> Reached:
-    """What tokens really reach when every one of them is dispatched by the split."""
+    """Measure the ranks that tokens reach when each token is dispatched by the split."""
     chooser, tokens = Chooser(placement, range(RANKS), NODE), rows.shape[1]
     home = np.repeat(rank, tokens)
     remote, load, local = [], np.zeros((LAYERS, RANKS)), []

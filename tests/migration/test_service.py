@@ -1,4 +1,4 @@
-"""The migration service on the memory bus, in virtual time; and once over NATS that goes away."""
+"""The migration service on the memory bus, in virtual time, and once over NATS with outages."""
 
 import asyncio
 import signal
@@ -32,7 +32,7 @@ async def join(bus: Bus, worker_id: int = 1, engine: str = "a", **fields: Any) -
 
 
 async def recorded(bus: Bus) -> list[tuple[str, int, int]]:
-    """(engine, worker_id, epoch) of everything in the log of placements."""
+    """Return (engine, worker_id, epoch) of every entry in the log of placements."""
     return [
         (received.message.engine, received.message.worker_id, received.message.placement.epoch)
         async for received in bus.replay(SUBJECTS.placements(), follow=False)
@@ -119,12 +119,12 @@ async def test_engines_without_experts_and_engines_that_left_have_no_placement()
 
 
 def pushed_out(broker: MemoryBroker, subject: str) -> None:
-    """What was stored on a subject was too old for a full log."""
+    """Drop the messages of a subject, as a full log does with old ones."""
     broker._log = [entry for entry in broker._log if entry.subject != subject]
 
 
 class Introducing:
-    """Engines that live and say who they are when they are asked."""
+    """Engines that are alive and identify themselves on request."""
 
     def __init__(self, bus: MemoryBus, *engines: EngineJoined) -> None:
         self.asked: list[float] = []
@@ -133,7 +133,8 @@ class Introducing:
 
     @asynccontextmanager
     async def living(self, *worker_ids: int) -> AsyncIterator[None]:
-        """worker_ids: of desks; one without an engine refuses to say who it is."""
+        """Serve identification requests for these worker_ids. One without an engine refuses to identify
+        itself."""
         async with AsyncExitStack() as stack:
             for worker_id in worker_ids:
                 name = self._engines[worker_id].engine if worker_id in self._engines else "a"
@@ -257,7 +258,7 @@ async def test_impossible_joins_and_garbage_are_counted_and_the_service_lives_on
 
 
 class Forgetful(MemoryBus):
-    """Stores, and then says that it did not know whether it had; or does not store and says the same."""
+    """Bus that stores and then reports an unknown result, or does not store and reports the same."""
 
     def __init__(self, broker: MemoryBroker, fates: list[bool]) -> None:
         super().__init__(broker)

@@ -1,4 +1,5 @@
-"""The migration service at work with nobody touching it: over the memory bus, in virtual time, with ranks that obey."""
+"""Automatic operation of the migration service over the memory bus, in virtual time, with ranks that follow
+the protocol."""
 
 import asyncio
 import time
@@ -65,7 +66,7 @@ def serving(broker: MemoryBroker, config: MigrationConfig = CONFIG) -> AbstractA
 
 
 def by_another(planned: MigrationPlanned, trust: float) -> PlanJudged:
-    """A verdict of who led before."""
+    """Verdict recorded by a previous leader."""
     nothing = LoopFigures(remote_ranks=0.0, local=0.0, balance=0.0, step_seconds=0.0)
     about: dict[str, Any] = {"engine": planned.engine, "worker_id": planned.worker_id, "plan": planned.plan, "epoch": 1}
     return PlanJudged(verdict="kept", predicted_before=nothing, predicted_after=nothing, trust=trust, reason="so", **about)
@@ -250,7 +251,7 @@ async def test_a_pause_that_cannot_be_made_durable_is_refused_and_does_not_hold(
         assert pilots is not None
         broker.reachable = False
         answer = await pilots.answer(SteerLoop(paused=True))
-        assert "does not hold" in str(answer)
+        assert "has no effect" in str(answer)
         assert not pilots.described().paused
         broker.reachable = True
         assert (await steer(world.bus, paused=True)).paused
@@ -337,7 +338,7 @@ HARSH = replace(CONFIG, cooldown_seconds=3.0, judge_seconds=22.0)
 
 
 async def carried_out(world: Flight) -> MigrationPlanned:
-    """A plan of its own is over, and does harm from now on."""
+    """Run an automatic plan to its end; its placement is harmful from now on."""
     planned = await world.until(MigrationPlanned)
     assert isinstance(planned, MigrationPlanned)
     await world.until(MigrationCommitted, after=planned.handovers - 1)
@@ -346,7 +347,7 @@ async def carried_out(world: Flight) -> MigrationPlanned:
 
 
 async def rolled_back(world: Flight) -> EngineLoop:
-    """What did harm is undone, and its experts rest."""
+    """Wait until the harmful plan is rolled back and its experts cool down."""
     for _ in range(40):
         await world.last(1)
         if (world.ranks.placement.replicas_on_rank == FIRST.replicas_on_rank).all():
@@ -379,7 +380,7 @@ async def test_a_rollback_that_was_given_up_is_tried_again_and_till_then_nothing
 
 
 def step_by_step(*arguments: Any) -> Any:
-    """The plan back, a handover for each of its steps."""
+    """Make the rollback plan with one handover per step."""
     placement = arguments[0]
     steps = [step for handover in operator_plans.back(*arguments).handovers for step in handover.steps]
     return planned_of(placement, [Handover(epoch=placement.epoch + at, steps=(step,)) for at, step in enumerate(steps, 1)], reason="so")
@@ -460,7 +461,7 @@ async def test_a_rollback_that_fails_for_ever_is_left_to_people_after_a_while(mo
         await world.last(60)
         assert [planned.origin for planned in await recorded(world.bus, MigrationPlanned)][:3] == ["planner", "rollback", "rollback"]
         assert len([planned for planned in await recorded(world.bus, MigrationPlanned) if planned.origin == "rollback"]) == 2
-        assert "after 2 attempts it is left to you: roost rollback" in (await engine_of(world.bus)).decided
+        assert "gave up after 2 attempts; use roost rollback" in (await engine_of(world.bus)).decided
 
 
 @pytest.mark.looptime
@@ -488,7 +489,7 @@ async def test_what_did_harm_stays_while_it_is_paused_and_that_is_told() -> None
         world.rates, world.balance, world.step_seconds = EVEN, 0.3, 4e-3
         assert (await world.until(PlanJudged)).verdict == "harmful"
         await world.last(2)
-        assert "was not rolled back: nothing was done by itself at that time" in (await engine_of(world.bus)).decided
+        assert "was not rolled back: automatic plans were off at that time" in (await engine_of(world.bus)).decided
         await world.last(8)
         assert len(await recorded(world.bus, MigrationPlanned)) == 1
 
@@ -646,7 +647,7 @@ async def homes_of(bus: MemoryBus, said: list[HomesPublished]) -> None:
 
 
 def plans_with_homes(monkeypatch: pytest.MonkeyPatch) -> NDArray[np.float32]:
-    """Every plan has homes that hold after it; these."""
+    """Give every plan homes that are valid after it; returns these homes."""
     shares = np.full((2, 4), 0.25, np.float32)
 
     def with_homes(*arguments: Any) -> Any:
@@ -715,7 +716,7 @@ async def test_plans_that_are_given_up_one_after_another_are_tried_ever_less_oft
         world.ranks.fails = {2: ("its memory is full", "memory")}
         await world.last(90)
         assert 2 <= len(await recorded(world.bus, MigrationAborted)) <= 4
-        assert "the last plan was given up, and the next waits" in (await engine_of(world.bus)).decided
+        assert "the last plan was aborted, and the next waits" in (await engine_of(world.bus)).decided
         assert world.ranks.served == [0]
         assert await verdicts(world.bus) == []
 

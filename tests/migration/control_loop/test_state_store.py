@@ -1,4 +1,4 @@
-"""What the loop must not forget, written by leaders that may have been replaced meanwhile."""
+"""Persistent state of the control loop, written by leaders that may have been replaced meanwhile."""
 
 import asyncio
 
@@ -14,7 +14,8 @@ KEY = "migration.loop"
 
 
 class SlowBus(MemoryBus):
-    """A bus whose claims wait at the door until they are let through; `loses_answers`: they are stored, and nobody learns of it."""
+    """Bus whose claims wait until they are released. `loses_answers`: claims are stored, but the answer is
+    lost."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         super().__init__(broker)
@@ -33,7 +34,7 @@ class SlowBus(MemoryBus):
 
 
 class Leader:
-    """One service's memory; it stands while `leads` is set."""
+    """State store of one service, which is the leader while `leads` is set."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         self.bus = SlowBus(broker)
@@ -65,7 +66,7 @@ async def test_a_former_leader_that_was_slow_does_not_erase_what_its_successor_a
     former.bus.through.clear()
     former.bus.waiting.clear()
     writing = asyncio.create_task(former.remembering.keep(LoopMemory(engines={"e": trusting(0.1)})))
-    await former.bus.waiting.wait()  # stopped between standing and the answer
+    await former.bus.waiting.wait()  # stopped between the check of the lead and the answer
     former.leads.clear()
     await successor.remembering.read()
     await successor.remembering.steer(paused=True, reason="an incident", at=5.0)
@@ -74,7 +75,7 @@ async def test_a_former_leader_that_was_slow_does_not_erase_what_its_successor_a
         await former.asked_again.wait()
     assert not writing.done()
     assert await stored(broker) == LoopMemory(paused=True, paused_reason="an incident", paused_at=5.0, engines={"e": trusting(0.9)})
-    writing.cancel()  # as everything is that a leader does, once another one leads
+    writing.cancel()  # like all tasks of a leader, once another service leads
     await asyncio.wait([writing])
     assert (await stored(broker)).paused
 
@@ -85,7 +86,7 @@ async def test_what_a_predecessor_wrote_after_its_successor_read_is_merged() -> 
     await former.remembering.keep(LoopMemory(engines={"a": trusting(0.9), "b": trusting(0.8)}))
     await successor.remembering.read()
     memory = former.remembering.memory.steered(True, "an incident", 5.0).remembering("a", trusting(0.2)).remembering("b", trusting(0.3))
-    await former.remembering.keep(memory)  # late, and acknowledged
+    await former.remembering.keep(memory)  # late, but acknowledged
     await successor.remembering.keep(successor.remembering.memory.remembering("b", trusting(0.5)))
     merged = await stored(broker)
     assert (merged.paused, merged.paused_reason, merged.paused_at) == (True, "an incident", 5.0)
@@ -102,7 +103,7 @@ async def test_a_write_of_ones_own_whose_answer_was_lost_is_no_change_of_somebod
         await leader.remembering.steer(paused=True, reason="tried", at=5.0)
     assert (await stored(broker)).paused
     leader.bus.loses_answers = False
-    await leader.remembering.keep()  # the operator was told that it does not hold
+    await leader.remembering.keep()  # the operator was told that the change has no effect
     assert not (await stored(broker)).paused
 
 
@@ -125,4 +126,4 @@ async def test_a_lost_store_is_written_anew_and_a_key_that_never_rests_is_an_err
 
 
 async def _at_once() -> None:
-    """Nobody else can lead."""
+    """Return at once: no other service can be the leader."""

@@ -1,4 +1,4 @@
-"""What the planner knows of demand: windows, silence, words that cannot be used."""
+"""Demand known to the planner: windows, missing reports, invalid reports."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def watching(config: MigrationConfig = CONFIG) -> DemandWindows:
 
 
 def steady(watch: DemandWindows, rates: tuple[float, float], began: int, ended: int) -> None:
-    """Both ranks say their demand every two seconds."""
+    """Publish the demand of both ranks every two seconds."""
     for now in range(began, ended, 2):
         for rank, rate in enumerate(rates):
             watch.demand(wanted(rank, rate, 10 * now + rank), float(now))
@@ -142,7 +142,7 @@ def test_a_new_incarnation_begins_with_nothing_and_the_old_one_is_forgotten() ->
     again = EngineEntry("a", 2, EP, ENTRY.placement)
     watch.joined(joined(2), again, 3.0)
     assert refused(watch, 3.0).fault is PlacementFault.UNKNOWN
-    with pytest.raises(InvalidPlacementEvent, match="nobody has said yet"):
+    with pytest.raises(InvalidPlacementEvent, match="was never reported"):
         watch.view(again, 3.0)
     watch.left(2)
     assert watch.stored_bytes == 0

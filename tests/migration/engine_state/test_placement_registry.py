@@ -1,4 +1,4 @@
-"""The record of placements: what is accepted, what is refused, what changes nothing."""
+"""Placement registry: accepted, rejected and redundant events."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def joined(worker_id: int = 1, engine: str = "a", placement: Placement | Placeme
 
 
 def later(epoch: int, shift: int = 0) -> Placement:
-    """The first placement with its experts rotated by some places, at an epoch."""
+    """Return the first placement with its experts rotated, at a given epoch."""
     table = FIRST.expert_of_slot.copy()
     table[table >= 0] = (table[table >= 0] + shift) % 8
     return Placement(table, experts=8, ranks=2, epoch=epoch)

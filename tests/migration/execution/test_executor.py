@@ -1,4 +1,5 @@
-"""Plans carried out over the memory bus, in virtual time, by ranks that obey the protocol, and by some that do not."""
+"""Execution of plans over the memory bus, in virtual time, with ranks that follow the protocol and some that
+do not."""
 
 import asyncio
 import signal
@@ -221,7 +222,7 @@ async def test_a_handover_waits_for_cells_that_drain_and_what_has_no_room_at_all
             await ask(bus, MigrateExpert(engine="a", layer=1, expert=0, rank=1))
 
 
-# The engine ends
+# Engine loss
 
 
 @pytest.mark.looptime
@@ -400,7 +401,7 @@ async def test_a_service_that_was_stopped_for_long_finds_itself_replaced_and_com
 
 
 class Stoppable(MemoryBus):
-    """A client whose process is stopped while `running` is not set: what it asks for waits."""
+    """Client whose process is stopped while `running` is not set: its calls wait."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         super().__init__(broker)
@@ -427,7 +428,7 @@ async def test_history_is_found_in_the_log_again() -> None:
             assert (history.moved[0, :3] > float("-inf")).all()
 
 
-# What is stored of plans
+# Stored plans
 
 
 @pytest.mark.looptime
@@ -512,7 +513,7 @@ async def test_a_store_without_room_holds_no_plan_up(caplog: pytest.LogCaptureFi
 
 
 class Grudging(MemoryBus):
-    """Cannot drop anything while `grudges`."""
+    """Bus that cannot delete anything while `grudges` is set."""
 
     grudges = True
 
@@ -536,11 +537,11 @@ async def test_what_cannot_be_dropped_is_dropped_when_the_next_plan_is_over_and_
         assert not broker.blobs
 
 
-# Answers of the store that are lost
+# Lost answers of the store
 
 
 class Forgetful(MemoryBus):
-    """Every so many writes the answer is lost; whether the write arrived changes by turns."""
+    """Bus that loses the answer to every nth write. Of these writes, every second one arrives."""
 
     def __init__(self, broker: MemoryBroker, every: int) -> None:
         super().__init__(broker)
@@ -581,7 +582,7 @@ async def test_lost_answers_of_the_store_change_nothing(every: int) -> None:
 
 
 class Mortal(MemoryBus):
-    """A client whose process ends at its nth call: before it has any effect, or right after it."""
+    """Client whose process ends at its nth call: before it has any effect, or right after it."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         super().__init__(broker)
@@ -613,7 +614,8 @@ class Mortal(MemoryBus):
 
 
 async def dies(at: int, *, after: bool, handovers: int) -> int:
-    """A coordinator ends at its nth call, another follows. How many calls a life without an end makes."""
+    """End a coordinator at its nth call and start another. Returns the number of calls of an undisturbed run.
+    """
     broker = MemoryBroker()
     mortal, bus = Mortal(broker), MemoryBus(broker)
     async with engine(broker) as ranks:

@@ -1,4 +1,5 @@
-"""Plans under whatever may happen at once: coordinators that end, outages, ranks that are silent or fail. In virtual time, by seed."""
+"""Plans under combined faults: coordinators that end, outages, silent and failing ranks. In virtual time, by
+seed."""
 
 import asyncio
 import random
@@ -18,7 +19,7 @@ SECONDS = 40.0
 
 
 class _Trouble:
-    """What may go wrong, one thing after the other; all of it is over in the end but for coordinators that never come back."""
+    """Random faults, one after another. All of them end, except that some coordinators never come back."""
 
     def __init__(self, chance: random.Random, broker: MemoryBroker, ranks: Ranks, stack: AsyncExitStack) -> None:
         self.chance, self.broker, self.ranks, self.stack = chance, broker, ranks, stack
@@ -58,7 +59,7 @@ class _Trouble:
 
 
 async def _wanting(chance: random.Random, bus: MemoryBus, broker: MemoryBroker) -> None:
-    """Somebody who always wants something else moved."""
+    """Operator who keeps requesting further moves."""
     while True:
         await asyncio.sleep(chance.expovariate(1.5))
         wish = MigrateExpert(engine="a", layer=chance.randrange(2), expert=chance.randrange(8), rank=chance.randrange(2), move=chance.random() < 0.7)

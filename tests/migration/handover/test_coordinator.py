@@ -1,4 +1,4 @@
-"""One handover as a value: what it asks for, and what lost, repeated and reordered answers change of that (nothing)."""
+"""One handover as a value: its commands, and the (missing) effect of lost, repeated and reordered answers."""
 
 import random
 from typing import Any
@@ -82,7 +82,7 @@ def sent(proceeding: HandoverState, now: float) -> dict[int, type[Command]]:
     return {rank: type(command) for rank, command in proceeding.due(now)}
 
 
-# What is sent
+# Commands
 
 
 def test_everybody_is_proposed_to_and_again_after_a_while_until_it_answers() -> None:
@@ -117,7 +117,7 @@ def test_after_a_higher_token_all_are_asked_again_at_once() -> None:
     assert after.failure is None, "being fenced is no fault of the rank"
 
 
-# What moves it
+# Moves
 
 
 def test_all_staged_is_recorded_with_every_pull_and_decided() -> None:
@@ -205,7 +205,7 @@ def test_silence_ends_an_abort_only() -> None:
     assert move.cue is CoordinatorEvent.ALL_ABORTED
 
 
-# What a successor does
+# Successors
 
 
 @pytest.mark.parametrize(
@@ -234,11 +234,11 @@ def test_what_nothing_durable_knew_of_is_ended_without_a_record() -> None:
     assert move.records == ()
 
 
-# Whatever is lost, repeated and reordered
+# Lost, repeated and reordered reports
 
 
 class _Rank:
-    """The words of one rank in one handover, in the order in which they become true."""
+    """Reports of one rank in one handover, in the order in which they become true."""
 
     def __init__(self, rank: int, fails: bool) -> None:
         self.words = [said(rank), said(rank, RankState.STAGING), said(rank, RankState.FAILED if fails else RankState.STAGED)]
@@ -249,11 +249,14 @@ class _Rank:
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1 << 30), fails=st.sets(st.integers(0, RANKS - 1), max_size=1), heirs=st.integers(0, 2))
 def test_whatever_is_lost_repeated_and_reordered_the_end_is_that_of_the_protocol(seed: int, fails: set[int], heirs: int) -> None:
-    """Words arrive late, twice or never; a coordinator may end at any time and be followed by one that knows only what is durable."""
+    """Reports arrive late, twice or never.
+
+    A coordinator may end at any time, and its successor knows only the durable state.
+    """
     chance = random.Random(seed)
     ranks = [_Rank(rank, rank in fails) for rank in range(RANKS)]
     truth = [0] * RANKS
-    """how many of its words are true of each rank"""
+    """number of reports that are true for each rank"""
     said_so_far: list[HandoverDescribed] = []
     proceeding, now, token = proposing(), 10.0, 3
     recorded: list[type] = []

@@ -1,4 +1,4 @@
-"""What plans copied, against their budget."""
+"""Bytes copied by plans, against their budget."""
 
 import pytest
 from hypothesis import example, given
@@ -8,11 +8,11 @@ from migration.loop_state import byte_budget
 from migration.loop_state.byte_budget import ByteBudget
 
 STORY = st.lists(st.tuples(st.floats(0, 50), st.integers(0, 1000)), max_size=30)
-"""(seconds since the one before, bytes that somebody would like to copy)"""
+"""(seconds since the previous request, requested bytes)"""
 
 
 @given(STORY, st.integers(0, 2000), st.floats(1, 100))
-@example([(6.4e-178, 1), (1.0, 1)], 1, 1.0)  # the second comes when the interval of the first has ended, but for less than a float can tell
+@example([(6.4e-178, 1), (1.0, 1)], 1, 1.0)  # the second request comes when the interval of the first has ended by less than the resolution of a float
 def test_who_copies_no_more_than_is_left_never_copies_more_than_the_budget_in_any_interval(story: list[tuple[float, int]], budget: int, seconds: float) -> None:
     kept, now, done = ByteBudget(), 0.0, []
     for pause, wish in story:

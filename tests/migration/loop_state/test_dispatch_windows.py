@@ -1,4 +1,4 @@
-"""Windows of what engines measure: means, errors, bounds."""
+"""Windows of measurements from engines: means, errors, bounds."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The story of an engine's plans, and what is remembered beyond it."""
+"""History of an engine's plans, and the data that outlives it."""
 
 from typing import Any
 

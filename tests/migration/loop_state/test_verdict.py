@@ -1,4 +1,4 @@
-"""What plans brought beside what was foretold: verdicts and trust."""
+"""Predicted versus measured effects of plans: verdicts and the discount factor."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,7 @@ def figures(remote: float, balance: float, step: float = 2e-3, tokens: float = 0
 
 @dataclass(frozen=True)
 class Seen:
-    """What was measured, with the same error of everything, in parts of it."""
+    """Measured figures, all with the same relative error."""
 
     remote: float = 1.5
     balance: float = 0.8
@@ -57,15 +57,15 @@ BEFORE = Seen()
 @pytest.mark.parametrize(
     ("after", "fields", "verdict", "says"),
     [
-        (Seen(remote=1.0), {}, "kept", "1 ms of a step gained of 1 ms foretold"),
-        (Seen(remote=1.25), {}, "kept", "0.5 ms of a step gained of 1 ms foretold"),
+        (Seen(remote=1.0), {}, "kept", "1 ms of a step gained of 1 ms predicted"),
+        (Seen(remote=1.25), {}, "kept", "0.5 ms of a step gained of 1 ms predicted"),
         (Seen(remote=1.9), {}, "harmful", "a step would be 1 ms shorter as it was before"),
         (Seen(balance=0.5), {}, "harmful", "takes 0.75 ms longer"),
         (Seen(remote=1.9), {"regret_seconds": 1e-6}, "kept", "no better as it was before"),
         (Seen(remote=1.9), {"regret_seconds": None}, "kept", "cannot be judged"),
         (Seen(remote=1.52), {}, "kept", "gained"),
         (Seen(step=4e-3), {}, "kept", "gained"),
-        (Seen(step=4e-3, token=2e-5), {}, "harmful", "a step takes 2 ms longer than before, and more by the token"),
+        (Seen(step=4e-3, token=2e-5), {}, "harmful", "a step takes 2 ms longer than before, and also longer per token"),
         (Seen(token=2e-5), {}, "kept", "gained"),
         (Seen(pairs=10.0), {}, "unknown", "too little was measured since it ended: 10 pairs"),
         (None, {}, "unknown", "nothing was measured since it ended"),

@@ -1,4 +1,4 @@
-"""What a placement costs: held against single tokens drawn and sent by the rule of dispatch, and against explicit loops."""
+"""Cost of a placement, compared with tokens drawn and dispatched one by one, and with explicit loops."""
 
 from itertools import product
 
@@ -28,7 +28,7 @@ SPEED = EngineSpeed(dispatch=2e-6, dispatch_node=5e-6, expert_pair=1e-7)
 
 
 def placement(dice: np.random.Generator, layers: int = 2, experts: int = 6, ranks: int = 4, per: int = 3) -> Placement:
-    """Every expert at home on its linear rank, further replicas and an uneven split as it comes."""
+    """Return a placement: every expert on its linear rank, plus random replicas with an uneven split."""
     table = linear(layers=layers, experts=experts, ranks=ranks, slots_per_rank=per).expert_of_slot.copy()
     for row in table.reshape(layers, ranks, per):
         for rank, slot in np.argwhere(row == EMPTY):
@@ -48,7 +48,8 @@ def demand(dice: np.random.Generator, layers: int = 2, experts: int = 6, ranks: 
 
 
 def by_slots(held: Placement, wanted: NDArray[np.float64], home: int) -> NDArray[np.float64]:
-    """[layers, ranks]: pairs of a rank's tokens that each rank serves, by the shares that tokens are sent by."""
+    """Return the pairs of a rank's tokens that each rank serves, [layers, ranks], from the dispatch shares.
+    """
     part = shares(held, home, NODE)
     table = np.where(held.expert_of_slot == EMPTY, 0, held.expert_of_slot)
     pairs = part * np.take_along_axis(wanted[home], table, axis=1)

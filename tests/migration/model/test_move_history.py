@@ -1,4 +1,4 @@
-"""What was moved rests for a while, and is not undone on the same evidence."""
+"""Moved experts cool down, and moves are not undone on the same evidence."""
 
 import numpy as np
 import pytest

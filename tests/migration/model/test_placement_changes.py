@@ -1,4 +1,4 @@
-"""A budget of copies takes the beginnings of what was planned for each layer, what gains most per copy first."""
+"""A copy budget takes a prefix of each layer's series, best gain per copy first."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -8,7 +8,7 @@ from migration.model.placement_changes import COPIES, ChangeKind, PlacementChang
 
 
 def changes(rows: list[tuple[ChangeKind, int, float]]) -> PlacementChanges:
-    """Of (kind, layer, gain); slots tell which is which."""
+    """Make changes from (kind, layer, gain); their slots identify them."""
     kind, layer, gain = (np.array(part) for part in zip(*rows, strict=True))
     nothing = np.full(len(rows), -1)
     return PlacementChanges(

@@ -1,4 +1,4 @@
-"""Plans: changes put in order, carried out step by step, and the changes between two tables."""
+"""Plans: ordering of changes, execution step by step, and the changes between two tables."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ EXPERT_BYTES = 10
 
 
 def changes(*rows: tuple[int, int, int, int, int, int, float]) -> PlacementChanges:
-    """Of (kind, layer, slot, expert, other slot, other expert, gain)."""
+    """Make changes from (kind, layer, slot, expert, other slot, other expert, gain)."""
     types = (np.uint8, np.int32, np.int32, np.int16, np.int32, np.int16, np.float64)
     return PlacementChanges._make(np.array(column, kind) for column, kind in zip(zip(*rows, strict=True), types, strict=True))
 
@@ -51,7 +51,8 @@ def room(ranks: int, staging: int | None = None, per_node: int = 2) -> StagingRo
 
 
 def random_table(dice: np.random.Generator, layers: int, experts: int, ranks: int, per: int) -> Table:
-    """Every expert somewhere, never twice on a rank; the other slots filled or empty as it comes."""
+    """Return a table with every expert at least once and never twice on a rank; other slots are filled at
+    random."""
     table = np.full((layers, ranks, per), EMPTY, np.int16)
     for row in table:
         for expert in dice.permutation(experts):
@@ -65,7 +66,7 @@ def random_table(dice: np.random.Generator, layers: int, experts: int, ranks: in
 
 
 def random_changes(dice: np.random.Generator, table: Table, ranks: int, experts: int, count: int) -> PlacementChanges:
-    """So many tries at changes that are legal one after another."""
+    """Return changes that are legal one after another, from a number of random attempts."""
     table, per, found = table.copy(), table.shape[1] // ranks, list[PlacementChanges]()
     for _ in range(count):
         layer, kind = int(dice.integers(len(table))), ChangeKind(int(dice.integers(4)))

@@ -1,4 +1,4 @@
-"""What the log says of plans, and which engines have fallen silent."""
+"""Fold of the log of plans, and detection of silent engines."""
 
 from fleet.events import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
 from fleet.placement import linear

@@ -1,4 +1,4 @@
-"""How many times fewer independent pairs there are than pairs, read from how two windows differ."""
+"""Overdispersion of pairs, estimated from the difference between two windows."""
 
 import numpy as np
 import pytest

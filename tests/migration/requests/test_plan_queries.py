@@ -1,4 +1,4 @@
-"""The planner on the bus: what it hears, what it answers, which homes it says; in virtual time."""
+"""Planner on the bus: reports, answers and published homes, in virtual time."""
 
 import asyncio
 from concurrent.futures import Executor, Future
@@ -46,7 +46,7 @@ async def join(bus: MemoryBus, worker_id: int = 1, engine: str = "a", **fields: 
 
 
 class Traffic:
-    """Says what a tracker and the ranks of an engine would say."""
+    """Publisher of the messages of a tracker and of the ranks of an engine."""
 
     def __init__(self, bus: MemoryBus, engine: str = "a", worker_id: int = 1) -> None:
         self._demand, self._load = bus.publisher(SUBJECTS.demand), bus.publisher(SUBJECTS.kv_metrics)
@@ -54,7 +54,7 @@ class Traffic:
         self._version = 0
 
     async def speak(self, rates: np.ndarray[Any, Any], ranks: tuple[int, ...] = (0, 1, 2, 3)) -> None:
-        """Every rank wants these rates [experts] of each layer, and decodes."""
+        """Publish these rates [experts] for every rank and layer, and that every rank is decoding."""
         for rank in ranks:
             self._version += 1
             table = ExpertTable.of(np.tile(500.0 * rates, (2, 1)))
@@ -103,7 +103,7 @@ THOUGHT = 0.75
 
 
 class Thoughtful(Executor):
-    """Thinks for THOUGHT seconds of the loop's time over each question."""
+    """Executor that takes THOUGHT seconds of the loop's time for each request."""
 
     def submit(self, fn: Any, /, *args: Any, **named: Any) -> Future[Any]:
         found: Future[Any] = Future()
@@ -145,7 +145,7 @@ async def test_a_plan_is_told_to_whoever_asks_and_nothing_is_moved() -> None:
         ({"dead": (4,)}, "has no rank 4; they run from 0 to 3"),
         ({"dead": (0, 1, 2, 3)}, "nothing would be left"),
         ({"layers": (2,)}, "has no layer 2"),
-        ({}, "nobody has said yet what ranks 0, 1, 2, 3 of engine 'a' want"),
+        ({}, "the demand of ranks 0, 1, 2, 3 of engine 'a' was never reported"),
     ],
 )
 async def test_what_cannot_be_answered_is_refused_in_words(question: dict[str, Any], said: str) -> None:

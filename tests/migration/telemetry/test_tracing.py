@@ -1,4 +1,5 @@
-"""One trace per plan, a span per handover and one for the verdict; below what it answers, and whoever goes on with it."""
+"""One trace per plan: a span per handover and one for the verdict, below its cause, also across coordinators.
+"""
 
 import asyncio
 
@@ -18,7 +19,7 @@ SHIFT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """Of every service that begins from here on."""
+    """Collect the spans of every service started from here on."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracing = MigrationTracing.create(provider)
