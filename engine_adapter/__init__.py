@@ -1,4 +1,6 @@
-"""Sits beside an engine: says facts, obeys handovers. The only package that may import torch or nixl.
+"""Adapt an inference engine to Roost: publish its events and execute its handovers. The only package that may
+import torch or nixl.
 
-Admission rule: what touches an engine, ours or somebody else's. What facts mean for routing or placement is decided elsewhere.
+Admission rule: code that touches an engine, Roost's own or a third party's. Other packages decide what the
+events mean for routing and placement.
 """

@@ -1,4 +1,4 @@
-"""What can be set about the embedded engine; read once, by the composition root."""
+"""Settings of the embedded engine, the agent and transfers. Read once, by the composition root."""
 
 from dataclasses import dataclass
 
@@ -8,60 +8,69 @@ from fleet.settings import FilePath
 from fleet.timing import MOST_SECONDS
 
 DTYPES = ("float32", "bfloat16")
-"""What the embedded engine computes in."""
+"""Data types that the embedded engine can compute in."""
 _MOST_LINK_SECONDS = 0.01
 _MOST_THREADS = 4
-"""Beyond, threads wait for each other's Python more than they compute."""
+"""With more threads, waiting for each other's Python code outweighs the shared computation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedConfig:
-    """One rank group's settings, the same on every rank. ValueError at birth names the key and what to do."""
+    """Settings of an engine's ranks, the same on every rank. The constructor raises a ValueError that names
+    the key and the remedy."""
 
     checkpoint: FilePath | None = None
-    """folder in Hugging Face's layout: config.json, *.safetensors, tokenizer.json; None: the composition root names one"""
+    """Checkpoint folder in Hugging Face's layout: config.json, *.safetensors, tokenizer.json. None: the
+    composition root supplies one."""
     model: str | None = None
-    """name that requests use; None: the folder's name"""
+    """Model name in requests. None: the name of the folder."""
     ranks: int = 1
     slots_per_rank: int | None = None
-    """experts of one layer that a rank has room for; None: as many as needed. What exceeds that is room for replicas of what is wanted most"""
+    """Expert slots of a rank in one layer. None: as many as needed. Extra slots hold replicas of the experts
+    in highest demand."""
     placement: FilePath | None = None
-    """file with the placement to begin with, as `roost plan --profile` writes it; None: experts in order"""
+    """File with the initial placement, as written by `roost plan --profile`. None: experts in order."""
     kv_blocks: int = 2048
-    """KV blocks per rank"""
+    """KV blocks per rank."""
     block_size: int = BLOCK_SIZE
-    """tokens per KV block"""
+    """Tokens per KV block."""
     max_context: int | None = None
-    """tokens, prompt and completion together; None: the model's, or what fits into kv_blocks if that is less"""
+    """Longest sequence in tokens, prompt and completion together. None: the model's limit, or the capacity of
+    kv_blocks if that is lower."""
     max_batch_tokens: int = 512
-    """tokens a rank computes in one step"""
+    """Tokens that a rank computes in one step."""
     threads: int | None = None
-    """threads that share the large steps of an engine of one rank, and compute the same bits; None: one per core, up to 4.
-    Set 1 where several engines share a machine: threads that wait for a core make a step longer"""
+    """Threads that share the large steps of an engine with one rank. The results are bit-identical. None: one
+    per core, at most 4. Set 1 where several engines share a machine: threads that wait for a core lengthen
+    the step."""
     max_running: int = 64
-    """sequences a rank runs at once"""
+    """Sequences that a rank runs concurrently."""
     max_waiting: int = 256
-    """requests a rank lets wait; more are refused as overload"""
+    """Requests that a rank queues. Further requests are rejected as overload."""
     dtype: str = "float32"
     ballast_bytes: int = 0
-    """further bytes of every expert, which nothing computes with: they make a small model's experts as heavy to move as a large one's"""
+    """Padding bytes added to every expert and never computed with. They make the experts of a small model as
+    expensive to move as those of a large one."""
     dispatch: str = SPLIT
-    """how replicas are chosen. split: for each expert of a token by the placement's shares alone; cover: for all of them together, such that the
-    token is sent to few ranks, which pays where links between ranks are slow and experts have replicas"""
+    """Replica selection. split: for each expert of a token separately, by the placement's shares. cover: for
+    all experts of a token together, so that the token is sent to few ranks. cover pays off where links
+    between ranks are slow and experts have replicas."""
     dispatch_seconds: float | None = None
-    """what sending a token to the experts of another rank and back is taken to cost, per layer and rank; None: as measured at the start. State it
-    where the measurement says little of the links that matter, such as when ranks are processes of one machine that stand for several"""
+    """Assumed cost of sending a token to the experts of another rank and back, per layer and rank. None:
+    measured at the start. Set it where that measurement does not represent the links that matter, for example
+    when processes of one machine stand for ranks on several."""
     link_seconds: float = 0.0
-    """by how much sending a token to the experts of another rank and back is made to take longer, per layer and rank: ranks of one machine then wait for
-    each other as over a network, which shows what locality is worth there. Prices contain it"""
+    """Artificial delay added to sending a token to the experts of another rank and back, per layer and rank.
+    Ranks of one machine then wait for each other as over a network, which shows the value of locality there.
+    Routing costs include it."""
     step_timeout_seconds: float = 10.0
-    """a step that takes longer means that a rank is lost, and the engine fails"""
+    """Step timeout. A longer step means that a rank is lost, and the engine fails."""
     join_timeout_seconds: float = 120.0
-    """how long a rank that starts waits for the others to come"""
+    """Time that a starting rank waits for the others."""
     stop_timeout_seconds: float = 5.0
-    """how long stopping waits for the step in progress"""
+    """Time that stopping waits for the step in progress."""
     seed: int | None = None
-    """draws the seeds of requests that state none; None: from the system's entropy"""
+    """Generator seed for requests that set none. None: from the system's entropy."""
 
     def __post_init__(self) -> None:
         for key in ("ranks", "kv_blocks", "block_size", "max_running", "max_waiting"):
@@ -88,18 +97,19 @@ class EmbeddedConfig:
 
     @property
     def folder(self) -> FilePath:
-        """The checkpoint folder. ValueError when none was named."""
+        """The checkpoint folder. ValueError when it is not set."""
         if self.checkpoint is None:
             raise ValueError("embedded engine: checkpoint is not set: name a folder with config.json, *.safetensors and tokenizer.json")
         return self.checkpoint
 
     def threads_of_rank(self, cores: int) -> int:
-        """Threads of a rank on a machine with so many cores: with several ranks one each, since they share the cores already."""
+        """Threads of a rank on a machine with this number of cores. One each when there are several ranks,
+        since the ranks already share the cores."""
         return 1 if self.ranks > 1 else self.threads or min(cores, _MOST_THREADS)
 
     @property
     def served_model(self) -> str:
-        """The name that requests use."""
+        """Model name in requests."""
         return self.model or str(self.folder).rstrip("/").rpartition("/")[2]
 
 
@@ -110,28 +120,30 @@ def _need(holds: bool, key: str, value: object, remedy: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
-    """How often an agent speaks; seconds. ValueError names the setting that is out of range."""
+    """Reporting intervals of an agent, in seconds. ValueError names the setting that is out of range."""
 
     heartbeat_seconds: float = 1.0
-    """heartbeats, and refreshes of the name's claim"""
+    """Interval of heartbeats and of refreshes of the name claim."""
     lease_seconds: float = 3.0
-    """how long a silent holder of the name is waited for"""
+    """Lease duration of the engine name. A new holder waits this long for a silent one."""
     facts_seconds: float = 0.05
-    """least time between two looks at the engine: bounds load reports and batches of KV events to some 20 a second"""
+    """Shortest interval between two polls of the engine. Limits load reports and batches of KV events to
+    about 20 a second."""
     load_seconds: float = 1.0
-    """load is reported at least so often, and else when it changes"""
+    """Longest interval between load reports. Changes are reported earlier."""
     experts_seconds: float = 1.0
-    """interval of expert reports; intervals without tokens are silent"""
+    """Interval of expert reports. Intervals without tokens are not reported."""
     farewell_seconds: float = 2.0
-    """what leaving may take"""
+    """Time limit for leaving."""
     samples_per_second: float = 2.0
-    """how many ended requests a rank reports with their whole counts, from which the tracker learns clusters"""
+    """Rate of finished requests that a rank reports with their complete counts. The tracker learns clusters
+    from them."""
     samples_burst: float = 32.0
-    """how many of them at once, after a quiet time"""
+    """Burst limit of these samples after a quiet period."""
     profile_blocks: int = 1024
-    """KV blocks of a request whose signatures are reported, the first ones behind the prefix that was reused"""
+    """KV blocks of a request whose signatures are reported, counted from the end of the reused prefix."""
     profile_queue_bytes: int = 64 * 1024 * 1024
-    """traces of ended requests that may wait to be profiled; beyond, the oldest are left out"""
+    """Memory for traces of finished requests that wait to be profiled. Beyond it, the oldest are dropped."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -147,26 +159,30 @@ TRANSFERS = ("auto", "shared", "nixl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
-    """How a rank reads experts from other ranks. ValueError names the setting that is out of range."""
+    """Settings for reading experts from other ranks. ValueError names the setting that is out of range."""
 
     way: str = "auto"
-    """auto: shared memory between ranks of one machine, NIXL between machines; shared or nixl: nothing else"""
+    """Transfer backend. auto: shared memory between ranks of one machine, NIXL between machines. shared or
+    nixl: only that one."""
     bytes_per_second: int | None = None
-    """a rank reads at most so fast, so that its steps have the machine to themselves; None: as fast as it goes"""
+    """Rate limit of a rank's reads, so that they leave memory bandwidth to its steps. None: unlimited."""
     piece_bytes: int = 16 * 1024 * 1024
-    """largest single read; more would hold up whatever else the transfer's thread does"""
+    """Largest single read. A larger one would block other work of the transfer thread."""
     least_seconds: float = 1.0
-    """a read is given so long at least, whatever its size: the first one has to connect"""
+    """Minimum time limit of a read, whatever its size. The first read has to connect."""
     retries: int = 2
-    """times that an expert is read again after its checksums were wrong or its source failed, from another replica if there is one"""
+    """Retries of an expert after a wrong checksum or a failed source. A retry uses another replica if there
+    is one."""
     lease_seconds: float = 5.0
-    """a source keeps what is being read unchanged for so long without hearing from the reader"""
+    """Lease duration on a source's cells. The source keeps them unchanged this long without a message from
+    the reader."""
     quarantine_cells: int = 2
-    """cells that may be in quarantine before new handovers are refused until they settle"""
+    """Quarantined cells above which new handovers are refused until the cells settle."""
     niceness: int = 10
-    """of the thread that reads, against those that compute; 0 to 19"""
+    """Nice value of the reading thread relative to the computing threads, 0 to 19."""
     audit_seconds: float = 600.0
-    """in which each expert that a rank serves is compared with its checksums once; an engine in whose memory something else lies ends. 0: never"""
+    """Audit period: each expert that a rank serves is compared with its checksums once in this time. The
+    engine ends when the memory of an expert has changed. 0: no audit."""
 
     def __post_init__(self) -> None:
         if self.way not in TRANSFERS:

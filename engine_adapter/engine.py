@@ -1,4 +1,4 @@
-"""The Engine port: what the agent asks of one rank of any engine."""
+"""The Engine port: the interface between the agent and one rank of any engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,8 @@ from fleet.timing import EngineSpeed
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What does not change while a rank lives. `shape`, `placement` and `layout` are None for engines that say nothing of experts."""
+    """Properties of a rank that stay constant while its process runs. `shape`, `placement` and `layout` are
+    None for engines that report no experts."""
 
     model: str
     rank: int
@@ -25,41 +26,42 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     kv_blocks: int
     kv_block_bytes: int = 0
-    """memory of one, with all layers; 0: not known"""
+    """Memory of one KV block over all layers, in bytes. 0: unknown."""
     max_context: int
     max_batch_tokens: int
     capabilities: Capabilities
     shape: ModelShape | None = None
     layout: Layout | None = None
     dispatch: str = SPLIT
-    """how replicas are chosen: one of `fleet.dispatch.DISPATCHES`"""
+    """Replica selection: one of `fleet.dispatch.DISPATCHES`."""
     speed: EngineSpeed | None = None
     tokenizer: bytes | None = None
-    """a zip of tokenizer.json and tokenizer_config.json, or None"""
+    """Zip archive of tokenizer.json and tokenizer_config.json, or None."""
     weights_digest: str | None = None
-    """`EngineJoined.weights_digest`; the first rank's counts"""
+    """`EngineJoined.weights_digest`. The value of the first rank is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """One rank's load now."""
+    """Current load of one rank."""
 
     running: int
     waiting: int
     prefill_tokens: int
-    """prompt tokens admitted or waiting, not yet computed"""
+    """Prompt tokens that are admitted or waiting and not yet computed."""
     decode_blocks: int
-    """KV blocks held by running sequences"""
+    """KV blocks held by running sequences."""
     used_blocks: int
-    """KV blocks held by running sequences or kept for reuse"""
+    """KV blocks held by running sequences or kept for reuse."""
     step_seconds: float | None = field(default=None, compare=False)
-    """median length of the engine's last steps in which nothing but decoding was done; None: there were none lately. It changes with every
-    step, and is no news by itself"""
+    """Median duration of the engine's recent decode-only steps. None: there were none recently. The value
+    changes with every step, so a change of this field alone does not trigger a load report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Experts activated since the facts were last taken. counts: int64 [layers, experts] (token, k) pairs; tokens: computed; cached: reused."""
+    """Expert activations since the last `take_facts`. counts: int64 [layers, experts] (token, k) pairs.
+    tokens: computed tokens. cached_tokens: tokens reused from the KV cache."""
 
     counts: NDArray[Any]
     tokens: int
@@ -68,35 +70,37 @@ class Activations:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DispatchCounts:
-    """Where the tokens of this rank's requests were sent in some steps of one epoch, and what this rank served. A step counts when it is over.
+    """Dispatch statistics of one rank over some steps of one epoch: where the tokens of its requests were
+    sent, and the load that the rank served. A step counts once it is complete.
 
-    Arrays are float64 [layers], sums over the steps; layers that are sharded have zeros.
+    Arrays are float64 [layers], summed over the steps. Sharded layers are zero.
     """
 
     epoch: int
     steps: int
-    """of the engine, in which any rank had a token"""
+    """Engine steps in which any rank had a token."""
     step_seconds: float
-    """that these took, all together"""
+    """Total duration of these steps."""
     tokens: int
-    """of this rank's requests"""
+    """Tokens of this rank's requests."""
     pairs: int
-    """(token, k) pairs of these tokens in one layer"""
+    """(token, k) pairs of these tokens in one layer."""
     remote_ranks: NDArray[np.float64]
-    """distinct other ranks that each of these tokens was sent to"""
+    """Distinct other ranks that each of these tokens was sent to, summed over the tokens."""
     local: NDArray[np.float64]
-    """of these pairs: that this rank served itself"""
+    """Pairs of these tokens that this rank served itself."""
     served: NDArray[np.float64]
-    """pairs that this rank served, whoever's"""
+    """Pairs that this rank served for the requests of all ranks."""
     balance: NDArray[np.float64]
-    """mean / highest load of a rank in pairs; 1 for a step without any"""
+    """Mean / highest load of a rank in pairs. 1 for a step without pairs."""
     communication_seconds: float | None = None
-    """of `step_seconds`: spent sending to other ranks and waiting for them; None: the engine cannot tell"""
+    """Part of `step_seconds` spent on sending to other ranks and waiting for them. None: the engine does not
+    measure it."""
 
     def with_more(self, more: "DispatchCounts") -> "DispatchCounts":
-        """These steps and those, which are of the same epoch; ValueError when they are not."""
+        """Add the counts of further steps of the same epoch. ValueError when the epochs differ."""
         if more.epoch != self.epoch:
-            raise ValueError(f"what was sent in epoch {more.epoch} does not add to that of epoch {self.epoch}")
+            raise ValueError(f"cannot add dispatch counts of epoch {more.epoch} to those of epoch {self.epoch}")
         return DispatchCounts(
             epoch=self.epoch,
             steps=self.steps + more.steps,
@@ -116,73 +120,79 @@ def _sum(one: float | None, other: float | None) -> float | None:
 
 
 def balance(served: NDArray[Any]) -> NDArray[np.float64]:
-    """float64 [...] of [..., ranks] pairs that ranks serve: mean / highest ("balancedness"); 1 where there is nothing to serve."""
+    """Return the balancedness, mean / highest load, as float64 [...]. served: [..., ranks] pairs that each
+    rank serves. 1 where there is no load."""
     most = served.max(axis=-1)
     return np.asarray(np.where(most > 0, served.mean(axis=-1) / np.maximum(most, np.finfo(np.float64).tiny), 1.0), np.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EndedRequest:
-    """A request that is over, however it ended, and of which at least one token was computed here.
+    """A finished request, whatever its outcome, for which this rank computed at least one token.
 
-    A position that was computed twice (after a preemption) is one position. One that was not computed, because the KV cache had it,
-    is UNKNOWN in `routed`: it activated nothing here.
+    A position that was computed twice (after a preemption) counts once. Positions reused from the KV cache
+    were not computed. They are UNKNOWN in `routed` because they activated no expert here.
     """
 
     decision: str
-    """id of the routing decision that brought it; empty when nobody said"""
+    """ID of the routing decision that sent the request here. Empty when unknown."""
     prompt_tokens: int
-    """positions of the client's prompt; what comes behind is completion, also where a continuation had to compute it again"""
+    """Positions of the client's prompt. All later positions are completion, including those that a
+    continuation had to recompute."""
     routed: NDArray[np.int16]
-    """[positions, layers, k] chosen experts, `fleet.routings.UNKNOWN` where nothing was computed; ends with the last computed position"""
+    """[positions, layers, k] chosen experts. `fleet.routings.UNKNOWN` where nothing was computed. Ends with
+    the last computed position."""
     blocks: Sequence[KvBlock]
-    """identities of the full blocks from the start of the prompt; perhaps one more than the positions of `routed` fill. Not changed any more"""
+    """Hashes of the full blocks from the start of the prompt. There may be one more block than the positions
+    of `routed` fill. Immutable."""
 
     @property
     def nbytes(self) -> int:
-        """Memory that this keeps alive, more or less: the table is as large as it had grown."""
+        """Approximate memory kept alive by this object. The routing table counts with its full allocated
+        size."""
         table = self.routed if self.routed.base is None else self.routed.base
         return int(table.nbytes) + 64 * len(self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """Everything that happened on a rank since the last `take_facts`, in order."""
+    """Events of a rank since the last `take_facts`, in order."""
 
     kv: tuple[KvChange | Literal["cleared"], ...]
-    """stored and removed blocks in order; the string "cleared" when all are gone"""
+    """Stored and removed blocks, in order. The string "cleared" means that all blocks were removed."""
     load: RankLoad
     activations: Activations | None
     ended: tuple[EndedRequest, ...] = ()
-    """requests that ended, in order; bounded in bytes"""
+    """Finished requests, in order. Bounded in bytes."""
     ended_lost: int = 0
-    """older ones that had to be let go before they were taken"""
+    """Older finished requests that were dropped before they were taken."""
     sent: tuple[DispatchCounts, ...] = ()
-    """where tokens were sent, one per epoch that was served meanwhile, in order; empty: there was no step"""
+    """Dispatch statistics, one entry per epoch served since the last call, in order. Empty when no step
+    ran."""
 
 
 class EngineFailed(Exception):
-    """The engine cannot go on; the text says why. It fails as a unit."""
+    """The engine cannot continue. The text states the reason. An engine fails as a unit."""
 
 
 class CellTensor(NamedTuple):
-    """One tensor of an expert, as it lies in a cell."""
+    """One tensor of an expert and its position in a cell."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """bytes from the start of the cell"""
+    """Bytes from the start of the cell."""
     bytes: int
 
 
 class ExpertMemory(Protocol):
-    """A rank's memory for experts: equal cells in one mapping, which stays where it is for the life of the process. There are more cells than
-    slots; those that no slot is in are room for experts on their way in."""
+    """Expert memory of a rank: cells of equal size in one mapping whose address is fixed while the process
+    runs. There are more cells than slots. Cells without a slot receive incoming experts."""
 
     @property
     def tensors(self) -> tuple[CellTensor, ...]:
-        """What a cell holds, weights and scales alike, in order, without overlap."""
+        """Tensors in a cell, weights and scales alike, in order and without overlap."""
         ...
 
     @property
@@ -193,80 +203,89 @@ class ExpertMemory(Protocol):
 
     @property
     def base(self) -> int:
-        """Address of cell 0; they lie one behind another."""
+        """Address of cell 0. The cells are contiguous."""
         ...
 
     @property
     def descriptor(self) -> int:
-        """Of the file that the mapping is of, from its start, so that processes of this machine can map it too; -1: it is of none."""
+        """File descriptor of the mapped file, mapped from offset 0, so that other processes of this machine
+        can map it too. -1: the mapping has no file."""
         ...
 
     def cell(self, number: int) -> NDArray[np.uint8]:
-        """uint8 [cell_bytes]: the memory itself."""
+        """Return a view of the cell's memory, uint8 [cell_bytes]."""
         ...
 
 
 class Adoption(Protocol):
-    """A placement that a rank has prepared to serve; made by `Experts.prepare`."""
+    """A placement that a rank is prepared to serve. Created by `Experts.prepare`."""
 
     @property
     def placement(self) -> Placement: ...
 
 
 class Experts(Protocol):
-    """What a handover asks of a rank. Methods are for the agent's event loop and never block it."""
+    """Operations that a handover needs from a rank. The agent calls them from its event loop, and they never
+    block it."""
 
     @property
     def memory(self) -> ExpertMemory: ...
 
     @property
     def cells(self) -> NDArray[np.int32]:
-        """int32 [layers, slots_per_rank]: in which cell each slot of this rank is, in the epoch that is served; empty slots have one too."""
+        """int32 [layers, slots_per_rank]: the cell of each slot of this rank in the served epoch. Empty slots
+        have a cell too."""
         ...
 
     async def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> Adoption:
-        """Make everything that takes time to make for a placement of the next epoch, with this rank's slots in these cells. Nothing changes."""
+        """Do all slow preparation for the placement of the next epoch. `cells` maps this rank's slots to
+        cells. The served placement does not change."""
         ...
 
     async def adopt(self, adoption: Adoption) -> None:
-        """Be ready for it from the next step on, and return once it is served: from the step at which all ranks were ready. It cannot be called
-        back; EngineFailed when the engine ends before."""
+        """Mark this rank as ready for the placement, and return once it is served. The engine serves it from
+        the first step at which all ranks are ready. This cannot be undone. EngineFailed when the engine ends
+        first."""
         ...
 
 
 class Engine(Protocol):
-    """One rank of an engine, as its agent sees it. Methods are called from one event loop and never block it."""
+    """One rank of an engine, as its agent sees it. Methods are called from one event loop and never block
+    it."""
 
     @property
     def description(self) -> EngineDescription: ...
 
     @property
     def placement(self) -> Placement | None:
-        """The placement served now; its epoch is the engine's."""
+        """The served placement. Its epoch is the engine's epoch."""
         ...
 
     @property
     def handover_seconds(self) -> float:
-        """What a handover in progress is expected to cost a request that comes now; 0: none is under way."""
+        """Expected delay that a handover in progress adds to a request that arrives now. 0: no handover is in
+        progress."""
         ...
 
     @property
     def experts(self) -> Experts | None:
-        """What handovers go through; None: this engine's experts stay where they are."""
+        """Expert operations for handovers. None: this engine cannot move its experts."""
         ...
 
     async def start(self) -> None:
-        """Become able to serve; returns when `description` is final. EngineFailed when that is impossible."""
+        """Get ready to serve. On return, `description` is final. EngineFailed when the engine cannot
+        start."""
         ...
 
     async def wait_facts(self) -> None:
-        """Return when there is something new to take (soon after, not at, every step)."""
+        """Wait until there are new facts to take. Returns soon after a step, not at every step."""
         ...
 
     def take_facts(self) -> RankFacts:
-        """Drain what happened. Cheap: called up to some twenty times a second."""
+        """Drain the events since the last call. Must be cheap: it is called up to about 20 times a second."""
         ...
 
     async def run(self) -> None:
-        """Serve until cancelled (then stop cleanly, bounded) or until EngineFailed is raised."""
+        """Serve until cancelled or until EngineFailed is raised. On cancellation, stop cleanly within a
+        bounded time."""
         ...

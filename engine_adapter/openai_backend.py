@@ -1,8 +1,9 @@
-"""The plain door: any OpenAI-compatible server, by URL, as an engine of one rank.
+"""Static backend: an OpenAI-compatible server, given by URL, as an engine of one rank.
 
-Such a server reports no KV events, no load, no experts and no token ids; that is declared in its capabilities, and the
-router does without. Answers may name the experts that were chosen: whoever knows the model states its shape, so that they can
-be read. All that is asked of the server is `GET /v1/models`: what it serves, and whether it is there.
+Such a server reports no KV events, no load, no experts and no token IDs. Its capabilities declare that, and
+the router does without them. Responses may name the experts that were chosen. To use them, state the model's
+shape in the settings. The only request made to the server is `GET /v1/models`, to find the served models and
+to probe liveness.
 """
 
 import asyncio
@@ -21,55 +22,59 @@ from fleet.placement import Placement
 from fleet.redaction import without_secrets
 
 MOST_BYTES = 1024 * 1024
-"""of a list of models; a longer answer is no list of models"""
+"""Size limit of a list of models. A longer response is not a list of models."""
 IDLE = RankLoad(running=0, waiting=0, prefill_tokens=0, decode_blocks=0, used_blocks=0)
-"""stands where nothing is known; never published, since the load capability is off"""
+"""Placeholder for the unknown load. It is never published because the load capability is off."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendAgentConfig:
-    """Where the server is and how patiently it is watched. ValueError names the setting that is out of range."""
+    """Address and probe settings of the server. ValueError names the setting that is out of range."""
 
     url: str
-    """with or without /v1 at the end"""
+    """Base URL, with or without /v1 at the end."""
     model: str | None = None
-    """which of the served models; None: the first one listed"""
+    """One of the served models. None: the first one listed."""
     api_key: str | None = field(default=None, repr=False)
     probe_seconds: float = 2.0
     answer_seconds: float = 2.0
     misses: int = 3
-    """probes in a row without an answer that mean the server is gone"""
+    """Consecutive failed probes after which the server counts as gone."""
     max_context: int = 131_072
-    """tokens, where the server does not say (vLLM does: max_model_len); the server itself refuses what is too long"""
+    """Context length in tokens for servers that do not report one (vLLM does: max_model_len). The server
+    itself rejects longer requests."""
     layers: int | None = None
-    """MoE layers of the model; with experts and top_k, the experts that answers name (`routed_experts`) are learnt from"""
+    """MoE layers of the model. Together with experts and top_k, it enables learning from the experts that
+    responses name (`routed_experts`)."""
     experts: int | None = None
-    """routed experts of one layer"""
+    """Routed experts per layer."""
     top_k: int | None = None
-    """routed experts of one token"""
+    """Routed experts per token."""
     isolates_tenants: bool = False
-    """it takes `cache_salt` and reuses KV only among requests of the same one, as vLLM does"""
+    """The server supports `cache_salt` and reuses KV only among requests with the same salt, as vLLM does."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"plain engine: the URL {without_secrets(self.url)!r} must start with http:// or https://")
-        if without_secrets(self.url) != self.url:  # it is part of the join, which everybody on the bus reads
-            raise ValueError(f"plain engine: the URL {without_secrets(self.url)!r} names a user; put the server's key into a file (--api-key-file)")
+            raise ValueError(f"static backend: the URL {without_secrets(self.url)!r} must start with http:// or https://")
+        # The URL is part of the join event, which every bus client can read.
+        if without_secrets(self.url) != self.url:
+            raise ValueError(f"static backend: the URL {without_secrets(self.url)!r} names a user; put the server's key into a file (--api-key-file)")
         for name in ("probe_seconds", "answer_seconds", "misses", "max_context"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"plain engine: {name} must be above 0, not {getattr(self, name)}")
-        told = [name for name in ("layers", "experts", "top_k") if getattr(self, name) is not None]
-        if len(told) in (1, 2):
-            raise ValueError(f"plain engine: {' and '.join(told)} say nothing alone; give layers, experts and top_k, all three")
+                raise ValueError(f"static backend: {name} must be above 0, not {getattr(self, name)}")
+        given = [name for name in ("layers", "experts", "top_k") if getattr(self, name) is not None]
+        if len(given) in (1, 2):
+            raise ValueError(f"static backend: layers, experts and top_k must be set together, not only {' and '.join(given)}")
         _ = self.shape
 
     @property
     def shape(self) -> ModelShape | None:
-        """The model's experts, when they were told; ValueError when they cannot be so.
+        """Shape of the model's experts, or None when the settings do not state it. ValueError when the values
+        are invalid.
 
-        Sizes of weights are not asked for: nothing of such a server is moved or priced by them.
+        The sizes of the weights are placeholders: the weights of such a server are neither moved nor priced.
         """
         if self.layers is None or self.experts is None or self.top_k is None:
             return None
@@ -77,7 +82,7 @@ class BackendAgentConfig:
 
     @property
     def base(self) -> str:
-        """The URL that /v1/... is appended to."""
+        """URL prefix of the /v1/... paths."""
         return self.url.rstrip("/").removesuffix("/v1")
 
 
@@ -91,7 +96,7 @@ class _Models(msgspec.Struct, frozen=True):
 
 
 class BackendAgent:
-    """One server. `start` looks once; `run` watches it until it stays away."""
+    """Agent of one server. `start` probes once; `run` probes until the server is gone."""
 
     def __init__(self, config: BackendAgentConfig) -> None:
         self._config = config
@@ -116,7 +121,8 @@ class BackendAgent:
         return None
 
     async def start(self) -> None:
-        """Learn what the server serves. EngineFailed when it does not answer, refuses the key, or lacks the model."""
+        """Query the served models. EngineFailed when the server does not respond, rejects the key, or lacks
+        the model."""
         model = self._chosen(await self._models())
         self._description = EngineDescription(
             model=model.id,
@@ -131,7 +137,7 @@ class BackendAgent:
         )
 
     async def wait_facts(self) -> Never:
-        """There is never anything new to take."""
+        """Wait forever: this engine has no facts."""
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
@@ -139,7 +145,7 @@ class BackendAgent:
         return RankFacts(kv=(), load=IDLE, activations=None)
 
     async def run(self) -> None:
-        """Watch the server; EngineFailed when it leaves several probes in a row unanswered."""
+        """Probe the server. EngineFailed after several consecutive failed probes."""
         misses = 0
         while True:
             await asyncio.sleep(self._config.probe_seconds)
@@ -162,7 +168,7 @@ class BackendAgent:
         raise EngineFailed(f"{self._config.base} does not serve {wanted!r}, but {', '.join(repr(model.id) for model in models)}; name one with --model")
 
     async def _models(self) -> tuple[_Model, ...]:
-        """Ask once, on a connection of its own: a probe must not be fooled by one that is kept open."""
+        """Query once, on a new connection: an open keep-alive connection could hide a dead server."""
         url = f"{self._config.base}/v1/models"
         headers = {"Authorization": f"Bearer {self._config.api_key}"} if self._config.api_key else {}
         try:

@@ -1,8 +1,9 @@
-"""Spans of a request's time inside a rank: queue, prefill, decode, as children of the caller's `traceparent`; and of what a handover's staging
-consists of on a rank: pull, verify, prepare, as children of the handover's.
+"""Record a rank's spans: queue, prefill and decode as children of the request's `traceparent`; pull, verify
+and prepare as children of the handover's.
 
-Only OpenTelemetry's API is used here; whether spans go anywhere is the composition root's choice (`deploy/telemetry/otel.py`). The spans
-are made after the fact, from the moments the step thread noted anyway, so that a request which is not traced costs one check.
+This module uses only OpenTelemetry's API. The composition root decides whether spans are exported
+(`deploy/telemetry/otel.py`). The spans are created afterwards from timestamps that the step thread takes
+anyway, so a request without a trace costs one check.
 """
 
 from opentelemetry import trace
@@ -14,7 +15,7 @@ Attributes = dict[str, str | int]
 
 
 class EngineTracing:
-    """Makes the engine spans of one rank."""
+    """Record the request spans of one rank."""
 
     def __init__(self, *, engine: str, rank: int, model: str) -> None:
         self._tracer = trace.get_tracer("roost.engine")
@@ -22,9 +23,11 @@ class EngineTracing:
         self._about: Attributes = {"roost.engine": engine, "roost.rank": rank, "gen_ai.request.model": model}
 
     def record(self, traceparent: str | None, outcome: GenerationOutcome | None) -> None:
-        """Say how a request spent its time, as far as it came: `roost.outcome` is on the span in which it ended.
+        """Record the spans of a finished request up to the stage in which it ended. That stage's span carries
+        `roost.outcome`.
 
-        Nothing happens without a `traceparent` or an outcome (the engine never had the request), or when nobody records.
+        Do nothing without a `traceparent`, without an outcome (the request never reached the engine), or when
+        spans are not recorded.
         """
         if traceparent is None or outcome is None:
             return
@@ -41,7 +44,7 @@ class EngineTracing:
 
 
 class HandoverTracing:
-    """Makes the spans of one rank's part in handovers."""
+    """Record the spans of one rank's part in handovers."""
 
     def __init__(self, *, engine: str, rank: int) -> None:
         self._tracer = trace.get_tracer("roost.engine")
@@ -49,7 +52,8 @@ class HandoverTracing:
         self._about: Attributes = {"roost.engine": engine, "roost.rank": rank}
 
     def stage(self, traceparent: str, name: str, began: int, attributes: Attributes, failure: str) -> None:
-        """A part of staging that ended now. began: nanoseconds of the wall clock; failure: empty where it went well."""
+        """Record a stage of staging that ended now. began: wall clock in nanoseconds. failure: empty on
+        success."""
         context = self._propagator.extract({"traceparent": traceparent})
         span = self._tracer.start_span(f"roost.handover.{name}", context, start_time=began)
         if not span.is_recording():
@@ -61,7 +65,7 @@ class HandoverTracing:
 
 
 def _stages(outcome: GenerationOutcome) -> tuple[tuple[str, int, int, Attributes], ...]:
-    """(name, begin, end, attributes) of the three stages; end 0: the request ended in this one."""
+    """Return (name, begin, end, attributes) of the three stages. end 0: the request ended in this stage."""
     moments = outcome.moments
     queue: Attributes = {"roost.preemptions": outcome.preemptions}
     prefill: Attributes = {"gen_ai.usage.input_tokens": outcome.prompt_tokens, "roost.cached_tokens": outcome.cached_tokens}

@@ -1,4 +1,4 @@
-"""Beside each rank: announces the engine, reports its facts, and takes part in handovers.
+"""Agent beside each rank: announces the engine, publishes its events, and takes part in handovers.
 
-Admission rule: what speaks on the bus for an engine, whatever engine it is.
+Admission rule: code that uses the bus on behalf of an engine, whatever the engine.
 """

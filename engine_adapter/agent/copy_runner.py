@@ -1,9 +1,9 @@
-"""Brings the batches of `engine_adapter.handover.inbound_copies` into a rank: leases from the source, reads, compares checksums, and reports what became of
-each.
+"""Execute the batches of `engine_adapter.handover.inbound_copies` for one rank: acquire leases, read, compare
+checksums, and report the results.
 
-A read has a deadline of ours (`engine_adapter.handover.read_deadlines`), since no transfer has one; after it the read goes on, and its cells stay in
-quarantine until it
-has settled, however long that takes. A lease is renewed for as long as anything may be read under it.
+No transfer has a timeout, so each read gets a deadline (`engine_adapter.handover.read_deadlines`). After the
+deadline the read continues. Its cells stay quarantined until it has settled, however long that takes. A lease
+is renewed while a read may still use it.
 """
 
 import asyncio
@@ -42,27 +42,28 @@ from fleet.events import EndLease as EndLeaseRequest
 from fleet.events import ExpertsLeased, LeaseExperts
 
 ANSWER_SECONDS = 2.0
-"""that another rank is given to answer"""
+"""Reply timeout of another rank."""
 RENEWALS = 3.0
-"""a lease is renewed so many times before it would run out"""
+"""Renewals of a lease within its duration."""
 
 Attributes = dict[str, str | int]
 Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None] | None"]
-"""begins a task with this name, which its owner ends; None: everything is ending"""
+"""Start a task with this name, which the owner ends. None: the agent is shutting down."""
 log = logging.getLogger(__name__)
 
 
 class CopyTracing(Protocol):
-    """See `engine_adapter.tracing`."""
+    """Implemented in `engine_adapter.tracing`."""
 
     def stage(self, traceparent: str, name: str, began: int, attributes: Attributes, failure: str) -> None:
-        """A part of staging that ended now. began: nanoseconds of the wall clock; failure: empty where it went well."""
+        """Record a stage of staging that ended now. began: wall clock in nanoseconds. failure: empty on
+        success."""
         ...
 
 
 @dataclass(slots=True)
 class _Errand:
-    """What is under way for one batch."""
+    """Tasks of one batch."""
 
     traceparent: str
     renewing: "asyncio.Task[None] | None" = None
@@ -70,7 +71,7 @@ class _Errand:
 
 
 class CopyRunner:
-    """The reads of one rank. report: called with what became of them, on the event loop."""
+    """Reads of one rank. report: called with each result, on the event loop."""
 
     def __init__(
         self,
@@ -88,9 +89,9 @@ class CopyRunner:
         spawn: Spawn,
     ) -> None:
         self.traceparent = ""
-        """of the handover that is open"""
+        """Trace context of the open handover."""
         self.executor: Executor | None = None
-        """compares checksums"""
+        """Executor that compares checksums."""
         self._bus = bus
         self._subjects = subjects
         self._engine = engine
@@ -107,7 +108,7 @@ class CopyRunner:
         self._ended = False
 
     def carry_out(self, effect: Effect) -> None:
-        """Begin what is asked for."""
+        """Start executing an effect."""
         match effect:
             case RequestLease():
                 self._errands[effect.batch] = _Errand(self.traceparent)
@@ -125,11 +126,11 @@ class CopyRunner:
 
     @property
     def reads(self) -> "list[asyncio.Task[None]]":
-        """Under way."""
+        """Read tasks in progress."""
         return [errand.reading for errand in self._errands.values() if errand.reading is not None and not errand.reading.done()]
 
     def end(self) -> None:
-        """Everything ends: what is being read is left to the process's end, and not waited for."""
+        """Stop all reads without waiting for them. The process ends soon."""
         self._ended = True
         for task in self.reads:
             task.cancel()
@@ -169,7 +170,7 @@ class CopyRunner:
                 log.info("rank %d reads on from rank %d, though its lease could not be renewed: %s", self._rank, effect.source, error)
 
     def _end_lease(self, effect: ReleaseLease) -> None:
-        """The reads have settled: the errand is over, and its source may do what it likes. Nothing depends on its hearing that: leases run out."""
+        """Release a lease, because its reads have settled. The message may get lost: leases expire."""
         errand = self._errands.pop(effect.batch, None)
         if errand is not None and errand.renewing is not None:
             errand.renewing.cancel()
@@ -189,7 +190,8 @@ class CopyRunner:
         reading = self._spawn(self._read(effect), f"rank {self._rank} reads from rank {effect.source}")
         if reading is not None:
             self._errands[effect.batch].reading = reading
-            reading.add_done_callback(lambda task: self._report(ReadSettled(effect.batch)) if task.cancelled() else None)  # nothing lands: it would be Overdue
+            # Nothing lands after a cancellation; otherwise the read would be Overdue.
+            reading.add_done_callback(lambda task: self._report(ReadSettled(effect.batch)) if task.cancelled() else None)
 
     async def _read(self, effect: ReadCells) -> None:
         began, now = time.time_ns(), _now()
@@ -213,7 +215,7 @@ class CopyRunner:
             self._trace(traceparent, "pull", began, attributes, str(overdue))
             await self._outlast(effect, overdue)
         except Exception as error:
-            log.exception("rank %d cannot tell whether anything lands from rank %d any more: its cells stay quarantined", self._rank, effect.source)
+            log.exception("rank %d cannot tell whether bytes from rank %d may still land: its cells stay quarantined", self._rank, effect.source)
             self._trace(traceparent, "pull", began, attributes, str(error))
             self._report(ReadLate(effect.batch, f"reading by {way.name} failed in a way it never should: {error or type(error).__name__}; see the log"))
         else:
@@ -222,7 +224,7 @@ class CopyRunner:
             self._report(ReadLanded(effect.batch, way.name, pulled.bytes, pulled.seconds))
 
     async def _outlast(self, effect: ReadCells, overdue: Overdue) -> None:
-        """Keep a late read's cells in quarantine until nothing can land in them any more."""
+        """Keep the cells of a late read in quarantine until nothing can land in them."""
         log.warning("rank %d: %s; its cells are quarantined", self._rank, overdue)
         self._report(ReadLate(effect.batch, f"rank {self._rank} reads from rank {effect.source}: {overdue}"))
         if self._ended:
@@ -241,7 +243,7 @@ class CopyRunner:
         self._report(CellsVerified(effect.batch, wrong))
 
     def _compare(self, effect: VerifyCells) -> tuple[str, ...]:
-        """Of each cell, the tensors that are not as they were promised. On a thread."""
+        """Return the mismatching tensors of each cell. Runs on a thread."""
         tensors = self._memory.tensors
         pairs = zip(effect.cells, effect.promised, strict=True)
         return tuple(", ".join(compare(tensors, promised, checksums(self._memory.cell(cell), tensors))) for cell, promised in pairs)

@@ -1,10 +1,12 @@
-"""Beside one rank of an engine: says on the bus what the rank did, and, on rank 0, that the engine is there.
+"""Agent of one rank: publishes the rank's events and, on rank 0, the engine's membership.
 
-Every rank publishes its KV events, its load, its activated experts, where its tokens were sent (`dispatching`) and what each ended request
-activated (`profiling`), each under a publisher identity of its own, answers requests for a snapshot of its KV cache, and takes part in
-handovers (`handover`). Rank 0 alone speaks membership: it claims the engine's name, records the join, beats, answers descriptions, and
-leaves. The bus may go away and come back at any time: publishing goes on (the sequence numbers show what was lost, and readers repair it
-by a snapshot), and what was promised is recorded again.
+Every rank publishes its KV events, its load, its activated experts, its dispatch statistics
+(`reporting.dispatch_reports`) and the experts activated by each finished request
+(`reporting.request_profiles`). Each has its own publisher identity. Every rank also serves snapshots of its
+KV cache and takes part in handovers (`handover_agent`). Only rank 0 handles membership: it claims the
+engine's name, records the join, sends heartbeats, answers describe requests, and records the leave. The bus
+may disconnect and reconnect at any time. Publishing continues meanwhile. Sequence numbers reveal the gap, and
+readers repair it with a snapshot. Durable records are written again.
 """
 
 import asyncio
@@ -40,36 +42,39 @@ from fleet.popularity import ExpertCounts
 
 log = logging.getLogger(__name__)
 SNAPSHOT_SECONDS = 0.5
-"""A snapshot of the KV cache answers everybody who asks within this time and has not missed a later message."""
+"""Lifetime of a cached KV snapshot. It is the reply to all requests within this time that need no later
+message."""
 SNAPSHOT_SHARE = 20.0
-"""And within this multiple of the time that it took to make: however slow the machine is, snapshots take a twentieth of it at most."""
+"""Lifetime of a snapshot as a multiple of the time to build it. Even on a slow machine, building snapshots
+takes at most a twentieth of the time."""
 _LOOK_UP_SECONDS = 300.0
-"""pause between two looks whether the join is still stored"""
+"""Interval between checks that the join record is still stored."""
 _NO_WAYS = Staging()
-"""other ranks cannot be read; enough where there are none"""
+"""No transfer backends: other ranks cannot be read. Sufficient for engines of one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentIdentity:
-    """Who this incarnation of the engine is; the launcher chooses it and tells all ranks."""
+    """Identity of this incarnation of the engine. The launcher chooses it and passes it to all ranks."""
 
     engine: str
     worker_id: int
-    """random u64"""
+    """Random u64."""
     node: str
     urls: tuple[str, ...]
-    """base URL of each rank's HTTP face"""
+    """Base URL of each rank's HTTP server."""
     nodes: tuple[str, ...] = ()
-    """machine of each rank; empty: all are on `node`"""
+    """Machine of each rank. Empty: all ranks are on `node`."""
     replaces: int | None = None
-    """worker_id of the incarnation before, when the launcher knows it to be dead"""
+    """worker_id of the previous incarnation, if the launcher knows that it is dead."""
 
 
 class Agent:
-    """The agent of one rank. `run` speaks until it is cancelled; `joined` is set once the engine may be used."""
+    """Agent of one rank. `run` publishes until it is cancelled. `joined` is set once the engine may be
+    used."""
 
     def __init__(self, bus: Bus, subjects: Subjects, engine: Engine, identity: AgentIdentity, config: AgentConfig, staging: Staging = _NO_WAYS) -> None:
-        """staging: what experts are read with, when the engine hands them over."""
+        """staging: means to copy experts, for engines that support handovers."""
         self.joined = asyncio.Event()
         self._bus = bus
         self._subjects = subjects
@@ -80,9 +85,11 @@ class Agent:
         self._reason: str | None = "stopped"
         self._mirror = KvMirror(self._about.kv_blocks)
         self._event_id = 0
-        self._kv_turn = asyncio.Lock()  # a snapshot sees the mirror and the sequence number of one moment
+        # A snapshot must combine the mirror and the sequence number of one moment.
+        self._kv_turn = asyncio.Lock()
         self._snapshot: KvSnapshot | None = None
-        """of the last moment: many routers ask at once, and one object is encoded once (`bus.parts`)"""
+        """The last snapshot. Many routers request one at the same time, and the same object is encoded only
+        once (`bus.parts`)."""
         self._tokenizer: str | None = None
         self._load: RankLoad | None = None
         self._load_at = float("-inf")
@@ -96,21 +103,22 @@ class Agent:
         self._dispatching = DispatchReports(bus, subjects, self._about, identity.engine, identity.worker_id, config.experts_seconds)
         self._profiling = self._make_profiling()
         self.desk = None if engine.experts is None else HandoverAgent(bus, subjects, engine, identity.engine, identity.worker_id, staging)
-        """takes part in handovers; None: this engine's experts stay where they are"""
+        """Handover agent. None: this engine cannot move its experts."""
 
     def _make_profiling(self) -> RequestProfiler | None:
-        """None for an engine that says nothing of experts: nothing is listened to and nothing kept then."""
+        """Return None for an engine that reports no experts. Nothing is subscribed to or kept then."""
         about, who = self._about, self._identity
         if about.shape is None or not about.capabilities.experts:
             return None
         return RequestProfiler(self._bus, self._subjects, about, about.shape, who.engine, who.worker_id, self._config, who.nodes)
 
     def leaving(self, reason: str | None) -> None:
-        """Say why the engine will leave; goes into `EngineLeft`. None: it goes without a word, and keeps its name until the claim has run out."""
+        """Set the reason for leaving, which goes into `EngineLeft`. None: leave without an event and keep the
+        name until the claim expires."""
         self._reason = reason
 
     async def run(self) -> None:
-        """Speak until cancelled. NameTaken when another engine has this name."""
+        """Publish until cancelled. NameTaken when another engine has this name."""
         async with AsyncExitStack() as stack:
             if self._about.capabilities.kv_events:
                 subject = self._subjects.kv_snapshot(self._identity.engine, self._identity.worker_id, self._about.rank)
@@ -129,7 +137,7 @@ class Agent:
             else:
                 self.joined.set()
 
-    # what every rank says
+    # reports of every rank
 
     async def _report(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -184,7 +192,8 @@ class Agent:
             self._load, self._load_at = load, now
 
     async def _say_experts(self, new: Activations | None, epoch: int, now: float) -> None:
-        if epoch != self._experts_epoch:  # a report is of one epoch: what was counted before the flip goes without waiting
+        # A report covers one epoch, so the counts from before the flip are sent at once.
+        if epoch != self._experts_epoch:
             await self._report_experts(self._looked_at)
             self._experts_epoch = epoch
         if new is not None:
@@ -214,7 +223,7 @@ class Agent:
             )
 
     async def _refuse_handover(self, request: Message) -> Message:
-        raise ValueError(f"the experts of {self._identity.engine} stay where they are: engines of its kind take no part in handovers")
+        raise ValueError(f"{self._identity.engine} cannot move its experts: engines of its kind take no part in handovers")
 
     async def _answer_snapshot(self, request: Message) -> Message:
         if not isinstance(request, KvSnapshotRequested):
@@ -241,7 +250,7 @@ class Agent:
         if self._snapshot is snapshot:
             self._snapshot = None
 
-    # what rank 0 says for all
+    # membership, published by rank 0
 
     async def _membership(self) -> None:
         who = self._identity
@@ -265,7 +274,7 @@ class Agent:
             tasks.create_task(self._stay(claim), name=f"keep the name {who.engine}")
 
     async def _announce(self) -> None:
-        """Everything that is promised to stay readable: the tokenizer and the join. Idempotent."""
+        """Write all durable records: the tokenizer and the join. Idempotent."""
         archive = self._about.tokenizer
         self._tokenizer = None if archive is None else await self._bus.put_blob(archive)
         await self._bus.record(self._subjects.membership(self._identity.engine), self._description())
@@ -311,8 +320,8 @@ class Agent:
             await asyncio.sleep(self._config.heartbeat_seconds)
 
     async def _stay(self, claim: NameClaim) -> None:
-        """Hold the name; after the bus was away, or came back without its store, promise everything again; also where the join was pushed out of the log
-        by what others stored, for those who begin to read only then."""
+        """Hold the name. Announce again after the bus was disconnected or lost its store, and when the join
+        record has expired from the log, for subscribers that start later."""
         away, clock = False, asyncio.get_running_loop().time
         looked = clock()
         while True:
@@ -334,14 +343,14 @@ class Agent:
                 away = True
 
     async def _keep_announced(self) -> None:
-        """The log drops its oldest messages when it is full, whatever they say."""
+        """Record the join again if it has expired: a full log drops its oldest messages."""
         stored = [received async for received in self._bus.replay(self._subjects.membership(self._identity.engine), latest=True, follow=False)]
         if not stored:
             await self._announce()
-            log.info("what was stored of %s is not stored any more; it has announced itself again", self._identity.engine)
+            log.info("the join record of %s had expired from the log; it has announced itself again", self._identity.engine)
 
     async def _patiently(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        """Try until the bus does it."""
+        """Retry until the bus succeeds."""
         while True:
             try:
                 return await attempt()
@@ -350,7 +359,7 @@ class Agent:
                 await asyncio.sleep(self._config.heartbeat_seconds)
 
     async def _leave(self, claim: NameClaim) -> None:
-        """Record the leave and free the name, within a bound: the bus may be gone too."""
+        """Record the leave and release the name within a time limit, because the bus may be gone too."""
         if self._reason is None:
             return
         try:

@@ -1,9 +1,10 @@
-"""The handovers of one rank, over the bus: hears the coordinator, reads experts from other ranks, lets them read its own, and says where it is.
+"""Handovers of one rank over the bus: handle the coordinator's commands, read experts from other ranks, lease
+out its own, and publish its status.
 
-What to do is decided by `engine_adapter.handover.rank_protocol`; here it is carried out, and what became of it reported back. Two subjects are served:
-commands of the
-coordinator, and leases for the other ranks of the engine. Nothing here stops the engine: what comes from the bus is checked and refused, a read that fails
-or hangs fails its handover, and the epoch before is served on.
+`engine_adapter.handover.rank_protocol` decides. This module executes the decisions and reports the results
+back. It serves two subjects: the coordinator's commands, and leases for the other ranks of the engine.
+Nothing here stops the engine. Messages from the bus are validated and rejected if wrong. A read that fails or
+hangs fails its handover, and the engine continues with the epoch before.
 """
 
 import asyncio
@@ -48,32 +49,36 @@ from fleet.handover import CommandVerdict
 from fleet.placement import Placement
 
 TICK_SECONDS = 0.001
-"""a timer may fire a little before its time, and would find nothing to do then, again and again"""
+"""A timer may fire slightly early. Without this margin, the loop would wake up repeatedly with nothing to
+do."""
 STOP_SECONDS = 0.25
-"""that an abort waits for what it stopped, so that its room is back when the next proposal comes"""
+"""Time that an abort waits for the reads it stopped, so that their cells are free when the next proposal
+comes."""
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """What a rank brings experts in with."""
+    """Means by which a rank copies incoming experts."""
 
     ways: tuple[Transfer, ...] = ()
-    """how other ranks' memory can be read, the best first; they belong to the caller, who closes them after the rank's agent has ended"""
+    """Transfer backends for reading other ranks' memory, the best first. They belong to the caller, who
+    closes them after the rank's agent has ended."""
     config: TransferConfig = field(default_factory=TransferConfig)
     tracing: CopyTracing | None = None
     executor: Executor | None = None
-    """compares checksums; None: a thread of its own, that yields to those that compute"""
+    """Executor that compares checksums. None: a thread of its own, at lower priority than the computing
+    threads."""
 
 
 class HandoverAgent:
-    """Of one rank. `run` serves until it is cancelled."""
+    """Handover agent of one rank. `run` serves until it is cancelled."""
 
     def __init__(self, bus: Bus, subjects: Subjects, engine: Engine, name: str, worker_id: int, staging: Staging) -> None:
-        """name: the engine's. ValueError for an engine whose experts stay where they are."""
+        """name: name of the engine. ValueError for an engine that cannot move its experts."""
         if engine.experts is None or engine.placement is None:
-            raise ValueError("this engine's experts stay where they are: it takes no part in handovers")
+            raise ValueError("this engine cannot move its experts: it takes no part in handovers")
         self._experts: Experts = engine.experts
         self._bus = bus
         self._subjects = subjects
@@ -115,7 +120,8 @@ class HandoverAgent:
         self._helping = False
 
     async def run(self) -> None:
-        """Serve until cancelled. EngineFailed, in a group, when the memory of an expert was changed from outside."""
+        """Serve until cancelled. EngineFailed, in a group, when the memory of an expert was changed from
+        outside."""
         async with AsyncExitStack() as stack:
             if self._executor is None:
                 threads = ThreadPoolExecutor(1, f"checksums-{self._rank}", _yielding, (self._config.niceness,))
@@ -135,8 +141,8 @@ class HandoverAgent:
         self._errands.end()
 
     async def _seal(self) -> None:
-        """Find the checksums of all that was loaded; until then nobody may read it. Then compare them with what is served, until cancelled.
-        EngineFailed when that is something else."""
+        """Compute the checksums of all loaded experts. Until then, no lease is granted. Then audit the served
+        experts until cancelled. EngineFailed when the audit finds a mismatch."""
         residency, tensors = self.conduct.residency, self._memory.tensors
         for resident in tuple(residency.residents()):
             residency.seal(resident, await self._aside(checksums, self._memory.cell(resident.cell), tensors))
@@ -145,7 +151,7 @@ class HandoverAgent:
             await MemoryAudit(residency, self._memory, self._config.audit_seconds, self._aside).run()
 
     async def _keep(self) -> None:
-        """Let time pass, and say on the bus whenever something changed."""
+        """Advance the protocol's time, and publish the status whenever it changes."""
         clock = asyncio.get_running_loop().time
         while True:
             self.conduct.tick(clock())
@@ -168,7 +174,7 @@ class HandoverAgent:
             self.conduct.residency.check_integrity()
         await self._publisher.publish(described)
 
-    # what the coordinator says
+    # commands of the coordinator
 
     async def _command(self, request: Message) -> Message:
         match request:
@@ -196,7 +202,7 @@ class HandoverAgent:
 
     async def _propose(self, command: ProposeHandover) -> CommandVerdict:
         placement: Placement | str = ""
-        if self.conduct.heed(command) is CommandVerdict.TAKE:  # a large table takes milliseconds to check
+        if self.conduct.heed(command) is CommandVerdict.TAKE:  # Validating a large table takes milliseconds.
             placement = await self._aside(_read_placement, command)
         verdict = self.conduct.propose(command, placement, self._now())
         if verdict is CommandVerdict.TAKE:
@@ -214,7 +220,7 @@ class HandoverAgent:
             await asyncio.wait(self._errands.reads, timeout=STOP_SECONDS)
         return verdict
 
-    # what other ranks say
+    # requests of other ranks
 
     async def _answer_reader(self, request: Message) -> Message:
         if isinstance(request, EndLease):
@@ -250,14 +256,14 @@ class HandoverAgent:
         return address
 
     def _help(self) -> None:
-        """Whoever reads here may need our help for it."""
+        """Tell the transfer backends whether readers may need their help."""
         active = self.conduct.residency.leases > 0
         if active != self._helping:
             self._helping = active
             for way in self._ways:
                 way.busy(active)
 
-    # carrying out
+    # execution of effects
 
     def _happened(self) -> None:
         self._carry_out()
@@ -296,7 +302,8 @@ class HandoverAgent:
         began = time.time_ns()
         try:
             adoption = await self._experts.prepare(effect.placement, effect.cells)
-        except Exception as error:  # an engine fails in ways of its own; the epoch before is served on
+        # Engines may raise any exception here; the epoch before continues to be served.
+        except Exception as error:
             log.warning("rank %d cannot prepare handover %d", self._rank, effect.handover, exc_info=True)
             self._trace("prepare", began, {}, str(error))
             self.conduct.unprepared(effect.handover, f"the engine of rank {self._rank} could not prepare: {error or type(error).__name__}", self._now())
@@ -318,13 +325,13 @@ class HandoverAgent:
         log.info("rank %d serves epoch %d (handover %d)", self._rank, self.conduct.standing.served, effect.handover)
         self._happened()
 
-    # small things
+    # helpers
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
     async def _aside(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Off the event loop."""
+        """Run on the executor, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
 
     def _trace(self, name: str, began: int, attributes: Attributes, failure: str = "") -> None:
@@ -333,7 +340,7 @@ class HandoverAgent:
 
 
 def _read_placement(command: ProposeHandover) -> Placement | str:
-    """The placement of a proposal, or what is wrong with it."""
+    """Decode the placement of a proposal. Return the error text when it is invalid."""
     try:
         return Placement.from_record(command.placement)
     except ValueError as error:
@@ -341,6 +348,6 @@ def _read_placement(command: ProposeHandover) -> Placement | str:
 
 
 def _yielding(niceness: int) -> None:
-    """Let the threads that compute go first."""
+    """Lower the priority of this thread, so that the computing threads go first."""
     if niceness:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

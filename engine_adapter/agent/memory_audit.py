@@ -1,8 +1,9 @@
-"""Compares the experts that a rank serves with their checksums, one after another, all day.
+"""Compare the experts that a rank serves with their checksums, one after another, continuously.
 
-Memory that NIXL registers can be written to by every process that has its metadata: its UCX backend maps memory without the field of
-`ucp_mem_map` that would make it readable only, and within a machine the kernel's cross-memory attach asks for no permission of UCX at all.
-Metadata goes out with every lease. Checksums are compared when an expert is copied; this compares them where experts are served.
+Every process that has the metadata of NIXL-registered memory can write to that memory. NIXL's UCX backend
+maps memory without the `ucp_mem_map` field that would make it read-only. Within a machine, the kernel's
+cross-memory attach needs no permission from UCX at all. Every lease contains the metadata. Copies are
+verified when they arrive. This audit verifies experts while they are served.
 """
 
 import asyncio
@@ -17,11 +18,12 @@ log = logging.getLogger(__name__)
 
 Sums = tuple[int, ...]
 Aside = Callable[..., Awaitable[Sums]]
-"""Calls a function with arguments in another thread, which yields to those that compute."""
+"""Call a function with arguments in another thread, at lower priority than the computing threads."""
 
 
 class MemoryAudit:
-    """Of one rank. seconds: in which each expert that is served is compared once. `run` ends when one is not what it was."""
+    """Memory audit of one rank. seconds: period in which each served expert is compared once. `run` ends at
+    the first mismatch."""
 
     def __init__(self, residency: CellTable, memory: ExpertMemory, seconds: float, aside: Aside) -> None:
         self.compared = 0
@@ -31,7 +33,8 @@ class MemoryAudit:
         self._aside = aside
 
     async def run(self) -> None:
-        """Compare until cancelled. EngineFailed names the first expert in whose memory something else lies: no answer of this rank can be trusted."""
+        """Compare until cancelled. EngineFailed names the first expert whose memory has changed. No output of
+        this rank can be trusted then."""
         while True:
             residents = tuple(self._residency.residents())
             for resident in residents:
@@ -47,7 +50,8 @@ class MemoryAudit:
         tensors = self._memory.tensors
         found = await self._aside(checksums, self._memory.cell(resident.cell), tensors)
         self.compared += 1
-        if found == promised or self._residency.sealed(resident) != promised:  # it may have left meanwhile, and its cell be in another use
+        # The expert may have moved during the comparison, and the cell may have another use.
+        if found == promised or self._residency.sealed(resident) != promised:
             return
         damaged = ", ".join(compare(tensors, promised, found))
         said = f"the memory of expert {resident.layer}/{resident.expert} (cell {resident.cell}: {damaged}) was changed while it was served"

@@ -1,4 +1,6 @@
-"""The books of one rank: its KV cache, its batches, its sampling, the experts its tokens were routed to. Pure.
+"""Bookkeeping of one rank: its KV cache, batches, sampling, and the experts that its tokens were routed to.
+Pure.
 
-Admission rule: what decides about sequences and tokens in every engine of ours, with weights or without.
+Admission rule: decisions about sequences and tokens that all of Roost's own engines share, with weights or
+without.
 """

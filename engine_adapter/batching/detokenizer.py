@@ -1,7 +1,7 @@
-"""Incremental detokenising and stop strings. Pure.
+"""Incremental detokenization and stop strings. Pure.
 
-Every state here is a function of the ids fed so far and nothing else. Feeding the ids that a broken stream had emitted therefore
-restores it exactly, whatever was held back when it broke.
+All state is a function of the IDs fed so far. So feeding the IDs that a broken stream had emitted restores it
+exactly, including text that was held back at the break.
 """
 
 import codecs
@@ -11,21 +11,24 @@ from typing import Protocol
 from tokenizers import Tokenizer
 
 _LONGEST_CHARACTER = 8
-"""ids after which a window detokeniser stops waiting for the rest of a character: UTF-8 has 4 bytes, one may be one id"""
+"""IDs after which a window detokenizer stops waiting for the rest of a character. UTF-8 has up to 4 bytes,
+and one byte may be one ID."""
 
 
 class Detokenizer(Protocol):
-    """Turns ids into text as they come. Never raises, whatever the ids; holds back the bytes of an unfinished character."""
+    """Converts IDs to text incrementally. Never raises, whatever the IDs. Holds back the bytes of an
+    unfinished character."""
 
     def feed(self, token: int) -> str: ...
 
     def finish(self) -> str:
-        """What is held back still; an unfinished character becomes U+FFFD."""
+        """Return the text still held back. An unfinished character becomes U+FFFD."""
         ...
 
 
 class ByteDetokenizer:
-    """For tokenizers whose tokens are byte strings: exactly the text of decoding all ids at once, in constant time per id."""
+    """Detokenizer for tokenizers whose tokens are byte strings. Gives exactly the text of decoding all IDs at
+    once, in constant time per ID."""
 
     def __init__(self, token_bytes: Sequence[bytes], special: set[int]) -> None:
         self._bytes = token_bytes
@@ -42,13 +45,14 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other tokenizer: what a new id adds to the text of the last few ids. Waits for the rest of a character a few ids long."""
+    """Detokenizer for all other tokenizers: emits what a new ID adds to the text of the last few IDs. Waits a
+    few IDs for the rest of a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
         self._said = 0
-        """ids of the window whose text is out"""
+        """IDs of the window whose text has been emitted."""
 
     def feed(self, token: int) -> str:
         self._window.append(token)
@@ -71,10 +75,11 @@ class WindowDetokenizer:
 
 
 class StopStrings:
-    """Cuts a text at the first stop string to complete, and never lets a part of one out.
+    """Cuts a text at the first complete stop string, and never emits a part of one.
 
-    Per stop string one Knuth-Morris-Pratt automaton: its state is the length of the longest end of the text that begins the stop
-    string, so the longest state is exactly what must be held back.
+    Each stop string has one Knuth-Morris-Pratt automaton. Its state is the length of the longest suffix of
+    the text that is a prefix of the stop string. So the largest state is exactly the length of text to hold
+    back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -84,7 +89,7 @@ class StopStrings:
         self.matched = False
 
     def feed(self, text: str) -> str:
-        """What may be shown of the text so far and was not yet; nothing more once `matched`."""
+        """Add text and return what can be emitted now. Returns nothing after a match."""
         if not self._stops:
             return text
         if self.matched:
@@ -101,12 +106,12 @@ class StopStrings:
         return tail[:keep]
 
     def finish(self) -> str:
-        """The text ends here: what was held back, as it turned out to be no stop string."""
+        """End the text. Return the held-back text, which turned out not to be a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _step(self, letter: str) -> int:
-        """Length of the longest stop string that ends with this letter, 0 if none does."""
+        """Length of the longest stop string that ends with this letter. 0 if there is none."""
         longest = 0
         for number, (stop, failure) in enumerate(self._stops):
             state = self._states[number]
@@ -121,37 +126,39 @@ class StopStrings:
 
 
 class TextStream:
-    """One answer's text as its ids come."""
+    """Incremental text of one answer."""
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
         self.decoded = 0
-        """characters decoded so far, also those held back: where the next token's text begins"""
+        """Characters decoded so far, including held-back ones. This is the offset of the next token's
+        text."""
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found; the text ends before it."""
+        """True once a stop string was found. The text ends before it."""
         return self._stops.matched
 
     def feed(self, token: int) -> str:
-        """The text that this id lets out."""
+        """Add a token ID and return the text that can be emitted now."""
         text = self._detokenizer.feed(token)
         self.decoded += len(text)
         return self._stops.feed(text) if text else ""
 
     def finish(self) -> str:
-        """The answer ends here: whatever is held back and no part of a stop string."""
+        """End the answer. Return the held-back text that is not part of a stop string."""
         return self._stops.feed(self._detokenizer.finish()) + self._stops.finish()
 
     def resume(self, emitted: Iterable[int]) -> None:
-        """Restore the state behind ids that were emitted before, their text included."""
+        """Restore the state after IDs that were emitted before. Their text is discarded."""
         for token in emitted:
             self.feed(token)
 
 
 def _failure_table(stop: str) -> list[int]:
-    """For each length - 1 of a beginning of `stop`: the longest shorter beginning that also ends it."""
+    """KMP failure table of `stop`: for each prefix, at index length - 1, the length of its longest proper
+    prefix that is also its suffix."""
     table = [0] * len(stop)
     state = 0
     for index in range(1, len(stop)):
@@ -163,7 +170,8 @@ def _failure_table(stop: str) -> list[int]:
 
 
 def byte_letters() -> dict[str, int]:
-    """letter -> byte of the byte-level alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 onwards, in order."""
+    """Byte-level alphabet, letter -> byte. Printable Latin-1 characters stand for themselves. The other bytes
+    map to U+0100 and above, in order."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), ord("\u00ff") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

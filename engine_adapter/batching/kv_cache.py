@@ -1,14 +1,16 @@
-"""Which KV page holds which tokens: allocation, sharing by prefix, and what is kept for reuse. Pure bookkeeping, no tensors.
+"""KV page allocation with prefix sharing and reuse. Pure bookkeeping, no tensors.
 
-A page is in exactly one of three states: *held* by one or more sequences, *kept* (nobody holds it, but its block is registered
-and a later prompt may share it) or *free*. A block is registered under its chained sequence hash once all its tokens are
-computed. One hash has one page: a sequence that finishes computing a block that is registered already switches to that page.
-Therefore whoever holds a registered page holds all its ancestors too, and since `close` lets go of a sequence's pages last one
-first, the order of `kept` always has descendants before ancestors: evicting from its front never orphans a block.
+A page is in exactly one of three states: *held* by one or more sequences, *kept* (held by none, but its block
+is registered and a later prompt may share it) or *free*. A block is registered under its chained sequence
+hash once all its tokens are computed. One hash has one page: a sequence that computes a block that is already
+registered switches to the registered page. So the holder of a registered page also holds all its ancestors.
+`close` releases a sequence's pages in reverse order, so `kept` always has descendants before ancestors.
+Evicting from its front never orphans a block.
 
-A hash of 64 bits finds a page; what the page holds decides. A page is shared only where its block has the same tokens, the same salt
-and the same parent, all the way from the start of the prompt, so a forged collision of hashes shares nothing. A sequence that computes a
-block whose hash already names another one keeps that block and all behind it to itself.
+A 64-bit hash finds a page, but the content decides. A page is shared only if its block has the same tokens,
+the same salt and the same parent, all the way from the start of the prompt. So a forged hash collision shares
+nothing. A sequence that computes a block whose hash already names another block keeps that block and all
+later ones private.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +26,8 @@ Change = KvChange | Literal["cleared"]
 
 
 class Block(msgspec.Struct, frozen=True, gc=False):
-    """A full block of a sequence: its identity in KV events, its tokens (u32 little endian), and the salt of the request that it belongs to."""
+    """A full block of a sequence: its identity in KV events, its tokens (u32 little endian), and the salt of
+    its request."""
 
     identity: KvBlock
     tokens: bytes
@@ -32,12 +35,13 @@ class Block(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def block_hash(self) -> int:
-        """u64 sequence hash"""
+        """u64 sequence hash."""
         return self.identity.block_hash
 
 
 def identify(tokens: Sequence[int], block_size: int, salt: str = "") -> list[Block]:
-    """The full blocks of `tokens`, from the start of a prompt. salt: keeps requests apart that must not share KV; "" is shared by all without one."""
+    """Return the full blocks of `tokens`, from the start of a prompt. salt: separates requests that must not
+    share KV. All requests without a salt share ""."""
     blocks: list[Block] = []
     parent: int | None = None
     seed = salted_seed(salt)
@@ -49,7 +53,8 @@ def identify(tokens: Sequence[int], block_size: int, salt: str = "") -> list[Blo
 
 
 def following(last: Block | None, tokens: Sequence[int], salt: str = "") -> Block:
-    """The block of exactly these tokens behind another one (None: at the start), as `identify` would make it."""
+    """Return the block of exactly these tokens after `last` (None: at the start), as `identify` would create
+    it."""
     (content,) = contents(tokens, len(tokens))
     local = local_hash(content, salted_seed(salt) if salt else SEED)
     return Block(KvBlock(chain(None if last is None else last.block_hash, local), local), content, salt)
@@ -57,13 +62,14 @@ def following(last: Block | None, tokens: Sequence[int], salt: str = "") -> Bloc
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """The pages of one sequence in the order of its tokens. Only `KvCache` changes it."""
+    """Pages of one sequence in the order of its tokens. Only `KvCache` changes it."""
 
     pages: list[int] = field(default_factory=list)
     registered: int = 0
-    """how many of the first pages are registered under their block's hash"""
+    """Number of leading pages that are registered under their block's hash."""
     collided: bool = False
-    """Whether the hash of the next block names another block: nothing more of this sequence is registered."""
+    """True if the hash of the next block names another block. Then no further block of this sequence is
+    registered."""
 
 
 class _Registered(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -72,12 +78,12 @@ class _Registered(msgspec.Struct, frozen=True, gc=False, eq=False):
     parent: int | None
 
     def holds(self, block: Block, parent: int | None) -> bool:
-        """Whether it is this very block behind this very parent, which is compared already."""
+        """True if this is the same block with the same parent. The parent itself was compared before."""
         return self.block == block and self.parent == parent
 
 
 class KvCache:
-    """A pool of `pages` KV pages of `block_size` tokens each."""
+    """Pool of `pages` KV pages of `block_size` tokens each."""
 
     def __init__(self, pages: int, block_size: int = BLOCK_SIZE) -> None:
         if pages < 1 or block_size < 1:
@@ -87,11 +93,11 @@ class KvCache:
         self._free = list(reversed(range(pages)))
         self._holders = [0] * pages
         self._kept: dict[int, None] = {}
-        """pages kept for reuse; insertion order is eviction order"""
+        """Pages kept for reuse. Insertion order is eviction order."""
         self._by_hash: dict[int, _Registered] = {}
-        """by sequence hash; insertion order has parents before children"""
+        """Registered blocks by sequence hash. Insertion order has parents before children."""
         self._block_of: dict[int, _Registered] = {}
-        """the same by page"""
+        """Registered blocks by page."""
         self._changes: list[Change] = []
 
     @property
@@ -105,24 +111,26 @@ class KvCache:
         return self.used - len(self._kept)
 
     def blocks_for(self, tokens: int) -> int:
-        """Pages that so many tokens need."""
+        """Pages needed for `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def fits(self, prefix: Sequence[Block], pages: int, spare: int = 0) -> bool:
-        """Whether a new sequence that may share `prefix` can get `pages` pages in all and leave `spare` obtainable ones."""
+        """True if a new sequence that may share `prefix` can get `pages` pages in total and leave `spare`
+        pages obtainable."""
         shared = self._match(prefix)
         obtainable = len(self._free) + len(self._kept) - sum(page in self._kept for page in shared)
         return pages - len(shared) + spare <= obtainable
 
     def open(self, prefix: Sequence[Block]) -> BlockTable:
-        """The table of a new sequence: it holds the pages of the longest registered prefix."""
+        """Create the table of a new sequence. It holds the pages of the longest registered prefix."""
         pages = self._match(prefix)
         for page in pages:
             self._hold(page)
         return BlockTable(pages, len(pages))
 
     def extend(self, table: BlockTable, pages: int) -> bool:
-        """Let the table grow to `pages` pages, evicting kept blocks as needed. False, and nothing changes, when there are too few."""
+        """Grow the table to `pages` pages, evicting kept blocks as needed. False if there are too few;
+        nothing changes then."""
         missing = pages - len(table.pages)
         if missing <= 0:
             return True
@@ -136,7 +144,7 @@ class KvCache:
         return True
 
     def register(self, table: BlockTable, blocks: Sequence[Block], computed: int) -> None:
-        """Make the sequence's first `computed` blocks, all of whose tokens are computed, available to others.
+        """Register the sequence's first `computed` blocks for sharing. All their tokens must be computed.
 
         `blocks` are the sequence's full blocks from its start.
         """
@@ -157,14 +165,15 @@ class KvCache:
         self._announce(blocks, table.registered, fresh)
 
     def close(self, table: BlockTable) -> None:
-        """The sequence is done or set aside: let go of its pages. What is registered is kept for reuse."""
+        """Release the pages of a finished or preempted sequence. Registered pages are kept for reuse."""
         for page in reversed(table.pages):
             self._release(page)
         table.pages.clear()
         table.registered, table.collided = 0, False
 
     def clear(self) -> None:
-        """Forget everything kept for reuse. ValueError while a sequence holds pages: their registration cannot be taken away."""
+        """Drop everything kept for reuse. ValueError while a sequence holds pages, because their registration
+        cannot be revoked."""
         if self.held:
             raise ValueError(f"KV cache: {self.held} pages are held by running sequences; finish or cancel them before clearing")
         self._free.extend(self._kept)
@@ -174,16 +183,19 @@ class KvCache:
         self._changes.append("cleared")
 
     def take_changes(self) -> list[Change]:
-        """What was stored, removed and cleared since the last call, in order, parents before children."""
+        """Return the stored, removed and cleared events since the last call, in order, parents before
+        children."""
         changes, self._changes = self._changes, []
         return changes
 
     def restated(self) -> list[Change]:
-        """The whole cache as changes to one of unknown content: "cleared", then everything registered, parents first."""
+        """Return the whole cache as changes that apply to any earlier state: "cleared", then everything
+        registered, parents first."""
         return ["cleared", *self._runs()]
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
-        """RuntimeError naming the page unless the books agree with each other and with `tables`, all open ones."""
+        """RuntimeError that names the page, unless the internal state is consistent and agrees with `tables`,
+        all open ones."""
         holders = [0] * self.pages
         for table in tables:
             for page in table.pages:
@@ -201,7 +213,8 @@ class KvCache:
                 raise RuntimeError(f"KV cache: the block of page {page} is registered elsewhere or has lost its parent")
 
     def _match(self, prefix: Sequence[Block]) -> list[int]:
-        """Pages of the longest registered beginning. Each parent was compared before, so its hash stands for it."""
+        """Return the pages of the longest registered prefix. Each parent was compared before, so comparing
+        its hash suffices."""
         pages: list[int] = []
         parent: int | None = None
         for block in prefix:
@@ -239,7 +252,8 @@ class KvCache:
             self._changes.append(KvChange(removed=KvRemoved(block_hashes=tuple(removed))))
 
     def _share(self, table: BlockTable, index: int, known: _Registered, same: bool) -> None:
-        """A block was computed twice: both sequences have one page from now on. Or its hash names another block: then it is kept apart."""
+        """Handle a block that was computed twice: both sequences share one page from now on. If its hash
+        names another block, keep it private."""
         if not same:
             table.collided = True
             return

@@ -1,4 +1,4 @@
-"""What a rank's KV cache holds, as its published events say it: the source of snapshots. Pure."""
+"""Mirror of a rank's KV cache, built from its published events. The source of snapshots. Pure."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,8 @@ from fleet.events import KvBlock, KvChange, KvEvent, KvStored
 
 
 class KvMirror:
-    """The stored blocks of one rank, at most `limit`; beyond that the oldest are forgotten and counted in `forgotten`."""
+    """Stored blocks of one rank, at most `limit`. Beyond it, the oldest are dropped and counted in
+    `forgotten`."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -17,7 +18,7 @@ class KvMirror:
         return len(self._blocks)
 
     def apply(self, change: KvChange | str) -> None:
-        """Follow one change of the cache; "cleared" empties it."""
+        """Apply one change of the cache. "cleared" empties the mirror."""
         if isinstance(change, str):
             self._blocks.clear()
             return
@@ -28,9 +29,10 @@ class KvMirror:
                 self._blocks.pop(block, None)
 
     def snapshot(self, rank: int) -> tuple[KvEvent, ...]:
-        """Events that build the same contents from nothing, parents first; runs of one chain share an event.
+        """Return events that rebuild the same contents from nothing, parents first. Runs of one chain share
+        an event.
 
-        A block whose ancestor is gone is left out: no index can attach it, and no prefix can reach it.
+        A block with a missing ancestor is omitted: no index can attach it, and no prefix can reach it.
         """
         runs: list[tuple[int | None, list[KvBlock]]] = []
         last: int | None = None
@@ -52,8 +54,8 @@ class KvMirror:
             self.forgotten += 1
 
     def _parents_first(self) -> Iterator[tuple[int, tuple[int, int | None]]]:
-        """Every block that is reachable from the start of a prompt, each after its parent."""
-        settled: dict[int, bool] = {}  # whether it is reachable
+        """Iterate over all blocks reachable from the start of a prompt, each after its parent."""
+        settled: dict[int, bool] = {}  # Block -> True if it is reachable.
         for start in self._blocks:
             path: list[int] = []
             at: int | None = start

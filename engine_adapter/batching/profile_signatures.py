@@ -1,10 +1,12 @@
-"""From the routed traces of ended requests to what is said of them on the bus: signatures over the tracker's clusters. Pure.
+"""Convert routed traces of finished requests to profiles: signatures over the tracker's clusters. Pure.
 
-What is reported is what this rank computed, no more. A position that the KV cache had activated nothing here; its block's signature was
-reported by whoever computed it. A position that was computed twice counts once. The request's signature is that of all computed
-tokens, prompt and completion; a block's is that of its own tokens alone.
+A profile covers only what this rank computed. A position from the KV cache activated no expert here, and the
+rank that computed its block reported its signature. A position that was computed twice counts once. The
+request's signature covers all computed tokens, prompt and completion. A block's signature covers its own
+tokens only.
 
-Several requests are read at once, because most of a small one's time is calls of numpy: all their blocks are rows of one table.
+Several requests are processed together, because NumPy's call overhead dominates small ones. All their blocks
+are rows of one table.
 """
 
 from collections.abc import Sequence
@@ -22,18 +24,19 @@ from fleet.routings import UNKNOWN, count_pairs
 from fleet.signatures import PACKED, ClusterModel, pack
 
 CELLS = 1 << 18
-"""Counters of a table that is filled at once: it fits the processor's cache, and no call of numpy is long."""
+"""Counters of a table that is filled at once. It fits the processor's cache, and no NumPy call takes long."""
 
 
 class _Computed(NamedTuple):
-    """The computed tokens of a request. Its rows are the blocks from the first to the last that they lie in, full or not."""
+    """Computed tokens of a request. The rows are all blocks from the first to the last that contain them,
+    full or partial."""
 
     chosen: NDArray[np.int16]
-    """[tokens, layers, k]"""
+    """[tokens, layers, k]."""
     rows: NDArray[np.int64]
-    """[tokens], rising"""
+    """[tokens], ascending."""
     first: int
-    """the block that is row 0"""
+    """The block of row 0."""
 
     @property
     def height(self) -> int:
@@ -42,15 +45,15 @@ class _Computed(NamedTuple):
 
 class _Tables(NamedTuple):
     counts: NDArray[np.int64]
-    """[requests, layers, experts] (token, k) pairs"""
+    """[requests, layers, experts] (token, k) pairs."""
     packed: NDArray[np.uint8]
-    """[rows, PACKED] signatures"""
+    """[rows, PACKED] signatures."""
     full: NDArray[np.bool_]
-    """[rows]"""
+    """[rows]."""
 
 
 def most_together(model: ClusterModel) -> int:
-    """How many requests may be read at once: their counts are a table too."""
+    """Number of requests that may be processed at once, since their counts form a table too."""
     cells: int = model.profiles[0].size
     return max(1, CELLS // cells)
 
@@ -66,10 +69,12 @@ def request_profiles(
     most_blocks: int,
     sampled: Sequence[bool],
 ) -> list[RequestProfile]:
-    """What `rank` says of requests that it ended. Model and placement must be of the shape of the traces. node: the machine of each rank, by number.
+    """Build the profiles of requests that ended on `rank`. Model and placement must have the shape of the
+    traces. node: number of the machine of each rank.
 
-    most_blocks: blocks of a request reported at most, the first ones behind the reused prefix. sampled: which carry the counts themselves.
-    58 layers of 256 experts, K = 32: some 40 ms for 8,192 tokens; the demo model: 0.1 ms for one request, 0.05 for one of many.
+    most_blocks: limit of the reported blocks of a request, counted from the end of the reused prefix.
+    sampled: requests whose profiles carry the counts themselves. Cost for 58 layers of 256 experts, K = 32:
+    about 40 ms for 8,192 tokens. For the demo model: 0.1 ms for one request, 0.05 ms for one of many.
     """
     computed = [_computed(one.routed, block_size) for one in requests]
     tables = _tables(computed, model, block_size)
@@ -103,9 +108,11 @@ def request_profiles(
 
 
 def longest_run(full: NDArray[np.bool_]) -> tuple[int, int]:
-    """(start, end) of the longest run of True in bool [n], the first of several; (0, 0) when there is none.
+    """(start, end) of the longest run of True in bool [n], the first one of several. (0, 0) when there is
+    none.
 
-    There is one run, behind the prefix that was reused, unless a preempted request found more of its prompt in the cache when it came back.
+    There is one run, after the reused prefix, unless a preempted request found more of its prompt in the
+    cache at its readmission.
     """
     count = int(np.count_nonzero(full))
     start = int(full.argmax()) if count else 0
@@ -117,7 +124,8 @@ def longest_run(full: NDArray[np.bool_]) -> tuple[int, int]:
 
 
 def pair_counts(chosen: NDArray[np.int16], experts: int) -> NDArray[np.int64]:
-    """int64 [layers, experts]: (token, k) pairs of chosen [n, layers, k], UNKNOWN ones left out; in steps, however many."""
+    """Count the (token, k) pairs of chosen [n, layers, k], without UNKNOWN ones: int64 [layers, experts].
+    Works in chunks of bounded size."""
     _, layers, top_k = chosen.shape
     counts = np.zeros((layers, experts), np.int64)
     step = max(1, CELLS // (layers * top_k))
@@ -136,7 +144,7 @@ def _computed(routed: NDArray[np.int16], block_size: int) -> _Computed:
 
 
 def _tables(computed: Sequence[_Computed], model: ClusterModel, block_size: int) -> _Tables:
-    """Fill and weigh a table of as many rows as CELLS allow, again and again."""
+    """Count and pack the signatures in chunks of as many rows as CELLS allows."""
     _, layers, experts = model.profiles.shape
     cells = layers * experts
     chosen, rows, owner = _stacked(computed)
@@ -152,15 +160,16 @@ def _tables(computed: Sequence[_Computed], model: ClusterModel, block_size: int)
         packed[top : top + height] = pack(model.signature(table))
         owners, firsts = np.unique(owner[top : top + height], return_index=True)
         for one, own in zip(owners.tolist(), np.split(table, firsts[1:]), strict=True):
-            counts[one] += own.sum(axis=0)  # np.add.reduceat takes nine times as long over large rows
+            counts[one] += own.sum(axis=0)  # np.add.reduceat takes nine times as long over large rows.
     return _Tables(counts, packed, np.bincount(rows, minlength=len(owner)) == block_size)
 
 
 def _stacked(computed: Sequence[_Computed]) -> tuple[NDArray[np.int16], NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens of all requests with the row of each in one table, and the request of each row."""
+    """Concatenate the tokens of all requests. Return the tokens, the row of each token in one table, and the
+    request of each row."""
     heights = [own.height for own in computed]
     owner = np.repeat(np.arange(len(computed)), heights)
-    if len(computed) == 1:  # perhaps a large one: not copied
+    if len(computed) == 1:  # Possibly large, so it is not copied.
         return computed[0].chosen, computed[0].rows, owner
     tops = np.cumsum([0, *heights[:-1]])
     rows = np.concatenate([own.rows + top for own, top in zip(computed, tops.tolist(), strict=True)])

@@ -1,4 +1,5 @@
-"""What a rank's HTTP face accepts: bytes to `RankRequest` to `GenerationRequest`, each refusal naming the field and the remedy. Pure."""
+"""Validation of HTTP requests to a rank: bytes to `RankRequest` to `GenerationRequest`. Each error names the
+field and the remedy. Pure."""
 
 import re
 from dataclasses import dataclass
@@ -11,20 +12,20 @@ from fleet.completions import ApiError, RankRequest, context_exceeded
 MOST_STOPS = 4
 MOST_LOGPROBS = 20
 MOST_SALT = 1024
-"""characters of `cache_salt`"""
+"""Characters of `cache_salt`."""
 HOTTEST = 2.0
 DEFAULT_MAX_TOKENS = 16
-"""`max_tokens` of a request that states none, or states this: it is clipped to the context instead of refused"""
+"""Default of `max_tokens`. This value, stated or not, is clipped to the context instead of rejected."""
 
 _DECODER = msgspec.json.Decoder(RankRequest)
 _PLACE = re.compile(r" - at `\$\.?([^`\[]*).*`$")
-"""where msgspec says what is wrong: the field, without positions inside a list"""
+"""Location in msgspec's error messages: the field, without positions inside a list."""
 _DECISION = re.compile(r"[ -~]{1,64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """Token ids in, at most `max_tokens` further ids out."""
+    """Token IDs in, at most `max_tokens` further IDs out."""
 
     prompt: list[int]
     max_tokens: int
@@ -32,15 +33,16 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     emitted: int = 0
-    """how many of the last ids of `prompt` are output that a client has seen already: a continuation"""
+    """Number of IDs at the end of `prompt` that are output which a client has already seen. Above 0, the
+    request is a continuation."""
     decision: str = ""
-    """id of the routing decision that brought it"""
+    """ID of the routing decision that sent the request here."""
     salt: str = ""
-    """its KV is shared only with requests of the same salt"""
+    """KV is shared only with requests of the same salt."""
 
 
 def parse(body: bytes) -> RankRequest:
-    """ApiError 400 for what is no JSON, no UTF-8, or of the wrong types."""
+    """Decode a request body. ApiError 400 for invalid JSON, invalid UTF-8, or wrong types."""
     try:
         return _DECODER.decode(body)
     except msgspec.ValidationError as error:
@@ -53,7 +55,8 @@ def parse(body: bytes) -> RankRequest:
 
 
 def check(request: RankRequest, model: str) -> None:
-    """Everything that can be judged before the prompt is tokenised. ApiError 404 for another model, 400 for a value out of range."""
+    """Check everything that does not depend on the tokenized prompt. ApiError 404 for another model, 400 for
+    a value out of range."""
     if request.model is not None and request.model != model:
         raise ApiError(404, f"the model {request.model!r} is not served here; this rank serves {model!r}", code="model_not_found", param="model")
     _need(bool(request.prompt), "prompt", "is empty; at least one token is needed")
@@ -73,19 +76,21 @@ def check(request: RankRequest, model: str) -> None:
 
 
 def stop_strings(request: RankRequest) -> tuple[str, ...]:
-    """The stop strings as a tuple, however they were given."""
+    """Return the stop strings as a tuple."""
     if request.stop is None:
         return ()
     return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
 
 
 def decision_id(header: str | None) -> str:
-    """The routing decision a request names: 1 to 64 printable ASCII characters; anything else is nobody's decision, the empty string."""
+    """Return the routing decision ID of a request: 1 to 64 printable ASCII characters. Anything else counts
+    as no decision and gives the empty string."""
     return header if header is not None and _DECISION.fullmatch(header) else ""
 
 
 def generation_request(request: RankRequest, prompt: list[int], *, vocabulary: int, max_context: int, seed: int, decision: str = "") -> GenerationRequest:
-    """The engine's form of a checked request. ApiError 400 for ids out of vocabulary and for what exceeds the context."""
+    """Convert a checked request to the engine's form. ApiError 400 for IDs out of vocabulary and for a
+    request that exceeds the context."""
     _need(bool(prompt), "prompt", "has no tokens; at least one is needed")
     worst = next((token for token in (min(prompt), max(prompt)) if not 0 <= token < vocabulary), None)
     _need(worst is None, "prompt", f"has the id {worst}; ids run from 0 to {vocabulary - 1}")

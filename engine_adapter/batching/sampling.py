@@ -1,7 +1,8 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p, log-probabilities; vectorised over the rows of a step.
+"""Sampling: greedy, temperature, top-k, top-p and log-probabilities, vectorized over the rows of a step.
 
-The random number of a draw depends on (seed, position) alone, and the draw inverts the cumulative distribution in order of token
-ids, so that a continuation on another rank samples what this one would have, up to the rounding of its logits.
+The random number of a draw depends on (seed, position) only. The draw inverts the cumulative distribution in
+order of token IDs. So a continuation on another rank samples the same tokens, up to the rounding of its
+logits.
 """
 
 import struct
@@ -15,13 +16,14 @@ from numpy.typing import NDArray
 
 _KEY = struct.Struct("<QQ")
 _STREAM = 0x726F6F7374
-"""xxh3 seed of the draws, so that they share nothing with block hashes"""
+"""xxh3 seed of the draws, distinct from that of block hashes."""
 _U64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one request's tokens are chosen. temperature 0: greedy; top_k 0 and top_p 1: no limit; logprobs: how many beside the chosen one."""
+    """Sampling parameters of one request. temperature 0: greedy. top_k 0 and top_p 1: no limit. logprobs:
+    number of alternatives beside the chosen token."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -34,7 +36,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 class Draw(NamedTuple):
-    """One row's wish: the token at `position` (from 0, prompt included) of a request."""
+    """One row's sampling request: the token at `position` (from 0, prompt included) of a request."""
 
     sampling: Sampling
     position: int
@@ -45,16 +47,18 @@ class TokenLogprobs(NamedTuple):
 
     chosen: float
     top: tuple[tuple[int, float], ...]
-    """(token, log-probability), the most likely first, ties by id"""
+    """(token, log-probability), the most likely first. Ties are ordered by ID."""
 
 
 def uniform(seed: int, position: int) -> float:
-    """The draw's random number in [0, 1): 53 bits of xxh3_64(seed mod 2^64, position). Equal on every machine."""
+    """Return the random number of a draw, in [0, 1): 53 bits of xxh3_64(seed mod 2^64, position). Equal on
+    every machine."""
     return (xxhash.xxh3_64_intdigest(_KEY.pack(seed & _U64, position), _STREAM) >> 11) * 2.0**-53
 
 
 def sample(logits: NDArray[np.float32], draws: Sequence[Draw]) -> NDArray[np.int64]:
-    """int64 [n]: a token for each row of logits [n, V]. ArithmeticError when a row holds no usable distribution (NaN, all -inf)."""
+    """Sample a token for each row of logits [n, V], as int64 [n]. ArithmeticError when a row has no usable
+    distribution (NaN, all -inf)."""
     tokens = np.asarray(logits.argmax(axis=1), np.int64)
     peak = logits[np.arange(len(tokens)), tokens]
     if not np.isfinite(peak).all():
@@ -73,13 +77,16 @@ def sample(logits: NDArray[np.float32], draws: Sequence[Draw]) -> NDArray[np.int
 
 
 def probabilities(logits: NDArray[Any], temperature: NDArray[Any], top_k: NDArray[Any], top_p: NDArray[Any]) -> NDArray[np.float64]:
-    """float64 [n, V] that a row is drawn from: temperature > 0, then top-k, then top-p of what is left.
+    """Return the distribution that each row is drawn from, float64 [n, V]: temperature > 0, then top-k, then
+    top-p of the rest.
 
-    Tokens as likely as the last one inside a limit stay in, so that the result does not depend on how ties are sorted.
+    Tokens that tie with the last one inside a limit are kept, so that the result does not depend on the sort
+    order of ties.
     """
     scaled = logits.astype(np.float64)
     scaled -= scaled.max(axis=1, keepdims=True)
-    with np.errstate(over="ignore"):  # a tiny temperature leaves the peak at 0 and sends the rest to -inf, which is right
+    # A tiny temperature leaves the peak at 0 and overflows the rest to -inf, which is correct.
+    with np.errstate(over="ignore"):
         scaled /= temperature[:, None]
     _keep_top_k(scaled, top_k)
     chances = np.exp(scaled)
@@ -89,7 +96,8 @@ def probabilities(logits: NDArray[Any], temperature: NDArray[Any], top_k: NDArra
 
 
 def logprobs(logits: NDArray[np.float32], tokens: NDArray[np.int64], top: Sequence[int]) -> list[TokenLogprobs]:
-    """For each row of logits [n, V] the log-probability of its token and of the `top` most likely ones."""
+    """Return, for each row of logits [n, V], the log-probability of its token and of the `top` most likely
+    tokens."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
@@ -126,7 +134,8 @@ def _keep_top_p(chances: NDArray[np.float64], top_p: NDArray[Any]) -> None:
 
 
 def _invert(chances: NDArray[np.float64], numbers: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The first token, by id, whose cumulative chance exceeds the row's number in [0, 1) times the row's sum."""
+    """Return the first token ID whose cumulative probability exceeds the row's number in [0, 1) times the
+    row's sum."""
     cumulative = np.cumsum(chances, axis=1)
     target = numbers * cumulative[:, -1]
     found = (cumulative <= target[:, None]).sum(axis=1)

@@ -1,11 +1,15 @@
-"""Who computes what in the next step: continuous batching with a token budget. Pure; tokens in, slices out.
+"""Batch scheduler: continuous batching with a token budget per step. Pure: tokens in, slices out.
 
-The rules, in order:
-1. Every sequence that decodes gets its one token, oldest first. The budget exceeds `max_running`, so prefill is never starved.
-2. What is left of the budget goes to prompts, oldest first, in chunks; decode waits for one bounded step at most.
-3. A waiting request is admitted when the pages of all its tokens are there and every running sequence could still grow by one.
-4. When a decoding sequence finds no page, the latest arrival is preempted: its pages go, it returns to the front of the queue, and
-   later recomputes whatever the cache has lost by then. The oldest sequence is therefore never stopped, and every request finishes.
+Rules, in order:
+1. Every decoding sequence gets its one token, oldest first. The budget exceeds `max_running`, so prefill
+   never starves.
+2. The rest of the budget goes to prompts, oldest first, in chunks (chunked prefill). Decode waits for at most
+   one bounded step.
+3. A waiting request is admitted when there are pages for all its tokens and every running sequence could
+   still grow by one page.
+4. When a decoding sequence finds no page, the latest arrival is preempted: its pages are released, and it
+   returns to the front of the queue. Later it recomputes what the cache has evicted by then. So the oldest
+   sequence is never stopped, and every request finishes.
 """
 
 from collections import deque
@@ -16,35 +20,35 @@ from engine_adapter.batching.kv_cache import Block, BlockTable, KvCache, followi
 
 
 class Overloaded(Exception):
-    """The waiting queue is full; try another rank, or this one later."""
+    """The waiting queue is full. Try another rank, or retry later."""
 
     def __init__(self, max_waiting: int) -> None:
-        super().__init__(f"the rank is full and {max_waiting} requests wait already, which is the limit (max_waiting); retry later or elsewhere")
+        super().__init__(f"the rank is full and {max_waiting} requests are waiting, which is the limit (max_waiting); retry later or elsewhere")
 
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One request on its way through the rank. Only the scheduler changes it."""
+    """State of one request in the rank. Only the scheduler changes it."""
 
     tokens: list[int]
-    """prompt, then what was generated"""
+    """Prompt, then generated tokens."""
     max_new: int
-    """tokens to generate at most"""
+    """Maximum number of tokens to generate."""
     computed: int = 0
-    """tokens whose KV is in pages"""
+    """Tokens whose KV is in pages."""
     generated: int = 0
     cached_tokens: int = 0
-    """tokens of the prompt that the first admission found in the cache"""
+    """Prompt tokens that the first admission found in the cache."""
     admissions: int = 0
     table: BlockTable = field(default_factory=BlockTable)
     blocks: list[Block] = field(default_factory=list)
-    """the full blocks of `tokens`"""
+    """Full blocks of `tokens`."""
     salt: str = ""
-    """KV is shared only with requests of the same salt"""
+    """KV is shared only with requests of the same salt."""
 
     @property
     def pending(self) -> int:
-        """Tokens known but not computed: 1 while decoding, more in prefill."""
+        """Tokens that are known but not computed: 1 while decoding, more in prefill."""
         return len(self.tokens) - self.computed
 
     @property
@@ -54,7 +58,8 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """`count` tokens of a sequence from position `start`; `last`: they are all that is known, so a new token can be sampled behind them."""
+    """Work on a sequence: `count` tokens from position `start`. last: these are all known tokens, so a new
+    token can be sampled after them."""
 
     generation: SequenceState
     start: int
@@ -78,7 +83,7 @@ class BatchScheduler:
         self.max_waiting = max_waiting
         self._waiting: deque[SequenceState] = deque()
         self._running: list[SequenceState] = []
-        """in order of arrival"""
+        """In order of arrival."""
 
     @property
     def waiting(self) -> int:
@@ -94,11 +99,13 @@ class BatchScheduler:
 
     @property
     def uncomputed_prompt_tokens(self) -> int:
-        """Tokens in prefill or waiting for it; what the cache may save the waiting ones is not known yet and not subtracted."""
+        """Tokens in prefill or waiting for it. Possible cache hits of waiting requests are unknown and not
+        subtracted."""
         return sum(one.pending for one in self._running if one.pending > 1) + sum(one.pending for one in self._waiting)
 
     def submit(self, generation: SequenceState) -> None:
-        """Queue a request. Overloaded when `max_waiting` of them are open beside `max_running`; ValueError when it could never be served."""
+        """Queue a request. Overloaded when `max_waiting` + `max_running` requests are open. ValueError when
+        the request can never be served."""
         known, room = len(generation.tokens), self.cache.pages * self.cache.block_size
         if not known or generation.max_new < 1 or known + generation.max_new > room:
             raise ValueError(f"request of {known} tokens and {generation.max_new} to generate: at least 1 and 1 are needed, and {room} in all fit")
@@ -109,7 +116,8 @@ class BatchScheduler:
         self._waiting.append(generation)
 
     def plan(self) -> list[Slice]:
-        """The next step's work; empty when there is none. Each slice must be reported back by `computed` before the next plan."""
+        """Plan the next step. Empty when there is no work. Each slice must be passed to `computed` before the
+        next plan."""
         self._grow()
         slices = [self._slice(one, 1) for one in self._running if one.pending == 1]
         budget = self.max_batch_tokens - len(slices)
@@ -121,7 +129,7 @@ class BatchScheduler:
         return slices
 
     def computed(self, done: Slice) -> None:
-        """The slice's tokens are computed and their KV is in the pages."""
+        """Record that the slice's tokens are computed and their KV is in the pages."""
         one = done.generation
         one.computed = done.start + done.count
         full = one.computed // self.cache.block_size
@@ -129,7 +137,7 @@ class BatchScheduler:
             self.cache.register(one.table, one.blocks, full)
 
     def append(self, generation: SequenceState, token: int) -> None:
-        """A token was sampled behind the sequence."""
+        """Append a sampled token to the sequence."""
         generation.tokens.append(token)
         generation.generated += 1
         size = self.cache.block_size
@@ -138,7 +146,8 @@ class BatchScheduler:
             generation.blocks.append(following(last, generation.tokens[-size:], generation.salt))
 
     def remove(self, generation: SequenceState) -> None:
-        """The request is finished or cancelled: free everything it holds. Unknown requests are ignored: both may happen at once."""
+        """Free everything that a finished or cancelled request holds. Unknown requests are ignored, because
+        both events may coincide."""
         if generation in self._running:
             self._running.remove(generation)
         elif generation in self._waiting:
@@ -146,12 +155,13 @@ class BatchScheduler:
         self.cache.close(generation.table)
 
     def check_idle(self) -> None:
-        """RuntimeError when pages are held although nothing runs: a leak. Cheap enough for every time the rank goes to sleep."""
+        """RuntimeError when pages are held although nothing runs: a leak. Cheap enough to call each time the
+        rank becomes idle."""
         if not self._running and self.cache.held:
             self.check_integrity()
 
     def check_integrity(self) -> None:
-        """RuntimeError unless exactly the running sequences hold pages and the cache's books agree."""
+        """RuntimeError unless exactly the running sequences hold pages and the cache is consistent."""
         if any(one.table.pages for one in self._waiting):
             raise RuntimeError("scheduler: a waiting request holds pages")
         self.cache.check_integrity(one.table for one in self._running)
@@ -174,7 +184,8 @@ class BatchScheduler:
             yield self._admit(self._waiting.popleft())
 
     def _shareable(self, one: SequenceState) -> list[Block]:
-        """At least the last token is computed anew: its logits are what the request is about."""
+        """Return the blocks that may come from the cache. The last token is always computed, because its
+        logits are needed."""
         return one.blocks[: (len(one.tokens) - 1) // self.cache.block_size]
 
     def _admissible(self, one: SequenceState) -> bool:

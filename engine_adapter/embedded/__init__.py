@@ -1,1 +1,2 @@
-"""Our own compact torch engine behind the Engine port: the default, and the reference for every mechanism."""
+"""Roost's own compact torch engine behind the Engine port: the default engine, and the reference for every
+mechanism."""

@@ -1,10 +1,12 @@
-"""Grouped-query attention with normed queries and keys and half-rotated positions, over a paged KV cache.
+"""Grouped-query attention with normalized queries and keys and rotary positions (half-rotation), over a paged
+KV cache.
 
-KV layout: [layers, 2 * kv_heads, pages, page tokens, head_dim], K heads before V heads. With pages inside heads one gather per layer gives
-matrices that batched products eat without another copy.
+KV layout: [layers, 2 * kv_heads, pages, page tokens, head_dim], K heads before V heads. With pages inside
+heads, one gather per layer produces the operands of batched matrix products without another copy.
 
-Decoding sequences (one token each) are computed together; a chunk of several tokens alone. A row's bits do not depend on the
-batch: padding positions weigh exactly zero, and values are summed over fixed spans of `SPAN_PAGES`, since BLAS splits longer sums by their length.
+Decoding sequences (one token each) are computed together. A chunk of several tokens is computed alone. A
+row's bits do not depend on the batch. Padding positions have a weight of exactly zero. Values are summed over
+fixed spans of `SPAN_PAGES`, because BLAS splits longer sums depending on their length.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,20 +22,20 @@ from engine_adapter.embedded.checkpoint import Qwen3MoeConfig
 SPAN_PAGES = 8
 """Pages whose values are summed by one product."""
 _SPLIT_SAVES_PAGES = 64
-"""Padding pages (per layer and head) that cost as much as the operations of one more batch."""
+"""Number of padding pages (per layer and head) that cost as much as one more batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """Sequences that compute one token, padded to a common number of pages."""
+    """Sequences that compute one token each, padded to the same number of pages."""
 
     rows: torch.Tensor | None
-    """int64 [B]: their rows among the step's tokens; None: the first B rows, in order"""
+    """int64 [B]: rows of the sequences among the step's tokens. None: the first B rows, in order."""
     count: int
     pages: torch.Tensor
-    """int64 [B * pages per sequence]: page ids, shorter sequences padded with their own first page"""
+    """int64 [B * pages per sequence]: page IDs. Shorter sequences are padded with their own first page."""
     mask: torch.Tensor
-    """[kv_heads * B, 1, positions]: 0 for positions to attend to, -inf beyond"""
+    """[kv_heads * B, 1, positions]: 0 for positions to attend to, -inf beyond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +44,22 @@ class Chunk:
 
     begin: int
     end: int
-    """its rows among the step's tokens"""
+    """End of the sequence's rows among the step's tokens."""
     pages: torch.Tensor
-    """int64 [pages]"""
+    """int64 [pages]."""
     mask: torch.Tensor
-    """[tokens, positions of those pages]: 0 where a token may look, -inf elsewhere"""
+    """[tokens, positions of those pages]: 0 where a token may attend, -inf elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What attention needs to know of a step, the same for every layer."""
+    """Inputs of attention that are the same for every layer of a step."""
 
     cos: torch.Tensor
     sin: torch.Tensor
-    """[rows, 1, head_dim], the sine's first half negated"""
+    """[rows, 1, head_dim], the first half of the sine negated."""
     cells: torch.Tensor
-    """int64 [tokens]: page * page_tokens + offset of each token"""
+    """int64 [tokens]: page * page_tokens + offset of each token."""
     decodes: tuple[Decodes, ...]
     chunks: tuple[Chunk, ...]
 
@@ -81,12 +83,12 @@ class Rotary:
         self.sin = torch.cat([-angles.sin(), angles.sin()], dim=-1).to(dtype)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows for int64 [n] positions: two of [n, 1, head_dim]."""
+        """Return the cosines and sines of int64 [n] positions, each [n, 1, head_dim]."""
         return self.cos.index_select(0, positions).unsqueeze(1), self.sin.index_select(0, positions).unsqueeze(1)
 
 
 def plan_attention(spans: Sequence[SequenceSpan], rows: int, kv_heads: int, page_tokens: int, rotary: Rotary) -> AttentionPlan:
-    """Prepare a step whose tokens are those of `spans`, in order, padded to `rows` rows."""
+    """Prepare a step over the tokens of `spans`, in order, padded to `rows` rows."""
     positions = np.zeros(rows, np.int64)
     cells = np.empty(sum(span.tokens for span in spans), np.int64)
     chunks: list[Chunk] = []
@@ -125,7 +127,8 @@ def _decodes(spans: Sequence[SequenceSpan], rows: NDArray[np.int64], kv_heads: i
     for group in groups:
         width = int(counts[group].max())
         members = [spans[sequence] for sequence in group.tolist()]
-        # padded with its own, so that no sequence ever reads another's values, not even to multiply them by zero
+        # Padded with the sequence's own page, so that it never reads another's values, not even to multiply
+        # them by zero.
         table = [[*span.pages[:count], *[span.pages[0]] * (width - count)] for span, count in zip(members, counts[group].tolist(), strict=True)]
         last = torch.tensor([span.start for span in members]).unsqueeze(1)
         mask = torch.zeros((len(members), width * page_tokens), dtype=dtype).masked_fill_(torch.arange(width * page_tokens) > last, -torch.inf)
@@ -135,7 +138,8 @@ def _decodes(spans: Sequence[SequenceSpan], rows: NDArray[np.int64], kv_heads: i
 
 
 def _groups(order: NDArray[np.int64], counts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Cut sequences, sorted by pages, into batches wherever that saves more padding than another batch costs."""
+    """Split sequences, sorted by pages, into batches where that saves more padding than another batch
+    costs."""
     sizes = counts[order]
     saved = np.arange(1, len(order)) * (sizes[-1] - sizes[:-1])
     if not len(saved) or saved.max() <= _SPLIT_SAVES_PAGES:
@@ -148,23 +152,24 @@ def _groups(order: NDArray[np.int64], counts: NDArray[np.int64]) -> Iterator[NDA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """One layer's attention weights. Hq query heads, Hk KV heads, D values each."""
+    """Attention weights of one layer. Hq query heads, Hk KV heads, D values each."""
 
     heads: int
     kv_heads: int
     head_dim: int
     rms_eps: float
     qkv: torch.Tensor
-    """[(Hq + 2 Hk) * D, H]: queries, keys, values"""
+    """[(Hq + 2 Hk) * D, H]: queries, keys, values."""
     qkv_bias: torch.Tensor | None
     qk_norm: torch.Tensor
-    """[Hq + Hk, D]: the norm weights of every query and key head"""
+    """[Hq + Hk, D]: norm weights of every query and key head."""
     out: torch.Tensor
-    """[H, Hq * D]"""
+    """[H, Hq * D]."""
     out_bias: torch.Tensor | None
 
     def forward(self, hidden: torch.Tensor, plan: AttentionPlan, kv: torch.Tensor) -> torch.Tensor:
-        """hidden [rows, H]: [rows, H]. Writes the tokens' keys and values into kv [2 Hk, pages, page tokens, D] first."""
+        """Compute attention for hidden [rows, H] and return [rows, H]. Writes the tokens' keys and values
+        into kv [2 Hk, pages, page tokens, D] first."""
         rows = len(hidden)
         qkv = F.linear(hidden, self.qkv, self.qkv_bias).view(rows, self.heads + 2 * self.kv_heads, self.head_dim)
         rotated = self.heads + self.kv_heads
@@ -176,7 +181,7 @@ class Attention:
         return F.linear(mixed, self.out, self.out_bias)
 
     def _mix(self, queries: torch.Tensor, plan: AttentionPlan, kv: torch.Tensor) -> torch.Tensor:
-        """queries [rows, Hq, D]: [rows, Hq * D]."""
+        """Attend with queries [rows, Hq, D] and return [rows, Hq * D]."""
         if not plan.chunks and len(plan.decodes) == 1 and plan.decodes[0].rows is None and plan.decodes[0].count == len(queries):
             return self._decode(queries, plan.decodes[0], kv)
         mixed = queries.new_zeros((len(queries), self.heads * self.head_dim))
@@ -190,12 +195,13 @@ class Attention:
         return mixed
 
     def _gather(self, pages: torch.Tensor, sequences: int, kv: torch.Tensor) -> torch.Tensor:
-        """[2, Hk * sequences, positions, D]: keys and values of the pages of equally long sequences."""
+        """Gather keys and values, [2, Hk * sequences, positions, D], from the pages of equally long
+        sequences."""
         found = kv.flatten(2).index_select(1, pages)
         return found.view(2, self.kv_heads * sequences, -1, self.head_dim)
 
     def _decode(self, queries: torch.Tensor, batch: Decodes, kv: torch.Tensor) -> torch.Tensor:
-        """queries [B, Hq, D]: [B, Hq * D]."""
+        """Attend with queries [B, Hq, D] of decoding sequences and return [B, Hq * D]."""
         keys, values = self._gather(batch.pages, batch.count, kv)
         span = SPAN_PAGES * kv.shape[2]
         grouped = queries.view(batch.count, self.kv_heads, -1, self.head_dim).transpose(0, 1).reshape(self.kv_heads * batch.count, -1, self.head_dim)
@@ -207,7 +213,7 @@ class Attention:
         return mixed.view(self.kv_heads, batch.count, -1).transpose(0, 1).reshape(batch.count, -1)
 
     def _prefill(self, queries: torch.Tensor, chunk: Chunk, kv: torch.Tensor) -> torch.Tensor:
-        """queries [tokens, Hq, D]: [tokens, Hq * D]."""
+        """Attend with queries [tokens, Hq, D] of one chunk and return [tokens, Hq * D]."""
         keys, values = self._gather(chunk.pages, 1, kv).unsqueeze(2)
         grouped = queries.view(len(queries), self.kv_heads, -1, self.head_dim).permute(1, 2, 0, 3)
         share = grouped.shape[1]

@@ -1,4 +1,5 @@
-"""Opens a Hugging Face Qwen3-MoE checkpoint folder and hands out typed tensors; everything is checked before the first is read."""
+"""Open a Hugging Face Qwen3-MoE checkpoint folder and read typed tensors. Everything is validated before the
+first tensor is read."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from engine_adapter.embedded.weights import weights_digest
 from fleet.experts import ModelShape
 
 RUN_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""What weights can be computed in, by the name `ModelShape.dtype` uses."""
+"""Compute dtypes of weights, by the name used in `ModelShape.dtype`."""
 
 _STORED_DTYPES = ("F32", "BF16", "F16")
 _EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -25,12 +26,12 @@ _SINGLE = "model.safetensors"
 
 
 class CheckpointError(Exception):
-    """The checkpoint cannot be served; the text names the file, what was expected and what was found."""
+    """The checkpoint cannot be served. The text names the file, the expected and the actual content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3MoeConfig:
-    """The numbers of a Qwen3-MoE `config.json` that its forward pass needs. Every layer is sparse."""
+    """Values of a Qwen3-MoE `config.json` that the forward pass needs. Every layer is sparse."""
 
     vocabulary: int
     hidden: int
@@ -42,17 +43,17 @@ class Qwen3MoeConfig:
     top_k: int
     expert_intermediate: int
     normalise_top_k: bool
-    """whether the k routing weights are divided by their sum"""
+    """True if the k routing weights are divided by their sum."""
     rms_eps: float
     rope_theta: float
     max_positions: int
     tied: bool
-    """whether the output projection is the embedding"""
+    """True if the output projection is the embedding."""
     attention_bias: bool
     eos_ids: tuple[int, ...]
 
     def shape(self, dtype: str = "float32") -> ModelShape:
-        """What placement and pricing need to know, for weights computed (and moved) as `dtype`."""
+        """Return the shape for placement and cost models, for weights computed (and moved) as `dtype`."""
         return ModelShape(
             layers=self.layers,
             experts=self.experts,
@@ -64,7 +65,7 @@ class Qwen3MoeConfig:
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies: its file, shape, and dtype as safetensors spells it."""
+    """Location of a tensor: its file, shape, and dtype in safetensors' spelling."""
 
     file: Path
     shape: tuple[int, ...]
@@ -72,7 +73,7 @@ class StoredTensor(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """One expert as Hugging Face stores it: gate [I, H], up [I, H], down [H, I]."""
+    """One expert in Hugging Face's layout: gate [I, H], up [I, H], down [H, I]."""
 
     gate: torch.Tensor
     up: torch.Tensor
@@ -80,13 +81,14 @@ class ExpertWeights(NamedTuple):
 
 
 class Checkpoint:
-    """An open checkpoint folder: its config, and its tensors by name, each read when asked for.
+    """An open checkpoint folder: its config, and its tensors by name, each read on demand.
 
-    A context manager; the files stay mapped while it is open.
+    A context manager. The files stay mapped while it is open.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read the config and every file's header, and compare all names, shapes and dtypes. CheckpointError when anything is off."""
+        """Read the config and every file's header, and validate all names, shapes and dtypes. CheckpointError
+        when anything is wrong."""
         self.folder = folder
         self.config = read_config(folder)
         self._stored = _stored_tensors(folder)
@@ -102,14 +104,15 @@ class Checkpoint:
         self._open.close()
 
     def digest(self, dtype: str) -> str:
-        """`weights.weights_digest` of weights computed as `dtype`. CheckpointError when a file can no longer be read."""
+        """Return the `weights.weights_digest` of weights computed as `dtype`. CheckpointError when a file can
+        no longer be read."""
         try:
             return weights_digest({stored.file for stored in self._stored.values()}, f"{self.config} computed as {dtype}, not quantised")
         except OSError as error:
             raise CheckpointError(f"{self.folder}: cannot read all weights: {error}") from error
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """One tensor, converted to `dtype`. CheckpointError when the file can no longer be read."""
+        """Read one tensor, converted to `dtype`. CheckpointError when the file can no longer be read."""
         stored = self._stored[name]
         try:
             if stored.file not in self._files:
@@ -120,18 +123,18 @@ class Checkpoint:
         return found.to(dtype)
 
     def expert(self, layer: int, expert: int, dtype: torch.dtype) -> ExpertWeights:
-        """The three projections of one expert. CheckpointError as for `tensor`."""
+        """Read the three projections of one expert. CheckpointError as for `tensor`."""
         return ExpertWeights(*(self.tensor(name, dtype) for name in expert_tensor_names(layer, expert)))
 
 
 def expert_tensor_names(layer: int, expert: int) -> tuple[str, str, str]:
-    """Names of an expert's gate, up and down projection."""
+    """Return the names of an expert's gate, up and down projections."""
     prefix = f"model.layers.{layer}.mlp.experts.{expert}"
     return f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight", f"{prefix}.down_proj.weight"
 
 
 def expected_tensors(config: Qwen3MoeConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of every tensor a checkpoint of this config must have."""
+    """Iterate over (name, shape) of every tensor that a checkpoint with this config must have."""
     yield "model.embed_tokens.weight", (config.vocabulary, config.hidden)
     yield "model.norm.weight", (config.hidden,)
     if not config.tied:
@@ -160,7 +163,8 @@ def _expected_attention(config: Qwen3MoeConfig, prefix: str) -> Iterator[tuple[s
 
 
 def expert_count(raw: Mapping[str, Any]) -> int:
-    """The number of experts of a config under any of its three names. CheckpointError when none is there or two disagree."""
+    """Return the number of experts of a config, under any of its three names. CheckpointError when none is
+    present or two disagree."""
     found = {name: raw[name] for name in _EXPERT_COUNT_NAMES if raw.get(name) is not None}
     if not found:
         raise CheckpointError(f"config.json: no expert count; expected one of {', '.join(_EXPERT_COUNT_NAMES)}")
@@ -170,7 +174,8 @@ def expert_count(raw: Mapping[str, Any]) -> int:
 
 
 def read_config(folder: Path) -> Qwen3MoeConfig:
-    """The config of a checkpoint folder, as transformers 4 or 5 wrote it. CheckpointError names the field."""
+    """Read the config of a checkpoint folder, as written by transformers 4 or 5. CheckpointError names the
+    field."""
     raw = _read_json(folder / "config.json")
     if raw.get("model_type") != "qwen3_moe":
         raise CheckpointError(f"config.json: model_type is {raw.get('model_type')!r}; this engine serves 'qwen3_moe'")
@@ -211,7 +216,8 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 
 def _rope_theta(raw: Mapping[str, Any]) -> float:
-    """transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling at the top."""
+    """Read the RoPE base. transformers 5 writes rope_parameters, and 4 wrote rope_theta and rope_scaling at
+    the top level."""
     rope = raw.get("rope_parameters") or {}
     scaling = raw.get("rope_scaling") or {}
     kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
@@ -221,7 +227,7 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
 
 
 def _eos_ids(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
-    """generation_config.json, where there is one, knows better than config.json which tokens end an answer."""
+    """Read the end-of-sequence IDs. generation_config.json, if present, takes precedence over config.json."""
     path = folder / "generation_config.json"
     ids = (_read_json(path) if path.exists() else {}).get("eos_token_id")
     ids = raw.get("eos_token_id") if ids is None else ids
@@ -267,7 +273,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the folder, by the index where there is one."""
+    """Find all tensors of the folder, using the index if there is one."""
     if not (folder / _INDEX).exists():
         return _read_header(folder / _SINGLE)
     named = _read_json(folder / _INDEX).get("weight_map")
@@ -285,7 +291,8 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Names, shapes and dtypes of one safetensors file; also checks that the file is long enough to hold them all."""
+    """Read names, shapes and dtypes of one safetensors file. Check that the file is long enough for all its
+    tensors."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -326,5 +333,6 @@ def _check_tensors(config: Qwen3MoeConfig, stored: Mapping[str, StoredTensor], f
 
 
 def _harmless(name: str) -> bool:
-    """Tensors that some writers add and that change nothing: a tied output projection, and tables computed from the config."""
+    """True for tensors that some writers add and that change nothing: a tied output projection, and tables
+    computed from the config."""
     return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")

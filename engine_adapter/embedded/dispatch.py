@@ -1,13 +1,15 @@
-"""Takes activations to the experts and results back: dispatch and combine, by physical slot, in compact form.
+"""Dispatch and combine: send activations to the ranks of their experts and the results back, by physical
+slot, in compact form.
 
-What an implementation promises, whatever moves the bytes:
+Contract of every implementation, whatever the transport:
 
-- `dispatch` gives the rows that this rank's slots must compute, sorted by physical slot, inside a slot by (source rank, token), with
-  offsets: what a grouped matmul eats. Every non-empty group is padded to at least `GROUP_ROWS` rows (padding repeats a real row);
-  results of padding rows are ignored.
-- `combine` brings one row per (token, k) home, and the owner adds them there in k order in fp32. So a token's result does not depend on
-  where its experts live, nor on what else is in the batch.
-- A handle is good for one `combine`, of the latest `dispatch`.
+- `dispatch` returns the rows that this rank's slots must compute, and their offsets, in the form that a
+  grouped matmul takes. Rows are sorted by physical slot, and within a slot by (source rank, token). Every
+  non-empty group is padded to at least `GROUP_ROWS` rows (padding repeats a real row). Results of padding
+  rows are ignored.
+- `combine` returns one row per (token, k) to the token's own rank, which adds them in k order in fp32. So a
+  token's result depends neither on the location of its experts nor on the rest of the batch.
+- A handle is valid for one `combine`, of the latest `dispatch`.
 """
 
 import time
@@ -24,46 +26,48 @@ from fleet.dispatch import Chooser
 from fleet.placement import Placement
 
 GROUP_ROWS = 4
-"""Least rows of any matrix product: with one torch thread a row's fp32 result is then the same bits whatever the batch."""
+"""Minimum rows of any matrix product. With one torch thread, a row's fp32 result then has the same bits in
+every batch."""
 
 SMALL_GATHER_BYTES = 65536
-"""Activations per rank up to which all ranks send all of theirs to everybody: one collective less, and latency is all that counts."""
+"""Activation bytes per rank up to which each rank sends all its activations to all ranks. This saves a
+collective, and latency dominates at that size."""
 
 Indices = NDArray[np.int64]
 
 
 class DispatchError(Exception):
-    """A dispatch or combine was refused before anything was sent or computed."""
+    """A dispatch or combine was rejected before anything was sent or computed."""
 
 
 class CapacityError(DispatchError):
-    """More tokens than the rank was set up for."""
+    """A rank has more tokens than configured."""
 
 
 class ExpertIndexError(DispatchError, IndexError):
-    """A token names an expert the model does not have."""
+    """A token names an expert that the model does not have."""
 
 
 class HandleError(DispatchError):
-    """A handle was used twice, or is not the latest dispatch's."""
+    """A handle was used twice, or is not of the latest dispatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Where each of n (token, expert) pairs goes among rows sorted by slot."""
+    """Positions of n (token, expert) pairs among rows sorted by slot."""
 
     row_of_pair: Indices
-    """int64 [n]: the row of each pair"""
+    """int64 [n]: the row of each pair."""
     pair_of_row: Indices
-    """int64 [rows]: the pair behind each row; padding repeats pair 0"""
+    """int64 [rows]: the pair of each row. Padding repeats pair 0."""
     ends: NDArray[np.int32]
-    """int32 [slots]: end of each slot's rows, padding included"""
+    """int32 [slots]: end of each slot's rows, padding included."""
     counts: Indices
-    """int64 [slots]: pairs of each slot, without padding"""
+    """int64 [slots]: pairs of each slot, without padding."""
 
 
 def group_by_slot(slots: NDArray[Any], slot_count: int, least_rows: int = GROUP_ROWS) -> Groups:
-    """Sort pairs (their physical slots: [n]) by slot, stably; non-empty groups are padded to `least_rows`."""
+    """Sort pairs by their physical slots [n], stably. Non-empty groups are padded to `least_rows`."""
     order = np.argsort(slots, kind="stable")
     counts = np.bincount(slots, minlength=slot_count)
     sizes = np.where(counts > 0, np.maximum(counts, least_rows), 0)
@@ -78,22 +82,23 @@ def group_by_slot(slots: NDArray[Any], slot_count: int, least_rows: int = GROUP_
 
 
 class Sending:
-    """Which physical slots serve the pairs of all ranks, by the rule of `fleet.dispatch`. Every rank must come to the same result, so every
-    rank asks for every layer of every step once."""
+    """Choice of the physical slots that serve the pairs of all ranks, by the rule of `fleet.dispatch`. Every
+    rank must get the same result, so every rank calls `slots` once for every layer of every step."""
 
     def __init__(self, placement: Placement, cover: bool) -> None:
-        """cover: choose for a token's experts together, such that few ranks are reached."""
+        """cover: choose the replicas of a token's experts together, so that few ranks are reached."""
         self._cover = cover
-        # the ranks of an engine of ours meet in a folder: they are on one machine
+        # The ranks of this engine meet in a folder, so they are on one machine.
         self._chooser = Chooser(placement, range(placement.ranks), np.zeros(placement.ranks, np.intp))
         self._experts = placement.experts
         self.first = self._chooser.table
-        """int64 [layers, ranks * experts]: the first slot that may serve an expert; of one rank, the only one"""
+        """int64 [layers, ranks * experts]: the first slot that may serve an expert. With one rank, the only
+        one."""
         self._turns = np.zeros(self._chooser.table.shape, np.int64)
-        """[layers, ranks * experts]: pairs so far, of layers where there is a choice"""
+        """[layers, ranks * experts]: round-robin counters, for layers with a choice of replicas."""
 
     def slots(self, layer: int, home: Indices, experts: Indices) -> Indices:
-        """int64 [T, k] of tokens whose home ranks are [T], and whose experts are [T, k]."""
+        """Choose slots, int64 [T, k], for tokens with home ranks [T] and experts [T, k]."""
         wanted = home[:, None] * self._experts + experts
         if self._chooser.plain[layer]:
             return np.asarray(self._chooser.table[layer][wanted])
@@ -105,77 +110,83 @@ class Sending:
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """What a rank must compute for one layer."""
+    """Work of a rank for one layer."""
 
     rows: torch.Tensor
-    """[rows, H], sorted by (physical slot of this rank, source rank, token), groups padded"""
+    """[rows, H], sorted by (physical slot of this rank, source rank, token), with groups padded."""
     ends: torch.Tensor
-    """int32 [slots]: end of each slot's rows, padding included"""
+    """int32 [slots]: end of each slot's rows, padding included."""
     counts: Indices
-    """int64 [slots]: real rows of each slot"""
+    """int64 [slots]: real rows of each slot."""
     handle: "Handle"
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Opaque to callers: what `combine` needs to know of its `dispatch`."""
+    """State that `combine` needs from its `dispatch`. Opaque to callers."""
 
     call: int
     row_of_pair: Indices
-    """int64 [pairs computed here]: their rows, sources in order, (token, k) in order"""
+    """int64 [pairs computed here]: their rows, ordered by source, then by (token, k)."""
     to_sources: tuple[int, ...] = ()
-    """pairs computed here for each source rank"""
+    """Pairs computed here for each source rank."""
     back_order: Indices = field(default_factory=lambda: np.empty(0, np.int64))
-    """int64 [T * k]: where the result of each own pair stands among those that come back"""
+    """int64 [T * k]: position of each own pair's result among the returned rows."""
     from_ranks: tuple[int, ...] = ()
-    """own pairs computed by each rank"""
+    """Own pairs computed by each rank."""
 
 
 class Dispatch(Protocol):
-    """Dispatch and combine of one rank. All ranks call both for every layer of a step, also with no tokens."""
+    """Dispatch and combine of one rank. All ranks call both for every layer of a step, even without
+    tokens."""
 
     @property
     def served_by(self) -> Sequence[Indices]:
-        """int64 [all tokens, k] per layer that was dispatched in this step so far, ranks' tokens in order: the rank that serves each pair. Not
-        changed any more. Empty where there is but one rank."""
+        """int64 [all tokens, k] for each layer dispatched in this step so far, tokens ordered by rank: the
+        rank that serves each pair. The arrays are never modified. Empty with one rank."""
         ...
 
     def begin_step(self, tokens: int, tokens_by_rank: Sequence[int] | None) -> None:
-        """Say how many tokens this rank brings to the step, and each rank (None: the ranks tell each other). CapacityError when too many."""
+        """Set the tokens of this rank in the step, and those of each rank (None: the ranks exchange them).
+        CapacityError when there are too many."""
         ...
 
     def dispatch(self, layer: int, x: torch.Tensor, experts: NDArray[Any]) -> Dispatched:
-        """x [T, H], experts integer [T, k]: what this rank must compute. CapacityError, ExpertIndexError."""
+        """Send x [T, H] to experts, integer [T, k], and return the work of this rank. CapacityError,
+        ExpertIndexError."""
         ...
 
     def combine(self, results: torch.Tensor, weights: torch.Tensor, handle: Handle) -> torch.Tensor:
-        """results [rows, H] of the rows dispatched, weights fp32 [T, k]: the weighted sums, fp32 [T, H]. HandleError."""
+        """Return the weighted sums, fp32 [T, H], of results [rows, H] of the dispatched rows with weights
+        fp32 [T, k]. HandleError."""
         ...
 
     def sending(self, placement: Placement) -> Sending:
-        """What sending by another placement, of the same ranks, experts and slots, takes. For any thread; nothing changes."""
+        """Prepare the slot choice for another placement with the same ranks, experts and slots. Thread-safe;
+        changes nothing."""
         ...
 
     def adopt(self, sending: Sending) -> None:
-        """Between two steps: send by this from now on. All ranks call it before the same step."""
+        """Use this slot choice from now on. All ranks call it between the same two steps."""
         ...
 
     def slow_links(self, seconds: float) -> None:
-        """Between two steps: from now on each token of this rank takes so much longer to each other rank that it is sent to, and back. It stands in for
-        a network between machines where there is none."""
+        """Emulate slow links between machines: delay each transfer of a token of this rank to another rank
+        and back by this time. Call it between two steps."""
         ...
 
 
 def sent_away(served_by: Indices, rank: int) -> int:
-    """How often a token of this rank is sent to another one, once to each that serves any of its experts. served_by: int64 [T, k]."""
+    """Count transfers of this rank's tokens to other ranks, once per token and rank that serves any of its
+    experts. served_by: int64 [T, k]."""
     others = np.sort(np.where(served_by == rank, -1, served_by), axis=1)
     return int((others[:, :1] >= 0).sum() + ((others[:, 1:] != others[:, :-1]) & (others[:, 1:] >= 0)).sum())
 
 
 def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """rows [T * k, H], weights fp32 [T, k]: fp32 [T, H], added in k order. The rows are used up.
+    """Sum rows [T * k, H] with weights fp32 [T, k] in k order: fp32 [T, H]. Overwrites the rows.
 
-    Products and sums are separate, exactly rounded operations, so that vectorisation cannot change a bit.
+    Products and sums are separate, exactly rounded operations, so vectorization cannot change a bit.
     """
     tokens, k = weights.shape
     products = rows.view(tokens, k, rows.shape[1]).to(torch.float32).mul_(weights.unsqueeze(-1))
@@ -186,7 +197,7 @@ def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class _Calls:
-    """Numbers the dispatches of a rank and checks that each is combined at most once, the latest only."""
+    """Counts the dispatches of a rank, and checks that only the latest is combined, at most once."""
 
     def __init__(self) -> None:
         self._made = 0
@@ -217,7 +228,7 @@ def _check_step(tokens: int, rank: int, tokens_by_rank: Sequence[int], ranks: in
 
 
 class LocalDispatch:
-    """The one-rank engine: every expert is here, nothing travels."""
+    """Dispatch of an engine with one rank. All experts are local."""
 
     def __init__(self, placement: Placement, max_tokens: int) -> None:
         if placement.ranks != 1:
@@ -243,25 +254,26 @@ class LocalDispatch:
         return weighted_sum(results.index_select(0, torch.from_numpy(handle.row_of_pair)), weights)
 
     def sending(self, placement: Placement) -> Sending:
-        return Sending(placement, cover=False)  # of one rank every expert has one slot
+        return Sending(placement, cover=False)  # With one rank, every expert has one slot.
 
     def adopt(self, sending: Sending) -> None:
         self._table = sending.first
 
     def slow_links(self, seconds: float) -> None:
-        """Nothing travels."""
+        """Do nothing: tokens never leave the rank."""
 
 
 class GlooDispatch:
-    """Ranks joined by a process group: two collectives per layer when the step is small, three when it is not.
+    """Dispatch over a process group: two collectives per layer for small steps, three for larger ones.
 
-    Every rank learns every token's experts (ids are small), so nobody needs counts: both ends of every transfer derive its size.
-    Small steps send the activations along with the ids to everybody; larger ones send a token's activations once to each rank that
-    holds one of its experts.
+    Every rank learns the experts of every token (IDs are small). So no counts are exchanged: both ends of
+    every transfer derive its size. In small steps, all activations go to all ranks along with the IDs. In
+    larger steps, a token's activations go once to each rank that holds one of its experts.
     """
 
     def __init__(self, group: RankGroup, placement: Placement, max_tokens: int, *, cover: bool = False, small_gather_bytes: int = SMALL_GATHER_BYTES) -> None:
-        """cover: replicas are chosen such that a token is sent to few ranks (`fleet.dispatch.COVER`); the same on every rank."""
+        """cover: choose replicas so that a token is sent to few ranks (`fleet.dispatch.COVER`). The same on
+        every rank."""
         if placement.ranks != group.ranks:
             raise ValueError(f"dispatch: {placement!r} does not fit a group of {group.ranks} ranks")
         self._group = group
@@ -315,12 +327,13 @@ class GlooDispatch:
         self._link_seconds = seconds
 
     def _wait(self, seconds: float) -> None:
-        """Stand in for a network; counted as time spent in collectives."""
+        """Emulate a network delay. Counted as time in collectives."""
         time.sleep(seconds)
         self._group.seconds += seconds
 
     def _gather(self, x: torch.Tensor, experts: NDArray[Any]) -> tuple[torch.Tensor, Indices]:
-        """Everybody's activations [all tokens, H] and expert ids [all tokens, k], sources in order, in one collective of bytes."""
+        """All ranks' activations [all tokens, H] and expert IDs [all tokens, k], ordered by source rank, with
+        one collective of bytes."""
         width = x.shape[1] * x.element_size()
         mine = torch.zeros((self._step.most, width + 2 * experts.shape[1]), dtype=torch.uint8)
         mine[: len(x), :width] = bytes_of(x)
@@ -330,7 +343,8 @@ class GlooDispatch:
         return everyone[:, :width].contiguous().view(x.dtype), ids.astype(np.int64)
 
     def _fetch(self, x: torch.Tensor, rank_of: Indices, tokens: Indices) -> tuple[torch.Tensor, Indices]:
-        """Bring here, once each, the activations of all `tokens` (indices into everybody's): rows, and the row of each of `tokens`."""
+        """Fetch the activations of all `tokens` (indices into all ranks' tokens), each once. Return the rows,
+        and the row of each of `tokens`."""
         needed = np.zeros(len(rank_of), bool)
         needed[tokens] = True
         receive = np.bincount(self._step.home[needed], minlength=self._group.ranks)
@@ -352,14 +366,14 @@ class GlooDispatch:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What the step headers say of a step's tokens."""
+    """Layout of a step's tokens, from the step headers."""
 
     most: int
-    """tokens of the busiest rank: what gathers are padded to"""
+    """Tokens of the busiest rank. Gathers are padded to this."""
     home: Indices
-    """int64 [all tokens]: the rank each token lives on"""
+    """int64 [all tokens]: the home rank of each token."""
     present: torch.Tensor
-    """int64 [all tokens]: where the tokens are in a padded gather [ranks * most]"""
+    """int64 [all tokens]: positions of the tokens in a padded gather [ranks * most]."""
 
     @classmethod
     def of(cls, tokens: tuple[int, ...]) -> "_Step":

@@ -1,7 +1,9 @@
-"""Counts where a rank's tokens were sent, and what it served: put down by the step thread, counted when somebody asks.
+"""Dispatch statistics of a rank: tokens sent and pairs served. The step thread records, and counting is
+deferred until the statistics are taken.
 
-Every rank knows which rank serves every pair of a step, whoever's it is. Counting takes some twenty calls of numpy however many steps
-it is for, so that steps are kept as they are until a few have come together.
+Every rank knows which rank serves every pair of a step, for the tokens of all ranks. Counting takes about
+twenty NumPy calls regardless of the number of steps. So steps are stored until several can be counted
+together.
 """
 
 import threading
@@ -15,25 +17,25 @@ from numpy.typing import NDArray
 from engine_adapter.engine import DispatchCounts, balance
 
 KEPT_PAIRS = 1 << 15
-"""(token, k) pairs, of all ranks and layers, from which steps are counted although nobody asked"""
+"""Stored (token, k) pairs, over all ranks and layers, from which steps are counted early."""
 KEPT_STEPS = 256
 MOST_EPOCHS = 16
-"""that are kept apart until somebody takes them; beyond, the oldest are let go"""
+"""Epochs kept apart until they are taken. Beyond it, the oldest are dropped."""
 
 
 class FinishedStep(NamedTuple):
-    """A step that is over."""
+    """A completed step."""
 
     seconds: float
     tokens_by_rank: Sequence[int]
     served_by: Sequence[NDArray[np.int64]]
-    """int64 [tokens of all ranks, k] per layer: the rank that served each pair; empty where there is but one rank"""
+    """int64 [tokens of all ranks, k] per layer: the rank that served each pair. Empty with one rank."""
     communication_seconds: float = 0.0
-    """of `seconds`: in collectives, waiting for slower ranks included"""
+    """Part of `seconds` spent in collectives, waiting for slower ranks included."""
 
 
 class DispatchLog:
-    """Where tokens go. `add` is for the step thread, `take` for any."""
+    """Log of dispatched tokens. `add` is for the step thread, and `take` is thread-safe."""
 
     def __init__(self, rank: int, *, layers: int, top_k: int) -> None:
         self._rank = rank
@@ -41,14 +43,14 @@ class DispatchLog:
         self._lock = threading.Lock()
         self._epoch = 0
         self._steps: list[FinishedStep] = []
-        """of this epoch, not counted yet"""
+        """Steps of this epoch that are not counted yet."""
         self._pairs = 0
-        """in them"""
+        """Pairs in these steps."""
         self._counted: deque[DispatchCounts] = deque(maxlen=MOST_EPOCHS)
-        """one per epoch"""
+        """Counts, one per epoch."""
 
     def add(self, epoch: int, step: FinishedStep) -> None:
-        """A step in which any rank had a token is over; epoch: that it was served with."""
+        """Add a completed step in which any rank had a token. epoch: the epoch served in it."""
         with self._lock:
             if epoch != self._epoch:
                 self._count(self._epoch, self._drained(), self._counted)
@@ -59,11 +61,11 @@ class DispatchLog:
                 self._count(epoch, self._drained(), self._counted)
 
     def take(self) -> tuple[DispatchCounts, ...]:
-        """What was sent since the last call, one per epoch; empty when there was no step."""
+        """Return the counts since the last call, one per epoch. Empty when there was no step."""
         with self._lock:
             taken, self._counted = self._counted, deque(maxlen=MOST_EPOCHS)
             epoch, steps = self._epoch, self._drained()
-        self._count(epoch, steps, taken)  # the step thread need not wait for it
+        self._count(epoch, steps, taken)  # Outside the lock, so that the step thread does not wait.
         return tuple(taken)
 
     def _drained(self) -> list[FinishedStep]:
@@ -78,8 +80,8 @@ class DispatchLog:
 
 
 def counted(epoch: int, steps: Sequence[FinishedStep], rank: int, *, layers: int, top_k: int) -> DispatchCounts:
-    """What rank `rank` sent and served in steps of one epoch, at least one."""
-    tokens = np.array([step.tokens_by_rank for step in steps])  # [steps, ranks]
+    """Count what rank `rank` sent and served in steps of one epoch. There must be at least one step."""
+    tokens = np.array([step.tokens_by_rank for step in steps])  # [steps, ranks].
     own = int(tokens[:, rank].sum())
     seconds = sum(step.seconds for step in steps)
     remote, local, served, balanced = _alone(own, len(steps), layers, top_k) if tokens.shape[1] == 1 else _among(steps, tokens, rank)
@@ -88,12 +90,13 @@ def counted(epoch: int, steps: Sequence[FinishedStep], rank: int, *, layers: int
 
 
 def _alone(tokens: int, steps: int, layers: int, top_k: int) -> NDArray[np.float64]:
-    """As `_among`, where everything stays at home."""
+    """As `_among`, for one rank: all pairs are local."""
     return np.broadcast_to(np.array([0.0, tokens * top_k, tokens * top_k, steps])[:, None], (4, layers))
 
 
 def _among(steps: Sequence[FinishedStep], tokens: NDArray[np.int64], rank: int) -> NDArray[np.float64]:
-    """float64 [4, layers]: ranks reached, pairs at home, pairs served, balance; summed over steps. tokens: [steps, ranks]."""
+    """float64 [4, layers]: ranks reached, local pairs, pairs served, balance. Summed over steps. tokens:
+    [steps, ranks]."""
     ranks, layers = tokens.shape[1], len(steps[0].served_by)
     every = _by_layer(steps, [slice(None)] * len(steps))
     place = (np.arange(layers)[:, None] * len(steps) + np.repeat(np.arange(len(steps)), tokens.sum(axis=1))) * ranks
@@ -102,12 +105,12 @@ def _among(steps: Sequence[FinishedStep], tokens: NDArray[np.int64], rank: int) 
     own = _by_layer(steps, [slice(begin, begin + count) for begin, count in zip(first.tolist(), tokens[:, rank].tolist(), strict=True)])
     reached = np.zeros((*own.shape[:2], ranks), np.bool_)
     np.put_along_axis(reached, own, True, axis=2)
-    went = reached.sum(axis=1)  # [layers, ranks] own tokens that reach each rank
+    went = reached.sum(axis=1)  # [layers, ranks] own tokens that reach each rank.
     return np.stack([went.sum(axis=1) - went[:, rank], (own == rank).sum(axis=(1, 2)), loads[:, :, rank].sum(axis=1), balance(loads).sum(axis=1)])
 
 
 def _by_layer(steps: Sequence[FinishedStep], rows: Sequence[slice]) -> NDArray[np.int64]:
-    """int64 [layers, tokens, k] of these rows of each step, steps in order."""
+    """int64 [layers, tokens, k] of these rows of each step, in step order."""
     layers = len(steps[0].served_by)
     found = np.concatenate([step.served_by[layer][part] for layer in range(layers) for step, part in zip(steps, rows, strict=True)])
     return found.reshape(layers, -1, found.shape[1])

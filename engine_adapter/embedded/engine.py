@@ -1,4 +1,4 @@
-"""The embedded engine behind the Engine port: one rank, its step thread, and the event loop's side of both."""
+"""The embedded engine behind the Engine port: one rank, its step thread, and the event-loop side of both."""
 
 import asyncio
 import concurrent.futures
@@ -32,9 +32,10 @@ from fleet.layout import EP
 from fleet.placement import Placement
 
 _WATCH_SECONDS = 0.5
-"""How often a step in progress is looked at; also added to the step time-out, so that a rank that knows more speaks first"""
+"""Interval of checks on the step in progress. Also added to the step timeout, so that a rank with more
+information reports first."""
 _LONG_PROMPT = 4096
-"""ids from which a request is prepared off the event loop"""
+"""Requests from this number of IDs are prepared off the event loop."""
 _FACT_BLOCKS_PER_PAGE = 4
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What the step thread makes of a configuration."""
+    """Components that the step thread creates from a configuration."""
 
     machine: RankSetup
     tokenizer: CheckpointTokenizer
@@ -59,7 +60,7 @@ class _Running:
     loaded: _Loaded
     thread: threading.Thread
     ended: "asyncio.Future[None]"
-    """done when the thread is, with what ended it"""
+    """Completes with the thread, with the error that ended it."""
 
 
 def _load(config: EmbeddedConfig, rank: int, run_directory: Path | None, build: MachineBuilder, report: Callable[[StepReport], None]) -> _Loaded:
@@ -89,9 +90,10 @@ def _load(config: EmbeddedConfig, rank: int, run_directory: Path | None, build: 
 
 
 class EmbeddedEngine:
-    """One rank. All methods are for the event loop that called `start`.
+    """One rank of the embedded engine. All methods are for the event loop that called `start`.
 
-    `run_directory` is where the ranks of one incarnation of the engine meet; an engine of one rank makes its own when None.
+    `run_directory` is the meeting place of the ranks of one incarnation of the engine. With None, an engine
+    of one rank creates its own.
     """
 
     def __init__(self, config: EmbeddedConfig, rank: int = 0, run_directory: Path | None = None, *, build: MachineBuilder = build_machine) -> None:
@@ -106,7 +108,7 @@ class EmbeddedEngine:
         self._running: _Running | None = None
         self._failure: EngineFailed | None = None
         self._open: dict[AnswerStream, EmbeddedSequence] = {}
-        """requests that the step thread has not finished; the event loop's"""
+        """Requests that the step thread has not finished. Belongs to the event loop."""
         self._news = asyncio.Event()
         self._seed = secrets.randbits(63) if config.seed is None else config.seed
         self._seedless = 0
@@ -121,7 +123,8 @@ class EmbeddedEngine:
 
     @property
     def handover_seconds(self) -> float:
-        """Nothing: experts arrive beside the steps, and going over to another epoch takes no measurable part of one."""
+        """Return 0: experts are copied parallel to the steps, and the switch to another epoch takes no
+        measurable time."""
         return 0.0
 
     @property
@@ -130,21 +133,22 @@ class EmbeddedEngine:
 
     @property
     def tokenizer(self) -> CheckpointTokenizer:
-        """The checkpoint's tokenizer."""
+        """Tokenizer of the checkpoint."""
         return self._alive.tokenizer
 
     @property
     def vocabulary(self) -> int:
-        """Ids run from 0 to this, exclusive."""
+        """Upper bound (exclusive) of token IDs."""
         return self._alive.machine.vocabulary
 
     @property
     def failure(self) -> EngineFailed | None:
-        """Why the engine serves no more; None while it lives."""
+        """Reason why the engine has stopped serving. None while it is healthy."""
         return self._failure
 
     async def start(self) -> None:
-        """Load, meet the other ranks, measure speeds, and begin to step. EngineFailed says why when that is impossible."""
+        """Load, join the other ranks, measure speeds, and start stepping. EngineFailed states the reason when
+        that is impossible."""
         loaded: concurrent.futures.Future[_Loaded] = concurrent.futures.Future()
         ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         name = f"steps of rank {self._rank}"
@@ -158,7 +162,8 @@ class EmbeddedEngine:
         self._running.ended.add_done_callback(self._on_end)
 
     async def submit(self, request: GenerationRequest) -> AnswerStream:
-        """Queue a request. Overloaded when too many are open; EngineFailed when the engine is gone; ValueError for a request out of bounds."""
+        """Submit a request. Overloaded when too many are open. EngineFailed when the engine is gone.
+        ValueError for a request out of bounds."""
         self._refuse_if_failed()
         if len(self._open) >= self.config.max_running + self.config.max_waiting:
             raise Overloaded(self.config.max_waiting)
@@ -174,7 +179,7 @@ class EmbeddedEngine:
         return answer
 
     def fresh_seed(self) -> int:
-        """A seed for a request that states none."""
+        """Draw a seed for a request without one."""
         self._seedless += 1
         return xxhash.xxh3_64_intdigest(self._seedless.to_bytes(8, "little"), self._seed % (1 << 64))
 
@@ -186,7 +191,8 @@ class EmbeddedEngine:
         return replace(self._alive.facts.take(), sent=self._alive.steps.take_sent())
 
     async def run(self) -> None:
-        """Supervise until cancelled, then leave at the next step, or until EngineFailed. Either way no request stays open."""
+        """Supervise until cancelled, then leave at the next step, or until EngineFailed. Either way, no
+        request stays open."""
         running = self._started
         try:
             await self._watch(running)
@@ -206,12 +212,13 @@ class EmbeddedEngine:
         self._refuse_if_failed()
 
     async def _stop(self, running: _Running) -> None:
-        """Leave at the next step. Bounded: a step thread that does not come back is left behind; it dies with the process."""
+        """Leave at the next step, within a time limit. A step thread that does not return is abandoned and
+        dies with the process."""
         self._fail(EngineFailed(f"rank {self._rank} is stopping"))
         running.loaded.steps.leave()
         done, _ = await asyncio.wait({running.ended}, timeout=self.config.stop_timeout_seconds)
         if done:
-            running.thread.join()  # it has said its last word already
+            running.thread.join()  # The thread has already reported its result.
         else:
             log.warning("rank %d: the step in progress did not end within %g s (stop_timeout_seconds)", self._rank, self.config.stop_timeout_seconds)
 
@@ -249,7 +256,7 @@ class EmbeddedEngine:
         return EmbeddedSequence(request, answer, generation, text, routed, RequestTimes(submitted=time.time_ns()))
 
     def _is_over(self, seat: EmbeddedSequence) -> bool:
-        """Whether a continuation had come to its end already before it broke."""
+        """True if a continuation had already finished before its stream broke."""
         request = seat.request
         ended = request.emitted and not request.ignore_eos and request.prompt[-1] in self._alive.tokenizer.eos
         return seat.text.stopped or bool(ended)
@@ -265,7 +272,7 @@ class EmbeddedEngine:
         for answer, news in report.news:
             seat = self._open.get(answer)
             if seat is None:
-                continue  # cancelled in the meantime
+                continue  # Cancelled in the meantime.
             if isinstance(news, AnswerDelta):
                 answer.put(news)
             else:
@@ -282,7 +289,7 @@ class EmbeddedEngine:
         self._fail(error if isinstance(error, EngineFailed) else EngineFailed(f"rank {self._rank}: {error or 'its step thread ended'}"))
 
     def _fail(self, failure: EngineFailed) -> None:
-        """The first failure counts; every open request ends with it."""
+        """Fail the engine and all open requests. Only the first failure counts."""
         if self._failure is not None:
             return
         self._failure = failure
@@ -293,7 +300,7 @@ class EmbeddedEngine:
             self._running.loaded.experts.fail(failure)
 
     def _thread(self, loop: asyncio.AbstractEventLoop, loaded: "concurrent.futures.Future[_Loaded]", ended: "concurrent.futures.Future[None]") -> None:
-        """The step thread, from loading to its end."""
+        """Run the step thread, from loading to its end."""
         try:
             served = _load(self.config, self._rank, self._run_directory, self._build, lambda report: _tell(loop, self._deliver, report))
         except Exception as error:
@@ -307,7 +314,7 @@ class EmbeddedEngine:
                 served.steps.run()
         except Exception as error:
             if served.steps.leaving:
-                log.info("rank %d: the other ranks were gone first (%s)", self._rank, error)
+                log.info("rank %d: the other ranks had already left (%s)", self._rank, error)
             else:
                 if isinstance(error, PeerLeft):
                     log.warning("rank %d ends: %s", self._rank, error)
@@ -321,7 +328,7 @@ class EmbeddedEngine:
 
 
 def _settle(future: "concurrent.futures.Future[Any]", result: object) -> bool:
-    """Give a waiter its result or error; False when it waits no more."""
+    """Set the result or error of a future. False when its waiter was cancelled."""
     if not future.set_running_or_notify_cancel():
         return False
     if isinstance(result, Exception):
@@ -332,5 +339,6 @@ def _settle(future: "concurrent.futures.Future[Any]", result: object) -> bool:
 
 
 def _tell(loop: asyncio.AbstractEventLoop, listener: Callable[[StepReport], None], report: StepReport) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more, and the process is ending
+    # The loop is closed: there is no listener, and the process is ending.
+    with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(listener, report)

@@ -1,4 +1,5 @@
-"""The forward pass of one rank: work in, logits and routing out. Knows pages and positions, nothing of requests."""
+"""Forward pass of one rank: work in, logits and routing out. Handles pages and positions; knows no
+requests."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -25,41 +26,45 @@ from fleet.placement import Placement
 from fleet.timing import EngineSpeed
 
 PAGE_TOKENS = 16
-"""Positions per KV page; equal to the block size that identities are computed with."""
+"""Positions per KV page. Equal to the block size of block hashes."""
 _MANY_SEQUENCES = 32
-"""whose step is compared with that of one, to find what each adds: with fewer, what one adds is less than a busy machine's noise"""
+"""Sequences in the step that is compared with a step of one, to measure the cost per sequence. With fewer,
+that cost is below the noise of a busy machine."""
 _FEW_PAIRS, _MANY_PAIRS = 16, 144
-"""rows of one expert that are compared to find what one of them takes"""
+"""Rows of one expert in the two calls that are compared to measure the cost per row."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceWork:
-    """What one sequence wants from one step: `tokens` computed at positions start, start + 1, ..."""
+    """Work of one sequence in one step: compute `tokens` at positions start, start + 1, and so on."""
 
     tokens: Sequence[int]
-    """ids to compute now, at least one"""
+    """IDs to compute now, at least one."""
     start: int
-    """position of tokens[0]; the KV of every earlier position is already in `pages`"""
+    """Position of tokens[0]. The KV of every earlier position is already in `pages`."""
     pages: Sequence[int]
-    """ids of the pages that cover positions 0 .. start + len(tokens) - 1, in order; more are allowed. Those of `tokens` are this work's own"""
+    """IDs of the pages that cover positions 0 .. start + len(tokens) - 1, in order. More pages are allowed.
+    The pages of `tokens` belong to this work alone."""
     wants_logits: bool
-    """whether the logits behind the last of `tokens` are wanted"""
+    """True if the logits after the last of `tokens` are needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What a step gives back."""
+    """Results of a step."""
 
     logits: torch.Tensor
-    """fp32 [works that want logits, vocabulary], in the order of the works"""
+    """fp32 [works that need logits, vocabulary], in the order of the works."""
     routed: NDArray[Any]
-    """uint8 (uint16 above 256 experts) [tokens, layers, k]: the experts chosen for every computed token, works in order, tokens in order"""
+    """uint8 (uint16 above 256 experts) [tokens, layers, k]: the experts chosen for every computed token,
+    ordered by work, then by token."""
     served_by: Sequence[NDArray[np.int64]] = ()
-    """int64 [tokens of all ranks, k] per layer, rank by rank: the rank that served each pair; empty where there is but one"""
+    """int64 [tokens of all ranks, k] per layer, ordered by rank: the rank that served each pair. Empty with
+    one rank."""
 
 
 class WorkError(ValueError):
-    """A work that no step can compute; the text says which and why."""
+    """A work that no step can compute. The text names the work and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +77,25 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedEpoch:
-    """Everything that one epoch is served with (`engine_adapter.engine.Adoption`); adopting it exchanges references."""
+    """Everything needed to serve one epoch (`engine_adapter.engine.Adoption`). Adopting it only swaps
+    references."""
 
     placement: Placement
     cells: NDArray[np.int32]
-    """[layers, slots_per_rank]"""
+    """[layers, slots_per_rank]."""
     layers: Sequence[_Layer]
     sending: Sending
 
 
 class ModelRunner:
-    """One rank of the engine: its weights, its KV pages, its forward pass. Used by one thread, which it holds to one torch thread.
+    """One rank of the engine: its weights, its KV pages, its forward pass. Used by one thread, which is
+    limited to one torch thread.
 
-    An engine of one rank may share large steps among several threads, by sequences; ranks share them by nature.
+    An engine of one rank may split large steps among several threads, by sequence. With several ranks, the
+    ranks already split them.
 
-    With one torch thread and every matrix product padded to `GROUP_ROWS` rows, a token's fp32 results are the same bits
-    whatever else is in the batch, and wherever its experts live.
+    With one torch thread and every matrix product padded to `GROUP_ROWS` rows, a token's fp32 results have
+    the same bits whatever the rest of the batch and the location of its experts.
     """
 
     def __init__(
@@ -104,11 +112,13 @@ class ModelRunner:
         cover: bool = False,
         ballast_bytes: int = 0,
     ) -> None:
-        """Load this rank's weights (of the experts only its own) and make `kv_pages` pages of KV. The checkpoint may be closed afterwards.
+        """Load this rank's weights (of the experts only its own) and allocate `kv_pages` pages of KV. The
+        checkpoint may be closed afterwards.
 
-        group: the other ranks; None for an engine of one rank. max_tokens: most tokens of one rank in one step. threads: how many share
-        a large step of an engine of one rank; close() ends them. CheckpointError when a tensor cannot be read; ValueError when placement,
-        group or sizes do not fit the model. cover: as of `GlooDispatch`; ballast_bytes: as of `Arena`.
+        group: the other ranks. None for an engine of one rank. max_tokens: limit on the tokens of one rank in
+        one step. threads: threads that share a large step of an engine of one rank. close() ends them.
+        CheckpointError when a tensor cannot be read. ValueError when placement, group or sizes do not fit the
+        model. cover: as in `GlooDispatch`. ballast_bytes: as in `Arena`.
         """
         if kv_pages < 1 or max_tokens < 1 or dtype not in RUN_DTYPES:
             raise ValueError(f"runner: kv_pages {kv_pages} and max_tokens {max_tokens} must be at least 1, dtype {dtype!r} one of {', '.join(RUN_DTYPES)}")
@@ -125,7 +135,7 @@ class ModelRunner:
         self._of_cell = [(self.arena.gate_up(cell).t(), self.arena.down(cell)) for cell in range(self.arena.cells)]
         self._dtype = RUN_DTYPES[dtype]
         self._crew = ThreadTeam(threads if group is None else 1)
-        # one per thread, since a dispatch is open until its combine; the first is asked for the whole step
+        # One per thread, since a dispatch is open until its combine. The first one handles whole-step calls.
         self._dispatches: list[Dispatch] = (
             [LocalDispatch(placement, max_tokens) for _ in range(self._crew.threads)]
             if group is None
@@ -139,7 +149,7 @@ class ModelRunner:
         cells = self.arena.first_cells()
         layers = [self._load_layer(checkpoint, layer, cells[layer]) for layer in range(self.config.layers)]
         self._served = PreparedEpoch(placement, _frozen(cells), layers, self._dispatches[0].sending(placement))
-        # K heads before V heads; zeroed, because padding is read (and weighs nothing)
+        # K heads before V heads. Zeroed, because padding is read (with weight zero).
         self.kv = torch.zeros((self.config.layers, 2 * self.config.kv_heads, kv_pages, PAGE_TOKENS, self.config.head_dim), dtype=self._dtype)
 
     def _load_layer(self, checkpoint: Checkpoint, layer: int, cells: NDArray[np.int32]) -> _Layer:
@@ -165,7 +175,7 @@ class ModelRunner:
         return _Layer(read("input_layernorm.weight"), attention, read("post_attention_layernorm.weight"), block)
 
     def _matrices(self, cells: NDArray[np.int32]) -> tuple[GroupedMatrices, GroupedMatrices]:
-        """gate_up and down of a layer whose slots are in these cells."""
+        """Return gate_up and down of a layer whose slots map to these cells."""
         gate_up, down = zip(*(self._of_cell[cell] for cell in cells.tolist()), strict=True)
         return GroupedMatrices(gate_up), GroupedMatrices(down)
 
@@ -175,17 +185,17 @@ class ModelRunner:
 
     @property
     def placement(self) -> Placement:
-        """The one that is served."""
+        """The served placement."""
         return self._served.placement
 
     @property
     def cells(self) -> NDArray[np.int32]:
-        """int32 [layers, slots_per_rank]: the cell of each slot, in the epoch that is served. Not to be written to."""
+        """int32 [layers, slots_per_rank]: the cell of each slot in the served epoch. Read-only."""
         return self._served.cells
 
     def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> PreparedEpoch:
-        """All that serving a placement takes with this rank's slots in these cells, whatever is served now. For any thread, beside the steps;
-        nothing changes. ValueError when it does not fit what is served, or the arena."""
+        """Prepare to serve a placement with this rank's slots in these cells. Thread-safe, parallel to steps;
+        changes nothing. ValueError when it does not fit the served placement or the arena."""
         served = self._served
         _check_adoption(served.placement, placement, cells, self.arena.cells)
         kept = (cells == served.cells).all(axis=1).tolist()
@@ -193,13 +203,13 @@ class ModelRunner:
         return PreparedEpoch(placement, _frozen(cells.copy()), layers, self._dispatches[0].sending(placement))
 
     def adopt(self, prepared: PreparedEpoch) -> None:
-        """Between two steps: serve what was prepared. Every rank calls it before the same step."""
+        """Serve a prepared epoch. Every rank calls it between the same two steps."""
         self._served = prepared
         for dispatch in self._dispatches:
             dispatch.adopt(prepared.sending)
 
     def slow_links(self, seconds: float) -> None:
-        """As `Dispatch.slow_links`, for the whole of this rank. Call it between two steps."""
+        """Apply `Dispatch.slow_links` to all threads of this rank. Call it between two steps."""
         for dispatch in self._dispatches:
             dispatch.slow_links(seconds)
 
@@ -208,13 +218,16 @@ class ModelRunner:
         return replace(layer, block=replace(layer.block, gate_up=gate_up, down=down))
 
     def forward(self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None) -> Forward:
-        """Compute one step. All ranks call it for the same step; a rank without work gives an empty sequence.
+        """Compute one step. All ranks call it for the same step. A rank without work passes an empty
+        sequence.
 
-        tokens_by_rank: what the step headers say (None: the ranks ask each other once more). WorkError and DispatchError before
-        anything is computed or sent; PeerLost and PeerTimeout when another rank fails.
+        tokens_by_rank: from the step headers (None: the ranks exchange them again). WorkError and
+        DispatchError are raised before anything is computed or sent. PeerLost and PeerTimeout when another
+        rank fails.
         """
         if torch.get_num_threads() != 1:
-            torch.set_num_threads(1)  # a setting of each thread that was running before the runner was made
+            # The setting is per thread, for threads that ran before the runner was created.
+            torch.set_num_threads(1)
         self._check(work)
         counts = [len(one.tokens) for one in work]
         self._dispatches[0].begin_step(sum(counts), tokens_by_rank)
@@ -226,7 +239,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compute(self, work: Sequence[SequenceWork], dispatch: Dispatch) -> Forward:
-        """One thread's part of a step: all of it, or some of its sequences."""
+        """Compute one thread's part of a step: all of it, or some of its sequences."""
         ids = list(chain.from_iterable(one.tokens for one in work))
         rows = max(len(ids), GROUP_ROWS) if ids else 0
         spans = [SequenceSpan(len(one.tokens), one.start, one.pages) for one in work]
@@ -238,7 +251,8 @@ class ModelRunner:
         return Forward(self._logits(hidden, work), routed, dispatch.served_by)
 
     def _layer(self, at: int, hidden: torch.Tensor, tokens: int, plan: AttentionPlan, dispatch: Dispatch) -> NDArray[Any]:
-        """Run one layer on the residual stream [rows, H], in place; the experts chosen, [tokens, k]."""
+        """Run one layer on the residual stream [rows, H], in place. Return the chosen experts, [tokens,
+        k]."""
         layer = self._served.layers[at]
         if tokens:
             hidden += layer.attention.forward(self._normed(hidden, layer.attention_norm), plan, self.kv[at])
@@ -271,9 +285,11 @@ class ModelRunner:
                 raise WorkError(f"work {at}: pages {min(one.pages)} to {max(one.pages)}; there are {self.kv_pages}")
 
     def measure_speed(self) -> EngineSpeed:
-        """Time this rank's own steps: a few hundred milliseconds for a small model. All ranks call it together.
+        """Time this rank's own steps, which takes a few hundred milliseconds for a small model. All ranks
+        call it together.
 
-        Overwrites KV pages: call it before serving. Every rank makes the same number of steps, whatever the clock says.
+        Overwrites KV pages, so call it before serving. Every rank runs the same number of steps, independent
+        of the clock.
         """
         sequences = min(_MANY_SEQUENCES, self.kv_pages, self.max_tokens)
         pages = max(1, min(16, self.kv_pages // sequences, self.config.max_positions // PAGE_TOKENS))
@@ -297,13 +313,15 @@ class ModelRunner:
         return [SequenceWork([1], pages * PAGE_TOKENS - 1, range(at * pages, (at + 1) * pages), wants_logits=True) for at in range(sequences)]
 
     def _fastest_steps(self, works: Sequence[Sequence[SequenceWork]], times: int) -> list[float]:
-        """Seconds of each, in turn, so that a machine that grows busy meanwhile slows all of them: their differences are what matters."""
+        """Minimum seconds of each work, measured in turn. Load that arises meanwhile thus slows all of them,
+        and only their differences matter."""
         taken = [[_fastest_seconds(partial(self.forward, work), 1) for work in works] for _ in range(times)]
         return [min(seconds) for seconds in zip(*taken, strict=True)]
 
     @torch.inference_mode()
     def _pair_seconds(self) -> float:
-        """Of one row more for an expert that has rows already: what a rank does with a pair that the others do not have."""
+        """Cost of one more row for an expert that already has rows: the load of a pair that other ranks do
+        not have."""
         block = self._served.layers[0].block
         slots = self.placement.slots_per_rank
 
@@ -314,9 +332,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _read_seconds(self) -> float:
-        """Of one distinct expert more in a step's batch: the same rows, spread over all slots of a layer instead of one slot.
+        """Cost of one more distinct expert in a step's batch: the same rows, spread over all slots of a layer
+        instead of one slot.
 
-        Layers take turns, so that weights come from as far as they do in a step and not from the nearest cache.
+        Layers alternate, so that weights come from memory as in a real step and not from the nearest cache.
         """
         slots = self.placement.slots_per_rank
         if slots < 2:
@@ -334,9 +353,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _dispatch_seconds(self) -> float:
-        """Per token, layer and remote rank: what sending it there and back adds to a dispatch that stays at home.
+        """Cost per token, layer and remote rank of sending a token there and back, compared to a local
+        dispatch.
 
-        With as many tokens as a step takes: what a few tokens add drowns in the fixed cost of a collective.
+        Measured with a full step of tokens, because the fixed cost of a collective hides the cost of a few
+        tokens.
         """
         ranks, tokens = self.placement.ranks, self.max_tokens
         if ranks == 1:
@@ -361,7 +382,8 @@ def _frozen(cells: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def _check_adoption(served: Placement, wanted: Placement, cells: NDArray[np.int32], count: int) -> None:
-    """ValueError when an engine that serves one placement cannot go over to the other, or not with these of its `count` cells."""
+    """ValueError when an engine that serves one placement cannot switch to the other, or not with these of
+    its `count` cells."""
     one, other = ((each.layers, each.experts, each.ranks, each.slots_per_rank) for each in (served, wanted))
     if one != other:
         raise ValueError(f"runner: {wanted!r} cannot follow {served!r}; it must have the same layers, experts, ranks and slots")
@@ -373,13 +395,15 @@ def _check_adoption(served: Placement, wanted: Placement, cells: NDArray[np.int3
 
 
 def _more_seconds(less: Callable[[], object], more: Callable[[], object], times: int) -> float:
-    """What one call takes longer than the other, each at its fastest; in turn, so that a machine that grows busy meanwhile slows both."""
+    """Difference between the minimum durations of two calls, measured in turn, so that load that arises
+    meanwhile slows both."""
     pairs = [(_fastest_seconds(less, 1), _fastest_seconds(more, 1)) for _ in range(times)]
     return max(0.0, min(slow for _, slow in pairs) - min(fast for fast, _ in pairs))
 
 
 def _fastest_seconds(call: Callable[[], object], times: int) -> float:
-    """Least wall-clock seconds of several calls: engines start together, and a busy start must not be taken for a slow machine."""
+    """Minimum wall-clock seconds of several calls. Engines start together, and load at the start must not be
+    mistaken for a slow machine."""
     taken = []
     for _ in range(times):
         begin = time.perf_counter()

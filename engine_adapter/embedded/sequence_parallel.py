@@ -1,4 +1,5 @@
-"""Shares a large step of a one-rank engine among threads. Each computes whole sequences with one torch thread, so no bit changes."""
+"""Split a large step of a one-rank engine among threads. Each computes whole sequences with one torch thread,
+so no result bit changes."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,15 +13,17 @@ import torch
 Result = TypeVar("Result")
 
 LEAST_TOKENS = 128
-"""Tokens per thread from which sharing pays: below, operations are so short that the threads wait for Python more than they compute."""
+"""Minimum tokens per thread for splitting. Below it, operations are so short that threads mostly wait for the
+GIL."""
 
 
 def share(tokens: Sequence[int], threads: int, least: int = LEAST_TOKENS) -> list[slice]:
-    """Cut sequences of so many `tokens` into runs of about equal sums, one per thread; fewer, down to one, where a run would have under `least` tokens."""
+    """Split sequences with these `tokens` into runs of about equal sums, one per thread. Use fewer runs, down
+    to one, where a run would have under `least` tokens."""
     ends = np.cumsum(tokens, dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     for parts in range(min(threads, total // least), 1, -1):
-        # a sequence belongs to the run that its middle falls into
+        # A sequence belongs to the run that contains its midpoint.
         run = ((2 * ends - tokens) * parts // (2 * total)).clip(max=parts - 1)
         if np.bincount(run, weights=tokens, minlength=parts).min() >= least:
             bounds = np.searchsorted(run, np.arange(parts + 1)).tolist()
@@ -32,15 +35,16 @@ class ThreadTeam:
     """The calling thread and `threads - 1` more, which sleep between calls."""
 
     def __init__(self, threads: int) -> None:
-        """ValueError for fewer than one."""
+        """ValueError for fewer than one thread."""
         if threads < 1:
-            raise ValueError(f"crew: {threads} threads; at least 1 must compute")
+            raise ValueError(f"thread team: {threads} threads; at least 1 must compute")
         self.threads = threads
-        # one torch thread each: a setting that every thread has for itself
+        # Each worker uses one torch thread. The setting is per thread.
         self._others = ThreadPoolExecutor(threads - 1, "computes", torch.set_num_threads, (1,)) if threads > 1 else None
 
     def run(self, calls: Sequence[Callable[[], Result]]) -> list[Result]:
-        """What the calls return, at most one per thread, in order; all have ended when this returns or raises."""
+        """Run the calls in parallel, at most one per thread, and return their results in order. All calls
+        have ended when this returns or raises."""
         if self._others is None or len(calls) == 1:
             return [call() for call in calls]
         with ExitStack() as ended:

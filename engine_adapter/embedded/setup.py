@@ -1,4 +1,4 @@
-"""Puts a rank's machine together: checkpoint, first placement, process group, forward pass."""
+"""Assemble a rank's engine: checkpoint, initial placement, process group, forward pass."""
 
 import contextlib
 import logging
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 
 
 class ForwardPass(Protocol):
-    """What computes; see `runner.Runner`."""
+    """Computes a step. See `model_runner.ModelRunner`."""
 
     def forward(self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None) -> Forward: ...
 
 
 class MovableExperts(Protocol):
-    """Experts that can go over to another epoch; see `runner.Runner`."""
+    """Experts that can switch to another epoch. See `model_runner.ModelRunner`."""
 
     @property
     def arena(self) -> ExpertMemory: ...
@@ -49,35 +49,36 @@ class MovableExperts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetup:
-    """What a rank computes with, and what is known of the model."""
+    """Components of a rank, and properties of its model."""
 
     shape: ModelShape
     vocabulary: int
-    """rows of the logits"""
+    """Rows of the logits."""
     max_context: int
     placement: Placement
-    """the first one"""
+    """Initial placement."""
     speed: EngineSpeed
     runner: ForwardPass
     experts: MovableExperts | None = None
-    """None: they stay where they are"""
+    """None: the experts cannot be moved."""
     lockstep: StepSync
     kv_block_bytes: int = 0
-    """memory of one KV block, with all layers; 0: not known"""
+    """Memory of one KV block over all layers, in bytes. 0: unknown."""
     weights_digest: str | None = None
-    """`weights.weights_digest`; None on ranks other than the first, which alone speaks for its engine"""
+    """`weights.weights_digest`. None on all ranks but the first, which represents the engine."""
     close: Callable[[], None]
-    """give everything back; the other ranks then see that this one is gone"""
+    """Release all resources. The other ranks then detect that this one is gone."""
 
 
 MachineBuilder = Callable[[EmbeddedConfig, int, Path | None], RankSetup]
 
 
 def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None) -> RankSetup:
-    """Load a rank, meet the others and measure speeds together. Called by the step thread, which alone uses the result.
+    """Load a rank, join the others, and measure speeds together. Called by the step thread, which alone uses
+    the result.
 
-    run_directory: None for an engine of one rank, which then makes its own. CheckpointError, LockstepError and ValueError say
-    what is wrong; nothing stays open then.
+    run_directory: None for an engine of one rank, which then creates its own. CheckpointError, StepSyncError
+    and ValueError state the reason of a failure. Nothing stays open then.
     """
     with contextlib.ExitStack() as opened:
         directory = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="roost-"))) if run_directory is None else run_directory
@@ -119,14 +120,15 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
 
 
 def _with_links(runner: ModelRunner, config: EmbeddedConfig, measured: EngineSpeed) -> EngineSpeed:
-    """The speeds that hold, with links slowed down as configured: what they add is what was asked for, and need not be measured."""
+    """Apply the configured link delay to the measured speeds. The added delay is known and need not be
+    measured."""
     if config.link_seconds:
         runner.slow_links(config.link_seconds)
         measured = msgspec.structs.replace(measured, dispatch=measured.dispatch + config.link_seconds)
-        log.info("sending a token to another rank and back takes %.3g s, of which %.3g s stand in for a network", measured.dispatch, config.link_seconds)
+        log.info("sending a token to another rank and back takes %.3g s, including %.3g s of emulated network delay", measured.dispatch, config.link_seconds)
     if config.dispatch_seconds is None:
         return measured
-    log.info("sending a token to another rank and back: %.3g s measured; %.3g s are stated, and hold", measured.dispatch, config.dispatch_seconds)
+    log.info("sending a token to another rank and back: %.3g s measured; the configured %.3g s are used", measured.dispatch, config.dispatch_seconds)
     return msgspec.structs.replace(measured, dispatch=config.dispatch_seconds)
 
 

@@ -1,8 +1,10 @@
-"""The step thread of one rank: takes orders, plans, computes, samples, says what came out. Everything here is that thread's own.
+"""Step thread of one rank: takes orders, plans, computes, samples, and reports the results. All state here
+belongs to that thread.
 
-A step: take orders -> plan -> exchange headers with the other ranks -> forward -> sample -> book -> report. A rank without work
-takes part with an empty batch; when no rank has work all sleep until one is nudged. A rank that is ready for the next epoch says so in its
-headers; all go over to it between the headers and the forward pass of the first step in which every rank has said so.
+A step: take orders -> plan -> exchange headers with the other ranks -> forward -> sample -> update state ->
+report. A rank without work takes part with an empty batch. When no rank has work, all sleep until one is
+nudged. A rank that is ready for the next epoch announces it in its headers. In the first step in which every
+rank is ready, all switch between the headers and the forward pass.
 """
 
 import time
@@ -34,16 +36,16 @@ from fleet.placement import Placement
 from fleet.routings import count_pairs
 
 LEAVING = 1
-"""Step header flag: this rank stops after the step, so the engine does."""
+"""Step header flag: this rank stops after the step, and so does the engine."""
 
 
 class PeerLeft(Exception):
-    """Another rank of this engine stopped on purpose."""
+    """Another rank of this engine stopped intentionally."""
 
 
 @dataclass(slots=True, eq=False)
 class EmbeddedSequence:
-    """One request and all of its state on the step thread."""
+    """One request with all its state on the step thread."""
 
     request: GenerationRequest
     answer: AnswerStream
@@ -53,10 +55,11 @@ class EmbeddedSequence:
     moments: RequestTimes
 
     def outcome(self, reason: Ending, now: int, failure: Exception | None = None) -> GenerationOutcome:
-        """Everything known of the request, at its end.
+        """Return the final state of the request.
 
-        Of one that is cancelled or failed the event loop asks while the step thread may still be at it: the numbers may then lack
-        the step in progress, no more, because the step thread only ever adds to them.
+        When a request is cancelled or fails, the event loop may call this while the step thread still works
+        on it. The numbers may then lack the step in progress, but nothing else, because the step thread only
+        adds to them.
         """
         prompt_tokens = len(self.request.prompt) - self.request.emitted
         moments = replace(self.moments)
@@ -73,7 +76,7 @@ class EmbeddedSequence:
         )
 
     def ended(self) -> EndedRequest | None:
-        """What is reported of the request once nothing computes it any more; None when nothing was computed."""
+        """Return the report of a request that is no longer computed. None when nothing was computed."""
         chosen = self.routed.chosen()
         if not len(chosen):
             return None
@@ -83,13 +86,13 @@ class EmbeddedSequence:
 
 @dataclass(slots=True)
 class StepReport:
-    """What the event loop must hear of one step."""
+    """Results of one step for the event loop."""
 
     news: list[tuple[AnswerStream, AnswerDelta | Exception]] = field(default_factory=list)
     facts: bool = False
-    """whether there are new facts to take"""
+    """True if there are new facts to take."""
     flipped: PreparedEpoch | None = None
-    """what is served from this step on"""
+    """Epoch that is served from this step on."""
 
 
 class _Order(NamedTuple):
@@ -98,7 +101,8 @@ class _Order(NamedTuple):
 
 
 class StepLoop:
-    """`run` belongs to the step thread; `submit`, `cancel`, `adopt`, `leave`, `take_sent`, `placement` and `stepping_since` to any."""
+    """Step loop. `run` is for the step thread. `submit`, `cancel`, `adopt`, `leave`, `take_sent`, `placement`
+    and `stepping_since` are thread-safe."""
 
     def __init__(
         self, machine: RankSetup, config: EmbeddedConfig, eos: frozenset[int], facts: FactLog, report: Callable[[StepReport], None], rank: int = 0
@@ -114,16 +118,16 @@ class StepLoop:
         self._step = 0
         self._ready: PreparedEpoch | None = None
         self.placement: Placement = machine.placement
-        """the one that is served"""
+        """The served placement."""
         self._decoding = DecodeSteps()
         self._sent = DispatchLog(rank, layers=machine.shape.layers, top_k=machine.shape.top_k)
         self._communicated = 0.0
-        """seconds in collectives before the present step"""
+        """Seconds in collectives before the current step."""
         self._began = 0
-        """wall clock at which the present step began, nanoseconds"""
+        """Wall-clock start of the current step, in nanoseconds."""
         self.leaving = False
         self.stepping_since: float | None = None
-        """monotonic seconds at which the present step began; None while asleep"""
+        """Monotonic start of the current step, in seconds. None while asleep."""
 
     def submit(self, seat: EmbeddedSequence) -> None:
         """Queue a request for the next step."""
@@ -134,21 +138,23 @@ class StepLoop:
         self._order(_Order(seat, cancel=True))
 
     def adopt(self, prepared: PreparedEpoch) -> None:
-        """Go over to it at the first step at which every rank is ready for its epoch. A report says when; one at a time."""
+        """Switch to this epoch at the first step at which every rank is ready. A report announces the switch.
+        Only one may be pending."""
         self._ready = prepared
         self._nudge()
 
     def leave(self) -> None:
-        """Stop at the next step, and tell the other ranks in its header."""
+        """Stop at the next step, and notify the other ranks in its header."""
         self.leaving = True
         self._nudge()
 
     def take_sent(self) -> tuple[DispatchCounts, ...]:
-        """Where this rank's tokens were sent since the last call, by epoch."""
+        """Return the dispatch statistics since the last call, by epoch."""
         return self._sent.take()
 
     def run(self) -> None:
-        """Step until this rank leaves. PeerLeft when another one does; LockstepError and whatever a forward pass raises."""
+        """Step until this rank leaves. PeerLeft when another rank leaves. StepSyncError, and any error of a
+        forward pass."""
         while True:
             self.stepping_since = time.monotonic()
             self._began = time.time_ns()
@@ -171,7 +177,8 @@ class StepLoop:
                 self._machine.lockstep.sleep(self._step)
 
     def _note_step(self, slices: list[Slice], tokens_by_rank: list[int], forward: Forward) -> None:
-        """Other ranks say only how many tokens they compute: no more than sequences can decode are taken for decoding."""
+        """Record a step. The headers contain only token counts, so another rank counts as decoding if it
+        computes at most `max_running` tokens."""
         now = time.monotonic()
         seconds = now - (now if self.stepping_since is None else self.stepping_since)
         if all(one.count == 1 for one in slices) and max(tokens_by_rank) <= self._scheduler.max_running:
@@ -184,12 +191,13 @@ class StepLoop:
         self._nudge()
 
     def _nudge(self) -> None:
-        # the step thread may have ended and closed its sockets; whoever asks for something then hears of it as the engine's failure
+        # The step thread may have ended and closed its sockets. The caller then sees the engine's failure.
         with suppress(OSError):
             self._machine.lockstep.nudge()
 
     def _exchange(self, tokens: int, report: StepReport) -> list[int] | None:
-        """Every rank's tokens of this step; None when this rank leaves. What is served afterwards is the same on all ranks."""
+        """Exchange headers and return every rank's tokens of this step. None when this rank leaves.
+        Afterwards, all ranks serve the same epoch."""
         leaving, next_up, served = self.leaving, self._ready, self.placement.epoch
         ready = served if next_up is None else next_up.placement.epoch
         mine = StepHeader(step=self._step, tokens=tokens, flags=LEAVING if leaving else 0, epoch_served=served, epoch_ready=ready)
@@ -205,7 +213,7 @@ class StepLoop:
 
     def _flip(self, prepared: PreparedEpoch, report: StepReport) -> None:
         if self._machine.experts is None:
-            raise RuntimeError("step loop: asked to serve another epoch with experts that stay where they are")
+            raise RuntimeError("step loop: cannot switch to another epoch: the experts of this engine cannot be moved")
         self._machine.experts.adopt(prepared)
         self.placement, self._ready, report.flipped = prepared.placement, None, prepared
 
@@ -223,7 +231,8 @@ class StepLoop:
                 self._seats[seat.generation] = seat
 
     def _end(self, seat: EmbeddedSequence, report: StepReport) -> None:
-        """Free everything a request holds and report what it computed. May be repeated: it can finish and be cancelled at once."""
+        """Free everything that a request holds, and report what it computed. Idempotent, because a request
+        can finish and be cancelled in the same step."""
         if self._seats.pop(seat.generation, None) is not None and (ended := seat.ended()) is not None:
             self._facts.add_ended(ended)
             report.facts = True
@@ -241,7 +250,7 @@ class StepLoop:
         return forward
 
     def _book(self, slices: list[Slice], routed: NDArray[Any]) -> None:
-        """The slices are computed: their pages are valid, their routing is known."""
+        """Update pages and routing after the slices were computed."""
         at = 0
         for one in slices:
             self._scheduler.computed(one)
@@ -251,7 +260,7 @@ class StepLoop:
             self._facts.add_activations(count_pairs(routed, self._machine.shape.experts), at)
 
     def _note_admissions(self, slices: list[Slice]) -> None:
-        """Before the forward pass: what fails in it did not fail in the queue."""
+        """Record admissions before the forward pass: a request that fails in it did not fail in the queue."""
         for one in slices:
             seat = self._seats[one.generation]
             if seat.moments.admitted:
@@ -261,7 +270,7 @@ class StepLoop:
                 self._facts.add_cached(one.generation.cached_tokens)
 
     def _advance(self, rows: list[EmbeddedSequence], logits: NDArray[np.float32], now: int, report: StepReport) -> None:
-        """Sample a token for each row and say what it adds."""
+        """Sample a token for each row and report the deltas."""
         tokens = sample(logits, [Draw(seat.request.sampling, len(seat.generation.tokens)) for seat in rows])
         scored = self._score(rows, logits, tokens)
         for row, (seat, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):

@@ -1,12 +1,16 @@
-"""How the ranks of one engine keep step: their process group, the header each step begins with, and sleeping while nobody has work.
+"""Synchronization of the ranks of one engine: their process group, the header exchange of each step, and
+sleep while no rank has work.
 
-**Step.** All ranks run the same numbered steps. A step begins with one all_gather of the ranks' headers (`StepSync.exchange`).
+**Step.** All ranks run the same numbered steps. A step begins with one all_gather of the ranks' headers
+(`StepSync.exchange`).
 
-**Sleep.** When the headers of a step show that no rank has work, all ranks sleep before the next step n, outside any collective
-(gloo raises or blocks for minutes there). A rank that gets work sends `wake(n)` to all the others and goes on; a sleeping rank takes
-only the wake of its own n, so that a late one of an earlier sleep does nothing. Each rank sends at most one wake per n, and empties its
-socket whenever a sleep ends (what is in it then is of this sleep or an earlier one), so the socket's queue cannot fill up: a rank that waits
-for the others in step n has at most one wake of each in it. Nothing polls, except for a look every second whether the peers still live.
+**Sleep.** When the headers of a step show that no rank has work, all ranks sleep before the next step n,
+outside any collective (where gloo would raise or block for minutes). A rank that gets work sends `wake(n)` to
+all the others and continues. A sleeping rank accepts only the wake of its own n, so a late wake of an earlier
+sleep has no effect. Each rank sends at most one wake per n. It empties its socket when a sleep ends, and the
+socket then contains only wakes of this sleep or an earlier one. So the socket's queue cannot fill up: a rank
+that waits for the others in step n has at most one wake from each in it. Nothing polls, except for a liveness
+check of the peers every second.
 """
 
 import select
@@ -23,9 +27,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 STEP_TIMEOUT_SECONDS = 10.0
-"""How long a rank waits for another inside a step before it gives the engine up."""
+"""Step timeout: a rank that waits longer for another inside a step gives the engine up."""
 JOIN_TIMEOUT_SECONDS = 120.0
-"""How long the ranks wait for each other at start."""
+"""Join timeout: time that the ranks wait for each other at start."""
 HEADER_FIELDS = 8
 _PEER_CHECK_SECONDS = 1.0
 _WAKE_BYTES = 8
@@ -35,7 +39,7 @@ _T = TypeVar("_T")
 
 
 class StepSyncError(Exception):
-    """The ranks cannot go on together; the engine fails as a unit."""
+    """The ranks cannot continue together. The engine fails as a unit."""
 
 
 class PeerLost(StepSyncError):
@@ -43,31 +47,33 @@ class PeerLost(StepSyncError):
 
 
 class PeerTimeout(StepSyncError):
-    """Another rank did not answer within the step time-out: frozen, or much too slow."""
+    """Another rank did not respond within the step timeout: it is frozen or much too slow."""
 
 
 class StepMismatch(StepSyncError):
-    """The ranks are not at the same step, or do not serve the same epoch."""
+    """The ranks are at different steps or serve different epochs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepHeader:
-    """What a rank tells the others at the beginning of a step; on the wire int64[8] in this order, the last one spare."""
+    """Message from a rank to the others at the beginning of a step. On the wire: int64[8] in this order, the
+    last one spare."""
 
     step: int
     tokens: int = 0
-    """tokens this rank computes in the step; all zero: everybody goes to sleep"""
+    """Tokens that this rank computes in the step. When all ranks have 0, all ranks go to sleep."""
     flags: int = 0
-    """for the step threads to agree on things; any flag of any rank keeps everybody awake"""
+    """Flags of the step threads. Any flag of any rank keeps all ranks awake."""
     epoch_served: int = 0
     epoch_ready: int = 0
-    """highest epoch this rank could serve; all go over to it before they compute, as soon as the least of all ranks exceeds what is served"""
+    """Highest epoch that this rank could serve. All ranks switch before they compute, as soon as the minimum
+    over all ranks exceeds the served epoch."""
     boundary: int = 0
-    """h of the layout: layers below it hold sharded experts"""
+    """h of the layout: layers below it hold sharded experts."""
     membership: int = 0
 
     def fields(self) -> list[int]:
-        """The wire form."""
+        """Return the wire format."""
         return [self.step, self.tokens, self.flags, self.epoch_served, self.epoch_ready, self.boundary, self.membership, 0]
 
     @classmethod
@@ -77,41 +83,45 @@ class StepHeader:
 
 
 class RankGroup:
-    """The ranks of one engine, joined over gloo on 127.0.0.1. Used by one thread; every call is made by all ranks, in the same order.
+    """Ranks of one engine, joined over gloo on 127.0.0.1. Used by one thread. Every call is made by all
+    ranks, in the same order.
 
-    Every method raises PeerLost or PeerTimeout when another rank is gone or silent for the step time-out; the group is of no use then.
+    Every method raises PeerLost or PeerTimeout when another rank is gone or silent for the step timeout. The
+    group is unusable after that.
     """
 
     def __init__(
         self, run_directory: Path, rank: int, ranks: int, *, step_timeout_s: float = STEP_TIMEOUT_SECONDS, join_timeout_s: float = JOIN_TIMEOUT_SECONDS
     ) -> None:
-        """Meet the other ranks at `run_directory`, which belongs to this one incarnation of the engine. Returns when all are there."""
+        """Join the other ranks at `run_directory`, which belongs to this incarnation of the engine. Returns
+        when all ranks are there."""
         self.rank = rank
         self.ranks = ranks
         self.collectives = 0
-        """made so far: what a step costs is to be counted, not believed"""
+        """Number of collectives so far. The cost of a step is measured, not assumed."""
         self.seconds = 0.0
-        """spent in them so far, waiting for slower ranks included"""
+        """Seconds in collectives so far, waiting for slower ranks included."""
         self._step_timeout_s = step_timeout_s
         self._group: Any = _translated(lambda: _meet(run_directory, rank, ranks, step_timeout_s, join_timeout_s), f"join of {ranks} ranks", join_timeout_s)
 
     def all_gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """[ranks, *mine.shape]: everybody's tensor of the same shape and dtype, in rank order."""
-        # an all-to-all of copies: one round, where gloo's all_gather goes around a ring
+        """Gather all ranks' tensors of the same shape and dtype, in rank order: [ranks, *mine.shape]."""
+        # An all-to-all of copies takes one round. gloo's all_gather would go around a ring.
         copies = mine.reshape(-1).repeat(self.ranks)
         found = torch.empty_like(copies)
         self._run(lambda: self._group.alltoall_base(found, copies, [], []).wait(), "all_gather")
         return found.view(self.ranks, *mine.shape)
 
     def all_to_all(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
-        """rows [sum(send), H], those for rank 0 first: [sum(receive), H], those from rank 0 first."""
+        """Exchange rows [sum(send), H], ordered by destination rank. Return [sum(receive), H], ordered by
+        source rank."""
         outgoing = bytes_of(rows)
         found = torch.empty((sum(receive), outgoing.shape[1]), dtype=torch.uint8)
         self._run(lambda: self._group.alltoall_base(found, outgoing, list(receive), list(send)).wait(), "all_to_all")
         return found.view(rows.dtype)
 
     def close(self) -> None:
-        """Leave. The others see PeerLost in their next call."""
+        """Leave the group. The others get PeerLost in their next call."""
         self._group.shutdown()
 
     def _run(self, call: Callable[[], object], what: str) -> None:
@@ -122,16 +132,17 @@ class RankGroup:
 
 
 def bytes_of(rows: torch.Tensor) -> torch.Tensor:
-    """uint8 [n, bytes of a row] of rows [n, H]; the same memory when they are contiguous."""
+    """View rows [n, H] as uint8 [n, bytes of a row]. Copies only if they are not contiguous."""
     if not rows.numel():
         return torch.empty((rows.shape[0], rows.shape[1] * rows.element_size()), dtype=torch.uint8)
     return rows.contiguous().view(torch.uint8)
 
 
 def _meet(run_directory: Path, rank: int, ranks: int, step_timeout_s: float, join_timeout_s: float) -> Any:
-    gloo: Any = dist.ProcessGroupGloo  # its stubs lack most of what it has
+    gloo: Any = dist.ProcessGroupGloo  # The type stubs lack most of the class.
     store = FileStore(str(run_directory / "rendezvous"), ranks)
-    # gloo connects under the step time-out, so first wait, longer, until every rank has come
+    # gloo connects under the step timeout, so first wait, with the longer join timeout, until every rank has
+    # arrived.
     store.set(f"here/{rank}", "")
     _await_all(store, ranks, join_timeout_s)
     options = gloo._Options()
@@ -142,7 +153,7 @@ def _meet(run_directory: Path, rank: int, ranks: int, step_timeout_s: float, joi
 
 
 def _await_all(store: FileStore, ranks: int, join_timeout_s: float) -> None:
-    """Return when every rank has said that it is here. PeerTimeout names those that have not."""
+    """Wait until every rank has arrived. PeerTimeout names the missing ranks."""
     try:
         store.wait([f"here/{rank}" for rank in range(ranks)], timedelta(seconds=join_timeout_s))
     except RuntimeError as error:
@@ -153,7 +164,7 @@ def _await_all(store: FileStore, ranks: int, join_timeout_s: float) -> None:
 
 
 def _translated(call: Callable[[], _T], what: str, timeout_s: float) -> _T:
-    """Run something of torch.distributed; its RuntimeErrors say only in words what happened."""
+    """Run a call of torch.distributed, and classify its RuntimeErrors by their text."""
     try:
         return call()
     except RuntimeError as error:
@@ -164,12 +175,14 @@ def _translated(call: Callable[[], _T], what: str, timeout_s: float) -> _T:
 
 
 class StepSync:
-    """One rank's step headers and sleep. `exchange` and `sleep` are the step thread's; `nudge` is for any thread."""
+    """Step headers and sleep of one rank. `exchange` and `sleep` are for the step thread. `nudge` is
+    thread-safe."""
 
     def __init__(self, run_directory: Path, rank: int = 0, group: RankGroup | None = None) -> None:
-        """Bind this rank's control socket in the run directory, which belongs to this one incarnation. `group` None: an engine of one rank.
+        """Bind this rank's control socket in the run directory, which belongs to this incarnation. group:
+        None for an engine of one rank.
 
-        LockstepError when the socket cannot be bound there.
+        StepSyncError when the socket cannot be bound there.
         """
         self.rank = rank
         self._group = group
@@ -183,17 +196,17 @@ class StepSync:
 
     @property
     def collectives(self) -> int:
-        """Made by this rank so far; an engine of one rank needs none."""
+        """Collectives of this rank so far. An engine of one rank needs none."""
         return 0 if self._group is None else self._group.collectives
 
     @property
     def communication_seconds(self) -> float:
-        """Time that this rank has spent in collectives so far, waiting for slower ranks included."""
+        """Seconds that this rank has spent in collectives so far, waiting for slower ranks included."""
         return 0.0 if self._group is None else self._group.seconds
 
     def exchange(self, header: StepHeader) -> tuple[StepHeader, ...]:
-        """Tell and hear this step's headers, in rank order. PeerLost, PeerTimeout; StepMismatch when the ranks are not at one step
-        or serve different epochs."""
+        """Exchange this step's headers and return them in rank order. PeerLost, PeerTimeout. StepMismatch
+        when the ranks are at different steps or serve different epochs."""
         if self._group is None:
             return (header,)
         found = self._group.all_gather(torch.tensor(header.fields(), dtype=torch.int64))
@@ -206,9 +219,10 @@ class StepSync:
         return headers
 
     def sleep(self, step: int) -> None:
-        """Wait, without using the processor, until this rank is nudged (then everybody is woken) or another rank wakes it for `step`.
+        """Block without CPU use until this rank is nudged (it then wakes all others) or another rank wakes it
+        for `step`.
 
-        Called by all ranks before the same step. A nudge that came earlier counts, once. PeerLost when a peer is gone.
+        Called by all ranks before the same step. One earlier nudge counts. PeerLost when a peer is gone.
         """
         poller = select.poll()
         poller.register(self._nudged, select.POLLIN)
@@ -226,20 +240,20 @@ class StepSync:
                 self._check_peers()
 
     def nudge(self) -> None:
-        """This rank has something to do: end its sleep, or its next one at once. Any thread; never blocks."""
+        """End this rank's sleep, or its next one at once, because it has work. Thread-safe; never blocks."""
         try:
             self._nudge.send(b"n")
         except BlockingIOError:
-            return  # as many nudges as the buffer holds are already waiting
+            return  # The buffer is already full of nudges.
 
     def close(self) -> None:
-        """Give the sockets up. Not while `sleep` is running: nudge it first."""
+        """Close the sockets. Must not be called during `sleep`: nudge it first."""
         for one in (self._control, self._nudged, self._nudge):
             one.close()
         self._path.unlink(missing_ok=True)
 
     def _woken_for(self, step: int) -> bool:
-        """Read every wake that is there; whether one is for this sleep and not left over from an earlier one."""
+        """Read all pending wakes. True if one is for this sleep and not left over from an earlier one."""
         found = False
         try:
             while True:
@@ -268,7 +282,7 @@ def _reach(peer: str, call: Callable[[str], object]) -> None:
     try:
         call(peer)
     except TimeoutError as error:
-        raise PeerTimeout(f"{peer}: the control socket takes nothing; the rank is frozen") from error
+        raise PeerTimeout(f"{peer}: the control socket accepts nothing; the rank is frozen") from error
     except OSError as error:
         raise PeerLost(f"{peer}: the rank behind this control socket is gone: {error.strerror}") from error
 
@@ -293,6 +307,6 @@ def _bind(path: str) -> socket.socket:
         control.bind(path)
     except OSError as error:
         control.close()
-        raise StepSyncError(f"{path}: cannot bind the control socket: {error.strerror}; every start of an engine needs a run directory of its own") from error
+        raise StepSyncError(f"{path}: cannot bind the control socket: {error.strerror}; every start of an engine needs its own run directory") from error
     control.setblocking(False)
     return control

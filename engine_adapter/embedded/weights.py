@@ -1,4 +1,4 @@
-"""The identity of what an engine computes with: a digest of its checkpoint and of how that is computed."""
+"""Identity of an engine's weights: a digest of its checkpoint and of the settings that affect results."""
 
 import mmap
 from collections.abc import Iterable
@@ -7,17 +7,17 @@ from pathlib import Path
 import xxhash
 
 _PIECE = 64 * 1024 * 1024
-"""bytes hashed at a time; the interpreter is free for other threads meanwhile"""
+"""Bytes hashed at a time. The GIL is released meanwhile."""
 
 
 def weights_digest(files: Iterable[Path], settings: str) -> str:
-    """xxh3-128 (32 hexadecimal digits) of whole safetensors files, by name, and of the settings that change
-    the numbers.
+    """Return the xxh3-128 digest (32 hexadecimal digits) of whole safetensors files, ordered by name, and of
+    the settings that change the results.
 
-    settings: the config's values, the dtype that is computed in, the quantisation. All bytes of the files
-    count: an edited tensor is another model. Equal weights in other shards are another digest too, which
-    costs a continuation and never joins two models. It tells checkpoints apart; it is no proof against
-    someone who writes them. OSError when a file cannot be read.
+    settings: the config's values, the compute dtype, and the quantization. All bytes of the files count, so
+    an edited tensor gives another digest. Equal weights in other shards also give another digest. That only
+    costs a continuation and never confuses two models. The digest distinguishes checkpoints. It does not
+    protect against a malicious author of checkpoints. OSError when a file cannot be read.
     """
     digest = xxhash.xxh3_128(settings.encode())
     for path in sorted(files, key=lambda path: path.name):

@@ -1,1 +1,1 @@
-"""One rank's side of the handover protocol. Pure: `agent` carries out what is decided here and reports back."""
+"""One rank's side of the handover protocol. Pure: `agent` executes its decisions and reports the results."""

@@ -1,12 +1,14 @@
-"""The cells of one rank's expert memory: what each is in use for, what lies in it, and who reads it. Pure.
+"""Cell table of one rank's expert memory: the use, content and readers of each cell. Pure.
 
-A slot is *in* a cell, an empty slot too; the cells that no slot is in are room for experts on their way in. `fleet.handover.CELL` says how the
-use of a cell changes, and this is where it does. What has to hold, whatever happens in whatever order (`check_integrity`):
+Every slot maps to a cell, also an empty slot. Cells without a slot receive incoming experts.
+`fleet.handover.CELL` defines the transitions of a cell's use, and this module performs them. Invariants, for
+every order of events (`check_integrity`):
 
-- Every slot is in one cell of its own, and exactly these are LIVE.
-- A cell is reserved only when it is FREE, and becomes FREE only when no byte can land in it and nobody reads it: a slot's old cell drains
-  while it is leased, and one that was given up while bytes were landing is quarantined until they have settled.
-- What is leased does not change: readers are promised the checksums of what lies there.
+- Every slot maps to a cell of its own, and exactly these cells are LIVE.
+- A cell can be reserved only while it is FREE. It becomes FREE only when no byte can land in it and no lease
+  covers it. A slot's old cell drains while it is leased. A cell that was given up while bytes were landing is
+  quarantined until they have settled.
+- Leased cells do not change: readers rely on the checksums that came with the lease.
 """
 
 from collections import Counter
@@ -22,31 +24,31 @@ from fleet.handover import CELL, Cell, CellEvent, moved
 from fleet.placement import EMPTY
 
 MOST_LEASES = 256
-"""open at once; a reader has one per source and handover, and what it forgot runs out"""
+"""Limit of open leases. A reader has one per source and handover, and forgotten leases expire."""
 
 Wanted = tuple[int, int, int]
-"""(layer, slot of this rank, expert)"""
+"""(layer, slot of this rank, expert)."""
 
 
 class NoFreeCell(Exception):
-    """No cell is free; the text says what holds them."""
+    """No cell is free. The text states what holds the cells."""
 
 
 class LeaseRefused(ValueError):
-    """These experts cannot be read here; the text says why, and what to do."""
+    """These experts cannot be read here. The text gives the reason and the remedy."""
 
 
 class Inconsistent(Exception):
-    """The books of the cells do not agree with each other: a defect in this program."""
+    """The cell table contradicts itself: a defect in this program."""
 
 
 class ResidentCell(NamedTuple):
-    """A cell of the experts that are served."""
+    """A cell that holds a served expert."""
 
     cell: int
     layer: int
     slot: int
-    """of this rank"""
+    """Slot of this rank."""
     expert: int
 
 
@@ -58,43 +60,44 @@ class _Record:
     expert: int = EMPTY
     checksums: tuple[int, ...] = ()
     since: float = 0.0
-    """when its use changed last, seconds"""
+    """Time of the last change of use, in seconds."""
     readers: set[int] = field(default_factory=set)
-    """numbers of the leases on it"""
+    """Numbers of the leases on this cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLease:
-    """A promise to one reader that some cells will not change."""
+    """Read lease: a promise to one reader that some cells will not change until the lease expires."""
 
     number: int
     reader: int
-    """rank"""
+    """Rank of the reader."""
     handover: int
     experts: tuple[Wanted, ...]
     cells: tuple[int, ...]
     checksums: tuple[tuple[int, ...], ...]
-    """u64 per tensor of each"""
+    """Per expert: one u64 per tensor."""
     until: float
-    """seconds; without renewal it is over then"""
+    """Expiry time in seconds, unless the lease is renewed."""
 
 
 class CellTable:
-    """What lies where on one rank.
+    """Use and content of one rank's cells.
 
-    held: int16 [layers, slots], the experts in the rank's slots, -1 in empty ones. cells: int32 [layers, slots], the cell that each slot is in.
-    total: how many cells there are. ValueError when the table names a cell twice, or one that does not exist.
+    held: int16 [layers, slots], the experts in the rank's slots, -1 in empty slots. cells: int32 [layers,
+    slots], the cell of each slot. total: number of cells. ValueError when `cells` names a cell twice or one
+    that does not exist.
     """
 
     def __init__(self, held: NDArray[np.int16], cells: NDArray[np.int32], total: int, now: float = 0.0) -> None:
         if held.shape != cells.shape or held.ndim != 2:
             raise ValueError(f"cells: a table of {cells.shape} for slots of {held.shape}; both must be [layers, slots]")
         if not ((cells >= 0) & (cells < total)).all() or len(np.unique(cells)) != cells.size:
-            raise ValueError(f"cells: {cells.size} slots must be in as many different ones of {total}; the table is {cells.tolist()}")
+            raise ValueError(f"cells: {cells.size} slots need as many distinct cells out of {total}; the table is {cells.tolist()}")
         self.held = held.copy()
-        """int16 [layers, slots]: experts served"""
+        """int16 [layers, slots]: the served experts."""
         self.table = cells.astype(np.int32)
-        """int32 [layers, slots]: the cell of each slot"""
+        """int32 [layers, slots]: the cell of each slot."""
         self._records = [_Record(since=now) for _ in range(total)]
         for layer, slot in np.ndindex(held.shape):
             cell = int(cells[layer, slot])
@@ -103,10 +106,11 @@ class CellTable:
         self._leases: dict[int, ReadLease] = {}
         self._last_lease = 0
 
-    # experts on their way in
+    # incoming experts
 
     def reserve(self, wanted: Wanted, now: float) -> int:
-        """A free cell for an expert that a slot shall hold: bytes may land in it from now on. NoRoom when there is none."""
+        """Reserve a free cell for an expert that a slot will hold. Bytes may land in the cell from now on.
+        NoFreeCell when there is none."""
         for cell, record in enumerate(self._records):
             if record.use is Cell.FREE:
                 self._move(cell, CellEvent.RESERVED, now)
@@ -115,44 +119,46 @@ class CellTable:
         raise NoFreeCell(f"no cell is free for expert {ExpertId(wanted[0], wanted[2])}: {self.told()}")
 
     def landed(self, cell: int, now: float) -> None:
-        """All its bytes are there."""
+        """Mark a cell as completely received."""
         self._move(cell, CellEvent.LANDED, now)
 
     def broken(self, cell: int, now: float) -> None:
-        """Its transfer failed, or was never begun; nothing is under way."""
+        """Free a cell whose transfer failed or never began. No transfer is in flight."""
         self._move(cell, CellEvent.BROKEN, now)
 
     def overdue(self, cell: int, now: float) -> None:
-        """It is given up, while somebody may still write to it or compare its checksums: quarantined until `settled`."""
+        """Quarantine a cell until `settled`: it was given up while a transfer or a checksum comparison may
+        still use it."""
         self._move(cell, CellEvent.OVERDUE, now)
 
     def verified(self, cell: int, checksums: tuple[int, ...], now: float) -> None:
-        """It holds what was promised."""
+        """Mark a cell as staged: its content matches the checksums."""
         self._move(cell, CellEvent.VERIFIED, now)
         self._records[cell].checksums = checksums
 
     def refused(self, cell: int, now: float) -> None:
-        """It does not; nothing is under way."""
+        """Free a cell whose content does not match the checksums. No transfer is in flight."""
         self._move(cell, CellEvent.REFUSED, now)
 
     def settled(self, cell: int, now: float) -> None:
-        """Nothing lands in a quarantined cell any more."""
+        """Free a quarantined cell: nothing can land in it any more."""
         if self._records[cell].use is not Cell.QUARANTINED:
-            raise Inconsistent(f"cell {cell} is {self._records[cell].use.value}; only quarantined ones settle by word")
+            raise Inconsistent(f"cell {cell} is {self._records[cell].use.value}; only quarantined cells can be settled")
         self._move(cell, CellEvent.SETTLED, now)
 
     def drop_staged(self, now: float) -> None:
-        """Let go of everything that was staged: its handover was given up."""
+        """Free all staged cells, because their handover was aborted."""
         for cell in self._of(Cell.STAGED):
             self._move(cell, CellEvent.DROPPED, now)
 
     # the flip
 
     def arranged(self, held: NDArray[np.int16]) -> NDArray[np.int32]:
-        """int32 [layers, slots]: the cell of each slot once the rank holds these experts, int16 [layers, slots].
+        """Return the cell of each slot, int32 [layers, slots], for the experts `held`, int16 [layers, slots].
 
-        An expert that stays, or goes to another slot of the rank, takes its cell along; one that comes is in the cell staged for it; an empty slot is
-        in its old cell or, where another slot took that, in one that its layer has to spare. Inconsistent when an expert is neither here nor staged.
+        An expert that stays, or moves to another slot of the rank, keeps its cell. An incoming expert gets
+        the cell staged for it. An empty slot keeps its old cell or, where another slot took that cell, gets a
+        spare cell of its layer. Inconsistent when an expert is neither held nor staged.
         """
         staged = {(record.layer, record.slot, record.expert): cell for cell, record in self._in_use(Cell.STAGED)}
         table = self.table.copy()
@@ -177,8 +183,8 @@ class CellTable:
             spare.remove(int(table[layer, slot]))
 
     def adopt(self, held: NDArray[np.int16], table: NDArray[np.int32], now: float) -> None:
-        """The rank serves these experts from these cells from now on (`arranged`). Cells that no slot is in any more drain, and are free as soon as nobody
-        reads them."""
+        """Switch to these experts and these cells (from `arranged`). Cells without a slot drain, and become
+        free once no lease covers them."""
         for cell in np.setdiff1d(self.table, table).tolist():
             self._move(cell, CellEvent.EVICTED, now)
             self._settle_drained(cell, now)
@@ -192,31 +198,34 @@ class CellTable:
                 record.checksums = ()
         self.held, self.table = held.copy(), table.copy()
 
-    # what lies there
+    # content of the cells
 
     def residents(self) -> Iterator[ResidentCell]:
-        """The cells of all experts that are served."""
+        """Iterate over the cells of all served experts."""
         for (layer, slot), expert in np.ndenumerate(self.held):
             if expert != EMPTY:
                 yield ResidentCell(int(self.table[layer, slot]), layer, slot, int(expert))
 
     def seal(self, resident: ResidentCell, checksums: tuple[int, ...]) -> None:
-        """What was loaded into a cell has these checksums: it can be leased from now on. No news, where the cell is in another use meanwhile."""
+        """Store the checksums of a served expert. The expert can be leased from now on. Do nothing if the
+        cell has changed its use meanwhile."""
         record = self._records[resident.cell]
         if record.use is Cell.LIVE and (record.layer, record.expert) == (resident.layer, resident.expert):
             record.checksums = checksums
 
     def sealed(self, resident: ResidentCell) -> tuple[int, ...] | None:
-        """The checksums of what is served from a cell; None where they are not known yet, or the cell is in another use meanwhile."""
+        """Return the checksums of a served expert. None while they are unknown, or if the cell has changed
+        its use meanwhile."""
         record = self._records[resident.cell]
         serves = record.use is Cell.LIVE and (record.layer, record.expert) == (resident.layer, resident.expert)
         return (record.checksums or None) if serves else None
 
-    # readers
+    # leases
 
     def lease(self, reader: int, handover: int, experts: Sequence[Wanted], seconds: float, now: float) -> ReadLease:
-        """Promise not to change the cells of these experts for so long; asked again, the promise is renewed. LeaseRefused when one of them is not
-        served here."""
+        """Lease the cells of these experts to a reader for a number of seconds: they do not change until the
+        lease ends. A repeated request renews the lease. LeaseRefused when one of the experts is not served
+        here."""
         asked = tuple(experts)
         held = next((one for one in self._leases.values() if (one.reader, one.handover, one.experts) == (reader, handover, asked)), None)
         if held is None:
@@ -253,7 +262,7 @@ class CellTable:
         return cell
 
     def end(self, number: int, now: float) -> bool:
-        """The reads of a lease have settled; False: it was over already."""
+        """End a lease, because its reads have settled. False: it had already ended."""
         lease = self._leases.pop(number, None)
         if lease is None:
             return False
@@ -263,7 +272,7 @@ class CellTable:
         return True
 
     def expire(self, now: float) -> tuple[ReadLease, ...]:
-        """End the leases of readers that have been silent too long, dead ones among them."""
+        """End the expired leases. Their readers have been silent too long or are dead."""
         silent = tuple(lease for lease in self._leases.values() if lease.until <= now)
         for lease in silent:
             self.end(lease.number, now)
@@ -275,21 +284,21 @@ class CellTable:
 
     @property
     def next_expiry(self) -> float:
-        """When the first lease runs out, seconds; infinity: there is none."""
+        """Time at which the first lease expires, in seconds. Infinity: there is no lease."""
         return min((lease.until for lease in self._leases.values()), default=float("inf"))
 
-    # the books
+    # counts and integrity
 
     def count(self, use: Cell) -> int:
         return self._counts[use]
 
     @property
     def idle(self) -> bool:
-        """Nothing is on its way in."""
+        """True when no expert is being received or staged."""
         return not any(self.count(use) for use in (Cell.PULLING, Cell.VERIFYING, Cell.STAGED))
 
     def oldest(self, now: float) -> float:
-        """Seconds since the oldest of the quarantined and draining cells is held; 0: there is none."""
+        """Age in seconds of the oldest quarantined or draining cell. 0: there is none."""
         if not self.count(Cell.QUARANTINED) and not self.count(Cell.DRAINING):
             return 0.0
         return max(now - record.since for record in self._records if record.use in (Cell.QUARANTINED, Cell.DRAINING))
@@ -298,14 +307,14 @@ class CellTable:
         return self._records[cell].use
 
     def told(self) -> str:
-        """How many cells are in use for what, in words."""
+        """Format the number of cells in each use for messages."""
         return ", ".join(f"{self.count(use)} {use.value}" for use in Cell if self.count(use))
 
     def check_integrity(self) -> None:
-        """Inconsistent unless every cell is accounted for once, as the module says."""
+        """Check the invariants in the module's docstring. Inconsistent when one is violated."""
         live = self._of(Cell.LIVE)
         if live != np.sort(self.table, axis=None).tolist():
-            raise Inconsistent(f"cells {live} are live, slots are in {sorted(self.table.flat)}")
+            raise Inconsistent(f"cells {live} are live, but slots map to {sorted(self.table.flat)}")
         if self._counts != Counter(record.use for record in self._records):
             raise Inconsistent(f"{self.told()} cells were counted, and they are {Counter(record.use for record in self._records)}")
         leased: dict[int, set[int]] = {}
@@ -318,7 +327,7 @@ class CellTable:
             if record.readers and record.use not in (Cell.LIVE, Cell.DRAINING):
                 raise Inconsistent(f"cell {cell} is {record.use.value}, and leased")
             if record.use is Cell.DRAINING and not record.readers:
-                raise Inconsistent(f"cell {cell} drains, and nobody reads it")
+                raise Inconsistent(f"cell {cell} drains without a lease")
 
     def _move(self, cell: int, event: CellEvent, now: float) -> None:
         record = self._records[cell]

@@ -1,14 +1,16 @@
-"""Experts on their way into one rank: from whom they are read, what is tried again, and what must settle first. Pure.
+"""Copies of incoming experts of one rank: sources, retries, and reads that must settle. Pure.
 
-Experts that are read from one rank are a *batch*, with one lease and one read. Its life: waiting -> leasing -> reading -> verifying, and then its cells are
-staged. What becomes of it otherwise:
+The experts that are read from one rank form a *batch* with one lease and one read. A batch goes through
+waiting -> leasing -> reading -> verifying. Then its cells are staged. Failures:
 
-- The source refuses, or the read breaks, or checksums are wrong: nothing is under way, the cells are free, and the experts are tried from their next
-  holders, a bounded number of times.
-- The read is overdue: its cells are quarantined, and cost room. So it is tried again only where another holder is left.
-- The handover is given up: what is being read is stopped, quarantined, and kept in the books until it has settled, through handovers that come after.
+- The source refuses, the read fails, or checksums are wrong: no transfer is in flight, and the cells are
+  free. The experts are retried from their next holders, a bounded number of times.
+- The read is overdue: its cells are quarantined, which costs free cells. So it is retried only if another
+  holder is left.
+- The handover is aborted: reads in progress are stopped and their cells are quarantined. The batch stays on
+  record until it has settled, even through later handovers.
 
-Reports of what happened come in, effects go out (`effects`); `CannotStage` means that no try is left.
+Reports of events come in, and effects go out (`effects`). `CannotStage` means that no retry is left.
 """
 
 from collections.abc import Iterable
@@ -25,44 +27,45 @@ from fleet.experts import ExpertId
 from fleet.handover import Cell
 
 MOST_SOURCES = 2
-"""ranks that are read from at the same time; more would only share the same memory or link"""
+"""Ranks that are read from concurrently. More would only share the same memory or link."""
 
 # Effects
 
 
 class RequestLease(NamedTuple):
-    """Ask a rank to let these experts be read, and ask again from time to time (which renews it) until `ReleaseLease`. Reported: Leased, Unleased."""
+    """Request a read lease for these experts from a rank, and renew it periodically until `ReleaseLease`.
+    Reported by LeaseGranted, LeaseRenewed or LeaseDenied."""
 
     batch: int
     source: int
-    """rank"""
+    """Rank to read from."""
     handover: int
     experts: tuple[tuple[int, int, int], ...]
-    """(layer, slot over all ranks, expert)"""
+    """(layer, slot over all ranks, expert)."""
     until: float
-    """an answer that comes later is of no use"""
+    """Deadline. A later reply is useless."""
 
 
 class ReadCells(NamedTuple):
-    """Read whole cells. Reported: Landed, Broken, or Late and then Settled."""
+    """Read whole cells. Reported by ReadLanded, ReadBroken, or ReadLate and then ReadSettled."""
 
     batch: int
     source: int
     address: MemoryAddress
     pulls: tuple[tuple[int, int], ...]
-    """(cell over there, cell here)"""
+    """(remote cell, local cell)."""
     until: float
-    """never longer than this"""
+    """Deadline of the read."""
 
 
 class StopReads(NamedTuple):
-    """Nobody waits for this read any more. Reported: Settled, once nothing can land."""
+    """Cancel a read. Reported by ReadSettled once nothing can land."""
 
     batch: int
 
 
 class VerifyCells(NamedTuple):
-    """Compare what landed with what was promised. Reported: Verified."""
+    """Compare the received cells with their checksums. Reported by CellsVerified."""
 
     batch: int
     source: int
@@ -71,12 +74,12 @@ class VerifyCells(NamedTuple):
 
 
 class ReleaseLease(NamedTuple):
-    """Nothing is read from there any more."""
+    """Release a lease: nothing is read under it any more."""
 
     batch: int
     source: int
     lease: int
-    """0: none was granted"""
+    """Lease number. 0: none was granted."""
 
 
 Effect = RequestLease | ReadCells | StopReads | VerifyCells | ReleaseLease
@@ -85,28 +88,28 @@ Effect = RequestLease | ReadCells | StopReads | VerifyCells | ReleaseLease
 
 
 class LeaseGranted(NamedTuple):
-    """The source lets us read."""
+    """The source granted the lease."""
 
     batch: int
     answer: ExpertsLeased
 
 
 class LeaseRenewed(NamedTuple):
-    """It goes on; under this number, where it had forgotten the other."""
+    """The lease was renewed. The number differs if the source had forgotten the old lease."""
 
     batch: int
     lease: int
 
 
 class LeaseDenied(NamedTuple):
-    """It refused, or did not answer."""
+    """The source refused or did not respond."""
 
     batch: int
     text: str
 
 
 class ReadLanded(NamedTuple):
-    """All bytes are there."""
+    """All bytes of the read have arrived."""
 
     batch: int
     way: str
@@ -115,27 +118,27 @@ class ReadLanded(NamedTuple):
 
 
 class ReadBroken(NamedTuple):
-    """The read failed, and nothing is under way."""
+    """The read failed, and no transfer is in flight."""
 
     batch: int
     text: str
 
 
 class ReadLate(NamedTuple):
-    """The read took too long, and goes on."""
+    """The read is past its deadline and still in flight."""
 
     batch: int
     text: str
 
 
 class ReadSettled(NamedTuple):
-    """Nothing of it can land any more."""
+    """Nothing of the read can land any more."""
 
     batch: int
 
 
 class CellsVerified(NamedTuple):
-    """wrong: of each cell, what is not as it was promised, in words; empty where all is."""
+    """Checksums were compared. wrong: per cell, a text that names the mismatch; empty where all match."""
 
     batch: int
     wrong: tuple[str, ...]
@@ -146,17 +149,17 @@ Report = LeaseGranted | LeaseRenewed | LeaseDenied | ReadLanded | ReadBroken | R
 
 @dataclass(slots=True)
 class _Want:
-    """One expert that comes."""
+    """One incoming expert."""
 
     coming: IncomingExperts
     cell: int
     tries: int = 0
     failed: set[int] = field(default_factory=set)
-    """sources that failed since all had"""
+    """Sources that failed since the last time all had failed."""
 
     @property
     def source(self) -> int:
-        """Slot over all ranks that it is read from next."""
+        """Slot over all ranks that the expert is read from next."""
         return next(source for source in self.coming.sources if source not in self.failed)
 
     @property
@@ -164,7 +167,8 @@ class _Want:
         return ExpertId(self.coming.layer, self.coming.expert)
 
     def another(self, most: int, *, same: bool) -> bool:
-        """The present source failed; whether there is another try. same: when all sources have failed, the first may be tried once more."""
+        """Record a failure of the current source. Return True if a retry is allowed. same: when all sources
+        have failed, start again with the first."""
         self.tries += 1
         self.failed.add(self.source)
         left = len(self.failed) < len(self.coming.sources)
@@ -185,26 +189,26 @@ class _Stage(StrEnum):
 class _Batch:
     number: int
     source: int
-    """rank"""
+    """Rank to read from."""
     handover: int
     until: float
     wants: list[_Want]
-    """none any more, once it is given up"""
+    """Empty once the batch is given up."""
     stage: _Stage = _Stage.WAITING
     lease: int = 0
     promised: tuple[tuple[int, ...], ...] = ()
     settling: tuple[int, ...] = ()
-    """cells that are quarantined with it"""
+    """Cells of the batch in quarantine."""
 
 
 class InboundCopies:
-    """The batches of one rank. tensors: how many a cell holds, so how many checksums an expert has."""
+    """Batches of one rank. tensors: number of tensors in a cell, and so of checksums per expert."""
 
     def __init__(self, residency: CellTable, *, tensors: int, slots_per_rank: int, config: TransferConfig) -> None:
         self.effects: list[Effect] = []
-        """to be carried out; whoever does so empties it"""
+        """Effects to execute. The caller clears the list."""
         self.pulls: list[PullTold] = []
-        """what was read for the present or last handover"""
+        """Completed reads of the current or last handover."""
         self._residency = residency
         self._tensors = tensors
         self._slots = slots_per_rank
@@ -213,7 +217,7 @@ class InboundCopies:
         self._batches: dict[int, _Batch] = {}
 
     def expect(self, coming: tuple[IncomingExperts, ...], handover: int, until: float, now: float) -> None:
-        """Begin to bring these experts; CannotStage when there are not cells enough for them."""
+        """Start copying these experts. CannotStage when too few cells are free."""
         free = self._residency.count(Cell.FREE)
         if len(coming) > free:
             raise CannotStage(
@@ -225,27 +229,28 @@ class InboundCopies:
 
     @property
     def all_staged(self) -> bool:
-        """Nothing that is expected is missing."""
+        """True when all expected experts are staged."""
         return not self._expected()
 
     @property
     def at_rest(self) -> bool:
-        """Nothing is under way, and nothing has to settle."""
+        """True when no batch is in flight or settling."""
         return not self._batches
 
     @property
     def hindrance(self) -> str:
-        """What is being waited for, in words."""
+        """Format the batches that staging waits for."""
         return "; ".join(f"{batch.stage.value} {len(batch.wants)} experts from rank {batch.source}" for batch in self._expected())
 
     def let_go(self, now: float) -> None:
-        """The handover is given up: drop what is staged, stop what is under way. Repeatable."""
+        """Abort the copies of the handover: drop staged cells and stop reads in progress. Idempotent."""
         for batch in self._expected():
             self._give_up(batch, now)
         self._residency.drop_staged(now)
 
     def take(self, report: Report, now: float) -> None:
-        """Something happened to a batch. CannotStage when no try is left; `let_go` is due then."""
+        """Process a report about a batch. CannotStage when no retry is left; the caller then calls
+        `let_go`."""
         batch = self._batches.get(report.batch)
         if batch is None:
             return
@@ -268,11 +273,11 @@ class InboundCopies:
                 self._elsewhere(batch, text, now)
             case CellsVerified(_, wrong):
                 self._stage(batch, wrong, now)
-            case ReadSettled():  # a read that was not given up reports what became of it
+            case ReadSettled():  # A read that was not given up reports its result, so this one ended early.
                 self._again(batch, StagingFault.TRANSFER, f"the read from rank {batch.source} ended before its time; try again", now)
         self._begin()
 
-    # one batch after another
+    # Progress of a batch.
 
     def _expected(self) -> list[_Batch]:
         return [batch for batch in self._batches.values() if batch.stage is not _Stage.GIVEN_UP]
@@ -286,7 +291,7 @@ class InboundCopies:
             self._batches[number] = _Batch(number, source, handover, until, group)
 
     def _begin(self) -> None:
-        """Lease for as many of those that wait as may be under way."""
+        """Request leases for waiting batches, up to the limit of concurrent sources."""
         busy = {batch.source for batch in self._expected() if batch.stage in (_Stage.LEASING, _Stage.READING)}
         for batch in self._expected():
             if batch.stage is _Stage.WAITING and batch.source not in busy and len(busy) < MOST_SOURCES:
@@ -331,10 +336,10 @@ class InboundCopies:
             what = f"expert {bad[0].name}, as read from rank {batch.source}, is not what that rank promised: {next(filter(None, wrong))}"
             self._retry(batch, bad, StagingFault.CHECKSUM, f"{what}; look after that rank's memory, or restart its engine", now)
 
-    # trying again
+    # retries
 
     def _again(self, batch: _Batch, fault: StagingFault, text: str, now: float) -> None:
-        """Nothing of a batch is under way: each of its experts is tried from its next source."""
+        """Retry each expert of a batch from its next source. No transfer of the batch is in flight."""
         del self._batches[batch.number]
         for want in batch.wants:
             self._residency.broken(want.cell, now)
@@ -343,7 +348,7 @@ class InboundCopies:
         self._retry(batch, batch.wants, fault, text, now)
 
     def _elsewhere(self, batch: _Batch, text: str, now: float) -> None:
-        """The read of a batch is overdue."""
+        """Quarantine a batch whose read is overdue, and retry it from other sources."""
         wants = batch.wants
         self._quarantine(batch, now)
         self._retry(batch, wants, StagingFault.OVERDUE, text, now, same=False)
@@ -362,7 +367,7 @@ class InboundCopies:
             raise CannotStage(fault, f"{text}; and it cannot be read from elsewhere: {error}") from error
         self._queue(wants, batch.handover, batch.until)
 
-    # giving up
+    # aborts
 
     def _give_up(self, batch: _Batch, now: float) -> None:
         if batch.stage in (_Stage.READING, _Stage.VERIFYING):
@@ -374,7 +379,8 @@ class InboundCopies:
             self._residency.broken(want.cell, now)
         if batch.stage is _Stage.WAITING:
             del self._batches[batch.number]
-        batch.stage, batch.wants = _Stage.GIVEN_UP, []  # a lease that is being asked for may yet be granted, and is ended then
+        # A lease request may still be granted. The lease is released then.
+        batch.stage, batch.wants = _Stage.GIVEN_UP, []
 
     def _quarantine(self, batch: _Batch, now: float) -> None:
         batch.settling = tuple(want.cell for want in batch.wants)
@@ -383,7 +389,7 @@ class InboundCopies:
         batch.stage, batch.wants = _Stage.GIVEN_UP, []
 
     def _heard_late(self, batch: _Batch, report: Report, now: float) -> None:
-        """What was given up comes to its end, by whatever is heard of it but that it is late."""
+        """Conclude a batch that was given up. Any report but ReadLate ends it."""
         if isinstance(report, ReadLate):
             return
         del self._batches[batch.number]

@@ -1,6 +1,8 @@
-"""What a proposed placement asks of one rank: which experts come, and from where they can be read. Pure.
+"""Check a proposed placement for one rank, and derive the incoming experts and the sources to read them from.
+Pure.
 
-A proposal came over the bus, so everything in it is compared with what is served before anything is done about it.
+A proposal comes from the bus. So all of it is checked against the served placement before the rank acts on
+it.
 """
 
 from collections.abc import Sequence
@@ -14,36 +16,36 @@ from fleet.experts import ExpertId
 from fleet.placement import EMPTY, Placement
 
 LONGEST_SECONDS = 86_400.0
-"""that staging may be given"""
+"""Upper limit of the staging deadline."""
 
 
 class StagingFault(StrEnum):
-    """Why a rank could not stage, in a word."""
+    """Reason code for a rank that cannot stage."""
 
     PLACEMENT = "placement"
-    """the proposal does not fit what is served"""
+    """The proposal does not fit the served placement."""
     COPIES = "copies"
-    """its copies do not fit its placement"""
+    """The copies do not fit the proposed placement."""
     DEADLINE = "deadline"
-    """its deadline makes no sense"""
+    """The deadline is out of range."""
     ROOM = "room"
-    """too few cells are free"""
+    """Too few cells are free."""
     QUARANTINE = "quarantine"
-    """too many cells are quarantined"""
+    """Too many cells are quarantined."""
     SOURCE = "source"
-    """no holder lets us read, or answers"""
+    """No holder grants a read lease, or none responds."""
     TRANSFER = "transfer"
-    """reading failed"""
+    """A read failed."""
     CHECKSUM = "checksum"
-    """what was read is not what was promised"""
+    """The checksums do not match."""
     OVERDUE = "overdue"
-    """it took too long"""
+    """The deadline passed."""
     ENGINE = "engine"
-    """the engine could not prepare the placement"""
+    """The engine could not prepare the placement."""
 
 
 class CannotStage(Exception):
-    """A rank cannot stage what was proposed; the text says whose fault it is and what to do."""
+    """A rank cannot stage a proposal. The text names the cause and the remedy."""
 
     def __init__(self, fault: StagingFault, text: str) -> None:
         super().__init__(text)
@@ -51,26 +53,27 @@ class CannotStage(Exception):
 
 
 class IncomingExperts(NamedTuple):
-    """An expert that a rank does not hold, and shall."""
+    """An expert that the rank does not hold and must copy."""
 
     layer: int
     slot: int
-    """of this rank"""
+    """Slot of this rank."""
     expert: int
     sources: tuple[int, ...]
-    """slots over all ranks that hold it in the epoch that is served, the proposed one first"""
+    """Slots over all ranks that hold the expert in the served epoch, the proposed source first."""
 
 
 class ProposalRequest(NamedTuple):
-    """What a proposal asks of one rank."""
+    """Work that a proposal demands from one rank."""
 
     coming: tuple[IncomingExperts, ...]
     moved: int
-    """experts that only change slots on this rank: they take their cells along"""
+    """Experts that only change slots on this rank. They keep their cells."""
 
 
 def asked(command: ProposeHandover, proposed: Placement, served: Placement, rank: int) -> ProposalRequest:
-    """CannotStage names what does not fit: the shape, the deadline, a copy, or a slot that none fills."""
+    """Return the work that a proposal demands from this rank. CannotStage names the mismatch: the shape, the
+    deadline, a copy, or a slot without a copy."""
     wanted = (proposed.layers, proposed.experts, proposed.ranks, proposed.slots_per_rank)
     present = (served.layers, served.experts, served.ranks, served.slots_per_rank)
     if wanted != present:
@@ -81,7 +84,7 @@ def asked(command: ProposeHandover, proposed: Placement, served: Placement, rank
 
 
 def _sources(copies: Sequence[ExpertCopy], proposed: Placement, served: Placement) -> dict[tuple[int, int], int]:
-    """Where each (layer, slot over all ranks) is filled from."""
+    """Map each (layer, slot over all ranks) to the slot that it is copied from."""
     sources: dict[tuple[int, int], int] = {}
     layers, slots = proposed.expert_of_slot.shape
     for copy in copies:

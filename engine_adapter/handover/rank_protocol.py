@@ -1,13 +1,17 @@
-"""One rank's part in handovers: what it answers to commands, when it has staged, and when it gives up. Pure.
+"""Handover protocol of one rank: its replies to commands, and its decisions to stage and to fail. Pure.
 
-`fleet.handover` says what may follow what; here is what a rank does about it. Commands and happenings come in with the time (seconds, of any clock that
-only grows), effects go out as plain values; `engine_adapter.agent.handover_agent` carries them out and reports back. The life of a handover on one rank:
+`fleet.handover` defines the legal transitions, and this module decides what the rank does at each. Commands
+and events come in with the time (seconds of any monotonic clock). Effects go out as plain values.
+`engine_adapter.agent.handover_agent` executes them and reports the results. Steps of a handover on one rank:
 
-1. `propose`: the placement is compared with what is served (`proposal`), and experts that come are brought (`arrivals`). Where that fails for good the
-   rank has FAILED: it says why, lets go of everything, and waits for the abort.
-2. Everything is staged and verified: `Prepare`. Prepared: the rank has STAGED.
-3. `commit`: `Adopt`. Adopted, at the step at which all ranks were ready: it serves the new epoch, and the old cells drain.
-4. `abort`, any time before the commit: what is staged is dropped; what is being read is stopped, and its cells are quarantined until it settles.
+1. `propose`: the placement is checked against the served one (`proposal_check`), and incoming experts are
+   copied (`inbound_copies`). When that fails for good, the rank is FAILED: it reports the reason, drops
+   everything staged, and waits for the abort.
+2. Everything is staged and verified: `Prepare`. Once the engine is prepared, the rank is STAGED.
+3. `commit`: `Adopt`. The engine adopts the placement at the first step at which all ranks are ready. The rank
+   then serves the new epoch, and the old cells drain.
+4. `abort`, any time before the commit: staged cells are dropped. Reads in progress are stopped, and their
+   cells are quarantined until the reads settle.
 """
 
 from collections.abc import Callable
@@ -42,7 +46,8 @@ from fleet.placement import Placement
 
 
 class Prepare(NamedTuple):
-    """Have the engine prepare a placement, with this rank's slots in these cells. Reported by `prepared` or `unprepared`."""
+    """Have the engine prepare a placement, with this rank's slots in these cells. Reported by `prepared` or
+    `unprepared`."""
 
     handover: int
     placement: Placement
@@ -51,13 +56,13 @@ class Prepare(NamedTuple):
 
 
 class Adopt(NamedTuple):
-    """Have it adopt what was prepared. Reported by `adopted`."""
+    """Have the engine adopt the prepared placement. Reported by `adopted`."""
 
     handover: int
 
 
 class Forget(NamedTuple):
-    """What was prepared, or is being, is not needed."""
+    """Discard the prepared placement, or stop preparing it."""
 
     handover: int
 
@@ -67,27 +72,27 @@ Effect = inbound_copies.Effect | Prepare | Adopt | Forget
 
 @dataclass(slots=True)
 class _Open:
-    """The handover that is open."""
+    """The open handover."""
 
     number: int
     placement: Placement
     began: float
     until: float
-    """staged by then, or failed"""
+    """Deadline for staging."""
     cells: NDArray[np.int32] | None = None
-    """int32 [layers, slots_per_rank], once everything is staged"""
+    """int32 [layers, slots_per_rank]. Set once everything is staged."""
 
 
 class RankProtocol:
-    """The protocol of one rank over its residency. tensors: how many an expert consists of."""
+    """Protocol state of one rank. residency: its cell table. tensors: number of tensors of an expert."""
 
     def __init__(self, *, worker_id: int, rank: int, placement: Placement, residency: CellTable, tensors: int, config: TransferConfig) -> None:
         self.residency = residency
         self.placement = placement
-        """served"""
+        """The served placement."""
         self.standing = ProtocolState(RankState.SERVING, placement.epoch)
         self.failure = ""
-        """why the open or last handover could not be staged"""
+        """Reason why the open or last handover could not be staged."""
         self.fault = ""
         self.arrivals = InboundCopies(residency, tensors=tensors, slots_per_rank=placement.slots_per_rank, config=config)
         self._worker_id = worker_id
@@ -98,18 +103,19 @@ class RankProtocol:
         self._seconds = 0.0
 
     def drain(self) -> list[Effect]:
-        """What is to be carried out, in order; then there is nothing until something happens."""
+        """Return the pending effects in order, and clear them."""
         effects, self._effects = self._effects, []
         return effects
 
     # commands
 
     def heed(self, command: ProposeHandover) -> CommandVerdict:
-        """What would become of a proposal; nothing changes."""
+        """Return the verdict on a proposal without changing any state."""
         return heed_propose(self.standing, command.token, command.handover, command.placement.epoch)
 
     def propose(self, command: ProposeHandover, placement: Placement | str, now: float) -> CommandVerdict:
-        """placement: the one that the command has; what is wrong with it, in words, where it is none."""
+        """Take a proposal. placement: the decoded placement of the command, or the error text when it cannot
+        be decoded."""
         verdict = self.heed(command)
         self.standing = heard(self.standing, command.token)
         if verdict is not CommandVerdict.TAKE:
@@ -141,11 +147,11 @@ class RankProtocol:
         return verdict
 
     def asked(self, token: int) -> None:
-        """A coordinator asked where this rank is: none before it is listened to any more."""
+        """Note the token of a coordinator's status request. This fences coordinators with lower tokens."""
         self.standing = heard(self.standing, token)
 
     def describe(self, now: float, verdict: CommandVerdict | None = None) -> HandoverDescribed:
-        """Where this rank is. verdict: on the command that this answers."""
+        """Return this rank's status. verdict: the verdict on the command that this message replies to."""
         standing, residency = self.standing, self.residency
         return HandoverDescribed(
             worker_id=self._worker_id,
@@ -167,26 +173,26 @@ class RankProtocol:
             oldest_seconds=residency.oldest(now),
         )
 
-    # happenings
+    # events
 
     def take(self, report: Report, now: float) -> None:
-        """Something happened to experts on their way in."""
+        """Process a report about incoming experts."""
         self._attempt(lambda: self.arrivals.take(report, now), now)
 
     def prepared(self, handover: int) -> bool:
-        """The engine is prepared to adopt; False: that is of no use any more."""
+        """Mark the rank as staged: the engine is prepared. False: the handover is not staging any more."""
         if not self._stages(handover):
             return False
         self.standing = staged(self.standing)
         return True
 
     def unprepared(self, handover: int, text: str, now: float) -> None:
-        """It cannot be."""
+        """Fail the handover: the engine could not prepare the placement."""
         if self._stages(handover):
             self._fail(CannotStage(StagingFault.ENGINE, text), now)
 
     def adopted(self, now: float) -> None:
-        """The engine serves the new epoch, since the last step at the latest."""
+        """Switch to the new epoch. The engine serves it since the last step at the latest."""
         assert self._open is not None
         assert self._open.cells is not None
         self.placement = self._open.placement
@@ -195,7 +201,7 @@ class RankProtocol:
         self.standing = flipped(self.standing)
 
     def tick(self, now: float) -> None:
-        """Time passes: staging may be overdue, and leases of silent readers end."""
+        """Advance the time: expire leases, and fail staging that is past its deadline."""
         self.residency.expire(now)
         if self._open is not None and self._stages(self._open.number) and now >= self._open.until:
             what = self.arrivals.hindrance or "the engine prepares"
@@ -204,13 +210,13 @@ class RankProtocol:
 
     @property
     def wakes(self) -> float:
-        """When `tick` is due, seconds; infinity: whenever."""
+        """Time at which `tick` is due, in seconds. Infinity: never."""
         staging = self._open is not None and self._stages(self._open.number)
         return min(self.residency.next_expiry, self._open.until if self._open is not None and staging else float("inf"))
 
     @property
     def at_rest(self) -> bool:
-        """No handover is open, and nothing of those before is under way."""
+        """True when no handover is open and no copy of an earlier one is in flight."""
         return self._open is None and self.arrivals.at_rest
 
     # steps
@@ -232,7 +238,8 @@ class RankProtocol:
         self.arrivals.expect(wanted.coming, command.handover, open_.until, now)
 
     def _attempt(self, step: Callable[[], None], now: float) -> None:
-        """Carry out a step; where it shows that staging is impossible, fail; where it was the last one, prepare."""
+        """Run a step of staging. Fail the handover when the step shows that staging is impossible, and
+        prepare when it was the last step."""
         try:
             step()
         except CannotStage as error:
@@ -251,7 +258,7 @@ class RankProtocol:
         self._let_go(now)
 
     def _let_go(self, now: float) -> None:
-        """Repeatable."""
+        """Drop all staged and incoming experts. Idempotent."""
         assert self._open is not None
         self.arrivals.let_go(now)
         self._collect()

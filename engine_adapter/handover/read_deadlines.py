@@ -1,7 +1,9 @@
-"""How long a read of expert memory may take: fitted to what reads from that source by that way have taken. Pure.
+"""Deadlines for reads of expert memory, fitted to earlier reads from the same source by the same transfer
+backend. Pure.
 
-A transfer has no time-out of its own (a stopped peer leaves it pending for ever), so every read has one of ours. `seconds = a + b * bytes` is fitted by
-least squares over the last reads, and a read is given four times that: what takes longer is no slow read but a stuck one.
+A transfer has no timeout of its own: with a stopped peer it stays pending forever. So every read gets a
+deadline here. `seconds = a + b * bytes` is fitted by least squares over the last reads. A read may take four
+times the fitted time. A read that takes longer is stuck, not slow.
 """
 
 from collections import deque
@@ -9,15 +11,16 @@ from collections import deque
 import numpy as np
 
 SLACK = 4.0
-"""times the expected seconds"""
+"""Allowed seconds as a multiple of the expected seconds."""
 _KEPT = 32
-"""reads that the fit looks back on"""
+"""Number of past reads in the fit."""
 _SLOWEST = 50e6
-"""bytes per second that any link is taken to reach, before one read was measured"""
+"""Assumed minimum bandwidth in bytes per second, before the first read was measured."""
 
 
 class Deadlines:
-    """Of one rank's reads, by (source rank, way). least_seconds: given to every read. bytes_per_second: a cap that reads are held to; None: none is."""
+    """Deadlines of one rank's reads, by (source rank, transfer backend). least_seconds: minimum allowance of
+    every read. bytes_per_second: rate limit of the reads. None: no limit."""
 
     def __init__(self, least_seconds: float, bytes_per_second: int | None = None) -> None:
         self._least = least_seconds
@@ -25,16 +28,16 @@ class Deadlines:
         self._read: dict[tuple[int, str], deque[tuple[int, float]]] = {}
 
     def learn(self, source: int, way: str, size: int, seconds: float) -> None:
-        """A read of so many bytes took so long."""
+        """Record the size and duration of a completed read."""
         self._read.setdefault((source, way), deque(maxlen=_KEPT)).append((size, seconds))
 
     def allowed(self, source: int, way: str, size: int) -> float:
-        """Seconds that a read of so many bytes is given."""
+        """Seconds allowed for a read of `size` bytes."""
         floor = 0.0 if self._cap is None else size / self._cap
         return max(self._least, SLACK * max(floor, self.expected(source, way, size)))
 
     def expected(self, source: int, way: str, size: int) -> float:
-        """Seconds that it takes, by the reads before."""
+        """Expected seconds for a read of `size` bytes, based on earlier reads."""
         read = self._read.get((source, way))
         if not read:
             return size / _SLOWEST
@@ -43,7 +46,8 @@ class Deadlines:
 
 
 def _fitted(read: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> tuple[float, float]:
-    """(a, b) of seconds = a + b * bytes, neither below 0. read: float64 [n, 2], bytes and seconds."""
+    """Fit seconds = a + b * bytes, with neither a nor b below 0, and return (a, b). read: float64 [n, 2],
+    bytes and seconds."""
     size, seconds = read.T
     spread = size - size.mean()
     if not (spread @ spread) > 0:

@@ -1,1 +1,1 @@
-"""Reports of what ranks did: dispatch, and the experts that requests activated."""
+"""Reports of ranks: dispatch statistics, and the experts that requests activated."""

@@ -1,7 +1,8 @@
-"""The tracker's cluster model of one model, kept fresh: heard when it is published, asked for at the start and when the bus was away.
+"""Subscriber to the tracker's cluster model of one served model: receives publications, and requests the
+current model at the start and after a disconnect of the bus.
 
-Without a tracker there is none, and nothing else is the worse for it. What comes from the bus is not trusted: a model that cannot be
-used is refused, and the one before it stays.
+Without a tracker there is no cluster model, and everything else works without it. Messages from the bus are
+not trusted: an unusable model is rejected, and the previous one stays.
 """
 
 import asyncio
@@ -14,18 +15,19 @@ from fleet.experts import ModelShape
 from fleet.signatures import ClusterModel, ClusterRecord
 
 UNREAD = 4
-"""Publications that may wait to be read; only the newest is of use"""
+"""Publications that may be queued. Only the newest matters."""
 LONGEST_PAUSE = 30.0
-"""seconds between two questions to a tracker that does not answer; what it publishes is heard at once"""
+"""Longest pause between requests to a tracker that does not respond, in seconds. Publications arrive without
+delay."""
 
 log = logging.getLogger(__name__)
 
 
 class ClusterSubscriber:
-    """Follows the clusters of `model`, an engine of this shape, while `run` runs."""
+    """Subscriber to the clusters of `model` for an engine of this shape, while `run` runs."""
 
     def __init__(self, bus: Bus, subjects: Subjects, model: str, shape: ModelShape, look_seconds: float) -> None:
-        """look_seconds: how often the bus is looked at for having been away, and the first pause between two questions."""
+        """look_seconds: interval of checks for a bus disconnect, and first pause between two requests."""
         self._bus = bus
         self._subjects = subjects
         self._name = model
@@ -34,15 +36,15 @@ class ClusterSubscriber:
         self._model: ClusterModel | None = None
         self._publisher: int | None = None
         self._complaint = ""
-        self._turn = asyncio.Lock()  # an answer and a publication are judged one after the other
+        self._turn = asyncio.Lock()  # Replies and publications are processed one at a time.
 
     @property
     def model(self) -> ClusterModel | None:
-        """The newest usable one; None before the first."""
+        """The newest usable cluster model. None before the first."""
         return self._model
 
     async def run(self) -> None:
-        """Follow until cancelled."""
+        """Follow publications until cancelled."""
         async with self._bus.subscribe(self._subjects.clusters, limit=UNREAD) as heard, asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_asking(), name=f"ask for the clusters of {self._name}")
             async for received in heard:
@@ -67,7 +69,7 @@ class ClusterSubscriber:
             await asyncio.sleep(self._look_seconds)
 
     async def _ask(self) -> bool:
-        """Whether the tracker knew an answer."""
+        """Request the clusters. True when the tracker replied."""
         try:
             told = await self._bus.request(self._subjects.describe_profile, DescribeClusters(model=self._name))
         except BusError as error:
@@ -78,7 +80,8 @@ class ClusterSubscriber:
         return True
 
     async def _adopt(self, record: ClusterRecord, *, whatever_version: bool = False) -> None:
-        """Use the record if it is newer; whatever its version when it comes from a tracker that was not heard before."""
+        """Use the record if its version is newer. whatever_version: use any other version, since it comes
+        from a new tracker."""
         async with self._turn:
             known = None if self._model is None else self._model.version
             if known == record.version or not (known is None or whatever_version or record.version > known):
@@ -96,7 +99,8 @@ class ClusterSubscriber:
 
 
 def _usable(record: ClusterRecord, shape: ModelShape) -> ClusterModel:
-    """The model of a record; milliseconds for a large one. ValueError when it is none, or not of this shape."""
+    """Build the model of a record, which takes milliseconds for a large one. ValueError when the record is
+    invalid or of another shape."""
     if (record.layers, record.experts) != (shape.layers, shape.experts):
         raise ValueError(f"they have {record.layers} layers of {record.experts} experts, this engine {shape.layers} of {shape.experts}")
     return ClusterModel.from_record(record)

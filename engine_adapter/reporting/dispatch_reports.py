@@ -1,4 +1,5 @@
-"""Says on the bus where a rank's tokens were really sent (`fleet.events.DispatchMeasured`), never of two epochs at once."""
+"""Publish where a rank's tokens were actually sent (`fleet.events.DispatchMeasured`). A report never mixes
+epochs."""
 
 from bus import Bus
 from bus.protocol.subjects import Subjects
@@ -7,10 +8,10 @@ from fleet.events import DispatchMeasured
 
 
 class DispatchReports:
-    """What one rank says. Moments are of one clock, in seconds."""
+    """Dispatch reports of one rank. All times are of one clock, in seconds."""
 
     def __init__(self, bus: Bus, subjects: Subjects, about: EngineDescription, engine: str, worker_id: int, interval: float) -> None:
-        """interval: seconds of a report; shorter where the epoch changed."""
+        """interval: seconds between reports. A change of epoch ends an interval early."""
         self._publisher = bus.publisher(subjects.dispatched(engine))
         self._about = about
         self._engine, self._worker_id = engine, worker_id
@@ -19,11 +20,12 @@ class DispatchReports:
         self._since = float("-inf")
 
     def begin(self, now: float) -> None:
-        """The first interval begins."""
+        """Start the first interval."""
         self._since = now
 
     async def hear(self, sent: tuple[DispatchCounts, ...], now: float) -> None:
-        """What was sent since the last call. Of a flip is known here that it was before now; what was sent before it is said at once."""
+        """Add the counts since the last call, and publish when due. The exact time of a flip is unknown, so
+        counts from before it are published at once."""
         for one in sent:
             if self._sent is not None and self._sent.epoch != one.epoch:
                 await self._say(now)
@@ -43,7 +45,9 @@ class DispatchReports:
                 rank=self._about.rank,
                 model=self._about.model,
                 epoch=sent.epoch,
-                seconds=max(seconds, sent.step_seconds),  # its first step may have begun before, and of two flips between two looks it had none
+                # The first step may have begun before the interval. When two flips fall between two calls,
+                # the interval of the second is empty.
+                seconds=max(seconds, sent.step_seconds),
                 steps=sent.steps,
                 step_seconds=sent.step_seconds,
                 tokens=sent.tokens,

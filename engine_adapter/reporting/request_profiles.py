@@ -1,8 +1,10 @@
-"""Says on the bus what each ended request activated, as signatures over the tracker's clusters (`fleet.events.RequestsProfiled`).
+"""Publish the experts that each finished request activated, as signatures over the tracker's clusters
+(`fleet.events.RequestsProfiled`).
 
-Every rank does this for its own requests, whoever sent them. The traces wait in a queue bounded in bytes, one thread reads them, off
-the event loop, and what it finds is said in batches. Without a cluster model, so without a tracker, requests are
-let go at once. What could not be kept up with is left out and counted in `lost`: the counts of `ExpertsActivated` miss nothing.
+Every rank does this for its own requests, from all clients. Traces wait in a queue bounded in bytes. One
+thread reads them off the event loop, and profiles are published in batches. Without a cluster model, and so
+without a tracker, requests are dropped at once. Requests beyond the profiling capacity are dropped and
+counted in `lost`. The counts of `ExpertsActivated` remain complete.
 """
 
 import asyncio
@@ -27,18 +29,18 @@ from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 
 MESSAGE_BYTES = 400_000
-"""of profiles in one message; below what the bus sends in one piece (`bus.protocol.codec.LARGE`)"""
+"""Bytes of profiles in one message. Below the size that the bus splits (`bus.protocol.codec.LARGE`)."""
 TURN_BYTES = 8 * 1024 * 1024
-"""of traces that the thread is given at once, unless one is larger"""
+"""Bytes of traces per turn of the thread. A single larger trace is allowed."""
 TURN_REQUESTS = 64
 _PROFILE_BYTES = 160
-"""of a profile without its tables"""
+"""Size of a profile without its tables."""
 
 log = logging.getLogger(__name__)
 
 
 class Allowance:
-    """A token bucket: `rate` a second, `burst` at once."""
+    """Token bucket: `rate` tokens a second, at most `burst` at once."""
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate = rate
@@ -47,7 +49,7 @@ class Allowance:
         self._at = float("-inf")
 
     def take(self, now: float) -> bool:
-        """Whether one may be had now; it is then used up."""
+        """Take a token if one is available. True on success."""
         self._left = min(self._burst, self._left + self._rate * (now - self._at))
         self._at = now
         if self._left < 1:
@@ -62,7 +64,7 @@ class _Waiting(NamedTuple):
 
 
 class RequestProfiler:
-    """The profiles of one rank. `take` never blocks; `run` works until it is cancelled."""
+    """Profiles of one rank. `take` never blocks. `run` works until it is cancelled."""
 
     def __init__(
         self,
@@ -75,9 +77,9 @@ class RequestProfiler:
         config: AgentConfig,
         nodes: tuple[str, ...] = (),
     ) -> None:
-        """nodes: the machine of each rank; empty: all are on one."""
+        """nodes: machine of each rank. Empty: all ranks are on one."""
         self.lost = 0
-        """requests that ended faster than they could be profiled"""
+        """Requests that were dropped because they finished faster than they could be profiled."""
         self._about = about
         self._engine = engine
         self._worker_id = worker_id
@@ -90,13 +92,14 @@ class RequestProfiler:
         self._work = asyncio.Event()
         self._samples = Allowance(config.samples_per_second, config.samples_burst)
         self._batch: dict[tuple[int, int], list[RequestProfile]] = {}
-        """by (placement epoch, version of the clusters)"""
+        """Profiles by (placement epoch, version of the clusters)."""
         self._batch_bytes = 0
         self._said_at = float("-inf")
         self._told_lost = 0
 
     def take(self, ended: Sequence[EndedRequest], lost: int, placement: Placement | None) -> None:
-        """Requests that ended under this placement, and how many more did that the engine could not keep."""
+        """Queue requests that finished under this placement. lost: further requests that the engine could not
+        keep."""
         if self._clusters.model is None or placement is None:
             return
         self.lost += lost
@@ -110,10 +113,10 @@ class RequestProfiler:
             self._work.set()
         if self.lost > 2 * self._told_lost:
             self._told_lost = self.lost
-            log.warning("rank %d ends requests faster than it can profile them; %d were left out so far", self._about.rank, self.lost)
+            log.warning("requests of rank %d finish faster than they can be profiled; %d were dropped so far", self._about.rank, self.lost)
 
     async def run(self) -> None:
-        """Follow the clusters, profile and say, until cancelled."""
+        """Follow the clusters, and profile and publish until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._clusters.run(), name=f"follow the clusters of {self._about.model}")
             tasks.create_task(self._profile_and_say(), name=f"profile the requests of rank {self._about.rank} of {self._engine}")
@@ -130,7 +133,7 @@ class RequestProfiler:
                 self._said_at = clock()
 
     async def _profile(self, now: float) -> None:
-        """Work off one turn of what waits."""
+        """Profile one turn of the queue."""
         model = self._clusters.model
         turn = self._turn(1 if model is None else min(TURN_REQUESTS, most_together(model)))
         if not self._waiting:
@@ -143,7 +146,8 @@ class RequestProfiler:
         self._batch_bytes += sum(map(_size, profiles))
 
     def _turn(self, most: int) -> list[_Waiting]:
-        """The next ones that are read together: all of one placement, and few enough that a turn is short."""
+        """Take the next requests to profile together: all of one placement, and few enough that a turn is
+        short."""
         turn: list[_Waiting] = []
         limit = self._waiting_bytes - TURN_BYTES
         while self._waiting and (not turn or (self._waiting_bytes > limit and len(turn) < most and self._waiting[0].placement is turn[0].placement)):
@@ -156,7 +160,7 @@ class RequestProfiler:
         return one
 
     def _read(self, turn: Sequence[_Waiting], sampled: Sequence[bool], model: ClusterModel) -> list[RequestProfile]:
-        """In a thread, one turn at a time."""
+        """Profile one turn. Runs in a thread, one turn at a time."""
         return request_profiles(
             [one.ended for one in turn],
             model,
@@ -186,7 +190,8 @@ class RequestProfiler:
 
 
 def _messages(profiles: Sequence[RequestProfile]) -> Iterator[list[RequestProfile]]:
-    """In order, in parts of some MESSAGE_BYTES; a larger profile stands alone."""
+    """Split the profiles, in order, into parts of about MESSAGE_BYTES. A larger profile forms a part
+    alone."""
     part: list[RequestProfile] = []
     size = 0
     for profile in profiles:
@@ -200,7 +205,7 @@ def _messages(profiles: Sequence[RequestProfile]) -> Iterator[list[RequestProfil
 
 
 def _size(profile: RequestProfile) -> int:
-    """Bytes on the bus, more or less."""
+    """Approximate bytes on the bus."""
     sample = profile.sample
     tables = 0 if sample is None else len(sample.prompt.values) + len(sample.completion.values)
     return _PROFILE_BYTES + len(profile.blocks) + len(profile.block_signatures) + tables

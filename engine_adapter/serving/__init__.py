@@ -1,4 +1,6 @@
-"""Serving of every engine of ours: answers, the log of facts, the tokenizer of a checkpoint, and the HTTP server of a rank.
+"""Serving of Roost's own engines: answer streams, fact log, checkpoint tokenizer, and the HTTP server of a
+rank.
 
-Admission rule: what an engine with weights and one without both need beside `batching`, and that awaits or reads files. Free of torch.
+Admission rule: code that engines with and without weights both need beside `batching`, and that awaits or
+reads files. Free of torch.
 """

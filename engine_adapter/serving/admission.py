@@ -1,5 +1,5 @@
-"""The check that a request to a rank comes from a router of its fleet. /health answers anyone, with nothing
-but that the rank lives."""
+"""Check that requests to a rank come from a router of its fleet. /health is open to all, and reveals only
+that the rank is alive."""
 
 import logging
 from collections.abc import Iterable
@@ -14,11 +14,11 @@ HEALTH_PATH = "/health"
 
 
 class NoSecret(Exception):
-    """The fleet's secret cannot be read; the text names the file and says why."""
+    """The fleet's secret cannot be read. The text names the file and the reason."""
 
 
 class RouterAdmission:
-    """Holds the fleet's secret, as its file has it. Without a file every request is admitted."""
+    """Checks requests against the fleet's secret. Without a secret file, every request is admitted."""
 
     def __init__(self, file: Path | None) -> None:
         """NoSecret when the file cannot be used."""
@@ -26,7 +26,7 @@ class RouterAdmission:
         self._secret = None if file is None else _read(file)
 
     def check(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """ApiError 401 unless the request carries the secret, or may do without."""
+        """ApiError 401 unless the request carries the secret or its path is open to all."""
         if self._secret is None or path == HEALTH_PATH:
             return
         presented = next((value.decode("latin-1") for name, value in headers if name == b"authorization"), None)
@@ -38,19 +38,19 @@ class RouterAdmission:
             )
 
     def reload(self) -> None:
-        """Read the file again. What cannot be used leaves the secret as it is, and is logged."""
+        """Read the file again. An unusable file is logged and leaves the secret unchanged."""
         if self._file is None:
             return
         try:
             new = _read(self._file)
         except NoSecret as error:
-            log.error("the fleet's secret stays as it was: %s", error)  # noqa: TRY400 an operator's mistake, not a fault
+            log.error("the fleet's secret is unchanged: %s", error)  # noqa: TRY400 an operator's mistake, not a fault
             return
         if new == self._secret:
-            log.info("the fleet's secret was read again: nothing differs")
+            log.info("the fleet's secret was reloaded: no change")
             return
         self._secret = new
-        log.info("the fleet's secret was read again and has changed")
+        log.info("the fleet's secret was reloaded and has changed")
 
 
 def _read(file: Path) -> SharedSecret:

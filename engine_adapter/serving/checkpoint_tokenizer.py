@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint folder."""
+"""Tokenizer of a checkpoint folder."""
 
 import io
 import zipfile
@@ -13,42 +13,47 @@ from engine_adapter.batching.detokenizer import ByteDetokenizer, Detokenizer, Wi
 
 _ARCHIVED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _ARCHIVE_TIME = (1980, 1, 1, 0, 0, 0)
-"""fixed, so that equal tokenizers make equal archives"""
+"""Fixed, so that equal tokenizers produce equal archives."""
 
 
 class CheckpointTokenizer:
-    """The tokenizer of a checkpoint folder. OSError or ValueError when a file is missing or unusable; the text names it."""
+    """Tokenizer of a checkpoint folder. OSError or ValueError when a file is missing or unusable. The text
+    names the file."""
 
     def __init__(self, folder: Path) -> None:
         definition = _read_json(folder / "tokenizer.json")
         self._tokenizer = _tokenizer(folder / "tokenizer.json")
         config = _read_json(folder / "config.json")
         self.vocabulary: int = config.get("vocab_size") or self._tokenizer.get_vocab_size(with_added_tokens=True)
-        """ids run from 0 to this, exclusive: the model's rows, which may exceed the tokenizer's entries"""
+        """Upper bound (exclusive) of token IDs. This is the number of the model's rows, which may exceed the
+        tokenizer's entries."""
         self.eos = _eos(folder, config)
         self._special = {token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
         self._bytes = _token_bytes(self._tokenizer, self.vocabulary) if _is_byte_level(definition.get("decoder")) else None
         self.archive = _archive(folder)
-        """zip of tokenizer.json, tokenizer_config.json and the chat template if it has a file of its own"""
+        """Zip archive of tokenizer.json, tokenizer_config.json, and the chat template if it is a separate
+        file."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, with the special tokens that the tokenizer itself puts around a prompt."""
+        """Encode a text, with the special tokens that the tokenizer adds around a prompt."""
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
+        """Decode token IDs, without special tokens."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
     def detokenizer(self) -> Detokenizer:
-        """A fresh incremental detokeniser; exact for byte-level tokenizers, by a moving window for others."""
+        """Create an incremental detokenizer: exact for byte-level tokenizers, with a sliding window for
+        others."""
         if self._bytes is not None:
             return ByteDetokenizer(self._bytes, self._special)
         return WindowDetokenizer(self._tokenizer)
 
     def piece(self, token: int) -> str:
-        r"""How log-probabilities name a token: its text, or `bytes:\xe2...` when it is no text by itself (OpenAI's form)."""
+        r"""Return a token's name in log-probabilities: its text, or `bytes:\xe2...` if its bytes alone are
+        not valid UTF-8 (OpenAI's form)."""
         if self._bytes is None or token in self._special:
             spelt: str | None = self._tokenizer.id_to_token(token)
             return (spelt or "").replace("\u2581", " ")
@@ -69,12 +74,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _tokenizer(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_buffer(path.read_bytes())
-    except Exception as error:  # the library raises nothing more precise
+    except Exception as error:  # The library raises nothing more specific.
         raise ValueError(f"{path}: not a tokenizer ({error}); fetch the checkpoint again") from error
 
 
 def _eos(folder: Path, config: dict[str, Any]) -> frozenset[int]:
-    """Ids that end an answer: generation_config.json's, else config.json's."""
+    """Token IDs that end an answer: those of generation_config.json, else those of config.json."""
     generation = folder / "generation_config.json"
     chosen = _read_json(generation).get("eos_token_id") if generation.exists() else None
     ids = config.get("eos_token_id") if chosen is None else chosen
@@ -90,7 +95,8 @@ def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
 
 
 def _token_bytes(tokenizer: Tokenizer, vocabulary: int) -> list[bytes]:
-    """Bytes of every id, as the ByteLevel decoder has them: letters of its alphabet are bytes, any other token is its own UTF-8."""
+    """Bytes of every token ID, as the ByteLevel decoder defines them. Letters of its alphabet stand for
+    bytes. A token with other letters is its own UTF-8."""
     letters = byte_letters()
     spelt = (tokenizer.id_to_token(token) or "" for token in range(max(vocabulary, tokenizer.get_vocab_size(with_added_tokens=True))))
     return [bytes(letters[letter] for letter in token) if all(letter in letters for letter in token) else token.encode() for token in spelt]

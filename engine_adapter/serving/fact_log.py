@@ -1,4 +1,5 @@
-"""What happened on a rank since the agent last asked: written by the step thread, taken by the event loop, bounded."""
+"""Bounded log of a rank's events since the agent's last poll. The step thread writes, and the event loop
+takes."""
 
 import statistics
 import threading
@@ -14,28 +15,28 @@ from engine_adapter.engine import Activations, EndedRequest, RankFacts, RankLoad
 
 NO_LOAD = RankLoad(running=0, waiting=0, prefill_tokens=0, decode_blocks=0, used_blocks=0)
 ENDED_BYTES = 64 * 1024 * 1024
-"""of ended requests that wait to be taken; the last one stays however large it is"""
+"""Memory for finished requests that wait to be taken. The last one stays, however large it is."""
 MOST_ENDED = 4096
 STEPS_KEPT = 32
 LATELY_SECONDS = 10.0
 
 
 class DecodeSteps:
-    """How long the last steps took in which nothing but decoding was done."""
+    """Durations of recent decode-only steps."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS_KEPT)
-        """(end, length), seconds"""
+        """(end, duration) in seconds."""
         self._median: float | None = None
-        """of them; None: not known yet"""
+        """Cached median duration. None: not computed yet."""
 
     def note(self, end: float, seconds: float) -> None:
-        """Such a step ended; moments are of any one clock."""
+        """Record a decode-only step. All times must be of one clock."""
         self._steps.append((end, seconds))
         self._median = None
 
     def median(self, now: float) -> float | None:
-        """Seconds; None when there were none lately."""
+        """Median duration in seconds. None when there were no recent steps."""
         while self._steps and now - self._steps[0][0] > LATELY_SECONDS:
             self._steps.popleft()
             self._median = None
@@ -45,11 +46,11 @@ class DecodeSteps:
 
 
 class FactLog:
-    """Collects facts between two takes.
+    """Collects facts between two calls of `take`.
 
-    At most `limit` block identities are kept: when nobody takes them in time, the KV changes are replaced by the whole cache
-    restated ("cleared", then what is there), which is bounded by the cache and leaves a reader with the same knowledge. Of ended
-    requests the oldest are let go, and counted.
+    At most `limit` block hashes are kept. When they are not taken in time, the KV changes are replaced by a
+    snapshot of the cache ("cleared", then its contents). The cache bounds its size, and the reader ends up
+    with the same state. Of the finished requests, the oldest are dropped and counted.
     """
 
     def __init__(self, layers: int, experts: int, limit: int, ended_bytes: int = ENDED_BYTES) -> None:
@@ -67,7 +68,8 @@ class FactLog:
         self._ended_lost = 0
 
     def add_kv(self, changes: list[Change], restated: Callable[[], list[Change]]) -> None:
-        """Append changes of the cache; `restated` is asked for its whole contents when there are too many."""
+        """Append changes of the cache. restated: returns the complete contents, called when there are too
+        many changes."""
         if not changes:
             return
         with self._lock:
@@ -78,18 +80,18 @@ class FactLog:
                 self._blocks = 0
 
     def add_activations(self, counts: NDArray[Any], tokens: int) -> None:
-        """counts: [layers, experts] (token, k) pairs of `tokens` computed tokens."""
+        """Add expert counts. counts: [layers, experts] (token, k) pairs of `tokens` computed tokens."""
         with self._lock:
             self._counts += counts
             self._tokens += tokens
 
     def add_cached(self, tokens: int) -> None:
-        """So many prompt tokens were found in the cache."""
+        """Add prompt tokens that were found in the cache."""
         with self._lock:
             self._cached_tokens += tokens
 
     def add_ended(self, ended: EndedRequest) -> None:
-        """A request is over."""
+        """Add a finished request. Drop the oldest ones beyond the limits."""
         with self._lock:
             self._ended.append(ended)
             self._ended_bytes += ended.nbytes
@@ -98,14 +100,14 @@ class FactLog:
                 self._ended_lost += 1
 
     def set_load(self, load: RankLoad) -> bool:
-        """The load now; returns whether it changed."""
+        """Set the current load. Return True if it changed."""
         with self._lock:
             changed = load != self._load
             self._load = load
         return changed
 
     def take(self) -> RankFacts:
-        """Everything since the last call. The load is the latest."""
+        """Return everything since the last call, with the latest load."""
         with self._lock:
             kv, self._kv, self._blocks = tuple(self._kv), [], 0
             activations = Activations(self._counts, self._tokens, self._cached_tokens) if self._tokens or self._cached_tokens else None

@@ -1,6 +1,8 @@
-"""The HTTP face of a rank: OpenAI's completions API in the form of `fleet.completions`, as a raw ASGI application.
+"""HTTP server of a rank: OpenAI's completions API in the form of `fleet.completions`, as a raw ASGI
+application.
 
-POST /v1/completions, GET /v1/models, GET /health. The router is its client, but any OpenAI client will do.
+Routes: POST /v1/completions, GET /v1/models, GET /health. The client is the router, but any OpenAI client
+works.
 """
 
 import asyncio
@@ -28,14 +30,14 @@ _Read = TypeVar("_Read")
 
 MOST_BODY_BYTES = 8 * 1024 * 1024
 LONG_TEXT = 4096
-"""characters from which a prompt is tokenised off the event loop"""
+"""Prompts from this number of characters are tokenized off the event loop."""
 _RETRY_SECONDS = 1.0
 _JSON = (b"content-type", b"application/json")
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 
 class Tokenizer(Protocol):
-    """What turns a text prompt into ids and names an id."""
+    """Encodes text prompts and names token IDs."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -43,7 +45,7 @@ class Tokenizer(Protocol):
 
 
 class ServedModelInfo(Protocol):
-    """A started rank of an engine, as its HTTP face sees it."""
+    """A started rank of an engine, as its HTTP server sees it."""
 
     @property
     def description(self) -> EngineDescription: ...
@@ -53,25 +55,26 @@ class ServedModelInfo(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """Ids run from 0 to this, exclusive."""
+        """Upper bound (exclusive) of token IDs."""
         ...
 
     @property
     def failure(self) -> EngineFailed | None:
-        """Why the engine serves no more; None while it lives."""
+        """Reason why the engine has stopped serving. None while it is healthy."""
         ...
 
     def fresh_seed(self) -> int:
-        """A seed for a request that states none."""
+        """Draw a seed for a request without one."""
         ...
 
     async def submit(self, request: GenerationRequest) -> AnswerStream:
-        """Overloaded when too many are open; EngineFailed when the engine is gone; ValueError for a request out of bounds."""
+        """Submit a request. Overloaded when too many are open. EngineFailed when the engine is gone.
+        ValueError for a request out of bounds."""
         ...
 
 
 class RankTracing(Protocol):
-    """See `engine_adapter.tracing`."""
+    """Implemented in `engine_adapter.tracing`."""
 
     def record(self, traceparent: str | None, outcome: GenerationOutcome | None) -> None: ...
 
@@ -82,7 +85,7 @@ class ClientClosed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """How one request's answer is put into words."""
+    """Formats the response to one request."""
 
     id: str
     model: str
@@ -102,7 +105,7 @@ class _Reply:
         )
 
     def events(self, delta: AnswerDelta) -> Iterator[bytes]:
-        """The server-sent events that a piece of an answer is worth; none when it shows nothing yet."""
+        """Format a delta as server-sent events. Yields nothing while there is nothing to show."""
         if delta.text or delta.outcome is not None or self.request.return_token_ids or delta.scored:
             yield sse(self.completion([self.choice(delta)]))
         if delta.outcome is not None:
@@ -113,10 +116,10 @@ class _Reply:
 
 
 class RankApp:
-    """The ASGI application over a started engine."""
+    """ASGI application of a started engine."""
 
     def __init__(self, engine: ServedModelInfo, tracing: RankTracing | None = None, admission: RouterAdmission | None = None) -> None:
-        """admission: None, the application before this one has checked who asks."""
+        """admission: None if the application in front of this one has already authenticated the client."""
         self._engine = engine
         self._admission = admission
         self._tracing = tracing
@@ -172,7 +175,7 @@ class RankApp:
             watch = tasks.create_task(_cancel_when_gone(receive, answer), name=f"watches the client of {reply.id}")
             try:
                 await (self._stream if request.stream else self._whole)(answer, reply, send)
-            except ApiError as error:  # kept out of the group, which would wrap it
+            except ApiError as error:  # Kept out of the task group, which would wrap it.
                 failure = error
             finally:
                 answer.cancel()
@@ -201,7 +204,8 @@ class RankApp:
             await respond(send, 200, msgspec.json.encode(reply.completion([reply.choice(whole)], _usage(whole.outcome))))
 
     async def _stream(self, answer: AnswerStream, reply: _Reply, send: Send) -> None:
-        """The status goes out with the first piece, so that an engine that fails before it is a 503; later it is an error event."""
+        """Stream the response. The status is sent with the first delta. So an engine failure before it is a
+        503, and a later one is an error event."""
         begun = False
         try:
             while (delta := await _read(anext(answer, None))) is not None:
@@ -219,14 +223,14 @@ class RankApp:
 
 
 async def _read(reading: Awaitable[_Read]) -> _Read:
-    """What reading an answer gives; what ended the answer early becomes an ApiError."""
+    """Await the reading of an answer. Convert the error that ended the answer early to an ApiError."""
     try:
         return await reading
     except (EngineFailed, Overloaded) as error:
         raise _unavailable(error) from error
     except ValueError as error:
         raise ApiError(400, str(error)) from error
-    except asyncio.CancelledError:  # by the server, at the end of the time for open requests
+    except asyncio.CancelledError:  # Cancelled by the server, at the end of the time for open requests.
         task = asyncio.current_task()
         if task is not None:
             task.uncancel()
@@ -239,14 +243,16 @@ def _unavailable(error: EngineFailed | Overloaded) -> ApiError:
 
 
 async def _cancel_when_gone(receive: Receive, answer: AnswerStream) -> None:
-    """Wait for the client's disconnect; what it asked for is then cancelled, and everything it holds is free at the next step."""
+    """Wait for the client to disconnect, then cancel its request. Everything it holds is free at the next
+    step."""
     while (await receive())["type"] != "http.disconnect":
         continue
     answer.cancel()
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """The whole body of a request. ApiError 413 when it is too large; ClientGone when the client leaves before its end."""
+    """Read the whole body of a request. ApiError 413 when it is too large. ClientClosed when the client
+    disconnects before its end."""
     announced = _header(scope, b"content-length")
     if announced is not None and announced.isdecimal():
         _check_size(int(announced))
@@ -274,14 +280,14 @@ def _header(scope: Scope, name: bytes) -> str | None:
 
 
 async def respond(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:
-    """A whole answer as JSON."""
+    """Send a JSON response."""
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": status, "headers": [_JSON, length, *headers]})
     await send({"type": "http.response.body", "body": body})
 
 
 async def refuse(send: Send, error: ApiError) -> None:
-    """An error as an answer."""
+    """Send an error response."""
     retry = () if error.retry_after is None else ((b"retry-after", str(math.ceil(error.retry_after)).encode()),)
     await respond(send, error.status, error.body(), retry)
 
@@ -302,7 +308,7 @@ def _logprobs(scored: Sequence[ScoredToken], piece: Callable[[int], str]) -> Log
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
-    """Nothing to do at either end: the engine's life is its composition root's."""
+    """Acknowledge startup and shutdown. The composition root manages the engine's lifetime."""
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})

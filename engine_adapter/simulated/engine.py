@@ -1,8 +1,9 @@
 """The simulated engine: all ranks of one engine in one event loop, stepping together on the time model.
 
-The embedded engine has a process per rank because torch computes there; here nothing computes, so that P ranks are P sets of books (KV
-cache, queue, answers) and one task that lets a step pass: it plans every rank, waits as long as `fleet.timing` says the slowest
-rank needs, and books what came out. A rank without work takes part; with no work anywhere the engine sleeps.
+The embedded engine runs a process per rank because torch computes there. Nothing is computed here. So P ranks
+are P sets of state (KV cache, queue, answers), and one task performs the steps: it plans every rank, waits as
+long as `fleet.timing` predicts for the slowest rank, and updates the state. A rank without work takes part.
+When no rank has work, the engine sleeps.
 """
 
 import asyncio
@@ -31,25 +32,26 @@ from engine_adapter.simulated.rank import SimulatedRank
 from fleet.placement import Placement, PlacementRecord
 
 _CLOCK_SECONDS = 1e-4
-"""so much too early a timer may fire; no need to wait again for the rest"""
+"""A timer may fire this much too early. The loop does not wait again for the rest."""
 _LAG_SECONDS = 0.25
-"""behind the clock; beyond, a busy machine's lost time is not caught up with"""
+"""Maximum lag behind the clock. Time lost beyond it on a busy machine is not caught up."""
 
 log = logging.getLogger(__name__)
 
 
 class EngineDied(EngineFailed):
-    """The engine was told to be gone without a word."""
+    """The engine was ordered to die without notice."""
 
 
 class SimulatedEngine:
     """An engine of several ranks. All methods are for one event loop."""
 
     def __init__(self, config: SimulatedConfig, placement: Placement | None = None, last: PlacementRecord | None = None, name: str = "") -> None:
-        """placement: None for the configured one; ValueError when it is not of the model's shape and the engine's ranks.
+        """placement: None for the configured one. ValueError when it is not of the model's shape and the
+        engine's ranks.
 
-        last: the epoch that the engine's life before this one ended in, which it goes on with if it fits where the first placement does.
-        name: engines with another one have other chances, though they share a seed.
+        last: the last epoch of the engine's previous incarnation. It is served if it fits the first
+        placement. name: engines with different names draw different random numbers, even with the same seed.
         """
         self.config = config
         self.failure: EngineFailed | None = None
@@ -59,9 +61,9 @@ class SimulatedEngine:
         first = self._first() if placement is None else placement
         self.placement = first if last is None else _resumed(last, first)
         self.at_death: Callable[[], None] = _nothing
-        """called when the engine is told to die, before its open requests hear of it"""
+        """Called when the engine is ordered to die, before its open requests fail."""
         self.steps = 0
-        """of its life"""
+        """Steps since the engine started."""
         if (self.placement.layers, self.placement.experts, self.placement.ranks) != (self.tastes.shape.layers, self.tastes.shape.experts, config.ranks):
             raise ValueError(f"simulated engine: {self.placement!r} is not of {self.tastes.shape} on {config.ranks} ranks")
         self.routes = self._routes_of(self.placement)
@@ -82,7 +84,8 @@ class SimulatedEngine:
         return StepTotals.none(self.placement.layers, self.placement.ranks)
 
     def _first(self) -> Placement:
-        """Epoch 0 as configured. ValueError when it is to come from a file that cannot be read, or is of another model."""
+        """Return the configured placement as epoch 0. ValueError when its file cannot be read or is for
+        another model."""
         if self.config.placement in PLACEMENTS:
             return place(self.tastes, self.config)
         shape = self.tastes.shape
@@ -91,34 +94,34 @@ class SimulatedEngine:
 
     @property
     def now(self) -> float:
-        """Seconds of the event loop's clock."""
+        """Time of the event loop's clock in seconds."""
         return asyncio.get_running_loop().time()
 
     @property
     def step_seconds(self) -> float | None:
-        """Median of the last steps of nothing but decoding, by the clock; None: there were none lately."""
+        """Median duration of recent decode-only steps in real seconds. None: there were none recently."""
         return self._decoding.median(self.now)
 
     def order(self, order: FaultOrder) -> None:
-        """Do something wrong from now on (`faults`). ValueError says what is wrong with the order."""
+        """Start a fault (`faults`). ValueError states what is wrong with the order."""
         self.faults.order(order, self.now)
         if order.fault == "die":
             self.at_death()
-            self._fail(EngineDied("the engine was told to die"))
+            self._fail(EngineDied("the engine was ordered to die"))
         self._alarm.set()
         for rank in self.ranks:
             rank.say()
 
     def chance(self, share: float) -> bool:
-        """True with this probability."""
+        """Return True with this probability."""
         return bool(self._dice.random() < share)
 
     def draw(self, most: int) -> int:
-        """0 to most - 1, all as likely."""
+        """Draw uniformly from 0 to most - 1."""
         return int(self._dice.integers(most))
 
     def wake(self) -> None:
-        """There is work."""
+        """Wake the step loop, because there is work."""
         self._wake.set()
 
     def refuse_if_failed(self) -> None:
@@ -127,7 +130,7 @@ class SimulatedEngine:
             raise type(self.failure)(str(self.failure))
 
     async def serve(self, rank: int) -> None:
-        """A rank's part of serving: rank 0 steps for all, the others follow. Whoever is cancelled first ends the engine."""
+        """Serve one rank: rank 0 steps for all, the others wait. Cancelling any of them ends the engine."""
         try:
             if rank == 0:
                 await self._step()
@@ -160,7 +163,7 @@ class SimulatedEngine:
             self._book(plans, by_row, caused, max(lasts, self.now - began))
 
     def _flip(self) -> None:
-        """Go over to the placement that all ranks are ready for, if there is one."""
+        """Switch to the placement that all ranks are ready for, if there is one."""
         prepared = self.flipping.due(self.placement.epoch)
         if prepared:
             for rank in self.ranks:
@@ -178,14 +181,15 @@ class SimulatedEngine:
         return self.config.time_scale * float((needed * slow).max())
 
     async def _rest(self) -> None:
-        """Until there is work. The books are checked before."""
+        """Sleep until there is work. Check the ranks' state first."""
         for rank in self.ranks:
             rank.check_idle()
         self._wake.clear()
         await self._wake.wait()
 
     async def _until(self, due: float) -> None:
-        """Until the step is over, however long faults hold it; or until the engine fails. Lets others run in any case."""
+        """Wait until the step is over, including delays by faults, or until the engine fails. Always yields
+        to other tasks."""
         await asyncio.sleep(0)
         while self.failure is None and (end := max(due, self.faults.held_until(self.now))) > self.now + _CLOCK_SECONDS:
             self._alarm.clear()
@@ -194,7 +198,8 @@ class SimulatedEngine:
                     await self._alarm.wait()
 
     def _book(self, plans: Sequence[StepPlan], by_row: NDArray[np.int64], caused: StepTraffic, lasted: float) -> None:
-        """The step is over; of one in which the engine failed nothing came out. lasted: as simulated, or longer on a busy machine."""
+        """Record a completed step. A step in which the engine failed has no results. lasted: the simulated
+        duration, or longer on a busy machine."""
         if self.failure is not None:
             return
         self.steps += 1
@@ -207,7 +212,7 @@ class SimulatedEngine:
         self.sums = self.sums.after(lasted, caused.served)
 
     def _fail(self, failure: EngineFailed) -> None:
-        """The first failure counts; every open request ends with it."""
+        """Fail the engine and all open requests. Only the first failure counts."""
         if self.failure is not None:
             return
         self.failure = failure
@@ -222,9 +227,9 @@ def _resumed(last: PlacementRecord, first: Placement) -> Placement:
     try:
         return fitting(last, first)
     except ValueError as error:
-        log.warning("the engine begins with its configured placement, not with that of its last life: %s", error)
+        log.warning("the engine starts with its configured placement, not with the last epoch of its previous run: %s", error)
         return first
 
 
 def _nothing() -> None:
-    """Nobody wants to know."""
+    """Do nothing: the default for `at_death`."""

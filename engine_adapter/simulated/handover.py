@@ -1,6 +1,8 @@
-"""How the ranks of a simulated engine go over to another placement: each gets ready, and all flip at the first step at which every one is.
+"""Switch of a simulated engine's ranks to another placement: each rank becomes ready, and all flip at the
+first step at which all are ready.
 
-What the embedded engine's ranks agree on through the headers of a step is known here to the one loop that steps for all of them.
+The ranks of the embedded engine agree on this through step headers. Here the single step loop of all ranks
+knows it directly.
 """
 
 import asyncio
@@ -22,41 +24,43 @@ class SimulatedEpoch(NamedTuple):
 
     placement: Placement
     cells: NDArray[np.int32]
-    """of this rank's slots"""
+    """Cells of this rank's slots."""
     routes: DispatchModel
 
 
 class AdoptionRun:
-    """The engine's side. `wake`: called when a rank has got ready: a sleeping engine has a step to take."""
+    """Pending switches of the engine's ranks. wake: called when a rank becomes ready, because a sleeping
+    engine must then take a step."""
 
     def __init__(self, ranks: int, routes: Callable[[Placement], DispatchModel], wake: Callable[[], None]) -> None:
-        """routes: worked out in a thread; takes a second where experts and ranks are many."""
+        """routes: computes the dispatch model in a thread, which takes a second for many experts and
+        ranks."""
         self._routes = routes
         self._wake = wake
         self._ready: list[tuple[SimulatedEpoch, asyncio.Future[None]] | None] = [None] * ranks
         self._coming: tuple[Placement, asyncio.Future[DispatchModel]] | None = None
 
     async def routes(self, placement: Placement) -> DispatchModel:
-        """Worked out once for all ranks."""
+        """Return the dispatch model of a placement. Computed once for all ranks."""
         if self._coming is None or self._coming[0] != placement:
             self._coming = placement, asyncio.get_running_loop().run_in_executor(None, self._routes, placement)
         return await asyncio.shield(self._coming[1])
 
     async def adopt(self, rank: int, prepared: SimulatedEpoch) -> None:
-        """Ready from the next step on; returns once it is served."""
+        """Mark a rank as ready, and return once the placement is served."""
         served: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ready[rank] = prepared, served
         self._wake()
         await served
 
     def due(self, served: int) -> Sequence[SimulatedEpoch]:
-        """What the ranks go over to at this step, by rank; empty: they do not."""
+        """Return the epochs to switch to at this step, by rank. Empty if no switch is due."""
         ready = [None if one is None else one[0] for one in self._ready]
         whole = [one for one in ready if one is not None]
         return whole if len(whole) == len(ready) and flips(served, tuple(one.placement.epoch for one in whole)) else ()
 
     def done(self) -> None:
-        """They have gone over."""
+        """Complete the switch of all ranks."""
         for rank, one in enumerate(self._ready):
             if one is not None and not one[1].done():
                 one[1].set_result(None)
@@ -64,7 +68,7 @@ class AdoptionRun:
         self._coming = None
 
     def fail(self, failure: EngineFailed) -> None:
-        """There is no next step."""
+        """Fail all pending switches, because there is no next step."""
         for one in self._ready:
             if one is not None and not one[1].done():
                 one[1].set_exception(type(failure)(str(failure)))
@@ -80,7 +84,7 @@ class HandoverGroup(Protocol):
 
 
 class SimulatedExperts:
-    """What handovers go through on one rank (`engine_adapter.engine.Experts`)."""
+    """Handover operations of one rank (`engine_adapter.engine.Experts`)."""
 
     def __init__(self, engine: HandoverGroup, rank: int) -> None:
         per, layers = engine.placement.slots_per_rank, engine.placement.layers
@@ -90,7 +94,8 @@ class SimulatedExperts:
         self._rank = rank
 
     async def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> SimulatedEpoch:
-        """ValueError when the placement is of another engine, or a slot's cell does not hold its expert."""
+        """Prepare a placement. ValueError when the placement is of another engine, or a slot's cell does not
+        hold its expert."""
         now = self._engine.placement
         if (placement.layers, placement.experts, placement.ranks, placement.slots_per_rank) != (now.layers, now.experts, now.ranks, now.slots_per_rank):
             raise ValueError(f"simulated engine: {placement!r} does not follow {now!r}")

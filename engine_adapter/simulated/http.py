@@ -1,7 +1,8 @@
-"""The HTTP face of a simulated engine: every rank's completions API, told apart by the port asked, and the door for accidents.
+"""HTTP server of a simulated engine: every rank's completions API, on its own port, and fault injection.
 
-POST /simulate takes a `faults.FaultOrder` as JSON, e.g. {"fault": "slow", "rank": 1, "seconds": 10, "factor": 4}; GET /simulate
-tells what lasts. Faults of requests (refused, failed, broken in the middle) happen here, those of steps and reports in the engine.
+POST /simulate takes a `faults.FaultOrder` as JSON, e.g. {"fault": "slow", "rank": 1, "seconds": 10, "factor":
+4}. GET /simulate lists active faults. Faults of requests (rejected, failed, broken off) are injected here,
+those of steps and reports in the engine.
 """
 
 import asyncio
@@ -20,18 +21,19 @@ from fleet.completions import ApiError
 
 _RETRY_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.02
-"""from the order to die to the death, for the answer to get out"""
+"""Delay of `die`, so that the response is sent first."""
 _LATEST_BREAK = 16
-"""pieces of an answer after which a connection breaks at the latest"""
+"""Maximum number of response chunks before a connection breaks."""
 _ORDERS = msgspec.json.Decoder(FaultOrder)
 
 
 class ConnectionCut(Exception):
-    """The connection is to break now."""
+    """The connection must break now."""
 
 
 class SimulatedHttp:
-    """ASGI application of all ranks of an engine; `ranks`: the rank of each port. A connection is broken by returning in mid-answer."""
+    """ASGI application of all ranks of an engine. ranks: the rank of each port. A connection is broken by
+    returning in the middle of a response."""
 
     def __init__(self, engine: SimulatedEngine, ranks: Mapping[int, int], tracings: Mapping[int, RankTracing] | None, admission: RouterAdmission) -> None:
         self._engine = engine
@@ -83,9 +85,9 @@ class SimulatedHttp:
     async def _complete(self, rank: int, scope: Scope, receive: Receive, send: Send) -> None:
         config = self._engine.config
         if self._hit("refuse", rank, config.refuse_share):
-            raise ApiError(503, f"rank {rank} was told to refuse this request", code="overloaded", retry_after=_RETRY_SECONDS)
+            raise ApiError(503, f"rank {rank} was ordered to reject this request", code="overloaded", retry_after=_RETRY_SECONDS)
         if self._hit("error", rank, config.error_share):
-            raise ApiError(500, f"rank {rank} was told to fail this request", code="simulated_error")
+            raise ApiError(500, f"rank {rank} was ordered to fail this request", code="simulated_error")
         if not self._hit("break_stream", rank, config.break_share):
             await self._apps[rank](scope, receive, send)
             return
@@ -101,7 +103,7 @@ class SimulatedHttp:
 
 
 class _Breaking:
-    """Passes an answer on up to a piece of it, then cuts."""
+    """Forwards a limited number of response chunks, then breaks the connection."""
 
     def __init__(self, send: Send, pieces: int) -> None:
         self._send = send

@@ -1,5 +1,5 @@
-"""How simulated ranks read experts from each other: what lies in their small cells is really copied, after the time that the experts' real size
-needs on the link between the two machines."""
+"""Simulated reads of experts between ranks. The small cells are really copied, after the time that the
+experts' real size takes on the link between the two ranks."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -15,43 +15,43 @@ from fleet.events import MemoryAddress
 
 
 class SimulatedLinks:
-    """Between all ranks of one engine. Several reads of one rank take their turns on its link."""
+    """Links between all ranks of one engine. Concurrent reads of one rank queue on its link."""
 
     def __init__(self, config: SimulatedConfig, faults: Faults, chance: Callable[[float], bool]) -> None:
-        """chance: True with this probability."""
+        """chance: returns True with this probability."""
         self._config = config
         self._faults = faults
         self._chance = chance
         self._ranks: dict[str, tuple[int, SimulatedCells]] = {}
-        """rank and memory by name"""
+        """Rank and memory by name."""
 
     def join(self, rank: int, memory: SimulatedCells) -> "SimulatedTransfer":
-        """The way of one rank to read all others, and to be read by them."""
+        """Add a rank, and return its transfer backend."""
         self._ranks[f"rank-{rank}"] = (rank, memory)
         return SimulatedTransfer(self, rank, memory)
 
     def memory(self, name: str) -> tuple[int, SimulatedCells] | None:
-        """Whose it is, and it; None: there is none of this name."""
+        """Return the rank and memory of a name. None: unknown name."""
         return self._ranks.get(name)
 
     @property
     def expert_bytes(self) -> int:
-        """What an expert of the model has, as opposed to a cell."""
+        """Real size of an expert of the model, as opposed to a cell."""
         return self._config.model_shape.expert_bytes
 
     def seconds(self, reader: int, source: int, experts: int, now: float) -> float:
-        """Of the clock, to read so many."""
+        """Real seconds to read this number of experts."""
         config, node = self._config, self._config.node_of_rank
         speed = config.rank_bytes_per_second if node[reader] == node[source] else config.node_bytes_per_second
         return config.time_scale * experts * self.expert_bytes / speed * self._faults.factor("slow_reads", reader, now)
 
     def fails(self, kind: str, reader: int, now: float) -> bool:
-        """Whether a fault of this kind hits a rank's read, or one of its experts."""
+        """Draw whether a fault of this kind hits a rank's read or one of its experts."""
         return self._chance(self._faults.share(kind, reader, now))
 
 
 class SimulatedTransfer:
-    """One rank's way (`engine_adapter.transfer.Transfer`)."""
+    """Transfer backend of one rank (`engine_adapter.transfer.port.Transfer`)."""
 
     name = "simulated"
 
@@ -61,7 +61,7 @@ class SimulatedTransfer:
         self._memory = memory
         self._own = own_address(memory)
         self._free_at = 0.0
-        """when the link has done what was asked before"""
+        """Time at which the link has finished earlier reads."""
         self._landing: set[asyncio.TimerHandle] = set()
 
     def address(self, address: MemoryAddress) -> MemoryAddress:
@@ -74,7 +74,7 @@ class SimulatedTransfer:
         refuse(address, pulls, self._own)
         found = self._links.memory(address.agent)
         if found is None:
-            raise AddressRefused(f"{address.agent!r} is no rank of this engine")
+            raise AddressRefused(f"{address.agent!r} is not a rank of this engine")
         source, memory = found
         loop, reading = asyncio.get_running_loop(), OpenRead()
         began = loop.time()
@@ -97,13 +97,13 @@ class SimulatedTransfer:
         return await reading.wait(seconds, f"reading {len(pulls)} experts from rank {source}")
 
     def forget(self, address: MemoryAddress) -> None:
-        """Ranks of one engine end together."""
+        """Do nothing: ranks of one engine end together."""
 
     def busy(self, active: bool) -> None:
-        """Nobody's help is needed."""
+        """Do nothing: the source takes no part in a read."""
 
     async def close(self) -> None:
-        """What is under way never lands, and never settles."""
+        """Cancel pending reads. They never land and never settle."""
         for landing in self._landing:
             landing.cancel()
         self._landing.clear()

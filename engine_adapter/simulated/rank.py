@@ -1,4 +1,4 @@
-"""One rank of the simulated engine: its books, its requests, what it reports. The steps are `engine`'s."""
+"""One rank of the simulated engine: its state, its requests and its reports. `engine` performs the steps."""
 
 import asyncio
 import time
@@ -32,16 +32,16 @@ from fleet.layout import EP
 from fleet.placement import Placement
 
 _MOST_SENT = 16
-"""reports of what was sent that wait to be taken; beyond, the oldest are let go"""
+"""Limit of pending dispatch statistics. Beyond it, the oldest are dropped."""
 _ENDED_BYTES = 4 * 1024 * 1024
-"""of a rank's ended requests that wait to be taken"""
+"""Memory for a rank's finished requests that wait to be taken."""
 _FACT_BLOCKS_PER_PAGE = 4
 _LONG_PROMPT = 4096
-"""ids from which a request is prepared off the event loop"""
+"""Requests from this number of IDs are prepared off the event loop."""
 
 
 class SimulatedGroup(Protocol):
-    """The engine, as one of its ranks sees it; see `engine.SimulatedEngine`."""
+    """The engine, as one of its ranks sees it. See `engine.SimulatedEngine`."""
 
     config: SimulatedConfig
     tastes: RoutingModel
@@ -70,7 +70,8 @@ class SimulatedGroup(Protocol):
 
 
 class SimulatedRank:
-    """One rank behind the Engine port (`engine_adapter.engine`) and behind an HTTP face (`engine_adapter.serving.http.ServedModelInfo`)."""
+    """One rank behind the Engine port (`engine_adapter.engine`) and behind an HTTP server
+    (`engine_adapter.serving.http.ServedModelInfo`)."""
 
     def __init__(self, engine: SimulatedGroup, number: int) -> None:
         config = engine.config
@@ -88,16 +89,16 @@ class SimulatedRank:
         self._open: dict[AnswerStream, SimulatedSequence] = {}
         self._news = asyncio.Event()
         self._activity = np.zeros(engine.tastes.rows, np.int64)
-        """tokens by row since the activations were last counted"""
+        """Tokens by row since the activations were last counted."""
         self.counted = engine.sums
-        """what the engine's steps added up to when the activations were last counted"""
+        """Totals of the engine's steps when the activations were last counted."""
         self._sent: deque[DispatchCounts] = deque(maxlen=_MOST_SENT)
         self._counted_at = float("-inf")
         self._budget = float(config.profiled_tokens_per_second)
         self._budget_at = float("-inf")
         self._experts = SimulatedExperts(engine, number)
         self.transfer = engine.links.join(number, self._experts.memory)
-        """how it reads other ranks' experts"""
+        """Transfer backend for reading other ranks' experts."""
 
     @property
     def placement(self) -> Placement:
@@ -113,14 +114,15 @@ class SimulatedRank:
 
     @property
     def failure(self) -> EngineFailed | None:
-        """Why the engine serves no more; None while it lives."""
+        """Reason why the engine has stopped serving. None while it is healthy."""
         return self._engine.failure
 
     async def start(self) -> None:
-        """Nothing is to be loaded."""
+        """Do nothing: there is nothing to load."""
 
     async def run(self) -> None:
-        """Serve until cancelled or until EngineFailed; rank 0 steps for all. Either way no request stays open."""
+        """Serve until cancelled or until EngineFailed. Rank 0 steps for all. Either way, no request stays
+        open."""
         await self._engine.serve(self._number)
 
     async def wait_facts(self) -> None:
@@ -137,7 +139,8 @@ class SimulatedRank:
         return replace(self._facts.take(), sent=sent)
 
     async def submit(self, request: GenerationRequest) -> AnswerStream:
-        """Queue a request. Overloaded when too many are open; EngineFailed when the engine is gone; ValueError for a request out of bounds."""
+        """Submit a request. Overloaded when too many are open. EngineFailed when the engine is gone.
+        ValueError for a request out of bounds."""
         self._engine.refuse_if_failed()
         self._check(request)
         answer = AnswerStream(self._cancel)
@@ -153,13 +156,13 @@ class SimulatedRank:
         return answer
 
     def fresh_seed(self) -> int:
-        """Requests that state no seed get the same answer everywhere."""
+        """Return 0, so that requests without a seed get the same answer everywhere."""
         return 0
 
-    # what the engine calls
+    # calls from the engine
 
     def plan(self) -> StepPlan:
-        """The next step's work; noted as admitted from now on."""
+        """Plan the next step. Its requests count as admitted from now on."""
         slices = self.scheduler.plan()
         now = time.time_ns() if slices else 0
         for one in slices:
@@ -171,7 +174,8 @@ class SimulatedRank:
         return plan(slices, self._engine.tastes)
 
     def book(self, done: StepPlan, by_row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The step is over; by_row: int [rows] its tokens. What was cancelled meanwhile was never computed: without it, by_row again."""
+        """Record a completed step. by_row: int [rows] tokens of the step. Requests cancelled meanwhile were
+        never computed. Return by_row without them."""
         parts = [one for one in done.parts if one.part.generation in self._seats]
         if len(parts) < len(done.parts):
             by_row = tokens_of_row(parts, len(by_row))
@@ -188,7 +192,7 @@ class SimulatedRank:
         return by_row
 
     def say(self) -> None:
-        """Put down what changed, for the agent to take."""
+        """Record changes for the agent to take."""
         engine = self._engine
         changes = self._kept(self._cache.take_changes())
         self._facts.add_kv(changes, self._cache.restated)
@@ -205,7 +209,7 @@ class SimulatedRank:
             self._news.set()
 
     def count(self) -> None:
-        """Put down what was activated and sent since the last time, under the placement that is still served."""
+        """Record activations and dispatch since the last call, under the placement that is still served."""
         self._counted_at = self._engine.now
         if self._engine.sums is self.counted:
             return
@@ -231,7 +235,7 @@ class SimulatedRank:
         )
 
     def fail(self, failure: EngineFailed) -> None:
-        """Every open request ends with it."""
+        """End every open request with this failure."""
         seats, now = list(self._open.items()), time.time_ns()
         for answer, seat in seats:
             answer.fail(type(failure)(str(failure)), seat.outcome("failed", now, failure))
@@ -265,7 +269,7 @@ class SimulatedRank:
         return SimulatedSequence(request, answer, generation, text, script, trace, RequestTimes(submitted=time.time_ns()), self.tokenizer.end)
 
     def _is_over(self, seat: SimulatedSequence) -> bool:
-        """Whether a continuation had come to its end already before it broke."""
+        """True if a continuation had already finished before its stream broke."""
         request = seat.request
         return seat.text.stopped or bool(request.emitted and not request.ignore_eos and request.prompt[-1] == seat.end)
 
@@ -306,7 +310,7 @@ class SimulatedRank:
         return True
 
     def _kept(self, changes: list[Change]) -> list[Change]:
-        """Without those that are to be lost."""
+        """Drop the changes that the lose_kv_events fault hides."""
         told = self._engine.faults.share("lose_kv_events", self._number, self._engine.now)
         share = max(told, self._config.lose_kv_share)
         return [one for one in changes if not self._engine.chance(share)] if share else changes

@@ -1,4 +1,4 @@
-"""One request in a simulated rank, and what is kept of the experts it used: a row per token instead of a table."""
+"""State of one request in a simulated rank. Its routing trace is a row per token instead of a table."""
 
 from array import array
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from fleet.routings import UNKNOWN, count_pairs
 
 
 class RowTrace:
-    """The rows of one request's tokens by position: `rank.routed.Routed` in two bytes a position."""
+    """Rows of one request's tokens by position: a `routed_experts.Routed` with two bytes per position."""
 
     def __init__(self, tastes: RoutingModel) -> None:
         self._tastes = tastes
@@ -28,17 +28,18 @@ class RowTrace:
 
     @property
     def positions(self) -> int:
-        """Up to the last computed one."""
+        """Number of positions up to the last computed one."""
         return len(self._rows)
 
     def note(self, start: int, rows: NDArray[np.int16]) -> None:
-        """Tokens at positions start, start + 1, ... were computed. Computing a position again replaces it."""
+        """Record the rows of the tokens at positions start, start + 1, and so on. A recomputed position is
+        overwritten."""
         if start > len(self._rows):
             self._rows.extend([UNKNOWN] * (start - len(self._rows)))
         self._rows[start : start + len(rows)] = array("h", rows.tobytes())
 
     def chosen(self) -> NDArray[np.int16]:
-        """int16 [positions, layers, k], UNKNOWN where nothing was computed."""
+        """int16 [positions, layers, k]. UNKNOWN where nothing was computed."""
         return self._tastes.chosen(np.array(self._rows, np.int16))
 
     def counts(self) -> NDArray[np.int64]:
@@ -47,7 +48,8 @@ class RowTrace:
 
 
 class EndedRows(EndedRequest):
-    """A request that is over, whose table is made when somebody reads it: it may be a thousand times as large as its rows."""
+    """A finished request whose routing table is built on access. The table may be a thousand times as large
+    as the rows."""
 
     __slots__ = ("_trace",)
     _trace: RowTrace
@@ -58,18 +60,18 @@ class EndedRows(EndedRequest):
 
     @property
     def routed(self) -> NDArray[np.int16]:
-        """[positions, layers, k], made anew."""
+        """[positions, layers, k], rebuilt on each access."""
         return self._trace.chosen()
 
     @property
     def nbytes(self) -> int:
-        """Memory that this keeps alive, more or less."""
+        """Approximate memory kept alive by this object."""
         return 2 * self._trace.positions + 64 * len(self.blocks)
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedSequence:
-    """One request and all of its state."""
+    """One request with all its state."""
 
     request: GenerationRequest
     answer: AnswerStream
@@ -79,15 +81,15 @@ class SimulatedSequence:
     trace: RowTrace
     moments: RequestTimes
     end: int
-    """id that ends the answer"""
+    """Token ID that ends the answer."""
 
     @property
     def prompt_tokens(self) -> int:
-        """The client's own."""
+        """Tokens of the client's own prompt."""
         return len(self.request.prompt) - self.request.emitted
 
     def outcome(self, reason: Ending, now: int, failure: Exception | None = None) -> GenerationOutcome:
-        """Everything known of the request, at its end."""
+        """Return the final state of the request."""
         moments = replace(self.moments)
         moments.finished = max(now, moments.admitted, moments.first_token)
         return GenerationOutcome(
@@ -102,14 +104,14 @@ class SimulatedSequence:
         )
 
     def ended(self) -> EndedRows | None:
-        """What is reported of the request once it is over; None when nothing was computed."""
+        """Return the report of a finished request. None when nothing was computed."""
         if not self.trace.positions:
             return None
         blocks = [block.identity for block in self.generation.blocks]
         return EndedRows(self.request.decision, self.prompt_tokens, self.trace, blocks)
 
     def say(self, token: int, now: int) -> AnswerDelta:
-        """The piece of the answer that a token makes, which the generation has already."""
+        """Return the delta for a token that the sequence already contains."""
         scored = self._scored(token)
         if token == self.end and not self.request.ignore_eos:
             return AnswerDelta([token], self.text.finish(), scored, self.outcome("stop", now))
@@ -120,7 +122,7 @@ class SimulatedSequence:
         return AnswerDelta([token], text + rest, scored, self.outcome("stop" if self.text.stopped else "length", now))
 
     def _scored(self, token: int) -> list[ScoredToken]:
-        """No other token was possible: its log-probability is 0."""
+        """Score a token with log-probability 0, because no other token was possible."""
         wanted = self.request.sampling.logprobs
         if wanted is None:
             return []

@@ -1,1 +1,2 @@
-"""Brings experts from the memory of another rank into ours: one port, and one implementation for each way (shared memory, NIXL)."""
+"""Transfers of expert memory between ranks: one port with one implementation per transfer backend (shared
+memory, NIXL)."""

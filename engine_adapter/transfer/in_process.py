@@ -1,7 +1,9 @@
-"""Transfers between ranks of one process, with faults to order: the other ways' twin for tests and simulation.
+"""Transfers between ranks of one process, with fault injection. The test and simulation twin of the real
+transfer backends.
 
-`MemoryFabric` is what lies between the ranks. It can stop a rank (reads from it hang until it goes on, as from a stopped process), and kill it (reads fail,
-hanging ones too). A single pull can be given a `PullFault`. All delays are of the event loop's clock, which a test may run as fast as it likes.
+A `MemoryFabric` connects the ranks. It can stop a rank (reads from it hang until it resumes, as with a
+stopped process) or kill it (all reads fail, including hanging ones). A single pull can be given a
+`PullFault`. All delays use the event loop's clock, which a test may speed up.
 """
 
 import asyncio
@@ -20,14 +22,15 @@ from fleet.events import MemoryAddress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullFault:
-    """What happens to one pull."""
+    """Fault injected into one pull."""
 
     delay_seconds: float = 0.0
-    """until its bytes land; more than the pull is given makes it overdue, and they land late"""
+    """Delay until the bytes land. A delay beyond the deadline makes the pull overdue, and its bytes land
+    late."""
     broken: bool = False
-    """half of the first cell lands, and then the peer is gone"""
+    """The connection breaks after half of the first cell."""
     corrupt: int | None = None
-    """offset in each cell of a byte that lands with all its bits turned"""
+    """Offset in each cell of a byte whose bits are all flipped."""
 
 
 class _Rank:
@@ -39,50 +42,50 @@ class _Rank:
 
 
 class MemoryFabric:
-    """The ranks of one process that can read each other, by the name of their agents."""
+    """Ranks of one process that can read each other, by agent name."""
 
     def __init__(self) -> None:
         self._names = count()
         self._ranks: dict[str, _Rank] = {}
 
     def join(self, memory: ExpertMemory) -> "MemoryTransfer":
-        """A way for a rank with this memory to read all others, and to be read by them."""
+        """Add a rank with this memory, and return its transfer backend."""
         name = f"memory.{next(self._names)}"
         self._ranks[name] = _Rank(memory)
         return MemoryTransfer(self, name, memory)
 
     def rank(self, name: str) -> _Rank | None:
-        """None: there never was such a one."""
+        """Return a rank by agent name. None: it never joined."""
         return self._ranks.get(name)
 
     def stop(self, transfer: "MemoryTransfer") -> None:
-        """Reads from this rank hang from now on."""
+        """Make reads from this rank hang."""
         self._ranks[transfer.agent].goes_on.clear()
 
     def resume(self, transfer: "MemoryTransfer") -> None:
-        """Reads from it go on, those too that nobody waits for any more."""
+        """Resume reads from this rank, including abandoned ones."""
         self._ranks[transfer.agent].goes_on.set()
 
     def kill(self, transfer: "MemoryTransfer") -> None:
-        """It is gone, and every read from it fails."""
+        """Make every read from this rank fail, as if its process had died."""
         self._ranks[transfer.agent].killed.set()
 
 
 class MemoryTransfer:
-    """One rank's way through a `MemoryFabric`."""
+    """Transfer backend of one rank in a `MemoryFabric`."""
 
     name = "memory"
 
     def __init__(self, fabric: MemoryFabric, agent: str, memory: ExpertMemory) -> None:
         self.agent = agent
         self.faults: deque[PullFault] = deque()
-        """of the next pulls, one each"""
+        """Faults of the next pulls, one each."""
         self.asked: list[tuple[str, tuple[Pull, ...]]] = []
-        """every pull so far: agent that was read from, cells"""
+        """All pulls so far: agent that was read from, and cells."""
         self.forgotten: list[str] = []
-        """agents that were let go of"""
+        """Agents passed to `forget`."""
         self.helping = False
-        """what `busy` said last"""
+        """Last argument of `busy`."""
         self._fabric = fabric
         self._memory = memory
         self._own = own_address(memory)
@@ -114,7 +117,7 @@ class MemoryTransfer:
         self.helping = active
 
     async def close(self) -> None:
-        """What hangs is left as it is: nothing lands any more, and it never settles."""
+        """Cancel the pending reads. Nothing lands any more, and hanging reads never settle."""
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -131,7 +134,7 @@ class MemoryTransfer:
 
     async def _until_it_runs(self, peer: _Rank, delay: float) -> None:
         killed = asyncio.create_task(peer.killed.wait(), name=f"{self.agent} waits for its peer to die")
-        goes_on = asyncio.create_task(peer.goes_on.wait(), name=f"{self.agent} waits for its peer to go on")
+        goes_on = asyncio.create_task(peer.goes_on.wait(), name=f"{self.agent} waits for its peer to resume")
         try:
             await asyncio.wait((killed,), timeout=delay)
             await asyncio.wait((killed, goes_on), return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,8 @@
-"""Cells in memory of their own: an `ExpertMemory` that needs no engine. Also the way to get memory that other processes of the machine can map.
+"""Cells in a mapping of their own: an `ExpertMemory` without an engine, and memory that other processes of
+the machine can map.
 
-The memory is of a file without a name (memfd), which goes with the last process that has it open or mapped: nothing is left behind, however one ends.
+The memory belongs to an anonymous file (memfd). The kernel frees it with the last process that has it open or
+mapped, so no crash leaves anything behind.
 """
 
 import fcntl
@@ -18,7 +20,8 @@ CELL_ALIGNMENT = 4096
 
 
 def laid_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[CellTensor, ...]:
-    """Tensors (name, NumPy dtype, shape) one behind another, each at a multiple of TENSOR_ALIGNMENT bytes."""
+    """Lay out tensors (name, NumPy dtype, shape) one after another, each at a multiple of TENSOR_ALIGNMENT
+    bytes."""
     placed: list[CellTensor] = []
     offset = 0
     for name, dtype, shape in tensors:
@@ -29,8 +32,9 @@ def laid_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[CellT
 
 
 def mapped(name: str, size: int) -> tuple[int, NDArray[np.uint8]]:
-    """A file without a path and its memory: (descriptor, uint8 [size]), zeros, every page there already. The descriptor is the caller's to close; the memory
-    goes when nothing refers to the array any more. Its size is sealed: whoever maps it can rely on it. OSError when there is not so much."""
+    """Create an anonymous file and map it: (descriptor, uint8 [size]), zeroed and with every page allocated.
+    The caller closes the descriptor. The memory is freed with the last reference to the array. The file's
+    size is sealed, so any process can map it safely. OSError when memory is insufficient."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
@@ -39,12 +43,12 @@ def mapped(name: str, size: int) -> tuple[int, NDArray[np.uint8]]:
     except BaseException:
         os.close(descriptor)
         raise
-    memory[:: mmap.PAGESIZE] = 0  # pages that were never written cost their first reader or writer ten times the time
+    memory[:: mmap.PAGESIZE] = 0  # Without this, the first access to each page takes ten times as long.
     return descriptor, memory
 
 
 class MappedCells:
-    """An `ExpertMemory` of so many cells, each with these tensors, and zeros everywhere."""
+    """An `ExpertMemory` with this number of cells, each with these tensors. All bytes start at zero."""
 
     def __init__(self, tensors: tuple[CellTensor, ...], cells: int) -> None:
         if not tensors or cells < 1:
@@ -59,13 +63,13 @@ class MappedCells:
         return int(self._memory.ctypes.data)
 
     def cell(self, number: int) -> NDArray[np.uint8]:
-        """uint8 [cell_bytes]: the memory itself. IndexError when there is no such cell."""
+        """Return a view of the cell's memory, uint8 [cell_bytes]. IndexError when there is no such cell."""
         if not 0 <= number < self.cells:
             raise IndexError(f"cell {number} of {self.cells}")
         return self._memory[number * self.cell_bytes : (number + 1) * self.cell_bytes]
 
     def close(self) -> None:
-        """No process can map it from now on; those that have it keep it, as does every array handed out."""
+        """Prevent new mappings by other processes. Existing mappings and arrays stay valid."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -1,7 +1,9 @@
-"""The one door to NIXL: which of its variants is taken, quietly, and with the error classes of that same variant.
+"""Load NIXL: choose one of its variants, silence its logging, and collect the error classes of the same
+variant.
 
-NIXL comes as `nixl_cu12` and `nixl_cu13`, which differ in the CUDA that they are built for; `nixl` is a front that imports torch to choose one of them.
-Two variants in one process would bring two copies of UCX, so one that is loaded already is taken before all others.
+NIXL is packaged as `nixl_cu12` and `nixl_cu13`, built for different CUDA versions. `nixl` is a wrapper that
+imports torch to choose between them. Two variants in one process would load two copies of UCX. So a variant
+that is already loaded is preferred.
 """
 
 import importlib
@@ -17,28 +19,29 @@ _log = logging.getLogger(__name__)
 
 
 class NixlMissing(Exception):
-    """NIXL is not installed, or does not load; the text says what to do."""
+    """NIXL is not installed or fails to load. The text states the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nixl:
-    """A variant that is loaded."""
+    """A loaded variant of NIXL."""
 
     variant: str
     agent: Any
-    """class"""
+    """Agent class."""
     config: Any
-    """class"""
+    """Agent configuration class."""
     errors: tuple[type[Exception], ...]
-    """all that its calls raise by themselves"""
+    """All errors that NIXL's calls raise."""
     gone: type[Exception]
-    """the one of them that says that a peer is not there any more"""
+    """The error for a peer that has disappeared."""
     unreadable: tuple[type[Exception], ...]
-    """those of them that say that what describes a peer is nonsense"""
+    """The errors for invalid metadata of a peer."""
 
 
 def load_nixl() -> Nixl:
-    """NixlMissing when there is none. Takes up to a second and should not be done on an event loop."""
+    """Load NIXL. NixlMissing when there is no variant. Takes up to a second, so do not call it on an event
+    loop."""
     chosen = ("nixl", *_VARIANTS) if "nixl" in sys.modules else _VARIANTS
     reasons = []
     for variant in chosen:
@@ -56,7 +59,8 @@ def load_nixl() -> Nixl:
 
 
 def _quietly(module: str) -> ModuleType:
-    """NIXL writes its log to standard output, and tells all of `logging` to keep its own errors to itself: neither is for a library to decide."""
+    """Import NIXL without its side effects: it logs to standard output, and it disables error reporting of
+    `logging` for the whole process. A library should do neither."""
     raises = logging.raiseExceptions
     try:
         loaded = importlib.import_module(module)
@@ -70,5 +74,6 @@ def _quietly(module: str) -> ModuleType:
 
 
 def agent_name(engine: str, rank: int) -> str:
-    """A name that no agent had before: peers keep what they know of one under its name."""
+    """Create a unique agent name. Peers cache an agent's state under its name, so names must not be
+    reused."""
     return f"{engine}-{rank}.{uuid.uuid4().hex[:8]}"

@@ -1,7 +1,9 @@
-"""Brings experts from another rank's memory into ours. The port; `shared` and `nixl` are two ways with one contract, `memory` a third for tests.
+"""The port for reading experts from another rank's memory. `shared_memory` and `nixl` implement it, and
+`in_process` implements it for tests.
 
-The receiver reads ("pulls"): so the process that owns the destination also owns the transfer, and alone knows when its cell is safe again.
-No transfer can be called back: one that is given up goes on until it has *settled*, and its cell must not be used before.
+The receiver reads ("pulls"). So the process that owns the destination also owns the transfer, and it alone
+knows when its cell is safe to reuse. No transfer can be cancelled: an abandoned one continues until it has
+*settled*. Its cell must not be used before that.
 """
 
 import asyncio
@@ -13,36 +15,38 @@ from fleet.events import MemoryAddress
 
 
 class Pull(NamedTuple):
-    """One cell to read."""
+    """Read request for one cell."""
 
     source: int
-    """cell over there"""
+    """Remote cell."""
     cell: int
-    """cell here; it is ours alone"""
+    """Local cell. Reserved for this read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What reading took."""
+    """Result of a completed read."""
 
     bytes: int
     seconds: float
 
 
 class TransferError(Exception):
-    """A transfer failed; the text says whose fault it is and what to do. Nothing is under way any more."""
+    """A transfer failed. The text names the cause and the remedy. Nothing is in flight."""
 
 
 class PeerGone(TransferError):
-    """The other process is dead, or closed its connections."""
+    """The other process is dead or closed its connections."""
 
 
 class AddressRefused(TransferError):
-    """The address cannot be used: of another layout, out of range, or unreachable by this way. Nothing was read."""
+    """The address cannot be used: it has another layout, is out of range, or is not reachable by this
+    backend. Nothing was read."""
 
 
 class Overdue(Exception):
-    """The deadline passed while bytes were landing. `settled` is done once none can land any more: until then the cells are in quarantine."""
+    """The deadline passed while bytes were in flight. `settled` completes once no bytes can land. Until then
+    the cells stay in quarantine."""
 
     def __init__(self, detail: str, settled: "asyncio.Future[None]") -> None:
         super().__init__(detail)
@@ -50,32 +54,36 @@ class Overdue(Exception):
 
 
 class Transfer(Protocol):
-    """One way of a rank to read other ranks' expert memory. All methods are for one event loop and never block it."""
+    """A transfer backend with which a rank reads other ranks' expert memory. All methods are called from one
+    event loop and never block it."""
 
     name: str
-    """shared, nixl"""
+    """Name of the backend: shared or nixl."""
 
     def address(self, address: MemoryAddress) -> MemoryAddress:
-        """Our own address, with what this way needs to be reached by added to it."""
+        """Return our own address, extended with what readers need to reach us by this backend."""
         ...
 
     def reaches(self, address: MemoryAddress) -> bool:
-        """Whether this way can read there, as far as the address tells."""
+        """True if this backend can read that memory, as far as the address shows."""
         ...
 
     async def pull(self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float) -> Pulled:
-        """Read whole cells, in order. TransferError: nothing is under way. Overdue: after `seconds`, or when cancelled (then it is raised in place
-        of CancelledError's silence only where bytes are still landing). What was read before an error is there, and is worth nothing."""
+        """Read whole cells, in order. TransferError: nothing is in flight. Overdue: `seconds` passed while
+        bytes were in flight. A cancelled call also raises Overdue, in place of CancelledError, if bytes are
+        still in flight. Data read before an error is unverified and must not be used."""
         ...
 
     def forget(self, address: MemoryAddress) -> None:
-        """The rank there is gone; whatever was kept for it is let go of. What is under way from it settles."""
+        """Drop all state kept for a rank that is gone. Reads in progress from it still settle."""
         ...
 
     def busy(self, active: bool) -> None:
-        """Whether others are reading from us, or soon will be: a way that needs our help to be read (NIXL over tcp) then gives it often."""
+        """Tell the backend whether other ranks read from us, or soon will. A backend that needs the source's
+        help (NIXL over TCP) then provides it at short intervals."""
         ...
 
     async def close(self) -> None:
-        """End, within a bound. What is under way is waited for, or left to the end of the process with its memory."""
+        """Close, within a bounded time. Wait for reads in progress. Reads that do not settle in time keep
+        their memory until the process ends."""
         ...

@@ -1,4 +1,5 @@
-"""What every way of reading has to get right: what is refused before a byte is read, and how a read that nobody waits for any more comes to its end."""
+"""Common parts of all transfer backends: validation before a byte is read, and the settling of abandoned
+reads."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,59 +10,63 @@ from engine_adapter.transfer.port import AddressRefused, Overdue, Pull, Pulled
 from fleet.events import MemoryAddress
 
 _MOST_BYTES = 1 << 48
-"""of user addresses on the machines we know; what goes beyond is no address"""
+"""Upper limit of user-space addresses on known machines. Anything beyond is not an address."""
 
 
 def own_address(memory: ExpertMemory) -> MemoryAddress:
-    """How the memory of this rank is described to others; each way adds what it needs (`Transfer.address`)."""
+    """Describe this rank's memory for other ranks. Each backend adds what it needs (`Transfer.address`)."""
     return MemoryAddress(cells=memory.cells, cell_bytes=memory.cell_bytes, layout=layout_hash(memory.tensors), base=memory.base)
 
 
 def refuse(address: MemoryAddress, pulls: Sequence[Pull], own: MemoryAddress) -> None:
-    """AddressRefused unless these cells can be read from there into our own memory: every number is checked that becomes an address."""
+    """Raise AddressRefused unless these remote cells can be read into our own memory. Every number that
+    becomes an address is checked."""
     if (address.layout, address.cell_bytes) != (own.layout, own.cell_bytes):
         theirs = f"{address.cell_bytes} bytes, layout {address.layout[:64]!r}"
         raise AddressRefused(
             f"cells over there ({theirs}) are not like ours ({own.cell_bytes} bytes, layout {own.layout!r}): run one version and one dtype on all ranks"
         )
     if not (0 < address.base and 0 < address.cells and address.base + address.cells * address.cell_bytes <= _MOST_BYTES):
-        raise AddressRefused(f"{address.cells} cells of {address.cell_bytes} bytes at {address.base:#x} is no memory: the rank that said so is at fault")
+        raise AddressRefused(f"{address.cells} cells of {address.cell_bytes} bytes at {address.base:#x} is no valid range: the sending rank is at fault")
     for pull in pulls:
         if not 0 <= pull.source < address.cells:
             raise AddressRefused(f"cell {pull.source} is to be read, and there are {address.cells} over there: the rank that leased it is at fault")
         if not 0 <= pull.cell < own.cells:
-            raise AddressRefused(f"cell {pull.cell} is to be written, and there are {own.cells} here: whoever asked is at fault")
+            raise AddressRefused(f"cell {pull.cell} is to be written, and there are {own.cells} here: the caller is at fault")
     if len({pull.cell for pull in pulls}) < len(pulls):
-        raise AddressRefused(f"{len(pulls)} cells are to be read into fewer ({sorted(pull.cell for pull in pulls)}): whoever asked is at fault")
+        raise AddressRefused(f"{len(pulls)} cells are to be read into fewer ({sorted(pull.cell for pull in pulls)}): the caller is at fault")
 
 
 class OpenRead:
-    """A read under way. Whoever carries it out ends it (`end`, on the event loop) when no byte can land any more, and not before."""
+    """A read in progress. Its executor calls `end` on the event loop once no byte can land any more, and not
+    before."""
 
     def __init__(self) -> None:
         self._ended: asyncio.Future[Pulled] = asyncio.get_running_loop().create_future()
         self.abandoned = False
-        """nobody waits for it: what was not begun need not be"""
+        """The caller stopped waiting. Parts that have not begun can be skipped."""
 
     @property
     def ended(self) -> bool:
         return self._ended.done()
 
     def end(self, outcome: Pulled | Exception) -> None:
-        """No byte lands any more."""
+        """End the read. No byte can land any more."""
         if isinstance(outcome, Exception):
             self._ended.set_exception(outcome)
         else:
             self._ended.set_result(outcome)
 
     async def wait(self, seconds: float, what: str) -> Pulled:
-        """What it took; the error that it ended with; or Overdue, after `seconds` or when cancelled."""
+        """Wait for the read. Return its result or raise its error. Overdue after `seconds`, or when cancelled
+        with bytes in flight."""
         try:
             await asyncio.wait((self._ended,), timeout=seconds)
         except asyncio.CancelledError:
             if not self._ended.done():
                 raise Overdue(f"{what} was cancelled while bytes were landing", self._abandon()) from None
-            self._ended.exception()  # taken note of: it would be reported as lost otherwise
+            # Retrieve the exception. Otherwise asyncio would report it as never retrieved.
+            self._ended.exception()
             raise
         if self._ended.done():
             return self._ended.result()

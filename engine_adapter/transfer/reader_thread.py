@@ -1,8 +1,10 @@
-"""The thread that reads: one per way and rank, and the only one that touches what the way is made of.
+"""Reader thread: one per transfer backend and rank. Only this thread uses the backend's resources.
 
-It goes round all reads in turn, one request of each, so that none waits for another's end; between two rounds it sleeps as long as the one that is most in a
-hurry allows. A read that nobody waits for any more posts nothing new, and is looked after until its last request has settled: nothing can be called back, and
-what is released early still lands. A peer that failed is disconnected once every request to it has settled, and connected anew when it is next asked for.
+The thread serves all reads round-robin, one request of each per round, so that no read blocks another.
+Between rounds it sleeps until the most urgent read is due. An abandoned read posts no further requests, and
+the thread tracks it until its last request has settled. No request can be cancelled, and one that is released
+early still lands. A failed peer is disconnected once all requests to it have settled. It is reconnected at
+the next read.
 """
 
 import asyncio
@@ -23,27 +25,30 @@ from engine_adapter.transfer.read_validation import OpenRead
 from fleet.events import MemoryAddress
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3
-"""between two looks at a request: begins with the first, and grows by half each time"""
+"""Pause between polls of a request. Starts at the first value and grows by half each time, up to the
+second."""
 _QUARANTINE_PAUSE = 5e-3
-"""the same of a request that nobody waits for"""
+"""Pause between polls of an abandoned request."""
 _HELPING_PAUSE = 0.5e-3
-"""between two looks at what peers want of us, while they read"""
+"""Pause between progress calls while peers read from us."""
 _GRACE_SECONDS = 0.05
-"""after a request failed: that nothing at all lands behind an error is what is seen, and promised nowhere"""
+"""Delay after a failed request. NIXL gives no guarantee that nothing lands after an error, although none was
+observed."""
 _CLOSE_SECONDS, _LEAVE_SECONDS = 2.0, 0.5
 _MOST_PEERS = 256
 _UNSETTLED: list[object] = []
-"""reads that had not settled when their thread was ended: what nobody refers to any more is released, and must not be"""
+"""Reads that had not settled when their thread ended. Python releases unreferenced objects, and these must
+not be released."""
 _log = logging.getLogger(__name__)
 
 
 class Part(NamedTuple):
-    """Bytes of one cell."""
+    """Range of bytes of one cell."""
 
     source: int
-    """cell over there"""
+    """Remote cell."""
     cell: int
-    """cell here"""
+    """Local cell."""
     offset: int
     size: int
 
@@ -52,56 +57,58 @@ class PeerMemory(Protocol):
     """A peer's memory."""
 
     def greet(self) -> object | None:
-        """Make the first request cheap for those that follow. As `post`."""
+        """Establish the connection with a cheap request. Returns and raises as `post`."""
         ...
 
     def post(self, address: MemoryAddress, parts: Sequence[Part]) -> object | None:
-        """Begin to read. None: it is done; else what to `check`. TransferError: it failed, and has settled but for a grace."""
+        """Start a read. Returns None if it is done, else a request for `check`. TransferError: it failed, and
+        settles after a grace period."""
         ...
 
     def check(self, request: object) -> bool:
-        """Whether a request is done. TransferError as `post`."""
+        """True once the request is done. Raises as `post`."""
         ...
 
 
 class Way(Protocol):
-    """What a worker is made to work by. All methods are called on its thread and on no other."""
+    """Transfer backend as the reader thread uses it. All methods are called on the reader thread only."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def idle_seconds(self) -> float | None:
-        """Between two looks at what peers want of us, when nobody reads; None: they need no help."""
+        """Interval between progress calls while no rank reads from us. None: peers need no help."""
         ...
 
     def open(self) -> None:
-        """TransferError when this way is impossible here."""
+        """Open the backend. TransferError when it is impossible here."""
         ...
 
     def key(self, address: MemoryAddress) -> Hashable:
-        """What peers are told apart by."""
+        """Key that identifies a peer."""
         ...
 
     def incarnation(self, address: MemoryAddress) -> Hashable:
-        """What changes when a peer of the same key is another one than before."""
+        """Value that changes when a peer of the same key has been replaced."""
         ...
 
     def connect(self, address: MemoryAddress) -> PeerMemory:
-        """TransferError when that is impossible."""
+        """Connect to a peer. TransferError when that is impossible."""
         ...
 
     def disconnect(self, address: MemoryAddress) -> None:
-        """Nothing is under way from there. Keeps nothing of it."""
+        """Disconnect from a peer and drop its state. Nothing is in flight from it."""
         ...
 
     def help(self) -> None:
-        """Do what peers wait for."""
+        """Drive the progress that peers depend on."""
         ...
 
 
 def requests(pulls: Sequence[Pull], cell_bytes: int, piece_bytes: int) -> Iterator[tuple[Part, ...]]:
-    """Whole cells in order, in requests of at most piece_bytes each: large cells in several, small ones together."""
+    """Split whole cells, in order, into requests of at most piece_bytes. Large cells are split, and small
+    ones share a request."""
     parts: list[Part] = []
     room = piece_bytes
     for source, cell in pulls:
@@ -121,9 +128,9 @@ class _Peer:
     address: MemoryAddress
     connection: PeerMemory
     jobs: int = 0
-    """reads that have not settled"""
+    """Reads that have not settled."""
     failed: str = ""
-    """why nothing new may be read over this connection"""
+    """Reason why this connection accepts no new reads. Empty while it is healthy."""
 
 
 @dataclass(slots=True, eq=False)
@@ -147,11 +154,11 @@ class _Job:
 
 
 class ReaderThread:
-    """Carries out reads by one way. The methods without underscore are for one event loop."""
+    """Execute reads by one transfer backend. The public methods are for one event loop."""
 
     def __init__(self, way: Way, config: TransferConfig, cell_bytes: int) -> None:
         self.busy = False
-        """others read from us, or soon will"""
+        """Other ranks read from us, or soon will."""
         self._way = way
         self._niceness = config.niceness
         self._cell_bytes = cell_bytes
@@ -159,24 +166,26 @@ class ReaderThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] | None = None
-        # Between the threads: orders go in by `deque.append` and are woken by the event; all else below is the thread's own.
+        # Shared between the threads: orders are passed by `deque.append`, and the event wakes the thread. All
+        # state below belongs to the thread.
         self._orders: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"reads experts by {way.name}", daemon=True)
         self._closing = False
         self._leaving = False
-        """the thread ends now, whatever is under way"""
+        """The thread ends now, even with reads in flight."""
         self._broken = ""
-        """the defect that ended the thread"""
+        """Internal error that ended the thread."""
         self._jobs: list[_Job] = []
         self._peers: dict[Hashable, _Peer] = {}
 
     async def open(self) -> None:
-        """Start the thread, unless it runs. TransferError when this way is impossible here, or closed."""
+        """Start the thread unless it runs. TransferError when this backend is impossible here or closed."""
         if self._opened is None:
             self._loop = asyncio.get_running_loop()
             self._opened, self._ended = self._loop.create_future(), self._loop.create_future()
-            atexit.register(self._leave)  # a thread that Python ends inside of foreign code takes the whole process down
+            # If Python ends a thread inside foreign code, the whole process aborts.
+            atexit.register(self._leave)
             self._thread.start()
         await asyncio.shield(self._opened)
         if self._closing or self._broken:
@@ -184,11 +193,11 @@ class ReaderThread:
 
     @property
     def opened(self) -> bool:
-        """It is open and can be read from."""
+        """True once the backend is open and can be read from."""
         return self._opened is not None and self._opened.done() and self._opened.exception() is None
 
     async def read(self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float) -> Pulled:
-        """`Transfer.pull` of numbers that were checked."""
+        """Execute `Transfer.pull` with validated numbers."""
         began = time.monotonic()
         try:
             async with asyncio.timeout(seconds):
@@ -203,29 +212,29 @@ class ReaderThread:
         return await reading.wait(left, f"reading {len(pulls)} cells by {self._way.name}")
 
     def forget(self, address: MemoryAddress) -> None:
-        """`Transfer.forget`."""
+        """Execute `Transfer.forget`."""
         if self._opened is not None:
             self._order(lambda: self._forget(address))
 
     def help(self, active: bool) -> None:
-        """`Transfer.busy`."""
+        """Execute `Transfer.busy`."""
         self.busy = active
         self._wake.set()
 
     async def close(self) -> None:
-        """`Transfer.close`: at most _CLOSE_SECONDS."""
+        """Execute `Transfer.close`, in at most _CLOSE_SECONDS."""
         self._closing = True
         if self._ended is None:
             return
         self._wake.set()
         await asyncio.wait((self._ended,), timeout=_CLOSE_SECONDS)
         if not self._ended.done():
-            _log.warning("%s: reads that nobody waits for any more have not settled; they are left to the end of the process", self._way.name)
+            _log.warning("%s: abandoned reads have not settled; they keep their memory until the process ends", self._way.name)
             await asyncio.to_thread(self._leave)
         atexit.unregister(self._leave)
 
     def _leave(self) -> None:
-        """End the thread, whatever is under way. Blocks for a moment."""
+        """End the thread even with reads in flight. Blocks briefly."""
         self._leaving = True
         self._wake.set()
         self._thread.join(_LEAVE_SECONDS)
@@ -238,7 +247,7 @@ class ReaderThread:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(what)
-        except RuntimeError:  # the loop is closed, and so nobody waits for it
+        except RuntimeError:  # The loop is closed, so no caller is waiting.
             _log.debug("%s: a read ended after the event loop that asked for it", self._way.name)
 
     # The thread
@@ -251,7 +260,7 @@ class ReaderThread:
         try:
             self._way.open()
         except TransferError as error:
-            failure = error  # the name of an except clause does not outlive it
+            failure = error  # The name of an except clause is deleted after it.
             self._tell(lambda: opened.set_exception(failure))
         else:
             self._tell(lambda: opened.set_result(None))
@@ -261,7 +270,7 @@ class ReaderThread:
     def _go_round_guarded(self) -> None:
         try:
             self._go_round()
-        except Exception as error:  # noqa: BLE001 a defect, not a failed read: it must not leave those waiting that can be told
+        except Exception as error:  # noqa: BLE001 an internal error: end the reads whose callers can be notified
             _log.exception("the thread that reads by %s has failed", self._way.name)
             self._broken = f"its thread failed ({type(error).__name__}: {error})"
             self._take_orders()
@@ -292,7 +301,7 @@ class ReaderThread:
             self._orders.popleft()()
 
     def _round(self) -> float | None:
-        """Look after everything once. Seconds until it has to be done again; None: when there is an order."""
+        """Advance all reads once. Return the seconds until the next round. None: wait for an order."""
         pauses = []
         for job in tuple(self._jobs):
             pause = self._advance(job, time.monotonic())
@@ -306,7 +315,8 @@ class ReaderThread:
         return min(pauses, default=None)
 
     def _advance(self, job: _Job, now: float) -> float | None:
-        """One request of a read further. Seconds until it has to be looked at again; None: it has settled."""
+        """Advance one request of a read. Return the seconds until the next poll. None: the read has
+        settled."""
         if job.failure is None:
             try:
                 return self._work(job, now)
@@ -340,18 +350,19 @@ class ReaderThread:
         self._pace.begin(sum(part.size for part in parts), now)
         job.pause = _SHORTEST_PAUSE
         self._jobs.remove(job)
-        self._jobs.append(job)  # the next round begins with the others: a cap is shared
+        # Rotate, so that the next round starts with the others and they share a limited rate.
+        self._jobs.append(job)
         job.request = job.peer.connection.post(job.address, parts)
         return 0.0
 
     def _begin(self, job: _Job, now: float) -> float:
-        """Find or make the connection."""
+        """Find or create the connection."""
         key = self._way.key(job.address)
         peer = self._peers.get(key)
         if peer is not None and (peer.failed or self._way.incarnation(peer.address) != self._way.incarnation(job.address)):
-            peer.failed = peer.failed or "the rank has begun a new life"
+            peer.failed = peer.failed or "the rank has been restarted"
             if peer.jobs:
-                return _LONGEST_PAUSE  # a name is given anew only when all that was read under it has settled
+                return _LONGEST_PAUSE  # Reuse a name only once all reads under it have settled.
             self._disconnect(peer)
             peer = None
         job.began = now
@@ -366,7 +377,7 @@ class ReaderThread:
         return 0.0
 
     def _make_room(self) -> None:
-        """Nobody may know more peers than there can be: the oldest with nothing under way goes first."""
+        """Limit the number of peers: disconnect the oldest one that has nothing in flight."""
         if len(self._peers) >= _MOST_PEERS:
             resting = next((peer for peer in self._peers.values() if not peer.jobs), None)
             if resting is None:
@@ -390,7 +401,7 @@ class ReaderThread:
         peer = self._peers.get(self._way.key(address))
         if peer is None or self._way.incarnation(peer.address) != self._way.incarnation(address):
             return
-        peer.failed = peer.failed or "the rank is gone, it was said"
+        peer.failed = peer.failed or "the rank was reported as gone"
         if not peer.jobs:
             self._disconnect(peer)
 

@@ -1,4 +1,4 @@
-"""Which ways a rank has to read others, and to be read."""
+"""Select the transfer backends of a rank."""
 
 import logging
 
@@ -12,22 +12,24 @@ _log = logging.getLogger(__name__)
 
 
 async def open_transfers(config: TransferConfig, memory: ExpertMemory, agent: str, *, one_machine: bool) -> tuple[Transfer, ...]:
-    """The ways to try in this order, those that are needed from the start open; the caller closes them.
+    """Return the transfer backends in order of preference. Those needed from the start are open. The caller
+    closes them.
 
-    agent: this rank's NIXL agent, should it get one. one_machine: all ranks of the engine are on this one. Then `auto` leaves NIXL alone, which takes a
-    moment to load and a few wake-ups per second for ever, until a rank has to be read that shared memory does not reach. TransferError when the one way
-    that was asked for, or every way, is impossible here.
+    agent: name of this rank's NIXL agent, if it gets one. one_machine: all ranks of the engine are on this
+    machine. `auto` then defers opening NIXL until a rank must be read that shared memory cannot reach. NIXL
+    takes a moment to load and then costs a few wake-ups per second. TransferError when the requested backend,
+    or every backend, is impossible here.
     """
     can_share = memory.descriptor >= 0 and bool(this_host())
     if config.way == "shared":
         if not can_share:
             raise TransferError("way is set to shared, and this rank's memory cannot be shared (no memfd, or no /proc): set it to nixl, or to auto")
-        _log.info("experts are read through shared memory, and in no other way")
+        _log.info("experts are read through shared memory, and by no other backend")
         return (SharedTransfer(memory, config),)
     over_network = NixlTransfer(memory, config, agent)
     if config.way == "nixl":
         await over_network.open()
-        _log.info("experts are read over NIXL, and in no other way")
+        _log.info("experts are read over NIXL, and by no other backend")
         return (over_network,)
     shared = SharedTransfer(memory, config)
     if can_share and one_machine:

@@ -1,8 +1,9 @@
-"""Reads the experts of other ranks of this machine through shared memory: their memory is mapped here, and copied from.
+"""Shared-memory backend: maps the memory of other ranks of this machine and copies from it.
 
-A rank's memory is of a file that has no path (memfd). Whoever may trace the process can open it as /proc/PID/fd/N; number, inode and size are compared, since
-both PID and N may by then be another's. The mapping outlives the process it came from. The source has no part in a copy: one that is stopped, or busy, is
-read from all the same. A file that may shrink is not mapped: reading behind its end would kill the reader.
+A rank's memory is an anonymous file (memfd). A process that may trace the rank can open it as /proc/PID/fd/N.
+Inode and size are compared, since PID and N may have been reused by then. The mapping outlives the process
+that it came from. The source takes no part in a copy, so a stopped or busy rank can still be read. A file
+that may shrink is not mapped: reading beyond its end would kill the reader.
 """
 
 import fcntl
@@ -26,8 +27,8 @@ from fleet.events import MemoryAddress
 
 @cache
 def this_host() -> str:
-    """What processes that can map each other's memory have in common: the machine since it was started, and the namespace of process numbers. Empty where
-    the system does not tell."""
+    """Identify the group of processes that can map each other's memory: the boot ID of the machine and the
+    PID namespace. Empty where the system does not provide them."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{Path('/proc/self/ns/pid').readlink()}"
     except OSError:
@@ -35,7 +36,7 @@ def this_host() -> str:
 
 
 class SharedTransfer:
-    """The `Transfer` between ranks of one machine."""
+    """`Transfer` between ranks of one machine."""
 
     name = "shared"
 
@@ -63,7 +64,7 @@ class SharedTransfer:
         self._worker.forget(address)
 
     def busy(self, active: bool) -> None:
-        """A copy needs nobody's help."""
+        """Do nothing: the source takes no part in a copy."""
 
     async def close(self) -> None:
         await self._worker.close()
@@ -79,7 +80,7 @@ class _SharedWay:
         self._memory = memory
 
     def open(self) -> None:
-        """Nothing is needed before the first mapping."""
+        """Do nothing: mappings are made on demand."""
 
     def key(self, address: MemoryAddress) -> Hashable:
         return address.pid, address.descriptor
@@ -91,10 +92,10 @@ class _SharedWay:
         return _Mapping(self._memory, _mapped(address))
 
     def disconnect(self, address: MemoryAddress) -> None:
-        """The mapping goes with the last reference to it, which was the worker's."""
+        """Do nothing: the reader thread holds the last reference to the mapping."""
 
     def help(self) -> None:
-        """Never asked."""
+        """Never called, because `idle_seconds` is None."""
 
 
 class _Mapping:
@@ -103,21 +104,22 @@ class _Mapping:
         self._theirs = theirs
 
     def greet(self) -> None:
-        """What is mapped is connected."""
+        """Do nothing: a mapping is already connected."""
 
     def post(self, address: MemoryAddress, parts: Sequence[Part]) -> None:
-        """Copies; other threads run meanwhile."""
+        """Copy the parts. NumPy releases the GIL meanwhile."""
         for part in parts:
             first = part.source * address.cell_bytes + part.offset
             self._memory.cell(part.cell)[part.offset : part.offset + part.size] = self._theirs[first : first + part.size]
 
     def check(self, request: object) -> bool:
-        """Never asked: a copy is done when it returns."""
+        """Never called: a copy is done when `post` returns."""
         return True
 
 
 def _mapped(address: MemoryAddress) -> NDArray[np.uint8]:
-    """uint8 [cells * cell_bytes], read-only. PeerGone when process or file are not those of the address any more."""
+    """Map the memory at an address, uint8 [cells * cell_bytes], read-only. PeerGone when the process or the
+    file has been replaced."""
     path, size = f"/proc/{address.pid}/fd/{address.descriptor}", address.cells * address.cell_bytes
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -133,10 +135,10 @@ def _mapped(address: MemoryAddress) -> NDArray[np.uint8]:
         found = os.fstat(descriptor)
         if found.st_ino != address.inode or found.st_size < size:
             raise PeerGone(
-                f"{path} is another file ({found.st_size} bytes) than was said ({size} bytes): the process that said so is dead; read another replica"
+                f"{path} is another file ({found.st_size} bytes) than announced ({size} bytes): the process that announced it is dead; read another replica"
             )
         if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise AddressRefused(f"{path} may still shrink, and whoever reads it then is killed: the rank has to seal its size (`cells.mapped`)")
+            raise AddressRefused(f"{path} may still shrink, which would kill its readers: the rank has to seal its size (`mapped_memory.mapped`)")
         return np.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ), np.uint8)
     except (OSError, ValueError) as error:
         raise TransferError(f"{path} cannot be mapped: {error}") from error

@@ -159,8 +159,8 @@ async def test_the_experts_of_its_model_are_told_when_they_are_known(server: Ser
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"layers": 58}, "layers say nothing alone"),
-        ({"experts": 256, "top_k": 8}, "experts and top_k say nothing alone"),
+        ({"layers": 58}, "not only layers"),
+        ({"experts": 256, "top_k": 8}, "not only experts and top_k"),
         ({"layers": 0, "experts": 256, "top_k": 8}, "layers must be at least 1"),
         ({"layers": 58, "experts": 4, "top_k": 8}, "top_k 8 exceeds"),
     ],

@@ -109,7 +109,7 @@ async def test_the_secret_changes_while_requests_are_served(open_house: OpenHous
         files.rank.write_text("short\n")
         admission.reload()
         assert (await status(NEW), await works()) == (200, True)
-    assert "the fleet's secret stays as it was" in caplog.text
+    assert "the fleet's secret is unchanged" in caplog.text
     assert OLD not in caplog.text
     assert NEW not in caplog.text
 

@@ -1,4 +1,4 @@
-"""What the simulated engine computes instead of a model: routing, step times, dispatch, memory. Pure.
+"""Models behind the simulated engine: routing, step times, dispatch, memory. Pure.
 
-Admission rule: a formula or a value. What waits, and what serves, is in `simulated` itself.
+Admission rule: a formula or a value. Code that waits or serves is in `simulated` itself.
 """

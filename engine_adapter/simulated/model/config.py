@@ -1,4 +1,4 @@
-"""What can be set about the simulated engine; read once, by the composition root."""
+"""Settings of the simulated engine. Read once, by the composition root."""
 
 from dataclasses import dataclass
 
@@ -15,36 +15,41 @@ MOST_CONTEXT = 32768
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedConfig:
-    """One engine's settings. ValueError at birth names the key and what to do.
+    """Settings of one simulated engine. The constructor raises a ValueError that names the key and the
+    remedy.
 
-    The speeds (prefill_token ... expert_pair) are `fleet.timing.EngineSpeed`'s; unset ones are the shape's on H100s (`presets`).
+    The speeds (prefill_token ... expert_pair) are those of `fleet.timing.EngineSpeed`. Unset ones are the
+    shape's on H100s (`presets`).
     """
 
     shape: str = "demo"
-    """deepseek-v3, qwen3-235b, or demo: the demo model's"""
+    """Model shape: deepseek-v3, qwen3-235b, or demo (the demo model's)."""
     model: str | None = None
-    """name that requests use; None: the shape's"""
+    """Model name in requests. None: the name of the shape."""
     weights: str | None = None
-    """identity of the weights that it claims to serve, for trying a rolling update (answers do not depend on it); None: it says nothing of them"""
+    """Weights digest to announce, for trying a rolling update (responses do not depend on it). None: no
+    digest is announced."""
     ranks: int = 2
     node_ranks: int = 8
-    """ranks of one machine; the dispatch between machines takes the slower link"""
+    """Ranks per machine. Dispatch between machines uses the slower link."""
     kv_blocks: int = 8192
-    """KV blocks per rank"""
+    """KV blocks per rank."""
     block_size: int = BLOCK_SIZE
-    """tokens per KV block"""
+    """Tokens per KV block."""
     max_context: int | None = None
-    """tokens, prompt and completion together; None: 32768, or what fits into kv_blocks if that is less"""
+    """Longest sequence in tokens, prompt and completion together. None: 32768, or the capacity of kv_blocks
+    if that is lower."""
     max_batch_tokens: int = 2048
-    """tokens a rank computes in one step"""
+    """Tokens that a rank computes in one step."""
     max_running: int = 128
-    """sequences a rank runs at once"""
+    """Sequences that a rank runs concurrently."""
     max_waiting: int = 256
-    """requests a rank lets wait; more are refused as overload"""
+    """Requests that a rank queues. Further requests are rejected as overload."""
     time_scale: float = 1.0
-    """simulated seconds take so many real ones; 0.1: everything ten times as fast"""
+    """Real seconds per simulated second. 0.1: ten times faster than simulated."""
     output_tokens: int = 0
-    """mean length of an answer that ends by itself, drawn per prompt; 0: answers go on to their max_tokens"""
+    """Mean length of answers that end before max_tokens, drawn per prompt. 0: all answers run to their
+    max_tokens."""
     prefill_token: float | None = None
     prefill_pair: float | None = None
     step: float | None = None
@@ -55,39 +60,44 @@ class SimulatedConfig:
     expert_read: float | None = None
     expert_pair: float | None = None
     rank_bytes_per_second: float = 50e9
-    """what a rank reads of experts from another of its machine; simulated seconds, like the speeds above"""
+    """Bandwidth of expert reads between ranks of one machine, in bytes per simulated second."""
     node_bytes_per_second: float = 12.5e9
-    """what it reads from a rank of another machine"""
+    """Bandwidth of expert reads between machines, in bytes per simulated second."""
     domains: int = 8
-    """kinds of traffic, each with a taste of its own in experts; a prompt's first blocks choose one by their hash"""
+    """Traffic domains, each with its own expert preferences. The hash of a prompt's first blocks selects its
+    domain."""
     domain_blocks: int = 1
-    """how many first blocks of a prompt choose its domain; more where many prompts begin alike"""
+    """Number of leading prompt blocks that select the domain. Raise it where many prompts share a prefix."""
     popularity_skew: float = 0.5
-    """sigma of the log-normal popularity of a layer's experts, equal for all traffic"""
+    """Sigma of the log-normal popularity of a layer's experts, common to all traffic."""
     domain_skew: float = 1.0
-    """sigma by which a domain's taste differs from it; 0: all traffic wants the same"""
+    """Sigma of a domain's deviation from the common popularity. 0: all domains have the same preferences."""
     token_skew: float = 0.5
-    """sigma by which a token's taste differs from its domain's"""
+    """Sigma of a token's deviation from its domain's preferences."""
     placement: str = "linear"
-    """linear: experts in order; aligned: each where a domain wants it most, ranks kept balanced; else a file, as `roost plan --profile` writes it"""
+    """Initial placement. linear: experts in order. aligned: each expert on the rank whose domain demands it
+    most, with balanced ranks. Any other value: a file, as written by `roost plan --profile`."""
     slots_per_rank: int | None = None
-    """experts of one layer that a rank has room for; None: as many as needed. What exceeds that is room for replicas of what is wanted most"""
+    """Expert slots of a rank in one layer. None: as many as needed. Extra slots hold replicas of the experts
+    in highest demand."""
     dispatch_rule: str = SPLIT
-    """how replicas are chosen, as dispatch in [engine]: split or cover. What ranks serve and read is reckoned by the shares either way"""
+    """Replica selection, like dispatch in [engine]: split or cover. The load and the expert reads of ranks
+    are computed from the shares in both cases."""
     profiled_tokens_per_second: int = 4_000
-    """of ended requests whose experts a rank reports one by one; what exceeds it is left out"""
+    """Rate limit, in tokens of finished requests, for the requests that a rank reports with their experts.
+    Requests beyond it are not reported."""
     activity_seconds: float = 0.5
-    """least time between two counts of a rank's activated experts while it is busy"""
+    """Shortest interval between two counts of a busy rank's activated experts."""
     seed: int = 0
-    """chooses the popularity of experts; engines of one model must agree on it"""
+    """Seed of the experts' popularity. Engines of one model must use the same seed."""
     refuse_share: float = 0.0
-    """share of the requests that is refused as overload, for soaks"""
+    """Share of requests rejected as overload, for soak tests."""
     error_share: float = 0.0
-    """share of the requests that fails before the first token"""
+    """Share of requests that fail before the first token."""
     break_share: float = 0.0
-    """share of the requests whose connection breaks in the middle of the answer"""
+    """Share of requests whose connection breaks in the middle of the response."""
     lose_kv_share: float = 0.0
-    """share of the KV events that is never reported"""
+    """Share of KV events that are never reported."""
 
     def __post_init__(self) -> None:
         _need(self.shape in SHAPES, "shape", self.shape, f"use one of {', '.join(SHAPES)}")
@@ -121,12 +131,12 @@ class SimulatedConfig:
 
     @property
     def context(self) -> int:
-        """Tokens that a request may have, prompt and completion together."""
+        """Longest sequence in tokens, prompt and completion together."""
         return min(MOST_CONTEXT if self.max_context is None else self.max_context, self.kv_blocks * self.block_size)
 
     @property
     def served_model(self) -> str:
-        """The name that requests use."""
+        """Model name in requests."""
         return self.model or self.shape
 
     @property
@@ -138,18 +148,18 @@ class SimulatedConfig:
 
     @property
     def real_speed(self) -> EngineSpeed:
-        """Speeds of a rank as a clock shows them."""
+        """Speeds of a rank in real seconds."""
         speed = self.speed
         return EngineSpeed(**{key: self.time_scale * getattr(speed, key) for key in EngineSpeed.__struct_fields__})
 
     @property
     def covers(self) -> bool:
-        """Whether replicas are chosen such that a token is sent to few ranks."""
+        """True if replicas are chosen so that a token is sent to few ranks."""
         return self.dispatch_rule == COVER
 
     @property
     def node_of_rank(self) -> tuple[int, ...]:
-        """The machine of each rank, numbered from 0."""
+        """Machine of each rank, numbered from 0."""
         return tuple(rank // self.node_ranks for rank in range(self.ranks))
 
 

@@ -1,7 +1,8 @@
-"""What the tokens of a step cause under a placement: whom they reach, who reads and who serves what. Pure numpy.
+"""Dispatch model: traffic of a step's tokens under a placement, expert reads, and load of each rank. Pure
+NumPy.
 
-Tokens are so many of each row of `demand.Tastes`, by home rank. Everything that needs the rows alone is worked out when a placement is
-adopted; a step then is a few products over its rows.
+The tokens of a step are counts per row of `routing_model.RoutingModel`, by home rank. Everything that depends
+on the rows alone is computed when a placement is adopted. A step then costs a few products over its rows.
 """
 
 from collections.abc import Sequence
@@ -16,29 +17,32 @@ from fleet.dispatch import Chooser, reached, shares
 from fleet.placement import EMPTY, Placement
 
 _NEVER = 1e-300
-"""in place of 0, which has no logarithm"""
+"""Replaces 0, which has no logarithm."""
 Each = NDArray[np.float32]
-"""[ranks, layers, rows]: of a token of each row that lives on each rank"""
+"""[ranks, layers, rows]: per token of each row whose home is each rank."""
 _TURNS = 8
-"""times that each row is sent, to learn where the choice for whole tokens takes it: at equal intervals of the turns"""
+"""Samples of each row, at equal intervals of the turns, to estimate the result of joint replica selection."""
 
 
 class StepTraffic(NamedTuple):
-    """What the tokens of a step cause, as is to be expected. The first three per rank: float64 [ranks], summed over tokens and layers."""
+    """Expected traffic of a step's tokens. The first three fields are per rank: float64 [ranks], summed over
+    tokens and layers."""
 
     remote_ranks: NDArray[np.float64]
     remote_nodes: NDArray[np.float64]
     distinct_experts: NDArray[np.float64]
-    """experts that the rank must read"""
+    """Experts that the rank must read."""
     served: NDArray[np.float64]
-    """[layers, ranks] (token, k) pairs"""
+    """[layers, ranks] (token, k) pairs."""
 
 
 class DispatchModel:
-    """Where rows go under one placement: by the rule of `fleet.dispatch`, in expectation. Exact numbers where nothing is shared out."""
+    """Destinations of rows under one placement, by the rule of `fleet.dispatch`, as expected values. Exact
+    for experts with one replica."""
 
     def __init__(self, tastes: RoutingModel, placement: Placement, node_of_rank: Sequence[int], *, cover: bool = False) -> None:
-        """cover: replicas are chosen such that a token reaches few ranks. How many is then a mean over a few tokens of each row."""
+        """cover: choose replicas so that a token reaches few ranks. The number of ranks is then a mean over a
+        few tokens of each row."""
         node = np.asarray(node_of_rank, np.intp)
         layer, slot = np.nonzero(placement.expert_of_slot != EMPTY)
         part = np.stack([shares(placement, home, node)[layer, slot] for home in range(placement.ranks)])
@@ -56,13 +60,14 @@ class DispatchModel:
         self._remote_ranks, self._remote_nodes = self._reached.sum(axis=1, dtype=np.float64), nodes.sum(axis=1, dtype=np.float64)
 
     def sent(self, rank: int, tokens_of_row: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """float64 [layers] each: distinct other ranks that so many tokens [rows] of one rank reach, and pairs of them that stay at home."""
+        """Return two float64 [layers]: distinct other ranks that tokens of one rank reach, and their local
+        pairs. tokens_of_row: [rows]."""
         there = np.flatnonzero(tokens_of_row)
         tokens = tokens_of_row[there].astype(np.float64)
         return self._reached[rank][:, there] @ tokens, self._local[rank][:, there] @ tokens
 
     def traffic(self, tokens_of_row: NDArray[np.int64]) -> StepTraffic:
-        """tokens_of_row: int [ranks, rows] of one step."""
+        """Return the traffic of one step. tokens_of_row: int [ranks, rows]."""
         remote = (tokens_of_row * self._remote_ranks).sum(axis=1, dtype=np.float64)
         nodes = (tokens_of_row * self._remote_nodes).sum(axis=1, dtype=np.float64)
         pairs = self._several.pairs(tokens_of_row)
@@ -74,48 +79,49 @@ class _Slots(NamedTuple):
     """Slots that hold an expert."""
 
     place: NDArray[np.intp]
-    """[slots]: layer * experts + expert"""
+    """[slots]: layer * experts + expert."""
     layer: NDArray[np.intp]
     rank: NDArray[np.intp]
     part: NDArray[np.float64]
-    """[homes, slots]: `fleet.dispatch.shares`"""
+    """[homes, slots]: `fleet.dispatch.shares`."""
 
     def only(self, these: NDArray[np.bool_]) -> "_Slots":
         return _Slots(self.place[these], self.layer[these], self.rank[these], self.part[:, these])
 
 
 class _Sole:
-    """Experts with one replica: it does not matter who asks."""
+    """Experts with one replica. Their traffic does not depend on the home rank of a token."""
 
     def __init__(self, tastes: RoutingModel, held: _Slots, wanted: NDArray[np.bool_], placement: Placement) -> None:
         """wanted: [rows, layers * experts]."""
         layers, self._ranks = placement.layers, placement.ranks
         self._rank = held.rank
         servers = layers * placement.ranks
-        server = np.full(layers * placement.experts, servers)  # the last one: of no interest here
+        # The last server collects the experts with several replicas, which are ignored here.
+        server = np.full(layers * placement.experts, servers)
         server[held.place] = held.layer * placement.ranks + held.rank
         cells = np.arange(tastes.rows)[:, None] * (servers + 1) + server[tastes.places]
         by_row = np.bincount(cells.ravel(), minlength=tastes.rows * (servers + 1)).reshape(tastes.rows, -1)
         self._pairs = by_row[:, :servers].astype(np.float32)
-        """[rows, layers * ranks] that a token of each row wants there"""
+        """[rows, layers * ranks] pairs per token of each row."""
         bits = np.packbits(wanted[:, held.place], axis=1)
         self._wanted = np.ascontiguousarray(np.pad(bits, ((0, 0), (0, -bits.shape[1] % 8)))).view(np.uint64)
-        """[rows, slots / 64]: a bit of each slot"""
+        """[rows, slots / 64]: one bit per slot."""
 
     def served(self, tokens_of_row: NDArray[np.int64]) -> NDArray[np.float64]:
-        """float64 [layers, ranks]"""
+        """Return the load, float64 [layers, ranks]."""
         found = tokens_of_row.sum(axis=0).astype(np.float32) @ self._pairs
         return np.asarray(found.astype(np.float64).reshape(-1, self._ranks))
 
     def read(self, tokens_of_row: NDArray[np.int64]) -> NDArray[np.float64]:
-        """float64 [ranks] experts that each must read"""
+        """Return the experts that each rank must read, float64 [ranks]."""
         joined = np.bitwise_or.reduce(self._wanted[tokens_of_row.any(axis=0)], axis=0)
         read = np.flatnonzero(np.unpackbits(joined.view(np.uint8), count=len(self._rank)))
         return np.bincount(self._rank[read], minlength=self._ranks).astype(np.float64)
 
 
 class _Several:
-    """Experts with more replicas than one: it matters who asks."""
+    """Experts with several replicas. Their traffic depends on the home rank of a token."""
 
     def __init__(self, held: _Slots, wanted: NDArray[np.bool_], placement: Placement) -> None:
         """wanted: [rows, layers * experts]."""
@@ -124,27 +130,28 @@ class _Several:
         self._rank, self._server = held.rank, held.layer * placement.ranks + held.rank
         self._part = held.part
         self._miss = np.log(np.maximum(1.0 - held.part, _NEVER))
-        """logarithm of the probability that a pair goes to another slot"""
+        """Logarithm of the probability that a pair goes to another slot."""
         self._wanted = wanted[:, places].astype(np.float32)
 
     def pairs(self, tokens_of_row: NDArray[np.int64]) -> NDArray[np.float64]:
-        """float64 [homes, slots]: what each home wants of the expert in each slot"""
+        """Return each home's pairs for the expert in each slot, float64 [homes, slots]."""
         there = np.flatnonzero(tokens_of_row.any(axis=0))
         wanted = tokens_of_row[:, there].astype(np.float32) @ self._wanted[there]
         return np.asarray(wanted.astype(np.float64)[:, self._which])
 
     def served(self, pairs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """float64 [layers, ranks]"""
+        """Return the load, float64 [layers, ranks]."""
         found = np.bincount(self._server, (pairs * self._part).sum(axis=0), self._servers)
         return found.astype(np.float64).reshape(-1, self._ranks)
 
     def read(self, pairs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """float64 [ranks] experts that each is expected to have to read"""
+        """Return the expected number of experts that each rank must read, float64 [ranks]."""
         return np.bincount(self._rank, -np.expm1((pairs * self._miss).sum(axis=0)), self._ranks).astype(np.float64)
 
 
 def _remote(tastes: RoutingModel, placement: Placement, held: _Slots, spot: NDArray[np.intp]) -> Each:
-    """How many spots other than its own a token goes to in a layer. spot: of each rank, from 0. Each of a token's experts goes its own way."""
+    """Return the number of places other than its own that a token goes to in a layer. spot: place of each
+    rank, from 0. Each of a token's experts selects its replica independently."""
     found, spots = np.zeros((placement.ranks, placement.layers, tastes.rows), np.float32), int(spot.max()) + 1
     if spots == 1:
         return found
@@ -161,7 +168,7 @@ def _remote(tastes: RoutingModel, placement: Placement, held: _Slots, spot: NDAr
 
 
 def _local(tastes: RoutingModel, placement: Placement, held: _Slots) -> Each:
-    """How many of a token's k pairs its own rank serves in a layer."""
+    """Return the number of a token's k pairs that its own rank serves in a layer."""
     found = np.empty((placement.ranks, placement.layers, tastes.rows), np.float32)
     for home in range(placement.ranks):
         own = held.rank == home
@@ -171,7 +178,7 @@ def _local(tastes: RoutingModel, placement: Placement, held: _Slots) -> Each:
 
 
 def _covered(tastes: RoutingModel, placement: Placement, node: NDArray[np.intp]) -> tuple[Each, Each, Each]:
-    """Where a token's replicas are chosen together: how many other ranks it goes to, how many of its pairs stay, how many other nodes it goes to."""
+    """Return other ranks, local pairs and other nodes per token, for joint replica selection."""
     chooser, per = Chooser(placement, range(placement.ranks), node), placement.slots_per_rank
     found = np.zeros((3, placement.ranks, placement.layers, tastes.rows), np.float32)
     ranks, local, nodes = found
@@ -185,9 +192,9 @@ def _covered(tastes: RoutingModel, placement: Placement, node: NDArray[np.intp])
 
 
 def _went(experts: NDArray[np.int16], share: NDArray[np.float64]) -> NDArray[np.float64]:
-    """float64 [rows, places]: the probability that a token of a row goes to a place in one layer.
+    """Return the probability that a token of a row goes to a place in one layer, float64 [rows, places].
 
-    experts: [rows, k] distinct ones; share: [experts, places] of an expert's tokens.
+    experts: [rows, k] distinct experts. share: [experts, places] share of an expert's tokens.
     """
     elsewhere = 1.0 - share
     missed = elsewhere[experts[:, 0]]

@@ -1,7 +1,8 @@
-"""The expert memory of a simulated rank: real cells, small ones, whose words say which expert lies in them. Pure numpy.
+"""Expert memory of a simulated rank: real but small cells, whose words identify the expert in them. Pure
+NumPy.
 
-What is moved between ranks is therefore really moved, checksums and all, and an expert that came to the wrong place is noticed before it is
-served; only the time that its real size would take is made up (`links`).
+So moves between ranks are real copies with checksums, and a misplaced expert is detected before it is served.
+Only the duration for the expert's real size is simulated (`link_model`).
 """
 
 import numpy as np
@@ -17,7 +18,8 @@ _SEED = np.uint64(0x9E3779B97F4A7C15)
 
 
 class SimulatedCells:
-    """One rank's cells (`engine_adapter.engine.ExpertMemory`): those of its slots, layer by layer, and room for as many more as a layer has slots."""
+    """Cells of one rank (`engine_adapter.engine.ExpertMemory`): those of its slots, layer by layer, and as
+    many extra cells as a layer has slots."""
 
     def __init__(self, placement: Placement, rank: int) -> None:
         self.tensors = TENSORS
@@ -35,20 +37,20 @@ class SimulatedCells:
         return int(self._words.ctypes.data)
 
     def cell(self, number: int) -> NDArray[np.uint8]:
-        """uint8 [64]: the memory itself. IndexError when there is no such cell."""
+        """Return a view of the cell's memory, uint8 [64]. IndexError when there is no such cell."""
         if not 0 <= number < self.cells:
             raise IndexError(f"cell {number} of {self.cells}")
         cell: NDArray[np.uint8] = self._bytes[number]
         return cell
 
     def misplaced(self, held: NDArray[np.int16], cells: NDArray[np.int32]) -> tuple[int, int] | None:
-        """(layer, slot) of the first slot whose cell does not hold its expert; None: all do. held, cells: [layers, slots_per_rank], EMPTY slots
-        may hold anything."""
+        """Return (layer, slot) of the first slot whose cell does not hold its expert. None: all do. held,
+        cells: [layers, slots_per_rank]. EMPTY slots may hold anything."""
         wrong = (self._words[cells.ravel()] != self._wanted(held)).any(axis=1) & (held.ravel() != EMPTY)
         return None if not wrong.any() else divmod(int(wrong.argmax()), held.shape[1])
 
     def _wanted(self, held: NDArray[np.int16]) -> NDArray[np.uint64]:
-        """uint64 [layers * slots, words]: what each slot's cell holds; zeros where it is empty."""
+        """Expected content of each slot's cell, uint64 [layers * slots, words]. Zeros for empty slots."""
         layers = np.arange(len(held), dtype=np.uint64)[:, None]
         name = (layers * np.uint64(self._experts) + held.clip(0).astype(np.uint64) + np.uint64(1)).ravel()
         words = (name[:, None] * _SEED) ^ (np.arange(1, _WORDS + 1, dtype=np.uint64) * _SEED >> np.uint64(7))

@@ -1,4 +1,4 @@
-"""Model shapes that can be simulated, and what their work costs on a GPU. Pure."""
+"""Model shapes for simulation, and the cost of their work on a GPU. Pure."""
 
 from typing import NamedTuple
 
@@ -6,38 +6,41 @@ from fleet.experts import ModelShape
 from fleet.timing import EngineSpeed
 
 HBM_BYTES_PER_SECOND = 2.7e12
-"""what reading weights and caches gets out of an H100 SXM's 3.35 TB/s"""
+"""Achieved bandwidth for weights and caches, of an H100 SXM's 3.35 TB/s."""
 FLOPS = 8e14
-"""what dense fp8 work gets out of its 1,979 TFLOPS: 40 %"""
+"""Achieved rate of dense fp8 work: 40 % of 1,979 TFLOPS."""
 ATTENTION_FLOPS = 4e14
-"""what attention gets out of its 989 TFLOPS in bf16: 40 %"""
+"""Achieved rate of attention in bf16: 40 % of 989 TFLOPS."""
 NVLINK_BYTES_PER_SECOND = 450e9
-"""NVLink 4, one direction"""
+"""NVLink 4, one direction."""
 RDMA_BYTES_PER_SECOND = 50e9
-"""one 400 Gbit/s port per GPU"""
+"""One 400 Gbit/s port per GPU."""
 _PAIR_FLOPS = 2 * 3
-"""of a (token, expert) pair, per number of an expert's matrix: a product and a sum, in each of three matrices"""
+"""Operations of a (token, expert) pair per element of an expert's matrix: a product and a sum in each of
+three matrices."""
 LAYER_SECONDS = 6e-5
-"""two collectives of a MoE layer that carry next to nothing: tens of microseconds each"""
+"""Two nearly empty collectives of a MoE layer, at tens of microseconds each."""
 
 
 class Preset(NamedTuple):
-    """A model as far as its time matters. Bytes and operations are those of one rank where every rank has the whole of attention."""
+    """Cost-relevant properties of a model. Bytes and operations are those of one rank when every rank holds
+    all attention weights."""
 
     shape: ModelShape
     active_flops: float
-    """per token: twice the active parameters"""
+    """Operations per token: twice the active parameters."""
     dense_bytes: float
-    """weights that every decode step reads whatever the batch: all but routed experts"""
+    """Bytes of weights that every decode step reads, whatever the batch: all but routed experts."""
     cache_token_bytes: float
-    """KV cache of a token"""
+    """Bytes of KV cache per token."""
     pair_flops: float
-    """of attention, per pair of a computed token and one that it attends to"""
+    """Operations of attention per pair of a computed token and a token that it attends to."""
 
 
 PRESETS = {
     "deepseek-v3": Preset(
-        # its gate takes 4 of 8 groups; the simulated one draws experts freely, so the shape says nothing of groups
+        # The model's gate selects 4 of 8 groups. The simulated gate draws experts freely, so the shape has no
+        # groups.
         ModelShape(layers=58, experts=256, top_k=8, hidden=7168, expert_intermediate=2048, dtype="float8_e4m3fn"),
         active_flops=74e9,
         dense_bytes=17e9,
@@ -58,12 +61,14 @@ SHAPES = {name: preset.shape for name, preset in PRESETS.items()} | {"demo": DEM
 
 
 def speed_of(name: str, block_size: int) -> EngineSpeed:
-    """The speeds of a rank of this model on an H100 of an 8-GPU machine; of the demo model: a small CPU engine's.
+    """Return the speeds of a rank of this model on an H100 in an 8-GPU machine. The demo model has those of a
+    small CPU engine.
 
-    After the constants of Roost's cost model: KV bytes / HBM bandwidth per token read, expert bytes / HBM bandwidth per distinct expert, and per
-    (token, destination) H bytes of fp8 with a scale per 128 out and 2H of bf16 back, over NVLink within a machine and RDMA between
-    machines. Arithmetic runs at 40 % of the peak, also that of what a rank serves above the mean. A decode step's fixed part is the dense
-    weights and two small collectives per layer.
+    Follows the constants of Roost's cost model. Token reads cost KV bytes / HBM bandwidth. Distinct experts
+    cost expert bytes / HBM bandwidth. Each (token, destination) sends H bytes of fp8 with a scale per 128 and
+    returns 2H bytes of bf16, over NVLink within a machine and RDMA between machines. Arithmetic runs at 40 %
+    of the peak, including a rank's load above the mean. The fixed part of a decode step is the dense weights
+    and two small collectives per layer.
     """
     if name not in PRESETS:
         return EngineSpeed()
@@ -85,5 +90,5 @@ def speed_of(name: str, block_size: int) -> EngineSpeed:
 
 
 def cache_token_bytes(name: str) -> int:
-    """Bytes of KV cache that a token of this model takes, with all layers."""
+    """Bytes of KV cache per token of this model, over all layers."""
     return int(PRESETS[name].cache_token_bytes) if name in PRESETS else DEMO_CACHE_TOKEN_BYTES

@@ -1,10 +1,12 @@
-"""Which experts a token goes to, as a fixed function of the tokens up to it, and where they are in epoch 0. Pure numpy.
+"""Routing model: the experts of a token as a fixed function of the tokens up to it, and their placement in
+epoch 0. Pure NumPy.
 
-A prompt's first full blocks choose its domain by their hash; tokens of the first block itself are of no domain yet. So the experts of
-a position depend on the tokens before it and on itself alone, as in a model, and equal prefixes want equal experts everywhere.
-Popularity is log-normal per layer, domains and tokens differ from it by further normal terms, and a token takes the best k after
-Gumbel noise: the model of the Monte-Carlo behind Roost's cost model. Tokens share `BUCKETS` rows per domain, so that
-whatever a step does is a sum over rows.
+The hash of a prompt's first full blocks selects its domain. Tokens of the first block itself have no domain
+yet. So the experts of a position depend only on the tokens up to it, as in a model, and equal prefixes choose
+equal experts everywhere. Popularity is log-normal per layer. Domains and tokens deviate from it by further
+normal terms, and a token takes the top k after Gumbel noise. This is the model of the Monte Carlo simulation
+behind Roost's cost model. Tokens share `BUCKETS` rows per domain, so every effect of a step is a sum over
+rows.
 """
 
 from collections.abc import Sequence
@@ -20,14 +22,15 @@ from fleet.placement import Placement, linear, with_slots
 from fleet.routings import UNKNOWN
 
 BUCKETS = 64
-"""kinds of tokens of one domain"""
+"""Token classes per domain."""
 _MIX = 0x9E3779B1
 _BALANCE = 1.05
-"""load of a rank above the mean that alignment accepts"""
+"""Accepted load of a rank relative to the mean, for the aligned placement."""
 
 
 class RoutingModel:
-    """The table of routings: row `domain * BUCKETS + bucket`; domain `domains` is that of tokens whose prefix has chosen none yet."""
+    """Routing table. Token class `bucket` of a domain has row `domain * BUCKETS + bucket`. Domain `domains`
+    is for tokens whose prefix has not selected one yet."""
 
     def __init__(self, config: SimulatedConfig) -> None:
         self.shape: ModelShape = config.model_shape
@@ -36,13 +39,14 @@ class RoutingModel:
         self._domain_blocks = config.domain_blocks
         self._block_size = config.block_size
         self.table = _table(config)
-        """int16 [rows, layers, k] distinct experts"""
+        """int16 [rows, layers, k] distinct experts."""
         places = self.table.astype(np.int32) + np.arange(self.shape.layers, dtype=np.int32)[None, :, None] * self.shape.experts
         self.places = places.reshape(self.rows, -1)
-        """int32 [rows, layers * k]: the same as layer * experts + expert"""
+        """int32 [rows, layers * k]: the same as layer * experts + expert."""
 
     def domain_of(self, blocks: Sequence[Block]) -> int:
-        """The domain of what follows these full blocks, which begin a prompt; `domains` when there are none. Tenants' equal prompts have one."""
+        """Return the domain of the tokens after these full blocks, which begin a prompt. `domains` when there
+        are no blocks. Equal prompts of different tenants have the same domain."""
         if not blocks:
             return self.domains
         first = blocks[: self._domain_blocks]
@@ -50,19 +54,21 @@ class RoutingModel:
         return (name >> 17) % self.domains
 
     def row(self, token: int, position: int, blocks: Sequence[Block]) -> int:
-        """Row of the token at a position; blocks: the full blocks of the sequence, at least those before the position's."""
+        """Return the row of the token at a position. blocks: the full blocks of the sequence, at least those
+        before the position's block."""
         before = min(position // self._block_size, self._domain_blocks)
         return self.domain_of(blocks[:before]) * BUCKETS + _bucket(token)
 
     def rows_of(self, tokens: Sequence[int], start: int, blocks: Sequence[Block]) -> NDArray[np.int16]:
-        """int16 [n]: rows of consecutive tokens from position `start`."""
+        """Return the rows, int16 [n], of consecutive tokens from position `start`."""
         known = min(len(blocks), self._domain_blocks)
         domains = np.array([self.domain_of(blocks[:before]) for before in range(known + 1)], np.int64)
         before = np.minimum(np.arange(start, start + len(tokens)) // self._block_size, known)
         return (domains[before] * BUCKETS + _buckets(np.asarray(tokens, np.uint64))).astype(np.int16)
 
     def counts(self, tokens_of_row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """int64 [layers, experts] (token, k) pairs of so many tokens [rows] of each row."""
+        """Return int64 [layers, experts] (token, k) pairs. tokens_of_row: [rows] number of tokens of each
+        row."""
         there = np.flatnonzero(tokens_of_row)
         pairs = self.places[there]
         weights = np.repeat(tokens_of_row[there], pairs.shape[1])
@@ -70,7 +76,7 @@ class RoutingModel:
         return counted.astype(np.int64).reshape(self.shape.layers, self.shape.experts)
 
     def chosen(self, rows: NDArray[np.int16]) -> NDArray[np.int16]:
-        """int16 [positions, layers, k]; UNKNOWN where the row is."""
+        """Return int16 [positions, layers, k]. UNKNOWN where the row is."""
         chosen = self.table[rows]
         chosen[rows == UNKNOWN] = UNKNOWN
         return chosen
@@ -98,7 +104,7 @@ def _buckets(tokens: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def place(tastes: RoutingModel, config: SimulatedConfig) -> Placement:
-    """Epoch 0 as configured, where that is a named one."""
+    """Return the configured placement as epoch 0, for a named one."""
     if config.placement == "aligned":
         placement = aligned(tastes, config.ranks)
         return placement if config.slots_per_rank is None else with_slots(placement, config.slots_per_rank)
@@ -106,10 +112,11 @@ def place(tastes: RoutingModel, config: SimulatedConfig) -> Placement:
 
 
 def aligned(tastes: RoutingModel, ranks: int) -> Placement:
-    """Each expert on the rank whose domains want it most, ranks kept balanced within 5 %; no replicas. Domain d belongs to rank d mod ranks.
+    """Place each expert on the rank whose domains demand it most. Ranks are balanced within 5 %, and there
+    are no replicas. Domain d belongs to rank d mod ranks.
 
-    Per layer, experts in descending order of their best rank's wish above the mean; a rank that is full, or would have more than its
-    share of load, passes to the next that wants it.
+    Per layer, experts are placed in descending order of their best rank's demand above the mean. When a rank
+    is full or would exceed its share of the load, the expert goes to the rank with the next highest demand.
     """
     shape = tastes.shape
     slots = -(-shape.experts // ranks)
@@ -124,7 +131,8 @@ def aligned(tastes: RoutingModel, ranks: int) -> Placement:
 
 
 def _balanced(wish: NDArray[np.float64], load: NDArray[np.float64], slots: int) -> list[list[int]]:
-    """The experts of each rank; wish: [ranks, experts]; load: [experts]."""
+    """Assign experts to ranks and return the experts of each rank. wish: [ranks, experts] demand. load:
+    [experts]."""
     ranks, most = len(wish), _BALANCE * load.sum() / len(wish)
     held: list[list[int]] = [[] for _ in range(ranks)]
     carried = np.zeros(ranks)

@@ -1,4 +1,4 @@
-"""How long a step takes. Pure numpy."""
+"""Duration of a step. Pure NumPy."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,30 +13,30 @@ from fleet.timing import EngineSpeed, step_seconds, surplus_pairs
 
 
 class PlannedWork(NamedTuple):
-    """A slice of the next step and the row of each of its tokens."""
+    """A slice of the next step, and the row of each of its tokens."""
 
     part: Slice
     rows: NDArray[np.int16]
 
 
 class StepPlan(NamedTuple):
-    """What one rank does in the next step."""
+    """Work of one rank in the next step."""
 
     parts: list[PlannedWork]
     prefill_tokens: int
     prefill_pairs: float
-    """pairs of a computed prompt token and one that it attends to, itself included"""
+    """Pairs of a computed prompt token and a token that it attends to, itself included."""
     sequences: int
-    """that decode"""
+    """Sequences that decode."""
     blocks: int
-    """KV blocks that those hold"""
+    """KV blocks of the decoding sequences."""
 
 
 NOTHING = StepPlan([], 0, 0.0, 0, 0)
 
 
 def plan(slices: Sequence[Slice], tastes: RoutingModel) -> StepPlan:
-    """Measure a rank's slices. A slice of one last token counts as decoding, as it does for the scheduler."""
+    """Summarize a rank's slices. A slice of one last token counts as decoding, as in the scheduler."""
     if not slices:
         return NOTHING
     parts: list[PlannedWork] = []
@@ -56,14 +56,15 @@ def plan(slices: Sequence[Slice], tastes: RoutingModel) -> StepPlan:
 
 
 def tokens_of_row(parts: Sequence[PlannedWork], rows: int) -> NDArray[np.int64]:
-    """int64 [rows]: how many tokens there are of each row."""
+    """Count the tokens of each row: int64 [rows]."""
     if not parts:
         return np.zeros(rows, np.int64)
     return np.bincount(np.concatenate([one.rows for one in parts]), minlength=rows).astype(np.int64, copy=False)
 
 
 def seconds(speed: EngineSpeed, plans: Sequence[StepPlan], caused: StepTraffic) -> NDArray[np.float64]:
-    """float64 [ranks]: simulated seconds each rank needs for the step, by `fleet.timing`. The longest counts."""
+    """Return the simulated seconds that each rank needs for the step, by `fleet.timing`: float64 [ranks]. The
+    maximum is the duration of the step."""
     return step_seconds(
         speed,
         prefill_tokens=np.array([one.prefill_tokens for one in plans], np.float64),

@@ -1,4 +1,4 @@
-"""What the steps of an engine add up to, from which every rank takes its part when its agent asks. Pure numpy."""
+"""Totals over an engine's steps. Each rank takes its share when its agent polls. Pure NumPy."""
 
 from typing import NamedTuple
 
@@ -9,24 +9,24 @@ from engine_adapter.engine import balance
 
 
 class StepTotals(NamedTuple):
-    """Of all steps under one placement so far, or of those between two moments."""
+    """Totals of all steps under one placement so far, or of those between two times."""
 
     steps: int
     seconds: float
     served: NDArray[np.float64]
-    """[layers, ranks] (token, k) pairs"""
+    """[layers, ranks] (token, k) pairs."""
     balance: NDArray[np.float64]
-    """[layers]: mean / highest of each step's"""
+    """[layers]: sum of mean / highest load of each step."""
 
     @classmethod
     def none(cls, layers: int, ranks: int) -> "StepTotals":
-        """Of no step."""
+        """Return the totals of no steps."""
         return cls(0, 0.0, np.zeros((layers, ranks)), np.zeros(layers))
 
     def after(self, seconds: float, served: NDArray[np.float64]) -> "StepTotals":
-        """One step more. served: as of `Traffic`."""
+        """Add one step. served: as in `StepTraffic`."""
         return StepTotals(self.steps + 1, self.seconds + seconds, self.served + served, self.balance + balance(served))
 
     def since(self, before: "StepTotals") -> "StepTotals":
-        """The steps in between."""
+        """Return the totals of the steps since `before`."""
         return StepTotals(self.steps - before.steps, self.seconds - before.seconds, self.served - before.served, self.balance - before.balance)

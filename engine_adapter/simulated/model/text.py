@@ -1,7 +1,9 @@
-"""What the simulated engine says: words that follow from the prompt, the seed and the position alone. Pure; and the tokenizer that spells them.
+"""Answers of the simulated engine: words that depend only on the prompt, the seed and the position. Includes
+their tokenizer. Pure.
 
-An id is a byte, a word with the space before it, or a beginning of one; every word's beginnings are ids with a merge each, so that
-text which is read back gives the ids it was made of, and a conversation's next turn finds its prefix in the KV cache.
+A token ID is a byte, a word with the space before it, or a prefix of one. Every prefix of a word is an ID
+with its own merge. So encoding an answer gives the IDs it was made of, and the next turn of a conversation
+finds its prefix in the KV cache.
 """
 
 import io
@@ -27,22 +29,23 @@ WORDS = (
 ).split()
 END = "<|end|>"
 VOCABULARY = 131_072
-"""ids that a prompt may have; those beyond the tokenizer's entries are no text, and work like any other"""
+"""Valid token IDs in a prompt. IDs beyond the tokenizer's entries have no text and otherwise work like any
+other."""
 TEMPLATE = (
     "{%- for message in messages -%}{{ message['role'] + ': ' }}{%- if message['content'] is string -%}{{ message['content'] }}{%- else -%}"
     "{%- for part in message['content'] -%}{{ part['text'] }}{%- endfor -%}{%- endif -%}{{ '\\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ 'assistant:' }}{%- endif -%}"
 )
 _STREAM = 0x73696D
-"""xxh3 seed of everything that is drawn here"""
+"""xxh3 seed of all draws in this module."""
 _KEY = struct.Struct("<QQ")
 _ARCHIVE_TIME = (1980, 1, 1, 0, 0, 0)
 _SENTENCE = 11
-"""words from one full stop to the next, more or less"""
+"""Approximate number of words per sentence."""
 
 
 class WordTokenizer:
-    """Encodes, spells and names ids; `archive` is what routers get."""
+    """Encodes text, decodes token IDs, and names them. `archive` is for routers."""
 
     def __init__(self) -> None:
         definition = msgspec.json.encode(_definition())
@@ -57,31 +60,33 @@ class WordTokenizer:
         self.archive = _archive({"tokenizer.json": definition, "tokenizer_config.json": settings})
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Return the token IDs of a text."""
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
     def piece(self, token: int) -> str:
-        """An id's text, for log-probabilities."""
+        """Return the text of a token ID, for log-probabilities."""
         return self._bytes[token].decode("utf-8", "backslashreplace") if token < len(self._bytes) else ""
 
     def detokenizer(self) -> ByteDetokenizer:
-        """A fresh incremental one; exact."""
+        """Create an exact incremental detokenizer."""
         return ByteDetokenizer(self._bytes, {self.end})
 
 
 class Script:
-    """The answer to one prompt: every token a function of (prompt ids, seed, position), so that any rank can go on where another stopped."""
+    """The answer to one prompt. Every token is a function of (prompt IDs, seed, position), so any rank can
+    continue an interrupted answer."""
 
     def __init__(self, tokenizer: WordTokenizer, prompt: Sequence[int], seed: int, mean_tokens: int) -> None:
-        """prompt: the client's own ids, without what a continuation had emitted. mean_tokens: of answers that end by themselves; 0: never."""
+        """prompt: the client's own IDs, without the output that a continuation carries. mean_tokens: mean
+        length of answers with an end. 0: answers never end."""
         self._tokenizer = tokenizer
         self._start = len(prompt)
         self._key = xxhash.xxh3_64_intdigest(array("I", prompt).tobytes(), (seed ^ _STREAM) & 0xFFFFFFFFFFFFFFFF)
         self._end = self._start + _length(self._key, mean_tokens) if mean_tokens else None
 
     def token(self, position: int) -> int:
-        """The id at a position, counted from the prompt's first."""
+        """Return the token ID at a position, counted from the start of the prompt."""
         if self._end is not None and position >= self._end:
             return self._tokenizer.end
         drawn = xxhash.xxh3_64_intdigest(_KEY.pack(self._key, position), _STREAM)
@@ -98,7 +103,7 @@ def _length(key: int, mean: int) -> int:
 
 
 def _beginnings() -> list[tuple[str, str]]:
-    """(beginning, its last letter) of every word with its space, shorter ones first: the merges."""
+    """Merges: (prefix, next letter) of every word with its space, shorter prefixes first."""
     spelt = ["\u0120" + word for word in WORDS]
     steps = {(word[:length], word[length]): None for length in range(1, max(map(len, spelt))) for word in spelt if len(word) > length}
     return list(steps)
@@ -113,7 +118,7 @@ def _vocabulary() -> dict[str, int]:
 
 
 def _definition() -> dict[str, object]:
-    """tokenizer.json of a byte-level BPE."""
+    """Content of tokenizer.json for a byte-level BPE."""
     ids = _vocabulary()
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     end = {"id": ids.pop(END), "content": END, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}

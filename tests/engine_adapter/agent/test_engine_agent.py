@@ -429,7 +429,7 @@ async def test_an_engine_that_announces_itself_again_names_the_placement_that_it
 async def test_an_engine_whose_experts_stay_where_they_are_refuses_handovers_in_a_sentence(broker: MemoryBroker) -> None:
     bus = MemoryBus(broker)
     async with running(broker, PuppetEngine()):
-        with pytest.raises(Declined, match="the experts of a stay where they are"):
+        with pytest.raises(Declined, match="a cannot move its experts"):
             await bus.request(SUBJECTS.handover("a", WORKER, 0), DescribeHandover(worker_id=WORKER, rank=0))
 
 

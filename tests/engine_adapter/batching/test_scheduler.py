@@ -172,7 +172,7 @@ def test_a_full_queue_refuses_with_a_type_of_its_own() -> None:
         scheduler.submit(SequenceState([1], 9))
     model.step(scheduler, scheduler.plan(), 12)
     assert (scheduler.running, scheduler.waiting) == (4, 2)
-    with pytest.raises(Overloaded, match="2 requests wait"):
+    with pytest.raises(Overloaded, match="2 requests are waiting"):
         scheduler.submit(SequenceState([1], 1))
 
 

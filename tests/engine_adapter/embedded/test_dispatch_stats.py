@@ -104,7 +104,7 @@ def test_reports_of_different_epochs_do_not_add() -> None:
     one, other = DispatchLog(0, layers=1, top_k=1), DispatchLog(0, layers=1, top_k=1)
     one.add(1, FinishedStep(0.1, [1], ()))
     other.add(2, FinishedStep(0.1, [1], ()))
-    with pytest.raises(ValueError, match="epoch 2 does not add to that of epoch 1"):
+    with pytest.raises(ValueError, match="cannot add dispatch counts of epoch 2 to those of epoch 1"):
         one.take()[0].with_more(other.take()[0])
 
 

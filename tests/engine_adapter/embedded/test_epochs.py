@@ -289,7 +289,7 @@ async def test_a_rank_that_alone_is_ready_goes_nowhere_and_serves_until_the_othe
             assert len((await (await rank.submit(PROMPTS[2])).rest()).token_ids) == NEW
         assert not first.done()
         assert [engine.placement.epoch for engine in engines] == [0, 0]
-        with pytest.raises(ValueError, match="epoch 1 is still waited for"):
+        with pytest.raises(ValueError, match="epoch 1 is still pending"):
             await engines[0].experts.adopt(await engines[0].experts.prepare(wanted, engines[0].experts.cells))
         first.cancel()  # nobody waits any more, but what was said is said
         async with asyncio.timeout(5):

@@ -179,7 +179,7 @@ def test_a_rank_alone_gives_up_waiting_for_the_others(tmp_path):
 
 def test_a_second_start_in_the_same_directory_is_refused(tmp_path):
     first = StepSync(tmp_path)
-    with pytest.raises(StepSyncError, match="a run directory of its own"):
+    with pytest.raises(StepSyncError, match="its own run directory"):
         StepSync(tmp_path)
     first.close()
 

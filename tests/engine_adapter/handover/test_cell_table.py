@@ -335,7 +335,7 @@ def test_checksums_that_were_found_of_something_that_is_gone_are_no_news() -> No
 
 
 def test_a_table_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="different ones of 9"):
+    with pytest.raises(ValueError, match="distinct cells out of 9"):
         CellTable(HELD, np.zeros((LAYERS, SLOTS), np.int32), CELLS)
     with pytest.raises(ValueError, match=r"both must be \[layers, slots\]"):
         CellTable(HELD, table()[:1], CELLS)
@@ -350,7 +350,7 @@ def test_books_that_do_not_agree_are_told_and_so_is_what_cannot_be() -> None:
     with pytest.raises(IllegalMove):
         residency.landed(0, 0.0)
     residency.table[0, 0] = 8
-    with pytest.raises(Inconsistent, match="slots are in"):
+    with pytest.raises(Inconsistent, match="slots map to"):
         residency.check_integrity()
 
 

@@ -108,7 +108,7 @@ async def test_a_killed_engine_breaks_its_connections_and_says_no_word(house):
             await answer.read()
     with pytest.raises(aiohttp.ClientConnectorError):
         await house.ask(1)
-    with pytest.raises(EngineFailed, match="told to die"):
+    with pytest.raises(EngineFailed, match="ordered to die"):
         await house.host.failed()
     said = [one.message async for one in house.bus.replay(house.subjects.membership("sim-0"), follow=False)]
     assert [type(one) for one in said] == [EngineJoined]
@@ -160,8 +160,8 @@ async def test_a_handover_is_announced_and_holds_the_steps(house):
     [
         ({"fault": "explode"}, "fault = 'explode': use one of die, stall"),
         ({"fault": "slow", "rank": 2}, "rank = 2: ranks run from 0 to 1"),
-        ({"fault": "stall", "rank": 0}, "stall is the whole engine's"),
-        ({"fault": "handover"}, "seconds = None: a handover announces"),
+        ({"fault": "stall", "rank": 0}, "stall affects the whole engine"),
+        ({"fault": "handover"}, "seconds = None: a handover has to announce"),
         ({"fault": "refuse", "share": 1.5}, "share = 1.5: use 0 to 1"),
         ({"fault": "slow", "seconds": 0}, "seconds = 0: use a positive number"),
         ({"fault": "refuse", "factor": 2}, "factor = 2: only slow, lie_load, slow_reads have one"),

@@ -254,7 +254,7 @@ async def test_the_end_does_not_wait_long_for_what_hangs(script: Script, monkeyp
     script.done.clear()
     overdue = await given_up(worker, script, address(), Pull(0, 0))
     await worker.close()
-    assert "left to the end of the process" in caplog.text
+    assert "until the process ends" in caplog.text
     assert not worker._thread.is_alive()
     checked = script.checked
     script.done.set()
