@@ -1,6 +1,6 @@
-"""Draws the handover's tables into docs/handover.md, between the markers there: python docs/make_diagrams.py
+"""Draw the handover's tables into docs/handover.md, between the markers there: python docs/make_diagrams.py
 
-Each diagram is made of its table in `fleet.handover` alone, so that the page cannot say anything else than the code.
+Each diagram is generated from its table in `fleet.handover` alone, so that the page cannot contradict the code.
 """
 
 import re
@@ -20,12 +20,12 @@ TABLES: dict[str, tuple[Mapping[tuple[Any, Any], Any], StrEnum]] = {
     "rank": (RANK, RankState.SERVING),
     "cell": (CELL, Cell.FREE),
 }
-"""table and where it begins, by marker"""
+"""Table and initial state, by marker."""
 _PART = re.compile(r"<!-- diagram: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def diagram(table: Mapping[tuple[Any, Any], Any], first: StrEnum) -> str:
-    """A table as a state diagram, in Mermaid's words; moves with the same ends share an arrow."""
+    """Return a table as a Mermaid state diagram. Transitions between the same two states share an arrow."""
     arrows: dict[tuple[str, str], list[str]] = {}
     for (state, event), after in table.items():
         arrows.setdefault((state.value, after.value), []).append(event.value)
@@ -34,7 +34,10 @@ def diagram(table: Mapping[tuple[Any, Any], Any], first: StrEnum) -> str:
 
 
 def drawn(page: str) -> str:
-    """A page with the diagrams of the tables between its markers; ValueError for a page that lacks one, or names a table that does not exist."""
+    """Return a page with the diagrams of the tables between its markers.
+
+    ValueError: a marker is missing, or names an unknown table.
+    """
     named = _PART.findall(page)
     if sorted(named) != sorted(TABLES):
         raise ValueError(f"{PAGE.name} has markers for the diagrams {named}; it needs one each for {', '.join(TABLES)}")
