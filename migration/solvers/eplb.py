@@ -1,14 +1,16 @@
-"""DeepSeek's Expert Parallelism Load Balancer, as a policy to choose and to compare with; written from its published description. Pure.
+"""DeepSeek's Expert Parallelism Load Balancer (EPLB), as a policy and for comparison; written from its
+published description. Pure.
 
-Both variants are greedy, and look at loads alone:
+Both variants are greedy, and use loads only:
 
 - Replication: every expert once; then, one by one, a replica of the expert with the most load per replica.
 - Packing: from the heaviest to the lightest, each to the pack with the least load that has room.
 
-Global: replicas over all ranks. Hierarchical, where groups of experts divide by nodes: groups are packed into nodes, experts are replicated within
-their node, replicas are packed into the node's ranks. Ties go to the lowest index. What they return is a *raw map*, which may hold an expert twice on
-a rank; it is what is scored, each replica at its even share. `as_placement` turns it into a table that may be served, `raw_shares` says by which
-split that balances as the raw map does.
+Global: replicas over all ranks. Hierarchical, where groups of experts divide by nodes: groups are packed into
+nodes, experts are replicated within their node, replicas are packed into the node's ranks. Ties go to the
+lowest index. The result is a *raw map*, which may hold an expert twice on a rank. Scores refer to the raw
+map, with each replica at its even share. `as_placement` turns it into a table that can be served, and
+`raw_shares` gives the split with which that table balances as the raw map does.
 """
 
 from typing import Any
@@ -23,15 +25,19 @@ Whole = NDArray[np.int64]
 
 
 def eplb_global(load: NDArray[Any], slots: int, ranks: int) -> Whole:
-    """int64 [layers, slots], rank-major: the expert in each slot. load: [layers, experts]. ValueError when slots do not divide by ranks or do not hold
-    all experts."""
+    """int64 [layers, slots], rank-major: the expert in each slot.
+
+    load: [layers, experts]. ValueError when slots do not divide by ranks or do not hold all experts.
+    """
     return eplb_hierarchical(load, slots, 1, 1, ranks)
 
 
 def eplb_hierarchical(load: NDArray[Any], slots: int, groups: int, nodes: int, ranks: int) -> Whole:
-    """int64 [layers, slots], rank-major, nodes one after the other. groups: of consecutive experts, as many in each; every node gets as many groups.
+    """int64 [layers, slots], rank-major, nodes one after the other.
 
-    ValueError when experts do not divide by groups, groups, ranks or slots by nodes, slots by ranks, or there are fewer slots than experts.
+    groups: of consecutive experts, equally many in each; every node gets equally many groups. ValueError when
+    experts do not divide by groups, groups, ranks or slots by nodes, slots by ranks, or there are fewer slots
+    than experts.
     """
     weight = np.asarray(load, np.float64)
     layers, experts = weight.shape
@@ -64,7 +70,11 @@ def _check(experts: int, slots: int, groups: int, nodes: int, ranks: int) -> Non
 
 
 def replicated(weight: Floats, slots: int) -> tuple[Whole, Whole]:
-    """The expert of each replica [rows, slots], the first of each expert first; and how many each has [rows, experts]. weight: [rows, experts]."""
+    """Return the expert of each replica [rows, slots], the first replicas in order; and their numbers [rows,
+    experts].
+
+    weight: [rows, experts].
+    """
     rows, experts = weight.shape
     of_replica = np.empty((rows, slots), np.int64)
     of_replica[:, :experts] = np.arange(experts)
@@ -78,7 +88,10 @@ def replicated(weight: Floats, slots: int) -> tuple[Whole, Whole]:
 
 
 def packed(weight: Floats, packs: int) -> tuple[Whole, Whole]:
-    """The pack of each item, and its place there: [rows, items] each. weight: [rows, items]; every pack takes items / packs of them."""
+    """Return the pack of each item, and its place there: [rows, items] each.
+
+    weight: [rows, items]; every pack takes items / packs of them.
+    """
     rows, items = weight.shape
     room = items // packs
     if room == 1:
@@ -95,9 +108,10 @@ def packed(weight: Floats, packs: int) -> tuple[Whole, Whole]:
 
 
 def as_placement(raw: NDArray[Any], ranks: int) -> NDArray[np.int16]:
-    """int16 [layers, slots]: the map with an empty slot in the place of whatever an earlier slot of the rank holds too.
+    """int16 [layers, slots]: the map with an empty slot in place of a duplicate on the same rank.
 
-    Another replica of some expert there would take load to a rank that was packed full without it: it costs more balance than it gives.
+    Another replica of some expert there would take load to a rank that was packed full without it: it costs
+    more balance than it gains.
     """
     table = np.array(raw, np.int16).reshape(len(raw), ranks, -1)
     table[_repeats(table)] = EMPTY
@@ -105,8 +119,11 @@ def as_placement(raw: NDArray[Any], ranks: int) -> NDArray[np.int16]:
 
 
 def raw_shares(raw: NDArray[Any], ranks: int) -> Floats:
-    """float64 [layers, slots]: parts of its expert's load that slots of `as_placement` serve such that every rank has the load the raw map gives it:
-    one for each slot in which the rank had it."""
+    """float64 [layers, slots]: shares of the slots of `as_placement` for which every rank has the load that
+    the raw map gives it.
+
+    A slot gets one part for each slot in which its rank had the expert.
+    """
     layers, slots = raw.shape
     table = np.asarray(raw).reshape(layers, ranks, 1, -1)
     twins = (table == table.swapaxes(2, 3)).sum(axis=3)
@@ -116,7 +133,8 @@ def raw_shares(raw: NDArray[Any], ranks: int) -> Floats:
 
 
 def _repeats(table: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """bool as table [layers, ranks, slots_per_rank]: whether an earlier slot of the rank holds the same expert."""
+    """bool as table [layers, ranks, slots_per_rank]: True if an earlier slot of the rank holds the same
+    expert."""
     order = np.argsort(table, axis=2, kind="stable")
     ordered = np.take_along_axis(table, order, axis=2)
     same = np.zeros(table.shape, bool)

@@ -1,10 +1,14 @@
-"""Few copies: from a placement that demand has drifted away from, the changes that win back most balance for the fewest copies. Pure.
+"""Few copies for even shares: from a placement that no longer fits the demand, win back most balance with few
+copies. Pure.
 
-Of each layer the most loaded ranks are relieved, again and again, until none exceeds the cap at which the wanted part of a full re-placement's gain is
-reached. Three changes carry load from a rank to another: swap two experts (two copies), replicate one over a spare replica or into an empty slot (one), move
-one there (one). The fourth, giving up a spare replica, costs nothing, and what moves into the slot that it leaves costs one where a swap costs two. What
-these changes themselves have brought to a rank and take away again need never be copied (`migration.solvers.table_diff.shortened` leaves it out).
-`migration.solvers.swap_search` says which change is best, `migration.solvers.search_state` by what.
+In each layer the most loaded ranks are relieved repeatedly, until none exceeds the cap. The cap is set so
+that the target part of a full re-placement's gain is reached. Three changes carry load from one rank to
+another: swap two experts (two copies), replicate one into an empty slot or over a spare replica (one copy),
+move one there (one copy). The fourth change, dropping a spare replica, costs nothing. The move into the slot
+that it leaves then costs one copy where a swap costs two. A replica that these changes bring to a rank and
+take away again is never copied (`migration.solvers.table_diff.shortened` removes it).
+`migration.solvers.swap_search` finds the best change, and `migration.solvers.search_state` defines what best
+means.
 """
 
 from typing import Any, NamedTuple
@@ -20,36 +24,42 @@ from migration.solvers.search_state import ENDLESS, Array, Flags, Index, SearchS
 from migration.solvers.swap_search import RoundSize, SwapChoice, best
 
 PAIRS = 24_000
-"""of slots that are looked at in a round, for all layers together"""
+"""Pairs of slots examined in a round, for all layers together."""
 PATIENCE = 2
-"""rounds in which a layer may find nothing before it is given up"""
+"""Rounds without a change after which a layer is given up."""
 BRISKLY, CAREFULLY = RoundSize(4, 2), RoundSize(2, 12)
-"""where ranks are few, and where they are many"""
+"""Round sizes where ranks are few, and where they are many."""
 OF = 4
-"""of so many live ranks at most one is relieved in a round"""
+"""At most one in this number of live ranks is relieved in a round."""
 MANY, FAR = 32, 2.0
-"""ranks that are few still; load of the most loaded one, mean over layers, from which as many are relieved in a round as where ranks are few"""
+"""Largest number of ranks that counts as few; load of the most loaded rank, mean over layers, from which even
+with many ranks as many are relieved in a round as with few."""
 LEAST = 1e-7
-"""a fall of the penalty below this is rounding"""
+"""A fall of the penalty below this is rounding."""
 MARGIN = 0.15
-"""standard deviations between windows by which more is aimed at than is wanted: the sample that is planned on flatters what is fitted to it"""
+"""Standard deviations between windows by which the aim exceeds the target: a plan fits the noise of its own
+sample."""
 BEHIND = 0.013
-"""most by which a layer's most loaded rank may stay above a full re-placement's, as a part of it, whatever part of the gain that is"""
+"""Most by which a layer's most loaded rank may stay above that of a full re-placement, relative to it,
+whatever part of the gain that is."""
 REPLICATE, SWAP, MOVE, DROP = (int(kind) for kind in ChangeKind)
 CROWD = 0.85
-"""done layers are dropped when no more than this part of them is left"""
+"""Finished layers are removed from the state when at most this part is still active."""
 HOPE = 0.8
-"""standard deviations between windows by which a cap may at first lie above what a flat placement could afford: not all ranks come to lie at the cap"""
+"""Standard deviations between windows by which a cap may at first exceed what a flat placement could afford:
+not every rank ends at the cap."""
 IDLE = 0.25
-"""standard deviations between windows above the mean load, below which it is idle to press loads"""
+"""Standard deviations between windows above the mean load, below which reducing loads further is
+pointless."""
 LONG, LAST = 8, 0.03
-"""rounds after which so small a part of the layers is left as it then is: each round costs them all alike"""
+"""After this many rounds the search stops when at most this part of the layers is active: a round costs the
+same for few layers as for many."""
 ROUNDS = 200
-"""never more than these"""
+"""Upper limit of rounds."""
 FELT = 0.002
-"""part of a step's expected longest rank below which an improvement is none"""
+"""Part of a step's expected longest rank below which an improvement does not count."""
 FINE = 1e-4
-"""by how much a cap is lowered at least where it proves too high"""
+"""Least amount by which a cap is lowered where it proves too high."""
 
 
 def few(
@@ -62,23 +72,27 @@ def few(
     noise: LoadNoise | None = None,
     node: Index | None = None,
 ) -> PlacementChanges:
-    """The changes, layers interleaved, each layer's in their order; `gain` is by how much the layer's most loaded rank falls, in mean rank loads.
+    """Return the changes, layers interleaved, each layer's in order. gain: fall of the layer's most loaded
+    rank, in mean rank loads.
 
-    table: legal, [layers, slots]; load: [layers, experts], any unit; goal: [layers], balance of a full re-placement under this load.
-    noise: None: the load is exact. With it, layers whose imbalance the sample explains are left alone, and the others are brought to the wanted part of
-    the gain that is left of a full re-placement's on the next window; with the pairs of a step, too, layers are left alone whose imbalance drowns in the
-    noise of single steps. node: [ranks]; where there are several, experts that must keep more than one
-    replica keep those where they are. ValueError names what does not fit together.
+    table: legal, [layers, slots]; load: [layers, experts], any unit; goal: [layers], balance of a full
+    re-placement under this load. noise: None: the load is exact. With it, layers whose imbalance is explained
+    by sampling are skipped, and the others are brought to the target part of the gain that remains of a full
+    re-placement's on the next window. With the pairs of a step, layers whose imbalance is below the noise of
+    single steps are skipped too. node: [ranks]; where there are several nodes, experts that must keep more
+    than one replica keep those where they are. ValueError names the shapes that do not fit together.
     """
     layers, slots = table.shape
     if ranks < 1 or slots % ranks:
         raise ValueError(f"few: {slots} slots do not divide into {ranks} ranks")
     if len(load) != layers or np.shape(goal) != (layers,):
         raise ValueError(f"few: load is {load.shape} and goal {np.shape(goal)}; expected [{layers}, experts] and [{layers}]")
+    # Relative loads make one set of thresholds valid for all layers.
     state = _state(table, load, ranks, limits, node)
     live = ranks - int(state.away.sum())
     if live < 2:
         return NONE
+    # Layers that are good enough, or whose imbalance is noise, leave the search here.
     aims, wanted = _aims(state, np.asarray(goal, np.float64), limits.target, noise)
     search = _Search(state.taken(wanted), aims)
     search.go(_pace(live, search.most_loaded))
@@ -87,27 +101,32 @@ def few(
 
 
 def _pace(live: int, most: float) -> RoundSize:
-    """most: load of the most loaded rank, mean over layers."""
+    """Return the round size. most: load of the most loaded rank, mean over layers."""
     if live <= MANY:
         return BRISKLY._replace(most=max(1, min(BRISKLY.most, live // OF)))
     return CAREFULLY if most < FAR else CAREFULLY._replace(most=BRISKLY.most)
 
 
 def _state(table: Table, load: NDArray[Any], ranks: int, limits: Constraints, node: Index | None) -> SearchState:
-    """The table as it is; caps are 0."""
+    """Return the search state of the table; caps are 0."""
     layers, slots = table.shape
     experts = load.shape[1]
+    # Slots of dead ranks count as empty; `away` keeps the search from filling them.
     away = np.zeros(ranks, bool) if limits.live is None else ~np.asarray(limits.live, bool)
     expert = np.where((table == EMPTY) | np.repeat(away, slots // ranks), experts, table).astype(np.intp)
+    # Holders per expert and replica counts, for constant-time checks of legality.
     held = np.zeros((layers, experts + 1, ranks), bool)
     held[np.arange(layers)[:, None], expert, np.arange(slots) // (slots // ranks)] = True
     replicas = np.bincount((expert + np.arange(layers)[:, None] * (experts + 1)).ravel(), minlength=layers * (experts + 1)).reshape(layers, -1)[:, :-1]
+    # Lost experts (no live holder) carry no load here: `planning.rank_loss` brings them back.
     wanted = np.where(replicas > 0, load, 0.0)
     mean = np.maximum(wanted.sum(axis=1, keepdims=True), 1e-300) / max(int((~away).sum()), 1)
     least = np.ones((layers, experts)) if limits.least_replicas is None else np.maximum(limits.least_replicas, 1)
     fixed = np.zeros((layers, experts), bool) if limits.frozen is None else np.asarray(limits.frozen, bool)
+    # Replicas of critical experts may be spread over nodes on purpose, so they stay.
     if node is not None and len(np.unique(node)) > 1:
         fixed = fixed | (least > 1)
+    # Column `experts` is the empty slot: no load, and always replaceable.
     count, relative = _wider(np.maximum(replicas, 1), ENDLESS), _wider(wanted / mean, 0.0)
     state = SearchState(
         ranks,
@@ -139,17 +158,17 @@ def _wider(values: NDArray[Any], empty: float) -> Array:
 
 
 class _Aims:
-    """What is wanted of the next window."""
+    """Targets for the next window."""
 
     def __init__(self, most: Array, spread: Array) -> None:
         self.most = most
-        """[layers]: most load of a rank that may be expected there"""
+        """[layers]: highest expected load of a rank there."""
         self.spread = spread
-        """[layers]: standard deviation of a rank's load between windows"""
+        """[layers]: standard deviation of a rank's load between windows."""
 
 
 def _aims(state: SearchState, goal: Array, target: float, noise: LoadNoise | None) -> tuple[_Aims, Flags]:
-    """Sets each layer's cap; what is wanted, and, [layers], of which layers anything is."""
+    """Set each layer's cap; return the targets, and [layers] the layers to improve."""
     alive = state.over[:, ~state.away]
     most = np.maximum(alive.max(axis=1), 1e-9)
     least = 1.0 / np.clip(goal, 1e-9, 1.0)
@@ -158,7 +177,9 @@ def _aims(state: SearchState, goal: Array, target: float, noise: LoadNoise | Non
         each = _deviations(state, noise.window)
         free = freedom(state.load[:, :-1], state.replicas[:, :-1], alive.shape[1])
         wanted, spread = changed(alive, goal, each, free), np.sqrt((each**2).mean(axis=1))
+    # Expected maximum over ranks of the sampling noise, which a re-placement does not remove either.
     blur = expected_most(alive.shape[1]) * spread
+    # Target part of the gain in throughput (1 / load), but never far behind a full re-placement.
     aim = np.minimum(1.0 / (target / (least + blur) + (1.0 - target) / most), least * (1.0 + BEHIND) + blur) - MARGIN * spread
     state.cap = np.maximum(aim - blur + HOPE * spread, np.maximum(least, 1.0 + IDLE * spread))
     if noise is not None and noise.step is not None:
@@ -169,14 +190,18 @@ def _aims(state: SearchState, goal: Array, target: float, noise: LoadNoise | Non
 
 
 def _felt(state: SearchState, loads: Array, least: Array, step: float | NDArray[Any]) -> Flags:
-    """[layers]: where a re-placement, whose most loaded rank carries `least`, would shorten single steps: they have noise enough of their own."""
-    blur = np.sqrt((_deviations(state, step) ** 2).mean(axis=1) / 2.0)  # of one step, not between two
+    """[layers]: layers in which a re-placement would shorten single steps, despite their own noise.
+
+    least: load of the most loaded rank after a re-placement.
+    """
+    # Variance of one step, not of the difference between two.
+    blur = np.sqrt((_deviations(state, step) ** 2).mean(axis=1) / 2.0)
     flat = least + expected_most(loads.shape[1]) * blur
     return np.asarray(expected_max(loads, blur) > flat * (1.0 + FELT))
 
 
 def _deviations(state: SearchState, pairs: float | NDArray[Any]) -> Array:
-    """[layers, live ranks], between two counts of so many pairs."""
+    """[layers, live ranks]: standard deviations between two counts of this many pairs."""
     at = np.arange(len(state.layer))[:, None]
     shape = (len(at), state.ranks, state.per)
     shares, replicas = (values[at, state.expert].reshape(shape)[:, ~state.away] for values in (state.each, state.replicas))
@@ -184,7 +209,7 @@ def _deviations(state: SearchState, pairs: float | NDArray[Any]) -> Array:
 
 
 class _Search:
-    """Change after change, until no layer has one left."""
+    """Local search over all layers at once, until no layer improves."""
 
     def __init__(self, state: SearchState, aims: _Aims) -> None:
         self._state = state
@@ -200,10 +225,14 @@ class _Search:
         return float(loads.mean()) if len(loads) else 0.0
 
     def go(self, pace: RoundSize) -> None:
-        """Until every layer has reached what is wanted, or found nothing time and again, as each round looks at other slots."""
+        """Run until every layer has reached its target, or has found nothing in PATIENCE rounds.
+
+        More than one such round is needed because each examines other slots.
+        """
         layers = len(self._state.layer)
         going, idle, turn, few_left = np.ones(layers, bool), np.zeros(layers, np.intp), 0, LAST * layers
         while going.any() and turn < ROUNDS and (turn < LONG or going.sum() > few_left):
+            # Compact the arrays, but not every round: copying them costs as much as a round.
             if going.mean() < CROWD:
                 self._state, idle, going = self._state.taken(going), idle[going], np.ones(int(going.sum()), bool)
             made = self._make(best(self._state, going, pace, PAIRS, turn))
@@ -212,7 +241,8 @@ class _Search:
             turn += 1
 
     def _reached(self, which: Flags) -> Flags:
-        """[layers]: whose next window may be expected to show no more than wanted. Lowers the caps of those that keep theirs and miss that."""
+        """[layers]: layers whose expected maximum in the next window is within the target. Lowers the caps of
+        those that keep their cap and miss the target."""
         state = self._state
         rows = np.flatnonzero(which & (state.over.max(axis=1) <= 0.0))
         reached = np.zeros(len(which), bool)
@@ -228,13 +258,15 @@ class _Search:
         return reached
 
     def _make(self, choice: SwapChoice) -> Flags:
-        """Makes the changes of a round, as far as they lower a layer's penalty; [layers]: where any was."""
+        """Make the changes of a round that lower a layer's penalty; return [layers]: layers with a change."""
         state = self._state
         before, most = state.penalty, state.over.max(axis=1)
         change = _Change.of(state, choice)
         change.make(state)
         state.measure()
-        for first in (False, True):  # several of a layer can do harm together, and one to ranks that hold both its experts
+        # Revert what does harm, first all but the first change of a layer, then the first: several changes
+        # can do harm together, and one can to ranks that hold both its experts.
+        for first in (False, True):
             worse = (state.penalty > before - LEAST)[change.layer]
             back = worse & (change.first == first) if worse.any() else worse
             if back.any():
@@ -249,7 +281,8 @@ class _Search:
         return made
 
     def changes(self) -> PlacementChanges:
-        """What was made, of each layer as far as its most loaded rank's load fell: what came later served other ranks in vain."""
+        """Return the changes of each layer up to the point of its lowest maximum load: later ones relieved
+        other ranks in vain."""
         kind, hot, cold, at_hot, at_cold = (
             np.concatenate([np.empty(0, np.intp), *(getattr(change, name) for change in self._made)]) for name in ("kind", "hot", "cold", "at_hot", "at_cold")
         )
@@ -272,7 +305,7 @@ class _Search:
 
 
 def _paying(layer: NDArray[np.int32], turn: Index, gain: Array) -> Flags:
-    """[n]: which changes come no later than the round (turn) after which their layer's gains so far add up to most."""
+    """[n]: changes up to the round (turn) after which their layer's accumulated gain is largest."""
     if not len(layer):
         return np.zeros(0, bool)
     order = layer.argsort(kind="stable")
@@ -290,23 +323,24 @@ def _paying(layer: NDArray[np.int32], turn: Index, gain: Array) -> Flags:
 
 
 class _Change(NamedTuple):
-    """Changes of a round, those of a layer one after another and with other ranks and experts: arrays [n]."""
+    """Changes of a round, arrays [n]; those of a layer are consecutive and touch different ranks and
+    experts."""
 
     layer: Index
-    """row of the state"""
+    """Row of the state."""
     kind: Index
     at_hot: Index
-    """slot"""
+    """Slot."""
     at_cold: Index
     hot: Index
-    """expert that is there"""
+    """Expert in that slot."""
     cold: Index
     level: NDArray[np.float32]
-    """load of the rank that is relieved"""
+    """Load of the rank that is relieved."""
 
     @classmethod
     def of(cls, state: SearchState, choice: SwapChoice) -> "_Change":
-        """What is worth it; of those of a layer that touch the same expert only the first."""
+        """Return the changes worth making; of those of a layer that touch the same expert only the first."""
         some = (choice.worth > LEAST).nonzero()[0]
         layer, kind, at_hot, at_cold = choice.layer[some], choice.kind[some], choice.hot[some], choice.cold[some]
         hot = state.expert[layer, at_hot]
@@ -316,28 +350,29 @@ class _Change(NamedTuple):
             return change
         touched = np.stack([hot, cold], axis=1) + (layer * (state.empty + 1))[:, None]
         by = np.zeros(state.load.size, np.intp)
-        by[touched[::-1]] = np.arange(len(some))[::-1, None]  # the first comes last, and stays
+        # Written in reverse order, so that the first change of an expert wins.
+        by[touched[::-1]] = np.arange(len(some))[::-1, None]
         free = ((by[touched] == np.arange(len(some))[:, None]) | (touched % (state.empty + 1) == state.empty)).all(axis=1)
         return change if free.all() else change.taken(free)
 
     def taken(self, which: Flags) -> "_Change":
-        """Some of them."""
+        """Return some of the changes."""
         return _Change._make(part[which] for part in self)
 
     @property
     def first(self) -> Flags:
-        """[n]: the first of its layer"""
+        """[n]: True for the first of its layer."""
         first = np.ones(len(self.layer), bool)
         np.not_equal(self.layer[1:], self.layer[:-1], out=first[1:])
         return first
 
     def make(self, state: SearchState) -> None:
-        """`measure` is to follow."""
+        """Apply the changes. The caller then calls `measure`."""
         to_hot = np.where(self.kind == SWAP, self.cold, np.where(self.kind == REPLICATE, self.hot, state.empty))
         self._write(state, to_hot, self.hot, 1.0)
 
     def undo(self, state: SearchState) -> None:
-        """`measure` is to follow."""
+        """Revert the changes. The caller then calls `measure`."""
         self._write(state, self.hot, self.cold, -1.0)
 
     def _write(self, state: SearchState, to_hot: Index, to_cold: Index, sign: float) -> None:
@@ -349,7 +384,8 @@ class _Change(NamedTuple):
         state.count(_joined(self.layer[one], self.layer[two]), _joined(self.hot[one], self.cold[two]), _joined(more, np.full(len(two), -sign)))
 
     def gains(self, before: Array, after: Array) -> Array:
-        """[n]: by how much the most loaded rank falls. before, after: [layers], of a round, in which each in turn relieves the most loaded rank."""
+        """[n]: fall of the most loaded rank's load. before, after: [layers], of a round in which each change
+        in turn relieves the most loaded rank."""
         starts, first = np.maximum(self.level, after[self.layer]), self.first
         starts[first] = before[self.layer[first]]
         ends = np.empty(len(starts))
@@ -364,6 +400,6 @@ def _joined(one: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:
 
 
 def _before_each(first: Flags) -> Index:
-    """Where runs end, given where they begin."""
+    """Return the ends of runs, given flags at their beginnings."""
     begins = first.nonzero()[0]
     return np.concatenate([begins[1:] - 1, [len(first) - 1]]) if len(begins) else begins

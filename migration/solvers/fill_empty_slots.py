@@ -1,7 +1,9 @@
-"""What to put into slots that are empty: replicas of what each rank's own requests want most of what it does not hold. Pure.
+"""Fill empty slots with replicas: for each rank, the experts of most local demand that it does not hold.
+Pure.
 
-An empty slot is paid for already. A replica there serves its rank's own tokens without sending them anywhere, and gives the shares of its expert
-more room. Ranks take turns, one slot each, so that limits on replicas are spread over all of them.
+The memory of an empty slot is already paid for. A replica there serves its rank's own tokens locally, and
+gives the shares of its expert more freedom. Ranks take turns, one slot each, so that limits on replicas are
+spread over all of them.
 """
 
 from typing import Any
@@ -16,8 +18,11 @@ from migration.solvers.load_cap import held_of
 
 
 def filled(table: Table, demand: NDArray[Any], ranks: int, limits: Constraints = UNLIMITED) -> PlacementChanges:
-    """Replications into empty slots. table: int16 [layers, slots]; demand: [ranks, layers, experts], any unit; gain: the part of its layer's pairs that
-    becomes local. The budget is the caller's affair. ValueError when shapes contradict each other."""
+    """Return replications into empty slots.
+
+    table: int16 [layers, slots]; demand: [ranks, layers, experts], any unit. gain: part of its layer's pairs
+    that becomes local. The caller enforces the budget. ValueError when shapes contradict each other.
+    """
     layers, slots = table.shape
     if demand.shape[:2] != (ranks, layers) or slots % ranks:
         raise ValueError(f"filling: a table of {table.shape} and demand {demand.shape} are not of {ranks} ranks")
@@ -26,6 +31,7 @@ def filled(table: Table, demand: NDArray[Any], ranks: int, limits: Constraints =
     open_to = np.ones(held.shape[::2], bool) if limits.frozen is None else ~limits.frozen
     count, most, per = held.sum(axis=1), limits.most_replicas or ranks, slots // ranks
     parts: list[PlacementChanges] = []
+    # First slot of every rank, then the second of every rank, and so on.
     for slot in sorted(range(slots), key=lambda slot: (slot % per, slot)):
         rank = slot // per
         if limits.live is not None and not limits.live[rank]:

@@ -1,16 +1,21 @@
-"""A placement from nothing, for balance alone: how many replicas each expert gets, and which ranks hold them. Pure.
+"""Place all experts from nothing, for balance alone: number of replicas, and the ranks that hold them. Pure.
 
-Load is shared evenly among an expert's replicas. Layers know nothing of each other and are worked on all at once. In three movements:
+An expert's load is shared evenly among its replicas. Layers are independent, and all are processed at once.
+Three steps:
 
-1. Counts (`migration.solvers.replica_counts`), by the divisor rule that makes the heaviest replica lightest. Where there are few slots per rank that is not all
-   that matters: of any k * ranks + 1 replicas some rank holds k + 1. Layers that do not come near their bound are tried once more with a signpost
-   below 0, which gives the most wanted fewer replicas and those of middling load more.
-2. Dealing. Replicas from the heaviest to the lightest, in rounds of one for each rank, each round's heaviest to the rank that has least. Ranks that
-   are full with their first one get the lightest of all beside it.
-3. Trading. Heavy ranks are paired with light ones, each round otherwise, and exchange what brings the two nearest to each other: one
-   expert for one, or two for two.
+1. Counts (`migration.solvers.replica_counts`), by the divisor rule that makes the heaviest replica as light
+as possible. With few slots per rank that is not all that matters: of any k * ranks + 1 replicas some rank
+holds k + 1. So layers that miss their bound are tried once more with a signpost below 0: fewer replicas for
+experts of most demand, and more for those of middling load.
 
-Small engines are polished slot by slot after that (`migration.solvers.local_search`).
+2. Dealing. Replicas from the heaviest to the lightest, in rounds of one for each rank. In each round the
+heaviest goes to the least loaded rank. Ranks that are full with their first replica get the lightest ones
+beside it.
+
+3. Trading. Heavy ranks are paired with light ones, differently in each round. A pair makes the exchange that
+brings its two loads closest: one expert for one, or two for two.
+
+Small engines are then improved slot by slot (`migration.solvers.local_search`).
 """
 
 from dataclasses import dataclass
@@ -26,24 +31,27 @@ from migration.solvers.replica_counts import CountBounds, Counts, Floats, floor,
 Weights = NDArray[np.float32]
 Table = NDArray[np.int16]
 SPARING = -0.3
-"""signpost of the second attempt"""
+"""Signpost of the second attempt."""
 NEAR = 0.004
-"""a layer whose fullest rank is further above the bound than this is tried once more"""
+"""Relative distance of a layer's fullest rank from the bound above which the layer is tried once more."""
 CLOSE = 1e-4
-"""a layer whose fullest rank is so near to what is possible is left alone"""
+"""Relative distance from the bound below which a layer is left unchanged."""
 ALONE = 1 << 16
 ROUNDS = ((2, 8), (8, 12), (ALONE, 40))
-"""of trading: one part in so many of the ranks, the heaviest, trade so many times; in the end the heaviest alone, with one of the others after another"""
+"""(part, times): the heaviest 1/part of the ranks trade in this number of rounds. At the end only the
+heaviest rank trades, with one other rank after another."""
 MOST_TWOS = 500
-"""ways to exchange two for two that are looked at, per pair of ranks; with more, ranks have so many experts that single ones do"""
+"""Most two-for-two exchanges to examine per pair of ranks. Ranks with more have enough experts for single
+exchanges."""
 SMALL, EMPTIES = 1 << 16, 3
-"""layers are polished where one step looks at no more numbers than this; also with so many slots left empty"""
+"""Local search runs where one step examines at most SMALL numbers; also with up to EMPTIES slots left
+empty."""
 _NEVER = (np.float32(np.inf), np.float32(-np.inf))
-"""weights, out and back, of what must not be exchanged"""
+"""Weights, out and back, of replicas that must not be exchanged."""
 _TIE = 1e-12
-"""added per rank where equal loads are ordered: all keys differ, so a fast, unstable sort gives the same order everywhere"""
+"""Added per rank where equal loads are ordered: all keys differ, so a fast, unstable sort is reproducible."""
 _LEAST = 1e-6
-"""a change of load, as a part of a rank's, that is none"""
+"""Relative change of a rank's load that counts as none."""
 
 
 def full(
@@ -56,13 +64,16 @@ def full(
     node: NDArray[np.intp] | None = None,
     live: NDArray[np.bool_] | None = None,
 ) -> Table:
-    """int16 [layers, ranks * slots_per_rank]: the placement of best balance that could be found for load [layers, experts] (any unit).
+    """int16 [layers, ranks * slots_per_rank]: the best-balanced placement found for load [layers, experts]
+    (any unit).
 
-    No rank holds an expert twice; no expert has more replicas than `most_replicas` (None: one per rank), and slots beyond that stay empty.
-    least_replicas: int [layers, experts], 1 where None. node: int [ranks], from 0: which ranks lie on which node; an expert's replicas are spread over
-    nodes as far as that costs no balance. live: bool [ranks], the slots of the others stay empty; None: all. ValueError when the experts do not fit, or
-    a load is negative or not finite.
+    No rank holds an expert twice; no expert has more replicas than `most_replicas` (None: one per rank), and
+    slots beyond that stay empty. least_replicas: int [layers, experts], 1 where None. node: int [ranks], from
+    0: node of each rank; an expert's replicas are spread over nodes as far as that costs no balance. live:
+    bool [ranks], the slots of the others stay empty; None: all. ValueError when the experts do not fit, or a
+    load is negative or not finite.
     """
+    # Dead ranks: solve for the live ones, then expand.
     if live is not None and not live.all():
         seats = np.flatnonzero(live)
         nodes = None if node is None else np.unique(node[seats], return_inverse=True)[1]
@@ -72,12 +83,14 @@ def full(
     even = replica_counts(wanted, bounds)
     packing, lowest = _packed(wanted, even, ranks, slots_per_rank), floor(wanted, even, ranks, slots_per_rank)
     table, most = _table(packing, wanted.shape[1]), packing.fullest
+    # Only layers far from the bound pay for the second attempt.
     again = np.flatnonzero(most > (1.0 + NEAR) * lowest)
     if len(again):
         other = _packed(wanted[again], replica_counts(wanted[again], bounds.of_layers(again), SPARING), ranks, slots_per_rank)
         better = other.fullest < most[again]
         table[again[better]] = _table(other, wanted.shape[1])[better]
         most[again[better]] = other.fullest[better]
+    # Local search is expensive, so it is for small engines only.
     short = np.flatnonzero(most > (1.0 + CLOSE) * lowest)
     if len(short) and cells(table[short], wanted.shape[1], ranks) <= SMALL:
         table[short] = _tried(table[short], wanted[short], bounds.of_layers(short), ranks)
@@ -85,7 +98,7 @@ def full(
 
 
 def _seated(placed: Table, seats: NDArray[np.intp], ranks: int) -> Table:
-    """A table of `seats` ranks, as one of all."""
+    """Expand a table of the ranks `seats` to one of all ranks."""
     layers = len(placed)
     table = np.full((layers, ranks, placed.shape[1] // len(seats)), EMPTY, np.int16)
     table[:, seats] = placed.reshape(layers, len(seats), -1)
@@ -93,10 +106,11 @@ def _seated(placed: Table, seats: NDArray[np.intp], ranks: int) -> Table:
 
 
 def bound(load: NDArray[Any], ranks: int, slots_per_rank: int, most_replicas: int | None = None) -> Floats:
-    """float64 [layers]: no placement into these slots has a better balance under the even split, however finely it could be cut.
+    """float64 [layers]: upper bound of the balance of any placement into these slots under the even split.
 
-    Some rank carries at least the mean; and at least the heaviest replica, which is lightest under the divisor rule of s = 0, with what
-    must lie beside it: the lightest of the experts that the other ranks have no slots for.
+    Some rank carries at least the mean. Some rank also carries at least the heaviest replica, which is
+    lightest under the divisor rule of s = 0, and beside it the lightest of the experts that the other ranks
+    have no slots for.
     """
     wanted = _checked(load, ranks, slots_per_rank)
     even = replica_counts(wanted, CountBounds.of(wanted, ranks, slots_per_rank, most_replicas, None))
@@ -104,7 +118,7 @@ def bound(load: NDArray[Any], ranks: int, slots_per_rank: int, most_replicas: in
 
 
 def _checked(load: NDArray[Any], ranks: int, slots_per_rank: int) -> Floats:
-    """The load, positive everywhere: what nobody has asked for yet shares the replicas that are left over."""
+    """Return the load, made positive everywhere: experts without demand share the left-over replicas."""
     wanted = np.asarray(load, np.float64)
     if wanted.ndim != 2 or not wanted.size:
         raise ValueError(f"placing: load has shape {wanted.shape}; expected [layers, experts]")
@@ -121,18 +135,20 @@ def _checked(load: NDArray[Any], ranks: int, slots_per_rank: int) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class _Packing:
-    """Which rank holds what. A *place* is a rank in a layer, place = layer * ranks + rank. Nobody is number `experts`, of weight 0."""
+    """Assignment of replicas to ranks. A *place* is a rank in a layer, place = layer * ranks + rank. Expert
+    number `experts` stands for an empty slot, of weight 0."""
 
     unit: Floats
-    """[layers]: what the fullest rank carries at least, given the counts; weights and loads are parts of it"""
+    """[layers]: lower bound of the fullest rank's load, given the counts; weights and loads are relative to
+    it."""
     expert: NDArray[np.int64]
-    """[layers, ranks, slots_per_rank]"""
+    """[layers, ranks, slots_per_rank]."""
     weight: Weights
-    """[places, slots_per_rank]: single precision, as many are compared"""
+    """[places, slots_per_rank]; single precision, as many are compared."""
     loads: Floats
     """[places]"""
     held: NDArray[np.bool_]
-    """[places, experts + 1]: whether it is there; never nobody"""
+    """[places, experts + 1]: True if the place holds the expert; never for the empty slot."""
 
     @property
     def by_layer(self) -> Floats:
@@ -140,7 +156,7 @@ class _Packing:
 
     @property
     def fullest(self) -> Floats:
-        """float64 [layers]: in units of the load"""
+        """float64 [layers], in units of the load."""
         return np.asarray(self.by_layer.max(axis=1) * self.unit)
 
 
@@ -158,6 +174,7 @@ def _packed(load: Floats, counts: Counts, ranks: int, per_rank: int) -> _Packing
 
 def _dealt(load: Floats, counts: Counts, ranks: int, per_rank: int) -> _Packing:
     layers, experts = load.shape
+    # Relative to the bound, one tolerance serves all layers.
     unit = np.maximum(load.sum(axis=1) / ranks, pigeonhole(load, counts, ranks, per_rank))
     replica, heavy = replicas(load / counts / unit[:, None], counts, ranks * per_rank)
     full_up = _full_up(heavy, ranks)
@@ -171,12 +188,17 @@ def _dealt(load: Floats, counts: Counts, ranks: int, per_rank: int) -> _Packing:
         twice = np.flatnonzero((full_up > 0) & (held.reshape(layers, -1).sum(axis=1) < counts.sum(axis=1)))
         if not len(twice):
             return _Packing(unit, expert, weight.reshape(-1, per_rank).astype(np.float32), loads.ravel(), held)
-        full_up[twice] = 0  # light experts with several replicas: dealt in the plain order no rank gets one twice
+        # A light expert with several replicas came twice to a rank: deal those layers in the simple order,
+        # where that cannot happen.
+        full_up[twice] = 0
 
 
 def _full_up(heavy: Floats, ranks: int) -> Counts:
-    """int64 [layers]: how many of the heaviest replicas each make a rank as full as any other, though only the lightest come with them (S - 1 for each in
-    turn, where a rank has S slots). heavy: [layers, slots], falling."""
+    """int64 [layers]: number of the heaviest replicas that each fill a rank, even beside the lightest ones.
+
+    A rank of S slots holds such a replica and the S - 1 lightest remaining ones. heavy: [layers, slots],
+    falling.
+    """
     layers = len(heavy)
     together = heavy[:, :ranks] + heavy[:, ranks:][:, ::-1].reshape(layers, ranks, -1).sum(axis=2)
     left = heavy.sum(axis=1, keepdims=True) - together.cumsum(axis=1) + together
@@ -184,8 +206,11 @@ def _full_up(heavy: Floats, ranks: int) -> Counts:
 
 
 def _rounds(full_up: Counts, ranks: int, per_rank: int) -> Counts:
-    """[layers, slots]: which replica, of those sorted by weight, is dealt when. Last in each round after the first come the lightest of all, for the
-    ranks that are full with their first one: the lightest for the fullest."""
+    """[layers, slots]: index, among the replicas sorted by weight, in the order of dealing.
+
+    Ranks that are full with their first replica are last in each later round and get the lightest of all: the
+    lightest for the fullest.
+    """
     last, at = full_up[:, None, None], np.arange(ranks)
     turn = np.arange(per_rank)[:, None]
     usual = ranks + (turn - 1) * (ranks - last) + at
@@ -195,12 +220,15 @@ def _rounds(full_up: Counts, ranks: int, per_rank: int) -> Counts:
 
 
 def _deal(expert: Counts, replica: Counts, heavy: Floats, full_up: Counts, experts: int) -> tuple[Floats, Floats]:
-    """Replicas and their weights, [layers, slots] as they are dealt, given out into `expert`; weights there, and loads of ranks."""
+    """Deal replicas and their weights, [layers, slots] in dealing order, into `expert`; return weights there,
+    and rank loads."""
     layers, ranks, per_rank = expert.shape
     replica, heavy = replica.reshape(layers, per_rank, ranks), heavy.reshape(layers, per_rank, ranks)
     weight, loads = np.empty(expert.shape), np.zeros((layers, ranks))
     rows = np.arange(layers)[:, None]
-    last = 1e3 * np.maximum(full_up[:, None] - np.arange(ranks), 0)  # the first round goes to ranks in their order
+    # The first round goes to ranks in order. In later rounds, ranks that are full with their first replica
+    # come last, the fullest at the very end.
+    last = 1e3 * np.maximum(full_up[:, None] - np.arange(ranks), 0)
     for at in range(per_rank):
         first = replica[:, at, :1]
         taken = (expert[:, :, at - 1] == first) & (first < experts) if at else np.zeros((layers, ranks), bool)
@@ -212,8 +240,11 @@ def _deal(expert: Counts, replica: Counts, heavy: Floats, full_up: Counts, exper
 
 
 def _turns(loads: Floats, taken: NDArray[np.bool_], run: Counts) -> NDArray[np.intp]:
-    """[layers, ranks]: ranks in the order in which they are dealt to, least load first; but where some have `taken` the first expert of the
-    round in the last round already, the `run` replicas that are left of it go to others."""
+    """[layers, ranks]: order in which ranks are dealt to, least load first.
+
+    Where some ranks have `taken` the first expert of this round in the round before, its `run` remaining
+    replicas go to other ranks.
+    """
     if not taken.any():
         return np.argsort(loads, axis=1, kind="stable")
     free = np.argsort(np.where(taken, np.inf, loads), axis=1, kind="stable")
@@ -223,8 +254,12 @@ def _turns(loads: Floats, taken: NDArray[np.bool_], run: Counts) -> NDArray[np.i
 
 
 def _pairs(loads: Floats, layers: NDArray[np.intp], count: int, turn: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Places [n]: the `count` heaviest ranks of each of these layers, and for each of them one of the others, the lightest first and another every turn;
-    for a single one the next heaviest first."""
+    """Return places [n] of heavy ranks and places [n] of their partners, for `count` ranks of each of these
+    layers.
+
+    Partners are the lightest ranks first and shift every turn; a single heavy rank meets the next heaviest
+    first.
+    """
     ranks = loads.shape[1]
     order = np.argsort(np.arange(ranks) * _TIE - loads[layers], axis=1)
     partner = 1 + turn % (ranks - 1) if count == 1 else ranks - 1 - (np.arange(count) + turn) % (ranks - count)
@@ -233,7 +268,7 @@ def _pairs(loads: Floats, layers: NDArray[np.intp], count: int, turn: int) -> tu
 
 
 def _trade(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp], twos: bool) -> None:
-    """Each pair of places makes the exchange after which their loads are nearest to each other, if any brings them nearer."""
+    """Make the exchange that brings each pair of places closest, if one brings them closer."""
     per_rank = packing.weight.shape[1]
     expert = packing.expert.reshape(-1, per_rank)
     wide = packing.held.shape[1]
@@ -252,7 +287,8 @@ def _trade(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp], 
 
 
 def _nearest(out: Weights, back: Weights, aim: Weights) -> tuple[NDArray[np.intp], Weights]:
-    """[n]: which exchange of weights out [n, gone] against back [n, come] comes nearest to the change aimed at [n], and by how much it misses it."""
+    """[n]: the exchange of weights out [n, gone] against back [n, come] nearest to the target change [n], and
+    its distance."""
     off = (out - aim[:, None])[:, :, None] - back[:, None, :]
     missed = np.abs(off, out=off).reshape(len(aim), -1)
     best = missed.argmin(axis=1)
@@ -260,8 +296,9 @@ def _nearest(out: Weights, back: Weights, aim: Weights) -> tuple[NDArray[np.intp
 
 
 def _exchange(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp], gone: NDArray[np.intp], come: NDArray[np.intp]) -> None:
-    """Places `heavy` and `light`, each place once, exchange what lies in their slots `gone` and `come`."""
-    expert, nobody = packing.expert.reshape(-1, packing.weight.shape[1]), packing.held.shape[1] - 1
+    """Exchange the contents of slots `gone` and `come` of places `heavy` and `light`; each place occurs
+    once."""
+    expert, empty = packing.expert.reshape(-1, packing.weight.shape[1]), packing.held.shape[1] - 1
     leaving, coming = expert[heavy, gone], expert[light, come]
     change = packing.weight[heavy, gone] - packing.weight[light, come]
     expert[heavy, gone], expert[light, come] = coming, leaving
@@ -270,20 +307,23 @@ def _exchange(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp
     packing.loads[heavy] -= change
     packing.loads[light] += change
     packing.held[heavy, leaving] = packing.held[light, coming] = False
-    packing.held[heavy, coming] = coming != nobody
-    packing.held[light, leaving] = leaving != nobody
+    packing.held[heavy, coming] = coming != empty
+    packing.held[light, leaving] = leaving != empty
 
 
 # Small engines
 
 
-def _table(packing: _Packing, nobody: int) -> Table:
-    return np.where(packing.expert == nobody, EMPTY, packing.expert).reshape(len(packing.unit), -1).astype(np.int16)
+def _table(packing: _Packing, empty: int) -> Table:
+    return np.where(packing.expert == empty, EMPTY, packing.expert).reshape(len(packing.unit), -1).astype(np.int16)
 
 
 def _tried(table: Table, load: Floats, bounds: CountBounds, ranks: int) -> Table:
-    """The best of this placement and of those that leave one slot empty, two, or three, each polished: where slots are few, a replica that no
-    rank has room for does harm."""
+    """Return the best of this placement and of those with one, two or three slots left empty, after local
+    search.
+
+    Where slots are few, a replica that no rank has room for does harm.
+    """
     layers, slots = table.shape
     experts = load.shape[1]
     totals = range(max(int(bounds.least.sum(axis=1).max()), slots - EMPTIES), slots)
@@ -299,10 +339,10 @@ def _tried(table: Table, load: Floats, bounds: CountBounds, ranks: int) -> Table
 
 
 def _spread(table: Table, load: Floats, node: NDArray[np.intp]) -> Table:
-    """The same sets of experts, one per rank, dealt to ranks such that an expert's replicas lie on different nodes.
+    """Deal the same sets of experts, one per rank, so that replicas of an expert are on different nodes.
 
-    A rank's set, those of the most shared load first, goes to the node with room whose ranks have least of it already. Layers where nothing is won
-    that way stay as they are.
+    Sets with the most shared load come first. Each goes to the node with a free rank that holds least of it
+    already. Layers that do not improve stay unchanged.
     """
     layers, ranks = len(table), len(node)
     sets = table.reshape(layers, ranks, -1)
@@ -312,6 +352,7 @@ def _spread(table: Table, load: Floats, node: NDArray[np.intp]) -> Table:
     room = np.tile(np.bincount(node), (layers, 1))
     there = np.zeros((layers, room.shape[1], load.shape[1] + 1))
     home = np.empty((layers, ranks), np.intp)
+    # Greedy, all layers at once: one set per step and layer, the one with the most replicated load first.
     for nth in range(ranks):
         of = order[:, nth]
         experts = sets[rows, of]
@@ -321,8 +362,10 @@ def _spread(table: Table, load: Floats, node: NDArray[np.intp]) -> Table:
         room[rows, chosen] -= 1
         there[rows[:, None], chosen[:, None], experts] = 1.0
     source = np.empty((layers, ranks), np.intp)
+    # Sets of a node go to that node's ranks, in any order.
     source[:, np.argsort(node, kind="stable")] = np.argsort(home, axis=1, kind="stable")
     spread = np.take_along_axis(sets, source[:, :, None], axis=1).reshape(table.shape)
+    # Greedy may do harm: keep it only where more load reaches its expert on the node.
     better = _reach(spread, load, node) > _reach(table, load, node)
     return np.where(better[:, None], spread, table)
 
@@ -336,7 +379,8 @@ def _reach(table: Table, load: Floats, node: NDArray[np.intp]) -> Floats:
 
 
 def _shared(table: Table, load: Floats) -> Floats:
-    """float64 [layers, ranks, slots_per_rank]: the load of the expert in each slot, 0 where it has no other replica."""
+    """float64 [layers, ranks, slots_per_rank]: load of the expert in each slot, 0 where it has no other
+    replica."""
     layers, experts = load.shape
     place = np.arange(layers)[:, None, None] * experts + table
     counts = np.bincount(place[table != EMPTY], minlength=load.size)

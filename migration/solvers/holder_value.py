@@ -1,8 +1,10 @@
-"""What it is worth that a rank holds an expert, and a first placement by it: every rank holds what it is worth most to. Pure.
+"""Worth of a rank holding an expert, and a first placement by it: every rank holds what it is worth most to.
+Pure.
 
-Worth counts once per replica for the requests of its own rank, and once per node for those of the node's other ranks. One replica of each
-expert goes where it is worth most, those with most to lose first; what slots are left are filled, rank by rank, by what a further replica
-adds there. `migration.solvers.pairwise_exchange` betters this until it is within a few thousandths of the optimum.
+Worth counts once per replica for the requests of its own rank, and once per node for those of the node's
+other ranks. One replica of each expert goes where it is worth most, in the order of regret (the loss if the
+best rank is taken). The remaining slots are filled, rank by rank, by what a further replica adds there.
+`migration.solvers.pairwise_exchange` improves this to within a few thousandths of the optimum.
 """
 
 from typing import Any, NamedTuple
@@ -15,22 +17,23 @@ Held = NDArray[np.bool_]
 
 
 class HolderValue(NamedTuple):
-    """All numbers >= 0, in one unit."""
+    """Worth of replicas. All numbers >= 0, in one unit."""
 
     own: Table
     """[layers, ranks, experts]: of a replica on the rank"""
     shared: Table
-    """[layers, nodes, experts]: added by a node's first replica; [layers, 1, experts] of zeros where there is but one node"""
+    """[layers, nodes, experts]: added by a node's first replica; zeros [layers, 1, experts] where there is
+    only one node."""
     node: NDArray[np.intp]
     """[ranks], numbers from 0"""
 
     @property
     def flat(self) -> bool:
-        """Nodes do not matter."""
+        """True if nodes do not matter."""
         return bool(self.shared.shape[1] == 1)
 
     def of(self, held: Held) -> Table:
-        """float64 [layers]: the whole of it."""
+        """float64 [layers]: total worth of a placement."""
         value = (self.own * held).sum(axis=(1, 2))
         return np.asarray(value if self.flat else value + (self.shared * (self.near(held) > 0)).sum(axis=(1, 2)))
 
@@ -41,36 +44,42 @@ class HolderValue(NamedTuple):
         return np.stack([held[:, self.node == at].sum(axis=1) for at in range(self.shared.shape[1])], axis=1)
 
     def marginal(self, held: Held) -> tuple[Table, Table]:
-        """(win, lose): [layers, ranks, experts], what one more replica would add, and what giving up the one that is there would cost."""
+        """Return (win, lose), [layers, ranks, experts]: worth added by one more replica, and lost with the
+        present one."""
         if self.flat:
             return self.own, self.own
         near = self.near(held)
         return self.own + (self.shared * (near == 0))[:, self.node], self.own + (self.shared * (near == 1))[:, self.node]
 
     def at(self, layers: NDArray[np.intp]) -> "HolderValue":
-        """Of some layers."""
+        """Return the worth in some layers."""
         return HolderValue(self.own[layers], self.shared[layers], self.node)
 
 
 def held_by_worth(worth: HolderValue, slots: int, most: int, home: Held | None = None) -> Held:
-    """bool [layers, ranks, experts]: every expert somewhere, on at most `most` ranks, and at most `slots` experts on a rank.
+    """bool [layers, ranks, experts]: every expert at least once, on at most `most` ranks, and at most `slots`
+    experts on a rank.
 
-    home: bool [layers, ranks, experts], where an expert must have one of its replicas; None: anywhere. ValueError when they do not fit.
+    home: bool [layers, ranks, experts], ranks of which one must hold the expert; None: anywhere. ValueError
+    when they do not fit.
     """
     return filled(worth, _one_each(worth, slots, home), slots, most, home)
 
 
 def filled(worth: HolderValue, held: Held, slots: int, most: int, home: Held | None = None, passes: int = 2) -> Held:
-    """Every rank in turn keeps what only it holds and fills its other slots with what adds most there, given what the others hold."""
+    """Refill every rank in turn: it keeps what only it holds, and fills its other slots with what adds most
+    there."""
     held = held.copy()
     count, near = held.sum(axis=1), worth.near(held)
     based = count if home is None else (held & home).sum(axis=1)
     for rank in [*range(held.shape[1])] * passes:
         mine, at = held[:, rank], 0 if worth.flat else int(worth.node[rank])
         needed = mine if home is None else mine & home[:, rank]
+        # Remove this rank's replicas, so that the score of its own experts is computed as for any others.
         count, based = count - mine, based - needed
         near[:, at] -= mine
         score = np.where(count < most, worth.own[:, rank] + worth.shared[:, at] * (near[:, at] == 0), -1.0)
+        # The last replica of an expert (where it must be) stays.
         score[(based == 0) & needed] = np.inf
         mine = _best(score, slots)
         held[:, rank] = mine
@@ -80,7 +89,7 @@ def filled(worth: HolderValue, held: Held, slots: int, most: int, home: Held | N
 
 
 def _best(score: Table, slots: int) -> Held:
-    """bool [layers, experts]: the `slots` highest that are not negative."""
+    """bool [layers, experts]: the `slots` highest scores that are not negative."""
     if slots >= score.shape[1]:
         return np.asarray(score >= 0.0)
     first = np.argsort(-score, axis=1, kind="stable")[:, :slots]
@@ -90,22 +99,27 @@ def _best(score: Table, slots: int) -> Held:
 
 
 def _one_each(worth: HolderValue, slots: int, home: Held | None) -> Held:
-    """One replica of every expert: each asks for its best rank that has room, and ranks take those first that have most to lose."""
+    """Place one replica of every expert: each bids for its best rank with room, and ranks accept those of
+    most regret first."""
     value = worth.own if worth.flat else worth.own + worth.shared[:, worth.node]
     value = value if home is None else np.where(home, value, -np.inf)
     layers, ranks, experts = value.shape
     held, room, left = np.zeros(value.shape, bool), np.full((layers, ranks), slots), np.ones((layers, experts), bool)
     while left.any():
+        # Full ranks are closed; every remaining expert bids for its best open rank.
         open_to = np.where((room > 0)[:, :, None], value, -np.inf)
         asked = _spread(open_to, left)
         best = np.take_along_axis(open_to, asked[:, None], 1)[:, 0]
         if not np.isfinite(best[left]).all():
             raise ValueError(f"locality: {experts} experts do not fit where they must be, with {slots} slots on each of {ranks} ranks")
+        # Regret: distance to the second-best open rank, infinite where there is none.
         np.put_along_axis(open_to, asked[:, None], -np.inf, 1)
         second = open_to.max(axis=1)
         several = np.isfinite(second)
         regret = np.where(several, best, 0.0) - np.where(several, second, -np.inf)
         order = np.argsort(np.where(left, -regret, np.inf), axis=1, kind="stable")
+        # Each rank accepts bids in the order of regret while it has room; the others bid again in the next
+        # round.
         for rank in range(ranks):
             wants = np.take_along_axis(left & (asked == rank), order, 1)
             taken = wants & (np.cumsum(wants, axis=1) <= room[:, rank, None])
@@ -118,7 +132,8 @@ def _one_each(worth: HolderValue, slots: int, home: Held | None) -> Held:
 
 
 def _spread(value: Table, left: Held) -> NDArray[np.intp]:
-    """[layers, experts]: the best rank of each expert; where several are alike, experts take them in turns."""
+    """[layers, experts]: the best rank of each expert; where several are equal, experts take them in
+    turns."""
     tied = value == value.max(axis=1, keepdims=True)
     several = tied.sum(axis=1)
     turn = np.cumsum(left, axis=1) % np.maximum(several, 1)

@@ -1,8 +1,9 @@
-"""A placement made for locality, brought under a cap of rank load: the fullest rank exchanges or shares out what costs least locality. Pure.
+"""Bring a placement made for locality under a cap of rank load, at the least cost in locality. Pure.
 
-New weights come first (`migration.solvers.split_weights`, nothing moves for them). Where they do not suffice, the fullest rank of a layer either exchanges an
-expert with another rank, or another rank takes a replica of one of its experts in place of a spare one; of all such exchanges the one that
-loses least worth per load it takes from the fullest rank, again and again until the cap is kept or nothing helps.
+New weights come first (`migration.solvers.split_weights`; they copy nothing). Where they do not suffice, the
+fullest rank of a layer either exchanges an expert with another rank, or another rank takes a replica of one
+of its experts in place of a spare one. Of all such exchanges the one with the least loss of worth per load
+taken from the fullest rank is made. This is repeated until the cap is kept or nothing helps.
 """
 
 from typing import Any, NamedTuple
@@ -17,17 +18,17 @@ from migration.solvers.split_weights import ROUNDS, DemandPull, SplitResult, dif
 Table = NDArray[np.int16]
 Values = NDArray[np.float64]
 _STEPS = 8
-"""exchanges of a layer between two looks at the weights"""
+"""Exchanges of a layer between two computations of the weights."""
 _LOOKS = 40
 _PARTNERS = 16
-"""emptiest ranks that the fullest exchanges with"""
+"""Emptiest ranks that the fullest exchanges with."""
 _PATIENCE = 6
-"""looks that found no fullest rank less full before a layer is given up"""
+"""Computations without a less full maximum after which a layer is given up."""
 _TINY = 1e-9
 _PACE = 0.6
-"""share of a rank's excess that flows off in a round, of each pool"""
+"""Share of a rank's excess that flows off in a round, of each pool."""
 _LITTLE = 0.3
-"""of the most that any exchange could take off the fullest rank"""
+"""Least part, of the most that any exchange could take off the fullest rank, that an exchange must take."""
 
 
 def table_of(held: Held, slots: int) -> Table:
@@ -49,14 +50,18 @@ def held_of(table: Table, ranks: int, experts: int) -> Held:
 
 
 class LoadCap(NamedTuple):
-    """What replicas serve once weights have levelled ranks as far as they can while every node serves what it can of its own. Flat, as in `SplitResult`."""
+    """Loads of replicas after levelling by weights, while every node serves as much of its own demand as it
+    can.
+
+    Flat, as in `SplitResult`.
+    """
 
     wants: DemandPull
     parts: SplitResult
     home: Values
-    """[n]: of what a slot serves, the part that is its own rank's or node's"""
+    """[n]: part of a slot's load that is demand of its own rank or node."""
     each: Values
-    """[n]"""
+    """[n]."""
 
     @property
     def load(self) -> Values:
@@ -64,28 +69,33 @@ class LoadCap(NamedTuple):
         return self.parts.of_rank(self.each).reshape(-1, self.wants.ranks)
 
     def slots(self, table: Table) -> Values:
-        """[layers, slots]: what each slot serves, replicas or not."""
+        """[layers, slots]: load of each slot, of shared and single replicas."""
         each = np.where(table == EMPTY, 0.0, np.take_along_axis(self.wants.load, np.where(table == EMPTY, 0, table).astype(np.intp), 1)).reshape(-1)
         each[self.parts.slot] = self.each
         return each.reshape(table.shape)
 
 
 def level(table: Table, demand: NDArray[Any], ranks: int, node: NDArray[np.intp]) -> LoadCap:
-    """By diffusion, as in `migration.solvers.split_weights`, in two pools: a node's own flow among its replicas, what is left among all.
+    """Level ranks by diffusion, as in `migration.solvers.split_weights`, in two pools: node demand and the
+    rest.
 
-    demand: [ranks, layers, experts].
+    A node's own demand flows among its replicas, and the rest among all replicas. demand: [ranks, layers,
+    experts].
     """
     wants = DemandPull(demand, ranks, node, None)
     parts = shared(table, wants.load, ranks)
     own = wants.own(parts)
+    # Pools: per expert (far), and per expert and node (near).
     near, cell, cells = np.zeros_like(own), parts.group, parts.groups
     if wants.node is not None:
         nodes = int(node.max()) + 1
         cell, cells = wants.node[parts.rank % ranks] * parts.groups + parts.group, nodes * parts.groups
         wanted = wants.of_nodes(parts).reshape(-1)
+        # Start: every rank serves its own demand, and a node's rest is shared evenly on the node.
         near = (np.maximum(wanted - np.bincount(cell, own, cells), 0.0) / np.maximum(np.bincount(cell, minlength=cells), 1))[cell]
     far = np.maximum(parts.whole - parts.of_group(own + near), 0.0) / parts.replicas
     width = _PACE / np.maximum(np.bincount(parts.rank, minlength=len(parts.alone)), 1)[parts.rank]
+    # Both pools flow in the same field of rank loads.
     for _ in range(ROUNDS):
         height = parts.of_rank(own + near + far)[parts.rank]
         far = _flowed(far, height, width, parts.group, parts.groups)
@@ -95,38 +105,40 @@ def level(table: Table, demand: NDArray[Any], ranks: int, node: NDArray[np.intp]
 
 
 def _flowed(pool: Values, height: Values, width: Values, group: NDArray[np.intp], groups: int) -> Values:
-    """From where it stands higher than its group's mean to where it stands lower; each group keeps its sum."""
+    """Move load from slots above their group's mean level to slots below it; each group keeps its sum."""
     total = np.bincount(group, pool, groups)
     mean = np.bincount(group, pool * height, groups) / np.maximum(total, _TINY)
+    # Clipping at zero creates load: rescale each group to its total.
     flowed = np.maximum(pool + width * (mean[group] - height), 0.0)
     return np.asarray(flowed * (total / np.maximum(np.bincount(group, flowed, groups), _TINY))[group])
 
 
 def split_under(table: Table, demand: NDArray[Any], ranks: int, node: NDArray[np.intp], cap: float) -> Split:
-    """The split that levels ranks at home first; ranks that stay above `cap` times the mean give away what they could serve at home."""
+    """Return the split that levels ranks within nodes first; ranks above `cap` times the mean then give away
+    local load too."""
     found = level(table, demand, ranks, node)
     each = diffused(found.parts, found.each, own=np.minimum(found.home, found.each), enough=cap)
     return split_of(table, found.parts, each, found.wants)
 
 
 class _Layers(NamedTuple):
-    """Layers that are worked on, all arrays by them first; changed in place."""
+    """Layers being processed, first axis of all arrays; changed in place."""
 
     table: Table
     held: Held
     near: NDArray[np.int64]
-    """[layers, nodes, experts] replicas on each node"""
+    """[layers, nodes, experts] replicas on each node."""
     replicas: NDArray[np.int64]
-    """[layers, experts]"""
+    """[layers, experts]."""
     each: Values
-    """[layers, slots]: load that slots serve"""
+    """[layers, slots]: loads of slots."""
     load: Values
-    """[layers, ranks]"""
+    """[layers, ranks]."""
     demand: Values
-    """[layers, ranks, experts] in units of the mean rank load, as are the loads"""
+    """[layers, ranks, experts] in units of the mean rank load, as the loads are."""
 
     def put(self, layer: int, slot: int, expert: int, worth: HolderValue) -> None:
-        """An expert, or none, takes the place of what was in a slot."""
+        """Put an expert, or none, into a slot."""
         rank = slot * self.held.shape[1] // self.table.shape[1]
         for which, there in ((int(self.table[layer, slot]), False), (expert, True)):
             if which != EMPTY:
@@ -137,9 +149,11 @@ class _Layers(NamedTuple):
 
 
 def levelled(table: Table, demand: NDArray[Any], worth: HolderValue, cap: float, most: int, home: Held | None = None) -> Table:
-    """The table after exchanges that bring every layer's fullest rank to at most `cap` times the mean where they can; the argument is left as it was.
+    """Return the table after exchanges that bring every layer's fullest rank to at most `cap` times the mean
+    where possible.
 
-    demand: [ranks, layers, experts]. most: replicas of an expert. home: bool [layers, ranks, experts] where one replica must stay; None: anywhere.
+    The argument is not changed. demand: [ranks, layers, experts]. most: replicas of an expert. home: bool
+    [layers, ranks, experts] where one replica must stay; None: anywhere.
     """
     table, ranks = table.copy(), len(worth.node)
     busy, least = np.arange(len(table)), np.full(len(table), np.inf)
@@ -149,6 +163,7 @@ def levelled(table: Table, demand: NDArray[Any], worth: HolderValue, cap: float,
         found = level(table[busy], demand[:, busy], ranks, worth.node)
         each, load = found.slots(table[busy]), found.load
         fullest = load.max(axis=1)
+        # Later states may be worse, as steps assume constant weights: keep the best.
         better = fullest < least[busy] - _TINY
         best[busy[better]], least[busy[better]] = table[busy[better]], fullest[better]
         failed[busy] = np.where(better, 0, failed[busy] + 1)
@@ -156,7 +171,9 @@ def levelled(table: Table, demand: NDArray[Any], worth: HolderValue, cap: float,
         busy, each, load = busy[going], each[going], load[going]
         if not len(busy):
             break
-        allowed = np.where(failed[busy] % 2 == 1, 1, most)  # what further replicas take over is a guess: where it was wrong, they are not what helps
+        # After a failure try exchanges only: the load that a further replica takes over is an estimate, and
+        # was wrong.
+        allowed = np.where(failed[busy] % 2 == 1, 1, most)
         table[busy] = _exchanged(table[busy], each, load, demand[:, busy], worth.at(busy), cap, allowed, None if home is None else home[busy])
     return best
 
@@ -164,7 +181,8 @@ def levelled(table: Table, demand: NDArray[Any], worth: HolderValue, cap: float,
 def _exchanged(
     table: Table, each: Values, load: Values, demand: NDArray[Any], worth: HolderValue, cap: float, most: NDArray[np.intp], home: Held | None
 ) -> Table:
-    """After a few exchanges in each of these layers; loads are carried along as if weights stayed as they are."""
+    """Return the table after a few exchanges in each of these layers; loads are updated as if weights were
+    constant."""
     wanted = demand.transpose(1, 0, 2) / np.maximum(demand.sum(axis=(0, 2)) / len(demand), _TINY)[:, None, None]
     held = held_of(table, len(worth.node), wanted.shape[2])
     state = _Layers(table.copy(), held, worth.near(held), held.sum(axis=1), each.copy(), load.copy(), wanted)
@@ -178,29 +196,30 @@ def _exchanged(
 
 
 class _Pairs(NamedTuple):
-    """Slots of each layer's fullest rank, against those of the emptiest ranks. All broadcast to [rows, slots here, slots there]."""
+    """Slots of each layer's fullest rank, against those of the emptiest ranks. All broadcast to [rows, slots
+    here, slots there]."""
 
     here: NDArray[np.intp]
-    """[rows, slots here] slots"""
+    """[rows, slots here] slots."""
     there: NDArray[np.intp]
-    """[rows, slots there] slots"""
+    """[rows, slots there] slots."""
     row: NDArray[np.intp]
     source: NDArray[np.intp]
-    """the fullest rank"""
+    """The fullest rank."""
     target: NDArray[np.intp]
-    """the other"""
+    """The other rank."""
     mine: NDArray[np.intp]
     theirs: NDArray[np.intp]
     sent: Values
-    """what the two slots serve"""
+    """Load of the slots here."""
     back: Values
     top: Values
-    """load of the two ranks"""
+    """Load of the fullest rank."""
     other: Values
     apart: NDArray[np.bool_]
-    """another rank, which does not hold the expert"""
+    """Another rank, which does not hold the expert."""
     free: NDArray[np.bool_]
-    """nothing is there"""
+    """The other slot is empty."""
 
 
 def _pairs(state: _Layers, rows: NDArray[np.intp]) -> _Pairs:
@@ -217,11 +236,15 @@ def _pairs(state: _Layers, rows: NDArray[np.intp]) -> _Pairs:
 
 
 def _swaps(state: _Layers, worth: HolderValue, pairs: _Pairs, cap: float, home: Held | None) -> Values:
-    """Cost of exchanging two slots. Of an expert with several replicas, another part is of its new rank's own requests."""
+    """Return the cost of exchanging two slots.
+
+    For an expert with several replicas, the local part of its load differs on the new rank.
+    """
     row, source, target, mine, theirs, free = pairs.row, pairs.source, pairs.target, pairs.mine, pairs.theirs, pairs.free
     may = pairs.apart & (free | ~state.held[row, source, theirs])
     if home is not None:
         may &= (~home[row, source, mine] | home[row, target, mine]) & (free | ~home[row, target, theirs] | home[row, source, theirs])
+    # Half of the difference in local demand moves with a shared expert.
     pull = (state.demand[row, target, mine] - state.demand[row, source, mine]) * (state.replicas[row, mine] > 1)
     drag = (state.demand[row, source, theirs] - state.demand[row, target, theirs]) * (state.replicas[row, theirs] > 1)
     sent, back = np.maximum(pairs.sent + 0.5 * pull, 0.0), np.where(free, 0.0, np.maximum(pairs.back + 0.5 * drag, 0.0))
@@ -231,8 +254,11 @@ def _swaps(state: _Layers, worth: HolderValue, pairs: _Pairs, cap: float, home: 
 
 
 def _copies(state: _Layers, worth: HolderValue, pairs: _Pairs, cap: float, most: NDArray[np.intp], home: Held | None) -> Values:
-    """Cost of a further replica in the place of a spare one; it is supposed to take over half of the difference. One that serves as much as that
-    stays: its load would come back somewhere."""
+    """Return the cost of a further replica in place of a spare one; it is assumed to take over half of the
+    difference.
+
+    A spare replica that serves as much as that stays: its load would come back elsewhere.
+    """
     row, target, mine, theirs, free = pairs.row, pairs.target, pairs.mine, pairs.theirs, pairs.free
     spare = free | (state.replicas[row, theirs] > 1)
     if home is not None:
@@ -246,9 +272,11 @@ def _copies(state: _Layers, worth: HolderValue, pairs: _Pairs, cap: float, most:
 
 
 def _cost(lost: Values, relief: Values, wanted: Values, may: NDArray[np.bool_]) -> Values:
-    """Worth lost per load taken off the fullest rank, as far as it is wanted; infinite where it takes little of it off, or may not be.
+    """Return worth lost per load taken off the fullest rank, down to the cap; inf where forbidden, or where
+    it takes too little.
 
-    Little: else equal ranks hand each other crumbs for nothing, and what must leave them all never does.
+    Without that minimum, equal ranks would exchange tiny loads for nothing, and a load too large for all
+    would never leave.
     """
     useful = np.where(may, np.minimum(relief, wanted), 0.0)
     enough = np.maximum(_LITTLE * useful.max(axis=(1, 2), keepdims=True), _TINY)
@@ -256,7 +284,7 @@ def _cost(lost: Values, relief: Values, wanted: Values, may: NDArray[np.bool_]) 
 
 
 def _moved(state: _Layers, worth: HolderValue, row: Any, to: Any, origin: Any, expert: Any) -> Values:
-    """Worth won when an expert's replica moves from a rank to another."""
+    """Return the worth gained when an expert's replica moves from a rank to another."""
     own = worth.own[row, to, expert] - worth.own[row, origin, expert]
     if worth.flat:
         return np.asarray(own)
@@ -266,7 +294,11 @@ def _moved(state: _Layers, worth: HolderValue, row: Any, to: Any, origin: Any, e
 
 
 def _alone(state: _Layers, worth: HolderValue, row: Any, rank: Any, expert: Any, beside: int) -> Values:
-    """Worth of one replica more, or less, on a rank whose node has so many (`beside`: 0 before one more, 1 before one less) when it counts for all of it."""
+    """Return the worth of one replica more, or less, on a rank.
+
+    beside: replicas on its node for which the node's shared worth counts (0 before one more, 1 before one
+    less).
+    """
     own = worth.own[row, rank, expert]
     if worth.flat:
         return np.asarray(own)
@@ -275,14 +307,15 @@ def _alone(state: _Layers, worth: HolderValue, row: Any, rank: Any, expert: Any,
 
 
 def _make(state: _Layers, worth: HolderValue, rows: NDArray[np.intp], pairs: _Pairs, swap: Values, copy: Values) -> None:
-    """The cheaper of the best exchange and the best replica, per layer; loads are carried along."""
+    """Make the cheaper of the best exchange and the best replica, per layer; update the loads."""
     per, width = pairs.here.shape[1], pairs.there.shape[1]
     for at, row in enumerate(rows.tolist()):
         swapped, copied = int(swap[at].argmin()), int(copy[at].argmin())
         exchange = bool(swap[at].flat[swapped] <= copy[at].flat[copied])
         which = swapped if exchange else copied
         if not np.isfinite((swap if exchange else copy)[at].flat[which]):
-            state.load[row] = 0.0  # nothing helps here before weights are looked at again
+            # Nothing helps until the weights are computed again.
+            state.load[row] = 0.0
             continue
         mine, theirs = int(pairs.here[at, which // width]), int(pairs.there[at, which % width])
         rank, other, expert = mine // per, theirs // per, int(state.table[row, mine])

@@ -1,7 +1,9 @@
-"""A placement of few slots made better slot by slot: what is tried grows with slots x experts x ranks, so this is for small engines. Pure.
+"""Local search on placements of few slots, for small engines: the work grows with slots x experts x ranks.
+Pure.
 
-Each step is the best of all exchanges of two slots' experts and of all other experts (or none) for a slot, as long as the sum over ranks of
-(load / mean)^POWER falls: nearly the fullest rank's load, but it also tells which of two equally full placements has less beside it.
+Each step makes the best of all exchanges of two slots' experts, and of all replacements of a slot's expert by
+another one or none, while the sum over ranks of (load / mean)^POWER falls. That is nearly the fullest rank's
+load, but it also distinguishes equally full placements by their other ranks.
 """
 
 from typing import NamedTuple
@@ -14,20 +16,21 @@ from migration.model.placement_changes import Table
 
 Floats = NDArray[np.float64]
 SQUARINGS = 5
-"""POWER is 2 to this"""
+"""POWER is 2 to this."""
 STEPS = 60
 _LITTLE = 1e-6
 
 
 def cells(table: Table, experts: int, ranks: int) -> int:
-    """Numbers that one step looks at."""
+    """Return the count of numbers that one step examines."""
     return table.size * (experts + 1) * ranks
 
 
 def polished(table: Table, load: Floats, ranks: int, least: NDArray[np.int64], most: int) -> Table:
-    """int16 as `table` [layers, slots], which it leaves as it was; load: [layers, experts], some of it > 0 in each layer.
+    """Improve a placement; int16 as `table` [layers, slots], which is not changed.
 
-    No expert gets more than `most` replicas, and none falls below `least` [layers, experts].
+    load: [layers, experts], some of it > 0 in each layer. No expert gets more than `most` replicas, and none
+    falls below `least` [layers, experts].
     """
     experts = load.shape[1]
     part = np.pad(load / load.sum(axis=1, keepdims=True) * ranks, ((0, 0), (0, 1)))
@@ -49,18 +52,19 @@ def fullest(table: Table, load: Floats, ranks: int) -> Floats:
 
 
 class _State(NamedTuple):
-    """Layers as they are. The last expert is nobody, who lies in empty slots, weighs nothing and is nowhere counted."""
+    """Layers in their present state. An additional last expert stands for an empty slot: no weight, and never
+    counted."""
 
     expert: NDArray[np.intp]
     """[layers, slots]"""
     rank: NDArray[np.intp]
-    """[slots]"""
+    """[slots]."""
     part: Floats
-    """[layers, experts + 1]: load, in mean rank loads"""
+    """[layers, experts + 1]: load, in mean rank loads."""
     held: NDArray[np.bool_]
     """[layers, ranks, experts + 1]"""
     counts: NDArray[np.int64]
-    """[layers, experts + 1]: replicas"""
+    """[layers, experts + 1]: replicas."""
     loads: Floats
     """[layers, ranks]"""
 
@@ -80,7 +84,7 @@ def _power(loads: Floats) -> Floats:
 
 
 def _step(expert: NDArray[np.intp], part: Floats, ranks: int, least: NDArray[np.int64], most: int) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-    """The table after the best change of each layer, and which layers have one."""
+    """Return the table after the best change of each layer, and the layers that have one."""
     layers, slots = expert.shape
     state = _state(expert, part, ranks)
     row = np.arange(layers)
@@ -110,24 +114,27 @@ def _state(expert: NDArray[np.intp], part: Floats, ranks: int) -> _State:
 
 
 def _replaced(state: _State, least: NDArray[np.int64], most: int) -> Floats:
-    """[layers, slots, experts + 1]: the penalty when a slot holds another expert, or none; infinite where it cannot."""
+    """[layers, slots, experts + 1]: penalty when a slot holds another expert, or none; inf where
+    forbidden."""
     held, count, expert, rank = state.held, state.counts, state.expert, state.rank
     slot = np.arange(len(rank))
+    # Every holder's load changes with the number of replicas, so effects are per rank and not per slot.
     less = held * (state.part / np.maximum(count - 1, 1) - state.weight)[:, None, :]
     more = held * (state.part / (count + 1) - state.weight)[:, None, :]
     without = np.take_along_axis(less, expert[:, None, :], axis=2).swapaxes(1, 2)  # [layers, slots, ranks]
     without[:, slot, rank] = -np.take_along_axis(state.weight, expert, axis=1)
     loads = state.loads[:, None, None, :] + without[:, :, None, :] + more.swapaxes(1, 2)[:, None, :, :]
     loads[:, slot, :, rank] += (state.part / (count + 1))[None]
-    nobody = count.shape[1] - 1
-    free = (np.take_along_axis(count - least, expert, axis=1) > 0) | (expert == nobody)
+    empty = count.shape[1] - 1
+    # An expert may be replaced above its required number, and may come only to ranks without it.
+    free = (np.take_along_axis(count - least, expert, axis=1) > 0) | (expert == empty)
     may = free[:, :, None] & ~held[:, rank] & (count < most)[:, None, :]
-    may[:, :, nobody] = free & (expert != nobody)
+    may[:, :, empty] = free & (expert != empty)
     return np.where(may, _power(loads).sum(axis=3), np.inf)
 
 
 def _exchanged(state: _State) -> Floats:
-    """[layers, slots, slots]: the penalty when two slots exchange their experts; infinite where they cannot."""
+    """[layers, slots, slots]: penalty when two slots exchange their experts; inf where forbidden."""
     rank, weight = state.rank, np.take_along_axis(state.weight, state.expert, axis=1)
     change = weight[:, :, None] - weight[:, None, :]
     load, power = state.loads[:, rank], _power(state.loads)[:, rank]

@@ -1,9 +1,11 @@
-"""A placement by where tokens come from: as many of them as can be are served on their own rank, or at least on their own node, under a cap of load. Pure.
+"""Place experts by the origin of their tokens: serve as many as possible on their own rank or node, under a
+cap of load. Pure.
 
-Demand that is the same on every rank leaves 1 - 1/ranks of it remote wherever experts are, unless there are replicas; it pays only where ranks
-differ (`migration.solvers.specialisation_test`) and dispatch serves local replicas first (`fleet.dispatch`). Without the cap, each layer is a transportation
-problem
-(totally unimodular: the linear programme is the optimum). Here it is solved by exchanges, to within a few thousandths, and then levelled.
+Demand that is equal on every rank leaves 1 - 1/ranks of it remote for any placement without replicas.
+Locality pays only where ranks differ (`migration.solvers.specialisation_test`) and dispatch prefers local
+replicas (`fleet.dispatch`). Without the cap, each layer is a transportation problem (totally unimodular: the
+linear programme has an integral optimum). Here it is solved by exchanges, to within a few thousandths, and
+then levelled.
 """
 
 from dataclasses import dataclass
@@ -23,24 +25,27 @@ from migration.solvers.pairwise_exchange import bettered
 
 Values = NDArray[np.float64]
 BALANCE = 0.955
-"""mean rank load / fullest rank load of every layer, where weights and exchanges can bring it there; a little more than is held to, as the next
-window is another sample"""
+"""Mean rank load / fullest rank load of every layer, where weights and exchanges can reach it. It is slightly
+above the required value, as the next window is another sample."""
 _TINY = 1e-12
 
 
 class LocalityPrices(NamedTuple):
-    """What a (token, k) pair costs, in any unit, when it is served elsewhere."""
+    """Cost of a (token, k) pair that is served elsewhere, in any unit."""
 
     rank: float = 1.0
-    """on another rank"""
+    """On another rank."""
     node: float = 0.0
-    """added on another node"""
+    """Added on another node."""
 
     @classmethod
     def of(cls, speed: EngineSpeed, top_k: int, node: NDArray[np.intp]) -> "LocalityPrices":
-        """Seconds that a pair saves by staying, node: [ranks]. A token's k pairs share what is sent to a destination of mass m: it is reached
-        with probability 1 - (1 - m)^k, so a pair that stays saves k (1 - m)^(k - 1) of a destination's share of its k pairs. Only
-        ranks count where an engine says that sending costs nothing."""
+        """Seconds that a pair saves by staying. node: [ranks].
+
+        A token's k pairs share what is sent to a destination. A destination of mass m is reached with
+        probability 1 - (1 - m)^k, so a pair that stays saves k (1 - m)^(k - 1) of a destination's share of
+        its k pairs. Only ranks count where an engine reports that sending costs nothing.
+        """
         nodes = int(node.max()) + 1
         ranks, machines = ((1.0 - 1.0 / count) ** (top_k - 1) for count in (len(node), nodes))
         found = cls(speed.dispatch * ranks, speed.dispatch_node * machines if nodes > 1 else 0.0)
@@ -48,23 +53,24 @@ class LocalityPrices(NamedTuple):
 
 
 ONE_NODE = LocalityPrices()
-"""only ranks count"""
+"""Only ranks count."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalityProblem:
-    """What there is to place on, and at which prices. ValueError names what is out of range."""
+    """Slots, links and prices of a locality placement. ValueError names the value out of range."""
 
     node: NDArray[np.intp]
-    """[ranks], numbers from 0"""
+    """[ranks], numbers from 0."""
     slots: int
-    """of a rank"""
+    """Of a rank."""
     prices: LocalityPrices = ONE_NODE
     most: int | None = None
-    """replicas of an expert; None: one per rank"""
+    """Replicas of an expert; None: one per rank."""
     balance: float = BALANCE
     home: Held | None = None
-    """bool [layers, ranks, experts]: where an expert must have one of its replicas; None: anywhere"""
+    """bool [layers, ranks, experts]: ranks that must hold at least one of the expert's replicas; None:
+    anywhere."""
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -86,22 +92,24 @@ class LocalityProblem:
 
 
 class LocalityPlacement(NamedTuple):
-    """A placement and what it makes of the demand. Arrays of floats are [layers]."""
+    """A placement and its figures under the demand. Arrays of floats are [layers]."""
 
     table: Table
     split: Split
     local: Values
-    """share of the pairs that their own rank keeps"""
+    """Share of the pairs served on their own rank."""
     near: Values
-    """share that their own node serves, with the former; 1 where there is one node"""
+    """Share served on their own node, including those; 1 where there is one node."""
     balance: Values
-    """mean rank load / fullest"""
+    """Mean rank load / fullest rank load."""
     saved: Values
-    """part of what dispatch would cost were all pairs served on other nodes (ranks, where there is one node), at the prices given"""
+    """Part saved of the dispatch cost with all pairs served on other nodes (ranks, where there is one node),
+    at these prices."""
 
 
 def worth_of(demand: NDArray[Any], room: LocalityProblem) -> HolderValue:
-    """What replicas are worth, as parts of what dispatch would cost were nothing local. demand: [ranks, layers, experts] pairs."""
+    """Return the worth of replicas, as parts of the dispatch cost with nothing local. demand: [ranks, layers,
+    experts] pairs."""
     total = np.maximum(demand.sum(axis=(0, 2), dtype=np.float64), _TINY)[:, None, None]
     rank, node = (price / sum(room.prices) for price in room.prices)
     share = np.ascontiguousarray(demand.transpose(1, 0, 2), np.float64) / total
@@ -112,11 +120,11 @@ def worth_of(demand: NDArray[Any], room: LocalityProblem) -> HolderValue:
 
 
 def located(demand: NDArray[Any], room: LocalityProblem, present: Table | None = None, stay: float = 0.05) -> LocalityPlacement:
-    """The placement that saves most dispatch at the balance asked for.
+    """Return the placement that saves most dispatch at the required balance.
 
-    demand: [ranks, layers, experts] pairs by the rank their requests live on. present: int16 [layers, ranks * slots], the placement there is:
-    a replica that is there already counts as worth so much more (`stay`, relative), so that what is as good elsewhere stays. ValueError when
-    the experts do not fit.
+    demand: [ranks, layers, experts] pairs by the rank that serves their requests. present: int16 [layers,
+    ranks * slots], the present placement: the worth of its replicas is raised by the part `stay`, so that
+    ties do not cause moves. ValueError when the experts do not fit.
     """
     ranks, _, experts = demand.shape
     if ranks != room.ranks or experts > ranks * room.slots:
@@ -124,6 +132,7 @@ def located(demand: NDArray[Any], room: LocalityProblem, present: Table | None =
     worth, start = worth_of(demand, room), None
     if present is not None:
         start = held_of(present, ranks, experts)
+        # Hysteresis: present replicas count slightly more.
         worth = worth._replace(own=worth.own * (1.0 + stay * start))
     held = placed(worth, room, start=start)
     table = levelled(table_of(held, room.slots), demand, worth, 1.0 / room.balance, room.replicas, room.home)
@@ -131,7 +140,11 @@ def located(demand: NDArray[Any], room: LocalityProblem, present: Table | None =
 
 
 def placed(worth: HolderValue, room: LocalityProblem, rounds: int = 32, start: Held | None = None) -> Held:
-    """bool [layers, ranks, experts]: by worth alone, whatever the load of ranks. start: a placement to better; None: from nothing."""
+    """bool [layers, ranks, experts]: placement by worth alone, whatever the load of ranks.
+
+    start: a placement to improve; None: from nothing.
+    """
+    # The present placement is the start only if it is legal under these limits.
     if start is None or start.sum(axis=2).max() > room.slots or start.sum(axis=1).max() > room.replicas or not _at_home(start, room):
         held = held_by_worth(worth, room.slots, room.replicas, room.home)
     else:
@@ -141,12 +154,13 @@ def placed(worth: HolderValue, room: LocalityProblem, rounds: int = 32, start: H
 
 
 def _at_home(held: Held, room: LocalityProblem) -> bool:
-    """Every expert is somewhere, and where it must be."""
+    """True if every expert has a holder where it must have one."""
     return bool((held if room.home is None else held & room.home).any(axis=1).all())
 
 
 def measured(table: Table, split: Split | None, demand: NDArray[Any], room: LocalityProblem) -> LocalityPlacement:
-    """Any placement, as `located` tells of its own. split: None: the one that levels it best."""
+    """Return the figures of any placement, as `located` does for its own. split: None: the one that levels it
+    best."""
     return _levelled_figures(table, demand, room) if split is None else _figures(table, split, demand, room)
 
 
@@ -167,7 +181,8 @@ def _figures(table: Table, split: Split, demand: NDArray[Any], room: LocalityPro
 
 
 def _on_own_node(placement: Placement, demand: NDArray[Any], room: LocalityProblem) -> Values:
-    """[layers]: pairs that their own node serves: flows add up, so each node's are followed alone."""
+    """[layers]: pairs served on their own node. Flows are additive, so each node's demand is followed
+    separately."""
     nodes = int(room.node.max()) + 1
     if nodes == 1:
         return np.asarray(demand.sum(axis=(0, 2), dtype=np.float64))
@@ -179,20 +194,29 @@ def _on_own_node(placement: Placement, demand: NDArray[Any], room: LocalityProbl
 
 
 def bound(demand: NDArray[Any], room: LocalityProblem, most_layers: int = 8) -> tuple[NDArray[np.intp], Values]:
-    """(layers, saved): the most that any placement can save of a layer's dispatch (`LocalityPlacement.saved`), whatever its balance: the optimum of its linear
-    programme, of so many layers, evenly spaced. About 10 ms a layer of 256 experts at 8 ranks, 70 ms at 64."""
+    """Return (layers, saved): upper bound of the saving (`LocalityPlacement.saved`) of any placement,
+    whatever its balance.
+
+    This is the optimum of the linear programme, for at most `most_layers` layers, evenly spaced. About 10 ms
+    a layer of 256 experts at 8 ranks, 70 ms at 64.
+    """
     layers = np.unique(np.linspace(0, demand.shape[1] - 1, min(most_layers, demand.shape[1])).round().astype(np.intp))
     worth = worth_of(demand[:, layers], room)
     return layers, np.array([_optimum(own, shared, room) for own, shared in zip(worth.own, worth.shared, strict=True)])
 
 
 def _optimum(own: Values, shared: Values, room: LocalityProblem) -> float:
-    """max sum own x + sum shared y, x [ranks, experts] replicas, y [nodes, experts] nodes that have one, over the fractional ones."""
+    """Maximise sum own x + sum shared y over fractional placements.
+
+    x: [ranks, experts] replicas; y: [nodes, experts], 1 where the node has one.
+    """
     (ranks, experts), nodes = own.shape, len(shared)
     cells, places = ranks * experts, nodes * experts
     at = np.arange(cells)
     rank, expert = at // experts, at % experts
     one, minus = np.ones(cells), -np.ones(cells)
+    # Constraints: slots of ranks, at most `replicas` and at least one replica per expert, and y only on nodes
+    # with a replica.
     full = coo_array((one, (rank, at)), (ranks, cells + places))
     replicas = coo_array((one, (expert, at)), (experts, cells + places))
     node = np.arange(places)

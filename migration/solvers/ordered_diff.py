@@ -1,8 +1,10 @@
-"""From the placement there is towards one that is wanted, the copies first that bring most tokens home. Pure.
+"""Lead from the present placement towards a goal, with the copies first that make most tokens local. Pure.
 
-Changes of a layer build on one another: a rank takes up what it wants most in an empty slot, or in place of what it wants least of what the
-target does not have there and others hold too. Where nobody can give anything up, two ranks exchange. Every state between is legal, so any
-beginning of it may be all that is done; it is cut where nothing more is won, at the budget, and where a rank would become too full.
+Changes of a layer build on one another. A rank takes up the expert of most worth in an empty slot, or in
+place of the expert of least worth that the target does not have there and other ranks hold too. Where no rank
+can give anything up, two ranks exchange. Every state between is legal, so any prefix of the changes may be
+carried out. The series is cut where nothing more is gained, at the budget, and where a rank would become too
+full.
 """
 
 from typing import Any, NamedTuple
@@ -18,21 +20,24 @@ from migration.solvers.load_cap import held_of, level
 from migration.solvers.locality_placement import LocalityProblem
 
 _WHOLE = 0.98
-"""of the most that a layer's series wins; what comes after that levels ranks, and is kept"""
+"""Part of the most that a layer's series gains at which it may end; later changes level ranks, and are
+kept."""
 _LOOK = 4
-"""experts of a rank that are looked at for an exchange"""
+"""Experts of a rank to examine for an exchange."""
 _Row = tuple[int, int, int, int, int]
-"""kind, slot, expert, other slot, other expert"""
+"""(kind, slot, expert, other slot, other expert)."""
 _Option = tuple[float, int, int | None]
-"""gain, expert, and the one that makes room for it; None: a slot is free"""
+"""(gain, expert, the expert that makes room for it; None: a slot is free)."""
 
 
 def toward(table: Table, target: Table, demand: NDArray[Any], room: LocalityProblem, limits: Constraints = UNLIMITED) -> PlacementChanges:
-    """The changes, layer by layer, best first; all of them together lead to the target as far as limits let them and it pays.
+    """Return the changes, layer by layer, best first; together they lead to the target as far as limits and
+    gains allow.
 
-    table, target: int16 [layers, ranks * slots]. demand: [ranks, layers, experts] pairs per second by the rank their requests live on. gain: pairs per
-    second that become local, times `room.prices` (1 where there is one node, and by default). A layer's fullest rank may become as full as
-    `room.balance` allows, or as it was. ValueError when shapes contradict each other.
+    table, target: int16 [layers, ranks * slots]. demand: [ranks, layers, experts] pairs per second by the
+    rank that serves their requests. gain: pairs per second that become local, times `room.prices` (1 where
+    there is one node, and by default). A layer's fullest rank may become as full as `room.balance` allows, or
+    as it was. ValueError when shapes contradict each other.
     """
     if table.shape != target.shape or table.shape[1] != room.ranks * room.slots or demand.shape[:2] != (room.ranks, len(table)):
         raise ValueError(f"toward: tables {table.shape} and {target.shape} and demand {demand.shape} are not of {room.ranks} ranks of {room.slots} slots")
@@ -42,6 +47,7 @@ def toward(table: Table, target: Table, demand: NDArray[Any], room: LocalityProb
         least = 1 if limits.least_replicas is None else limits.least_replicas[layer]
         state = _Layer(table[layer], _Value(demand[:, layer], room), wanted[layer], extra[layer], np.broadcast_to(least, demand.shape[2:]), limits.live)
         rows = state.rows()
+        # Gains are not monotone: cut at the last point that has nearly all of the gain.
         reached = np.cumsum([0.0, *(gain for gain, _ in rows)])
         end = int(np.flatnonzero(reached >= reached.max() * _WHOLE)[-1])
         found += [(layer, gain, row) for gain, row in rows[:end]]
@@ -50,7 +56,7 @@ def toward(table: Table, target: Table, demand: NDArray[Any], room: LocalityProb
 
 
 def _apart(table: Table, target: Table, experts: int, room: LocalityProblem, limits: Constraints) -> tuple[Held, Held]:
-    """(wanted, extra), bool [layers, ranks, experts]: what the target has and the table has not, and the other way round."""
+    """Return (wanted, extra), bool [layers, ranks, experts]: only in the target, and only in the table."""
     have, want = held_of(table, room.ranks, experts), held_of(target, room.ranks, experts)
     wanted, extra = want & ~have, have & ~want
     if limits.frozen is not None:
@@ -61,7 +67,7 @@ def _apart(table: Table, target: Table, experts: int, room: LocalityProblem, lim
 
 
 class _Value:
-    """What replicas are worth in one layer. demand: [ranks, experts]."""
+    """Worth of replicas in one layer. demand: [ranks, experts]."""
 
     def __init__(self, demand: NDArray[Any], room: LocalityProblem) -> None:
         nodes = int(room.node.max()) + 1
@@ -72,16 +78,16 @@ class _Value:
         self._near = [[0] * demand.shape[1] for _ in range(nodes)]
 
     def count(self, rank: int, expert: int, by: int) -> None:
-        """A replica came, or went."""
+        """Record that a replica came, or went."""
         self._near[self._node[rank]][expert] += by
 
     def win(self, rank: int, expert: int) -> float:
-        """Of one more replica."""
+        """Return the worth of one more replica."""
         at = self._node[rank]
         return self._own[rank][expert] + (0.0 if self._near[at][expert] else self._shared[at][expert])
 
     def lose(self, rank: int, expert: int) -> float:
-        """Of the one that is there."""
+        """Return the worth of the present replica."""
         at = self._node[rank]
         return self._own[rank][expert] + (self._shared[at][expert] if self._near[at][expert] == 1 else 0.0)
 
@@ -90,15 +96,15 @@ class _Rank(NamedTuple):
     """One rank's part of a layer."""
 
     free: list[int]
-    """empty slots"""
+    """Empty slots."""
     wanted: list[int]
-    """experts to be taken up, most wanted last"""
+    """Experts to take up, most worth last."""
     extra: list[int]
-    """experts that may go, least wanted first"""
+    """Experts that may leave, least worth first."""
 
 
 class _Layer:
-    """One layer on its way."""
+    """One layer on its way to the target."""
 
     def __init__(self, row: Table, value: _Value, wanted: Held, extra: Held, least: NDArray[Any], live: NDArray[np.bool_] | None) -> None:
         ranks = len(wanted)
@@ -121,7 +127,7 @@ class _Layer:
         return _Rank(free[::-1], take, sorted(np.flatnonzero(extra).tolist(), key=lambda expert: (self._value.lose(rank, expert), -expert)))
 
     def rows(self) -> list[tuple[float, _Row]]:
-        """(gain, change) in order."""
+        """Return (gain, change) in order."""
         rows: list[tuple[float, _Row]] = []
         options = {rank: option for rank in range(len(self._ranks)) if (option := self._option(rank)) is not None}
         while True:
@@ -134,6 +140,7 @@ class _Layer:
                     return rows
                 row, touched = exchanged
             rows.append(row)
+            # Only ranks whose options this change touched are evaluated again.
             for rank in touched:
                 option = self._option(rank)
                 if option is None:
@@ -142,7 +149,7 @@ class _Layer:
                     options[rank] = option
 
     def _option(self, rank: int) -> _Option | None:
-        """What a rank would take up next, and for what."""
+        """Return the next expert that a rank would take up, and the expert that it replaces."""
         part = self._ranks[rank]
         if not part.wanted:
             return None
@@ -178,12 +185,17 @@ class _Layer:
         return self._slot.pop((rank, expert))
 
     def _exchanged(self) -> tuple[tuple[float, _Row], set[int]] | None:
-        """The best exchange of two extras, one of which is wanted by the other's rank: of the few most and least wanted there."""
+        """Make the best exchange of two extras, one of which the other's rank wants.
+
+        Only the few most and least wanted experts are examined.
+        """
         value, best = self._value, None
         for rank, part in enumerate(self._ranks):
             for expert in part.wanted[-_LOOK:]:
                 for other in sorted(self._extra_on.get(expert, ())):
                     wanted = self._ranks[other].wanted
+                    # Prefer to give back an expert that the other rank wants too; otherwise any extra that it
+                    # lacks.
                     backs = [back for back in part.extra if back in wanted][-_LOOK:] or [back for back in part.extra if (other, back) not in self._slot][:_LOOK]
                     for back in backs:
                         gain = value.win(rank, expert) + value.win(other, back) - value.lose(rank, back) - value.lose(other, expert)
@@ -221,7 +233,8 @@ def _changes(found: list[tuple[int, float, _Row]]) -> PlacementChanges:
 
 
 def _levelled(table: Table, changes: PlacementChanges, demand: NDArray[Any], room: LocalityProblem) -> PlacementChanges:
-    """Without the ends of layers' series that make a rank too full, whatever weights do: cut by a quarter until they do not."""
+    """Cut the ends of layers' series that make a rank too full for any weights: by a quarter until none
+    does."""
     cap = 1.0 / room.balance
     while changes:
         layers = np.unique(changes.layer)

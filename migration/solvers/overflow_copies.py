@@ -1,18 +1,23 @@
-"""Copies that let load out of where it is stuck. Pure.
+"""Copies that let load flow off overfull ranks where split weights alone cannot. Pure.
 
-After `migration.solvers.split_weights` the ranks of a layer that are still above the cap cannot push their load anywhere: all holders of their experts are as
-full
-as they are. What stands above the cap, summed over ranks, is the layer's *excess*, and weights alone will not lower it (it is the deficiency of a
-flow from experts through holders into ranks of that capacity). A copy does if it leads out: an expert of a crowded rank gets a replica where there is
-room, in an empty slot or in place of a spare replica whose own load fits elsewhere. All layers go on at once, one copy each in a round, or several
-while much is in excess:
+After `migration.solvers.split_weights` some ranks of a layer may still be above the cap. They cannot push
+their load anywhere: all holders of their experts are as full as they are. The load above the cap, summed over
+ranks, is the layer's *excess*. Weights alone cannot lower it (it is the deficiency of a flow from experts
+through holders into ranks of that capacity). A copy can if it leads out: an expert of a crowded rank gets a
+replica where there is room, in an empty slot or in place of a spare replica whose own load fits elsewhere.
+All layers are processed at once, one copy each in a round, or several while the excess is large:
 
-1. Which expert: of the rank with most excess, its own and that of ranks that load flows to and fro with, the one by which most of it could leave.
-2. Where to: the slots that promise most: room of the rank and of those it can push load to, less what the replica that gives way leaves without a place.
-   Or two copies at once, where they promise more, or single ones have failed: the emptiest rank's smallest expert goes where it does no
-   harm, and what comes in its place leads out of a crowded rank.
-3. Proof: the copy is made in a trial, the weights flow for some rounds, and the excess must have fallen. By how much a slot has fallen short of its
-   promise is remembered. Where all have failed, more are tried at a time, with another expert, and the best of them is taken.
+1. Expert: of the rank with most excess, including the excess of ranks that exchange load with it, the expert
+through which most of it could leave.
+
+2. Slot: those that promise most. The promise is the room of the rank, and of those it can push load to, less
+the load of the replaced replica that finds no place. Or two copies at once, where they promise more or single
+ones have failed: the emptiest rank's smallest expert goes where it does no harm, and the expert that takes
+its place leads out of a crowded rank.
+
+3. Proof: the copy is made in a trial, the weights flow for some rounds, and the excess must fall. The
+shortfall of a slot against its promise is remembered. Where all trials have failed, more are made at a time,
+with another expert, and the best is taken.
 """
 
 from typing import NamedTuple
@@ -27,38 +32,44 @@ from migration.solvers.overflow_state import Flags, OverflowRanks, OverflowView,
 from migration.solvers.split_weights import Places, SplitResult, Values, diffused
 
 SETTLING, LONG = 5, 12
-"""rounds of flow after copies, and where copies have failed"""
+"""Rounds of flow after copies, and where copies have failed."""
 ROUNDS, FURTHER, MOST_ROUNDS = 8, 4.0, 18
-"""rounds of copies: so many, and for every mean rank load that a layer has above its cap, on average, so many more; never more than the last"""
+"""Rounds of copies: ROUNDS, plus FURTHER for each mean rank load of excess, averaged over layers; at most
+MOST_ROUNDS."""
 LANES = 10
-"""copies of a layer in one attempt, at most"""
+"""Most copies of a layer in one attempt."""
 LARGE, WIDE = 1.5, 0.5
-"""only layers with so large an excess make several copies at once, and these together are to move no more than this part of it"""
+"""Only layers with at least LARGE excess make several copies at once. Together these may move at most the
+part WIDE of it."""
 FULLEST = 4
-"""ranks of a layer that are looked at when several copies are made at once; else only the fullest"""
+"""Ranks of a layer to examine when several copies are made at once; otherwise only the fullest."""
 TRIALS = (1, 3, 5)
-"""slots of a layer tried at a time, by how often before all have failed since its last copy; after the last it is left as it is"""
+"""Slots of a layer tried at a time, by the number of failed rounds since its last copy. After the last entry
+the layer is given up."""
 PROOF = 0.25
-"""of what a copy should move, so much must come off the excess; its square, cube after failures"""
+"""Part of the load that a copy should move by which the excess must fall; its square, cube after failures."""
 LEAST = 1e-3
-"""and so much, in mean rank loads, whatever it should move"""
+"""Least fall of the excess, in mean rank loads, for any copy."""
 FORGETTING = 0.5
-"""what is kept of the harm learnt about slots when a layer has changed"""
+"""Part of the learnt harm of slots that is kept when a layer has changed."""
 NEAR_CAP = 1e-4
-"""above the cap by less than this, in mean rank loads, is at the cap"""
+"""Loads above the cap by less than this, in mean rank loads, count as at the cap."""
 _TINY = 1e-9
 
 
 def outlets(
     table: Table, load: Values, parts: SplitResult, served: Values, cap: Values, wanted: Flags, limits: Constraints, node: NDArray[np.intp] | None
 ) -> PlacementChanges:
-    """The copies that bring the layers that are `wanted` [layers] to their `cap` [layers], or as near as could be found.
+    """Return the copies that bring the `wanted` layers [layers] to their `cap` [layers], or as near as could
+    be found.
 
-    load: [layers, experts] in mean rank loads; parts, served: the table's shared slots, and what they serve once weights have flowed.
+    load: [layers, experts] in mean rank loads; parts, served: the table's shared slots, and their loads after
+    convergence of the weights.
     """
     found = [NONE]
     crowds = crowds_of(table, load, parts, served, cap, limits, node).taken(wanted)
     excess = crowds.excess()
+    # More rounds where the excess is larger; finished layers leave the arrays.
     rounds = ROUNDS + FURTHER * excess.mean() if len(excess) else 0
     while len(excess) and len(found) <= min(rounds, MOST_ROUNDS):
         found.append(_round(crowds, excess))
@@ -69,18 +80,22 @@ def outlets(
 
 
 def _round(crowds: OverflowRanks, before: Values) -> PlacementChanges:
-    """Copies in each layer that has some that prove themselves. before: [a], the excess."""
+    """Make copies in each layer that has some with proof. before: [a], the excess."""
+    # Room for experts that become shared in this round.
     widen(crowds, LANES + 1 if (before > LARGE).any() else 2)
     sight = sight_of(crowds)
     leads = _leads(crowds, sight, before)
     attempt, exchange = _attempts(crowds, sight, leads, before), _exchanges(crowds, sight, leads, before)
     promised = np.full(len(before), -np.inf)
     np.maximum.at(promised, attempt.row, attempt.promised)
+    # Double copies compete where they promise more, or where single ones have failed.
     attempt = attempt.joined(exchange.taken(np.flatnonzero((crowds.fails[exchange.row] > 0) | (exchange.promised > promised[exchange.row]))))
     trial = _tried(crowds, sight, attempt)
     fallen = before[attempt.row] - trial.excess
+    # Blame a slot only where a single copy was tried.
     alone = attempt.promise[:, 1] == -np.inf
     crowds.harm[attempt.row[alone], attempt.element[alone, 0]] += np.maximum(attempt.promise[:, 0] - fallen, 0.0)[alone]
+    # Proven copies first, then the largest fall; the first of each row is made.
     proven = fallen > np.maximum(PROOF ** (1 + crowds.fails[attempt.row]) * attempt.moved.sum(axis=1), LEAST)
     best = np.lexsort((-fallen, ~proven, attempt.row))
     best = best[np.diff(attempt.row[best], prepend=-1) > 0]
@@ -92,50 +107,57 @@ def _round(crowds: OverflowRanks, before: Values) -> PlacementChanges:
 
 
 class _Leads(NamedTuple):
-    """Experts of the fullest ranks that further replicas would help: [a, c] each."""
+    """Experts of the fullest ranks for which further replicas would help: [a, c] each."""
 
     expert: Places
     rank: Places
     flow: Values
-    """excess that could leave through a further replica; 0: none must be made, or the expert stands in another column too"""
+    """Excess that could leave through a further replica; 0: no replica may be made, or the expert is in
+    another column too."""
 
 
 def _leads(crowds: OverflowRanks, sight: OverflowView, before: Values) -> _Leads:
     a, ranks = len(crowds.layer), len(crowds.dead) - 1
     rows = np.arange(a)[:, None]
+    # Relieve the rank with most excess, counting that of ranks it exchanges load with. With a large excess,
+    # and after every second failure, only the rank's own load counts.
     pressed = np.where(((crowds.fails % 2 == 0) & (before <= LARGE))[:, None], sight.leaving, 0.0) + sight.loads
     pressed[:, crowds.dead] = -np.inf
     fullest = min(FULLEST, ranks) if (before > LARGE).any() else 1
     rank = pressed.argmax(axis=1)[:, None] if fullest == 1 else np.argsort(-pressed, axis=1, kind="stable")[:, :fullest]
     here = crowds.table.reshape(a, ranks, -1)[rows, rank].reshape(a, -1).astype(np.intp)
     rank = np.repeat(rank, here.shape[1] // rank.shape[1], axis=1)
+    # Of a sole holder's expert up to the whole load can leave; of a shared one, what its crowded holders
+    # serve.
     alone = crowds.replicas[rows, here] == 1
     flow = np.where(alone, np.minimum(crowds.load[rows, here], sight.leaving[rows, rank]), sight.out[rows, here])
     allowed = (here != EMPTY) & (crowds.replicas[rows, here] < crowds.most[rows, here]) & ~crowds.dead[rank]
     column = np.broadcast_to(np.arange(here.shape[1]), here.shape)
+    # Keep one column per expert, though several of the fullest ranks may hold it.
     first = np.full(crowds.load.shape, here.shape[1])
     np.minimum.at(first, (rows, here), column)
     flow = np.where(allowed & (first[rows, here] == column), np.minimum(flow, before[:, None]), 0.0)
+    # Of equal flows prefer the larger expert: its replica has more room for corrections.
     return _Leads(here, rank, flow + 1e-3 * np.where(flow > 0, crowds.load[rows, here], 0.0))
 
 
 class _Attempt(NamedTuple):
-    """t attempts, each of up to LANES copies in its layer as it stands."""
+    """t attempts, each of up to LANES copies in the present state of its layer."""
 
     row: Places
-    """[t], ascending"""
+    """[t], ascending."""
     element: Places
-    """[t, LANES]"""
+    """[t, LANES]."""
     expert: Places
-    """[t, LANES]"""
+    """[t, LANES]."""
     moved: Values
-    """[t, LANES]: load that the copy should take over; 0 where there is no copy"""
+    """[t, LANES]: load that the copy should take over; 0 where there is no copy."""
     promise: Values
     """[t, LANES]: fall of the excess; -inf where there is no copy"""
 
     @classmethod
     def of(cls, row: Places) -> "_Attempt":
-        """Attempts of no copies yet."""
+        """Return attempts without copies."""
         shape = (len(row), LANES)
         return cls(row, np.zeros(shape, np.intp), np.zeros(shape, np.intp), np.zeros(shape), np.full(shape, -np.inf))
 
@@ -153,12 +175,19 @@ class _Attempt(NamedTuple):
 
 
 def _attempts(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before: Values) -> _Attempt:
-    """What is to be tried: where all went well, one attempt of several copies, which together stay well below the excess; else several of one."""
+    """Return the attempts of a round.
+
+    After a success: one attempt of several copies, which together stay well below the excess. Else: several
+    attempts of one copy.
+    """
     a = len(crowds.layer)
     rows = np.arange(a)
+    # Without a large excess only the fullest rank's experts are candidates.
     many = before > LARGE
     leads.flow[~many[:, None] & (leads.rank != leads.rank[:, :1])] = 0.0
     _pass_over(leads.flow, crowds.fails)
+    # Copies of one attempt must not interfere: a rank receives once, and an expert that got or lost a replica
+    # loses no further one.
     shut = np.broadcast_to(crowds.dead, (a, len(crowds.dead))).copy()
     parted = np.zeros(crowds.load.shape, bool)
     found, row, lead = None, rows, np.full(a, -1)
@@ -168,9 +197,12 @@ def _attempts(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before:
         expert, flow = leads.expert[row, pick], leads.flow[row, pick]
         admit(crowds, row, expert)
         parted[row, expert] = True
+        # Promise of a slot: load it takes, less the load it displaces, less its learnt shortfall.
         worth = np.minimum(flow[:, None], sight.space[row]) - sight.stranded[row] - crowds.harm[row]
         worth[(sight.space[row] <= LEAST) | (flow <= 0)[:, None]] = -np.inf
         promise = _promises(crowds, row, expert, worth, shut, parted)
+        # The first lane opens the attempts, several per row after failures; later lanes extend the best
+        # attempt of a row.
         if found is None:
             nth, element = _best(promise, np.array(TRIALS)[crowds.fails])
             found = _Attempt.of(row[nth])
@@ -185,12 +217,15 @@ def _attempts(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before:
         moved = np.minimum(flow, sight.space[row, element])
         found.element[at, lane], found.expert[at, lane], found.moved[at, lane], found.promise[at, lane] = element, expert, moved, worth
         spent[row] += moved
+        # Further copies only where the excess is large and the last round succeeded.
         on = many[row] & (crowds.fails[row] == 0) & (spent[row] < WIDE * before[row])
         row, element, expert, moved, pick = row[on], element[on], expert[on], moved[on], pick[on]
         if not len(row):
             break
         shut[row, crowds.rank[row, element]] = True
         parted[row, crowds.expert[row, element]] = True
+        # Load that this copy moves is no longer available to experts of the same rank, or to the same expert
+        # elsewhere.
         touched = (leads.rank[row] == leads.rank[row, pick][:, None]) | (leads.expert[row] == expert[:, None])
         gained[row, expert] += 1
         full = (gained[row, expert] >= crowds.most[row, expert])[:, None] & (leads.expert[row] == expert[:, None])
@@ -200,27 +235,33 @@ def _attempts(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before:
 
 
 def _exchanges(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before: Values) -> _Attempt:
-    """One attempt of two copies in each layer where not very much is in excess.
+    """Return one attempt of two copies for each layer without a large excess.
 
-    The emptiest rank may hold nothing that another holds as well, so that nothing there can give way. Its smallest expert comes into a slot of a
-    crowded rank through which least flows, and gives way to an expert of a crowded rank.
+    The emptiest rank may hold only experts without other replicas, so that nothing there can give way. Its
+    smallest expert then goes into a slot of a crowded rank through which least flows, and its own slot gets
+    an expert of a crowded rank.
     """
     rows = np.arange(len(crowds.layer))
+    # Another rank after each failure.
     rank = _nth_emptiest(crowds, sight, crowds.fails)
     own, origin = (table.reshape(len(rows), len(crowds.dead) - 1, -1)[rows, rank].astype(np.intp) for table in (crowds.table, crowds.origin))
     small, weight = _smallest(crowds, own)
     row = rows[np.isfinite(weight) & (before <= LARGE)]
     admit(crowds, row, small[row])
+    # First half: the slot on a crowded rank that serves least.
     high = sight.loads > crowds.cap[:, None]
     into = np.full(len(rows), NOWHERE)
     promise = _promises(crowds, row, small[row], np.where(high[row[:, None], crowds.rank[row]], -crowds.served[row], -np.inf))
     found = promise.max(axis=1, initial=-np.inf) > -np.inf
     row = row[found]
     into[row] = promise[found].argmax(axis=1)
+    # Second half: an expert of a crowded rank that the emptiest rank has never held, and that did not just
+    # give way.
     there = (np.concatenate([own, origin, crowds.expert[rows, into][:, None]], axis=1)[:, :, None] == leads.expert[:, None, :]).any(axis=1)
     flow = np.where(there, 0.0, leads.flow)
     lead = flow.argmax(axis=1)
     moved = np.minimum(flow[rows, lead], crowds.cap - sight.loads[rows, rank] + weight)
+    # The exchange must move more load out than the small expert brings in.
     row = row[moved[row] > weight[row] + LEAST]
     row = row[~(crowds.new[row] & (crowds.expert[row] == small[row][:, None])).any(axis=1)]
     expert = leads.expert[row, lead[row]]
@@ -233,14 +274,15 @@ def _exchanges(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before
 
 
 def _nth_emptiest(crowds: OverflowRanks, sight: OverflowView, nth: Places) -> Places:
-    """[a]: the live rank that so many [a] are emptier than."""
+    """[a]: the live rank that `nth` [a] ranks are emptier than."""
     order = np.argsort(np.where(crowds.dead, np.inf, sight.loads), axis=1, kind="stable")
     live = len(crowds.dead) - int(crowds.dead.sum())
     return np.asarray(order[np.arange(len(order)), np.minimum(nth, live - 1)])
 
 
 def _smallest(crowds: OverflowRanks, experts: Places) -> tuple[Places, Values]:
-    """([a] of the experts [a, k] that with one holder that may move, the smallest, [a] its load; inf: there is none)."""
+    """Return ([a] the smallest of the experts [a, k] that have one holder and may move, [a] its load; inf:
+    there is none)."""
     rows = np.arange(len(experts))
     at = rows[:, None], experts
     free = (experts != EMPTY) & (crowds.replicas[at] == 1) & (crowds.least[at] == 1) & (crowds.most[at] > 1)
@@ -250,7 +292,11 @@ def _smallest(crowds: OverflowRanks, experts: Places) -> tuple[Places, Values]:
 
 
 def _pass_over(flow: Values, fails: Places) -> None:
-    """Where copies have failed, not always the same expert: the best are left out, as many as failures, while others are half as good."""
+    """Zero the flow of the best experts where copies have failed, one per failure, while another is at least
+    half as good.
+
+    So repeated attempts do not always choose the same expert.
+    """
     for n in range(1, int(fails.max()) + 1):
         row = np.flatnonzero(fails >= n)
         best = flow[row].argmax(axis=1)
@@ -263,7 +309,8 @@ def _pass_over(flow: Values, fails: Places) -> None:
 def _promises(crowds: OverflowRanks, row: Places, expert: Places, worth: Values, shut: Flags | None = None, parted: Flags | None = None) -> Values:
     """[t, m]: worth [t, m] where an element may give way to the layer's expert [t]; -inf where it must not.
 
-    shut: [a, ranks + 1], ranks where nothing may come; parted: [a, experts + 1], experts that lose no replica; None: none.
+    shut: [a, ranks + 1], ranks that must not receive; parted: [a, experts + 1], experts that must not lose a
+    replica; None: none.
     """
     held, ranks = crowds.expert[row], len(crowds.dead) - 1
     holds = np.broadcast_to(crowds.dead, (len(row), ranks + 1)).copy() if shut is None else shut[row]
@@ -278,7 +325,7 @@ def _promises(crowds: OverflowRanks, row: Places, expert: Places, worth: Values,
 
 
 def _best(promise: Values, most: Places) -> tuple[Places, Places]:
-    """(row, element) of the best promises of each row, at most `most` [a] of it."""
+    """Return (row, element) of the best promises of each row, at most `most` [a] of them."""
     width = min(int(most.max()), promise.shape[1])
     top = np.argpartition(-promise, width - 1, axis=1)[:, :width] if width > 1 else promise.argmax(axis=1)[:, None]
     worth = np.take_along_axis(promise, top, 1)
@@ -289,7 +336,7 @@ def _best(promise: Values, most: Places) -> tuple[Places, Places]:
 
 
 class _Trial(NamedTuple):
-    """What became of attempts, once weights have flowed."""
+    """Result of attempts after the flow of weights."""
 
     served: Values
     """[t, m]"""
@@ -298,7 +345,7 @@ class _Trial(NamedTuple):
 
 
 def _tried(crowds: OverflowRanks, sight: OverflowView, attempt: _Attempt) -> _Trial:
-    """What weights make of the copies, from a start that is guessed."""
+    """Simulate the flow of weights after the copies, from an estimated start."""
     row, t = attempt.row, len(attempt.row)
     nth, each = np.arange(t), np.arange(t)[:, None]
     held, rank, served, whole = crowds.expert[row], crowds.rank[row], crowds.served[row], crowds.load[row]
@@ -310,13 +357,16 @@ def _tried(crowds: OverflowRanks, sight: OverflowView, attempt: _Attempt) -> _Tr
         element, expert, moved = attempt.element[n, lane], attempt.expert[n, lane], attempt.moved[n, lane]
         gone, left = held[n, element].copy(), served[n, element].copy()
         held[n, element] = -1
+        # The replaced replica's load goes to its other holders, in proportion to their room.
         near = np.where(held[n] == gone[:, None], room[n], 0.0)
         served[n] += near * (left / np.maximum(near.sum(axis=1), _TINY))[:, None]
         served[n, element] = 0.0
         served[n] += _handed_back(crowds, sight, row[n], element, held[n], served[n], left)
+        # The expert's other holders hand over the moved part evenly.
         served[n] *= np.where(held[n] == expert[:, None], (1.0 - moved / np.maximum(whole[n, expert], _TINY))[:, None], 1.0)
         held[n, element], served[n, element] = expert, moved
     excess = np.empty(t)
+    # Longer flow where copies have failed: the estimate of the start was worse there.
     for which, rounds in ((crowds.fails[row] == 0, SETTLING), (crowds.fails[row] > 0, LONG)):
         if which.any():
             served[which], loads = _flowed(held[which], rank[which], served[which], crowds.alone[row[which]], whole.shape[1], rounds)
@@ -325,9 +375,13 @@ def _tried(crowds: OverflowRanks, sight: OverflowView, attempt: _Attempt) -> _Tr
 
 
 def _flowed(held: Places, rank: Places, served: Values, alone: Values, experts: int, rounds: int) -> tuple[Values, Values]:
-    """([t, m] what elements serve, [t, ranks + 1] loads) after so many rounds. held, rank, served: [t, m]; alone: [t, ranks + 1]."""
+    """Return ([t, m] loads of elements, [t, ranks + 1] rank loads) after this many rounds of flow.
+
+    held, rank, served: [t, m]; alone: [t, ranks + 1].
+    """
     t, ranks = alone.shape
     each = np.arange(t)[:, None]
+    # The trials form one large sparse problem: a group is an expert in a trial.
     group, groups = _numbered((held + experts * each).ravel(), t * experts)
     none = np.empty(0, np.intp)
     parts = SplitResult(none, none, group, (rank + ranks * each).ravel(), np.empty(0), alone.ravel(), groups, none)
@@ -336,8 +390,11 @@ def _flowed(held: Places, rank: Places, served: Values, alone: Values, experts: 
 
 
 def _handed_back(crowds: OverflowRanks, sight: OverflowView, row: Places, element: Places, held: Places, served: Values, left: Values) -> Values:
-    """[t, m]: what flows at once when an element gives up the load `left` [t]: its expert's other holder hands as much back to its rank as it can,
-    through the other experts that both hold."""
+    """[t, m]: immediate change of loads when an element gives up its load `left` [t].
+
+    Its expert's other holder hands back as much as it can to the element's rank, through other experts that
+    both hold.
+    """
     nth, other, rank = np.arange(len(row)), sight.other[row], crowds.rank[row]
     here, there, parallel = rank[nth, element], rank[nth, other[nth, element]], sight.parallel[row, element]
     part = np.where(parallel > 0, np.minimum(left / np.maximum(parallel, _TINY), 1.0), 0.0)
@@ -348,7 +405,7 @@ def _handed_back(crowds: OverflowRanks, sight: OverflowView, row: Places, elemen
 
 
 def _numbered(keys: Places, most: int) -> tuple[Places, int]:
-    """Keys below `most`, numbered without gaps in their order, and how many they are."""
+    """Number keys below `most` without gaps, in their order; return the numbers and their count."""
     there = np.zeros(most, bool)
     there[keys] = True
     found = np.flatnonzero(there)
@@ -358,7 +415,7 @@ def _numbered(keys: Places, most: int) -> tuple[Places, int]:
 
 
 def _make(crowds: OverflowRanks, attempt: _Attempt, served: Values) -> PlacementChanges:
-    """Makes the copies of one attempt in each of its layers; each gains its part of what all gain."""
+    """Make the copies of one attempt in each of its layers; the layer's gain is divided evenly among them."""
     before = np.where(crowds.dead, 0.0, crowds.loads()[attempt.row]).max(axis=1)
     nth, lane = np.nonzero(attempt.promise > -np.inf)
     row, element, expert = attempt.row[nth], attempt.element[nth, lane], attempt.expert[nth, lane]

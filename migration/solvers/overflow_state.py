@@ -1,4 +1,5 @@
-"""Layers in which load is stuck, as arrays: who serves what, and how far a further replica would help. Pure.
+"""State of layers whose load cannot flow off: what each element serves, and the effect of a further replica.
+Pure.
 
 `migration.solvers.overflow_copies` searches with it. Loads are in units of their layer's mean rank load.
 """
@@ -17,63 +18,66 @@ from migration.model.placement_changes import NOWHERE, Table
 from migration.solvers.split_weights import Places, SplitResult, Values
 
 HOMELESS = 0.2
-"""what a unit of load costs, in units of excess, that must flow on from the ranks which a replica that gives way leaves it to"""
+"""Cost of a unit of displaced load, in units of excess, that must flow on from the ranks that a replaced
+replica leaves it to."""
 Flags = NDArray[np.bool_]
 _STILL = 1e-4
-"""what a slot serves at most, in mean rank loads, where nothing can flow off through it"""
+"""Load of a slot, in mean rank loads, up to which nothing can flow off through it."""
 
 
 @dataclass(slots=True)
 class OverflowRanks:
-    """The layers still worked on, a of them. An *element* is a slot whose expert has several replicas, or an empty one; up to m of a layer.
+    """The a layers being processed. An *element* is a slot whose expert has several replicas, or an empty
+    one; at most m per layer.
 
-    Rank number `ranks` and expert number `experts` are nobody: unused elements belong to them, and empty slots to that expert.
+    Rank number `ranks` and expert number `experts` are placeholders: unused elements belong to both, and
+    empty slots to that expert.
     """
 
     dead: Flags
-    """[ranks + 1]: of no layer; nobody is dead"""
+    """[ranks + 1], for all layers; the placeholder counts as dead."""
     layer: Places
     origin: Table
-    """[a, slots]: as it was; an expert does not come back to a rank that it has been taken from"""
+    """[a, slots]: initial table; an expert does not return to a rank that it was removed from."""
     table: Table
-    """[a, slots]"""
+    """[a, slots]."""
     load: Values
-    """[a, experts + 1], in mean rank loads"""
+    """[a, experts + 1], in mean rank loads."""
     cap: Values
-    """[a]"""
+    """[a]."""
     replicas: NDArray[np.int64]
-    """[a, experts + 1]: live holders"""
+    """[a, experts + 1]: live holders."""
     least: NDArray[np.int64]
-    """[a, experts + 1]: an expert with no more live holders keeps them"""
+    """[a, experts + 1]: an expert with at most this number of live holders keeps them."""
     most: NDArray[np.int64]
-    """[a, experts + 1]: and with so many gets no more"""
+    """[a, experts + 1]: an expert with this number of live holders gets no further one."""
     alone: Values
-    """[a, ranks + 1]: load of experts that are in no element"""
+    """[a, ranks + 1]: load of experts that are in no element."""
     slot: Places
-    """[a, m]; NOWHERE: unused"""
+    """[a, m]; NOWHERE: unused."""
     rank: Places
-    """[a, m]"""
+    """[a, m]."""
     expert: Places
-    """[a, m]"""
+    """[a, m]."""
     served: Values
-    """[a, m]"""
+    """[a, m]."""
     new: Flags
-    """[a, m]: brought by this plan"""
+    """[a, m]: copied by this plan."""
     harm: Values
-    """[a, m]: by how much copies into the slot have fallen short of what they promised, half forgotten with each copy of the layer"""
+    """[a, m]: shortfall of copies into the slot against their promise; halved with each copy of the layer."""
     fails: Places
-    """[a]: rounds in vain since the last copy"""
+    """[a]: failed rounds since the last copy."""
 
     def taken(self, which: Flags) -> "OverflowRanks":
-        """Some of the layers."""
+        """Return the state of some of the layers."""
         return self if which.all() else OverflowRanks(self.dead, *(getattr(self, part.name)[which] for part in fields(self)[1:]))
 
     def loads(self) -> Values:
-        """[a, ranks + 1]"""
+        """[a, ranks + 1]."""
         return np.asarray(self.alone + summed(self.served, self.rank, len(self.dead)))
 
     def excess(self) -> Values:
-        """[a]: what stands above the cap."""
+        """[a]: load above the cap."""
         return np.asarray(over(self.loads(), self.cap, self.dead).sum(axis=1))
 
 
@@ -93,8 +97,10 @@ def crowds_of(table: Table, load: Values, parts: SplitResult, served: Values, ca
     experts, ranks = load.shape[1], len(parts.alone) // layers
     rank = np.arange(slots) // (slots // ranks)
     dead = np.append(np.zeros(ranks, bool) if limits.live is None else ~limits.live, True)
+    # Elements: slots of shared experts, and empty slots of live ranks.
     free = np.flatnonzero((table == EMPTY) & ~dead[rank])
     position = np.sort(np.concatenate([parts.slot, free]))
+    # Left-align each layer's elements in a rectangle; unused columns hold placeholders.
     layer, slot = np.divmod(position, slots)
     column = np.arange(len(position)) - np.searchsorted(layer, np.arange(layers))[layer]
     width = int(column.max(initial=-1)) + 1
@@ -106,6 +112,7 @@ def crowds_of(table: Table, load: Values, parts: SplitResult, served: Values, ca
     ranks_at[layer, column] = rank[slot]
     experts_at[layer, column] = np.where(table[layer, slot] == EMPTY, experts, table[layer, slot])
     served_at[layer, column] = flat[position]
+    # Only live holders count as replicas.
     held = (table != EMPTY) & ~dead[rank]
     replicas = np.bincount((np.arange(layers)[:, None] * (experts + 1) + table)[held], minlength=layers * (experts + 1)).reshape(layers, experts + 1)
     least, most = _bounds(replicas, ranks - int(dead[:-1].sum()), limits, node)
@@ -118,9 +125,11 @@ def crowds_of(table: Table, load: Values, parts: SplitResult, served: Values, ca
 
 
 def _bounds(replicas: NDArray[np.int64], ranks: int, limits: Constraints, node: NDArray[np.intp] | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(least, most) live holders [layers, experts + 1]; for nobody 0 and 0: an empty slot gives way at once, and nothing is copied into it as such.
+    """Return (least, most) live holders [layers, experts + 1].
 
-    Where there are several nodes, replicas of experts that must keep more than one stay where they are: they may be spread on purpose.
+    For the placeholder both are such that an empty slot can always be replaced and is never copied. Where
+    there are several nodes, replicas of experts that must keep more than one stay where they are: they may be
+    spread on purpose.
     """
     least, most = np.ones_like(replicas), np.full_like(replicas, ranks if limits.most_replicas is None else min(ranks, limits.most_replicas))
     if limits.least_replicas is not None:
@@ -134,21 +143,23 @@ def _bounds(replicas: NDArray[np.int64], ranks: int, limits: Constraints, node: 
 
 
 class OverflowView(NamedTuple):
-    """What the layers look like: [a, m] of elements, [a, ranks + 1] of ranks, in mean rank loads."""
+    """Derived quantities: [a, m] of elements, [a, ranks + 1] of ranks, in mean rank loads."""
 
     loads: Values
     leaving: Values
-    """[a, ranks + 1]: excess of a rank, and of those that load can flow to and fro with"""
+    """[a, ranks + 1]: excess of a rank and of those it exchanges load with."""
     out: Values
     """[a, experts + 1]: excess that could leave through a further replica"""
     space: Values
-    """[a, m]: room of the element's rank without it, and of ranks that this can push load to, less what comes back from the expert's other holder"""
+    """[a, m]: room of the element's rank without the element, and of ranks that it can push load to, less
+    what comes back from the expert's other holder."""
     stranded: Values
-    """[a, m]: what a replica that gives way leaves without a place, and a part of what must flow on"""
+    """[a, m]: load of a replaced replica that finds no place, and a part of the load that must flow on."""
     other: Places
-    """[a, m]: the element of the expert's other holder, where two hold it; else the element itself"""
+    """[a, m]: the element of the expert's other holder, where two hold it; otherwise the element itself."""
     parallel: Values
-    """[a, m]: what that holder can push back to the element's rank through other experts that both hold"""
+    """[a, m]: load that this holder can push back to the element's rank through other experts that both
+    hold."""
 
 
 def sight_of(crowds: OverflowRanks) -> OverflowView:
@@ -160,12 +171,15 @@ def sight_of(crowds: OverflowRanks) -> OverflowView:
     room = np.maximum(signed, 0.0)[rows, crowds.rank]
     leaving = pooled(crowds, high)
     out = np.minimum(crowds.load, summed(np.minimum(y, leaving[rows, crowds.rank]), crowds.expert, experts))
+    # Displaced load: first into the room of the expert's other holders, the rest one step further through
+    # their other experts.
     elsewhere = summed(room, crowds.expert, experts)[rows, crowds.expert] - room
     passing = np.where(crowds.expert < experts - 1, np.minimum(y, elsewhere), 0.0)
     onward = summed(passing, crowds.rank, ranks)[rows, crowds.rank]
     further = summed(onward - passing, crowds.expert, experts)[rows, crowds.expert] - onward + passing
     space = np.maximum(signed[rows, crowds.rank] + y + onward - passing, 0.0)
     other, parallel = _pairs(crowds)
+    # What finds no room in either step is stranded, less what the other holder returns to this rank anyway.
     homeless = np.maximum(y - elsewhere, 0.0)
     left = np.maximum(homeless - further, 0.0)
     back = np.minimum(left, np.maximum(parallel, 0.0))
@@ -173,9 +187,11 @@ def sight_of(crowds: OverflowRanks) -> OverflowView:
 
 
 def pooled(crowds: OverflowRanks, high: Values) -> Values:
-    """[a, ranks + 1]: excess so shaped, added up over the crowded ranks that load can flow between to and fro."""
+    """[a, ranks + 1]: the given excess, summed over the crowded ranks that can exchange load with each
+    other."""
     ranks, experts = len(crowds.dead), crowds.load.shape[1]
     rows = np.arange(len(high))[:, None]
+    # Ranks that are joined by a shared expert with load form a component: their excess is common.
     flowing = (crowds.served > _STILL) & (crowds.expert < experts - 1) & (high > 0)[rows, crowds.rank]
     rank, expert = (crowds.rank + ranks * rows)[flowing], (crowds.expert + experts * rows + high.size)[flowing]
     nodes = high.size + len(high) * experts
@@ -186,10 +202,11 @@ def pooled(crowds: OverflowRanks, high: Values) -> Values:
 
 
 def _pairs(crowds: OverflowRanks) -> tuple[Places, Values]:
-    """(`OverflowView.other`, `OverflowView.parallel`)."""
+    """Return (`OverflowView.other`, `OverflowView.parallel`)."""
     a, m = crowds.rank.shape
     rows, ranks, experts = np.arange(a)[:, None], len(crowds.dead), crowds.load.shape[1]
     column = np.broadcast_to(np.arange(m, dtype=np.float64), (a, m))
+    # The partner's column is the sum of the pair's columns less the own one.
     two = crowds.replicas[rows, crowds.expert] == 2
     other = np.where(two, summed(column, crowds.expert, experts)[rows, crowds.expert] - column, column).astype(np.intp)
     there = crowds.rank[rows, other]
@@ -198,7 +215,7 @@ def _pairs(crowds: OverflowRanks) -> tuple[Places, Values]:
 
 
 def admit(crowds: OverflowRanks, row: Places, expert: Places) -> None:
-    """Makes elements of the slots of experts that have had one holder until now; there is a column left for them."""
+    """Make elements of the slots of experts with a single holder until now; a column is reserved for them."""
     new = (crowds.replicas[row, expert] == 1) & ~(crowds.expert[row] == expert[:, None]).any(axis=1)
     row, expert = row[new], expert[new]
     column = (crowds.slot[row] != NOWHERE).sum(axis=1)
@@ -211,12 +228,12 @@ def admit(crowds: OverflowRanks, row: Places, expert: Places) -> None:
 
 
 def widen(crowds: OverflowRanks, room: int) -> None:
-    """Columns for so many further elements in every layer."""
+    """Add columns for `room` further elements in every layer."""
     used = int((crowds.slot != NOWHERE).sum(axis=1).max())
     more = used + room - crowds.slot.shape[1]
     if more <= 0:
         return
-    nobody = {"slot": NOWHERE, "rank": len(crowds.dead) - 1, "expert": crowds.load.shape[1] - 1, "served": 0.0, "new": False, "harm": 0.0}
-    for name, value in nobody.items():
+    placeholder = {"slot": NOWHERE, "rank": len(crowds.dead) - 1, "expert": crowds.load.shape[1] - 1, "served": 0.0, "new": False, "harm": 0.0}
+    for name, value in placeholder.items():
         part = getattr(crowds, name)
         setattr(crowds, name, np.concatenate([part, np.full((len(part), more + room), value, part.dtype)], axis=1))

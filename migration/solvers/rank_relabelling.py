@@ -1,9 +1,11 @@
-"""A new placement given to ranks and slots such that the least is copied. Pure.
+"""Assign a new placement's sets of experts to ranks and slots such that least is copied. Pure.
 
-Under the even split all ranks of an engine are alike, so which rank takes which set of experts of a layer is free: an assignment problem per layer
-(Jonker and Volgenant 1987, as scipy solves it) over how many experts a rank would already hold. Where nodes matter, sets stay together as they were
-made (an expert's replicas may have been spread over nodes on purpose): nodes are assigned first, by what then need not cross between them, and ranks
-within nodes after that. With demand by source rank, ranks are not alike; then only slots are arranged.
+Under the even split all ranks of an engine are equal, so any rank may take any set of experts of a layer.
+That is an assignment problem per layer (Jonker and Volgenant 1987, as scipy solves it) over the number of
+experts that a rank would already hold. Where nodes matter, sets of a node stay together (an expert's replicas
+may have been spread over nodes on purpose): nodes are assigned first, by the experts that then need not cross
+between them, and ranks within nodes after that. With demand by source rank, ranks are not equal; then only
+slots are rearranged.
 """
 
 import numpy as np
@@ -18,10 +20,11 @@ Held = NDArray[np.float32]
 
 
 def relabelled(before: Table, after: Table, ranks: int, node: NDArray[np.intp] | None = None) -> Table:
-    """int16 as `after`: its sets of experts, given to the ranks that hold most of them before; what a rank keeps lies in the slot where it was.
+    """int16 as `after`: its sets of experts, assigned to the ranks that hold most of them before; kept
+    experts keep their slots.
 
-    node: int [ranks], from 0; sets whose ranks share a node in `after` share one in the result. ValueError when the tables cannot be compared, or
-    `after` puts as many ranks on a node as no other node has.
+    node: int [ranks], from 0; sets whose ranks share a node in `after` share one in the result. ValueError
+    when the tables cannot be compared, or `after` has a node of a size that no other node has.
     """
     _check(before, after, ranks)
     layers = np.flatnonzero((before != after).any(axis=1))
@@ -36,18 +39,22 @@ def relabelled(before: Table, after: Table, ranks: int, node: NDArray[np.intp] |
 
 
 def arranged(before: Table, after: Table, ranks: int) -> Table:
-    """int16 as `after`: every rank with the same experts; those it holds before in the slots where they were, the others in the free ones in order."""
+    """int16 as `after`: the same experts on every rank; kept ones in their former slots, others in the free
+    slots in order."""
     _check(before, after, ranks)
     layers, slots = after.shape
     places, per = layers * ranks, slots // ranks
     old, new = before.reshape(places, per), after.reshape(places, per)
     slot_of = np.full((places, int(max(before.max(), after.max())) + 2), -1, np.intp)
     np.put_along_axis(slot_of, old.astype(np.intp), np.arange(per)[None, :], axis=1)
-    slot_of[:, -1] = -1  # where EMPTY was put
+    # EMPTY is -1 and was written to the last column.
+    slot_of[:, -1] = -1
     at = np.take_along_axis(slot_of, new.astype(np.intp), axis=1)
+    # First, experts that stay, in their former slots.
     result = np.full((places, per), EMPTY, np.int16)
     place, nth = np.nonzero(at >= 0)
     result[place, at[place, nth]] = new[place, nth]
+    # Then new ones, into the free slots in order.
     free = np.ones((places, per), bool)
     free[place, at[place, nth]] = False
     coming = np.where(at < 0, new, EMPTY)
@@ -72,12 +79,13 @@ def _held(table: Table, ranks: int, experts: int) -> Held:
 
 
 def _assigned(common: NDArray[np.float32]) -> NDArray[np.intp]:
-    """For each row the column that it gets, for the greatest sum of common [rows, columns]."""
+    """Return for each row its column, for the greatest sum of common [rows, columns]."""
     return np.asarray(linear_sum_assignment(common, maximize=True)[1], np.intp)
 
 
 def _by_node(old: Held, new: Held, node: NDArray[np.intp]) -> NDArray[np.intp]:
-    """[layers, ranks]: the rank whose new set each rank takes; nodes are exchanged as wholes, for those with as many ranks."""
+    """[layers, ranks]: the rank whose new set each rank takes. Nodes are exchanged as a whole, only with
+    nodes of equal size."""
     members = [np.flatnonzero(node == at) for at in range(int(node.max()) + 1)]
     sizes = np.array([len(ranks) for ranks in members])
     there = [np.stack([held[:, ranks].max(axis=1, initial=0.0) for ranks in members], axis=1) for held in (old, new)]

@@ -1,7 +1,9 @@
-"""How many replicas each expert of a layer gets, and what that says of the load of the fullest rank. Pure.
+"""Choose the number of replicas of each expert, and bound the load of the fullest rank from it. Pure.
 
-Replicas are dealt as parliaments deal seats, by a divisor rule: t is the least load such that experts of load x get max(1, ceil(x / t - s)) replicas
-and all fit into the slots. s, the signpost, is 0 for the rule of Adams, which makes the heaviest replica lightest; below 0 fewer go to the most wanted.
+Replicas are apportioned by a divisor rule, as parliaments apportion seats: t is the least load such that
+experts of load x get max(1, ceil(x / t - s)) replicas and all fit into the slots. s is the signpost. At 0
+this is the rule of Adams, which makes the heaviest replica as light as possible; below 0 the experts of most
+demand get fewer replicas.
 """
 
 from typing import Any, NamedTuple
@@ -16,17 +18,17 @@ _HALVINGS = 40
 
 
 class CountBounds(NamedTuple):
-    """Of the numbers of replicas."""
+    """Bounds on the numbers of replicas."""
 
     slots: int
     least: Counts
-    """[layers, experts]"""
+    """[layers, experts]."""
     most: int
-    """of one expert"""
+    """Of one expert."""
 
     @classmethod
     def of(cls, load: Floats, ranks: int, per_rank: int, most: int | None, least: NDArray[np.integer[Any]] | None) -> "CountBounds":
-        """ValueError when the least there must be does not fit."""
+        """Check and combine the bounds. ValueError when the required replicas do not fit."""
         most = ranks if most is None else min(ranks, most)
         fewest = np.ones(load.shape, np.int64) if least is None else np.clip(np.asarray(least, np.int64), 1, most)
         if fewest.sum(axis=1).max() > ranks * per_rank:
@@ -40,12 +42,14 @@ class CountBounds(NamedTuple):
 def replica_counts(load: Floats, bounds: CountBounds, signpost: float = EVEN) -> Counts:
     """int64 [layers, experts]: replicas by the divisor rule above, within bounds. load > 0."""
     low, high = np.zeros((len(load), 1)), load.max(axis=1, keepdims=True) / (1.0 + signpost)
+    # Bisect for t: the number of replicas falls as t grows.
     for _ in range(_HALVINGS):
         middle = 0.5 * (low + high)
         fits = _seats(load, middle, bounds, signpost).sum(axis=1, keepdims=True) <= bounds.slots
         low, high = np.where(fits, low, middle), np.where(fits, middle, high)
     counts = _seats(load, high, bounds, signpost)
-    while True:  # equal loads reach t together, and not all of them fit
+    # Equal loads reach t together, and not all of them fit: give the remaining slots one by one.
+    while True:
         left = bounds.slots - counts.sum(axis=1, keepdims=True)
         first = np.argsort(np.where(counts < bounds.most, -load / (counts + signpost), np.inf), axis=1, kind="stable")
         given = (np.arange(load.shape[1]) < left) & (np.take_along_axis(counts, first, axis=1) < bounds.most)
@@ -60,9 +64,10 @@ def _seats(load: Floats, each: Floats, bounds: CountBounds, signpost: float) -> 
 
 
 def pigeonhole(load: Floats, counts: Counts, ranks: int, per_rank: int) -> Floats:
-    """float64 [layers]: what the fullest rank carries at least, given the counts.
+    """float64 [layers]: lower bound of the fullest rank's load, given the counts.
 
-    For each k some rank holds k + 1 of the k * ranks + 1 heaviest replicas, at best the lightest of these, and per_rank - k - 1 others.
+    For each k some rank holds k + 1 of the k * ranks + 1 heaviest replicas, at best the lightest of these,
+    and per_rank - k - 1 others.
     """
     _, weight = replicas(load / counts, counts, ranks * per_rank)
     sums = np.concatenate([np.zeros((len(load), 1)), weight.cumsum(axis=1)], axis=1)
@@ -72,7 +77,11 @@ def pigeonhole(load: Floats, counts: Counts, ranks: int, per_rank: int) -> Float
 
 
 def replicas(weight: Floats, counts: Counts, slots: int) -> tuple[Counts, Floats]:
-    """Experts and weights [layers, slots] of all replicas, heaviest first, those of one expert together; nobody, of weight 0, fills up."""
+    """Return experts and weights [layers, slots] of all replicas, heaviest first, replicas of one expert
+    together.
+
+    Unused slots hold expert number `experts`, of weight 0.
+    """
     layers, experts = weight.shape
     order = np.concatenate([np.argsort(-weight, axis=1, kind="stable"), np.full((layers, 1), experts)], axis=1)
     times = np.concatenate([counts, slots - counts.sum(axis=1, keepdims=True)], axis=1)
@@ -82,7 +91,8 @@ def replicas(weight: Floats, counts: Counts, slots: int) -> tuple[Counts, Floats
 
 
 def floor(load: Floats, even: Counts, ranks: int, per_rank: int) -> Floats:
-    """float64 [layers]: what the fullest rank carries at least, whatever the counts."""
+    """float64 [layers]: lower bound of the fullest rank's load, for any counts. even: the counts of signpost
+    0."""
     beside = max(0, load.shape[1] - (ranks - 1) * per_rank - 1)
     lightest = np.sort(load, axis=1)[:, :beside].sum(axis=1) / ranks
     return np.asarray(np.maximum(load.sum(axis=1) / ranks, (load / even).max(axis=1) + lightest))

@@ -1,10 +1,13 @@
-"""Does demand differ between ranks, or between clusters, by more than chance explains? Where it does not, locality has nothing to gain. Pure.
+"""Test if demand differs between ranks, or between clusters, by more than chance. If not, locality gains
+nothing. Pure.
 
-The measure is the Jensen-Shannon divergence of the sources' distributions over experts, weighted by their pairs: the mutual information of
-source and expert (Lin 1991), in nats, mean over layers. Samples of one and the same distribution diverge too. How much is known exactly: given
-how many pairs each source sent and each expert got, counts are hypergeometric, and the expected mutual information follows (Vinh, Epps and
-Bailey 2009). For many pairs that is (experts - 1)(sources - 1) / 2 per pair, with the variance of chi-square; with few pairs per
-expert it is less, and that matters: the average over many layers is told apart from noise to a few thousandths of it.
+The statistic is the Jensen-Shannon divergence of the sources' distributions over experts, weighted by their
+pairs. It equals the mutual information of source and expert (Lin 1991), in nats, mean over layers. Samples of
+the same distribution diverge too. The expectation of that is known exactly: given the pairs of each source
+and of each expert, counts are hypergeometric, and the expected mutual information follows (Vinh, Epps and
+Bailey 2009). For many pairs it is (experts - 1)(sources - 1) / 2 per pair, with the variance of chi-square.
+With few pairs per expert it is less, and that matters: the average over many layers is distinguished from
+noise to a few thousandths of it.
 """
 
 from typing import Any, NamedTuple
@@ -15,19 +18,24 @@ from numpy.typing import NDArray
 
 Table = NDArray[np.float64]
 SURE = 5.0
-"""standard deviations beyond the expected noise; a normal tail of 3e-7, but pairs of one text resemble each other, and that is only guessed at"""
+"""Standard deviations beyond the expected noise. A normal tail would be 3e-7, but pairs of one text are
+correlated, and the strength of that is only estimated."""
 LEAST = 2e-3
-"""nats: what is less than this moves no tenth of a per cent of tokens, however certain it is"""
+"""Least significant divergence in nats: less than this moves no tenth of a per cent of tokens, however
+certain it is."""
 FEW = 1.0
-"""pairs per source and expert, on average, below which nothing is said"""
+"""Mean pairs per source and expert below which the test gives no result."""
 _NODES, _WEIGHTS = leggauss(48)
 _MANY = 50.0
-"""expected pairs of a source and expert beyond which a series takes the integral's place"""
+"""Expected pairs of a source and expert beyond which a series replaces the integral."""
 
 
 class SpecialisationTest(NamedTuple):
-    """specialised: whether locality can pay. divergence, floor, spread: nats, mean over layers: as seen, as noise alone would show, and the
-    standard deviation of that. reason: a sentence."""
+    """Result of the test.
+
+    specialised: True if locality can pay. divergence, floor, spread: nats, mean over layers: observed,
+    expected from noise alone, and the standard deviation of the latter. reason: a sentence.
+    """
 
     specialised: bool
     divergence: float
@@ -37,11 +45,12 @@ class SpecialisationTest(NamedTuple):
 
 
 def gate(demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0, of: str = "ranks") -> SpecialisationTest:
-    """Whether the sources' demand differs.
+    """Test the sources' demand for differences.
 
-    demand: [sources, layers, experts], any unit. pairs: [sources] or [sources, layers], (token, k) pairs behind each layer of it. dispersion: how many
-    times as much as independent pairs the counts scatter, as pairs of one text resemble each other (the design effect, Kish 1965): so many
-    times fewer pairs are reckoned with. of: what sources are, for the sentence. ValueError when shapes do not fit.
+    demand: [sources, layers, experts], any unit. pairs: [sources] or [sources, layers], (token, k) pairs
+    behind each layer. dispersion: variance of the counts relative to independent pairs, as pairs of one text
+    are correlated (the design effect, Kish 1965); the effective number of pairs is smaller by this factor.
+    of: name of the sources in the sentence. ValueError when shapes do not fit.
     """
     counts = _counts(demand, pairs, dispersion)
     sources, experts = len(counts), counts.shape[2]
@@ -52,6 +61,7 @@ def gate(demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0, 
         return SpecialisationTest(
             False, 0.0, 0.0, 0.0, f"insufficient data: {fewest:.0f} pairs per layer from each of {sources} {of}, {FEW * experts:.0f} from two are needed"
         )
+    # Layers with too few pairs would add noise only.
     counts, total = counts[:, enough], total[enough]
     seen = divergence(counts)
     noise = expected_noise(counts)
@@ -66,7 +76,7 @@ def gate(demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0, 
 
 
 def _counts(demand: NDArray[Any], pairs: NDArray[Any], dispersion: float) -> Table:
-    """[sources, layers, experts]: demand as so many pairs."""
+    """[sources, layers, experts]: demand, scaled to effective pairs."""
     if demand.ndim != 3 or np.shape(pairs) not in (demand.shape[:1], demand.shape[:2]):
         raise ValueError(f"gate: demand has shape {demand.shape} and pairs {np.shape(pairs)}; expected [sources, layers, experts] and [sources(, layers)]")
     if not dispersion >= 1.0:
@@ -77,7 +87,10 @@ def _counts(demand: NDArray[Any], pairs: NDArray[Any], dispersion: float) -> Tab
 
 
 def divergence(counts: Table) -> Table:
-    """float64 [layers]: Jensen-Shannon divergence of the sources, nats, weighted by what each sent. counts: [sources, layers, experts]."""
+    """float64 [layers]: Jensen-Shannon divergence of the sources, nats, weighted by their pairs.
+
+    counts: [sources, layers, experts].
+    """
     total = np.maximum(counts.sum(axis=(0, 2)), 1e-300)
     cells = _xlogx(counts).sum(axis=(0, 2))
     margins = _xlogx(counts.sum(axis=2)).sum(axis=0) + _xlogx(counts.sum(axis=0)).sum(axis=1)
@@ -85,23 +98,27 @@ def divergence(counts: Table) -> Table:
 
 
 def expected_noise(counts: Table) -> Table:
-    """float64 [layers]: what `divergence` would be on average, had all sources the same distribution, given each source's and each expert's pairs."""
+    """float64 [layers]: expectation of `divergence` if all sources had the same distribution, given each
+    source's and each expert's pairs."""
     of_source, of_expert = counts.sum(axis=2), counts.sum(axis=0)
     total = np.maximum(of_expert.sum(axis=1), 1.0)
     found = np.zeros(len(total))
     for sent in of_source:
         part = (sent / total)[:, None]
         mean = part * of_expert
-        # drawn without replacement: the variance of an expert that takes a share m of all is 1 - m of the binomial one
+        # Drawn without replacement: the variance of an expert with share m of all pairs is 1 - m times the
+        # binomial one.
         found += (_excess(of_expert, part) * (1.0 - of_expert / total[:, None]) * (mean > 0)).sum(axis=1)
     return np.asarray(found / total)
 
 
 def _excess(trials: Table, part: Table) -> Table:
-    """E[x ln x] - mu ln mu of a binomial x, mu = trials * part: arrays that broadcast, `trials` at least 1 where it is not 0.
+    """Return E[x ln x] - mu ln mu of a binomial x with mu = trials * part.
 
-    With ln x = int_0^inf (e^-t - e^-xt) / t dt and u = 1 - e^-t, E[x ln x] = mu int_0^1 (1 - (1 - part u)^(trials - 1)) / -ln(1 - u) du. For large
-    mu: (1 - part) / 2 + (1 - part)(1 + part) / (12 mu), the first terms of the series in moments about the mean.
+    The arguments broadcast; `trials` is at least 1 where it is not 0. With ln x = int_0^inf (e^-t - e^-xt) /
+    t dt and u = 1 - e^-t: E[x ln x] = mu int_0^1 (1 - (1 - part u)^(trials - 1)) / -ln(1 - u) du. For large
+    mu: (1 - part) / 2 + (1 - part)(1 + part) / (12 mu), the first terms of the series in moments about the
+    mean.
     """
     mean = trials * part
     series = (1.0 - part) * (0.5 + (1.0 + part) / (12.0 * np.maximum(mean, 1e-300)))
@@ -110,7 +127,7 @@ def _excess(trials: Table, part: Table) -> Table:
         return np.asarray(series)
     at, share = np.broadcast_to(trials, mean.shape)[small], np.broadcast_to(part, mean.shape)[small]
     exact = np.zeros(len(at))
-    # nodes in u = v^2: the integrand falls steeply at 0 where mu is large
+    # Nodes in u = v^2: the integrand falls steeply at 0 where mu is large.
     for node, weight in zip(0.5 * (_NODES + 1.0), 0.5 * _WEIGHTS, strict=True):
         u = node * node
         exact += 2.0 * node * weight * (-np.expm1((np.maximum(at, 1.0) - 1.0) * np.log1p(-share * u))) / -np.log1p(-u)
@@ -121,7 +138,10 @@ def _excess(trials: Table, part: Table) -> Table:
 
 
 def _spread(counts: Table, noise: Table, total: Table) -> float:
-    """Standard deviation of the mean over layers: chi-square's, sqrt(2 * degrees) / (2 * pairs), with as many degrees as the noise speaks of."""
+    """Standard deviation of the mean over layers.
+
+    That of chi-square, sqrt(2 * degrees) / (2 * pairs), with the degrees of freedom that the noise implies.
+    """
     degrees = 2.0 * total * noise
     return float(np.sqrt((2.0 * degrees / (2.0 * total) ** 2).sum()) / counts.shape[1])
 

@@ -1,4 +1,5 @@
-"""Few copies with split weights: what new weights alone cannot balance, as few copies as possible do. Pure.
+"""Few copies with split weights: remove the imbalance that new weights alone cannot, with as few copies as
+possible. Pure.
 
 The search for copies is `migration.solvers.overflow_copies`.
 """
@@ -16,19 +17,21 @@ from migration.solvers.overflow_copies import NEAR_CAP, outlets
 from migration.solvers.split_weights import ROUNDS, SLACK, DemandPull, Values, check, diffused, reweight, shared
 
 NEARBY = 0.02
-"""however much there is to gain, the fullest rank is to be no further above a full re-placement's, in mean rank loads: steps are to feel no difference"""
+"""Most by which the fullest rank may stay above that of a full re-placement, in mean rank loads, whatever the
+gain: more would be noticeable in a step."""
 _CERTAIN = 5e-3
-"""of what is missing, so much may be owed to weights that still flow"""
+"""Part of the missing load that may be due to weights not yet converged."""
 _TINY = 1e-9
 
 
 class SplitCopies(NamedTuple):
-    """A plan: a placement and its split, and the copies that lead to it."""
+    """A placement, its split, and the copies that lead to it."""
 
     table: Table
     split: Split
     changes: PlacementChanges
-    """replications, each with the fall of its layer's most loaded rank, in mean rank loads, once weights have flowed"""
+    """Replications, each with the fall of its layer's most loaded rank after convergence of the weights, in
+    mean rank loads."""
 
 
 def weighted(
@@ -43,11 +46,13 @@ def weighted(
     node: NDArray[np.intp] | None = None,
     slack: float = SLACK,
 ) -> SplitCopies:
-    """The few copies, and the weights, that reach `limits.target` of what a full re-placement would gain over the even split of `table`.
+    """Return few copies, and the weights, that reach `limits.target` of a full re-placement's gain over the
+    even split.
 
-    table: legal, int16 [layers, slots]; demand: [layers, experts] or [ranks, layers, experts] (see `reweight`); goal: [layers], balance of a full
-    re-placement under this demand; None: 1. noise: how many pairs the demand was counted from; None: it is exact. With it, layers whose imbalance the
-    sample explains get no copies. node: int [ranks]; slack: as of `reweight`. ValueError when shapes contradict each other.
+    table: legal, int16 [layers, slots]; demand: [layers, experts] or [ranks, layers, experts] (see
+    `reweight`); goal: [layers], balance of a full re-placement under this demand; None: 1. noise: number of
+    pairs behind the demand; None: it is exact. With it, layers whose imbalance is explained by sampling get
+    no copies. node: int [ranks]; slack: as for `reweight`. ValueError when shapes contradict each other.
     """
     check(table, demand, ranks, experts)
     wants = DemandPull(demand, ranks, node, limits.live)
@@ -59,7 +64,8 @@ def weighted(
     if len(parts.slot) or (table == EMPTY).any():
         served = parts.whole / parts.replicas
         cap, open_layers = _caps(table, wants.load, parts.of_rank(served).reshape(len(table), ranks), aim, limits, noise)
-        served = diffused(parts, served, ROUNDS // 2)  # the search goes on with them
+        # Half the rounds suffice here: the search continues from these weights.
+        served = diffused(parts, served, ROUNDS // 2)
         above = _alive(parts.of_rank(served).reshape(len(table), ranks), limits).max(axis=1) > cap + NEAR_CAP
         changes = outlets(table, wants.load, parts, served, cap, open_layers & above, limits, node)
         changes = changes if limits.most_copies is None else within(changes, limits.most_copies)
@@ -74,9 +80,11 @@ def _alive(loads: Values, limits: Constraints) -> Values:
 
 
 def _caps(table: Table, load: Values, even: Values, goal: Values, limits: Constraints, noise: LoadNoise | None) -> tuple[Values, NDArray[np.bool_]]:
-    """([layers] load of the fullest rank that is good enough, [layers] whether demand has changed). even: [layers, ranks] under the even split.
+    """Return ([layers] acceptable load of the fullest rank, [layers] True where demand has changed). even:
+    [layers, ranks] loads under the even split.
 
-    With noise, loads of the next window stand above those of this by as much as a sample blurs: the wanted part is of the gain that is left of it.
+    With noise, loads of the next window exceed those of this one by the sampling error: the target part
+    refers to the gain that remains.
     """
     alive = _alive(even, limits)
     most, least = np.maximum(alive.max(axis=1, initial=0.0), 1.0), 1.0 / goal
@@ -92,10 +100,12 @@ def _caps(table: Table, load: Values, even: Values, goal: Values, limits: Constr
 
 
 def least_copies(table: Table, load: NDArray[Any], ranks: int, cap: NDArray[Any]) -> NDArray[np.int64]:
-    """int64 [layers]: with fewer copies no rank load stays below `cap` [layers] (in mean rank loads), however load is shared out. Not always enough.
+    """int64 [layers]: lower bound of the copies that keep every rank load below `cap` [layers] (in mean rank
+    loads), with any split. Not always sufficient.
 
-    Two bounds, the larger counts. A rank serves at most `cap`, so an expert of load x needs x / cap holders. And a copy adds at most `cap` to
-    what flows from experts into ranks of that capacity, all copies of an expert at most x, while without copies the excess is missing.
+    The larger of two bounds. First: a rank serves at most `cap`, so an expert of load x needs x / cap
+    holders. Second: a copy adds at most `cap` to the flow from experts into ranks of that capacity, and all
+    copies of an expert add at most x, while without copies the excess is missing.
     """
     check(table, load, ranks, load.shape[1])
     wants = DemandPull(load, ranks, None, None)

@@ -1,15 +1,19 @@
-"""New split weights for a placement that stays as it is: nothing is copied, and the fullest rank of a layer gets less to do. Pure.
+"""New split weights for a fixed placement: nothing is copied, and the fullest rank of a layer gets less load.
+Pure.
 
-Ranks that hold replicas of one expert are like vessels joined by a pipe: in each round an expert's load flows from its fuller holders to its
-emptier ones, as much as the difference asks for, shared among the pipes of a rank (diffusion, as Cybenko, "Dynamic load balancing for
-distributed memory multiprocessors", 1989), and flows keep their momentum (Nesterov, "A method for solving the convex programming problem with
-convergence rate O(1/k^2)", 1983). What it comes to rest at has the least sum of squares of rank loads, hence also the least possible
-maximum: loads that can be had by sharing out are the base of a polymatroid, where one point is best for both (Federgruen and Groenevelt, 1986).
-It starts at the even split and moves no more than it must, whereas a linear programme of the same maximum ends in a corner, where most experts
-have one replica that serves all: good for the window it was fitted to, and bad for a step.
+Ranks with replicas of one expert are like vessels joined by a pipe. In each round an expert's load flows from
+its fuller holders to its emptier ones, in proportion to the difference, divided among the pipes of a rank.
+This is diffusion (Cybenko, "Dynamic load balancing for distributed memory multiprocessors", 1989). Flows keep
+their momentum (Nesterov, "A method for solving the convex programming problem with convergence rate
+O(1/k^2)", 1983). The fixed point has the least sum of squares of rank loads, hence also the least possible
+maximum: the feasible loads are the base of a polymatroid, where one point is best for both (Federgruen and
+Groenevelt, 1986). The flow starts at the even split and moves only as far as it must. A linear programme of
+the same maximum ends in a corner instead, where most experts have one replica that serves all: good for the
+window it was fitted to, and bad for a step.
 
-A window's counts are a sample, and weights follow their noise as gladly as their meaning. Per layer, only that part of the way from the even
-split is gone by which the imbalance exceeds what sampling alone would show (James and Stein's shrinkage, positive part).
+A window's counts are a sample, and weights fit its noise too. Per layer, the weights go only a part of the
+way from the even split: the part by which the imbalance exceeds what sampling alone would show (James and
+Stein's shrinkage, positive part).
 """
 
 from dataclasses import dataclass
@@ -24,42 +28,45 @@ Table = NDArray[np.int16]
 Values = NDArray[np.float64]
 Places = NDArray[np.intp]
 ROUNDS = 40
-"""flows until rest; within 0.001 of the optimum on graphs of up to 64 ranks"""
+"""Rounds of flow to convergence; within 0.001 of the optimum on graphs of up to 64 ranks."""
 _BEFORE_RELEASE = 15
-"""rounds in which ranks keep all that is their own"""
+"""Rounds in which ranks keep all load of their own requests."""
 _PACE = 0.9
-"""share of a rank's excess that flows off in a round; at 1 and above, two ranks can hand the same load to and fro"""
+"""Share of a rank's excess that flows off in a round; at 1 and above, two ranks can exchange the same load
+forever."""
 _TINY = 1e-12
 SLACK = 0.005
-"""how far above the mean a rank may be before it gives away what is its own"""
+"""Distance above the mean from which a rank gives away load of its own requests."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitResult:
-    """The n slots of a table whose experts have several replicas, flat, by table position. Loads are in units of their layer's mean rank load."""
+    """The n slots of a table whose experts have several replicas, flat, by table position. Loads are in mean
+    rank loads of the layer."""
 
     slot: Places
     """[n]: layer * slots + slot, ascending"""
     place: Places
     """[n]: layer * experts + expert"""
     group: Places
-    """[n]: the same, numbered without gaps"""
+    """[n]: the same, numbered without gaps."""
     rank: Places
     """[n]: layer * ranks + rank"""
     whole: Values
-    """[n]: all load of the expert"""
+    """[n]: total load of the expert."""
     alone: Values
     """[layers * ranks]: load of experts with one replica"""
     groups: int
     idle: Places
-    """positions of slots that hold an expert and serve nothing: their rank is dead, and another has it"""
+    """Positions of slots that hold an expert and serve nothing: their rank is dead, and a live one holds the
+    expert."""
 
     def of_group(self, values: Values) -> Values:
         """[n]: sum of values [n] over the replicas of the slot's expert."""
         return np.asarray(np.bincount(self.group, values, self.groups)[self.group])
 
     def of_rank(self, served: Values) -> Values:
-        """[layers * ranks]: load of the ranks when the slots serve so much."""
+        """[layers * ranks]: rank loads when the slots serve these loads."""
         return np.asarray(self.alone + np.bincount(self.rank, served, len(self.alone)))
 
     @property
@@ -69,7 +76,10 @@ class SplitResult:
 
 
 def shared(table: Table, load: Values, ranks: int, live: NDArray[np.bool_] | None = None) -> SplitResult:
-    """The part of a table that weights can change. load: float64 [layers, experts] in units of the mean rank load; live: bool [ranks]."""
+    """Return the part of a table that weights can change.
+
+    load: float64 [layers, experts] in units of the mean rank load; live: bool [ranks].
+    """
     layers, slots = table.shape
     held = table != EMPTY
     place = np.arange(layers)[:, None] * load.shape[1] + np.where(held, table, 0)
@@ -85,42 +95,49 @@ def shared(table: Table, load: Values, ranks: int, live: NDArray[np.bool_] | Non
 
 
 def _serving(held: NDArray[np.bool_], place: Places, alive: NDArray[np.bool_], places: int) -> NDArray[np.bool_]:
-    """Slots that take part in serving: those of live ranks, and of dead ones where an expert lives nowhere else."""
+    """Slots that serve: those of live ranks, and those of dead ranks where an expert has no live holder."""
     here = held & alive
     lost = np.bincount(place[here], minlength=places) == 0
     return np.asarray(here | (held & lost[place]))
 
 
 def diffused(parts: SplitResult, served: Values, rounds: int = ROUNDS, own: Values | None = None, enough: float = 0.0) -> Values:
-    """[n]: what each slot serves after so many rounds from `served` [n].
+    """[n]: load that each slot serves after this many rounds of flow, starting from `served` [n].
 
-    own: [n], at most `served`: what a slot does not give away until its rank, half-way through, is still above `enough`; None: nothing.
-    enough: ranks below that load push nothing away; they stand at that level to their neighbours.
+    own: [n], at most `served`: load that a slot gives away only if its rank is still above `enough` half-way
+    through; None: nothing. enough: ranks below this load push nothing away; towards their neighbours they
+    count as being at this level.
     """
     rank, group, groups = parts.rank, parts.group, parts.groups
     if not groups:
         return served.copy()
+    # A pipe's width limits the flow so that a rank with many replicas does not overshoot.
     width = _PACE / np.maximum(np.bincount(rank, minlength=len(parts.alone)), 1)[rank]
     part = width / np.bincount(group, width, groups).take(group)
+    # Load of a rank's own requests is held back first, so that locality is given up only where it must be.
     fixed = np.zeros(0) if own is None else own.copy()
     free = served.copy() if own is None else served - own
     total = np.bincount(group, free, groups)
     ahead, since = np.asarray(free, np.float64), 0
     for turn in range(rounds):
         load = parts.of_rank(ahead if own is None else ahead + fixed)
+        # Ranks that are still too full after some rounds release it, and momentum restarts.
         if own is not None and turn >= _BEFORE_RELEASE:
             given = (load > enough)[rank] & (fixed > 0)
             if given.any():
                 free, fixed = np.where(given, free + fixed, free), np.where(given, 0.0, fixed)
                 total = np.bincount(group, free, groups)
                 ahead, since = free, 0
+        # Flow towards the width-weighted mean level of the expert's holders.
         height = (np.maximum(load, enough) if enough else load).take(rank)
         flow = np.asarray(np.bincount(group, part * height, groups).take(group), np.float64)
         flow -= height
         flow *= width
         flow += ahead
         np.maximum(flow, 0.0, out=flow)
+        # Clipping at zero created load: rescale so that each expert keeps its total.
         flow *= (total / (np.bincount(group, flow, groups) + _TINY)).take(group)
+        # Nesterov's extrapolation: the next gradient is taken ahead of the current point.
         ahead = flow + since / (since + 3) * (flow - free)
         free, since = flow, since + 1
     return free if own is None else np.asarray(free + fixed)
@@ -137,24 +154,28 @@ def reweight(
     live: NDArray[np.bool_] | None = None,
     slack: float = SLACK,
 ) -> Split:
-    """The split of `table` that brings the load of the fullest rank of each layer down as far as sharing out can, and keeps at home what it may.
+    """Return the split of `table` that minimises the load of each layer's fullest rank and keeps requests
+    local where it can.
 
-    demand: [ranks, layers, experts] pairs by the rank their requests live on, or [layers, experts] where that is not known: then it is the same
-    for all ranks. node: int [ranks], numbers from 0; None: one node. pairs: how many (token, k) pairs per layer the demand was counted from, one
-    number or [layers]; None: it is no sample. live: bool [ranks], the ranks that serve. slack: how far above the mean a rank may be before it
-    sends away what could stay at home (known sources only). ValueError when shapes contradict each other.
+    demand: [ranks, layers, experts] pairs by the rank that serves their requests, or [layers, experts] where
+    that is unknown: then it is the same for all ranks. node: int [ranks], numbers from 0; None: one node.
+    pairs: (token, k) pairs per layer behind the demand, one number or [layers]; None: the demand is exact.
+    live: bool [ranks], the ranks that serve. slack: distance above the mean from which a rank sends away load
+    that could stay local (known sources only). ValueError when shapes contradict each other.
     """
     check(table, demand, ranks, experts)
     wants = DemandPull(demand, ranks, node, live)
     parts = shared(table, wants.load, ranks, live)
     own = wants.own(parts)
+    # Start at the most local split; only the difference from it is subject to shrinkage.
     start = wants.at_home_first(parts, own)
     best = diffused(parts, start, own=own, enough=1.0 + slack) if wants.known else diffused(parts, start)
     return split_of(table, parts, start + trust(parts, start, pairs, len(table)) * (best - start), wants)
 
 
 def check(table: Table, demand: NDArray[Any], ranks: int, experts: int) -> None:
-    """ValueError when table [layers, slots] and demand [(ranks,) layers, experts] contradict each other."""
+    """Raise ValueError when table [layers, slots] and demand [(ranks,) layers, experts] contradict each
+    other."""
     if table.ndim != 2 or ranks < 1 or table.shape[1] % ranks:
         raise ValueError(f"split: a table of shape {table.shape} is none of {ranks} ranks; it must be [layers, ranks * slots_per_rank]")
     if demand.shape not in ((len(table), experts), (ranks, len(table), experts)):
@@ -162,14 +183,14 @@ def check(table: Table, demand: NDArray[Any], ranks: int, experts: int) -> None:
 
 
 class DemandPull:
-    """Demand in units of each layer's mean rank load. demand, node, live: as of `reweight`."""
+    """Demand in units of each layer's mean rank load. demand, node, live: as for `reweight`."""
 
     def __init__(self, demand: NDArray[Any], ranks: int, node: NDArray[np.intp] | None, live: NDArray[np.bool_] | None) -> None:
         self.ranks = ranks
         self.node = None if node is None or int(node.max()) == 0 else node
-        """None: all ranks are near each other"""
+        """None: all ranks are equally near to each other."""
         self.known = demand.ndim == 3
-        """whether it says where requests live"""
+        """True if the demand is known by the rank of its requests."""
         load = demand.sum(axis=0, dtype=np.float64) if self.known else np.asarray(demand, np.float64)
         mean = load.sum(axis=1) / (ranks if live is None else max(1, int(live.sum())))
         self._unit = np.where(mean > 0, mean, 1.0)[:, None]
@@ -178,14 +199,14 @@ class DemandPull:
         self._demand = demand
 
     def own(self, parts: SplitResult) -> Values:
-        """[n]: what the requests of the slot's own rank want of its expert."""
+        """[n]: demand of the slot's own rank for its expert."""
         if not self.known:
             return np.asarray(parts.whole / self.ranks)
         cell = (parts.rank % self.ranks) * self.load.size + parts.place
         return np.asarray(self._demand.reshape(-1)[cell] / self._unit[parts.place // self.load.shape[1], 0])
 
     def of_nodes(self, parts: SplitResult) -> Values:
-        """[nodes, groups]: what the requests of each node want of the shared experts."""
+        """[nodes, groups]: demand of each node for the shared experts."""
         assert self.node is not None
         nodes = int(self.node.max()) + 1
         place = np.empty(parts.groups, np.intp)
@@ -198,7 +219,8 @@ class DemandPull:
         return np.asarray(of_node / self._unit[place // self.load.shape[1], 0])
 
     def at_home_first(self, parts: SplitResult, own: Values) -> Values:
-        """[n]: what slots serve when everybody keeps its own, then a node's replicas share the node's alike, then all replicas share what is left."""
+        """[n]: loads when every rank serves its own demand, then a node's replicas share the rest of the
+        node's demand evenly, then all replicas share what remains."""
         near = np.zeros_like(own)
         if self.node is not None:
             cell = self.node[parts.rank % self.ranks] * parts.groups + parts.group
@@ -209,7 +231,8 @@ class DemandPull:
 
 
 def trust(parts: SplitResult, start: Values, pairs: float | Values | None, layers: int) -> Values:
-    """[n]: the part of the way from the start that is worth going: 1 - (sampling variance of a rank's load) / (its variance as seen)."""
+    """[n]: part of the way from the start to go: 1 - (sampling variance of a rank's load) / (its observed
+    variance)."""
     if pairs is None:
         return np.ones(len(start))
     ranks = len(parts.alone) // layers
@@ -221,7 +244,8 @@ def trust(parts: SplitResult, start: Values, pairs: float | Values | None, layer
 
 
 def split_of(table: Table, parts: SplitResult, served: Values, wants: DemandPull) -> Split:
-    """The split under which slots serve just that much ([n]), as much as can be of it for their own rank, and next for their own node."""
+    """Return the split under which slots serve these loads ([n]), as much as possible for their own rank,
+    then for their node."""
     own = wants.own(parts)
     kept = np.minimum(own, served)
     rest = served - kept
@@ -236,17 +260,19 @@ def split_of(table: Table, parts: SplitResult, served: Values, wants: DemandPull
 
 
 def _in_full(parts: SplitResult, rest: Values) -> NDArray[np.uint16]:
-    """[n]: shares of FULL in proportion to rest, that add up to FULL for each expert; even where nothing is left to be shared out."""
+    """[n]: shares of FULL in proportion to rest, that add up to FULL for each expert; even where rest is
+    zero."""
     total = parts.of_group(rest)
     share = np.where(total > _TINY, rest / np.maximum(total, _TINY), 1.0 / parts.replicas)
     order = np.argsort(parts.group, kind="stable")
     found = np.empty(len(share), np.uint16)
-    found[order] = np.diff(np.rint(FULL * np.cumsum(share[order])), prepend=0.0)  # a running sum: every expert begins and ends at a multiple of FULL
+    # Round a running sum: every expert begins and ends at a multiple of FULL.
+    found[order] = np.diff(np.rint(FULL * np.cumsum(share[order])), prepend=0.0)
     return found
 
 
 def _near(parts: SplitResult, kept: Values, rest: Values, wants: DemandPull) -> tuple[NDArray[np.uint16], Values]:
-    """(near [n], [n] what is served of other nodes' tokens)."""
+    """Return (near [n], [n] load served for other nodes' tokens)."""
     assert wants.node is not None
     cell = wants.node[parts.rank % wants.ranks] * parts.groups + parts.group
     wanted = wants.of_nodes(parts).reshape(-1)

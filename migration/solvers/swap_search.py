@@ -1,8 +1,9 @@
-"""Which change of a placement relieves the most loaded ranks best, for many layers at once. Pure.
+"""Find the change that best relieves the most loaded ranks, for many layers at once. Pure.
 
-A change is judged by the fall of the layer's penalty per copy; where the number of an expert's replicas changes, all its holders feel it. Several ranks of
-a layer are relieved in one round, each with other ranks: with r of them, the n-th least loaded rank deals with the (n mod r)-th. Loads called `level` are
-above the cap. What is looked at in large numbers is float32.
+A change is rated by the fall of the layer's penalty per copy. Where the number of an expert's replicas
+changes, the loads of all its holders change. Several ranks of a layer are relieved in one round, each with
+its own partners: with r of them, the n-th least loaded rank is a partner of the (n mod r)-th. Loads called
+`level` are relative to the cap. Large intermediate arrays are float32.
 """
 
 from typing import NamedTuple
@@ -14,76 +15,86 @@ from migration.solvers.search_state import Array, Flags, Index, SearchState, pen
 
 Loads = NDArray[np.float32]
 INVITING = 0.02
-"""a rank with room that has been brought an expert already counts as so much less loaded: what it gives again costs less"""
+"""Amount by which a rank with room that has received an expert already counts as less loaded: what it gives
+away again costs less."""
 FREE = 2.0
-"""times that a change counts for more for each replica it takes away where this plan has put it, and a drop, as it copies nothing"""
+"""Factor on the worth of a change for each replica of this plan that it removes again, and on a drop: these
+copy nothing."""
 LOOKS = 160
-"""pairs of slots that are looked at at least for one rank"""
+"""Least number of pairs of slots examined for one rank."""
 BARRED = 1e6
-"""penalty of what may not be"""
+"""Penalty of forbidden changes."""
 
 
 class RoundSize(NamedTuple):
-    """How many ranks of a layer are relieved in a round: the more, the less choice each has."""
+    """Number of ranks of a layer that are relieved in a round. More ranks mean fewer partners for each."""
 
     most: int
     of: int
-    """one of so many that are above the cap: the last ones need the best fit"""
+    """At most one in this number of the ranks above the cap: the last ones need the best fit."""
 
 
 class SwapChoice(NamedTuple):
-    """Changes, at most one for each rank that is relieved, of a layer the most loaded rank's first: arrays [r]."""
+    """Changes [r], at most one for each relieved rank; within a layer the most loaded rank's comes first."""
 
     layer: Index
-    """row of the state"""
+    """Row of the state."""
     kind: Index
     worth: Loads
-    """fall of the penalty per copy"""
+    """Fall of the penalty per copy."""
     hot: Index
-    """slot of the rank that is relieved"""
+    """Slot of the rank that is relieved."""
     cold: Index
-    """slot of another rank; any for a drop"""
+    """Slot of another rank; any for a drop."""
     level: Loads
-    """load of the rank"""
+    """Load of the rank."""
 
 
 def best(state: SearchState, going: Flags, pace: RoundSize, pairs: int, turn: int) -> SwapChoice:
-    """For each layer that is going, and each of its most loaded ranks above the cap, as many as `pace` allows, the change worth most.
+    """Return the change worth most for each of the most loaded ranks above the cap, as many as `pace` allows,
+    in each active layer.
 
-    pairs: how many pairs of slots, one of the rank that is relieved and one of another, are looked at about, for swaps and for other changes; at least
-    LOOKS for each rank. Where not all are, the least loaded ranks count for swaps, and of many slots some, others with each `turn`.
+    pairs: approximate number of pairs of slots to examine (one of the relieved rank, one of another), for
+    swaps and for other changes; at least LOOKS for each rank. Where that does not cover all pairs, swaps
+    consider the least loaded ranks only. Where a rank has many slots, some are considered, other ones with
+    each `turn`.
     """
     rows = _rows(state, going, pace)
+    # Divide the budget of pairs evenly: a round costs the same for few ranks as for many.
     looks = max(LOOKS, pairs // max(len(rows.layer), 1))
     hot = _hot(state, rows, int(looks**0.5), turn)
     many = _replicated(state)
     replicate, move = _one_copy(state, rows, hot, _spare(state, rows, many, max(LOOKS, looks) // hot.slot.shape[1], turn), many)
     options = (replicate, _swap(state, rows, hot, looks, turn), move, _drop(state, rows, hot, many))  # by Kind
     worth, hot_slot, cold_slot = (np.array(parts) for parts in zip(*options, strict=True))
+    # A replica above the cap cannot be moved away whole: where replicating it helps, nothing else is
+    # considered.
     worth[0] += _bar(hot.has_giant & (worth[0] > 0.0))
     kind, at = worth.argmax(axis=0), np.arange(len(rows.layer))
     return SwapChoice(rows.layer, kind, worth[kind, at], hot_slot[kind, at], cold_slot[kind, at], hot.level[:, 0])
 
 
 class _Rows(NamedTuple):
-    """The r ranks that are to be relieved, and who deals with them."""
+    """The r ranks to be relieved, and their partners."""
 
     layer: Index
     """[r]"""
     rank: Index
     """[r]"""
     turn: Index
-    """[r]: how many of its layer come before it"""
+    """[r]: position among the relieved ranks of its layer."""
     width: Index
-    """[r]: how many of its layer there are"""
+    """[r]: number of relieved ranks in its layer."""
     cold: Index
-    """[layers, others]: the other ranks, least loaded first"""
+    """[layers, others]: the other ranks, least loaded first."""
     dealing: Index
-    """[layers, ranks]: which of the r it deals with, -1: none, it is dead or one of them"""
+    """[layers, ranks]: index of the relieved rank that it is a partner of; -1: none (dead, or relieved
+    itself)."""
 
 
 def _rows(state: SearchState, going: Flags, pace: RoundSize) -> _Rows:
     away = int(state.away.sum())
+    # Prefer partners that received an expert of this plan already: it can be given away again without a copy.
     key = state.over - INVITING * (state.inviting & (state.over < 0.0))
     if away:
         key[:, state.away] = -np.inf
@@ -96,36 +107,37 @@ def _rows(state: SearchState, going: Flags, pace: RoundSize) -> _Rows:
     width = above.sum(axis=1)
     begin = width.cumsum() - width
     dealing = np.full(state.over.shape, -1, np.intp)
+    # Deal partners out in turns, so that every relieved rank gets some of the emptiest.
     dealing[layers, cold] = begin[:, None] + np.arange(cold.shape[1]) % np.maximum(width, 1)[:, None]
     dealing[width == 0] = -1
     return _Rows(layer, hot[layer, turn], turn, width[layer], cold, dealing)
 
 
 class _Hot(NamedTuple):
-    """Slots of the ranks that are to be relieved: arrays [r, h] unless said otherwise."""
+    """Slots of the ranks to be relieved: arrays [r, h] unless stated otherwise."""
 
     slot: Index
     expert: Index
-    """in a flat [layers, experts + 1]"""
+    """Index into a flat [layers, experts + 1]."""
     each: Loads
-    """what a slot serves"""
+    """Load that a slot serves."""
     replicas: Loads
     weight: Loads
-    """how many times more a change counts for that takes it away"""
+    """Factor on the worth of a change that removes the replica."""
     barred: Loads
-    """BARRED where nothing may be done with it"""
+    """BARRED where the slot must not change."""
     level: Loads
-    """[r, 1]: load of the rank"""
+    """[r, 1]: load of the rank."""
     pays: Loads
-    """[r, 1]: its penalty"""
+    """[r, 1]: its penalty."""
     lighter: Loads
-    """what leaves a slot when its expert gets one more replica"""
+    """Load that leaves a slot when its expert gets one more replica."""
     without: Loads
-    """penalty of the rank without it"""
+    """Penalty of the rank without the replica."""
     shared: Loads
-    """with one more replica of it elsewhere"""
+    """Penalty of the rank with one more replica of the expert elsewhere."""
     giant: Flags
-    """it alone exceeds the cap: sooner or later its expert must get another replica"""
+    """The replica alone exceeds the cap: its expert must get another replica sooner or later."""
 
     @property
     def has_giant(self) -> Flags:
@@ -149,7 +161,7 @@ def _hot(state: SearchState, rows: _Rows, most: int, turn: int) -> _Hot:
 
 
 def _some(count: int, most: int, turn: int) -> Index:
-    """About `most` of the numbers below count, others each turn."""
+    """Return about `most` of the numbers below count, different ones each turn."""
     step = -(-count // most)
     return np.arange(turn % step, count, step)
 
@@ -163,22 +175,24 @@ def _bar(which: Flags) -> Loads:
 
 
 class _Replicated(NamedTuple):
-    """Every slot whose expert has other replicas, and every empty one: arrays [n] in the order of layers and slots."""
+    """Every slot whose expert has other replicas, and every empty one: arrays [n] in the order of layers and
+    slots."""
 
     slot: Index
-    """in a flat [layers, slots]"""
+    """Index into a flat [layers, slots]."""
     rank: Index
-    """in a flat [layers, ranks]"""
+    """Index into a flat [layers, ranks]."""
     expert: Index
-    """in a flat [layers, experts + 1]"""
+    """Index into a flat [layers, experts + 1]."""
     each: Array
     replicas: Array
     rise: Array
-    """by how much the penalty of its rank rises when another replica goes"""
+    """Rise of its rank's penalty when another replica of the expert is removed."""
     rising: Array
-    """flat [layers, experts + 1]: that, summed over an expert's holders"""
+    """Flat [layers, experts + 1]: `rise`, summed over an expert's holders."""
     falling: Array
-    """flat [layers, experts + 1]: by how much it falls, for all of them together, when the expert gets one more"""
+    """Flat [layers, experts + 1]: total fall of the holders' penalties when the expert gets one more
+    replica."""
 
 
 def _replicated(state: SearchState) -> _Replicated:
@@ -194,28 +208,33 @@ def _replicated(state: SearchState) -> _Replicated:
 
 
 class _Spare(NamedTuple):
-    """Slots that can be replaced, of ranks with room: m columns; a row that has fewer is filled up with BARRED ones."""
+    """Replaceable slots of ranks with room: m columns; shorter rows are padded with BARRED ones."""
 
     slot: Index
     """[r, m]"""
     without: Loads
-    """[r, m]: load of the slot's rank without it"""
+    """[r, m]: load of the slot's rank without it."""
     cost: Loads
-    """[r, m]: by how much the penalty of the other holders rises when it is replaced, less the penalty of the slot's rank"""
+    """[r, m]: rise of the other holders' penalties when the replica is replaced, less the penalty of the
+    slot's rank."""
     weight: Loads
     """[r, m]"""
     shared: tuple[Index, Index, Loads]
-    """which of them, (row, column), hold what the rank that is relieved holds, too, and what then comes to it when they are replaced"""
+    """(row, column, load) of those that hold an expert of the relieved rank too, and the load that then comes
+    to that rank when they are replaced."""
 
 
 def _spare(state: SearchState, rows: _Rows, many: _Replicated, most: int, turn: int) -> _Spare:
+    # Candidates: slots of partners with room, whose expert may lose a replica.
     chosen = ((rows.dealing >= 0) & (state.over < 0.0)).take(many.rank).nonzero()[0]
     chosen = chosen[((state.replicas > state.least) & ~state.fixed).take(many.expert[chosen])]
     row = rows.dealing.take(many.rank[chosen])
+    # Group by relieved rank into rows of a rectangle, for array operations without a loop.
     order = row.astype(np.int16).argsort(kind="stable")
     chosen, row = chosen[order], row[order]
     number = np.bincount(row, minlength=len(rows.layer))
     column = np.arange(len(chosen)) - (number.cumsum() - number).repeat(number)
+    # Too many: every step-th, shifted with each turn so that all are seen in time.
     step = -(-int(number.max(initial=1)) // most)
     if step > 1:
         some = (column % step == turn % step).nonzero()[0]
@@ -229,6 +248,8 @@ def _spare(state: SearchState, rows: _Rows, many: _Replicated, most: int, turn: 
     without.ravel()[at] = state.over.take(rank) - each
     cost.ravel()[at] = many.rising.take(expert) - many.rise[chosen] - state.pays.take(rank)
     weight.ravel()[at] += state.fresh.take(slot) * np.float32(FREE - 1.0)
+    # Removing a replica of an expert that the relieved rank also holds adds load there: recorded here and
+    # corrected later.
     shared = (state.held.take(expert * state.ranks + rows.rank[row]) & (each > 0.0)).nonzero()[0]
     comes = each[shared] / (many.replicas[chosen[shared]] - 1.0)
     return _Spare(of_layer, without, cost, weight, (row[shared], column[shared], comes.astype(np.float32)))
@@ -243,14 +264,14 @@ class _Option(NamedTuple):
 
 
 def _option(worth: Loads, hot: Index, cold: Index) -> _Option:
-    """worth: [r, h, c], of hot [r, h] and cold [r, c]."""
+    """Return the best of worth [r, h, c], of hot [r, h] and cold [r, c]."""
     at, flat = np.arange(len(worth)), worth.reshape(len(worth), -1)
     top = flat.argmax(axis=1)
     return _Option(flat[at, top], hot[at, top // cold.shape[1]], cold[at, top % cold.shape[1]])
 
 
 def _one_copy(state: SearchState, rows: _Rows, hot: _Hot, spare: _Spare, many: _Replicated) -> tuple[_Option, _Option]:
-    """The best replication and the best move into a spare slot."""
+    """Return the best replication and the best move into a spare slot."""
     level = spare.without[:, None, :] + hot.each[:, :, None]
     _bar_holders(state, hot, level, spare.slot)
     move = penalty(level)
@@ -267,14 +288,15 @@ def _one_copy(state: SearchState, rows: _Rows, hot: _Hot, spare: _Spare, many: _
 
 
 def _to_worth(cost: Loads, relief: Loads, rise: Loads, weight: Loads) -> None:
-    """Makes of cost [r, h, c] what a change is worth: relief [r, h] less cost less rise [r, c], times weight [r, c]."""
+    """Turn cost [r, h, c] into worth in place: relief [r, h] less cost less rise [r, c], times weight [r,
+    c]."""
     np.subtract(relief[:, :, None], cost, out=cost)
     cost -= rise[:, None, :]
     cost *= weight[:, None, :]
 
 
 def _bar_holders(state: SearchState, hot: _Hot, level: Loads, slot: Index) -> None:
-    """Bars, in level [r, h, c], that an expert goes to a slot [r, c] of a rank that holds it already."""
+    """Bar, in level [r, h, c], an expert from slots [r, c] of ranks that hold it already."""
     row, column = ((hot.replicas > 1.0) & (hot.barred == 0.0)).nonzero()
     if len(row):
         there = state.held.take((hot.expert[row, column] * state.ranks)[:, None] + (slot // state.per)[row])
@@ -282,7 +304,8 @@ def _bar_holders(state: SearchState, hot: _Hot, level: Loads, slot: Index) -> No
 
 
 def _correct(move: Loads, replicate: Loads, hot: _Hot, spare: _Spare) -> None:
-    """In costs [r, h, m] a shared expert's part comes to the rank as if nothing left it."""
+    """Correct the costs [r, h, m] of pairs whose spare expert is also on the relieved rank: its load comes
+    back there."""
     row, column, comes = spare.shared
     if len(row):
         left = hot.level[row] - np.array((hot.each[row], hot.lighter[row]))  # [2, n, h]
@@ -293,7 +316,8 @@ def _correct(move: Loads, replicate: Loads, hot: _Hot, spare: _Spare) -> None:
 
 
 def _swap(state: SearchState, rows: _Rows, hot: _Hot, looks: int, turn: int) -> _Option:
-    """The best exchange with one of the ranks that have least."""
+    """Return the best exchange with one of the least loaded ranks."""
+    # Spend the looks on few slots of several partners, the least loaded ones first.
     few = hot.slot.shape[1]
     reach = max(1, min(-(-looks // few**2), rows.cold.shape[1] // int(rows.width.max(initial=1))))
     rank = rows.cold[rows.layer[:, None], rows.turn[:, None] + rows.width[:, None] * np.arange(reach)]
@@ -304,19 +328,23 @@ def _swap(state: SearchState, rows: _Rows, hot: _Hot, looks: int, turn: int) -> 
     first = (rows.layer * state.load.shape[1])[:, None]
     expert = state.expert.take(at) + first
     level, each = state.over.take(of_rank), state.each.take(expert)
+    # The partner's expert must be movable and new to the relieved rank.
     stays = state.held.take(expert * state.ranks + rows.rank[:, None]) | (expert == first + state.empty) | state.fixed.take(expert)
+    # Penalties of both ranks after the exchange; the same buffer is reused, as it is the largest array of a
+    # round.
     after = (level - each).astype(np.float32)[:, None, :] + hot.each[:, :, None]
     _bar_holders(state, hot, after, slot)
     cost = penalty(after)
     np.add((hot.level - hot.each)[:, :, None], each.astype(np.float32)[:, None, :], out=after)
     cost += penalty(after)
     _to_worth(cost, hot.pays - hot.barred, (_bar(stays) - state.pays.take(of_rank)).astype(np.float32), _weight(state.fresh.take(at)))
+    # A swap copies two experts: worth is per copy.
     cost *= (np.float32(0.5) * hot.weight)[:, :, None]
     return _option(cost, hot.slot, slot)
 
 
 def _drop(state: SearchState, rows: _Rows, hot: _Hot, many: _Replicated) -> _Option:
-    """The best replica that the rank can give up."""
+    """Return the best replica for the rank to drop."""
     own = penalty(hot.level + hot.each / np.maximum(hot.replicas - 1.0, 1.0)) - hot.pays
     cost = hot.without + (many.rising.take(hot.expert) - own) + hot.barred + _bar(hot.replicas <= state.least.take(hot.expert))
     worth = (FREE * (hot.pays - cost)).astype(np.float32)

@@ -1,9 +1,10 @@
-"""The changes that lead from one table to another, legal after each of them. Pure.
+"""Return the changes that lead from one table to another, legal after each of them. Pure.
 
-Free slots wander: what comes into one leaves another, which is free in turn. So changes follow the free slots along closed trails (Hierholzer
-1873) that begin and end where a rank has a slot to spare, and each copy is one that the end needs. Where no free slot ever comes, experts that
-change places in a ring do so from one that is held elsewhere too, or, where there is none, by swaps: those are the only copies beyond what the
-end needs.
+Free slots move: an expert that comes into one leaves another, which is free in turn. So changes follow the
+free slots along closed trails (Hierholzer 1873) that begin and end where a rank has a slot to spare, and each
+copy is one that the end needs. Where no free slot ever arrives, experts exchange places in a ring. A ring
+starts from an expert that is also held elsewhere, or, where there is none, uses swaps: those are the only
+copies beyond what the end needs.
 """
 
 from collections.abc import Iterator
@@ -18,19 +19,23 @@ from fleet.placement import EMPTY
 from migration.model.placement_changes import COPIES, NONE, NOWHERE, ChangeKind, PlacementChanges, Table, joined, made, taken
 
 _Row = tuple[int, int, int, int, int]
-"""kind, slot, expert, other slot, other expert"""
+"""(kind, slot, expert, other slot, other expert)."""
 _Edge = tuple[int, int]
-"""An expert that a rank must get, and the slot that it leaves for that, NOWHERE: none. (EMPTY, slot): a slot that is free from the start; (EMPTY,
-NOWHERE): nothing comes into a slot any more."""
+"""(expert, slot): an expert that a rank must get, and the slot that it leaves for that; NOWHERE: it leaves
+none.
+
+(EMPTY, slot): a slot that is free from the start. (EMPTY, NOWHERE): the slot stays empty.
+"""
 
 
 def between(before: Table, after: Table, ranks: int, gain: NDArray[np.float64] | None = None) -> PlacementChanges:
-    """Changes after which every rank holds what it holds in `after`; what stays on a rank stays in its slot.
+    """Return changes after which every rank holds what it holds in `after`; experts that stay on a rank keep
+    their slots.
 
-    Every expert of a layer keeps a replica throughout, and never has more than in the one or the other table; where rings are turned one may have
-    one less than in both for a while.
-    gain: float64 [layers], what each layer gains by all of its changes; shared out evenly over its copies. ValueError when the tables cannot be
-    compared, or an expert is missing from one of them.
+    Every expert of a layer keeps a replica throughout, and never has more than in either table; while rings
+    are turned, one may have one less than in both. gain: float64 [layers], total gain of each layer's
+    changes; divided evenly among its copies. ValueError when the tables cannot be compared, or an expert is
+    missing from one of them.
     """
     if before.shape != after.shape or before.shape[1] % ranks:
         raise ValueError(f"difference: tables of shapes {before.shape} and {after.shape} on {ranks} ranks cannot be compared")
@@ -40,6 +45,7 @@ def between(before: Table, after: Table, ranks: int, gain: NDArray[np.float64] |
     table = np.array([(layer, *row) for layer, row in found])
     kind, layers = table[:, 1].astype(np.uint8), table[:, 0].astype(np.int32)
     copies = COPIES[kind].astype(np.float64)
+    # Layers without copies (drops only) divide the gain among all their changes.
     part = np.where(np.bincount(layers, copies, len(before))[layers] > 0, copies, 1.0)
     each = np.zeros(len(before)) if gain is None else gain / np.maximum(np.bincount(layers, part, len(before)), 1.0)
     slot, expert, other_slot, other_expert = table[:, 2:].T
@@ -55,8 +61,11 @@ def between(before: Table, after: Table, ranks: int, gain: NDArray[np.float64] |
 
 
 def shortened(table: Table, changes: PlacementChanges, ranks: int) -> PlacementChanges:
-    """Changes to what ranks hold after `changes`, layer by layer the others that copy less, if there are any: then no replica is copied that later
-    changes of its layer take back. Their gain is the layer's, in even parts. In which slot of its rank an expert ends may differ."""
+    """Replace a layer's changes by others with the same end and fewer copies, where there are any.
+
+    The result copies no replica that later changes of its layer take back. Its gain is the layer's, in even
+    parts. An expert may end in another slot of its rank.
+    """
     layers = len(table)
     gain = np.asarray(np.bincount(changes.layer, changes.gain, layers), np.float64)
     others = between(table, made(table, changes), ranks, gain)
@@ -65,7 +74,7 @@ def shortened(table: Table, changes: PlacementChanges, ranks: int) -> PlacementC
 
 
 def _layers(before: Table, after: Table, ranks: int) -> Iterator[tuple[int, "_Layer"]]:
-    """Those in which ranks hold something else after than before."""
+    """Yield the layers in which ranks hold different experts after than before."""
     per, experts = before.shape[1] // ranks, int(max(before.max(), after.max())) + 1
     rank = np.arange(before.shape[1]) // per
     was, goal = (_held(table, rank, ranks, experts) for table in (before, after))
@@ -77,6 +86,7 @@ def _layers(before: Table, after: Table, ranks: int) -> Iterator[tuple[int, "_La
     leaves, unneeded = _matched(layer * experts + expert, from_layer * experts + before[from_layer, from_slot], from_slot)
     free = ~filled
     free[from_layer[unneeded], from_slot[unneeded]] = True
+    # Slots of each rank that stay empty at the end: trails end there.
     ends = (free | (filled & ~stays)).reshape(len(before), ranks, per).sum(axis=2) - (goal & ~was).sum(axis=2)
     bounds = np.searchsorted(layer, np.arange(len(before) + 1)).tolist()
     for at in np.flatnonzero(ends.any(axis=1) | np.diff(bounds).astype(bool)).tolist():
@@ -89,7 +99,7 @@ def _layers(before: Table, after: Table, ranks: int) -> Iterator[tuple[int, "_La
 
 
 def _held(table: Table, rank: NDArray[np.intp], ranks: int, experts: int) -> NDArray[np.bool_]:
-    """bool [layers, ranks, experts]"""
+    """bool [layers, ranks, experts]."""
     held = np.zeros((len(table), ranks, experts), bool)
     layer, slot = np.nonzero(table != EMPTY)
     held[layer, rank[slot], table[layer, slot]] = True
@@ -97,7 +107,7 @@ def _held(table: Table, rank: NDArray[np.intp], ranks: int, experts: int) -> NDA
 
 
 def _check(was: NDArray[np.bool_], goal: NDArray[np.bool_]) -> None:
-    """Every expert is somewhere both before and after."""
+    """Raise ValueError unless every expert is in both tables."""
     missing = np.argwhere(was.any(axis=1) != goal.any(axis=1))
     if len(missing):
         layer, expert = missing[0].tolist()
@@ -106,7 +116,11 @@ def _check(was: NDArray[np.bool_], goal: NDArray[np.bool_]) -> None:
 
 
 def _matched(comes: NDArray[np.intp], goes: NDArray[np.intp], slot: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-    """([n] the slot that what comes leaves, the nth of its kind the nth; NOWHERE; bool [m], what goes and is not needed). comes, goes: kinds."""
+    """Match experts that come with slots that the same expert leaves, the nth of a kind with the nth.
+
+    Returns ([n] the slot that it leaves; NOWHERE: none) and (bool [m], departures without a match). comes,
+    goes: kinds.
+    """
     come, go = ((kind, _nth(kind)) for kind in (comes, goes))
     most = 1 + max(int(nth.max(initial=0)) for _, nth in (come, go))
     wanted, there = (kind * most + nth for kind, nth in (come, go))
@@ -122,7 +136,7 @@ def _matched(comes: NDArray[np.intp], goes: NDArray[np.intp], slot: NDArray[np.i
 
 
 def _nth(kind: NDArray[np.intp]) -> NDArray[np.intp]:
-    """How many of the same kind come before each."""
+    """Return for each element the number of equal ones before it."""
     order = np.argsort(kind, kind="stable")
     ordered = kind[order]
     found = np.empty(len(kind), np.intp)
@@ -136,15 +150,15 @@ class _Layer:
 
     per: int
     row: list[int]
-    """expert of each slot"""
+    """Expert of each slot."""
     held: list[int]
-    """replicas of each expert"""
+    """Replicas of each expert."""
     edges: list[list[_Edge]]
-    """what is yet to come, by rank; last: the free slots, which come from nowhere"""
+    """Remaining edges, by rank; last: the free slots, which come from nowhere."""
     made: list[_Row] = field(default_factory=list)
 
     def rows(self) -> list[_Row]:
-        """The changes, in order."""
+        """Return the changes, in order."""
         self._follow_free_slots()
         self._turn_rings()
         return self.made
@@ -152,11 +166,13 @@ class _Layer:
     # Along trails
 
     def _follow_free_slots(self) -> None:
-        """All that free slots can reach, in one closed trail through 'nowhere', where they come from and go to."""
+        """Walk everything that free slots can reach, in one closed trail through 'nowhere', where they begin
+        and end."""
         stack: list[_Edge] = [(EMPTY, NOWHERE)]
         trail: list[_Edge] = []
         while stack:
-            waiting = self.edges[stack[-1][1] // self.per]  # NOWHERE is -1: the last
+            # Hierholzer's algorithm with an explicit stack. NOWHERE is -1, the index of the last list.
+            waiting = self.edges[stack[-1][1] // self.per]
             if waiting:
                 stack.append(waiting.pop())
             else:
@@ -164,7 +180,7 @@ class _Layer:
         self._walk(trail[-2::-1])
 
     def _walk(self, trail: list[_Edge]) -> None:
-        """Fill the free slot that wanders along."""
+        """Fill the free slot that moves along the trail."""
         slot = NOWHERE
         for expert, leaves in trail:
             if slot != NOWHERE and expert != EMPTY:
@@ -191,13 +207,15 @@ class _Layer:
     # In rings
 
     def _turn_rings(self) -> None:
-        """What no free slot reaches: slot after slot gets what is in the next one of its ring."""
+        """Rotate the rings that no free slot reaches: slot after slot gets the expert of the next one in its
+        ring."""
         for rank in range(len(self.edges) - 1):
             while self.edges[rank]:
                 self._turn(self._ring(rank))
 
     def _ring(self, rank: int) -> list[int]:
-        """The slots of one ring of ranks, each to get what the next one holds; taken out of what is to be done."""
+        """Remove one ring of ranks from the remaining edges; return its slots, each of which gets what the
+        next one holds."""
         ranks, edges = [rank], list[_Edge]()
         while True:
             edges.append(self._next(ranks))
@@ -211,12 +229,14 @@ class _Layer:
             ranks.append(target)
 
     def _next(self, ranks: list[int]) -> _Edge:
-        """Back to where it came from, if it can: two that exchange experts copy nothing in vain."""
+        """Prefer the edge back to the rank it came from: two ranks that exchange experts copy nothing in
+        vain."""
         options = self.edges[ranks[-1]]
         back = [at for at, (_, leaves) in enumerate(options) if len(ranks) > 1 and leaves // self.per == ranks[-2]]
         return options.pop(back[-1] if back else -1)
 
     def _turn(self, ring: list[int]) -> None:
+        # An expert with another holder may be overwritten first and copied last: no swap is needed.
         spare = next((at for at, slot in enumerate(ring) if self.held[self.row[slot]] > 1), None)
         if spare is not None:
             ring = ring[spare:] + ring[:spare]
