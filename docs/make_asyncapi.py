@@ -1,9 +1,11 @@
-"""Writes docs/asyncapi.yaml: every subject of `bus.protocol.subjects` and every message of `fleet.events`, with their fields, as AsyncAPI 3.0.
+"""Write docs/asyncapi.yaml: every subject of `bus.protocol.subjects` and every message of `fleet.events`, with
+their fields, as AsyncAPI 3.0.
 
     python docs/make_asyncapi.py
 
-Names, types and defaults come from the message types themselves, descriptions from their docstrings. What is said where is stated here
-(SAID, ASKED); a test compares it with the subjects and kinds that there are, and the file with what this writes.
+Names, types and defaults come from the message types, descriptions from their docstrings. PUBLISHED and
+REQUESTED list the messages of each subject. A test compares them with the existing subjects and kinds, and the
+file with the output of this script.
 """
 
 import ast
@@ -24,14 +26,14 @@ from fleet import events as say
 
 FILE = Path(__file__).with_name("asyncapi.yaml")
 KV_EVENTS = "KvEvents"
-"""Our word for a batch in Dynamo's untagged form."""
+"""Our name for a batch in Dynamo's untagged form."""
 
-SAID: dict[str, tuple[tuple[type, ...], str]] = {
+PUBLISHED: dict[str, tuple[tuple[type, ...], str]] = {
     "kv_events": ((say.RoutedKvEvent,), "every rank that reports its KV cache, in batches, in Dynamo's own form"),
     "kv_metrics": ((say.KvMetrics,), "every rank, in Dynamo's own form, when its load changes and once a second"),
     "heartbeats": ((say.EngineHeartbeat,), "rank 0 of every engine, once a second"),
     "experts": ((say.ExpertsActivated,), "every rank, once a second while it computes"),
-    "dispatched": ((say.DispatchMeasured,), "every rank that can tell, once a second while it computes"),
+    "dispatched": ((say.DispatchMeasured,), "every rank that can measure it, once a second while it computes"),
     "requests_profiled": ((say.RequestsProfiled,), "every rank, about requests that ended there"),
     "requests_read": ((say.RequestsProfiled,), "routers"),
     "requests_finished": ((say.RequestsFinished,), "routers"),
@@ -42,7 +44,7 @@ SAID: dict[str, tuple[tuple[type, ...], str]] = {
     "profiles": ((say.ProfilePublished,), "the tracker"),
     "demand": ((say.DemandPublished,), "the tracker"),
     "homes": ((say.HomesPublished,), "the planner"),
-    "handovers": ((say.HandoverDescribed,), "every rank that takes part in a handover, whenever it gets on"),
+    "handovers": ((say.HandoverDescribed,), "every rank that takes part in a handover, at every step of progress"),
     "reservations": ((say.ReservationsChanged,), "routers"),
     "membership": ((say.EngineJoined, say.EngineLeft), "rank 0 of every engine"),
     "placements": ((say.PlacementCommitted,), "the planner"),
@@ -50,8 +52,8 @@ SAID: dict[str, tuple[tuple[type, ...], str]] = {
     "drains": ((say.RankDrained,), "`roost drain`"),
     "config": ((say.ConfigChanged,), "routers and planners, and `roost up`"),
 }
-"""By member of Subjects: what is published there, and by whom."""
-ASKED: dict[str, tuple[dict[type, type], str]] = {
+"""Published messages and their publisher, by member of Subjects."""
+REQUESTED: dict[str, tuple[dict[type, type], str]] = {
     "describe_engine": ({say.DescribeEngine: say.EngineJoined}, "rank 0 of the engine"),
     "kv_snapshot": ({say.KvSnapshotRequested: say.KvSnapshot}, "the rank"),
     "describe_profile": (
@@ -64,63 +66,66 @@ ASKED: dict[str, tuple[dict[type, type], str]] = {
         "the tracker",
     ),
     "describe_plan": ({say.DescribePlan: say.PlanDescribed}, "the planner"),
-    "migrate": (dict.fromkeys((say.MigrateExpert, say.ApplyPlan, say.RollBack), say.MigrationAccepted), "the planner that leads"),
-    "loop": (dict.fromkeys((say.DescribeLoop, say.SteerLoop), say.LoopDescribed), "the planner that leads"),
+    "migrate": (dict.fromkeys((say.MigrateExpert, say.ApplyPlan, say.RollBack), say.MigrationAccepted), "the leading planner"),
+    "loop": (dict.fromkeys((say.DescribeLoop, say.SteerLoop), say.LoopDescribed), "the leading planner"),
     "handover": (
         dict.fromkeys((say.ProposeHandover, say.CommitHandover, say.AbortHandover, say.DescribeHandover), say.HandoverDescribed),
-        "the rank; only the planner that leads asks",
+        "the rank; only the leading planner sends these requests",
     ),
-    "leases": ({say.LeaseExperts: say.ExpertsLeased, say.EndLease: say.LeaseEnded}, "the rank; only ranks of its engine ask"),
+    "leases": ({say.LeaseExperts: say.ExpertsLeased, say.EndLease: say.LeaseEnded}, "the rank; only ranks of its engine send these requests"),
     "describe_reservations": ({say.DescribeReservations: say.ReservationsDescribed}, "the router"),
     "route": ({say.RouteRequested: say.RouteDecided}, "one of the routers"),
     "release": ({say.RouteReleased: say.RouteReleased}, "one of the routers"),
     "decision": ({say.DescribeDecision: say.DecisionDescribed}, "the router that made it"),
 }
-"""By member of Subjects: which question has which answer, and who answers. Any of them may be answered with RequestRefused instead."""
+"""Answer of each request, and the answering party, by member of Subjects. RequestRefused may replace any answer."""
 PARAMETERS = {
     "namespace": "`[bus] namespace`; roost unless it is set",
     "engine": "the engine's name; * for all",
     "worker_id": "u64 of one incarnation of an engine",
     "rank": "number of a rank within its engine",
     "drained": "number of a rank, or all",
-    "part": "which part of Roost",
+    "part": "name of a part of Roost",
     "router": "u64 of one router process",
     "tag": "the first letters of the ids of a router's decisions",
 }
 COMMON = {
-    "kind": "names the message",
+    "kind": "name of the message",
     "engine": "the engine's name",
     "worker_id": "u64 of one incarnation of an engine",
     "rank": "number within the engine",
     "plan": "id of the plan",
     "epoch": "of placement and layout: each handover adds one",
 }
-"""Fields that mean the same wherever nothing else is said."""
-LOGIN = """User and password of one role, as `roost up` and `roost bus credentials` write them (files of mode 0600). A role may publish on and listen
-to what `roost bus permissions` prints; answers come to subjects below `_INBOX.<user>`, and nowhere else. The read-only user is `subscriber`. A
-server without users asks for nothing; whoever reaches it may do everything."""
-ABOUT = """What is said on Roost's bus: NATS, with JetStream for what is stored.
+"""Default descriptions of fields."""
+LOGIN = """User and password of one role, as `roost up` and `roost bus credentials` write them (files of mode 0600).
+`roost bus permissions` prints the subjects that a role may publish on and subscribe to. Answers come to subjects
+below `_INBOX.<user>`, and nowhere else. The read-only user is `subscriber`. A server without users requires no
+login: every client that reaches it may do everything."""
+ABOUT = """Messages on Roost's bus: NATS, with JetStream for stored messages.
 
-**Decoding.** Every message is an envelope, a msgpack map of five fields (schema Envelope, Dynamo's form). Its `payload` is msgpack again: a map
-whose `kind` names the message (schemas below), except on the two topics of Dynamo's own: `kv-events` carries an array of RoutedKvEvent,
-`kv_metrics` a KvMetrics, both without `kind`. A `topic` of `roost-blob` says that the payload was too large: it is a BlobReference then, and what it
-names lies under its digest in the object store `<namespace>-parcels`. An answer that is too large has the topic `roost-parts` and a PartsOffer instead: request
-each part with a PartWanted (topic `roost-part-wanted`) on the same subject; the answer's payload is the part as it is (topic `roost-part`;
-`roost-no-part` from a server that does not have it). Where a schema says `format: binary`, the wire has msgpack's bin type.
-Integers may need 64 bits, unsigned.
+**Decoding.** Every message is an envelope, a msgpack map of five fields (schema Envelope, Dynamo's form). Its
+`payload` is msgpack again: a map whose `kind` names the message (schemas below). Dynamo's own two topics are the
+exception: `kv-events` carries an array of RoutedKvEvent, `kv_metrics` a KvMetrics, both without `kind`.
+A `topic` of `roost-blob` marks a payload that was too large. It is a BlobReference then, and the content is stored
+under its digest in the object store `<namespace>-parcels`. An answer that is too large has the topic `roost-parts`
+and a PartsOffer instead: request each part with a PartWanted (topic `roost-part-wanted`) on the same subject. The
+payload of the answer is the raw part (topic `roost-part`; `roost-no-part` from a server that does not have it).
+Where a schema says `format: binary`, the wire has msgpack's bin type. Integers may need 64 bits, unsigned.
 
-**Reading on.** Fields and kinds that are not known are to be ignored: there will be more. `sequence` counts a publisher's messages from 0 and
-tells of losses; a new `publisher_id` is a restart.
+**Compatibility.** Ignore unknown fields and kinds: there will be more. `sequence` counts a publisher's messages
+from 0, and a gap is a loss. A new `publisher_id` is a restart.
 
-**Stored.** Channels marked `x-stored` are kept in the stream `<namespace>-stored`: an ordinary JetStream consumer replays them, and whoever
-subscribes hears them as well. Everything else is telemetry, said once.
+**Stored.** Channels marked `x-stored` are kept in the stream `<namespace>-stored`: an ordinary JetStream consumer
+replays them, and subscribers receive them as well. Everything else is telemetry, published once.
 
-**Requests.** NATS request and reply; the answer is an envelope like any other. `RequestRefused` says why there is none.
+**Requests.** NATS request and reply; the answer is an envelope like any other. `RequestRefused` gives the reason
+when there is no answer.
 """
 
 
 class _Dumper(yaml.SafeDumper):
-    """Longer text in blocks, and nothing by reference to an earlier line."""
+    """Write longer text in blocks, and no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -133,7 +138,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def document() -> dict[str, Any]:
-    """The whole file."""
+    """Return the whole document."""
     kinds = sorted(_kinds(), key=lambda kind: kind.__name__)
     return {
         "asyncapi": "3.0.0",
@@ -147,10 +152,10 @@ def document() -> dict[str, Any]:
                 "security": [{"$ref": "#/components/securitySchemes/login"}],
             }
         },
-        "channels": {**{name: _said(name) for name in SAID}, **{name: _asked(name) for name in ASKED}, "answers": _answers()},
+        "channels": {**{name: _published(name) for name in PUBLISHED}, **{name: _requested(name) for name in REQUESTED}, "answers": _answers()},
         "operations": {
-            **{f"hear_{name}": _hearing(name) for name in SAID},
-            **{kind.__name__: _asking(name, kind) for name in ASKED for kind in ASKED[name][0]},
+            **{f"hear_{name}": _receive_operation(name) for name in PUBLISHED},
+            **{kind.__name__: _request_operation(name, kind) for name in REQUESTED for kind in REQUESTED[name][0]},
         },
         "components": {
             "securitySchemes": {"login": {"type": "userPassword", "description": LOGIN}},
@@ -161,7 +166,7 @@ def document() -> dict[str, Any]:
 
 
 def text() -> str:
-    """The file's content."""
+    """Return the content of the file."""
     head = "# Written by docs/make_asyncapi.py from fleet/events.py and bus/protocol/subjects.py; change those.\n"
     return head + yaml.dump(document(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)
 
@@ -169,15 +174,15 @@ def text() -> str:
 # Channels and operations
 
 
-def _said(name: str) -> dict[str, Any]:
-    kinds, by = SAID[name]
+def _published(name: str) -> dict[str, Any]:
+    kinds, by = PUBLISHED[name]
     stored = {"x-stored": True} if all(kind in say.STORED for kind in kinds) else {}
-    return {**_channel(name, kinds, f"Said by {by}."), **stored}
+    return {**_channel(name, kinds, f"Published by {by}."), **stored}
 
 
-def _asked(name: str) -> dict[str, Any]:
-    questions, by = ASKED[name]
-    return _channel(name, questions, f"Answered by {by}.")
+def _requested(name: str) -> dict[str, Any]:
+    requests, by = REQUESTED[name]
+    return _channel(name, requests, f"Answered by {by}.")
 
 
 def _channel(name: str, kinds: Iterable[type], more: str) -> dict[str, Any]:
@@ -193,7 +198,7 @@ def _channel(name: str, kinds: Iterable[type], more: str) -> dict[str, Any]:
 
 
 def _address(name: str) -> tuple[str, list[str]]:
-    """With {parameters} in it, and their names."""
+    """Return the address with {parameters} in it, and their names."""
     subjects, given = Subjects("namespace-here"), _given(name)
     member = getattr(subjects, name)
     subject = member(*(value for value, _ in given)) if given else member
@@ -204,7 +209,7 @@ def _address(name: str) -> tuple[str, list[str]]:
 
 
 def _given(name: str) -> list[tuple[Any, str]]:
-    """Values to call a member of Subjects with, and what they stand for in its address."""
+    """Return example arguments for a member of Subjects, and the parameter that each stands for in the address."""
     if isinstance(getattr(Subjects, name), property):
         return []
     parameters = list(inspect.signature(getattr(Subjects, name)).parameters)[1:]
@@ -213,7 +218,7 @@ def _given(name: str) -> list[tuple[Any, str]]:
 
 
 def _answers() -> dict[str, Any]:
-    kinds = sorted({answer for questions, _ in ASKED.values() for answer in questions.values()} | {say.RequestRefused}, key=lambda kind: kind.__name__)
+    kinds = sorted({answer for requests, _ in REQUESTED.values() for answer in requests.values()} | {say.RequestRefused}, key=lambda kind: kind.__name__)
     return {
         "address": None,
         "description": "The inbox that a NATS request names for its reply.",
@@ -221,12 +226,12 @@ def _answers() -> dict[str, Any]:
     }
 
 
-def _hearing(name: str) -> dict[str, Any]:
-    return {"action": "receive", "channel": {"$ref": f"#/channels/{name}"}, "messages": [_in_channel(name, kind) for kind in SAID[name][0]]}
+def _receive_operation(name: str) -> dict[str, Any]:
+    return {"action": "receive", "channel": {"$ref": f"#/channels/{name}"}, "messages": [_in_channel(name, kind) for kind in PUBLISHED[name][0]]}
 
 
-def _asking(name: str, kind: type) -> dict[str, Any]:
-    answers = (ASKED[name][0][kind], say.RequestRefused)
+def _request_operation(name: str, kind: type) -> dict[str, Any]:
+    answers = (REQUESTED[name][0][kind], say.RequestRefused)
     return {
         "action": "send",
         "channel": {"$ref": f"#/channels/{name}"},
@@ -265,13 +270,13 @@ def _message(kind: type) -> dict[str, Any]:
 
 
 def _schemas(kinds: Iterable[type]) -> dict[str, Any]:
-    """As AsyncAPI has them: JSON Schema of draft 7, fields described, bytes as binary."""
+    """Return JSON Schemas of draft 7, as AsyncAPI uses them, with descriptions of fields and bytes as binary."""
     _, found = msgspec.json.schema_components(tuple(kinds), ref_template="#/components/schemas/{name}")
     return {name: _described(name, _plain(schema)) for name, schema in found.items()}
 
 
 def _plain(schema: Any) -> Any:
-    """Without what draft 7 does not know."""
+    """Return a schema without the keywords that draft 7 does not have."""
     if isinstance(schema, list):
         return [_plain(one) for one in schema]
     if not isinstance(schema, dict):
@@ -296,7 +301,7 @@ def _described(name: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with(schema: dict[str, Any], words: str | None) -> dict[str, Any]:
-    """A reference bears no description of its own in draft 7."""
+    """Return a schema with a description. In draft 7 a reference has none of its own, so it is wrapped in allOf."""
     if words is None:
         return schema
     return {"description": words, **({"allOf": [schema]} if "$ref" in schema else schema)}
@@ -304,7 +309,7 @@ def _with(schema: dict[str, Any], words: str | None) -> dict[str, Any]:
 
 @cache
 def _documented() -> dict[str, dict[str, str]]:
-    """What stands behind each field of each class, by class and field."""
+    """Return the docstring of each field, by class and field."""
     shown = (*vars(say).values(), Envelope)
     modules = {sys.modules[one.__module__] for one in shown if inspect.isclass(one) and one.__module__.startswith(("fleet.", "bus."))}
     return {node.name: dict(_fields(node)) for module in modules for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.ClassDef)}
