@@ -41,10 +41,11 @@ record-vllm: venv ## record anew what that vLLM answers, for the tests that repl
 soak: venv ## two hours of users and faults before a whole fleet, reported to soak.json; ARGS="--soak-seconds 600 --soak-engine embedded" changes that
 	@$(BIN)/python -m pytest -m slow tests/system/test_soak.py -s --soak-seconds 7200 --soak-report soak.json $(ARGS)
 
-lint: venv ## ruff, mypy, the walls
+lint: venv ## ruff, mypy, the walls, plain English and live links
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/python docs/check_prose.py
 
 bench: venv ## every benchmark, quickly; make bench ARGS=--json
 	@for script in $(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script --quick $(ARGS) || exit 1; done

@@ -93,6 +93,16 @@ def test_tests_lie_in_the_rooms_of_what_they_test() -> None:
     assert not strange, f"no folder of the product has these names: {strange}"
 
 
+def test_a_class_name_means_one_thing_in_the_product() -> None:
+    where: dict[str, list[str]] = defaultdict(list)
+    for path in python_files(*PACKAGES):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where[node.name].append(str(path.relative_to(ROOT)))
+    ambiguous = {name: files for name, files in where.items() if len(files) > 1}
+    assert not ambiguous, f"rename all but one of each: {ambiguous}"
+
+
 def test_every_room_has_its_line_in_the_architecture() -> None:
     told = (ROOT / "docs/architecture.md").read_text()
     rooms = {path.parent for path in python_files(*PACKAGES[1:]) if path.name == "__init__.py" and path.parent.parent.name in PACKAGES}
