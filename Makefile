@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing torch (pinned; about 200 MB)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	@echo "installing Roost and its dependencies (pinned)"
-	@PIP_CONSTRAINT=$(abspath constraints.txt) $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev,bench,nixl]'
+	@PIP_CONSTRAINT=$(abspath constraints.txt) $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[all,dev,bench]'
 	@touch $@
 
 up: venv ## run NATS, one engine of two ranks and the router; ARGS="--engines 2" passes options on

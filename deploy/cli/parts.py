@@ -36,6 +36,7 @@ from deploy.terminal.options import (
     access_log_flag,
     bus_flags,
     check,
+    check_engine_installed,
     check_rank_doors,
     check_router_door,
     console,
@@ -222,6 +223,7 @@ def worker(
     part = settings.part(WorkerConfig)
     check(settings, SimulatedConfig if part.engine == "simulated" else EmbeddedConfig)
     check_rank_doors(part)
+    check_engine_installed(settings)
     log_as_set(settings)
 
     def read() -> Configuration:

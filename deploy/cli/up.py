@@ -34,6 +34,7 @@ from deploy.terminal.options import (
     TlsKeyOption,
     TlsTerminatedOption,
     access_log_flag,
+    check_engine_installed,
     check_rank_doors,
     check_router_door,
     console,
@@ -105,6 +106,8 @@ def up(
     settings = settings_from(config, flags, *SECTIONS.values())
     check_router_door(settings.part(RouterConfig))
     check_rank_doors(settings.part(WorkerConfig), secret_is_made=True)
+    if settings.part(UpConfig).engines:
+        check_engine_installed(settings)
     try:
         exporters(os.environ)
     except TracingError as error:

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -153,6 +154,14 @@ def check_rank_doors(config: WorkerConfig, *, secret_is_made: bool = False) -> N
         ServerTls.of(config.tls_cert, config.tls_key)
     except (NoSecret, CertificateError) as error:
         fail(str(error), USAGE)
+
+
+def check_engine_installed(settings: Configuration) -> None:
+    """End the command when its engines compute with torch, and torch is not installed."""
+    embedded = settings.part(WorkerConfig).engine == "embedded"
+    missing = [name for name in ("torch", "safetensors") if embedded and find_spec(name) is None]
+    if missing:
+        fail(f"the embedded engine needs {' and '.join(missing)}: pip install 'roost[engine]', or choose --engine simulated", USAGE)
 
 
 def _secured(complaint: str | None, *, insecure: bool) -> None:
