@@ -343,7 +343,7 @@ async def test_a_body_that_needs_more_memory_than_a_process_has_is_refused_and_t
 ROUTER = f"""
 import asyncio
 from router.bodies.worker_pool import BodyWorkers
-from router.bodies.tasks import Room
+from router.bodies.tasks import PromptBounds
 
 ARCHIVE = {ARCHIVE!r}
 
@@ -351,7 +351,7 @@ async def main():
     body = b'{{"model": "demo", "messages": [{{"role": "user", "content": "' + b"ab " * 2_500_000 + b'"}}]}}'
     workers = BodyWorkers(1, 8, 8, memory_bytes=2**32, seen_bytes=0, archive=lambda digest: ARCHIVE, digests=lambda: ("d",))
     async with workers:
-        await workers.encode("a", "chat", body, "d", Room(10**9, 1))
+        await workers.encode("a", "chat", body, "d", PromptBounds(10**9, 1))
 
 asyncio.run(main())
 """
