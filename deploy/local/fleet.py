@@ -366,17 +366,17 @@ class Fleet:
         self.router_url, self.router_urls = doors.url, doors.urls if doors.private else ()
         router = self._settings.part(RouterConfig)
         grace = router.pre_stop_seconds + router.drain_seconds + self._worker.grace_seconds
-        units = []
+        units: list[Unit] = []
         for number, url in enumerate(doors.urls):
             name = f"router-{number}" if doors.private else "router"
             ready = self._run.path / f"{name}.ready"
             order = doors.order(number, config=str(ground.config_file), ready=str(ready), bus=bus)
-            unit = self._process(ground.ordered(name, order), ready, f"{url}/health", replace(self._policy, grace_seconds=grace))
+            unit = self._process(ground.ordered(name, order), ready, f"{url}/health", replace(self._policy, grace_seconds=grace), units)
             units.append(unit)
         self.reading_units.extend(units)
         return units
 
-    def _process(self, command: Command, ready: Path, health: str | None, policy: Policy | None = None) -> Unit:
+    def _process(self, command: Command, ready: Path, health: str | None, policy: Policy | None = None, group: Sequence[Unit] = ()) -> Unit:
         """Return an incarnation of one process. It serves once the file exists, and is healthy while the page
         answers. A process that was stopped separately removes the file and ends within its own time limits:
         it finishes its answers after closing its listen socket."""
@@ -389,12 +389,12 @@ class Fleet:
             ready.unlink(missing_ok=True)  # noqa: ASYNC240 a file of one's own
             return Incarnation([command], ready=lambda: _existing(ready), healthy=None if health is None else lambda: answers(health))
 
-        return Unit(command.name, launch, policy or self._policy, self._say)
+        return Unit(command.name, launch, policy or self._policy, self._say, group)
 
     def _engine(self, name: str, ground: FleetFiles) -> Unit:
         launcher = EngineLauncher(name, engine_ranks(self._settings), self._worker, ground)
         self.engines.append(launcher)
-        unit = Unit(name, launcher.launch, self._policy, self._say)
+        unit = Unit(name, launcher.launch, self._policy, self._say, self.engine_units)
         self.engine_units.append(unit)
         self.reading_units.append(unit)
         return unit

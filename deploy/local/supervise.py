@@ -154,11 +154,23 @@ def tail(log: Path, lines: int = 15) -> str:
 
 
 class Unit:
-    """Keep one unit running while the context lasts. `launch` creates each incarnation: new ports, a new
-    identity."""
+    """Keep one unit running while the context lasts.
 
-    def __init__(self, name: str, launch: Callable[[], Awaitable[Incarnation]], policy: Policy, say: Say) -> None:
+    launch: creates each incarnation, with new ports and a new identity. group: units that serve in each
+    other's place. Health probes end one of them at a time: on an overloaded machine none answers in time, and
+    restarting all of them at once would leave none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        launch: Callable[[], Awaitable[Incarnation]],
+        policy: Policy,
+        say: Say,
+        group: Sequence["Unit"] = (),
+    ) -> None:
         self.name = name
+        self._group = group
         self.children: list[Child] = []
         self._launch = launch
         self._policy = policy
@@ -275,10 +287,15 @@ class Unit:
         self._ever_ready = True
         self._ready.set()
         misses = 0
-        while misses < self._policy.health_misses:
+        while misses < self._policy.health_misses or self._is_needed():
             await asyncio.sleep(self._policy.health_seconds)
             misses = 0 if await self._answers(incarnation) else misses + 1
+        self._ready.clear()  # at once: the others of the group look at it
         return f"no answer to {misses} health probes"
+
+    def _is_needed(self) -> bool:
+        """True while another unit of the group restarts: until it serves, this one may be all that clients have."""
+        return any(not unit.is_ready and not unit.is_given_up for unit in self._group if unit is not self)
 
     async def _answers(self, incarnation: Incarnation) -> bool:
         if incarnation.healthy is None:

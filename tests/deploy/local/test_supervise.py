@@ -177,6 +177,38 @@ async def test_a_child_that_no_longer_answers_is_replaced(script: Script) -> Non
     assert said == ["router: no answer to 2 health probes; starting it again in 0.0 s", "router serves again"]
 
 
+async def test_units_that_serve_in_each_others_place_are_ended_for_silence_one_at_a_time(script: Script) -> None:
+    """As on an overloaded machine, where no probe is answered in time."""
+    policy = replace(QUICK, health_seconds=0.02, health_misses=2, failures=1000)
+    said: list[str] = []
+    serving = asyncio.Event()
+    lives: list[str] = []
+    group: list[Unit] = []
+
+    async def silent() -> None:
+        raise ConnectionRefusedError
+
+    def unit(name: str) -> Unit:
+        async def ready() -> None:
+            lives.append(name)
+            if lives.count(name) > 1:  # a restart takes until the test says so
+                await serving.wait()
+
+        async def launch() -> Incarnation:
+            return Incarnation([script(FOREVER)], ready=ready, healthy=silent)
+
+        group.append(Unit(name, launch, policy, said.append, group))
+        return group[-1]
+
+    async with unit("one"), unit("two"):
+        await until(lambda: len(lives) == 3)
+        await asyncio.sleep(0.5)  # many probes
+        assert len(said) == 1
+        assert [one.is_ready for one in group].count(True) == 1
+        serving.set()
+        await until(lambda: {"one", "two"} <= {line.partition(":")[0] for line in said})
+
+
 def test_pauses_double_up_to_a_bound() -> None:
     policy = Policy(first_pause_seconds=0.2, longest_pause_seconds=1.0)
     assert [policy.pause(failures) for failures in (1, 2, 3, 4, 50)] == [0.2, 0.4, 0.8, 1.0, 1.0]
