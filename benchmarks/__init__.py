@@ -1,1 +1,1 @@
-"""Every number we claim, one command each; what the scripts stand on is in `rig`."""
+"""One command for every published number; shared parts are in `rig`."""

@@ -1,9 +1,11 @@
-"""Static backends: what a guess of cached prefixes costs by the size of its blocks, and how well requests stay with their prefix.
+"""Static backends: cost of the approximate prefix index by block size, and how well requests stay with their
+prefix.
 
-Routing is simulated on a virtual clock: two equal servers that share nothing, groups of requests with a common prefix, streams, clients that
-ask again at once. A server computes prompts one after another and reuses what it computed before; its steps differ by noise, request by request.
-"assumed" is how servers without a stated speed were priced before: as small CPU engines, corrected four times at most, each server alone.
-Cached is the share of prompt tokens that servers had already; ideal would be a single server.
+Routing is simulated on a virtual clock: two equal servers that share nothing, groups of requests with a
+common prefix, streams, clients that send their next request at once. A server computes prompts one after
+another and reuses earlier ones; its steps have noise per request. "assumed" is the former price of servers
+without a stated speed: a small CPU engine, corrected by a factor of four at most, each server separately.
+Cached is the share of prompt tokens that servers had already; the ideal is a single server.
 
     python -m benchmarks.backends --quick
 """
@@ -31,16 +33,17 @@ MODEL, UNLIMITED = "m", 2**31 - 1
 TEXT_ONLY = Capabilities(kv_events=False, load=False, experts=False, token_ids=False)
 BLOCKS, KILOBYTES = (64, 32, 16), (8, 32, 400)
 PREFIXES, REQUESTS, CLIENTS, OUTPUT = 8, 10, 4, 48
-"""Few requests of a prefix: servers of endless memory have all of them in the end, wherever requests go."""
+"""Few requests per prefix: servers of endless memory have all prefixes in the end, wherever requests go."""
 QUESTION_BYTES = 60
 PREFILL_S, STEP_S, SEQUENCE_S, OVERHEAD_S, NOISE = 1e-4, 1.2e-2, 2e-4, 5e-3, 0.05
-"""of the simulated servers: per prompt token, per step, added to it by each stream, per request; relative deviation of a request's steps"""
+"""of the simulated servers: seconds per prompt token, per step, added to a step by each stream, per request;
+relative deviation of a request's steps"""
 MOST_MS, MOST_SKEW, LEAST_GAINED = 1.0, 0.6, {200: 0.99, 950: 1.02}
-"""by bytes of a prefix: a short one is worth less than an even load"""
+"""limits; LEAST_GAINED by bytes of a prefix: a short prefix is worth less than an even load"""
 
 
 def service_of(policy: Policy, block_size: int, speed: EngineSpeed | None, servers: int) -> tuple[RouterService, list[float]]:
-    """A router before live servers, and its clock, a list of one number."""
+    """Return a router with live servers, and its clock as a list of one number."""
     now = [0.0]
     service = RouterService(None, MemoryBroker().subjects, RouterConfig(policy=policy), clock=lambda: now[0], chance=random.Random(1))
     for number in range(1, servers + 1):
@@ -63,7 +66,7 @@ def service_of(policy: Policy, block_size: int, speed: EngineSpeed | None, serve
 
 
 def guess_ms(block_size: int, size: int, repeats: int) -> float:
-    """Deciding on and booking a prompt that nobody has seen, in milliseconds of processor time: the median."""
+    """Return the median processor time, in milliseconds, to decide on and book a new prompt."""
     service, _ = service_of("cost", block_size, None, 4)
     dice, times = random.Random(size), []
     for number in range(repeats):
@@ -79,13 +82,13 @@ class Outcome(NamedTuple):
     cached: float
     """share of prompt tokens"""
     together: int
-    """groups whose requests, but one, went to one server"""
+    """groups with all requests but one on the same server"""
     most: float
-    """share of requests that the busier server got"""
+    """share of requests on the busier server"""
 
 
 class _Servers:
-    """What really happens at the servers."""
+    """Simulated behaviour of the servers."""
 
     def __init__(self, count: int, dice: random.Random) -> None:
         self._dice = dice
@@ -94,7 +97,7 @@ class _Servers:
         self.tokens, self.cached = 0, 0
 
     def take(self, server: int, now: float, prefix: bytes, size: int) -> tuple[float, float]:
-        """(moment of the first token, seconds of a step)"""
+        """Return (time of the first token, seconds per step)."""
         had = len(prefix) if prefix in self._seen[server] else 0
         self._seen[server].add(prefix)
         self.tokens, self.cached = self.tokens + size // BYTES_PER_TOKEN, self.cached + had // BYTES_PER_TOKEN
@@ -108,7 +111,7 @@ class _Servers:
 
 
 def routed(policy: Policy, speed: EngineSpeed | None, prefix_bytes: int, requests: int, seed: int) -> Outcome:
-    """One run, requests in a random order."""
+    """Run one case with requests in random order."""
     dice = random.Random(seed)
     service, now = service_of(policy, RouterConfig().backend_block_tokens, speed, 2)
     prefixes = [dice.randbytes(prefix_bytes) for _ in range(PREFIXES)]
@@ -154,7 +157,7 @@ def routed(policy: Policy, speed: EngineSpeed | None, prefix_bytes: int, request
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
-    """Cost of guessing prefixes, and prefix routing over servers whose speed is learnt."""
+    """Measure the cost of prefix guesses, and prefix routing over servers whose speed is learnt."""
     report = Report("Static backends", ("what", "cached", "ideal", "groups of 8 together", "busier server"))
     requests, seeds = REQUESTS, 9 if quick else 45
     outcomes: dict[str, Outcome] = {}

@@ -1,18 +1,22 @@
-"""The whole loop on one live fleet: four ranks of the demo model, NATS, router, tracker, planner, experts that travel over NIXL.
+"""The closed loop on one live fleet: four ranks of the demo model, NATS, router, tracker, planner, expert
+transfer over NIXL.
 
-Policies are exchanged on the same fleet by rewriting roost.toml and `roost reload`. Before each of them the fleet is set back to its first day: the first
-placement (by a rollback), a tracker that knows nothing, a planner that remembers nothing, prompts that no cache has seen. All are asked the same requests in
-the same order, but for an offset of a few tokens: windows of held-out documents, domains mixed at random.
+Policies alternate on the same fleet by rewriting roost.toml and `roost reload`. Before each policy the fleet
+is reset: the first placement (by a rollback), a tracker and a planner without state, prompts that are in no
+cache. All policies get the same requests in the same order, except for an offset of a few tokens: windows of
+held-out documents, domains mixed at random.
 
-- static + KV-only: experts stay; the router looks at cached prefixes and load.
-- EPLB + KV-only: the published algorithm places experts for balance; the router as before.
+- static + KV-only: experts stay; the router uses cached prefixes and load.
+- EPLB + KV-only: the published algorithm places experts for balance; same router.
 - joint routing, static placement: the router prices expert traffic; experts stay.
-- full loop: the planner moves experts and says where requests are at home, the router sends them there.
+- full loop: the planner migrates experts and publishes homes, the router routes to them.
 
-What decides is what ranks say of each token they sent (`DispatchMeasured`), and what a client sees. Further parts (--only): flip, homogeneous, alternating.
+The deciding figures are the ranks' dispatch reports (`DispatchMeasured`) and client-side measurements.
+Further parts (--only): flip, homogeneous, alternating.
 
-With --quick only the two policies that are compared are run, for seconds, without hash dispatch: that shows that everything works. A loop takes minutes to
-close, so figures of such a run are printed, and held to no target but that no request is lost and the budget is kept.
+--quick runs only the two compared policies, for seconds, without hash dispatch, as a functional check. A loop
+takes minutes to close, so such a run prints its figures but has only two targets: no request is lost, and the
+byte budget is kept.
 
     python -m benchmarks.closed_loop --quick
 """
@@ -35,7 +39,7 @@ from fleet.timing import EngineSpeed
 
 FEWER, BALANCE, PARTS = 0.20, 0.08, ("policies", "flip", "homogeneous", "alternating")
 SPEED = 0.97
-"""of tokens per second: "no worse" within the noise of a shared machine, which is printed"""
+"""least ratio of tokens per second: "no worse" within the noise of a shared machine, which is printed"""
 COMPARED = (EPLB, LOOP)
 _COLUMNS = [
     "policy",
@@ -53,20 +57,20 @@ _COLUMNS = [
 ]
 
 
-Traffic = typer.Option(None, help="folder with a text file, or a folder of text files, per domain; unset: the held-out documents")
+Traffic = typer.Option(None, help="folder with a text file, or a folder of text files, per domain; default: the held-out documents")
 Plot = typer.Option(None, help="folder for plots")
 
 
 @dataclass
 class LiveReport(Report):
-    """With what plots are made of."""
+    """Report with the data for plots."""
 
     courses: dict[str, Any] = field(default_factory=dict)
     setup: dict[str, Any] = field(default_factory=dict)
 
 
 def row(name: str, phases: list[Phase]) -> list[str | float | int]:
-    """Medians over the rounds."""
+    """Return medians over the rounds."""
 
     def middle(values: list[float]) -> float:
         return statistics.median(values)
@@ -88,8 +92,8 @@ def row(name: str, phases: list[Phase]) -> list[str | float | int]:
 
 
 async def policies(fleet: Live, traffic: Texts, much: Plenty, rounds: int, seed: int, plot: Path | None, *, quick: bool) -> dict[str, list[Phase]]:
-    """Every policy in every round, each round beginning with another one; hash dispatch behind EPLB, heat maps behind the loop. quick: those alone that are
-    compared."""
+    """Run every policy in every round; each round begins with another policy. Adds hash dispatch after EPLB,
+    and heat maps after the loop. quick: only the two compared policies."""
     found: dict[str, list[Phase]] = {}
     several = COMPARED if quick else POLICIES
     for number in range(rounds):
@@ -106,7 +110,8 @@ async def policies(fleet: Live, traffic: Texts, much: Plenty, rounds: int, seed:
 
 
 def judge(report: LiveReport, found: dict[str, list[Phase]], *, quick: bool) -> None:
-    """Rows, and the ratios of each round: both sides of a ratio were measured within minutes. quick: they are held to no target."""
+    """Add rows, and the ratios of each round: both sides of a ratio were measured within minutes. quick: set
+    no targets for them."""
     for name, phases in found.items():
         report.add(*row(name, phases))
         rounds = [{**one._asdict(), "sent": one.sent._asdict(), "course": one.course._asdict()} for one in phases]
@@ -135,7 +140,7 @@ def judge(report: LiveReport, found: dict[str, list[Phase]], *, quick: bool) -> 
 
 
 def spread(values: list[float], unit: str = "") -> str:
-    """Median, and the range where there are several."""
+    """Return the median, and the range if there are several values."""
     middle = f"{statistics.median(values):+.3g}{unit}" if unit != "x" else f"{statistics.median(values):.3f}x"
     return middle if len(values) < 2 else f"{middle} ({min(values):.3g} to {max(values):.3g})"
 
@@ -153,7 +158,8 @@ async def run(
     *,
     quick: bool,
 ) -> None:
-    """Measure the parts into the report, one after another on one fleet. quick: hold them only to what a short run can tell."""
+    """Measure the parts one after another on one fleet, into the report. quick: only targets that a short run
+    can meet."""
     async with live(link_seconds) as fleet:
         report.setup |= {"speed": msgspec.to_builtins(fleet.joined.speed), "settings": fleet.settings}
         report.notes += setting(fleet, much, traffic)
@@ -172,7 +178,7 @@ async def run(
 
 
 def setting(fleet: Live, much: Plenty, traffic: Texts) -> list[str]:
-    """What all was measured with."""
+    """Return the conditions of all measurements."""
     speed = fleet.joined.speed or EngineSpeed()
     cadence = ", ".join(f"{section}.{key} {value:g}" for section, keys in CADENCE.items() for key, value in keys.items())
     return [
@@ -193,18 +199,18 @@ def main(
     only: str = typer.Option("policies", help=f"parts, with commas between: {', '.join(PARTS)}; or all"),
     traffic: Path = Traffic,
     rounds: int = typer.Option(None, help="of all policies"),
-    warm: float = typer.Option(None, help="seconds of each policy before it is measured"),
-    count: int = typer.Option(None, help="requests of each policy that are measured"),
-    concurrency: int = typer.Option(32, help="requests at once"),
+    warm: float = typer.Option(None, help="seconds of warm-up per policy"),
+    count: int = typer.Option(None, help="measured requests per policy"),
+    concurrency: int = typer.Option(32, help="concurrent requests"),
     prompt: int = typer.Option(192, help="tokens"),
     output: int = typer.Option(48, help="tokens"),
-    vary: float = typer.Option(0.0, min=0.0, max=1.0, help="part of that by which an answer may be longer or shorter; 0: all are alike"),
-    seed: int = typer.Option(0, help="of the order of domains and documents"),
-    link_seconds: float = typer.Option(LINK_SECONDS, help="by which a token takes longer to another rank and back, per layer; 0: the links that there are"),
-    scale: float = typer.Option(None, help="of the times of the long parts; 1: as stated"),
+    vary: float = typer.Option(0.0, min=0.0, max=1.0, help="largest relative deviation of an answer's length; 0: all have the same length"),
+    seed: int = typer.Option(0, help="seed of the order of domains and documents"),
+    link_seconds: float = typer.Option(LINK_SECONDS, help="added seconds per layer for a token to another rank and back; 0: the links of this machine"),
+    scale: float = typer.Option(None, help="factor for the times of the long parts"),
     plot: Path = Plot,
 ) -> None:
-    """The four policies on one live fleet, and what the loop does when traffic changes, or has nothing to give."""
+    """Measure the four policies on one live fleet, and the loop under changing and homogeneous traffic."""
     parts = list(PARTS) if only == "all" else only.split(",")
     if unknown := set(parts) - set(PARTS):
         raise typer.BadParameter(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")

@@ -1,9 +1,12 @@
-"""One routing decision beside Dynamo's SelectionService: the same ranks of a 58 x 256 model, the same lists of token ids, in the same run, in turns.
+"""One routing decision compared with Dynamo's SelectionService: the same ranks of a 58 x 256 model, the same
+lists of token ids, alternating in one run.
 
-Ours: hashing, prefix index, prediction (tables of 300,000 blocks, 50,000 tokens, 32 clusters, loaded), the whole cost, booking, and the release of an
-older booking. Theirs: `select`, which books nothing. `nothing cached`: no blocks are indexed on either side. `half cached`, `all cached`: identical
-blocks are indexed on both, ours by our KV events, theirs by vLLM's over ZMQ; both are asked what they found, and must say the same. Ids are fresh
-lists for each decision, as a tokenizer leaves them. Beginnings of cached prompts were hashed before, by the requests that brought them there.
+Roost: hashing, prefix index, prediction (tables of 300,000 blocks, 50,000 tokens, 32 clusters, loaded), the
+whole cost, booking, and the release of an older booking. Dynamo: `select`, which books nothing. `nothing
+cached`: no blocks are indexed on either side. `half cached`, `all cached`: identical blocks are indexed on
+both, in Roost by its KV events, in Dynamo by vLLM's over ZMQ; both must report the same overlap. Ids are new
+lists for each decision, as a tokenizer returns them. Prefixes of cached prompts were hashed before, by the
+requests that cached them.
 
     python -m benchmarks.decision --quick
 """
@@ -33,9 +36,9 @@ FLEETS = (8, 64, 512)
 """ranks"""
 SHARES = {"nothing": 0.0, "half": 0.5, "all": 1.0}
 RATIOS = {1024: 0.8, 4096: 0.6, 16_384: 0.4}
-"""by prompt length, our p50 over theirs at most; p99 always 1"""
+"""by prompt length: highest ratio of Roost's p50 to Dynamo's; for p99 the limit is always 1"""
 TURN = 32
-"""decisions of one side before it is the other's turn"""
+"""decisions of one side before the other side's turn"""
 SCORING_LIMITS = {64: 40.0, 512: 70.0}
 RATE_LIMIT, ADDED_LIMIT, PRICING_LIMIT = 5000.0, 60.0, 100.0
 """decisions per second; microseconds; milliseconds for an engine of 16 ranks"""
@@ -56,7 +59,7 @@ class Taken(NamedTuple):
 
 
 async def in_turns(roost: Roost, select: Callable[[list[int]], Awaitable[None]], asked: Prompts, rounds: int) -> Taken:
-    """Both sides decide on the same prompts, TURN of them at a time."""
+    """Decide on the same prompts on both sides, TURN of them at a time."""
     taken = Taken([], [])
     count, clock = len(asked.ids), time.perf_counter
     for turn in range(-1, rounds * count // TURN):
@@ -77,7 +80,7 @@ async def in_turns(roost: Roost, select: Callable[[list[int]], Awaitable[None]],
 
 
 async def cached(roost: Roost, selection: Selection, asked: Prompts) -> None:
-    """Both sides hear of the same blocks. RuntimeError when they do not come to know the same."""
+    """Publish the same blocks to both sides. Raises RuntimeError if their indices differ."""
     held = list(asked.held(roost.engines))
     for each in held:
         roost.hold(each)
@@ -90,7 +93,7 @@ async def cached(roost: Roost, selection: Selection, asked: Prompts) -> None:
 
 
 def rate(roost: Roost, asked: Prompts, seconds: float) -> float:
-    """Decisions per second of one core, one after the other."""
+    """Return sequential decisions per second on one core."""
     done, began = 0, time.perf_counter()
     while (taken := time.perf_counter() - began) < seconds:
         for ids in asked.ids:
@@ -100,7 +103,8 @@ def rate(roost: Roost, asked: Prompts, seconds: float) -> float:
 
 
 def scoring(roost: Roost, asked: Prompts, turns: int) -> float:
-    """Median microseconds of `router.scheduling.decision.decide` alone: hashes, overlaps and signature are given."""
+    """Return the median microseconds of `router.scheduling.decision.decide` alone: hashes, overlaps and
+    signature are given."""
     given: list[tuple[Any, Any]] = []
     decide = scheduler.decide
 
@@ -122,7 +126,7 @@ def scoring(roost: Roost, asked: Prompts, turns: int) -> float:
 
 
 def added(roost: Roost, asked: Prompts, turns: int) -> float:
-    """Microseconds that prediction adds to the median decision."""
+    """Return the microseconds that prediction adds to the median decision."""
     taken: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(turns):
         on = bool(turn % 2)
@@ -136,7 +140,7 @@ def added(roost: Roost, asked: Prompts, turns: int) -> float:
 
 
 def unremembered(roost: Roost, asked: Prompts) -> float:
-    """Median microseconds of a decision about a prompt whose beginning this router never hashed."""
+    """Return the median microseconds of a decision on a prompt whose prefix this router never hashed."""
     taken = []
     for ids in map(fresh, asked.ids):
         roost.forget_runs()
@@ -147,7 +151,8 @@ def unremembered(roost: Roost, asked: Prompts) -> float:
 
 
 def pricing(model: ClusterModel, ranks: int, extra: int) -> float:
-    """Milliseconds to price all clusters for an engine whose ranks hold `extra` replicas each, at random."""
+    """Return the milliseconds to price all clusters for an engine whose ranks hold `extra` random replicas
+    each."""
     chance = np.random.default_rng(1)
     own = EXPERTS // ranks
     slots = np.full((LAYERS, ranks, own + extra), -1, np.int16)
@@ -162,7 +167,7 @@ def pricing(model: ClusterModel, ranks: int, extra: int) -> float:
 
 
 class Measured:
-    """All of one run."""
+    """Measurements of one run."""
 
     def __init__(self, quick: bool) -> None:
         chance = np.random.default_rng(0)
@@ -183,7 +188,7 @@ class Measured:
         for ranks in FLEETS:
             roost, selection = Roost(ranks, self.model, self.foretold), Selection(ranks)
             await selection.start()
-            await asyncio.sleep(2.0)  # a subscriber that has not connected yet misses what is said
+            await asyncio.sleep(2.0)  # a subscriber that has not connected yet misses messages
             roost.settle(self.asked["nothing", 1024].ids[0])
             try:
                 for name in SHARES:
@@ -197,7 +202,7 @@ class Measured:
             if name != "nothing":
                 await cached(roost, selection, self.asked[name, length])
         gc.collect()
-        gc.freeze()  # as a router does once it has started
+        gc.freeze()  # as a router does after its start
         for length in RATIOS:
             taken = self.taken[ranks, name, length] = await in_turns(roost, selection.select, self.asked[name, length], self.rounds)
             (ours, theirs), (ours_99, theirs_99) = taken.at(0.5), taken.at(0.99)
@@ -210,7 +215,7 @@ class Measured:
             self.scored[ranks] = scoring(roost, self.asked[name, 4096], self.turns)
 
     async def beside_kv_router(self, ranks: int = 64) -> None:
-        """The same beside KvRouter, with nothing cached: a note, for it is not what decides."""
+        """Compare with KvRouter, with nothing cached: a note without a target."""
         roost, peer = Roost(ranks, self.model, self.foretold), KvRouter(ranks)
         try:
             await peer.start()
@@ -225,7 +230,7 @@ class Measured:
             peer.close()
 
     def conclude(self) -> Report:
-        """What was measured, and whether it is enough."""
+        """Return the measurements and their targets."""
         report = self.report
         report.notes += list(self._notes())
         for name in ("half", "nothing"):
@@ -256,14 +261,15 @@ class Measured:
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
-    """Time of a decision by number of ranks, prompt length and what is cached, beside Dynamo's SelectionService."""
+    """Measure the decision time by number of ranks, prompt length and cached share, beside Dynamo's
+    SelectionService."""
     measured = Measured(quick)
     with_quiet_stderr(lambda: asyncio.run(measured.run()))
     measured.conclude().finish(as_json=as_json, check=check)
 
 
 def with_quiet_stderr(work: Callable[[], None]) -> None:
-    """Dynamo writes to it as it works, whatever it is told."""
+    """Redirect stderr: Dynamo writes to it regardless of its log settings."""
     sys.stderr.flush()
     kept = os.dup(2)
     with open(os.devnull, "wb") as nothing:

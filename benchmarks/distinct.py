@@ -1,8 +1,9 @@
-"""Cost of reading distinct experts, as the router's `distinct` term has it: predicted beside measured step times of the embedded engine.
+"""Cost of reading distinct experts (the router's `distinct` term): predicted and measured step times of the
+embedded engine.
 
-Sequences decode one token each, once all the same token (few distinct experts) and once different ones (many). The
-difference of the step times is compared with the engine's own measured `expert_read` times the difference in
-distinct experts, which is counted from what the model's routers chose. One rank, no network.
+Sequences decode one token each: once all the same token (few distinct experts), once different tokens (many).
+The difference of the step times is compared with the engine's measured `expert_read` times the difference in
+distinct experts, counted from the model's routers. One rank, no network.
 
     python -m benchmarks.distinct --quick
 """
@@ -22,21 +23,22 @@ from fleet.placement import linear
 
 SEQUENCES = (2, 4, 8, 16, 32)
 LIMIT = 1.5
-"""Factor by which prediction and measurement may differ, median over batch sizes."""
+"""Largest factor between prediction and measurement, median over batch sizes."""
 
 
 def batch(tokens: list[int]) -> list[SequenceWork]:
-    """Sequences that decode one token each, with nothing before it."""
+    """Return sequences that decode one token each, without context."""
     return [SequenceWork([token], 0, [page], wants_logits=True) for page, token in enumerate(tokens)]
 
 
 def distinct(forward: Forward) -> int:
-    """Distinct experts of a step, summed over layers."""
+    """Count the distinct experts of a step, summed over layers."""
     return sum(len(np.unique(forward.routed[:, layer])) for layer in range(forward.routed.shape[1]))
 
 
 def compared(runner: ModelRunner, same: list[SequenceWork], different: list[SequenceWork], rounds: int) -> tuple[float, int]:
-    """Seconds that the different tokens take longer, each side at its fastest, in turns; and distinct experts more."""
+    """Return the added seconds of different tokens, each side at its fastest, alternating; and the added
+    distinct experts."""
     taken: tuple[list[float], list[float]] = [], []
     counts = [0, 0]
     for _ in range(rounds):
@@ -49,7 +51,7 @@ def compared(runner: ModelRunner, same: list[SequenceWork], different: list[Sequ
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
-    """Predicted against measured cost of distinct experts."""
+    """Compare predicted and measured cost of distinct experts."""
     report = Report("Distinct experts: what reading them costs", ["sequences", "distinct more", "predicted us", "measured us", "ratio"])
     chance = np.random.default_rng(7)
     with Checkpoint(checkpoint_path()) as checkpoint:

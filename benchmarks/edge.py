@@ -1,8 +1,9 @@
-"""What the router adds: latency and req/s in front of trivial mock engines, against a mock directly, in one run.
+"""Router overhead: latency and req/s in front of trivial mock engines, against a mock directly, in one run.
 
-Two doors: `kv` (NATS, ranks that take token ids: the router renders, tokenises, hashes, decides and rewrites chunks) and `plain`
-(foreign servers by URL: bodies forwarded as received). Client, router and mocks share this machine's cores; every cell alternates
-direct and routed rounds and reports medians. Tokenising is measured in this process with the same tokenizer and prompt.
+Two paths: `kv` (NATS, ranks that take token ids: the router renders, tokenises, hashes, decides and rewrites
+chunks) and `plain` (static backends: bodies forwarded as received). Client, router and mocks share this
+machine's cores. Every cell alternates direct and routed rounds and reports medians. Tokenising is measured in
+this process with the same tokenizer and prompt.
 
     python -m benchmarks.edge --quick
     python -m benchmarks.edge --against HEAD~20    # the same cells through another commit's router instead of a mock directly
@@ -45,7 +46,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over rounds: added p50 (seconds; over the mock directly, round by round), p50s, and requests per second."""
+    """Medians over rounds: added p50 (seconds; relative to the mock directly, round by round), p50s, and
+    requests per second."""
 
     added: float
     direct: float
@@ -56,7 +58,8 @@ class Measured:
 
 
 def body(cell: Cell, number: int) -> bytes:
-    """A chat request of so many words, like the others up to the last: whatever remembers whole prompts cannot answer it."""
+    """Return a chat request of the cell's number of words. Requests differ only at their end, so no cache of
+    whole prompts can answer them."""
     text = " ".join([*(f"word{at % 97}" for at in range(cell.words - 1)), f"number{number}"])
     return msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 8, "stream": cell.stream})
 
@@ -83,7 +86,7 @@ async def measure(direct: int, routed: int, cell: Cell, rounds: int, requests: i
 
 
 def tokenising_seconds(words: int) -> float:
-    """Median time of encoding the prompt of so many words with the tokenizer that the router uses."""
+    """Return the median time to encode a prompt of `words` words with the router's tokenizer."""
     tokenizer = Tokenizer.from_file(str(checkpoint_path() / "tokenizer.json"))
     text = msgspec.json.decode(body(Cell("kv", False, words, False, 1), 0))["messages"][0]["content"]
     times = []
@@ -95,7 +98,7 @@ def tokenising_seconds(words: int) -> float:
 
 
 def cells(quick: bool) -> list[Cell]:
-    """Every cell; quickly only those at concurrency 1 and 16 that say most."""
+    """Return every cell; quick: only the most informative ones at concurrency 1 and 16."""
     every = [
         Cell(door, tracing, words, stream, connections)
         for door in ("kv", "plain")
@@ -134,7 +137,7 @@ async def run(quick: bool, report: Report) -> dict[Cell, Measured]:
 
 
 async def run_against(revision: str, quick: bool, report: Report) -> dict[str, list[Compared]]:
-    """Every cell without tracing through this tree's router and another commit's, in turns; by door."""
+    """Run every cell without tracing through this tree's router and another commit's, alternating; by path."""
     rounds, requests = (5, 150) if quick else (9, 400)
     results: dict[str, list[Compared]] = defaultdict(list)
     model = checkpoint_path()
@@ -162,7 +165,7 @@ def _row(cell: Cell, found: Measured) -> list[str | float | int]:
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, against: str = Against) -> None:
-    """Added latency and req/s of `roost router` in front of trivial mock engines."""
+    """Measure the added latency and req/s of `roost router` in front of trivial mock engines."""
     if against:
         report = Report(f"The edge: the working tree's router beside {against}'s", COLUMNS)
         report.notes.append(f"client: {SETTINGS}; rounds in turns")

@@ -1,8 +1,10 @@
-"""Tokens per second of the embedded engine against `transformers` `generate`: demo model, fp32, greedy, same prompts, one run.
+"""Tokens per second of the embedded engine against `transformers` `generate`: demo model, fp32, greedy, same
+prompts, one run.
 
-The sides are processes of their own and take turns, so that all see the same machine. transformers runs on one thread and on all cores, and the
-faster of the two counts in every round; a rank of the embedded engine computes on one thread, and an engine of one rank shares its large
-steps among all cores. Every round has new prompts: nothing is reused from a cache.
+The sides are separate processes and alternate, so that the machine's load affects all alike. transformers
+runs on one thread and on all cores; the faster of the two counts in every round. A rank of the embedded
+engine computes on one thread; an engine of one rank shares its large steps among all cores. Every round has
+new prompts, so no cache helps.
 
     python -m benchmarks.engine --quick
 """
@@ -38,7 +40,7 @@ class Side:
                 raise RuntimeError(f"{name}: a generator process did not start")
 
     def generate(self, prompts: list[list[int]], tokens: int) -> Result:
-        """The slowest share's seconds, and the outputs in order."""
+        """Return the slowest share's seconds, and the outputs in order."""
         busy = self._children[: len(prompts)]
         shares = [prompts[at :: len(busy)] for at in range(len(busy))]
         for child, share in zip(busy, shares, strict=True):
@@ -57,7 +59,7 @@ class Side:
 
 @contextlib.contextmanager
 def side(name: str, arguments: list[list[str]]) -> Iterator[Side]:
-    """Start a side's processes; end them with the context."""
+    """Run a side's processes while the context lasts."""
     command = [sys.executable, "-m", "benchmarks.rig.generator"]
     children = [subprocess.Popen([*command, *each], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT) for each in arguments]
     try:
@@ -73,12 +75,12 @@ def roost(ranks: int, folder: str) -> contextlib.AbstractContextManager[Side]:
 
 
 def prompts(rng: np.random.Generator, batch: int) -> list[list[int]]:
-    """Printable bytes: what is generated does not matter, only that both sides get the same."""
+    """Return prompts of printable bytes: only their equality on both sides matters."""
     return [[int(token) for token in rng.integers(32, 127, PROMPT)] for _ in range(batch)]
 
 
 def agreement(one: list[list[int]], two: list[list[int]]) -> float:
-    """Share of sequences generated alike (random prompts leave near-ties, so a few may part)."""
+    """Return the share of sequences generated alike (random prompts leave near-ties, so a few may differ)."""
     return float(np.mean([a == b for a, b in zip(one, two, strict=True)]))
 
 
@@ -99,7 +101,7 @@ def compare(references: list[Side], other: Side, batch: int, tokens: int, rounds
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
-    """Tokens/s of the embedded engine against transformers generate."""
+    """Compare tokens/s of the embedded engine with transformers generate."""
     columns = ["engine", "batch", "transformers tok/s", "roost tok/s", "ratio", "same sequences"]
     report = Report(f"Generation: {PROMPT} prompt tokens, fp32, greedy", columns)
     tokens, rounds = (48, 3) if quick else (128, 7)

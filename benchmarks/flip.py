@@ -1,7 +1,8 @@
-"""What it costs those who are being served that an engine goes over to another epoch: four ranks under closed load, with and without migrations.
+"""Effect of epoch changes on running requests: four ranks under closed load, with and without migrations.
 
-The real thing on one machine: NATS, the planner (which conducts), four rank processes with agent, transfer and the embedded engine. In every second window
-an expert changes places with one of another rank, again and again; all else goes on all the time. Both kinds of windows alternate in one run.
+Real parts on one machine: NATS, the planner (as coordinator), four rank processes with agent, transfer and
+the embedded engine. In every second window an expert is repeatedly swapped with one of another rank;
+everything else runs all the time. Both kinds of windows alternate in one run.
 
     python -m benchmarks.flip --quick
 """
@@ -55,14 +56,14 @@ class Window:
 
 
 class Ranks:
-    """The rank processes; ended with the context."""
+    """Rank processes; ended with the context."""
 
     def __init__(self, folder: Path, children: Sequence[asyncio.subprocess.Process]) -> None:
         self._folder = folder
         self._children = children
 
     async def diaries(self) -> list[dict[str, NDArray[Any]]]:
-        """Stop, and read what they wrote."""
+        """Stop the ranks and read their diaries."""
         for child in self._children:
             assert child.stdin is not None
             child.stdin.close()
@@ -85,7 +86,7 @@ async def ranks_of(job: Job) -> AsyncIterator[Ranks]:
         for rank, child in enumerate(children):
             assert child.stdout is not None
             if b"ready" not in await asyncio.wait_for(child.stdout.readline(), START_SECONDS):
-                raise RuntimeError(f"rank {rank} did not start; see what it said on standard error")
+                raise RuntimeError(f"rank {rank} did not start; see its standard error")
         yield Ranks(folder, children)
 
 
@@ -96,7 +97,7 @@ async def _end(child: asyncio.subprocess.Process) -> None:
 
 
 class Operator:
-    """Asks for one migration after the other, and hears how they end."""
+    """Request one migration after the other, and follow each to its end."""
 
     def __init__(self, bus: Bus, subjects: Subjects, heard: Subscription, placement: Placement) -> None:
         self.placement = placement
@@ -106,7 +107,7 @@ class Operator:
         self._dice = np.random.default_rng(4)
 
     async def swap(self) -> float:
-        """An expert for another, of two ranks; the seconds that it took."""
+        """Swap two experts of two ranks; return the seconds."""
         began = time.monotonic()
         layer, rank = int(self._dice.integers(self.placement.layers)), int(self._dice.integers(RANKS))
         mine, others = self._held(layer, rank), self._held(layer, (rank + 1) % RANKS)
@@ -146,14 +147,14 @@ async def operator(url: str) -> AsyncIterator[Operator]:
 
 
 async def run(pairs: int, seconds: float, every: float, ballast_bytes: int, transfer: dict[str, Any]) -> tuple[list[dict[str, NDArray[Any]]], list[Window]]:
-    """Windows in turn, with a migration `every` so many seconds and without; what the ranks wrote down."""
+    """Run alternating windows, with a migration `every` seconds and without; return the ranks' diaries."""
     windows: list[Window] = []
     async with nats() as url, process([*ROOST, "planner", "--nats", url], None):
         job = Job(url, ENGINE, secrets.randbits(63), RANKS, SLOTS, ballast_bytes, SEQUENCES, transfer)
         async with ranks_of(job) as ranks:
             await asyncio.sleep(WARM_SECONDS)
             async with operator(url) as asking:
-                await asking.swap()  # everybody has met everybody, once
+                await asking.swap()  # warm-up: every rank connects to every other
                 for number in range(2 * pairs):
                     await asyncio.sleep(SETTLE_SECONDS)
                     windows.append(await _window(asking, number % 2 == number // 2 % 2, seconds, every))
@@ -178,12 +179,12 @@ def within(times: Seconds, window: Window) -> NDArray[np.bool_]:
 
 
 def gaps_of(diaries: list[dict[str, NDArray[Any]]], window: Window) -> Seconds:
-    """Seconds between tokens that came in a window, on all ranks."""
+    """Return the seconds between tokens that came in a window, on all ranks."""
     return np.concatenate([diary["gap"][within(diary["token"], window)] for diary in diaries])
 
 
 def flip_steps(diary: dict[str, NDArray[Any]]) -> tuple[Seconds, Seconds]:
-    """Of every step in which the rank went over: its seconds beyond the median of its neighbours; and that median."""
+    """Return, for every step with a flip, its seconds beyond the median of its neighbours; and that median."""
     lengths = np.diff(diary["step"])
     extra, usual = [], []
     for at in np.flatnonzero(np.diff(diary["epoch"])).tolist():
@@ -195,7 +196,7 @@ def flip_steps(diary: dict[str, NDArray[Any]]) -> tuple[Seconds, Seconds]:
 
 
 def collectives(diaries: list[dict[str, NDArray[Any]]], flipping: bool) -> set[int]:
-    """How many a step takes: in those in which the ranks go over, or in the others."""
+    """Return the numbers of collectives per step, in steps with flips or in the others."""
     found: set[int] = set()
     for diary in diaries:
         found.update(np.diff(diary["collectives"])[(np.diff(diary["epoch"]) > 0) == flipping].tolist())
@@ -246,13 +247,13 @@ def main(
     as_json: bool = AsJson,
     check: bool = Check,
     pairs: int = typer.Option(None, help="windows of each kind"),
-    seconds: float = typer.Option(None, help="of a window"),
-    every: float = typer.Option(1.0, help="seconds from one migration to the next"),
-    rate: int = typer.Option(None, help="transfer.bytes_per_second; unset: the default"),
-    niceness: int = typer.Option(None, help="transfer.niceness; unset: the default"),
+    seconds: float = typer.Option(None, help="seconds of a window"),
+    every: float = typer.Option(1.0, help="seconds between two migrations"),
+    rate: int = typer.Option(None, help="transfer.bytes_per_second; default: the setting's default"),
+    niceness: int = typer.Option(None, help="transfer.niceness; default: the setting's default"),
     only: str = typer.Option("", help="demo or heavy; empty: both"),
 ) -> None:
-    """Gaps between tokens with and without migrations, and what a step takes that goes over to another epoch."""
+    """Measure gaps between tokens with and without migrations, and the duration of a step with a flip."""
     columns = ["engine", "windows", "gaps", "median ms", "p99 ms", "% over 2x median"]
     report = Report(f"Migrations under load: {RANKS} ranks, {SEQUENCES} sequences each, one migration every {every:g} s", columns)
     transfer: dict[str, Any] = {} if rate is None else {"bytes_per_second": rate}

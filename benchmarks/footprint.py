@@ -1,7 +1,8 @@
-"""What `roost up` costs while nobody asks anything, and how long it takes to its first token: one engine of two ranks on the demo model.
+"""Idle cost of `roost up` and its time to the first token: one engine of two ranks on the demo model.
 
-Times the second start (the first one fills the file cache), asks for one token, lets the fleet come to rest, then reads the processor time and
-resident memory of every process it started. Memory is the sum of resident sets: pages shared between processes count in each.
+Times the second start (the first one fills the file cache), requests one token, waits until the fleet is
+idle, then reads the processor time and resident memory of every process. Memory is the sum of resident sets:
+pages shared between processes count in each.
 
     python -m benchmarks.footprint --quick
 """
@@ -31,7 +32,7 @@ START_LIMIT, CPU_LIMIT, MEMORY_LIMIT = 20.0, 15.0, 2.0
 
 @contextlib.contextmanager
 def fleet() -> Iterator[tuple[str, psutil.Process, float]]:
-    """A running `roost up`: the router's URL, the process, and when it was started (monotonic seconds)."""
+    """Run `roost up`; yield the router's URL, the process, and its start time (monotonic seconds)."""
     began = time.monotonic()
     child = subprocess.Popen([ROOST, "up", "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, text=True)
     try:
@@ -53,7 +54,7 @@ def _router_url(child: "subprocess.Popen[str]") -> str:
 
 
 def first_token(url: str) -> None:
-    """Ask for one streamed token and read it."""
+    """Request one streamed token and read it."""
     with urllib.request.urlopen(f"{url}/v1/models") as answer:
         model = json.load(answer)["data"][0]["id"]
     body = json.dumps({"model": model, "prompt": "NAME\n", "max_tokens": 1, "stream": True}).encode()
@@ -68,7 +69,8 @@ def processor_seconds(processes: list[psutil.Process]) -> float:
 
 
 def at_rest(top: psutil.Process, seconds: float) -> tuple[float, float, list[tuple[str, float, float]]]:
-    """Percent of one core and GB resident of all processes over `seconds`, and the same (and MB) of each by name."""
+    """Return percent of one core and GB resident of all processes over `seconds`, and the same (and MB) of
+    each by name."""
     processes = [top, *top.children(recursive=True)]
     before = {process.pid: processor_seconds([process]) for process in processes}
     began = time.monotonic()
@@ -79,7 +81,7 @@ def at_rest(top: psutil.Process, seconds: float) -> tuple[float, float, list[tup
 
 
 def _name(process: psutil.Process) -> str:
-    """The part a process runs."""
+    """Return the part that a process runs."""
     line = process.cmdline()
     for word in line:
         if word.startswith("{"):
@@ -89,7 +91,7 @@ def _name(process: psutil.Process) -> str:
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
-    """Idle processor and memory use of `roost up`, and its time to the first token."""
+    """Measure idle processor and memory use of `roost up`, and its time to the first token."""
     starts, rest = (2, 15.0) if quick else (4, 60.0)
     report = Report(f"roost up at rest, 2 ranks, over {rest:g} s", ["process", "% of a core", "MB resident"])
     seconds: list[float] = []
@@ -98,7 +100,7 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> No
             first_token(url)
             seconds.append(time.monotonic() - began)
             if last:
-                time.sleep(2)  # for what the request left to do
+                time.sleep(2)  # lets the request's follow-up work finish
                 cpu, memory, each = at_rest(top, rest)
     for name, share, size in each:
         report.add(name, share, size)

@@ -1,8 +1,11 @@
-"""What looking back costs and gives: bookings, the hooks of a request, the price of distinct experts, and how soon a wrong speed is known.
+"""Cost and benefit of feedback: bookings, the hooks of a request, the price of distinct experts, and the time
+to learn a wrong speed.
 
-Bookings: a table of 64 and of 512 ranks with 100 open bookings each. Request: one decision at 64 ranks as the service books it, with every engine's
-speed measured, beside the same without; the difference is the median over short rounds of both. Distinct experts: the mixes of 8 engines of a model
-of 58 x 256 experts, over 32 clusters. Speeds: an engine three times as slow as it says, whose first tokens scatter by a fifth (log-normal).
+Bookings: a table of 64 and of 512 ranks with 100 open bookings each. Request: one decision at 64 ranks as the
+service books it, with every engine's speed measured, compared with the same without; the difference is the
+median over short rounds of both. Distinct experts: the mixes of 8 engines of a model of 58 x 256 experts,
+over 32 clusters. Speeds: an engine three times slower than it states, whose first tokens vary by a fifth
+(log-normal).
 
     python -m benchmarks.hindsight --quick
 """
@@ -35,7 +38,7 @@ SLOWNESS, SCATTER, WITHIN = 3.0, 0.2, 0.15
 
 
 def microseconds(work: Callable[[], object], repeats: int) -> float:
-    """Mean of one round."""
+    """Return the mean of one round."""
     began = time.perf_counter()
     for _ in range(repeats):
         work()
@@ -43,7 +46,7 @@ def microseconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def taking_turns(works: dict[str, Callable[[], object]], repeats: int, rounds: int) -> dict[str, float]:
-    """Median over rounds of the microseconds of each."""
+    """Return the median microseconds of each over alternating rounds."""
     found: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name, work in works.items():
@@ -52,7 +55,7 @@ def taking_turns(works: dict[str, Callable[[], object]], repeats: int, rounds: i
 
 
 def difference(without: Callable[[], object], beside: Callable[[], object], rounds: int) -> float:
-    """Microseconds by which the second takes longer: median over short rounds, each of both in both orders."""
+    """Return the added microseconds of the second: median over short rounds, each of both in both orders."""
     found: list[float] = []
     for _ in range(rounds):
         first, second, third, fourth = (microseconds(work, 10) for work in (without, beside, beside, without))
@@ -113,7 +116,7 @@ def request(repeats: int, rounds: int) -> dict[str, float]:
     measured.refresh(0.0)
     decision = picker.decide(need, "d", 1, service.clock())
     booking = picker.book(decision, need.prompt, service.clock())
-    hindsight.booked(decision, booking)  # the one that is looked at again
+    hindsight.booked(decision, booking)  # the booking that feedback compares later
 
     def decided(speeds: SpeedCorrection) -> None:
         picker.speeds = speeds
@@ -138,7 +141,7 @@ def request(repeats: int, rounds: int) -> dict[str, float]:
 
 
 def distinct(rounds: int) -> tuple[float, float]:
-    """Milliseconds: preparing the clusters, once per version; pricing the mixes of all engines."""
+    """Return milliseconds to prepare the clusters, once per version, and to price the mixes of all engines."""
     chance = np.random.default_rng(0)
     profiles = chance.dirichlet(np.full(EXPERTS, 0.3), size=(CLUSTERS, LAYERS)).astype(np.float32)
     reading = ReadingGroup(ClusterModel(1, profiles, np.full(CLUSTERS, 1 / CLUSTERS, np.float32), 0.1), TOP_K, 0)
@@ -149,7 +152,8 @@ def distinct(rounds: int) -> tuple[float, float]:
 
 
 def learnt(seed: int) -> int:
-    """Requests after which the factor is right, and stays so for as many more."""
+    """Return the number of requests after which the factor is right, and stays so for as many further
+    requests."""
     speeds, chance = SpeedCorrection(4.0), np.random.default_rng(seed)
     wrong = 0
     for number in range(200):

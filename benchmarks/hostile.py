@@ -1,10 +1,12 @@
-"""How long others wait while the router is attacked: `/health`, and a prompt of 20 kB of another client, beside attackers and without them.
+"""Response times while the router is attacked: `/health`, and a 20 kB prompt of another client, with
+attackers and without.
 
-A real router stands before a simulated engine (whose long answers the attackers do not read) and a mock engine (which answers at once).
-The mock's vocabulary has one token of 512 bytes, so that 8 MB might fit its context and must be tokenised before they can be refused.
-Attackers and the simulated engine, which would have machines of their own, are processes nicer than the rest, on this machine's
-processors. Every round measures the control, then each attack; the figure is the median of five rounds of the longest answer of a round
-(`/health`), or of a round's median (the prompt).
+A real router runs in front of a simulated engine (whose long answers the attackers do not read) and a mock
+engine (which answers at once). The mock's vocabulary has one token of 512 bytes, so that 8 MB might fit its
+context and must be tokenised before they can be refused. Attackers and the simulated engine, which would run
+on other machines, have a lower priority on this machine's processors. Every round measures the control, then
+each attack. The figure is the median over five rounds of a round's longest answer (`/health`), or of a
+round's median (the prompt).
 
     python -m benchmarks.hostile --quick
 """
@@ -40,7 +42,7 @@ MOST_MS = 100.0
 _LONG_TOKEN = "#" * 512
 _PROMPT_BYTES = 20_000
 _PROBE_SECONDS = 0.02
-"""between two questions"""
+"""between two probes"""
 
 
 ATTACKS = ("slow heads", "endless heads", "withheld bodies", "unread answers", *LARGE_BODIES)
@@ -48,7 +50,7 @@ ATTACKS = ("slow heads", "endless heads", "withheld bodies", "unread answers", *
 
 @contextlib.asynccontextmanager
 async def fleet() -> AsyncIterator[tuple[int, str]]:
-    """The router's port, and the simulated engine's model."""
+    """Yield the router's port, and the simulated engine's model."""
     with tempfile.TemporaryDirectory() as folder:
         _with_long_token(Path(folder))
         async with mock_engines(1) as mocks, nats() as url, mock_fleet(url, mocks, Path(folder)):
@@ -58,7 +60,7 @@ async def fleet() -> AsyncIterator[tuple[int, str]]:
 
 
 def _with_long_token(folder: Path) -> None:
-    """The demo model's tokenizer with one long token more."""
+    """Write the demo model's tokenizer with one additional long token."""
     model = checkpoint_path()
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(_LONG_TOKEN, normalized=False)])
@@ -67,7 +69,7 @@ def _with_long_token(folder: Path) -> None:
 
 
 def _simulated_model(port: int) -> str:
-    """Waits until the simulated engine is there. TimeoutError when it does not come."""
+    """Wait until the simulated engine has joined. Raises TimeoutError."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         names = [one["id"] for one in json.loads(ask(port, "GET", "/v1/models", b""))["data"] if one["id"] != MODEL]
@@ -78,7 +80,7 @@ def _simulated_model(port: int) -> str:
 
 
 def ask(port: int, method: str, path: str, body: bytes) -> bytes:
-    """The answer to a request on a connection of its own; RuntimeError when it is not 200."""
+    """Return the answer to a request on a new connection; raise RuntimeError if it is not 200."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     with contextlib.closing(connection):
         connection.request(method, path, body or None, {"content-type": "application/json"})
@@ -91,7 +93,7 @@ def ask(port: int, method: str, path: str, body: bytes) -> bytes:
 
 @contextlib.contextmanager
 def attacked_by(kind: str, port: int, model: str, folder: Path) -> Iterator[None]:
-    """Attackers that are under way; none for the control."""
+    """Run attackers while the context lasts; none for the control."""
     if kind == CONTROL:
         yield
         return
@@ -108,7 +110,7 @@ def attacked_by(kind: str, port: int, model: str, folder: Path) -> Iterator[None
 
 
 def timed(work: Callable[[], object], seconds: float) -> list[float]:
-    """Seconds that each piece of work took, one after the other for a while; at least three."""
+    """Run work sequentially for a while, at least three times; return the seconds of each."""
     found: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(found) < 3:
@@ -120,7 +122,7 @@ def timed(work: Callable[[], object], seconds: float) -> list[float]:
 
 
 class Prompts:
-    """Prompts of 20 kB, no two alike: whatever remembers texts cannot answer them."""
+    """Prompts of 20 kB, all different, so that no cache of texts can answer them."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -132,7 +134,7 @@ class Prompts:
 
 
 def router_pid(port: int) -> int:
-    """LookupError when no router listens there."""
+    """Return the router's process id. Raises LookupError if no router listens there."""
     wanted = [b"router", b"--port", str(port).encode()]
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -142,7 +144,7 @@ def router_pid(port: int) -> int:
 
 
 def seconds_without_processor(pid: int) -> float:
-    """For which a process's main thread was ready to run, and others had the processors."""
+    """Return the seconds for which a process's main thread was runnable but had no processor."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) * 1e-9
 
 
@@ -150,15 +152,15 @@ class Measured(NamedTuple):
     """Seconds by attack and round."""
 
     health: dict[str, list[float]]
-    """the longest answer"""
+    """longest answer"""
     crowded: dict[str, list[float]]
-    """for which the router waited for a processor, per second"""
+    """processor wait of the router, per second"""
     prompts: dict[str, list[float]]
-    """the median answer to a prompt of 20 kB, beside the bodies that take longest"""
+    """median answer to a 20 kB prompt, during the large bodies that take longest"""
 
 
 def measure(port: int, simulated: str, seconds: float, folder: Path) -> Measured:
-    """Control and attacks, in turns."""
+    """Measure control and attacks, alternating."""
     health: dict[str, list[float]] = defaultdict(list)
     crowded: dict[str, list[float]] = defaultdict(list)
     prompts: dict[str, list[float]] = defaultdict(list)
@@ -190,7 +192,7 @@ async def run(quick: bool, report: Report) -> None:
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
-    """How long others wait while the router is attacked."""
+    """Measure response times while the router is attacked."""
     columns = ["attack", "longest /health ms", "worst of the rounds", "waits for a processor", "20 kB prompt ms"]
     report = Report("The router under attack, and others' answers", columns)
     report.notes.append(f"medians of {ROUNDS} rounds; attackers niced, on the same processors; control: the first row")

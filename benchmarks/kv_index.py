@@ -1,8 +1,11 @@
-"""The prefix index beside Dynamo's RadixTree, in one run: what a decision asks of it, what ranks tell it, and the memory it takes.
+"""Prefix index compared with Dynamo's RadixTree, in one run: look-ups of a decision, events of ranks, and
+memory.
 
-Look-ups start from a prompt's token ids. They end with the leading blocks at each target, as a column, and the sequence hash of the last known block,
-by which experts are predicted. Nothing, half, or all of a prompt is held by a rank of every other engine (its first 16 blocks by all). `new`: nothing of it was
-hashed before; else it is a conversation that goes on. Events come as bytes: envelope, payload, feed, index. Memory is that of a process of its own.
+Look-ups start from a prompt's token ids. They return the leading blocks at each target, as a column, and the
+sequence hash of the last known block, which predicts experts. Nothing, half, or all of a prompt is held by a
+rank of every other engine (its first 16 blocks by all). `new`: no part of it was hashed before; otherwise it
+continues a conversation. Events start as bytes: envelope, payload, subscriber, index. Memory is measured in a
+separate process.
 
     python -m benchmarks.kv_index --quick
 """
@@ -44,7 +47,7 @@ FLEETS = (8, 64, 512)
 SHARES = {"nothing": 0.0, "half": 0.5, "all": 1.0}
 LENGTHS = (1024, 4096, 16_384)
 FASTER, BLOCKS_PER_SECOND, EVENTS_PER_SECOND, MEMORY_LIMIT = 2.0, 200_000.0, 15_000.0, 0.2
-"""times as fast as the tree; GB for ENTRIES"""
+"""least ratio to the tree's speed; blocks and events per second; GB for ENTRIES"""
 ENTRIES = 1_000_000
 SHARED_BY = 8
 """ranks that hold a shared block"""
@@ -52,7 +55,7 @@ PUBLISHER = 7
 
 
 def changed(rank: Rank, local: list[int], number: int, behind: int | None = None) -> RoutedKvEvent:
-    """A rank stored blocks behind a prefix."""
+    """Return the event of a rank that stored blocks after a prefix."""
     chained = sequence_hashes(local, behind)
     stored = KvStored(blocks=tuple(KvBlock(*pair) for pair in zip(chained, local, strict=True)), parent_hash=behind)
     return RoutedKvEvent(worker_id=rank[0], event=KvEvent(event_id=number, dp_rank=rank[1], data=KvChange(stored=stored)))
@@ -109,7 +112,8 @@ def _plain(routed: RoutedKvEvent) -> dict[str, Any]:
 
 
 class Compared:
-    """Microseconds of look-ups by fleet, share and length: of ours, of ours for prompts never hashed before, of the tree's."""
+    """Microseconds of look-ups by fleet, share and length: Roost's, Roost's for prompts never hashed before,
+    the tree's."""
 
     def __init__(self, quick: bool) -> None:
         chance = np.random.default_rng(0)
@@ -156,7 +160,8 @@ class Compared:
 
 
 async def ingested(events: int, blocks: int) -> float:
-    """Events per second on one core, of `blocks` each, one in a message: from bytes to the index, of 64 ranks in turn."""
+    """Return events per second on one core, each of `blocks` blocks in one message: from bytes to the index,
+    64 ranks in turn."""
     ranks = [(engine, rank) for engine in range(1, 9) for rank in range(RANKS)]
     broker = MemoryBroker()
     index = KvEventIndex(BlockIndex())
@@ -177,7 +182,7 @@ async def ingested(events: int, blocks: int) -> float:
 
 
 async def _joined(feeds: KvEventSubscriber, bus: MemoryBus, broker: MemoryBroker, ranks: list[Rank]) -> None:
-    """Every rank's feed is in step, with nothing stored."""
+    """Synchronise every rank's feed, with nothing stored."""
 
     async def empty(request: Message) -> Message:
         assert isinstance(request, KvSnapshotRequested)
@@ -194,7 +199,7 @@ async def _joined(feeds: KvEventSubscriber, bus: MemoryBus, broker: MemoryBroker
 
 
 def _messages(ranks: list[Rank], events: int, blocks: int) -> Iterator[bytes]:
-    """As ranks publish them: each grows prompts of 64 blocks."""
+    """Return messages as ranks publish them: each rank extends prompts of 64 blocks."""
     chance = np.random.default_rng(1)
     parents: dict[Rank, int | None] = dict.fromkeys(ranks)
     for number in range(events):
@@ -209,13 +214,13 @@ def _messages(ranks: list[Rank], events: int, blocks: int) -> Iterator[bytes]:
 
 
 def resident(ranks: int, shared: bool, tree: bool) -> float:
-    """GB that ENTRIES (block, rank) pairs take, measured in a process of its own."""
+    """Return the GB of ENTRIES (block, rank) pairs, measured in a separate process."""
     asked = [sys.executable, "-m", "benchmarks.kv_index", "--entries-of", f"{ranks},{int(shared)},{int(tree)}"]
     return float(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
 
 
 def grown(ranks: int, shared: bool, tree: bool) -> float:
-    """GB by which this process grows as 16-block events make ENTRIES."""
+    """Return the GB by which this process grows while 16-block events create ENTRIES."""
     everybody = [(engine, rank) for engine in range(1, ranks // RANKS + 1) for rank in range(RANKS)]
     chance, process = np.random.default_rng(2), psutil.Process()
     each = SHARED_BY if shared else 1
@@ -259,7 +264,7 @@ Entries = typer.Option("", "--entries-of", hidden=True)
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, entries_of: str = Entries) -> None:
-    """Time of look-ups and events, and memory, of the prefix index and of Dynamo's RadixTree."""
+    """Measure look-ups, events and memory of the prefix index and of Dynamo's RadixTree."""
     if entries_of:
         ranks, shared, tree = (int(part) for part in entries_of.split(","))
         print(grown(ranks, bool(shared), bool(tree)))

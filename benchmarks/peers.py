@@ -1,10 +1,13 @@
-"""Roost beside other routers: latency added and requests per second, same client, same prompts, same mock engines, one run.
+"""Roost compared with other routers: added latency and requests per second, same client, same prompts, same
+mock engines, one run.
 
-`text`: Roost before plain servers given by URL, cache-aware by text blocks, no tokenising; its counterpart is SGLang's router (Rust), which
-does the same. `kv`: Roost over NATS with token-id ranks: renders, tokenises, hashes, matches, prices, books, rewrites every chunk; its
-counterpart is Dynamo's frontend in KV mode, whose figures include its own mocker (four workers), the only engine it can be given here.
-Client, routers and engines share this machine's cores: the peers run a thread per core, and Roost is compared with two processes on one port where several
-connections are open (what one reaches is said, too). Every cell is measured in rounds that take turns; medians are shown.
+`text`: Roost with static backends, cache-aware by text blocks, without tokenising; its counterpart is
+SGLang's router (Rust), which does the same. `kv`: Roost over NATS with token-id ranks: renders, tokenises,
+hashes, matches, prices, books, rewrites every chunk; its counterpart is Dynamo's frontend in KV mode, whose
+figures include its own mocker (four workers), the only engine available to it here. Client, routers and
+engines share this machine's cores. The peers run a thread per core; Roost is compared with two processes on
+one port where several connections are open (the figure of one process is reported too). Every cell is
+measured in alternating rounds; medians are shown.
 
     python -m benchmarks.peers --install --quick
     python -m benchmarks.peers --against HEAD~20    # another commit's router in the peers' place
@@ -39,9 +42,9 @@ DIRECT, SMG_CACHE, SMG_ROUND, DYNAMO = "direct", "smg cache_aware", "smg round_r
 TEXT, TEXT_2, KV, KV_2 = "roost text", "roost text x2", "roost kv", "roost kv x2"
 SYSTEMS = (DIRECT, TEXT, TEXT_2, SMG_CACHE, SMG_ROUND, KV, KV_2, DYNAMO)
 _MOST_RATE = 8_000
-"""Requests per second that are prepared; a round that uses them all up is shorter."""
+"""Prepared requests per second; a round that uses all of them is shorter."""
 _WARMING_SECONDS = 0.7
-"""of each system before the first round: a tokenizer remembers words, a router connections"""
+"""warm-up of each system before the first round: tokenizers cache words, routers cache connections"""
 
 Start = Callable[[], contextlib.AbstractAsyncContextManager[int]]
 
@@ -50,7 +53,7 @@ Install = typer.Option(False, "--install", help="install the peers into .venv-pe
 
 @dataclass(frozen=True)
 class Cell:
-    """One way of asking."""
+    """One load pattern."""
 
     connections: int
     stream: bool
@@ -63,7 +66,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Round:
-    """One system, one cell, once. Seconds; requests per second."""
+    """One system in one cell, once. Seconds; requests per second."""
 
     p50: float
     p99: float
@@ -73,12 +76,13 @@ class Round:
 
 CELLS = (Cell(1, False), Cell(1, True), Cell(16, False), Cell(16, True))
 IN_TURNS = (Cell(1, False, True), Cell(16, False, True))
-"""The shared half is a system message: what Roost's reuse of token ids by message is for. Only where prompts are tokenised."""
+"""The shared half is a system message, the case for Roost's reuse of token ids by message. Only where prompts
+are tokenised."""
 
 
 @contextlib.asynccontextmanager
 async def systems(peers: Peers, model: Path, words: list[str], missing: dict[str, str]) -> AsyncIterator[dict[str, int]]:
-    """Everything that can be started, by name, with its port. What cannot is noted in `missing`."""
+    """Start every available system; yield the ports by name. Unavailable ones are noted in `missing`."""
     async with contextlib.AsyncExitStack() as stack:
         mocks = await stack.enter_async_context(mock_engines(MOCKS))
         urls = [f"http://127.0.0.1:{port}" for port in mocks]
@@ -102,7 +106,7 @@ async def systems(peers: Peers, model: Path, words: list[str], missing: dict[str
 
 
 def _peers(peers: Peers, model: Path, urls: list[str]) -> dict[str, Start]:
-    """How each peer that is there is started."""
+    """Return the start command of each installed peer."""
     starts: dict[str, Start] = {}
     if peers.smg is not None:
         starts[SMG_CACHE] = partial(_smg, peers.smg, "cache_aware", urls)
@@ -118,7 +122,7 @@ def _held(tokenizer: Tokenizer, words: list[str], group: int) -> list[int]:
 
 
 async def _started(stack: contextlib.AsyncExitStack, start: Start) -> int | str:
-    """Its port, or why it has none. Tried twice: a port that was free may have been taken since."""
+    """Return the port, or the reason for its absence. Tries twice: a free port may be taken meanwhile."""
     reason = ""
     for _ in range(2):
         try:
@@ -130,7 +134,7 @@ async def _started(stack: contextlib.AsyncExitStack, start: Start) -> int | str:
 
 @contextlib.asynccontextmanager
 async def _smg(command: Path, policy: str, urls: list[str]) -> AsyncIterator[int]:
-    """SGLang's router; its port."""
+    """Run SGLang's router; yield its port."""
     port = free_port()
     arguments = [str(command), "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls, "--policy", policy]
     quiet = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()), "--log-level", "error"]
@@ -140,7 +144,7 @@ async def _smg(command: Path, policy: str, urls: list[str]) -> AsyncIterator[int
 
 @contextlib.asynccontextmanager
 async def _dynamo(python: Path, model: Path) -> AsyncIterator[int]:
-    """Dynamo's frontend in KV mode over its mocker of four workers; its port."""
+    """Run Dynamo's frontend in KV mode over its mocker of four workers; yield its port."""
     port = free_port()
     with tempfile.TemporaryDirectory() as shared:
         local = {"DYN_TCP_RPC_HOST": "127.0.0.1", "DYN_EVENT_PLANE_HOST": "127.0.0.1", "HF_HUB_OFFLINE": "1", "DYN_SELF_HOST_METADATA": "0"}
@@ -149,7 +153,7 @@ async def _dynamo(python: Path, model: Path) -> AsyncIterator[int]:
         mocker += ["--block-size", "16", "--num-gpu-blocks-override", "16384", "--speedup-ratio", "1000", "--max-num-seqs", "256"]
         frontend = [str(python), "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port), "--router-mode", "kv"]
         async with contextlib.AsyncExitStack() as stack:
-            # The mocker answers nobody over HTTP: that it is there shows in the frontend's list of models.
+            # The mocker has no HTTP server: its presence shows in the frontend's list of models.
             await stack.enter_async_context(process(mocker, None, environment=local | planes))
             url = f"http://127.0.0.1:{port}/v1/models"
             await stack.enter_async_context(process(frontend, url, environment=local | planes, answers=lambda body: MODEL.encode() in body))
@@ -157,7 +161,7 @@ async def _dynamo(python: Path, model: Path) -> AsyncIterator[int]:
 
 
 async def measure(found: dict[str, int], words: list[str], *, rounds: int, seconds: float) -> dict[tuple[str, Cell], list[Round]]:
-    """Every system in every cell, in turns, after each was warmed."""
+    """Measure every system in every cell, alternating, after a warm-up of each."""
     results: dict[tuple[str, Cell], list[Round]] = defaultdict(list)
     for port in found.values():
         asks = bodies(MODEL, words, int(_MOST_RATE * _WARMING_SECONDS), count=WORDS, stream=False, seed=f"warming {port}")
@@ -173,7 +177,8 @@ async def measure(found: dict[str, int], words: list[str], *, rounds: int, secon
 
 
 def _worth_asking(cell: Cell) -> tuple[str, ...]:
-    """Systems for which a cell can show something: several processes only under several connections, turns only where prompts are tokenised."""
+    """Return the systems that a cell can distinguish: several processes only with several connections, turns
+    only where prompts are tokenised."""
     several = (TEXT_2, KV_2) if cell.connections > 1 else ()
     return (DIRECT, KV, DYNAMO, *several[1:]) if cell.in_turns else (DIRECT, TEXT, SMG_CACHE, SMG_ROUND, KV, DYNAMO, *several)
 
@@ -183,7 +188,7 @@ def _round(first: list[float], whole: list[float], wall: float) -> Round:
 
 
 def add_rows(report: Report, results: dict[tuple[str, Cell], list[Round]]) -> None:
-    """Medians over rounds; what is added is over the mock directly, round by round."""
+    """Add medians over rounds; added latency is relative to the mock directly, round by round."""
     for cell in (*CELLS, *IN_TURNS):
         for name in SYSTEMS:
             rounds = results.get((name, cell))
@@ -197,26 +202,28 @@ def add_rows(report: Report, results: dict[tuple[str, Cell], list[Round]]) -> No
 
 
 def ratio(results: dict[tuple[str, Cell], list[Round]], ours: str, theirs: str, cell: Cell) -> float | None:
-    """Our requests per second over theirs, the median of rounds that were run beside each other. None where one was not measured."""
+    """Return Roost's requests per second over the peer's, the median of adjacent rounds. None if one was not
+    measured."""
     if (ours, cell) not in results or (theirs, cell) not in results:
         return None
     return statistics.median(one.rate / other.rate for one, other in zip(results[ours, cell], results[theirs, cell], strict=True))
 
 
 def _of(one: str, two: str, cell: Cell) -> str:
-    """The peers run a thread per core; so does Roost, in processes, where there are several connections to spread."""
+    """Choose Roost's variant for a cell: the peers run a thread per core, so with several connections Roost
+    runs several processes."""
     return one if cell.connections == 1 else two
 
 
 def single(results: dict[tuple[str, Cell], list[Round]]) -> str:
-    """What one process reaches where two are compared."""
+    """Describe what one process reaches where two are compared."""
     pairs = [(ours, theirs, cell) for ours, theirs in ((TEXT, SMG_CACHE), (KV, DYNAMO), (KV, SMG_CACHE)) for cell in CELLS if cell.connections > 1]
     found = [(f"{ours} over {theirs}, {cell.name}", ratio(results, ours, theirs, cell)) for ours, theirs, cell in pairs]
     return "one process alone: " + "; ".join(f"{name} {value:.2f}x" for name, value in found if value is not None)
 
 
 def targets(results: dict[tuple[str, Cell], list[Round]]) -> tuple[list[Target], list[str]]:
-    """What was measured against its limit, and the names of what was not."""
+    """Return the measured targets, and the names of those not measured."""
     wanted = [(_of(TEXT, TEXT_2, cell), SMG_CACHE, cell, 0.6 if cell.stream else 0.4) for cell in CELLS]
     wanted += [(_of(KV, KV_2, cell), DYNAMO, cell, 2.0 if cell.connections == 1 else 1.5) for cell in CELLS]
     wanted += [(_of(KV, KV_2, cell), SMG_CACHE, cell, 0.15) for cell in CELLS]
@@ -242,7 +249,8 @@ async def run(peers: Peers, missing: dict[str, str], *, quick: bool) -> dict[tup
 
 
 async def run_against(revision: str, quick: bool, report: Report) -> dict[str, list[Compared]]:
-    """The same prompts through this tree's router and another commit's, in turns; by door. One process each."""
+    """Send the same prompts through this tree's router and another commit's, alternating; by path. One
+    process each."""
     rounds, requests = (5, 120) if quick else (9, 400)
     texts = sources()
     words = common_words(texts)
@@ -262,7 +270,7 @@ async def run_against(revision: str, quick: bool, report: Report) -> dict[str, l
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, install: bool = Install, against: str = Against) -> None:
-    """Roost beside SGLang's router and Dynamo's frontend, or beside another commit of itself."""
+    """Compare Roost with SGLang's router and Dynamo's frontend, or with another commit of Roost."""
     if against:
         report = Report(f"{WORDS}-word prompts: the working tree's router beside {against}'s", COLUMNS)
         report.notes.append(f"client: {SETTINGS}; rounds in turns")

@@ -1,8 +1,8 @@
-"""Where experts should be: balance, copies and time of every kind of plan, beside EPLB and beside what is possible at all.
+"""Expert placement: balance, copies and time of every kind of plan, compared with EPLB and with upper bounds.
 
-Demand is synthetic (`benchmarks.rig.placements.popularity` states the generators). A plan is made of one window's sample and scored on the next window's, and
-on
-decode steps drawn after it. Times are of one core. A row is of all seeds together.
+Demand is synthetic (`benchmarks.rig.placements.popularity` states the generators). A plan is made from one
+window's sample and scored on the next window's, and on decode steps drawn after it. Times are of one core. A
+row combines all seeds.
 
     python -m benchmarks.placement --quick
 """
@@ -33,7 +33,7 @@ Only = typer.Option("", "--only", help=f"one part: {', '.join(PARTS)}")
 
 
 def shown(part: str, rows: list[Row]) -> Table:
-    """A part as a table; what misses a target is marked."""
+    """Return a part as a table, with missed targets marked."""
     table = Table(title=part)
     table.add_column("case")
     for name in rows[0].figures:
@@ -46,7 +46,7 @@ def shown(part: str, rows: list[Row]) -> Table:
 
 
 def decided(rows: list[Row]) -> list[str]:
-    """For each target: how many rows meet it, and the one that is furthest from meeting it."""
+    """Return for each target the number of rows that meet it, and the worst row."""
     held: dict[str, list[tuple[float, Target, str]]] = {}
     for row in rows:
         for target in row.held:
@@ -60,7 +60,7 @@ def decided(rows: list[Row]) -> list[str]:
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, only: str = Only) -> None:
-    """Every kind of plan, beside EPLB and beside bounds."""
+    """Run every kind of plan, compared with EPLB and with bounds."""
     if only and only not in PARTS:
         raise typer.BadParameter(f"--only {only}: there is no such part; parts are {', '.join(PARTS)}")
     rows = [row for name, part in PARTS.items() if only in ("", name) for row in part(quick)]

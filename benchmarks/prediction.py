@@ -1,11 +1,12 @@
-"""How well experts are predicted: recorded routings go through router, rank and tracker as a fleet has them, and requests of other documents are
-predicted before anything of them was learnt.
+"""Quality of expert prediction: recorded routings pass through router, rank and tracker as in a fleet;
+requests of other documents are predicted before any of their content was learnt.
 
-The truth of a request is what it has yet to activate: its uncached prompt and its completion (`all`), or its completion alone. Recall is the
-mass of the true more popular half of a layer's experts (top 16 of 32) that is among the predicted half, over its whole mass. KL is that of
-the truth from the prediction, nats per pair, mean over layers. `prior` is the traffic's mix; one source `alone` is given the trust that made
-what was learnt from likeliest. Skill is the cosine between the predicted and the true difference from the mean: what a router does with
-every request alike, as untrained ones do, counts for nothing in it.
+The truth of a request is its remaining activations: its uncached prompt and its completion (`all`), or its
+completion alone. Recall is the mass of the true more popular half of a layer's experts (top 16 of 32) that is
+in the predicted half, relative to that half's whole mass. KL is the divergence of the truth from the
+prediction, nats per pair, mean over layers. `prior` is the traffic's mix; a source `alone` gets the weight of
+maximum likelihood for the training requests. Skill is the cosine between the predicted and the true
+difference from the mean: a constant prediction has no skill, also for untrained routers.
 
     python -m benchmarks.prediction --quick
 """
@@ -28,21 +29,23 @@ from fleet.signatures import LEAST, Weights
 from fleet.timing import expected_local_share
 
 RECALL_GAIN, QUIET, LOUD = 0.12, 0.1, 0.3
-"""recall over the prior's on cold requests; the gain where prediction is of no use, at most; where it is, at least"""
+"""least recall above the prior's on cold requests; highest gain where prediction is useless; least gain where
+it is useful"""
 NO_MATTER = {"recall": 0.0, "KL": -0.001}
-"""What combined may be worse than single: a thousandth of a nat is nothing."""
+"""Tolerance of combined against single sources: a thousandth of a nat is negligible."""
 TRUSTS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 RESAMPLED = 10_000
 BINS = 10
 COMBINED, PRIOR, HINDSIGHT = "combined", "prior", "hindsight"
 
 Table = NDArray[np.float64]
-File = typer.Option(routings_path(), "--routings", help="recorded routings, as deploy.demo_model.record_routings writes them")
-Seeds = typer.Option(3, "--seeds", min=1, help="orders in which the requests come, and names they come under (1 with --quick)")
+File = typer.Option(routings_path(), "--routings", help="recorded routings, in the format of deploy.demo_model.record_routings")
+Seeds = typer.Option(3, "--seeds", min=1, help="number of random orders of requests and of their names (1 with --quick)")
 
 
 class Quality(NamedTuple):
-    """By request: float64 [n] each. `all`: of everything it has yet to activate; `completion`: of that alone."""
+    """Quality by request: float64 [n] each. `all`: over all remaining activations; `completion`: over those
+    of the completion alone."""
 
     recall_all: Table
     recall_completion: Table
@@ -52,14 +55,14 @@ class Quality(NamedTuple):
 
 @dataclass
 class Scenario:
-    """Requests that are predicted with the same kinds of knowledge, out of what a fleet has learnt."""
+    """Requests predicted with the same kinds of knowledge, after a fleet has learnt."""
 
     name: str
     fleet: Fleet
     requests: list[Request]
 
     def weights(self) -> dict[str, Table]:
-        """float64 [n, K] by prediction: combined, each source that has something to say, the mix."""
+        """Return float64 [n, K] by prediction: combined, each source with a prediction, the mix."""
         trusts, found = alone(self.fleet), dict[str, list[Weights]]()
         tables = self.fleet.tables
         for asked in self.requests:
@@ -75,7 +78,7 @@ class Scenario:
         return counted(self.requests, self.fleet.experts, self.fleet.prompt)
 
     def qualities(self) -> dict[str, Quality]:
-        """By prediction, with hindsight: what the clusters could say if they knew."""
+        """Return the quality by prediction, and as an upper bound the best that the clusters could express."""
         everything, completion = self.truth()
         weights = self.weights() | {HINDSIGHT: self.fleet.model.signature(everything).astype(np.float64)}
         return {name: quality(self.expected(each), everything, completion) for name, each in weights.items()}
@@ -101,14 +104,15 @@ def recall(predicted: Table, counts: Table) -> Table:
 
 
 def divergence(predicted: Table, counts: Table) -> Table:
-    """float64 [n]: Kullback-Leibler of what was counted from what was predicted, mean over layers."""
+    """Return float64 [n]: Kullback-Leibler divergence of counts from predictions, mean over layers."""
     truth = counts / np.maximum(counts.sum(axis=2, keepdims=True), 1.0)
     ratios = np.log(np.maximum(truth, LEAST)) - np.log(np.maximum(predicted, LEAST))
     return np.asarray((truth * ratios).sum(axis=2).mean(axis=1))
 
 
 def skill(predicted: Table, counts: Table) -> float:
-    """Mean cosine between predicted and true differences from the mean request; [n, layers, experts] each."""
+    """Return the mean cosine between predicted and true differences from the mean request; [n, layers,
+    experts] each."""
     truth = counts / np.maximum(counts.sum(axis=2, keepdims=True), 1.0)
     one, two = ((table - table.mean(axis=0)).reshape(len(table), -1) for table in (predicted, truth))
     lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(two, axis=1)
@@ -121,7 +125,7 @@ def _pooled(shares: Weights, ratios: NDArray[np.float32]) -> Weights:
 
 
 def alone(fleet: Fleet) -> tuple[float, ...]:
-    """For each source the trust that would have made what was observed likeliest, had it been the only one."""
+    """Return the maximum-likelihood weight of each source, as if it were the only one."""
     return tuple(_best_trust(fleet, at) for at in range(len(SOURCES)))
 
 
@@ -137,11 +141,12 @@ def _best_trust(fleet: Fleet, source: int) -> float:
     return max(TRUSTS, key=likelihood)
 
 
-# What is learnt
+# Learning
 
 
 def learnt(routings: Routings, rows: NDArray[np.intp], seed: int, *, shuffled: bool = False) -> Fleet:
-    """A fleet that has served these requests. shuffled: what the ranks observe is always what some other of them did."""
+    """Return a fleet that has served these requests. shuffled: ranks report the activations of a random other
+    request."""
     random = np.random.default_rng(seed)
     fleet = Fleet(routings.layers, routings.width, routings.prompt, random)
     for asked, known in stream(routings, rows, random):
@@ -154,7 +159,7 @@ def learnt(routings: Routings, rows: NDArray[np.intp], seed: int, *, shuffled: b
 
 
 def scenarios(routings: Routings, fleet: Fleet, seed: int) -> list[Scenario]:
-    """The test requests, with more and more known of them."""
+    """Return the test requests, with increasing knowledge about them."""
     rows, names = routings.where(1), tenants(routings, np.random.default_rng(seed + 1000))
     whole = [request(routings, row) for row in rows]
     named = [request(routings, row, tenant=int(names[row])).first_seen for row in rows]
@@ -173,12 +178,12 @@ def scenarios(routings: Routings, fleet: Fleet, seed: int) -> list[Scenario]:
 
 
 def cold(routings: Routings, fleet: Fleet) -> Scenario:
-    """The test requests of which nothing is known but their prompt."""
+    """Return the test requests with nothing known except their prompt."""
     return Scenario("cold", fleet, [request(routings, row).first_seen for row in routings.where(1)])
 
 
 def _hits(fleet: Fleet, requests: Sequence[Request], blocks: int, name: str = "") -> Scenario:
-    """Each continues a prefix that other requests began with, and ended."""
+    """Return requests that continue a prefix created by other, finished requests."""
     warm = fleet.copy()
     for asked in requests:
         warm.leave_prefix(asked.opening(blocks))
@@ -186,16 +191,17 @@ def _hits(fleet: Fleet, requests: Sequence[Request], blocks: int, name: str = ""
 
 
 def _turns(routings: Routings, rows: NDArray[np.intp]) -> NDArray[np.intp]:
-    """The last request of each document that has several."""
+    """Return the last request of each document that has several."""
     last = [mine[np.argmax(routings.start[mine])] for each in np.unique(routings.document[rows]) if len(mine := rows[routings.document[rows] == each]) > 1]
     return np.array(last, np.intp)
 
 
-# What is reported
+# Reporting
 
 
 class Difference(NamedTuple):
-    """Combined less one source, by request (float64 [n], means over seeds); positive: the combination is better."""
+    """Quality of the combination minus that of one source, by request (float64 [n], means over seeds);
+    positive: the combination is better."""
 
     scenario: str
     source: str
@@ -204,15 +210,16 @@ class Difference(NamedTuple):
 
 
 def low_and_high(values: Table, comparisons: int, seed: int = 0) -> tuple[float, float]:
-    """95 % interval of the mean over requests, by the bootstrap; of so many such intervals, all hold at once (Bonferroni)."""
+    """Return the 95 % bootstrap interval of the mean over requests; `comparisons` such intervals hold jointly
+    (Bonferroni)."""
     drawn = np.random.default_rng(seed).integers(0, len(values), (RESAMPLED, len(values)))
     low, high = np.quantile(values[drawn].mean(axis=1), (0.025 / comparisons, 1 - 0.025 / comparisons))
     return float(low), float(high)
 
 
 def calibration(scenario: Scenario) -> tuple[float, float, float]:
-    """Of the predicted local share of each request on each rank: expected calibration error (BINS bins of as many), root mean square error,
-    and that of the mix."""
+    """Return the expected calibration error (BINS equally filled bins), the root mean square error and that
+    of the mix, for the predicted local share of each request on each rank."""
     everything, _ = scenario.truth()
     placement = scenario.fleet.placement
     profiles = (
@@ -227,7 +234,7 @@ def calibration(scenario: Scenario) -> tuple[float, float, float]:
 
 
 def _predictions(report: Report, made: Sequence[Sequence[Scenario]]) -> list[Difference]:
-    """One row per scenario and prediction, means over requests and seeds. `made`: by seed."""
+    """Add one row per scenario and prediction, means over requests and seeds. `made`: by seed."""
     differences = []
     for same in zip(*made, strict=True):
         found = [scenario.qualities() for scenario in same]
@@ -246,7 +253,7 @@ def _predictions(report: Report, made: Sequence[Sequence[Scenario]]) -> list[Dif
 
 
 def _not_beaten(report: Report, differences: Sequence[Difference]) -> None:
-    """No interval of combined less single may lie below 0, wherever one source speaks."""
+    """Require that no interval of combined minus single lies below 0, wherever one source has a prediction."""
     for measure in ("recall", "KL"):
         values = {f"{each.scenario}, {each.source}": each.recall if measure == "recall" else each.kl for each in differences}
         worst = min(values, key=lambda name: low_and_high(values[name], 1)[1])
@@ -264,7 +271,7 @@ def _calibrated(report: Report, made: Sequence[Sequence[Scenario]]) -> None:
 
 
 def _gains(report: Report, recorded: Routings, fleets: Sequence[Fleet], *, quick: bool) -> None:
-    """Where prediction is of use, and where it is not."""
+    """Measure the gain where prediction is useful, and where it is not."""
     loud = [fleet.learning.gain for fleet in fleets]
     quiet = [learnt(recorded, recorded.where(0), seed, shuffled=True).learning.gain for seed in range(len(fleets))]
     report.notes.append(f"gain after {fleets[0].served} requests: mixed traffic {_listed(loud)}, shuffled signatures {_listed(quiet)}")
@@ -284,7 +291,7 @@ def _listed(values: Sequence[float]) -> str:
 
 
 def _curve(report: Report, recorded: Routings) -> None:
-    """How soon it is good: cold requests after a part of what there is to learn."""
+    """Measure the learning curve: cold requests after a part of the training data."""
     rows, found = np.random.default_rng(0).permutation(recorded.where(0)), []
     for part in (16, 8, 4, 2):
         few = rows[: len(rows) // part]
@@ -293,7 +300,7 @@ def _curve(report: Report, recorded: Routings) -> None:
 
 
 def _skills(report: Report, recorded: Routings, trained: Scenario, *, quick: bool) -> None:
-    """The same architecture, never trained, on the same requests."""
+    """Compare with the same architecture, never trained, on the same requests."""
     try:
         rows = np.concatenate([recorded.where(0)[:: 3 if quick else 1], recorded.where(1)[:: 3 if quick else 1]])
         control = untrained(recorded, rows)

@@ -1,8 +1,10 @@
-"""What it costs a step that its engine counts where tokens were sent: ranks of the embedded engine under closed load, counting in every second window.
+"""Step-time cost of dispatch statistics: ranks of the embedded engine under closed load, with counting in
+every second window.
 
-Rank processes meet in a folder and serve requests of their own, without bus and HTTP; facts are taken twenty times a second, as agents do. All ranks
-count, or do not, in the same steps. Two figures: the processor time that counting took (on the step thread, and where facts are taken), as a share of the
-steps' time; and how much longer steps were in windows with counting than in those beside them without.
+Rank processes meet in a folder and serve their own requests, without bus and HTTP; facts are taken twenty
+times a second, as agents do. All ranks switch counting in the same steps. Two figures: the processor time of
+counting (on the step thread, and where facts are taken), as a share of step time; and the relative duration
+of windows with counting compared with their neighbours without.
 
     python -m benchmarks.sent --quick
 """
@@ -36,16 +38,16 @@ from engine_adapter.engine import DispatchCounts
 
 WINDOW_STEPS = 32
 LEAST_WINDOWS = 12
-"""that are measured, however long they take"""
+"""windows measured at least, whatever their duration"""
 SLOTS_TO_SPARE = 2
-"""per rank and layer: experts have replicas, among which is chosen"""
+"""per rank and layer, so that experts have replicas to choose from"""
 LOOKS_PER_SECOND = 20.0
 MOST_SHARE = 0.01
-"""of a step's time"""
+"""limit, as a share of a step's time"""
 
 
 class Switched(DispatchLog):
-    """Counts in every second window of steps, and takes the time."""
+    """Counter that counts in every second window of steps, and measures its own time."""
 
     def __init__(self, rank: int, *, layers: int, top_k: int) -> None:
         super().__init__(rank, layers=layers, top_k=top_k)
@@ -56,7 +58,7 @@ class Switched(DispatchLog):
         """processor time"""
 
     def add(self, epoch: int, step: FinishedStep) -> None:
-        """Count, or do not."""
+        """Count, or skip."""
         counting = len(self.ends) // WINDOW_STEPS % 2 == 0
         began = time.thread_time()
         if counting:
@@ -66,7 +68,7 @@ class Switched(DispatchLog):
         self.seconds.append(step.seconds)
 
     def take(self) -> tuple[DispatchCounts, ...]:
-        """As `DispatchLog`."""
+        """Return counts as `DispatchLog` does."""
         began = time.thread_time()
         taken = super().take()
         self.spent += time.thread_time() - began
@@ -74,7 +76,7 @@ class Switched(DispatchLog):
 
 
 async def stream(engine: EmbeddedEngine, prompt: int, seed: int) -> None:
-    """One answer after another, for ever."""
+    """Stream one answer after another, forever."""
     dice = np.random.default_rng(seed)
     while True:
         ids = dice.integers(32, 127, prompt).tolist()
@@ -89,14 +91,14 @@ async def look(engine: EmbeddedEngine) -> None:
 
 
 def all_done(folder: Path, rank: int, ranks: int) -> None:
-    """Return once every rank has called this: they need each other's steps until then."""
+    """Return once every rank has called this: each needs the others' steps until then."""
     (folder / f"done-{rank}").touch()
     while len(list(folder.glob("done-*"))) < ranks:
         time.sleep(0.05)
 
 
 async def serve(folder: Path, rank: int, ranks: int, sequences: int, prompt: int, seconds: float) -> dict[str, Any]:
-    """What one rank measured."""
+    """Return the measurements of one rank."""
     made: list[Switched] = []
 
     def switched(number: int, *, layers: int, top_k: int) -> Switched:
@@ -119,14 +121,14 @@ async def serve(folder: Path, rank: int, ranks: int, sequences: int, prompt: int
         while len(log.ends) < LEAST_WINDOWS * WINDOW_STEPS:  # noqa: ASYNC110 of a machine that is busy with other things
             await asyncio.sleep(0.1)
         lengths, spent, speed = np.diff(log.ends, prepend=log.ends[0]), log.spent, engine.description.speed
-        logging.disable(logging.CRITICAL)  # whoever leaves first, the others say so
+        logging.disable(logging.CRITICAL)  # once one rank leaves, the others log errors
         await asyncio.to_thread(all_done, folder, rank, ranks)
     windows = lengths[: len(lengths) // WINDOW_STEPS * WINDOW_STEPS].reshape(-1, WINDOW_STEPS).sum(axis=1)
     return {"windows": windows[1:].tolist(), "share": spent / float(windows[::2].sum()), "dispatch": 0.0 if speed is None else speed.dispatch}
 
 
 def measured(ranks: int, sequences: int, prompt: int, seconds: float) -> list[dict[str, Any]]:
-    """Of each rank."""
+    """Return the measurements of each rank."""
     with tempfile.TemporaryDirectory(prefix="sent-") as folder:
         command = [sys.executable, "-m", "benchmarks.sent", "--rank-of", f"{ranks},{sequences},{prompt},{seconds}", "--folder", folder]
         children = [subprocess.Popen([*command, "--rank", str(rank)], cwd=ROOT, stdout=subprocess.PIPE) for rank in range(ranks)]
@@ -139,7 +141,8 @@ def measured(ranks: int, sequences: int, prompt: int, seconds: float) -> list[di
 
 
 def longer(windows: list[float]) -> tuple[float, float]:
-    """How much longer windows with counting (every second one, the first is without) are than the mean of their neighbours: median, standard error."""
+    """Return the added duration of windows with counting (every second one, the first is without) relative to
+    the mean of their neighbours: median, standard error."""
     ratios = [windows[at] / ((windows[at - 1] + windows[at + 1]) / 2) - 1 for at in range(1, len(windows) - 1, 2)]
     if len(ratios) < 2:
         raise RuntimeError(f"{len(windows)} windows are too few to compare; measure longer")
@@ -150,12 +153,12 @@ def main(
     quick: bool = Quick,
     as_json: bool = AsJson,
     check: bool = Check,
-    seconds: float = typer.Option(None, help="of each case"),
+    seconds: float = typer.Option(None, help="seconds of each case"),
     rank_of: str = typer.Option("", hidden=True),
     rank: int = typer.Option(0, hidden=True),
     folder: str = typer.Option("", hidden=True),
 ) -> None:
-    """Cost of counting where tokens were sent."""
+    """Measure the cost of dispatch statistics."""
     if rank_of:
         *numbers, lasting = rank_of.split(",")
         ranks, sequences, prompt = map(int, numbers)

@@ -1,9 +1,10 @@
-"""How far requests come home, and what it costs: recorded requests of the demo model under a closed load of 4 to 6 requests a rank, decided by the router's own
-pure parts on a clock of the time model (`benchmarks.rig.steering`).
+"""Effect and cost of homes: recorded requests of the demo model under a closed load of 4 to 6 requests a
+rank, decided by the router's pure code on a clock of the time model (`benchmarks.rig.steering`).
 
-Three routers before the same placement, which follows the homes that the planner finds for nine domains on four ranks of ten slots: one that knows nothing
-of experts, one that prices them as far as prediction has earned, and one that heeds homes as well. What a sequence adds to a step is not the same on
-every machine, and decides how much a home may cost; so it is varied.
+Three routers with the same placement, which follows the homes that the planner finds for nine domains on four
+ranks of ten slots: one ignores experts, one prices them as far as prediction has earned, and one uses homes
+as well. The cost of a sequence in a step differs between machines and decides how much a home may cost, so it
+is varied.
 
     python -m benchmarks.steering --quick
 """
@@ -21,8 +22,8 @@ from deploy.demo_model import routings_path
 SLOTS, GAIN = 10, 0.9
 SEQUENCE_SECONDS = (2e-4, 5e-4, 1e-3)
 FEWER, TOKENS = 0.08, 0.99
-"""Part of the distinct remote ranks of a blind router that homes and prices save on average; tokens per second that are left, at least. How evenly sequences
-lie has no target of its own: it is what tokens per second pay for."""
+"""Least mean reduction of distinct remote ranks by homes and prices against a router without experts; least
+ratio of tokens per second. Balance of sequences has no target: it is included in tokens per second."""
 COLUMNS = ("s per sequence", "users", "router", "at home", "remote ranks", "tokens/s", "first token s", "balance", "term sets apart ms")
 
 
@@ -36,7 +37,7 @@ ROUTERS = (_Router("blind", 0.0, False), _Router("priced", GAIN, False), _Router
 
 
 def recorded() -> World:
-    """The demo model's recorded requests, by domain."""
+    """Return the demo model's recorded requests, by domain."""
     with np.load(routings_path()) as file:
         fit = (file["part"] == 0) & ~file["sampled"]
         experts, domain = file["experts"][fit], file["domain"][fit]
@@ -44,14 +45,14 @@ def recorded() -> World:
 
 
 def measured(before: World, router: _Router, users: int, sequence: float, *, quick: bool) -> Lived:
-    """Mean over orders of requests, with answers of one length and of several."""
+    """Return the mean over orders of requests, with answers of one length and of several."""
     speed = msgspec.structs.replace(SPEED, decode_sequence=sequence)
     settings = [Setting(users, router.gain, router.given, speed=speed, varies=varies, seed=seed) for varies in (0.0, 0.5) for seed in range(1 if quick else 5)]
     return Lived(*np.mean([lived(before, setting, 300 if quick else 1200) for setting in settings], axis=0).tolist())
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
-    """Requests at home, distinct remote ranks, tokens per second and balance, by what the router heeds."""
+    """Measure requests at home, distinct remote ranks, tokens per second and balance, by router."""
     report, before = Report("steering under a closed load, four ranks that step together", COLUMNS), recorded()
     fewer: list[float] = []
     tokens: list[float] = []

@@ -1,11 +1,11 @@
-"""The hits that tenants' cache salts cost: conversations that begin alike, in one cache and in one per
+"""Cache hits lost to tenants' cache salts: conversations with a common beginning, in one cache and in one per
 tenant.
 
 Each request is decided by a router over eight ranks (the cost policy, exact KV events) and computed by the
 chosen rank's own KV cache (pages, eviction, comparison of tokens and parents). Time does not pass, and eight
 requests run at once. All conversations begin with one system prompt; a tenant has 64 / tenants of them, which
-take turns at random, and a turn adds 160 tokens to what was said. Hits are cached prompt tokens over prompt
-tokens. "large" caches hold everything, "small" ones a quarter of it.
+take turns at random, and a turn adds 160 tokens. Hits are cached prompt tokens over prompt tokens. "large"
+caches hold everything, "small" ones a quarter of it.
 
     python -m benchmarks.tenants --quick
 """
@@ -35,12 +35,12 @@ from router.telemetry.request_log import RequestLog
 
 RANKS, BLOCK, DIGEST, MODEL, WORKER = 8, 16, "f" * 64, "m", 1
 SYSTEM, TURN, CONVERSATIONS, OPEN = 1_024, 160, 64, 8
-"""Tokens of the system prompt and of a turn; conversations of all tenants; requests that run at once."""
+"""Tokens of the system prompt and of a turn; conversations of all tenants; concurrent requests."""
 LEAST_KEPT, MOST_SLOWER = {16: 0.9, 64: 0.7}, 1.25
 
 
 class Open(NamedTuple):
-    """A request that runs."""
+    """Running request."""
 
     booking: Booking
     rank: int
@@ -75,7 +75,7 @@ class Fleet:
         self.service.view.heard(WORKER, 0.0)
 
     def ask(self, ids: list[int], salt: str) -> None:
-        """One request, from its decision to the rank's events."""
+        """Run one request, from its decision to the rank's events."""
         need = RoutingRequest(MODEL, TokenPrompt(ids, salted_seed(salt)), len(ids) + 1, TURN, DIGEST, owner=Owner("", salt))
         decision, booking = self.service.book(RequestLog("r", "d", "/v1/completions", 0.0), need, "", FIRST_TRY)
         cache, blocks = self.caches[decision.target.rank], identify(ids, BLOCK, salt)
@@ -97,13 +97,13 @@ class Fleet:
         self.tell(one.rank)
 
     def tell(self, rank: int) -> None:
-        """The rank's changes reach the router's index."""
+        """Apply the rank's changes to the router's index."""
         changes = self.caches[rank].take_changes()
         self.service.picker.kv.apply([RoutedKvEvent(worker_id=WORKER, event=KvEvent(event_id=1, dp_rank=rank, data=change)) for change in changes])
 
 
 def hits(tenants: int, turns: int, pages: int, *, salted: bool) -> tuple[float, int]:
-    """Share of prompt tokens that were cached, and how many were computed."""
+    """Return the share of prompt tokens that were cached, and the number computed."""
     chance, fleet = np.random.default_rng(11), Fleet(pages)
     system = chance.integers(0, 50_000, SYSTEM).tolist()
     said = [list(system) for _ in range(CONVERSATIONS)]
@@ -114,8 +114,7 @@ def hits(tenants: int, turns: int, pages: int, *, salted: bool) -> tuple[float, 
 
 
 def hashing_us(salts: tuple[str, ...], repeats: int) -> list[float]:
-    """Microseconds of the hashes of a new prompt of 4,096 tokens, with its seed, by salt; measured by
-    turns."""
+    """Return microseconds to hash a new prompt of 4,096 tokens, with its seed, by salt; measured alternately."""
     times: list[list[float]] = [[] for _ in salts]
     for at in range(repeats):
         ids = list(range(at, at + 4_096))
@@ -127,7 +126,7 @@ def hashing_us(salts: tuple[str, ...], repeats: int) -> list[float]:
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
-    """See the module's first lines."""
+    """Measure the hits and the hashing time."""
     report = Report(
         "hits that salts cost",
         ["caches", "tenants", "hits, one cache", "hits, one per tenant", "kept", "computed tokens, times"],

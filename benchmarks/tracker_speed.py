@@ -1,9 +1,11 @@
-"""What the tracker costs and how soon it notices: reports through NATS per second, one report, memory, one prediction, drift.
+"""Cost and reaction time of the tracker: reports through NATS per second, one report, memory, one prediction,
+drift.
 
-(a) Reports of ranks come from a process of its own through a real NATS server into the real service, decoding included; the sender never has
-more under way than fits, so a lost report is a failure. Sender, server and tracker share this machine's cores. (b) One report of 58 x 256
-in the tracker alone, and what 512 ranks take. (c) `fleet.prediction.predict` on a router's replica with every source present. (d) An hour of
-the demo model's recorded requests arriving at random, in virtual time, then the mix of domains flipped at once.
+(a) Rank reports come from a separate process through a real NATS server into the real service, decoding
+included. The sender never has more in flight than fits, so a lost report is a failure. Sender, server and
+tracker share this machine's cores. (b) One report of 58 x 256 in the tracker alone, and the memory of 512
+ranks. (c) `fleet.prediction.predict` on a router's replica with every source present. (d) An hour of the demo
+model's recorded requests arriving at random, in virtual time, then a sudden change of the domain mix.
 
     python -m benchmarks.tracker_speed --quick
 """
@@ -64,7 +66,8 @@ TEXT = {"en": 1.0, "de": 1.0, "fr": 1.0, "ru": 1.0, "ja": 1.0}
 
 
 class Ingested(NamedTuple):
-    """Of one round: reports per second, processor microseconds of the tracker's process per report, and how many were lost or refused."""
+    """One round: reports per second, processor microseconds of the tracker's process per report, and the
+    number lost or refused."""
 
     rate: float
     microseconds: float
@@ -76,7 +79,7 @@ class Ingested(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def nats(folder: str) -> AsyncIterator[int]:
-    """A server with JetStream; its port."""
+    """Run a server with JetStream; yield its port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -106,13 +109,13 @@ async def tracker(port: int, subjects: Subjects) -> AsyncIterator[TrackerService
 
 
 def counted(service: TrackerService) -> dict[str, float]:
-    """The tracker's own counters."""
+    """Return the tracker's own counters."""
     lines = [line.rpartition(" ") for line in service.metrics.exposition().decode().splitlines() if not line.startswith("#")]
     return {name: float(value) for name, _, value in lines}
 
 
 async def ingest(layers: int, experts: int, messages: int) -> Ingested:
-    """One round: as fast as the tracker takes them."""
+    """Run one round at the tracker's full speed."""
     with tempfile.TemporaryDirectory() as folder:
         subjects, counter = Subjects("bench"), Path(folder) / "counter"
         counter.write_bytes(bytes(8))
@@ -137,7 +140,7 @@ async def _taken(service: TrackerService, told: mmap.mmap, messages: int, sender
         await asyncio.sleep(0.001)
     seconds, used = time.perf_counter() - began, time.process_time() - used
     struct.pack_into("<Q", told, 0, messages)
-    await asyncio.sleep(2 * PUBLISH_SECONDS)  # until the tracker has counted for itself
+    await asyncio.sleep(2 * PUBLISH_SECONDS)  # until the tracker has published its own counters
     figures = counted(service)
     missing = messages - taken + sum(value for name, value in figures.items() if name.startswith("roost_tracker_rejected_total"))
     return Ingested((taken - first) / seconds, 1e6 * used / (taken - first), int(missing + figures["roost_tracker_lost_total"]))
@@ -170,7 +173,7 @@ def measure_reports(out: Report, repeats: int) -> list[Target]:
             activity.report(said, float(turn), rank, turn)
         took.append((time.perf_counter_ns() - began) / ranks / 1e3)
         most = max(most, activity.stored_bytes)
-    # Reports wait to be added up BATCH at a time: only so many turns together show the whole cost.
+    # Reports are added up in batches of BATCH, so only as many turns together show the whole cost.
     cost = statistics.median(statistics.mean(took[at : at + BATCH]) for at in range(BATCH, len(took), BATCH))
     out.add("us for one report of 58 x 256", cost, f"{ranks} ranks in turn; both time constants, of the rank and of the model")
     out.add("GB for 512 ranks of 58 x 256", most / 1e9, f"at most; {activity.stored_bytes / 1e9:.3f} when all is added up")
@@ -184,14 +187,14 @@ def measure_reports(out: Report, repeats: int) -> list[Target]:
 
 
 def prompt(number: int, tokens: int) -> Query:
-    """A prompt whose first half the tables know, with a session and a tenant they know."""
+    """Return a prompt whose first half is in the tables, with a known session and tenant."""
     random = np.random.default_rng((number, tokens))
     prefix = random.integers(1, 1 << 63, tokens // BLOCK).tolist()
     return Query(prefix=prefix, tokens=random.integers(0, 150_000, tokens).tolist(), block_size=BLOCK, session=number + 1, tenant=number % 8 + 1)
 
 
 def tables(prompts: list[Query]) -> Tables:
-    """What a router's replica has when the tracker has seen requests like these."""
+    """Return the state of a router's replica after the tracker has seen requests like these."""
     random = np.random.default_rng(1)
     profiles = random.dirichlet(np.full(256, 0.5), (CLUSTERS, 58)).astype(np.float32)
     model = ClusterModel(1, profiles, random.dirichlet(np.full(CLUSTERS, 4.0)).astype(np.float32), 0.01)
@@ -230,13 +233,14 @@ def tables(prompts: list[Query]) -> Tables:
 
 
 def predictions(known: Tables, prompts: list[Query], repeats: int, *, guess: bool) -> list[float]:
-    """Microseconds of each. guess: begin where the KV index says that somebody's cache ends, as the router does; here some blocks off."""
+    """Return microseconds of each prediction. guess: start at the end of the known KV prefix, as the router
+    does; here some blocks off."""
     took = []
     for repeat in range(repeats):
         query = prompts[repeat % KNOWN]
         if guess:
             query = query._replace(guess=len(query.prefix) // 2 + repeat % 5 - 2)
-        known.heard.clear()  # what rows say is remembered: here every request is the first that asks
+        known.heard.clear()  # row look-ups are cached; here every request is the first
         began = time.perf_counter_ns()
         predict(known, query)
         took.append((time.perf_counter_ns() - began) / 1e3)
@@ -244,7 +248,7 @@ def predictions(known: Tables, prompts: list[Query], repeats: int, *, guess: boo
 
 
 def measure_predictions(out: Report, repeats: int) -> list[Target]:
-    """All sizes in turn, several times over: what the machine does meanwhile falls on each alike."""
+    """Measure all sizes in turn, several times, so that disturbances of the machine affect all alike."""
     cases: dict[tuple[int, bool], list[float]] = {(tokens, guess): [] for tokens in PROMPTS for guess in (False, True)}
     made = {tokens: [prompt(number, tokens) for number in range(KNOWN)] for tokens in PROMPTS}
     learnt = {tokens: tables(prompts) for tokens, prompts in made.items()}
@@ -272,7 +276,7 @@ def measure_predictions(out: Report, repeats: int) -> list[Target]:
 
 
 def measure_profile(out: Report) -> None:
-    """What a rank spends, off its event loop, on saying what a long prompt activated."""
+    """Measure the time of a rank, off its event loop, to profile a long prompt."""
     random = np.random.default_rng(1)
     profiles = random.dirichlet(np.full(256, 0.5), (CLUSTERS, 58)).astype(np.float32)
     model = ClusterModel(1, profiles, np.full(CLUSTERS, 1 / CLUSTERS, np.float32), 0.01)
@@ -289,14 +293,14 @@ def measure_profile(out: Report) -> None:
 
 
 class Watched(NamedTuple):
-    """False alarms before the flip; seconds from the flip to its detection (infinite: none)."""
+    """False alarms before the change; seconds from the change to its detection (infinite: none)."""
 
     false_alarms: int
     seconds: float
 
 
 def watch(flow: Flow, before: Mix, after: Mix, rate: float, seed: int) -> Watched:
-    """An hour of one mix, then another."""
+    """Run an hour of one mix, then another."""
     config, random = TrackerConfig(), np.random.default_rng(seed)
     drift, alarms = DriftDetector(config, LAYERS, EXPERTS), []
     for second, (counts, tokens) in enumerate(flow.seconds(before, after, HOUR, rate, HOUR + AFTER, random)):
@@ -328,7 +332,7 @@ def measure_drift(out: Report, seeds: int) -> list[Target]:
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
-    """The tracker's costs, and how soon it notices that popularity shifts."""
+    """Measure the tracker's costs, and its time to detect a popularity shift."""
     out = Report("The tracker", ["figure", "median", "and"])
     out.targets += measure_ingest(out, *((1, 0.5) if quick else (5, 1.0)))
     out.targets += measure_reports(out, 3 if quick else 20)

@@ -1,10 +1,14 @@
-"""Reading experts from another rank, beside the plainest loop over NIXL and beside memcpy, in one run and by turns.
+"""Expert reads from another rank, compared with the simplest loop over NIXL and with memcpy, alternating in
+one run.
 
-Source and reader are two processes; all memory was written before. `raw` is the faster of two plain loops (benchmarks/rig/raw_nixl.py): the same requests of at
-most 16 MiB, the same polling, no thread, no deadline, no quarantine. `ours` is one `Transfer.pull` of all cells, awaited on an event loop; `verified` adds the
-checksums of every tensor, computed in a thread. `memcpy` is a plain loop of NumPy copies of the same bytes, out of a mapping of the same memory: how fast bytes
-can be copied differs by a tenth and more with where their pages happen to lie. A pull reads what is moved together: a layer's experts where they are small, one
-where it is large. UCX is used as it comes (within a machine: the kernel copies between processes) and with tcp alone, which stands for a network.
+Source and reader are two processes; all memory was written before. `raw` is the faster of two simple loops
+(benchmarks/rig/raw_nixl.py): the same requests of at most 16 MiB, the same polling, no thread, no deadline,
+no quarantine. `ours` is one `Transfer.pull` of all cells, awaited on an event loop; `verified` adds the
+checksums of every tensor, computed in a thread. `memcpy` is a plain loop of NumPy copies of the same bytes,
+out of a mapping of the same memory: copy speed varies by a tenth and more with the location of the pages. A
+pull reads what a handover moves together: a layer's experts if they are small, one if it is large. UCX is
+used with its defaults (within a machine: the kernel copies between processes) and with tcp alone, which
+stands for a network.
 
     python -m benchmarks.transfer --quick
 """
@@ -36,10 +40,10 @@ from fleet.events import MemoryAddress
 
 MIB = 1 << 20
 SIZES = {1 * MIB: 64, 16 * MIB: 8, 176 * MIB: 1}
-"""bytes of a cell, and how many are read at once"""
+"""by bytes of a cell: cells read at once"""
 MODES = {"default": {}, "tcp": {"UCX_TLS": "tcp,self"}}
 ROUNDS = {"default": (61, 15), "tcp": (31, 5)}
-"""of a whole run, and of a quick one"""
+"""rounds of a full run, and of a quick one"""
 CONFIG = TransferConfig(niceness=0)
 COPY, VERIFIED, SHARED = 0.9, 0.5, 0.9
 """least ratios to the raw loop, and to memcpy"""
@@ -53,7 +57,7 @@ def memory_of(cell_bytes: int) -> MappedCells:
 
 
 async def serve(cell_bytes: int) -> None:
-    """Be the source until standard input ends."""
+    """Act as the source until standard input ends."""
     memory = memory_of(cell_bytes)
     for cell in range(memory.cells):
         memory.cell(cell)[:] = np.random.default_rng(cell).integers(0, 256, cell_bytes, np.uint8)
@@ -71,7 +75,7 @@ def plainly_mapped(address: MemoryAddress) -> NDArray[np.uint8]:
 
 
 class Reader:
-    """Times every way to read once a round, each round in another order."""
+    """Time every method once per round, each round in another order."""
 
     def __init__(self, cell_bytes: int, address: MemoryAddress, with_shared: bool) -> None:
         self.memory = memory_of(cell_bytes)
@@ -92,7 +96,7 @@ class Reader:
             self.asked |= {"memcpy": self._plain(self._memcpy), "shared": lambda: self._pull(self._shared, self.memory.cells)}
 
     async def times(self, rounds: int) -> Timed:
-        """Seconds of each, by round; the first round, in which connections are made, does not count."""
+        """Return seconds of each, by round; the first round, which makes the connections, does not count."""
         found: Timed = {name: [] for name in self.asked}
         for number in range(rounds + 1):
             names = list(self.asked)
@@ -125,7 +129,7 @@ class Reader:
 
 
 def measure(cell_bytes: int, rounds: int, with_shared: bool) -> Timed:
-    """As the reader, with a source of its own."""
+    """Act as the reader, with a source process."""
     source = subprocess.Popen([sys.executable, "-m", "benchmarks.transfer", "--serve", str(cell_bytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert source.stdin is not None
     assert source.stdout is not None
@@ -138,7 +142,8 @@ def measure(cell_bytes: int, rounds: int, with_shared: bool) -> Timed:
 
 
 def measured(cell_bytes: int, mode: str, rounds: int) -> Timed:
-    """Seconds of each way by round, in a process of its own, since UCX is told once what it may use."""
+    """Return seconds of each method by round, in a separate process, since UCX reads its transports only
+    once."""
     command = [sys.executable, "-m", "benchmarks.transfer", "--read", f"{cell_bytes},{rounds},{int(mode == 'default')}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **MODES[mode]}
     said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
@@ -147,7 +152,8 @@ def measured(cell_bytes: int, mode: str, rounds: int) -> Timed:
 
 
 def beside(other: list[float], ours: list[float]) -> float:
-    """How fast ours is beside another: the median over rounds, in each of which both ran within a moment."""
+    """Return Roost's speed relative to another: the median over rounds, in each of which both ran within a
+    moment."""
     return median([theirs / taken for theirs, taken in zip(other, ours, strict=True)])
 
 
@@ -156,7 +162,8 @@ Read = typer.Option("", "--read", hidden=True)
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, serve_: str = Serve, read: str = Read) -> None:
-    """GB/s of reading experts from another process, by our transfers, a plain loop over NIXL and memcpy."""
+    """Measure GB/s of expert reads from another process: Roost's transfers, a plain loop over NIXL, and
+    memcpy."""
     if serve_:
         asyncio.run(serve(int(serve_)))
         return

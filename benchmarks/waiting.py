@@ -1,8 +1,10 @@
-"""Waiting for a place: what it costs a request that need not wait, those that do, and the event loop; and what assigning many at once is worth.
+"""Queueing: its cost for requests that need not wait, for waiting requests, and for the event loop; and the
+benefit of batch assignment.
 
-The fleet's engines have eight ranks each, of two speeds; loads are random. Requests are turns of conversations whose beginning lies in the
-cache of one or two ranks. As many wait as there are places. Orders are compared by predicted time: each request's price when its turn
-came, summed; as they came is the mean of several shuffles.
+The fleet's engines have eight ranks each, of two speeds; loads are random. Requests are turns of
+conversations whose beginning is in the cache of one or two ranks. The number of waiting requests equals the
+number of free places. Orders are compared by predicted time: each request's cost at its turn, summed; arrival
+order is the mean of several shuffles.
 
     python -m benchmarks.waiting --quick
 """
@@ -41,7 +43,7 @@ MOST_MS, MOST_ADDED_US, MOST_TURN_MS = 20.0, 3.0, 50.0
 
 
 class House(NamedTuple):
-    """A router and requests for it."""
+    """Router and requests for it."""
 
     service: RouterService
     needs: list[RoutingRequest]
@@ -84,7 +86,7 @@ class House(NamedTuple):
         return cls(service, needs)
 
     def load(self, places: int, requests: int, seed: int) -> None:
-        """Something runs on every rank: so much that `requests` places are left of `places` per rank."""
+        """Load every rank so that of `places` per rank, `requests` are left in total."""
         chance = np.random.default_rng(seed)
         targets = self.service.view.roster(MODEL).targets
         free = np.bincount(chance.integers(0, len(targets), requests), minlength=len(targets))
@@ -95,7 +97,7 @@ class House(NamedTuple):
 
 
 def _stored(ids: list[int], rank: int, number: int) -> RoutedKvEvent:
-    """A rank holds the beginning of a prompt."""
+    """Return the event of a rank that holds the beginning of a prompt."""
     local = local_hashes(ids, BLOCK_SIZE)
     blocks = tuple(KvBlock(*pair) for pair in zip(sequence_hashes(local), local, strict=True))
     event = KvEvent(event_id=number, dp_rank=rank % RANKS, data=KvChange(stored=KvStored(blocks=blocks)) if blocks else "cleared")
@@ -103,7 +105,7 @@ def _stored(ids: list[int], rank: int, number: int) -> RoutedKvEvent:
 
 
 def timed_ms(repeats: int, action: Callable[[], object]) -> float:
-    """The median, in milliseconds."""
+    """Return the median milliseconds."""
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
@@ -113,7 +115,7 @@ def timed_ms(repeats: int, action: Callable[[], object]) -> float:
 
 
 def assigning(quick: bool) -> tuple[Report, float, float]:
-    """Time of finding an order, and what the order is worth."""
+    """Measure the time to find an order, and its benefit."""
     report = Report("assigning many at once", ["requests x ranks", "to find the order, ms", "cost in that order / as they came"])
     slowest, worst = 0.0, 0.0
     for requests, ranks in BATCHES:
@@ -132,7 +134,7 @@ def assigning(quick: bool) -> tuple[Report, float, float]:
 
 
 def booked(house: House, order: list[int]) -> float:
-    """What they cost, decided and booked one after another, in ms; nothing stays booked."""
+    """Return the total cost in ms of deciding and booking in sequence; all bookings are released."""
     cost, bookings = 0.0, []
     for at in order:
         decision, booking = house.service.book(house.exchange(), house.needs[at], "", FIRST_TRY)
@@ -144,11 +146,12 @@ def booked(house: House, order: list[int]) -> float:
 
 
 async def passing(requests: int) -> tuple[float, float]:
-    """Microseconds of a decision with its booking and its release: asked for directly, and through the waiting room while there is room."""
+    """Return microseconds of a decision with booking and release: directly, and through the wait queue while
+    places are free."""
     house = House.of(64, requests)
     service, exchange = house.service, house.exchange()
     direct, through = [], []
-    for _ in range(2):  # the first round is for warming up
+    for _ in range(2):  # the first round is warm-up
         for need in house.needs:
             started = time.perf_counter()
             _, booking = service.book(exchange, need, "", FIRST_TRY)
@@ -162,7 +165,7 @@ async def passing(requests: int) -> tuple[float, float]:
 
 
 class Crowd:
-    """Requests that wait before 64 ranks without any room."""
+    """Requests that wait while 64 ranks are full."""
 
     def __init__(self, house: House, places: int) -> None:
         self.house = house
@@ -188,7 +191,7 @@ class Crowd:
 
 
 async def one_by_one(requests: int) -> float:
-    """Microseconds from a release to the next booking, when many wait."""
+    """Return microseconds from a release to the next booking, with many waiting."""
     async with Crowd(House.of(64, requests, places=1), 1) as crowd:
         waiting = crowd.house.service.waiting
         started = time.perf_counter()
@@ -200,7 +203,8 @@ async def one_by_one(requests: int) -> float:
 
 
 async def all_at_once(requests: int) -> tuple[float, float]:
-    """Milliseconds until all have a place that became free at once, and of the longest turn of the event loop meanwhile."""
+    """Return milliseconds until all get a place that became free at once, and the longest turn of the event
+    loop meanwhile."""
     async with Crowd(House.of(64, requests, places=16), 16) as crowd:
         service, longest = crowd.house.service, 0.0
         for booking in crowd.running:
@@ -216,7 +220,7 @@ async def all_at_once(requests: int) -> tuple[float, float]:
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
-    """Time of admission, of waiting and of assigning many requests at once."""
+    """Measure admission, queueing and batch assignment."""
     count = 300 if quick else 1000
     report, slowest, worst = assigning(quick)
     direct, through = asyncio.run(passing(count))

@@ -1,1 +1,1 @@
-"""What benchmark scripts stand on: the report, the load client, the mock engine. Nothing here is a benchmark."""
+"""Shared parts of benchmark scripts: the report, the load client, the mock engine. Contains no benchmark."""

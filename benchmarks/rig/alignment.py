@@ -1,4 +1,4 @@
-"""A placement that puts what is asked for together on one rank: what a planner would make of the tracker's clusters, greedily."""
+"""Placement that puts jointly used experts on one rank: a greedy planner on the tracker's clusters."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,14 +7,14 @@ from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 
 CROWDED = 1.2
-"""Share of the traffic that may be at home on one rank, in fair shares."""
+"""Largest share of the traffic with its home on one rank, in fair shares."""
 LOADED = 1.05
-"""Pairs that the experts of one rank may get, in fair shares."""
+"""Largest share of pairs for the experts of one rank, in fair shares."""
 
 
 def aligned(model: ClusterModel, ranks: int, epoch: int = 0) -> Placement:
-    """Each layer's experts in falling order of how much more one rank's clusters use them than the mean, to that rank while it has a slot
-    and its load allows it, else to the least loaded rank with a slot."""
+    """Assign each layer's experts in falling order of a rank's excess use over the mean: to that rank while
+    it has a free slot and its load allows it, else to the least loaded rank with a slot."""
     wanted = _wanted(model, homes(model, ranks), ranks)
     slots = -(-model.mean.shape[1] // ranks)
     table = np.stack([_layer(wanted[:, layer], model.mean[layer], slots) for layer in range(wanted.shape[1])])
@@ -22,7 +22,8 @@ def aligned(model: ClusterModel, ranks: int, epoch: int = 0) -> Placement:
 
 
 def homes(model: ClusterModel, ranks: int) -> NDArray[np.intp]:
-    """intp [K]: the rank each cluster is at home on; like ones together, none crowded. Unused ones: rank 0."""
+    """Return intp [K]: the home rank of each cluster; similar clusters together, no rank overloaded. Unused
+    ones: rank 0."""
     centred = (model.profiles - model.mean).reshape(model.clusters, -1)
     home, load, mix = np.zeros(model.clusters, np.intp), np.zeros(ranks), np.zeros((ranks, centred.shape[1]))
     for cluster in np.argsort(-model.shares, kind="stable"):
@@ -38,7 +39,7 @@ def homes(model: ClusterModel, ranks: int) -> NDArray[np.intp]:
 
 
 def _wanted(model: ClusterModel, home: NDArray[np.intp], ranks: int) -> NDArray[np.float64]:
-    """float64 [ranks, layers, experts]: the part of the traffic that is at home on a rank and goes to an expert."""
+    """Return float64 [ranks, layers, experts]: the share of the traffic with its home on a rank, by expert."""
     wanted = np.zeros((ranks, *model.mean.shape))
     for cluster, rank in enumerate(home):
         wanted[rank] += model.shares[cluster] * model.profiles[cluster]
@@ -46,7 +47,7 @@ def _wanted(model: ClusterModel, home: NDArray[np.intp], ranks: int) -> NDArray[
 
 
 def _layer(wanted: NDArray[np.float64], mean: NDArray[np.float32], slots: int) -> NDArray[np.int16]:
-    """int16 [ranks * slots] of wanted [ranks, experts] and the mix [experts]."""
+    """Return int16 [ranks * slots] from demand [ranks, experts] and the mix [experts]."""
     ranks = len(wanted)
     table, filled, load = np.full((ranks, slots), -1, np.int16), np.zeros(ranks, int), np.zeros(ranks)
     for expert in np.argsort(wanted.mean(axis=0) - wanted.max(axis=0), kind="stable"):

@@ -1,8 +1,9 @@
-"""Clients that mean harm, as a process: `python -m benchmarks.rig.attackers KIND PORT MODEL FOLDER`. It says "attacking" once its attack is under way;
-FOLDER holds the large bodies (`write_bodies`).
+"""Attacking clients as a process: `python -m benchmarks.rig.attackers KIND PORT MODEL FOLDER`. It prints
+"attacking" once its attack runs; FOLDER holds the large bodies (`write_bodies`).
 
-Each attack is one that a client can make without a key. The process is nicer than the others, as an attacker's machine would take nothing from the
-router's processors; it attacks from 127.0.0.2, so that turns and shares of memory can tell it from other clients.
+Each attack needs no key. The process has a lower priority than the others, since an attacker's machine would
+not use the router's processors. It attacks from 127.0.0.2, so that per-client turns and memory shares can
+separate it from other clients.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ ADDRESS = "127.0.0.2"
 LARGE = 7_900_000
 """bytes of a large body; 8 MiB is the router's limit"""
 SENDERS = 4
-"""connections that send large bodies, one after the other"""
+"""connections that send large bodies, sequentially"""
 _NICENESS = 15
 _HEAD = "POST /v1/{path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
 
@@ -33,11 +34,11 @@ LARGE_BODIES = {
     "2.6 M ids": "completions",
     "2.6 M empty lists": "completions",
 }
-"""Paths below /v1/."""
+"""by attack: path below /v1/ and body"""
 
 
 def write_bodies(model: str, folder: Path) -> None:
-    """Every large body as a file of the attack's name: making them takes seconds."""
+    """Write every large body to a file named after its attack, since generating them takes seconds."""
     chance = random.Random(3)
     words = " ".join("".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=8)) for _ in range(LARGE // 9))
     asked = f'{{"model": "{model}", "max_tokens": 1, '.encode()
@@ -59,7 +60,7 @@ def _chat(model: str, content: str) -> bytes:
 
 
 def connect(port: int, received_bytes: int = 0) -> socket.socket:
-    """A connection to the router; received_bytes: of the socket's buffer, if not the system's."""
+    """Connect to the router. received_bytes: size of the socket's receive buffer, if not the system's."""
     client = socket.socket()
     if received_bytes:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, received_bytes)
@@ -70,7 +71,7 @@ def connect(port: int, received_bytes: int = 0) -> socket.socket:
 
 
 def send_bodies(port: int, path: str, body: bytes, *, under_way: Callable[[], None]) -> None:
-    """The same large request again and again, from several connections."""
+    """Send the same large request repeatedly, over several connections."""
     request = _HEAD.format(path=path, length=len(body)).encode() + body
 
     def send() -> None:
@@ -80,13 +81,13 @@ def send_bodies(port: int, path: str, body: bytes, *, under_way: Callable[[], No
                 under_way()
                 while b"\r\n\r\n" not in client.recv(65_536):
                     pass
-            time.sleep(0.02)  # a refusal must not make this a storm of connections
+            time.sleep(0.02)  # a refusal must not cause a storm of connections
 
     _in_threads(send, SENDERS)
 
 
 def withhold_bodies(port: int, *, under_way: Callable[[], None]) -> None:
-    """Forty large bodies without their last byte."""
+    """Send forty large bodies without their last byte."""
     piece = _HEAD.format(path="chat/completions", length=LARGE).encode() + b" " * (LARGE - 1)
 
     def withhold() -> None:
@@ -101,7 +102,7 @@ def withhold_bodies(port: int, *, under_way: Callable[[], None]) -> None:
 
 
 def slow_heads(port: int, *, under_way: Callable[[], None]) -> None:
-    """A thousand bytes of heads a second, over 200 connections."""
+    """Send a thousand bytes of heads a second, over 200 connections."""
     clients = [connect(port) for _ in range(200)]
     for client in clients:
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nx-a: ")
@@ -117,7 +118,7 @@ def slow_heads(port: int, *, under_way: Callable[[], None]) -> None:
 
 
 def endless_heads(port: int, *, under_way: Callable[[], None]) -> None:
-    """Heads that never end, as fast as the router reads them."""
+    """Send heads that never end, as fast as the router reads them."""
 
     def push() -> None:
         while True:
@@ -133,7 +134,7 @@ def endless_heads(port: int, *, under_way: Callable[[], None]) -> None:
 
 
 def unread_answers(port: int, model: str, *, under_way: Callable[[], None]) -> None:
-    """Forty streams of 20,000 tokens that nobody reads."""
+    """Request forty streams of 20,000 tokens and read none."""
     asked = json.dumps({"model": model, "max_tokens": 20_000, "stream": True, "prompt": "tell me"}).encode()
     request = _HEAD.format(path="completions", length=len(asked)).encode() + asked
     clients = []

@@ -1,7 +1,9 @@
-"""Chat requests for measuring routers, and a tokenizer of a size that people serve, made from text that every Python has.
+"""Chat requests for router measurements, and a tokenizer of production size, made from the text of any Python
+installation.
 
-Half of each prompt's words are shared with an eighth of the other prompts, the other half is its own: no two requests are equal, and no
-cache of whole prompts can answer for a tokenizer. `in_turns` puts the shared half into a system message, as conversations do.
+Half of each prompt's words are shared with an eighth of the other prompts, the other half is unique: no two
+requests are equal, and no cache of whole prompts can replace a tokenizer. `in_turns` puts the shared half
+into a system message, as conversations do.
 """
 
 import json
@@ -27,13 +29,13 @@ _TEMPLATE = (
 
 
 def sources() -> list[str]:
-    """The text: Python's standard library."""
+    """Return the source text: Python's standard library."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     return [file.read_text(encoding="utf-8", errors="replace")[:_LONGEST_FILE] for file in files]
 
 
 def common_words(texts: list[str]) -> list[str]:
-    """The words that occur most, in order."""
+    """Return the most frequent words, in order."""
     counts = Counter(word for text in texts for word in re.findall(r"[A-Za-z]{3,}", text))
     return [word for word, _ in counts.most_common(_WORDS)]
 
@@ -57,12 +59,13 @@ def write_model(folder: Path, texts: list[str]) -> None:
 
 
 def shared_half(words: list[str], group: int, count: int) -> str:
-    """What the prompts of a group begin with."""
+    """Return the common prefix of a group's prompts."""
     return " ".join(random.Random(group).choices(words, k=count // 2))
 
 
 def bodies(model: str, words: list[str], number: int, *, count: int, stream: bool, seed: int | str, in_turns: bool = False) -> list[bytes]:
-    """So many chat requests of `count` words each, as JSON. Other seeds give other requests of the same groups; with the same one a cache knows them."""
+    """Return `number` chat requests of `count` words each, as JSON. Another seed gives other requests of the
+    same groups; the same seed gives requests that a cache knows."""
     chance = random.Random(seed)
     shared = [shared_half(words, group, count) for group in range(GROUPS)]
     made = []

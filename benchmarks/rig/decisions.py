@@ -1,4 +1,5 @@
-"""Fleets that decide: engines of eight ranks of a 58 x 256 model, prompts of which some part lies in ranks' caches, prediction tables that know as much."""
+"""Fleets for decision benchmarks: engines of eight ranks of a 58 x 256 model, prompts that are partly in
+ranks' caches, prediction tables that know the same part."""
 
 from array import array
 from collections import deque
@@ -30,23 +31,23 @@ from router.service import RouterService
 RANKS, CLUSTERS, VOCABULARY = 8, 32, 50_000
 """ranks of an engine"""
 NODES = (0, 0, 0, 0, 1, 1, 1, 1)
-"""of an engine's ranks"""
+"""machine of each of an engine's ranks"""
 LAYERS, EXPERTS, TOP_K = 58, 256, 8
 KNOWN_BLOCKS = 300_000
 SHARED_TOKENS = 256
-"""The beginning of every prompt that is cached at all: everybody has it."""
+"""Common prefix of every cached prompt, held by all ranks."""
 KV_BLOCKS = 100_000
 SHAPE = ModelShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, hidden=7168, expert_intermediate=2048, dtype="float8_e4m3fn")
 MODEL, DIGEST, OUTPUT = "m", "f" * 64, 100
 KEYS = keys_of("a conversation", "a tenant", MODEL, "/v1/chat/completions")
 OPEN = 3
-"""requests per rank that run at once"""
+"""concurrent requests per rank"""
 
 Rank = tuple[int, int]
 
 
 class Held(NamedTuple):
-    """The first `tokens` of a prompt lie in these ranks' caches."""
+    """Ranks that cache the first `tokens` of a prompt."""
 
     ids: list[int]
     tokens: int
@@ -55,7 +56,8 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of one length of which `share` is cached: its beginning, which all have in common, on every rank, the rest on a rank of every other engine."""
+    """Prompts of one length with a cached `share`: a common prefix on every rank, the rest on a rank of every
+    other engine."""
 
     length: int
     share: float
@@ -76,7 +78,7 @@ def prompts(chance: np.random.Generator, length: int, share: float, count: int) 
 
 
 def fresh(ids: list[int]) -> list[int]:
-    """The same ids as a tokenizer leaves them: new, and near the processor."""
+    """Return the same ids as a new list, recently written, as a tokenizer returns them."""
     return array("I", ids).tolist()
 
 
@@ -86,7 +88,8 @@ def clusters(chance: np.random.Generator) -> ClusterModel:
 
 
 def tables(chance: np.random.Generator, known: Sequence[Prompts]) -> TableReplica:
-    """The tracker's tables: KNOWN_BLOCKS blocks of others, those of the cached parts of prompts, a row for every token, a session, a tenant."""
+    """Return the tracker's tables: KNOWN_BLOCKS unrelated blocks, the blocks of cached parts of prompts, a
+    row for every token, a session, a tenant."""
     keys = [np.array(_chain(ids)[: int(part.share * len(ids)) // BLOCK_SIZE], np.uint64) for part in known for ids in part.ids]
     ratios = chance.normal(0, 0.1, (VOCABULARY, CLUSTERS))
     published = TablesPublished(
@@ -119,7 +122,7 @@ def _chain(ids: list[int]) -> list[int]:
 
 
 class Roost:
-    """A router that knows `ranks` ranks. It decides, books and, OPEN requests per rank later, releases."""
+    """Router with `ranks` known ranks. It decides, books and, OPEN requests per rank later, releases."""
 
     def __init__(self, ranks: int, model: ClusterModel, foretold: TableReplica) -> None:
         self.engines = ranks // RANKS
@@ -150,36 +153,36 @@ class Roost:
         self.predict(on=True)
 
     def settle(self, ids: list[int]) -> None:
-        """Decide until the first decisions are let go of: a router that has run for a while keeps no more memory with each."""
+        """Decide until the first bookings are released: the router then no longer grows with each decision."""
         first = f"{self._decided + 1:016x}"
         self.decide(ids)
         while self.router.picker.kept(first) is not None:
             self.decide(ids)
 
     def predict(self, *, on: bool) -> None:
-        """With the tracker's tables, or without."""
+        """Turn the tracker's tables on or off."""
         foresight = self.router.picker.foresight
         foresight.keep_only(set())
         if on:
             foresight.replace(MODEL, self._foretold)
 
     def hold(self, held: Held) -> None:
-        """Ranks tell what they cached."""
+        """Publish the ranks' cached blocks."""
         local = local_hashes(held.ids[: held.tokens])
         blocks = tuple(KvBlock(chained, own) for chained, own in zip(sequence_hashes(local), local, strict=True))
         event = KvChange(stored=KvStored(blocks=blocks))
         self.router.picker.kv.apply(RoutedKvEvent(worker_id=worker, event=KvEvent(event_id=1, dp_rank=rank, data=event)) for worker, rank in held.ranks)
 
     def forget_runs(self) -> None:
-        """As if no prompt had been hashed yet."""
+        """Drop the hash cache, as if no prompt had been hashed yet."""
         self.router.picker.kv.holders.runs = HashRuns()
 
     def overlap(self, ids: list[int]) -> dict[Rank, int]:
-        """Blocks that each rank has of a prompt."""
+        """Return the blocks of a prompt that each rank holds."""
         return self.router.picker.kv.holders.overlaps(TokenPrompt(ids).chained(BLOCK_SIZE))
 
     def decide(self, ids: list[int]) -> None:
-        """From token ids to a booking, and the release of an older one."""
+        """Run one decision: from token ids to a booking, and the release of an older one."""
         need = RoutingRequest(MODEL, TokenPrompt(ids), len(ids) + OUTPUT, OUTPUT, DIGEST, keys=KEYS)
         self._decided += 1
         decision = self.router.decide(need, f"{self._decided:016x}")

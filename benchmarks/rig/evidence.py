@@ -1,10 +1,10 @@
-"""Writes docs/evidence: what `benchmarks.closed_loop` measured, as a page with tables, plots beside it, and the figures that they are made of; and what a
-soak reported.
+"""Writer of docs/evidence: the results of `benchmarks.closed_loop` as a page with tables, plots beside it,
+and their data; and a soak report.
 
-make evidence                                         # measures everything: about an hour
-make evidence ARGS="--only policies"                  # some parts; the others stay as they are
-make evidence ARGS="--from docs/evidence/closed-loop.json"   # only draws and writes anew
-make evidence ARGS="--soak soak.json"                 # only tells of the soak that `make soak` reported to this file
+    make evidence                                         # measures everything: about an hour
+    make evidence ARGS="--only policies"                  # some parts; the others stay as they are
+    make evidence ARGS="--from docs/evidence/closed-loop.json"   # only redraws and rewrites
+    make evidence ARGS="--soak soak.json"                 # only reports the soak that `make soak` wrote to this file
 """
 
 import json
@@ -38,13 +38,13 @@ CAPTIONS = {
 }
 HEAT_MAPS = ("placement", "popularity", "popularity-engine-0")
 Json = dict[str, Any]
-Folder = typer.Option(FOLDER, help="where everything is written")
-From = typer.Option(None, "--from", help="figures that were measured before; nothing is measured")
-Soak = typer.Option(None, help="a report that `make soak` wrote; it alone is drawn and told, and nothing is measured")
+Folder = typer.Option(FOLDER, help="output folder")
+From = typer.Option(None, "--from", help="data measured before; nothing is measured")
+Soak = typer.Option(None, help="a report written by `make soak`; only this is drawn and described, and nothing is measured")
 
 
 def measured(part: str, folder: Path, arguments: list[str]) -> Json:
-    """What one part's run says. RuntimeError with the end of its complaint when it fails."""
+    """Run one part and return its result. Raises RuntimeError with the end of its error output."""
     command = [sys.executable, "-m", "benchmarks.closed_loop", "--only", part, "--json", *arguments]
     done = subprocess.run([*command, "--plot", str(folder.absolute())], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -55,7 +55,7 @@ def measured(part: str, folder: Path, arguments: list[str]) -> Json:
 
 
 def page(runs: dict[str, Json], pictures: list[Path]) -> str:
-    """Markdown: per part its command, hardware, what it was measured with, its table, its targets, its plots."""
+    """Return Markdown: per part its command, hardware, conditions, table, targets and plots."""
     lines = [
         "# The closed loop, measured",
         "",
@@ -72,12 +72,12 @@ def page(runs: dict[str, Json], pictures: list[Path]) -> str:
 
 
 def _keep(runs: dict[str, Json], folder: Path) -> None:
-    """What was measured so far: should the next part fail, this is not lost."""
+    """Save the results so far, so that a failure of the next part loses nothing."""
     (folder / FIGURES).write_text(json.dumps(runs) + "\n")
 
 
 def _part(picture: Path) -> str:
-    """Which part of the benchmark a picture is of."""
+    """Return the benchmark part that a picture belongs to."""
     return "policies" if picture.stem in HEAT_MAPS else picture.stem.split("-")[0]
 
 
@@ -95,7 +95,8 @@ def _target(target: Json) -> str:
 
 
 def tell_soak(file: Path, folder: Path) -> None:
-    """Keep a soak's report, draw it, and write its page. The first time, this machine and the day are written into what is kept."""
+    """Keep a soak's report, draw it, and write its page. The first time, the machine and the date are added
+    to the kept report."""
     report: Json = {"date": datetime.now(UTC).date().isoformat(), "hardware": hardware(), **json.loads(file.read_text())}
     (folder / SOAK_FIGURES).write_text(json.dumps(report, separators=(",", ":")) + "\n")
     picture = draw_soak(report, folder)
@@ -107,9 +108,9 @@ def main(
     folder: Path = Folder,
     from_: Path = From,
     soak: Path | None = Soak,
-    only: str = typer.Option(",".join(PARTS), help="parts that are measured"),
+    only: str = typer.Option(",".join(PARTS), help="parts to measure"),
     more: str = typer.Option("", help="further options of the benchmark, e.g. '--rounds 1'"),
-    quick: bool = typer.Option(False, "--quick", help="as of the benchmark: shows that it works, and decides nothing"),
+    quick: bool = typer.Option(False, "--quick", help="quick mode of the benchmark: a functional check without decisive figures"),
 ) -> None:
     """Measure, draw and write."""
     folder.mkdir(parents=True, exist_ok=True)

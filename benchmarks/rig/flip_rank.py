@@ -1,9 +1,11 @@
-"""A rank of the embedded engine in a process of its own, under closed load, that writes down when each token came and what each step did.
+"""A rank of the embedded engine as a separate process under closed load, with a diary of token times and
+steps.
 
     python -m benchmarks.rig.flip_rank JOB RANK
 
-It is put together as `roost worker` does it (engine, agent, ways of reading other ranks), without the HTTP face: requests come from this process. JOB is a
-file with `Job` as JSON. It says `ready` on standard output once it serves and has joined; when standard input ends it stops, and leaves RANK.npz beside JOB.
+It consists of the parts of `roost worker` (engine, agent, expert readers), without the HTTP server: requests
+come from this process. JOB is a file with `Job` as JSON. The process prints `ready` on standard output once
+it serves and has joined. When standard input ends it stops, and writes RANK.npz beside JOB.
 """
 
 import asyncio
@@ -50,28 +52,28 @@ class Job(msgspec.Struct, frozen=True):
     """per rank and layer"""
     ballast_bytes: int
     sequences: int
-    """that each rank serves at once"""
+    """concurrent sequences per rank"""
     transfer: dict[str, int | str | None]
 
 
 @dataclass(slots=True)
 class Diary:
-    """What happened, in seconds of the clock that all processes of the machine share."""
+    """Record of events, in seconds of the machine-wide clock."""
 
     token: list[float] = field(default_factory=list)
-    """when a token came"""
+    """time of a token"""
     gap: list[float] = field(default_factory=list)
-    """since the one before it of the same answer"""
+    """time since the previous token of the same answer"""
     step: list[float] = field(default_factory=list)
-    """when a forward pass ended"""
+    """end of a forward pass"""
     collectives: list[int] = field(default_factory=list)
-    """made by then"""
+    """collectives made by then"""
     epoch: list[int] = field(default_factory=list)
-    """that it served"""
+    """epoch served"""
     flip: list[float] = field(default_factory=list)
-    """when the step thread went over to an epoch"""
+    """time at which the step thread flipped to an epoch"""
     flip_seconds: list[float] = field(default_factory=list)
-    """what that took"""
+    """duration of the flip"""
 
     def save(self, path: Path) -> None:
         with zipfile.ZipFile(path, "w") as archive:
@@ -82,7 +84,7 @@ class Diary:
 
 @dataclass(frozen=True, slots=True)
 class WatchedSteps:
-    """A forward pass that writes the diary."""
+    """Forward pass that writes the diary."""
 
     machine: RankSetup
     experts: MovableExperts
@@ -114,7 +116,7 @@ class WatchedSteps:
 
 
 async def stream(engine: EmbeddedEngine, diary: Diary, seed: int) -> None:
-    """One answer after another, for ever."""
+    """Stream one answer after another, forever."""
     dice = np.random.default_rng(seed)
     while True:
         last = 0.0

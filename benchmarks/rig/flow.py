@@ -1,4 +1,5 @@
-"""Requests of the demo model as they flow through an engine: Poisson arrivals, the prompt computed at once, the rest over some seconds."""
+"""Requests of the demo model over time: Poisson arrivals, the prompt computed at once, the rest over some
+seconds."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -10,13 +11,14 @@ from deploy.demo_model import DOMAINS, routings_path
 
 LAYERS, EXPERTS = 4, 32
 DECODE_SECONDS = 8
-"""One token needs about 1/25 s on the machine the demo model is made for."""
+"""One token takes about 1/25 s on the demo model's target machine."""
 Mix = NDArray[np.float64]
-"""float64 [domains]: how probable each is"""
+"""float64 [domains]: probability of each"""
 
 
 class Flow:
-    """Recorded requests to draw from: counts [requests, 1 + DECODE_SECONDS, layers * experts], the first of the prompt."""
+    """Recorded requests to sample from: counts [requests, 1 + DECODE_SECONDS, layers * experts], the prompt
+    first."""
 
     def __init__(self) -> None:
         with np.load(routings_path()) as recorded:
@@ -27,7 +29,8 @@ class Flow:
         self._counts = np.stack([_counted(part.reshape(requests, -1)) for part in (cells[:, : self.prompt], *parts)], axis=1)
 
     def seconds(self, before: Mix, after: Mix, flip: int, rate: float, length: int, random: np.random.Generator) -> Iterator[tuple[NDArray[np.float64], float]]:
-        """Counts [layers, experts] and computed tokens of each second. rate: requests per second; from `flip` on the mix is `after`."""
+        """Yield counts [layers, experts] and computed tokens of each second. rate: requests per second; from
+        `flip` on the mix is `after`."""
         running: deque[NDArray[np.int64]] = deque(maxlen=DECODE_SECONDS + 1)
         sizes = np.array([self.prompt, *[(self.length - self.prompt) / DECODE_SECONDS] * DECODE_SECONDS])
         of_domain = [np.flatnonzero(self._domain == domain) for domain in range(len(DOMAINS))]
@@ -40,13 +43,13 @@ class Flow:
 
 
 def _counted(cells: NDArray[np.int64]) -> NDArray[np.float64]:
-    """float64 [requests, layers * experts] of cells [requests, n]."""
+    """Return float64 [requests, layers * experts] of cells [requests, n]."""
     requests, width = len(cells), LAYERS * EXPERTS
     flat = cells + width * np.arange(requests)[:, None]
     return np.bincount(flat.ravel(), minlength=requests * width).reshape(requests, width).astype(np.float64)
 
 
 def mix(shares: dict[str, float]) -> Mix:
-    """Shares of domains by name, which need not add up to 1."""
+    """Return the mix of domains by name; shares need not add up to 1."""
     found = np.array([shares.get(name, 0.0) for name in DOMAINS])
     return np.asarray(found / found.sum())

@@ -1,9 +1,11 @@
-"""One side of the engine benchmark, in a process of its own: reads batches of prompts from standard input, generates greedily, says how long it took.
+"""One side of the engine benchmark as a separate process: reads batches of prompts from standard input,
+generates greedily, reports the time.
 
     python -m benchmarks.rig.generator transformers THREADS
     python -m benchmarks.rig.generator roost RANK RANKS RUN_DIRECTORY
 
-A line in: `{"prompts": [[ids]], "tokens": n}`. A line out: `{"seconds": s, "outputs": [[ids]]}`. The first line out is `{"ready": true}`.
+A line in: `{"prompts": [[ids]], "tokens": n}`. A line out: `{"seconds": s, "outputs": [[ids]]}`. The first
+line out is `{"ready": true}`.
 """
 
 import asyncio
@@ -38,7 +40,7 @@ def say(message: object) -> None:
 
 
 def transformers_side(threads: int) -> Callable[[Batch], list[list[int]]]:
-    """HF `generate` with its defaults: fp32, sdpa, grouped experts. Prompts must be of one length."""
+    """Return HF `generate` with its defaults: fp32, sdpa, grouped experts. Prompts must have one length."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -68,7 +70,7 @@ def serve_transformers(threads: int) -> None:
 
 async def _one(engine: EmbeddedEngine, prompt: list[int], tokens: int) -> list[int]:
     answer = await engine.submit(GenerationRequest(prompt=prompt, max_tokens=tokens, ignore_eos=True))
-    return (await answer.rest()).token_ids  # as `generate`, which hands over whole answers too
+    return (await answer.rest()).token_ids  # `generate` returns complete answers too
 
 
 async def serve_roost(rank: int, ranks: int, run_directory: Path) -> None:

@@ -1,6 +1,7 @@
-"""Dynamo's KvRouter as a peer of our decisions: its runtime over files, TCP and ZMQ on this machine, and workers in a process of their own.
+"""Dynamo's KvRouter as a peer for decisions: its runtime over files, TCP and ZMQ on this machine, workers in
+a separate process.
 
-python -m benchmarks.rig.kv_router 8    (the workers; they end with their standard input)
+    python -m benchmarks.rig.kv_router 8    # the workers; they end with their standard input
 """
 
 import asyncio
@@ -46,7 +47,7 @@ class KvRouter:
         self._runtime: Any = None
 
     async def start(self) -> None:
-        """TimeoutError when its workers do not come."""
+        """Start router and workers. Raises TimeoutError if its workers do not register."""
         os.environ["DYN_FILE_KV"] = self._folder.name
         command = [sys.executable, "-m", "benchmarks.rig.kv_router", str(self._engines)]
         self._workers = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: ASYNC220 nobody else waits
@@ -88,12 +89,12 @@ async def _serve() -> None:
 
 
 async def _refuse(request: Any, context: Any) -> Any:
-    """Nobody sends requests here."""
+    """Refuse: the benchmark sends no requests to workers."""
     yield {"token_ids": [], "finish_reason": "stop"}
 
 
 async def _workers(count: int) -> None:
-    """Until standard input ends."""
+    """Run workers until standard input ends."""
     serving = [asyncio.ensure_future(_serve()) for _ in range(count)]
     await asyncio.to_thread(sys.stdin.read)
     for task in serving:

@@ -1,7 +1,9 @@
-"""A closed-loop HTTP client on bare sockets: so many connections, each sends its next request when the last answer is whole.
+"""Closed-loop HTTP client on bare sockets: each connection sends its next request once the last answer is
+complete.
 
-Keep-alive, TCP_NODELAY; TCP_QUICKACK is re-armed after every read, so that a server which leaves Nagle's algorithm on is not
-punished for it (say so beside any number: `SETTINGS`). Answers are measured, checked for their status and their last bytes, not parsed.
+Keep-alive, TCP_NODELAY. TCP_QUICKACK is re-armed after every read, so that a server with Nagle's algorithm is
+not punished for it (state this beside any number: `SETTINGS`). Answers are measured, checked for their status
+and their last bytes, not parsed.
 """
 
 import asyncio
@@ -17,7 +19,8 @@ _END_OF_CHUNKS = b"0\r\n\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Seconds from sending a request to its first body byte and to its end; bytes of the whole answer, its head included."""
+    """Seconds from sending a request to its first body byte and to its end; bytes of the whole answer, head
+    included."""
 
     first: float
     whole: float
@@ -25,7 +28,7 @@ class Sample:
 
 
 class BadAnswer(Exception):
-    """The server answered something else than 200; the text carries what it said."""
+    """The server's answer is not 200; the text carries the answer."""
 
 
 def request_bytes(path: str, body: bytes, port: int) -> bytes:
@@ -34,7 +37,7 @@ def request_bytes(path: str, body: bytes, port: int) -> bytes:
 
 
 class _Caller(asyncio.Protocol):
-    """One connection. `ended` is done when there is no further request, or with what went wrong."""
+    """One connection. `ended` is done when there is no further request, or with the error."""
 
     def __init__(self, requests: Iterator[bytes], samples: list[Sample], until: float) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -45,9 +48,9 @@ class _Caller(asyncio.Protocol):
         self._sock: socket.socket
         self._answer = b""
         self._body_at = 0
-        """where the body begins, 0 before its head is whole"""
+        """start of the body, 0 before its head is complete"""
         self._whole_at = 0
-        """where it ends; 0: in chunks, at the last of them"""
+        """end of the body; 0: in chunks, at the last of them"""
         self._started = self._first = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -101,7 +104,8 @@ class _Caller(asyncio.Protocol):
 
 
 async def call_all(port: int, path: str, bodies: Iterable[bytes], *, connections: int, seconds: float = 600.0) -> tuple[list[Sample], float]:
-    """Send `bodies`, each once, over so many connections, none begun after `seconds`. Returns the samples and the wall seconds. BadAnswer, OSError."""
+    """Send `bodies`, each once, over `connections` connections; start none after `seconds`. Returns the
+    samples and the wall seconds. Raises BadAnswer or OSError."""
     loop = asyncio.get_running_loop()
     samples: list[Sample] = []
     start = time.perf_counter()

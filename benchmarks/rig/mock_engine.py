@@ -1,7 +1,8 @@
-"""A trivial engine for measuring what stands in front of it: answers every completion at once with eight fixed tokens.
+"""Trivial engine for measuring routers: answers every completion at once with eight fixed tokens.
 
-Speaks HTTP/1.1 on a bare asyncio protocol (keep-alive, Content-Length bodies), the completions form of a rank and the chat form of
-a plain server. Started as a process of its own: `python -m benchmarks.rig.mock_engine PORT`.
+Speaks HTTP/1.1 on a bare asyncio protocol (keep-alive, Content-Length bodies), the completions form of a rank
+and the chat form of a static backend. Runs as a separate process: `python -m benchmarks.rig.mock_engine
+PORT`.
 """
 
 import asyncio
@@ -45,7 +46,7 @@ def _response(body: bytes, kind: bytes = b"application/json") -> bytes:
 
 
 def _chunked(events: list[bytes]) -> list[bytes]:
-    """A streamed answer as one write per event, the head with the first."""
+    """Return a streamed answer as one write per event, the head with the first."""
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
     frames = [b"%x\r\n%s\r\n" % (len(event), event) for event in events]
     return [head + frames[0], *frames[1:-1], frames[-1] + b"0\r\n\r\n"]

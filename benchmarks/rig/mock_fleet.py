@@ -1,4 +1,4 @@
-"""Mock engines as the router knows engines: joined over NATS with a tokenizer, their hearts beating, and their KV cache told."""
+"""Mock engines as fleet members: joined over NATS with a tokenizer, with heartbeats and KV events."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,8 @@ _ARCHIVED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 @contextlib.asynccontextmanager
 async def mock_fleet(nats_url: str, ports: Sequence[int], tokenizer: Path) -> AsyncIterator[NatsBus]:
-    """Announce each mock as an engine of one rank that takes token ids of the tokenizer in a folder, and keep its heart beating."""
+    """Announce each mock as an engine of one rank that takes token ids of the tokenizer in a folder, and send
+    its heartbeats."""
     subjects = Subjects()
     bus = await NatsBus.connect(nats_url, subjects)
     digest = await bus.put_blob(_archive(tokenizer))
@@ -37,7 +38,7 @@ async def mock_fleet(nats_url: str, ports: Sequence[int], tokenizer: Path) -> As
 
 
 async def tell_held(bus: NatsBus, worker_id: int, prompts: Sequence[Sequence[int]]) -> None:
-    """Say once, to whoever listens now, that an engine holds the full blocks of these prompts (token ids)."""
+    """Publish once that an engine holds the full blocks of these prompts (token ids)."""
     publisher = bus.publisher(Subjects().kv_events)
     for number, ids in enumerate(prompts):
         local = local_hashes(ids)

@@ -1,7 +1,9 @@
-"""The routers that Roost is measured beside, in a virtual environment of their own, so that neither side's dependencies bend the other's.
+"""Routers that Roost is compared with, in a separate virtual environment, so that dependencies do not
+conflict.
 
-`ai-dynamo` cannot be installed with its dependencies where NVIDIA's index is out of reach (one of them is a placeholder elsewhere), so it
-comes without, and what its frontend and mocker import comes by name.
+`ai-dynamo` cannot be installed with its dependencies where NVIDIA's index is unreachable (one of them is a
+placeholder elsewhere). It is installed without them, and the imports of its frontend and mocker are installed
+by name.
 """
 
 import subprocess
@@ -42,16 +44,17 @@ _PIP_SECONDS = 600
 
 @dataclass(frozen=True)
 class Peers:
-    """Where the peers are; for those that are not there, `missing` says why."""
+    """Paths of the peers; for absent ones, `missing` gives the reason."""
 
     smg: Path | None
     dynamo: Path | None
-    """the Python that has it"""
+    """Python that has it installed"""
     missing: dict[str, str]
 
 
 def install() -> dict[str, str]:
-    """Make the environment and put every peer in that can be had; progress goes to standard error. Returns what failed, by what it was."""
+    """Create the environment and install every available peer; progress goes to standard error. Returns the
+    failures by name."""
     failed: dict[str, str] = {}
     if not (FOLDER / "bin" / "python").exists():
         _say(f"making {FOLDER}")
@@ -78,7 +81,7 @@ def install() -> dict[str, str]:
 
 
 def find(failed: dict[str, str]) -> Peers:
-    """What can be started. failed: what `install` said."""
+    """Return the peers that can be started. failed: the result of `install`."""
     python = FOLDER / "bin" / "python"
     missing: dict[str, str] = {}
     smg = FOLDER / "bin" / "smg"

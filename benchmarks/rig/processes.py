@@ -1,4 +1,4 @@
-"""Child processes of a benchmark: started, waited for until they answer, ended with their context."""
+"""Child processes of a benchmark: started, probed until ready, ended with their context."""
 
 import asyncio
 import contextlib
@@ -16,11 +16,11 @@ from typing import IO, NamedTuple
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
 ROOST = (sys.executable, "-c", "from deploy.cli import main; main()")
-"""The command `roost` of the tree that this file lies in, whichever is installed."""
+"""The command `roost` of this file's tree, whichever is installed."""
 _START_SECONDS = 30.0
 _END_SECONDS = 5.0
 _ALL_THREADS = 2
-"""Of the number of a process's clock (CPUCLOCK_SCHED in clock_getcpuclockid(3)): time of all its threads."""
+"""Clock number of a process (CPUCLOCK_SCHED in clock_getcpuclockid(3)): time of all its threads."""
 
 
 def free_port() -> int:
@@ -38,11 +38,12 @@ async def process(
     answers: Callable[[bytes], bool] = lambda body: True,
     tree: Path = ROOT,
 ) -> AsyncIterator[int]:
-    """A child that answers `ready` (a URL; None: nobody can ask it) as it should, by its process id; ended with the context.
+    """Run a child and yield its process id once `ready` (a URL; None: no probe) answers as expected; end it
+    with the context.
 
-    The event loop goes on meanwhile: mocks must keep their hearts beating. environment: on top of this process's own.
-    tree: the checkout whose packages a Python child imports.
-    RuntimeError when the child ends before it answers, TimeoutError when it does not answer.
+    The event loop continues meanwhile, because mocks must send heartbeats. environment: in addition to this
+    process's own. tree: the checkout whose packages a Python child imports. Raises RuntimeError if the child
+    ends before it answers, TimeoutError if it does not answer.
     """
     own = {**os.environ, **(environment or {}), "PYTHONPATH": str(tree)}
     with tempfile.TemporaryFile() as said:
@@ -81,7 +82,7 @@ def _await_url(url: str, child: asyncio.subprocess.Process, said: IO[bytes], ans
 
 @contextlib.asynccontextmanager
 async def nats() -> AsyncIterator[str]:
-    """A NATS server with JetStream on a free port, with a store of its own; its URL."""
+    """Run a NATS server with JetStream on a free port, with a temporary store; yield its URL."""
     port, health = free_port(), free_port()
     with tempfile.TemporaryDirectory() as store:
         arguments = [str(BIN / "nats-server"), "-a", "127.0.0.1", "-p", str(port), "-m", str(health), "-js", "-sd", store]
@@ -91,7 +92,7 @@ async def nats() -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def mock_engines(count: int) -> AsyncIterator[list[int]]:
-    """So many mock engines, each a process; their ports."""
+    """Run `count` mock engines, one process each; yield their ports."""
     async with contextlib.AsyncExitStack() as stack:
         ports = [free_port() for _ in range(count)]
         for port in ports:
@@ -100,19 +101,19 @@ async def mock_engines(count: int) -> AsyncIterator[list[int]]:
 
 
 class Started(NamedTuple):
-    """A router process and the port that it serves."""
+    """Router process and its port."""
 
     port: int
     pid: int
 
     def processor_seconds(self) -> float:
-        """Processor time that all threads of the process have had, user and system together."""
+        """Return the processor time of all threads of the process, user and system together."""
         return time.clock_gettime(~self.pid << 3 | _ALL_THREADS)
 
 
 @contextlib.asynccontextmanager
 async def started_router(*arguments: str, tree: Path = ROOT) -> AsyncIterator[Started]:
-    """The real `roost router` command of a checkout on a free port, ready to serve."""
+    """Run the real `roost router` command of a checkout on a free port, ready to serve."""
     port = free_port()
     command = [*ROOST, "router", "--port", str(port), *arguments]
     async with process(command, f"http://127.0.0.1:{port}/ready", tree=tree) as pid:
@@ -121,6 +122,6 @@ async def started_router(*arguments: str, tree: Path = ROOT) -> AsyncIterator[St
 
 @contextlib.asynccontextmanager
 async def roost_router(*arguments: str, tree: Path = ROOT) -> AsyncIterator[int]:
-    """As `started_router`; its port."""
+    """Run `started_router`; yield its port."""
     async with started_router(*arguments, tree=tree) as router:
         yield router.port

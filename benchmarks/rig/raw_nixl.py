@@ -1,4 +1,5 @@
-"""The plainest loop over NIXL's API that reads cells in pieces, to compare ours with: one request after another, polled 50 us to 1 ms apart."""
+"""Simplest loop over NIXL's API that reads cells in pieces, for comparison: one request after another, polled
+50 us to 1 ms apart."""
 
 import time
 from typing import Any
@@ -14,7 +15,8 @@ Rows = list[tuple[int, int, int]]
 
 
 class RawLoop:
-    """Reads the first `cells` cells of a peer into the same ones here, in requests of at most `piece` bytes (small cells together, as ours does)."""
+    """Read the first `cells` cells of a peer into the same cells here, in requests of at most `piece` bytes
+    (small cells together, as Roost does)."""
 
     def __init__(self, memory: ExpertMemory, address: MemoryAddress, cells: int, piece: int) -> None:
         nixl = load_nixl()
@@ -34,13 +36,13 @@ class RawLoop:
         self._prepared = here, there
 
     def read(self) -> None:
-        """Descriptors are made for every request."""
+        """Read with descriptors made for every request."""
         for rows in self._groups:
             here, there = (self._agent.get_xfer_descs(_based(rows, base), "DRAM") for base in self._bases)
             self._finish(self._agent.initialize_xfer("READ", here, there, self._peer))
 
     def read_prepared(self) -> None:
-        """Descriptors were made once, and are named by index."""
+        """Read with prepared descriptors, named by index."""
         first = 0
         for rows in self._groups:
             at = np.arange(first, first + len(rows), dtype=np.int32)

@@ -1,4 +1,5 @@
-"""What every benchmark prints: where it ran, a table, and its deciding ratios last; `--json` for machines, `--check` for CI."""
+"""Output of every benchmark: the machine, a table, and the deciding ratios last; `--json` for programs,
+`--check` for CI."""
 
 import json
 import os
@@ -20,7 +21,7 @@ Check = typer.Option(False, "--check", help="exit with 1 when a target is missed
 
 @dataclass(frozen=True)
 class Target:
-    """One figure that decides: `value` must be at least (or at most) `limit`."""
+    """Deciding figure: `value` must be at least (or at most) `limit`."""
 
     name: str
     value: float
@@ -39,7 +40,7 @@ class Target:
 
 @dataclass
 class Report:
-    """Rows of one benchmark and the targets they decide."""
+    """Rows and targets of one benchmark."""
 
     title: str
     columns: Sequence[str]
@@ -53,7 +54,7 @@ class Report:
         self.rows.append(list(cells))
 
     def finish(self, *, as_json: bool, check: bool) -> None:
-        """Print, and exit with 1 when `check` is asked for and a target is missed."""
+        """Print the report; exit with status 1 if `check` is set and a target is missed."""
         if as_json:
             print(json.dumps({**asdict(self), "hardware": hardware(), "targets": [{**asdict(t), "met": t.met} for t in self.targets]}))
         else:
@@ -73,13 +74,13 @@ class Report:
 
 
 def hardware() -> str:
-    """Processor, cores and Python of this machine, for beside every number."""
+    """Describe this machine's processor, cores and Python; it is printed beside every number."""
     names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the sorted values lie (nearest rank)."""
+    """Return the nearest-rank percentile `share` of the sorted values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 

@@ -1,7 +1,9 @@
-"""Sends reports of activated experts to NATS as fast as their reader takes them, on a bare socket, so that the reader is what limits.
+"""Publisher of expert activation reports to NATS at the reader's speed, on a bare socket, so that the reader
+is the bottleneck.
 
-Every rank's message is encoded once; only its sequence number is written anew. As many messages as the reader has counted (in a shared file
-of 8 bytes) plus a fixed number may be under way: nothing is ever lost for want of room, and the reader never waits.
+Every rank's message is encoded once; only its sequence number is rewritten. The number of messages in flight
+is bounded by the reader's count (in a shared file of 8 bytes) plus a fixed number: no message is lost for
+lack of buffer space, and the reader never waits.
 
     python -m benchmarks.rig.report_publisher PORT NAMESPACE COUNTER MESSAGES LAYERS EXPERTS RANKS UNDER_WAY
 """
@@ -21,13 +23,13 @@ from fleet.events import ExpertsActivated
 from fleet.popularity import ExpertCounts
 
 FIRST = 1 << 16
-"""Sequence numbers are five bytes long from here on (msgpack: 0xce and u32)."""
+"""Sequence numbers have five bytes from here on (msgpack: 0xce and u32)."""
 TOKENS = 2000
 TOP_K = 8
 
 
 def report(layers: int, experts: int, rank: int, ranks_per_engine: int = 8) -> ExpertsActivated:
-    """A second of a rank that computed TOKENS tokens."""
+    """Return one second's report of a rank that computed TOKENS tokens."""
     random = np.random.default_rng(rank)
     popularity = random.dirichlet(np.full(experts, 0.5), layers)
     counts = np.stack([random.multinomial(TOKENS * min(TOP_K, experts), row) for row in popularity])
@@ -46,7 +48,7 @@ def report(layers: int, experts: int, rank: int, ranks_per_engine: int = 8) -> E
 
 
 def frames(namespace: str, layers: int, experts: int, ranks: int) -> list[tuple[bytearray, int]]:
-    """Each rank's NATS frame, and where its sequence number is."""
+    """Return each rank's NATS frame, and the offset of its sequence number."""
     made = []
     for rank in range(ranks):
         said = report(layers, experts, rank)
@@ -60,7 +62,7 @@ def frames(namespace: str, layers: int, experts: int, ranks: int) -> list[tuple[
 
 
 def main(port: int, namespace: str, counter: str, messages: int, layers: int, experts: int, ranks: int, under_way: int) -> None:
-    """Send so many messages, then wait until the reader has counted them all."""
+    """Send `messages` messages, then wait until the reader has counted them all."""
     made = frames(namespace, layers, experts, ranks)
     with Path(counter).open("rb") as file, mmap.mmap(file.fileno(), 8, prot=mmap.PROT_READ) as read, socket.create_connection(("127.0.0.1", port)) as sock:
         sock.sendall(b'CONNECT {"verbose":false,"pedantic":false,"lang":"bench","version":"1"}\r\n')

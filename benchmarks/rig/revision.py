@@ -1,8 +1,8 @@
 """Another commit of this repository beside the working tree, so that both are measured in one run.
 
 The commit is checked out into a temporary git worktree. Its routers and its mock fleet run as processes from
-there, with this environment's libraries: each side speaks its own messages, whatever has changed on the bus
-between them.
+there, with this environment's libraries: each side uses its own messages, so changes of the bus do not
+matter.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from benchmarks.rig.report import Report, Target, percentile
 
 Against = typer.Option("", "--against", metavar="REV", help="compare with this commit's router in the same run, instead of with other systems")
 TOLERANCE = 0.05
-"""Share by which the working tree may be slower: medians of paired rounds differ by that much on shared machines."""
+"""Tolerated slowdown of the working tree: medians of paired rounds differ by that much on shared machines."""
 _PATH = "/v1/chat/completions"
 _FLEET = """
 import asyncio, sys
@@ -35,12 +35,12 @@ async def main(url, folder, *ports):
 
 asyncio.run(main(*sys.argv[1:]))
 """
-"""A mock fleet as a process: run in a worktree it is that commit's."""
+"""Program of a mock fleet; in a worktree it imports that commit's code."""
 
 
 @contextlib.contextmanager
 def worktree(revision: str) -> Iterator[Path]:
-    """Check out a commit into a temporary folder, removed at the end. typer.BadParameter when git cannot."""
+    """Check out a commit into a temporary folder, removed at the end. Raises typer.BadParameter if git fails."""
     with tempfile.TemporaryDirectory() as parent:
         tree = Path(parent) / "tree"
         _git("worktree", "add", "--detach", "--quiet", str(tree), revision)
@@ -58,7 +58,7 @@ def _git(*arguments: str) -> None:
 
 @contextlib.asynccontextmanager
 async def router_of(tree: Path, door: str, mocks: Sequence[int], model: Path, *options: str) -> AsyncIterator[Started]:
-    """The `roost router` of a tree before these mock engines, behind its door `plain` or `kv`."""
+    """Run the `roost router` of a tree in front of these mock engines, on its path `plain` or `kv`."""
     async with contextlib.AsyncExitStack() as stack:
         if door == "plain":
             arguments = [word for mock in mocks for word in ("--backend", f"http://127.0.0.1:{mock}")]
@@ -82,25 +82,25 @@ class Round:
 
 @dataclass(frozen=True)
 class Compared:
-    """A case on both sides, round by round; the sides take turns to begin."""
+    """One case on both sides, round by round; the sides alternate in going first."""
 
     now: list[Round]
     before: list[Round]
 
     @property
     def rate_ratio(self) -> float:
-        """Requests per second of the working tree over the other commit's, median of the rounds."""
+        """Return the working tree's requests per second over the other commit's, median of the rounds."""
         return statistics.median(one.rate / two.rate for one, two in zip(self.now, self.before, strict=True))
 
     @property
     def processor_ratio(self) -> float:
-        """Processor time per request of the working tree's router over the other's, median of the rounds. Other
-        processes of the machine move it less than they move the rate."""
+        """Return the working tree's processor time per request over the other commit's, median of the rounds.
+        It is less sensitive to other processes than the rate."""
         return statistics.median(one.processor / two.processor for one, two in zip(self.now, self.before, strict=True))
 
 
 async def compare(now: Started, before: Started, bodies: Sequence[Sequence[bytes]], *, connections: int) -> Compared:
-    """Ask both routers each round's bodies, in turns. The first round only warms connections and caches."""
+    """Send each round's bodies to both, alternating. The first round only warms connections and caches."""
     found: dict[Started, list[Round]] = {now: [], before: []}
     for number, asks in enumerate(bodies):
         for router in (now, before) if number % 2 else (before, now):
@@ -119,7 +119,7 @@ COLUMNS = [
 
 
 def add_compared(report: Report, case: str, connections: int, found: Compared) -> None:
-    """A row of medians."""
+    """Add a row of medians."""
     both = found.before, found.now
     report.add(
         case,
@@ -134,7 +134,7 @@ def add_compared(report: Report, case: str, connections: int, found: Compared) -
 
 
 def no_slower(door: str, found: Sequence[Compared]) -> list[Target]:
-    """The deciding ratios of one door: medians over its cases."""
+    """Return the deciding ratios of one path: medians over its cases."""
     rate = statistics.median(one.rate_ratio for one in found)
     processor = statistics.median(one.processor_ratio for one in found)
     of = f"of the working tree over the other commit, {door} door"

@@ -1,4 +1,5 @@
-"""Dynamo's SelectionService as a peer of our decisions: the same workers, and the same blocks, told as vLLM tells them (ZMQ, a socket per rank)."""
+"""Dynamo's SelectionService as a peer for decisions: the same workers and the same blocks, published in
+vLLM's form (ZMQ, a socket per rank)."""
 
 import asyncio
 import os
@@ -23,7 +24,7 @@ _SETTLE_SECONDS = 20.0
 
 
 class Selection:
-    """`ranks` ranks of workers that are schedulable. Use within one event loop."""
+    """Service with `ranks` schedulable ranks of workers. Use within one event loop."""
 
     def __init__(self, ranks: int) -> None:
         self.engines = ranks // RANKS
@@ -58,7 +59,7 @@ class Selection:
         return f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
 
     def hold(self, held: Held) -> None:
-        """Ranks tell what they cached; `settled` waits until it is known."""
+        """Publish the ranks' cached blocks; `settled` waits until they are indexed."""
         ids = held.ids[: held.tokens]
         event = {"type": "BlockStored", "block_hashes": sequence_hashes(local_hashes(ids)), "parent_block_hash": None, "token_ids": ids}
         event |= {"block_size": BLOCK_SIZE, "lora_id": None}
@@ -68,12 +69,12 @@ class Selection:
             self._numbers[rank] += 1
 
     async def overlap(self, ids: list[int]) -> dict[Rank, int]:
-        """Blocks that each rank has of a prompt."""
+        """Return the blocks of a prompt that each rank holds."""
         scores = await self._service.overlap_scores({"model_name": MODEL, "token_ids": ids})
         return {(one["worker_id"], one["dp_rank"]): one["device_blocks"] for one in scores["workers"] if one["device_blocks"]}
 
     async def settled(self, ids: list[int], expected: dict[Rank, int]) -> bool:
-        """Wait until the blocks of a prompt that was told last are known; False when they do not come."""
+        """Wait until the blocks of the last published prompt are indexed; return False if they do not arrive."""
         for _ in range(int(_SETTLE_SECONDS / 0.1)):
             if await self.overlap(ids) == expected:
                 return True

@@ -1,4 +1,4 @@
-"""What a soak reported (`make soak`), as a page of Markdown and a picture."""
+"""Soak report (`make soak`) as a page of Markdown and a picture."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ _REQUESTS = (
     ("wrong", "of these wrong"),
     ("tokens", "tokens answered"),
 )
-"""keys of what was told of requests, in the order in which they are shown"""
+"""request counters of the report, in display order"""
 _CAUSES = {
     "broken": "answered when asked again: the router behind it was killed, or closed the connection before it had read the request",
     "not connected": "answered when asked again: no connection could be made",
@@ -35,8 +35,8 @@ Json = dict[str, Any]
 
 
 def soak_page(report: Json) -> str:
-    """Markdown: what was run, what failed, the picture, counts of requests, epochs, plans and mishaps, and how memory grew. report: with the hardware and the
-    date it is of."""
+    """Return Markdown: the setup, failures, the picture, counts of requests, epochs, plans and faults, and
+    memory growth. report: with its hardware and date."""
     fleet, failures = report["fleet"], report["failures"]
     ran = f"{report['so_far_seconds'] / MINUTE:.0f} of " if "so_far_seconds" in report else ""
     first = f"{ran}{report['seconds'] / MINUTE:.0f} minutes, seed {report['seed']}, {report['hardware']}, {report['date']}"
@@ -89,7 +89,7 @@ def _counts(report: Json) -> list[tuple[str, int]]:
 
 
 def _gentle(stops: list[Json]) -> list[str]:
-    """Each router that was asked to stop: what became of the streams that it was answering."""
+    """Return for each gracefully stopped router the outcome of its open streams."""
     if not stops:
         return []
     rows = (
@@ -107,7 +107,7 @@ def _gentle(stops: list[Json]) -> list[str]:
 
 
 def _superseded(report: Json) -> list[str]:
-    """What an earlier rule said of memory."""
+    """Return the memory findings of an earlier criterion."""
     if not report.get("superseded"):
         return []
     minutes = report["fill_seconds"] / MINUTE
@@ -121,7 +121,7 @@ def _superseded(report: Json) -> list[str]:
 
 
 def _kinds_of_processes(kinds: Json) -> list[str]:
-    """Of the lives that were long enough to be judged, by kind of process."""
+    """Return rows by kind of process, over the process runs long enough to be judged."""
     if not kinds:
         return []
     rows = (
@@ -132,7 +132,7 @@ def _kinds_of_processes(kinds: Json) -> list[str]:
 
 
 def _mishaps(mishaps: list[Json]) -> list[tuple[str, str, str]]:
-    """By kind, the most frequent first."""
+    """Return rows by kind, the most frequent first."""
     waited = {name: [one["whole_after"] for one in mishaps if one["what"] == name and one["whole_after"] is not None] for name in _kinds(mishaps)}
     times = Counter(one["what"] for one in mishaps)
     return [(name, str(times[name]), f"{max(seconds):.1f} s" if seconds else "-") for name, seconds in waited.items()]
@@ -143,7 +143,7 @@ def _kinds(mishaps: list[Json]) -> list[str]:
 
 
 def _growths(growths: list[Json]) -> list[tuple[str, ...]]:
-    """Of each life that was long enough to be judged."""
+    """Return a row for each process run long enough to be judged."""
     return [
         (
             f"{one['name']} (pid {one['pid']})",
@@ -157,7 +157,7 @@ def _growths(growths: list[Json]) -> list[tuple[str, ...]]:
 
 
 def draw_soak(report: Json, folder: Path) -> Path:
-    """Write the picture; its file. OSError when it cannot be written."""
+    """Write the picture; return its file. Raises OSError if it cannot be written."""
     figure = Figure(figsize=(WIDE, HIGH), layout="constrained")
     memory, requests, mishaps = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1.5, 2))
     _draw_memory(memory, report["memory"], report["mishaps"])
@@ -172,7 +172,7 @@ def draw_soak(report: Json, folder: Path) -> Path:
 
 
 def _draw_memory(axes: Any, lives: list[Json], mishaps: list[Json]) -> None:
-    """A colour for each process; a line for each of its lives."""
+    """Draw memory: a colour for each process; a line for each of its runs."""
     names = sorted({life["name"] for life in lives})
     for life in lives:
         at = names.index(life["name"])
@@ -187,7 +187,7 @@ def _draw_memory(axes: Any, lives: list[Json], mishaps: list[Json]) -> None:
 
 
 def _draw_requests(axes: Any, progress: Json) -> None:
-    """Of each interval between two looks, by the minute: how many came, and how many were answered."""
+    """Draw requests per minute between samples: received and answered."""
     edges = [0.0, *progress["at"]]
     for name, colour in (("came", "0.6"), ("answered", "tab:green")):
         counts = [0, *progress[name]]
@@ -199,7 +199,7 @@ def _draw_requests(axes: Any, progress: Json) -> None:
 
 
 def _draw_mishaps(axes: Any, mishaps: list[Json]) -> None:
-    """A row for each kind."""
+    """Draw a row for each kind of fault."""
     names = _kinds(mishaps)
     for at, name in enumerate(names):
         minutes = [one["at"] / MINUTE for one in mishaps if one["what"] == name]

@@ -1,7 +1,9 @@
-"""Requests under a closed load, decided as the router decides, on a clock of the time model: where do they come to live, and what does it cost?
+"""Requests under a closed load, decided by the router's code on a clock of the time model: their
+destinations, and the cost.
 
-Pure. Every user is of one domain and asks again as soon as its answer is complete. What a request is foretold to activate comes from its own
-recorded routing, and so does what it really sends to other ranks; the ranks of the engine step together.
+Pure. Every user belongs to one domain and sends the next request as soon as an answer is complete. A
+request's predicted activations and its actual dispatch both come from its own recorded routing. The ranks of
+the engine step together.
 """
 
 from dataclasses import dataclass
@@ -37,12 +39,13 @@ BLOCKS_HELD = 16
 MOST_PREFILL = 512
 """prompt tokens that a rank computes in a step"""
 SPEED = EngineSpeed(prefill_token=1.5e-4, step=2e-2, decode_sequence=5e-4, decode_block=2e-6, dispatch=3e-5)
-"""about what four ranks on two cores measure of themselves, with the stated price of links"""
+"""roughly the measured speeds of four ranks on two cores, with the stated link costs"""
 
 
 class World(NamedTuple):
-    """Recorded requests [R] before a placement. weights: [R, K] what is foretold of each; remote: [R, ranks] distinct other ranks that a token is
-    sent to in a layer, mean, for each rank where the request may live. share: [K, ranks] homes, as the planner finds them."""
+    """Recorded requests [R] under a placement. weights: [R, K] prediction for each; remote: [R, ranks] mean
+    number of distinct remote ranks per token and layer, for each possible rank of the request. share: [K,
+    ranks] homes, as the planner finds them."""
 
     model: ClusterModel
     placement: Placement
@@ -53,10 +56,11 @@ class World(NamedTuple):
 
 
 def world(experts: NDArray[Any], domain: NDArray[Any], *, width: int, slots: int, follows: bool = True) -> World:
-    """Each domain is a cluster, all are as frequent.
+    """Build a world in which each domain is a cluster, all equally frequent.
 
-    experts: int [R, tokens, layers, k], where recorded requests went; domain: int [R], of each, from 0. width: experts of a layer; slots: of a rank.
-    follows: the placement follows the homes that the planner finds; else it is the linear one. ValueError where it finds none.
+    experts: int [R, tokens, layers, k], recorded routings; domain: int [R], of each, from 0. width: experts
+    of a layer; slots: of a rank. follows: the placement follows the homes that the planner finds; else it is
+    the linear one. Raises ValueError if the planner finds none.
     """
     counts = np.stack([count_pairs(each.astype(np.int16), width) for each in experts]).astype(np.float64)
     domain, domains = domain.astype(np.intp), int(domain.max()) + 1
@@ -74,7 +78,7 @@ def world(experts: NDArray[Any], domain: NDArray[Any], *, width: int, slots: int
 
 
 def _sent(experts: NDArray[np.int64], placement: Placement) -> NDArray[np.float64]:
-    """`World.remote`, by the rule of `fleet.dispatch`."""
+    """Return `World.remote`, by the rule of `fleet.dispatch`."""
     found = np.zeros((len(experts), RANKS))
     for rank in range(RANKS):
         chooser = Chooser(placement, [rank], np.zeros(RANKS, np.intp))
@@ -87,24 +91,25 @@ def _sent(experts: NDArray[np.int64], placement: Placement) -> NDArray[np.float6
 
 
 class Lived(NamedTuple):
-    """What came of it, once it had settled: means over requests, or over steps."""
+    """Steady-state results: means over requests, or over steps."""
 
     at_home: float
-    """share of the requests that went to a home of their domain"""
+    """share of the requests routed to a home of their domain"""
     remote_ranks: float
-    """distinct other ranks that a token was sent to in a layer"""
+    """distinct remote ranks per token and layer"""
     tokens_per_second: float
     first_token_seconds: float
     balance: float
     """mean / highest number of sequences of a rank"""
     swing_ms: float
-    """what the expert term set apart the nearest and the farthest rank"""
+    """largest difference of the expert term between ranks"""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A closed load. gain: of the tables; given: whether the planner has said where homes are. uneven: standard deviation of how fast ranks were found to
-    compute prompts, beside the model; varies: answers are shorter or longer than `output` by so much of it, which the router does not know."""
+    """A closed load. gain: of the tables; given: whether the planner has published homes. uneven: standard
+    deviation of the measured prefill speeds of ranks, relative to the model; varies: relative deviation of
+    answer lengths from `output`, unknown to the router."""
 
     users: int
     gain: float
@@ -120,7 +125,7 @@ class Setting:
 
 @dataclass
 class _Running:
-    """One request. to_compute: prompt tokens; to_emit: tokens after the first."""
+    """Running request. to_compute: prompt tokens; to_emit: tokens after the first."""
 
     row: int
     user: int
@@ -130,7 +135,7 @@ class _Running:
 
 
 class _Router:
-    """Decides as a router would that knows every rank's load exactly."""
+    """Router with exact knowledge of every rank's load."""
 
     def __init__(self, world: World, setting: Setting, random: np.random.Generator) -> None:
         self._world, self._setting, self._random = world, setting, random
@@ -176,7 +181,7 @@ def _joined(placement: Placement, speed: EngineSpeed) -> EngineJoined:
 
 
 class _Engine:
-    """Ranks that step together: each computes some prompt tokens and emits a token of every request that runs there."""
+    """Ranks that step together: each computes some prompt tokens and emits a token of every running request."""
 
     def __init__(self, world: World, setting: Setting) -> None:
         self._world, self._setting = world, setting
@@ -184,11 +189,11 @@ class _Engine:
         self.running: list[list[_Running]] = [[] for _ in range(RANKS)]
 
     def held(self) -> list[int]:
-        """Requests of each rank."""
+        """Return the number of requests of each rank."""
         return [len(computing) + len(running) for computing, running in zip(self.computing, self.running, strict=True)]
 
     def load(self) -> NDArray[np.int64]:
-        """int64 [AMOUNTS, ranks]"""
+        """Return int64 [AMOUNTS, ranks]."""
         found = np.zeros((AMOUNTS, RANKS), np.int64)
         for rank, (computing, running) in enumerate(zip(self.computing, self.running, strict=True)):
             found[PREFILL, rank] = sum(one.to_compute for one in computing)
@@ -198,7 +203,7 @@ class _Engine:
         return found
 
     def step(self) -> tuple[float, list[_Running], list[_Running]]:
-        """Seconds of it, the requests that got their first token, and those that ended."""
+        """Run one step; return its seconds, the requests that got their first token, and those that ended."""
         computed, sent, begun = np.zeros(RANKS), np.zeros(RANKS), []
         sequences = np.array([len(running) for running in self.running])
         for rank in range(RANKS):
@@ -222,7 +227,7 @@ class _Engine:
         return float(took.max()), begun, ended
 
     def _compute(self, rank: int, computed: NDArray[np.float64], sent: NDArray[np.float64]) -> list[_Running]:
-        """Prompts in their turn; those that are done with it."""
+        """Compute prompts in order; return the completed ones."""
         done, queue = [], self.computing[rank]
         while queue and computed[rank] < MOST_PREFILL:
             part = min(MOST_PREFILL - int(computed[rank]), queue[0].to_compute)
@@ -244,7 +249,7 @@ class _Engine:
 
 
 def lived(world: World, setting: Setting, requests: int) -> Lived:
-    """Until so many were answered; of the first quarter nothing counts."""
+    """Run until `requests` are answered; the first quarter is warm-up."""
     random = np.random.default_rng(setting.seed)
     router, engine, now, answered, since, tokens = _Router(world, setting, random), _Engine(world, setting), 0.0, 0, 0.0, 0
     domains = random.permutation(np.resize(np.arange(world.model.clusters), setting.users))

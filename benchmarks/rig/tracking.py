@@ -1,5 +1,5 @@
-"""Router, rank and tracker around recorded requests, in one process and out of the real parts: what the router predicts, what the rank then
-reports of the request, and what the tracker learns from both, in the order it happens in a fleet."""
+"""Router, rank and tracker around recorded requests, in one process from the real parts: the router predicts,
+the rank reports, and the tracker learns from both, in the order of a real fleet."""
 
 from dataclasses import dataclass, field
 
@@ -23,7 +23,7 @@ from tracker.prediction.model_learner import ModelLearner
 RANKS = 4
 REPLICA_BYTES = 96 << 20
 CONFIG = TrackerConfig(prefix_bytes=4 << 20, session_bytes=1 << 20)
-"""as by default, without room for rows that nobody leaves here"""
+"""default settings, with smaller tables for kinds of rows that are not used here"""
 MODEL = "recorded"
 Table = NDArray[np.float64]
 SECONDS = 1.0
@@ -34,7 +34,8 @@ PLANNED = 25
 
 @dataclass
 class Said:
-    """What the tables said of a request before it ran, and what it then was: for fitting what one source alone would be trusted."""
+    """Prediction of a request before it ran, and its true activations: data to fit the weight of a single
+    source."""
 
     shares: Weights
     ratios: NDArray[np.float32]
@@ -43,7 +44,8 @@ class Said:
 
 @dataclass
 class Fleet:
-    """One model on one engine of RANKS ranks. `random` decides whether a request goes where its experts are thought to be, or anywhere."""
+    """One model on one engine of RANKS ranks. `random` decides if a request is routed by prediction, or to
+    any rank."""
 
     layers: int
     experts: int
@@ -75,7 +77,7 @@ class Fleet:
         return predict(self.tables, query(request, tokens=tokens))
 
     def copy(self) -> "Fleet":
-        """As after a restart of the tracker: another one, that goes on from here."""
+        """Return a fleet with a restarted tracker that continues from this one's state."""
         other = Fleet(self.layers, self.experts, self.prompt, np.random.default_rng(0), self.config, self.now, self.served, list(self.said))
         other.clusters = OnlineClusters.restore(self.config, self.clusters.state())
         other.learning = ModelLearner.restore(self.config, self.learning.state(), self.learning.version + 1)
@@ -85,12 +87,13 @@ class Fleet:
         return other
 
     def leave_prefix(self, request: Request) -> None:
-        """A request of another client passes through: the tracker hears of its blocks, no router tells of its end."""
+        """Pass a request of another client: the tracker learns its blocks, no router reports its end."""
         self.learning.profiled(self._profile(request, "", 0), self.model.version, self._tick())
         self._tell()
 
     def serve(self, request: Request, happens: Request | None = None) -> None:
-        """Predict, choose a rank, run, learn. happens: what the ranks observe instead of the request, under its name."""
+        """Predict, choose a rank, run, learn. happens: activations that the ranks report instead of the
+        request's own, under its name."""
         self.served += 1
         decision, prediction = f"{self.served}", self.ask(request)
         local, prior = (self._local(weights) for weights in (prediction.weights, self.tables.shares))
@@ -108,7 +111,7 @@ class Fleet:
         return self.now
 
     def _local(self, weights: Weights) -> NDArray[np.float64]:
-        """float64 [RANKS]: expected share of pairs that each rank serves itself."""
+        """Return float64 [RANKS]: expected share of pairs that each rank serves itself."""
         return expected_local_share(self.model.expected(weights), self.placement, np.zeros(self.placement.ranks, np.intp))
 
     def _profile(self, request: Request, decision: str, rank: int) -> RequestProfile:

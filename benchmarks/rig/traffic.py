@@ -14,9 +14,9 @@ from fleet.blocks import BLOCK_SIZE, local_hashes, sequence_hashes
 from fleet.routings import UNKNOWN, count_pairs
 
 VOCABULARY = 256
-"""Token ids of the demo model: routings of it can be recorded anew with other weights."""
+"""Token ids of the demo model: its routings can be recorded again with other weights."""
 ONE_NAME_IN = 5
-"""Of the requests of one kind, every so many comes under the name of any tenant."""
+"""One in this many requests of a kind has the name of a random tenant."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,14 @@ class Routings:
         return int(self.experts.shape[2])
 
     def where(self, part: int, *, sampled: bool = False) -> NDArray[np.intp]:
-        """The requests of a part (0: fit, 1: test), with the text's own continuation or with a sampled one."""
+        """Return the requests of a part (0: fit, 1: test), with the text's own continuation or with a sampled
+        one."""
         return np.flatnonzero((self.part == part) & (self.sampled == sampled))
 
 
 def load(path: Path) -> Routings:
-    """Read a file. `part` may be missing: then every other document of each domain is for fitting; so may sampled, start and domains."""
+    """Read a file. If `part` is missing, every other document of each domain is for fitting; sampled, start
+    and domains may be missing too."""
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
     count, domain, document = len(arrays["tokens"]), arrays["domain"], arrays["document"]
@@ -72,7 +74,8 @@ def _halved(domain: NDArray[Any], document: NDArray[Any]) -> NDArray[np.intp]:
 
 
 def untrained(routings: Routings, rows: NDArray[np.intp]) -> Routings:
-    """Some requests of the demo model as the same architecture routes them when it was never trained. ValueError for another model's tokens."""
+    """Route some requests of the demo model with the same architecture, untrained. Raises ValueError for
+    another model's tokens."""
     if routings.tokens.max() >= VOCABULARY:
         raise ValueError("only routings of the demo model can be recorded anew with random weights")
     tokens = routings.tokens[rows].astype(np.uint8)
@@ -82,8 +85,9 @@ def untrained(routings: Routings, rows: NDArray[np.intp]) -> Routings:
 
 
 class Request(NamedTuple):
-    """One request as it reaches the fleet. ids: of its prompt; hashes: of the prompt's full blocks; blocks: of all, completion included;
-    routed: int16 [tokens, layers, k]; cached: leading blocks the rank has in its cache."""
+    """Request as it reaches the fleet. ids: of its prompt; hashes: of the prompt's full blocks; blocks: of
+    all, completion included; routed: int16 [tokens, layers, k]; cached: leading blocks in the rank's cache.
+    """
 
     number: int
     ids: list[int]
@@ -96,18 +100,18 @@ class Request(NamedTuple):
 
     @property
     def computed(self) -> NDArray[np.int16]:
-        """What the rank computes of it: UNKNOWN where its cache has it."""
+        """Return the activations that the rank computes: UNKNOWN for cached tokens."""
         routed = self.routed.copy()
         routed[: self.cached * BLOCK_SIZE] = UNKNOWN
         return routed
 
     @property
     def first_seen(self) -> "Request":
-        """The same, of which nobody can know a prefix."""
+        """Return the request with a prefix that no cache or table knows."""
         return self._replace(hashes=[])
 
     def opening(self, blocks: int) -> "Request":
-        """A request that shares exactly these first blocks and ends there."""
+        """Return a request that consists of exactly these first blocks."""
         tokens = blocks * BLOCK_SIZE
         return self._replace(
             ids=self.ids[:tokens], hashes=self.hashes[:blocks], blocks=self.blocks[:blocks], routed=self.routed[:tokens], session=0, tenant=0, cached=0
@@ -115,21 +119,21 @@ class Request(NamedTuple):
 
 
 def request(routings: Routings, row: int, **known: int) -> Request:
-    """Row `row` of the file."""
+    """Return row `row` of the file."""
     ids = routings.tokens[row].tolist()
     prompt, blocks = ids[: routings.prompt], sequence_hashes(local_hashes(ids))
     return Request(int(row), prompt, blocks[: len(prompt) // BLOCK_SIZE], blocks, routings.experts[row].astype(np.int16), **known)
 
 
 def tenants(routings: Routings, random: np.random.Generator) -> NDArray[np.int64]:
-    """int64 [R]: who asks: a tenant of each domain, now and then another."""
+    """Return int64 [R]: tenant of each request: one per domain, sometimes another one."""
     own, any_one = routings.domain.astype(np.int64), random.integers(0, len(routings.domains), len(routings.domain))
     return 1 + np.where(random.integers(0, ONE_NAME_IN, len(own)) == 0, any_one, own)
 
 
 def stream(routings: Routings, rows: NDArray[np.intp], random: np.random.Generator) -> Iterator[tuple[Request, bool]]:
-    """Requests in random order. A third continue a prefix that another request (told apart by False) has just left behind, half of the
-    documents are conversations, four in five requests name a tenant."""
+    """Yield requests in random order. A third continue a prefix that another request (marked by False) has
+    just created, half of the documents are conversations, four in five requests name a tenant."""
     names, order = tenants(routings, random), random.permutation(rows)
     talks = random.random(int(routings.document.max()) + 1) < 0.5
     for row in order:
@@ -145,7 +149,8 @@ def stream(routings: Routings, rows: NDArray[np.intp], random: np.random.Generat
 
 
 def counted(requests: Sequence[Request], width: int, prompt: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """float64 [n, layers, experts] twice: what each activates, of its uncached prompt and completion together, and of its completion alone."""
+    """Return float64 [n, layers, experts] twice: activations of the uncached prompt and completion together,
+    and of the completion alone."""
     everything = np.stack([count_pairs(each.routed[each.cached * BLOCK_SIZE :], width) for each in requests])
     completion = np.stack([count_pairs(each.routed[prompt:], width) for each in requests])
     return everything.astype(np.float64), completion.astype(np.float64)

@@ -1,1 +1,1 @@
-"""A real fleet under measured load: the closed-loop benchmark and its figures."""
+"""Real fleet under measured load: the closed-loop benchmark and its figures."""

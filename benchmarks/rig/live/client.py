@@ -1,4 +1,5 @@
-"""A closed load of streamed completions on the router: so many at once, each in the order of one list; times to the first token, and what was lost."""
+"""Closed load of streamed completions on the router: a fixed concurrency, requests in the order of one list;
+times to the first token, and lost requests."""
 
 import asyncio
 import time
@@ -21,15 +22,15 @@ class Answered:
     domain: str
     sent: float
     first: float
-    """when its first token came"""
+    """time of its first token"""
     ended: float
     tokens: int
-    """of output"""
+    """output tokens"""
 
 
 @dataclass
 class Load:
-    """What a load got so far. `number` of a request counts those that were sent."""
+    """Results of a load so far. `number` of a request counts the sent ones."""
 
     answered: list[Answered] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -37,7 +38,7 @@ class Load:
     _more: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def until_sent(self, count: int) -> None:
-        """Return once so many were sent."""
+        """Return once `count` requests were sent."""
         while self.sent < count:
             self._more.clear()
             await self._more.wait()
@@ -48,7 +49,7 @@ class Load:
 
 
 class Lengths(NamedTuple):
-    """Of answers, in tokens: `mean`, and by up to the part `vary` of that longer or shorter."""
+    """Answer lengths in tokens: `mean`, with a relative deviation of up to `vary`."""
 
     mean: int
     vary: float = 0.0
@@ -61,7 +62,7 @@ class Lengths(NamedTuple):
 
 
 class Asker:
-    """Sends completions of token ids, greedy, whose answers are as long as is said."""
+    """Client that sends greedy completions of token ids with a given answer length."""
 
     def __init__(self, http: aiohttp.ClientSession, model: str, lengths: Lengths) -> None:
         self._http = http
@@ -72,7 +73,7 @@ class Asker:
         return {"model": self._model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
 
     async def ask(self, request: Request, load: Load) -> None:
-        """One request. What is no whole answer is lost, and said."""
+        """Send one request. An incomplete answer counts as lost, and is logged."""
         load.one_more()
         tokens = self._lengths.of(request)
         sent, first, said = time.monotonic(), 0.0, bytearray()
@@ -92,7 +93,8 @@ class Asker:
 
 @asynccontextmanager
 async def asking(router: str, model: str, requests: Iterator[Request], concurrency: int, output: Lengths) -> AsyncIterator[Load]:
-    """So many clients ask while the context lasts, or until there is no further request; what they have begun is answered before it ends."""
+    """Run `concurrency` clients while the context lasts, or until there is no further request; started
+    requests are completed before it ends."""
     load, going = Load(), True
 
     async def client(asker: Asker) -> None:

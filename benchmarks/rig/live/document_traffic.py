@@ -1,10 +1,10 @@
-"""Requests out of documents: prompts are windows of texts of several domains, drawn with a seed.
+"""Requests from documents: prompts are windows of texts of several domains, drawn with a seed.
 
-A folder of the user's own holds one text file, or one folder of text files, per domain; the default is the demo model's held-out documents. One byte is one
-token of the demo model; for other models the tokenizer in the checkpoint counts.
+A user's folder holds one text file, or one folder of text files, per domain. The default is the demo model's
+held-out documents. One byte is one token of the demo model; other models use the tokenizer in the checkpoint.
 
-Windows begin at multiples of 16 tokens, a KV block, plus an offset by which phases of a run differ: no phase finds prompts of another in the prefix caches,
-and all draw from the same texts.
+Windows begin at multiples of 16 tokens, a KV block, plus an offset per phase of a run: no phase finds prompts
+of another in the prefix caches, and all use the same texts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,16 +21,16 @@ from fleet.blocks import BLOCK_SIZE
 HELDOUT = DEMO_CHECKPOINT.parent / "heldout"
 _NOT_TRAFFIC = ("licences",)
 PIECE = 16
-"""tokens of a piece of mixed prompts"""
+"""tokens in a piece of a mixed prompt"""
 _STRAYS = 1
-"""seeds lengths apart from texts: which texts are asked does not hang on whether lengths are drawn"""
+"""separates the seed of lengths from that of texts, so that drawing lengths does not change the texts"""
 
 
 class Request(NamedTuple):
     domain: str
     prompt: list[int]
     stray: float
-    """in [-1, 1): which way the length of its answer differs from the mean, and by how much of the most that any does"""
+    """in [-1, 1): deviation of the answer's length from the mean, relative to the largest deviation"""
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,20 @@ class Texts:
         return sorted(self.documents)
 
     def some(self, domains: Sequence[str]) -> "Texts":
-        """Of these domains alone."""
+        """Return these domains only."""
         return Texts({name: self.documents[name] for name in domains}, self.source)
 
     def requests(self, prompt: int, seed: int, offset: int) -> Iterator[Request]:
-        """Without end: windows of `prompt` tokens of random documents of random domains, the same ones for the same seed, moved on by `offset` tokens
-        (0..15)."""
+        """Yield endless windows of `prompt` tokens of random documents of random domains: the same for the
+        same seed, shifted by `offset` tokens (0..15)."""
         dice, strays = np.random.default_rng(seed), np.random.default_rng((seed, _STRAYS))
         while True:
             domain = self.domains[int(dice.integers(len(self.domains)))]
             yield Request(domain, self._window(domain, prompt, offset, dice), float(strays.uniform(-1.0, 1.0)))
 
     def shuffled(self, prompt: int, seed: int, offset: int) -> Iterator[Request]:
-        """Without end: prompts that are all alike, each of pieces of `PIECE` tokens of all domains in random order."""
+        """Yield endless prompts of homogeneous traffic, each of pieces of `PIECE` tokens of all domains in
+        random order."""
         dice, strays, pieces = np.random.default_rng(seed), np.random.default_rng((seed, _STRAYS)), -(-prompt // PIECE)
         while True:
             order = dice.permutation(np.arange(pieces) % len(self.domains)).tolist()
@@ -76,7 +77,7 @@ def _windows(document: list[int], prompt: int) -> int:
 
 
 def texts(folder: Path | None, prompt: int, checkpoint: Path = DEMO_CHECKPOINT) -> Texts:
-    """Of a folder, or (None) the held-out documents. ValueError says what is wrong with it."""
+    """Read the texts of a folder, or (None) the held-out documents. Raises ValueError with the reason."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     root = folder or HELDOUT
     if not root.is_dir():

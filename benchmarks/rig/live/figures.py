@@ -1,4 +1,4 @@
-"""What a fleet says of itself while it serves: where tokens were sent, what was moved, what was decided; and the figures that this makes of an interval."""
+"""Figures of a serving fleet from its own messages: token destinations, copied bytes, decisions, by interval."""
 
 import asyncio
 import time
@@ -25,24 +25,24 @@ from fleet.events import (
 from fleet.placement import Placement
 
 WIDTH_SECONDS = 5.0
-"""of a window of a course"""
+"""window length of a time series"""
 
 
 class Sent(NamedTuple):
-    """Of an interval, all ranks together."""
+    """Dispatch figures of an interval, all ranks together."""
 
     tokens: int
-    """computed, of prompts and of answers"""
+    """computed tokens of prompts and answers"""
     remote_ranks: float
-    """distinct other ranks that a token was sent to, mean over tokens and layers"""
+    """distinct remote ranks per token, mean over tokens and layers"""
     remote: float
-    """share of (token, k) pairs that another rank served"""
+    """share of (token, k) pairs served by a remote rank"""
     step_balance: float
-    """mean / highest load of a rank: of single steps, mean over these and the layers"""
+    """mean / highest load of a rank: of single steps, mean over steps and layers"""
     balance: float
-    """the same of the loads of the whole interval"""
+    """mean / highest load of a rank: over the whole interval"""
     step_seconds: float
-    """of one step, mean"""
+    """mean duration of a step"""
     steps: int
 
 
@@ -50,7 +50,8 @@ NOTHING = Sent(0, float("nan"), float("nan"), float("nan"), float("nan"), float(
 
 
 def sent(reports: Iterable[DispatchMeasured]) -> Sent:
-    """What the reports of all ranks of one engine say together; layers in which nothing was served are sharded and do not count."""
+    """Combine the reports of all ranks of one engine; layers without served pairs are sharded and do not
+    count."""
     several = list(reports)
     if not several:
         return NOTHING
@@ -77,7 +78,7 @@ def sent(reports: Iterable[DispatchMeasured]) -> Sent:
 
 
 def _by_rank(several: list[DispatchMeasured]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """float64 [ranks, layers]: pairs served."""
+    """Return float64 [ranks, layers]: pairs served."""
     ranks = 1 + max(one.rank for one in several)
     found = np.zeros((ranks, len(several[0].served)))
     for one in several:
@@ -87,7 +88,7 @@ def _by_rank(several: list[DispatchMeasured]) -> np.ndarray[Any, np.dtype[np.flo
 
 @dataclass
 class Watcher:
-    """Everything heard, with the monotonic second at which it was."""
+    """Received messages, with the monotonic second of each."""
 
     dispatched: list[tuple[float, DispatchMeasured]] = field(default_factory=list)
     moved: list[tuple[float, MigrationCommitted]] = field(default_factory=list)
@@ -123,7 +124,7 @@ class Watcher:
                 self.placements.append((now, Placement.from_record(message.placement)))
 
     def sent(self, begin: float, end: float) -> Sent:
-        """What was sent in (begin, end]; a report counts where it was heard, which is a second late at most."""
+        """Return the dispatch figures of (begin, end]; a report counts at its arrival, at most a second late."""
         return sent(one for heard, one in self.dispatched if begin < heard <= end)
 
     def bytes_moved(self, begin: float, end: float) -> int:
@@ -136,7 +137,7 @@ class Watcher:
         return [one for heard, one in self.planned if begin < heard <= end]
 
     def course(self, begin: float, end: float) -> "Course":
-        """Windows of `WIDTH_SECONDS` that follow one another."""
+        """Return the figures of consecutive windows of `WIDTH_SECONDS`."""
         edges = np.arange(begin, end, WIDTH_SECONDS).tolist()
         several = [self.sent(at, at + WIDTH_SECONDS) for at in edges]
         return Course(
@@ -148,13 +149,13 @@ class Watcher:
 
 
 class Course(NamedTuple):
-    """How it went, by windows: [windows] each."""
+    """Time series by window: [windows] each."""
 
     seconds: list[float]
-    """the window's middle, from the beginning"""
+    """middle of the window, from the beginning"""
     remote_ranks: list[float | None]
     balance: list[float | None]
-    """of steps; None: nothing was sent"""
+    """balance of steps; None: no dispatch"""
     bytes: list[int]
 
 
@@ -164,7 +165,7 @@ def _rounded(value: float) -> float | None:
 
 @asynccontextmanager
 async def watching(bus: Bus, subjects: Subjects) -> AsyncIterator[Watcher]:
-    """Hears what is said while the context lasts."""
+    """Collect messages while the context lasts."""
     watcher = Watcher()
     said = (subjects.dispatched(), subjects.migrations(), subjects.placements(), subjects.shifts, subjects.homes, subjects.tables)
 

@@ -1,6 +1,8 @@
-"""One real fleet on this machine, with a roost.toml that is rewritten while it runs: `roost up` as a user starts it, and `roost` as a user calls it.
+"""One real fleet on this machine, with a roost.toml that is rewritten at run time: `roost up` and `roost` as
+a user runs them.
 
-NATS, router, tracker, planner and the ranks are processes of their own; they end with the context, also when this process is killed.
+NATS, router, tracker, planner and ranks are separate processes; they end with the context, also when this
+process is killed.
 """
 
 import asyncio
@@ -29,12 +31,13 @@ Settings = Mapping[str, Mapping[str, Any]]
 
 
 def toml(settings: Settings) -> str:
-    """As roost.toml. Text, numbers, truth values and lists of them are written alike in JSON and TOML."""
+    """Return the settings as roost.toml. Text, numbers, booleans and lists of them have the same form in JSON
+    and TOML."""
     return "\n".join(f"[{section}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items()) for section, keys in settings.items())
 
 
 def merged(*several: Settings) -> dict[str, dict[str, Any]]:
-    """Later ones win, key by key."""
+    """Merge settings key by key; later ones win."""
     found: dict[str, dict[str, Any]] = {}
     for settings in several:
         for section, keys in settings.items():
@@ -43,7 +46,7 @@ def merged(*several: Settings) -> dict[str, dict[str, Any]]:
 
 
 class LiveFleet:
-    """A running `roost up`, in a folder of its own. `nats` and `router` are URLs."""
+    """Running `roost up` in a temporary folder. `nats` and `router` are URLs."""
 
     def __init__(self, folder: Path, up: asyncio.subprocess.Process, settings: Settings) -> None:
         self.folder = folder
@@ -51,7 +54,7 @@ class LiveFleet:
         self.nats = ""
         self.router = ""
         self.credentials: Path | None = None
-        """the operator's, on its NATS server"""
+        """the operator's credentials for its NATS server"""
         self._up = up
 
     @property
@@ -59,7 +62,7 @@ class LiveFleet:
         return environment(self.folder)
 
     async def started(self) -> None:
-        """Return once it serves. RuntimeError with what it said when it ends before, TimeoutError."""
+        """Return once it serves. Raises RuntimeError with its output if it ends before, or TimeoutError."""
         output = self.folder / "up.out"
         async with asyncio.timeout(START_SECONDS):
             while "Ctrl-C stops everything" not in output.read_text():
@@ -69,12 +72,12 @@ class LiveFleet:
         self.nats, self.router, self.credentials = running["nats"], running["router"], Path(running["credentials"]) / "operator.json"
 
     def check(self) -> None:
-        """RuntimeError when `roost up` is gone."""
+        """Raise RuntimeError if `roost up` has ended."""
         if self._up.returncode is not None:
             raise RuntimeError(f"roost up ended with {self._up.returncode}; it said: {(self.folder / 'up.out').read_text()[-2000:]}")
 
     async def command(self, *arguments: str) -> str:
-        """What a `roost` command prints that works. RuntimeError with what it said when it does not."""
+        """Return the output of a successful `roost` command. Raises RuntimeError with its error output."""
         process = await asyncio.create_subprocess_exec(
             *ROOST, *arguments, cwd=self.folder, env=self._environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
@@ -85,13 +88,14 @@ class LiveFleet:
         return out.decode()
 
     async def reload(self, settings: Settings) -> None:
-        """Rewrite roost.toml and have it read. RuntimeError when it is refused; then the fleet goes on with what it had."""
+        """Rewrite roost.toml and reload it. Raises RuntimeError if it is refused; the fleet then keeps its
+        settings."""
         (self.folder / "roost.toml").write_text(toml(settings))
         await self.command("reload", "--nats", self.nats)
         self.settings = settings
 
     async def restart(self, part: str, between: Callable[[], None] = lambda: None) -> None:
-        """Kill a part (tracker, planner); it is started again by the supervisor. between: done while nobody of it lives."""
+        """Kill a part (tracker, planner); the supervisor restarts it. between: called while the part is down."""
         before = self.processes()[part]
         ready = next(self.folder.glob("roost/run-*/")) / f"{part}.ready"
         before.kill()
@@ -101,12 +105,12 @@ class LiveFleet:
                 await asyncio.sleep(0.05)
 
     async def forget_traffic(self) -> None:
-        """A tracker that knows nothing, as on the first day."""
+        """Reset the tracker to its initial state."""
         state = next(self.folder.glob("roost/run-*/")) / "tracker.state"
         await self.restart("tracker", lambda: state.unlink(missing_ok=True))
 
     def processes(self) -> dict[str, psutil.Process]:
-        """By name: nats, router, tracker, planner, engine-0/1 ..."""
+        """Return the processes by name: nats, router, tracker, planner, engine-0/1 ..."""
         found: dict[str, psutil.Process] = {}
         for process in psutil.Process(self._up.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -116,7 +120,7 @@ class LiveFleet:
         return found
 
     def log(self, part: str, size: int = 4000) -> str:
-        """The end of a part's log."""
+        """Return the end of a part's log."""
         return next(self.folder.glob(f"roost/run-*/{part.replace('/', '-')}.log")).read_text()[-size:]
 
 
@@ -130,14 +134,14 @@ def _name(command: list[str]) -> str | None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of a user whose settings are all in one file."""
+    """Return the environment of a user whose settings are all in one file."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ROOST_", "OTEL_"))}
     return {**kept, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder)}
 
 
 @asynccontextmanager
 async def live_fleet(settings: Settings) -> AsyncIterator[LiveFleet]:
-    """A fleet with these settings; ended, and all that it wrote removed, with the context."""
+    """Run a fleet with these settings; it is ended, and its files removed, with the context."""
     folder = Path(tempfile.mkdtemp(prefix="roost-live-"))
     (folder / "roost.toml").write_text(toml(settings))
     with (folder / "up.out").open("wb") as out:
@@ -155,7 +159,7 @@ async def live_fleet(settings: Settings) -> AsyncIterator[LiveFleet]:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """As Ctrl-C does, and surely."""
+    """End the process as Ctrl-C does, and kill it if necessary."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     began = time.monotonic()

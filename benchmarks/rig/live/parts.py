@@ -1,4 +1,4 @@
-"""What the loop does when traffic changes at once, when it has nothing to give, and when it goes to and fro."""
+"""Loop behaviour under a sudden traffic change, under homogeneous traffic, and under alternating traffic."""
 
 import asyncio
 import time
@@ -16,24 +16,24 @@ FLIP_SECONDS, BEFORE_SECONDS, BASELINE_SECONDS = 240.0, 120.0, 30.0
 HOMOGENEOUS_SECONDS, FILLING_SECONDS = 600.0, 90.0
 ALTERNATING_SECONDS, EVERY_SECONDS = 360.0, 30.0
 BACK = 0.9
-"""share of the steady gain that counts as being back"""
+"""share of the steady gain that counts as recovered"""
 BACK_SECONDS = 120.0
 WIDTH = 10.0
-"""seconds over which what was sent is averaged"""
+"""averaging window of dispatch figures, seconds"""
 
 
 @dataclass
 class Told:
     notes: list[str] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
-    """that hold however short it is"""
+    """targets for runs of any length"""
     lasting: list[Target] = field(default_factory=list)
-    """that mean something only if it is as long as stated"""
+    """targets for runs of the stated length only"""
     course: Any = None
 
 
 def halves(traffic: Texts, seed: int) -> tuple[Texts, Texts]:
-    """Two kinds of traffic without a domain in common, drawn."""
+    """Draw two kinds of traffic without a common domain."""
     order = np.random.default_rng(seed).permutation(traffic.domains).tolist()
     middle = len(order) // 2
     return traffic.some(order[:middle]), traffic.some(order[middle:])
@@ -44,7 +44,7 @@ def value(sent: Sent) -> float:
 
 
 async def baseline(live: Live, traffic: Texts, much: Plenty, seed: int, seconds: float) -> float:
-    """Remote ranks per token of a traffic with nothing but the first placement and KV-only routing."""
+    """Return the remote ranks per token of a traffic under the first placement and KV-only routing."""
     await live.reset()
     async with live.loaded(traffic.requests(much.prompt, seed, live.offset), much.concurrency, much.output):
         await asyncio.sleep(3.0)
@@ -55,7 +55,8 @@ async def baseline(live: Live, traffic: Texts, much: Plenty, seed: int, seconds:
 
 
 async def flip(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float) -> Told:
-    """All domains change at once for others. The gain is what the loop saves against the first placement with KV-only routing under the same traffic."""
+    """Replace all domains at once. The gain is the loop's saving against the first placement with KV-only
+    routing under the same traffic."""
     before, after = halves(traffic, seed)
     plain = [await baseline(live, one, much, seed, max(BASELINE_SECONDS * scale, 5.0)) for one in (before, after)]
     await live.reset()
@@ -103,9 +104,10 @@ def flip_told(live: Live, plain: list[float], domains: tuple[list[str], list[str
 
 
 async def homogeneous(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float) -> Told:
-    """Prompts that are all alike: nothing can be gained by sending some here and others there, and nothing moves.
+    """Send homogeneous prompts: routing and migration have nothing to gain, so nothing moves.
 
-    The first placement leaves slots empty. What fills them gains whatever the traffic, so that is given time at first, and told.
+    The first placement leaves slots empty. Filling them gains under any traffic, so it gets time at first and
+    is reported.
     """
     told = Told(course={})
     for name, source in (
@@ -134,7 +136,8 @@ async def homogeneous(live: Live, traffic: Texts, much: Plenty, seed: int, scale
 
 
 async def alternating(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float) -> Told:
-    """Two kinds of traffic by turns, faster than experts can follow: bytes stay within the budget, and most of it is not even used."""
+    """Alternate two kinds of traffic faster than experts can follow: bytes stay within the budget, and most
+    of it is unused."""
     kinds = [one.requests(much.prompt, seed, live.offset) for one in halves(traffic, seed)]
     await live.reset()
     await live.use(LOOP)

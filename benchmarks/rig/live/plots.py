@@ -1,4 +1,4 @@
-"""Pictures of what `benchmarks.closed_loop` measured. No window is opened."""
+"""Plots of `benchmarks.closed_loop` results. No window is opened."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ Course = Mapping[str, Any]
 
 
 def draw_all(courses: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write a picture of each part that was measured; the files. OSError when one cannot be written."""
+    """Write a picture of each measured part; return the files. Raises OSError if one cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn: list[Path] = []
     pictures: dict[str, tuple[str, Callable[[Figure, Any], None]]] = {
@@ -36,14 +36,14 @@ def draw_all(courses: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def save(figure: Figure, file: Path) -> Path:
-    """As SVG: of the same figures the same file, whenever it is drawn. OSError when it cannot be written."""
+    """Save as SVG: the same figures always give the same file. Raises OSError if it cannot be written."""
     with rc_context({"svg.hashsalt": "roost"}):
         FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})
     return file
 
 
 def _policies(figure: Figure, policies: Mapping[str, Any]) -> None:
-    """Medians as bars, rounds as dots."""
+    """Draw medians as bars, rounds as dots."""
     shown: tuple[tuple[str, Callable[[Any], float]], ...] = (
         (REMOTE, lambda one: float(one["sent"]["remote_ranks"])),
         ("balance of steps", lambda one: float(one["sent"]["step_balance"])),
@@ -63,7 +63,7 @@ def _policies(figure: Figure, policies: Mapping[str, Any]) -> None:
 
 
 def _policies_course(figure: Figure, policies: Mapping[str, Any]) -> None:
-    """The first round of each, from its reset on."""
+    """Draw the first round of each policy, from its reset on."""
     axes = figure.subplots()
     for at, (name, rounds) in enumerate(policies.items()):
         axes.plot(rounds[0]["course"]["seconds"], _floats(rounds[0]["course"]["remote_ranks"]), color=COLOURS[at % len(COLOURS)], label=name, linewidth=1.3)
@@ -98,7 +98,7 @@ def _homogeneous(figure: Figure, part: Mapping[str, Course]) -> None:
 
 
 def _line_and_bytes(axes: Any, course: Course) -> None:
-    """Remote ranks as a line; what was moved as bars, on an axis of its own."""
+    """Draw remote ranks as a line, and copied bytes as bars on a second axis."""
     axes.plot(course["seconds"], _floats(course["remote_ranks"]), color="tab:blue", linewidth=1.3)
     _label(axes, "seconds", REMOTE)
     axes.set_ylim(bottom=0)

@@ -1,4 +1,4 @@
-"""One fleet under policies that are exchanged while it runs: set up, reset to the first day, loaded, measured."""
+"""One fleet under alternating policies: set up, reset, loaded, measured."""
 
 import asyncio
 import time
@@ -29,18 +29,18 @@ from migration.model.plan import Handover, Plan, PlanStep, SplitRecord, planned
 RANKS, SLOTS = 4, 10
 ENGINE = "engine-0"
 LINK_SECONDS = 1e-4
-"""by which sending is really made to take longer: then it is a good part of a step, as over a network"""
+"""added dispatch latency, so that it is a substantial part of a step, as over a network"""
 SETTLED_SECONDS = 60.0
-"""in which a plan that is under way ends"""
+"""time limit for a running plan to end"""
 MEASURED_SEED = 1_000_003
-"""added to the seed for the requests that are measured"""
+"""added to the seed for the measured requests"""
 HEARD_SECONDS = 1.2
-"""after which everything that was measured has been heard"""
+"""time after which all measurements have arrived"""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """One way to run the fleet: what of roost.toml differs."""
+    """One configuration of the fleet: the settings that differ."""
 
     name: str
     settings: Settings
@@ -74,50 +74,50 @@ CADENCE: dict[str, dict[str, Any]] = {
         "shift_cooldown_seconds": 15.0,
     },
 }
-"""Defaults are for hours; here everything happens within minutes."""
+"""Fast settings: defaults are for hours, a benchmark lasts minutes."""
 
 
 def base(link_seconds: float, cadence: Settings) -> dict[str, dict[str, Any]]:
-    """What all policies have in common: engine, slots, dispatch rule, links, cadence."""
+    """Return the settings common to all policies: engine, slots, dispatch rule, links, cadence."""
     engine = {"ranks": RANKS, "slots_per_rank": SLOTS, "link_seconds": link_seconds}
     return merged({"engine": engine, "transfer": {"way": "nixl", "least_seconds": 5.0}, "worker": {"name": "engine"}}, cadence, STATIC.settings)
 
 
 class Phase(NamedTuple):
-    """What one policy did with the traffic."""
+    """Results of one policy on the traffic."""
 
     policy: str
     seconds: float
-    """of what is measured"""
+    """length of the measured part"""
     sent: Sent
     tokens_per_second: float
-    """of answers"""
+    """answer tokens per second"""
     first_p50: float
     first_p99: float
     """seconds to the first token"""
     bytes: int
-    """moved since the policy began, warm-up included"""
+    """bytes copied since the policy began, warm-up included"""
     late_bytes: int
-    """of these: while it was measured"""
+    """of these, bytes copied during the measured part"""
     handovers: int
     plans: int
     lost: int
     begin: float
-    """when the measured part begins, seconds from the policy's beginning"""
+    """begin of the measured part, seconds from the policy's beginning"""
     course: Course
-    """from the policy's beginning on"""
+    """time series from the policy's beginning on"""
 
 
 @dataclass
 class Live:
-    """The fleet, and what is heard of it."""
+    """Fleet and the messages received from it."""
 
     fleet: LiveFleet
     bus: Bus
     subjects: Subjects
     watcher: Watcher
     first: Placement
-    """that everything begins with"""
+    """first placement, restored at every reset"""
     joined: EngineJoined
     settings: Settings
     notes: list[str] = field(default_factory=list)
@@ -129,22 +129,22 @@ class Live:
 
     @property
     def offset(self) -> int:
-        """By which the next phase's prompts are moved on, so that no cache knows them."""
+        """Return the next phase's prompt offset, so that no cache knows its prompts."""
         return next(self._offsets)
 
     async def use(self, policy: Policy) -> None:
-        """From now on."""
+        """Apply the policy."""
         await self.fleet.reload(merged(self.settings, policy.settings))
 
     async def reset(self) -> None:
-        """The first placement, a tracker that knows nothing, a planner that remembers nothing."""
+        """Restore the first placement, and clear the state of tracker and planner."""
         await self.use(STATIC)
         await self._go_back()
         await self.fleet.forget_traffic()
         await self._forget_plans()
 
     async def settled(self) -> None:
-        """Return once no plan is being carried out."""
+        """Return once no plan is running."""
         async with asyncio.timeout(SETTLED_SECONDS):
             while self._is_moving:  # noqa: ASYNC110 a watcher tells nobody
                 await asyncio.sleep(0.1)
@@ -158,7 +158,7 @@ class Live:
         return not over
 
     async def _go_back(self) -> None:
-        """To the first placement, by handovers like any other."""
+        """Roll back to the first placement by ordinary handovers."""
         begun = self.first.epoch + 1
         for _ in range(3):  # a plan may have been about to begin
             await self.settled()
@@ -170,7 +170,7 @@ class Live:
         self.first = self.placement
 
     async def _carry_out(self, order: RollBack | ApplyPlan) -> None:
-        """RuntimeError when it is given up; NotAccepted when it is refused."""
+        """Carry out a request. Raises RuntimeError if it is aborted, NotAccepted if it is refused."""
         course = await carried_out(self.bus, self.subjects, order, wait=True, began=lambda _: None, say=lambda _: None)
         if course.given_up is not None:
             raise RuntimeError(f"plan {course.accepted.plan} was given up: {course.given_up.reason}")
@@ -179,7 +179,7 @@ class Live:
                 await asyncio.sleep(0.05)
 
     async def _forget_plans(self) -> None:
-        """What the planner has learnt of its plans is durable; it is as new once that is gone and it is started again."""
+        """Clear the planner's durable state of its plans and restart it."""
         claim = await self.bus.read_claim(self.subjects.loop_key)
         if claim is not None:
             try:
@@ -189,33 +189,36 @@ class Live:
         await self.fleet.restart("planner")
 
     async def apply(self, plan: Plan) -> None:
-        """Have a plan carried out."""
+        """Carry out a plan."""
         await self._carry_out(ApplyPlan(engine=ENGINE, plan=msgspec.json.encode(plan)))
 
     async def draw(self, folder: Path) -> None:
-        """Heat maps of who wants what and who holds what, and of what changed since the beginning. folder: absolute, and there."""
+        """Draw heat maps of demand and placement, and of the changes since the beginning. folder: an existing
+        absolute path."""
         for what, *more in (("placement", "--before"), ("popularity",)):
             await self.fleet.command(what, *more, "--plot", str(folder / f"{what}.png"), "--nats", self.fleet.nats)
 
     @asynccontextmanager
     async def loaded(self, requests: Iterator[Request], concurrency: int, output: Lengths) -> AsyncIterator[Load]:
-        """Under this load while the context lasts."""
+        """Apply this load while the context lasts."""
         async with asking(self.fleet.router, DEMO_MODEL, requests, concurrency, output) as load:
             yield load
 
 
 def held_alike(one: Placement, other: Placement) -> bool:
-    """Whether every rank holds the same experts in both, in whichever slots; a way back promises no more."""
+    """Return whether every rank holds the same experts in both, in any slots; a rollback does not restore
+    slots."""
     return np.array_equal(one.replicas_on_rank, other.replicas_on_rank)
 
 
 def difference(one: Placement, other: Placement) -> str:
-    """In words."""
+    """Describe the difference of two placements."""
     return f"ranks hold {int((one.replicas_on_rank != other.replicas_on_rank).sum())} other experts"
 
 
 def evenly(placement: Placement) -> Plan:
-    """The plan that has replicas share evenly, whoever asks, as engines do that choose one by a hash of the token: no bytes move."""
+    """Return the plan that makes replicas share evenly, as engines do that choose one by a hash of the token;
+    it copies no bytes."""
     split = even_split(placement.expert_of_slot, placement.experts)
     split = split._replace(keep=np.zeros_like(split.keep))
     steps = tuple(PlanStep(kind="reweight", layer=layer, why="replicas share evenly, wherever a token lives") for layer in range(placement.layers))
@@ -225,7 +228,7 @@ def evenly(placement: Placement) -> Plan:
 
 @asynccontextmanager
 async def live(link_seconds: float = LINK_SECONDS, cadence: Settings = CADENCE) -> AsyncIterator[Live]:
-    """A fleet that serves, with an ear on its bus."""
+    """Run a fleet and subscribe to its bus."""
     settings = base(link_seconds, cadence)
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(live_fleet(settings))
@@ -240,7 +243,7 @@ async def live(link_seconds: float = LINK_SECONDS, cadence: Settings = CADENCE) 
 
 
 class Tap:
-    """Requests out of what is set at the moment."""
+    """Request source that can be switched at run time."""
 
     def __init__(self, source: Iterator[Request]) -> None:
         self.source = source
@@ -254,10 +257,10 @@ class Tap:
 
 @dataclass(frozen=True)
 class Plenty:
-    """How much is asked: seconds to get going, requests to measure, so many at once, so many tokens of each."""
+    """Load of a phase: warm-up seconds, measured requests, concurrency, tokens of each."""
 
     warm: float
-    """seconds, since the loop's cadence is in seconds, however fast the machine is at the time"""
+    """seconds, since the loop's cadence is in seconds, at any speed of the machine"""
     count: int
     concurrency: int
     prompt: int
@@ -265,14 +268,14 @@ class Plenty:
 
 
 async def phase(live: Live, policy: Policy, traffic: Texts, much: Plenty, seed: int) -> Phase:
-    """From the reset on: some time to get going, then the requests that are measured, the same for every policy."""
+    """Run from the reset on: warm-up, then the measured requests, the same for every policy."""
     await live.reset()
     await live.use(policy)
     return await further(live, policy.name, traffic, much, seed)
 
 
 async def further(live: Live, name: str, traffic: Texts, much: Plenty, seed: int) -> Phase:
-    """The same with things as they are. The load goes on until the last of the requests is sent."""
+    """Run another phase in the current state. The load continues until the last request is sent."""
     offset, began = live.offset, time.monotonic()
     tap = Tap(traffic.requests(much.prompt, seed, offset))
     async with live.loaded(tap, much.concurrency, much.output) as load:
@@ -287,7 +290,8 @@ async def further(live: Live, name: str, traffic: Texts, much: Plenty, seed: int
 
 
 async def hashed(live: Live, traffic: Texts, much: Plenty, seed: int) -> Phase:
-    """With the placement as it is, and replicas chosen evenly, without regard to where a token lives; nobody moves anything meanwhile."""
+    """Run with the current placement and replicas chosen evenly, independent of the token's rank. Nothing
+    migrates meanwhile."""
     await live.use(STATIC)
     await live.settled()
     await live.apply(evenly(live.placement))
@@ -295,7 +299,7 @@ async def hashed(live: Live, traffic: Texts, much: Plenty, seed: int) -> Phase:
 
 
 def measured(watcher: Watcher, name: str, load: Load, began: float, begin: float, end: float) -> Phase:
-    """The figures of what was measured from `begin` to `end`, of a policy that has held since `began`."""
+    """Return the figures from `begin` to `end`, under a policy that has applied since `began`."""
     within = [one for one in load.answered if begin < one.ended <= end]
     p50, p99 = firsts(load.answered, begin, end)
     return Phase(
@@ -316,6 +320,6 @@ def measured(watcher: Watcher, name: str, load: Load, began: float, begin: float
 
 
 def firsts(answered: list[Answered], begin: float, end: float) -> tuple[float, float]:
-    """Seconds to the first token of requests that were sent meanwhile: median, and 99 of 100."""
+    """Return seconds to the first token of requests sent in the interval: p50 and p99."""
     taken = [one.first - one.sent for one in answered if begin < one.sent <= end]
     return (float(np.percentile(taken, 50)), float(np.percentile(taken, 99))) if taken else (float("nan"), float("nan"))

@@ -1,1 +1,1 @@
-"""Cases and scores of the benchmark of placements."""
+"""Cases and scores of the placement benchmark."""

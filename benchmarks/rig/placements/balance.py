@@ -1,4 +1,4 @@
-"""Rows of the benchmark of placements: a full placement for balance beside EPLB and beside what no placement can pass."""
+"""Rows of the placement benchmark: a full placement for balance, compared with EPLB and with an upper bound."""
 
 from itertools import groupby
 from statistics import mean, median
@@ -19,7 +19,7 @@ ROUNDING = 1e-9
 
 
 class _Found(NamedTuple):
-    """Balance is a mean over layers."""
+    """Results; balance is a mean over layers."""
 
     ours: float
     least: float
@@ -32,7 +32,7 @@ class _Found(NamedTuple):
 
 
 def rows(quick: bool) -> list[Row]:
-    """One for each shape, number of ranks and skew; seeds together."""
+    """Return one row for each shape, number of ranks and skew; seeds combined."""
     of_case = groupby(cases(seeds=1 if quick else 3), key=str)
     return [_row(name, [(case, _found(case)) for case in group]) for name, group in of_case]
 

@@ -1,7 +1,9 @@
-"""What the benchmark of placements is made of: cases, windows of demand before and after a drift, scores, and rows that name what they are held to.
+"""Shared parts of the placement benchmark: cases, windows of demand before and after a drift, scores, and
+rows with their targets.
 
-A plan is made of one window's sample and scored on the next window's, never on the one it was made of. A *table* is int16 [layers, slots], rank-major,
--1 empty; `share`, float64 [layers, slots], is the part of its expert's load that a slot serves; None: replicas share it evenly.
+A plan is made from one window's sample and scored on the next window's, never on its own. A *table* is int16
+[layers, slots], rank-major, -1 empty; `share`, float64 [layers, slots], is the part of its expert's load that
+a slot serves; None: replicas share it evenly.
 """
 
 import statistics
@@ -22,9 +24,9 @@ from fleet.placement import Placement
 Table = NDArray[np.int16]
 Result = TypeVar("Result")
 STEP_TOKENS, TOP_K = 128, 8
-"""tokens of a rank in one decode step, and experts of a token"""
+"""tokens of a rank in one decode step, and experts per token"""
 WINDOW_STEPS = 100
-"""steps in a window of demand: 2 % of noise on an expert of ordinary popularity at 8 ranks, 0.6 % at 64"""
+"""steps in a window of demand: 2 % of noise on an expert of average popularity at 8 ranks, 0.6 % at 64"""
 SHAPES = ((58, 256), (94, 128))
 """layers, experts"""
 SLOTS = {(256, 8): (320,), (256, 32): (288,), (256, 64): (320,), (128, 8): (160,), (128, 32): (160,), (128, 64): (192, 320)}
@@ -34,13 +36,13 @@ DRIFTS = ("noise", "jitter10", "jitter30", "mix25", "full")
 
 @dataclass(frozen=True)
 class Row:
-    """One measured case, and the targets it is held to."""
+    """One measured case with its targets."""
 
     part: str
-    """what is measured; rows of a part make a table"""
+    """subject of the measurement; the rows of a part form a table"""
     case: str
     figures: dict[str, float | str]
-    """by name of column; the same names in all rows of a part"""
+    """by column name; the same names in all rows of a part"""
     held: tuple[Target, ...] = ()
 
 
@@ -74,7 +76,7 @@ class Case:
 
 
 def cases(*, skews: tuple[str, ...] = SKEWS, seeds: int = 3) -> Iterator[Case]:
-    """Every shape, number of ranks, skew and seed, in that order."""
+    """Yield every shape, number of ranks, skew and seed, in that order."""
     for layers, experts in SHAPES:
         for ranks in (8, 32, 64):
             for slots in SLOTS[experts, ranks]:
@@ -85,7 +87,7 @@ def cases(*, skews: tuple[str, ...] = SKEWS, seeds: int = 3) -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Drifting:
-    """A case whose demand changes once its placement has been made."""
+    """A case whose demand changes after its placement has been made."""
 
     case: Case
     drift: str
@@ -111,28 +113,29 @@ class Drifting:
 
     @property
     def before(self) -> Load:
-        """counts of the window that the placement before the drift is made of"""
+        """Return counts of the window for the placement before the drift."""
         return self._windows[0]
 
     @property
     def now(self) -> Load:
-        """counts of the window that plans are made of"""
+        """Return counts of the window for new plans."""
         return self._windows[1]
 
     @property
     def next(self) -> Load:
-        """counts of the window that they are scored on"""
+        """Return counts of the window for scoring."""
         return self._windows[2]
 
     @cached_property
     def steps(self) -> NDArray[np.float64]:
-        """float64 [10, layers, experts]: pairs of ten decode steps after the drift."""
+        """Return float64 [10, layers, experts]: pairs of ten decode steps after the drift."""
         after, dice = self._truths[1], self._dice(2)
         return np.stack([dice.multinomial(self.case.step, truth / truth.sum(), 10) for truth in after], axis=1).astype(np.float64)
 
 
 def even(table: Table, experts: int) -> NDArray[np.float64]:
-    """float64 [layers, slots]: one part in as many as the expert has replicas; duplicates on a rank count as replicas."""
+    """Return float64 [layers, slots]: even share per replica of an expert; duplicates on a rank count as
+    replicas."""
     layers = len(table)
     held = table >= 0
     place = np.arange(layers)[:, None] * experts + np.where(held, table, 0)
@@ -141,7 +144,7 @@ def even(table: Table, experts: int) -> NDArray[np.float64]:
 
 
 def rank_loads(table: Table, wanted: NDArray[Any], ranks: int, share: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
-    """float64 [..., layers, ranks] of wanted [..., layers, experts]."""
+    """Return float64 [..., layers, ranks] of demand [..., layers, experts]."""
     held = table >= 0
     part = even(table, wanted.shape[-1]) if share is None else np.where(held, share, 0.0)
     served = wanted[..., np.arange(len(table))[:, None], np.where(held, table, 0)] * part
@@ -149,25 +152,26 @@ def rank_loads(table: Table, wanted: NDArray[Any], ranks: int, share: NDArray[np
 
 
 def balance(table: Table, wanted: NDArray[Any], ranks: int, share: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
-    """float64 [..., layers]: mean over most load of a rank."""
+    """Return float64 [..., layers]: mean over highest load of a rank."""
     loads = rank_loads(table, wanted, ranks, share)
     return np.asarray(loads.mean(axis=-1) / np.maximum(loads.max(axis=-1), 1e-300))
 
 
 def duplicates(table: Table, ranks: int) -> int:
-    """Slots that hold an expert which another slot of their rank holds too."""
+    """Count the slots whose expert is also in another slot of the same rank."""
     rows = np.sort(table.reshape(len(table), ranks, -1), axis=2)
     return int(((rows[:, :, 1:] == rows[:, :, :-1]) & (rows[:, :, 1:] >= 0)).sum())
 
 
 def split_shares(placement: Placement) -> NDArray[np.float64]:
-    """float64 [layers, slots]: what slots serve of their expert's load by the placement's split, wherever requests live alike."""
+    """Return float64 [layers, slots]: each slot's part of its expert's load under the placement's split, with
+    requests spread evenly over ranks."""
     alike = np.full((placement.ranks, placement.layers, placement.experts), 1.0 / placement.ranks)
     return flows(placement, alike, np.zeros(placement.ranks, np.intp)).served
 
 
 def timed(call: Callable[[], Result], times: int = 3) -> tuple[Result, float]:
-    """What a call returns, and the median milliseconds of processor time it takes, all threads together."""
+    """Return a call's result, and its median processor milliseconds, all threads together."""
     taken = []
     for _ in range(times):
         began = time.process_time()

@@ -1,6 +1,8 @@
-"""Rows of the benchmark of placements: destinations that are saved where a token's replicas are chosen together (`fleet.dispatch.COVER`).
+"""Rows of the placement benchmark: destinations saved by choosing a token's replicas jointly
+(`fleet.dispatch.COVER`).
 
-8 ranks with 8 spare slots each; tokens come from all ranks alike, and their experts are drawn without replacement from what their rank wants.
+8 ranks with 8 spare slots each. Tokens come evenly from all ranks; their experts are drawn without
+replacement from their rank's demand.
 """
 
 import numpy as np
@@ -18,7 +20,7 @@ LAYERS, EXPERTS, RANKS, SPARE, DOMAINS, TOKENS, LEAK = 2, 256, 8, 8, 8, 2000, 0.
 
 
 def rows(quick: bool) -> list[Row]:
-    """EPLB's replicas, which are there for balance alone, and Roost's, which are near the ranks that want them."""
+    """Return rows for EPLB's replicas, placed for balance alone, and Roost's, placed near the demand."""
     skews, top_ks = (("topheavy",), (8,)) if quick else (SKEWS, (4, 8))
     return [row for skew in skews for special in (0.25, 0.5) for top_k in top_ks for row in _rows(skew, special, top_k)]
 
@@ -57,6 +59,6 @@ def _row(case: str, placement: Placement, home: NDArray[np.intp], experts: NDArr
 
 
 def _balance(rank: NDArray[np.int64]) -> float:
-    """Mean over largest load of a rank, of the pairs of all tokens."""
+    """Return mean over largest load of a rank, over the pairs of all tokens."""
     served = np.bincount(rank.ravel(), minlength=RANKS)
     return float(served.mean() / served.max())

@@ -1,4 +1,5 @@
-"""Rows of the benchmark of placements: demand has drifted; what few copies, or new weights, win back on the next window, beside a full re-placement."""
+"""Rows of the placement benchmark: gain recovered on the next window after a drift by few copies or by new
+weights, compared with a full re-placement."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -36,7 +37,7 @@ Values = NDArray[np.float64]
 
 
 class _Way(NamedTuple):
-    """One way to answer a drift, scored on what comes next: [layers] each, but for the last two."""
+    """One reaction to a drift, scored on the following window: [layers] each, except the last two."""
 
     balance: Values
     step: Values
@@ -55,7 +56,7 @@ class _Answers(NamedTuple):
 
 
 def rows(quick: bool) -> list[Row]:
-    """One for each shape, number of ranks, skew and drift; seeds together."""
+    """Return one row for each shape, number of ranks, skew and drift; seeds combined."""
     seeds, skews, drifts = (1, QUICK_SKEWS, QUICK_DRIFTS) if quick else (3, SKEWS, DRIFTS)
     found: list[tuple[Row, Row]] = []
     for _, group in groupby(cases(seeds=seeds, skews=skews), key=str):
@@ -167,7 +168,7 @@ def _time(name: str, case: Case, drift: str, ways: Sequence[_Way]) -> Target:
 
 
 def _gain(seeds: Sequence[_Answers], ways: Sequence[_Way]) -> float:
-    """In % of what a full re-placement gains, all layers together."""
+    """Return the percentage of a full re-placement's gain, all layers together."""
     won = sum(float((way.balance - one.keep.balance).sum()) for one, way in zip(seeds, ways, strict=True))
     there = sum(float((one.full.balance - one.keep.balance).sum()) for one in seeds)
     return 100.0 * won / there if there > 0 else 100.0

@@ -1,4 +1,5 @@
-"""Rows of the benchmark of placements: how few copies could do after a full change of domain, with split weights, by a mixed-integer program."""
+"""Rows of the placement benchmark: the fewest copies possible after a full change of domain, with split
+weights, by a mixed-integer program."""
 
 from math import ceil
 from typing import NamedTuple
@@ -22,14 +23,14 @@ SECONDS, QUICK_SECONDS = 60.0, 5.0
 
 
 class Least(NamedTuple):
-    """copies: of the best plan that was found in the time, None where none was; bound: no plan makes fewer."""
+    """copies: of the best plan found in time, None if none was; bound: no plan needs fewer."""
 
     copies: int | None
     bound: int
 
 
 def rows(quick: bool) -> list[Row]:
-    """One layer of each; quick: of the smallest engine alone."""
+    """Return one row for each; quick: of the smallest engine only."""
     layers, experts = SHAPES[0]
     ranks, skews, seconds = ((8,), SKEWS[1:], QUICK_SECONDS) if quick else ((8, 32, 64), SKEWS, SECONDS)
     return [_row(Case(skew, layers, experts, many, SLOTS[experts, many][0], 0), seconds) for many in ranks for skew in skews]
@@ -57,11 +58,13 @@ def _row(case: Case, seconds: float) -> Row:
 
 
 def least_copies(row: Table, load: NDArray[np.float64], ranks: int, most: float, seconds: float) -> Least:
-    """The fewest copies after which no rank need carry more than `most`, replicas sharing at will. row: [slots], load: [experts].
+    """Return the fewest copies after which no rank carries more than `most`, with free shares. row: [slots],
+    load: [experts].
 
-    y[e, g], 0 or 1: rank g holds e; x[e, g] <= y[e, g]: its part of e's load. Each expert is served wholly, each rank within its slots and its load;
-    an expert of load w has ceil(w / most) holders at least (which the program would find out at length). Where the time does not suffice for more,
-    the bound is that of the program with y between 0 and 1.
+    y[e, g], 0 or 1: rank g holds e; x[e, g] <= y[e, g]: its part of e's load. Each expert is served
+    completely, each rank stays within its slots and its load. An expert of load w has at least ceil(w / most)
+    holders (a redundant constraint that saves time). If the time limit is reached, the bound is that of the
+    program with y between 0 and 1.
     """
     experts, per = len(load), len(row) // ranks
     held = np.zeros((experts, ranks))

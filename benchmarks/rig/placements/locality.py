@@ -1,6 +1,8 @@
-"""Rows of the benchmark of placements: tokens served where they come from, beside the optimum of the linear programme and beside EPLB.
+"""Rows of the placement benchmark: tokens served on their own rank, compared with the linear program's
+optimum and with EPLB.
 
-A placement is made of one window's sample and scored on the demand that the sample was drawn from, and so is the bound.
+A placement is made from one window's sample and scored on the demand that the sample was drawn from; the
+bound uses that demand too.
 """
 
 from itertools import product
@@ -29,11 +31,12 @@ SPECIAL, LEAKS, MOST = (0.25, 0.5, 1.0), (0.0, 0.3), (3, None)
 LAYERS, EXPERTS, SPARE, DOMAINS = 58, 256, 8, 8
 WITHIN_POINTS, BALANCE, JOINT_SECONDS, ALARMS = 1.0, 0.95, 5.0, 1e-3
 NODE_PRICE = 1.5
-"""of a pair on another node beside that on another rank: RDMA beside NVLink, for tokens of 8 experts that reach most nodes anyway"""
+"""cost of a pair on another node relative to another rank: RDMA against NVLink, for tokens of 8 experts that
+reach most nodes anyway"""
 
 
 class _Placed(NamedTuple):
-    """Parts of pairs served elsewhere, mean over layers."""
+    """Share of pairs served elsewhere, mean over layers."""
 
     hashed: float
     local_first: float
@@ -45,7 +48,8 @@ class _Placed(NamedTuple):
 
 
 def rows(quick: bool) -> list[Row]:
-    """Placement alone, placement on nodes, homes and placement together, and the gate."""
+    """Return rows for placement alone, placement on nodes, homes and placement jointly, and the
+    specialisation test."""
     skews = ("topheavy",) if quick else SKEWS
     seeds = 1 if quick else 3
     found = [_placed_row(*case, seeds, quick) for case in product(skews, SPECIAL[:2] if quick else SPECIAL, LEAKS, MOST)]
@@ -56,7 +60,7 @@ def rows(quick: bool) -> list[Row]:
 
 
 def _sample(truth: NDArray[np.float64], dice: np.random.Generator) -> NDArray[np.float64]:
-    """A window's counts. truth: [ranks, layers, experts], sums of a rank and layer to 1."""
+    """Draw a window's counts. truth: [ranks, layers, experts], sums of a rank and layer to 1."""
     return np.asarray(dice.poisson(truth * (WINDOW_STEPS * STEP_TOKENS * TOP_K)), np.float64)
 
 
@@ -106,7 +110,8 @@ def _placed(skew: str, special: float, leak: float, most: int | None, seed: int,
 
 
 def by_hash(raw: NDArray[np.int16], demand: NDArray[np.float64]) -> float:
-    """Share served on their own rank when replicas share alike whoever sends: by hash. raw: [layers, slots], experts may be twice on a rank."""
+    """Return the share served on its own rank if replicas are chosen by hash. raw: [layers, slots], experts
+    may be twice on a rank."""
     layers, slots = raw.shape
     ranks = len(demand)
     counts = np.zeros((layers, ranks, demand.shape[2]))
@@ -121,7 +126,8 @@ def by_hash(raw: NDArray[np.int16], demand: NDArray[np.float64]) -> float:
 def _wide_row(skew: str, ranks: int, special: float, quick: bool) -> Row:
     layers, dice = 4 if quick else LAYERS, np.random.default_rng([ranks, SKEWS.index(skew), int(100 * special)])
     truth = by_rank(domains(skew, DOMAINS, special, layers, EXPERTS, dice), ranks, 0.0)
-    truth = truth[np.argsort(np.arange(ranks) % DOMAINS, kind="stable")]  # ranks of one node are home to the same domains
+    # ranks of one node are the homes of the same domains
+    truth = truth[np.argsort(np.arange(ranks) % DOMAINS, kind="stable")]
     room = LocalityProblem(np.arange(ranks) // 8, EXPERTS // ranks + 4, LocalityPrices(1.0, NODE_PRICE))
     seen = _sample(truth, dice)
     found, ms = timed(lambda: located(seen, room), 1)
@@ -143,11 +149,11 @@ def _wide_row(skew: str, ranks: int, special: float, quick: bool) -> Row:
     return Row(WIDE, f"{skew}, {ranks} ranks, b {special}", figures, held)
 
 
-# Together with homes
+# Jointly with homes
 
 
 def _traffic(skew: str, clusters: int, leak: float, layers: int, seed: int) -> ClusterTraffic:
-    """Clusters in families: three quarters of a domain, a quarter of its own; shares by Dirichlet."""
+    """Return clusters in families: three quarters of a domain, a quarter unique; shares by Dirichlet."""
     dice = np.random.default_rng([seed, SKEWS.index(skew), clusters])
     kinds = domains(skew, max(DOMAINS, clusters // 4), 0.5, layers, EXPERTS, dice)
     profiles = np.stack([0.75 * kinds[at % len(kinds)] + 0.25 * load(skew, layers, EXPERTS, dice) for at in range(clusters)])
@@ -155,7 +161,7 @@ def _traffic(skew: str, clusters: int, leak: float, layers: int, seed: int) -> C
 
 
 def _joint_row(skew: str, leak: float, seeds: int, layers: int = 8, clusters: int = 16) -> Row:
-    """Moderate size, where both halves can be solved exactly."""
+    """Return a row of moderate size, where both halves can be solved exactly."""
     room = LocalityProblem(np.zeros(8, np.intp), EXPERTS // 8 + SPARE)
     alone, best, ours, bal = [], [], [], []
     for seed in range(seeds):
@@ -184,7 +190,8 @@ def _joint_row(skew: str, leak: float, seeds: int, layers: int = 8, clusters: in
 
 
 def _exact_alternation(traffic: ClusterTraffic, room: LocalityProblem, seed: int) -> float:
-    """The share served locally that alternating two exact programmes reaches from a random start in six rounds; it knows no cap of load."""
+    """Return the local share that alternating two exact programs reaches from a random start in six rounds,
+    without a load cap."""
     where = np.random.default_rng(seed).dirichlet(np.full(room.ranks, 0.3), len(traffic.shares))
     reached = 0.0
     for _ in range(6):
@@ -197,7 +204,7 @@ def _exact_alternation(traffic: ClusterTraffic, room: LocalityProblem, seed: int
 
 
 def _exact_placement(demand: NDArray[np.float64], slots: int) -> NDArray[np.float64]:
-    """[ranks, experts]: an optimum of the linear programme of one layer."""
+    """Return [ranks, experts]: an optimum of one layer's linear program."""
     ranks, experts = demand.shape
     at = np.arange(ranks * experts)
     one = np.ones(len(at))
@@ -208,7 +215,7 @@ def _exact_placement(demand: NDArray[np.float64], slots: int) -> NDArray[np.floa
 
 
 def _whole_row(ranks: int, quick: bool) -> Row:
-    """The full size: what it takes."""
+    """Return a row of full size with its computation time."""
     traffic = _traffic("topheavy", ranks if ranks > 8 else 16, 0.3, LAYERS, 0)
     room = LocalityProblem(np.arange(ranks) // 8, EXPERTS // ranks + 4, LocalityPrices(1.0, NODE_PRICE if ranks > 8 else 0.0))
     found, ms = timed(lambda: homes(traffic, room), 1 if quick else 3)
@@ -230,7 +237,7 @@ def _whole_row(ranks: int, quick: bool) -> Row:
     return Row(JOINT, f"topheavy, {ranks} ranks, {len(traffic.shares)} clusters, {LAYERS} layers, leak 0.3", figures, held)
 
 
-# The gate
+# Specialisation test
 
 
 def _gate_row(skew: str, special: float, quick: bool) -> Row:

@@ -1,4 +1,5 @@
-"""Rows of the benchmark of placements: changes made into plans. How many handovers, how much is copied in vain, how long thinking and moving take."""
+"""Rows of the placement benchmark: changes turned into plans. Number of handovers, superfluous copies,
+planning time and migration time."""
 
 from collections.abc import Iterator
 
@@ -28,11 +29,11 @@ PRICE = "what judging one placement takes"
 EXPERT_BYTES, RANKS_OF_A_NODE = 44_040_192, 8
 LINKS = LinkSpeeds(same_node=50e9, cross_node=12.5e9)
 IN_VAIN = 10.0
-"""copies beyond what the end needs, at most, in % of these"""
+"""most copies beyond those that the target needs, in % of these"""
 
 
 def rows(quick: bool) -> list[Row]:
-    """Few copies and all anew after a drift; the loss of a rank; the objective."""
+    """Return rows for few copies and a full re-placement after a drift; the loss of a rank; the objective."""
     skews, drifts = (("zipf",), ("mix25",)) if quick else (("mild", "zipf"), ("mix25", "full"))
     driftings = [Drifting(case, drift) for case in cases(skews=skews, seeds=1) if case.experts == 256 for drift in drifts]
     plans = [row for drifting in driftings for row in _plans(drifting)]

@@ -1,10 +1,11 @@
-"""Synthetic demand for experts, by stated generators: how skewed, how different between domains, how it drifts, how it is sampled.
+"""Synthetic expert demand from stated generators: skew, difference between domains, drift, sampling.
 
-A *load* is float64 [layers, experts], probabilities that sum to 1 per layer. Shapes of skew, over a random order of the experts per layer:
+A *load* is float64 [layers, experts], probabilities that sum to 1 per layer. Shapes of skew, over a random
+order of the experts per layer:
 
 - `mild`: an eighth of the experts takes 23 %, falling geometrically from the first to the last.
 - `topheavy`: an eighth takes 40 %, in the same way.
-- `zipf`: the n-th is wanted 1/n as often as the first.
+- `zipf`: the n-th has 1/n of the first one's demand.
 - `lognormal`: independent, sigma 1.
 """
 
@@ -21,7 +22,7 @@ _SCALE = 1.0
 
 
 def load(skew: str, layers: int, experts: int, dice: np.random.Generator) -> Load:
-    """One domain's load."""
+    """Return one domain's load."""
     if skew == "lognormal":
         raw = np.exp(_SCALE * dice.standard_normal((layers, experts)))
     else:
@@ -31,7 +32,7 @@ def load(skew: str, layers: int, experts: int, dice: np.random.Generator) -> Loa
 
 
 def _geometric(experts: int, top: float) -> Load:
-    """Falling geometrically, such that the first eighth of the experts takes `top` of all."""
+    """Return a geometrically falling load whose first eighth of the experts takes `top` of all."""
     low, high = 1e-9, 50.0 / experts
     while high - low > 1e-12:
         rate = 0.5 * (low + high)
@@ -41,8 +42,9 @@ def _geometric(experts: int, top: float) -> Load:
 
 
 def drifted(before: Load, foreign: Load, drift: str, dice: np.random.Generator) -> Load:
-    """What the load has become. `noise`: the same; `jitter10`, `jitter30`: each expert's times exp(sigma * normal), sigma .1 and .3;
-    `mix25`: a quarter of the traffic is of the foreign domain; `full`: all of it."""
+    """Return the load after a drift. `noise`: unchanged; `jitter10`, `jitter30`: each expert's times
+    exp(sigma * normal), sigma .1 and .3; `mix25`: a quarter of the traffic is of the foreign domain; `full`:
+    all of it."""
     match drift:
         case "noise":
             return before
@@ -57,20 +59,22 @@ def drifted(before: Load, foreign: Load, drift: str, dice: np.random.Generator) 
 
 
 def sampled(truth: Load, pairs: float, dice: np.random.Generator) -> Load:
-    """float64 [layers, experts] counts of a window of so many (token, k) pairs per layer: Poisson."""
+    """Return float64 [layers, experts] counts of a window of `pairs` (token, k) pairs per layer: Poisson."""
     return np.asarray(dice.poisson(truth * pairs), np.float64)
 
 
 def domains(skew: str, count: int, special: float, layers: int, experts: int, dice: np.random.Generator) -> NDArray[np.float64]:
-    """float64 [count, layers, experts]: domains that share (1 - special) of their popularity and have `special` of their own, in unrelated orders."""
+    """Return float64 [count, layers, experts]: domains that share (1 - special) of their popularity and have
+    `special` of their own, in unrelated orders."""
     common = load(skew, layers, experts, dice)
     return np.stack([(1.0 - special) * common + special * load(skew, layers, experts, dice) for _ in range(count)])
 
 
 def by_rank(kinds: NDArray[Any], ranks: int, leak: float) -> NDArray[np.float64]:
-    """float64 [ranks, layers, experts]: demand when domain d is at home on the ranks d, d + count, ... and a part `leak` of all traffic goes anywhere.
+    """Return float64 [ranks, layers, experts]: demand if domain d has its home on the ranks d, d + count, ...
+    and a share `leak` of all traffic goes to any rank.
 
-    With fewer ranks than domains, a rank is home to several.
+    With fewer ranks than domains, a rank is the home of several.
     """
     count = len(kinds)
     own = np.stack([kinds[rank % count] if ranks >= count else kinds[rank::ranks].mean(axis=0) for rank in range(ranks)])
