@@ -31,7 +31,7 @@ def regret(view: EngineView, placement: Placement, config: MigrationConfig) -> C
     if there != here:
         raise ValueError(f"a placement of (layers, experts, ranks) {there}; the engine has {here}")
     if not view.judged.rates.any():
-        raise ValueError("nothing is wanted at present")
+        raise ValueError("there is no demand at present")
     found = situation(view, PlanningQuestion(config.policy, 0), config)
     gained = found.before.seconds - found.judge(from_layer(placement, found.first)).seconds
     return Counterfactual(float(gained.sum()), config.least_gain * found.even_step)

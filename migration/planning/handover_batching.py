@@ -194,7 +194,7 @@ class _StepWriter:
         row = self._rows[layer]
         found = row[slot]
         if kind == ChangeKind.DROP:
-            return f"held by {_times(row.count(found) - 1)} beside this one"
+            return f"also held by {_times(row.count(found) - 1)}"
         if kind == ChangeKind.SWAP:
             return "ranks are more even, or experts nearer to their requests"
         room = "into an empty slot" if found == EMPTY else f"{found} is held by {_times(row.count(found))}"
@@ -202,7 +202,7 @@ class _StepWriter:
             return f"held by {_times(row.count(expert))} so far, {room}"
         source = other_slot // self._per
         lost = self._limits.live is not None and not self._limits.live[source]
-        return f"rank {source} is lost, {room}" if lost else f"more even or nearer, {room}"
+        return f"rank {source} is lost, {room}" if lost else f"more even ranks or nearer experts, {room}"
 
 
 def _times(count: int) -> str:

@@ -45,7 +45,7 @@ def checked(placement: Placement, plan: Plan) -> Plan:
 def read(content: bytes, placement: Placement) -> Plan:
     """Parse a plan from JSON. ValueError when it is malformed, or not valid on the placement."""
     if len(content) > MOST_PLAN_BYTES:
-        raise ValueError(f"a plan of {len(content)} bytes; {MOST_PLAN_BYTES} are the most. Carry it out in parts")
+        raise ValueError(f"a plan of {len(content)} bytes exceeds the limit of {MOST_PLAN_BYTES}; apply it in parts")
     try:
         plan = msgspec.json.decode(content, type=Plan)
     except msgspec.DecodeError as error:
@@ -74,7 +74,7 @@ def one_expert(placement: Placement, asked: MigrateExpert, room: StagingRoom, wa
     handovers = ordered(placement, changes, room, split=_kept_split(placement, made(placement.expert_of_slot, changes)), why=[_reason(asked)])
     if asked.source is not None:
         handovers = tuple(_read_from(handover, asked, change.there, room) for handover in handovers)
-    return checked(placement, planned(placement, handovers, reason=f"asked for: {_reason(asked)}"))
+    return checked(placement, planned(placement, handovers, reason=f"requested: {_reason(asked)}"))
 
 
 def _load(placement: Placement, asked: MigrateExpert, wanted: NDArray[Any] | None) -> NDArray[np.float64]:
@@ -129,9 +129,9 @@ class _Change:
         """Return the slot of the expert that `swap` names."""
         asked = self._asked
         if expert not in self._held(asked.rank):
-            raise ValueError(f"rank {asked.rank} does not hold expert {ExpertId(asked.layer, expert)}, so it cannot go the other way")
+            raise ValueError(f"rank {asked.rank} does not hold expert {ExpertId(asked.layer, expert)}, so it cannot be swapped")
         if expert in self._held(self.source):
-            raise ValueError(f"rank {self.source} holds expert {ExpertId(asked.layer, expert)} already; ask without swap, and it can give way")
+            raise ValueError(f"rank {self.source} holds expert {ExpertId(asked.layer, expert)} already; omit swap, and a replica can give way")
         return self._place(expert, asked.rank)
 
     def _swap(self, slot: int, there: int) -> PlacementChanges:
@@ -222,7 +222,10 @@ def back(placement: Placement, goal: Placement, undoes: str, room: StagingRoom) 
     """
     now, then = ((one.layers, one.experts, one.ranks, one.slots_per_rank) for one in (placement, goal))
     if now != then:
-        raise ValueError(f"the placement before plan {undoes} had (layers, experts, ranks, slots per rank) {then}, the engine has {now}: it was restarted anew")
+        raise ValueError(
+            f"the placement before plan {undoes} had (layers, experts, ranks, slots per rank) {then}, the engine has {now}: "
+            "it was restarted with another configuration"
+        )
     changes = between(placement.expert_of_slot, goal.expert_of_slot, placement.ranks)
     end = made(placement.expert_of_slot, changes) if changes else placement.expert_of_slot
     split = None if goal.even else _split_of(goal, end)

@@ -69,7 +69,7 @@ def outcome(found: PlanningProblem, way: EvaluatedPlan) -> str:
     even = f"balance {before.balance:.3f} to {figures.balance:.3f}"
     near = f"local {before.local:.1%} to {figures.local:.1%}"
     worth = f"a step {duration(way.gain_seconds)} shorter" if way.gain_seconds >= 0 else f"a step {duration(-way.gain_seconds)} longer"
-    return f"{way.candidate.name}: {bytes_}; {even}, {near}, {worth}; {way.net_seconds:.3g} s to be gained in {paid.lifetime_seconds:.0f} s"
+    return f"{way.candidate.name}: {bytes_}; {even}, {near}, {worth}; net gain {way.net_seconds:.3g} s in {paid.lifetime_seconds:.0f} s"
 
 
 def amount(count: float) -> str:

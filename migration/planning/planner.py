@@ -115,7 +115,7 @@ def decide(view: EngineView, question: PlanningQuestion, config: MigrationConfig
         return _nothing(_record(view, question), none(view, sentence), ReasonCode.SHARDED, sentence)
     seen, needed = float(view.demand.pairs.sum()), config.least_pairs * view.shape.experts
     if not seen or seen < needed:
-        sentence = f"insufficient data: {seen:,.0f} pairs per layer of {needed:,.0f}"
+        sentence = f"insufficient data: {seen:,.0f} of {needed:,.0f} required pairs per layer"
         homes = as_before(view, sentence) if question.policy == "roost" else none(view, sentence)
         return _nothing(_record(view, question), homes, ReasonCode.DATA, sentence)
     found = situation(view, question, config)
@@ -193,9 +193,9 @@ class _PlanningRun:
             split = None if found.question.policy == "uniform" else shared(found, made(found.table, changes))
             chosen = appraised(found, PlanCandidate("second replicas", changes, split))
         except Unorderable as error:
-            self._reasons.append(f"experts that are to survive the loss of a rank do not all have a second replica: {error}")
+            self._reasons.append(f"some experts that must survive the loss of a rank have no second replica: {error}")
             return None
-        self._reasons.append(f"{found.config.critical_experts:.0%} of the experts, the most wanted, are to survive the loss of a rank")
+        self._reasons.append(f"{found.config.critical_experts:.0%} of the experts, those of most demand, must survive the loss of a rank")
         return self._decided(chosen)
 
     # Which way

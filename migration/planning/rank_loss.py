@@ -57,7 +57,7 @@ class Recovery(NamedTuple):
         lost, worst = len(self.lost), int(self.missing.argmax())
         parts = [f"{lost} experts of {len(np.unique(self.lost[:, 0]))} layers have no live holder" if lost else "every expert has a live holder"]
         if self.missing.any():
-            parts.append(f"the survivors have {self.missing.sum()} slots too few, {self.missing[worst]} of them in layer {worst}")
+            parts.append(f"the survivors lack {self.missing.sum()} slots, {self.missing[worst]} of them in layer {worst}")
             parts.append("bring ranks back, or give them more slots")
         elif lost:
             parts.append("all of them are loaded from storage")
@@ -116,7 +116,7 @@ def recover(
     if dead.shape != (placement.ranks,) or node.shape != dead.shape or load.shape != shape:
         raise ValueError(f"recovery: dead {dead.shape}, node {node.shape}, load {load.shape}; the placement has {placement.ranks} ranks and {shape}")
     if dead.all():
-        raise ValueError("recovery: all ranks are dead; start the engine anew")
+        raise ValueError("recovery: all ranks are dead; restart the engine")
     least = np.ones(shape, np.int64) if least_replicas is None else np.asarray(least_replicas, np.int64)
     state = _Survivors.of(placement, dead, np.asarray(load, np.float64), node, frozen)
     lost = state.count == 0

@@ -154,7 +154,7 @@ def eplb_by_node(found: PlanningProblem) -> PlanCandidate:
     divide."""
     nodes = int(found.node.max()) + 1
     if (np.diff(found.node) < 0).any():
-        raise ValueError("eplb: the ranks of a node must follow one another for the hierarchical variant")
+        raise ValueError("eplb: the hierarchical variant needs consecutive ranks on each node")
     raw = eplb_hierarchical(found.load, found.table.shape[1], nodes, nodes, found.ranks)
     return _as_mapped("hierarchical EPLB", found, raw)
 

@@ -25,7 +25,7 @@ def filled(table: Table, demand: NDArray[Any], ranks: int, limits: Constraints =
     """
     layers, slots = table.shape
     if demand.shape[:2] != (ranks, layers) or slots % ranks:
-        raise ValueError(f"filling: a table of {table.shape} and demand {demand.shape} are not of {ranks} ranks")
+        raise ValueError(f"filling: a table of {table.shape} and demand {demand.shape} do not fit {ranks} ranks")
     held = held_of(table, ranks, demand.shape[2])
     share = demand / np.maximum(demand.sum(axis=(0, 2), dtype=np.float64), 1e-300)[None, :, None]
     open_to = np.ones(held.shape[::2], bool) if limits.frozen is None else ~limits.frozen

@@ -40,7 +40,7 @@ def toward(table: Table, target: Table, demand: NDArray[Any], room: LocalityProb
     as it was. ValueError when shapes contradict each other.
     """
     if table.shape != target.shape or table.shape[1] != room.ranks * room.slots or demand.shape[:2] != (room.ranks, len(table)):
-        raise ValueError(f"toward: tables {table.shape} and {target.shape} and demand {demand.shape} are not of {room.ranks} ranks of {room.slots} slots")
+        raise ValueError(f"toward: tables {table.shape} and {target.shape} and demand {demand.shape} do not fit {room.ranks} ranks of {room.slots} slots")
     wanted, extra = _apart(table, target, demand.shape[2], room, limits)
     found: list[tuple[int, float, _Row]] = []
     for layer in np.flatnonzero(wanted.any(axis=(1, 2))).tolist():

@@ -177,7 +177,7 @@ def check(table: Table, demand: NDArray[Any], ranks: int, experts: int) -> None:
     """Raise ValueError when table [layers, slots] and demand [(ranks,) layers, experts] contradict each
     other."""
     if table.ndim != 2 or ranks < 1 or table.shape[1] % ranks:
-        raise ValueError(f"split: a table of shape {table.shape} is none of {ranks} ranks; it must be [layers, ranks * slots_per_rank]")
+        raise ValueError(f"split: a table of shape {table.shape} does not fit {ranks} ranks; expected [layers, ranks * slots_per_rank]")
     if demand.shape not in ((len(table), experts), (ranks, len(table), experts)):
         raise ValueError(f"split: demand has shape {demand.shape}; expected {(len(table), experts)} or {(ranks, len(table), experts)}")
 

@@ -35,7 +35,7 @@ def test_an_expert_comes_into_a_free_slot_and_stays_where_it_was() -> None:
     plan, after = asked(ROOMY, layer=1, expert=2, rank=1)
     assert after.holders(ExpertId(1, 2)) == [0, 1]
     assert (len(plan.handovers), len(plan.copies), plan.bytes) == (1, 1, 100)
-    assert plan.reason == "asked for: expert 1/2 to rank 1"
+    assert plan.reason == "requested: expert 1/2 to rank 1"
     assert after.even
     assert plan.handovers[0].split is None
 
@@ -91,8 +91,8 @@ def test_shares_of_experts_that_do_not_move_stay_as_they_are() -> None:
         (ROOMY, {"expert": 2, "rank": 1, "layer": 2}, "engine 'a' has no layer 2; they run from 0 to 1"),
         (ROOMY, {"expert": 2, "rank": 1, "source": -1}, "engine 'a' has no rank -1"),
         (ROOMY, {"expert": 2, "rank": 1, "source": 1}, "rank 1 does not hold expert 0/2; it is on rank 0"),
-        (TIGHT, {"expert": 2, "rank": 1, "swap": 3}, "rank 1 does not hold expert 0/3, so it cannot go the other way"),
-        (placed([[0, 1, 2, 0]]), {"expert": 1, "rank": 1, "swap": 0}, "rank 0 holds expert 0/0 already; ask without swap"),
+        (TIGHT, {"expert": 2, "rank": 1, "swap": 3}, "rank 1 does not hold expert 0/3, so it cannot be swapped"),
+        (placed([[0, 1, 2, 0]]), {"expert": 1, "rank": 1, "swap": 0}, "rank 0 holds expert 0/0 already; omit swap"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(placement: Placement, fields: dict[str, Any], words: str) -> None:
@@ -150,7 +150,7 @@ def test_the_plan_to_undo_is_the_last_of_which_anything_was_committed() -> None:
 
 
 def test_an_engine_of_another_shape_cannot_go_back() -> None:
-    with pytest.raises(ValueError, match="was restarted anew"):
+    with pytest.raises(ValueError, match="was restarted with another configuration"):
         back(TIGHT, ROOMY, "p", ROOM)
     with pytest.raises(ValueError, match="serves what it served before plan p already"):
         back(ROOMY, ROOMY, "p", ROOM)

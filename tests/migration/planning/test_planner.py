@@ -429,10 +429,10 @@ def test_lost_ranks_are_planned_for_whatever_that_costs() -> None:
     assert (alive.sum(axis=1) > 0).all()
 
 
-def test_survivors_without_enough_slots_are_told_so() -> None:
+def test_a_lack_of_slots_on_the_survivors_is_reported() -> None:
     truth, _, _ = zipf()
     found = decided(view(planned_for(truth, 8), truth), dead=(0,))
-    assert "too few" in found.record.lost
+    assert "survivors lack" in found.record.lost
     assert found.record.reasons
 
 

@@ -115,7 +115,7 @@ def test_too_few_slots_are_told_and_the_most_wanted_are_saved() -> None:
     start = Placement(np.array([[0, 1, 2, 3]]), experts=4, ranks=2)
     found = recover(start, np.array([True, False]), np.array([[1.0, 2.0, 3.0, 4.0]]), np.zeros(2, np.intp))
     assert (found.possible, found.missing.tolist(), len(found.changes.kind)) == (False, [2], 0)
-    assert "2 slots too few, 2 of them in layer 0" in found.summary
+    assert "lack 2 slots, 2 of them in layer 0" in found.summary
 
 
 def test_the_hottest_experts_of_each_layer_are_critical() -> None:

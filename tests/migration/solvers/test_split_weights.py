@@ -121,7 +121,7 @@ def test_dead_ranks_serve_nothing_that_lives_elsewhere() -> None:
 
 def test_contradicting_shapes_are_refused_by_name() -> None:
     table = np.zeros((1, 4), np.int16)
-    with pytest.raises(ValueError, match="is none of 3 ranks"):
+    with pytest.raises(ValueError, match="does not fit 3 ranks"):
         reweight(table, np.ones((1, 1)), 3, 1)
     with pytest.raises(ValueError, match=r"demand has shape \(2, 1\); expected \(1, 1\) or \(2, 1, 1\)"):
         reweight(table, np.ones((2, 1)), 2, 1)
