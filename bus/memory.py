@@ -51,7 +51,7 @@ class MemoryBroker:
         self._log: list[Stored] = []
         self._last = 0
         self._inboxes: dict[BoundedSubscription, tuple[str, ...]] = {}
-        self._desks: dict[str, list[RequestServer]] = {}
+        self._servers: dict[str, list[RequestServer]] = {}
         self._followers: set[asyncio.Event] = set()
         self._claims: dict[str, Claim] = {}
         self._revision = 0
@@ -88,8 +88,8 @@ class MemoryBroker:
         for inbox, patterns in self._inboxes.items():
             if any(matches(pattern, subject) for pattern in patterns):
                 inbox.put(subject, raw)
-        for desk in self._desks.get(subject, [])[:1]:
-            desk.submit(raw, _nobody)
+        for desk in self._servers.get(subject, [])[:1]:
+            desk.submit(raw, _discard)
 
     def _append(self, subject: str, raw: bytes) -> None:
         self._last += 1
@@ -133,14 +133,14 @@ class MemoryBroker:
 
     @contextmanager
     def serving(self, desk: RequestServer) -> Iterator[None]:
-        desks = self._desks.setdefault(desk.subject, [])
-        desks.append(desk)
+        servers = self._servers.setdefault(desk.subject, [])
+        servers.append(desk)
         try:
             yield
         finally:
-            desks.remove(desk)
-            if not desks:
-                del self._desks[desk.subject]
+            servers.remove(desk)
+            if not servers:
+                del self._servers[desk.subject]
 
     @contextmanager
     def following(self, event: asyncio.Event) -> Iterator[None]:
@@ -152,11 +152,11 @@ class MemoryBroker:
 
     def desk(self, subject: str) -> RequestServer | None:
         """Return the next server of a subject, in turn."""
-        desks = self._desks.get(subject)
-        if not desks:
+        servers = self._servers.get(subject)
+        if not servers:
             return None
-        desks.append(desks.pop(0))
-        return desks[-1]
+        servers.append(servers.pop(0))
+        return servers[-1]
 
     def stores(self) -> tuple[StoreUse, ...]:
         config, claims = self.config, sum(len(claim.value) for claim in self._claims.values())
@@ -185,7 +185,7 @@ class MemoryBroker:
         return self._revision
 
 
-async def _nobody(_: bytes) -> None:
+async def _discard(_: bytes) -> None:
     """Discard the answer to a request without a reply subject."""
 
 
@@ -201,7 +201,7 @@ class MemoryBus:
         self._awaited: set[asyncio.Event] = set()
         """events to set when the bus is closed"""
         self._closed = False
-        self._voice = SequencedPublisher(self._keep_parcel)
+        self._publisher = SequencedPublisher(self._keep_parcel)
         self._recorder = SequencedPublisher(self.put_blob)
         self._answers = PartedAnswers(self._config.answers_bytes, self._config.answers_seconds)
 
@@ -242,8 +242,8 @@ class MemoryBus:
             inbox.close()
 
     async def request(self, subject: str, message: Message, seconds: float = 2.0) -> Message:
-        raw = await self._voice.sealed(sendable(subject), message)
-        return await asked(subject, raw, lambda sent, wait: self._exchange(subject, sent, wait), self._voice, self._content, seconds)
+        raw = await self._publisher.sealed(sendable(subject), message)
+        return await asked(subject, raw, lambda sent, wait: self._exchange(subject, sent, wait), self._publisher, self._content, seconds)
 
     async def _exchange(self, subject: str, raw: bytes, seconds: float) -> bytes:
         """Return the first answer to a request."""
@@ -266,7 +266,7 @@ class MemoryBus:
 
     @asynccontextmanager
     async def serve(self, subject: str, answer: Answer) -> AsyncIterator[None]:
-        desk = RequestServer(subject, answer, self._voice, self._answers, self._content, self._rejected, self._full)
+        desk = RequestServer(subject, answer, self._publisher, self._answers, self._content, self._rejected, self._full)
         await self._standing(self._config.request_seconds)
         async with desk.open():
             with self.broker.serving(desk):

@@ -1,1 +1,3 @@
-"""Hears what was activated, says what is popular (and, later, how to predict it)."""
+"""Tracker: learns expert popularity, demand and prediction tables from reports on the bus, and publishes
+them.
+"""

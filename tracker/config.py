@@ -1,4 +1,4 @@
-"""Settings of the tracker; read once at the composition root."""
+"""Settings of the tracker, read once at the composition root."""
 
 from dataclasses import dataclass, fields
 
@@ -8,79 +8,93 @@ from fleet.signatures import MOST_CLUSTERS
 
 @dataclass(frozen=True, slots=True)
 class TrackerConfig:
-    """Time constants, publishing, and the limits of what is kept. ValueError names the field that is out of range."""
+    """Time constants, publishing intervals and storage limits. ValueError names the field that is out of
+    range.
+    """
 
     fast_seconds: float = 20.0
-    """the short time constant: what was asked this long ago counts 1/e in the demand of a rank"""
+    """short time constant: demand of this age counts 1/e in a rank's demand"""
     slow_seconds: float = 900.0
-    """the long time constant: that of a model's profile, and of everything learnt"""
+    """long time constant: of a model's profile and of everything learnt"""
     publish_seconds: float = 2.0
-    """what changed is published so often"""
+    """interval at which changes are published"""
     shift_floor: float = 0.002
-    """nats; a divergence of the fast from the slow profile below this is no shift, however certain"""
+    """nats; a divergence of the fast from the slow profile below this is never a shift, however significant
+    """
     shift_sigmas: float = 4.5
-    """how far out in sampling noise a divergence must be, and stay, to be a shift; 4.5: three looks in a million"""
+    """significance of a shift, in standard deviations of sampling noise; 4.5: three false alarms in a million
+    looks
+    """
     shift_settle: float = 0.5
-    """a shift is settled when the divergence stays below this share of the threshold"""
+    """a shift has settled when the divergence stays below this share of the threshold"""
     shift_warmup_seconds: float = 180.0
-    """seconds of traffic before the first shift can be told"""
+    """seconds of traffic before the first shift can be detected"""
     shift_cooldown_seconds: float = 120.0
-    """seconds of traffic between two shifts, and before one is settled"""
+    """seconds of traffic between two shifts, and before a shift can settle"""
     prior_pairs: float = 64.0
-    """(token, k) pairs per layer that speak for the uniform profile before anything was observed"""
+    """(token, k) pairs per layer of the uniform prior profile"""
     clusters: int = 32
-    """slots for kinds of requests"""
+    """number of cluster slots"""
     cluster_bytes: int = 16 << 20
-    """what the sampled profiles of one model may take"""
+    """memory for the sampled profiles of one model"""
     cluster_samples: int = 1024
-    """sampled profiles kept of one model, however small they are"""
+    """sampled profiles kept per model at most, even if they are small"""
     cluster_prior_pairs: float = 128.0
-    """(token, k) pairs per layer that speak for the traffic's profile in that of a request or a cluster"""
+    """(token, k) pairs per layer of the prior (the traffic's profile) in the profile of a request or cluster
+    """
     refine_seconds: float = 5.0
-    """clusters are fitted anew no oftener than this"""
+    """minimum interval between two fits of the clusters"""
     prefix_bytes: int = 64 << 20
-    """what the rows of prefixes of one model may take: 27 bytes each"""
+    """memory for the prefix rows of one model: 27 bytes per row"""
     session_bytes: int = 16 << 20
     tenant_bytes: int = 1 << 20
-    """the same for sessions, and for tenants"""
+    """memory for session rows and for tenant rows"""
     token_bytes: int = 32 << 20
-    """what the token table of one model may take: 6 bytes for each bucket and cluster; token ids beyond share buckets"""
+    """memory for the token table of one model: 6 bytes per bucket and cluster; token ids beyond it share
+    buckets
+    """
     row_seconds: float = 7200.0
-    """a prefix, session or tenant that nobody came back to for so long is forgotten"""
+    """an unused prefix, session or tenant row expires after this time"""
     token_seconds: float = 14400.0
     """time constant of the token table"""
     most_changes: int = 32768
-    """rows that are told as a change; when more changed, all are told"""
+    """limit of changed rows in a delta; with more, a snapshot is published"""
     most_token_changes: int = 1024
-    """rows of the token table that are told as a change; the others with the next ones"""
+    """limit of token-table rows in a delta; the rest follow in later ones"""
     memory_outcomes: int = 1000
-    """finished requests ago that count 1/e in what predictions are worth"""
+    """memory of the calibration of predictions: an outcome this many finished requests ago counts 1/e"""
     most_waiting: int = 8192
     waiting_bytes: int = 8 << 20
     waiting_seconds: float = 120.0
-    """what rank and router report of a request waits for the other's report, so many, so many bytes and so long"""
+    """limits for reports of rank or router that wait for the other side's report of the same request: number,
+    bytes and time
+    """
     state_file: FilePath | None = None
-    """where what is known is kept across restarts; unset: nowhere, and a restarted tracker learns anew. `roost up` keeps it while it runs"""
+    """file that keeps the learnt state across restarts; unset: none, and a restarted tracker learns from
+    scratch. `roost up` keeps the file while it runs
+    """
     state_seconds: float = 30.0
-    """it is written so often, and at the end"""
+    """interval at which the state file is written; it is also written at shutdown"""
     change: float = 0.1
-    """a silent rank's demand is published again when it has fallen by this share"""
+    """the demand of a rank without reports is published again when it has fallen by this share"""
     least_tokens_per_second: float = 0.01
-    """a rank that asks for less counts as asking for nothing"""
+    """a rank with less demand counts as having none"""
     shortest_interval_seconds: float = 1e-3
     longest_interval_seconds: float = 3600.0
-    """a report over a shorter or longer interval is refused"""
+    """reports over a shorter or longer interval are rejected"""
     forget_seconds: float = 30.0
-    """a worker that neither reports nor beats for so long is forgotten"""
+    """a worker without reports and heartbeats for this time is forgotten"""
     most_ranks: int = 1024
     most_models: int = 16
-    """each takes up to the sum of the `*_bytes` budgets"""
+    """models tracked at most; each takes up to the sum of the `*_bytes` budgets"""
     most_cells: int = 65536
-    """layers x experts of one table"""
+    """layers x experts of one table at most"""
     metrics_address: str | None = None
-    """HOST:PORT of GET /metrics and /health; None: no HTTP"""
+    """HOST:PORT of GET /metrics and /health; None: no HTTP server"""
     metrics_key_file: FilePath | None = None
-    """file of the key that /metrics asks for as bearer token, two lines while it is changed; unset: none is asked for"""
+    """file with the bearer token that /metrics requires, two lines during a rotation; unset: no token is
+    required
+    """
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -1,8 +1,9 @@
-"""All that the tracker knows, and whose it is.
+"""Complete state of the tracker, with its ownership by threads.
 
-Windows and placements (`EngineActivity`) and change detection (`DriftDetector`) belong to the event loop. Clusters and tables (`Learners`) belong to
-one thread: nothing touches them but functions handed to `learning`. A second thread (`aside`) runs what is long and pure on values
-that never change: fitting clusters, reading placements, writing files.
+Windows and placements (`EngineActivity`) and change detection (`DriftDetector`) belong to the event loop.
+Clusters and tables (`Learners`) belong to one thread: only functions passed to `learning` access them. A
+second thread (`aside`) runs long, pure work on immutable values: fitting clusters, decoding placements,
+writing files.
 """
 
 import asyncio
@@ -22,14 +23,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 AT_ONCE = 16
-"""Ranks looked at before the event loop turns."""
+"""Ranks processed before control returns to the event loop."""
 
 
 class ModelStore:
-    """Made and used on one event loop. Its time is that of `clock`, moved so that it goes on across restarts.
+    """The tracker's state. Create and use it on one event loop.
 
-    clock: seconds that never go back. first_version: of everything that will be said, above all that was said before.
-    learning, fitting: run functions one at a time; None: threads of its own, ended by `close`.
+    clock: monotonic seconds. The store's own time continues across restarts. first_version: of everything
+    published, above all versions published before. learning, fitting: run functions one at a time; None: own
+    threads, ended by `close`.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class ModelStore:
         self.activity = EngineActivity(config, first_version)
         self.drifts: dict[str, DriftDetector] = {}
         self.lessons = Learners(config, first_version)
-        """for functions in the learning thread only"""
+        """only for functions in the learning thread"""
         self.config = config
         self._clock = clock
         self._ahead = 0.0
@@ -51,45 +53,45 @@ class ModelStore:
         return self._clock() + self._ahead
 
     async def learning(self, work: Callable[..., T], *arguments: object) -> T:
-        """In the thread that owns what is learnt."""
+        """Run work in the thread that owns the learnt state."""
         return await asyncio.get_running_loop().run_in_executor(self._learning, work, *arguments)
 
     async def aside(self, work: Callable[..., T], *arguments: object) -> T:
-        """In the thread for what is long and pure."""
+        """Run long, pure work in the second thread."""
         return await asyncio.get_running_loop().run_in_executor(self._fitting, work, *arguments)
 
     def close(self) -> None:
-        """End the threads, without waiting for what they are at."""
+        """End the threads without waiting for their current work."""
         for thread in self._own_threads:
             thread.shutdown(wait=False, cancel_futures=True)
 
-    # The present
+    # Present state
 
     def observe(self, seen: ReportedCounts, now: float) -> None:
-        """Let the change detection of a model see a report."""
+        """Pass a report to the change detection of its model."""
         drift = self.drifts.get(seen.model)
         if drift is None or (drift.layers, drift.experts) != seen.counts.shape:
             drift = self.drifts[seen.model] = DriftDetector(self.config, *seen.counts.shape)
         drift.observe(seen.counts, seen.tokens, now)
 
     def judge(self, now: float) -> list[PopularityShifted]:
-        """What shifted or settled since the last call."""
+        """Return the shifts that started or settled since the last call."""
         for name in self.drifts.keys() - self.activity.shapes.keys():
             del self.drifts[name]
         found = [(name, shift) for name, drift in self.drifts.items() if (shift := drift.judge(now)) is not None]
         return [PopularityShifted(model=name, version=self.activity.next_version(), **shift._asdict()) for name, shift in found]
 
     async def follow(self) -> None:
-        """Learn about the models that are followed, and no others."""
+        """Learn about exactly the tracked models."""
         await self.learning(self.lessons.follow, self.activity.shapes)
 
     async def asked(self, about: Callable[[str], T], name: str) -> T:
-        """What `lessons` knows of a model; one that has just been named is followed at once."""
+        """Query `lessons` about a model. A model named for the first time is tracked at once."""
         await self.follow()
         return await self.learning(about, name)
 
     async def popularity(self, name: str) -> PopularityDescribed | None:
-        """Everything about a model, for people; None for a model nobody named."""
+        """Return the complete state of a model, for display; None for a model that was never named."""
         learnt, now = await self.asked(self.lessons.learnt, name), self.now()
         slow, fast, drift = self.activity.profile(name, now), self.activity.fast_profile(name, now), self.drifts.get(name)
         if learnt is None or slow is None or fast is None:
@@ -118,7 +120,7 @@ class ModelStore:
         return tuple(found)
 
     def measures(self, learnt: dict[str, LearntTables], now: float) -> dict[str, dict[str, float | None]]:
-        """Figures of each model."""
+        """Return the gauges of each model."""
         found: dict[str, dict[str, float | None]] = {name: {"profile_age_seconds": age} for name, age in self.activity.ages(now).items()}
         for name, drift in self.drifts.items():
             found.setdefault(name, {}).update(divergence=drift.divergence, shifted=float(drift.shifted))
@@ -128,10 +130,10 @@ class ModelStore:
             found.setdefault(name, {}).update(figures)
         return found
 
-    # Across restarts
+    # Restarts
 
     async def state(self, wall_now: float) -> SavedState:
-        """Everything. wall_now: the wall clock, seconds."""
+        """Return the complete state. wall_now: wall clock, seconds."""
         pieces = []
         for number, piece in enumerate(self.activity.state(), start=1):
             pieces.append(piece)
@@ -147,13 +149,16 @@ class ModelStore:
         )
 
     async def restore(self, saved: SavedState, wall_now: float) -> None:
-        """Go on where `state` stood, before anything was heard; the time in between counts. A part that cannot be used begins afresh."""
+        """Continue from a saved state. Call before the first message. The time in between counts.
+
+        A part that cannot be restored starts empty.
+        """
         self._ahead = saved.now + max(0.0, wall_now - saved.saved_at) - self._clock()
         activity = EngineActivity(self.config, self._first_version)
         try:
             activity.restore(saved.activity)
         except ValueError as error:
-            logger.warning("what was active is not known any more: %s", error)
+            logger.warning("the saved activity cannot be restored: %s", error)
             return
         self.activity = activity
         self.lessons.meaning_from = min(self.lessons.meaning_from, saved.meaning_from)
@@ -165,12 +170,12 @@ class ModelStore:
             if name in saved.learnt:
                 await self.learning(self.lessons.restore, name, shape, saved.learnt[name])
         except ValueError as error:
-            logger.warning("what was learnt of %s is not known any more: %s", name, error)
+            logger.warning("the learnt state of %s cannot be restored: %s", name, error)
         try:
             if name in saved.drifts:
                 self.drifts[name] = _drift(self.config, shape, saved.drifts[name])
         except ValueError as error:
-            logger.warning("what was usual for %s is not known any more: %s", name, error)
+            logger.warning("the drift state of %s cannot be restored: %s", name, error)
 
 
 def _drift(config: TrackerConfig, shape: tuple[int, int], state: dict[str, Any]) -> DriftDetector:

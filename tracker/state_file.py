@@ -1,7 +1,8 @@
-"""The tracker's memory on disk: one file, written whole or not at all, and believed only when it is undamaged.
+"""The tracker's state on disk: one file, replaced atomically, and loaded only if its checksum matches.
 
-Layout: MAGIC, which names the format's version; the sha256 of the body; the body, a msgpack `SavedState`. Times in its parts are those of
-the tracker's own clock (`SavedState.now`); `saved_at` is the wall clock's, so that whoever reads the file knows how much time has gone by.
+Layout: MAGIC, which includes the format version; the sha256 of the body; the body, a msgpack `SavedState`.
+Times in the body are those of the tracker's own clock (`SavedState.now`). `saved_at` is wall-clock time, from
+which a reader computes the time since the file was written.
 """
 
 import hashlib
@@ -17,18 +18,18 @@ logger = logging.getLogger(__name__)
 MAGIC = b"roost tracker 1\n"
 _DIGEST = 32
 MOST_BYTES = 4 << 30
-"""No more of a file is read."""
+"""Limit of the bytes read from a file."""
 
 
 class SavedState(msgspec.Struct, frozen=True, kw_only=True):
-    """What was known. ValueError while reading for anything else."""
+    """Saved state of the tracker. Decoding raises ValueError for anything else."""
 
     saved_at: float
     """wall clock, seconds"""
     now: float
     """the tracker's clock at that moment, seconds"""
     meaning_from: int
-    """cluster models of this version and above are understood"""
+    """lowest version of cluster models to which signatures may refer"""
     activity: tuple[tuple[str, Any], ...]
     learnt: dict[str, Any]
     """by model"""
@@ -40,7 +41,7 @@ _DECODER: msgspec.msgpack.Decoder[SavedState] = msgspec.msgpack.Decoder(SavedSta
 
 
 def write(path: Path, saved: SavedState) -> int:
-    """Replace the file at once; its bytes. OSError when it cannot be written: then the old one is still there."""
+    """Replace the file atomically and return its size. OSError if that fails; the old file then remains."""
     body = msgspec.msgpack.encode(saved)
     draft = path.with_name(path.name + ".new")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,9 @@ def write(path: Path, saved: SavedState) -> int:
 
 
 def read(path: Path) -> SavedState | None:
-    """What was kept; None when nothing was, or when it cannot be used: such a file is set aside, and the log says why."""
+    """Load the saved state; None if there is none or it is unusable. An unusable file is renamed, and the log
+    gives the reason.
+    """
     try:
         with path.open("rb") as file:
             return _parsed(file.read(MOST_BYTES))

@@ -1,6 +1,8 @@
-"""A shift of popularity is the first span of a trace: what is done about it goes on below it. Off without a provider, at no cost.
+"""Tracing of popularity shifts: each shift starts a trace, which the reactions to it continue. Free of cost
+without a provider.
 
-Only OpenTelemetry's API is used here; whether spans go anywhere is the composition root's choice (`deploy/telemetry/otel.py`).
+This module uses only OpenTelemetry's API. The composition root decides where spans go
+(`deploy/telemetry/otel.py`).
 """
 
 from collections.abc import Iterator
@@ -15,25 +17,27 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from fleet.events import PopularityShifted
 
 MOST_LAYERS = 64
-"""of those that moved, that a span names"""
+"""limit of changed layers named in a span"""
 MOST_SHIFTS = 1024
-"""that have not settled, whose spans are remembered"""
+"""limit of unsettled shifts whose spans are remembered"""
 
 
 class ShiftTracing:
-    """Spans of shifts: of one that is noticed, from then until it is said; below it, of its end. Plans come when it has long ended, which
-    traces allow."""
+    """Spans of shifts: from detection to publication. The span of a shift's end is its child.
+
+    Plans that react to a shift start long after its span has ended. Traces allow that.
+    """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         """provider: None for the process's own."""
         self._tracer = (trace.get_tracer_provider() if provider is None else provider).get_tracer("roost.tracker")
         self._propagator = TraceContextTextMapPropagator()
         self._open: dict[str, SpanContext] = {}
-        """by model: the span of the shift that has not settled yet"""
+        """by model: span of the shift that has not settled yet"""
 
     @contextmanager
     def saying(self, shift: PopularityShifted) -> Iterator[PopularityShifted]:
-        """Say, within this, what is yielded: the shift with the traceparent of its span."""
+        """Yield the shift with the traceparent of its span. Publish it within the context."""
         context, links = Context(), list[Link]()
         if shift.settled and (begun := self._open.pop(shift.model, None)) is not None:
             context, links = trace.set_span_in_context(trace.NonRecordingSpan(begun), context), [Link(begun)]
@@ -47,7 +51,7 @@ class ShiftTracing:
 
     def _remember(self, model: str, context: SpanContext) -> None:
         self._open[model] = context
-        if len(self._open) > MOST_SHIFTS:  # models come and go, and nobody says that one went
+        if len(self._open) > MOST_SHIFTS:  # models come and go without notice
             del self._open[next(iter(self._open))]
 
 

@@ -30,7 +30,7 @@ class NatsBus:
         self._storage = Storage(link, subjects)
         self._rejected = Rejections()
         self._inboxes: set[BoundedSubscription] = set()
-        self._voice = SequencedPublisher(self._keep_parcel)
+        self._publisher = SequencedPublisher(self._keep_parcel)
         self._recorder = SequencedPublisher(self.put_blob)
         self._answers = PartedAnswers(link.config.answers_bytes, link.config.answers_seconds)
 
@@ -94,8 +94,8 @@ class NatsBus:
             inbox.close()
 
     async def request(self, subject: str, message: Message, seconds: float = 2.0) -> Message:
-        raw = await self._voice.sealed(sendable(subject), message)
-        return await asked(subject, raw, lambda sent, wait: self._exchange(subject, sent, wait), self._voice, self._content, seconds)
+        raw = await self._publisher.sealed(sendable(subject), message)
+        return await asked(subject, raw, lambda sent, wait: self._exchange(subject, sent, wait), self._publisher, self._content, seconds)
 
     async def _exchange(self, subject: str, raw: bytes, seconds: float) -> bytes:
         """Return the first answer to a request."""
@@ -116,17 +116,17 @@ class NatsBus:
 
     @asynccontextmanager
     async def serve(self, subject: str, answer: Answer) -> AsyncIterator[None]:
-        desk = RequestServer(subject, answer, self._voice, self._answers, self._content, self._rejected, self._storage.full)
+        server = RequestServer(subject, answer, self._publisher, self._answers, self._content, self._rejected, self._storage.full)
 
         async def receive(message: Msg) -> None:
             async def reply(raw: bytes) -> None:
                 if message.reply:
                     await self._link.answer(message.reply, raw)
 
-            desk.submit(message.data, reply)
+            server.submit(message.data, reply)
 
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(desk.open())
+            await stack.enter_async_context(server.open())
             await self._link.listen(stack, subject, receive, queue="answering")
             await self._link.settled()
             yield

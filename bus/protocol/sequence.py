@@ -39,7 +39,7 @@ class SequenceVerdict:
         return self.order is not MessageOrder.DUPLICATE
 
 
-class _Heard:
+class _Window:
     """Sequence window of one publisher. Bit i of `seen` stands for sequence `newest - i`."""
 
     __slots__ = ("newest", "seen")
@@ -72,48 +72,48 @@ class Sequences:
         if limit < 1:
             raise ValueError(f"sequences: the number of publishers must be at least 1, not {limit}")
         self._limit = limit
-        self._heard: OrderedDict[int, _Heard] = OrderedDict()
+        self._windows: OrderedDict[int, _Window] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._heard)
+        return len(self._windows)
 
     def observe(self, publisher_id: int, sequence: int) -> SequenceVerdict:
         """Record a message. ValueError for a negative sequence."""
         if sequence < 0:
             raise ValueError(f"sequences: sequence numbers start at 0, not {sequence}")
-        heard = self._heard.get(publisher_id)
-        if heard is None:
+        window = self._windows.get(publisher_id)
+        if window is None:
             self._add(publisher_id, sequence)
             return SequenceVerdict(MessageOrder.NEW, missing=sequence)
-        self._heard.move_to_end(publisher_id)
-        skipped = sequence - heard.newest - 1
+        self._windows.move_to_end(publisher_id)
+        skipped = sequence - window.newest - 1
         if skipped < 0:
-            return SequenceVerdict(MessageOrder.LATE if heard.fill(sequence) else MessageOrder.DUPLICATE)
-        heard.advance(sequence)
+            return SequenceVerdict(MessageOrder.LATE if window.fill(sequence) else MessageOrder.DUPLICATE)
+        window.advance(sequence)
         return SequenceVerdict(MessageOrder.GAP, missing=skipped) if skipped else SequenceVerdict(MessageOrder.IN_ORDER)
 
     def cover(self, publisher_id: int, sequence: int) -> None:
         """Count all messages up to `sequence` (-1: none sent yet) as received, because a snapshot contains
         them.
         """
-        heard = self._heard.get(publisher_id)
-        if heard is None:
+        window = self._windows.get(publisher_id)
+        if window is None:
             self._add(publisher_id, sequence)
-        elif sequence > heard.newest:
-            heard.advance(sequence)
-        heard = self._heard[publisher_id]
-        heard.seen |= _MASK & ~((1 << (heard.newest - sequence)) - 1) if heard.newest - sequence < WINDOW else 0
+        elif sequence > window.newest:
+            window.advance(sequence)
+        window = self._windows[publisher_id]
+        window.seen |= _MASK & ~((1 << (window.newest - sequence)) - 1) if window.newest - sequence < WINDOW else 0
 
     def newest(self, publisher_id: int) -> int | None:
         """Return the highest sequence received or covered; None for an unknown publisher."""
-        heard = self._heard.get(publisher_id)
-        return None if heard is None else heard.newest
+        window = self._windows.get(publisher_id)
+        return None if window is None else window.newest
 
     def forget(self, publisher_id: int) -> None:
         """Treat its next message as that of a new publisher. Unknown publishers are ignored."""
-        self._heard.pop(publisher_id, None)
+        self._windows.pop(publisher_id, None)
 
     def _add(self, publisher_id: int, newest: int) -> None:
-        self._heard[publisher_id] = _Heard(newest)
-        if len(self._heard) > self._limit:
-            self._heard.popitem(last=False)
+        self._windows[publisher_id] = _Window(newest)
+        if len(self._windows) > self._limit:
+            self._windows.popitem(last=False)

@@ -467,16 +467,16 @@ async def test_what_was_learnt_over_other_settings_is_learnt_anew_and_the_rest_i
     async with serving(bus, state_file=file, clusters=8):
         assert (await asked(bus, DescribeClusters(model="m"), ClustersPublished)).record.clusters == 8
         assert (await asked(bus, DescribeProfile(model="m"), ProfilePublished)).tokens > 900
-    assert "what was learnt of m is not known any more" in caplog.text
+    assert "the learnt state of m cannot be restored" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("damage", "says", "tokens"),
     [
-        ({"drifts": {"m": {}}}, "what was usual for m is not known any more", 1000.0),
+        ({"drifts": {"m": {}}}, "the drift state of m cannot be restored", 1000.0),
         ({"drifts": {"m": DriftDetector(TrackerConfig(), 1, 2).state()}}, "it is of 1 x 2 experts", 1000.0),
-        ({"learnt": {"m": {}}}, "what was learnt of m is not known any more", 1000.0),
-        ({"activity": (("model", []),)}, "what was active is not known any more", 0.0),
+        ({"learnt": {"m": {}}}, "the learnt state of m cannot be restored", 1000.0),
+        ({"activity": (("model", []),)}, "the saved activity cannot be restored", 0.0),
     ],
 )
 async def test_a_part_of_the_state_that_cannot_be_used_begins_afresh(

@@ -1,1 +1,1 @@
-"""Activity of experts as engines report it: windows that decay, gaps in reports, checks of what arrives. Pure."""
+"""Expert activity as reported by engines: decay windows, gaps in reports, validation of messages. Pure."""

@@ -1,20 +1,24 @@
-"""Counts that fade with time, and the rates they stand for, under two time constants at once. Pure: the time is an argument.
+"""Exponentially decayed counts and rates, under two time constants at once. Pure: time is an argument.
 
-A time constant T weighs what happened u seconds ago with exp(-u / T). A report over s seconds that ends at e counts as evenly
-spread over them: at time t its counts weigh T/s * (1 - exp(-s/T)) * exp(-(t-e)/T), and the time it speaks for weighs s times that.
-A rate is weighted counts / *exposure*, the weighted time that was observed; so it is right from the first report on, and does
-not wait for the window to fill. Exposure is the larger of two sums, neither of which knows in which order reports came:
+A time constant T weighs an event of age u with exp(-u / T). A report over s seconds that ends at e counts as
+evenly spread over them. At time t its counts weigh T/s * (1 - exp(-s/T)) * exp(-(t-e)/T), and its observed
+time weighs s times that. A rate is weighted counts / *exposure*, the weighted observed time. It is therefore
+correct from the first report on, without a wait for the window to fill. Exposure is the larger of two sums,
+both independent of the order of reports:
 
-- all time since the first report began, without the time whose reports were lost (`lose`): silence is observed silence;
-- the time that the reports themselves speak for: a burst of delayed reports stands for the time they took, not for that of
-  the burst.
+- all time since the start of the first report, minus the time of lost reports (`lose`): time without activity
+  counts as observed;
+- the total time covered by the reports: a burst of delayed reports counts for the time it covers, not for the
+  duration of the burst.
 
-The time since the newest report is silence only beyond PATIENCE of its intervals: what happens now is reported a moment later.
+Time since the newest report counts as idle only beyond PATIENCE report intervals: present activity is
+reported with a delay.
 
-Sums are kept in forward form (Cormode et al. 2009, Forward Decay, section 3): a report enters with its weight as of a fixed
-reference time, nothing that is there is touched, and whoever looks divides by the growth since. References lie on a grid of MOVE
-time constants, so that a report is weighed once for all windows it enters. Reports are added up some at a time, as one product of
-their weights with their counts: half of the time goes into fetching a rank's sums from memory.
+Sums are kept in forward form (Cormode et al. 2009, Forward Decay, section 3). A report enters with its weight
+as of a fixed reference time, existing sums stay unchanged, and readers divide by the growth since the
+reference. References lie on a grid of MOVE time constants, so that a report is weighed once for all its
+windows. Reports are accumulated in batches, as one matrix product of weights and counts, because half of the
+time is spent on fetching a rank's sums from memory.
 """
 
 from math import exp, expm1, floor, inf
@@ -26,19 +30,21 @@ from numpy.typing import NDArray
 Table = NDArray[np.float32]
 """float32 [layers, experts]"""
 FAST, SLOW = 0, 1
-"""Which of the two time constants."""
+"""Index of the fast and of the slow time constant."""
 PATIENCE = 2.0
-"""Reports are awaited for so many of the last interval's lengths."""
+"""Wait for the next report, in lengths of the last interval."""
 MOVE = 30.0
-"""Time constants from one reference to the next: weights stay below e^30, far inside float32."""
+"""Time constants from one reference to the next. Weights stay below e^30, far inside the range of float32."""
 BATCH = 8
-"""Reports that wait to be added up together."""
+"""Reports accumulated together."""
 LEAST = -700.0
-"""Exponents below this are as good as nothing."""
+"""Exponents below this are treated as zero weight."""
 
 
 class WindowReport:
-    """What came of `seconds` that ended at `end`: counts [layers, experts] of (token, k) pairs, of any number type, and their tokens."""
+    """Activity over `seconds` that ended at `end`: counts [layers, experts] of (token, k) pairs, of any
+    number type, and tokens.
+    """
 
     __slots__ = ("_weighed", "counts", "end", "seconds", "tokens")
 
@@ -50,7 +56,9 @@ class WindowReport:
         self._weighed: dict[tuple[float, float], float] = {}
 
     def span(self, constant: float, reference: float) -> float:
-        """The weight of its time as of a reference, seconds; that of its counts and tokens is the same divided by `seconds`."""
+        """Return the weight of its time as of a reference. The weight of its counts and tokens is this
+        divided by `seconds`.
+        """
         found = self._weighed.get((constant, reference))
         if found is None:
             found = self._weighed[constant, reference] = weight_of(self.seconds, self.end, constant, reference)
@@ -63,7 +71,7 @@ def weight_of(seconds: float, end: float, constant: float, reference: float) -> 
 
 
 class _Sums:
-    """What fades under one time constant."""
+    """Decayed sums under one time constant."""
 
     __slots__ = ("constant", "counts", "lost", "own", "reference", "tokens")
 
@@ -72,13 +80,13 @@ class _Sums:
         self.counts: Table = np.zeros((layers, experts), np.float32)
         self.tokens = 0.0
         self.own = 0.0
-        """time that reports speak for"""
+        """time covered by reports"""
         self.lost = 0.0
-        """time whose reports are missing"""
+        """time of missing reports"""
         self.reference: float | None = None
 
     def advance(self, end: float) -> float:
-        """The reference for something that ends then, moved on if need be."""
+        """Return the reference for an event that ends at `end`, after advancing it if necessary."""
         reference = floor(end / (MOVE * self.constant)) * MOVE * self.constant
         if self.reference is None:
             self.reference = reference
@@ -90,14 +98,16 @@ class _Sums:
         return self.reference
 
     def fade(self, now: float) -> float:
-        """What a weight as of the reference is worth at a time not before the newest report."""
+        """Return the factor from weights as of the reference to weights at a time not before the newest
+        report.
+        """
         return 0.0 if self.reference is None else exp((self.reference - now) / self.constant)
 
 
 class DecayWindow:
     """Weighted counts of one rank (or one model). Times are seconds of one clock.
 
-    sources: how many publishers speak for it at the same time; what one of them lost is only that share of the whole.
+    sources: number of concurrent publishers. A loss by one of them is only its share of the whole.
     """
 
     def __init__(self, layers: int, experts: int, constants: tuple[float, float]) -> None:
@@ -111,7 +121,8 @@ class DecayWindow:
         """end and length of the newest report"""
 
     def observe(self, report: WindowReport) -> None:
-        """Reports may come in any order, each once. Their counts must not change afterwards."""
+        """Add a report. Reports may arrive in any order, each once. Their counts must not change afterwards.
+        """
         self._began = min(self._began, report.end - report.seconds)
         if report.end >= self._newest[0]:
             self._newest = max(self._newest, (report.end, report.seconds))
@@ -120,7 +131,7 @@ class DecayWindow:
             self._add_up()
 
     def _add_up(self) -> None:
-        """Take in the reports that wait."""
+        """Accumulate the waiting reports."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
@@ -140,7 +151,7 @@ class DecayWindow:
             sums.tokens += float(tokens[number])
 
     def take(self, counts: NDArray[Any], tokens: float, now: float, level: int) -> None:
-        """Counts without an interval of their own, as if of this moment; they say nothing of rates."""
+        """Add counts without an interval, as of this moment. They do not contribute to rates."""
         sums = self._sums[level]
         weight = exp((now - sums.advance(now)) / sums.constant)
         sums.counts += counts * np.float32(weight)
@@ -148,26 +159,29 @@ class DecayWindow:
         self._newest = max(self._newest, (now, 0.0))
 
     def lose(self, start: float, end: float, *, found: bool = False) -> None:
-        """Nobody knows what happened from start to end; `found`: now somebody does. An empty span is no loss."""
+        """Mark the time from start to end as unobserved; `found`: as observed again. An empty span has no
+        effect.
+        """
         if end > start:
             for sums in self._sums:
                 span = weight_of(end - start, end, sums.constant, sums.advance(end))
                 sums.lost = max(0.0, sums.lost - span) if found else sums.lost + span
 
     def counts(self, level: int, now: float) -> Table:
-        """float32 [layers, experts]: weighted (token, k) pairs."""
+        """Return weighted (token, k) pairs: float32 [layers, experts]."""
         self._add_up()
         sums = self._sums[level]
         return sums.counts * np.float32(sums.fade(max(now, self._newest[0])))
 
     def tokens(self, level: int, now: float) -> float:
-        """Weighted tokens behind the counts."""
+        """Return the weighted tokens behind the counts."""
         self._add_up()
         sums = self._sums[level]
         return sums.tokens * sums.fade(max(now, self._newest[0]))
 
     def rates(self, level: int, now: float) -> Table:
-        """float32 [layers, experts]: tokens per second that go to each expert; zeros before the first report."""
+        """Return tokens per second to each expert: float32 [layers, experts]; zeros before the first report.
+        """
         self._add_up()
         sums, judged = self._sums[level], self._judged(now)
         return sums.counts * np.float32(sums.fade(judged) / self._exposure(sums, judged))
@@ -178,7 +192,8 @@ class DecayWindow:
         return sums.tokens * sums.fade(judged) / self._exposure(sums, judged)
 
     def _judged(self, now: float) -> float:
-        """The moment up to which anything can be said: the end of the newest report, moved on by what is silence beyond doubt."""
+        """Return the time up to which activity is known: the end of the newest report plus certain idle time.
+        """
         end, seconds = self._newest
         return end + max(0.0, now - end - PATIENCE * seconds) if end > -inf else now
 
@@ -194,7 +209,7 @@ class DecayWindow:
         return sum(sums.counts.nbytes for sums in self._sums) + sum(report.counts.nbytes for report in self._waiting)
 
     def state(self) -> dict[str, Any]:
-        """Everything, in what msgpack can say."""
+        """Return the complete state, for msgpack."""
         self._add_up()
         return {
             "shape": [self.layers, self.experts],
@@ -206,7 +221,7 @@ class DecayWindow:
 
     @classmethod
     def restore(cls, constants: tuple[float, float], state: dict[str, Any]) -> "DecayWindow":
-        """ValueError when this is no state of a window."""
+        """Restore a window. ValueError if this is not the state of one."""
         try:
             layers, experts = (int(size) for size in state["shape"])
             window = cls(layers, experts, constants)

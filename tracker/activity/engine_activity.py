@@ -1,4 +1,4 @@
-"""What the tracker believes of the present: who is there, what their requests activate, what they hold, and what of it is worth saying. Pure."""
+"""Present activity: engines and their ranks, expert demand, placements, and the changes to publish. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -17,13 +17,13 @@ from tracker.activity.report_validation import InvalidReport, ReportFault, check
 from tracker.config import TrackerConfig
 
 DEPARTED = 4096
-"""Workers that left and are remembered, so that a late report does not bring them back."""
+"""Departed workers that are remembered, so that a late report does not bring them back."""
 IMPORTS = 4096
 """Imports that are remembered, so that none is counted twice."""
 DIGEST = 128
-"""Characters of an import's digest."""
-SPEAKERS = 8
-"""Publishers of one rank that are told apart."""
+"""Limit of an import's digest, in characters."""
+PUBLISHERS = 8
+"""Publishers that are tracked separately per rank."""
 
 
 class RankKey(NamedTuple):
@@ -32,7 +32,9 @@ class RankKey(NamedTuple):
 
 
 class ReportedCounts(NamedTuple):
-    """What a report said: unsigned counts [layers, experts] of (token, k) pairs, the tokens they come from, and the model."""
+    """Contents of a report: unsigned counts [layers, experts] of (token, k) pairs, the tokens behind them,
+    and the model.
+    """
 
     model: str
     counts: NDArray[Any]
@@ -42,21 +44,21 @@ class ReportedCounts(NamedTuple):
 @dataclass(slots=True)
 class _Rank:
     window: DecayWindow
-    speakers: OrderedDict[int, ReportGaps] = field(default_factory=OrderedDict)
+    publishers: OrderedDict[int, ReportGaps] = field(default_factory=OrderedDict)
     """by publisher"""
     reported: bool = False
-    """since its demand was last published"""
-    said: float = 0.0
-    """tokens per second last published"""
+    """True if reported since its demand was last published"""
+    published_rate: float = 0.0
+    """last published tokens per second"""
 
 
 @dataclass(slots=True)
 class _Worker:
     engine: str
     model: str
-    heard_at: float
+    seen_at: float
     ranks: int | None = None
-    """None: it reported before its join was heard"""
+    """None: it reported before its join arrived"""
     windows: dict[int, _Rank] = field(default_factory=dict)
 
 
@@ -70,9 +72,10 @@ class _Model:
 
 
 class EngineActivity:
-    """Workers, ranks and models, all bounded. `now` is seconds of one clock that never goes back.
+    """Workers, ranks and models, all bounded. `now` is seconds of one monotonic clock.
 
-    first_version: versions of what is published count from here, over all models; a restarted tracker must not repeat them.
+    first_version: start of the version numbers of published messages, common to all models. A restarted
+    tracker must not repeat them.
     """
 
     def __init__(self, config: TrackerConfig, first_version: int = 1) -> None:
@@ -83,7 +86,7 @@ class EngineActivity:
         self._models: dict[str, _Model] = {}
         self._departed: OrderedDict[int, None] = OrderedDict()
         self._supplies: OrderedDict[int, LocalSupply] = OrderedDict()
-        """by worker; one may be heard of before the worker is"""
+        """by worker; a placement may arrive before its worker is known"""
         self._imports: OrderedDict[str, None] = OrderedDict()
 
     @property
@@ -93,40 +96,41 @@ class EngineActivity:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """(layers, experts) of the models that are followed."""
+        """(layers, experts) of the tracked models."""
         return {name: (model.window.layers, model.window.experts) for name, model in self._models.items()}
 
     @property
     def stored_bytes(self) -> int:
-        """Of all windows and placements."""
+        """Bytes of all windows and placements."""
         windows = sum(rank.window.stored_bytes for worker in self._workers.values() for rank in worker.windows.values())
         models = sum(model.window.stored_bytes for model in self._models.values())
         return windows + models + sum(supply.held.nbytes for supply in self._supplies.values())
 
     def ages(self, now: float) -> dict[str, float | None]:
-        """Seconds since the last report for each model; None: there was none."""
+        """Return the seconds since the last report for each model; None: no report."""
         return {name: None if model.reported_at is None else now - model.reported_at for name, model in self._models.items()}
 
-    # Who is there, and what they hold
+    # Membership and placements
 
     def engine_of(self, worker_id: int) -> str | None:
-        """The engine of a worker that is there."""
+        """Return the engine of a known worker."""
         worker = self._workers.get(worker_id)
         return None if worker is None else worker.engine
 
     def joined(self, joined: EngineJoined, now: float) -> None:
-        """An incarnation of an engine: it replaces the one before. Hearing it again changes nothing."""
+        """Add an incarnation of an engine, which replaces the previous one. Repetitions have no effect."""
         if joined.worker_id in self._departed:
             return
         for worker_id in [worker_id for worker_id, worker in self._workers.items() if worker.engine == joined.engine and worker_id != joined.worker_id]:
             self.left(worker_id)
         worker = self._workers.setdefault(joined.worker_id, _Worker(joined.engine, joined.model, now))
-        worker.engine, worker.model, worker.heard_at, worker.ranks = joined.engine, joined.model, now, len(joined.urls)
+        worker.engine, worker.model, worker.seen_at, worker.ranks = joined.engine, joined.model, now, len(joined.urls)
         if joined.shape is not None:
             self._shaped(joined.model, joined.shape.layers, joined.shape.experts, now)
 
     def placed(self, worker_id: int, supply: LocalSupply) -> None:
-        """A worker holds this; only its newest epoch counts. Refused when that is more than may be followed."""
+        """Record a worker's placement; only the newest epoch counts. InvalidReport if it exceeds the limits.
+        """
         if worker_id in self._departed:
             return
         ranks, layers, experts = supply.held.shape
@@ -139,11 +143,11 @@ class EngineActivity:
             return
         self._supplies[worker_id] = supply
         while sum(len(supply.held) for supply in self._supplies.values()) > 2 * self._config.most_ranks:
-            strangers = (known for known in self._supplies if known not in self._workers)
-            del self._supplies[next(strangers, next(iter(self._supplies)))]
+            unknown = (known for known in self._supplies if known not in self._workers)
+            del self._supplies[next(unknown, next(iter(self._supplies)))]
 
     def left(self, worker_id: int) -> None:
-        """What a worker's ranks asked for is forgotten; the model's profile keeps what it learnt."""
+        """Drop the demand of a worker's ranks. The model's profile keeps what it learnt."""
         self._workers.pop(worker_id, None)
         self._supplies.pop(worker_id, None)
         self._departed[worker_id] = None
@@ -151,23 +155,24 @@ class EngineActivity:
             self._departed.popitem(last=False)
 
     def beat(self, worker_id: int, now: float) -> None:
-        """A sign of life."""
+        """Record a heartbeat."""
         if worker_id in self._workers:
-            self._workers[worker_id].heard_at = now
+            self._workers[worker_id].seen_at = now
 
     def forget_silent(self, now: float) -> list[int]:
-        """Drop the workers that gave no sign of life for too long; they may come back by reporting. Returns who was dropped."""
-        silent = [worker_id for worker_id, worker in self._workers.items() if now - worker.heard_at > self._config.forget_seconds]
+        """Drop and return the workers silent for too long. A new report brings a worker back."""
+        silent = [worker_id for worker_id, worker in self._workers.items() if now - worker.seen_at > self._config.forget_seconds]
         for worker_id in silent:
             del self._workers[worker_id]
         return silent
 
-    # What they activate
+    # Activations
 
     def report(self, report: ExpertsActivated, now: float, publisher: int = 0, sequence: int | None = None) -> ReportedCounts:
-        """Take a report into account, whose interval ends now. Reports may come in any order; each may come only once.
+        """Add a report whose interval ends now. Reports may arrive in any order, each only once.
 
-        publisher, sequence: of the message; None: nothing can be said of losses. Refused when it cannot be used; then nothing changed.
+        publisher, sequence: of the message; None: losses are not tracked. InvalidReport if it is unusable,
+        without any change.
         """
         worker = self._workers.get(report.worker_id)
         self._check_origin(report, worker)
@@ -183,7 +188,7 @@ class EngineActivity:
         if rank is None:
             rank = worker.windows[report.rank] = _Rank(DecayWindow(layers, experts, self._constants))
             model.window.sources = max(model.window.sources, sum(len(each.windows) for each in self._workers.values() if each.model == report.model))
-        worker.heard_at = model.used_at = model.reported_at = now
+        worker.seen_at = model.used_at = model.reported_at = now
         rank.reported = model.changed = True
         if sequence is not None:
             _note_losses(rank, model, publisher, sequence, now - report.seconds, now)
@@ -193,7 +198,9 @@ class EngineActivity:
         return ReportedCounts(report.model, counts, report.tokens)
 
     def imported(self, imported: CountsImported, now: float) -> bool:
-        """Take counts of another system into a model's slow profile; False when they were taken before. Refused when they cannot be used."""
+        """Add imported counts to a model's slow profile. False if they were added before. InvalidReport if
+        they are unusable.
+        """
         if not 1 <= len(imported.digest) <= DIGEST:
             raise InvalidReport(ReportFault.COUNTS, f"an import's digest must have 1 to {DIGEST} characters, not {len(imported.digest)}")
         if imported.digest in self._imports:
@@ -231,7 +238,9 @@ class EngineActivity:
             raise InvalidReport(ReportFault.SHAPE, f"counts have shape [{layers}, {experts}]; model {name!r} has {known}")
 
     def _shaped(self, name: str, layers: int, experts: int, now: float) -> _Model:
-        """The model of this name and shape; another shape than before is another model, which starts afresh."""
+        """Return the model of this name and shape. A different shape is a different model, which starts
+        empty.
+        """
         known = self._models.get(name)
         if known is not None and (known.window.layers, known.window.experts) == (layers, experts):
             return known
@@ -252,10 +261,12 @@ class EngineActivity:
             raise InvalidReport(ReportFault.CAPACITY, f"{len(self._models)} models are followed already; raise tracker.most_models to follow more")
         del self._models[min(idle, key=lambda name: self._models[name].used_at)]
 
-    # What is worth saying
+    # Publishing
 
     def profile(self, name: str, now: float) -> ProfilePublished | None:
-        """A model's slow profile (uniform, with 0 tokens, before the first report); None for a model nobody named."""
+        """Return a model's slow profile: uniform, with 0 tokens, before the first report; None for an unknown
+        model.
+        """
         model = self._models.get(name)
         if model is None:
             return None
@@ -263,7 +274,9 @@ class EngineActivity:
         return ProfilePublished(model=name, version=model.version, tokens=model.window.tokens(SLOW, now), profile=ExpertTable.of(table))
 
     def fast_profile(self, name: str, now: float) -> ExpertTable | None:
-        """What is popular at present, shrunk towards the slow profile by `prior_pairs` per layer; None for a model nobody named."""
+        """Return the present popularity, shrunk towards the slow profile by `prior_pairs` per layer; None for
+        an unknown model.
+        """
         model = self._models.get(name)
         if model is None:
             return None
@@ -272,7 +285,9 @@ class EngineActivity:
         return ExpertTable.of(mixed / mixed.sum(axis=1, keepdims=True))
 
     def changed(self, now: float) -> Iterator[ProfilePublished | DemandPublished]:
-        """What changed since the last call: profiles of models, demands of ranks. Each is new under a version of its own."""
+        """Yield the changes since the last call: profiles of models, demands of ranks. Each gets its own
+        version.
+        """
         for name, model in list(self._models.items()):
             if model.changed:
                 model.changed, model.version = False, self.next_version()
@@ -288,13 +303,15 @@ class EngineActivity:
             yield self._demand(worker_id, worker, number, rank, now)
 
     def _is_due(self, rank: _Rank, now: float) -> bool:
-        """Reported since, or fallen noticeably in silence; at last, once, to nothing."""
-        return rank.reported or (rank.said > 0 and rank.window.tokens_per_second(FAST, now) < (1 - self._config.change) * rank.said)
+        """Return True if the rank reported since the last publication, or its demand fell noticeably; once
+        when it reaches zero.
+        """
+        return rank.reported or (rank.published_rate > 0 and rank.window.tokens_per_second(FAST, now) < (1 - self._config.change) * rank.published_rate)
 
     def _demand(self, worker_id: int, worker: _Worker, number: int, rank: _Rank, now: float) -> DemandPublished:
-        speed, rates = self._wanted(rank, now)
+        speed, rates = self._demand_rates(rank, now)
         pairs = float(rank.window.counts(FAST, now).sum(dtype=np.float64)) / len(rates) if speed else 0.0
-        rank.reported, rank.said = False, speed
+        rank.reported, rank.published_rate = False, speed
         supply = self._supply(worker_id, worker, number, rank.window)
         return DemandPublished(
             engine=worker.engine,
@@ -308,30 +325,31 @@ class EngineActivity:
             remote=None if supply is None else supply.remote(number, rates),
         )
 
-    def _wanted(self, rank: _Rank, now: float) -> tuple[float, Table]:
-        """Tokens per second of a rank, and of each expert."""
+    def _demand_rates(self, rank: _Rank, now: float) -> tuple[float, Table]:
+        """Return the tokens per second of a rank, in total and to each expert."""
         speed, rates = rank.window.tokens_per_second(FAST, now), rank.window.rates(FAST, now)
         return (speed, rates) if speed >= self._config.least_tokens_per_second else (0.0, np.zeros_like(rates))
 
     def _supply(self, worker_id: int, worker: _Worker, rank: int, window: DecayWindow) -> LocalSupply | None:
-        """What a worker holds, if that is known and about the same ranks and experts."""
+        """Return a worker's placement, if it is known and has matching ranks and experts."""
         supply = self._supplies.get(worker_id)
         if supply is None or rank >= len(supply.held) or supply.held.shape[1:] != (window.layers, window.experts):
             return None
         return supply if worker.ranks in (None, len(supply.held)) else None
 
     def rank_keys(self, name: str) -> list[RankKey]:
-        """The ranks that serve a model and have reported, by engine and number."""
+        """Return the ranks that serve a model and have reported, by engine and number."""
         found = [(worker.engine, number, worker_id) for worker_id, worker in self._workers.items() if worker.model == name for number in worker.windows]
         return [RankKey(worker_id, number) for _, number, worker_id in sorted(found)]
 
     def rank_popularity(self, key: RankKey, now: float) -> RankPopularity | None:
-        """What one rank's requests want, against what it holds; None when it is gone meanwhile."""
+        """Compare the demand of one rank's requests with its placement; None if the rank has left meanwhile.
+        """
         worker = self._workers.get(key.worker_id)
         rank = None if worker is None else worker.windows.get(key.rank)
         if worker is None or rank is None:
             return None
-        speed, rates = self._wanted(rank, now)
+        speed, rates = self._demand_rates(rank, now)
         supply = self._supply(key.worker_id, worker, key.rank, rank.window)
         if supply is None:
             return RankPopularity(engine=worker.engine, rank=key.rank, tokens_per_second=speed, remote=None)
@@ -346,27 +364,31 @@ class EngineActivity:
         )
 
     def next_version(self) -> int:
-        """For something new that is said."""
+        """Return the version for the next published message."""
         self._version += 1
         return self._version - 1
 
-    # Keeping it
+    # Saving and restoring
 
     def state(self) -> Iterator[tuple[str, Any]]:
-        """Everything, piece by piece, in what msgpack can say: many ranks take a while, and whoever asks may pause between pieces."""
+        """Yield the complete state piece by piece, for msgpack. With many ranks it takes a while; the caller
+        may pause in between.
+        """
         yield "constants", list(self._constants)
         yield "departed", list(self._departed)
         yield "imports", list(self._imports)
         for name, model in list(self._models.items()):
             yield "model", [name, model.window.state(), model.used_at, model.reported_at, model.changed, model.version]
         for worker_id, worker in list(self._workers.items()):
-            yield "worker", [worker_id, worker.engine, worker.model, worker.heard_at, worker.ranks]
+            yield "worker", [worker_id, worker.engine, worker.model, worker.seen_at, worker.ranks]
             for number, rank in list(worker.windows.items()):
-                speakers = [[publisher, gaps.state()] for publisher, gaps in rank.speakers.items()]
-                yield "rank", [worker_id, number, rank.window.state(), speakers, rank.reported, rank.said]
+                publishers = [[publisher, gaps.state()] for publisher, gaps in rank.publishers.items()]
+                yield "rank", [worker_id, number, rank.window.state(), publishers, rank.reported, rank.published_rate]
 
     def restore(self, pieces: Iterable[tuple[str, Any]]) -> None:
-        """Go on from what `state` gave. ValueError when it is no such thing, or more than may be followed; then this activity must not be used."""
+        """Restore a state. ValueError if it is invalid or exceeds the limits; then this object must not be
+        used.
+        """
         kinds: dict[str, Callable[..., None]] = {"model": self._restore_model, "worker": self._restore_worker, "rank": self._restore_rank}
         try:
             for kind, piece in pieces:
@@ -393,32 +415,32 @@ class EngineActivity:
             raise ValueError(f"model {name!r} is larger than tracker.most_cells allows")
         self._models[str(name)] = _Model(restored, float(used_at), None if reported_at is None else float(reported_at), bool(changed), int(version))
 
-    def _restore_worker(self, worker_id: int, engine: str, model: str, heard_at: float, ranks: int | None) -> None:
-        self._workers[int(worker_id)] = _Worker(str(engine), str(model), float(heard_at), None if ranks is None else int(ranks))
+    def _restore_worker(self, worker_id: int, engine: str, model: str, seen_at: float, ranks: int | None) -> None:
+        self._workers[int(worker_id)] = _Worker(str(engine), str(model), float(seen_at), None if ranks is None else int(ranks))
 
-    def _restore_rank(self, worker_id: int, number: int, window: dict[str, Any], speakers: list[Any], reported: bool, said: float) -> None:
+    def _restore_rank(self, worker_id: int, number: int, window: dict[str, Any], publishers: list[Any], reported: bool, published_rate: float) -> None:
         worker = self._workers[worker_id]
         restored, model = DecayWindow.restore(self._constants, window), self._models[worker.model].window
         if (restored.layers, restored.experts) != (model.layers, model.experts):
             raise ValueError(f"rank {number} of worker {worker_id} has another shape than its model")
-        heard = OrderedDict((int(publisher), ReportGaps.restore(gaps)) for publisher, gaps in speakers[-SPEAKERS:])
-        worker.windows[int(number)] = _Rank(restored, heard, bool(reported), float(said))
+        heard = OrderedDict((int(publisher), ReportGaps.restore(gaps)) for publisher, gaps in publishers[-PUBLISHERS:])
+        worker.windows[int(number)] = _Rank(restored, heard, bool(reported), float(published_rate))
 
     def heard(self) -> Iterator[tuple[int, int]]:
-        """The publishers of reports, each with the highest sequence heard of it."""
+        """Yield the publishers of reports, each with its highest sequence."""
         for worker in self._workers.values():
             for rank in worker.windows.values():
-                yield from ((publisher, gaps.last) for publisher, gaps in rank.speakers.items())
+                yield from ((publisher, gaps.last) for publisher, gaps in rank.publishers.items())
 
 
 def _note_losses(rank: _Rank, model: _Model, publisher: int, sequence: int, start: float, end: float) -> None:
-    """Tell rank and model which time is not observed, by the jumps in the publisher's sequence."""
-    gaps = rank.speakers.get(publisher)
+    """Report unobserved time to rank and model, from the gaps in the publisher's sequence."""
+    gaps = rank.publishers.get(publisher)
     if gaps is None:
-        gaps = rank.speakers[publisher] = ReportGaps()
-        if len(rank.speakers) > SPEAKERS:
-            rank.speakers.popitem(last=False)
-        rank.window.sources = len(rank.speakers)
+        gaps = rank.publishers[publisher] = ReportGaps()
+        if len(rank.publishers) > PUBLISHERS:
+            rank.publishers.popitem(last=False)
+        rank.window.sources = len(rank.publishers)
     for span in gaps.observe(sequence, start, end):
         for window in (rank.window, model.window):
             window.lose(span.start, span.end, found=span.found)

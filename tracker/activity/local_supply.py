@@ -1,4 +1,6 @@
-"""What a rank's requests want against what the rank holds. Pure; every answer is defined when there is no evidence."""
+"""Expert demand of a rank's requests compared with the experts on the rank. Pure; every result is defined
+without evidence.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +22,9 @@ Named = tuple[tuple[int, int, float], ...]
 
 @dataclass(frozen=True, eq=False)
 class LocalSupply:
-    """Who holds what in one placement epoch. held: bool [ranks, layers, experts]; layers below `boundary` are sharded over all ranks."""
+    """Placement of one epoch, by rank. held: bool [ranks, layers, experts]; layers below `boundary` are
+    sharded over all ranks.
+    """
 
     epoch: int
     held: NDArray[np.bool_]
@@ -28,16 +32,19 @@ class LocalSupply:
 
     @classmethod
     def of(cls, record: PlacementRecord, layout: Layout | None) -> "LocalSupply":
-        """ValueError for a placement that contradicts itself. Takes milliseconds for a large one."""
+        """Build from a placement record. ValueError for an inconsistent one. Takes milliseconds for a large
+        placement.
+        """
         layout = layout or EP
         placement = Placement.from_record(record)
         held = np.ascontiguousarray(placement.replicas_on_rank.transpose(1, 0, 2) > 0)
         return cls(record.epoch, held, record.layers if layout.attention == "tp" else layout.boundary)
 
     def remote(self, rank: int, rates: NDArray[Any]) -> float | None:
-        """Share of the rates [layers, experts] whose expert has no replica on the rank, over the layers that hold whole experts.
+        """Return the share of the rates [layers, experts] for experts without a replica on the rank, over
+        layers of whole experts.
 
-        None when nothing is wanted there, or no layer holds whole experts: then no rank is nearer than another.
+        None without demand, or without a layer of whole experts: then all ranks are equally near.
         """
         wanted = rates[self.boundary :]
         total = float(wanted.sum(dtype=np.float64))
@@ -46,18 +53,25 @@ class LocalSupply:
         return min(1.0, max(0.0, 1.0 - float(wanted[self.held[rank, self.boundary :]].sum(dtype=np.float64)) / total))
 
     def wanted_remote(self, rank: int, rates: NDArray[Any], pairs: NDArray[Any]) -> Named:
-        """Experts wanted here and held elsewhere, most wanted first. pairs: the counts behind the rates; those that noise may explain are left out."""
+        """Return the experts in demand here but placed elsewhere, highest demand first.
+
+        pairs: counts behind the rates. Experts that noise may explain are left out.
+        """
         stands_out = pairs > DOUBT * np.sqrt(pairs)
         return self._named(stands_out & ~self.held[rank], rates, -1.0)
 
     def local_idle(self, rank: int, rates: NDArray[Any], pairs: NDArray[Any]) -> Named:
-        """Experts held here that are clearly wanted less than half as much as the layer's experts are on average, least wanted first."""
+        """Return the experts placed here with clearly less than half the layer's mean demand, lowest demand
+        first.
+        """
         mean = pairs.mean(axis=1, keepdims=True)
         idle = pairs + DOUBT * np.sqrt(pairs + 1.0) < 0.5 * mean
         return self._named(idle & self.held[rank], rates, 1.0)
 
     def _named(self, chosen: NDArray[np.bool_], rates: NDArray[Any], direction: float) -> Named:
-        """Some of the chosen experts [layers, experts], by rate: falling for direction -1, rising for 1."""
+        """Return up to NAMED of the chosen experts [layers, experts], by rate: descending for direction -1,
+        ascending for 1.
+        """
         layers, experts = np.nonzero(chosen[self.boundary :])
         found = rates[self.boundary :][layers, experts]
         if len(found) > NAMED:

@@ -1,7 +1,8 @@
-"""The time for which a publisher's reports are missing: between two reports whose sequence numbers do not follow one another. Pure.
+"""Time covered by a publisher's missing reports: between two reports whose sequence numbers are not
+consecutive. Pure.
 
-Which spans are missing depends only on the reports that were heard, not on the order in which they came: a late report takes
-its gap back and leaves what is still missing on either side of it.
+The missing spans depend only on the set of received reports, not on their order. A late report withdraws its
+gap and leaves the parts still missing on either side.
 """
 
 from collections import OrderedDict
@@ -9,11 +10,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 MOST = 64
-"""Gaps that a late report can still narrow; older ones stay as they are."""
+"""Gaps that a late report can still narrow. Older gaps are final."""
 
 
 class SilentSpan(NamedTuple):
-    """From start to end (seconds) nothing was heard; `found`: what was said before of this span holds no more."""
+    """No report covers start to end (seconds). `found`: withdraws this span."""
 
     start: float
     end: float
@@ -21,23 +22,25 @@ class SilentSpan(NamedTuple):
 
 
 class ReportGaps:
-    """One publisher's reports, each heard once."""
+    """One publisher's reports, each received once."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
-        """sequence and start of the earliest"""
+        """sequence and start of the earliest report"""
         self._last = (-1, 0.0)
-        """sequence and end of the latest"""
+        """sequence and end of the latest report"""
         self._open: OrderedDict[int, tuple[int, float, float]] = OrderedDict()
-        """by the sequence before the gap: that behind it, start and end"""
+        """by the sequence before the gap: the sequence after it, start and end"""
 
     @property
     def last(self) -> int:
-        """The highest sequence heard; -1: none."""
+        """Highest sequence received; -1: none."""
         return self._last[0]
 
     def observe(self, sequence: int, start: float, end: float) -> Iterator[SilentSpan]:
-        """A report that speaks for start..end (seconds). Gives what is missing because of it, and what no longer is."""
+        """Record a report that covers start..end (seconds). Yield the spans now missing, and those no longer
+        missing.
+        """
         if self._first is None:
             self._first, self._last = (sequence, start), (sequence, end)
         elif sequence > self._last[0]:
@@ -66,12 +69,12 @@ class ReportGaps:
                 return
 
     def state(self) -> list[Any]:
-        """Everything, in what msgpack can say."""
+        """Return the complete state, for msgpack."""
         return [self._first and list(self._first), list(self._last), [[low, *gap] for low, gap in self._open.items()]]
 
     @classmethod
     def restore(cls, state: list[Any]) -> "ReportGaps":
-        """ValueError when this is no state of gaps."""
+        """Restore gaps. ValueError if this is not the state of them."""
         gaps = cls()
         try:
             first, last, spans = state

@@ -1,4 +1,4 @@
-"""Why something that was said cannot be used. Pure."""
+"""Validation of reports, and the reasons for rejection. Pure."""
 
 from enum import StrEnum
 from typing import Any
@@ -13,21 +13,21 @@ MOST = float(1 << 53)
 
 
 class ReportFault(StrEnum):
-    """Why a report was refused."""
+    """Reason for rejecting a report."""
 
     DEPARTED = "departed"
     MODEL = "model"
-    """another model than the worker joined with"""
+    """a model other than the one the worker joined with"""
     SPEAKER = "speaker"
-    """of one engine, about the worker of another"""
+    """sent by one engine about the worker of another"""
     RANK = "rank"
     INTERVAL = "interval"
     COUNTS = "counts"
     """not a table of finite numbers >= 0, or counts without tokens"""
     SHAPE = "shape"
-    """another shape than the model's"""
+    """a shape other than the model's"""
     PLACEMENT = "placement"
-    """a placement that contradicts itself, or does not fit the engine"""
+    """inconsistent, or not matching the engine"""
     CLUSTERS = "clusters"
     """a profile or an outcome that cannot be learnt from"""
     CAPACITY = "capacity"
@@ -42,7 +42,9 @@ class InvalidReport(ValueError):
 
 
 def checked_counts(told: ExpertCounts, tokens: int, cached_tokens: int, most_cells: int) -> NDArray[np.unsignedinteger[Any]]:
-    """unsigned [layers, experts]: counts as they were said, in place. Refused when they cannot be true, or are of more than `most_cells`."""
+    """Return the counts in place: unsigned [layers, experts]. InvalidReport if they are impossible or exceed
+    `most_cells`.
+    """
     for name, value in (("tokens", tokens), ("cached_tokens", cached_tokens)):
         if not 0 <= value <= MOST:
             raise InvalidReport(ReportFault.COUNTS, f"{name} must be a count, not {value}")

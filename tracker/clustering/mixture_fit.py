@@ -1,12 +1,13 @@
-"""Fitting a few expert profiles to sampled requests. Pure: arrays in, arrays out, nothing drawn at random.
+"""Fit of a few expert profiles to sampled requests. Pure: arrays in, arrays out, no random draws.
 
-Requests are compared as square roots of probabilities, shrunk to the traffic's profile where they are short; the Euclidean distance of
-those is Hellinger's, in which the noise of counting is the same everywhere. k-means runs on the Gram matrix, so that a round costs
-n^2 and not n x layers x experts.
+Requests are compared as square roots of probabilities, shrunk towards the traffic's profile if they are
+short. The Euclidean distance of these is Hellinger's, in which counting noise is uniform. k-means runs on the
+Gram matrix, so that a round costs n^2 instead of n x layers x experts.
 
-Structure is only believed when it predicts: two profiles are better than one when profiles fitted on one half of the requests, chosen
-between by what a request of the other half did in its *prompt*, make that request's *completion* more likely. On noise, and on differences that
-do not last from prompt to completion, this gain is negative in the mean, however many requests there are.
+Clusters must predict. Two profiles are better than one if they make completions more likely: the profiles are
+fitted on one half of the requests, and weighted for each request of the other half by its *prompt*; the
+likelihood is that of its *completion*. On noise, and on differences that do not persist from prompt to
+completion, the mean of this gain is negative, for any number of requests.
 """
 
 from dataclasses import dataclass
@@ -21,43 +22,54 @@ from fleet.signatures import LEAST, posterior
 Wide = NDArray[np.float64]
 Cells = NDArray[np.float32]
 ENOUGH = 2048.0
-"""(token, k) pairs per layer at which a request's weight in what is pooled is half of what it could be: requests of a kind differ from
-each other more than counting explains, so a long one does not say as much more (random effects, DerSimonian & Laird 1986)."""
+"""(token, k) pairs per layer at which a request's weight in a pool is half of its limit. Requests of a
+cluster differ by more than counting noise, so a long request does not carry proportionally more evidence
+(random effects, DerSimonian & Laird 1986).
+"""
 CERTAIN = 2.0
-"""Standard errors by which a split must predict better than no split. On noise the gain lies several below 0, so this need not be strict."""
+"""Standard errors by which a split must predict better than no split. On noise the gain is several errors
+below 0, so this need not be strict.
+"""
 DOUBTFUL = -1.0
-"""Two clusters are merged when they predict worse than one by as many; between the two, things stay as they are."""
+"""Two clusters are merged if they predict worse than one by this many standard errors. Between the two limits
+nothing changes.
+"""
 FEWEST = 12
-"""Requests that are split, at least."""
+"""Minimum number of requests to split."""
 AXES = 3
 """Principal axes along which a split is tried."""
 JUDGES = 256
-"""Requests the sharpness is judged by, at most."""
+"""Limit of requests that judge the sharpness."""
 GRID = tuple(float(10.0 ** (-5.0 + step / 4.0)) for step in range(25))
-"""Sharpnesses: four to a decade, 1e-5 to 10."""
+"""Candidate sharpnesses: four per decade, 1e-5 to 10."""
 LEVELS = GRID[4::8]
-"""Those at which splits and merges are judged: each at its best."""
+"""Sharpnesses at which splits and merges are judged: each at its best."""
 
 
 REPEATED = 256.0
-"""(token, k) pairs per layer from which on a text mostly repeats what it has said of itself: twice as many say less than half as much
-again. Sharpness is learnt, and right for the lengths that come; this only carries it over to others, blocks above all."""
+"""(token, k) pairs per layer from which on a text mostly repeats itself: twice as many pairs carry less than
+1.5 times the evidence. Sharpness is learnt, and correct for the observed lengths. This only extrapolates to
+others, above all blocks.
+"""
 
 
 def first_sharpness(layers: int) -> float:
-    """Before anything was sampled: the layers of a token say nearly the same."""
+    """Return the sharpness before the first sample: the layers of a token are nearly redundant."""
     return 0.4 / layers
 
 
 def saturation(layers: int) -> float:
-    """Of `fleet.signatures.ClusterModel`: by pairs of all layers."""
+    """Return the saturation of `fleet.signatures.ClusterModel`, per pair over all layers."""
     return 1.0 / (REPEATED * layers)
 
 
 @dataclass(frozen=True, eq=False)
 class FitSample:
-    """What a mixture is fitted to, in random order. prompt, completion: float32 [n, layers * experts] pairs; weight: float64 [n], the requests of now each
-    stands for; prior_pairs: pairs per layer that speak for the traffic's profile; layers."""
+    """Samples for a fit, in random order.
+
+    prompt, completion: float32 [n, layers * experts] pairs. weight: float64 [n], current requests that each
+    represents. prior_pairs: pairs per layer of the prior, the traffic's profile. layers: their number.
+    """
 
     prompt: Cells
     completion: Cells
@@ -67,37 +79,37 @@ class FitSample:
 
     @cached_property
     def pairs(self) -> Wide:
-        """float64 [n]: pairs per layer."""
+        """Pairs per layer of each request: float64 [n]."""
         return np.asarray((self.prompt.sum(axis=1) + self.completion.sum(axis=1)) / self.layers, np.float64)
 
     @cached_property
     def temper(self) -> Cells:
-        """float32 [n, 1]: what the evidence of each prompt counts, before sharpness."""
+        """Weight of each prompt's evidence, before sharpness: float32 [n, 1]."""
         return np.asarray(1.0 / (1.0 + saturation(self.layers) * self.prompt.sum(axis=1, keepdims=True)), np.float32)
 
     @cached_property
     def scale(self) -> Cells:
-        """float32 [n]: what the pairs of a request count when pooled."""
+        """Weight of a request's pairs in a pool: float32 [n]."""
         return np.asarray(self.weight / (1.0 + self.pairs / ENOUGH), np.float32)
 
     @cached_property
     def total(self) -> Cells:
-        """float32 [layers * experts]: everything pooled."""
+        """Pool of all requests: float32 [layers * experts]."""
         return np.asarray(self.scale @ self.prompt + self.scale @ self.completion, np.float32)
 
     @cached_property
     def prior(self) -> Cells:
-        """float32 [layers * experts]: the traffic's profile."""
+        """Profile of the traffic: float32 [layers * experts]."""
         return _probabilities(self.total, np.full_like(self.total, self.layers / len(self.total)), self.prior_pairs, self.layers)
 
     @cached_property
     def trusted(self) -> Wide:
-        """float64 [n]: weight in k-means; short requests are mostly prior."""
+        """Weights in k-means: float64 [n]. Short requests are mostly prior."""
         return self.weight * self.pairs / (self.pairs + self.prior_pairs)
 
     @cached_property
     def gram(self) -> Cells:
-        """float32 [n, n]: inner products of the requests' roots around the traffic's."""
+        """Inner products of the requests' roots, centred on the traffic's: float32 [n, n]."""
         roots = self.prompt + self.completion
         roots += np.float32(self.prior_pairs) * self.prior
         roots /= np.asarray(self.pairs + self.prior_pairs, np.float32)[:, None]
@@ -106,12 +118,14 @@ class FitSample:
         return np.asarray(roots @ roots.T, np.float32)
 
     def pooled(self, members: NDArray[np.intp], prior: Cells) -> Cells:
-        """float32 [layers * experts]: the profile of some requests together, shrunk to `prior`."""
+        """Return the common profile of some requests, shrunk to `prior`: float32 [layers * experts]."""
         scale = self.scale[members]
         return _probabilities(scale @ self.prompt[members] + scale @ self.completion[members], prior, self.prior_pairs, self.layers)
 
     def profiles(self, labels: NDArray[np.intp], clusters: int, among: NDArray[np.bool_] | None = None) -> Cells:
-        """float32 [clusters, layers * experts]: the profiles of labelled requests (of those `among`), shrunk to the traffic's."""
+        """Return the profiles of labelled requests (of those in `among`), shrunk to the traffic's: float32
+        [clusters, layers * experts].
+        """
         chosen = np.zeros((clusters, len(labels)), np.float32)
         chosen[labels, np.arange(len(labels))] = self.scale if among is None else self.scale * among
         return _probabilities(chosen @ self.prompt + chosen @ self.completion, self.prior, self.prior_pairs, self.layers)
@@ -124,12 +138,14 @@ def _probabilities(pooled: Cells, prior: Cells, prior_pairs: float, layers: int)
 
 
 def nearest(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: int) -> NDArray[np.intp]:
-    """One round of k-means: intp [n], the cluster whose mean is nearest; never one that has nobody."""
+    """Do one round of k-means: intp [n], the cluster with the nearest mean; never an empty one."""
     return np.asarray(_distances(gram, labels, weight, clusters).argmin(axis=1))
 
 
 def _parts(labels: NDArray[np.intp], weight: Wide, clusters: int) -> tuple[Wide, Wide]:
-    """float64 [n, clusters]: each request's part in its cluster's mean; float64 [clusters]: what the members weigh together."""
+    """Return each request's share in its cluster's mean, float64 [n, clusters], and the clusters' weights,
+    float64 [clusters].
+    """
     share = np.zeros((len(labels), clusters))
     share[np.arange(len(labels)), labels] = weight
     mass = share.sum(axis=0)
@@ -137,7 +153,9 @@ def _parts(labels: NDArray[np.intp], weight: Wide, clusters: int) -> tuple[Wide,
 
 
 def _distances(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: int) -> Wide:
-    """float64 [n, clusters]: squared distances to the means less each request's own square; infinite where a cluster has nobody."""
+    """Return squared distances to the means minus each request's own square: float64 [n, clusters]; infinite
+    for empty clusters.
+    """
     share, mass = _parts(labels, weight, clusters)
     towards = np.asarray(gram @ share.astype(np.float32), np.float64)
     apart = (share * towards).sum(axis=0) - 2.0 * towards
@@ -146,13 +164,15 @@ def _distances(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: in
 
 
 def likeliest(requests: FitSample, profiles: Cells, used: NDArray[np.intp]) -> NDArray[np.intp]:
-    """intp [n]: of the used ones among profiles [K, layers * experts], that under which each request is likeliest."""
+    """Return for each request the likeliest used profile: intp [n], indices into profiles [K, layers *
+    experts].
+    """
     logs = np.log(np.maximum(profiles[used], LEAST)).T
     return np.asarray(used[(requests.prompt @ logs + requests.completion @ logs).argmax(axis=1)])
 
 
 def settle(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: int, rounds: int = 10) -> NDArray[np.intp]:
-    """k-means from labels on: intp [n]."""
+    """Run k-means from the given labels: intp [n]."""
     for _ in range(rounds):
         moved = nearest(gram, labels, weight, clusters)
         if np.array_equal(moved, labels):
@@ -162,7 +182,7 @@ def settle(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: int, r
 
 
 def halves(gram: Cells, weight: Wide, axis: int) -> NDArray[np.intp] | None:
-    """intp [n] of 0 and 1: 2-means begun along a principal axis; None when it leaves one side empty."""
+    """Split by 2-means that starts along a principal axis: intp [n] of 0 and 1; None if one side is empty."""
     share = weight / weight.sum()
     centred = gram - share @ gram - (gram @ share)[:, None] + share @ gram @ share
     root = np.sqrt(share)
@@ -174,7 +194,9 @@ def halves(gram: Cells, weight: Wide, axis: int) -> NDArray[np.intp] | None:
 
 
 def _axes(matrix: NDArray[np.floating]) -> Wide:
-    """float64 [n, up to AXES]: leading eigenvectors of a symmetric matrix, by orthogonal iteration from a fixed start."""
+    """Return leading eigenvectors of a symmetric matrix: float64 [n, up to AXES]. Orthogonal iteration from a
+    fixed start.
+    """
     size = len(matrix)
     start = np.cos(np.outer(np.arange(size) + 0.5, np.arange(1, min(AXES, size) + 1) * 0.7390851332))
     for _ in range(20):
@@ -184,17 +206,21 @@ def _axes(matrix: NDArray[np.floating]) -> Wide:
 
 
 class FitGain(NamedTuple):
-    """How much better two profiles predict completions than one: total nats (of pairs as pooled), and in standard errors."""
+    """Advantage of two profiles over one in predicting completions: total nats (of pooled pairs), and in
+    standard errors.
+    """
 
     total: float
     certainty: float
 
 
 def gain(requests: FitSample, parts: tuple[NDArray[np.intp], NDArray[np.intp]], judged: NDArray[np.intp]) -> Wide:
-    """float64 [LEVELS, judged]: nats by which two profiles predict each completion better than one, when the prompt weighs between them.
+    """Return the nats by which two profiles predict each completion better than one: float64 [LEVELS,
+    judged].
 
-    `parts` are the requests the two profiles are fitted on; the one is their mean, so that both have seen the same. The logarithm of the mixed
-    profile is bounded from below by the mixture of logarithms (Jensen), which only makes splits rarer.
+    The prompt weighs the two profiles. `parts` are the requests on which they are fitted. The one profile is
+    their mean, so that both alternatives have seen the same data. The logarithm of the mixed profile is
+    bounded from below by the mixture of logarithms (Jensen), which only makes splits rarer.
     """
     masses = np.array([requests.trusted[part].sum() for part in parts], np.float32)
     masses /= masses.sum()
@@ -207,12 +233,12 @@ def gain(requests: FitSample, parts: tuple[NDArray[np.intp], NDArray[np.intp]], 
 
 
 def _worth(requests: FitSample) -> Wide:
-    """float64 [n]: what a nat of a completion counts."""
+    """Return the weight of a nat of each completion: float64 [n]."""
     return np.asarray(requests.weight / (1.0 + requests.completion.sum(axis=1) / (requests.layers * ENOUGH)))
 
 
 def _judged(gains: list[Wide]) -> FitGain:
-    """Of gains [LEVELS, requests] of both folds, those at the best level."""
+    """Select the best level among gains [LEVELS, requests] of both folds."""
     each = np.concatenate(gains, axis=1)
     best = each[each.sum(axis=1).argmax()]
     error = float(best.std(ddof=1)) * len(best) ** 0.5
@@ -220,7 +246,9 @@ def _judged(gains: list[Wide]) -> FitGain:
 
 
 def split(requests: FitSample, members: NDArray[np.intp]) -> tuple[NDArray[np.intp], FitGain] | None:
-    """Part the members in two: intp [members] of 0 and 1, and what it gains; None when no axis gives a gain that is certain."""
+    """Split the members in two: intp [members] of 0 and 1, with the gain; None if no axis gives a certain
+    gain.
+    """
     if len(members) < FEWEST:
         return None
     tried = ((_crossed(requests, members, axis), axis) for axis in range(AXES))
@@ -233,7 +261,7 @@ def split(requests: FitSample, members: NDArray[np.intp]) -> tuple[NDArray[np.in
 
 
 def _crossed(requests: FitSample, members: NDArray[np.intp], axis: int) -> FitGain | None:
-    """A split fitted on each half of the members, judged on the other."""
+    """Judge a split by cross-validation: fitted on each half of the members, judged on the other."""
     gains = []
     for inside, judged in _folds(members):
         sides = halves(requests.gram[np.ix_(inside, inside)], requests.trusted[inside], axis)
@@ -244,12 +272,13 @@ def _crossed(requests: FitSample, members: NDArray[np.intp], axis: int) -> FitGa
 
 
 def _folds(members: NDArray[np.intp]) -> tuple[tuple[NDArray[np.intp], NDArray[np.intp]], ...]:
-    """Every other one and the rest, and the reverse: as they come in random order, a fair halving."""
+    """Return the even and odd members as halves, in both orders. Their random order makes this a fair split.
+    """
     return (members[::2], members[1::2]), (members[1::2], members[::2])
 
 
 def apart(requests: FitSample, first: NDArray[np.intp], second: NDArray[np.intp]) -> FitGain | None:
-    """What it gains to keep two clusters apart; None when one has too few requests to tell."""
+    """Return the gain of keeping two clusters apart; None if one has too few requests to tell."""
     if min(len(first), len(second)) < 2:
         return None
     pairs = zip(_folds(first), _folds(second), strict=True)
@@ -257,7 +286,9 @@ def apart(requests: FitSample, first: NDArray[np.intp], second: NDArray[np.intp]
 
 
 def neighbours(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: int) -> Wide:
-    """float64 [clusters, clusters]: squared distances between means; infinite for clusters without members and on the diagonal."""
+    """Return squared distances between means: float64 [clusters, clusters]; infinite for empty clusters and
+    on the diagonal.
+    """
     share, mass = _parts(labels, weight, clusters)
     inner = share.T @ (np.asarray(gram, np.float64) @ share)
     squares = np.diag(inner)
@@ -268,7 +299,9 @@ def neighbours(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: in
 
 
 class MixtureJudge:
-    """How well signatures at some sharpness predict; each request is judged by profiles that are fitted on the other fold."""
+    """Judge of how well signatures predict at a given sharpness. Each request is judged by profiles fitted on
+    the other fold.
+    """
 
     def __init__(self, requests: FitSample, labels: NDArray[np.intp], shares: Wide) -> None:
         telling = np.flatnonzero(requests.prompt.any(axis=1) & requests.completion.any(axis=1))
@@ -287,7 +320,9 @@ class MixtureJudge:
         return chosen, profiles, np.asarray(self._requests.temper[chosen] * (self._requests.prompt[chosen] @ ratios.T), np.float32)
 
     def likelihood(self, sharpness: float) -> float:
-        """Nats by which completions are likelier under the signatures of their prompts than under the traffic's profile."""
+        """Return the gain in nats of completions under their prompts' signatures, compared with the traffic's
+        profile.
+        """
         if sharpness not in self._known:
             self._known[sharpness] = sum(self._nats(sharpness, *fold) for fold in self._folds)
         return self._known[sharpness]
@@ -300,7 +335,9 @@ class MixtureJudge:
 
 
 def sharpest(requests: FitSample, labels: NDArray[np.intp], shares: Wide, present: float) -> float:
-    """The sharpness of the grid that makes completions likeliest, found by climbing from the present one."""
+    """Return the sharpness of the grid that makes completions likeliest, by hill climbing from the present
+    one.
+    """
     if (shares > 0).sum() < 2:
         return present
     judge = MixtureJudge(requests, labels, shares)

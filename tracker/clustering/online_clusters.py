@@ -1,14 +1,16 @@
-"""Which kinds of requests there are: expert profiles learnt online from sampled requests, in slots of constant meaning. Pure.
+"""Clusters of requests: expert profiles learnt online from sampled requests, in slots of constant meaning.
+Pure.
 
-Samples arrive one at a time and fade (`tracker.clustering.reservoir`). Now and then they are fitted anew, from the assignment of last time on, so that a
-slot goes on meaning what it meant; clusters split and merge when that predicts better (`tracker.clustering.mixture_fit`), and both are told.
-Fitting is apart from learning, because it may take a second or two at 58 x 256 and belongs into a thread:
+Samples arrive one at a time and decay (`tracker.clustering.reservoir`). They are refitted at intervals,
+starting from the last assignment, so that a slot keeps its meaning. Clusters split and merge if that predicts
+better (`tracker.clustering.mixture_fit`), and both are reported. Fitting is separate from learning: it may
+take a second or two at 58 x 256 and belongs in a thread:
 
-    job = clusters.due(now)                          # cheap; what it holds never changes
-    fitted = None if job is None else job.run()      # in a thread; `learn` and `mixed` may go on meanwhile
+    job = clusters.due(now)                          # cheap; the job is immutable
+    fitted = None if job is None else job.run()      # in a thread; `learn` and `mixed` may continue meanwhile
     changes = clusters.adopt(fitted, now)            # cheap
 
-`refine(now)` is the three in one.
+`refine(now)` combines the three.
 """
 
 from collections.abc import Mapping
@@ -26,25 +28,28 @@ from tracker.clustering.reservoir import OVERHEAD, Reservoir
 from tracker.config import TrackerConfig
 
 FADED = 0.02
-"""A sample of less weight than this, beside the newest, is no longer fitted."""
+"""Samples with less weight than this, relative to the newest, are not fitted."""
 GROWTH = 10
-"""Fitted anew when a tenth as many new samples have come as there are."""
+"""Refit after new samples amount to a tenth of those present."""
 CHANGED_NATS = 0.003
-"""Others are told when the profiles are this far (Kullback-Leibler per pair, weighted by shares) from what was told,"""
+"""Publish when the profiles differ by this much (Kullback-Leibler per pair, weighted by shares) from the
+published ones,
+"""
 CHANGED_SHARES = 0.05
-"""or the shares (total variation),"""
+"""or the shares by this much (total variation),"""
 CHANGED_SHARPNESS = 2.0
 """or the sharpness by this factor."""
 SHARES_SECONDS = 30.0
-"""When nothing but the shares changed, no oftener than this."""
+"""Minimum interval between publications of changed shares alone."""
 ANCHOR_TOKENS = 8192.0
 ANCHOR = 0.25
-"""Shares lean on those of the samples with this many tokens, and at least this part of the signatures' tokens: signatures
-are made with the shares, and would otherwise confirm themselves."""
+"""Weight of the samples' shares in the shares: this many tokens, and at least this part of the signatures'
+tokens. Signatures are computed with the shares, and would otherwise confirm themselves.
+"""
 
 
 class OnlineClusters:
-    """The clusters of one model. `now` is seconds of one clock that never goes back; versions count from `first_version`."""
+    """Clusters of one model. `now` is seconds of one monotonic clock; versions count from `first_version`."""
 
     def __init__(self, config: TrackerConfig, layers: int, experts: int, first_version: int = 1) -> None:
         self._config = config
@@ -61,35 +66,37 @@ class OnlineClusters:
         self._labels: dict[int, int] = {}
         self._fitted_at: float | None = None
         self._fitted_samples = 0
-        self._told_at: float | None = None
+        self._published_at: float | None = None
 
     @property
     def model(self) -> ClusterModel:
-        """What others are told; its version rises when it has changed enough to tell them again."""
+        """Published clusters. The version increases when they have changed enough to be published again."""
         return self._model
 
     @property
     def stored_bytes(self) -> int:
-        """What the samples take, about."""
+        """Approximate memory of the samples."""
         return self._reservoir.stored_bytes
 
     @property
     def shares(self) -> Weights:
-        """float32 [K]: the traffic's mix now; `model.shares` follows it in steps."""
+        """Current traffic mix: float32 [K]. `model.shares` follows it in steps."""
         known = np.where(self._sampled > 0, self._tokens, 0.0)
         anchor = max(ANCHOR_TOKENS, ANCHOR * float(known.sum()))
         mass = known + anchor * self._sampled
         return np.asarray(mass / mass.sum(), np.float32)
 
     def learn(self, prompt: NDArray[Any], completion: NDArray[Any], now: float) -> None:
-        """Take in one sampled request: (token, k) pairs [layers, experts] of its prompt and its completion. ValueError when they are not."""
+        """Add one sampled request: (token, k) pairs [layers, experts] of prompt and completion. ValueError
+        for another shape.
+        """
         shape = self._model.profiles.shape[1:]
         if prompt.shape != shape or completion.shape != shape:
             raise ValueError(f"sampled profile: shapes {prompt.shape} and {completion.shape}; the model has {shape}")
         self._reservoir.learn(prompt, completion, now)
 
     def mixed(self, weights: Weights, tokens: float, now: float) -> None:
-        """Take in the signature [K] of a finished request. ValueError when it is none."""
+        """Add the signature [K] of a finished request. ValueError if it is invalid."""
         if weights.shape != self._tokens.shape or not np.isfinite(weights).all() or weights.min() < 0 or not 0 <= tokens < 1e12:
             raise ValueError(f"signature: expected {len(self._tokens)} weights >= 0 and a number of tokens, got shape {weights.shape} and {tokens}")
         if self._mixed_at is not None:
@@ -98,12 +105,14 @@ class OnlineClusters:
         self._tokens += tokens * weights
 
     def refine(self, now: float) -> list[ClusterSplit | ClusterMerge]:
-        """Fit anew when that is due, and say what changed. Takes up to a second or two at 58 x 256: not for an event loop."""
+        """Refit if due, and return the changes. Takes up to a second or two at 58 x 256: not for an event
+        loop.
+        """
         job = self.due(now)
         return self.adopt(None if job is None else job.run(), now)
 
     def due(self, now: float) -> Refit | None:
-        """The refinement to make now, if enough has come since the last one."""
+        """Return the refit to run now, if enough samples have arrived since the last one."""
         fresh = self._reservoir.heard - self._fitted_samples
         waited = self._fitted_at is None or not 0 <= now - self._fitted_at < self._config.refine_seconds
         if not waited or fresh < max(1, len(self._reservoir) // GROWTH):
@@ -117,11 +126,13 @@ class OnlineClusters:
         return Refit(tuple(kept), weights[weights >= FADED], dict(self._labels), self._model, used, self._config.cluster_prior_pairs)
 
     def adopt(self, fitted: RefitResult | None, now: float) -> list[ClusterSplit | ClusterMerge]:
-        """Take over what a refinement found (None: there was none), tell a new version when it is worth telling, and say what changed."""
+        """Adopt a refit's result (None: there was none), update the published model if it has changed enough,
+        and return the changes.
+        """
         if fitted is None:
-            waited = self._told_at is None or not 0 <= now - self._told_at < SHARES_SECONDS
+            waited = self._published_at is None or not 0 <= now - self._published_at < SHARES_SECONDS
             if waited and self._shares_moved():
-                self._tell(self._model.profiles, self._model.sharpness, now)
+                self._update(self._model.profiles, self._model.sharpness, now)
             return []
         self._labels = fitted.labels
         for change, moved in zip(fitted.changes, fitted.moved, strict=True):
@@ -130,12 +141,12 @@ class OnlineClusters:
             self._tokens[out] -= mass
             self._tokens[into] += mass
         self._sampled = fitted.shares
-        if fitted.changes or self._worth_telling(fitted):
-            self._tell(fitted.profiles, fitted.sharpness, now)
+        if fitted.changes or self._changed_enough(fitted):
+            self._update(fitted.profiles, fitted.sharpness, now)
         return fitted.changes
 
     def state(self) -> dict[str, Any]:
-        """Everything, for `restore`: msgpack-able."""
+        """Return the complete state for `restore`, suitable for msgpack."""
         model = self._model
         return {
             "shape": list(model.profiles.shape),
@@ -147,7 +158,7 @@ class OnlineClusters:
             "tokens": self._tokens.astype("<f8").tobytes(),
             "mixed_at": self._mixed_at,
             "fitted_at": self._fitted_at,
-            "told_at": self._told_at,
+            "told_at": self._published_at,
             "fitted_samples": self._fitted_samples,
             "labels": self._labels,
             "reservoir": self._reservoir.state(),
@@ -155,11 +166,14 @@ class OnlineClusters:
 
     @classmethod
     def restore(cls, config: TrackerConfig, state: Mapping[str, Any]) -> "OnlineClusters":
-        """What `state` was taken of. Times may be of another clock. ValueError for nonsense, or for another number of clusters."""
+        """Restore from a state. Times may be of another clock.
+
+        ValueError for an invalid state, or another number of clusters.
+        """
         try:
             return cls._restored(config, state)
         except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as error:
-            raise ValueError(f"clusters: this snapshot is of no use ({error!r}); remove it to begin anew") from error
+            raise ValueError(f"clusters: this snapshot cannot be restored ({error!r}); remove it to start from scratch") from error
 
     @classmethod
     def _restored(cls, config: TrackerConfig, state: Mapping[str, Any]) -> "OnlineClusters":
@@ -178,20 +192,20 @@ class OnlineClusters:
         clusters._labels = {int(number): int(slot) for number, slot in state["labels"].items()}
         if any(not 0 <= slot < slots for slot in clusters._labels.values()):
             raise ValueError(f"a label is no slot; slots are 0 to {slots - 1}")
-        clusters._mixed_at, clusters._fitted_at, clusters._told_at = (
+        clusters._mixed_at, clusters._fitted_at, clusters._published_at = (
             None if state[name] is None else float(state[name]) for name in ("mixed_at", "fitted_at", "told_at")
         )
         clusters._fitted_samples = int(state["fitted_samples"])
         return clusters
 
-    def _tell(self, profiles: NDArray[np.float32], sharpness: float, now: float) -> None:
-        self._told_at = now
+    def _update(self, profiles: NDArray[np.float32], sharpness: float, now: float) -> None:
+        self._published_at = now
         shares = self.shares
-        told = profiles.copy()
-        told[shares == 0] = np.tensordot(shares, profiles, 1)
-        self._model = ClusterModel(self._model.version + 1, told, shares, sharpness, self._model.saturation)
+        padded = profiles.copy()
+        padded[shares == 0] = np.tensordot(shares, profiles, 1)
+        self._model = ClusterModel(self._model.version + 1, padded, shares, sharpness, self._model.saturation)
 
-    def _worth_telling(self, fitted: RefitResult) -> bool:
+    def _changed_enough(self, fitted: RefitResult) -> bool:
         ratio = fitted.sharpness / self._model.sharpness
         if self._shares_moved() or not 1 / CHANGED_SHARPNESS < ratio < CHANGED_SHARPNESS:
             return True

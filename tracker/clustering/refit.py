@@ -1,4 +1,4 @@
-"""One refinement of the clusters: from values to values, so that it can be made wherever there is time. Pure."""
+"""One refit of the clusters: from values to values, so that it can run in any thread. Pure."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,32 +11,32 @@ from tracker.clustering.mixture_fit import DOUBTFUL, FitSample, apart, likeliest
 from tracker.clustering.reservoir import Sample, counts
 
 ROUNDS = 6
-"""Times that clusters are split in one refinement, at most."""
+"""Limit of split rounds in one refit."""
 
 MUCH_MORE = 2.0
-"""Times that a split must gain what a merge loses, to take its slot."""
+"""Ratio by which a split's gain must exceed a merge's loss, to take its slot."""
 
 
 class ClusterSplit(NamedTuple):
-    """A slot that was unused took over a part of what `parent` meant."""
+    """A previously unused slot took over a part of `parent`."""
 
     parent: int
     child: int
 
 
 class ClusterMerge(NamedTuple):
-    """What `freed` meant now belongs to `kept`; the slot is unused."""
+    """The requests of `freed` now belong to `kept`; the slot is unused."""
 
     kept: int
     freed: int
 
 
 class RefitResult(NamedTuple):
-    """What came of a refinement.
+    """Result of a refit.
 
-    labels: the slot of each fitted sample, by its number. moved: for each change, the share of the mass of the parent (or of what was freed)
-    that changed hands. profiles: float32 [K, layers, experts], those of unused slots being the traffic's. shares: float64 [K], of the
-    samples' pairs; 0 where a slot is unused.
+    labels: slot of each fitted sample, by its number. moved: for each change, the moved share of the mass of
+    the parent (or of the freed slot). profiles: float32 [K, layers, experts]; unused slots have the
+    traffic's. shares: float64 [K], of the samples' pairs; 0 for unused slots.
     """
 
     labels: dict[int, int]
@@ -46,12 +46,16 @@ class RefitResult(NamedTuple):
     shares: NDArray[np.float64]
     sharpness: float
     divergence: float
-    """Kullback-Leibler divergence from the model that was refined, nats per pair, mean over layers, weighted by shares"""
+    """Kullback-Leibler divergence from the previous model, nats per pair, mean over layers, weighted by
+    shares
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class Refit:
-    """A refinement to be made. weights: float64 [n]; labels: the slots of samples by number, as of last time; used: slots with a meaning."""
+    """A refit to run. weights: float64 [n]. labels: previous slots of samples, by number. used: slots with a
+    meaning.
+    """
 
     samples: tuple[Sample, ...]
     weights: NDArray[np.float64]
@@ -61,7 +65,7 @@ class Refit:
     prior_pairs: float
 
     def run(self) -> RefitResult:
-        """Takes up to a second or two with a full reservoir at 58 x 256."""
+        """Run the refit. Takes up to a second or two with a full reservoir at 58 x 256."""
         fit = _Fit(self)
         fit.merge()
         fit.split()
@@ -69,7 +73,7 @@ class Refit:
 
 
 class _Fit:
-    """The state of a refinement: `labels` intp [n] is what is being found."""
+    """State of a refit: `labels`, intp [n], is the result in progress."""
 
     def __init__(self, job: Refit) -> None:
         self._job = job
@@ -84,7 +88,9 @@ class _Fit:
         self._settle()
 
     def _begin(self) -> NDArray[np.intp]:
-        """Everybody's slot of last time; newcomers join the likeliest. Slots whose members have all faded are freed."""
+        """Start from each sample's previous slot. New samples join the likeliest. Slots without remaining
+        members are freed.
+        """
         flat = self._job.model.profiles.reshape(self._clusters, -1)
         used = np.array(sorted(self._job.used))
         known = self._job.labels
@@ -101,7 +107,9 @@ class _Fit:
         self._moved.append(1.0)
 
     def _settle(self) -> None:
-        """k-means from here on. A slot that loses all its members is freed, for the one most of them went to."""
+        """Run k-means from the current labels. A slot that loses all members is merged into the slot that
+        most of them joined.
+        """
         before = self._labels
         self._labels = settle(self._requests.gram, before, self._requests.trusted, self._clusters)
         for slot in np.setdiff1d(before, self._labels):
@@ -112,7 +120,7 @@ class _Fit:
         return np.flatnonzero(self._labels == slot)
 
     def merge(self) -> None:
-        """Merge neighbours until each predicts better apart from its nearest."""
+        """Merge nearest neighbours until every pair predicts better apart."""
         proven: set[tuple[int, int]] = set()
         while (pair := self._nearest(proven)) is not None:
             first, second = pair
@@ -124,7 +132,7 @@ class _Fit:
             proven = {other for other in proven if kept not in other}
 
     def _merge(self, first: int, second: int) -> int:
-        """The heavier one is kept, and said."""
+        """Merge two slots into the heavier one, and return it."""
         weights = [self._requests.trusted[self._members(slot)].sum() for slot in (first, second)]
         kept, freed = (first, second) if weights[0] >= weights[1] else (second, first)
         self._labels = np.where(self._labels == freed, kept, self._labels)
@@ -132,7 +140,7 @@ class _Fit:
         return kept
 
     def _nearest(self, proven: set[tuple[int, int]]) -> tuple[int, int] | None:
-        """Of the pairs of a slot and its nearest that are not proven apart, the nearest."""
+        """Return the nearest pair, among the pairs of a slot and its nearest slot not proven apart."""
         distances = neighbours(self._requests.gram, self._labels, self._requests.trusted, self._clusters)
         found: list[tuple[float, tuple[int, int]]] = []
         for slot in np.unique(self._labels).tolist():
@@ -143,7 +151,7 @@ class _Fit:
         return min(found)[1] if found else None
 
     def split(self) -> None:
-        """Split what predicts better in two, greatest gain first, while slots are free."""
+        """Split clusters that predict better in two, greatest gain first, while slots are free."""
         whole: set[bytes] = set()
         for _ in range(ROUNDS):
             self._sharpen()
@@ -152,7 +160,7 @@ class _Fit:
             self._settle()
 
     def _split_once(self, whole: set[bytes]) -> bool:
-        """One round; `whole` names the member lists that are known not to split."""
+        """Do one round. `whole` holds the member lists that are known not to split."""
         found = []
         for slot in np.unique(self._labels).tolist():
             members = self._members(slot)
@@ -175,7 +183,9 @@ class _Fit:
         return parted
 
     def _make_room(self, slot: int, gain: float) -> bool:
-        """No slot is free: merge the two neighbours that lose least by it, if splitting `slot` gains much more. Once in a refinement."""
+        """Free a slot: merge the two neighbours with the smallest loss, if splitting `slot` gains much more.
+        Once per refit.
+        """
         if self._made_room:
             return False
         distances = neighbours(self._requests.gram, self._labels, self._requests.trusted, self._clusters)
@@ -189,13 +199,13 @@ class _Fit:
         return True
 
     def _free(self) -> list[int]:
-        """Unused slots, those that were freed just now last."""
+        """Return the unused slots; those just freed come last."""
         freed = {change.freed for change in self._changes if isinstance(change, ClusterMerge)}
         unused = set(range(self._clusters)) - set(np.unique(self._labels).tolist())
         return sorted(unused, key=lambda slot: (slot in freed, slot))
 
     def _part(self, parent: int, child: int, members: NDArray[np.intp], sides: NDArray[np.intp]) -> None:
-        """The lighter side gets the new slot."""
+        """Split a slot's members. The lighter side gets the new slot."""
         weights = self._requests.trusted[members]
         lighter = int(weights @ sides <= weights @ (1 - sides))
         leaving = sides == lighter

@@ -1,11 +1,13 @@
-"""A bounded sample of request profiles in which old ones fade. Pure.
+"""Bounded sample of request profiles with exponential decay. Pure.
 
-Every sample gets the key t / tau + G with a standard Gumbel draw G, and those with the highest keys are kept: an exponentially
-decayed sample without replacement (Efraimidis & Spirakis 2006 with weights exp(t / tau); the Gumbel form is that of Vieira 2014).
-With the highest key that was let go, kappa, a kept sample had the chance 1 - exp(-exp(t / tau - kappa)) to be kept, and counts
-exp((t - now) / tau) over that (bottom-k estimation, Cohen & Kaplan 2007): unbiased for decayed sums, full or not.
+Every sample gets the key t / tau + G with a standard Gumbel draw G, and those with the highest keys are kept:
+an exponentially decayed sample without replacement (Efraimidis & Spirakis 2006 with weights exp(t / tau); the
+Gumbel form is that of Vieira 2014). Let kappa be the highest evicted key. A kept sample had the probability 1
+- exp(-exp(t / tau - kappa)) of being kept, and counts exp((t - now) / tau) divided by it (bottom-k
+estimation, Cohen & Kaplan 2007): unbiased for decayed sums, full or not.
 
-The draws are hashes of what was sampled and when: the same samples give the same reservoir, in whatever order a batch of them comes.
+The draws are hashes of sample and time: the same samples give the same reservoir, in any order within a
+batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,14 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 OVERHEAD = 512
-"""Bytes of a sample beside its counts, about."""
+"""Approximate bytes of a sample besides its counts."""
 FULL = 255
 """Largest stored root."""
 
 
 class Sample(NamedTuple):
-    """One request. Ordered by its key. `roots`: uint8 [2, cells], the square roots of the counts of prompt and completion, each in units
-    of its `FULL`th part of the largest, so that the error of a cell stays below that of counting; `pairs`: their sums."""
+    """One sampled request, ordered by its key.
+
+    `roots`: uint8 [2, cells], square roots of the counts of prompt and completion, each in units of 1 /
+    `FULL` of the largest, so that a cell's error stays below counting noise. `pairs`: sums of the counts.
+    """
 
     key: float
     number: int
@@ -37,8 +42,8 @@ class Sample(NamedTuple):
 class Reservoir:
     """At most `capacity` samples of `cells` counts each, with time constant `seconds`.
 
-    Time runs with the clock, but one sample moves it by at most a `steps`th of the time constant: a quiet night
-    forgets nothing, and what is known is outlived only by something newer.
+    Time follows the clock, but one sample advances it by at most 1 / `steps` of the time constant. Idle
+    periods therefore lose nothing, and samples are replaced only by newer ones.
     """
 
     def __init__(self, capacity: int, cells: int, seconds: float, steps: int = 64) -> None:
@@ -47,7 +52,7 @@ class Reservoir:
         self._samples: list[Sample] = []
         self._threshold = -inf
         self._time = 0.0
-        self._heard: float | None = None
+        self._last_at: float | None = None
         self._number = 0
 
     def __len__(self) -> int:
@@ -55,20 +60,22 @@ class Reservoir:
 
     @property
     def stored_bytes(self) -> int:
-        """What is held, about."""
+        """Approximate memory of the samples."""
         return len(self._samples) * (2 * self.cells + OVERHEAD)
 
     @property
     def heard(self) -> int:
-        """Samples that were offered so far."""
+        """Samples offered so far."""
         return self._number
 
     def samples(self) -> tuple[Sample, ...]:
-        """In falling order of their keys; values that never change, so another thread may read them."""
+        """Return the samples in descending order of their keys. They are immutable, so another thread may
+        read them.
+        """
         return tuple(sorted(self._samples, reverse=True))
 
     def weights(self, samples: Sequence[Sample]) -> NDArray[np.float64]:
-        """float64 [n]: how many requests of now each of them stands for."""
+        """Return the number of current requests that each sample represents: float64 [n]."""
         return np.array([self._weight(sample.time) for sample in samples])
 
     def _weight(self, time: float) -> float:
@@ -79,7 +86,9 @@ class Reservoir:
         return exp(age) / -expm1(-exp(above)) if above > -30.0 else exp(age - above)
 
     def learn(self, prompt: NDArray[Any], completion: NDArray[Any], now: float) -> None:
-        """Offer counts [layers, experts] of (token, k) pairs. ValueError when they are no counts of this shape."""
+        """Offer counts [layers, experts] of (token, k) pairs. ValueError if they are not counts of this
+        shape.
+        """
         halves = np.stack([np.asarray(half, np.float64).ravel() for half in (prompt, completion)])
         if halves.shape[1] != self.cells or not np.isfinite(halves).all() or halves.min(initial=0.0) < 0:
             raise ValueError(f"sampled profile: expected {self.cells} finite counts >= 0 in each half, got {halves.shape[1]}")
@@ -92,9 +101,9 @@ class Reservoir:
         self._keep(packed, (float(halves[0].sum()), float(halves[1].sum())))
 
     def _advance(self, now: float) -> None:
-        if self._heard is not None:
-            self._time += min(max(now - self._heard, 0.0), self._step)
-        self._heard = now
+        if self._last_at is not None:
+            self._time += min(max(now - self._last_at, 0.0), self._step)
+        self._last_at = now
 
     def _keep(self, roots: bytes, pairs: tuple[float, float]) -> None:
         self._number += 1
@@ -115,13 +124,15 @@ class Reservoir:
             "cells": self.cells,
             "threshold": self._threshold if isfinite(self._threshold) else None,
             "time": self._time,
-            "heard": self._heard,
+            "heard": self._last_at,
             "number": self._number,
             "samples": [list(sample) for sample in self._samples],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over a state. Of more samples than fit the capacity, those with the highest keys are kept. ValueError for nonsense."""
+        """Restore a state. If it exceeds the capacity, the highest keys are kept. ValueError for an invalid
+        state.
+        """
         if state["cells"] != self.cells:
             raise ValueError(f"reservoir: samples of {state['cells']} cells; the model has {self.cells}")
         samples = sorted(
@@ -142,11 +153,11 @@ class Reservoir:
         heapify(self._samples)
         self._threshold = max([threshold, *(sample.key for sample in gone)])
         self._time, self._number = float(state["time"]), int(state["number"])
-        self._heard = None if state["heard"] is None else float(state["heard"])
+        self._last_at = None if state["heard"] is None else float(state["heard"])
 
 
 def counts(samples: Sequence[Sample]) -> NDArray[np.float32]:
-    """float32 [2, n, cells]: the counts of prompts and of completions."""
+    """Return the counts of prompts and of completions: float32 [2, n, cells]."""
     roots = np.frombuffer(b"".join(sample.roots for sample in samples), np.uint8).reshape(len(samples), 2, -1)
     halves = np.square(roots.transpose(1, 0, 2), dtype=np.float32)
     pairs = np.array([sample.pairs for sample in samples], np.float32).T

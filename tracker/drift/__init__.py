@@ -1,1 +1,1 @@
-"""Drift of demand: told apart from sampling noise. Pure."""
+"""Drift of demand, distinguished from sampling noise. Pure."""

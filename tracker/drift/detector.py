@@ -1,23 +1,29 @@
-"""Notices when what is popular changes, and when it is settled again. Pure: the time is an argument.
+"""Detection of changes of popularity, and of their end. Pure: time is an argument.
 
-Compared are a fast and a slow profile of all the traffic, by the Jensen-Shannon divergence of each layer (Lin 1991), in nats,
-mean over layers. The threshold comes from sampling noise, and noise is not that of independent draws: the tokens of a request
-share a domain, its layers agree, it lasts many reports, and few requests fall into one fast window. So:
+The detector compares a fast and a slow profile of all traffic, by the Jensen-Shannon divergence of each layer
+(Lin 1991), in nats, mean over layers. The threshold comes from sampling noise. That is not the noise of
+independent draws: the tokens of a request share a domain, its layers agree, it spans many reports, and few
+requests fall into one fast window. Therefore:
 
-1. The mean divergence of noise alone falls as 1 / n. n is the effective number of tokens of the difference fast - slow:
-   1/n = sum over tokens of (w_fast / W_fast - w_slow / W_slow)^2 (Kish 1965, design effect). It follows the rate of traffic at
-   once; what is left, the noise n * divergence, depends on the kind of traffic alone and is learnt (`tracker.drift.sampling_noise`). Tokens
-   that come all at once, many more than usual, are mostly those of a single large request, and count for no more than the usual.
-2. It is learnt some time after it was seen, and never when a shift came meanwhile, so that a slow onset does not hide itself.
-3. At `shift_sigmas` = 4.5 three independent looks in a million would exceed the threshold, were the theory exact.
-   An alarm needs a divergence far above it, or one that stays above it: noise that reaches it does not stay.
-4. A shift smaller than `shift_floor` is too small to matter. Where noise alone could diverge by more than MOST_NOISE, or nothing
-   was heard for a fast time constant, there is no evidence, and no verdict: what was said last stands.
+1. The mean divergence of pure noise falls as 1 / n. n is the effective number of tokens of the difference
+   fast - slow: 1/n = sum over tokens of (w_fast / W_fast - w_slow / W_slow)^2 (Kish 1965, design effect). It
+   follows the traffic rate immediately. The remaining factor, the noise n * divergence, depends only on the
+   kind of traffic and is learnt (`tracker.drift.sampling_noise`). A sudden lump of many more tokens than
+   usual is mostly a single large request, and counts like a usual lump.
+2. Noise is learnt with a delay, and never if a shift came in between, so that a slow onset does not hide
+   itself.
+3. At `shift_sigmas` = 4.5 three independent looks in a million would exceed the threshold if the theory were
+   exact. An alarm needs a divergence far above the threshold, or one that stays above it: noise that reaches
+   it does not stay.
+4. A shift smaller than `shift_floor` is too small to matter. If noise alone could diverge by more than
+   MOST_NOISE, or no report arrived for a fast time constant, there is no evidence and no verdict: the
+   previous state remains.
 
-After an alarm a second slow profile begins afresh (the reference). It stands for what is new, so a further change is noticed
-long before the slow profile has caught up; an alarm needs both the slow profile and the reference to differ from the fast one.
-Noise is learnt afresh as well, against the reference: another mix of requests is noisier, or less.
-A shift is settled when fast and slow have agreed (divergence under `shift_settle` of the threshold) for a fast time constant.
+After an alarm a second slow profile starts empty (the reference). It represents the new state, so that
+another change is detected long before the slow profile has adapted. An alarm requires both the slow profile
+and the reference to differ from the fast one. Noise is also learnt from scratch, against the reference: a
+different mix of requests has different noise. A shift has settled when fast and slow have agreed (divergence
+under `shift_settle` of the threshold) for a fast time constant.
 """
 
 from collections import deque
@@ -33,25 +39,31 @@ from tracker.drift.sampling_noise import SAMPLES, DriftNoise, Table, array, dive
 LUMP_SECONDS = 0.25
 """Counts that arrive within this time are weighed as one."""
 MOST_NOISE = 0.1
-"""nats; where noise alone diverges so far, nothing can be said"""
+"""nats; with more divergence from noise alone, no verdict is possible"""
 MOST_DIVERGENCE = log(2.0)
-"""of two profiles that share no expert"""
+"""of two profiles without a common expert"""
 LAG = 6.0
-"""Noise is learnt so many fast time constants after it was seen."""
+"""Delay before noise is learnt, in fast time constants."""
 MEMORY = 4.0
-"""Slow time constants over which noise is remembered."""
+"""Memory of the noise, in slow time constants."""
 FAR, LASTING = 1.5, 0.5
-"""A divergence so many times the threshold is a shift at once; a smaller one when it lasts so many fast time constants."""
+"""A divergence above FAR times the threshold is an immediate shift; a smaller one after LASTING fast time
+constants.
+"""
 YOUNG = 3.0
-"""A slow profile is compared with once it holds so many fast time constants of traffic."""
+"""Fast time constants of traffic that a slow profile must hold before it is compared."""
 OLD = 5.0
 """Slow time constants after which a reference no longer differs from the slow profile."""
 FRESH_LOOKS = 6.0
-"""After an alarm, noise learnt since replaces what was known before once it rests on so many looks; until then there is no other alarm."""
+"""Looks after an alarm before the new noise estimate replaces the old one. Until then there is no further
+alarm.
+"""
 
 
 class PopularityShift(NamedTuple):
-    """Popularity shifted (`settled` False) or settled. divergence, threshold: nats, mean over layers; layers: those that moved, most first."""
+    """A shift (`settled` False) or its end. divergence, threshold: nats, mean over layers; layers: changed
+    ones, most first.
+    """
 
     settled: bool
     divergence: float
@@ -60,16 +72,16 @@ class PopularityShift(NamedTuple):
 
 
 class _Faded:
-    """Counts [layers, experts] and the tokens behind them, fading with one time constant."""
+    """Counts [layers, experts] and their tokens, decayed with one time constant."""
 
     def __init__(self, layers: int, experts: int, constant: float) -> None:
         self.constant = constant
         self.counts: Table = np.zeros((layers, experts))
         self.tokens = 0.0
         self.squares = 0.0
-        """tokens, each weighed by its weight squared"""
+        """sum of squared token weights"""
         self.shared = 0.0
-        """tokens, each weighed by its weight here times that in the fast window"""
+        """sum of products of token weights here and in the fast window"""
 
     def fade(self, seconds: float, fast: float) -> None:
         kept = exp(-seconds / self.constant)
@@ -79,7 +91,7 @@ class _Faded:
         self.shared *= kept * exp(-seconds / fast)
 
     def add(self, counts: NDArray[Any], tokens: float, doubt: float) -> None:
-        """doubt: the tokens, or more, where they are worth less than so many."""
+        """Add counts. doubt: the tokens, or more if they carry less evidence."""
         self.counts += counts
         self.tokens += tokens
         self.squares += doubt
@@ -94,7 +106,7 @@ class _Faded:
 
 
 class DriftDetector:
-    """One model's traffic, all ranks together. `now` is seconds of one clock that never goes back."""
+    """Detector for one model's traffic over all ranks. `now` is seconds of one monotonic clock."""
 
     def __init__(self, config: TrackerConfig, layers: int, experts: int) -> None:
         self._config = config
@@ -102,35 +114,39 @@ class DriftDetector:
         self.experts = experts
         self.shifted = False
         self.divergence: float | None = None
-        """of the fast from the slow profile, nats, mean over layers, when last judged; None: no evidence"""
+        """divergence of the fast from the slow profile, nats, mean over layers, at the last judgement; None:
+        no evidence
+        """
         self.threshold: float | None = None
-        """what noise alone would hardly exceed; None: no evidence"""
+        """divergence that noise alone would rarely exceed; None: no evidence"""
         self._fast = _Faded(layers, experts, config.fast_seconds)
         self._slow = _Faded(layers, experts, config.slow_seconds)
         self._reference: _Faded | None = None
         self._noise = DriftNoise(layers)
         self._fresh: DriftNoise | None = None
-        """noise since the last alarm, while it is not yet enough to go by"""
+        """noise since the last alarm, until it suffices"""
         self._pending: NDArray[np.float32] = np.zeros((layers, experts), np.float32)
         self._pending_tokens = 0.0
         self._lumps = 0.0
         """lumps of counts in the fast window"""
         self._began: float | None = None
-        """the reading of the caller's clock at which the own time was 0; None: nothing was heard in this life"""
+        """caller's clock when the own time was 0; None: no report yet in this incarnation"""
         self._at = 0.0
-        """own time to which the windows are brought up"""
-        self._heard_at: float | None = None
+        """own time up to which the windows are current"""
+        self._reported_at: float | None = None
         self._observed = 0.0
-        """seconds in which something was heard"""
+        """time with reports, seconds"""
         self._since_alarm = 0.0
-        """of them, since the last alarm"""
+        """part of it since the last alarm"""
         self._calm_since: float | None = None
         self._above_since: float | None = None
         self._sampled_at: float | None = None
         self._samples: deque[tuple[float, NDArray[np.float64]]] = deque(maxlen=int(LAG * SAMPLES) + 1)
 
     def observe(self, counts: NDArray[Any], tokens: float, now: float) -> None:
-        """A report: counts [layers, experts] of (token, k) pairs and the tokens they come from. No tokens change nothing."""
+        """Add a report: counts [layers, experts] of (token, k) pairs and their tokens. No effect without
+        tokens.
+        """
         if tokens <= 0:
             return
         at = self._own_time(now)
@@ -138,14 +154,17 @@ class DriftDetector:
             self._catch_up(at)
         self._pending += counts
         self._pending_tokens += tokens
-        self._heard_at = max(at, self._at)
+        self._reported_at = max(at, self._at)
 
     def judge(self, now: float) -> PopularityShift | None:
-        """Compare; the Shift when the state changed. To be called more often than every quarter of the fast time constant."""
+        """Compare the profiles, and return the shift if the state changed.
+
+        Call it more often than every quarter of the fast time constant.
+        """
         at = self._own_time(now)
         self._catch_up(at)
         self.divergence = self.threshold = None
-        compared = self._compare(self._slow) if self._audible(at) else None
+        compared = self._compare(self._slow) if self._has_reports(at) else None
         if compared is None:
             self._calm_since = self._above_since = None
             return None
@@ -163,16 +182,17 @@ class DriftDetector:
     # The windows
 
     def _own_time(self, now: float) -> float:
-        """Time goes on where it stood before a restart."""
+        """Convert to own time, which continues across restarts."""
         if self._began is None:
             self._began = now - self._at
         return now - self._began
 
     def _catch_up(self, now: float) -> None:
-        """Bring the windows up to a moment; what is pending belongs to the one before."""
+        """Advance the windows to a moment. Pending counts belong to the previous moment."""
         windows = [window for window in (self._fast, self._slow, self._reference) if window is not None]
         if self._pending_tokens:
-            # A lump far above the usual one is a single large request, most likely, and worth no more than a usual one.
+            # A lump far above the usual one is most likely a single large request, and counts like a usual
+            # one.
             usual = (self._fast.tokens + self._pending_tokens) / (self._lumps + 1.0)
             doubt = self._pending_tokens * max(1.0, self._pending_tokens / usual)
             for window in windows:
@@ -186,19 +206,21 @@ class DriftDetector:
         self._lumps *= exp(-passed / self._config.fast_seconds)
         for window in windows:
             window.fade(passed, self._config.fast_seconds)
-        heard = min(passed, self._config.fast_seconds) if self._audible(now) else 0.0
-        self._observed += heard
-        self._since_alarm += heard
+        covered = min(passed, self._config.fast_seconds) if self._has_reports(now) else 0.0
+        self._observed += covered
+        self._since_alarm += covered
         if self._reference is not None and self._since_alarm > OLD * self._config.slow_seconds:
             self._reference = None
         self._at = now
 
-    def _audible(self, now: float) -> bool:
-        """Something was heard within a fast time constant."""
-        return self._heard_at is not None and now - self._heard_at <= self._config.fast_seconds
+    def _has_reports(self, now: float) -> bool:
+        """Return True if a report arrived within a fast time constant."""
+        return self._reported_at is not None and now - self._reported_at <= self._config.fast_seconds
 
     def _compare(self, slow: _Faded) -> tuple[NDArray[np.float64], float] | None:
-        """Divergence of the fast profile from this one by layer [layers], and the effective tokens of their difference."""
+        """Return the fast profile's divergence from this one by layer [layers], and the effective tokens of
+        the difference.
+        """
         fast = self._fast
         if fast.tokens <= 0.0 or slow.tokens <= 0.0:
             return None
@@ -211,7 +233,9 @@ class DriftDetector:
     # Noise
 
     def _learn(self, now: float, compared: tuple[NDArray[np.float64], float]) -> None:
-        """Take a sample of the noise when one is due, and learn what was seen a while ago; in a warm-up, when there is no alarm, at once."""
+        """Sample the noise if a sample is due, and learn from earlier samples; immediately during warm-up,
+        without an alarm.
+        """
         interval = self._config.fast_seconds / SAMPLES
         since = self._observed if self._reference is None else self._since_alarm
         if since < YOUNG * self._config.fast_seconds or (self._sampled_at is not None and now - self._sampled_at < interval):
@@ -230,7 +254,7 @@ class DriftDetector:
             self._noise, self._fresh = self._fresh, None
 
     def _threshold(self, evidence: float) -> float | None:
-        """Nats; None where noise alone may be anything."""
+        """Return the threshold in nats; None if noise is unbounded."""
         noise = self._noise.mean / evidence
         threshold = max(self._config.shift_floor, self._noise.ratio(self._config.shift_sigmas) * noise)
         return threshold if noise <= MOST_NOISE and threshold < MOST_DIVERGENCE else None
@@ -251,7 +275,7 @@ class DriftDetector:
         return None
 
     def _stands_out(self, now: float) -> bool:
-        """The divergence is far above the threshold, or has been above it for a while."""
+        """Return True if the divergence is far above the threshold, or has been above it for a while."""
         assert self.divergence is not None
         assert self.threshold is not None
         if self.divergence <= self.threshold:
@@ -262,7 +286,9 @@ class DriftDetector:
         return self.divergence > FAR * self.threshold or now - self._above_since >= LASTING * self._config.fast_seconds
 
     def _is_new(self) -> bool:
-        """The fast profile differs from what came since the last alarm, too, and that was not just now."""
+        """Return True if the fast profile also differs from the traffic since the last alarm, and that alarm
+        is not recent.
+        """
         if self._reference is None:
             return True
         if self._fresh is not None or self._since_alarm < self._config.shift_cooldown_seconds:
@@ -294,15 +320,16 @@ class DriftDetector:
         return now - self._calm_since >= self._config.fast_seconds
 
     def _moved(self, by_layer: NDArray[np.float64], evidence: float) -> tuple[int, ...]:
-        """Layers whose divergence exceeds their own noise as the whole must exceed its, most first."""
+        """Return the layers whose divergence exceeds their own noise by the same ratio, largest change first.
+        """
         limit = np.maximum(self._config.shift_floor, self._noise.ratio(self._config.shift_sigmas) * self._noise.by_layer / evidence)
         order = np.argsort(-by_layer, kind="stable")
         return tuple(int(layer) for layer in order if by_layer[layer] > limit[layer])
 
-    # Across restarts
+    # Restarts
 
     def state(self) -> dict[str, Any]:
-        """What `restore` takes: plain numbers and bytes."""
+        """Return the state for `restore`: plain numbers and bytes."""
         self._catch_up(self._at)
         return {
             "shape": [self.layers, self.experts],
@@ -314,13 +341,13 @@ class DriftDetector:
             "shifted": self.shifted,
             "seconds": [self._observed, self._since_alarm, self._at],
             "lumps": self._lumps,
-            "moments": [self._heard_at, self._calm_since, self._above_since, self._sampled_at],
+            "moments": [self._reported_at, self._calm_since, self._above_since, self._sampled_at],
             "samples": [[at, values.astype("<f8").tobytes()] for at, values in self._samples],
         }
 
     @classmethod
     def restore(cls, config: TrackerConfig, state: dict[str, Any]) -> "DriftDetector":
-        """As it was when the state was taken; time goes on with the first call. ValueError for what `state` cannot have given."""
+        """Restore a detector. Time continues with the first call. ValueError for an invalid state."""
         try:
             drift = cls(config, *_shape(state["shape"], config.most_cells))
             drift._take(state)
@@ -341,7 +368,7 @@ class DriftDetector:
         self.shifted = bool(state["shifted"])
         (self._lumps,) = numbers([state["lumps"]], 1)
         self._observed, self._since_alarm, self._at = numbers(state["seconds"], 3)
-        self._heard_at, self._calm_since, self._above_since, self._sampled_at = (None if at is None else float(at) for at in state["moments"])
+        self._reported_at, self._calm_since, self._above_since, self._sampled_at = (None if at is None else float(at) for at in state["moments"])
         self._samples.extend((float(at), array(raw, (self.layers,))) for at, raw in state["samples"])
 
 

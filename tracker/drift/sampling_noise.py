@@ -1,10 +1,12 @@
-"""How much two samples of one source differ: the Jensen-Shannon divergence, and what of it is sampling noise, learnt online. Pure.
+"""Difference between two samples of one source: Jensen-Shannon divergence, and its sampling noise, learnt
+online. Pure.
 
-The divergence of two samples is, to second order, a quadratic form in their difference. So its mean falls as 1 / n, n the effective
-number of draws, and it is distributed like mean * chi2(d) / d (Box 1954; Satterthwaite 1946). Learnt is the noise y = n * divergence:
-its mean, and d from mean(log y) - log(mean y) (Thom 1958, shape of a gamma), which no single large y spoils; d is shrunk to few, as
-a mix of two kinds of requests has but one. The mean itself is known from b independent looks, so y / mean is F(d, d * b); its
-quantile is Paulson's (1942) cube-root normal approximation.
+To second order, the divergence of two samples is a quadratic form in their difference. So its mean falls as 1
+/ n, with n the effective number of draws, and it is distributed like mean * chi2(d) / d (Box 1954;
+Satterthwaite 1946). The noise y = n * divergence is learnt: its mean, and d from mean(log y) - log(mean y)
+(Thom 1958, shape of a gamma), which no single large y distorts. d is shrunk towards few, since a mix of two
+kinds of requests has only one degree of freedom. The mean itself is known from b independent looks, so y /
+mean is F(d, d * b). Its quantile is Paulson's (1942) cube-root normal approximation.
 """
 
 from math import exp, log, sqrt
@@ -16,17 +18,17 @@ from numpy.typing import NDArray
 Table = NDArray[np.float64]
 """float64 [layers, experts]"""
 SAMPLES = 4.0
-"""Noise is sampled so often in a fast time constant."""
+"""Noise samples per fast time constant."""
 LOOK = 1.5
-"""Fast time constants from one independent look to the next: the window's own memory, and the length of requests."""
+"""Fast time constants between independent looks: the window's own memory, and the length of requests."""
 PRIOR_SPREAD = 0.5772
 """log(mean) - mean(log) of two degrees of freedom (Euler's constant)"""
 PRIOR_LOOKS = 8.0
-"""That is believed as if so many looks had shown it."""
+"""Weight of this prior, in looks."""
 
 
 class DriftNoise:
-    """What y = tokens * divergence was while nothing shifted: by layer and over all, decayed."""
+    """Observed y = tokens * divergence without shifts: by layer and overall, decayed."""
 
     def __init__(self, layers: int) -> None:
         self.weight = 0.0
@@ -58,23 +60,27 @@ class DriftNoise:
         return self.weight / (SAMPLES * LOOK)
 
     def freedom(self) -> float:
-        """Degrees of freedom of y."""
+        """Return the degrees of freedom of y."""
         spread = max(log(self.mean) - self.mean_log, 1e-6)
         share = self.looks / (self.looks + PRIOR_LOOKS)
         return 2.0 * gamma_shape(share * spread + (1.0 - share) * PRIOR_SPREAD)
 
     def ratio(self, sigmas: float) -> float:
-        """What y / mean hardly exceeds: the quantile of F(d, d * looks)."""
+        """Return the quantile of y / mean: of F(d, d * looks)."""
         freedom = self.freedom()
         return f_quantile(sigmas, freedom, freedom * self.looks)
 
     def usual_ratio(self, sigmas: float) -> float:
-        """The same, were the mean known for certain: an uncertain mean must not make a shift look settled."""
+        """Return the same quantile for a mean known with certainty: an uncertain mean must not make a shift
+        look settled.
+        """
         return f_quantile(sigmas, self.freedom(), float("inf"))
 
 
 def divergence_by_layer(counts: NDArray[Any], others: NDArray[Any]) -> NDArray[np.float64]:
-    """float64 [layers]: Jensen-Shannon divergence in nats of the profiles of two tables [layers, experts]; 0 where one is empty."""
+    """Return the Jensen-Shannon divergence of two tables' profiles in nats: float64 [layers]; 0 where one is
+    empty.
+    """
     first, second = counts.sum(axis=1, keepdims=True), others.sum(axis=1, keepdims=True)
     seen = (first > 0) & (second > 0)
     p = np.divide(counts, first, out=np.zeros(counts.shape), where=seen)
@@ -88,17 +94,21 @@ def _entropy(profile: Table) -> NDArray[np.float64]:
 
 
 def gamma_shape(spread: float) -> float:
-    """Shape of the gamma whose log(mean) - mean(log) this is: Thom 1958, in the form of Minka 2002 (to 1.5 %)."""
+    """Return the shape of the gamma with this log(mean) - mean(log): Thom 1958, in the form of Minka 2002 (to
+    1.5 %).
+    """
     return (3.0 - spread + sqrt((spread - 3.0) ** 2 + 24.0 * spread)) / (12.0 * spread)
 
 
 def f_quantile(sigmas: float, first: float, second: float) -> float:
-    """Quantile of F(first, second) as many normal standard deviations out: Paulson 1942, solved for the cube root of F."""
+    """Return the quantile of F(first, second) at this many normal standard deviations: Paulson 1942, solved
+    for the root of F.
+    """
     a, b = 2.0 / (9.0 * first), 2.0 / (9.0 * second)
     square = (1.0 - b) ** 2 - sigmas**2 * b
     cross = (1.0 - a) * (1.0 - b)
     if square <= 0.0:
-        return float("inf")  # too few looks for any quantile so far out
+        return float("inf")  # too few looks for such an extreme quantile
     root = (cross + sqrt(max(0.0, cross**2 - square * ((1.0 - a) ** 2 - sigmas**2 * a)))) / square
     return root**3
 

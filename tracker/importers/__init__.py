@@ -1,1 +1,1 @@
-"""Expert loads from files of other systems. Pure: bytes in, arrays out."""
+"""Import of expert loads from files of other systems. Pure: bytes in, arrays out."""

@@ -1,15 +1,19 @@
-"""Expert loads that other systems wrote to files, as counts [layers, experts]. Pure parsers over bytes; what they read is not trusted.
+"""Expert loads in files of other systems, as counts [layers, experts]. Pure parsers over bytes; the input is
+not trusted.
 
 SGLang's expert distribution recorder (`/dump_expert_distribution_record`, a `.pt` file), by its mode:
 - `stat`, `stat_approx`: {rank, logical_count: int32 [steps, layers, experts], ...}, all ranks together;
-- `per_pass`: {records: [{forward_pass_id, rank, global_physical_count: [layers, slots]}], last_physical_to_logical_map: [layers, slots]}, of one rank;
-- `per_token`: the same, and each record has topk_ids_of_layer: int32 [layers, tokens, k], physical, -1 where nothing was chosen.
+- `per_pass`: {records: [{forward_pass_id, rank, global_physical_count: [layers, slots]}],
+  last_physical_to_logical_map: [layers, slots]}, of one rank;
+- `per_token`: the same, and each record has topk_ids_of_layer: int32 [layers, tokens, k], physical, -1 for no
+  expert.
 
-Load matrices as EPLB takes them: [layers, experts] or [steps, layers, experts] in `.npy`, `.npz`, `.json` or `.csv`; in `.npz` and
-`.json` under one of LOAD_NAMES, with a `physical_to_logical_map` beside it where the columns are physical slots.
+Load matrices in EPLB's format: [layers, experts] or [steps, layers, experts] in `.npy`, `.npz`, `.json` or
+`.csv`. In `.npz` and `.json` the matrix has one of LOAD_NAMES, with a `physical_to_logical_map` beside it if
+the columns are physical slots.
 
-These systems number all layers of a model and leave dense ones at zero. Roost numbers layers with experts alone, so layers in
-which nothing was activated are left out.
+These systems number all layers of a model, with zeros for dense ones. Roost numbers only layers with experts,
+so layers without any activation are left out.
 """
 
 import io
@@ -26,21 +30,22 @@ from fleet.routings import read_npy
 from tracker.importers.torch_files import MAGIC, read_torch_file
 
 LOAD_NAMES = ("logical_count", "weight", "expert_load", "load", "counts", "physical_count", "global_physical_count")
-"""Under which a load matrix is looked for, in this order."""
+"""Names of load matrices, in order of preference."""
 MAP_NAMES = ("physical_to_logical_map", "last_physical_to_logical_map")
 MOST_BYTES = 1 << 30
 MOST_CELLS = 1 << 27
-"""numbers in one array"""
+"""limit of numbers in one array"""
 SUFFIXES = (".pt", ".npy", ".npz", ".json", ".csv")
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertLoads:
-    """How much each expert was asked for. counts: float64 [layers, experts], layers without experts left out.
+    """Load of each expert. counts: float64 [layers, experts], without layers that have no experts.
 
-    form: what was found, for people. whole: these are counts of (token, k) pairs; otherwise only their proportions mean something.
-    top_k: experts per token, where the file tells. empty_layers: how many were left out.
+    form: description of the input, for display. whole: the values are counts of (token, k) pairs; otherwise
+    only their proportions are meaningful. top_k: experts per token, if the file has it. empty_layers: layers
+    left out.
     """
 
     counts: NDArray[np.float64]
@@ -59,9 +64,9 @@ class ExpertLoads:
         return int(self.counts.shape[1])
 
     def pairs(self, top_k: int, tokens: int | None = None) -> tuple[int, NDArray[np.int64]]:
-        """Tokens and whole counts [layers, experts] of (token, k) pairs.
+        """Return tokens and integer counts [layers, experts] of (token, k) pairs.
 
-        tokens: what proportions stand for; counts say it themselves. ValueError when neither does.
+        tokens: number of tokens that proportions represent; counts need none. ValueError if neither gives it.
         """
         if not self.whole and tokens is None:
             raise ValueError(f"{self.form} holds proportions, not counts; say how many tokens they stand for")
@@ -72,7 +77,9 @@ class ExpertLoads:
 
 
 def read_load(name: str, content: bytes) -> ExpertLoads:
-    """The load in a file, by the ending of its name. ValueError says what was found and what is expected."""
+    """Read the load in a file, by the extension of its name. ValueError gives the actual and the expected
+    content.
+    """
     suffix = next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), None)
     if suffix is None:
         raise ValueError(f"{name}: a name that ends in {', '.join(SUFFIXES)} is expected")
@@ -85,7 +92,7 @@ def read_load(name: str, content: bytes) -> ExpertLoads:
 
 
 def _recorded(content: bytes) -> ExpertLoads:
-    """A dump of SGLang's recorder."""
+    """Read a dump of SGLang's recorder."""
     found = read_torch_file(content)
     if isinstance(found, np.ndarray):
         return _load(found, None, "a tensor")
@@ -95,7 +102,7 @@ def _recorded(content: bytes) -> ExpertLoads:
 
 
 def _passes(records: list[Any], mapping: Array | None) -> ExpertLoads:
-    """Records of forward passes, of modes `per_pass` and `per_token`."""
+    """Sum records of forward passes, of modes `per_pass` and `per_token`."""
     if not records:
         raise ValueError("a recording without any forward pass; start the recorder before the traffic")
     total: NDArray[np.float64] | None = None
@@ -116,7 +123,7 @@ def _passes(records: list[Any], mapping: Array | None) -> ExpertLoads:
 
 
 def _top_k(chosen: Any) -> int:
-    """Experts per token in [layers, tokens, k] ids, -1 where nothing was chosen."""
+    """Return the experts per token in [layers, tokens, k] ids, -1 for no expert."""
     ids = np.asarray(chosen)
     if ids.ndim != 3 or ids.dtype.kind not in "iu":
         raise ValueError(f"topk_ids_of_layer has shape {ids.shape} of {ids.dtype}; expected integers [layers, tokens, k]")
@@ -163,7 +170,9 @@ def _text(content: bytes) -> ExpertLoads:
 
 
 def _rows(content: bytes) -> ExpertLoads:
-    """One line per layer, one column per expert, after an optional line of names; a first column named `layer` is not a load."""
+    """Read one line per layer, one column per expert, after an optional header; a first column named `layer`
+    is ignored.
+    """
     try:
         lines = [line for line in content.decode().splitlines() if line.strip()]
     except UnicodeDecodeError as error:
@@ -192,7 +201,7 @@ def _is_number(cell: str) -> bool:
 
 
 def _named(found: Mapping[str, Any], form: str) -> ExpertLoads:
-    """The load matrix among named arrays."""
+    """Return the load matrix among named arrays."""
     name = next((name for name in LOAD_NAMES if name in found), "")
     if not name:
         _nothing_found(found)
@@ -210,7 +219,7 @@ def _map_in(found: Mapping[str, Any]) -> Array | None:
 
 
 def _nested(found: Any, name: str) -> Array:
-    """An array of nested lists."""
+    """Convert nested lists to an array."""
     if isinstance(found, np.ndarray):
         return found
     try:
@@ -235,7 +244,7 @@ def _numbers(found: Any, name: str) -> NDArray[np.float64]:
 
 
 def _load(table: Array, mapping: Array | None, form: str) -> ExpertLoads:
-    """Counts by logical expert, summed over steps, without the layers in which nothing happened."""
+    """Return counts by logical expert, summed over steps, without layers that have no activation."""
     wide = _numbers(table, form)
     if wide.ndim not in (2, 3) or 0 in wide.shape:
         raise ValueError(f"{form} has shape {wide.shape}; expected [layers, experts] or [steps, layers, experts]")
@@ -250,7 +259,10 @@ def _load(table: Array, mapping: Array | None, form: str) -> ExpertLoads:
 
 
 def by_logical_expert(counts: NDArray[np.float64], mapping: Array) -> NDArray[np.float64]:
-    """float64 [layers, experts]: counts [layers, slots], replicas of an expert together. mapping: [layers, slots], -1: an empty slot."""
+    """Sum counts [layers, slots] over an expert's replicas: float64 [layers, experts].
+
+    mapping: [layers, slots], -1: an empty slot.
+    """
     if mapping.shape != counts.shape or mapping.dtype.kind not in "iu":
         raise ValueError(f"physical_to_logical_map has shape {mapping.shape} of {mapping.dtype}; expected integers of the counts' shape {counts.shape}")
     most = int(mapping.max())

@@ -1,9 +1,10 @@
-"""Reads what `torch.save` wrote, without torch and without trusting it: tensors become numpy arrays. Pure, over bytes.
+"""Safe reader for files of `torch.save`, without torch: tensors become numpy arrays. Pure, over bytes.
 
-The file is a zip archive: `<name>/data.pkl` pickles the object, `<name>/data/<key>` holds the bytes of each storage, little endian
-unless `<name>/byteorder` says otherwise (torch.serialization, format of torch 1.6 and later). A pickle may call anything it can
-name; this reader lets it name the builders of tensors and ordered dicts, which here are functions of this module, and nothing else.
-Devices do not matter: a tensor saved from a GPU reads as well.
+The file is a zip archive: `<name>/data.pkl` pickles the object, `<name>/data/<key>` holds the bytes of each
+storage, little endian unless `<name>/byteorder` says otherwise (torch.serialization, format of torch 1.6 and
+later). A pickle may call any function that it can name. This reader admits only the constructors of tensors
+and ordered dicts, and replaces them by functions of this module. Devices do not matter: a tensor saved from a
+GPU is readable too.
 """
 
 import io
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 MAGIC = b"PK\x03\x04"
 MOST_PICKLE_BYTES = 256 * 1024 * 1024
-"""Of the pickled structure alone; tensors are beside it."""
+"""Limit for the pickled structure, without the tensors."""
 _STORAGES = {
     "BoolStorage": "?",
     "ByteStorage": "u1",
@@ -31,7 +32,10 @@ _STORAGES = {
 
 
 def read_torch_file(content: bytes) -> Any:
-    """The saved object, its tensors as read-only arrays. ValueError for what is damaged, or holds more than numbers, text, lists and dicts."""
+    """Return the saved object, with tensors as read-only arrays.
+
+    ValueError for damaged files, and for content other than numbers, text, lists and dicts.
+    """
     if not content.startswith(MAGIC):
         raise ValueError("not written by torch.save of torch 1.6 or later (such a file is a zip archive)")
     try:
@@ -48,7 +52,7 @@ def _read(archive: zipfile.ZipFile, size: int) -> Any:
     if len(stems) != 1:
         raise ValueError(f"{len(stems)} entries are named data.pkl; expected one")
     for entry in archive.infolist():
-        # What is stored as it is cannot grow when it is read.
+        # Uncompressed entries cannot expand on reading.
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > size:
             raise ValueError(f"entry {entry.filename!r} is compressed, which torch.save never does")
     pickled = archive.getinfo(f"{stems[0]}/data.pkl")
@@ -59,7 +63,7 @@ def _read(archive: zipfile.ZipFile, size: int) -> Any:
 
 
 class _Reader(pickle.Unpickler):
-    """Unpickles with nothing to call but `_tensor` and `dict`."""
+    """Unpickler that can call only `_tensor` and `dict`."""
 
     def __init__(self, archive: zipfile.ZipFile, stem: str, order: str, pickled: zipfile.ZipInfo) -> None:
         super().__init__(io.BytesIO(archive.read(pickled)))
@@ -77,7 +81,7 @@ class _Reader(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}; only numbers, text, lists, dicts and tensors of plain numbers are read")
 
     def persistent_load(self, pid: Any) -> NDArray[Any]:
-        """A storage: ("storage", kind, key, device, elements)."""
+        """Return a storage: ("storage", kind, key, device, elements)."""
         word, kind, key, _, elements = pid
         if word != "storage" or not isinstance(kind, _Kind) or not isinstance(key, str):
             raise pickle.UnpicklingError(f"it refers to {word!r}; expected a storage of plain numbers")
@@ -88,7 +92,7 @@ class _Reader(pickle.Unpickler):
 
 
 class _Kind:
-    """Stands for one of torch's storage classes."""
+    """Placeholder for one of torch's storage classes."""
 
     def __init__(self, code: str) -> None:
         self.code = code
@@ -98,12 +102,12 @@ class _Kind:
 
 
 def _no_hooks() -> dict[str, Any]:
-    """An ordered dict: a tensor's backward hooks, of which none are read."""
+    """Replace an ordered dict: a tensor's backward hooks, which are not read."""
     return {}
 
 
 def _tensor(storage: NDArray[Any], offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> NDArray[Any]:
-    """The array that a tensor is of its storage; ValueError when it would reach outside."""
+    """Return the array that a tensor views in its storage. ValueError if it exceeds the storage."""
     if not isinstance(storage, np.ndarray) or storage.ndim != 1:
         raise ValueError("a tensor without a storage")
     numbers = (offset, *shape, *strides)

@@ -1,1 +1,1 @@
-"""Tables that predict the experts of a request, learnt from reports of requests that ended. Pure."""
+"""Tables that predict a request's experts, learnt from reports of finished requests. Pure."""

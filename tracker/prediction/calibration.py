@@ -1,14 +1,17 @@
-"""What the prediction is worth: predicted against observed locality, and how much of the experts' mass was foreseen. Pure.
+"""Calibration of predictions: predicted against observed locality, and recall of the experts' mass. Pure.
 
-For every finished request x = predicted - prior and y = observed - prior share of local pairs, on the rank that was chosen. The
-regression y = a + b x + noise is fitted to decayed sums; the intercept a (a prior that is off, for whatever reason) is held near 0
-by INTERCEPT, the slope b by a broad prior around 0. Of b the lower end of its confidence counts, so that few outcomes, or
-outcomes that do not follow the prediction, count for nothing; and nothing counts when the differences are too small to steer by:
-gain = b * S^2 / (S^2 + MATERIAL^4), with S = mean (b s)^2, what the calibrated prediction sets apart. s is what could be steered by, whether
-it was or not: by how much the nearest rank stands out among those of the engine (where nobody tells, x itself: what was chosen).
+For every finished request, x = predicted - prior and y = observed - prior share of local pairs, on the chosen
+rank. The regression y = a + b x + noise is fitted to decayed sums. The intercept a (a wrong prior, for any
+reason) is held near 0 by INTERCEPT, the slope b by a broad prior around 0. The lower confidence bound of b
+counts, so that few outcomes, or outcomes that do not follow the prediction, count for nothing. Nothing counts
+either if the differences are too small to steer by: gain = b * S^2 / (S^2 + MATERIAL^4), with S = mean (b
+s)^2, the separation by the calibrated prediction. s is the possible steering effect, used or not: the
+advantage of the nearest rank over the mean of its engine (where it is not reported, x itself, that of the
+chosen rank).
 
-Each cluster has a slope of its own, from the outcomes of requests that were foretold to be of it, held to b by SLOPES: a cluster whose
-predicted locality does not come true earns nothing, one of which little was seen earns what all do.
+Each cluster has its own slope, from the outcomes of requests predicted to belong to it, held near b by
+SLOPES. A cluster whose predicted locality does not come true gets no gain. A cluster with few outcomes gets
+the common gain.
 """
 
 from math import sqrt
@@ -20,27 +23,33 @@ from numpy.typing import NDArray
 from fleet.signatures import Weights
 
 INTERCEPT = 0.02
-"""Standard deviation that is allowed to the prior's own error, as a share of the pairs."""
+"""Standard deviation of the prior's own error, as a share of the pairs."""
 SLOPE = 1.0
-"""Standard deviation of slopes before anything was seen."""
+"""Prior standard deviation of slopes."""
 SLOPES = 0.3
-"""Standard deviation of the clusters' slopes about the common one, before anything was seen of them."""
+"""Prior standard deviation of the clusters' slopes around the common one."""
 NOISE, NOISE_OUTCOMES = 0.1, 4.0
-"""Standard deviation of observations about the line, before so many outcomes have told it."""
+"""Prior standard deviation of observations around the line, with the weight of NOISE_OUTCOMES outcomes."""
 LEAST_NOISE = 0.02
 SPREADS_MEMORY = 100.0
-"""Outcomes ago that count 1/e of what could be steered by: that changes with the placement, at once, and is known without noise."""
+"""Memory of the steering effect, in outcomes that count 1/e: it changes with the placement, at once, and is
+known without noise.
+"""
 _UNSEEN = 1e-12
 SIGMAS = 1.64
-"""Standard errors that are taken off the slope: one side in twenty."""
+"""Standard errors subtracted from the slope: one-sided 5 %."""
 MATERIAL = 0.085
-"""Differences of locality of this size (root mean square, as a share of the pairs) count half, of half the size 1/17. Measured on the demo
-model's routings over 2 to 16 ranks: 0.07 to 0.17 where the placement follows the clusters; 0.05 at most under any other placement and on
-traffic of a single domain, where what can be told of a request is true, but too little to give up a balanced load for."""
+"""Differences of locality of this size (root mean square, as a share of the pairs) count half, of half the
+size 1/17. Measured on the demo model's routings over 2 to 16 ranks: 0.07 to 0.17 if the placement follows the
+clusters; 0.05 at most under any other placement and on traffic of a single domain. There predictions are
+true, but too small to justify an unbalanced load.
+"""
 
 
 class _Line(NamedTuple):
-    """What all outcomes say together. slope: the lower end of its confidence, in [0, 1]; noise: variance of an observation about the line."""
+    """Fit over all outcomes. slope: lower confidence bound, in [0, 1]. noise: variance of an observation
+    around the line.
+    """
 
     intercept: float
     slope: float
@@ -51,28 +60,30 @@ _NOTHING = _Line(0.0, 0.0, NOISE**2)
 
 
 class Calibration:
-    """The gains, and the recalls. memory: outcomes ago that count 1/e; clusters: K."""
+    """Gains and recalls. memory: an outcome this many outcomes ago counts 1/e. clusters: K."""
 
     def __init__(self, memory: float, clusters: int = 1) -> None:
         self._memory = memory
         self._outcomes = 0
         self._sums = np.zeros(7)
-        """of w, w^2, w x, w y, w x^2, w x y, w y^2"""
+        """sums of w, w^2, w x, w y, w x^2, w x y, w y^2"""
         self._spreads = np.zeros(2)
-        """of w and w s^2"""
+        """sums of w and w s^2"""
         self._by_cluster = np.zeros((5, clusters))
-        """of v, v^2, v x, v x^2, v x y, where v is w times what a request was foretold to be of the cluster"""
+        """sums of v, v^2, v x, v x^2, v x y, where v is w times the predicted weight of the cluster"""
         self._recalls = np.zeros(3)
-        """of 1, recall, prior recall"""
+        """sums of 1, recall, prior recall"""
 
     @property
     def outcomes(self) -> int:
-        """Requests whose predicted locality was compared with what they did."""
+        """Requests whose predicted locality was compared with the observed one."""
         return self._outcomes
 
     def learn(self, predicted: float, prior: float, observed: float, weight: float, spread: float | None = None, of: Weights | None = None) -> None:
-        """One outcome: shares of local pairs on the chosen rank, and what it counts, in (0, 1]. spread: by how much the nearest rank stands out; of: [K],
-        the clusters that it was foretold to be of."""
+        """Learn from one outcome: shares of local pairs on the chosen rank, and its weight, in (0, 1].
+
+        spread: advantage of the nearest rank. of: [K], the predicted cluster weights.
+        """
         x, y = predicted - prior, observed - prior
         self._outcomes += 1
         keep = 1.0 - 1.0 / self._memory
@@ -83,14 +94,14 @@ class Calibration:
             self._by_cluster = self._by_cluster * keep + part * np.stack((np.ones(len(of)), part, *np.full((3, len(of)), [[x], [x * x], [x * y]])))
 
     def move(self, source: int, target: int, share: float) -> None:
-        """This share of what was seen of one cluster is another's."""
+        """Move this share of a cluster's statistics to another one."""
         moved = self._by_cluster[:, source] * share
         self._by_cluster[:, target] += moved
         self._by_cluster[:, source] -= moved
 
     @property
     def slope(self) -> float:
-        """The lower end of the confidence of what a predicted difference is worth, in [0, 1]."""
+        """Lower confidence bound of the effect per predicted difference, in [0, 1]."""
         return self._line().slope
 
     def _line(self) -> _Line:
@@ -109,13 +120,13 @@ class Calibration:
 
     @property
     def gain(self) -> float:
-        """In [0, 1]: what the router's expert term is worth, over all."""
+        """Factor on the router's expert-locality term over all requests, in [0, 1]."""
         slope = self.slope
         return slope * self._matters(slope)
 
     @property
     def gains(self) -> NDArray[np.float32]:
-        """float32 [K], in [0, 1]: what it is worth for requests of each cluster."""
+        """Factor per cluster: float32 [K], in [0, 1]."""
         line = self._line()
         seen, squares, x, xx, xy = self._by_cluster
         per = seen / np.maximum(squares, _UNSEEN) / line.noise
@@ -123,7 +134,7 @@ class Calibration:
         return np.asarray(np.clip(slopes, 0.0, 1.0) * self._matters(line.slope), np.float32)
 
     def _matters(self, slope: float) -> float:
-        """In [0, 1]: how far what could be steered by is large enough to."""
+        """Return the factor for the size of the steering effect, in [0, 1]."""
         weight, squares = self._spreads.tolist()
         if weight <= 0.0:
             return 0.0
@@ -133,29 +144,31 @@ class Calibration:
     # Recall
 
     def sampled(self, counts: NDArray[Any], predicted: NDArray[Any], prior: NDArray[Any]) -> None:
-        """A request counted whole: pairs, what was predicted, and the mix, each [layers, experts]."""
+        """Learn from a sampled request: pairs, prediction and mix, each [layers, experts]."""
         recalled = (1.0, recall(counts, predicted), recall(counts, prior))
         self._recalls = self._recalls * (1.0 - 1.0 / self._memory) + np.array(recalled)
 
     @property
     def recall(self) -> float | None:
-        """Mass of the true most popular half of a layer's experts that was predicted / its whole mass; None before the first sample."""
+        """Predicted mass of the true most popular half of a layer's experts / its whole mass; None before the
+        first sample.
+        """
         return float(self._recalls[1] / self._recalls[0]) if self._recalls[0] > 0 else None
 
     @property
     def prior_recall(self) -> float | None:
-        """The same for the mix."""
+        """The same for the traffic mix."""
         return float(self._recalls[2] / self._recalls[0]) if self._recalls[0] > 0 else None
 
-    # Surviving
+    # Saving and restoring
 
     def state(self) -> dict[str, Any]:
-        """Everything, as msgpack takes it."""
+        """Return the complete state, for msgpack."""
         sums = {"sums": self._sums.tolist(), "spreads": self._spreads.tolist(), "by_cluster": self._by_cluster.ravel().tolist()}
         return {"outcomes": self._outcomes, "recalls": self._recalls.tolist()} | sums
 
     def take_over(self, state: dict[str, Any]) -> None:
-        """Become what `state` was. ValueError when it does not fit; then nothing changed."""
+        """Restore a state. ValueError if it does not fit, without any change."""
         sizes = {"sums": 7, "recalls": 3, "spreads": 2, "by_cluster": self._by_cluster.size}
         read = {name: np.asarray(state[name], np.float64) for name in sizes}
         for name, size in sizes.items():
@@ -166,9 +179,10 @@ class Calibration:
 
 
 def recall(counts: NDArray[Any], predicted: NDArray[Any]) -> float:
-    """Mass of the true most popular half of the experts of each layer that is among the predicted half / its whole mass.
+    """Return the mass of the true top half of each layer's experts that is in the predicted half / its whole
+    mass.
 
-    counts, predicted: [layers, experts]. 1 where nothing was counted.
+    counts, predicted: [layers, experts]. 1 if nothing was counted.
     """
     half = counts.shape[1] - counts.shape[1] // 2
     true = np.argsort(-counts.astype(np.float64), axis=1, kind="stable")[:, :half]

@@ -1,8 +1,9 @@
-"""Signatures over clusters that have since split or merged: what they say in terms of today's. Pure.
+"""Conversion of signatures over clusters that have since split or merged. Pure.
 
-Slots keep their meaning, so a signature is good at later versions of the model as it stands, but for what changed structurally. After
-a merge what was said of the freed slot is said of the kept one. Whether a parent or its child was meant is unknown: each
-is named with its part, and where a packed signature has no room left for the child, its part is nobody's.
+Slots keep their meaning, so a signature remains valid in later versions of the model, except for structural
+changes. After a merge the weight of the freed slot belongs to the kept one. After a split it is unknown
+whether parent or child was meant: each gets its share. If a packed signature has no room for the child, the
+child's share is left unassigned.
 """
 
 from collections import deque
@@ -17,11 +18,11 @@ from tracker.clustering.refit import ClusterMerge, ClusterSplit
 from tracker.prediction.report_parsing import Packed
 
 MOST_CHANGES = 128
-"""Structural changes that are remembered; signatures from before are refused."""
+"""Structural changes that are remembered. Older signatures are rejected."""
 
 
 class SlotChange(NamedTuple):
-    """What was said of slot `source` is said of `target`, as to this share (1: the source was freed)."""
+    """Move of a share of the weight of slot `source` to `target` (1: the source was freed)."""
 
     version: int
     source: int
@@ -30,7 +31,7 @@ class SlotChange(NamedTuple):
 
 
 def dense(packed: Packed, shares: NDArray[np.float32]) -> NDArray[np.float32]:
-    """float32 [n, K] of packed signatures [n, PACKED]: `fleet.signatures.unpack`, all at once."""
+    """Unpack signatures [n, PACKED] to float32 [n, K]: a vectorised `fleet.signatures.unpack`."""
     clusters, named = packed[:, 0::2], packed[:, 1::2].astype(np.float32)
     named /= np.maximum(named.sum(axis=1, keepdims=True), 255.0)
     weights = shares * np.maximum(1.0 - named.sum(axis=1, keepdims=True), 0.0)
@@ -41,7 +42,7 @@ def dense(packed: Packed, shares: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def carried(packed: Packed, change: SlotChange) -> Packed:
-    """Packed signatures after a change."""
+    """Return packed signatures after a change."""
     after = packed.copy()
     if change.share >= 1.0:
         after[:, 0::2][packed[:, 0::2] == change.source] = change.target
@@ -60,7 +61,7 @@ def carried(packed: Packed, change: SlotChange) -> Packed:
 
 
 def carried_weights(weights: NDArray[Any], change: SlotChange) -> NDArray[Any]:
-    """Weights [n, K] after a change."""
+    """Return weights [n, K] after a change."""
     after = weights.copy()
     after[:, change.target] += weights[:, change.source] * change.share
     after[:, change.source] -= weights[:, change.source] * change.share
@@ -68,31 +69,35 @@ def carried_weights(weights: NDArray[Any], change: SlotChange) -> NDArray[Any]:
 
 
 class RemapHistory:
-    """Which versions of a cluster model are understood, and what changed since each."""
+    """Known versions of a cluster model, and the changes since each."""
 
     def __init__(self) -> None:
         self._changes: deque[SlotChange] = deque()
         self._oldest: int | None = None
-        """the first version whose signatures say anything: with two clusters at least"""
+        """first version with usable signatures: with at least two clusters"""
         self.model: ClusterModel | None = None
 
     def adopt(self, model: ClusterModel, changes: Sequence[ClusterSplit | ClusterMerge]) -> list[SlotChange]:
-        """Go on to another version; what changed, in order. ValueError when it is older, or has another shape."""
+        """Adopt another version, and return the changes in order. ValueError if it is older or has another
+        shape.
+        """
         known = self.model
         if known is not None and (model.version < known.version or model.profiles.shape != known.profiles.shape):
             here, there = (known.version, known.profiles.shape), (model.version, model.profiles.shape)
             raise ValueError(f"cluster model: version and shape {there} cannot follow {here}; start learning anew for another shape")
-        told = [_told(model, change) for change in changes]
-        self._changes.extend(told)
+        moves = [_slot_change(model, change) for change in changes]
+        self._changes.extend(moves)
         while len(self._changes) > MOST_CHANGES:
             self._oldest = self._changes.popleft().version
         if self._oldest is None and int((model.shares > 0).sum()) > 1:
             self._oldest = model.version
         self.model = model
-        return told
+        return moves
 
     def since(self, version: int) -> list[SlotChange] | None:
-        """What changed after a version; None when its signatures say nothing. ValueError for versions that are not known."""
+        """Return the changes after a version; None if its signatures are unusable. ValueError for unknown
+        versions.
+        """
         if self.model is None or version > self.model.version:
             raise ValueError(f"clusters: version {version} is not known here; report over the version that was published last")
         if self._oldest is None or version < self._oldest:
@@ -100,16 +105,16 @@ class RemapHistory:
         return [change for change in self._changes if change.version > version]
 
     def state(self) -> dict[str, Any]:
-        """What changed, as msgpack takes it; the model itself is its owner's to keep."""
+        """Return the changes, for msgpack. The owner saves the model itself."""
         return {"changes": [list(change) for change in self._changes], "oldest": self._oldest}
 
     def take_over(self, state: dict[str, Any]) -> None:
-        """Become what `state` was."""
+        """Restore a state."""
         self._changes = deque(SlotChange(int(version), int(source), int(target), float(share)) for version, source, target, share in state["changes"])
         self._oldest = None if state["oldest"] is None else int(state["oldest"])
 
 
-def _told(model: ClusterModel, change: ClusterSplit | ClusterMerge) -> SlotChange:
+def _slot_change(model: ClusterModel, change: ClusterSplit | ClusterMerge) -> SlotChange:
     if isinstance(change, ClusterMerge):
         return SlotChange(model.version, change.freed, change.kept, 1.0)
     both = float(model.shares[change.parent] + model.shares[change.child])

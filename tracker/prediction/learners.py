@@ -1,6 +1,7 @@
-"""What is learnt of every model: its clusters and its prediction tables, from requests that ranks profiled and routers saw to their end. Pure.
+"""Learnt state of every model: clusters and prediction tables, from request profiles of ranks and outcomes of
+routers. Pure.
 
-Owned by one thread: nothing here is called from another one while a call lasts. What is given out never changes afterwards.
+One thread owns this state: calls must not overlap. Returned values are immutable.
 """
 
 from collections import Counter
@@ -22,11 +23,11 @@ MODEL = "model"
 SAMPLE = "sample"
 SIGNATURE = "signature"
 OUTCOME = "outcome"
-"""Why something was not learnt from: nobody follows its model, or the named part of it cannot be true."""
+"""Reason for not learning from a report: its model is not tracked, or the named part is invalid."""
 
 
 class LearntTables(NamedTuple):
-    """What is known of one model, for people."""
+    """Summary of one model's learnt state, for display."""
 
     clusters: tuple[ClusterPopularity, ...]
     sources: tuple[SourceQuality, ...]
@@ -39,164 +40,168 @@ class LearntTables(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Lesson:
+class _Learner:
     clusters: OnlineClusters
     learning: ModelLearner
-    told: int = -1
-    """version of the cluster model last told"""
+    published: int = -1
+    """version of the cluster model last published"""
     seen: ClusterModel | None = None
     popularity: tuple[ClusterPopularity, ...] = ()
     """of the model last seen"""
 
 
 class Learners:
-    """Clusters and tables of all models. `now` is seconds of one clock that never goes back.
+    """Clusters and tables of all models. `now` is seconds of one monotonic clock.
 
-    first_version: what is published counts from here; a restarted tracker must not repeat a version. meaning_from: signatures over cluster
-    models older than this version mean something else.
+    first_version: start of published version numbers; a restarted tracker must not repeat one. meaning_from:
+    signatures over older cluster models have a different meaning.
     """
 
     def __init__(self, config: TrackerConfig, first_version: int = 1, meaning_from: int | None = None) -> None:
         self.meaning_from = first_version if meaning_from is None else meaning_from
         self._config = config
         self._first_version = first_version
-        self._lessons: dict[str, _Lesson] = {}
+        self._learners: dict[str, _Learner] = {}
         self._shapes: dict[str, tuple[int, int]] = {}
 
     def follow(self, shapes: Mapping[str, tuple[int, int]]) -> None:
-        """These models are followed, (layers, experts) each; another shape than before is another model, which is learnt anew."""
-        for name in [name for name in self._lessons if shapes.get(name) != self._shapes[name]]:
-            del self._lessons[name], self._shapes[name]
+        """Track exactly these models, with (layers, experts) each. A different shape is a different model and
+        starts from scratch.
+        """
+        for name in [name for name in self._learners if shapes.get(name) != self._shapes[name]]:
+            del self._learners[name], self._shapes[name]
         for name, (layers, experts) in shapes.items():
-            if name not in self._lessons:
+            if name not in self._learners:
                 clusters = OnlineClusters(self._config, layers, experts, self._first_version)
-                self._add(name, (layers, experts), _Lesson(clusters, ModelLearner(self._config, self._first_version)))
+                self._add(name, (layers, experts), _Learner(clusters, ModelLearner(self._config, self._first_version)))
 
-    def _add(self, name: str, shape: tuple[int, int], lesson: _Lesson) -> None:
-        lesson.learning.adopt(lesson.clusters.model, [])
-        self._lessons[name], self._shapes[name] = lesson, shape
+    def _add(self, name: str, shape: tuple[int, int], learner: _Learner) -> None:
+        learner.learning.adopt(learner.clusters.model, [])
+        self._learners[name], self._shapes[name] = learner, shape
 
     # Learning
 
     def profiled(self, said: RequestsProfiled, now: float) -> Counter[str]:
-        """Learn from what a rank said; how much of it could not be used, by reason."""
-        lesson, refused = self._lessons.get(said.model), Counter[str]()
-        if lesson is None:
+        """Learn from a rank's report. Returns the number of unusable requests by reason."""
+        learner, refused = self._learners.get(said.model), Counter[str]()
+        if learner is None:
             return Counter({MODEL: len(said.requests)})
         for profile in said.requests:
-            self._sampled(lesson, profile, now, refused)
+            self._sampled(learner, profile, now, refused)
             if said.clusters >= self.meaning_from:
-                self._mixed(lesson, said.clusters, profile, now, refused)
+                self._mixed(learner, said.clusters, profile, now, refused)
         return refused
 
-    def _sampled(self, lesson: _Lesson, profile: RequestProfile, now: float, refused: Counter[str]) -> None:
+    def _sampled(self, learner: _Learner, profile: RequestProfile, now: float, refused: Counter[str]) -> None:
         if profile.sample is not None:
             try:
-                lesson.clusters.learn(profile.sample.prompt.array(), profile.sample.completion.array(), now)
+                learner.clusters.learn(profile.sample.prompt.array(), profile.sample.completion.array(), now)
             except ValueError:
                 refused[SAMPLE] += 1
 
-    def _mixed(self, lesson: _Lesson, version: int, profile: RequestProfile, now: float, refused: Counter[str]) -> None:
+    def _mixed(self, learner: _Learner, version: int, profile: RequestProfile, now: float, refused: Counter[str]) -> None:
         try:
-            lesson.learning.profiled(profile, version, now)
-            lesson.clusters.mixed(unpack(profile.signature, lesson.clusters.model.shares), profile.tokens, now)
+            learner.learning.profiled(profile, version, now)
+            learner.clusters.mixed(unpack(profile.signature, learner.clusters.model.shares), profile.tokens, now)
         except ValueError:
             refused[SIGNATURE] += 1
 
     def finished(self, said: RequestsFinished, now: float) -> Counter[str]:
-        """Learn from what a router said; how much of it could not be used, by reason."""
-        lesson, refused = self._lessons.get(said.model), Counter[str]()
-        if lesson is None:
+        """Learn from a router's report. Returns the number of unusable requests by reason."""
+        learner, refused = self._learners.get(said.model), Counter[str]()
+        if learner is None:
             return Counter({MODEL: len(said.requests)})
         for outcome in said.requests:
             try:
-                lesson.learning.finished(outcome, now)
+                learner.learning.finished(outcome, now)
             except ValueError:
                 refused[OUTCOME] += 1
         return refused
 
-    # Fitting: a job is made here, run anywhere, and its result brought back
+    # Fitting: a job is created here, run in any thread, and its result returned
 
     def due(self, now: float) -> list[tuple[str, OnlineClusters, Refit | None]]:
-        """For each model its refinement, if one is due. The job never changes; the clusters are for `adopt` alone."""
-        return [(name, lesson.clusters, lesson.clusters.due(now)) for name, lesson in self._lessons.items()]
+        """Return each model's refit, if one is due. The job is immutable; the clusters are only for `adopt`.
+        """
+        return [(name, learner.clusters, learner.clusters.due(now)) for name, learner in self._learners.items()]
 
     def adopt(self, name: str, clusters: OnlineClusters, fitted: RefitResult | None, now: float) -> None:
-        """Take over a refinement (None: none was due) of clusters that may be gone meanwhile."""
-        lesson = self._lessons.get(name)
-        if lesson is None or lesson.clusters is not clusters:
+        """Adopt a refit (None: none was due), unless its clusters have been dropped meanwhile."""
+        learner = self._learners.get(name)
+        if learner is None or learner.clusters is not clusters:
             return
         before, changes = clusters.model, clusters.adopt(fitted, now)
         if changes or clusters.model is not before:
-            lesson.learning.adopt(clusters.model, changes)
+            learner.learning.adopt(clusters.model, changes)
 
-    # Telling
+    # Publishing
 
     def news(self) -> list[ClustersPublished | TablesPublished]:
-        """What changed since the last call."""
-        said: list[ClustersPublished | TablesPublished] = []
-        for name, lesson in self._lessons.items():
-            if lesson.told != lesson.clusters.model.version:
-                lesson.told = lesson.clusters.model.version
-                said.append(ClustersPublished(model=name, record=lesson.clusters.model.record()))
-            if (change := lesson.learning.change(name)) is not None:
-                said.append(change)
-        return said
+        """Return the changes since the last call."""
+        changes: list[ClustersPublished | TablesPublished] = []
+        for name, learner in self._learners.items():
+            if learner.published != learner.clusters.model.version:
+                learner.published = learner.clusters.model.version
+                changes.append(ClustersPublished(model=name, record=learner.clusters.model.record()))
+            if (change := learner.learning.change(name)) is not None:
+                changes.append(change)
+        return changes
 
     def clusters(self, name: str) -> ClustersPublished | None:
-        """A model's clusters; None for a model nobody follows."""
-        lesson = self._lessons.get(name)
-        return None if lesson is None else ClustersPublished(model=name, record=lesson.clusters.model.record())
+        """Return a model's clusters; None for an untracked model."""
+        learner = self._learners.get(name)
+        return None if learner is None else ClustersPublished(model=name, record=learner.clusters.model.record())
 
     def tables(self, name: str) -> TablesPublished | None:
-        """A model's whole tables; None for a model nobody follows."""
-        lesson = self._lessons.get(name)
-        return None if lesson is None else lesson.learning.whole(name)
+        """Return a model's snapshot of tables; None for an untracked model."""
+        learner = self._learners.get(name)
+        return None if learner is None else learner.learning.whole(name)
 
     def learnt(self, name: str) -> LearntTables | None:
-        """What is known of a model; None for a model nobody follows."""
-        lesson = self._lessons.get(name)
-        if lesson is None:
+        """Return the summary of a model; None for an untracked model."""
+        learner = self._learners.get(name)
+        if learner is None:
             return None
-        learning = lesson.learning
-        if lesson.seen is not lesson.clusters.model:
-            lesson.seen, lesson.popularity = lesson.clusters.model, popularity(lesson.clusters.model)
+        learning = learner.learning
+        if learner.seen is not learner.clusters.model:
+            learner.seen, learner.popularity = learner.clusters.model, popularity(learner.clusters.model)
         return LearntTables(
-            clusters=lesson.popularity,
+            clusters=learner.popularity,
             sources=learning.sources(),
             gain=learning.gain,
             outcomes=learning.outcomes,
             recall=learning.recall,
             prior_recall=learning.prior_recall,
             stored_blocks=learning.stored_blocks,
-            stored_bytes=learning.stored_bytes + lesson.clusters.stored_bytes,
+            stored_bytes=learning.stored_bytes + learner.clusters.stored_bytes,
         )
 
     def all_learnt(self) -> dict[str, LearntTables]:
-        """What is known of each model."""
-        return {name: learnt for name in self._lessons if (learnt := self.learnt(name)) is not None}
+        """Return the summary of each model."""
+        return {name: learnt for name in self._learners if (learnt := self.learnt(name)) is not None}
 
-    # Keeping it
+    # Saving and restoring
 
     def state(self) -> dict[str, Any]:
-        """Everything by model, in what msgpack can say."""
-        return {name: {"clusters": lesson.clusters.state(), "learning": lesson.learning.state()} for name, lesson in self._lessons.items()}
+        """Return the complete state by model, for msgpack."""
+        return {name: {"clusters": learner.clusters.state(), "learning": learner.learning.state()} for name, learner in self._learners.items()}
 
     def restore(self, name: str, shape: tuple[int, int], state: dict[str, Any]) -> None:
-        """Go on with one model as `state` has it. ValueError when that cannot be; then the model is learnt anew."""
+        """Restore one model from `state`. ValueError if that fails; the model is then learnt from scratch."""
         try:
-            # A version above all that were given: those after the state was taken are not known any more.
+            # A version above all published ones: versions published after the state was saved are not known
+            # any more.
             clusters = OnlineClusters.restore(self._config, {**state["clusters"], "version": self._first_version})
             learning = ModelLearner.restore(self._config, state["learning"], self._first_version)
         except (KeyError, TypeError) as error:
             raise ValueError(f"no state of what was learnt: {error}") from error
         if clusters.model.profiles.shape[1:] != shape:
             raise ValueError(f"clusters of shape {clusters.model.profiles.shape[1:]} for a model of {shape}")
-        self._add(name, shape, _Lesson(clusters, learning))
+        self._add(name, shape, _Learner(clusters, learning))
 
 
 def popularity(model: ClusterModel) -> tuple[ClusterPopularity, ...]:
-    """The clusters in use, most traffic first."""
+    """Return the clusters in use, highest traffic first."""
     used = np.argsort(-model.shares, kind="stable")
     return tuple(
         ClusterPopularity(

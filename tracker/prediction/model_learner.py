@@ -1,6 +1,9 @@
-"""What the tracker has learnt of one model to predict its requests with: rows of prefixes, sessions and tenants, the token table, the
-trusts, the gain. It hears of every request twice, from the rank that served it (what it activated) and from the router that sent it (what was
-known and expected), joins the two, and tells the tables whole or by what changed. Pure.
+"""Learnt prediction tables of one model: rows of prefixes, sessions and tenants, token table, source weights
+and gain.
+
+Every request is reported twice: by the rank that served it (its activations), and by the router that sent it
+(its features and prediction). This module joins the two reports, and returns the tables as snapshots or
+deltas. Pure.
 """
 
 from collections.abc import Sequence
@@ -26,17 +29,17 @@ HALF = 64.0
 """Computed tokens at which an observed signature counts half."""
 SESSION_TOKENS = 1024.0
 TENANT_TOKENS = 16384.0
-"""What came before counts for so many tokens at most, so that a session or a tenant may change."""
+"""Limits of the weight of earlier requests, in tokens, so that a session or a tenant may change."""
 HEAD = 0.01
-"""Trusts, reliabilities, gain and shares are told again when one moved by so much."""
+"""Source weights, reliabilities, gain and shares are published again when one changed by this much."""
 _ENGINE, _ROUTER = 0, 1
 _FORMAT = 2
 _UNASKED = np.zeros(len(SOURCES), np.float32)
-"""Trusts in tables that are asked what the sources know, not what to believe of it."""
+"""Placeholder for source weights, in tables that are used only to collect evidence."""
 
 
 class _Head(NamedTuple):
-    """What every message says."""
+    """Content common to all messages."""
 
     clusters: int
     shares: Weights
@@ -53,10 +56,10 @@ class _Head(NamedTuple):
 
 
 class ModelLearner:
-    """One model's prediction tables. `now` is seconds of one clock that never goes back.
+    """One model's prediction tables. `now` is seconds of one monotonic clock.
 
-    first_version: versions of the tables count from here; a restarted tracker must not repeat them. What is reported is refused, with a
-    ValueError that names the field, when it cannot be used; then nothing changed.
+    first_version: start of the tables' version numbers; a restarted tracker must not repeat them. An unusable
+    report raises ValueError, which names the field, and changes nothing.
     """
 
     def __init__(self, config: TrackerConfig, first_version: int = 1) -> None:
@@ -75,13 +78,13 @@ class ModelLearner:
         self._head: _Head | None = None
         self._afresh = False
         self.repeated = 0
-        """reports that were heard twice and ignored"""
+        """duplicate reports, ignored"""
         self.orphans = 0
-        """blocks that continue a prefix nobody knows"""
+        """blocks that continue an unknown prefix"""
         self.stale = 0
-        """profiles over clusters that say nothing today"""
+        """profiles over clusters that are no longer usable"""
 
-    # How good it is
+    # Quality
 
     @property
     def trust(self) -> NDArray[np.float32]:
@@ -104,7 +107,7 @@ class ModelLearner:
 
     @property
     def outcomes(self) -> int:
-        """Requests whose prediction was compared with what they did."""
+        """Requests whose prediction was compared with the measured activations."""
         return self._calibration.outcomes
 
     @property
@@ -116,23 +119,23 @@ class ModelLearner:
         return self._calibration.prior_recall
 
     def sources(self) -> tuple[SourceQuality, ...]:
-        """Each source: how often it spoke, what it is trusted, how far it goes."""
+        """Return for each source: outcomes with evidence, weight, reliability."""
         parts = zip(SOURCES, self._trust.spoken, self.trust.tolist(), self.reliability.tolist(), strict=True)
         return tuple(SourceQuality(source=source, requests=spoken, trust=trust, reliability=reliability) for source, spoken, trust, reliability in parts)
 
     @property
     def version(self) -> int:
-        """Of the tables."""
+        """Version of the tables."""
         return self._version
 
     @property
     def waiting(self) -> int:
-        """Reports that wait for their other half."""
+        """Reports that wait for the other side's report."""
         return len(self._pairs)
 
     @property
     def given_up(self) -> int:
-        """Reports whose other half did not come in time."""
+        """Reports without the other side's report in time."""
         return self._pairs.given_up
 
     @property
@@ -141,20 +144,20 @@ class ModelLearner:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of what was learnt."""
+        """Bytes of learnt data."""
         return sum(table.filled_bytes for table in (*self._keyed, self._tokens)) + self._pairs.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken, filled or not."""
+        """Bytes allocated, used or not."""
         return sum(table.nbytes for table in (*self._keyed, self._tokens)) + self._pairs.nbytes
 
     # Clusters
 
     def adopt(self, model: ClusterModel, changes: Sequence[ClusterSplit | ClusterMerge] = ()) -> None:
-        """Go on with another version of the clusters; changes: what split and merged on the way there, in order.
+        """Adopt another version of the clusters. changes: splits and merges on the way to it, in order.
 
-        ValueError when it is older than the one before, or has another shape.
+        ValueError if it is older than the previous one, or has another shape.
         """
         if model.clusters != self._config.clusters:
             raise ValueError(f"cluster model: {model.clusters} clusters; tracker.clusters is {self._config.clusters}")
@@ -177,10 +180,10 @@ class ModelLearner:
         self._calibration.move(change.source, change.target, change.share)
         self._afresh = True
 
-    # What is heard
+    # Reports
 
     def profiled(self, profile: RequestProfile, clusters_version: int, now: float) -> None:
-        """What a request activated, over the clusters of a version; 0: over none, which says nothing here."""
+        """Add the activations of a request, over the clusters of a version; 0: none, which is unusable."""
         if clusters_version == 0:
             self.stale += 1
             return
@@ -197,7 +200,7 @@ class ModelLearner:
                 self._learn(part, PendingOutcome(*other), now)
 
     def finished(self, outcome: RequestOutcome, now: float) -> None:
-        """What a router knew of a request, and expected."""
+        """Add a router's features and prediction of a request."""
         part = outcome_of(outcome, self._config.clusters)
         if self._pairs.repeated(_ROUTER, outcome.decision):
             self.repeated += 1
@@ -209,7 +212,7 @@ class ModelLearner:
     # Learning
 
     def _learn_blocks(self, blocks: Blocks, since: list[SlotChange], now: float) -> None:
-        """A prefix's row is the token-weighted mean over all of its blocks."""
+        """Add the rows of blocks. A prefix's row is the token-weighted mean over all its blocks."""
         above = None if blocks.parent is None else self._blocks.cell(blocks.parent)
         if above is not None:
             self._blocks.touch(blocks.parent or 0, now)
@@ -238,7 +241,7 @@ class ModelLearner:
         return self._model.shares
 
     def _learn(self, profile: PendingProfile, outcome: PendingOutcome, now: float) -> None:
-        """From both sides of a request: first how good the tables were, then what it adds to them."""
+        """Learn from both sides of a request: judge the tables first, then update them."""
         since = self._history.since(profile.version)
         if since is None or not profile.tokens:
             self.stale += since is None
@@ -257,7 +260,7 @@ class ModelLearner:
         self._blocks.touch(outcome.prefix, now)
 
     def _tables(self, ratios: NDArray[np.float32]) -> Tables:
-        """The tables before they learn; ratios [n, K]: of the token table, only the rows that are asked for."""
+        """Return the tables before the update. ratios [n, K]: of the token table, only the requested rows."""
         return Tables(
             version=self._version,
             clusters=0,
@@ -271,7 +274,9 @@ class ModelLearner:
         )
 
     def _judge(self, profile: PendingProfile, outcome: PendingOutcome, weight: float) -> None:
-        """Predicted against observed, as far as both are there (under TP no rank is nearer, and nothing is predicted)."""
+        """Compare prediction and observation, as far as both exist (under TP all ranks are equally near, and
+        nothing is predicted).
+        """
         predicted = unpack(outcome.predicted, self._shares)
         if profile.local is not None and outcome.predicted_local is not None and outcome.prior_local is not None:
             self._calibration.learn(outcome.predicted_local, outcome.prior_local, profile.local, weight, outcome.spread, predicted)
@@ -280,7 +285,9 @@ class ModelLearner:
             self._calibration.sampled(counts, self._model.expected(predicted), self._model.mean)
 
     def _follow(self, followed: Sequence[tuple[RowCache, int, float]], observed: Weights, tokens: int, now: float) -> None:
-        """Rows of a session and a tenant: each the mean of its requests' signatures, where what came before counts for so many tokens at most."""
+        """Update the rows of a session and a tenant: means of their requests' signatures, with limited weight
+        of the past.
+        """
         named = [(table, key, most, table.cell(key)) for table, key, most in followed if key]
         weights, behind = np.empty((len(named), len(observed)), np.float32), []
         for line, (_, _, most, before) in enumerate(named):
@@ -292,17 +299,19 @@ class ModelLearner:
         for line, (table, key, _, _) in enumerate(named):
             table.put_one(key, cells[line : line + 1], now)
 
-    # What is told
+    # Publishing
 
     def whole(self, name: str) -> TablesPublished:
-        """The tables as they were last told. ValueError before clusters were adopted."""
+        """Return the tables as last published. ValueError before clusters were adopted."""
         head = self._head = self._head or self._now()
         buckets, ratios = self._tokens.told()
         rows = [KeyedRows(keys=keys.tobytes(), rows=rows.tobytes()) for keys, rows in (table.all() for table in self._keyed)]
-        return self._said(name, head, None, buckets, ratios, rows)
+        return self._message(name, head, None, buckets, ratios, rows)
 
     def change(self, name: str) -> TablesPublished | None:
-        """What changed since the last change, under the next version; all of it where too much did; None where nothing did."""
+        """Return the changes since the last call, under the next version; a snapshot if too many; None
+        without changes.
+        """
         head = self._now()
         if self._afresh or any(table.overflown for table in self._keyed):
             return self._all_anew(name, head)
@@ -313,7 +322,7 @@ class ModelLearner:
         self._head = head
         self._version += 1
         rows = [KeyedRows(keys=keys.tobytes(), rows=rows.tobytes()) for keys, rows in taken]
-        return self._said(name, head, self._version - 1, buckets, ratios, rows)
+        return self._message(name, head, self._version - 1, buckets, ratios, rows)
 
     def _all_anew(self, name: str, head: _Head) -> TablesPublished:
         self._head, self._afresh = head, False
@@ -330,7 +339,7 @@ class ModelLearner:
     def _now(self) -> _Head:
         return _Head(self._model.version, self._shares, self._trust.table, self.reliability, self.gain, self.gains)
 
-    def _said(
+    def _message(
         self, name: str, head: _Head, base: int | None, buckets: NDArray[np.uint32], ratios: NDArray[np.float16], rows: list[KeyedRows]
     ) -> TablesPublished:
         return TablesPublished(
@@ -352,7 +361,7 @@ class ModelLearner:
             tenants=rows[2],
         )
 
-    # Surviving
+    # Saving and restoring
 
     @property
     def _parts(self) -> dict[str, RowCache | TokenTable | ReportJoin | SourceWeights | Calibration | RemapHistory]:
@@ -368,16 +377,16 @@ class ModelLearner:
         }
 
     def state(self) -> dict[str, Any]:
-        """Everything but the cluster model, as msgpack takes it."""
+        """Return the complete state without the cluster model, for msgpack."""
         counted = [self.repeated, self.orphans, self.stale]
         return {"format": _FORMAT, "version": self._version, "counted": counted} | {name: part.state() for name, part in self._parts.items()}
 
     @classmethod
     def restore(cls, config: TrackerConfig, state: dict[str, Any], first_version: int = 0, later: float = 0.0) -> "ModelLearner":
-        """What `state` was; the cluster model is adopted again next, and all is told anew.
+        """Restore a learner. Adopt the cluster model next; then a snapshot is published.
 
-        first_version: of the tables, where it is above that of the state. later: by how many seconds this clock is ahead of the
-        one that the state was made on. ValueError when the state does not fit the settings, or is none.
+        first_version: of the tables, if above the saved one. later: seconds by which this clock is ahead of
+        the clock of the state. ValueError if the state is invalid or does not fit the settings.
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise ValueError(f"learning: not a state of format {_FORMAT}. Start without it")
@@ -397,19 +406,19 @@ class ModelLearner:
 
 
 def _through(packed: Packed, since: list[SlotChange]) -> Packed:
-    """Packed signatures [n, PACKED] in terms of today's clusters."""
+    """Convert packed signatures [n, PACKED] to the present clusters."""
     for change in since:
         packed = carried(packed, change)
     return packed
 
 
 def _weights(cells: NDArray[Any]) -> NDArray[np.float32]:
-    """float32 [n, K]: the weights of a session's or tenant's rows, more exact than the packed ones."""
+    """Return the weights of session or tenant rows, at higher precision than packed: float32 [n, K]."""
     return np.ascontiguousarray(cells["extra"]).view("<f2").astype(np.float32)
 
 
 def _cells(weights: NDArray[Any], tokens: NDArray[Any]) -> NDArray[Any]:
-    """Rows [n] of sessions or tenants."""
+    """Return rows [n] of sessions or tenants."""
     cells = np.zeros(len(weights), cell(2 * weights.shape[1]))
     cells["packed"], cells["tokens"] = pack(weights), np.maximum(tokens, 1.0)
     cells["extra"] = np.ascontiguousarray(weights, "<f2").view(np.uint8)

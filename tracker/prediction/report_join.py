@@ -1,10 +1,12 @@
-"""Two reports of one request, by its decision id, whichever comes first; each is awaited for a while, within a byte budget. Pure."""
+"""Join of the two reports of one request, by decision id, in any order. Reports wait within limits of time
+and bytes. Pure.
+"""
 
 from collections import OrderedDict
 from typing import Any
 
 OVERHEAD = 512
-"""Bytes that a waiting part costs besides its own."""
+"""Bytes of a waiting part besides its own content."""
 LONGEST_ID = 128
 SIDES = 2
 Part = tuple[Any, ...]
@@ -12,8 +14,11 @@ Part = tuple[Any, ...]
 
 
 class ReportJoin:
-    """Parts of side 0 and 1 that wait for one another, oldest first. seconds: for so long; budget: bytes of all that wait;
-    most: how many wait, and how many pairs are remembered, so that a repetition is known for one. fields: of a part of either side."""
+    """Parts of side 0 and 1 that wait for each other, oldest first.
+
+    seconds: longest wait. budget: bytes of all waiting parts. most: limit of waiting parts, and of remembered
+    pairs, which identify duplicates. fields: number in a part of either side.
+    """
 
     def __init__(self, budget: int, most: int, seconds: float, fields: tuple[int, int]) -> None:
         self._budget = budget
@@ -24,7 +29,7 @@ class ReportJoin:
         self._paired: OrderedDict[str, None] = OrderedDict()
         self._bytes = 0
         self.given_up = 0
-        """parts whose other half did not come in time"""
+        """parts whose other side did not arrive in time"""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -34,12 +39,12 @@ class ReportJoin:
         return self._bytes + len(self._paired) * LONGEST_ID
 
     def repeated(self, side: int, decision: str) -> bool:
-        """Whether this side of a request was offered before."""
+        """Return True if this side of a request was offered before."""
         waiting = self._waiting.get(decision)
         return decision in self._paired or (waiting is not None and waiting[0] == side)
 
     def offer(self, side: int, decision: str, part: Part, now: float) -> Part | None:
-        """The other side's part, when it is there; otherwise this one waits. Not for a repetition."""
+        """Return the other side's part if it has arrived; otherwise this one waits. Not for duplicates."""
         self.expire(now)
         other = self._waiting.pop(decision, None)
         if other is not None:
@@ -64,17 +69,19 @@ class ReportJoin:
         self.given_up += 1
 
     def expire(self, now: float) -> None:
-        """Nothing waits longer than it may."""
+        """Drop parts that have waited too long."""
         while self._waiting and now - next(iter(self._waiting.values()))[1] > self._seconds:
             self._give_up()
 
     def state(self) -> dict[str, Any]:
-        """Everything, as msgpack takes it."""
+        """Return the complete state, for msgpack."""
         waiting = [(decision, side, at, list(part)) for decision, (side, at, _, part) in self._waiting.items()]
         return {"waiting": waiting, "paired": list(self._paired), "given_up": self.given_up}
 
     def take_over(self, state: dict[str, Any], later: float = 0.0) -> None:
-        """Become what `state` was, on a clock that is `later` by so many seconds. ValueError when it does not fit; then nothing changed."""
+        """Restore a state on a clock that is ahead by `later` seconds. ValueError if it does not fit, without
+        any change.
+        """
         waiting: OrderedDict[str, tuple[int, float, int, Part]] = OrderedDict()
         for decision, side, at, part in state["waiting"]:
             if not isinstance(decision, str) or side not in range(SIDES) or len(part) != self._fields[side]:

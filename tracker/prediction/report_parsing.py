@@ -1,4 +1,4 @@
-"""What ranks and routers report of a request, checked: nothing that comes from the bus is believed as it stands. Pure."""
+"""Validation of ranks' and routers' reports about a request: data from the bus is not trusted. Pure."""
 
 from math import isfinite
 from typing import Any, NamedTuple
@@ -11,19 +11,19 @@ from fleet.prediction import MOST_TOKENS
 from fleet.signatures import NAMED, PACKED
 
 MOST_BLOCKS = 1 << 16
-"""of one request"""
+"""limit for one request"""
 MOST_COUNT = 1 << 48
 MOST_BLOCK_SIZE = 1 << 16
 LONGEST_ID = 128
 MOST_SUM = 255 + NAMED
-"""What the weights of a packed signature may add up to: each is rounded."""
+"""Limit for the sum of the weights of a packed signature, each of which is rounded."""
 _ONES = np.ones(NAMED, np.int32)
 Packed = NDArray[np.uint8]
 """uint8 [n, PACKED]"""
 
 
 class PendingProfile(NamedTuple):
-    """What is kept of a `RequestProfile` until its outcome comes."""
+    """Part of a `RequestProfile` that is kept until its outcome arrives."""
 
     signature: bytes
     version: int
@@ -31,11 +31,11 @@ class PendingProfile(NamedTuple):
     tokens: int
     local: float | None
     sample: bytes
-    """(token, k) pairs [layers, experts] as u32 little endian; empty without"""
+    """(token, k) pairs [layers, experts] as u32 little endian; empty if absent"""
 
 
 class PendingOutcome(NamedTuple):
-    """What is kept of a `RequestOutcome` until its profile comes."""
+    """Part of a `RequestOutcome` that is kept until its profile arrives."""
 
     prefix: int
     tokens: bytes
@@ -48,7 +48,7 @@ class PendingOutcome(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Full blocks that follow one another, and their signatures."""
+    """Consecutive full blocks and their signatures."""
 
     keys: NDArray[np.uint64]
     signatures: Packed
@@ -57,7 +57,9 @@ class Blocks(NamedTuple):
 
 
 def profile_of(report: RequestProfile, version: int, clusters: int, shape: tuple[int, int]) -> tuple[PendingProfile, Blocks]:
-    """A rank's report of a request over `clusters` clusters of shape [layers, experts]. ValueError names the field that cannot be."""
+    """Validate a rank's report, over `clusters` clusters of shape [layers, experts]. ValueError names the
+    invalid field.
+    """
     _check_id(report.decision)
     _check_within("tokens", report.tokens, 0, MOST_COUNT)
     _check_within("cached_tokens", report.cached_tokens, 0, MOST_COUNT)
@@ -67,7 +69,7 @@ def profile_of(report: RequestProfile, version: int, clusters: int, shape: tuple
 
 
 def outcome_of(report: RequestOutcome, clusters: int) -> PendingOutcome:
-    """A router's report of a request. ValueError names the field that cannot be."""
+    """Validate a router's report. ValueError names the invalid field."""
     _check_id(report.decision)
     if not report.decision:
         raise ValueError("decision: an outcome without the id of its decision goes with no request")
@@ -84,7 +86,9 @@ def outcome_of(report: RequestOutcome, clusters: int) -> PendingOutcome:
 
 
 def packed(field: str, raw: bytes, count: int, clusters: int) -> Packed:
-    """Packed signatures [count, PACKED] over `clusters` clusters. ValueError names the field when they cannot be."""
+    """Validate packed signatures [count, PACKED] over `clusters` clusters. ValueError names the invalid
+    field.
+    """
     if len(raw) != count * PACKED:
         raise ValueError(f"{field}: {len(raw)} bytes; {count} signatures have {count * PACKED}")
     signatures = np.frombuffer(raw, np.uint8).reshape(count, PACKED)
@@ -106,14 +110,14 @@ def _blocks(report: RequestProfile, clusters: int) -> Blocks:
     if count:
         _check_within("block_size", report.block_size, 1, MOST_BLOCK_SIZE)
     keys = np.frombuffer(report.blocks, "<u8")
-    told = {*keys.tolist(), report.parent or 0}
-    if 0 in keys or len(told) != count + 1:
+    distinct = {*keys.tolist(), report.parent or 0}
+    if 0 in keys or len(distinct) != count + 1:
         raise ValueError(f"blocks: {count} hashes with their parent must all differ, and none be 0")
     return Blocks(keys, packed("block_signatures", report.block_signatures, count, clusters), report.parent, report.block_size)
 
 
 def _pairs(sample: SampledProfile | None, shape: tuple[int, int]) -> bytes:
-    """A sampled request counted whole."""
+    """Return the total counts of a sampled request."""
     if sample is None:
         return b""
     counted = np.zeros(shape, np.float64)

@@ -1,12 +1,13 @@
-"""Rows by key within a hard byte budget: what is used again and again stays, what came once makes room. Pure.
+"""Rows by key within a hard byte budget: frequently used rows stay, rows used once are evicted. Pure.
 
-A set-associative table: a key's set follows from its bits, and it may lie in any of the WAYS of its set. Every way counts how often
-it was used. A newcomer takes an empty way, or that of the least used; among equals the longest untouched goes, and among those
-the one with most tokens behind it, so that the end of a prefix goes before its beginning. Where every way of a set was used
-again, their counts fall together until one counts as used once (the ageing of GCLOCK: Smith 1978, Sequentiality and
-Prefetching in Database Systems). So a newcomer always enters, and a flood of keys that come once takes one way of a set, never all.
+A set-associative table: a key's set follows from its bits, and its row may be in any of the WAYS of the set.
+Every way counts its uses. A new row takes an empty way, or replaces the least used; among equals the one
+longest unused, and among those the one with the most tokens of evidence, so that the end of a prefix is
+evicted before its beginning. If every way of a set was used repeatedly, their counts fall together until one
+counts as used once (the ageing of GCLOCK: Smith 1978, Sequentiality and Prefetching in Database Systems). So
+a new row always enters, and a flood of keys used once takes one way of a set, never all.
 
-Rows of a prefix know that of its parent: touching one touches its ancestors too.
+Rows of a prefix link to that of its parent: touching one touches its ancestors too.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,14 +22,14 @@ from fleet.signatures import PACKED
 
 WAYS = 8
 MOST_USES = 15
-"""Uses are counted no further."""
+"""Limit of the use count."""
 TICKS = 256
-"""A row's life is told in so many steps."""
+"""Resolution of a row's age, in steps per lifetime."""
 LONGEST_CHAIN = 8192
-"""Ancestors that are touched with a row."""
+"""Limit of ancestors that are touched with a row."""
 OVERHEAD = 4096
 RESERVE = 64
-"""What the table costs besides its rows: so many bytes, and one part in so many for what is in hand while it works."""
+"""Memory besides the rows: OVERHEAD bytes, and 1 / RESERVE of the budget for temporary data."""
 _WRAP = 1 << 15
 _CHUNK = 1 << 15
 _BATCH = 1 << 10
@@ -37,15 +38,17 @@ Cells = NDArray[Any]
 
 
 def cell(extra: int) -> np.dtype[Any]:
-    """A row as it is kept: `fleet.prediction.row` and `extra` bytes that are the owner's own."""
+    """Return the dtype of a stored row: `fleet.prediction.row` and `extra` bytes for the owner."""
     return np.dtype([("packed", "u1", (PACKED,)), ("tokens", "<u4"), ("extra", "u1", (extra,))])
 
 
 class RowCache(Mapping[int, bytes]):
-    """A table of at most `budget` bytes, all of them taken at birth. As a mapping it gives rows of `fleet.prediction.ROW` bytes.
+    """A table of at most `budget` bytes, all allocated at construction. As a mapping it returns rows of ROW
+    bytes (`fleet.prediction`).
 
-    extra: bytes of a row that are not given out. life: seconds after which an untouched row is gone, to 1 part in TICKS.
-    most_changes: keys that are remembered as changed. Key 0 is no key. ValueError when the budget holds no set.
+    extra: internal bytes of a row, not returned. life: seconds after which an unused row expires, to 1 part
+    in TICKS. most_changes: limit of keys remembered as changed. Key 0 is invalid. ValueError if the budget is
+    less than one set.
     """
 
     def __init__(self, budget: int, life: float, most_changes: int, extra: int = 0) -> None:
@@ -74,13 +77,13 @@ class RowCache(Mapping[int, bytes]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken, filled or not."""
+        """Bytes allocated, used or not."""
         arrays = (self._keys, self._cells, self._parents, self._touched, self._uses, self._changes)
         return sum(int(array.nbytes) for array in arrays)
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes of the rows there are."""
+        """Bytes of the rows in use."""
         return self._filled * (self.nbytes - int(self._changes.nbytes)) // len(self._keys)
 
     @property
@@ -100,7 +103,7 @@ class RowCache(Mapping[int, bytes]):
         return found
 
     def get(self, key: int, default: Any = None) -> Any:
-        """The row of a key; does not count as use."""
+        """Return the row of a key; does not count as use."""
         slot = self._index.slot(key)
         if slot < 0:
             return default
@@ -108,12 +111,12 @@ class RowCache(Mapping[int, bytes]):
         return bytes(self._cell_bytes[start : start + ROW])
 
     def cell(self, key: int) -> Any | None:
-        """A copy of all that is kept of a key (a scalar of `cell`); None without."""
+        """Return a copy of the complete row of a key (a scalar of `cell`); None if absent."""
         slot = self._index.slot(key)
         return None if slot < 0 else self._cells[slot].copy()
 
     def find(self, keys: Keys) -> NDArray[np.int64]:
-        """int64 [n]: where keys [n] lie, -1 for nowhere."""
+        """Return the slots of keys [n]: int64 [n]; -1 if absent."""
         places = self._index.places(keys)
         hits = self._keys[places] == keys[:, None]
         hits[keys == 0] = False
@@ -122,7 +125,10 @@ class RowCache(Mapping[int, bytes]):
     # Writing
 
     def put(self, keys: Keys, cells: Cells, now: float, parent: int | None = None) -> None:
-        """Replace or add rows [n] of different keys [n], none 0. parent: the keys follow one another behind this one (0: behind nothing); None: no chain."""
+        """Replace or add rows [n] of different keys [n], none 0.
+
+        parent: the keys are a chain that continues this one (0: a chain from the start); None: not a chain.
+        """
         self.advance(now)
         before = self._index.slot(parent) if parent else -1
         for start in range(0, len(keys), _BATCH):
@@ -134,7 +140,9 @@ class RowCache(Mapping[int, bytes]):
                 before = int(slots[-1])
 
     def _put(self, keys: Keys, cells: Cells) -> NDArray[np.int64]:
-        """int64 [n]: where different keys were put; those of one set one after another."""
+        """Store different keys and return their slots: int64 [n]. Keys of one set are stored one after
+        another.
+        """
         ways = self._index.places(keys)
         if len({*ways[:, 0].tolist()}) == len(keys):
             return self._place(keys, ways, cells)
@@ -148,7 +156,7 @@ class RowCache(Mapping[int, bytes]):
         return slots
 
     def put_one(self, key: int, cells: Cells, now: float) -> None:
-        """`put` of a single row [1], a good deal faster. ValueError for key 0."""
+        """Do `put` for a single row [1], considerably faster. ValueError for key 0."""
         if not 0 < key < 1 << 64:
             raise ValueError(f"rows: {key} is no key")
         self.advance(now)
@@ -165,14 +173,14 @@ class RowCache(Mapping[int, bytes]):
             self._note(np.array([key], np.uint64))
 
     def _room_for(self, key: int) -> int:
-        """The place that a newcomer takes, emptied."""
+        """Return the slot for a new key, emptied."""
         ways = self._index.places(np.array([key], np.uint64))
         weakest = int(self._weakest(ways, self._keys[ways])[0])
         self._make_room(ways, ways[:, weakest])
         return int(ways[0, weakest])
 
     def _place(self, keys: Keys, ways: NDArray[np.int64], cells: Cells) -> NDArray[np.int64]:
-        """int64 [n]: where keys of different sets were put."""
+        """Store keys of different sets and return their slots: int64 [n]."""
         held = self._keys[ways]
         hits = held == keys[:, None]
         known = hits.any(axis=1)
@@ -192,7 +200,7 @@ class RowCache(Mapping[int, bytes]):
         return np.asarray(slots)
 
     def _weakest(self, ways: NDArray[np.int64], held: Keys) -> NDArray[np.intp]:
-        """[n]: the way of each set that a newcomer takes."""
+        """Return the way of each set that a new row takes: [n]."""
         worth = self._uses[ways].astype(np.int64) << 16
         worth |= self._touched[ways]
         worth <<= 32
@@ -201,7 +209,7 @@ class RowCache(Mapping[int, bytes]):
         return np.asarray(worth.argmin(axis=1), np.intp)
 
     def _make_room(self, ways: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
-        """Let go of what lies in slots [n], each the weakest of its ways [n, WAYS]; uses fall until it counts as used once."""
+        """Evict slots [n], each the weakest of its ways [n, WAYS]. Uses fall until it counts as used once."""
         gone = self._keys[slots]
         gone = gone[gone != 0]
         self._filled += len(slots) - len(gone)
@@ -215,13 +223,14 @@ class RowCache(Mapping[int, bytes]):
             self._uses[crowded] = np.maximum(self._uses[crowded], by + np.uint8(1)) - by
 
     def touch(self, key: int, now: float) -> bool:
-        """A row was used, and with it the rows it continues. False when it is unknown."""
+        """Count a use of a row and of its ancestors. False if it is unknown."""
         self.advance(now)
         slot = self._index.slot(key)
         if slot < 0:
             return False
         arrays: tuple[Any, ...] = (self._cells["tokens"], self._uses, self._touched, self._parents)
-        tokens, uses, touched, parents = (memoryview(array) for array in arrays)  # item by item several times faster than the array
+        # several times faster per item than the array
+        tokens, uses, touched, parents = (memoryview(array) for array in arrays)
         tick = self._tick
         for _ in range(LONGEST_CHAIN):
             settled = uses[slot] >= MOST_USES and touched[slot] == tick
@@ -236,7 +245,7 @@ class RowCache(Mapping[int, bytes]):
         return True
 
     def advance(self, now: float) -> None:
-        """Time passes: rows that nobody touched for a life are gone."""
+        """Advance the time, and expire rows unused for a lifetime."""
         if self._origin is None:
             self._origin = now
         tick = int(max(0.0, now - self._origin) / self._tick_seconds)
@@ -247,7 +256,7 @@ class RowCache(Mapping[int, bytes]):
             self._rebase()
 
     def _rebase(self) -> None:
-        """Ticks are counted from later on, so that they fit; what was touched is not older than a life."""
+        """Start the ticks later, so that they fit into their type. No row is older than a lifetime."""
         by = self._tick - TICKS - 1
         floor = np.uint16(min(by, 0xFFFF))
         np.maximum(self._touched, floor, out=self._touched)
@@ -268,7 +277,7 @@ class RowCache(Mapping[int, bytes]):
             self._filled -= len(slots)
 
     def rewrite(self, renewed: Callable[[Cells], Cells]) -> None:
-        """Put renewed(rows [n]) in the place of all rows [n], a part of them at a time."""
+        """Replace all rows by renewed(rows [n]), in chunks."""
         for start in range(0, len(self._keys), _CHUNK):
             slots = start + np.flatnonzero(self._keys[start : start + _CHUNK])
             before = self._cells[slots]
@@ -277,7 +286,7 @@ class RowCache(Mapping[int, bytes]):
             self._cells[slots[other]] = after[other]
             self._note(self._keys[slots[other]])
 
-    # Telling
+    # Publishing
 
     def _note(self, keys: Keys) -> None:
         room = self._log - self._changed
@@ -289,11 +298,11 @@ class RowCache(Mapping[int, bytes]):
 
     @property
     def overflown(self) -> bool:
-        """More changed than was remembered: only the whole tells all."""
+        """True if more keys changed than are remembered: only a snapshot is complete."""
         return self._changed > self._log
 
     def take(self) -> tuple[Keys, NDArray[np.uint8]]:
-        """Keys [n] that changed since the last take and their rows [n, ROW]; zeros for those that are gone."""
+        """Return the keys [n] changed since the last take and their rows [n, ROW]; zeros for deleted rows."""
         keys = np.unique(self._changes[: min(self._changed, self._log)])
         self._changed = 0
         slots = self.find(keys)
@@ -302,17 +311,17 @@ class RowCache(Mapping[int, bytes]):
         return keys, rows
 
     def all(self) -> tuple[Keys, NDArray[np.uint8]]:
-        """Keys [n] and rows [n, ROW] of everything there is."""
+        """Return all keys [n] and rows [n, ROW]."""
         slots = np.flatnonzero(self._keys)
         return self._keys[slots], self._given(slots)
 
     def _given(self, slots: NDArray[np.int64]) -> NDArray[np.uint8]:
         return np.ascontiguousarray(_bytes(self._cells)[slots, :ROW])
 
-    # Surviving
+    # Saving and restoring
 
     def state(self) -> dict[str, Any]:
-        """Everything, as msgpack takes it."""
+        """Return the complete state, for msgpack."""
         slots = np.flatnonzero(self._keys)
         return {
             "sets": self._sets,
@@ -330,7 +339,9 @@ class RowCache(Mapping[int, bytes]):
         }
 
     def take_over(self, state: dict[str, Any], later: float = 0.0) -> None:
-        """Become what `state` was, on a clock that is `later` by so many seconds. ValueError when it does not fit; then nothing changed."""
+        """Restore a state on a clock that is ahead by `later` seconds. ValueError if it does not fit, without
+        any change.
+        """
         if (state["sets"], state["width"]) != (self._sets, self._cell.itemsize):
             raise ValueError(f"rows: a table of {state['sets']} sets of {state['width']} bytes; this one has {self._sets} of {self._cell.itemsize}")
         slots = np.frombuffer(state["slots"], "<u4").astype(np.int64)
@@ -352,5 +363,5 @@ class RowCache(Mapping[int, bytes]):
 
 
 def _bytes(cells: Cells) -> NDArray[np.uint8]:
-    """uint8 [n, width]: the same memory."""
+    """View rows as bytes: uint8 [n, width], the same memory."""
     return cells.view(np.uint8).reshape(len(cells), cells.dtype.itemsize)

@@ -1,12 +1,13 @@
-"""How far each source of prediction is to be trusted, learnt from what requests then did. Pure.
+"""Weights (trusts) of the prediction sources, learnt from outcomes. Pure.
 
-A prediction is p ~ share * exp(sum_s t_s * r_s) (`fleet.prediction`); the cross-entropy between the observed weights w and p is convex in
-the trusts t, with gradient R (p - w) and Hessian R Cov(p) R'. The trusts minimise, with older outcomes forgotten, the sum of its
-quadratic expansions, each about the trusts of its time, plus PRECISION / 2 * |t - FIRST|^2, within [0, MOST]. All sources are
-fitted together, so that what two of them say alike is believed once; and once more for each set of sources that speak
-(`fleet.prediction.pattern`), held to the trusts of all outcomes in the place of FIRST, or to its own trust where one speaks alone.
-The curvature is taken at (p + w) / 2: an overconfident p has hardly any of its own, and a step would go too far; where p is right it
-makes no difference to where the fit ends.
+A prediction is p ~ share * exp(sum_s t_s * r_s) (`fleet.prediction`). The cross-entropy between the observed
+weights w and p is convex in the trusts t, with gradient R (p - w) and Hessian R Cov(p) R'. The trusts
+minimise the decayed sum of its quadratic expansions, each around the trusts of its time, plus PRECISION / 2 *
+|t - FIRST|^2, within [0, MOST]. All sources are fitted together, so that redundant evidence counts once. A
+second fit is made for each set of sources with evidence (`fleet.prediction.pattern`). Its prior is the common
+fit instead of FIRST, or the source's own trust for a single source. The curvature is taken at (p + w) / 2: an
+overconfident p has almost none, and a step would be too large. If p is right, this does not change the
+optimum.
 """
 
 from typing import Any
@@ -18,23 +19,25 @@ from fleet.prediction import PATTERNS, SOURCES, SourceEvidence, pattern
 from fleet.signatures import Weights
 
 FIRST = (0.8, 0.5, 0.5, 0.3)
-"""Trusts before anything was learnt, by source."""
+"""Trusts before the first outcome, by source."""
 MOST = 2.0
 PRECISION = 4.0
-"""Curvature that speaks for the first trusts: that of a few outcomes."""
+"""Curvature of the prior: equivalent to a few outcomes."""
 FIRST_MEMORY, MEMORY_GROWTH = 5.0, 0.1
-"""Outcomes that are remembered at first, and more for each: the tables learn as well, and what was true of young ones is soon wrong."""
+"""Initial memory in outcomes, and its growth per outcome. The tables learn too, so early results are soon
+outdated.
+"""
 SURE = 32.0
 """Outcomes at which a reliability counts half."""
 _SWEEPS = 50
 _LEAST = 1e-6
 _GENERAL, _TOGETHER, _PRIOR = -3, -2, -1
 _FITTED = slice(_GENERAL, _PRIOR)
-"""Rows of what is predicted, after those of each source alone: all together, twice, and the mix."""
+"""Rows of the predictions, after those of each single source: all together, twice, and the mix."""
 
 
 class SourceWeights:
-    """The trusts and reliabilities of all sources. memory: outcomes ago that count 1/e."""
+    """Trusts and reliabilities of all sources. memory: an outcome this many outcomes ago counts 1/e."""
 
     def __init__(self, memory: float) -> None:
         count = len(SOURCES)
@@ -44,39 +47,45 @@ class SourceWeights:
         self._together = np.tile(FIRST, (PATTERNS, 1))
         self._curvature = np.zeros((PATTERNS, count, count))
         self._pull = np.zeros((PATTERNS, count))
-        """by who spoke; row 0: of all outcomes"""
+        """by set of sources with evidence; row 0: of all outcomes"""
         self._alone = np.array(FIRST)
         self._alone_curvature = np.zeros(count)
         self._alone_pull = np.zeros(count)
         self._excess = np.zeros(count)
-        """cross-entropy beyond that of hindsight, summed: of each source alone"""
+        """cross-entropy above that of the observed weights, summed, for each source alone"""
         self._prior_excess = np.zeros(count)
-        """of the mix, where the source spoke"""
+        """the same for the mix, where the source had evidence"""
         self._weight = np.zeros(count)
 
     @property
     def values(self) -> NDArray[np.float32]:
-        """float32 [sources]: whoever else speaks"""
+        """Trusts independent of the set of sources with evidence: float32 [sources]."""
         return np.asarray(self.table[0])
 
     @property
     def table(self) -> NDArray[np.float32]:
-        """float32 [PATTERNS, sources]: by who speaks."""
+        """Trusts by set of sources with evidence: float32 [PATTERNS, sources]."""
         return self._together.astype(np.float32)
 
     @property
     def spoken(self) -> tuple[int, ...]:
-        """Outcomes in which each source had something to say."""
+        """Outcomes in which each source had evidence."""
         return tuple(self._spoken.tolist())
 
     @property
     def reliability(self) -> NDArray[np.float32]:
-        """float32 [sources]: share of the way from the mix to hindsight that each source goes alone, in [0, 1]; low while little was seen."""
+        """Accuracy of each source alone: float32 [sources], in [0, 1]; 0: as the mix, 1: as the observed
+        weights.
+
+        Low while there are few outcomes.
+        """
         gone = 1.0 - self._excess / np.maximum(self._prior_excess, _LEAST)
         return np.asarray(np.clip(gone, 0.0, 1.0) * self._weight / (self._weight + SURE), np.float32)
 
     def learn(self, log_shares: NDArray[np.float32], known: SourceEvidence, observed: Weights, weight: float) -> None:
-        """One outcome: the mix [K], what the sources said before it, what it was [K], and what it counts."""
+        """Learn from one outcome: the mix [K], the prior evidence of the sources, the observed weights [K],
+        and its weight.
+        """
         speaking = np.array(known.evidence) > 0
         if not speaking.any():
             return
@@ -86,31 +95,35 @@ class SourceWeights:
         keep = 1.0 - 1.0 / min(self._memory, FIRST_MEMORY + MEMORY_GROWTH * self._outcomes)
         keeps = np.where(speaking, keep, 1.0)
         judged = np.where(speaking, 1.0 - 1.0 / np.minimum(self._memory, FIRST_MEMORY + self._spoken), 1.0)
-        said, seen = known.ratios.astype(np.float64), observed.astype(np.float64)
-        likely = self._predicted(log_shares, said, who)
+        ratios, seen = known.ratios.astype(np.float64), observed.astype(np.float64)
+        likely = self._predicted(log_shares, ratios, who)
         self._judge(likely, seen, judged, np.where(speaking, weight, 0.0))
         between = 0.5 * (likely + seen)
-        means, slopes = between @ said.T, (likely - seen) @ said.T
+        means, slopes = between @ ratios.T, (likely - seen) @ ratios.T
         both = [0, who]
-        curvature = (said * between[_FITTED, None]) @ said.T - means[_FITTED, :, None] * means[_FITTED, None]
+        curvature = (ratios * between[_FITTED, None]) @ ratios.T - means[_FITTED, :, None] * means[_FITTED, None]
         pull = (curvature @ self._together[both, :, None])[..., 0] - slopes[_FITTED]
         self._curvature[both] = keep * self._curvature[both] + weight * curvature
         self._pull[both] = keep * self._pull[both] + weight * pull
         self._fit(both, self._alone if speaking.sum() == 1 else self._together[0])
-        spread = (said * said * between[: len(FIRST)]).sum(axis=1) - means.diagonal() ** 2
+        spread = (ratios * ratios * between[: len(FIRST)]).sum(axis=1) - means.diagonal() ** 2
         self._fit_alone(spread, slopes.diagonal(), keeps, weight)
 
-    def _predicted(self, log_shares: NDArray[np.float32], said: NDArray[np.float64], who: int) -> NDArray[np.float64]:
-        """float64 [sources + 3, K]: by each source alone, by all together with the trusts of any and of this pattern, by none."""
+    def _predicted(self, log_shares: NDArray[np.float32], ratios: NDArray[np.float64], who: int) -> NDArray[np.float64]:
+        """Return predictions by each source alone, by all with the common and with this set's trusts, and by
+        none.
+
+        float64 [sources + 3, K].
+        """
         trusts = np.zeros((len(FIRST) + 3, len(FIRST)))
         np.fill_diagonal(trusts, self._alone)
         trusts[_GENERAL], trusts[_TOGETHER] = self._together[0], self._together[who]
-        logits = log_shares + trusts @ said
+        logits = log_shares + trusts @ ratios
         likely = np.exp(logits - logits.max(axis=1, keepdims=True))
         return np.asarray(likely / likely.sum(axis=1, keepdims=True))
 
     def _judge(self, likely: NDArray[np.float64], seen: NDArray[np.float64], keep: NDArray[np.float64], weight: NDArray[np.float64]) -> None:
-        """Prequentially: by the trusts before this outcome."""
+        """Judge prequentially: with the trusts before this outcome."""
         hindsight = float(seen @ np.log(np.maximum(seen, _LEAST)))
         excess = np.maximum(hindsight - np.log(np.maximum(likely, _LEAST)) @ seen, 0.0)
         for total, new in ((self._excess, excess[: len(FIRST)]), (self._prior_excess, excess[_PRIOR]), (self._weight, 1.0)):
@@ -118,7 +131,7 @@ class SourceWeights:
             total += weight * new
 
     def _fit(self, both: list[int], held_to: NDArray[np.float64]) -> None:
-        """Trusts of all outcomes, and of those in which the same sources spoke."""
+        """Fit the trusts of all outcomes, and of those with the same set of sources."""
         curvature = self._curvature[both] + PRECISION * np.eye(len(FIRST))
         pull = self._pull[both] + PRECISION * np.stack([FIRST, held_to])
         free = np.linalg.solve(curvature, pull[..., None])[..., 0]
@@ -134,7 +147,7 @@ class SourceWeights:
         fitted = (self._alone_pull + PRECISION * np.array(FIRST)) / (self._alone_curvature + PRECISION)
         self._alone[:] = np.clip(fitted, 0.0, MOST)
 
-    # Surviving
+    # Saving and restoring
 
     def _sums(self) -> dict[str, NDArray[np.float64]]:
         return {
@@ -150,12 +163,12 @@ class SourceWeights:
         }
 
     def state(self) -> dict[str, Any]:
-        """Everything, as msgpack takes it."""
+        """Return the complete state, for msgpack."""
         sums: dict[str, Any] = {name: values.tobytes() for name, values in self._sums().items()}
         return sums | {"outcomes": self._outcomes, "spoken": self._spoken.tolist()}
 
     def take_over(self, state: dict[str, Any]) -> None:
-        """Become what `state` was. ValueError when it does not fit; then nothing changed."""
+        """Restore a state. ValueError if it does not fit, without any change."""
         read = {name: np.frombuffer(state[name], "<f8") for name in self._sums()}
         for name, values in self._sums().items():
             if read[name].size != values.size or not np.isfinite(read[name]).all():
@@ -169,7 +182,9 @@ class SourceWeights:
 
 
 def _bounded_minimum(curvature: NDArray[np.float64], pull: NDArray[np.float64], start: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The t in [0, MOST]^n that minimises t'At/2 - b't (A is positive definite), by coordinate descent."""
+    """Return the t in [0, MOST]^n that minimises t'At/2 - b't (A is positive definite), by coordinate
+    descent.
+    """
     found = start.tolist()
     lines = list(zip(range(len(found)), curvature.tolist(), pull.tolist(), strict=True))
     for _ in range(_SWEEPS):

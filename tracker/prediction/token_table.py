@@ -1,9 +1,10 @@
-"""What each token says of the clusters: counts of tokens by their requests' signatures, and the log-ratios they stand for. Pure.
+"""Evidence of single tokens about clusters: token counts by the signatures of their requests, and their
+log-ratios. Pure.
 
-Naive Bayes: a token b of a request with signature w counts w[k] for every cluster k. Its row is
-log(P(b | k) / P(b)) = log(P(k | b) / P(k)), with P(k | b) = (count[b, k] + PRIOR * P(k)) / (count[b] + PRIOR): towards 0 for rare
-tokens. Ids share buckets (id modulo buckets) where the budget is less than the vocabulary. Counts fade by weighing what is new
-more (and all less, now and then), so that time costs nothing.
+Naive Bayes: a token b of a request with signature w counts w[k] for every cluster k. Its row is log(P(b | k)
+/ P(b)) = log(P(k | b) / P(k)), with P(k | b) = (count[b, k] + PRIOR * P(k)) / (count[b] + PRIOR): towards 0
+for rare tokens. Ids share buckets (id modulo buckets) if the budget is less than the vocabulary. Counts decay
+by giving new ones more weight (and rescaling all at intervals), so that the passing of time costs nothing.
 """
 
 from math import exp
@@ -13,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 PRIOR = 4.0
-"""Counts that speak for the mix of the clusters."""
+"""Counts of the prior, the mix of the clusters."""
 LEAST_CHANGE = 0.05
-"""A row is told again when one of its log-ratios moved by so much."""
+"""A row is published again when one of its log-ratios changed by this much."""
 LEAST_RATIO = 1e-4
-"""P(b | k) / P(b) is taken for no less."""
+"""Lower bound of P(b | k) / P(b)."""
 REVISITED = 4096
-"""Buckets that are looked at again whenever changes are taken: the mix they are measured against moves as well."""
+"""Buckets that are checked again with every change: the mix in the denominator changes as well."""
 _MOST_SCALE = 1e6
 _CHUNK = 4096
 Ratios = NDArray[np.float32]
@@ -27,7 +28,10 @@ Ratios = NDArray[np.float32]
 
 
 class TokenTable:
-    """At most `budget` bytes for K clusters. seconds: time constant of the fading. ValueError when the budget holds no bucket."""
+    """Table for K clusters of at most `budget` bytes. seconds: time constant of the decay.
+
+    ValueError if the budget is less than one bucket.
+    """
 
     def __init__(self, budget: int, clusters: int, seconds: float) -> None:
         self.buckets = min(budget // (6 * clusters + 5), 1 << 24)
@@ -36,7 +40,7 @@ class TokenTable:
         self.clusters = clusters
         self._counts = np.zeros((self.buckets, clusters), np.float32)
         self._totals = np.zeros(self.buckets, np.float32)
-        self._told = np.zeros((self.buckets, clusters), np.float16)
+        self._published = np.zeros((self.buckets, clusters), np.float16)
         self._dirty = np.zeros(self.buckets, bool)
         self._mass = np.zeros(clusters)
         self._seconds = seconds
@@ -47,16 +51,19 @@ class TokenTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken, filled or not."""
-        return sum(int(array.nbytes) for array in (self._counts, self._totals, self._told, self._dirty))
+        """Bytes allocated, used or not."""
+        return sum(int(array.nbytes) for array in (self._counts, self._totals, self._published, self._dirty))
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes of the buckets that were counted in, and of those below them."""
+        """Bytes of the buckets up to the highest one used."""
         return self.nbytes // self.buckets * self._top
 
     def learn(self, buckets: NDArray[np.int64], repeats: NDArray[np.int64], weights: NDArray[np.float32], weight: float, now: float) -> None:
-        """A request of signature weights [K] had tokens of different buckets [n], in rising order, so many each; weight: what a token counts."""
+        """Add a request with signature weights [K]. weight: of each token.
+
+        buckets: [n], ascending and different. repeats: [n], tokens in each.
+        """
         self._fade(now)
         if not len(buckets):
             return
@@ -77,7 +84,7 @@ class TokenTable:
             self._scale = 1.0
 
     def ratios(self, buckets: NDArray[np.int64]) -> Ratios:
-        """float32 [n, K] of buckets [n], as they stand."""
+        """Return the present log-ratios of buckets [n]: float32 [n, K]."""
         everything = self._mass.sum()
         if not everything:
             return np.zeros((len(buckets), self.clusters), np.float32)
@@ -90,10 +97,12 @@ class TokenTable:
         np.log(np.maximum(likely, LEAST_RATIO, out=likely), out=likely)
         return np.asarray(likely, np.float32)
 
-    # Telling
+    # Publishing
 
     def change(self, most: int) -> tuple[NDArray[np.uint32], NDArray[np.float16]]:
-        """Buckets [n] and their log-ratios [n, K]: those that moved most since they were told, common ones first, at most `most`."""
+        """Return changed buckets [n] and their log-ratios [n, K]: at most `most`, by change since publication
+        and frequency.
+        """
         self._revisit = 0 if self._revisit >= self._top else self._revisit
         self._dirty[self._revisit : min(self._revisit + REVISITED, self._top)] = True
         self._revisit += REVISITED
@@ -101,42 +110,42 @@ class TokenTable:
         moved = np.concatenate([self._moved(dirty[start : start + _CHUNK]) for start in range(0, len(dirty), _CHUNK)] or [np.zeros(0, np.float32)])
         self._dirty[dirty[moved < LEAST_CHANGE]] = False
         dirty, moved = dirty[moved >= LEAST_CHANGE], moved[moved >= LEAST_CHANGE]
-        seen = self._totals[dirty]  # a rare token matters less: few prompts have it
+        seen = self._totals[dirty]  # a rare token matters less: few prompts contain it
         order = np.argsort(-moved * seen / (seen + PRIOR * self._scale), kind="stable")
         chosen = np.sort(dirty[order[:most]])
-        self._tell(chosen)
-        return chosen.astype(np.uint32), self._told[chosen]
+        self._publish(chosen)
+        return chosen.astype(np.uint32), self._published[chosen]
 
     def _moved(self, buckets: NDArray[np.int64]) -> NDArray[np.float32]:
-        """float32 [n]: how far rows are from what was told of them."""
-        return np.asarray(np.abs(self.ratios(buckets) - self._told[buckets]).max(axis=1), np.float32)
+        """Return the distance of rows from their published values: float32 [n]."""
+        return np.asarray(np.abs(self.ratios(buckets) - self._published[buckets]).max(axis=1), np.float32)
 
-    def _tell(self, buckets: NDArray[np.int64]) -> None:
-        self._told[buckets] = self.ratios(buckets)
+    def _publish(self, buckets: NDArray[np.int64]) -> None:
+        self._published[buckets] = self.ratios(buckets)
         self._dirty[buckets] = False
 
     def settle(self) -> None:
-        """All is told as it stands."""
+        """Mark all rows as published at their present values."""
         for start in range(0, self._top, _CHUNK):
-            self._tell(np.arange(start, min(start + _CHUNK, self._top)))
+            self._publish(np.arange(start, min(start + _CHUNK, self._top)))
 
     def told(self) -> tuple[NDArray[np.uint32], NDArray[np.float16]]:
-        """Buckets [n] and their log-ratios [n, K] as they were told, without those that say nothing."""
-        buckets = np.flatnonzero(self._told[: self._top].any(axis=1))
-        return buckets.astype(np.uint32), self._told[buckets]
+        """Return the buckets [n] with published log-ratios [n, K], without those that are all zero."""
+        buckets = np.flatnonzero(self._published[: self._top].any(axis=1))
+        return buckets.astype(np.uint32), self._published[buckets]
 
-    # Clusters that split and merge
+    # Splits and merges of clusters
 
     def move(self, source: int, target: int, share: float) -> None:
-        """This share of what was counted for one cluster is another's."""
+        """Move this share of a cluster's counts to another one."""
         for counts in (self._counts[: self._top].T, self._mass):
             counts[target] += counts[source] * share
             counts[source] *= 1.0 - share
 
-    # Surviving
+    # Saving and restoring
 
     def state(self) -> dict[str, Any]:
-        """Everything, as msgpack takes it."""
+        """Return the complete state, for msgpack."""
         used = np.flatnonzero(self._totals[: self._top])
         return {
             "clusters": self.clusters,
@@ -144,7 +153,7 @@ class TokenTable:
             "used": used.astype("<u4").tobytes(),
             "counts": self._counts[used].tobytes(),
             "totals": self._totals[used].tobytes(),
-            "told": self._told[used].tobytes(),
+            "told": self._published[used].tobytes(),
             "dirty": self._dirty[used].tobytes(),
             "mass": self._mass.tobytes(),
             "scale": self._scale,
@@ -154,7 +163,9 @@ class TokenTable:
         }
 
     def take_over(self, state: dict[str, Any], later: float = 0.0) -> None:
-        """Become what `state` was, on a clock that is `later` by so many seconds. ValueError when it does not fit; then nothing changed."""
+        """Restore a state on a clock that is ahead by `later` seconds. ValueError if it does not fit, without
+        any change.
+        """
         if (state["clusters"], state["buckets"]) != (self.clusters, self.buckets):
             raise ValueError(f"token table: [{state['buckets']}, {state['clusters']}]; this one is [{self.buckets}, {self.clusters}]")
         used, top = np.frombuffer(state["used"], "<u4").astype(np.int64), int(state["top"])
@@ -166,7 +177,7 @@ class TokenTable:
             raise ValueError(f"token table: {len(used)} buckets up to {top} do not go with {len(totals)} totals and {len(mass)} clusters")
         if not (np.isfinite(counts).all() and (counts >= 0).all() and np.isfinite(mass).all() and 0 < scale < float("inf")):
             raise ValueError("token table: counts must be finite and not negative")
-        for target, values in ((self._counts, counts), (self._totals, totals), (self._told, told), (self._dirty, dirty)):
+        for target, values in ((self._counts, counts), (self._totals, totals), (self._published, told), (self._dirty, dirty)):
             target[used] = values
         self._mass[:], self._scale, self._top, self._revisit = mass, scale, top, int(state["revisit"])
         self._at = None if state["at"] is None else state["at"] + later

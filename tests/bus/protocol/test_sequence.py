@@ -79,9 +79,9 @@ def test_impossible_values_are_refused() -> None:
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 60)), max_size=200))
 def test_every_verdict_agrees_with_the_set_of_what_was_heard(arrivals: list[tuple[int, int]]) -> None:
     sequences = Sequences()
-    heard: dict[int, set[int]] = {}
+    window: dict[int, set[int]] = {}
     for publisher, number in arrivals:
-        before = heard.setdefault(publisher, set())
+        before = window.setdefault(publisher, set())
         verdict = sequences.observe(publisher, number)
         assert verdict.fresh == (number not in before)
         if not before:
@@ -121,4 +121,4 @@ def test_any_jump_of_any_size_is_taken_in_bounded_memory(numbers: list[int]) -> 
         assert sequences.observe(1, number).order is MessageOrder.DUPLICATE
         sequences.cover(1, number)
     assert sequences.newest(1) == max(numbers)
-    assert all(heard.seen < 1 << WINDOW for heard in sequences._heard.values())
+    assert all(window.seen < 1 << WINDOW for window in sequences._windows.values())
