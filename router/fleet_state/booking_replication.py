@@ -27,14 +27,14 @@ DOUBTFUL_SECONDS = 1.0
 """A router that is silent for this time is queried."""
 MOST_ROUTERS = 256
 MOST_BOOKINGS = 200_000
-"""of all other routers together, some 200 bytes each; bookings beyond this number do not count"""
+"""Most bookings of all other routers together, some 200 bytes each. Further ones do not count."""
 MOST_ENDED = 20_000
 """Most ended bookings remembered while a router's full list is awaited."""
 MOST_PER_MESSAGE = 1000
 MOST_PREFIX_BLOCKS = 4096
-"""published of one prompt"""
+"""Most blocks published of one prompt."""
 LONGEST_ID = 128
-"""characters"""
+"""Most characters of a decision id."""
 _ABSURD = 2**40
 """Limit for one booking, which keeps sums far below what a load table can hold."""
 _FEWEST_STEPS = 16

@@ -26,11 +26,11 @@ class EngineStatus(StrEnum):
     """Status of an engine. Only a live engine is routed to. The value is the reason given for its exclusion.
     """
 
-    UNHEARD = "no heartbeat heard yet"
+    UNHEARD = "no heartbeat received yet"
     LIVE = "live"
     DEAD = "dead: its heartbeats stopped"
     LEFT = "left: it was stopped on purpose"
-    UNREACHABLE = "unreachable: a connection to it failed and no heartbeat has been heard since"
+    UNREACHABLE = "unreachable: a connection to it failed and no heartbeat has been received since"
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class EngineState:
     @property
     def reads(self) -> float:
         """Share of a step's distinct experts that each rank reads, since the ranks read theirs in parallel. 0
-        where experts are sharded over all ranks, where the saving is unknown.
+        if experts are sharded over all ranks, because the saving is unknown then.
         """
         shape, layout = self.joined.shape, self.layout or EP
         sharded = shape is None or layout.attention == "tp" or layout.boundary >= shape.layers

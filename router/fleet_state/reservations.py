@@ -7,7 +7,7 @@ the larger of the two readings counts, never their sum. Without a fresh report o
 
 An external booking is for a request that another data plane sends at an unknown time. It is added to every
 report until its first token, which proves that the rank has the request. From then on the rank's reports
-contain it. It is never subtracted from a report, because no report is known to contain it.
+contain it. It is never subtracted from a report, because the first report that contains it is unknown.
 
 The tokens that running requests have yet to emit (STEPS) are known exactly for bookings and only estimated by
 reports. So bookings always count with their own value, and a report only for the sequences without a booking

@@ -73,7 +73,7 @@ class KvEventIndex:
         elif change.removed is not None and change.stored is None:
             self._remove(rank, change.removed.block_hashes)
         else:
-            raise BadKvEvent(f"worker {rank[0]} rank {rank[1]}: event {event.event_id} must say exactly one of stored and removed")
+            raise BadKvEvent(f"worker {rank[0]} rank {rank[1]}: event {event.event_id} must contain exactly one of stored and removed")
 
     def _store(self, rank: RankKey, stored: KvStored) -> None:
         names = self._names.get(rank, {})
@@ -83,7 +83,7 @@ class KvEventIndex:
                 raise BadKvEvent(f"worker {rank[0]} rank {rank[1]}: parent {parent}; it must be unsigned 64-bit")
             parent = names.get(parent, parent)
             if not self.holders.holds(rank, parent):
-                raise OrphanBlock(f"worker {rank[0]} rank {rank[1]}: block stored behind {stored.parent_hash}, which it does not hold")
+                raise OrphanBlock(f"worker {rank[0]} rank {rank[1]}: block stored after {stored.parent_hash}, which it does not hold")
         blocks, other = _read(rank, parent, stored.blocks)
         if max(self.holders.held(rank), len(names)) + len(blocks) > MOST_BLOCKS:
             raise BadKvEvent(f"worker {rank[0]} rank {rank[1]}: more than {MOST_BLOCKS} blocks of one rank are not credible")

@@ -89,8 +89,8 @@ class Outlook(NamedTuple):
     added: Column
     priced: NDArray[np.bool_]
     home: Column | None = None
-    """float64 [candidates], planned load of the rank as a multiple of its even share of such requests; None:
-    no homes from the planner
+    """float64 [candidates], planned share of the rank as a multiple of its even share of such requests; None:
+    the planner has published no homes
     """
     versions: Versions | None = None
     """of prices and homes"""
@@ -408,7 +408,7 @@ def decide(
     """
     at = found.at
     if not len(at):
-        raise ValueError(f"decision {ask.decision_id}: no candidate among {len(roster.targets)} ranks of model {ask.model!r}")
+        raise ValueError(f"decision {ask.decision_id}: no candidate among {len(roster.targets)} ranks of the model {ask.model!r}")
     load = conditions.load
     uncached = uncached_tokens(ask.prompt_tokens, overlap_blocks, roster.block_size)
     expected = None if outlook is None else outlook.expected
@@ -448,10 +448,10 @@ def decide(
 def _home(
     outlook: Outlook, rules: PolicyRules, scores: Scores, roster: TargetTable, at: NDArray[np.intp], uncached: NDArray[np.int64], output_tokens: int
 ) -> HomeRanks | None:
-    """Return the homes of a request; None: it has none, or they are ignored. Two things decide this: the
-    confidence of the request's own prediction, which also scales the expected saving of a home. The
-    calibration earned by past predictions does not count here, since prediction can earn nothing before
-    placement and requests are aligned.
+    """Return the homes of a request; None: it has none, or they are ignored. The confidence of the request's
+    own prediction decides if homes apply, and scales the expected saving of a home. The calibration earned by
+    past predictions does not count here, since prediction can earn nothing before placement and requests are
+    aligned.
 
     Columns are those of the candidates `at`. Once prediction has earned a gain, the expert term gives the
     cost of sending the tokens.

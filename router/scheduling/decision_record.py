@@ -62,7 +62,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     added_experts: float | None
     """experts that a step of the engine is expected to read for this request alone, summed over MoE layers"""
     home_lift: float | None
-    """planned load of the rank as a multiple of its even share of such requests; None: the planner has given
+    """planned share of the rank as a multiple of its even share of such requests; None: the planner has given
     no cluster a home
     """
     experts_note: str | None

@@ -93,8 +93,8 @@ class HomeRanks(NamedTuple):
     at: NDArray[np.bool_]
     """bool [candidates]"""
     saves: Column | None
-    """float64 [candidates]: ms of sending tokens that a home is expected to save, compared with the most
-    expensive candidate; None: unknown
+    """float64 [candidates]: expected saving in ms of sending tokens, of which only differences between
+    candidates count; None: unknown
     """
 
     def of(self, at: NDArray[np.intp]) -> "HomeRanks":

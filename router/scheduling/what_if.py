@@ -41,7 +41,7 @@ def supposed(without: Iterable[str], gone: Iterable[str]) -> Supposed:
         if term not in TERMS:
             raise ApiError(400, f"there is no term {term!r} that could be left out; terms: {', '.join(TERMS)}", param="without", code="invalid_value")
     if len(ranks) > MOST_NAMES:
-        raise ApiError(400, f"{len(ranks)} ranks are supposed to be gone, at most {MOST_NAMES} are allowed", param="gone", code="invalid_value")
+        raise ApiError(400, f"{len(ranks)} ranks are assumed to be gone, at most {MOST_NAMES} are allowed", param="gone", code="invalid_value")
     return Supposed(without=terms, gone=ranks)
 
 
@@ -56,7 +56,7 @@ def barred(gone: tuple[str, ...], roster: TargetTable) -> dict[RankKey, str]:
             raise ApiError(400, f"no rank or engine {name!r} serves the model {roster.model!r}; ranks: {_listed(roster)}", param="gone", code="invalid_value")
         found |= dict.fromkeys(keys, GONE)
     if found and len(found) == len(roster.targets):
-        raise ApiError(400, f"every rank that serves the model {roster.model!r} is supposed to be gone: leave one", param="gone", code="invalid_value")
+        raise ApiError(400, f"every rank that serves the model {roster.model!r} is assumed to be gone: keep at least one", param="gone", code="invalid_value")
     return found
 
 

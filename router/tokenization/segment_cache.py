@@ -24,7 +24,7 @@ MOST_SEGMENTS = 4096
 than they save.
 """
 _ENTRY_BYTES = 256
-"""overhead of the cache per entry: key, links, the array's head"""
+"""Overhead of the cache per entry: key, links, the array's head."""
 _LARGEST_SHARE = 4
 """An entry larger than the budget divided by this is not kept, since it would evict all others."""
 _WORDS_SHARE = 4

@@ -100,7 +100,8 @@ class ModelTokenizer:
         try:
             self._template = None if template is None else _environment().from_string(template)
             if self._template is not None:
-                self._template.globals = dict(self._template.globals)  # copied once per rendering; a plain dictionary is faster
+                # Copied once per rendering, which is faster for a plain dictionary.
+                self._template.globals = dict(self._template.globals)
         except jinja2.TemplateError as error:
             raise BadTokenizer(f"the chat template cannot be compiled: {error}") from error
 
@@ -209,7 +210,7 @@ class ModelTokenizer:
             wrong = first_difference(lambda text: self._ids(text, special=False), cutter, cut_at[:_PROBED_TOKENS])
             if wrong is None:
                 return cutter
-            reason = f"in pieces {wrong!r} has other ids than whole"
+            reason = f"{wrong!r} has other ids in pieces than as a whole"
         log.info("token ids of seen messages cannot be reused with this tokenizer: %s", reason)
         return None
 
@@ -223,7 +224,7 @@ class ModelTokenizer:
             wrong = first_wrong(encode, sizes, unchanged)
             if wrong is None:
                 return WordEncoder(encode, sizes, unchanged, seen.words, self._owner)
-            reason = f"by words {wrong!r} has other ids than whole"
+            reason = f"{wrong!r} has other ids by words than as a whole"
         log.info("token ids of seen words cannot be reused with this tokenizer: %s", reason)
         return None
 

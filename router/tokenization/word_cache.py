@@ -30,7 +30,7 @@ _LONGEST = 64
 _MOST_LEARNT = 32
 """Most words stored from one text, to limit the cost of texts whose words never recur."""
 _ENTRY_BYTES = 112
-"""of a dictionary, per entry"""
+"""Overhead of a dictionary per entry."""
 _ID_BYTES = 32
 
 Ids = tuple[int, ...]

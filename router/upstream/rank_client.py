@@ -135,7 +135,8 @@ class Call:
         except TimeoutError as error:
             raise UpstreamFailed(AttemptFailure.CONNECT, f"{self._url}: no connection within {self._connect_seconds:g} s") from error
         except (OSError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # not the rank's fault
+            # The router is out of file descriptors, which is not the rank's fault.
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 message = "the router has no file descriptor left for a connection; try again later"
                 raise ApiError(503, message, code="out_of_descriptors", retry_after=1.0) from error
             raise UpstreamFailed(AttemptFailure.CONNECT, f"{self._url}: {error or type(error).__name__}") from error
