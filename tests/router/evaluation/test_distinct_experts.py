@@ -42,7 +42,7 @@ def test_a_mix_is_the_sum_of_what_runs_and_strangers_are_as_the_traffic_is() -> 
     assert mix(mixes, 0, worker=2) == [0.0, 0.0]
 
 
-def test_a_mix_is_told_when_it_changed_noticeably_or_was_lost() -> None:
+def test_a_mix_is_reported_when_it_changed_noticeably_or_was_lost() -> None:
     mixes = ClusterMixes()
     for _ in range(100):
         mixes.book(1, FIRST, 1)

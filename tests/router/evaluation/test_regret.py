@@ -67,7 +67,7 @@ def test_what_the_chosen_rank_had_cached_is_as_it_was() -> None:
     assert regret_ms(decision, Truth(decision.load, cached_tokens=0), view.prices("demo")) == pytest.approx(20.0)
 
 
-def test_a_request_of_another_kind_than_foretold_is_regretted_by_its_traffic() -> None:
+def test_a_request_of_another_kind_than_predicted_is_regretted_by_its_traffic() -> None:
     view = house(engines=1, ranks=2)
     prices, roster = view.prices("demo"), view.roster("demo")
     first, second = np.array([1, 0], np.float32), np.array([0, 1], np.float32)

@@ -54,7 +54,7 @@ class Peer:
         self.reservations.emitted(self.open[decision_id], tokens)
         self.diary.emitted(self.open[decision_id])
 
-    def said(self, now: float) -> tuple[int, ReservationsChanged]:
+    def next_message(self, now: float) -> tuple[int, ReservationsChanged]:
         """Return the next message: news, or a sign of life."""
         message = self.diary.take(now) or ReservationsChanged(router=self.name)
         self.sent += 1
@@ -67,10 +67,10 @@ class Peer:
         return self.reservations.load(self.rows, now).tolist()  # type: ignore[no-any-return]
 
 
-def tell(sender: Peer, hearer: Peer, now: float) -> bool:
+def deliver(sender: Peer, receiver: Peer, now: float) -> bool:
     """Deliver the next message. Return True if the list must be requested."""
-    sequence, message = sender.said(now)
-    return hearer.ledger.hear(sender.name, sequence, message, now).incomplete
+    sequence, message = sender.next_message(now)
+    return receiver.ledger.hear(sender.name, sequence, message, now).incomplete
 
 
 @pytest.fixture
@@ -81,14 +81,14 @@ def pair() -> tuple[Peer, Peer]:
 def test_a_booking_counts_at_the_other_router_through_its_whole_life(pair: tuple[Peer, Peer]) -> None:
     one, other = pair
     one.book("a", 0.0)
-    assert not tell(one, other, 0.005)
+    assert not deliver(one, other, 0.005)
     assert [row[0] for row in other.load(0.01)] == [100, 1, 8, 40]
     one.first_token("a")
     one.emitted("a", 20)
-    tell(one, other, 0.02)
+    deliver(one, other, 0.02)
     assert [row[0] for row in other.load(0.02)] == [0, 1, 8, 20]
     one.end("a")
-    tell(one, other, 0.03)
+    deliver(one, other, 0.03)
     assert [row[0] for row in other.load(0.03)] == [0, 0, 0, 0]
     assert other.ledger.open == 0
 
@@ -96,17 +96,17 @@ def test_a_booking_counts_at_the_other_router_through_its_whole_life(pair: tuple
 def test_what_is_held_for_another_data_plane_counts_beside_reports_at_the_other_router_too(pair: tuple[Peer, Peer]) -> None:
     one, other = pair
     one.book("a", 0.0, external=True)
-    tell(one, other, 0.005)
+    deliver(one, other, 0.005)
     for peer in pair:
         peer.reservations.report(RANK, (50, 2, 10, 30), 1.0)
     assert [row[0] for row in one.load(1.0)] == [row[0] for row in other.load(1.0)] == [150, 3, 18, 70]
     one.first_token("a")
-    tell(one, other, 1.1)
+    deliver(one, other, 1.1)
     for peer in pair:
         peer.reservations.report(RANK, (50, 3, 10, 30), 1.2)
     assert [row[0] for row in one.load(1.2)] == [row[0] for row in other.load(1.2)] == [50, 3, 10, 60]
     one.end("a")
-    tell(one, other, 1.3)
+    deliver(one, other, 1.3)
     assert [row[0] for row in one.load(1.3)] == [row[0] for row in other.load(1.3)] == [50, 3, 10, 20]
 
 
@@ -115,10 +115,10 @@ def test_a_newcomer_hears_of_a_held_booking_after_its_first_token_and_takes_noth
     one.book("a", 0.0, external=True)
     other.reservations.report(RANK, (50, 2, 10, 30), 1.0)
     one.first_token("a")
-    tell(one, other, 1.1)
+    deliver(one, other, 1.1)
     assert [row[0] for row in other.load(1.1)][:STEPS] == [50, 2, 10]
     one.end("a")
-    tell(one, other, 1.2)
+    deliver(one, other, 1.2)
     assert [row[0] for row in other.load(1.2)] == [50, 2, 10, 30]
 
 
@@ -127,29 +127,29 @@ def test_a_held_booking_of_a_prompt_that_is_all_cached_stays_held(pair: tuple[Pe
     one.book("a", 0.0, amounts=(0, 1, 8, 40), external=True)
     for at in (0.01, 0.02):
         one.diary.tell_all()
-        tell(one, other, at)
+        deliver(one, other, at)
     other.reservations.report(RANK, (50, 2, 10, 30), 1.0)
     assert [row[0] for row in other.load(1.0)] == [50, 3, 18, 70]
 
 
-def test_a_booking_told_by_a_router_that_knows_no_external_ones_is_an_ordinary_one() -> None:
-    told = msgspec.json.decode(b'{"id": "a", "worker_id": 7, "rank": 0, "prefill_tokens": 1, "blocks": 1, "steps": 1, "age_seconds": 0.0}', type=BookedLoad)
-    assert (told.external, told.held) == (False, False)
+def test_a_booking_from_a_router_without_external_ones_is_an_ordinary_one() -> None:
+    decoded = msgspec.json.decode(b'{"id": "a", "worker_id": 7, "rank": 0, "prefill_tokens": 1, "blocks": 1, "steps": 1, "age_seconds": 0.0}', type=BookedLoad)
+    assert (decoded.external, decoded.held) == (False, False)
 
 
-def test_little_progress_is_not_told_and_much_is(pair: tuple[Peer, Peer]) -> None:
+def test_little_progress_is_not_published_and_much_is(pair: tuple[Peer, Peer]) -> None:
     one, _ = pair
     one.book("a", 0.0, amounts=(1, 1, 1, 400))
     assert one.diary.take(0.0) is not None
     one.emitted("a", 99)
     assert one.diary.take(0.0) is None
     one.emitted("a", 1)
-    told = one.diary.take(0.0)
-    assert told is not None
-    assert told.booked[0].steps == 300
+    message = one.diary.take(0.0)
+    assert message is not None
+    assert message.booked[0].steps == 300
 
 
-def test_a_booking_that_ends_before_it_was_told_is_never_told(pair: tuple[Peer, Peer]) -> None:
+def test_a_booking_that_ends_unpublished_is_never_published(pair: tuple[Peer, Peer]) -> None:
     one, _ = pair
     one.book("a", 0.0)
     one.end("a")
@@ -161,7 +161,7 @@ def test_a_booking_is_not_counted_beside_the_report_that_contains_it(pair: tuple
     one, other = pair
     one.book("a", 0.0)
     other.reservations.report(RANK, (100, 1, 8, 40), 0.15)
-    tell(one, other, 0.2)
+    deliver(one, other, 0.2)
     assert [row[0] for row in other.load(0.2)] == [100, 1, 8, 40]
 
 
@@ -169,11 +169,11 @@ def test_a_gap_asks_for_the_list_and_the_list_mends_it(pair: tuple[Peer, Peer]) 
     one, other = pair
     one.book("stays", 0.0)
     one.book("goes", 0.0)
-    tell(one, other, 0.0)
+    deliver(one, other, 0.0)
     one.end("goes")
     one.book("missed", 0.0)
-    one.said(0.0)  # lost
-    assert tell(one, other, 0.5)
+    one.next_message(0.0)  # lost
+    assert deliver(one, other, 0.5)
     assert other.ledger.incomplete(1)
     assert other.ledger.replace(one.described(0.6), 0.6)
     assert not other.ledger.incomplete(1)
@@ -183,31 +183,31 @@ def test_a_gap_asks_for_the_list_and_the_list_mends_it(pair: tuple[Peer, Peer]) 
 def test_what_ended_while_the_list_was_under_way_does_not_come_back(pair: tuple[Peer, Peer]) -> None:
     one, other = pair
     one.book("a", 0.0)
-    one.said(0.0)  # lost
-    assert tell(one, other, 0.5)
+    one.next_message(0.0)  # lost
+    assert deliver(one, other, 0.5)
     late = one.described(0.5)
     one.end("a")
     one.book("b", 0.6)
-    tell(one, other, 0.6)
+    deliver(one, other, 0.6)
     assert other.ledger.replace(late, 0.7)
     assert other.load(0.7) == one.load(0.7)
 
 
 def test_a_list_older_than_what_was_missed_does_not_do(pair: tuple[Peer, Peer]) -> None:
     one, other = pair
-    tell(one, other, 0.0)
+    deliver(one, other, 0.0)
     early = one.described(0.0)
     one.book("a", 0.0)
-    one.said(0.0)  # lost
-    assert tell(one, other, 0.5)
+    one.next_message(0.0)  # lost
+    assert deliver(one, other, 0.5)
     assert not other.ledger.replace(early, 0.6)
     assert other.ledger.replace(one.described(0.7), 0.7)
 
 
-def test_a_router_that_falls_silent_is_asked_and_then_takes_its_bookings_with_it(pair: tuple[Peer, Peer]) -> None:
+def test_a_router_that_falls_silent_is_queried_and_then_its_bookings_end(pair: tuple[Peer, Peer]) -> None:
     one, other = pair
     one.book("a", 0.0)
-    tell(one, other, 0.0)
+    deliver(one, other, 0.0)
     assert other.ledger.sweep(0.9) == []
     assert other.ledger.sweep(1.1) == [1]
     assert other.ledger.sweep(1.3) == []
@@ -216,12 +216,12 @@ def test_a_router_that_falls_silent_is_asked_and_then_takes_its_bookings_with_it
     assert other.reservations.open_bookings == 0
 
 
-def test_a_booking_that_is_not_named_any_more_ends_by_itself_and_one_that_is_goes_on(pair: tuple[Peer, Peer]) -> None:
+def test_a_booking_that_is_not_named_again_expires_and_one_that_is_continues(pair: tuple[Peer, Peer]) -> None:
     one, other = pair
     one.book("a", 0.0)
-    tell(one, other, 0.0)
+    deliver(one, other, 0.0)
     for second in range(1, 200):
-        tell(one, other, float(second))
+        deliver(one, other, float(second))
         other.ledger.sweep(float(second))
     assert other.ledger.open == 1
     for second in range(200, 270):
@@ -246,26 +246,26 @@ def test_a_booking_that_makes_no_sense_is_refused_and_counted(pair: tuple[Peer, 
     assert (other.ledger.open, other.ledger.refused, other.reservations.open_bookings) == (0, 1, 0)
 
 
-def test_very_much_is_told_in_parts(pair: tuple[Peer, Peer]) -> None:
+def test_a_large_backlog_is_published_in_parts(pair: tuple[Peer, Peer]) -> None:
     one, other = pair
     for number in range(2 * MOST_PER_MESSAGE + 1):
         one.book(str(number), 0.0)
     sizes = []
     while one.diary.has_news:
-        sequence, message = one.said(0.0)
+        sequence, message = one.next_message(0.0)
         sizes.append(len(message.booked))
         other.ledger.hear(1, sequence, message, 0.0)
     assert sizes == [MOST_PER_MESSAGE, MOST_PER_MESSAGE, 1]
     assert other.load(0.0) == one.load(0.0)
 
 
-def test_where_a_conversation_went_and_what_a_rank_will_have_is_told_once(pair: tuple[Peer, Peer]) -> None:
+def test_the_session_and_the_future_blocks_of_a_rank_are_published_once(pair: tuple[Peer, Peer]) -> None:
     one, other = pair
     booking = one.reservations.book(RANK, (100, 1, 8, 40), 0.0)
     one.diary.booked("a", RANK, booking, BookingMessage(77, [1, 2**64 - 1]))
-    tell(one, other, 0.0)
+    deliver(one, other, 0.0)
     one.diary.first_token(booking)
-    sequence, again = one.said(0.1)
+    sequence, again = one.next_message(0.1)
     other.ledger.hear(1, sequence, again, 0.1)
     assert other.learnt == [(RANK, BookingMessage(77, [1, 2**64 - 1]))]
     assert (again.booked[0].session, again.booked[0].prefix) == (77, b"")
@@ -277,13 +277,13 @@ def test_a_short_request_is_remembered_and_leaves_no_load(pair: tuple[Peer, Peer
     one.diary.booked("a", RANK, booking, BookingMessage(77))
     one.reservations.release(booking)
     one.diary.ended(booking)
-    tell(one, other, 0.0)
+    deliver(one, other, 0.0)
     assert other.learnt == [(RANK, BookingMessage(77, []))]
     assert other.ledger.open == 0
     assert not one.diary.has_news
 
 
-def test_what_happened_while_nobody_listened_is_told_to_who_comes(pair: tuple[Peer, Peer]) -> None:
+def test_a_new_router_gets_all_earlier_bookings(pair: tuple[Peer, Peer]) -> None:
     one, other = pair
     one.book("a", 0.0)
     one.book("b", 0.0)
@@ -292,7 +292,7 @@ def test_what_happened_while_nobody_listened_is_told_to_who_comes(pair: tuple[Pe
     one.diary.hush(0.1)
     assert one.diary.take(0.1) is None
     one.diary.tell_all()
-    tell(one, other, 0.2)
+    deliver(one, other, 0.2)
     assert other.load(0.2) == one.load(0.2)
 
 
@@ -313,19 +313,19 @@ ANY_MESSAGE = st.builds(ReservationsChanged, router=st.integers(0, 3), booked=st
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2**64), ANY_MESSAGE, st.booleans()), max_size=30))
-def test_nothing_that_a_stranger_says_raises_or_makes_a_sum_negative(said: list[tuple[int, int, ReservationsChanged, bool]]) -> None:
-    hearer = Peer(99)
-    for now, (publisher, sequence, message, whole) in enumerate(said):
+def test_nothing_that_a_stranger_says_raises_or_makes_a_sum_negative(messages: list[tuple[int, int, ReservationsChanged, bool]]) -> None:
+    receiver = Peer(99)
+    for now, (publisher, sequence, message, whole) in enumerate(messages):
         if whole:
-            hearer.ledger.replace(ReservationsDescribed(router=message.router, publisher_id=publisher, sequence=sequence, booked=message.booked), float(now))
+            receiver.ledger.replace(ReservationsDescribed(router=message.router, publisher_id=publisher, sequence=sequence, booked=message.booked), float(now))
         else:
-            hearer.ledger.hear(publisher, sequence, message, float(now))
-        assert np.min(hearer.reservations.load(hearer.rows, float(now))) >= 0
-    hearer.ledger.sweep(len(said) + 10.0)
-    assert hearer.reservations.open_bookings == hearer.ledger.open == 0
+            receiver.ledger.hear(publisher, sequence, message, float(now))
+        assert np.min(receiver.reservations.load(receiver.rows, float(now))) >= 0
+    receiver.ledger.sweep(len(messages) + 10.0)
+    assert receiver.reservations.open_bookings == receiver.ledger.open == 0
 
 
-STEP = st.tuples(st.sampled_from(["book", "first", "emit", "end", "tell", "list", "restart", "pass", "report"]), st.integers(0, 2), st.integers(0, 2**16))
+STEP = st.tuples(st.sampled_from(["book", "first", "emit", "end", "publish", "list", "restart", "pass", "report"]), st.integers(0, 2), st.integers(0, 2**16))
 
 
 @settings(max_examples=150)
@@ -350,8 +350,8 @@ def test_whatever_is_lost_or_doubled_or_late_sums_stay_above_zero_everything_end
                 peer.emitted(some[number % len(some)], number % 100)
             case "end" if some:
                 peer.end(some[number % len(some)])
-            case "tell":
-                under_way.append((peer, *peer.said(now)))
+            case "publish":
+                under_way.append((peer, *peer.next_message(now)))
             case "list":
                 under_way.append((peer, -1, peer.described(now)))
             case "restart":
@@ -392,7 +392,7 @@ def _converge(peers: list[Peer], now: float) -> None:
     """Stop losing messages. All routers must then know the same, except for progress too small to publish."""
     for _ in range(2):
         for sender in peers:
-            sequence, message = sender.said(now)
+            sequence, message = sender.next_message(now)
             for peer in peers:
                 if peer is not sender and (peer.ledger.hear(sender.name, sequence, message, now).incomplete or peer.ledger.incomplete(sender.name)):
                     assert peer.ledger.replace(sender.described(now), now)

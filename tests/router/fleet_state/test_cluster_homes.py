@@ -23,18 +23,18 @@ def halves() -> ClusterModel:
     return ClusterModel(3, profiles, np.full(2, 0.5, np.float32), 1.0)
 
 
-def said(version: int = 1, share: Any = ((1.0, 0.0), (0.0, 1.0)), **fields: Any) -> HomesPublished:
+def published(version: int = 1, share: Any = ((1.0, 0.0), (0.0, 1.0)), **fields: Any) -> HomesPublished:
     table = np.asarray(share, "<f4")
     plain: dict[str, Any] = {"engine": "e0", "worker_id": 1, "model": "demo", "epoch": 0, "clusters": 3}
     about = {**plain, "count": len(table), "ranks": table.shape[1] if table.size else 2, "homes": table.tobytes(), **fields}
     return HomesPublished(version=version, **about)
 
 
-def test_shares_are_read_as_times_the_even_share_and_a_cluster_without_a_home_is_at_home_everywhere() -> None:
-    homes = homes_of(said(share=((0.75, 0.25), (0.0, 0.0))), 2)
+def test_shares_become_multiples_of_the_even_share_and_a_cluster_without_homes_has_all_ranks_as_homes() -> None:
+    homes = homes_of(published(share=((0.75, 0.25), (0.0, 0.0))), 2)
     assert homes.lift is not None
     np.testing.assert_allclose(homes.lift, [[1.5, 1.0], [0.5, 1.0]])
-    assert homes_of(said(homes=b"", count=0), 2).lift is None
+    assert homes_of(published(homes=b"", count=0), 2).lift is None
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_shares_are_read_as_times_the_even_share_and_a_cluster_without_a_home_is
 )
 def test_homes_that_contradict_themselves_or_the_engine_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="homes"):
-        homes_of(said(**wrong), 2)
+        homes_of(published(**wrong), 2)
 
 
 def test_a_home_gets_clearly_more_than_its_even_share_and_not_much_less_than_the_first() -> None:
@@ -62,7 +62,7 @@ def test_a_home_gets_clearly_more_than_its_even_share_and_not_much_less_than_the
     assert not at_home(np.array([1.2, 0.8])).any()
 
 
-def test_homes_come_first_where_they_cost_the_same_or_no_more_than_they_save_and_then_the_least_work() -> None:
+def test_homes_come_first_if_they_cost_at_most_what_they_save_and_then_the_least_work() -> None:
     def chosen(score: list[float], home: list[bool] | None, work: list[float] | None = None, saves: list[float] | None = None) -> tuple[int, str]:
         total = np.array(score)
         where = None if home is None else HomeRanks(np.array(home), None if saves is None else np.array(saves))
@@ -85,7 +85,7 @@ def test_homes_come_first_where_they_cost_the_same_or_no_more_than_they_save_and
 
 def settled(share: Any) -> FleetView:
     view, _ = view_of({"speed": SLOW}, {"speed": SLOW}, clusters=halves())
-    assert view.settle(1, homes_of(said(share=share), 2))
+    assert view.settle(1, homes_of(published(share=share), 2))
     return view
 
 
@@ -100,7 +100,7 @@ def test_a_decision_goes_home_and_its_record_says_where_that_is() -> None:
     assert {candidate.rank: candidate.home_lift for candidate in record.candidates if candidate.engine == "e0"} == {0: 0.4, 1: 1.6}
 
 
-def test_homes_are_heeded_by_the_requests_own_confidence_whatever_prediction_has_earned() -> None:
+def test_homes_apply_by_the_requests_own_confidence_regardless_of_the_earned_gain() -> None:
     roster = view_of({"speed": SLOW}, {"speed": SLOW})[0].roster("demo")
     outlook = foretold([0.0] * 4, gain=0.0)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
     assert outlook.forecast.confidence == 0.25
@@ -110,7 +110,7 @@ def test_homes_are_heeded_by_the_requests_own_confidence_whatever_prediction_has
     assert "0.26 is required" in (unsure.record().homes_note or "")
 
 
-def test_a_home_may_cost_more_by_what_it_is_expected_to_save_as_far_as_the_request_is_foretold() -> None:
+def test_a_home_may_cost_more_by_its_expected_saving_scaled_by_confidence() -> None:
     roster = view_of({"speed": SLOW}, {"speed": SLOW})[0].roster("demo")
     near = foretold([1.0, 0.5, 1.0, 1.0], gain=0.0)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
     saved = 1e3 * near.forecast.confidence * SLOW.dispatch * 0.5 * (100 + 20)
@@ -136,28 +136,28 @@ def test_rules_that_do_not_mind_where_experts_are_do_not_mind_homes(rules: Polic
 def test_an_older_word_of_the_planner_and_words_about_strangers_change_nothing() -> None:
     view = settled(((1.0, 0.0), (0.0, 1.0)))
     before = view.version
-    assert not view.settle(1, homes_of(said(version=1, share=((0.0, 1.0),) * 2), 2))
-    assert not view.settle(9, homes_of(said(version=5), 2))
+    assert not view.settle(1, homes_of(published(version=1, share=((0.0, 1.0),) * 2), 2))
+    assert not view.settle(9, homes_of(published(version=5), 2))
     assert view.version == before
-    assert view.settle(1, homes_of(said(version=2, homes=b"", count=0), 2)), "nobody has a home any more"
+    assert view.settle(1, homes_of(published(version=2, homes=b"", count=0), 2)), "nobody has a home any more"
 
 
-def test_a_signature_is_at_home_where_its_clusters_are_and_an_engine_without_homes_is_as_good_as_any() -> None:
+def test_the_homes_of_a_signature_are_those_of_its_clusters_and_an_engine_without_homes_counts_as_any() -> None:
     view = settled(((1.0, 0.0), (0.0, 1.0)))
     lift = view.prices("demo").home(np.array([0.9, 0.1], np.float32))
     assert lift is not None
     np.testing.assert_allclose(lift, [1.8, 0.2, 1.0, 1.0], rtol=1e-6)
-    assert view.settle(1, homes_of(said(version=2, share=((1.0, 0.0),)), 2))
+    assert view.settle(1, homes_of(published(version=2, share=((1.0, 0.0),)), 2))
     assert view.prices("demo").home(np.array([0.9, 0.1], np.float32)) is None, "they are of another number of clusters"
 
 
-async def test_homes_heard_on_the_bus_reach_decisions_and_garbage_does_not(open_house: OpenHouse) -> None:
+async def test_homes_from_the_bus_reach_decisions_and_garbage_does_not(open_house: OpenHouse) -> None:
     house = await open_house()
     joined = await house.join("a", ["http://127.0.0.1:9", "http://127.0.0.1:10"], None)
     publisher = house.bus.publisher(house.subjects.homes)
     about = {"engine": "a", "worker_id": joined.worker_id}
-    await publisher.publish(said(7, homes=b"odd", **about))
-    await publisher.publish(said(8, **about))
+    await publisher.publish(published(7, homes=b"odd", **about))
+    await publisher.publish(published(8, **about))
     state = house.service.view.engine(joined.worker_id)
     assert state is not None
     await until(lambda: state.homes.now is not None)

@@ -50,7 +50,7 @@ class World:
         assert state is not None
         self.joined = state.joined
         self.served, self.clusters, self.version = 0, 1, 0
-        self.heard: list[ClusterHomes] = []
+        self.received: list[ClusterHomes] = []
         self.pricing: Pricing | None = None
         self.price(Pricing(0, 1))
 
@@ -73,9 +73,9 @@ class World:
             self.view.join(self.joined, 0.0)
             self.view.heard(1, 0.0)
 
-    def say(self, said: ClusterHomes) -> None:
-        self.heard.append(said)
-        self.view.settle(1, said)
+    def say(self, published: ClusterHomes) -> None:
+        self.received.append(published)
+        self.view.settle(1, published)
 
     def price(self, work: Pricing) -> None:
         table = np.full((2, 1), 1.0 + work.epoch)
@@ -86,16 +86,16 @@ class World:
         and as it applies them.
         """
         found = self.view.prices("demo")
-        priced, said = found.versions.prices["e0"], found.versions.homes.get("e0")
+        priced, published = found.versions.prices["e0"], found.versions.homes.get("e0")
         assert priced is not None
         assert (found.remote == 1.0 + priced).all()
-        assert (said is None) == (found.homes is None)
-        if said is None:
+        assert (published is None) == (found.homes is None)
+        if published is None:
             return priced, 0
         assert found.homes is not None
-        assert (found.homes == 1.0 + said[0]).all()
-        assert said[1] <= priced, "homes of an epoch that is not priced yet"
-        return priced, said[0]
+        assert (found.homes == 1.0 + published[0]).all()
+        assert published[1] <= priced, "homes of an epoch that is not priced yet"
+        return priced, published[0]
 
 
 @given(STEPS)
@@ -106,14 +106,14 @@ def test_no_decision_sees_homes_and_prices_that_do_not_belong_together_and_the_n
         now = world.seen()
         assert now[0] >= before[0], "prices of an older epoch"
         assert now[1] >= before[1], "homes of an older version"
-        newest = world.heard[-1] if world.heard else None
+        newest = world.received[-1] if world.received else None
         assert newest is None or newest.epoch > now[0] or newest.version == now[1], "both are known, and only one of them holds"
         before = now
     world.do(BEGUN, 0)
     world.do(PRICED, 0)  # one in progress may belong to an outdated placement
     world.do(BEGUN, 0)
     world.do(PRICED, 0)
-    last = world.heard[-1] if world.heard else None
+    last = world.received[-1] if world.received else None
     assert world.seen()[0] == world.served
     assert last is None or last.epoch > world.served or world.seen()[1] == last.version
 
@@ -140,10 +140,10 @@ def test_homes_that_a_newer_word_takes_back_for_an_older_epoch_are_gone_at_once_
     taken_back = waiting.hearing(ClusterHomes(3, 0, None), 0)
     assert taken_back == EngineHomes(ClusterHomes(3, 0, None))
     assert taken_back.reaching(3) is taken_back
-    assert taken_back.hearing(homes(2, 3), 0) is taken_back, "said late"
+    assert taken_back.hearing(homes(2, 3), 0) is taken_back, "published late"
 
 
-def test_what_holds_now_may_be_heard_after_what_waits() -> None:
+def test_current_homes_may_arrive_after_waiting_ones() -> None:
     coming = EngineHomes().hearing(homes(5, 2), 0)
     both = coming.hearing(homes(4, 0), 0)
     assert both.now is not None
@@ -155,8 +155,8 @@ def test_what_holds_now_may_be_heard_after_what_waits() -> None:
 
 
 def test_before_anything_is_priced_homes_wait() -> None:
-    said = homes(1, 0)
-    waiting = EngineHomes().hearing(said, None)
+    published = homes(1, 0)
+    waiting = EngineHomes().hearing(published, None)
     assert waiting.now is None
-    assert waiting.reaching(0).now is said
+    assert waiting.reaching(0).now is published
     assert EngineHomes().reaching(None) == EngineHomes()

@@ -61,7 +61,7 @@ def test_a_report_that_may_contain_a_booking_is_not_added_to_it() -> None:
 
 
 @pytest.mark.parametrize(("reported_at", "expected"), [(0.2, [60, 2, 12, 30]), (0.05, [100, 2, 12, 30]), (0.0, [160, 3, 20, 50])])
-def test_a_booking_that_is_heard_of_after_a_report_is_not_counted_beside_it(reported_at: float, expected: list[int]) -> None:
+def test_a_booking_that_arrives_after_a_report_containing_it_is_not_counted_twice(reported_at: float, expected: list[int]) -> None:
     """Another router's booking: contained in the report, perhaps contained, or made after it. 10 of the 20
     reported tokens belong to the other sequence.
     """
@@ -349,7 +349,7 @@ def burst(ranks: int, **settings: Any) -> tuple[Scheduler, RoutingRequest]:
     return picker, RoutingRequest("demo", TokenPrompt(list(range(50))), 60, 10, "f" * 64)
 
 
-def test_the_last_decisions_are_kept_and_no_more() -> None:
+def test_only_the_last_decisions_are_kept() -> None:
     picker, need = burst(2, kept_decisions=3)
     for number in range(5):
         picker.book(picker.decide(need, f"d{number}", 0, 0.0), need.prompt, 0.0)

@@ -113,7 +113,8 @@ def test_a_sampled_stream_is_continued_only_where_the_clients_text_is_that_of_wh
     try:
         rest = course.request()
     except InexactContinuation:
-        assert stop is not None or not detokenizes  # otherwise the ids of the client's text can always be found
+        # Otherwise the ids of the client's text can always be found.
+        assert stop is not None or not detokenizes
         return
     if rest is not None:
         emitted = json.loads(rest)["prompt"][len(PROMPT) :]
@@ -315,7 +316,7 @@ async def test_a_server_that_computes_another_text_does_not_continue_the_stream(
         assert all("strange" not in answer["text"] for answer in broken)
 
 
-async def test_a_server_is_asked_for_ids_only_if_it_is_known_to_return_them(open_house: OpenHouse) -> None:
+async def test_ids_are_requested_only_from_servers_known_to_return_them(open_house: OpenHouse) -> None:
     plain = VllmLike()
     async with serving(ForeignServer("one", plain.answer, owned_by="someone")) as one:
         house = await in_front_of(open_house, one)
@@ -323,7 +324,7 @@ async def test_a_server_is_asked_for_ids_only_if_it_is_known_to_return_them(open
         assert "return_token_ids" not in plain.bodies[0]
 
 
-async def test_an_error_event_in_a_stream_is_no_end_where_another_server_can_go_on(
+async def test_an_error_event_does_not_end_a_stream_that_another_server_can_continue(
     open_house: OpenHouse,
 ) -> None:
     living = VllmLike()

@@ -106,7 +106,7 @@ def test_an_answer_without_experts_says_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "said"),
+    ("held", "message"),
     [
         ("!!", "not base64"),
         (npy(CHOSEN.astype(float)), "no integers"),
@@ -122,15 +122,15 @@ def test_an_answer_without_experts_says_nothing() -> None:
         ([[[9, 9]]], "expected 0 to 7"),
     ],
 )
-def test_what_is_no_array_of_this_models_experts_is_refused_in_words(held: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_is_no_array_of_this_models_experts_is_refused_in_words(held: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         counted([json.dumps({"choices": [{"routed_experts": held}]}).encode()], SHAPE, USAGE)
 
 
 @given(st.binary(max_size=80), st.sampled_from(["choices", "sglext", "nvext", "prompt_routed_experts"]), st.text(max_size=60))
 def test_garbage_is_refused_and_never_anything_else(garbage: bytes, place: str, text: str) -> None:
-    said = {"routed_experts": text}
-    for body in (MARK + garbage, json.dumps({place: [said] if place == "choices" else text if place.startswith("prompt") else said}).encode() + garbage):
+    experts = {"routed_experts": text}
+    for body in (MARK + garbage, json.dumps({place: [experts] if place == "choices" else text if place.startswith("prompt") else experts}).encode() + garbage):
         with contextlib.suppress(ValueError):
             found = counted([body], SHAPE, USAGE)
             assert found is None or isinstance(found, RoutedCounts)
@@ -165,16 +165,16 @@ def test_a_tap_lets_go_of_what_is_too_long() -> None:
 # Through a router
 
 
-class Telling:
+class NamingServer:
     """A foreign server that names the experts it chose."""
 
     def __init__(self) -> None:
-        self.said: dict[str, Any] = WAYS["vllm"]
+        self.content: dict[str, Any] = WAYS["vllm"]
         self.sent: list[bytes] = []
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         usage = {"prompt_tokens": PROMPT, "completion_tokens": COMPLETION, "total_tokens": PROMPT + COMPLETION}
-        body = json.dumps({"id": "theirs", "usage": usage, **self.said}, indent=1).encode()
+        body = json.dumps({"id": "theirs", "usage": usage, **self.content}, indent=1).encode()
         if not json.loads(await http.read()).get("stream"):
             self.sent.append(body)
             return web.Response(body=body, content_type="application/json")
@@ -188,11 +188,11 @@ class Telling:
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[tuple[Telling, str]]:
-    telling, app = Telling(), web.Application()
-    app.router.add_post(CHAT, telling.chat)
+async def server() -> AsyncIterator[tuple[NamingServer, str]]:
+    foreign, app = NamingServer(), web.Application()
+    app.router.add_post(CHAT, foreign.chat)
     async with served_web(app) as url:
-        yield telling, url
+        yield foreign, url
 
 
 async def joined(house: House, url: str, shape: ModelShape | None = SHAPE) -> None:
@@ -204,33 +204,33 @@ async def joined(house: House, url: str, shape: ModelShape | None = SHAPE) -> No
 
 
 @contextlib.asynccontextmanager
-async def heard(house: House) -> AsyncIterator[list[Any]]:
+async def collected(house: House) -> AsyncIterator[list[Any]]:
     """Collect what is published about requests and imports."""
-    said: list[Any] = []
+    published: list[Any] = []
     subjects = house.subjects
     async with MemoryBus(house.broker).subscribe(subjects.imports, subjects.requests_read, subjects.requests_finished) as subscription:
 
         async def listen() -> None:
             async for received in subscription:
-                said.append(received.message)  # noqa: PERF401 - the reader looks while it grows
+                published.append(received.message)  # noqa: PERF401 - the reader looks while it grows
 
         task = asyncio.create_task(listen())
-        yield said
+        yield published
         task.cancel()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_tracker_is_told_and_the_answer_passes_byte_for_byte(house: House, server: tuple[Telling, str], stream: bool) -> None:
-    telling, url = server
+async def test_the_tracker_gets_the_experts_and_the_answer_passes_byte_for_byte(house: House, server: tuple[NamingServer, str], stream: bool) -> None:
+    foreign, url = server
     await joined(house, url)
-    async with heard(house) as said:
+    async with collected(house) as published:
         answer = await house.post(CHAT, chat(stream=stream))
-        assert answer.body == telling.sent[0]
-        await until(lambda: len(said) == 3)
+        assert answer.body == foreign.sent[0]
+        await until(lambda: len(published) == 3)
     decision = answer.headers["x-roost-decision-id"]
-    (counts,) = [one for one in said if isinstance(one, CountsImported)]
-    (profiled,) = [one for one in said if isinstance(one, RequestsProfiled)]
-    (finished,) = [one for one in said if isinstance(one, RequestsFinished)]
+    (counts,) = [one for one in published if isinstance(one, CountsImported)]
+    (profiled,) = [one for one in published if isinstance(one, RequestsProfiled)]
+    (finished,) = [one for one in published if isinstance(one, RequestsFinished)]
     np.testing.assert_array_equal(counts.counts.array(), by_hand(CHOSEN))
     assert (counts.model, counts.tokens) == ("demo", len(CHOSEN))
     assert decision in counts.digest
@@ -241,7 +241,7 @@ async def test_the_tracker_is_told_and_the_answer_passes_byte_for_byte(house: Ho
     assert [one.decision for one in finished.requests] == [decision]
 
 
-async def test_where_clusters_are_known_the_signature_is_over_them(house: House, server: tuple[Telling, str]) -> None:
+async def test_where_clusters_are_known_the_signature_is_over_them(house: House, server: tuple[NamingServer, str]) -> None:
     _, url = server
     await joined(house, url)
     counts = by_hand(CHOSEN)
@@ -249,15 +249,15 @@ async def test_where_clusters_are_known_the_signature_is_over_them(house: House,
     clusters = ClusterModel(5, np.stack([other, alike]).astype(np.float32), np.array([0.5, 0.5], np.float32), 1.0)
     await house.bus.publisher(house.subjects.clusters).publish(ClustersPublished(model="demo", record=clusters.record()))
     await until(lambda: house.service.view.clusters("demo") is not None)
-    async with heard(house) as said:
+    async with collected(house) as published:
         await house.post(CHAT, chat())
-        await until(lambda: any(isinstance(one, RequestsProfiled) for one in said))
-    (profiled,) = [one for one in said if isinstance(one, RequestsProfiled)]
+        await until(lambda: any(isinstance(one, RequestsProfiled) for one in published))
+    (profiled,) = [one for one in published if isinstance(one, RequestsProfiled)]
     assert profiled.clusters == 5
     assert np.argmax(unpack(profiled.requests[0].signature, clusters.shares)) == 1
 
 
-async def test_a_tracker_learns_from_a_foreign_engine(house: House, server: tuple[Telling, str]) -> None:
+async def test_a_tracker_learns_from_a_foreign_engine(house: House, server: tuple[NamingServer, str]) -> None:
     _, url = server
     await joined(house, url)
     tracker = TrackerService(MemoryBus(house.broker), house.subjects, TrackerConfig(publish_seconds=0.1, prior_pairs=1e-3))
@@ -280,33 +280,33 @@ async def test_a_tracker_learns_from_a_foreign_engine(house: House, server: tupl
         await asyncio.wait([running], timeout=5)
 
 
-async def test_whole_profiles_are_rationed(house: House, server: tuple[Telling, str]) -> None:
+async def test_whole_profiles_are_rationed(house: House, server: tuple[NamingServer, str]) -> None:
     _, url = server
     await joined(house, url)
-    async with heard(house) as said:
+    async with collected(house) as published:
         for _ in range(12):
             await house.post(CHAT, chat())
-        await until(lambda: sum(isinstance(one, RequestsProfiled) for one in said) == 12)
-    whole = [one.requests[0].sample is not None for one in said if isinstance(one, RequestsProfiled)]
+        await until(lambda: sum(isinstance(one, RequestsProfiled) for one in published) == 12)
+    whole = [one.requests[0].sample is not None for one in published if isinstance(one, RequestsProfiled)]
     assert whole[0]
     assert sum(whole) < 12
 
 
-async def test_a_bad_array_is_counted_and_the_answer_passes_all_the_same(house: House, server: tuple[Telling, str]) -> None:
-    telling, url = server
-    telling.said = {"choices": [{"routed_experts": npy(CHOSEN + 100)}]}
+async def test_a_bad_array_is_counted_and_the_answer_passes_all_the_same(house: House, server: tuple[NamingServer, str]) -> None:
+    foreign, url = server
+    foreign.content = {"choices": [{"routed_experts": npy(CHOSEN + 100)}]}
     await joined(house, url)
-    async with heard(house) as said:
+    async with collected(house) as published:
         for number in range(2):
-            assert (await house.post(CHAT, chat())).body == telling.sent[number]
+            assert (await house.post(CHAT, chat())).body == foreign.sent[number]
         await until(lambda: b'foreign_routings_total{outcome="bad"} 2.0' in house.service.metrics.exposition())
-        assert not [one for one in said if isinstance(one, CountsImported | RequestsProfiled)]
+        assert not [one for one in published if isinstance(one, CountsImported | RequestsProfiled)]
 
 
-async def test_without_a_shape_nobody_listens(house: House, server: tuple[Telling, str]) -> None:
-    telling, url = server
+async def test_without_a_shape_no_parser_runs(house: House, server: tuple[NamingServer, str]) -> None:
+    foreign, url = server
     await joined(house, url, None)
-    async with heard(house) as said:
-        assert (await house.post(CHAT, chat(stream=True))).body == telling.sent[0]
+    async with collected(house) as published:
+        assert (await house.post(CHAT, chat(stream=True))).body == foreign.sent[0]
         await asyncio.sleep(0.05)
-        assert not said
+        assert not published

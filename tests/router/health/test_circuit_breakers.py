@@ -61,7 +61,7 @@ class Person:
         return {key: kind.value for key, kind in self.health.bars(roster, now).kinds.items()}
 
 
-def test_without_trouble_nobody_is_left_alone(roster: TargetTable) -> None:
+def test_without_failures_no_rank_is_excluded(roster: TargetTable) -> None:
     person = Person()
     person.answer(A, 1.0)
     assert person.health.bars(roster, 1.0).every == {}
@@ -128,7 +128,7 @@ def test_requests_from_before_the_breaker_opened_say_nothing_about_it(roster: Ta
     assert person.kinds(roster, 3.0) == {}
 
 
-def test_a_probe_that_is_never_heard_of_again_does_not_block_the_rank(roster: TargetTable) -> None:
+def test_a_probe_that_never_ends_does_not_block_the_rank(roster: TargetTable) -> None:
     person = Person(breaker_failures=1, first_token_seconds=10.0)
     person.fail(A, 1, 0.0)
     person.begin(A, 1.0)
@@ -156,7 +156,7 @@ def answered(person: Person, ranks: dict[RankKey, float], now: float, times: int
             person.answer(rank, now + 0.01 * at, took)
 
 
-def test_a_rank_much_slower_than_the_others_is_left_alone_for_a_growing_time(roster: TargetTable) -> None:
+def test_a_rank_much_slower_than_the_others_is_ejected_for_a_growing_time(roster: TargetTable) -> None:
     person = Person(outlier_factor=4.0)
     now = 10.0
     for times in (1, 2, 3):
@@ -204,7 +204,7 @@ def test_requests_that_wait_in_vain_for_their_first_token_are_seen_before_they_t
     assert person.kinds(roster, 3.0) == {D: "outlier"}
 
 
-def test_requests_whose_first_token_is_not_heard_of_make_no_outlier(roster: TargetTable) -> None:
+def test_requests_with_an_unknown_first_token_make_no_outlier(roster: TargetTable) -> None:
     person = Person(outlier_factor=4.0)
     answered(person, {A: 0.1, B: 0.1, C: 0.1}, 1.0)
     for _ in range(2 * LEAST):
@@ -215,7 +215,7 @@ def test_requests_whose_first_token_is_not_heard_of_make_no_outlier(roster: Targ
     assert person.kinds(roster, 9.0) == {}
 
 
-def test_too_few_observations_eject_nobody(roster: TargetTable) -> None:
+def test_too_few_observations_eject_no_rank(roster: TargetTable) -> None:
     person = Person(outlier_factor=2.0)
     answered(person, {A: 0.1, B: 0.1, C: 0.1}, 1.0)
     answered(person, {D: 9.0}, 1.0, LEAST - 1)
@@ -223,7 +223,7 @@ def test_too_few_observations_eject_nobody(roster: TargetTable) -> None:
     assert person.kinds(roster, 2.0) == {}
 
 
-def test_a_rank_that_fails_far_more_often_than_the_others_is_left_alone(roster: TargetTable) -> None:
+def test_a_rank_that_fails_far_more_often_than_the_others_is_ejected(roster: TargetTable) -> None:
     person = Person(breaker_failures=100)
     answered(person, {A: 0.1, B: 0.1, C: 0.1, D: 0.1}, 1.0, 5)
     person.fail(D, 8, 1.0)
@@ -244,7 +244,7 @@ def test_ranks_that_all_fail_now_and_then_are_no_outliers(roster: TargetTable) -
     assert person.kinds(roster, 2.0) == {}
 
 
-def test_at_most_a_share_of_the_ranks_is_left_alone_and_the_worst_come_first(roster: TargetTable) -> None:
+def test_at_most_a_share_of_the_ranks_is_ejected_and_the_worst_come_first(roster: TargetTable) -> None:
     person = Person(outlier_factor=2.0, max_ejected_share=0.3)
     answered(person, {A: 0.1, B: 0.1, C: 2.0, D: 9.0}, 1.0)
     person.health.judge([[A, B, C, D]], 2.0)
@@ -256,7 +256,7 @@ def test_at_most_a_share_of_the_ranks_is_left_alone_and_the_worst_come_first(ros
     assert person.kinds(roster, 5.0) == {}
 
 
-def test_a_factor_of_zero_ejects_nobody(roster: TargetTable) -> None:
+def test_a_factor_of_zero_ejects_no_rank(roster: TargetTable) -> None:
     person = Person(outlier_factor=4.0)
     answered(person, {A: 0.1, B: 0.1, C: 0.1, D: 9.0}, 1.0)
     person.health.judge([[A, B, C, D]], 2.0)

@@ -85,7 +85,7 @@ async def faulty_engines(house: House, serve_rank: Serve, packed: bytes, every: 
     return found
 
 
-def said(answer: Answered) -> str:
+def text_of(answer: Answered) -> str:
     """Return the text of an answer, streamed or not, which must be good."""
     assert answer.status == 200, answer.body
     if answer.headers["content-type"].startswith("text/event-stream"):
@@ -96,7 +96,7 @@ def said(answer: Answered) -> str:
     return content
 
 
-async def asked(house: House, urls: list[str], rank: MockRank, count: int, at_once: int) -> None:
+async def send_all(house: House, urls: list[str], rank: MockRank, count: int, at_once: int) -> None:
     """Send this number of different requests over these routers. Each answer is compared with the undisturbed
     one.
     """
@@ -109,7 +109,7 @@ async def asked(house: House, urls: list[str], rank: MockRank, count: int, at_on
             async with house.http.post(urls[number % len(urls)] + CHAT, data=body) as response:
                 headers = {name.lower(): value for name, value in response.headers.items()}
                 answer = Answered(response.status, headers, await response.read())
-            assert said(answer) == rank.text(rank.tokenizer.encode_rendered(rendered(content)), number, TOKENS)
+            assert text_of(answer) == rank.text(rank.tokenizer.encode_rendered(rendered(content)), number, TOKENS)
 
     async with asyncio.TaskGroup() as clients:
         for _ in range(at_once):
@@ -130,7 +130,7 @@ async def test_with_a_tenth_of_all_forwards_failing_no_request_is_lost_or_double
     gone = await house.join("refuses", ["http://127.0.0.1:9"], byte_archive, worker_id=9)  # connections to it are refused
     async with asyncio.TaskGroup() as tasks:
         beats = tasks.create_task(beating(house, gone), name="beats")
-        await asked(house, [house.url], mocks[0], 240, 16)
+        await send_all(house, [house.url], mocks[0], 240, 16)
         beats.cancel()
     assert in_all(mocks).total() >= 24
     assert set(in_all(mocks)) == set(FAULTS)
@@ -156,7 +156,7 @@ async def test_two_routers_lose_nothing_while_ranks_fail(house: House, serve_ran
         for state in list(second.view.engines()):
             await house.beat(state.joined)
         await until(lambda: len(second.view.roster("demo").targets) == 4 and second.tokenizer(second.view.roster("demo").tokenizer) is not None)
-        await asked(house, [house.url, url], mocks[0], 120, 16)
+        await send_all(house, [house.url, url], mocks[0], 120, 16)
         for service in (house.service, second):
             await until(lambda service=service: idle(service))
     assert in_all(mocks).total() >= 12
@@ -176,12 +176,13 @@ async def test_attempts_and_retries_are_bounded_when_everything_fails(open_house
     refused = [answer for answer in answers if "too many of the last requests were tried again" in answer.json["error"]["message"]]
     forwards = sum(mock.failed.total() for mock in mocks)
     assert len(refused) >= 60
-    assert 100 + 10 <= forwards <= 100 + 0.2 * (100 + 100) + 1  # a fifth of the requests that came, and of those still open
+    # A fifth of the requests that came, and of those still open.
+    assert 100 + 10 <= forwards <= 100 + 0.2 * (100 + 100) + 1
     metrics = (await house.get("/metrics")).body.decode()
     assert f"roost_router_retries_refused_total {float(len(refused))}" in metrics
 
 
-async def test_a_breaker_opens_is_said_and_closes_again(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_breaker_opens_is_reported_and_closes_again(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
     house = await open_house(breaker_failures=3, breaker_seconds=0.8, policy="round_robin")
     bad, good = [await serve_rank(MockRank(byte_archive)) for _ in range(2)]
     for number, rank in enumerate((bad, good), start=1):
@@ -212,7 +213,7 @@ def exposed(house: House, name: str) -> str:
     return "\n".join(line for line in lines if line.startswith(f"roost_router_{name}"))
 
 
-async def test_breakers_never_leave_a_model_without_ranks_and_that_is_said(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_breakers_never_leave_a_model_without_ranks_and_that_is_reported(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
     house = await open_house(breaker_failures=1, breaker_seconds=60.0)
     rank = await serve_rank(MockRank(byte_archive))
     await house.join("alone", [rank.url], byte_archive)
@@ -262,8 +263,8 @@ async def test_a_client_that_leaves_frees_the_probe_of_a_half_open_breaker(open_
 
 async def drain(house: House, worker_id: int, rank: int | None, *, draining: bool = True) -> None:
     engine = f"e{worker_id}"
-    said = RankDrained(engine=engine, worker_id=worker_id, rank=rank, draining=draining, reason="new fan" if draining else "")
-    await house.bus.record(house.subjects.drains(engine, rank), said)
+    drained = RankDrained(engine=engine, worker_id=worker_id, rank=rank, draining=draining, reason="new fan" if draining else "")
+    await house.bus.record(house.subjects.drains(engine, rank), drained)
 
 
 def draining(service: RouterService) -> int:
@@ -288,7 +289,7 @@ async def test_a_draining_rank_finishes_its_streams_and_gets_no_new_ones(house: 
         rank.break_off()  # the stream is continued where requests may go
         body = await response.read()
     answer = Answered(response.status, {"content-type": "text/event-stream"}, body)
-    assert said(answer) == rank.text(rank.tokenizer.encode_rendered(rendered("hello there")), 5, 12)
+    assert text_of(answer) == rank.text(rank.tokenizer.encode_rendered(rendered("hello there")), 5, 12)
     await drain(house, 1, None, draining=False)
     await until(lambda: draining(house.service) == 0)
 
@@ -358,7 +359,7 @@ class SlowRank(MockRank):
         return await super().completions(http)
 
 
-async def test_a_rank_that_lets_everybody_wait_is_left_alone_for_a_while(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_rank_that_delays_all_requests_is_ejected_for_a_while(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
     house = await open_house(outlier_factor=3.0, policy="round_robin", correction_limit=1.0)
     ranks = [SlowRank(byte_archive) for _ in range(4)]
     for rank in ranks:

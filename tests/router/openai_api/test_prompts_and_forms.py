@@ -214,7 +214,7 @@ def test_a_course_asks_for_what_is_missing() -> None:
     assert (request.prompt, request.emitted, request.max_tokens, request.seed) == ([1, 2, 3, 7, 8, 9], 3, 7, 5)
 
 
-def test_a_course_refuses_more_than_was_asked_and_text_without_ids() -> None:
+def test_a_completion_refuses_more_than_requested_and_text_without_ids() -> None:
     with pytest.raises(ValueError, match="3 tokens came, 2 were requested"):
         course(2).take(chunk([1, 2, 3], "x"))
     with pytest.raises(ValueError, match="without token ids"):
@@ -256,7 +256,7 @@ def test_whom_to_avoid_depends_on_how_they_failed() -> None:
 def test_chat_deltas_have_one_role_and_no_empty_chunks() -> None:
     request = RequestDecoder().chat(json.dumps(chat(stream=True)).encode())
     answer = answer_for(request, ResponseHead(id="i", model="m", created=1), 1)
-    said = [answer.add(0, Choice(text=text)) for text in ("", "", "a", "")] + [answer.add(0, Choice(finish_reason="stop"))]
-    assert [event.count(b"data: ") for event in said] == [1, 0, 1, 0, 1]
-    assert b"usage" not in b"".join(said)
+    chunks = [answer.add(0, Choice(text=text)) for text in ("", "", "a", "")] + [answer.add(0, Choice(finish_reason="stop"))]
+    assert [event.count(b"data: ") for event in chunks] == [1, 0, 1, 0, 1]
+    assert b"usage" not in b"".join(chunks)
     assert answer.end(Usage(prompt_tokens=1, completion_tokens=1, total_tokens=2)) == b"data: [DONE]\n\n"

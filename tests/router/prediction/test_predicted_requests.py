@@ -34,7 +34,7 @@ CHAT, TEXT, ROUTE = "/v1/chat/completions", "/v1/completions", "/v1/route"
 FAR = EngineSpeed(dispatch=1e-3)
 
 
-class Told:
+class Reports:
     """Collects the routers' reports of finished requests."""
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ class Told:
         return [outcome for message in self.messages for outcome in message.requests]
 
     async def listen(self, house: House, ready: asyncio.Event) -> None:
-        async with house.bus.subscribe(house.subjects.requests_finished) as said:
+        async with house.bus.subscribe(house.subjects.requests_finished) as subscription:
             ready.set()
-            async for received in said:
+            async for received in subscription:
                 assert isinstance(received.message, RequestsFinished)
                 self.messages.append(received.message)
 
@@ -58,11 +58,11 @@ async def house(open_house: OpenHouse) -> House:
 
 
 @pytest.fixture
-async def told(house: House) -> AsyncIterator[Told]:
-    told, ready = Told(), asyncio.Event()
-    task = asyncio.create_task(told.listen(house, ready))
+async def reports(house: House) -> AsyncIterator[Reports]:
+    reports, ready = Reports(), asyncio.Event()
+    task = asyncio.create_task(reports.listen(house, ready))
     await ready.wait()
-    yield told
+    yield reports
     task.cancel()
     await asyncio.wait([task])
 
@@ -74,11 +74,11 @@ async def engine(house: House, serve_rank: Serve, packed: bytes, count: int = 2,
     return ranks
 
 
-async def teach(house: House, **said: Any) -> None:
+async def teach(house: House, **fields: Any) -> None:
     """Publish clusters and full tables as the tracker, and wait until both have arrived."""
-    version = said.pop("version", 5)
+    version = fields.pop("version", 5)
     await house.bus.publisher(house.subjects.clusters).publish(published_clusters(halves(version)))
-    await house.bus.publisher(house.subjects.tables).publish(tables(version, clusters=version, **said))
+    await house.bus.publisher(house.subjects.tables).publish(tables(version, clusters=version, **fields))
 
     def come() -> bool:
         replica = house.service.picker.foresight.replica("demo")
@@ -132,7 +132,7 @@ async def test_without_gain_tables_or_an_expert_parallel_layout_the_term_is_zero
     assert await notes() == {NO_GAIN}
 
 
-async def test_a_continuation_is_foretold_from_the_prompt_and_what_was_emitted(house: House, serve_rank: Serve, byte_archive: bytes, told: Told) -> None:
+async def test_a_continuation_is_predicted_from_prompt_and_emitted_tokens(house: House, serve_rank: Serve, byte_archive: bytes, reports: Reports) -> None:
     ranks = await engine(house, serve_rank, byte_archive)
     first_prompt = ids_of(ranks[0])
     whole = first_prompt + ranks[0].ids(first_prompt, 5, 20)
@@ -141,8 +141,8 @@ async def test_a_continuation_is_foretold_from_the_prompt_and_what_was_emitted(h
     ranks[0].die_after = 15
     answer = await house.post(CHAT, chat(max_tokens=20, stream=True))
     assert len(answer.events) > 15
-    await until(lambda: told.outcomes)
-    [outcome] = told.outcomes
+    await until(lambda: reports.outcomes)
+    [outcome] = reports.outcomes
     assert outcome.rank == 1
     assert outcome.decision.endswith("-a2")
     assert blocks_of(whole).index(outcome.prefix) >= blocks_of(whole).index(deep)
@@ -152,23 +152,23 @@ async def test_a_continuation_is_foretold_from_the_prompt_and_what_was_emitted(h
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_every_choice_that_was_answered_is_told_once_after_its_end(
-    house: House, serve_rank: Serve, byte_archive: bytes, told: Told, stream: bool
+async def test_every_completed_choice_is_reported_once_after_its_end(
+    house: House, serve_rank: Serve, byte_archive: bytes, reports: Reports, stream: bool
 ) -> None:
     ranks = await engine(house, serve_rank, byte_archive)
     ids = ids_of(ranks[0])
     await teach(house, blocks={blocks_of(ids)[0]: ((0.7, 0.3), 4.0)}, gain=0.5, shares=(0.25, 0.75))
     answer = await house.post(CHAT, chat(stream=stream, n=3), headers={"x-session-id": "s", "x-tenant-id": "t"})
     assert answer.status == 200
-    await until(lambda: len(told.outcomes) == 3)
+    await until(lambda: len(reports.outcomes) == 3)
     await asyncio.sleep(0.05)
-    assert len(told.outcomes) == 3, "and never again"
+    assert len(reports.outcomes) == 3, "and never again"
     decision_id = answer.headers["x-roost-decision-id"]
-    assert {outcome.decision for outcome in told.outcomes} == {decision_id, f"{decision_id}-c1", f"{decision_id}-c2"}
-    assert {(message.model, message.tables, message.clusters) for message in told.messages} == {("demo", 5, 5)}
+    assert {outcome.decision for outcome in reports.outcomes} == {decision_id, f"{decision_id}-c1", f"{decision_id}-c2"}
+    assert {(message.model, message.tables, message.clusters) for message in reports.messages} == {("demo", 5, 5)}
     keys = keys_of("s", "t", "demo", CHAT)
     prices = house.service.view.prices("demo").local
-    for outcome in told.outcomes:
+    for outcome in reports.outcomes:
         assert (outcome.worker_id, outcome.prefix) == (2**64 - 9, blocks_of(ids)[0])
         assert (outcome.session, outcome.tenant) == keys
         assert np.frombuffer(outcome.tokens, "<u4").tolist() == ids[4:]
@@ -182,7 +182,7 @@ async def test_every_choice_that_was_answered_is_told_once_after_its_end(
     assert b'roost_router_predictions_total{source="prefix"} 3.0' in house.service.metrics.exposition()
 
 
-async def test_of_failed_attempts_only_the_rank_that_answered_is_told_of(house: House, serve_rank: Serve, byte_archive: bytes, told: Told) -> None:
+async def test_after_failed_attempts_only_the_rank_that_answered_is_reported(house: House, serve_rank: Serve, byte_archive: bytes, reports: Reports) -> None:
     ranks = await engine(house, serve_rank, byte_archive)
     await teach(house)
     ranks[0].answer_status = ranks[1].answer_status = 500
@@ -191,27 +191,27 @@ async def test_of_failed_attempts_only_the_rank_that_answered_is_told_of(house: 
     ranks[0].hang_up_once = ranks[1].hang_up_once = True
     answer = await house.post(CHAT, chat())
     assert answer.status == 200
-    await until(lambda: told.outcomes)
-    assert [outcome.decision for outcome in told.outcomes] == [answer.headers["x-roost-decision-id"]]
-    assert told.outcomes[0].decision.endswith(("-a2", "-a3"))
+    await until(lambda: reports.outcomes)
+    assert [outcome.decision for outcome in reports.outcomes] == [answer.headers["x-roost-decision-id"]]
+    assert reports.outcomes[0].decision.endswith(("-a2", "-a3"))
 
 
-async def test_before_there_are_tables_requests_are_told_with_their_evidence(house: House, serve_rank: Serve, byte_archive: bytes, told: Told) -> None:
+async def test_before_there_are_tables_requests_are_reported_with_evidence(house: House, serve_rank: Serve, byte_archive: bytes, reports: Reports) -> None:
     ranks = await engine(house, serve_rank, byte_archive)
     await house.post(CHAT, chat(user="ann"))
-    await until(lambda: told.outcomes)
-    [outcome] = told.outcomes
-    assert (told.messages[0].tables, told.messages[0].clusters) == (0, 0)
+    await until(lambda: reports.outcomes)
+    [outcome] = reports.outcomes
+    assert (reports.messages[0].tables, reports.messages[0].clusters) == (0, 0)
     assert (outcome.predicted, outcome.predicted_local, outcome.prior_local, outcome.spread) == (bytes(8), None, None, None)
     assert np.frombuffer(outcome.tokens, "<u4").tolist() == ids_of(ranks[0])
     assert outcome.tenant == keys_of(None, "ann", "demo", CHAT).tenant
 
 
-async def test_engines_that_report_no_experts_are_not_told_of(house: House, serve_rank: Serve, byte_archive: bytes, told: Told) -> None:
+async def test_engines_that_report_no_experts_are_not_reported(house: House, serve_rank: Serve, byte_archive: bytes, reports: Reports) -> None:
     await engine(house, serve_rank, byte_archive, shape=None, placement=None)
     assert (await house.post(CHAT, chat())).status == 200
     await asyncio.sleep(0.06)
-    assert not told.outcomes
+    assert not reports.outcomes
 
 
 async def test_ranks_learn_the_id_of_the_decision_that_chose_them(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
@@ -241,14 +241,16 @@ async def test_ranks_learn_the_id_of_the_decision_that_chose_them(house: House, 
     ],
 )
 async def test_who_asks_is_read_from_headers_then_from_the_body(
-    house: House, serve_rank: Serve, byte_archive: bytes, told: Told, headers: dict[str, str], body: dict[str, str], session: str | None, tenant: str | None
+    house: House, serve_rank: Serve, byte_archive: bytes, reports: Reports,
+    headers: dict[str, str], body: dict[str, str], session: str | None, tenant: str | None,
 ) -> None:
     await engine(house, serve_rank, byte_archive)
     assert (await house.post(CHAT, chat(**body), headers=headers)).status == 200
-    await until(lambda: told.outcomes)
-    [outcome] = told.outcomes
+    await until(lambda: reports.outcomes)
+    [outcome] = reports.outcomes
     if session is not None and not session.isascii():
-        session = session.encode().decode("latin-1")  # what a client writes as UTF-8 is taken byte by byte, which names it as well
+        # The UTF-8 of a client is read byte by byte, which identifies the session as well.
+        session = session.encode().decode("latin-1")
     assert (outcome.session, outcome.tenant) == keys_of(session, tenant, "demo", CHAT)
     assert (outcome.session != 0) == (session is not None)
 
@@ -285,7 +287,7 @@ def test_keys_tell_apart_what_differs_and_are_never_none_by_chance() -> None:
     assert keys_of("s", "t", "m", "/a").session == keys_of("s", "t", "other", "/b").session, "a conversation goes on, whichever model is asked"
 
 
-async def test_explaining_foretells_what_the_request_itself_would_be_foretold(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_explaining_predicts_the_same_as_the_request_itself(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
     await engine(house, serve_rank, byte_archive)
     keys = keys_of("s", "t", "demo", CHAT)
     await teach(house, sessions={keys.session: ((0.9, 0.1), 500.0)}, tenants={keys.tenant: ((0.6, 0.4), 5000.0)})
@@ -321,7 +323,7 @@ async def test_an_explanation_is_readable(house: House, serve_rank: Serve, byte_
 # The text dialect
 
 
-async def test_a_prompt_known_as_text_only_is_foretold_by_who_asks_alone(house: House) -> None:
+async def test_a_prompt_known_only_as_text_is_predicted_only_by_its_sender(house: House) -> None:
     joined = await house.join("text", ["http://h:1", "http://h:2"], None, capabilities=Capabilities(kv_events=False, token_ids=False))
     text = TextPrompt(b"a text of some length, long enough for blocks" * 4, "demo")
     keys = keys_of("s", None, "demo", CHAT)
@@ -355,39 +357,39 @@ def noted(service: RouterService, outcomes: OutcomeReporter, number: int) -> Non
 
 
 @pytest.mark.looptime
-async def test_outcomes_are_told_in_batches_at_once_when_many_wait_and_dropped_beyond_the_limit() -> None:
+async def test_outcomes_are_published_in_batches_at_once_when_many_wait_and_dropped_beyond_the_limit() -> None:
     broker = MemoryBroker()
     service = service_of(broker)
     outcomes = OutcomeReporter(MemoryBus(broker), broker.subjects, service.metrics, seconds=10.0, most=100)
-    heard: list[tuple[float, int]] = []
+    batches: list[tuple[float, int]] = []
     loop = asyncio.get_running_loop()
 
     async def listen() -> None:
-        async for received in said:
+        async for received in subscription:
             assert isinstance(received.message, RequestsFinished)
-            heard.append((round(loop.time() - start, 1), len(received.message.requests)))
+            batches.append((round(loop.time() - start, 1), len(received.message.requests)))
 
-    async with MemoryBus(broker).subscribe(broker.subjects.requests_finished) as said:
+    async with MemoryBus(broker).subscribe(broker.subjects.requests_finished) as subscription:
         start = loop.time()
         tasks = [asyncio.create_task(outcomes.run()), asyncio.create_task(listen())]
         noted(service, outcomes, 0)
         await asyncio.sleep(11)
-        assert heard == [(10.0, 1)]
+        assert batches == [(10.0, 1)]
         for number in range(BATCH):
             noted(service, outcomes, number)
         await asyncio.sleep(1)
-        assert heard[1:] == [(11.0, BATCH)], "without waiting"
+        assert batches[1:] == [(11.0, BATCH)], "without waiting"
         for number in range(130):
             noted(service, outcomes, number)
         await asyncio.sleep(1)
-        assert [count for _, count in heard[2:]] == [BATCH, 100 - BATCH]
+        assert [count for _, count in batches[2:]] == [BATCH, 100 - BATCH]
         assert service.metrics.outcomes_dropped._value.get() == 30
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
 
 
-async def test_a_router_without_a_bus_foretells_nothing_and_tells_nobody() -> None:
+async def test_a_router_without_a_bus_predicts_and_publishes_nothing() -> None:
     service = RouterService(None, MemoryBroker().subjects, RouterConfig())
     joined = engine_joined("e", ["http://h:1"], None, worker_id=7)
     service.view.join(joined, 0.0)
@@ -416,7 +418,7 @@ async def test_an_engine_that_left_takes_its_models_tables_with_it(house: House,
 # Chains
 
 
-def test_a_chain_is_the_list_of_sequence_hashes_computed_as_far_as_asked() -> None:
+def test_a_chain_is_the_list_of_sequence_hashes_computed_as_far_as_requested() -> None:
     ids, read = list(range(800)), list[int]()
     whole = sequence_hashes(local_hashes(ids, 16))
 

@@ -56,7 +56,7 @@ def test_rows_are_a_mapping_as_long_as_there_is_room(drawn: list[list[tuple[int,
     assert all(rows.get(number * (2**57 + 1)) == oracle.get(number * (2**57 + 1)) for number in range(50))
 
 
-def test_rows_never_outgrow_their_budget_and_what_was_told_last_stays() -> None:
+def test_rows_never_outgrow_their_budget_and_the_latest_stay() -> None:
     rng = np.random.default_rng(0)
     rows = RowTable(1000 * SLOT, 10_000)
     assert 900 * SLOT < rows.nbytes <= 1000 * SLOT
@@ -91,7 +91,7 @@ def test_a_table_grows_with_its_rows_up_to_its_budget_and_keeps_them() -> None:
     assert max(sizes) <= 40_000 * SLOT
     assert len(rows) >= 0.999 * len(oracle)
     assert all(oracle[key] == row for key, row in rows.items())
-    assert not RowTable(SLOT * WAYS).crowded_by(10**9), "what the budget does not allow is not asked for"
+    assert not RowTable(SLOT * WAYS).crowded_by(10**9), "what the budget does not allow is not requested"
 
 
 def test_a_table_of_many_ages_stays_whole() -> None:
@@ -108,7 +108,7 @@ def test_a_table_of_many_ages_stays_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"shares": b""}, "0 shares"),
         ({"shares": bytes(8)}, "no probabilities"),
@@ -145,8 +145,8 @@ def test_a_table_of_many_ages_stays_whole() -> None:
         ({"tenants": KeyedRows(keys=b"", rows=bytes(ROW))}, "tenants"),
     ],
 )
-def test_tables_that_cannot_be_are_refused_with_the_reason(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_tables_that_cannot_be_are_refused_with_the_reason(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         read(msgspec.structs.replace(tables(), **wrong))
 
 
@@ -156,7 +156,7 @@ def test_a_token_table_too_large_for_the_budget_is_refused() -> None:
         TableReplica(BUDGET).prepare(change)
 
 
-def test_sources_nobody_speaks_of_count_nothing_and_unknown_ones_are_left_out() -> None:
+def test_missing_sources_count_nothing_and_unknown_ones_are_left_out() -> None:
     change = read(tables(trust=0.0, reliability=0.0))
     assert not change.trust.any()
     found = read(msgspec.structs.replace(tables(), trust={"tokens": 0.5, "horoscope": 3.0}))
@@ -166,8 +166,8 @@ def test_sources_nobody_speaks_of_count_nothing_and_unknown_ones_are_left_out() 
 def test_trusts_may_depend_on_who_else_speaks() -> None:
     trusts = np.zeros((16, 4), "<f4")
     trusts[0b0010, 1] = 1.0  # the session alone
-    said = tables(trusts=trusts.tobytes(), sessions={5: ((0.9, 0.1), 1e6)}, blocks={7: ((0.9, 0.1), 1e6)})
-    replica = TableReplica(BUDGET).prepare(read(said))
+    published = tables(trusts=trusts.tobytes(), sessions={5: ((0.9, 0.1), 1e6)}, blocks={7: ((0.9, 0.1), 1e6)})
+    replica = TableReplica(BUDGET).prepare(read(published))
     assert replica.tables is not None
     assert predict(replica.tables, Query(session=5)).weights[0] == pytest.approx(0.9, abs=0.02)
     assert predict(replica.tables, Query(prefix=(7,), session=5)).weights[0] == pytest.approx(0.5)
@@ -193,13 +193,13 @@ def test_a_change_to_another_version_or_of_another_size_is_a_gap_and_an_old_one_
         ChangeVerdict.GAP: [tables(6, 5), tables(5, 4, buckets=3), tables(5, 4, shares=(1, 1, 1))],
         ChangeVerdict.TAKEN: [tables(5, 4), tables(9, 4), tables(7)],
     }
-    for verdict, said in verdicts.items():
-        assert {replica.judge(read(one)) for one in said} == {verdict}
+    for verdict, published in verdicts.items():
+        assert {replica.judge(read(one)) for one in published} == {verdict}
 
 
-def test_the_replica_predicts_with_what_it_was_told() -> None:
-    told = tables(tokens=np.array([[0.5, -0.5], [0, 0]]), blocks={7: ((0.9, 0.1), 64)}, sessions={5: ((0.2, 0.8), 100)}, gain=0.25)
-    replica = TableReplica(BUDGET).prepare(read(told))
+def test_the_replica_predicts_from_the_published_tables() -> None:
+    message = tables(tokens=np.array([[0.5, -0.5], [0, 0]]), blocks={7: ((0.9, 0.1), 64)}, sessions={5: ((0.2, 0.8), 100)}, gain=0.25)
+    replica = TableReplica(BUDGET).prepare(read(message))
     assert replica.tables is not None
     assert replica.tables.gain == 0.25
     assert replica.tables.gain_of(np.array([0.9, 0.1], np.float32)) == 0.25, "the same for all"
@@ -224,7 +224,7 @@ class Tracker:
         self.blocks: dict[int, tuple[tuple[float, float], float]] = {}
         self.tokens = np.zeros((4, 2))
         self.gain = 0.0
-        self.asked = 0
+        self.requests = 0
         self.mute = False
 
     def change(self, seed: int) -> TablesPublished:
@@ -233,7 +233,7 @@ class Tracker:
         for key in rng.integers(1, 12, rng.integers(0, 5)).tolist():
             weight, gone = float(rng.random()), rng.random() < 0.3
             news[key] = ((weight, 1 - weight), 0.0 if gone else float(rng.integers(1, 99)))
-        self.blocks = {key: said for key, said in (self.blocks | news).items() if said[1]}
+        self.blocks = {key: row for key, row in (self.blocks | news).items() if row[1]}
         bucket = int(rng.integers(0, 4))
         self.tokens[bucket] = rng.normal(size=2)
         self.gain = round(float(rng.random()), 3)
@@ -251,7 +251,7 @@ class Tracker:
         if isinstance(request, DescribeClusters):
             return published_clusters(halves())
         assert request == DescribeTables(model="demo")
-        self.asked += 1
+        self.requests += 1
         return self.whole()
 
 
@@ -275,8 +275,8 @@ class House:
         self.learnt.append((model, clusters))
 
     async def run(self, started: asyncio.Event) -> None:
-        async with self.bus.subscribe(self.subjects.tables, self.subjects.clusters) as said, asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.feeds.listen(said))
+        async with self.bus.subscribe(self.subjects.tables, self.subjects.clusters) as subscription, asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.feeds.listen(subscription))
             tasks.create_task(self.feeds.run())
             started.set()
 
@@ -302,10 +302,10 @@ class House:
         replica = self.foresight.replica("demo")
         if replica is None or replica.tables is None:
             return False
-        held, told = replica.tables, self.tracker
-        rows = {key: row(pack(np.asarray(weights)).tobytes(), tokens) for key, (weights, tokens) in told.blocks.items()}
-        same = (held.version, held.gain) == (told.version, told.gain)
-        return same and dict(held.blocks) == rows and bool((held.tokens == told.tokens.astype(np.float16).astype(np.float32)).all())
+        held, tracker = replica.tables, self.tracker
+        rows = {key: row(pack(np.asarray(weights)).tobytes(), tokens) for key, (weights, tokens) in tracker.blocks.items()}
+        same = (held.version, held.gain) == (tracker.version, tracker.gain)
+        return same and dict(held.blocks) == rows and bool((held.tokens == tracker.tokens.astype(np.float16).astype(np.float32)).all())
 
 
 @pytest.fixture
@@ -319,23 +319,23 @@ async def house() -> AsyncIterator[House]:
     house.threads.shutdown()
 
 
-async def test_whole_tables_that_are_only_announced_are_asked_for_once_and_taken(house: House) -> None:
+async def test_a_merely_announced_snapshot_is_requested_once_and_applied(house: House) -> None:
     async with house.bus.serve(house.subjects.describe_profile, house.tracker.describe):
         house.feeds.add("demo")
         await until(house.equal)
         house.tracker.change(1)
         house.tracker.change(2)
-        asked = house.tracker.asked
+        before = house.tracker.requests
         for _ in range(3):
             await house.say(tables(house.tracker.version, house.tracker.version))
         await until(house.equal)
         await house.say(house.tracker.change(3))
         await until(house.equal)
-        assert house.tracker.asked == asked + 1
+        assert house.tracker.requests == before + 1
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**32), st.lists(st.sampled_from(["said", "lost", "twice", "late", "whole", "garbled"]), max_size=14))
+@given(st.integers(0, 2**32), st.lists(st.sampled_from(["published", "lost", "twice", "late", "whole", "garbled"]), max_size=14))
 def test_losses_repetitions_and_delays_leave_the_replica_equal_to_the_tracker(seed: int, fates: list[str]) -> None:
     async def story() -> None:
         house, started = House(), asyncio.Event()
@@ -347,7 +347,7 @@ def test_losses_repetitions_and_delays_leave_the_replica_equal_to_the_tracker(se
             for number, fate in enumerate(fates):
                 change = house.tracker.change(seed + number)
                 match fate:
-                    case "said" | "twice":
+                    case "published" | "twice":
                         await house.say(change)
                     case "late":
                         held.append(change)
@@ -370,7 +370,7 @@ def test_losses_repetitions_and_delays_leave_the_replica_equal_to_the_tracker(se
     asyncio.run(story())
 
 
-async def test_the_whole_is_asked_for_once_and_changes_follow_without_asking(house: House) -> None:
+async def test_the_snapshot_is_requested_once_and_deltas_follow_without_requests(house: House) -> None:
     async with house.bus.serve(house.subjects.describe_profile, house.tracker.describe):
         house.feeds.add("demo")
         house.feeds.add("demo")
@@ -378,12 +378,12 @@ async def test_the_whole_is_asked_for_once_and_changes_follow_without_asking(hou
         for number in range(5):
             await house.say(house.tracker.change(number))
         await until(house.equal)
-        assert house.tracker.asked == 1
+        assert house.tracker.requests == 1
         assert [(model, clusters.version) for model, clusters in house.learnt] == [("demo", 1)]
         assert house.metrics.tables_asked._value.get() == 0
         await house.say(house.tracker.change(9) and house.tracker.change(10))
         await until(house.equal)
-        assert house.tracker.asked == 2
+        assert house.tracker.requests == 2
         assert house.metrics.tables_asked._value.get() == 1
 
 
@@ -411,7 +411,7 @@ async def test_what_cannot_be_used_is_counted_and_the_next_change_repairs_it(hou
         await until(house.equal)
 
 
-async def test_models_that_nobody_serves_are_not_followed_and_forgotten_ones_give_their_memory_back(house: House) -> None:
+async def test_unserved_models_are_not_followed_and_forgotten_ones_release_their_memory(house: House) -> None:
     async with house.bus.serve(house.subjects.describe_profile, house.tracker.describe):
         await house.say(tables(1))
         await house.say(published_clusters(halves()))
@@ -430,20 +430,20 @@ async def test_models_that_nobody_serves_are_not_followed_and_forgotten_ones_giv
 
 
 @pytest.mark.looptime
-async def test_without_a_tracker_it_is_asked_ever_more_seldom_until_there_is_one(house: House) -> None:
+async def test_without_a_tracker_requests_back_off_until_there_is_one(house: House) -> None:
     house.tracker.mute = True
-    asked: list[float] = []
+    requested_at: list[float] = []
     loop = asyncio.get_running_loop()
 
     async def describe(request: Message) -> Message:
-        asked.append(loop.time())
+        requested_at.append(loop.time())
         return await house.tracker.describe(request)
 
     async with house.bus.serve(house.subjects.describe_profile, describe):
         house.feeds.add("demo")
         await asyncio.sleep(300)
-        pauses = np.diff(asked)
-        assert 8 < len(asked) < 20
+        pauses = np.diff(requested_at)
+        assert 8 < len(requested_at) < 20
         assert pauses[0] == pytest.approx(1.0, abs=0.1)
         assert pauses[-1] == pytest.approx(30.0, abs=0.1)
         assert house.version == -1

@@ -54,7 +54,8 @@ def test_only_a_rank_that_lost_a_block_before_those_behind_it_may_have_gaps() ->
     other = [*LOCAL[:3], *local_hashes(list(range(16)), 4)]
     index = indexed(*(stored(local, rank=rank) for local in (LOCAL, other) for rank in range(3)))
     index.apply([removed(LOCAL, [9, 8, 7, 6], rank=rank) for rank in range(3)])
-    index.apply([removed(other, [2, 3, 4, 5, 6], rank=0), removed(LOCAL, [3, 4, 5], rank=0)])  # the fork, and all of both arms at last
+    # Remove the fork, and finally all blocks of both branches.
+    index.apply([removed(other, [2, 3, 4, 5, 6], rank=0), removed(LOCAL, [3, 4, 5], rank=0)])
     index.apply([removed(LOCAL, [3, 4, 5], rank=1), removed(other, [6, 5, 4, 3], rank=1), removed(LOCAL, [2], rank=1)])
     holders = index.holders
     assert holders._gappy == holders._slots[WORKER, 0].bit
@@ -155,14 +156,14 @@ def test_a_rank_that_says_it_holds_more_than_any_can_is_not_believed(monkeypatch
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=30), st.lists(st.integers(0, 3), max_size=30))
-def test_the_index_finds_what_comparing_prompts_finds(held: list[int], asked: list[int]) -> None:
-    one, two = local_hashes(held, 2), local_hashes(asked, 2)
+def test_the_index_finds_what_comparing_prompts_finds(held: list[int], looked_up: list[int]) -> None:
+    one, two = local_hashes(held, 2), local_hashes(looked_up, 2)
     index = indexed(*([stored(one)] if one else []))
     common = next((at for at in range(min(len(one), len(two))) if one[at] != two[at]), min(len(one), len(two)))
     assert found(index, two).get((WORKER, 0), 0) == common
 
 
-def test_a_prompt_is_hashed_little_further_than_somebody_holds_it() -> None:
+def test_a_prompt_is_hashed_little_further_than_any_rank_holds_it() -> None:
     prompt = TokenPrompt(list(range(16_384)))
     holders = BlockIndex()
     holders.add((1, 0), [1, 2, 3])

@@ -146,7 +146,7 @@ def cases(draw: st.DrawFn, *, bound: bool) -> tuple[BatchAssignment, Table]:
 
 @settings(max_examples=150, deadline=None)
 @given(cases(bound=True))
-def test_nobody_is_lost_or_doubled_and_capacities_hold(case: tuple[BatchAssignment, Table]) -> None:
+def test_no_request_is_lost_or_duplicated_and_capacities_hold(case: tuple[BatchAssignment, Table]) -> None:
     batch, pricing = case
     places = route_batch(batch, pricing)
     assert len({place.request for place in places}) == len(places)
@@ -224,7 +224,7 @@ def test_the_order_in_which_requests_are_given_does_not_matter_where_nothing_is_
     assert max(costs) <= total(places) + 1e-9
 
 
-def test_equal_ranks_are_told_apart_by_the_seed_alone() -> None:
+def test_ties_between_ranks_are_broken_only_by_the_seed() -> None:
     pricing = Table(np.zeros((1, 4)), np.zeros(4), np.zeros(4, np.intp))
     targets = [route_batch(batch_of(pricing, prefill=1, seeds=seed), pricing)[0].target for seed in (0, 1, 2, 3, 4, 0)]
     assert targets == [0, 1, 2, 3, 0, 0]

@@ -84,7 +84,7 @@ def shares(found: Burst) -> NDArray[np.float64]:
 
 
 @pytest.mark.parametrize(("engines", "lockstep"), [(MIXED, 1.0), (MIXED, 0.0), (SINGLE, 1.0), (ALIKE, 1.0)], ids=["mixed", "no lockstep", "single", "alike"])
-def test_a_burst_between_two_reports_gives_nobody_more_than_five_quarters_of_a_fair_share(engines: Any, lockstep: float) -> None:
+def test_a_burst_between_two_reports_gives_no_rank_more_than_five_quarters_of_a_fair_share(engines: Any, lockstep: float) -> None:
     assert shares(burst(engines, PolicyRules(weights=Weights(lockstep=lockstep)))).max() < 1.25
 
 

@@ -34,16 +34,16 @@ def live(before: World, gain: float, *, given: bool = True) -> Lived:
 
 def test_under_a_placement_that_follows_homes_requests_come_home_and_nothing_gets_slower(recorded: tuple[Table, Table]) -> None:
     aligned = world(*recorded, width=EXPERTS, slots=9)
-    blind, told, priced, both = (live(aligned, gain, given=given) for gain, given in ((0.0, False), (0.0, True), (0.8, False), (0.8, True)))
+    blind, homed, priced, both = (live(aligned, gain, given=given) for gain, given in ((0.0, False), (0.0, True), (0.8, False), (0.8, True)))
     assert blind.at_home < 0.35
-    assert told.at_home > blind.at_home + 0.1, "homes pull before prediction has earned anything"
-    assert both.at_home > max(priced.at_home, told.at_home, 0.5)
+    assert homed.at_home > blind.at_home + 0.1, "homes pull before prediction has earned anything"
+    assert both.at_home > max(priced.at_home, homed.at_home, 0.5)
     assert both.remote_ranks < 0.9 * blind.remote_ranks
     assert both.tokens_per_second > blind.tokens_per_second
     assert both.balance > blind.balance - 0.1
 
 
-def test_under_a_placement_that_follows_nobody_there_is_next_to_nothing_to_steer_by(recorded: tuple[Table, Table]) -> None:
+def test_under_a_placement_that_ignores_clusters_there_is_next_to_nothing_to_steer_by(recorded: tuple[Table, Table]) -> None:
     linear = world(*recorded, width=EXPERTS, slots=9, follows=False)
     steered, blind = live(linear, 0.8), live(linear, 0.0, given=False)
     assert steered.swing_ms < 5.0

@@ -119,7 +119,7 @@ def test_lockstep_is_waiting_for_the_slowest_rank_and_making_the_longest_prefill
     assert found == pytest.approx([one + other for one, other in zip(wait, longer, strict=True)])
 
 
-def test_beside_a_busier_rank_a_prefill_makes_nobody_wait() -> None:
+def test_beside_a_busier_rank_a_prefill_delays_no_request() -> None:
     prefill = 100 * 1.0 + 1e-3 * 5000
     beside, behind = priced(pair(), load_of((0, 1, 0, 9), (500, 1, 0, 9)))["lockstep"]
     assert (beside, behind) == (0.0, pytest.approx(prefill))
@@ -127,7 +127,7 @@ def test_beside_a_busier_rank_a_prefill_makes_nobody_wait() -> None:
     assert (ahead, only) == (pytest.approx(prefill - 40), pytest.approx(prefill))
 
 
-def test_where_nothing_runs_a_prefill_makes_nobody_wait() -> None:
+def test_where_nothing_runs_a_prefill_delays_no_request() -> None:
     assert priced(pair(), load_of((0, 0, 0, 0), (500, 0, 0, 0)))["lockstep"] == [0.0, 0.0]
     view, _ = view_of({"speed": SPEED}, {"speed": SPEED})
     load = load_of((0, 0, 0, 0), (500, 1, 90, 2000), (0, 0, 0, 0), (0, 0, 0, 0))
@@ -314,7 +314,7 @@ def test_numbers_of_experts_and_seconds_that_cannot_be_are_refused(bad: float) -
         view.handing_over(1, bad)
 
 
-def test_a_handover_that_is_heard_of_counts_until_it_is_over_and_rebuilds_nothing() -> None:
+def test_an_announced_handover_counts_until_it_is_over_and_rebuilds_nothing() -> None:
     view, _ = view_of({}, {})
     roster = view.roster("demo")
     assert view.handovers(roster) is None

@@ -107,7 +107,7 @@ def test_terms_are_milliseconds_of_the_time_model() -> None:
     assert decision.scores.terms[:, 0] == pytest.approx([80.0, 200.0, own + running, 0.6 * (80 + 20) * 0.01 * remote, 0.0, 80.0, 0.0])
 
 
-def test_equal_candidates_are_told_apart_by_the_seed_alone() -> None:
+def test_ties_between_candidates_are_broken_only_by_the_seed() -> None:
     view, _ = view_of({}, {})
     picks = [decided(view.roster("demo"), seed=seed).target.name for seed in range(400)]
     assert picks == [decided(view.roster("demo"), seed=seed).target.name for seed in range(400)]
@@ -170,7 +170,7 @@ def test_engines_that_cannot_serve_are_named_with_their_reason() -> None:
     assert "no token ids" in excluded["e5"]
 
 
-def test_text_only_engines_serve_a_model_that_nobody_serves_by_ids() -> None:
+def test_text_only_engines_serve_a_model_that_no_engine_serves_by_ids() -> None:
     view, _ = view_of({}, {"tokenizer": None, "ranks": 1, "capabilities": Capabilities(token_ids=False)})
     assert view.roster("demo").dialect == "ids"
     view.leave(1)
@@ -194,7 +194,7 @@ def test_a_clusters_price_is_lower_where_its_experts_live() -> None:
     assert found.local == pytest.approx(np.array([[0.9, 0.1], [0.1, 0.9]]), abs=1e-3)
 
 
-def test_a_cluster_that_nobody_uses_is_priced_as_the_mean() -> None:
+def test_a_cluster_without_traffic_is_priced_as_the_mean() -> None:
     model = clusters([[[9, 9, 1, 1]] * 2, [[1, 1, 9, 9]] * 2, [[1, 0, 0, 0]] * 2], shares=[0.5, 0.5, 0.0])
     found = prices(locality((0, 0), SHAPE, None, linear(layers=2, experts=4, ranks=2), model))
     assert found.remote[:, 2] == pytest.approx([2 * (1 - 0.5**2)] * 2, abs=1e-3)
@@ -228,7 +228,7 @@ def test_a_rank_that_keeps_less_of_its_own_sends_more_away() -> None:
     assert found["near"].local == pytest.approx(1.0), "each rank is all of its node"
 
 
-def test_what_is_unknown_of_experts_is_said_and_costs_nothing() -> None:
+def test_unknown_expert_terms_are_noted_and_cost_nothing() -> None:
     placement = linear(layers=2, experts=4, ranks=2)
     cases = {
         "reports no experts": locality((0, 0), None, None, None, None),
@@ -237,9 +237,9 @@ def test_what_is_unknown_of_experts_is_said_and_costs_nothing() -> None:
         "no clusters of this model yet": locality((0, 0), SHAPE, None, placement, None),
         "clusters are of another shape": locality((0, 0), SHAPE, None, placement, clusters(np.ones((2, 5, 7)))),
     }
-    for said, found in cases.items():
+    for expected_note, found in cases.items():
         assert found.prices is None
-        assert said in str(found.note)
+        assert expected_note in str(found.note)
 
 
 def test_engines_that_began_alike_have_the_same_prices_whatever_their_epochs() -> None:

@@ -103,7 +103,7 @@ def test_every_policy_is_explained_by_the_same_record(policy: str) -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_equals_are_told_apart_by_chance_alone(seed: int) -> None:
+def test_ties_are_broken_only_by_chance(seed: int) -> None:
     decision = four("cost", (7, 3, 3, 3), seed=seed)
     assert decision.chosen == 1 + seed % 3
     assert (decision.choice.why, decision.choice.tied) == ("tie", 3)
@@ -194,7 +194,7 @@ def test_sessions_are_remembered_for_their_time_and_the_longest_silent_makes_roo
     assert len(affinity) == 0
 
 
-def test_nobodys_session_is_not_kept_and_without_a_time_none_is() -> None:
+def test_requests_without_a_session_are_not_remembered_and_without_a_time_none_is() -> None:
     affinity = SessionAffinity(10.0)
     affinity.went(0, (1, 0), 0.0)
     assert affinity.rank(0, 0.0) is None

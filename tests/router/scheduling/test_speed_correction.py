@@ -146,7 +146,8 @@ def test_a_row_taken_over_without_a_word_is_another_ranks_from_then_on() -> None
 def test_what_takes_no_time_to_prefill_says_little_of_prefill() -> None:
     speeds = SpeedCorrection(4.0)
     for _ in range(200):
-        speeds.prefilled(KEY, ROW, 0.0002, 0.01, 0.05)  # one uncached token; the rest is waiting for a step, and the network
+        # One uncached token. The rest is the wait for a step, and the network.
+        speeds.prefilled(KEY, ROW, 0.0002, 0.01, 0.05)
     for _ in range(40):
         speeds.prefilled(KEY, ROW, 1.0, 0.01, 1.01)
     assert factors(speeds, ROW)[PREFILL_SPEED][0] == pytest.approx(1.0, rel=0.1)

@@ -54,7 +54,7 @@ def test_like_servers_have_one_speed_in_spite_of_noise() -> None:
     assert speeds.of("llama", ONE) == speeds.of("llama", TWO)
 
 
-def test_a_server_nobody_measured_has_the_speed_of_its_like_and_of_no_others() -> None:
+def test_an_unmeasured_server_has_the_speed_of_its_pool_and_of_no_other() -> None:
     speeds = SpeedEstimation()
     feed(speeds, 5.0, 20, ONE)
     assert speeds.of("llama", (9, 0))[PREFILL_KIND] == (pytest.approx(5.0), True)

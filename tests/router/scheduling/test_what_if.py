@@ -67,21 +67,21 @@ async def test_ranks_that_are_gone_are_excluded_with_that_reason(open_house: Ope
 
 
 @pytest.mark.parametrize(
-    ("query", "said"),
+    ("query", "message"),
     [
         ("without=luck", "there is no term 'luck' that could be left out; terms: prefill, queue, decode, experts, distinct, lockstep, handover"),
         ("gone=nobody/0", "no rank or engine 'nobody/0' serves the model 'demo'; ranks: thinker/0, stepper/0, stepper/1"),
-        ("gone=thinker&gone=stepper", "every rank that serves the model 'demo' is supposed to be gone"),
+        ("gone=thinker&gone=stepper", "every rank that serves the model 'demo' is assumed to be gone"),
         ("with=experts", "unknown query parameter 'with'"),
         ("without", "the query string cannot be read"),
         ("without=%ff", "there is no term"),
     ],
 )
-async def test_suppositions_that_make_no_sense_are_refused_with_what_would(open_house: OpenHouse, byte_archive: bytes, query: str, said: str) -> None:
+async def test_suppositions_that_make_no_sense_are_refused_with_what_would(open_house: OpenHouse, byte_archive: bytes, query: str, message: str) -> None:
     house = await two_engines(open_house, byte_archive)
     answer = await house.post(f"/v1/route?{query}", chat())
     assert answer.status == 400
-    assert said in answer.json["error"]["message"]
+    assert message in answer.json["error"]["message"]
 
 
 async def test_only_the_cost_has_terms_to_leave_out_and_reservations_suppose_nothing(open_house: OpenHouse, byte_archive: bytes) -> None:
@@ -95,15 +95,15 @@ async def test_only_the_cost_has_terms_to_leave_out_and_reservations_suppose_not
 def test_names_count_once_and_too_many_are_refused() -> None:
     assert asked(b"") == Supposed()
     assert asked(b"without=queue&gone=a%2F0&without=queue") == Supposed(without=("queue",), gone=("a/0",))
-    with pytest.raises(ApiError, match="2000 ranks are supposed to be gone"):
+    with pytest.raises(ApiError, match="2000 ranks are assumed to be gone"):
         supposed((), [f"e/{rank}" for rank in range(2000)])
     with pytest.raises(ApiError, match="cannot be read"):
         asked(b"&".join([b"gone=x"] * 2000))
 
 
 def test_the_buss_question_may_suppose_as_well() -> None:
-    said = msgspec.msgpack.decode(msgspec.msgpack.encode(RouteRequested(body=b"{}", without=("experts",), gone=("e/0",))), type=RouteRequested)
-    assert supposed(said.without, said.gone) == Supposed(without=("experts",), gone=("e/0",))
+    message = msgspec.msgpack.decode(msgspec.msgpack.encode(RouteRequested(body=b"{}", without=("experts",), gone=("e/0",))), type=RouteRequested)
+    assert supposed(message.without, message.gone) == Supposed(without=("experts",), gone=("e/0",))
 
 
 async def explain(house: House, *arguments: str) -> str:
@@ -115,13 +115,13 @@ async def explain(house: House, *arguments: str) -> str:
 
 async def test_the_command_says_why_and_what_would_have_been(open_house: OpenHouse, byte_archive: bytes) -> None:
     house = await two_engines(open_house, byte_archive)
-    said = await explain(house)
-    assert "why: the lowest score; policy cost" in said
-    assert re.search(r"otherwise: stepper/\d without decode", said)
-    assert re.search(r"if thinker/0 were gone: stepper/\d", said)
-    said = await explain(house, "--without", "decode", "--gone", "stepper/1", "--session", "s", "--tenant", "t")
-    assert "supposed: decode does not count, stepper/1 is gone" in said
-    assert "gone, as assumed" in said
+    shown = await explain(house)
+    assert "why: the lowest score; policy cost" in shown
+    assert re.search(r"otherwise: stepper/\d without decode", shown)
+    assert re.search(r"if thinker/0 were gone: stepper/\d", shown)
+    shown = await explain(house, "--without", "decode", "--gone", "stepper/1", "--session", "s", "--tenant", "t")
+    assert "supposed: decode does not count, stepper/1 is gone" in shown
+    assert "gone, as assumed" in shown
     assert "no rank or engine 'nowhere/9' serves the model 'demo'" in await explain(house, "--gone", "nowhere/9")
 
 

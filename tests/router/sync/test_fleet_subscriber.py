@@ -90,7 +90,7 @@ def text_engine(engine: str, **about: Any) -> EngineJoined:
 async def test_an_engine_is_routed_to_once_its_heart_beats(fleet: Fleet) -> None:
     joined = await fleet.join(text_engine("a"))
     await until(lambda: fleet.excluded())
-    assert fleet.excluded() == {"a": "no heartbeat heard yet"}
+    assert fleet.excluded() == {"a": "no heartbeat received yet"}
     assert not fleet.service.ready
     await fleet.beat(joined)
     await until(lambda: fleet.names() == ["a/0", "a/1"])

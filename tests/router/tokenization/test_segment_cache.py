@@ -111,7 +111,7 @@ def test_reuse_is_on_where_special_tokens_are_found_in_the_raw_text(kind: str) -
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_reuse_is_off_and_said_to_be_where_tokens_depend_on_what_is_around_them(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_reuse_is_off_and_logged_where_tokens_depend_on_their_context(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     assert not ModelTokenizer(known(kind), {}, None, SegmentCache(4096)).reuses_segments
     assert "cannot be reused" in caplog.text

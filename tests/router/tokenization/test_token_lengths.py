@@ -20,7 +20,7 @@ PIECES = st.sampled_from(
 
 
 @given(st.lists(PIECES | st.text(max_size=5), max_size=30).map("".join), st.sampled_from(TOKENIZERS))
-def test_no_text_has_fewer_tokens_than_is_said(text: str, tokenizer: ModelTokenizer) -> None:
+def test_no_text_has_fewer_tokens_than_the_bound(text: str, tokenizer: ModelTokenizer) -> None:
     fewest = tokenizer.fewest_tokens(text)
     assert fewest > 0 or not text
     if "\ud800" not in text:
@@ -59,5 +59,5 @@ def with_added(token: AddedToken) -> Tokenizer:
         Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])),
     ],
 )
-def test_nothing_is_said_of_tokenizers_that_may_lose_text(tokenizer: Tokenizer) -> None:
+def test_lossy_tokenizers_have_no_bound(tokenizer: Tokenizer) -> None:
     assert longest_token(tokenizer) is None

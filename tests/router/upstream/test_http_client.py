@@ -40,19 +40,19 @@ async def server(script: Script) -> AsyncIterator[str]:
                 await writer.wait_closed()
 
 
-async def asked(reader: asyncio.StreamReader) -> bytes:
+async def read_request(reader: asyncio.StreamReader) -> bytes:
     """Read one request as it arrives."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
     return head + await reader.readexactly(length)
 
 
-def saying(*answers: bytes) -> Script:
+def answering(*answers: bytes) -> Script:
     """Answer one request after the other with these bytes."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for answer in answers:
-            await asked(reader)
+            await read_request(reader)
             writer.write(answer)
             await writer.drain()
 
@@ -60,10 +60,10 @@ def saying(*answers: bytes) -> Script:
 
 
 def lingering(*answers: bytes) -> Script:
-    """Answer like `saying`, but leave the connection open afterwards."""
+    """Answer like `answering`, but leave the connection open afterwards."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await saying(*answers)(reader, writer)
+        await answering(*answers)(reader, writer)
         await reader.read()
 
     return script
@@ -139,14 +139,14 @@ async def test_an_answer_is_read_to_its_end_and_its_connection_kept_if_it_may_be
 
 
 async def test_an_answer_without_length_ends_with_its_connection(client: HttpClient) -> None:
-    async with server(saying(b"HTTP/1.1 200 OK\r\n\r\nall there is")) as url:
+    async with server(answering(b"HTTP/1.1 200 OK\r\n\r\nall there is")) as url:
         connection = await ask(client, url)
         assert await whole(connection) == b"all there is"
         assert not connection.reusable
 
 
 async def test_what_came_before_a_break_is_given_out_before_the_error(client: HttpClient) -> None:
-    async with server(saying(b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\nhalf")) as url:
+    async with server(answering(b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\nhalf")) as url:
         connection = await ask(client, url)
         await until(lambda: connection._lost)
         assert await connection.read() == b"half"
@@ -165,7 +165,7 @@ async def test_what_came_before_a_break_is_given_out_before_the_error(client: Ht
     ],
 )
 async def test_no_answer_at_all_is_an_error_that_says_why(client: HttpClient, answer: bytes, complaint: str) -> None:
-    async with server(saying(answer)) as url:
+    async with server(answering(answer)) as url:
         with pytest.raises(ConnectionLost, match=complaint):
             await ask(client, url)
 
@@ -178,7 +178,7 @@ async def test_a_bad_chunk_breaks_the_answer(client: HttpClient) -> None:
 
 
 @pytest.mark.parametrize("more", [b"HTTP/1.1 200 OK\r\n", b"garbage"])
-async def test_a_connection_that_says_more_than_was_asked_is_not_used_again(client: HttpClient, more: bytes) -> None:
+async def test_a_connection_that_sends_more_than_requested_is_not_reused(client: HttpClient, more: bytes) -> None:
     async with server(lingering(OK + more)) as url:
         connection = await ask(client, url)
         with contextlib.suppress(ConnectionLost):
@@ -190,7 +190,7 @@ async def test_bytes_on_an_idle_connection_close_it(client: HttpClient) -> None:
     speak = asyncio.Event()
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await saying(OK)(reader, writer)
+        await answering(OK)(reader, writer)
         await speak.wait()
         writer.write(b"unasked")
         await reader.read()
@@ -223,12 +223,12 @@ async def test_idle_connections_that_the_server_closed_or_that_are_old_are_repla
         await client.end()
 
 
-async def test_a_large_answer_waits_in_the_server_while_nobody_reads(client: HttpClient) -> None:
+async def test_a_large_answer_waits_in_the_server_until_it_is_read(client: HttpClient) -> None:
     size = 20 * BUFFERED_BYTES
     sent = asyncio.Event()
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asked(reader)
+        await read_request(reader)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size)
         for _ in range(20):
             writer.write(b"x" * BUFFERED_BYTES)
@@ -243,11 +243,11 @@ async def test_a_large_answer_waits_in_the_server_while_nobody_reads(client: Htt
         assert len(await whole(connection)) == size
 
 
-async def test_cutting_wakes_whoever_waits_and_the_server_notices(client: HttpClient) -> None:
+async def test_cutting_wakes_the_waiting_task_and_the_server_notices(client: HttpClient) -> None:
     left = asyncio.Event()
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asked(reader)
+        await read_request(reader)
         with contextlib.suppress(ConnectionError):
             await reader.read()
         left.set()
@@ -324,7 +324,7 @@ async def test_a_connection_made_while_the_loop_was_kept_is_not_given_up(client:
         if times > 1:
             asyncio.get_running_loop().call_soon(keep_the_loop, times - 1)
 
-    async with server(saying(OK)) as url:
+    async with server(answering(OK)) as url:
         asyncio.get_running_loop().call_soon(keep_the_loop, 8)
         connection = await client.connect(Origin.of(url), 0.15)
         connection.cut("made")
@@ -341,7 +341,7 @@ async def test_a_connection_that_is_not_made_in_time_is_given_up(client: HttpCli
             await client.connect(Origin.of(f"http://127.0.0.1:{full.getsockname()[1]}"), 0.2)
 
 
-async def test_connections_that_cannot_be_made_are_told_apart(client: HttpClient) -> None:
+async def test_reasons_for_failed_connections_are_distinguished(client: HttpClient) -> None:
     with pytest.raises(OSError, match=r".+"):
         await client.connect(Origin.of("http://127.0.0.1:9"), 2.0)
 

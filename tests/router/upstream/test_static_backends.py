@@ -26,7 +26,7 @@ class Scripted(Upstream):
     """Answers probes by a script, one after another, and waits at its end."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.probes = 0
         self._script: list[bytes | Exception] = []
         self._more, self._over = asyncio.Event(), asyncio.Event()
 
@@ -35,7 +35,7 @@ class Scripted(Upstream):
             self._over.set()
             self._more.clear()
             await self._more.wait()
-        self.asked += 1
+        self.probes += 1
         answer = self._script.pop(0)
         if isinstance(answer, Exception):
             raise answer
