@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 WARN_SECONDS = 60.0
 """Minimum interval between log lines about one kind of rejected report."""
 _ANSWER_SECONDS = 10.0
-_BEATS_WAITING = 1024
+_HEARTBEATS_WAITING = 1024
 _TABLES_WAITING = 64
 """Tables are large, and only the newest are relevant."""
 
@@ -86,15 +86,15 @@ class MigrationService:
         self._clock = clock
         self._instance = secrets.randbits(64)
         """identity of this process, for the audit log of its settings"""
-        self._inquiries = PlanQueries(self.ledger, self.watch, config, self.metrics, clock, self._trust, thinking)
+        self._plan_queries = PlanQueries(self.ledger, self.watch, config, self.metrics, clock, self._trust, thinking)
         self._sequences = Sequences()
-        self._strangers = UnknownEngines()
+        self._unknown_engines = UnknownEngines()
         self._joining = asyncio.Lock()
         """held while an engine is added or removed: the log and the engine's own answer may both report the
         same join, which must be recorded once"""
         self._warned: dict[PlacementFault, float] = {}
         """time of the last log line about each kind of rejection"""
-        self._autopilot: Controller | None = None
+        self._controller: Controller | None = None
         """set while this service is the leader"""
         self._lead = LeaderLease(bus, subjects.coordinator, config.lease_seconds, clock)
         self._tracing = MigrationTracing.create()
@@ -111,59 +111,59 @@ class MigrationService:
                 except* LeaseTaken as taken:
                     logger.warning("lost the lead: %s", taken.exceptions[0])
                 finally:
-                    self._autopilot = None
+                    self._controller = None
                     self.metrics.leader.set(0)
                     self.metrics.serving({})
         finally:
-            self._inquiries.close()
+            self._plan_queries.close()
             await self._lead.give_up()
 
     async def _leading(self) -> None:
         """Run as the leader until cancelled. Raises LeaseTaken, in a group, once another service is the
         leader."""
-        subjects, conductor = self._subjects, self._conductor()
-        requests = OperatorCommands(self._bus, subjects, self.ledger, self.watch, conductor)
-        autopilot = self._autopilot = self._pilots(conductor, requests)
+        subjects, executor = self._subjects, self._make_executor()
+        requests = OperatorCommands(self._bus, subjects, self.ledger, self.watch, executor)
+        controller = self._controller = self._make_controller(executor, requests)
         async with (
-            self._bus.subscribe(subjects.demand, subjects.kv_metrics) as heard,
-            self._bus.subscribe(subjects.dispatched(), subjects.shifts) as noticed,
-            self._bus.subscribe(subjects.clusters, subjects.tables, limit=_TABLES_WAITING) as foretold,
-            self._bus.subscribe(subjects.heartbeats(), limit=_BEATS_WAITING) as beating,
+            self._bus.subscribe(subjects.demand, subjects.kv_metrics) as reports,
+            self._bus.subscribe(subjects.dispatched(), subjects.shifts) as measurements,
+            self._bus.subscribe(subjects.clusters, subjects.tables, limit=_TABLES_WAITING) as tables,
+            self._bus.subscribe(subjects.heartbeats(), limit=_HEARTBEATS_WAITING) as heartbeats,
             asyncio.TaskGroup() as tasks,
         ):
             tasks.create_task(self._lead.hold(), name="renew the leader lease")
             await self._read_back(subjects.placements())
-            told: set[str] = set()
+            known: set[str] = set()
             async for received in vouched(self._bus, subjects, self._bus.replay(subjects.membership(), latest=True, follow=False)):
-                told.add(received.subject)
+                known.add(received.subject)
                 await self._member(received)
-            await self._acquaint(told)
+            await self._identify_missing(known)
             await self._retrace(self.ledger.engines().values())
-            conducting = asyncio.Event()
-            tasks.create_task(conductor.run(conducting.set), name="carry out plans")
-            await conducting.wait()
+            executor_ready = asyncio.Event()
+            tasks.create_task(executor.run(executor_ready.set), name="carry out plans")
+            await executor_ready.wait()
             tasks.create_task(self._follow_members(), name="record the placement of engines that join")
             tasks.create_task(self._follow_placements(), name="follow the recorded placements")
-            tasks.create_task(self._attend(beating), name="identify engines without a known join")
-            tasks.create_task(self._listen(heard), name="receive demand and load")
-            tasks.create_task(self._listen(noticed), name="receive dispatch measurements and demand shifts")
-            tasks.create_task(self._listen(foretold), name="receive clusters and their predictability")
-            tasks.create_task(self._ask(), name="request missing clusters")
-            flying = asyncio.Event()
-            tasks.create_task(autopilot.run(flying.set), name="plan automatically and evaluate plans")
-            await flying.wait()
+            tasks.create_task(self._identify_unknown(heartbeats), name="identify engines without a known join")
+            tasks.create_task(self._listen(reports), name="receive demand and load")
+            tasks.create_task(self._listen(measurements), name="receive dispatch measurements and demand shifts")
+            tasks.create_task(self._listen(tables), name="receive clusters and their predictability")
+            tasks.create_task(self._request_missing(), name="request missing clusters")
+            loop_ready = asyncio.Event()
+            tasks.create_task(controller.run(loop_ready.set), name="plan automatically and evaluate plans")
+            await loop_ready.wait()
             async with (
-                self._bus.serve(subjects.describe_plan, self._inquiries.answer),
+                self._bus.serve(subjects.describe_plan, self._plan_queries.answer),
                 self._bus.serve(subjects.migrate, requests.answer),
-                self._bus.serve(subjects.loop, autopilot.answer),
+                self._bus.serve(subjects.loop, controller.answer),
             ):
                 self.ready.set()
                 await asyncio.get_running_loop().create_future()
 
-    def _conductor(self) -> PlanExecutor:
+    def _make_executor(self) -> PlanExecutor:
         return PlanExecutor(self._bus, self._subjects, self._config, self.ledger, self.metrics, self._lead, self._recorded, self._clock, self._tracing)
 
-    def _pilots(self, conductor: PlanExecutor, requests: OperatorCommands) -> Controller:
+    def _make_controller(self, executor: PlanExecutor, requests: OperatorCommands) -> Controller:
         return Controller(
             self._bus,
             self._subjects,
@@ -171,8 +171,8 @@ class MigrationService:
             self.ledger,
             self.watch,
             self.measured,
-            self._inquiries,
-            conductor,
+            self._plan_queries,
+            executor,
             requests,
             self._lead,
             self.metrics,
@@ -182,7 +182,7 @@ class MigrationService:
 
     def _trust(self, engine: str) -> float:
         """Return the discount factor applied to the predicted gains of an engine, in (0, 1]."""
-        return 1.0 if self._autopilot is None else self._autopilot.trust(engine)
+        return 1.0 if self._controller is None else self._controller.trust(engine)
 
     # Settings
 
@@ -191,13 +191,13 @@ class MigrationService:
 
         Either all settings are applied or, if one needs a restart, none. The answer says which.
         """
-        said = reloaded(self._config, new, self._instance)
-        if said.changed:
+        change = reloaded(self._config, new, self._instance)
+        if change.changed:
             self._config = new
-            for part in (self.watch, self.measured, self._inquiries, self._autopilot):
+            for part in (self.watch, self.measured, self._plan_queries, self._controller):
                 if part is not None:
                     part.reconfigure(new)
-        return said
+        return change
 
     async def reload(self, read: Callable[[], MigrationConfig]) -> ConfigChanged:
         """Read the settings and apply them. The result is logged and stored on the bus.
@@ -205,20 +205,20 @@ class MigrationService:
         If `read` raises ValueError or OSError, the reload is refused.
         """
         try:
-            said = self.reconfigure(read())
+            change = self.reconfigure(read())
         except (ValueError, OSError) as error:
-            said = refused(str(error), self._instance)
-        self.metrics.reloaded("refused" if said.refused is not None else "changed" if said.changed else "same")
-        changes = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in said.changed.items())
-        if said.refused is None:
+            change = refused(str(error), self._instance)
+        self.metrics.reloaded("refused" if change.refused is not None else "changed" if change.changed else "same")
+        changes = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in change.changed.items())
+        if change.refused is None:
             logger.info("settings were read again: %s", changes or "nothing differs")
         else:
-            logger.error("new settings are refused: %s", said.refused)
+            logger.error("new settings are refused: %s", change.refused)
         try:
-            await self._bus.record(self._subjects.config(said.part), said)
+            await self._bus.record(self._subjects.config(change.part), change)
         except BusError as error:
             logger.warning("the result of the reload cannot be stored on the bus: %s", error)
-        return said
+        return change
 
     # Membership and placements
 
@@ -230,33 +230,33 @@ class MigrationService:
         async for received in self._bus.replay(self._subjects.placements(), latest=True):
             self._placement(received)
 
-    async def _acquaint(self, told: set[str]) -> None:
+    async def _identify_missing(self, known: set[str]) -> None:
         """Ask engines whose join event has expired from the log, before anything of theirs is ended.
 
         The log holds their placement, but neither a join nor a leave. Engines that are alive still answer.
-        told: subjects on which the log does hold a join or a leave.
+        known: subjects on which the log does hold a join or a leave.
         """
         async with asyncio.TaskGroup() as asking:
             for engine, entry in self.ledger.newest().items():
-                if self._subject_of(engine) not in (None, *told):
-                    asking.create_task(self._meet(engine, entry.worker_id), name=f"ask {engine} whether it is present")
+                if self._subject_of(engine) not in (None, *known):
+                    asking.create_task(self._identify(engine, entry.worker_id), name=f"ask {engine} whether it is present")
 
-    async def _attend(self, beating: Subscription) -> None:
+    async def _identify_unknown(self, heartbeats: Subscription) -> None:
         """Ask engines without a known join to identify themselves.
 
         While another engine of the same name is present, the log decides.
         """
-        async for received in beating:
+        async for received in heartbeats:
             beat = received.message
             if not isinstance(beat, EngineHeartbeat) or self.ledger.present(beat.engine) or self._subject_of(beat.engine) is None:
                 continue
-            if self._strangers.heard(beat.worker_id, self._clock()) and await self._meet(beat.engine, beat.worker_id):
+            if self._unknown_engines.heard(beat.worker_id, self._clock()) and await self._identify(beat.engine, beat.worker_id):
                 try:
                     await self._retrace(entry for entry in self.ledger.engines().values() if entry.worker_id == beat.worker_id)
                 except BusError as error:
                     logger.warning("recent moves on engine %s cannot be read and are ignored: %s", beat.engine, error)
 
-    async def _meet(self, engine: str, worker_id: int) -> bool:
+    async def _identify(self, engine: str, worker_id: int) -> bool:
         """Ask an engine without a known join to identify itself. Returns True if it is known now."""
         try:
             answer = await self._bus.request(self._subjects.describe_engine(engine, worker_id), DescribeEngine(worker_id=worker_id))
@@ -277,24 +277,24 @@ class MigrationService:
             except InvalidPlacementEvent as refusal:
                 self.metrics.rejected(refusal.fault.value)
                 logger.warning("worker %d of engine %s describes itself in an invalid way: %s", worker_id, engine, refusal)
-            self._counted()
+            self._membership_changed()
         return self.ledger.present(engine)
 
     async def _retrace(self, entries: Iterable[EngineEntry]) -> None:
         """Rebuild the move histories from the log."""
-        lives: dict[int, list[tuple[Placement, str | None, float]]] = {entry.worker_id: [] for entry in entries}
+        incarnations: dict[int, list[tuple[Placement, str | None, float]]] = {entry.worker_id: [] for entry in entries}
         now, wall = self._clock(), time.time()
         async for received in self._bus.replay(self._subjects.placements(), follow=False):
-            said = received.message
-            if isinstance(said, PlacementCommitted) and said.worker_id in lives:
+            committed = received.message
+            if isinstance(committed, PlacementCommitted) and committed.worker_id in incarnations:
                 try:
-                    placement = Placement.from_record(said.placement)
+                    placement = Placement.from_record(committed.placement)
                 except ValueError as error:  # already rejected and counted when the log was read
-                    logger.debug("epoch %d of engine %s is ignored in the move history: %s", said.placement.epoch, said.engine, error)
+                    logger.debug("epoch %d of engine %s is ignored in the move history: %s", committed.placement.epoch, committed.engine, error)
                 else:
-                    lives[said.worker_id].append((placement, said.plan, now - max(wall - received.published_at, 0.0)))
-        for worker_id, life in lives.items():
-            self.watch.retraced(worker_id, retraced(worker_id, life))
+                    incarnations[committed.worker_id].append((placement, committed.plan, now - max(wall - received.published_at, 0.0)))
+        for worker_id, epochs in incarnations.items():
+            self.watch.retraced(worker_id, retraced(worker_id, epochs))
 
     async def _read_back(self, subject: str) -> None:
         async for received in self._bus.replay(subject, follow=False):
@@ -327,8 +327,8 @@ class MigrationService:
     async def _member(self, received: Received) -> None:
         async with self._joining:
             match received.message:
-                case EngineJoined() | EngineLeft() as said if (of := self.ledger.engine_of(said.worker_id)) not in (None, said.engine):
-                    self._refuse(received, "engine", f"names worker {said.worker_id}, which is engine {of!r}")
+                case EngineJoined() | EngineLeft() as event if (of := self.ledger.engine_of(event.worker_id)) not in (None, event.engine):
+                    self._refuse(received, "engine", f"names worker {event.worker_id}, which is engine {of!r}")
                 case EngineJoined() as joined:
                     try:
                         await self._joined(joined)
@@ -339,7 +339,7 @@ class MigrationService:
                     self.watch.left(left.worker_id)
                 case _:
                     self._refuse(received, "kind", "is neither EngineJoined nor EngineLeft")
-            self._counted()
+            self._membership_changed()
 
     async def _joined(self, joined: EngineJoined) -> None:
         """Add an engine that announced itself. Raises InvalidPlacementEvent if the announcement is invalid.
@@ -350,7 +350,7 @@ class MigrationService:
         if (entry := self.ledger.entry(joined.worker_id)) is not None:
             self.watch.joined(joined, entry, self._clock())
 
-    def _counted(self) -> None:
+    def _membership_changed(self) -> None:
         """Update what depends on the set of present engines."""
         self.measured.keep_only(self.ledger.engines().values())
         self.metrics.serving(self.ledger.engines())
@@ -373,13 +373,13 @@ class MigrationService:
             except BusError as error:
                 self.metrics.retries.inc()
                 logger.warning("epoch %d of engine %s is not recorded yet: %s", committed.placement.epoch, committed.engine, error)
-                await self._find_out(subject)
+                await self._read_again(subject)
             else:
                 self.metrics.recorded.inc()
                 self.metrics.recording.observe(self._clock() - began)
                 logger.info("recorded epoch %d of engine %s (worker %d)", committed.placement.epoch, committed.engine, committed.worker_id)
 
-    async def _find_out(self, subject: str) -> None:
+    async def _read_again(self, subject: str) -> None:
         """Read the log, once the bus is available again."""
         while True:
             await asyncio.sleep(self._config.retry_seconds)
@@ -394,19 +394,19 @@ class MigrationService:
 
     # Demand and load
 
-    async def _listen(self, heard: Subscription) -> None:
-        async for received in heard:
+    async def _listen(self, subscription: Subscription) -> None:
+        async for received in subscription:
             verdict = self._sequences.observe(received.publisher_id, received.sequence)
             if verdict.order is MessageOrder.GAP:
                 self.metrics.lost.inc(verdict.missing)
             if not verdict.fresh:
                 continue
             try:
-                await self._hear(received)
+                await self._apply(received)
             except InvalidPlacementEvent as refusal:
                 self._refuse_often(received, refusal)
 
-    async def _hear(self, received: Received) -> None:
+    async def _apply(self, received: Received) -> None:
         """Apply one report. Raises InvalidPlacementEvent if it cannot be used."""
         if isinstance(sent := received.message, DispatchMeasured) and self.ledger.engine_of(sent.worker_id) not in (None, sent.engine):
             raise InvalidPlacementEvent(PlacementFault.CONTRADICTION, f"engine {sent.engine!r} reported the measurements of another engine")
@@ -417,8 +417,8 @@ class MigrationService:
                 self.watch.load(load, self._clock())
             case DispatchMeasured() as sent:
                 self.measured.hear(sent, self._clock())
-            case PopularityShifted() as shift if self._autopilot is not None:
-                self._autopilot.shifted(shift)
+            case PopularityShifted() as shift if self._controller is not None:
+                self._controller.shifted(shift)
             case TablesPublished() as tables if tables.model in self.watch.models:
                 self.watch.foreseen(tables.model, tables.reliability)
             case ClustersPublished() as clusters if clusters.model in self.watch.models:
@@ -439,13 +439,13 @@ class MigrationService:
             self._warned[refusal.fault] = now
             logger.warning("refused a %s: %s; others of this kind are only counted for %g s", type(received.message).__name__, refusal, WARN_SECONDS)
 
-    async def _ask(self) -> None:
+    async def _request_missing(self) -> None:
         """Request missing clusters periodically."""
         while True:
             await asyncio.sleep(self._config.cycle_seconds)
-            await self._ask_for_clusters()
+            await self._request_clusters()
 
-    async def _ask_for_clusters(self) -> None:
+    async def _request_clusters(self) -> None:
         """Request the clusters of models without known clusters. The tracker publishes only changes, perhaps
         long ago."""
         for model in self.watch.models_without_clusters:

@@ -87,30 +87,32 @@ class Controller:
         self._ledger = ledger
         self._watch = watch
         self._measured = measured
-        self._inquiries = inquiries
-        self._conductor = conductor
+        self._plan_queries = inquiries
+        self._executor = conductor
         self._requests = requests
         self._metrics = metrics
         self._clock = clock
         self._wall = wall
-        self._remembering = StateStore(bus, subjects.loop_key, lead.standing)
-        self._judge = PlanEvaluator(bus, subjects, config, watch, measured, inquiries, conductor, requests, self._remembering, metrics, tracing, clock, wall)
-        self._housing = HomesPublisher(bus, subjects, ledger, watch, metrics, self._under_way)
-        self._annals: dict[str, PlanHistory] = {}
+        self._state_store = StateStore(bus, subjects.loop_key, lead.standing)
+        self._evaluator = PlanEvaluator(
+            bus, subjects, config, watch, measured, inquiries, conductor, requests, self._state_store, metrics, tracing, clock, wall
+        )
+        self._homes = HomesPublisher(bus, subjects, ledger, watch, metrics, self._under_way)
+        self._histories: dict[str, PlanHistory] = {}
         """by engine"""
-        self._pilots: dict[str, EngineLoopState] = {}
+        self._loops: dict[str, EngineLoopState] = {}
         """by engine, present engines only"""
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._woken: dict[str, asyncio.Event] = {}
+        self._wakeups: dict[str, asyncio.Event] = {}
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Run until cancelled. ready: called once all durable state is read.
 
         Raises BusError if it cannot be read at the start.
         """
-        await self._remembering.read()
+        await self._state_store.read()
         async for received in self._bus.replay(self._subjects.migrations(), follow=False):
-            await self._heard(received.message, received.published_at)
+            await self._apply(received.message, received.published_at)
         async with asyncio.TaskGroup() as tasks:
             self._look(tasks)
             ready()
@@ -118,19 +120,19 @@ class Controller:
             for looks in itertools.count(1):
                 await asyncio.sleep(_LOOK_SECONDS)
                 if looks % _CHECK_LOOKS == 0:
-                    await self._remembering.check()
-                await self._remembering.keep()
+                    await self._state_store.check()
+                await self._state_store.keep()
                 self._watch.turn(self._clock())
                 self._look(tasks)
 
     def reconfigure(self, config: MigrationConfig) -> None:
         """Use new settings from now on."""
         self._config = config
-        self._judge.reconfigure(config)
+        self._evaluator.reconfigure(config)
         now = self._clock()
-        for pilot in self._pilots.values():
-            pilot.next_at = min(pilot.next_at, now + config.cycle_seconds)
-            self._woken[pilot.engine].set()
+        for loop in self._loops.values():
+            loop.next_at = min(loop.next_at, now + config.cycle_seconds)
+            self._wakeups[loop.engine].set()
 
     # Requests
 
@@ -138,25 +140,25 @@ class Controller:
         """Answer a request from the bus."""
         if isinstance(message, SteerLoop):
             try:
-                await self._remembering.steer(message.paused, message.reason, self._wall())
+                await self._state_store.steer(message.paused, message.reason, self._wall())
             except BusError as error:
                 return RequestRefused(reason=f"the change could not be stored and has no effect: {error}; try again")
             logger.info("plans of our own: %s", f"paused ({message.reason or 'no reason given'})" if message.paused else "made again")
-            for pilot in self._pilots.values() if not message.paused else ():
-                pilot.next_at = self._clock()
-                self._woken[pilot.engine].set()
+            for loop in self._loops.values() if not message.paused else ():
+                loop.next_at = self._clock()
+                self._wakeups[loop.engine].set()
         elif not isinstance(message, DescribeLoop):
             return RequestRefused(reason=f"a {type(message).__name__} is no request for this subject; send a SteerLoop or a DescribeLoop")
         return self.described()
 
     def trust(self, engine: str) -> float:
         """Return the current discount factor on the predicted gains of an engine, in (0, 1]."""
-        return self._judge.trust(engine)
+        return self._evaluator.trust(engine)
 
     def described(self) -> LoopDescribed:
         """Describe the state of the control loop."""
-        memory, config, now = self._remembering.memory, self._config, self._clock()
-        here = [(self._pilots[engine], entry) for engine, entry in sorted(self._ledger.engines().items()) if engine in self._pilots]
+        memory, config, now = self._state_store.memory, self._config, self._clock()
+        here = [(self._loops[engine], entry) for engine, entry in sorted(self._ledger.engines().items()) if engine in self._loops]
         return LoopDescribed(
             policy=config.policy,
             automatic=config.automatic,
@@ -166,13 +168,13 @@ class Controller:
             budget_bytes=config.budget_bytes,
             budget_seconds=config.budget_seconds,
             cycle_seconds=config.cycle_seconds,
-            engines=tuple(story(pilot, self._standing(pilot, entry), config, now) for pilot, entry in here),
+            engines=tuple(story(loop, self._standing(loop, entry), config, now) for loop, entry in here),
         )
 
-    def _standing(self, pilot: EngineLoopState, entry: EngineEntry) -> EngineStanding:
-        now, memory = self._clock(), self._judge.memory(pilot.engine).begun(pilot.worker_id)
+    def _standing(self, loop: EngineLoopState, entry: EngineEntry) -> EngineStanding:
+        now, memory = self._clock(), self._evaluator.memory(loop.engine).begun(loop.worker_id)
         window = self._window(entry, now)
-        return EngineStanding(entry.epoch, window, memory.at_start, self._judge.trust(pilot.engine), self._watch.resting(pilot.worker_id, now))
+        return EngineStanding(entry.epoch, window, memory.at_start, self._evaluator.trust(loop.engine), self._watch.resting(loop.worker_id, now))
 
     def _window(self, entry: EngineEntry, now: float) -> DispatchWindow | None:
         """Return the latest measurements, of the served epoch if there are enough."""
@@ -187,247 +189,250 @@ class Controller:
         now = self._clock()
         if not said.settled:
             self._watch.shifted(said.model, now)
-        for pilot in self._pilots.values():
-            if self._watch.model(pilot.worker_id) != said.model:
+        for loop in self._loops.values():
+            if self._watch.model(loop.worker_id) != said.model:
                 continue
             if said.settled:
-                pilot.settled()
+                loop.settled()
             else:
-                pilot.shifted(DemandShift(now, said.traceparent))
-                self._woken[pilot.engine].set()
+                loop.shifted(DemandShift(now, said.traceparent))
+                self._wakeups[loop.engine].set()
 
     async def _follow(self) -> None:
         async for received in self._bus.replay(self._subjects.migrations()):
-            await self._heard(received.message, received.published_at)
+            await self._apply(received.message, received.published_at)
 
-    async def _heard(self, said: Message, published_at: float) -> None:
+    async def _apply(self, event: Message, published_at: float) -> None:
         """Apply one entry of the log of plans, old or new."""
-        if not isinstance(said, MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged):
+        if not isinstance(event, MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged):
             return
-        annals = self._annals.get(said.engine)
-        if annals is None:
-            annals = self._begin(said.engine)
-        at = min(published_at, self._wall())  # a publisher whose clock is ahead of ours must not prevent learning until then
-        if annals.hear(said, self._clock() - (self._wall() - at), at):
-            if isinstance(said, PlanJudged):
-                await self._judge.learn(said, at)
-            if (pilot := self._pilots.get(said.engine)) is not None:
-                self._news(pilot, said)
+        history = self._histories.get(event.engine)
+        if history is None:
+            history = self._begin(event.engine)
+        # a publisher whose clock is ahead of ours must not prevent learning until then
+        at = min(published_at, self._wall())
+        if history.hear(event, self._clock() - (self._wall() - at), at):
+            if isinstance(event, PlanJudged):
+                await self._evaluator.learn(event, at)
+            if (loop := self._loops.get(event.engine)) is not None:
+                self._update(loop, event)
 
-    def _news(self, pilot: EngineLoopState, said: MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged) -> None:
+    def _update(self, loop: EngineLoopState, event: MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged) -> None:
         """Update the engine after a log entry.
 
         The end of any plan changes the homes, regardless of its origin.
         """
-        last = pilot.annals.last
-        if isinstance(said, MigrationCommitted | MigrationAborted) and last is not None and last.end is said:
-            pilot.next_at = self._clock()
+        last = loop.annals.last
+        if isinstance(event, MigrationCommitted | MigrationAborted) and last is not None and last.end is event:
+            loop.next_at = self._clock()
             if last.own:
                 self._metrics.plan_ended(last.planned.origin, "committed" if last.whole else "aborted")
-            if last.undoes and isinstance(said, MigrationAborted) and (harmful := pilot.annals.to_undo) is not None:
-                pilot.undoing_of(harmful).failed(f"that was given up: {said.reason}", self._clock(), self._config.cycle_seconds)
-            if (entry := self._ledger.entry(pilot.worker_id)) is not None:
-                self._judge.rest(entry, pilot.annals)
-        self._woken[pilot.engine].set()
+            if last.undoes and isinstance(event, MigrationAborted) and (harmful := loop.annals.to_undo) is not None:
+                loop.undoing_of(harmful).failed(f"that was given up: {event.reason}", self._clock(), self._config.cycle_seconds)
+            if (entry := self._ledger.entry(loop.worker_id)) is not None:
+                self._evaluator.rest(entry, loop.annals)
+        self._wakeups[loop.engine].set()
 
     def _begin(self, engine: str) -> PlanHistory:
         """Start the history of a new engine. If there are too many, drop the oldest engine that is gone."""
-        if len(self._annals) >= MOST_ENGINES:
-            gone = next((known for known in self._annals if known not in self._pilots), None)
+        if len(self._histories) >= MOST_ENGINES:
+            gone = next((known for known in self._histories if known not in self._loops), None)
             if gone is not None:
-                del self._annals[gone]
-        annals = self._annals[engine] = PlanHistory()
-        return annals
+                del self._histories[gone]
+        history = self._histories[engine] = PlanHistory()
+        return history
 
     # Membership
 
     def _look(self, tasks: asyncio.TaskGroup) -> None:
         """Run one task for every present engine, and none for others."""
         now, engines = self._clock(), self._ledger.engines()
-        for engine, pilot in list(self._pilots.items()):
+        for engine, loop in list(self._loops.items()):
             entry = engines.get(engine)
-            if entry is None or entry.worker_id != pilot.worker_id:
+            if entry is None or entry.worker_id != loop.worker_id:
                 self._tasks.pop(engine).cancel()
-                del self._pilots[engine], self._woken[engine]
+                del self._loops[engine], self._wakeups[engine]
         for engine, entry in engines.items():
-            if engine not in self._pilots:
-                annals = self._annals.get(engine) or self._begin(engine)
-                pilot = self._pilots[engine] = EngineLoopState(engine, entry.worker_id, now + self._config.cycle_seconds, annals)
-                self._woken[engine] = asyncio.Event()
-                self._judge.rest(entry, annals)
-                self._tasks[engine] = tasks.create_task(self._pilot(pilot), name=f"plan for engine {engine} and evaluate its plans")
-        self._housing.keep_only({entry.worker_id for entry in engines.values()})
+            if engine not in self._loops:
+                history = self._histories.get(engine) or self._begin(engine)
+                loop = self._loops[engine] = EngineLoopState(engine, entry.worker_id, now + self._config.cycle_seconds, history)
+                self._wakeups[engine] = asyncio.Event()
+                self._evaluator.rest(entry, history)
+                self._tasks[engine] = tasks.create_task(self._run_engine(loop), name=f"plan for engine {engine} and evaluate its plans")
+        self._homes.keep_only({entry.worker_id for entry in engines.values()})
         self._expose(now)
 
     def _expose(self, now: float) -> None:
         self._metrics.stored_bytes.set(self._watch.stored_bytes)
         self._metrics.bus_full(self._bus.full)
-        self._metrics.paused(self._remembering.memory.paused)
-        for engine, pilot in self._pilots.items():
+        self._metrics.paused(self._state_store.memory.paused)
+        for engine, loop in self._loops.items():
             entry = self._ledger.engines()[engine]
             window = self._window(entry, now)
             if window is not None:
                 self._metrics.measured(engine, window.measured.figures, window.layers)
-            spent = pilot.annals.spending.within(now, self._config.budget_seconds)
-            self._metrics.loop(engine, self._judge.trust(engine), spent, pilot.left_bytes(now, self._config))
+            spent = loop.annals.spending.within(now, self._config.budget_seconds)
+            self._metrics.loop(engine, self._evaluator.trust(engine), spent, loop.left_bytes(now, self._config))
 
     # Actions
 
-    async def _pilot(self, pilot: EngineLoopState) -> None:
+    async def _run_engine(self, loop: EngineLoopState) -> None:
         """Run the loop of one engine until cancelled.
 
         Failures are logged and retried: a defect in a planning run must not stop the recording of placements.
         """
-        woken = self._woken[pilot.engine]
+        woken = self._wakeups[loop.engine]
         while True:
             woken.clear()
-            wait = pilot.due(self._config) - self._clock()
+            wait = loop.due(self._config) - self._clock()
             if wait > 0:
                 try:
                     async with asyncio.timeout(max(wait, _TICK_SECONDS)):
                         await woken.wait()
                 except TimeoutError:
                     pass  # the next action is due
-                await self._housing.settle(pilot)
+                await self._homes.settle(loop)
                 continue
-            await self._tried(pilot)
+            await self._try_turn(loop)
 
-    async def _tried(self, pilot: EngineLoopState) -> None:
+    async def _try_turn(self, loop: EngineLoopState) -> None:
         try:
-            await self._turn(pilot)
+            await self._turn(loop)
         except BusError as error:
-            logger.warning("the control loop of engine %s is held up: %s", pilot.engine, error)
-            pilot.retry_at = self._clock() + _RETRY_SECONDS
+            logger.warning("the control loop of engine %s is held up: %s", loop.engine, error)
+            loop.retry_at = self._clock() + _RETRY_SECONDS
         except Exception:
             self._metrics.unknown("failed")
-            logger.exception("planning for engine %s failed", pilot.engine)
-            await self._housing.again(pilot)
-            pilot.rested(self._clock(), None, self._config)
-            pilot.retry_at = self._clock() + _RETRY_SECONDS
+            logger.exception("planning for engine %s failed", loop.engine)
+            await self._homes.again(loop)
+            loop.rested(self._clock(), None, self._config)
+            loop.retry_at = self._clock() + _RETRY_SECONDS
 
-    async def _turn(self, pilot: EngineLoopState) -> None:
+    async def _turn(self, loop: EngineLoopState) -> None:
         """Perform one due action."""
-        now, entry = self._clock(), self._ledger.entry(pilot.worker_id)
+        now, entry = self._clock(), self._ledger.entry(loop.worker_id)
         if entry is None:
-            pilot.retry_at = now + _RETRY_SECONDS
+            loop.retry_at = now + _RETRY_SECONDS
             return
-        await self._housing.settle(pilot)
-        if (harmful := pilot.to_undo) is not None and pilot.undo_at() <= now:
-            await self._undo(pilot, harmful)
-        elif (tale := pilot.annals.to_judge) is not None and pilot.judge_at(self._config) <= now:
-            await self._judge.judge(pilot, entry, tale)
+        await self._homes.settle(loop)
+        if (harmful := loop.to_undo) is not None and loop.undo_at() <= now:
+            await self._undo(loop, harmful)
+        elif (tale := loop.annals.to_judge) is not None and loop.judge_at(self._config) <= now:
+            await self._evaluator.judge(loop, entry, tale)
         else:
-            await self._think(pilot, entry)
+            await self._plan_engine(loop, entry)
 
-    async def _undo(self, pilot: EngineLoopState, tale: PlanStory) -> None:
-        undoing = pilot.undoing_of(tale)
+    async def _undo(self, loop: EngineLoopState, tale: PlanStory) -> None:
+        undoing = loop.undoing_of(tale)
         try:
             if not self._acting():
                 raise ValueError("automatic plans were off at that time: roost rollback")  # noqa: TRY301
-            harm = await self._judge.undo(pilot, tale, self._acting)
+            harm = await self._evaluator.undo(loop, tale, self._acting)
         except (ExecutorBusy, RankFull, Unfit) as error:
             undoing.failed(str(error), self._clock(), self._config.cycle_seconds)
         except ValueError as error:
             undoing.never(str(error))
         else:
             undoing.begun()
-            pilot.told(f"plan {tale.planned.plan} did harm and is rolled back", self._wall())
-            await self._judge.harmed(pilot.engine, harm)
+            loop.told(f"plan {tale.planned.plan} did harm and is rolled back", self._wall())
+            await self._evaluator.harmed(loop.engine, harm)
             return
-        logger.warning("engine %s: %s", pilot.engine, undoing.trouble)
+        logger.warning("engine %s: %s", loop.engine, undoing.trouble)
 
-    async def _think(self, pilot: EngineLoopState, entry: EngineEntry) -> None:
+    async def _plan_engine(self, loop: EngineLoopState, entry: EngineEntry) -> None:
         """Plan for the engine, and carry out a plan that pays if nothing forbids it."""
         now, config = self._clock(), self._config
         self._watch.turn(now)
-        await self._start(pilot, entry, now)
-        answers, again = pilot.answers(now, config), self._watch.hurried(pilot.worker_id)
-        pilot.rested(now, again, config)
-        if self._under_way(pilot.engine):
-            await self._housing.again(pilot)
-            last = pilot.annals.last
-            if last is not None and last.end is not None:  # the log entry arrived before its writer saw the acknowledgement
-                pilot.next_at = now + _LOOK_SECONDS
+        await self._start(loop, entry, now)
+        answers, again = loop.answers(now, config), self._watch.hurried(loop.worker_id)
+        loop.rested(now, again, config)
+        if self._under_way(loop.engine):
+            await self._homes.again(loop)
+            last = loop.annals.last
+            # the log entry arrived before its writer saw the acknowledgement
+            if last is not None and last.end is not None:
+                loop.next_at = now + _LOOK_SECONDS
             return
-        question = PlanningQuestion(config.policy, pilot.left_bytes(now, config), trust=self._judge.trust(pilot.engine))
+        question = PlanningQuestion(config.policy, loop.left_bytes(now, config), trust=self._evaluator.trust(loop.engine))
         try:
-            decided = await self._inquiries.decide(entry, question)
+            decided = await self._plan_queries.decide(entry, question)
         except InvalidPlacementEvent as refusal:
             logger.debug("no plan for engine %s: %s", entry.engine, refusal)
-            pilot.told(str(refusal), self._wall())
-            await self._housing.again(pilot)
+            loop.told(str(refusal), self._wall())
+            await self._homes.again(loop)
             return
         self._metrics.figures(decided.record)
-        await self._housing.now(pilot, entry, decided.homes)
+        await self._homes.now(loop, entry, decided.homes)
         if decided.plan is None or decided.plan.refused:
-            pilot.told(decided.record.refused or "there is no plan", self._wall())
+            loop.told(decided.record.refused or "there is no plan", self._wall())
             return
-        await self._decided(pilot, decided, answers)
+        await self._decided(loop, decided, answers)
 
-    async def _decided(self, pilot: EngineLoopState, decided: PlannerDecision, answers: DemandShift | None) -> None:
+    async def _decided(self, loop: EngineLoopState, decided: PlannerDecision, answers: DemandShift | None) -> None:
         """Carry out a plan that pays, or state why not."""
-        plan, record, paused = decided.plan, decided.record, self._remembering.memory
+        plan, record, paused = decided.plan, decided.record, self._state_store.memory
         if plan is None:
             return
         try:
-            entry = self._requests.movable(pilot.engine)
+            entry = self._requests.movable(loop.engine)
         except ValueError as error:
-            return pilot.told(str(error), self._wall())
-        if self._overtaken(pilot, plan):
-            return pilot.told("others moved experts during planning", self._wall())
-        if pilot.shift is not None and pilot.shift is not answers:
-            return pilot.told("popularity shifted during planning", self._wall())
-        reason = withheld(pilot, record, self._config, paused.paused_reason if paused.paused else None, answers, self._clock())
+            return loop.told(str(error), self._wall())
+        if self._overtaken(loop, plan):
+            return loop.told("others moved experts during planning", self._wall())
+        if loop.shift is not None and loop.shift is not answers:
+            return loop.told("popularity shifted during planning", self._wall())
+        reason = withheld(loop, record, self._config, paused.paused_reason if paused.paused else None, answers, self._clock())
         if reason:
-            return pilot.told(f"{plan.reason}: not carried out, {reason}", self._wall())
-        await self._carry_out(pilot, entry, decided, answers)
+            return loop.told(f"{plan.reason}: not carried out, {reason}", self._wall())
+        await self._carry_out(loop, entry, decided, answers)
         return None
 
-    async def _carry_out(self, pilot: EngineLoopState, entry: EngineEntry, decided: PlannerDecision, answers: DemandShift | None) -> None:
+    async def _carry_out(self, loop: EngineLoopState, entry: EngineEntry, decided: PlannerDecision, answers: DemandShift | None) -> None:
         plan, record = decided.plan, decided.record
         if plan is None:
             return
         try:
-            await self._conductor.survey(entry, ASK_SECONDS)
+            await self._executor.survey(entry, ASK_SECONDS)
             if not self._acting():
                 raise ValueError("it was paused, or planner.automatic turned off, meanwhile")  # noqa: TRY301
-            if self._overtaken(pilot, plan):
+            if self._overtaken(loop, plan):
                 raise ValueError("others moved experts meanwhile")  # noqa: TRY301
-            if (unjudged := pilot.annals.to_judge) is not None:  # only once it is nearly certain that another plan follows
-                await self._judge.judge(pilot, entry, unjudged, "demand shifted, and another plan follows before it could be judged")
+            # only once it is nearly certain that another plan follows
+            if (unjudged := loop.annals.to_judge) is not None:
+                await self._evaluator.judge(loop, entry, unjudged, "demand shifted, and another plan follows before it could be judged")
             why = grounds(record, "" if answers is None else answers.traceparent)
-            accepted = await self._conductor.accept(entry, plan, "planner", why, self._acting)
+            accepted = await self._executor.accept(entry, plan, "planner", why, self._acting)
         except (ValueError, Unfit) as error:
-            return pilot.told(f"{plan.reason}: not carried out, {error}", self._wall())
+            return loop.told(f"{plan.reason}: not carried out, {error}", self._wall())
         caused = "because popularity shifted" if answers is not None else "of the cycle"
-        pilot.told(f"{plan.reason}: plan {accepted.plan} ({caused}) is being carried out", self._wall())
-        pilot.settled()
-        await self._judge.begun(pilot, entry, accepted.plan, record, plan.base_epoch)
-        await self._housing.after(pilot, entry, decided.homes_after, plan.base_epoch + len(plan.handovers))
+        loop.told(f"{plan.reason}: plan {accepted.plan} ({caused}) is being carried out", self._wall())
+        loop.settled()
+        await self._evaluator.begun(loop, entry, accepted.plan, record, plan.base_epoch)
+        await self._homes.after(loop, entry, decided.homes_after, plan.base_epoch + len(plan.handovers))
         return None
 
     def _acting(self) -> bool:
         """Return True if automatic plans may be carried out."""
-        return self._config.automatic and not self._remembering.memory.paused
+        return self._config.automatic and not self._state_store.memory.paused
 
-    def _overtaken(self, pilot: EngineLoopState, plan: Plan) -> bool:
+    def _overtaken(self, loop: EngineLoopState, plan: Plan) -> bool:
         """Return True if the placement that a plan was made for is outdated, or another plan is under way."""
-        entry = self._ledger.engines().get(pilot.engine)
-        return entry is None or (entry.worker_id, entry.epoch) != (pilot.worker_id, plan.base_epoch) or self._under_way(pilot.engine)
+        entry = self._ledger.engines().get(loop.engine)
+        return entry is None or (entry.worker_id, entry.epoch) != (loop.worker_id, plan.base_epoch) or self._under_way(loop.engine)
 
     def _under_way(self, engine: str) -> bool:
         """Return True if an engine has an unfinished plan."""
         try:
-            self._conductor.refuse_second(engine)
+            self._executor.refuse_second(engine)
         except ValueError:
             return True
         return False
 
-    async def _start(self, pilot: EngineLoopState, entry: EngineEntry, now: float) -> None:
+    async def _start(self, loop: EngineLoopState, entry: EngineEntry, now: float) -> None:
         """Store the first measurements of this incarnation."""
-        memory = self._judge.memory(pilot.engine).begun(pilot.worker_id)
+        memory = self._evaluator.memory(loop.engine).begun(loop.worker_id)
         if memory.at_start is None:
-            window = self._measured.window(pilot.worker_id, entry.layout.boundary, now, seconds=self._config.window_seconds)
+            window = self._measured.window(loop.worker_id, entry.layout.boundary, now, seconds=self._config.window_seconds)
             if window is not None:
                 started = msgspec.structs.replace(memory, at_start=window.measured.figures)
-                await self._remembering.keep(self._remembering.memory.remembering(pilot.engine, started))
+                await self._state_store.keep(self._state_store.memory.remembering(loop.engine, started))

@@ -60,10 +60,10 @@ class PlanEvaluator:
         self._config = config
         self._watch = watch
         self._measured = measured
-        self._inquiries = inquiries
-        self._conductor = conductor
+        self._plan_queries = inquiries
+        self._executor = conductor
         self._requests = requests
-        self._remembering = remembering
+        self._state_store = remembering
         self._metrics = metrics
         self._tracing = tracing
         self._clock = clock
@@ -75,7 +75,7 @@ class PlanEvaluator:
 
     def memory(self, engine: str) -> EngineMemory:
         """Return the persistent state of an engine."""
-        return self._remembering.memory.engine(engine)
+        return self._state_store.memory.engine(engine)
 
     def trust(self, engine: str) -> float:
         """Return the current discount factor on the predicted gains of an engine, in (0, 1]."""
@@ -128,13 +128,13 @@ class PlanEvaluator:
         entry, made = self._requests.movable(pilot.engine), pilot.annals.epoch
         if entry.epoch != made:
             raise ValueError(f"epoch {entry.epoch} is served, not {made}, which it led to")
-        self._conductor.refuse_second(entry.engine)
-        told = await self._conductor.survey(entry, ASK_SECONDS)
+        self._executor.refuse_second(entry.engine)
+        statuses = await self._executor.survey(entry, ASK_SECONDS)
         goal = await self._requests.before(tale.planned)
-        plan = await self._requests.undoing(entry, tale.planned, goal, told)
+        plan = await self._requests.undoing(entry, tale.planned, goal, statuses)
         until = HARM_RESTS * self._config.cooldown_seconds
         harm = Harm.of(tale.planned.plan, self._wall() + until, self._harmed(entry.engine, tale.planned.plan, changed(goal, entry.placement)))
-        await self._conductor.accept(entry, plan, "rollback", Grounds(self._config.policy, traceparent=tale.planned.traceparent), still)
+        await self._executor.accept(entry, plan, "rollback", Grounds(self._config.policy, traceparent=tale.planned.traceparent), still)
         return harm
 
     def _harmed(self, engine: str, plan: str, cells: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -165,13 +165,13 @@ class PlanEvaluator:
     async def _regret(self, entry: EngineEntry, tale: PlanStory) -> Counterfactual | None:
         """Compare with the placement before a plan; None: not possible."""
         try:
-            return await self._inquiries.regret(entry, await self._requests.before(tale.planned))
+            return await self._plan_queries.regret(entry, await self._requests.before(tale.planned))
         except (InvalidPlacementEvent, ValueError) as error:
             logger.info("engine %s: the placement before plan %s cannot be evaluated: %s", entry.engine, tale.planned.plan, error)
             return None
 
     async def _record(self, pilot: EngineLoopState, entry: EngineEntry, tale: PlanStory, case: PlanCase, found: Judgement) -> None:
-        said = PlanJudged(
+        verdict = PlanJudged(
             engine=entry.engine,
             worker_id=tale.planned.worker_id,
             plan=tale.planned.plan,
@@ -185,13 +185,13 @@ class PlanEvaluator:
             trust=found.trust,
             reason=found.reason,
         )
-        await self._bus.record(self._subjects.migrations(entry.engine), said)
-        pilot.annals.hear(said, self._clock(), self._wall())
-        logger.info("plan %s of engine %s: %s; %s; trust %.2f", said.plan, said.engine, said.verdict, said.reason, said.trust)
-        self._metrics.judged(said)
+        await self._bus.record(self._subjects.migrations(entry.engine), verdict)
+        pilot.annals.hear(verdict, self._clock(), self._wall())
+        logger.info("plan %s of engine %s: %s; %s; trust %.2f", verdict.plan, verdict.engine, verdict.verdict, verdict.reason, verdict.trust)
+        self._metrics.judged(verdict)
         if self._tracing is not None:
-            self._tracing.judged(said, tale.planned.traceparent)
-        await self.learn(said, self._wall())
+            self._tracing.judged(verdict, tale.planned.traceparent)
+        await self.learn(verdict, self._wall())
 
     async def learn(self, said: PlanJudged, at: float) -> None:
         """Take over the discount factor of a verdict, unless a newer one is known. at: Unix seconds."""
@@ -201,7 +201,7 @@ class PlanEvaluator:
             await self._remember(said.engine, msgspec.structs.replace(known, trust=said.trust, trust_at=at, judging=judging))
 
     async def _remember(self, engine: str, memory: EngineMemory) -> None:
-        await self._remembering.keep(self._remembering.memory.remembering(engine, memory))
+        await self._state_store.keep(self._state_store.memory.remembering(engine, memory))
 
 
 def changed(before: Placement, after: Placement) -> NDArray[np.bool_]:

@@ -30,25 +30,25 @@ class HomesPublisher:
         self._watch = watch
         self._metrics = metrics
         self._under_way = under_way
-        self._said = HomesVersions(time.time_ns() // 1000)  # versions above those of previous leaders
+        self._versions = HomesVersions(time.time_ns() // 1000)  # versions above those of previous leaders
         self._publisher = bus.publisher(subjects.homes)
 
     def keep_only(self, worker_ids: set[int]) -> None:
         """Forget engines that are not present."""
-        self._said.keep_only(worker_ids)
+        self._versions.keep_only(worker_ids)
 
     async def now(self, pilot: EngineLoopState, entry: EngineEntry, homes: PlannedHomes) -> None:
         """Publish the homes valid for the served placement."""
         pilot.homes = homes
         self._watch.housed(pilot.worker_id, homes)
-        await self._say(entry, homes)
+        await self._publish_changed(entry, homes)
 
     async def after(self, pilot: EngineLoopState, entry: EngineEntry, homes: PlannedHomes | None, epoch: int) -> None:
         """Publish the homes valid from the last epoch of the plan just accepted. None: the plan has no homes
         of its own."""
         if homes is not None:
             pilot.homes_after = homes._replace(epoch=epoch)
-            await self._say(entry, pilot.homes_after)
+            await self._publish_changed(entry, pilot.homes_after)
 
     async def settle(self, pilot: EngineLoopState) -> None:
         """Update the homes when a plan has ended.
@@ -69,14 +69,14 @@ class HomesPublisher:
 
     async def again(self, pilot: EngineLoopState) -> None:
         """Publish the last homes again, for subscribers that missed them."""
-        if (said := self._said.last(pilot.worker_id)) is not None:
-            await self._publish(said)
+        if (homes := self._versions.last(pilot.worker_id)) is not None:
+            await self._publish(homes)
 
-    async def _say(self, entry: EngineEntry, homes: PlannedHomes) -> None:
-        said = self._said.said(entry, self._watch.model(entry.worker_id), homes)
-        self._metrics.homes.inc(self._said.changes)
-        self._said.changes = 0
-        await self._publish(said)
+    async def _publish_changed(self, entry: EngineEntry, homes: PlannedHomes) -> None:
+        message = self._versions.said(entry, self._watch.model(entry.worker_id), homes)
+        self._metrics.homes.inc(self._versions.changes)
+        self._versions.changes = 0
+        await self._publish(message)
 
     async def _publish(self, homes: HomesPublished) -> None:
         try:

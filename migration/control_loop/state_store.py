@@ -94,7 +94,8 @@ class StateStore:
             self._unanswered.add(value)
             try:
                 self._revision = await self._bus.claim(self._key, value, self._revision)
-            except ClaimLost:  # a lost answer, a server that lost its store, or another leader, earlier or later
+            except ClaimLost:
+                # a lost answer, a server that lost its store, or another leader, earlier or later
                 await self._standing()  # a later leader: its writes must not be touched
                 await self._take_over(mine)
             else:

@@ -136,12 +136,12 @@ class DemandWindows:
         """
         engine = self._engines.get(worker_id)
         if engine is not None and placement.epoch > engine.history.epoch:
-            goes_on = plan is not None and plan == engine.history.plan
+            same_plan = plan is not None and plan == engine.history.plan
             try:
                 engine.history = engine.history.committed(placement, plan, now)
             except ValueError as error:
                 raise InvalidPlacementEvent(PlacementFault.SHAPE, f"engine {engine.joined.engine!r}: {error}") from error
-            engine.since = engine.since if goes_on else None
+            engine.since = engine.since if same_plan else None
 
     def housed(self, worker_id: int, homes: PlannedHomes) -> None:
         """Set the published homes of an engine."""
@@ -236,8 +236,8 @@ class DemandWindows:
     def foreseen(self, model: str, reliability: Mapping[str, float]) -> None:
         """Store the predictability of a model's requests, from the reliability of each source in the tables.
         """
-        said = [reliability.get(source, 0.0) for source in SOURCES]
-        self._foreseen[model] = together([min(max(part, 0.0), 1.0) if np.isfinite(part) else 0.0 for part in said])
+        parts = [reliability.get(source, 0.0) for source in SOURCES]
+        self._foreseen[model] = together([min(max(part, 0.0), 1.0) if np.isfinite(part) else 0.0 for part in parts])
         _bound(self._foreseen, model)
 
     def shifted(self, model: str, now: float) -> None:
@@ -387,8 +387,8 @@ def _idle(load: KvMetrics) -> bool:
 
 def _loads(engine: _Engine, what: str) -> NDArray[np.float64] | None:
     """Return one value of the last load reports, float64 [ranks]; None if a rank has not reported it."""
-    said = [None if rank.load is None else getattr(rank.load, what) for rank in engine.ranks]
-    return None if any(value is None for value in said) else np.array(said, np.float64)
+    values = [None if rank.load is None else getattr(rank.load, what) for rank in engine.ranks]
+    return None if any(value is None for value in values) else np.array(values, np.float64)
 
 
 def _cache(engine: _Engine) -> CacheUse | None:

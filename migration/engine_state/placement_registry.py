@@ -160,10 +160,10 @@ def _checked_join(joined: EngineJoined, record: PlacementRecord) -> tuple[Layout
         placement = Placement.from_record(record)
     except ValueError as error:
         raise InvalidPlacementEvent(PlacementFault.PLACEMENT, f"{name}: {error}") from error
-    wanted = (joined.shape.layers, joined.shape.experts, len(joined.urls) if joined.layout.targets_are_ranks else placement.ranks)
+    expected = (joined.shape.layers, joined.shape.experts, len(joined.urls) if joined.layout.targets_are_ranks else placement.ranks)
     stated = (placement.layers, placement.experts, placement.ranks)
-    if stated != wanted:
-        raise InvalidPlacementEvent(PlacementFault.SHAPE, f"{name}: placement of (layers, experts, ranks) {stated}; its model and URLs have {wanted}")
+    if stated != expected:
+        raise InvalidPlacementEvent(PlacementFault.SHAPE, f"{name}: placement of (layers, experts, ranks) {stated}; its model and URLs have {expected}")
     return joined.layout, placement
 
 

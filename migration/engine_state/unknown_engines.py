@@ -9,7 +9,7 @@ MOST_SECONDS = 3600.0
 
 
 @dataclass(slots=True)
-class _Stranger:
+class _UnknownEngine:
     next: float
     """earliest time of the next request"""
     pause: float
@@ -24,21 +24,21 @@ class UnknownEngines:
 
     def __init__(self, most: int = 256) -> None:
         self._most = most
-        self._heard: OrderedDict[int, _Stranger] = OrderedDict()
+        self._engines: OrderedDict[int, _UnknownEngine] = OrderedDict()
 
     def heard(self, worker_id: int, now: float) -> bool:
         """Record a heartbeat. Returns True if the engine must be asked now, and counts it as asked.
 
         Of more than `most` engines, the one seen first is forgotten.
         """
-        stranger = self._heard.get(worker_id)
-        if stranger is None:
-            self._heard[worker_id] = _Stranger(now + FIRST_SECONDS, FIRST_SECONDS)
-            if len(self._heard) > self._most:
-                self._heard.popitem(last=False)
+        engine = self._engines.get(worker_id)
+        if engine is None:
+            self._engines[worker_id] = _UnknownEngine(now + FIRST_SECONDS, FIRST_SECONDS)
+            if len(self._engines) > self._most:
+                self._engines.popitem(last=False)
             return False
-        if now < stranger.next:
+        if now < engine.next:
             return False
-        stranger.pause = min(2 * stranger.pause, MOST_SECONDS)
-        stranger.next = now + stranger.pause
+        engine.pause = min(2 * engine.pause, MOST_SECONDS)
+        engine.next = now + engine.pause
         return True

@@ -67,12 +67,12 @@ class PlanExecutor:
         self._lead = lead
         self._clock = clock
         self._tracing = tracing
-        self._journal = MigrationLog(bus, subjects, ledger, committed, config.retry_seconds, lead.standing)
-        self._log = self._journal.chronicle
-        self._pulse = Liveness(config.silent_seconds)
-        self._handing = HandoverDriver(bus, subjects, self._journal, lead, metrics, self._gone, self._silent, clock)
-        self._pace = HandoverTimes(config.repeat_seconds, _GRACE_SECONDS, config.commit_seconds)
-        self._told: dict[int, dict[int, HandoverDescribed]] = {}
+        self._migration_log = MigrationLog(bus, subjects, ledger, committed, config.retry_seconds, lead.standing)
+        self._log = self._migration_log.chronicle
+        self._liveness = Liveness(config.silent_seconds)
+        self._driver = HandoverDriver(bus, subjects, self._migration_log, lead, metrics, self._gone, self._silent, clock)
+        self._times = HandoverTimes(config.repeat_seconds, _GRACE_SECONDS, config.commit_seconds)
+        self._statuses: dict[int, dict[int, HandoverDescribed]] = {}
         """by worker_id and rank: last status report"""
         self._fences: dict[int, int] = {}
         """by worker_id: fencing token of ours that its ranks have seen"""
@@ -93,12 +93,12 @@ class PlanExecutor:
         leader.
         """
         subjects = self._subjects
-        async with self._bus.subscribe(subjects.handovers(), subjects.heartbeats()) as heard:
-            await self._journal.read()
+        async with self._bus.subscribe(subjects.handovers(), subjects.heartbeats()) as reports:
+            await self._migration_log.read()
             try:
                 async with asyncio.TaskGroup() as tasks:
                     self._tasks = tasks
-                    tasks.create_task(self._listen(heard), name="receive rank reports and heartbeats")
+                    tasks.create_task(self._listen(reports), name="receive rank reports and heartbeats")
                     tasks.create_task(self._follow(), name="follow the log of plans")
                     tasks.create_task(self._watch(), name="watch plans and find unattended ones")
                     ready()
@@ -128,20 +128,20 @@ class PlanExecutor:
         self._accepting.add(engine)
         try:
             plan = msgspec.structs.replace(plan, id=self._log.unused(engine, plan.id))
-            blob = await self._journal.store(plan)
+            blob = await self._migration_log.store(plan)
             await self._lead.standing()
             answers = "" if grounds is None else grounds.traceparent
             trace = None if self._tracing is None else self._tracing.plan(engine, plan, origin, answers)
             self._plans[engine] = plan
             if trace is not None:
                 self._traces[engine] = trace
-            await self._journal.record(announced(entry, plan, origin, blob, answers if trace is None else trace.traceparent, grounds), still)
+            await self._migration_log.record(announced(entry, plan, origin, blob, answers if trace is None else trace.traceparent, grounds), still)
             logger.info("plan %s of engine %s: %d handovers from epoch %d, %s", plan.id, engine, len(plan.handovers), plan.base_epoch, plan.reason)
         except Withdrawn:
             self._plans.pop(engine, None)
             if (unused := self._traces.pop(engine, None)) is not None:
                 unused.end(None)
-            await self._journal.forget(blob)
+            await self._migration_log.forget(blob)
             raise
         finally:
             self._accepting.discard(engine)
@@ -152,9 +152,9 @@ class PlanExecutor:
         """Raise ExecutorBusy if the engine has a plan under way."""
         course = self._log.under_way(engine)
         if course is not None:
-            told = f"handover {course.next + 1} of {course.planned.handovers}"
+            progress = f"handover {course.next + 1} of {course.planned.handovers}"
             raise ExecutorBusy(
-                f"engine {engine!r} is carrying out plan {course.planned.plan} ({told}); try again when that has ended (roost events --kind migration)"
+                f"engine {engine!r} is carrying out plan {course.planned.plan} ({progress}); try again when that has ended (roost events --kind migration)"
             )
         if engine in self._accepting:
             raise ExecutorBusy(f"engine {engine!r} is just starting another plan; try again when that has ended")
@@ -165,29 +165,29 @@ class PlanExecutor:
         patience: seconds within which every rank must answer. token: see `DescribeHandover`. Raises Unfit
         naming a rank that takes part in no handovers or does not answer in time.
         """
-        told = await self._handing.survey(entry.engine, entry.worker_id, entry.placement.ranks, patience, token)
-        for said in told:
-            self._note(said, self._ledger.entry(said.worker_id))
-        return told
+        statuses = await self._driver.survey(entry.engine, entry.worker_id, entry.placement.ranks, patience, token)
+        for status in statuses:
+            self._note(status, self._ledger.entry(status.worker_id))
+        return statuses
 
     # Reports
 
-    async def _listen(self, heard: Subscription) -> None:
-        async for one in heard:
-            if not isinstance(said := one.message, HandoverDescribed | EngineHeartbeat):
+    async def _listen(self, subscription: Subscription) -> None:
+        async for received_message in subscription:
+            if not isinstance(report := received_message.message, HandoverDescribed | EngineHeartbeat):
                 continue
-            entry = self._ledger.entry(said.worker_id)
-            if entry is not None and entry.engine != engine_of(one.subject):
+            entry = self._ledger.entry(report.worker_id)
+            if entry is not None and entry.engine != engine_of(received_message.subject):
                 continue  # one engine sends reports in the name of another
-            if isinstance(said, EngineHeartbeat):
-                self._pulse.heard(said.worker_id, self._clock())
-            elif sane(said):
-                self._note(said, entry)
-                self._handing.hear(said)
+            if isinstance(report, EngineHeartbeat):
+                self._liveness.heard(report.worker_id, self._clock())
+            elif sane(report):
+                self._note(report, entry)
+                self._driver.hear(report)
 
-    def _note(self, said: HandoverDescribed, entry: EngineEntry | None) -> None:
-        if entry is not None and 0 <= said.rank < entry.placement.ranks:
-            self._told.setdefault(said.worker_id, {})[said.rank] = said
+    def _note(self, status: HandoverDescribed, entry: EngineEntry | None) -> None:
+        if entry is not None and 0 <= status.rank < entry.placement.ranks:
+            self._statuses.setdefault(status.worker_id, {})[status.rank] = status
 
     async def _follow(self) -> None:
         """Follow the log for plans recorded by other services that believed they were the leader."""
@@ -201,25 +201,25 @@ class PlanExecutor:
         for engine in {*self._ledger.engines(), *self._log.known()}:
             self._attend_to(engine)
         while True:
-            self._pulse.look(self._clock(), connected=self._bus.connected)
+            self._liveness.look(self._clock(), connected=self._bus.connected)
             for engine in self._log.engines():
                 self._attend_to(engine)
             for engine, entry in self._ledger.engines().items():
-                if stray(tuple(self._told.get(entry.worker_id, {}).values())):
+                if stray(tuple(self._statuses.get(entry.worker_id, {}).values())):
                     self._attend_to(engine)
-            self._tell()
+            self._publish_metrics()
             await asyncio.sleep(min(_LOOK_SECONDS, self._config.silent_seconds / 4))
 
-    def _tell(self) -> None:
+    def _publish_metrics(self) -> None:
         """Update the watchdog metrics."""
         present = {entry.worker_id for entry in self._ledger.engines().values()}
-        self._pulse.keep_only(present)
-        self._told = {worker_id: told for worker_id, told in self._told.items() if worker_id in present}
+        self._liveness.keep_only(present)
+        self._statuses = {worker_id: statuses for worker_id, statuses in self._statuses.items() if worker_id in present}
         self._fences = {worker_id: token for worker_id, token in self._fences.items() if worker_id in present}
         now = self._clock()
         self._since = {engine: self._since.get(engine, now) for engine in self._log.engines()}
         for engine, entry in self._ledger.engines().items():
-            self._metrics.cells(engine, tuple(self._told.get(entry.worker_id, {}).values()))
+            self._metrics.cells(engine, tuple(self._statuses.get(entry.worker_id, {}).values()))
             course, plan = self._log.under_way(engine), self._plans.get(engine)
             left = () if course is None or plan is None else plan.handovers[course.next :]
             pending = 0 if course is None else course.planned.handovers - course.next
@@ -234,7 +234,7 @@ class PlanExecutor:
         return "it has restarted" if entry.worker_id != worker_id else ""
 
     def _silent(self, worker_id: int) -> bool:
-        return self._pulse.silent(worker_id, self._clock()) > 0
+        return self._liveness.silent(worker_id, self._clock()) > 0
 
     # Actions
 
@@ -248,12 +248,12 @@ class PlanExecutor:
         """Work on an engine until nothing is left to do. Failures are retried: a plan must end, and the log
         must say how."""
         try:
-            while not await self._tried(engine):
+            while not await self._try_advance(engine):
                 pass
         finally:
             self._attending.pop(engine, None)
 
-    async def _tried(self, engine: str) -> bool:
+    async def _try_advance(self, engine: str) -> bool:
         """Attempt one action. Returns True if nothing is left to do."""
         try:
             return await self._advance(engine)
@@ -283,12 +283,12 @@ class PlanExecutor:
         if trace is not None:
             trace.end(None if last is None else last.end)
         await self._clear_strays(engine, found)
-        await self._journal.clear(engine)
+        await self._migration_log.clear(engine)
         return self._log.under_way(engine) is None
 
     async def _conclude(self, engine: str) -> OpenPlans:
         """Finish the handover that is open under the engine's key."""
-        found = await self._journal.look(engine)
+        found = await self._migration_log.look(engine)
         left, course = found.open, self._log.course(engine)
         if left is None or left.state is State.IDLE:
             return found
@@ -297,9 +297,9 @@ class PlanExecutor:
         what = left_open(engine, left, staged, self._ledger.entry(left.worker_id), self._config)
         plan_trace = None if course is None or course.planned.plan != left.plan else self._trace(engine, course)
         await self._lead.standing()
-        proceeding = taken_over(what, left, self._lead.token, self._pace, self._clock(), 0.0 if staged is None else staged.seconds)
-        await self._handing.carry(proceeding, found.revision, None if plan_trace is None else plan_trace.handover(what))
-        return await self._journal.look(engine)
+        proceeding = taken_over(what, left, self._lead.token, self._times, self._clock(), 0.0 if staged is None else staged.seconds)
+        await self._driver.carry(proceeding, found.revision, None if plan_trace is None else plan_trace.handover(what))
+        return await self._migration_log.look(engine)
 
     async def _next(self, engine: str, course: PlanRun, found: OpenPlans) -> None:
         """Carry out the next handover of a plan, or abandon the plan if it cannot continue."""
@@ -326,17 +326,21 @@ class PlanExecutor:
         Returns the durable state and the highest handover number used so far. Raises Unfit if a rank is not
         free.
         """
-        told = await self._fenced(entry, self._config.stage_seconds)
-        if stray(told):
+        statuses = await self._fenced(entry, self._config.stage_seconds)
+        if stray(statuses):
             found = await self._clear_strays(entry.engine, found)
-            told = await self._fenced(entry, self._config.stage_seconds)
-        for said in told:
-            if said.handover or said.served != entry.epoch:
+            statuses = await self._fenced(entry, self._config.stage_seconds)
+        for status in statuses:
+            if status.handover or status.served != entry.epoch:
                 raise Unfit(
-                    HandoverFailure(f"rank {said.rank} serves epoch {said.served}, but the log says {entry.epoch}: restart its engine", "epoch", said.rank)
+                    HandoverFailure(
+                        f"rank {status.rank} serves epoch {status.served}, but the log says {entry.epoch}: restart its engine",
+                        "epoch",
+                        status.rank,
+                    )
                 )
-        told = await self._room(entry, received(handover, entry.placement), told)
-        return found, max(0 if found.open is None else found.open.highest, *(said.concluded for said in told))
+        statuses = await self._room(entry, received(handover, entry.placement), statuses)
+        return found, max(0 if found.open is None else found.open.highest, *(status.concluded for status in statuses))
 
     async def _fenced(self, entry: EngineEntry, patience: float = 0.0) -> tuple[HandoverDescribed, ...]:
         """Fence off previous leaders, then return the status of every rank.
@@ -344,29 +348,30 @@ class PlanExecutor:
         Afterwards no rank obeys a previous leader. An open handover can therefore be finished from the
         reported status alone, even if the store does not know it. Raises Unfit if a rank does not answer.
         """
-        heard = max(said.token for said in await self.survey(entry, patience))
-        if heard > self._lead.token or (heard == self._lead.token and self._fences.get(entry.worker_id) != heard):
-            await self._lead.outbid(heard)  # an equal token may belong to another service: tokens restart if the server lost its store
+        highest = max(status.token for status in await self.survey(entry, patience))
+        if highest > self._lead.token or (highest == self._lead.token and self._fences.get(entry.worker_id) != highest):
+            # an equal token may belong to another service: tokens restart if the server lost its store
+            await self._lead.outbid(highest)
         self._fences[entry.worker_id] = self._lead.token
         return await self.survey(entry, patience, self._lead.token)
 
-    async def _room(self, entry: EngineEntry, wanted: list[int], told: tuple[HandoverDescribed, ...]) -> tuple[HandoverDescribed, ...]:
+    async def _room(self, entry: EngineEntry, needed: list[int], statuses: tuple[HandoverDescribed, ...]) -> tuple[HandoverDescribed, ...]:
         """Wait, up to the staging time limit, for cells that are draining or in quarantine. Ranks report a
         remaining lack."""
         until = self._clock() + self._config.stage_seconds
-        while self._clock() < until and any(said.free < wanted[said.rank] <= said.free + said.draining + said.quarantined for said in told):
+        while self._clock() < until and any(status.free < needed[status.rank] <= status.free + status.draining + status.quarantined for status in statuses):
             await asyncio.sleep(self._config.repeat_seconds)
-            told = await self.survey(entry, self._config.stage_seconds)
-        return told
+            statuses = await self.survey(entry, self._config.stage_seconds)
+        return statuses
 
     async def _hand_over(self, what: HandoverSpec, found: OpenPlans, plan_trace: PlanTrace | None) -> None:
         trace = None if plan_trace is None else plan_trace.handover(what)
         if trace is not None:
             what = trace.carried_by(what)
         await self._lead.standing()
-        proceeding = begun(what, self._lead.token, self._pace, self._clock())
-        revision = await self._journal.keep(what.engine, proceeding.durable(State.PROPOSING, self._clock()), found.revision)
-        await self._handing.carry(proceeding, revision, trace)
+        proceeding = begun(what, self._lead.token, self._times, self._clock())
+        revision = await self._migration_log.keep(what.engine, proceeding.durable(State.PROPOSING, self._clock()), found.revision)
+        await self._driver.carry(proceeding, revision, trace)
 
     async def _clear_strays(self, engine: str, found: OpenPlans) -> OpenPlans:
         """Finish a handover that ranks have open but that is not in durable storage.
@@ -374,34 +379,34 @@ class PlanExecutor:
         Either the ranks missed its end, or a server lost its store.
         """
         entry = self._ledger.engines().get(engine)
-        if entry is None or not stray(tuple(self._told.get(entry.worker_id, {}).values())):
+        if entry is None or not stray(tuple(self._statuses.get(entry.worker_id, {}).values())):
             return found
         try:
             open_ = stray(await self._fenced(entry))
         except Unfit as unfit:
             logger.warning("engine %s: %s", engine, unfit)
-            self._told.pop(entry.worker_id, None)
+            self._statuses.pop(entry.worker_id, None)
             return found
         if open_ is None:
             return found
         logger.warning("ranks of engine %s have handover %d open, which is not in the store; new state: %s", engine, *open_)
         left = unheard_of(entry, *open_, self._lead.token, found.open)
-        revision = await self._journal.keep(engine, left, found.revision)
+        revision = await self._migration_log.keep(engine, left, found.revision)
         what = left_open(engine, left, None, None, self._config)
-        await self._handing.carry(taken_over(what, left, self._lead.token, self._pace, self._clock()), revision)
-        return await self._journal.look(engine)
+        await self._driver.carry(taken_over(what, left, self._lead.token, self._times, self._clock()), revision)
+        return await self._migration_log.look(engine)
 
     async def _drop(self, course: PlanRun, failure: HandoverFailure) -> None:
         """Abandon the rest of a plan, with no handover open."""
         logger.warning("plan %s of engine %s is abandoned: %s", course.planned.plan, course.planned.engine, failure.reason)
-        await self._journal.record(dropped(course, failure))
+        await self._migration_log.record(dropped(course, failure))
         self._metrics.dropped(failure.fault)
 
     async def _plan(self, engine: str, course: PlanRun) -> Plan:
         """Return the plan under way. Raises BlobLost if it is not stored."""
         plan = self._plans.get(engine)
         if plan is None or plan.id != course.planned.plan:
-            plan = self._plans[engine] = await self._journal.plan(course.planned.blob)
+            plan = self._plans[engine] = await self._migration_log.plan(course.planned.blob)
         return plan
 
     def _trace(self, engine: str, course: PlanRun) -> PlanTrace | None:

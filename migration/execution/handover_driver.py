@@ -78,7 +78,7 @@ class HandoverDriver:
     ) -> None:
         self._bus = bus
         self._subjects = subjects
-        self._journal = journal
+        self._migration_log = journal
         self._lead = lead
         self._metrics = metrics
         self._gone = gone
@@ -96,7 +96,7 @@ class HandoverDriver:
         """Return the status of every rank. Raises Unfit naming the first that does not answer within
         `patience` seconds."""
         until = self._clock() + patience
-        answers = await asyncio.gather(*(self._where(engine, worker_id, rank, until, token) for rank in range(ranks)))
+        answers = await asyncio.gather(*(self._status_of(engine, worker_id, rank, until, token) for rank in range(ranks)))
         for answer in answers:
             if isinstance(answer, HandoverFailure):
                 raise Unfit(answer)
@@ -113,8 +113,8 @@ class HandoverDriver:
             async with _asking() as ask:
                 while proceeding.state is not CoordinatorState.IDLE:
                     await self._lead.standing()
-                    proceeding, now = await self._looked(proceeding), self._clock()
-                    overdue = self._told_overdue(proceeding, now, before=overdue)
+                    proceeding, now = await self._observe(proceeding), self._clock()
+                    overdue = self._check_overdue(proceeding, now, before=overdue)
                     move = proceeding.move(now)
                     if move is not None:
                         proceeding, revision = await self._make(proceeding, move, revision, now)
@@ -127,7 +127,7 @@ class HandoverDriver:
                     proceeding = await self._listen(inbox, proceeding)
         return proceeding
 
-    async def _looked(self, proceeding: HandoverState) -> HandoverState:
+    async def _observe(self, proceeding: HandoverState) -> HandoverState:
         """Apply the presence of the engine, and outbid a higher fencing token that a rank reported."""
         what = proceeding.what
         if why := self._gone(what.engine, what.worker_id):
@@ -144,14 +144,14 @@ class HandoverDriver:
     async def _make(self, proceeding: HandoverState, move: Move, revision: int | None, now: float) -> tuple[HandoverState, int]:
         """Write the records of a move, then persist the new state."""
         for entry in move.records:
-            await self._journal.record(entry)
-        kept = await self._journal.keep(proceeding.what.engine, proceeding.durable(move.after, now), revision)
+            await self._migration_log.record(entry)
+        kept = await self._migration_log.keep(proceeding.what.engine, proceeding.durable(move.after, now), revision)
         after = proceeding.moved(move, now)
         logger.info("handover %d of engine %s: %s, %s", after.what.handover, after.what.engine, move.cue, after.state)
         self._metrics.moved(after, move, now)
         return after, kept
 
-    def _told_overdue(self, proceeding: HandoverState, now: float, *, before: bool) -> bool:
+    def _check_overdue(self, proceeding: HandoverState, now: float, *, before: bool) -> bool:
         """Return True if a decided handover is overdue. A warning is logged once."""
         overdue, what = proceeding.overdue(now), proceeding.what
         self._metrics.overdue(what.engine, overdue)
@@ -167,13 +167,13 @@ class HandoverDriver:
         now = self._clock()
         try:
             async with asyncio.timeout(min(max(proceeding.next_look(now) - now, LEAST_SECONDS), LOOK_SECONDS)):
-                words = [await inbox.get()]
+                reports = [await inbox.get()]
         except TimeoutError:
             return proceeding
         while not inbox.empty():
-            words.append(inbox.get_nowait())
-        for word in words:
-            proceeding = proceeding.declined(word.rank, word.reason) if isinstance(word, CommandsRefused) else proceeding.heard(word)
+            reports.append(inbox.get_nowait())
+        for report in reports:
+            proceeding = proceeding.declined(report.rank, report.reason) if isinstance(report, CommandsRefused) else proceeding.heard(report)
         return proceeding
 
     async def _send(self, inbox: asyncio.Queue[Word], engine: str, rank: int, command: Command) -> None:
@@ -194,7 +194,7 @@ class HandoverDriver:
             raise Declined(f"it reports the invalid handover {answer.handover} or token {answer.token}; restart its engine")
         return answer
 
-    async def _where(self, engine: str, worker_id: int, rank: int, until: float, token: int) -> HandoverDescribed | HandoverFailure:
+    async def _status_of(self, engine: str, worker_id: int, rank: int, until: float, token: int) -> HandoverDescribed | HandoverFailure:
         while True:
             try:
                 return await self._ask(engine, DescribeHandover(worker_id=worker_id, rank=rank, token=token), rank)
@@ -220,19 +220,19 @@ class HandoverDriver:
 @asynccontextmanager
 async def _asking() -> AsyncIterator[Callable[[Coroutine[Any, Any, None], str], None]]:
     """Start requests as named tasks. Requests still unanswered at the end are cancelled."""
-    asked = set[asyncio.Task[None]]()
+    running = set[asyncio.Task[None]]()
 
     def ask(question: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(question, name=name)
-        asked.add(task)
-        task.add_done_callback(asked.discard)
+        running.add(task)
+        task.add_done_callback(running.discard)
 
     try:
         yield ask
     finally:
-        for task in tuple(asked):
+        for task in tuple(running):
             task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 def sane(said: HandoverDescribed) -> bool:

@@ -157,8 +157,8 @@ class HandoverState:
         before = self.told[said.rank]
         progress = max(before.progress, reached(said, self.what.handover))
         pulls = said.pulls if said.handover == self.what.handover and said.pulls else before.pulls
-        told = before._replace(progress=progress, pulls=pulls, declined=before.declined and progress is RankProgress.UNHEARD)
-        after = replace(self, told=_put(self.told, said.rank, told), heard_token=max(self.heard_token, said.token))
+        status = before._replace(progress=progress, pulls=pulls, declined=before.declined and progress is RankProgress.UNHEARD)
+        after = replace(self, told=_put(self.told, said.rank, status), heard_token=max(self.heard_token, said.token))
         if self.state is not CoordinatorState.PROPOSING or self.failure is not None:
             return after
         return replace(after, failure=hopeless(said, self.what.handover, self.what.epoch))
@@ -185,14 +185,14 @@ class HandoverState:
 
     def asked(self, ranks: Sequence[int], now: float) -> "HandoverState":
         """Note that commands were sent to these ranks."""
-        told = list(self.told)
+        statuses = list(self.told)
         for rank in ranks:
-            told[rank] = told[rank]._replace(asked_at=now)
-        return replace(self, told=tuple(told))
+            statuses[rank] = statuses[rank]._replace(asked_at=now)
+        return replace(self, told=tuple(statuses))
 
     def with_token(self, token: int) -> "HandoverState":
         """Use a higher fencing token. Every rank becomes due at once."""
-        return replace(self, token=token, told=tuple(told._replace(asked_at=float("-inf")) for told in self.told))
+        return replace(self, token=token, told=tuple(status._replace(asked_at=float("-inf")) for status in self.told))
 
     def moved(self, move: Move, now: float) -> "HandoverState":
         """Apply a move after it was carried out. Raises IllegalMove if the tables do not allow it."""
@@ -212,7 +212,7 @@ class HandoverState:
     @property
     def waiting_for(self) -> tuple[int, ...]:
         """Ranks that have not yet done what the current state waits for."""
-        return tuple(rank for rank, told in enumerate(self.told) if not self._done(told))
+        return tuple(rank for rank, status in enumerate(self.told) if not self._done(status))
 
     def overdue(self, now: float) -> bool:
         """Return True if the commit takes too long. This only causes a warning; a decided handover is never
@@ -227,7 +227,7 @@ class HandoverState:
 
     def next_look(self, now: float) -> float:
         """Return the latest time of the next check; `now` or later."""
-        times = [told.asked_at + self.pace.repeat for told in self.told if not self._done(told)]
+        times = [status.asked_at + self.pace.repeat for status in self.told if not self._done(status)]
         if self.state is CoordinatorState.PROPOSING:
             times.append(self.deadline)
         return max(now, min(times, default=now))
@@ -256,14 +256,14 @@ class HandoverState:
             **({} if failure is None else failure._asdict()),
         )
 
-    def _done(self, told: RankStatus) -> bool:
+    def _done(self, status: RankStatus) -> bool:
         match self.state:
             case CoordinatorState.PROPOSING:
-                return told.progress is RankProgress.STAGED
+                return status.progress is RankProgress.STAGED
             case CoordinatorState.COMMITTING:
-                return told.progress is RankProgress.SERVING
+                return status.progress is RankProgress.SERVING
             case CoordinatorState.ABORTING:
-                return told.progress >= RankProgress.OVER or told.declined or self.silent
+                return status.progress >= RankProgress.OVER or status.declined or self.silent
         return True
 
     def _cue(self, now: float) -> CoordinatorEvent | None:
@@ -350,7 +350,7 @@ class HandoverState:
             copies=what.copied,
             bytes=what.bytes,
             seconds=now - self.begun,
-            pulls=tuple(pull for told in self.told for pull in told.pulls),
+            pulls=tuple(pull for status in self.told for pull in status.pulls),
             arrivals=what.arrivals,
         )
         return (staged,)
@@ -420,5 +420,5 @@ def taken_over(what: HandoverSpec, found: OpenHandover, token: int, pace: Handov
     return proceeding
 
 
-def _put(told: tuple[RankStatus, ...], rank: int, one: RankStatus) -> tuple[RankStatus, ...]:
-    return (*told[:rank], one, *told[rank + 1 :])
+def _put(statuses: tuple[RankStatus, ...], rank: int, status: RankStatus) -> tuple[RankStatus, ...]:
+    return (*statuses[:rank], status, *statuses[rank + 1 :])

@@ -89,7 +89,8 @@ class DispatchWindows:
         if engine is None:
             return
         layers = _checked(said, engine)
-        last = next((one for one in reversed(engine.slices) if one.epoch == said.epoch), None)  # ranks report the last interval of an epoch at different times
+        # ranks report the last interval of an epoch at different times
+        last = next((one for one in reversed(engine.slices) if one.epoch == said.epoch), None)
         if last is None or now - last.began >= self._slice_seconds:
             last = _Slice(said.epoch, now, layers=np.zeros((3, engine.layers)))
             engine.slices.append(last)

@@ -244,7 +244,7 @@ def foretold(measures: Measures, ceiling: float | None) -> LoopFigures:
 
 def grounds(record: PlanRecord, traceparent: str) -> Grounds:
     """Return the planner's reason and predictions for a plan."""
-    before, after = (None if told is None else foretold(told, record.step_ceiling) for told in (record.before, record.after))
+    before, after = (None if measures is None else foretold(measures, record.step_ceiling) for measures in (record.before, record.after))
     return Grounds(record.policy, before, after, traceparent)
 
 
@@ -255,6 +255,6 @@ def prices(record: PlanRecord, ranks: int, top_k: int) -> StepPrices | None:
     """
     if record.before is None:
         return None
-    told = foretold(record.before, record.step_ceiling)
-    remote = record.before.dispatch_seconds / told.remote_ranks if told.remote_ranks else 0.0
-    return StepPrices(experts=record.before.expert_seconds * told.balance, remote=remote, chance=expected_most(ranks) * sqrt(ranks / top_k))
+    figures = foretold(record.before, record.step_ceiling)
+    remote = record.before.dispatch_seconds / figures.remote_ranks if figures.remote_ranks else 0.0
+    return StepPrices(experts=record.before.expert_seconds * figures.balance, remote=remote, chance=expected_most(ranks) * sqrt(ranks / top_k))

@@ -12,12 +12,12 @@ class HomesVersions:
 
     def __init__(self, first_version: int) -> None:
         self._version = first_version
-        self._said: dict[int, HomesPublished] = {}
+        self._published: dict[int, HomesPublished] = {}
         self.changes = 0
 
     def said(self, entry: EngineEntry, model: str, homes: PlannedHomes) -> HomesPublished:
         """Return the message to publish for an engine now. Unchanged homes keep their version."""
-        said = HomesPublished(
+        message = HomesPublished(
             engine=entry.engine,
             worker_id=entry.worker_id,
             model=model,
@@ -29,19 +29,19 @@ class HomesVersions:
             homes=b"" if homes.share is None else homes.share.astype("<f4").tobytes(),
             reason=homes.note,
         )
-        before = self._said.get(entry.worker_id)
-        if before is not None and msgspec.structs.replace(before, version=0, reason=said.reason) == said:
+        before = self._published.get(entry.worker_id)
+        if before is not None and msgspec.structs.replace(before, version=0, reason=message.reason) == message:
             version = before.version
         else:
             version, self._version, self.changes = self._version, self._version + 1, self.changes + 1
-        self._said[entry.worker_id] = msgspec.structs.replace(said, version=version)
-        return self._said[entry.worker_id]
+        self._published[entry.worker_id] = msgspec.structs.replace(message, version=version)
+        return self._published[entry.worker_id]
 
     def last(self, worker_id: int) -> HomesPublished | None:
         """Return the message published last for an engine; None: none."""
-        return self._said.get(worker_id)
+        return self._published.get(worker_id)
 
     def keep_only(self, worker_ids: set[int]) -> None:
         """Forget engines that are not present."""
-        for worker_id in self._said.keys() - worker_ids:
-            del self._said[worker_id]
+        for worker_id in self._published.keys() - worker_ids:
+            del self._published[worker_id]

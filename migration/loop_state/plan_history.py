@@ -83,7 +83,7 @@ class PlanHistory:
         self.spending = ByteBudget()
         self.moved_bytes = 0
         """bytes copied by any plan since the start of the log or of the service"""
-        self._tales: OrderedDict[str, PlanStory] = OrderedDict()
+        self._plans: OrderedDict[str, PlanStory] = OrderedDict()
         """by id, oldest first"""
         self._ids: OrderedDict[str, None] = OrderedDict()
         """ids of all known plans, so that replaying the log does not start a plan again"""
@@ -93,7 +93,7 @@ class PlanHistory:
 
         now, wall: time at which the entry was written, on the monotonic clock and in Unix seconds.
         """
-        tale = self._tales.get(said.plan)
+        tale = self._plans.get(said.plan)
         if isinstance(said, MigrationPlanned):
             if said.plan in self._ids:
                 return False
@@ -115,12 +115,12 @@ class PlanHistory:
     @property
     def last(self) -> PlanStory | None:
         """Newest plan; None: there was none."""
-        return next(reversed(self._tales.values()), None)
+        return next(reversed(self._plans.values()), None)
 
     @property
     def to_judge(self) -> PlanStory | None:
         """Newest automatic plan that has not been evaluated yet."""
-        return next((tale for tale in reversed(self._tales.values()) if tale.awaits_judgement), None)
+        return next((tale for tale in reversed(self._plans.values()) if tale.awaits_judgement), None)
 
     @property
     def to_undo(self) -> PlanStory | None:
@@ -128,14 +128,14 @@ class PlanHistory:
 
         Later plans are skipped if they changed nothing, or if they are automatic rollbacks that were aborted.
         """
-        behind = (tale for tale in reversed(self._tales.values()) if not (tale.in_vain or (tale.undoes and isinstance(tale.end, MigrationAborted))))
+        behind = (tale for tale in reversed(self._plans.values()) if not (tale.in_vain or (tale.undoes and isinstance(tale.end, MigrationAborted))))
         newest = next(behind, None)
         return newest if newest is not None and newest.judged is not None and newest.judged.verdict == "harmful" else None
 
     @property
     def epoch(self) -> int:
         """Last epoch that a plan created; 0: none."""
-        return next((tale.epoch for tale in reversed(self._tales.values()) if tale.numbers), 0)
+        return next((tale.epoch for tale in reversed(self._plans.values()) if tale.numbers), 0)
 
     def setback(self, seconds: float) -> float:
         """Return the time before which no further automatic plan is started; -inf: no restriction.
@@ -143,24 +143,24 @@ class PlanHistory:
         The pause follows the last aborted plan. It lasts `seconds`, doubled for each directly preceding
         aborted plan.
         """
-        failed = list(takewhile(lambda tale: tale.own and isinstance(tale.end, MigrationAborted), reversed(self._tales.values())))
+        failed = list(takewhile(lambda tale: tale.own and isinstance(tale.end, MigrationAborted), reversed(self._plans.values())))
         return failed[0].ended_at + seconds * 2 ** min(len(failed), MOST_DOUBLINGS) if failed else float("-inf")
 
     def follows(self, tale: PlanStory) -> bool:
         """Return True if a later plan changed something after this one."""
-        return any(later.numbers for later in takewhile(lambda other: other is not tale, reversed(self._tales.values())))
+        return any(later.numbers for later in takewhile(lambda other: other is not tale, reversed(self._plans.values())))
 
     def told(self) -> tuple[PlanTold, ...]:
         """Return the last plans, newest first."""
-        return tuple(_told(tale) for tale in list(reversed(self._tales.values()))[:MOST_TOLD])
+        return tuple(_report(tale) for tale in list(reversed(self._plans.values()))[:MOST_TOLD])
 
     def _begin(self, planned: MigrationPlanned, wall: float) -> None:
-        self._tales[planned.plan] = PlanStory(planned, wall)
+        self._plans[planned.plan] = PlanStory(planned, wall)
         self._ids[planned.plan] = None
         while len(self._ids) > MOST_IDS:
             self._ids.popitem(last=False)
-        while len(self._tales) > MOST_TALES:
-            self._tales.popitem(last=False)
+        while len(self._plans) > MOST_TALES:
+            self._plans.popitem(last=False)
 
     def _committed(self, tale: PlanStory, said: MigrationCommitted, now: float) -> None:
         tale.numbers.add(said.number)
@@ -174,7 +174,7 @@ class PlanHistory:
             tale.end, tale.ended_at = said, now
 
 
-def _told(tale: PlanStory) -> PlanTold:
+def _report(tale: PlanStory) -> PlanTold:
     planned, judged = tale.planned, tale.judged
     return PlanTold(
         plan=planned.plan,

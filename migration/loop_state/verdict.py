@@ -121,13 +121,13 @@ def judged(case: PlanCase, trust: float) -> Judgement:
     predicted = prices.cost(case.predicted_before) - prices.cost(case.predicted_after)
     realised = gain / predicted if case.whole and predicted > 0 else None
     now_trusted = trust if realised is None else moved(trust, realised, error / predicted)
-    told = _told(before.figures, after.figures, gain, predicted)
+    summary = _summary(before.figures, after.figures, gain, predicted)
     if worse := _worse(before, after, gain, error):
         if case.regret_seconds is not None and case.regret_seconds > case.least_regret:
-            return Judgement("harmful", realised, now_trusted, f"{worse}, and a step would be {_ms(case.regret_seconds)} shorter as it was before; {told}")
+            return Judgement("harmful", realised, now_trusted, f"{worse}, and a step would be {_ms(case.regret_seconds)} shorter as it was before; {summary}")
         why = "today's demand cannot be judged" if case.regret_seconds is None else "under today's demand it would be no better as it was before"
-        return Judgement("kept", realised, now_trusted, f"{worse}, but {why}; {told}")
-    return Judgement("kept", realised, now_trusted, told)
+        return Judgement("kept", realised, now_trusted, f"{worse}, but {why}; {summary}")
+    return Judgement("kept", realised, now_trusted, summary)
 
 
 def moved(trust: float, realised: float, error: float) -> float:
@@ -174,7 +174,7 @@ def _worse(before: Measurement, after: Measurement, gain: float, error: float) -
     return ""
 
 
-def _told(before: LoopFigures, after: LoopFigures, gain: float, predicted: float) -> str:
+def _summary(before: LoopFigures, after: LoopFigures, gain: float, predicted: float) -> str:
     return (
         f"remote ranks {before.remote_ranks:.3f} to {after.remote_ranks:.3f}, local {before.local:.1%} to {after.local:.1%}, "
         f"balance {before.balance:.3f} to {after.balance:.3f}: {_ms(gain)} of a step gained of {_ms(predicted)} predicted"

@@ -68,15 +68,15 @@ class MoveHistory:
         table = placement.expert_of_slot
         if table.shape != self.table.shape or placement.ranks != self.ranks:
             raise ValueError(f"history: {placement} follows {self.table.shape[1]} slots x {self.table.shape[0]} layers on {self.ranks} ranks; begin anew")
-        goes_on = plan is not None and plan == self.plan
+        same_plan = plan is not None and plan == self.plan
         return replace(
             self,
             epoch=placement.epoch,
             table=table,
             moved=np.where((self._held(table) != self._held(self.table)).any(axis=1), at, self.moved),
             plan=plan,
-            base=self.base if goes_on else self.table,
-            demand=self.demand if goes_on and demand is None else demand,
+            base=self.base if same_plan else self.table,
+            demand=self.demand if same_plan and demand is None else demand,
         )
 
     def seen(self, demand: Counts) -> "MoveHistory":

@@ -125,7 +125,8 @@ def _runs(changes: PlacementChanges, members: NDArray[np.intp]) -> list[tuple[fl
             gain, cost, run = gain + before[0], cost + before[1], before[2] + run
         runs.append((gain, cost, run))
     mean = [gain / cost if cost else np.inf if gain >= 0 else -np.inf for gain, cost, _ in runs]
-    return list(zip(np.minimum.accumulate(mean).tolist(), [np.array(run) for *_, run in runs], strict=True))  # a run never precedes one it builds on
+    # a run never precedes one it builds on
+    return list(zip(np.minimum.accumulate(mean).tolist(), [np.array(run) for *_, run in runs], strict=True))
 
 
 def copies_between(before: Table, after: Table, ranks: int) -> int:

@@ -83,7 +83,8 @@ def freedom(load: NDArray[np.float64], replicas: NDArray[Any], ranks: int) -> La
     """
     alone = load / np.maximum(replicas, 1)
     total = np.maximum(alone.sum(axis=1), 1e-300)
-    return np.asarray(1.0 / (1.0 / ranks + ((alone / total[:, None]) ** 2).sum(axis=1)))  # without demand: ranks
+    # without demand: ranks
+    return np.asarray(1.0 / (1.0 / ranks + ((alone / total[:, None]) ** 2).sum(axis=1)))
 
 
 def changed(loads: NDArray[np.float64], goal: Layers, noise: NDArray[np.float64], free: Layers | None = None) -> NDArray[np.bool_]:

@@ -43,19 +43,19 @@ class OperatorCommands:
         self._subjects = subjects
         self._ledger = ledger
         self._watch = watch
-        self._conductor = conductor
+        self._executor = conductor
 
     async def answer(self, message: Message) -> Message:
         """Answer a request from the bus."""
         if not isinstance(message, MigrateExpert | ApplyPlan | RollBack):
-            wanted = ", ".join(kind.__name__ for kind in (MigrateExpert, ApplyPlan, RollBack))
-            return RequestRefused(reason=f"a {type(message).__name__} is no request for this subject; send one of {wanted}")
+            kinds = ", ".join(kind.__name__ for kind in (MigrateExpert, ApplyPlan, RollBack))
+            return RequestRefused(reason=f"a {type(message).__name__} is no request for this subject; send one of {kinds}")
         try:
             entry = self.movable(message.engine)
-            self._conductor.refuse_second(entry.engine)
-            told = await self._conductor.survey(entry, ASK_SECONDS)
-            plan, origin = await self._plan(entry, message, told)
-            return await self._conductor.accept(entry, plan, origin)
+            self._executor.refuse_second(entry.engine)
+            statuses = await self._executor.survey(entry, ASK_SECONDS)
+            plan, origin = await self._plan(entry, message, statuses)
+            return await self._executor.accept(entry, plan, origin)
         except (ValueError, Unfit, BusError) as error:
             return RequestRefused(reason=str(error))
 
@@ -68,23 +68,23 @@ class OperatorCommands:
             raise ValueError(f"engine {engine!r} holds experts sharded over its ranks ({entry.layout}); they can move under expert parallelism only")
         return entry
 
-    async def _plan(self, entry: EngineEntry, asked: MigrateExpert | ApplyPlan | RollBack, told: Sequence[HandoverDescribed]) -> tuple[Plan, Origin]:
+    async def _plan(self, entry: EngineEntry, request: MigrateExpert | ApplyPlan | RollBack, statuses: Sequence[HandoverDescribed]) -> tuple[Plan, Origin]:
         """Make the requested plan. Raises ValueError with the reason if there is none."""
-        match asked:
+        match request:
             case MigrateExpert():
-                wanted = self._watch.wanted(entry.worker_id)
-                return await asyncio.to_thread(one_expert, entry.placement, asked, self._room(entry, told), wanted), "operator"
+                demand = self._watch.wanted(entry.worker_id)
+                return await asyncio.to_thread(one_expert, entry.placement, request, self._room(entry, statuses), demand), "operator"
             case ApplyPlan():
-                return await asyncio.to_thread(read, asked.plan, entry.placement), "operator"
-        planned = undone(await self._log(entry.engine), asked.plan)
-        return await self.undoing(entry, planned, await self.before(planned), told), "rollback"
+                return await asyncio.to_thread(read, request.plan, entry.placement), "operator"
+        planned = undone(await self._log(entry.engine), request.plan)
+        return await self.undoing(entry, planned, await self.before(planned), statuses), "rollback"
 
     async def undoing(self, entry: EngineEntry, planned: MigrationPlanned, goal: Placement, told: Sequence[HandoverDescribed]) -> Plan:
         """Make the plan that restores the placement before another plan. Raises ValueError if there is none.
         """
         return await asyncio.to_thread(back, entry.placement, goal, planned.plan, self._room(entry, told))
 
-    def _room(self, entry: EngineEntry, told: Sequence[HandoverDescribed]) -> StagingRoom:
+    def _room(self, entry: EngineEntry, statuses: Sequence[HandoverDescribed]) -> StagingRoom:
         """Return the staging capacity of an engine.
 
         Raises RankFull if a rank has no free cell, and ValueError if the engine is not tracked.
@@ -93,7 +93,7 @@ class OperatorCommands:
         if machines is None:
             raise ValueError(f"engine {entry.engine!r} is not tracked: its demand exceeds planner.most_cells; raise it")
         shape, node = machines
-        least = min(told, key=lambda said: said.free)
+        least = min(statuses, key=lambda status: status.free)
         if least.free < 1:
             held = f"{least.quarantined} are in quarantine, {least.draining} drain"
             raise RankFull(f"rank {least.rank} has no free cell to bring an expert into: {held}; wait until they settle, or restart the engine")
@@ -110,7 +110,7 @@ class OperatorCommands:
         Raises BusError if the log cannot be read, and ValueError if the log does not reach back that far.
         """
         async for received in self._bus.replay(self._subjects.placements(planned.engine), follow=False):
-            said = received.message
-            if isinstance(said, PlacementCommitted) and (said.worker_id, said.placement.epoch) == (planned.worker_id, planned.base_epoch):
-                return Placement.from_record(said.placement)
+            event = received.message
+            if isinstance(event, PlacementCommitted) and (event.worker_id, event.placement.epoch) == (planned.worker_id, planned.base_epoch):
+                return Placement.from_record(event.placement)
         raise ValueError(f"epoch {planned.base_epoch} of engine {planned.engine!r}, before plan {planned.plan}, is not stored any more")

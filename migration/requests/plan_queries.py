@@ -62,7 +62,7 @@ class PlanQueries:
         if not isinstance(message, DescribePlan):
             return RequestRefused(reason=f"a {type(message).__name__} is no question for this subject; send a {DescribePlan.__name__}")
         try:
-            entry, question = self._asked_for(message)
+            entry, question = self._checked(message)
             self._waiting += 1
             try:
                 decided = await self.decide(entry, question)
@@ -92,28 +92,28 @@ class PlanQueries:
         view = self._watch.view(entry, self._clock())
         return await asyncio.get_running_loop().run_in_executor(self._thinking, regret, view, placement, self._config)
 
-    def _asked_for(self, asked: DescribePlan) -> tuple[EngineEntry, PlanningQuestion]:
+    def _checked(self, request: DescribePlan) -> tuple[EngineEntry, PlanningQuestion]:
         """Check a request. Raises ValueError naming what is invalid, or if too many requests are waiting."""
-        entry = self._ledger.engines().get(asked.engine)
+        entry = self._ledger.engines().get(request.engine)
         if entry is None:
-            raise ValueError(f"no engine {asked.engine!r} with experts is present; there are: {', '.join(sorted(self._ledger.engines())) or 'none'}")
+            raise ValueError(f"no engine {request.engine!r} with experts is present; there are: {', '.join(sorted(self._ledger.engines())) or 'none'}")
         if self._waiting >= self._config.most_questions:
             raise ValueError(f"{self._waiting} plan requests are waiting already; try again later, or raise planner.most_questions")
-        return entry, _question(asked, entry, self._config, self._trust(asked.engine))
+        return entry, _question(request, entry, self._config, self._trust(request.engine))
 
 
-def _question(asked: DescribePlan, entry: EngineEntry, config: MigrationConfig, trust: float) -> PlanningQuestion:
+def _question(request: DescribePlan, entry: EngineEntry, config: MigrationConfig, trust: float) -> PlanningQuestion:
     """Check the parameters of a request. Raises ValueError naming what is invalid."""
-    policy = next((policy for policy in POLICIES if policy == (asked.policy or config.policy)), None)
+    policy = next((policy for policy in POLICIES if policy == (request.policy or config.policy)), None)
     if policy is None:
-        raise ValueError(f"no policy {asked.policy!r}; there are: {', '.join(POLICIES)}")
-    if asked.budget_bytes is not None and asked.budget_bytes < 0:
-        raise ValueError(f"a budget of {asked.budget_bytes} bytes; use 0 or more")
-    for what, numbers, most in (("rank", asked.dead, entry.placement.ranks), ("layer", asked.layers, entry.placement.layers)):
+        raise ValueError(f"no policy {request.policy!r}; there are: {', '.join(POLICIES)}")
+    if request.budget_bytes is not None and request.budget_bytes < 0:
+        raise ValueError(f"a budget of {request.budget_bytes} bytes; use 0 or more")
+    for what, numbers, most in (("rank", request.dead, entry.placement.ranks), ("layer", request.layers, entry.placement.layers)):
         outside = [number for number in numbers if not 0 <= number < most]
         if outside:
-            raise ValueError(f"engine {asked.engine!r} has no {what} {outside[0]}; they run from 0 to {most - 1}")
-    if len(set(asked.dead)) == entry.placement.ranks:
+            raise ValueError(f"engine {request.engine!r} has no {what} {outside[0]}; they run from 0 to {most - 1}")
+    if len(set(request.dead)) == entry.placement.ranks:
         raise ValueError("all ranks are named as dead; nothing would be left to plan for")
-    budget = config.budget_bytes if asked.budget_bytes is None else asked.budget_bytes
-    return PlanningQuestion(policy, budget, asked.memory, tuple(sorted(set(asked.dead))), tuple(sorted(set(asked.layers))), bounds=True, trust=trust)
+    budget = config.budget_bytes if request.budget_bytes is None else request.budget_bytes
+    return PlanningQuestion(policy, budget, request.memory, tuple(sorted(set(request.dead))), tuple(sorted(set(request.layers))), bounds=True, trust=trust)

@@ -118,11 +118,11 @@ class MigrationMetrics:
 
     def figures(self, record: PlanRecord) -> None:
         """Publish the figures of an engine from the last cycle."""
-        told = {"gain_seconds": record.gain_seconds, "net_seconds": record.net_seconds, "copied_bytes": float(record.copied_bytes)}
+        current = {"gain_seconds": record.gain_seconds, "net_seconds": record.net_seconds, "copied_bytes": float(record.copied_bytes)}
         if record.before is not None:
-            told.update(balance=record.before.balance_mean, local_share=record.before.local_share)
+            current.update(balance=record.before.balance_mean, local_share=record.before.local_share)
         if record.engine in self._engines:
-            for name, value in told.items():
+            for name, value in current.items():
                 self._figures[name].labels(record.engine).set(value)
 
     def serving(self, engines: dict[str, EngineEntry]) -> None:
@@ -145,10 +145,10 @@ class MigrationMetrics:
         """Publish the measurements of an engine's last window."""
         if engine not in self._engines:
             return
-        told = {"balance": figures.balance, "remote_ranks": figures.remote_ranks, "local_share": figures.local, "step_seconds": figures.step_seconds}
+        current = {"balance": figures.balance, "remote_ranks": figures.remote_ranks, "local_share": figures.local, "step_seconds": figures.step_seconds}
         if figures.communication is not None:
-            told["communication_share"] = figures.communication
-        for name, value in told.items():
+            current["communication_share"] = figures.communication
+        for name, value in current.items():
             self._loop[name].labels(engine).set(value)
         self._measured[engine] = len(layers.balance)
         for name, values in (("balance", layers.balance), ("remote_ranks", layers.remote_ranks), ("local_share", layers.local)):

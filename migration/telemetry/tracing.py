@@ -144,8 +144,8 @@ class HandoverTrace:
 def _figures(prefix: str, figures: LoopFigures | None) -> Attributes:
     if figures is None:
         return {}
-    told = {"remote_ranks": figures.remote_ranks, "local": figures.local, "balance": figures.balance, "step_seconds": figures.step_seconds}
-    return {f"roost.{prefix}.{name}": value for name, value in told.items()}
+    values = {"remote_ranks": figures.remote_ranks, "local": figures.local, "balance": figures.balance, "step_seconds": figures.step_seconds}
+    return {f"roost.{prefix}.{name}": value for name, value in values.items()}
 
 
 def _end(span: Span, end: MigrationCommitted | MigrationAborted | None) -> None:

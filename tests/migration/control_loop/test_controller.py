@@ -149,9 +149,9 @@ async def test_a_pause_outlives_the_service_and_what_operators_ask_for_is_still_
 async def test_a_plan_that_pays_is_not_begun_any_more_where_somebody_pauses_at_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker) as service:
-        pilots = service._autopilot
-        assert pilots is not None
-        survey, asked = pilots._conductor.survey, 0
+        controller = service._controller
+        assert controller is not None
+        survey, asked = controller._executor.survey, 0
 
         async def meanwhile(*arguments: Any) -> Any:
             nonlocal asked
@@ -159,7 +159,7 @@ async def test_a_plan_that_pays_is_not_begun_any_more_where_somebody_pauses_at_t
             await steer(world.bus, paused=True)
             return await survey(*arguments)
 
-        monkeypatch.setattr(pilots._conductor, "survey", meanwhile)
+        monkeypatch.setattr(controller._executor, "survey", meanwhile)
         await world.last(25)
         assert asked == 1
         assert await own(world.bus) == []
@@ -170,10 +170,10 @@ async def test_a_plan_that_pays_is_not_begun_any_more_where_somebody_pauses_at_t
 async def test_a_plan_begins_no_more_once_a_pause_was_acknowledged(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker) as service:
-        pilots = service._autopilot
-        assert pilots is not None
-        conductor, asked = pilots._conductor, 0
-        store, record = conductor._journal.store, service._bus.record
+        controller = service._controller
+        assert controller is not None
+        executor, asked = controller._executor, 0
+        store, record = executor._migration_log.store, service._bus.record
 
         async def storing(*arguments: Any) -> str:
             nonlocal asked
@@ -191,13 +191,13 @@ async def test_a_plan_begins_no_more_once_a_pause_was_acknowledged(monkeypatch: 
             await record(subject, message)
 
         if when == "while it is stored":
-            monkeypatch.setattr(conductor._journal, "store", storing)
+            monkeypatch.setattr(executor._migration_log, "store", storing)
         else:
             monkeypatch.setattr(service._bus, "record", recording)
         await world.last(25)
         assert asked == 1
         assert await own(world.bus) == []
-        assert (conductor._plans, conductor._traces) == ({}, {})
+        assert (executor._plans, executor._traces) == ({}, {})
         await steer(world.bus, paused=False)
         await world.until(MigrationCommitted, 40)
 
@@ -206,9 +206,9 @@ async def test_a_plan_begins_no_more_once_a_pause_was_acknowledged(monkeypatch: 
 async def test_an_engine_that_leaves_while_its_verdict_is_taken_up_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker, replace(CONFIG, judge_seconds=100.0)) as service:
-        pilots = service._autopilot
-        assert pilots is not None
-        learn, learnt = pilots._judge.learn, 0
+        controller = service._controller
+        assert controller is not None
+        learn, learnt = controller._evaluator.learn, 0
 
         async def slowly(*arguments: Any) -> None:
             nonlocal learnt
@@ -218,7 +218,7 @@ async def test_an_engine_that_leaves_while_its_verdict_is_taken_up_harms_nobody(
             learnt += 1
 
         await world.until(MigrationCommitted)
-        monkeypatch.setattr(pilots._judge, "learn", slowly)
+        monkeypatch.setattr(controller._evaluator, "learn", slowly)
         (planned,) = await own(world.bus)
         await world.bus.record(SUBJECTS.migrations("a"), by_another(planned, 0.5))
         await asyncio.sleep(10)
@@ -237,8 +237,8 @@ async def test_of_engines_that_come_and_go_a_bounded_number_is_remembered(monkey
                 assert (await engine_of(world.bus)).engine == f"e{number}"
                 await world.bus.record(SUBJECTS.membership(world.name), EngineLeft(engine=world.name, worker_id=world.worker_id, reason="stopped"))
                 await asyncio.sleep(2)
-        assert service._autopilot is not None
-        assert len(service._autopilot._annals) == 2
+        assert service._controller is not None
+        assert len(service._controller._histories) == 2
 
 
 @pytest.mark.looptime
@@ -247,12 +247,12 @@ async def test_a_pause_that_cannot_be_made_durable_is_refused_and_does_not_hold(
     async with flight(broker) as world, serving(broker) as service:
         with pytest.raises(Declined, match="send a SteerLoop or a DescribeLoop"):
             await world.bus.request(SUBJECTS.loop, DescribeProfile(model="m"))
-        pilots = service._autopilot
-        assert pilots is not None
+        controller = service._controller
+        assert controller is not None
         broker.reachable = False
-        answer = await pilots.answer(SteerLoop(paused=True))
+        answer = await controller.answer(SteerLoop(paused=True))
         assert "has no effect" in str(answer)
-        assert not pilots.described().paused
+        assert not controller.described().paused
         broker.reachable = True
         assert (await steer(world.bus, paused=True)).paused
 
@@ -404,8 +404,8 @@ async def test_a_rollback_that_was_given_up_on_its_way_is_gone_on_with_and_all_t
         world.ranks.fails, world.ranks.stage_seconds = {}, 0.05
         told = await rolled_back(world)
         assert [plan.origin for plan in told.plans] == ["rollback", "rollback", "planner"]
-        assert service._autopilot is not None
-        (harm,) = service._autopilot._judge.memory("a").harms
+        assert service._controller is not None
+        (harm,) = service._controller._evaluator.memory("a").harms
         cells = harm.resting()
         assert cells is not None
         assert (cells == (made.replicas_on_rank != FIRST.replicas_on_rank).any(axis=1)).all()
@@ -583,9 +583,9 @@ async def test_a_plan_that_was_not_followed_after_a_shift_is_judged_as_ever(monk
     async with flight(broker) as world, serving(broker, config) as service:
         planned = await world.until(MigrationPlanned)
         await world.until(MigrationCommitted, after=planned.handovers - 1)
-        pilots = service._autopilot
-        assert pilots is not None
-        survey, asked = pilots._conductor.survey, 0
+        controller = service._controller
+        assert controller is not None
+        survey, asked = controller._executor.survey, 0
 
         async def meanwhile(*arguments: Any) -> Any:
             nonlocal asked
@@ -594,7 +594,7 @@ async def test_a_plan_that_was_not_followed_after_a_shift_is_judged_as_ever(monk
                 await steer(world.bus, paused=True)
             return await survey(*arguments)
 
-        monkeypatch.setattr(pilots._conductor, "survey", meanwhile)
+        monkeypatch.setattr(controller._executor, "survey", meanwhile)
         if reason == "silent":
             world.ranks.silent.add(1)
         world.rates = SKEWED[::-1].copy()
@@ -608,7 +608,7 @@ async def test_a_plan_that_was_not_followed_after_a_shift_is_judged_as_ever(monk
 async def test_a_plan_is_not_carried_out_where_popularity_shifted_while_it_was_thought_over(monkeypatch: pytest.MonkeyPatch) -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker) as service:
-        decide, shifts = service._inquiries.decide, 0
+        decide, shifts = service._plan_queries.decide, 0
 
         async def meanwhile(*arguments: Any) -> Any:
             nonlocal shifts
@@ -619,7 +619,7 @@ async def test_a_plan_is_not_carried_out_where_popularity_shifted_while_it_was_t
                 await asyncio.sleep(0.1)
             return found
 
-        monkeypatch.setattr(service._inquiries, "decide", meanwhile)
+        monkeypatch.setattr(service._plan_queries, "decide", meanwhile)
         planned = await world.until(MigrationPlanned)
         assert planned.traceparent == SHIFT.traceparent, "the first one was of before the shift"
         assert len(await own(world.bus)) == 1
@@ -665,18 +665,18 @@ async def test_homes_of_a_plan_hold_soon_after_its_end_though_the_log_is_heard_b
     plans_with_homes(monkeypatch)
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker, replace(CONFIG, cycle_seconds=25.0)) as service:
-        pilots = service._autopilot
-        assert pilots is not None
+        controller = service._controller
+        assert controller is not None
         world.ranks.stage_seconds = 4.0
         await world.until(MigrationPlanned, 60)
-        monkeypatch.setattr(pilots, "_under_way", lambda engine: True)
-        monkeypatch.setattr(pilots._housing, "_under_way", pilots._under_way)
+        monkeypatch.setattr(controller, "_under_way", lambda engine: True)
+        monkeypatch.setattr(controller._homes, "_under_way", controller._under_way)
         await world.until(MigrationCommitted)
         await world.last(2)
-        assert pilots._pilots["a"].homes_after is not None
+        assert controller._loops["a"].homes_after is not None
         monkeypatch.undo()
         await world.last(3)
-        assert pilots._pilots["a"].homes_after is None
+        assert controller._loops["a"].homes_after is None
 
 
 @pytest.mark.looptime
@@ -788,13 +788,13 @@ async def test_an_engine_whose_experts_are_sharded_is_measured_and_left_alone_be
 async def test_what_was_judged_on_a_clock_that_is_ahead_does_not_keep_us_from_learning() -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker, replace(CONFIG, judge_seconds=100.0)) as service:
-        pilots = service._autopilot
-        assert pilots is not None
+        controller = service._controller
+        assert controller is not None
         await world.until(MigrationCommitted)
         (planned,) = await own(world.bus)
-        await pilots._heard(by_another(planned, 0.5), time.time() + 1e6)
+        await controller._apply(by_another(planned, 0.5), time.time() + 1e6)
         assert (await engine_of(world.bus)).trust == pytest.approx(0.5, abs=0.01)
-        await pilots._judge.learn(by_another(planned, 0.25), time.time() + 1.0)
+        await controller._evaluator.learn(by_another(planned, 0.25), time.time() + 1.0)
         assert (await engine_of(world.bus)).trust == pytest.approx(0.25, abs=0.01)
 
 

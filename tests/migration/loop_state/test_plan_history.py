@@ -152,7 +152,7 @@ def test_plans_that_are_given_up_one_after_another_make_the_pause_longer() -> No
 
 def test_old_stories_are_forgotten() -> None:
     annals = told(*(planned(str(number)) for number in range(3 * MOST_TALES)))
-    assert len(annals._tales) == MOST_TALES
+    assert len(annals._plans) == MOST_TALES
     assert [plan.plan for plan in annals.told()] == [str(3 * MOST_TALES - 1 - at) for at in range(MOST_TOLD)]
 
 
