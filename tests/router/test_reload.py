@@ -1,4 +1,4 @@
-"""Settings read again while a router runs: whole or not at all, between two decisions, and always with a word about it."""
+"""Reload of settings while a router runs: all or nothing, between two decisions, and always recorded."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from tests.router.router_fixture import House, MockRank, OpenHouse, Serve, chat,
 NAMES = {field.name for field in fields(RouterConfig)}
 
 
-def test_every_reloadable_setting_exists_and_secrets_and_doors_are_not_among_them() -> None:
+def test_every_reloadable_setting_exists_and_secrets_and_sockets_are_not_among_them() -> None:
     assert NAMES >= RELOADABLE
     assert not RELOADABLE & {"host", "port", "api_key_file", "backends", "backend_key_file", "processes", "replicas", "session_header"}
 
 
-def test_what_differs_is_told_as_toml_writes_it() -> None:
+def test_differences_are_reported_as_toml_writes_them() -> None:
     old = RouterConfig()
     new = replace(old, queue_weight=2.5, policy="kv", replicas=False, classes=("a", "normal"), max_attempts=6)
     assert differing(old, new) == {
@@ -108,14 +108,14 @@ async def test_settings_that_cannot_be_read_change_nothing(house: House) -> None
     assert await recorded(house) == [said]
 
 
-async def test_a_reload_without_a_bus_is_heeded_all_the_same(open_house: OpenHouse) -> None:
+async def test_a_reload_works_without_a_bus(open_house: OpenHouse) -> None:
     house = await open_house(bus=False)
     said = await house.service.reload(reading(replace(house.service.config, max_attempts=7)))
     assert said.changed == {"max_attempts": ("5", "7")}
     assert house.service.config.max_attempts == 7
 
 
-async def test_nothing_differs_is_told_too(house: House) -> None:
+async def test_a_reload_without_differences_is_reported_too(house: House) -> None:
     said = await house.service.reload(reading(replace(house.service.config)))
     assert (said.changed, said.refused) == ({}, None)
     assert await recorded(house) == [said]

@@ -1,4 +1,4 @@
-"""Requests that wait for a place: in order, woken when there is room, refused in time, and never leaving anything behind. Virtual time."""
+"""Wait queue: admission order, wake-ups on free capacity, timely refusals, and no leftovers. Virtual time."""
 
 import asyncio
 import contextlib
@@ -30,12 +30,14 @@ NOTHING = 1e-6
 
 
 class Front:
-    """A service whose ranks are numbers only: requests are admitted, hold their place for a while, and are released."""
+    """Service whose ranks are numbers only: requests are admitted, hold their slot for a while, and are
+    released.
+    """
 
     def __init__(self, service: RouterService) -> None:
         self.service = service
         self.order: list[str] = []
-        """names of requests as they got their places"""
+        """names of requests in the order of their admission"""
         self.targets: dict[str, str] = {}
         self.open: dict[str, Booking] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -53,7 +55,7 @@ class Front:
         return exchange
 
     async def admit(self, name: str, priority: str = "normal", *, begun: bool = False, context: int = 0, timeout: float | None = None) -> RequestLog:
-        """Get a place, and keep it until `release`."""
+        """Get a slot, and hold it until `release`."""
         exchange = self.exchange(name, priority, timeout)
         need = RoutingRequest("demo", TextPrompt(name.encode() * 8, "demo"), context, 10, None, name)
         decision, booking = await self.service.waiting.admit(exchange, need, "", FIRST_TRY, begun=begun)
@@ -84,7 +86,7 @@ Opened = Callable[..., Front]
 
 @pytest.fixture
 def opened() -> Opened:
-    """`opened(ranks=1, places=1, **settings)`: a service of the loop's clock, with one engine."""
+    """Call `opened(ranks=1, places=1, **settings)` for a service on the loop's clock, with one engine."""
 
     def start(*, ranks: int = 1, engine: bool = True, **settings: Any) -> Front:
         config = RouterConfig(**{"max_requests_per_rank": 1, "max_queue_seconds": 1e6, "lockstep_weight": 0.0} | settings)
@@ -105,7 +107,7 @@ def joined(ranks: int = 1, **about: Any) -> Any:
 
 
 async def settled() -> None:
-    """Whatever can happen without time passing has happened."""
+    """Let everything happen that needs no time to pass."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -118,16 +120,16 @@ async def refusal(task: Awaitable[object]) -> tuple[str | None, int]:
     return refused.value.code, refused.value.status
 
 
-async def test_where_there_is_room_nobody_waits_and_nothing_is_awaited(opened: Opened) -> None:
+async def test_with_free_capacity_no_request_waits_and_nothing_is_awaited(opened: Opened) -> None:
     front = opened(ranks=2)
     coroutine = front.admit("a")
     with pytest.raises(StopIteration) as done:
-        coroutine.send(None)  # it ends without ever being suspended
+        coroutine.send(None)  # it ends without being suspended
     assert done.value.value.queued_seconds == 0.0
     assert front.samples("queue_requests") == {}
 
 
-async def test_a_place_that_is_released_goes_to_who_waits(opened: Opened) -> None:
+async def test_a_released_slot_goes_to_a_waiting_request(opened: Opened) -> None:
     front = opened()
     await front.admit("a")
     waiting = front.begin("b")
@@ -153,12 +155,12 @@ async def test_classes_come_in_order_and_continuations_first(opened: Opened) -> 
     assert all(task.done() for task in tasks)
 
 
-async def test_a_newcomer_does_not_pass_who_waits_in_its_class_but_those_of_lower_ones(opened: Opened) -> None:
+async def test_a_new_request_does_not_pass_its_own_class_but_passes_lower_ones(opened: Opened) -> None:
     front = opened()
     await front.admit("running")
     first = front.begin("normal-1")
     await settled()
-    front.service.picker.reservations.release(front.open["running"])  # room that nobody was told of
+    front.service.picker.reservations.release(front.open["running"])  # frees capacity without an event
     second = front.begin("normal-2")
     high = front.begin("high", "high")
     await settled()
@@ -172,7 +174,7 @@ async def test_a_newcomer_does_not_pass_who_waits_in_its_class_but_those_of_lowe
     second.cancel()
 
 
-async def test_room_that_nobody_speaks_of_is_found_within_a_tenth_of_a_second(opened: Opened) -> None:
+async def test_capacity_that_no_event_reports_is_found_within_a_tenth_of_a_second(opened: Opened) -> None:
     front = opened()
     await front.admit("running")
     waiting = front.begin("b")
@@ -225,7 +227,7 @@ async def test_bytes_that_wait_are_bounded(opened: Opened) -> None:
         task.cancel()
 
 
-async def test_who_waits_too_long_is_refused_with_503(opened: Opened) -> None:
+async def test_a_request_that_waits_too_long_is_refused_with_503(opened: Opened) -> None:
     front = opened(queue_wait_seconds=3.0)
     await front.admit("running")
     assert await refusal(front.admit("b")) == ("queue_timeout", 503)
@@ -242,7 +244,7 @@ async def test_a_client_may_name_an_earlier_deadline_but_no_later_one(opened: Op
     assert front.now == pytest.approx(3.0, abs=0.1 + NOTHING)
 
 
-async def test_an_engine_that_comes_back_in_time_serves_those_who_waited_for_it(opened: Opened) -> None:
+async def test_an_engine_that_returns_in_time_serves_the_requests_that_waited_for_it(opened: Opened) -> None:
     front = opened(ranks=2, engine=False)
     waiting = [front.begin(f"r{number}") for number in range(2)]
     asking = asyncio.create_task(front.service.waiting.live_roster(front.exchange("asks"), "demo"))
@@ -267,7 +269,7 @@ async def test_without_an_engine_requests_wait_for_two_seconds_and_no_longer(ope
     assert front.now == pytest.approx(3.0, abs=0.1 + NOTHING)
 
 
-async def test_those_who_wait_for_a_place_wait_two_seconds_when_all_engines_die(opened: Opened) -> None:
+async def test_queued_requests_wait_two_seconds_when_all_engines_die(opened: Opened) -> None:
     front = opened()
     await front.admit("running")
     waiting, lucky = front.begin("b"), front.begin("c", timeout=60.0)
@@ -276,11 +278,11 @@ async def test_those_who_wait_for_a_place_wait_two_seconds_when_all_engines_die(
     await asyncio.sleep(1.0)
     front.service.view.join(joined(), front.now)
     front.service.view.heard(1, front.now)
-    await asyncio.sleep(3.0)  # it came back: their own deadlines count again
+    await asyncio.sleep(3.0)  # the engine returned: the requests' own deadlines apply again
     assert not waiting.done()
     front.service.view.leave(1)
     assert await refusal(lucky) == await refusal(waiting) == ("no_engine", 503)
-    assert front.now == pytest.approx(10.0, abs=0.2)  # at the end of their own time, which is sooner than two seconds from then
+    assert front.now == pytest.approx(10.0, abs=0.2)  # at their own deadline, which is sooner than two seconds from then
 
 
 async def test_an_unknown_model_is_refused_at_once(opened: Opened) -> None:
@@ -290,7 +292,7 @@ async def test_an_unknown_model_is_refused_at_once(opened: Opened) -> None:
     assert (refused.value.status, front.now) == (404, 0.0)
 
 
-async def test_a_stopping_router_refuses_those_who_wait_and_those_who_come(opened: Opened) -> None:
+async def test_a_stopping_router_refuses_waiting_and_new_requests(opened: Opened) -> None:
     front = opened()
     await front.admit("running")
     waiting = front.begin("b")
@@ -300,7 +302,7 @@ async def test_a_stopping_router_refuses_those_who_wait_and_those_who_come(opene
     assert await refusal(front.admit("c")) == ("not_ready", 503)
 
 
-async def test_what_cannot_be_decided_is_told_to_the_request_it_is_about(opened: Opened) -> None:
+async def test_an_error_of_deciding_is_raised_in_its_own_request(opened: Opened) -> None:
     front = opened()
     await front.admit("running")
     wrong = RoutingRequest("demo", TextPrompt(b"x", "demo"), 0, 10, "another tokenizer")
@@ -313,7 +315,7 @@ async def test_what_cannot_be_decided_is_told_to_the_request_it_is_about(opened:
         await task
 
 
-async def test_a_prompt_that_fits_nowhere_yet_holds_up_nobody(opened: Opened) -> None:
+async def test_a_prompt_that_fits_nowhere_yet_blocks_no_other_request(opened: Opened) -> None:
     front = opened()
     front.service.view.join(engine_joined("small", ["http://h:9"], None, worker_id=2, shape=None, placement=None, max_context=50), 0.0)
     front.service.view.heard(2, 0.0)
@@ -332,7 +334,7 @@ async def test_a_prompt_that_fits_nowhere_yet_holds_up_nobody(opened: Opened) ->
     assert short_two.done()
 
 
-async def test_a_load_report_that_tells_of_room_wakes(opened: Opened) -> None:
+async def test_a_load_report_that_shows_free_capacity_wakes(opened: Opened) -> None:
     front = opened()
     feeds = front.service.feeds
     assert feeds is not None
@@ -363,7 +365,8 @@ async def test_the_wait_is_in_metrics_and_gauges_return_to_zero(opened: Opened) 
 
 @pytest.mark.parametrize("turns", range(8))
 async def test_cancelled_at_any_moment_nothing_stays_behind(opened: Opened, turns: int) -> None:
-    """The client leaves so many turns of the event loop after the place it waits for becomes free."""
+    """The client disconnects `turns` turns of the event loop after the slot that it waits for becomes free.
+    """
     front = opened()
     await front.admit("running")
     waiting = front.begin("b")
@@ -376,7 +379,7 @@ async def test_cancelled_at_any_moment_nothing_stays_behind(opened: Opened, turn
     with contextlib.suppress(asyncio.CancelledError):
         await waiting
     if "b" in front.open:
-        front.release("b")  # it had its place before it was cancelled
+        front.release("b")  # it was admitted before its cancellation
     await later
     front.release("c")
     assert front.service.picker.reservations.open_bookings == 0
@@ -420,7 +423,7 @@ async def test_urgent_newcomers_do_not_keep_an_aged_request_from_its_place(opene
     old = front.begin("old", "low")
     await asyncio.sleep(5.15)
     tasks = []
-    for number in range(2 * AGED_EVERY):  # each comes in the moment in which a place is free and nobody was told of it yet
+    for number in range(2 * AGED_EVERY):  # each arrives while a slot is free and no event has reported it yet
         front.service.picker.reservations.release(front.open.pop(front.order[-1]))
         tasks.append(front.begin(f"high-{number}", "high"))
         await settled()
@@ -430,7 +433,7 @@ async def test_urgent_newcomers_do_not_keep_an_aged_request_from_its_place(opene
         task.cancel()
 
 
-async def test_a_burst_of_a_thousand_is_answered_in_class_order_and_nobody_twice(opened: Opened) -> None:
+async def test_a_burst_of_a_thousand_is_answered_in_class_order_and_each_once(opened: Opened) -> None:
     front = opened(ranks=4, max_requests_per_rank=4, queue_wait_seconds=1e4, queue_requests=1000)
     chance = random.Random(3)
     names = [f"{chance.choice(('high', 'normal', 'low'))}-{number}" for number in range(1000)]
@@ -447,7 +450,7 @@ async def test_a_burst_of_a_thousand_is_answered_in_class_order_and_nobody_twice
     assert classes == sorted(classes, key=("high", "normal", "low").index)
     for name in ("high", "normal", "low"):
         numbers = [int(one.split("-")[1]) for one in waited if one.startswith(name)]
-        assert sum(later < earlier for earlier, later in pairwise(numbers)) <= len(numbers) // 4  # together placed ones may swap
+        assert sum(later < earlier for earlier, later in pairwise(numbers)) <= len(numbers) // 4  # requests admitted together may swap
     assert front.samples("refused_total") == {}
 
 
@@ -460,8 +463,10 @@ def counts(front: Front) -> dict[str, int]:
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32 - 1))
-def test_whatever_comes_leaves_or_breaks_nobody_is_lost_and_nothing_stays_booked(seed: int) -> None:
-    """Requests of all classes come, leave, and hold places, while an engine dies and returns; everyone gets exactly one answer."""
+def test_whatever_arrives_leaves_or_breaks_no_request_is_lost_and_nothing_stays_booked(seed: int) -> None:
+    """Requests of all classes arrive, leave, and hold slots, while an engine dies and returns; each gets
+    exactly one answer.
+    """
     chance = random.Random(seed)
 
     async def story() -> None:
@@ -508,12 +513,12 @@ def test_whatever_comes_leaves_or_breaks_nobody_is_lost_and_nothing_stays_booked
         loop.close()
 
 
-async def test_who_does_not_want_to_wait_passes_nobody_who_does(opened: Opened) -> None:
+async def test_a_request_that_does_not_wait_passes_none_that_does(opened: Opened) -> None:
     front = opened()
     await front.admit("running")
     waiting = front.begin("b")
     await settled()
-    front.service.picker.reservations.release(front.open["running"])  # room that nobody was told of
+    front.service.picker.reservations.release(front.open["running"])  # frees capacity without an event
     need = RoutingRequest("demo", TextPrompt(b"x", "demo"), 0, 10, None)
     for priority, code in (("normal", "saturated"), ("low", "saturated")):
         asked = front.service.waiting.admit(front.exchange("now", priority), need, "", FIRST_TRY, begun=False, wait=False)
@@ -530,7 +535,7 @@ async def test_a_clients_deadline_is_for_the_beginning_of_its_answer(opened: Ope
     assert front.now == pytest.approx(3.0, abs=0.1 + NOTHING)
 
 
-async def test_ranks_that_are_left_alone_have_no_places_unless_nobody_else_is_left(opened: Opened) -> None:
+async def test_excluded_ranks_have_no_slots_unless_no_other_rank_remains(opened: Opened) -> None:
     front = opened(ranks=3, max_requests_per_rank=5)
     picker = front.service.picker
     assert picker.places("demo", 0.0) == 15
@@ -563,7 +568,7 @@ async def test_retry_after_follows_the_rate_at_which_places_become_free(opened: 
     await settled()
     with pytest.raises(ApiError) as early:
         await front.admit("too-much")
-    for _ in range(10):  # one place every 2 s
+    for _ in range(10):  # one slot every 2 s
         await asyncio.sleep(0.9)
         front.release(front.order[-1])
         await settled()
@@ -576,7 +581,7 @@ async def test_retry_after_follows_the_rate_at_which_places_become_free(opened: 
         task.cancel()
 
 
-async def test_many_places_are_given_in_short_turns_whoever_wakes(opened: Opened) -> None:
+async def test_many_slots_are_given_in_short_turns_for_any_wake_up(opened: Opened) -> None:
     front = opened(ranks=2, max_requests_per_rank=60)
     running = [front.service.picker.reservations.book((1, rank), (0, 60, 0, 0), 0.0) for rank in range(2)]
     tasks = [front.begin(f"r{number}") for number in range(120)]
@@ -589,7 +594,7 @@ async def test_many_places_are_given_in_short_turns_whoever_wakes(opened: Opened
         before = len(room)
         if room._timer is not None:
             room._timer.cancel()
-        room._look_again()  # as if time had passed
+        room._look_again()  # simulates the timer
         await asyncio.sleep(0)
         most = max(most, before - len(room))
     assert most == 16

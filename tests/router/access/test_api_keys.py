@@ -1,4 +1,4 @@
-"""The keys file: which caller each line makes, and what is wrong with a line that makes none."""
+"""Keys file: the caller that each valid line makes, and the error of each invalid line."""
 
 import hashlib
 
@@ -90,7 +90,7 @@ def test_a_gateway_speaks_for_the_tenant_it_names_and_then_for_no_other() -> Non
     with pytest.raises(ApiError, match="tenant header must be") as refused:
         gateway.speaking_for("a b")
     assert refused.value.status == 400
-    assert TRUSTED.speaking_for("acme") == TRUSTED  # without keys the header is a hint, and no tenant
+    assert TRUSTED.speaking_for("acme") == TRUSTED  # without keys the header names no authenticated tenant
 
 
 def test_keys_do_not_show_in_their_text_form() -> None:

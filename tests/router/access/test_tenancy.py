@@ -1,4 +1,4 @@
-"""Salts: unambiguous, equal in all routers, and what of them reaches servers."""
+"""Salts: unambiguous, equal in all routers, and passed on to servers correctly."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The queue's rules: who comes next, who is refused for whom, and that nobody starves."""
+"""Policy of the wait queue: order of admission, load shedding, and no starvation."""
 
 import math
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def test_a_full_queue_sheds_the_least_urgent_and_of_these_the_youngest() -> None
     assert queue.offer(waiter(0, 5.0), full) == (False, ())
 
 
-def test_nobody_is_shed_for_one_of_its_own_or_a_lower_class() -> None:
+def test_no_request_is_shed_for_one_of_its_own_or_a_lower_class() -> None:
     queue = queue_of(waiter(1), waiter(1))
     for urgency in (1, 2):
         assert queue.offer(waiter(urgency, 1.0), QueueBounds(2, 100)) == (False, ())
@@ -62,15 +62,15 @@ def test_continuations_are_never_shed() -> None:
         assert not queue.offer(waiter(urgency), QueueBounds(2, 100)).accepted
 
 
-def test_nobody_is_shed_in_vain() -> None:
+def test_no_request_is_shed_in_vain() -> None:
     queue = queue_of(waiter(2, size=10), waiter(1, size=80))
-    assert queue.offer(waiter(1, size=40), QueueBounds(10, 100)) == (False, ())  # shedding the low one would not be enough
+    assert queue.offer(waiter(1, size=40), QueueBounds(10, 100)) == (False, ())  # shedding the low one would not free enough
     assert queue.offer(waiter(0, size=101), QueueBounds(10, 100)) == (False, ())
     assert len(queue) == 2
     assert len(queue.offer(waiter(0, size=40), QueueBounds(10, 100)).shed) == 2
 
 
-def test_a_queue_without_room_takes_nobody() -> None:
+def test_a_queue_without_room_takes_no_request() -> None:
     queue: PriorityQueue[Waiter] = PriorityQueue()
     assert not queue.offer(waiter(CONTINUES), QueueBounds(0, 100)).accepted
 
@@ -94,7 +94,7 @@ def test_an_aged_request_gets_one_place_in_four_whatever_comes() -> None:
     assert list(queue.in_order("m", aged_before=-1.0)).index(old) == 20
 
 
-def test_a_newcomer_passes_over_nobody_as_urgent_or_aged() -> None:
+def test_a_new_request_passes_over_none_as_urgent_or_aged() -> None:
     queue = queue_of(waiter(1, 5.0))
     assert [queue.passes_over("m", urgency, NEVER_AGED) for urgency in (CONTINUES, 0, 1, 2)] == [False, False, True, True]
     assert queue.passes_over("m", 0, aged_before=5.0)
@@ -103,8 +103,10 @@ def test_a_newcomer_passes_over_nobody_as_urgent_or_aged() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.lists(st.integers(0, 2), min_size=60, max_size=60), st.data())
-def test_nobody_starves(aged: list[int], later: list[int], data: st.DataObject) -> None:
-    """One place at a time, and two new requests for each: the k-th oldest of those that are aged is passed at most (AGED_EVERY - 1) * k times."""
+def test_no_request_starves(aged: list[int], later: list[int], data: st.DataObject) -> None:
+    """Admit one request at a time, with two new arrivals each: at most (AGED_EVERY - 1) * k later ones
+    overtake the k-th oldest aged request.
+    """
     old = [waiter(urgency, float(at)) for at, urgency in enumerate(aged)]
     queue = queue_of(*old)
     given_to: list[Waiter] = []
@@ -125,7 +127,7 @@ def test_nobody_starves(aged: list[int], later: list[int], data: st.DataObject) 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(-1, 2), st.integers(0, 9)), max_size=20), st.integers(0, 9), st.integers(0, 3))
-def test_giving_places_one_by_one_follows_the_order_foretold(came: list[tuple[int, int]], aged: int, passed: int) -> None:
+def test_admitting_one_by_one_follows_the_predicted_order(came: list[tuple[int, int]], aged: int, passed: int) -> None:
     queue = queue_of(*(waiter(urgency, float(at)) for urgency, at in came), *(waiter(0, 20.0) for _ in range(passed)), waiter(2, 0.0))
     for _ in range(passed):
         queue.placed(next(queue.in_order("m", float(aged))), float(aged))
@@ -138,7 +140,7 @@ def test_giving_places_one_by_one_follows_the_order_foretold(came: list[tuple[in
 
 
 class Ledger(RuleBasedStateMachine):
-    """Any order of offers, places, ends and cancellations, against a plain list."""
+    """Reference model: any order of offers, admissions, deadlines and cancellations, against a plain list."""
 
     def __init__(self) -> None:
         super().__init__()

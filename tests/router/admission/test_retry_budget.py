@@ -1,4 +1,4 @@
-"""The retry budget: a share of what came lately and is still open, and a floor."""
+"""Retry budget: a share of recent and open requests, and a floor."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +32,7 @@ def test_another_share_counts_from_now_on() -> None:
     assert [budget.may_retry(1.0, 0) for _ in range(2)] == [True, False]
 
 
-def test_what_is_older_than_the_window_counts_no_more() -> None:
+def test_requests_older_than_the_window_do_not_count() -> None:
     budget = RetryBudget(0.5, 1)
     for _ in range(10):
         budget.asked(3.0)
@@ -56,7 +56,7 @@ def test_no_window_holds_more_retries_than_the_budget_says(share: float, least: 
             retried.append(now)
         else:
             assert sum(at > now - WINDOW_SECONDS for at in retried) >= least  # the floor is never refused
-    for at in retried:  # the window slides by slices: it is at most one of them shorter or longer than it says
+    for at in retried:  # the window slides by slices, so its length is exact to one slice
         before = sum(at - 0.9 * WINDOW_SECONDS < other <= at for other in retried)
         requests = sum(at - 1.1 * WINDOW_SECONDS < other <= at for other in asked)
         assert before <= max(least, share * requests + 1)

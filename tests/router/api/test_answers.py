@@ -1,4 +1,6 @@
-"""What a client gets when all goes well: chat and completions, streamed and whole, usage, choices, logprobs, headers."""
+"""Answers of successful requests: chat and completions, streamed and unstreamed, usage, choices, logprobs,
+headers.
+"""
 
 import json
 import logging
@@ -13,7 +15,7 @@ from tests.router.router_fixture import Answered, House, MockRank, OpenHouse, Se
 
 @pytest.fixture
 async def rank(house: House, serve_rank: Serve, bpe_archive: bytes) -> MockRank:
-    """The only rank of the only engine."""
+    """Return the only rank of the only engine."""
     rank = await serve_rank(MockRank(bpe_archive))
     await house.join("alone", [rank.url], bpe_archive)
     return rank
@@ -24,7 +26,7 @@ def streamed_text(answer: Answered, index: int = 0) -> str:
     return "".join(choice["text"] if "text" in choice else choice["delta"].get("content") or "" for choice in choices)
 
 
-async def test_a_whole_chat_answer_has_the_ranks_text_and_the_clients_usage(house: House, rank: MockRank) -> None:
+async def test_an_unstreamed_chat_answer_has_the_ranks_text_and_the_clients_usage(house: House, rank: MockRank) -> None:
     rank.cached_tokens = 3
     answer = await house.post("/v1/chat/completions", chat())
     prompt = rank.tokenizer.encode_rendered(rendered("hello there"))

@@ -1,4 +1,6 @@
-"""Static backends as operators see and drain them, over HTTP and with `roost status`, `top` and `drain`: there is no bus."""
+"""Static backends as operators see and drain them, over HTTP and with `roost status`, `top` and `drain`,
+without a bus.
+"""
 
 import asyncio
 import json
@@ -21,7 +23,7 @@ CHAT, BACKENDS = "/v1/chat/completions", "/v1/backends"
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No roost.toml, no running fleet."""
+    """Directory without a roost.toml and without a running fleet."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
@@ -36,7 +38,7 @@ async def listed(house: House) -> list[dict[str, Any]]:
 
 
 def holding(arrived: asyncio.Event, go_on: asyncio.Event) -> Any:
-    """Answers once it may."""
+    """Answer only after a release."""
 
     async def answer(_: web.Request) -> web.Response:
         arrived.set()
@@ -67,7 +69,7 @@ async def test_a_backend_is_listed_with_its_models_load_speed_and_limit(open_hou
         assert (await listed(house))[0]["requests"] == 0
 
 
-async def test_a_backend_whose_speed_nobody_knows_has_none(open_house: OpenHouse) -> None:
+async def test_a_backend_of_unknown_speed_reports_none(open_house: OpenHouse) -> None:
     async with serving(ForeignServer("one", saying({}))) as server:
         (backend,) = await listed(await in_front_of(open_house, server))
         assert backend["speed"] == {"source": "not measured", "prompt_tokens_per_second": None, "output_tokens_per_second": None}
@@ -128,8 +130,8 @@ async def test_status_and_top_show_the_backends_of_a_router_without_a_bus(open_h
             assert row.split()[1:4] == ["live", "0/512", "0"]
             assert "not measured" in row
             assert "adapter, base" in row
-        told = json.loads((await command("status", "--json", "--url", house.url)).output)
-        assert told["backends"][0]["models"] == ["adapter", "base"]
+        status = json.loads((await command("status", "--json", "--url", house.url)).output)
+        assert status["backends"][0]["models"] == ["adapter", "base"]
 
 
 async def test_status_finds_the_router_that_is_configured_where_no_bus_is(open_house: OpenHouse, tmp_path: Path) -> None:

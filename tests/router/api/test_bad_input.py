@@ -1,4 +1,4 @@
-"""What a client is told when its request cannot be served: OpenAI's error form, the field's name, the right status."""
+"""Errors of requests that cannot be served: OpenAI's error form, the field's name, the right status."""
 
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ async def test_bad_input_is_answered_with_the_fields_name(house: House, rank: Mo
     assert house.service.picker.reservations.open_bookings == 0
 
 
-async def test_an_unknown_model_is_told_the_known_ones(house: House, rank: MockRank) -> None:
+async def test_the_error_of_an_unknown_model_lists_the_known_ones(house: House, rank: MockRank) -> None:
     assert "demo" in (await house.post(CHAT, chat(model="gpt-unheard-of"))).json["error"]["message"]
 
 
@@ -138,7 +138,7 @@ async def test_saturated_ranks_answer_429_with_retry_after(open_house: OpenHouse
     assert int(second.headers["retry-after"]) >= 1
 
 
-async def test_what_a_rank_refuses_is_told_as_the_rank_says_it(house: House, rank: MockRank) -> None:
+async def test_a_ranks_refusal_reaches_the_client_unchanged(house: House, rank: MockRank) -> None:
     rank.answer_status = 400
     answer = await house.post(CHAT, chat())
     assert answer.status == 400
@@ -146,7 +146,7 @@ async def test_what_a_rank_refuses_is_told_as_the_rank_says_it(house: House, ran
     assert len(rank.requests) == 1
 
 
-async def test_api_keys_are_asked_for_where_a_file_names_them(open_house: OpenHouse, tmp_path: Path, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_api_keys_are_required_if_a_file_lists_any(open_house: OpenHouse, tmp_path: Path, serve_rank: Serve, byte_archive: bytes) -> None:
     keys = tmp_path / "keys"
     lines = [key_line(key, "ours", None, ALL_RIGHTS) for key in ("secret-one", "secret-two")]
     keys.write_text("# ours\n\n" + "\n".join(lines))

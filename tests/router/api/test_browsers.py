@@ -1,4 +1,4 @@
-"""What a browser's script is told: Roost has no CORS, on purpose (docs/operations.md)."""
+"""Answers to scripts in a browser: Roost has no CORS, on purpose (docs/operations.md)."""
 
 import pytest
 

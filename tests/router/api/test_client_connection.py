@@ -1,4 +1,6 @@
-"""Clients that hang up: noticed late enough to cost nothing, early enough to matter, and never after the answer."""
+"""Clients that disconnect: detected late enough to cost nothing, early enough to matter, and never after the
+answer.
+"""
 
 import asyncio
 from typing import Any
@@ -9,14 +11,14 @@ from router.api.client_connection import WATCH_AFTER_SECONDS, ClientWatch, Clien
 
 
 class Client:
-    """Says nothing until it hangs up."""
+    """Client that sends nothing until it disconnects."""
 
     def __init__(self) -> None:
         self.left = asyncio.Event()
-        self.asked = 0
+        self.receives = 0
 
     async def receive(self) -> dict[str, Any]:
-        self.asked += 1
+        self.receives += 1
         await self.left.wait()
         return {"type": "http.disconnect"}
 
@@ -46,7 +48,7 @@ async def test_short_answers_are_never_watched() -> None:
     for _ in range(3):
         assert await answer(watches, ClientWatch(client.receive), WATCH_AFTER_SECONDS / 2) == "answered"
     await asyncio.sleep(1.0)
-    assert client.asked == 0
+    assert client.receives == 0
 
 
 @pytest.mark.looptime
@@ -58,15 +60,15 @@ async def test_each_watch_begins_in_its_own_time() -> None:
     second = asyncio.create_task(answer(watches, ClientWatch(clients[1].receive), 1.0))
     began = loop.time()
     await asyncio.sleep(WATCH_AFTER_SECONDS * 0.6)
-    assert [client.asked for client in clients] == [1, 0]
+    assert [client.receives for client in clients] == [1, 0]
     await asyncio.sleep(WATCH_AFTER_SECONDS * 0.5)
-    assert [client.asked for client in clients] == [1, 1]
+    assert [client.receives for client in clients] == [1, 1]
     assert await asyncio.gather(first, second) == ["answered", "answered"]
     assert loop.time() - began == pytest.approx(1.0)
 
 
 @pytest.mark.looptime
-async def test_being_cancelled_by_somebody_else_is_told_apart() -> None:
+async def test_a_cancellation_by_another_task_is_distinguished() -> None:
     task = asyncio.create_task(answer(ClientWatches(), ClientWatch(Client().receive), 1.0))
     await asyncio.sleep(0.1)
     task.cancel()

@@ -1,4 +1,5 @@
-"""Ranks that die, stall or refuse, and clients that leave: what the client sees, and what is left behind."""
+"""Ranks that die, stall or refuse, and clients that disconnect: the client's view, and the state left behind.
+"""
 
 import asyncio
 import json
@@ -20,13 +21,15 @@ def packed(request: pytest.FixtureRequest, byte_archive: bytes, bpe_archive: byt
 
 
 async def two_engines(house: House, serve_rank: Serve, packed: bytes) -> tuple[MockRank, MockRank]:
-    """Two engines of one rank; the one that gets a request first is the first returned, whatever the tie break says."""
+    """Start two engines of one rank. Return the one that gets a request first as the first, whatever the tie
+    break chooses.
+    """
     ranks = [await serve_rank(MockRank(packed)), await serve_rank(MockRank(packed))]
     for number, rank in enumerate(ranks):
         await house.join(f"engine{number}", [rank.url], packed, worker_id=number + 1)
     chosen = (await house.post("/v1/route", chat())).json["chosen"]
     busy = house.service.view.roster("demo").targets[0 if chosen == "engine1/0" else 1]
-    house.service.picker.reservations.book(busy.key, (100_000, 1, 100, 0), 0.0)  # a load that makes the other one the first choice
+    house.service.picker.reservations.book(busy.key, (100_000, 1, 100, 0), 0.0)  # a load that makes the other engine the first choice
     return (ranks[0], ranks[1]) if busy.key[0] == 2 else (ranks[1], ranks[0])
 
 
@@ -59,7 +62,8 @@ async def test_a_stream_whose_rank_dies_is_continued_elsewhere_unbroken(house: H
 
 @pytest.mark.parametrize("weights", ["b" * 32, None])
 async def test_a_stream_of_old_weights_is_not_continued_on_new_ones(house: House, serve_rank: Serve, packed: bytes, weights: str | None) -> None:
-    """A rolling update of a checkpoint under one name must not change the model in mid-sentence."""
+    """A rolling update of a checkpoint under one name must not change the model in the middle of an answer.
+    """
     ranks = [await serve_rank(MockRank(packed)), await serve_rank(MockRank(packed))]
     ranks[0].die_after = 7
     await house.join("old", [ranks[0].url], packed, worker_id=1, weights_digest="a" * 32)
@@ -102,7 +106,7 @@ async def test_a_request_without_a_token_is_tried_on_other_weights(house: House,
     assert text_of(answer) == ranks[1].text(ranks[1].tokenizer.encode_rendered(rendered("hello there")), 5, 40)
 
 
-async def test_a_stream_that_goes_on_may_break_more_often_than_a_request_is_tried(open_house: OpenHouse, serve_rank: Serve, bpe_archive: bytes) -> None:
+async def test_a_stream_that_makes_progress_may_break_more_often_than_max_attempts(open_house: OpenHouse, serve_rank: Serve, bpe_archive: bytes) -> None:
     house = await open_house(max_attempts=2)
     ranks = [await serve_rank(MockRank(bpe_archive)) for _ in range(4)]
     for number, rank in enumerate(ranks):
@@ -114,7 +118,7 @@ async def test_a_stream_that_goes_on_may_break_more_often_than_a_request_is_trie
     assert [len(rank.requests) for rank in ranks] == [1, 1, 1, 1]
 
 
-async def test_a_whole_answer_survives_the_death_of_its_rank(house: House, serve_rank: Serve, bpe_archive: bytes) -> None:
+async def test_an_unstreamed_answer_survives_the_death_of_its_rank(house: House, serve_rank: Serve, bpe_archive: bytes) -> None:
     first, second = await two_engines(house, serve_rank, bpe_archive)
     first.die_after = 5
     answer = await house.post(CHAT, chat(max_tokens=20))
@@ -158,11 +162,11 @@ async def test_the_failed_decision_is_named_by_the_one_that_replaces_it(house: H
     assert record["excluded"] == [{"engine": before["chosen"][:-2], "rank": 0, "reason": "this request failed there before"}]
 
 
-async def test_an_unreachable_engine_is_left_alone_until_it_beats_again(house: House, serve_rank: Serve, bpe_archive: bytes) -> None:
+async def test_an_unreachable_engine_is_excluded_until_its_next_heartbeat(house: House, serve_rank: Serve, bpe_archive: bytes) -> None:
     rank = await serve_rank(MockRank(bpe_archive))
     gone = await house.join("gone", ["http://127.0.0.1:9"], bpe_archive, worker_id=1)
     await house.join("there", [rank.url], bpe_archive, worker_id=2)
-    house.service.picker.reservations.book((2, 0), (100_000, 1, 100, 0), 0.0)  # the other one is tried first
+    house.service.picker.reservations.book((2, 0), (100_000, 1, 100, 0), 0.0)  # the other engine is tried first
     assert (await house.post(CHAT, chat())).status == 200
     assert len(rank.requests) == 1
     assert "unreachable" in house.service.view.roster("demo").excluded[0].reason
@@ -180,7 +184,7 @@ async def test_when_every_rank_fails_the_answer_is_503_and_nothing_stays_booked(
     assert house.service.picker.reservations.open_bookings == open_before
 
 
-async def test_a_stream_that_nobody_can_continue_ends_in_an_error_event(house: House, serve_rank: Serve, bpe_archive: bytes, outcomes: Any) -> None:
+async def test_a_stream_that_no_rank_can_continue_ends_in_an_error_event(house: House, serve_rank: Serve, bpe_archive: bytes, outcomes: Any) -> None:
     rank = await serve_rank(MockRank(bpe_archive))
     rank.die_after = 3
     await house.join("alone", [rank.url], bpe_archive)
@@ -209,7 +213,7 @@ async def test_ids_are_never_given_to_an_engine_with_another_tokenizer(house: Ho
     assert not other.requests
 
 
-async def test_a_lone_rank_is_asked_again_when_the_connection_broke_before_any_answer(house: House, serve_rank: Serve, bpe_archive: bytes) -> None:
+async def test_a_lone_rank_is_retried_when_the_connection_broke_before_any_answer(house: House, serve_rank: Serve, bpe_archive: bytes) -> None:
     rank = await serve_rank(MockRank(bpe_archive))
     await house.join("alone", [rank.url], bpe_archive)
     rank.hang_up_once = True

@@ -1,4 +1,4 @@
-"""Over HTTP: who waits for a place, who says how urgent it is, and what is told of the wait."""
+"""Waiting over HTTP: admission order, sources of priority, and reports of the wait."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ CHAT = "/v1/chat/completions"
 
 
 async def alone(house: House, serve_rank: Serve, packed: bytes, **rank: Any) -> MockRank:
-    """One engine of one rank."""
+    """Start one engine of one rank."""
     mock = await serve_rank(MockRank(packed))
     for name, value in rank.items():
         setattr(mock, name, value)
@@ -29,7 +29,7 @@ async def alone(house: House, serve_rank: Serve, packed: bytes, **rank: Any) -> 
 
 
 def fill(house: House) -> Booking:
-    """Take the only place of the only rank."""
+    """Occupy the only slot of the only rank."""
     target = house.service.view.roster("demo").targets[0]
     return house.service.picker.reservations.book(target.key, (0, 1, 0, 0), house.service.clock())
 
@@ -84,7 +84,7 @@ async def test_a_wait_is_a_span_of_its_own(open_house: OpenHouse, serve_rank: Se
     decided = traces.named("roost.decide")[1]
     assert span.end_time is not None
     assert decided.start_time is not None
-    assert decided.start_time <= span.end_time  # decided while it waited, and then woken
+    assert decided.start_time <= span.end_time  # decided during the wait, woken afterwards
 
 
 async def test_a_refused_wait_says_why_in_its_span(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
@@ -101,7 +101,7 @@ async def test_a_refused_wait_says_why_in_its_span(open_house: OpenHouse, serve_
 
 async def test_a_request_names_its_class(house: House, serve_rank: Serve, byte_archive: bytes, lines: Any) -> None:
     await alone(house, serve_rank, byte_archive)
-    asked: list[tuple[dict[str, str], dict[str, Any], str]] = [
+    cases: list[tuple[dict[str, str], dict[str, Any], str]] = [
         ({}, {}, "normal"),
         ({"x-priority": "high"}, {}, "high"),
         ({}, {"priority": "low"}, "low"),
@@ -110,10 +110,10 @@ async def test_a_request_names_its_class(house: House, serve_rank: Serve, byte_a
         ({}, {"priority": -3}, "high"),
         ({"x-priority": "1"}, {}, "low"),
     ]
-    for headers, body, _ in asked:
+    for headers, body, _ in cases:
         assert (await house.post(CHAT, chat(max_tokens=1, **body), headers=headers)).status == 200
-    await until(lambda: len(lines()) == len(asked))
-    assert [line["priority"] for line in lines()] == [named for _, _, named in asked]
+    await until(lambda: len(lines()) == len(cases))
+    assert [line["priority"] for line in lines()] == [named for _, _, named in cases]
 
 
 async def test_what_is_no_class_and_no_deadline_is_a_400(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
@@ -122,8 +122,8 @@ async def test_what_is_no_class_and_no_deadline_is_a_400(house: House, serve_ran
     for headers, body in classes:
         answer = await house.post(CHAT, chat(**body), headers=headers)
         assert (answer.status, answer.json["error"]["param"]) == (400, "priority")
-    for said in ("soon", "0", "-5", "1e3", "9" * 40):
-        answer = await house.post(CHAT, chat(), headers={"x-request-timeout-ms": said})
+    for timeout in ("soon", "0", "-5", "1e3", "9" * 40):
+        answer = await house.post(CHAT, chat(), headers={"x-request-timeout-ms": timeout})
         assert (answer.status, answer.json["error"]["param"]) == (400, "x-request-timeout-ms")
     assert not rank.requests
 
@@ -172,7 +172,7 @@ async def test_a_client_that_leaves_while_it_waits_leaves_the_queue(open_house: 
     taken = fill(house)
     waiting = begin(house)
     await until(lambda: len(house.service.waiting) == 1)
-    await asyncio.sleep(0.03)  # its client is watched from 20 ms on
+    await asyncio.sleep(0.03)  # the watch of its client starts after 20 ms
     waiting.cancel()
     await until(lambda: len(house.service.waiting) == 0)
     house.service.release(taken)
@@ -211,7 +211,7 @@ async def test_choices_are_admitted_each_on_its_own(open_house: OpenHouse, serve
     assert house.service.picker.reservations.open_bookings == 0
 
 
-async def test_a_request_whose_answer_has_not_begun_is_refused_as_a_whole(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_request_whose_answer_has_not_begun_is_refused_completely(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
     house = await open_house(max_requests_per_rank=2, queue_requests=1)
     rank = await alone(house, serve_rank, byte_archive, hold_after=1)
     answer = await house.post(CHAT, chat(n=4))
@@ -234,7 +234,7 @@ async def test_a_request_waits_for_an_engine_that_restarts(open_house: OpenHouse
     assert house.service.view.roster("demo").targets[0].key == (77, 0)
 
 
-async def test_an_unknown_model_and_a_router_that_nobody_joined_are_told_at_once(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_an_unknown_model_and_a_router_without_engines_are_reported_at_once(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
     assert (await house.post(CHAT, chat())).json["error"]["code"] == "no_engine"
     await alone(house, serve_rank, byte_archive)
     assert (await house.post(CHAT, chat(model="other"))).status == 404
@@ -251,14 +251,14 @@ async def test_plain_servers_are_waited_for_as_well(open_house: OpenHouse, serve
     assert (answer.status, answer.json["error"]["code"]) == (503, "queue_timeout")
 
 
-async def test_a_burst_over_http_is_answered_whole_and_once(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_burst_over_http_is_answered_completely_and_once(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
     house = await open_house(max_requests_per_rank=4)
     ranks = [await serve_rank(MockRank(byte_archive)) for _ in range(4)]
     await house.join("four", [rank.url for rank in ranks], byte_archive)
     answers = await asyncio.gather(*(begin(house, content=f"question {number}", max_tokens=2) for number in range(160)))
     assert Counter(answer.status for answer in answers) == {200: 160}
-    asked = [tuple(request.prompt) for rank in ranks for request in rank.requests]
-    assert len(asked) == len(set(asked)) == 160
+    prompts = [tuple(request.prompt) for rank in ranks for request in rank.requests]
+    assert len(prompts) == len(set(prompts)) == 160
     assert house.service.picker.reservations.open_bookings == 0
     assert "roost_router_queue_requests" in (await house.get("/metrics")).body.decode()
 
@@ -300,13 +300,13 @@ async def test_a_broken_decision_does_not_stop_the_waiting_of_others(open_house:
         await bad
 
 
-async def test_a_rank_that_says_it_is_busy_is_left_alone_for_a_moment(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_rank_that_answers_busy_is_excluded_for_a_moment(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
     ranks = [await serve_rank(MockRank(byte_archive)) for _ in range(2)]
     await house.join("two", [rank.url for rank in ranks], byte_archive)
     ranks[0].answer_status = 429
     answers = [await house.post(CHAT, chat(f"question {number}", max_tokens=1)) for number in range(8)]
     assert {answer.status for answer in answers} == {200}
-    assert len(ranks[0].requests) <= 2  # not once for every request
+    assert len(ranks[0].requests) <= 2  # and not one attempt per request
     record = (await house.get(f"/v1/decisions/{answers[-1].headers['x-roost-decision-id']}")).json
     assert [out["reason"] for out in record["excluded"]] in ([], ["saturated: it reported so a moment ago"])
 
@@ -326,7 +326,7 @@ async def test_a_stream_whose_rank_died_waits_for_one_that_says_it_is_busy(house
     first.die_after, second.answer_status = 3, 429
     await house.join("first", [first.url], byte_archive, worker_id=1)
     await house.join("second", [second.url], byte_archive, worker_id=2)
-    taken = house.service.picker.reservations.book((2, 0), (100_000, 1, 0, 0), house.service.clock())  # the other one is asked first
+    taken = house.service.picker.reservations.book((2, 0), (100_000, 1, 0, 0), house.service.clock())  # the other engine is tried first
     broken = begin(house, stream=True)
     await until(lambda: len(house.service.waiting) == 1)
     second.answer_status = 200
@@ -336,7 +336,7 @@ async def test_a_stream_whose_rank_died_waits_for_one_that_says_it_is_busy(house
     house.service.release(taken)
 
 
-async def test_a_rank_that_stays_busy_is_told_with_429(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_rank_that_stays_busy_is_reported_as_429(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
     house = await open_house(max_attempts=2)
     rank = await alone(house, serve_rank, byte_archive, answer_status=429)
     answer = await house.post(CHAT, chat())

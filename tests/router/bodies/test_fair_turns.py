@@ -1,4 +1,6 @@
-"""Places taken in fair turns: round robin over clients, bounded, and nothing is lost when a waiting client leaves."""
+"""Slots shared fairly: round robin over clients, bounded, and no slot is lost when a waiting client
+disconnects.
+"""
 
 import asyncio
 
@@ -19,7 +21,7 @@ async def test_a_client_with_many_jobs_delays_another_one_by_one_job() -> None:
             await asyncio.sleep(0)
 
     await asyncio.gather(*(job(client) for client in [*"aaaaaa", *"bb", "c"]))
-    assert "".join(order) == "aabcabaaa"  # the second a waited before anyone else came
+    assert "".join(order) == "aabcabaaa"  # the second a was queued before the other clients came
 
 
 @pytest.mark.parametrize(("client", "status"), [("greedy", 429), ("other", 503)])
@@ -45,13 +47,13 @@ async def test_a_place_given_to_a_client_that_leaves_at_that_moment_goes_to_the_
     leaving, staying = asyncio.create_task(turns.take("b")), asyncio.create_task(turns.take("c"))
     await asyncio.sleep(0)
     turns.give_back()
-    leaving.cancel()  # it has its place, and has not run since
+    leaving.cancel()  # it has its slot, and has not run since
     await asyncio.wait_for(staying, 1.0)
     assert leaving.cancelled()
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["take", "give", "leave"])), max_size=60), st.integers(1, 3))
-def test_no_place_is_lost_or_taken_twice_whoever_leaves_when(steps: list[tuple[str, str]], places: int) -> None:
+def test_no_slot_is_lost_or_taken_twice_whenever_clients_leave(steps: list[tuple[str, str]], places: int) -> None:
     async def run() -> None:
         turns, tasks, held = FairTurns("jobs", places, 1000, 1000), [], 0
         for client, step in steps:

@@ -1,4 +1,6 @@
-"""Looking back: an engine's speeds as they were, decisions re-priced, predictions beside what came of them; and what is forgotten."""
+"""Feedback on decisions: measured speeds, re-priced decisions, predictions compared with observations, and
+removed series.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,7 +27,7 @@ from router.telemetry.metrics import LAPS
 from router.telemetry.request_log import RequestLog
 from tests.router.learnt_tables import halves, published_clusters, tables
 from tests.router.router_fixture import SHAPE
-from tests.router.sync.test_peer_routers import Town
+from tests.router.sync.test_peer_routers import RouterNetwork
 
 SPEED = EngineSpeed(prefill_token=1e-3, step=0.01, decode_sequence=1e-4, decode_block=0.0, dispatch=0.0)
 FAR = EngineSpeed(prefill_token=1e-3, step=0.01, decode_sequence=1e-4, dispatch=1e-3)
@@ -34,20 +36,20 @@ PLAIN = Capabilities(experts=False, kv_events=False)
 
 
 @pytest.fixture
-async def town() -> AsyncIterator[Town]:
-    async with Town() as town:
-        yield town
+async def network() -> AsyncIterator[RouterNetwork]:
+    async with RouterNetwork() as network:
+        yield network
 
 
 def series(service: RouterService, name: str, **labels: str) -> float:
-    """One number of the service's metrics; 0.0 when there is no such series."""
+    """Return the value of one series of the service's metrics; 0.0 when there is none."""
     families = text_string_to_metric_families(service.metrics.exposition().decode())
     samples = (sample for family in families for sample in family.samples)
     return sum(sample.value for sample in samples if sample.name == f"roost_router_{name}" and labels.items() <= sample.labels.items())
 
 
 def need(tokens: int, output: int = 20) -> RoutingRequest:
-    """A request whose prompt shares no prefix with any other."""
+    """Return a request whose prompt shares no prefix with any other."""
     return RoutingRequest("demo", TokenPrompt([next(_fresh), *range(tokens - 1)]), tokens + output, output, None)
 
 
@@ -56,14 +58,14 @@ def book(service: RouterService, asked: RoutingRequest, attempt: Attempt = FIRST
 
 
 def terms(service: RouterService, joined: EngineJoined, name: str, asked: RoutingRequest) -> float:
-    """A term of what a request would cost at the engine's first rank now, ms."""
+    """Return a cost term of a request at the engine's first rank now, ms."""
     decision = service.decide(asked, "d")
     at = [int(target) for target in decision.at].index(decision.roster.index[joined.worker_id, 0])
     return float(decision.scores.terms[TERMS.index(name), at])
 
 
 async def serve(service: RouterService, slowness: float, tokens: int, joined: EngineJoined, *, reports: bool) -> None:
-    """One request that is answered by an engine whose times are `slowness` times those that it says of itself."""
+    """Serve one request on an engine whose times are `slowness` times those that it states."""
     bus = service.feeds
     assert bus is not None
     decision, booking = book(service, need(tokens, 64))
@@ -83,9 +85,9 @@ async def serve(service: RouterService, slowness: float, tokens: int, joined: En
 
 @pytest.mark.looptime
 @pytest.mark.parametrize(("slowness", "reports"), [(3.0, True), (1 / 3, False)])
-async def test_an_engine_whose_speeds_are_wrong_by_three_is_priced_right_after_some_tens_of_requests(town: Town, slowness: float, reports: bool) -> None:
-    liar = await town.engine("liar", speed=SPEED, capabilities=PLAIN)
-    service = await town.ready_router()
+async def test_speeds_wrong_by_three_are_corrected_after_some_tens_of_requests(network: RouterNetwork, slowness: float, reports: bool) -> None:
+    liar = await network.engine("liar", speed=SPEED, capabilities=PLAIN)
+    service = await network.ready_router()
     asked = need(400, 64)
     honest_prefill, honest_decode = terms(service, liar, "prefill", asked), terms(service, liar, "decode", asked)
     for number in range(30):
@@ -93,8 +95,8 @@ async def test_an_engine_whose_speeds_are_wrong_by_three_is_priced_right_after_s
     await asyncio.sleep(TICK_SECONDS)
     assert terms(service, liar, "prefill", asked) == pytest.approx(slowness * honest_prefill, rel=0.15)
     assert terms(service, liar, "decode", asked) == pytest.approx(slowness * honest_decode, rel=0.15)
-    honest = await town.engine("honest", speed=SPEED, capabilities=PLAIN)
-    await asyncio.sleep(1.1)  # until its heart has beaten
+    honest = await network.engine("honest", speed=SPEED, capabilities=PLAIN)
+    await asyncio.sleep(1.1)  # until its heartbeat
     wanted = honest if slowness > 1 else liar
     assert service.decide(asked, "d").target.key[0] == wanted.worker_id
     assert series(service, "speed_factor", worker_id=str(liar.worker_id), of="prefill") == pytest.approx(slowness, rel=0.15)
@@ -103,14 +105,14 @@ async def test_an_engine_whose_speeds_are_wrong_by_three_is_priced_right_after_s
 
 
 @pytest.mark.looptime
-async def test_a_restarted_engine_is_believed_anew(town: Town) -> None:
-    liar = await town.engine("liar", speed=SPEED, capabilities=PLAIN)
-    service = await town.ready_router()
+async def test_a_restarted_engine_is_believed_anew(network: RouterNetwork) -> None:
+    liar = await network.engine("liar", speed=SPEED, capabilities=PLAIN)
+    service = await network.ready_router()
     for _ in range(40):
         await serve(service, 3.0, 200, liar, reports=True)
     await asyncio.sleep(TICK_SECONDS)
     assert series(service, "speed_factor", of="prefill") > 2
-    again = await town.engine("liar", speed=SPEED, capabilities=PLAIN, worker_id=77)
+    again = await network.engine("liar", speed=SPEED, capabilities=PLAIN, worker_id=77)
     await asyncio.sleep(1.0)
     assert service.view.engine(liar.worker_id) is None
     assert service.picker.speeds.of(service.view.roster("demo"), 0) == (1.0, 1.0)
@@ -119,15 +121,15 @@ async def test_a_restarted_engine_is_believed_anew(town: Town) -> None:
 
 
 @pytest.mark.looptime
-async def test_a_request_that_outlives_its_engine_says_nothing_of_the_next_one(town: Town) -> None:
-    await town.engine("e", speed=SPEED, capabilities=PLAIN)
-    service = await town.ready_router()
+async def test_a_request_that_outlives_its_engine_says_nothing_of_the_next_one(network: RouterNetwork) -> None:
+    await network.engine("e", speed=SPEED, capabilities=PLAIN)
+    service = await network.ready_router()
     outliving = [book(service, need(100))[1] for _ in range(2)]
     service.first_token(outliving[0])
-    await town.engine("e", speed=SPEED, capabilities=PLAIN, worker_id=77)
+    await network.engine("e", speed=SPEED, capabilities=PLAIN, worker_id=77)
     await asyncio.sleep(1.1)
     for _ in range(20):
-        await serve(service, 2.0, 200, town.engines[-1], reports=False)
+        await serve(service, 2.0, 200, network.engines[-1], reports=False)
     service.first_token(outliving[1])
     for _ in range(40):
         service.emitted(outliving[0], 16)
@@ -137,9 +139,9 @@ async def test_a_request_that_outlives_its_engine_says_nothing_of_the_next_one(t
 
 @pytest.mark.looptime
 @pytest.mark.parametrize(("attempt", "queued"), [(Attempt(2), 0.0), (FIRST_TRY, 0.5)], ids=["retried or continued", "queued"])
-async def test_disturbed_requests_say_nothing_of_speed(town: Town, attempt: Attempt, queued: float) -> None:
-    liar = await town.engine("liar", speed=SPEED, capabilities=PLAIN)
-    service = await town.ready_router()
+async def test_disturbed_requests_say_nothing_of_speed(network: RouterNetwork, attempt: Attempt, queued: float) -> None:
+    liar = await network.engine("liar", speed=SPEED, capabilities=PLAIN)
+    service = await network.ready_router()
     for _ in range(40):
         exchange = RequestLog("r", service.new_decision_id(), "/v1/completions", 0.0)
         exchange.queued_seconds = queued
@@ -153,10 +155,10 @@ async def test_disturbed_requests_say_nothing_of_speed(town: Town, attempt: Atte
 
 
 @pytest.mark.looptime
-async def test_steps_of_a_load_that_is_over_say_nothing(town: Town) -> None:
-    joined = await town.engine("e", speed=SPEED, capabilities=PLAIN)
-    service = await town.ready_router()
-    voice = town.bus.publisher(town.subjects.kv_metrics)
+async def test_steps_of_a_load_that_is_over_say_nothing(network: RouterNetwork) -> None:
+    joined = await network.engine("e", speed=SPEED, capabilities=PLAIN)
+    service = await network.ready_router()
+    voice = network.bus.publisher(network.subjects.kv_metrics)
     for _ in range(40):
         await voice.publish(KvMetrics(worker_id=joined.worker_id, running=0, step_seconds=0.5))
         await voice.publish(KvMetrics(worker_id=joined.worker_id, running=10, step_seconds=SPEED.step + 10 * SPEED.decode_sequence))
@@ -166,19 +168,19 @@ async def test_steps_of_a_load_that_is_over_say_nothing(town: Town) -> None:
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
-async def test_steps_of_no_sensible_length_are_refused(town: Town, seconds: float) -> None:
-    joined = await town.engine("e", speed=SPEED, capabilities=PLAIN)
-    service = await town.ready_router()
+async def test_steps_of_no_sensible_length_are_refused(network: RouterNetwork, seconds: float) -> None:
+    joined = await network.engine("e", speed=SPEED, capabilities=PLAIN)
+    service = await network.ready_router()
     before = series(service, "bus_messages_refused_total")
-    await town.bus.publisher(town.subjects.kv_metrics).publish(KvMetrics(worker_id=joined.worker_id, running=1, step_seconds=seconds))
+    await network.bus.publisher(network.subjects.kv_metrics).publish(KvMetrics(worker_id=joined.worker_id, running=1, step_seconds=seconds))
     await asyncio.sleep(0.1)
     assert series(service, "bus_messages_refused_total") == before + 1
 
 
 @pytest.mark.looptime
-async def test_first_tokens_are_told_as_predicted_and_as_they_were(town: Town) -> None:
-    await town.engine("e", speed=SPEED, capabilities=PLAIN)
-    service = await town.ready_router()
+async def test_first_tokens_are_measured_as_predicted_and_as_observed(network: RouterNetwork) -> None:
+    await network.engine("e", speed=SPEED, capabilities=PLAIN)
+    service = await network.ready_router()
     _, booking = book(service, need(1000))
     await asyncio.sleep(2.0)
     service.first_token(booking)
@@ -189,18 +191,18 @@ async def test_first_tokens_are_told_as_predicted_and_as_they_were(town: Town) -
 
 
 @pytest.mark.looptime
-async def test_a_load_that_was_believed_wrongly_is_regretted_once_it_is_reported(town: Town) -> None:
-    one, other = [await town.engine(name, speed=SPEED, capabilities=PLAIN) for name in ("a", "b")]
-    service = await town.ready_router()
-    await town.report(one, active_prefill_tokens=1)
-    await town.report(other, active_prefill_tokens=100)
+async def test_a_load_that_was_believed_wrongly_is_regretted_once_it_is_reported(network: RouterNetwork) -> None:
+    one, other = [await network.engine(name, speed=SPEED, capabilities=PLAIN) for name in ("a", "b")]
+    service = await network.ready_router()
+    await network.report(one, active_prefill_tokens=1)
+    await network.report(other, active_prefill_tokens=100)
     await asyncio.sleep(1.0)
     decision, booking = book(service, need(500))
     assert decision.target.key[0] == one.worker_id
     await asyncio.sleep(0.15)
-    await town.report(one, active_prefill_tokens=501 + 2000, running=1)  # our own 500, and 2,000 of others
-    await town.report(other, active_prefill_tokens=100)
-    await town.report(one, active_prefill_tokens=0, running=1)  # the first word counts; later ones tell of progress
+    await network.report(one, active_prefill_tokens=501 + 2000, running=1)  # our own 500, and 2,000 of others
+    await network.report(other, active_prefill_tokens=100)
+    await network.report(one, active_prefill_tokens=0, running=1)  # the first report counts; later ones show progress
     await asyncio.sleep(2 * TICK_SECONDS)
     assert series(service, "regret_seconds_count", model="demo") == 1
     assert series(service, "regret_seconds_sum", model="demo") == pytest.approx(1.901 + 20 * 1e-4, abs=0.01)
@@ -208,9 +210,9 @@ async def test_a_load_that_was_believed_wrongly_is_regretted_once_it_is_reported
 
 
 @pytest.mark.looptime
-async def test_one_decision_a_tick_is_looked_at_again(town: Town) -> None:
-    await town.engine("e", speed=SPEED, capabilities=PLAIN)
-    service = await town.ready_router(max_queue_seconds=1e6)
+async def test_one_decision_a_tick_is_looked_at_again(network: RouterNetwork) -> None:
+    await network.engine("e", speed=SPEED, capabilities=PLAIN)
+    service = await network.ready_router(max_queue_seconds=1e6)
     for _ in range(200):
         _, booking = book(service, need(10))
         service.release(booking)
@@ -220,16 +222,18 @@ async def test_one_decision_a_tick_is_looked_at_again(town: Town) -> None:
     assert series(service, "regret_seconds_sum") == 0.0
 
 
-async def foretold(town: Town) -> tuple[EngineJoined, RouterService]:
-    """A router that knows clusters and tables, and an engine of two ranks whose placement is aligned with them."""
+async def foretold(network: RouterNetwork) -> tuple[EngineJoined, RouterService]:
+    """Return a router that has clusters and tables, and an engine of two ranks whose placement is aligned
+    with them.
+    """
     placement = linear(layers=SHAPE.layers, experts=SHAPE.experts, ranks=2).record()
-    joined = await town.engine("e", ranks=2, speed=FAR, shape=SHAPE, placement=placement)
-    service = await town.ready_router()
+    joined = await network.engine("e", ranks=2, speed=FAR, shape=SHAPE, placement=placement)
+    service = await network.ready_router()
     assert service.feeds is not None
     service.feeds._learnt("demo", halves(skew=50.0))
     service.feeds.tracker.add("demo")
-    await town.bus.publisher(town.subjects.clusters).publish(published_clusters(halves(skew=50.0)))
-    await town.bus.publisher(town.subjects.tables).publish(tables(shares=(0.9, 0.1)))
+    await network.bus.publisher(network.subjects.clusters).publish(published_clusters(halves(skew=50.0)))
+    await network.bus.publisher(network.subjects.tables).publish(tables(shares=(0.9, 0.1)))
     for _ in range(100):
         await asyncio.sleep(0.1)
         outlook = service.decide(need(100), "d").outlook
@@ -244,28 +248,28 @@ def profiled(joined: EngineJoined, decision: Decision, weights: Any, local: floa
 
 
 @pytest.mark.looptime
-async def test_locality_is_told_as_predicted_and_as_it_was_and_regretted(town: Town) -> None:
-    joined, service = await foretold(town)
-    voice = town.bus.publisher(town.subjects.requests_profiled("e"))
+async def test_locality_is_measured_as_predicted_and_as_observed_and_counts_as_regret(network: RouterNetwork) -> None:
+    joined, service = await foretold(network)
+    voice = network.bus.publisher(network.subjects.requests_profiled("e"))
     decision, booking = book(service, need(100))
     assert decision.target.rank == 0
     assert decision.outlook is not None
     await asyncio.sleep(3 * TICK_SECONDS)
     service.release(booking)
-    assert series(service, "regret_seconds_count") == 0  # it waits for what the request did
+    assert series(service, "regret_seconds_count") == 0  # it waits for the request's profile
     await voice.publish(profiled(joined, decision, [0.0, 1.0], 0.02))
     await asyncio.sleep(0.1)
     assert series(service, "locality_predicted_sum", model="demo") == pytest.approx(float(decision.outlook.local[0]))
     assert series(service, "locality_observed_sum", model="demo") == pytest.approx(0.02)
     assert series(service, "profiles_heard_total", outcome="ours") == 1
     assert series(service, "regret_seconds_count") == 1
-    assert series(service, "regret_seconds_sum") > 0.1  # all of it would have been near on the other rank
+    assert series(service, "regret_seconds_sum") > 0.1  # the other rank would have served all of it locally
 
 
 @pytest.mark.looptime
-async def test_profiles_of_others_are_ignored_and_a_request_that_tells_nothing_is_settled_in_the_end(town: Town) -> None:
-    joined, service = await foretold(town)
-    voice = town.bus.publisher(town.subjects.requests_profiled("e"))
+async def test_profiles_of_others_are_ignored_and_a_request_without_a_profile_is_settled_in_the_end(network: RouterNetwork) -> None:
+    joined, service = await foretold(network)
+    voice = network.bus.publisher(network.subjects.requests_profiled("e"))
     decision, booking = book(service, need(100))
     service.release(booking)
     elsewhere = profiled(joined, decision, [1.0, 0.0], 0.9)
@@ -287,9 +291,9 @@ def _fields(event: RequestsProfiled) -> dict[str, Any]:
 
 
 @pytest.mark.looptime
-async def test_nonsense_in_a_profile_changes_nothing_but_is_survived(town: Town) -> None:
-    joined, service = await foretold(town)
-    voice = town.bus.publisher(town.subjects.requests_profiled("e"))
+async def test_nonsense_in_a_profile_changes_nothing_but_is_survived(network: RouterNetwork) -> None:
+    joined, service = await foretold(network)
+    voice = network.bus.publisher(network.subjects.requests_profiled("e"))
     for local, signature, cached in ((float("nan"), b"\xff" * 8, -5), (7.0, b"", 10**9), (-1.0, b"123", 3)):
         decision, booking = book(service, need(100))
         service.release(booking)
@@ -302,9 +306,9 @@ async def test_nonsense_in_a_profile_changes_nothing_but_is_survived(town: Town)
 
 
 @pytest.mark.looptime
-async def test_many_profiles_are_dropped_unread(town: Town) -> None:
-    joined, service = await foretold(town)
-    voice = town.bus.publisher(town.subjects.requests_profiled("e"))
+async def test_many_profiles_are_dropped_unread(network: RouterNetwork) -> None:
+    joined, service = await foretold(network)
+    voice = network.bus.publisher(network.subjects.requests_profiled("e"))
     decision, booking = book(service, need(100))
     service.release(booking)
     for _ in range(500):
@@ -316,9 +320,9 @@ async def test_many_profiles_are_dropped_unread(town: Town) -> None:
 
 
 @pytest.mark.looptime
-async def test_ranks_stages_and_terms_are_told_and_lost_workers_are_not(town: Town) -> None:
-    one, other = [await town.engine(name, speed=SPEED, capabilities=PLAIN) for name in ("a", "b")]
-    service = await town.ready_router()
+async def test_ranks_stages_and_terms_are_exported_and_lost_workers_are_not(network: RouterNetwork) -> None:
+    one, other = [await network.engine(name, speed=SPEED, capabilities=PLAIN) for name in ("a", "b")]
+    service = await network.ready_router()
     decisions = [book(service, need(100)) for _ in range(2 * LAPS)]
     promised = sum(series(service, "rank_prefill_tokens", worker_id=str(joined.worker_id), dp_rank="0") for joined in (one, other))
     assert promised == 2 * LAPS * 100

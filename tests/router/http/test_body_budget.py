@@ -1,4 +1,4 @@
-"""Memory of bodies: never more than the bound, and always room for a client that holds little."""
+"""Memory of bodies: never above the bound, and always room for a client that holds little."""
 
 import contextlib
 

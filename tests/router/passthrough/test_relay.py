@@ -1,5 +1,6 @@
-"""The door to foreign servers: requests that only the server can judge, headers both ways, errors and
-streams as they came."""
+"""Passthrough: requests that only the server can validate, headers in both directions, unchanged errors and
+streams.
+"""
 
 import asyncio
 import json
@@ -47,7 +48,7 @@ async def test_what_a_server_may_accept_is_not_refused_and_reaches_it_byte_for_b
         body = b"  " + json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode() + b"\n"
         answer = await house.post(CHAT, body, headers={"content-type": "text/plain"})
         assert answer.status == 200
-        assert [asked.body for asked in server.requests] == [body]
+        assert [sent.body for sent in server.requests] == [body]
         assert server.requests[0].header("content-type") == "text/plain"
 
 
@@ -114,9 +115,9 @@ NAMES = st.sampled_from(
 @settings(max_examples=50)
 @given(st.binary() | st.dictionaries(NAMES | st.text(), JSON_VALUES).map(lambda fields: json.dumps(fields).encode()))
 def test_reading_a_body_never_fails(body: bytes) -> None:
-    asked = read(body, "application/json")
-    assert asked.model is None or asked.model
-    assert asked.max_tokens is None or 1 <= asked.max_tokens <= 2**31
+    fields = read(body, "application/json")
+    assert fields.model is None or fields.model
+    assert fields.max_tokens is None or 1 <= fields.max_tokens <= 2**31
 
 
 @given(st.binary(max_size=300), st.binary(max_size=60))
@@ -132,8 +133,8 @@ def test_the_model_of_a_multipart_body_is_found_behind_a_file_that_looks_like_on
         b'--XY\r\ncontent-disposition: form-data; name="model"\r\n\r\nwhisper-1\r\n'
         b"--XY\r\nContent-Disposition: form-data; name=stream\r\n\r\ntrue\r\n--XY--\r\n"
     )
-    asked = read(body, 'multipart/form-data; charset=utf-8; boundary="XY"')
-    assert (asked.model, asked.stream) == ("whisper-1", True)
+    fields = read(body, 'multipart/form-data; charset=utf-8; boundary="XY"')
+    assert (fields.model, fields.stream) == ("whisper-1", True)
 
 
 # Headers
@@ -195,7 +196,7 @@ async def test_repeated_headers_of_an_answer_all_pass(open_house: OpenHouse) -> 
             assert response.headers.getall("set-cookie") == ["a=1", "b=2"]
 
 
-def test_a_clients_key_goes_on_only_where_the_server_is_meant_to_judge_it() -> None:
+def test_a_clients_key_is_forwarded_only_to_a_server_that_validates_it() -> None:
     client = [
         (b"authorization", b"Bearer mine"),
         (b"x-api-key", b"mine"),
@@ -241,7 +242,7 @@ def test_headers_that_connection_names_stay_behind_in_any_spelling() -> None:
         (403, b'{"error": "policy"}'),
     ],
 )
-async def test_an_error_of_the_server_passes_as_it_came_and_is_asked_for_once(open_house: OpenHouse, status: int, body: bytes) -> None:
+async def test_an_error_of_the_server_passes_unchanged_and_without_a_retry(open_house: OpenHouse, status: int, body: bytes) -> None:
     async with (
         serving(ForeignServer("one", saying(body, status, x_vendor="kept"))) as one,
         serving(ForeignServer("two", saying(body, status, x_vendor="kept"))) as two,
@@ -293,7 +294,7 @@ async def test_a_401_to_the_routers_own_key_is_the_servers_fault_and_names_the_s
         assert [answer.json.get("id") for answer in answers] == ["two"] * 8
         assert refusing.requests
         assert len(refusing.requests) <= house.service.config.breaker_failures
-        assert {asked.header("authorization") for asked in [*refusing.requests, *willing.requests]} == {"Bearer routers-own"}
+        assert {sent.header("authorization") for sent in [*refusing.requests, *willing.requests]} == {"Bearer routers-own"}
 
 
 # Streams
@@ -309,7 +310,7 @@ EVENTS = [
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=8), st.lists(st.integers(1, 12), max_size=40))
-def test_only_whole_events_come_out_and_nothing_is_lost_wherever_pieces_end(events: list[bytes], sizes: list[int]) -> None:
+def test_only_complete_events_come_out_and_nothing_is_lost_wherever_pieces_end(events: list[bytes], sizes: list[int]) -> None:
     whole = b"".join(events)
     stream, out, at = EventStream(1000), b"", 0
     ends = {0}
@@ -357,14 +358,14 @@ async def test_a_stream_broken_in_an_event_too_long_to_be_held_back_ends_in_an_e
         assert error.startswith(b'data: {"error":')
 
 
-async def test_a_stream_that_breaks_behind_its_end_is_whole(open_house: OpenHouse) -> None:
+async def test_a_stream_that_breaks_behind_its_end_is_complete(open_house: OpenHouse) -> None:
     pieces = (b'data: {"choices":[]}\n\n', b": ping\n\n", b"data: [DONE]\n\n")
     async with serving(ForeignServer("one", streaming(*pieces, broken=True))) as server:
         house = await in_front_of(open_house, server)
         assert (await house.post(CHAT, chat(stream=True))).body == b"".join(pieces)
 
 
-async def test_a_whole_answer_longer_than_the_bound_passes_as_it_comes(open_house: OpenHouse) -> None:
+async def test_an_unstreamed_answer_longer_than_the_limit_passes_as_it_arrives(open_house: OpenHouse) -> None:
     body = json.dumps({"data": "x" * 300_000}).encode()
     async with serving(ForeignServer("one", saying(body))) as server:
         house = await in_front_of(open_house, server, max_event_bytes=100_000)
@@ -373,7 +374,7 @@ async def test_a_whole_answer_longer_than_the_bound_passes_as_it_comes(open_hous
         assert answer.headers["content-length"] == str(len(body))
 
 
-async def test_a_long_whole_answer_that_breaks_off_is_seen_to_be_cut(open_house: OpenHouse) -> None:
+async def test_a_long_unstreamed_answer_that_breaks_off_is_visibly_truncated(open_house: OpenHouse) -> None:
     async def answer(http: aiohttp.web.Request) -> aiohttp.web.StreamResponse:
         response = aiohttp.web.StreamResponse(headers={"content-type": "application/json", "content-length": "500000"})
         await response.prepare(http)

@@ -1,5 +1,6 @@
-"""Routes of foreign servers that pass: inference by model, objects by id, administration by right and
-configuration; and what does not."""
+"""Passthrough routes: inference by model, objects by id, administration by right and configuration; and
+routes that do not pass.
+"""
 
 import json
 from pathlib import Path
@@ -49,7 +50,7 @@ INFERENCE = [
 ]
 
 
-async def asked(house: House, method: str, path: str, headers: dict[str, str] | None = None, **more: Any) -> Answered:
+async def call(house: House, method: str, path: str, headers: dict[str, str] | None = None, **more: Any) -> Answered:
     async with house.http.request(method, house.url + path, headers=headers, **more) as response:
         return await read(response)
 
@@ -104,8 +105,8 @@ async def test_streams_of_other_apis_pass_and_end_in_their_own_form_of_error(ope
         assert b"[DONE]" not in answer.body
 
 
-class Shelf:
-    """A server that makes objects and has only its own."""
+class ObjectServer:
+    """Server that creates objects and has only its own."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -129,7 +130,7 @@ class Shelf:
 
 
 async def test_objects_are_found_on_the_server_that_made_them(open_house: OpenHouse) -> None:
-    shelves = Shelf("a"), Shelf("b")
+    shelves = ObjectServer("a"), ObjectServer("b")
     async with (
         serving(ForeignServer("a", shelves[0].answer)) as a,
         serving(ForeignServer("b", shelves[1].answer)) as b,
@@ -138,19 +139,19 @@ async def test_objects_are_found_on_the_server_that_made_them(open_house: OpenHo
         for number in range(12):
             path = ("/v1/responses", "/v1/files", "/v1/batches")[number % 3]
             await house.post(path, {"model": "demo", "stream": number % 2 == 0})
-        assert all(shelf.made for shelf in shelves)
+        assert all(server.made for server in shelves)
         before = len(a.requests) + len(b.requests)
-        for shelf in shelves:
-            for made in shelf.made:
+        for server in shelves:
+            for made in server.made:
                 kind = "responses" if made.startswith("resp") else "files"
-                assert (await asked(house, "GET", f"/v1/{kind}/{made}")).json["from"] == shelf.name
-        assert len(a.requests) + len(b.requests) == before + 12  # nobody was asked in vain
+                assert (await call(house, "GET", f"/v1/{kind}/{made}")).json["from"] == server.name
+        assert len(a.requests) + len(b.requests) == before + 12  # no server was queried in vain
 
 
 async def test_an_object_made_through_another_router_is_found_by_asking_every_server(
     open_house: OpenHouse,
 ) -> None:
-    shelves = Shelf("a"), Shelf("b")
+    shelves = ObjectServer("a"), ObjectServer("b")
     async with (
         serving(ForeignServer("a", shelves[0].answer)) as a,
         serving(ForeignServer("b", shelves[1].answer)) as b,
@@ -158,13 +159,13 @@ async def test_an_object_made_through_another_router_is_found_by_asking_every_se
         house, other = await in_front_of(open_house, a, b), await in_front_of(open_house, a, b)
         for _ in range(8):
             await house.post("/v1/responses", {"model": "demo"})
-        for shelf in shelves:
-            for made in shelf.made:
-                assert (await asked(other, "DELETE", f"/v1/responses/{made}")).json == {
-                    "from": shelf.name,
+        for server in shelves:
+            for made in server.made:
+                assert (await call(other, "DELETE", f"/v1/responses/{made}")).json == {
+                    "from": server.name,
                     "method": "DELETE",
                 }
-        missing = await asked(other, "GET", "/v1/responses/resp_none")
+        missing = await call(other, "GET", "/v1/responses/resp_none")
         assert (missing.status, "has no /v1/responses/resp_none" in missing.json["error"]["message"]) == (
             404,
             True,
@@ -172,7 +173,7 @@ async def test_an_object_made_through_another_router_is_found_by_asking_every_se
 
 
 async def test_what_follows_a_response_goes_to_its_server_however_loaded(open_house: OpenHouse) -> None:
-    shelves = Shelf("a"), Shelf("b")
+    shelves = ObjectServer("a"), ObjectServer("b")
     async with (
         serving(ForeignServer("a", shelves[0].answer)) as a,
         serving(ForeignServer("b", shelves[1].answer)) as b,
@@ -203,17 +204,17 @@ async def test_administration_passes_only_where_configured_to_the_server_that_is
     async with serving(ForeignServer("one", echo)) as one, serving(ForeignServer("two", echo)) as two:
         house = await in_front_of(open_house, one, two, passthrough_admin=("/v1/load_lora_adapter", "/sleep"))
         named = {"x-roost-server": two.url.removeprefix("http://")}
-        assert (await asked(house, "POST", "/sleep?level=1", named)).json == {
+        assert (await call(house, "POST", "/sleep?level=1", named)).json == {
             "path": "/sleep?level=1",
             "method": "POST",
         }
         assert (len(one.requests), len(two.requests)) == (0, 1)
         assert two.requests[0].header("x-roost-server") is None
-        unnamed = await asked(house, "POST", "/sleep")
+        unnamed = await call(house, "POST", "/sleep")
         assert unnamed.status == 400
         assert named["x-roost-server"] in unnamed.json["error"]["message"]
         for path in ("/collective_rpc", "/v1/unload_lora_adapter", "/reset_prefix_cache"):
-            assert (await asked(house, "POST", path, named)).status == 404
+            assert (await call(house, "POST", path, named)).status == 404
         assert len(two.requests) == 1
 
 
@@ -226,10 +227,10 @@ async def test_administration_needs_the_right(open_house: OpenHouse, tmp_path: P
     keys.write_text("\n".join(lines))
     async with serving(ForeignServer("one", echo)) as server:
         house = await in_front_of(open_house, server, passthrough_admin=("/sleep",), api_key_file=keys)
-        statuses = {key: (await asked(house, "POST", "/sleep", {"authorization": f"Bearer {key}"})).status for key in ("plain", "root", "wrong")}
+        statuses = {key: (await call(house, "POST", "/sleep", {"authorization": f"Bearer {key}"})).status for key in ("plain", "root", "wrong")}
         assert statuses == {"plain": 403, "root": 200, "wrong": 401}
         assert server.requests[0].header("authorization") is None
-        assert (await asked(house, "GET", "/v1/files", {"authorization": "Bearer plain"})).status == 403  # those of all tenants
+        assert (await call(house, "GET", "/v1/files", {"authorization": "Bearer plain"})).status == 403  # a list of all tenants' files
 
 
 async def test_the_names_of_servers_are_shown_to_those_with_a_right_to_see_them(open_house: OpenHouse, tmp_path: Path) -> None:
@@ -239,7 +240,7 @@ async def test_the_names_of_servers_are_shown_to_those_with_a_right_to_see_them(
     async with serving(ForeignServer("one", echo)) as one, serving(ForeignServer("two", echo)) as two:
         house = await in_front_of(open_house, one, two, api_key_file=keys)
         for right, shown in rights.items():
-            answer = await asked(house, "GET", "/version", {"authorization": f"Bearer {right}"})
+            answer = await call(house, "GET", "/version", {"authorization": f"Bearer {right}"})
             assert answer.status == 400
             assert "x-roost-server" in answer.json["error"]["message"]
             assert (two.url.removeprefix("http://") in answer.json["error"]["message"]) is shown
@@ -248,12 +249,12 @@ async def test_the_names_of_servers_are_shown_to_those_with_a_right_to_see_them(
 async def test_a_tenant_does_not_reach_another_ones_objects(open_house: OpenHouse, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("\n".join(key_line(name, name, None, parse_rights("infer")) for name in ("acme", "bolt")))
-    shelf = Shelf("a")
-    async with serving(ForeignServer("a", shelf.answer)) as server:
+    objects = ObjectServer("a")
+    async with serving(ForeignServer("a", objects.answer)) as server:
         house = await in_front_of(open_house, server, api_key_file=keys)
         await house.post("/v1/responses", {"model": "demo"}, headers={"authorization": "Bearer acme"})
         for key, status in (("acme", 200), ("bolt", 404)):
-            assert (await asked(house, "GET", f"/v1/responses/{shelf.made[0]}", {"authorization": f"Bearer {key}"})).status == status
+            assert (await call(house, "GET", f"/v1/responses/{objects.made[0]}", {"authorization": f"Bearer {key}"})).status == status
 
 
 async def test_websockets_are_refused_by_name(open_house: OpenHouse) -> None:
@@ -265,7 +266,7 @@ async def test_websockets_are_refused_by_name(open_house: OpenHouse) -> None:
             "sec-websocket-version": "13",
             "sec-websocket-key": "AAAAAAAAAAAAAAAAAAAAAA==",
         }
-        answer = await asked(house, "GET", "/v1/realtime?model=demo", upgrade)
+        answer = await call(house, "GET", "/v1/realtime?model=demo", upgrade)
         assert (answer.status, answer.json["error"]["code"]) == (501, "websocket_unsupported")
 
 
@@ -321,5 +322,5 @@ def test_the_oldest_places_make_room() -> None:
         (b"", None),
     ],
 )
-def test_the_id_of_what_was_made_is_read_from_whole_answers_and_streams(answer: bytes, found: str | None) -> None:
+def test_the_id_of_a_created_object_is_read_from_unstreamed_answers_and_streams(answer: bytes, found: str | None) -> None:
     assert object_id(answer) == found

@@ -1,4 +1,5 @@
-"""Foreign OpenAI servers by URL: no bus, no agents, bodies and answers untouched, failures before and after the first byte."""
+"""Static backends: no bus, no agents, bodies and answers unchanged, failures before and after the first byte.
+"""
 
 import asyncio
 import contextlib
@@ -23,7 +24,7 @@ _NOTHING = Capabilities(kv_events=False, load=False, experts=False, token_ids=Fa
 
 
 class Foreign:
-    """A server of somebody else's: answers with fields that we have never heard of."""
+    """Server that Roost does not run; its answers have unknown fields."""
 
     def __init__(self, name: str, models: tuple[str, ...] = ("demo",)) -> None:
         self.name = name
@@ -34,11 +35,11 @@ class Foreign:
         self.break_after: int | None = None
         self.hold = False
         self.listed: asyncio.Event | None = None
-        """the list of models is answered once this is set; None: at once"""
+        """once set, the list of models is answered; None: at once"""
         self.lists = 0
         self.words = 4
         self.together = 0
-        """requests that must be here before the first one is answered"""
+        """requests that must have arrived before the first one is answered"""
         self.arrived = asyncio.Event()
         self.left = asyncio.Event()
         self.port = free_port()
@@ -66,7 +67,7 @@ class Foreign:
         return web.json_response({"object": "list", "data": [{"id": model, "max_model_len": 100, **self.card(model)} for model in self.models]})
 
     def card(self, model: str) -> dict[str, Any]:
-        """What else is said of a model; as vLLM says it, with another time in each answer."""
+        """Return further fields of a model, in vLLM's form, with another time in each answer."""
         parent = self.models[0] if model != self.models[0] else None
         return {"created": 1_700_000_000 + self.lists, "root": f"/models/{model}", "parent": parent, "permission": [{"allow_sampling": True}]}
 
@@ -196,7 +197,7 @@ async def test_a_server_that_serves_stays_however_slow_its_list_of_models_is(ope
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-async def test_another_server_is_asked_before_the_first_byte(open_house: OpenHouse, servers: list[Foreign], status: int) -> None:
+async def test_another_server_is_tried_before_the_first_byte(open_house: OpenHouse, servers: list[Foreign], status: int) -> None:
     house = await opened(open_house, servers)
     servers[0].status = status
     answers = [await house.post(CHAT, chat(f"question {number}", stream=bool(number % 2))) for number in range(4)]
@@ -210,14 +211,14 @@ async def test_a_connection_that_is_refused_costs_no_request(open_house: OpenHou
     assert [(await house.post(CHAT, chat(f"q{number}"))).status for number in range(3)] == [200] * 3
 
 
-async def test_a_stream_broken_before_its_first_byte_is_asked_for_elsewhere(open_house: OpenHouse, servers: list[Foreign]) -> None:
+async def test_a_stream_broken_before_its_first_byte_is_retried_elsewhere(open_house: OpenHouse, servers: list[Foreign]) -> None:
     house = await opened(open_house, servers)
     servers[0].break_after = 0
     answers = [await house.post(CHAT, chat(f"question {number}", stream=True)) for number in range(4)]
     assert all(len(answer.events) == 5 for answer in answers)
 
 
-async def test_a_whole_answer_broken_off_is_asked_for_elsewhere(open_house: OpenHouse, servers: list[Foreign]) -> None:
+async def test_an_unstreamed_answer_broken_off_is_retried_elsewhere(open_house: OpenHouse, servers: list[Foreign]) -> None:
     house = await opened(open_house, servers)
     servers[0].break_after = 1
     assert [(await house.post(CHAT, chat(f"question {number}"))).json["id"] for number in range(4)] == ["two"] * 4
@@ -259,9 +260,9 @@ async def test_the_upstream_key_is_sent_and_the_clients_is_not(open_house: OpenH
     traceparent = f"00-{'1' * 32}-{'2' * 16}-01"
     await house.post(CHAT, chat(), headers={"authorization": "Bearer clients-own", "x-request-id": "r-1", "traceparent": traceparent})
     assert {headers["authorization"] for headers in servers[0].headers} == {"Bearer upstream-secret"}
-    asked = next(headers for headers in servers[0].headers if "x-request-id" in headers)  # among probes, before and behind it
-    assert asked["x-request-id"] == "r-1"
-    assert asked["traceparent"].startswith("00-1111")
+    sent = next(headers for headers in servers[0].headers if "x-request-id" in headers)  # skips the probes
+    assert sent["x-request-id"] == "r-1"
+    assert sent["traceparent"].startswith("00-1111")
 
 
 async def test_a_conversation_returns_to_the_server_that_knows_it(open_house: OpenHouse, servers: list[Foreign]) -> None:
@@ -313,7 +314,7 @@ async def test_when_engines_with_ids_serve_the_model_those_without_are_left_out(
 
 
 async def held(house: House, server: Foreign, **body: Any) -> aiohttp.ClientResponse:
-    """A stream that a server has begun and does not end."""
+    """Begin a stream at a server, and do not end it."""
     server.hold = True
     response = await house.http.post(house.url + CHAT, json=chat(stream=True, **body))
     await response.content.readany()
@@ -417,7 +418,7 @@ def test_a_server_that_is_named_twice_is_refused() -> None:
         RouterConfig(backends=("http://host:8000/v1",), named_backends=(BackendConfig(name="gpu", url="http://host:8000/"),))
 
 
-async def test_an_idle_server_whose_speed_nobody_knows_is_given_sixty_long_prompts_at_once(open_house: OpenHouse, servers: list[Foreign]) -> None:
+async def test_an_idle_server_of_unknown_speed_gets_sixty_long_prompts_at_once(open_house: OpenHouse, servers: list[Foreign]) -> None:
     house = await opened(open_house, servers[:1])
     servers[0].together = 60
     prompts = [f"{number} " * 4 * (6000 + 50 * number) for number in range(60)]

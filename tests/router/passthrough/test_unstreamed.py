@@ -1,5 +1,4 @@
-"""Answers of foreign servers that are not streamed: how long they may take, and what is believed of their
-load meanwhile."""
+"""Unstreamed answers of static backends: their timeouts, and the assumed load until they arrive."""
 
 import asyncio
 
@@ -14,14 +13,14 @@ CHAT = "/v1/chat/completions"
 
 
 class Held:
-    """Answers when the test says so."""
+    """Server that answers when the test releases it."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         self.answered = asyncio.Event()
 
     async def answer(self, _: web.Request) -> web.Response:
-        self.asked.set()
+        self.requested.set()
         await self.answered.wait()
         return web.json_response({"id": "held"})
 
@@ -34,7 +33,7 @@ def after(seconds: float) -> Handler:
     return answer
 
 
-async def test_an_answer_that_is_not_streamed_has_no_first_token_limit_and_is_asked_for_once(
+async def test_an_unstreamed_answer_has_no_first_token_limit_and_is_requested_once(
     open_house: OpenHouse,
 ) -> None:
     async with (
@@ -47,7 +46,7 @@ async def test_an_answer_that_is_not_streamed_has_no_first_token_limit_and_is_as
         assert len(one.requests) + len(two.requests) == 1
 
 
-async def test_at_the_total_limit_the_client_learns_its_name_and_no_other_server_is_asked(
+async def test_at_the_total_limit_the_client_learns_its_name_and_no_other_server_is_tried(
     open_house: OpenHouse,
 ) -> None:
     async with (
@@ -69,14 +68,14 @@ async def test_a_stream_keeps_its_first_token_limit(open_house: OpenHouse) -> No
         assert (answer.status, answer.json["error"]["code"]) == (503, "upstream_failed")
 
 
-async def test_an_answer_is_asked_for_elsewhere_when_its_server_hangs_as_its_probes_show(open_house: OpenHouse, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_is_requested_elsewhere_when_probes_show_that_its_server_hangs(open_house: OpenHouse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.passthrough.unstreamed.LOOK_SECONDS", 0.01)
     held = Held()
     async with serving(ForeignServer("one", held.answer)) as hung:
         house = await in_front_of(open_house, hung, probe_timeout_seconds=0.05, no_engine_wait_seconds=0.01, max_attempts=2)
         pending = asyncio.create_task(house.post(CHAT, chat()), name="asks")
-        await held.asked.wait()
-        hung.listing.clear()  # its event loop is stuck: requests stay open, probes go unanswered
+        await held.requested.wait()
+        hung.listing.clear()  # its event loop hangs: requests stay open, probes go unanswered
         answer = await pending
         assert answer.status == 503
         assert house.service.picker.reservations.open_bookings == 0
@@ -88,7 +87,7 @@ async def test_an_answer_of_a_server_that_refuses_new_connections_is_awaited(ope
     async with serving(ForeignServer("one", held.answer)) as stopping:
         house = await in_front_of(open_house, stopping)
         pending = asyncio.create_task(house.post(CHAT, chat()), name="asks")
-        await held.asked.wait()
+        await held.requested.wait()
         await stopping.refuse_connections()
         await until(lambda: not house.service.view.models(live=True))
         held.answered.set()
@@ -110,21 +109,21 @@ async def test_a_server_that_dies_while_its_answer_is_awaited_is_replaced(open_h
 
 
 def promised(house: House) -> tuple[int, int]:
-    """Prompt tokens not yet computed, and requests, as the next decision would see them."""
+    """Return outstanding prefill tokens and requests, as the next decision would see them."""
     roster = house.service.view.roster("demo")
     load = house.service.picker.reservations.load(roster.rows, house.service.clock())
     return int(load[0].sum()), int(load[1].sum())
 
 
 async def test_a_prompt_counts_as_computed_after_the_time_that_it_should_take(open_house: OpenHouse) -> None:
-    """4,000 tokens at 0.125 ms are due after half a second; the answer comes much later."""
+    """4,000 tokens at 0.125 ms are due after half a second; the answer arrives much later."""
     held = Held()
     async with serving(ForeignServer("one", held.answer)) as server:
         house = await open_house(bus=False, named_backends=(_stated(server.url, tokens_per_second=8_000.0),), probe_seconds=0.05)
         await until(lambda: house.service.view.models(live=True))
         begun = asyncio.get_running_loop().time()
         pending = asyncio.create_task(house.post(CHAT, chat("word " * 3200)), name="asks")
-        await held.asked.wait()
+        await held.requested.wait()
         tokens, requests = promised(house)
         assert requests == 1
         assert tokens >= 4000
@@ -144,7 +143,7 @@ async def test_many_answers_share_one_timer_and_an_answer_before_its_time_is_no_
         answers = await asyncio.gather(*(house.post(CHAT, chat(f"{number} " * number * 20)) for number in range(30)))
         assert {answer.status for answer in answers} == {200}
         assert promised(house) == (0, 0)
-        await asyncio.sleep(0.2)  # the times at which they would have been due
+        await asyncio.sleep(0.2)  # past the times at which they would have been due
         assert promised(house) == (0, 0)
 
 

@@ -1,4 +1,6 @@
-"""Two routers on a real NATS server that hangs, or dies and comes back, while requests are answered: none is lost, none is asked twice."""
+"""Two routers on a real NATS server that hangs, or dies and returns, while requests are answered: none is
+lost or sent twice.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What the router learns over the bus: who lives, how loaded, what is placed where, which tokenizer, and what it ignores."""
+"""View built from the bus: live engines, loads, placements and tokenizers; and ignored messages."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ class Clock:
 
 
 class Fleet:
-    """A router's service on a bus, and whoever speaks on it."""
+    """A router's service on a bus, and publishers for the other parties."""
 
     def __init__(self, **settings: Any) -> None:
         self.clock = Clock()
@@ -83,7 +83,7 @@ async def fleet() -> AsyncIterator[Fleet]:
 
 
 def text_engine(engine: str, **about: Any) -> EngineJoined:
-    """An engine that needs no tokenizer."""
+    """Return an engine that needs no tokenizer."""
     return engine_joined(engine, ["http://h:1", "http://h:2"], None, **about)
 
 
@@ -108,7 +108,7 @@ async def test_three_silent_seconds_mean_death_and_a_heartbeat_life(fleet: Fleet
     await until(lambda: fleet.names())
 
 
-async def test_a_router_that_starts_late_hears_of_those_who_joined_before() -> None:
+async def test_a_router_that_starts_late_receives_earlier_joins() -> None:
     fleet = Fleet()
     joined = await fleet.join(text_engine("a"))
     gone = await fleet.join(text_engine("b"))
@@ -131,7 +131,7 @@ async def test_an_engine_that_leaves_is_not_routed_to_any_more(fleet: Fleet) -> 
     assert fleet.excluded()["a"].startswith("left")
 
 
-async def test_a_stranger_with_a_heartbeat_is_asked_who_it_is(fleet: Fleet) -> None:
+async def test_an_unknown_engine_with_a_heartbeat_is_asked_to_describe_itself(fleet: Fleet) -> None:
     joined = text_engine("stranger")
 
     async def describe(request: Message) -> Message:
@@ -148,15 +148,15 @@ async def test_a_stranger_that_bears_a_living_engines_name_is_not_used(fleet: Fl
     honest = await fleet.join(text_engine("a", worker_id=1))
     await fleet.beat(honest)
     await until(lambda: fleet.names())
-    impostor, asked = text_engine("a", worker_id=2), asyncio.Event()
+    impostor, described = text_engine("a", worker_id=2), asyncio.Event()
 
     async def describe(_: Message) -> Message:
-        asked.set()
+        described.set()
         return impostor
 
     async with fleet.bus.serve(fleet.subjects.describe_engine("a", 2), describe):
         await fleet.beat(impostor)
-        await asked.wait()
+        await described.wait()
         await asyncio.sleep(0.01)
     assert fleet.target().key == (1, 0)
 
@@ -187,9 +187,9 @@ async def test_a_handover_in_progress_costs_what_heartbeats_say_until_they_say_i
     await until(lambda: fleet.names())
     view, roster = fleet.service.view, fleet.service.view.roster("demo")
     heartbeats = fleet.bus.publisher(fleet.subjects.heartbeats("a"))
-    for seconds, told in ((0.75, [0.75, 0.75]), (float("nan"), [0.75, 0.75]), (0.0, None)):
+    for seconds, expected in ((0.75, [0.75, 0.75]), (float("nan"), [0.75, 0.75]), (0.0, None)):
         await heartbeats.publish(EngineHeartbeat(engine="a", worker_id=joined.worker_id, epoch=0, handover_seconds=seconds))
-        await until(lambda told=told: (None if (found := view.handovers(roster)) is None else found.tolist()) == told)
+        await until(lambda expected=expected: (None if (found := view.handovers(roster)) is None else found.tolist()) == expected)
     await until(lambda: "roost_router_bus_messages_refused_total 1.0" in fleet.service.metrics.exposition().decode())
     assert view.roster("demo") is roster, "nothing is built anew every second"
 
@@ -215,8 +215,8 @@ async def test_homes_of_the_next_placement_wait_on_the_bus_for_it_and_come_with_
     await fleet.bus.publisher(fleet.subjects.clusters).publish(published_clusters(halves()))
     await until(lambda: fleet.names() and fleet.target().note is None)
     share = np.eye(2, dtype="<f4").tobytes()
-    said = HomesPublished(engine="a", worker_id=joined.worker_id, model="demo", version=3, epoch=1, clusters=1, count=2, ranks=2, homes=share)
-    await fleet.bus.publisher(fleet.subjects.homes).publish(said)
+    homes = HomesPublished(engine="a", worker_id=joined.worker_id, model="demo", version=3, epoch=1, clusters=1, count=2, ranks=2, homes=share)
+    await fleet.bus.publisher(fleet.subjects.homes).publish(homes)
     await until(lambda: fleet.service.view.prices("demo").versions.coming == {"a": (3, 1)})
     assert fleet.service.view.prices("demo").homes is None
     everywhere = Placement(np.tile(np.arange(4, dtype=np.int16), (2, 2)), experts=4, ranks=2, epoch=1)
@@ -245,7 +245,7 @@ async def test_a_heartbeat_of_another_epoch_makes_the_router_ask(fleet: Fleet) -
         await until(lambda: fleet.target().epoch == 4)
 
 
-async def test_clusters_are_asked_for_at_the_start_and_followed_from_then_on() -> None:
+async def test_clusters_are_requested_at_the_start_and_followed_from_then_on() -> None:
     fleet = Fleet()
 
     async def describe(request: Message) -> Message:
@@ -307,7 +307,7 @@ async def test_garbage_and_contradictions_stop_nothing(fleet: Fleet) -> None:
 
 
 async def test_the_cached_prefix_of_a_rank_wins_the_decision(fleet: Fleet) -> None:
-    """From KV events on the bus to the term of a decision."""
+    """Follow KV events from the bus to the term of a decision."""
     tokens = list(range(100))
     joined = await fleet.join(text_engine("a", capabilities=Capabilities()))
     await fleet.beat(joined)

@@ -1,4 +1,6 @@
-"""What the router believes ranks have cached: the index of their events, repaired feeds, and guesses where there are no events."""
+"""Prefix knowledge of the router: the index of KV events, repaired feeds, and the approximate index without
+events.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -30,17 +32,17 @@ CHAINED = sequence_hashes(LOCAL)
 
 
 class Rank:
-    """A rank's agent as far as KV events go: numbered batches, and a snapshot of all it has said."""
+    """KV side of a rank's agent: numbered batches, and a snapshot of all of them."""
 
     def __init__(self, bus: MemoryBus, broker: MemoryBroker) -> None:
         self.publisher = bus.publisher(broker.subjects.kv_events)
-        self.said: list[KvEvent] = []
+        self.sent: list[KvEvent] = []
         self.snapshots = 0
         self.answering = asyncio.Event()
         self.answering.set()
 
     async def say(self, *events: RoutedKvEvent, lost: bool = False) -> None:
-        self.said += [event.event for event in events]
+        self.sent += [event.event for event in events]
         if lost:
             self.publisher.number()
         else:
@@ -49,7 +51,7 @@ class Rank:
     async def answer(self, request: Message) -> Message:
         assert isinstance(request, KvSnapshotRequested)
         self.snapshots += 1
-        events, sequence = tuple(self.said), self.publisher.sequence - 1
+        events, sequence = tuple(self.sent), self.publisher.sequence - 1
         await self.answering.wait()
         return KvSnapshot(worker_id=WORKER, rank=0, publisher_id=self.publisher.publisher_id, sequence=sequence, events=events)
 
@@ -71,11 +73,11 @@ class World:
     def in_step(self) -> bool:
         return self.feeds.in_step((WORKER, 0))
 
-    def asked(self, reason: str) -> float:
+    def requested(self, reason: str) -> float:
         return self.metrics.kv_snapshots.labels(reason)._value.get()
 
     async def live(self, started: asyncio.Event) -> None:
-        """Until cancelled: the rank answers, the router listens."""
+        """Run the rank's server and the router's subscriber until cancelled."""
         subjects = self.broker.subjects
         async with self.bus.serve(subjects.kv_snapshot("e", WORKER, 0), self.rank.answer), MemoryBus(self.broker).subscribe(subjects.kv_events) as inbox:
             async with asyncio.TaskGroup() as tasks:
@@ -112,7 +114,7 @@ async def test_a_gap_is_repaired_by_a_snapshot(world: World) -> None:
     await world.rank.say(stored(LOCAL[2:4], LOCAL[:2]), lost=True)
     await world.rank.say(stored(LOCAL[4:6], LOCAL[:4]))
     await until(lambda: world.in_step and world.overlap == 6)
-    assert world.asked("gap") == 1
+    assert world.requested("gap") == 1
 
 
 async def test_a_batch_with_a_bad_event_is_repaired_by_a_snapshot(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,10 +123,10 @@ async def test_a_batch_with_a_bad_event_is_repaired_by_a_snapshot(world: World, 
     await world.rank.say(stored(LOCAL[:2]))
     await until(lambda: world.in_step and world.overlap == 2)
     bad = RoutedKvEvent(worker_id=WORKER, event=KvEvent(event_id=9, data=KvChange(), dp_rank=0))
-    world.rank.said += [event.event for event in (stored(LOCAL[2:4], LOCAL[:2]), stored(LOCAL[4:6], LOCAL[:4]))]
+    world.rank.sent += [event.event for event in (stored(LOCAL[2:4], LOCAL[:2]), stored(LOCAL[4:6], LOCAL[:4]))]
     await world.rank.publisher.publish((stored(LOCAL[2:4], LOCAL[:2]), bad, stored(LOCAL[4:6], LOCAL[:4])))
     await until(lambda: world.in_step and world.overlap == 6)
-    assert world.asked("bad_event") == 1
+    assert world.requested("bad_event") == 1
     await world.rank.say(stored(LOCAL[6:8], LOCAL[:6]))
     await until(lambda: world.overlap == 8)
 
@@ -168,7 +170,7 @@ async def test_a_restarted_publisher_is_met_with_a_snapshot(world: World) -> Non
     await world.rank.say(stored(LOCAL[:3]))
     await until(lambda: world.overlap == 3)
     world.rank.publisher = world.bus.publisher(world.broker.subjects.kv_events)
-    world.rank.said = []
+    world.rank.sent = []
     await world.rank.say(stored(LOCAL[:1]))
     await until(lambda: world.in_step and world.overlap == 1)
 
@@ -176,13 +178,13 @@ async def test_a_restarted_publisher_is_met_with_a_snapshot(world: World) -> Non
 async def test_a_block_behind_an_unknown_parent_calls_for_a_snapshot(world: World) -> None:
     world.feeds.add((WORKER, 0), "e")
     await until(lambda: world.in_step)
-    world.rank.said = [stored(LOCAL[:2]).event]
+    world.rank.sent = [stored(LOCAL[:2]).event]
     await world.rank.say(stored(LOCAL[2:4], LOCAL[:2]))
     await until(lambda: world.in_step and world.overlap == 4)
-    assert world.asked("orphan") == 1
+    assert world.requested("orphan") == 1
 
 
-async def test_a_snapshot_is_asked_for_again_until_somebody_answers(world: World) -> None:
+async def test_a_snapshot_is_requested_again_until_the_rank_answers(world: World) -> None:
     refusals = iter([True, True])
     honest = world.rank.answer
 
@@ -198,25 +200,25 @@ async def test_a_snapshot_is_asked_for_again_until_somebody_answers(world: World
     assert not world.feeds.in_step((WORKER, 1))
 
 
-async def test_what_waits_for_a_snapshot_is_bounded_and_asked_for_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_held_back_for_a_snapshot_are_bounded_and_the_snapshot_is_requested_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.sync.kv_event_subscriber._LATE_BLOCKS", 8)
     world.rank.answering.clear()
     world.feeds.add((WORKER, 0), "e")
     await until(lambda: world.rank.snapshots == 1)
     for at in range(9):
         await world.rank.say(stored(LOCAL[at : at + 1], LOCAL[:at]))
-    await until(lambda: world.feeds._late_blocks == 2 * 1)  # the ninth alone: its event and its block
+    await until(lambda: world.feeds._late_blocks == 2 * 1)  # only the ninth: its event and its block
     world.rank.answering.set()
     await until(lambda: world.in_step and world.overlap == 9)
-    assert (world.rank.snapshots, world.asked("gap"), world.feeds._late_blocks) == (2, 1, 0)
+    assert (world.rank.snapshots, world.requested("gap"), world.feeds._late_blocks) == (2, 1, 0)
 
 
-async def test_snapshots_larger_than_a_slice_are_applied_whole(world: World) -> None:
+async def test_snapshots_larger_than_a_slice_are_applied_completely(world: World) -> None:
     long = local_hashes(list(range(4 * 1500)), 4)
     chained = sequence_hashes(long)
     for at in range(len(long)):
         one = KvStored(blocks=(KvBlock(chained[at], long[at]),), parent_hash=chained[at - 1] if at else None)
-        world.rank.said.append(KvEvent(event_id=at, data=KvChange(stored=one)))
+        world.rank.sent.append(KvEvent(event_id=at, data=KvChange(stored=one)))
     await world.rank.publisher.publish((stored(local_hashes([9, 9, 9, 9], 4)),))
     world.feeds.add((WORKER, 0), "e")
     await until(lambda: world.in_step)
@@ -236,7 +238,7 @@ async def test_nonsense_from_ranks_is_counted_and_changes_nothing(world: World) 
     assert overlap(world.index.holders, CHAINED) == {(WORKER, 0): 2}
 
 
-# Guesses
+# Approximate index
 
 
 def guesses(capacity: int) -> tuple[ApproximateIndex, BlockIndex]:
@@ -309,7 +311,7 @@ def test_the_chain_of_a_token_prompt_is_made_per_block_size() -> None:
     assert prompt.chained(8)[:] == sequence_hashes(local_hashes(TOKENS, 8))
 
 
-# Chores
+# Keyed queue
 
 
 async def test_a_chore_waits_once_and_room_is_bounded() -> None:

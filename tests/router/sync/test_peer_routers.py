@@ -1,4 +1,6 @@
-"""Several routers on one bus: they do not herd, they forget those that are gone, and a new one knows what it should before it is ready."""
+"""Several routers on one bus: no herding, bookings of dead routers expire, and a new router has the state it
+needs before it is ready.
+"""
 
 import asyncio
 import contextlib
@@ -35,7 +37,7 @@ from tests.router.router_fixture import SHAPE, engine_joined, running
 
 
 class SlowBroker(MemoryBroker):
-    """Every message takes a while."""
+    """Broker on which every message takes a while."""
 
     seconds = 0.005
 
@@ -43,8 +45,8 @@ class SlowBroker(MemoryBroker):
         asyncio.get_running_loop().call_later(self.seconds, super().deliver, subject, raw)
 
 
-class Town:
-    """Routers and engines on one broker; engines beat by themselves."""
+class RouterNetwork:
+    """Routers and engines on one broker; a background task sends the heartbeats of the engines."""
 
     def __init__(self, broker: MemoryBroker | None = None, **settings: Any) -> None:
         self.broker = broker or MemoryBroker()
@@ -73,7 +75,7 @@ class Town:
         joined = engine_joined(name, urls, None, **{"shape": None, "placement": None, **about})
         await self.bus.record(self.subjects.membership(name), joined)
         self.engines.append(joined)
-        self._beats = self._beats or asyncio.create_task(self.beat(), name="beats hearts")  # not in the fixture, whose time is not the test's
+        self._beats = self._beats or asyncio.create_task(self.beat(), name="sends heartbeats")  # not in the fixture, whose event loop time differs
         return joined
 
     async def beat(self) -> None:
@@ -86,7 +88,7 @@ class Town:
     async def report(self, joined: EngineJoined, **load: int) -> None:
         await self.bus.publisher(self.subjects.kv_metrics).publish(KvMetrics(worker_id=joined.worker_id, **load))
 
-    async def __aenter__(self) -> "Town":
+    async def __aenter__(self) -> "RouterNetwork":
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -96,9 +98,9 @@ class Town:
 
 
 @pytest.fixture
-async def town() -> AsyncIterator[Town]:
-    async with Town() as town:
-        yield town
+async def network() -> AsyncIterator[RouterNetwork]:
+    async with RouterNetwork() as network:
+        yield network
 
 
 def need(tokens: int, first: int = 0) -> RoutingRequest:
@@ -106,8 +108,8 @@ def need(tokens: int, first: int = 0) -> RoutingRequest:
     return RoutingRequest("demo", TokenPrompt(prompt), tokens + 1, 1, None)
 
 
-def book(service: RouterService, asked: RoutingRequest) -> tuple[Decision, Booking]:
-    return service.book(RequestLog("r", service.new_decision_id(), "/v1/completions", 0.0), asked, "", FIRST_TRY)
+def book(service: RouterService, routing: RoutingRequest) -> tuple[Decision, Booking]:
+    return service.book(RequestLog("r", service.new_decision_id(), "/v1/completions", 0.0), routing, "", FIRST_TRY)
 
 
 def load(service: RouterService, joined: EngineJoined) -> list[int]:
@@ -117,14 +119,17 @@ def load(service: RouterService, joined: EngineJoined) -> list[int]:
 
 
 async def burst(*, replicas: bool) -> float:
-    """A thousand requests over two routers between two load reports, where two of eight ranks have nothing to do: the predicted time of
-    the fullest rank at the end, as a multiple of what an even filling would give it."""
-    async with Town(SlowBroker(), replicas=replicas, max_requests_per_rank=10_000, max_queue_seconds=1e6, settle_seconds=0.1) as town:
-        engines = [await town.engine(f"e{number}", max_context=10_000, speed=EngineSpeed()) for number in range(8)]
-        routers = [await town.ready_router() for _ in range(2)]
+    """Send a thousand requests over two routers between two load reports; two of eight ranks are idle at the
+    start.
+
+    Return the predicted time of the fullest rank at the end, as a multiple of that of an even distribution.
+    """
+    async with RouterNetwork(SlowBroker(), replicas=replicas, max_requests_per_rank=10_000, max_queue_seconds=1e6, settle_seconds=0.1) as network:
+        engines = [await network.engine(f"e{number}", max_context=10_000, speed=EngineSpeed()) for number in range(8)]
+        routers = [await network.ready_router() for _ in range(2)]
         before = np.array([0, 0, *[90_000] * 6])
         for joined, tokens in zip(engines, before.tolist(), strict=True):
-            await town.report(joined, active_prefill_tokens=tokens, running=1)
+            await network.report(joined, active_prefill_tokens=tokens, running=1)
         await asyncio.sleep(0.02)
         sizes = random.Random(7).choices(range(40, 800), k=1000)
         work = dict.fromkeys((joined.worker_id for joined in engines), 0)
@@ -139,7 +144,7 @@ async def burst(*, replicas: bool) -> float:
 
 @pytest.mark.looptime
 async def test_two_routers_share_a_burst_between_two_reports_fairly() -> None:
-    assert await burst(replicas=True) <= 1.1  # held to 1.25
+    assert await burst(replicas=True) <= 1.1  # the goal is 1.25
 
 
 @pytest.mark.looptime
@@ -148,9 +153,9 @@ async def test_two_routers_that_do_not_tell_each_other_herd() -> None:
 
 
 @pytest.mark.looptime
-async def test_what_one_router_books_the_other_counts_until_it_is_over(town: Town) -> None:
-    joined = await town.engine("a")
-    one, other = await town.ready_router(), await town.ready_router()
+async def test_what_one_router_books_the_other_counts_until_it_is_over(network: RouterNetwork) -> None:
+    joined = await network.engine("a")
+    one, other = await network.ready_router(), await network.ready_router()
     _, booking = book(one, need(100))
     await asyncio.sleep(0.01)
     assert load(other, joined) == load(one, joined) == [100, 1, 26, 1]
@@ -163,58 +168,58 @@ async def test_what_one_router_books_the_other_counts_until_it_is_over(town: Tow
 
 
 @pytest.mark.looptime
-async def test_bookings_are_told_together_and_silence_is_kept_short(town: Town) -> None:
-    await town.engine("a")
-    service, _ = await town.ready_router(), await town.ready_router()
+async def test_bookings_are_published_in_batches_and_heartbeats_fill_the_gaps(network: RouterNetwork) -> None:
+    await network.engine("a")
+    service, _ = await network.ready_router(), await network.ready_router()
     peers = service.peers
     assert peers is not None
-    async with town.bus.subscribe(town.subjects.reservations) as said:
-        await asyncio.sleep(1.01)  # two signs of life at most
+    async with network.bus.subscribe(network.subjects.reservations) as subscription:
+        await asyncio.sleep(1.01)  # two heartbeats at most
         began = asyncio.get_running_loop().time()
         for _ in range(50):
             book(service, need(10))
             await asyncio.sleep(0.0002)
         await asyncio.sleep(0.02)
-        heard = [received async for received in _now(said)]
-    said_by_all = [received.message for received in heard if isinstance(received.message, ReservationsChanged)]
-    messages = [message for message in said_by_all if message.router == peers.router]
+        arrived = [received async for received in _now(subscription)]
+    changes = [received.message for received in arrived if isinstance(received.message, ReservationsChanged)]
+    messages = [message for message in changes if message.router == peers.router]
     assert sum(len(message.booked) for message in messages) == 50
     assert sum(bool(message.booked) for message in messages) <= 4
     assert sum(not message.booked for message in messages) in (2, 3)
     assert asyncio.get_running_loop().time() - began < 0.1
 
 
-async def _now(said: Any) -> AsyncIterator[Any]:
-    """What has arrived so far."""
+async def _now(subscription: Any) -> AsyncIterator[Any]:
+    """Return the messages that have arrived so far."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.001):
-            async for received in said:
+            async for received in subscription:
                 yield received
 
 
 @pytest.mark.looptime
-async def test_a_router_alone_gives_signs_of_life_and_nothing_more(town: Town) -> None:
-    await town.engine("a")
-    service = await town.ready_router()
-    async with town.bus.subscribe(town.subjects.reservations) as said:
+async def test_a_router_alone_gives_signs_of_life_and_nothing_more(network: RouterNetwork) -> None:
+    await network.engine("a")
+    service = await network.ready_router()
+    async with network.bus.subscribe(network.subjects.reservations) as subscription:
         for _ in range(50):
             service.release(book(service, need(10))[1])
             book(service, need(10))
             await asyncio.sleep(0.02)
-        messages = [received.message async for received in _now(said)]
+        messages = [received.message async for received in _now(subscription)]
     assert len(messages) in (2, 3)
     assert not any(message.booked or message.ended for message in messages)
 
 
 @pytest.mark.looptime
-async def test_a_conversation_stays_with_its_rank_and_a_prefix_is_found_whichever_router_is_asked(town: Town) -> None:
-    """The ranks report no KV events: what they have cached is known by what was sent there."""
+async def test_a_conversation_stays_with_its_rank_and_a_prefix_is_found_through_any_router(network: RouterNetwork) -> None:
+    """The ranks send no KV events: their cached blocks are inferred from the requests sent to them."""
     for name in ("a", "b", "c", "d"):
-        await town.engine(name)
+        await network.engine(name)
     settings: dict[str, Any] = {"session_affinity_seconds": 60.0}
-    one, other = await town.ready_router(**settings), await town.ready_router(**settings)
-    told = msgspec.structs.replace(need(400), keys=PredictionKeys(session=7, tenant=0))
-    first, booking = book(one, told)
+    one, other = await network.ready_router(**settings), await network.ready_router(**settings)
+    second_turn = msgspec.structs.replace(need(400), keys=PredictionKeys(session=7, tenant=0))
+    first, booking = book(one, second_turn)
     one.release(booking)
     await asyncio.sleep(0.02)
     second, booking = book(other, msgspec.structs.replace(need(400, 9000), keys=PredictionKeys(session=7, tenant=0)))
@@ -225,10 +230,10 @@ async def test_a_conversation_stays_with_its_rank_and_a_prefix_is_found_whicheve
 
 
 @pytest.mark.looptime
-async def test_a_router_that_dies_takes_its_bookings_with_it(town: Town) -> None:
-    joined = await town.engine("a")
-    one = await town.ready_router()
-    dying = RouterService(MemoryBus(town.broker), town.subjects, RouterConfig(), asyncio.get_running_loop().time)
+async def test_a_router_that_dies_takes_its_bookings_with_it(network: RouterNetwork) -> None:
+    joined = await network.engine("a")
+    one = await network.ready_router()
+    dying = RouterService(MemoryBus(network.broker), network.subjects, RouterConfig(), asyncio.get_running_loop().time)
     async with running(dying):
         while not dying.ready:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -242,26 +247,26 @@ async def test_a_router_that_dies_takes_its_bookings_with_it(town: Town) -> None
 
 
 @pytest.mark.looptime
-async def test_a_new_router_learns_at_once_what_the_others_have_booked(town: Town) -> None:
-    joined = await town.engine("a")
-    one = await town.ready_router()
+async def test_a_new_router_learns_at_once_what_the_others_have_booked(network: RouterNetwork) -> None:
+    joined = await network.engine("a")
+    one = await network.ready_router()
     for _ in range(3):
         book(one, need(100))
-    newcomer = await town.ready_router()
+    newcomer = await network.ready_router()
     assert load(newcomer, joined) == load(one, joined)
 
 
 @pytest.mark.looptime
-async def test_after_the_bus_was_away_routers_agree_again(town: Town) -> None:
-    joined = await town.engine("a")
-    one, other = await town.ready_router(), await town.ready_router()
+async def test_after_the_bus_was_away_routers_agree_again(network: RouterNetwork) -> None:
+    joined = await network.engine("a")
+    one, other = await network.ready_router(), await network.ready_router()
     _, over = book(one, need(100))
     await asyncio.sleep(0.1)
-    town.broker.reachable = False
+    network.broker.reachable = False
     one.release(over)
     book(one, need(30, 1000))
     await asyncio.sleep(10.0)
-    town.broker.reachable = True
+    network.broker.reachable = True
     await asyncio.sleep(2.0)
     assert load(other, joined) == load(one, joined)
     assert load(other, joined)[PREFILL] == 30
@@ -271,16 +276,16 @@ async def test_after_the_bus_was_away_routers_agree_again(town: Town) -> None:
 
 
 @pytest.mark.looptime
-async def test_readiness_waits_for_kv_caches_and_tables_and_says_so(town: Town) -> None:
-    joined = await town.engine("a", capabilities=Capabilities(load=True), shape=None)
+async def test_readiness_waits_for_kv_caches_and_tables_and_says_so(network: RouterNetwork) -> None:
+    joined = await network.engine("a", capabilities=Capabilities(load=True), shape=None)
     may_answer = asyncio.Event()
 
     async def snapshot(_: Message) -> Message:
         await may_answer.wait()
         return KvSnapshot(worker_id=joined.worker_id, rank=0, publisher_id=1, sequence=-1, events=())
 
-    async with town.bus.serve(town.subjects.kv_snapshot(joined.engine, joined.worker_id, 0), snapshot):
-        service = await town.router()
+    async with network.bus.serve(network.subjects.kv_snapshot(joined.engine, joined.worker_id, 0), snapshot):
+        service = await network.router()
         await asyncio.sleep(1.2)
         assert service.view.models(live=True) == ["demo"]
         assert (service.ready, service.missing) == (False, ["the KV snapshots of 1 ranks"])
@@ -290,9 +295,9 @@ async def test_readiness_waits_for_kv_caches_and_tables_and_says_so(town: Town) 
 
 
 @pytest.mark.looptime
-async def test_what_nobody_answers_is_given_up_after_a_few_seconds(town: Town) -> None:
-    await town.engine("a", capabilities=Capabilities(load=True))
-    service = await town.router()
+async def test_unanswered_requests_time_out_after_a_few_seconds(network: RouterNetwork) -> None:
+    await network.engine("a", capabilities=Capabilities(load=True))
+    service = await network.router()
     await asyncio.sleep(4.5)
     assert not service.ready
     await asyncio.sleep(1.0)
@@ -301,8 +306,8 @@ async def test_what_nobody_answers_is_given_up_after_a_few_seconds(town: Town) -
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("answers", [True, False])
-async def test_a_tracker_is_waited_for_only_while_it_thinks(town: Town, answers: bool) -> None:
-    await town.engine("a", shape=SHAPE)
+async def test_a_tracker_is_waited_for_only_while_it_thinks(network: RouterNetwork, answers: bool) -> None:
+    await network.engine("a", shape=SHAPE)
     thinking = asyncio.Event()
 
     async def describe(_: Message) -> Message:
@@ -311,8 +316,8 @@ async def test_a_tracker_is_waited_for_only_while_it_thinks(town: Town, answers:
 
     async with contextlib.AsyncExitStack() as stack:
         if answers:
-            await stack.enter_async_context(town.bus.serve(town.subjects.describe_profile, describe))
-        service = await town.router()
+            await stack.enter_async_context(network.bus.serve(network.subjects.describe_profile, describe))
+        service = await network.router()
         await asyncio.sleep(1.5)
         assert service.ready != answers
         thinking.set()
@@ -321,11 +326,11 @@ async def test_a_tracker_is_waited_for_only_while_it_thinks(town: Town, answers:
 
 
 @pytest.mark.looptime
-async def test_an_engine_that_joined_and_never_beats_is_not_waited_for(town: Town) -> None:
-    await town.engine("a")
-    dead = await town.engine("dead")
-    town.engines.remove(dead)
-    service = await town.router()
+async def test_an_engine_that_joined_and_never_beats_is_not_waited_for(network: RouterNetwork) -> None:
+    await network.engine("a")
+    dead = await network.engine("dead")
+    network.engines.remove(dead)
+    service = await network.router()
     await asyncio.sleep(1.3)
     assert service.missing == ["a heartbeat of engine dead"]
     await asyncio.sleep(0.4)
@@ -341,13 +346,13 @@ def standings(service: RouterService, names: Sequence[str] = ("a",)) -> list[str
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("replicas", [True, False])
-async def test_engines_are_not_declared_dead_while_the_bus_is_away_nor_right_after(town: Town, replicas: bool) -> None:
-    await town.engine("a")
-    service = await town.ready_router(replicas=replicas)
-    town.broker.reachable = False
+async def test_engines_are_not_declared_dead_while_the_bus_is_away_nor_right_after(network: RouterNetwork, replicas: bool) -> None:
+    await network.engine("a")
+    service = await network.ready_router(replicas=replicas)
+    network.broker.reachable = False
     await asyncio.sleep(10.0)
     assert standings(service) == []
-    town.beating, town.broker.reachable = False, True
+    network.beating, network.broker.reachable = False, True
     await asyncio.sleep(2.5)
     assert standings(service) == []
     await asyncio.sleep(1.5)
@@ -355,33 +360,33 @@ async def test_engines_are_not_declared_dead_while_the_bus_is_away_nor_right_aft
 
 
 @pytest.mark.looptime
-async def test_a_bus_that_takes_everything_and_carries_nothing_is_noticed(town: Town) -> None:
-    """A server that hangs: the connection stands."""
-    await town.engine("a")
-    service = await town.ready_router()
-    deliver, town.broker.deliver = town.broker.deliver, lambda *_: None  # type: ignore[method-assign]
+async def test_a_bus_that_takes_everything_and_carries_nothing_is_noticed(network: RouterNetwork) -> None:
+    """The server hangs while the connection stays open."""
+    await network.engine("a")
+    service = await network.ready_router()
+    deliver, network.broker.deliver = network.broker.deliver, lambda *_: None  # type: ignore[method-assign]
     await asyncio.sleep(10.0)
     assert service.bus_silent
     assert standings(service) == []
-    town.broker.deliver = deliver  # type: ignore[method-assign]
+    network.broker.deliver = deliver  # type: ignore[method-assign]
     await asyncio.sleep(5.0)
     assert not service.bus_silent
     assert standings(service) == []
 
 
 @pytest.mark.looptime
-async def test_while_the_bus_is_away_a_failed_connection_keeps_no_engine_out(town: Town) -> None:
-    """Its next heartbeat would bring it back, and cannot be heard."""
-    await town.engine("a")
-    service = await town.ready_router()
+async def test_while_the_bus_is_away_a_failed_connection_keeps_no_engine_out(network: RouterNetwork) -> None:
+    """Its next heartbeat would restore it, but cannot arrive."""
+    await network.engine("a")
+    service = await network.ready_router()
 
     def fail() -> None:
         service.attempt_failed(RequestLog("r", "d", "/", 0.0), *book(service, need(10)), AttemptFailure.CONNECT, "refused")
 
-    town.beating = False
+    network.beating = False
     fail()
     assert standings(service) == ["a: unreachable"]
-    town.broker.reachable = False
+    network.broker.reachable = False
     await asyncio.sleep(0.5)
     assert standings(service) == []
     fail()
@@ -389,20 +394,20 @@ async def test_while_the_bus_is_away_a_failed_connection_keeps_no_engine_out(tow
 
 
 @pytest.mark.looptime
-async def test_one_silent_engine_among_others_is_dead(town: Town) -> None:
-    await town.engine("a")
-    lost = await town.engine("b")
-    service = await town.ready_router()
-    town.engines.remove(lost)
+async def test_one_silent_engine_among_others_is_dead(network: RouterNetwork) -> None:
+    await network.engine("a")
+    lost = await network.engine("b")
+    service = await network.ready_router()
+    network.engines.remove(lost)
     await asyncio.sleep(4.5)
     assert standings(service) == ["b: dead"]
 
 
 @pytest.mark.looptime
-async def test_bookings_of_others_are_asked_for_only_when_the_ranks_are_known_that_they_are_about(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bus's store may take its time."""
-    joined = await town.engine("a")
-    one = await town.ready_router()
+async def test_bookings_of_others_are_requested_only_once_their_ranks_are_known(network: RouterNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bus's store may be slow."""
+    joined = await network.engine("a")
+    one = await network.ready_router()
     book(one, need(100))
     replay = MemoryBus.replay
 
@@ -412,6 +417,6 @@ async def test_bookings_of_others_are_asked_for_only_when_the_ranks_are_known_th
             yield received
 
     monkeypatch.setattr(MemoryBus, "replay", slowly)
-    newcomer = await town.ready_router()
+    newcomer = await network.ready_router()
     assert load(newcomer, joined) == load(one, joined)
     assert load(newcomer, joined)[PREFILL] == 100

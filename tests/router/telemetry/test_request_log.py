@@ -1,4 +1,4 @@
-"""Times of a request: its first token, and those between the tokens after it."""
+"""Timing of a request: its first token, and the tokens after it."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from router.telemetry.request_log import RequestEnd, RequestLog
 
 
 def exchange(tokens: int, choices: int = 1) -> RequestLog:
-    """Started at 10 s, first token at 11 s."""
+    """Request that started at 10 s, with its first token at 11 s."""
     made = RequestLog("r", "d", "/v1/completions", 10.0)
     made.first_token(11.0)
     made.output_tokens, made.finish_reasons = tokens, ["stop"] * choices

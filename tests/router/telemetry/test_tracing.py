@@ -1,4 +1,6 @@
-"""One trace per request: spans nested, terms present and adding up, the context handed on; and nothing at all when off."""
+"""One trace per request: nested spans, complete and consistent terms, context propagation; and no cost when
+off.
+"""
 
 import asyncio
 from functools import reduce
@@ -29,7 +31,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 class Traces:
-    """Whatever spans have ended."""
+    """Spans that have ended."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
@@ -61,15 +63,15 @@ async def engines(house: House, serve_rank: Serve, packed: bytes, count: int = 2
     return ranks
 
 
-async def test_decisions_asked_for_by_programs_and_over_nats_are_traced_like_http(house: House, serve_rank: Serve, byte_archive: bytes, traces: Traces) -> None:
+async def test_decisions_requested_by_programs_and_over_nats_are_traced_like_http(house: House, serve_rank: Serve, byte_archive: bytes, traces: Traces) -> None:
     await engines(house, serve_rank, byte_archive, 1)
     decider = Decider(house.service, tracer_provider=traces.provider)
     inquiries = BusApi(house.bus, house.subjects, decider)
     task = asyncio.create_task(inquiries.run())
     await inquiries.listening.wait()
     await decider.reserve(chat(), traceparent=PARENT)
-    asked = RouteRequested(body=msgspec.json.encode(chat()), reserve=True, traceparent=PARENT)
-    await house.bus.request(house.subjects.route, asked)
+    request = RouteRequested(body=msgspec.json.encode(chat()), reserve=True, traceparent=PARENT)
+    await house.bus.request(house.subjects.route, request)
     task.cancel()
     spans = traces.named("route demo")
     assert [(about(span)["roost.asked_over"], about(span)["roost.outcome"]) for span in spans] == [("library", "answered"), ("nats", "answered")]
@@ -98,7 +100,7 @@ async def test_with_keys_only_a_caller_with_the_right_to_it_decides_on_traces(
     ranks = await engines(house, serve_rank, byte_archive)
     headers = {"traceparent": PARENT, "authorization": "Bearer a key"}
     assert (await house.post(CHAT, chat(), headers=headers)).status == 200
-    sent = {name.lower(): value for rank in ranks for said in rank.headers for name, value in said.items()}
+    sent = {name.lower(): value for rank in ranks for received in rank.headers for name, value in received.items()}
     assert bool(traces.exporter.get_finished_spans()) == continued, "who may not, cannot switch tracing on"
     assert (PARENT.split("-")[1] in sent["traceparent"], sent["traceparent"].endswith("-01")) == (continued, continued)
 
@@ -125,7 +127,7 @@ async def test_without_tracing_the_context_of_a_caller_without_the_right_stays_b
     house = await open_house(api_key_file=keys)
     ranks = await engines(house, serve_rank, byte_archive)
     await house.post(CHAT, chat(), headers={"traceparent": PARENT, "authorization": "Bearer a key"})
-    sent = {name.lower(): value for rank in ranks for said in rank.headers for name, value in said.items()}
+    sent = {name.lower(): value for rank in ranks for received in rank.headers for name, value in received.items()}
     assert (sent.get("traceparent") == PARENT) == passed
 
 
@@ -141,19 +143,19 @@ async def test_a_request_is_one_trace_under_the_clients_own(house: House, traces
     for child in (decide, forward):
         assert child.parent is not None
         assert child.parent.span_id == server.context.span_id
-    sent = {name.lower(): value for rank in ranks for headers in rank.headers for name, value in headers.items()}
+    sent = {name.lower(): value for rank in ranks for received in rank.headers for name, value in received.items()}
     assert forward.context is not None
     assert sent["traceparent"] == f"00-{server.context.trace_id:032x}-{forward.context.span_id:016x}-01"
     assert sent["tracestate"] == "vendor=1"
-    told = about(server)
-    assert told["gen_ai.operation.name"] == "chat"
-    assert told["gen_ai.request.model"] == told["gen_ai.response.model"] == "demo"
-    assert (told["gen_ai.request.max_tokens"], told["gen_ai.request.temperature"]) == (12, 0.5)
-    assert told["gen_ai.usage.output_tokens"] == 12
-    assert told["gen_ai.response.finish_reasons"] == ("length",)
-    assert told["gen_ai.response.id"] == answer.json["id"]
-    assert (told["http.response.status_code"], told["roost.outcome"], told["roost.request.id"]) == (200, "answered", "r-9")
-    assert told["roost.decision.id"] == answer.headers["x-roost-decision-id"]
+    attributes = about(server)
+    assert attributes["gen_ai.operation.name"] == "chat"
+    assert attributes["gen_ai.request.model"] == attributes["gen_ai.response.model"] == "demo"
+    assert (attributes["gen_ai.request.max_tokens"], attributes["gen_ai.request.temperature"]) == (12, 0.5)
+    assert attributes["gen_ai.usage.output_tokens"] == 12
+    assert attributes["gen_ai.response.finish_reasons"] == ("length",)
+    assert attributes["gen_ai.response.id"] == answer.json["id"]
+    assert (attributes["http.response.status_code"], attributes["roost.outcome"], attributes["roost.request.id"]) == (200, "answered", "r-9")
+    assert attributes["roost.decision.id"] == answer.headers["x-roost-decision-id"]
     assert (forward.start_time or 0) >= (decide.end_time or 0) - 2_000_000
     assert (server.start_time or 0) <= (decide.start_time or 0)
 
@@ -166,21 +168,21 @@ async def test_the_decision_span_carries_every_candidates_terms_and_they_add_up(
     record = (await house.get(f"/v1/decisions/{answer.headers['x-roost-decision-id']}")).json
     candidates = [dict(event.attributes or {}) for event in decide.events]
     assert len(candidates) == 3
-    for told, kept in zip(candidates, record["candidates"], strict=True):
-        assert told["roost.candidate"] == f"{kept['engine']}/{kept['rank']}"
-        assert told["roost.worker_id"] == kept["worker_id"]
-        terms = [told[f"roost.term.{name}_ms"] for name in TERMS]
+    for attributes, kept in zip(candidates, record["candidates"], strict=True):
+        assert attributes["roost.candidate"] == f"{kept['engine']}/{kept['rank']}"
+        assert attributes["roost.worker_id"] == kept["worker_id"]
+        terms = [attributes[f"roost.term.{name}_ms"] for name in TERMS]
         assert terms == list(kept["terms_ms"].values())
-        assert reduce(add, (float(str(term)) for term in terms)) == told["roost.score"] == kept["score"]
-    told = about(decide)
-    assert told["roost.chosen"] == record["chosen"]
-    assert told["roost.runner_up"] == record["runner_up"]
-    assert told["roost.margin"] == record["margin"]
-    assert told["roost.decision.id"] == record["id"]
-    assert set(told["roost.epoch.placement"]) == {"engine0:0", "engine1:0", "engine2:0"}
+        assert reduce(add, (float(str(term)) for term in terms)) == attributes["roost.score"] == kept["score"]
+    attributes = about(decide)
+    assert attributes["roost.chosen"] == record["chosen"]
+    assert attributes["roost.runner_up"] == record["runner_up"]
+    assert attributes["roost.margin"] == record["margin"]
+    assert attributes["roost.decision.id"] == record["id"]
+    assert set(attributes["roost.epoch.placement"]) == {"engine0:0", "engine1:0", "engine2:0"}
 
 
-async def test_the_decision_span_says_what_was_foretold_and_by_whom(house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_the_decision_span_contains_the_prediction_and_its_sources(house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes) -> None:
     ranks = await engines(house, serve_rank, byte_archive)
     prefix = sequence_hashes(local_hashes(ranks[0].tokenizer.encode_rendered(rendered("hello there")), 4))[0]
     await house.bus.publisher(house.subjects.clusters).publish(published_clusters(halves(version=3)))
@@ -189,13 +191,13 @@ async def test_the_decision_span_says_what_was_foretold_and_by_whom(house: House
     await house.post(CHAT, chat())
     await traces.server()
     [decide] = traces.named("roost.decide")
-    told = about(decide)
-    assert [one.split(":")[0] for one in told["roost.prediction.clusters"]] == ["0", "1"]
-    assert told["roost.prediction.known_blocks"] == 1
-    assert told["roost.prediction.prefix"] == str(prefix)
-    assert told["roost.prediction.sources"] == ("prefix: 48 tokens, confidence 0.375",)
-    assert (told["roost.prediction.best"], told["roost.prediction.gain"], told["roost.prediction.confidence"]) == ("prefix", 0.25, 0.375)
-    assert (told["roost.epoch.tables"], told["roost.epoch.clusters"]) == (8, 3)
+    attributes = about(decide)
+    assert [one.split(":")[0] for one in attributes["roost.prediction.clusters"]] == ["0", "1"]
+    assert attributes["roost.prediction.known_blocks"] == 1
+    assert attributes["roost.prediction.prefix"] == str(prefix)
+    assert attributes["roost.prediction.sources"] == ("prefix: 48 tokens, confidence 0.375",)
+    assert (attributes["roost.prediction.best"], attributes["roost.prediction.gain"], attributes["roost.prediction.confidence"]) == ("prefix", 0.25, 0.375)
+    assert (attributes["roost.epoch.tables"], attributes["roost.epoch.clusters"]) == (8, 3)
     for event in decide.events:
         attributes = dict(event.attributes or {})
         assert attributes["roost.local_share"] == pytest.approx(1.0), "the one rank of an engine holds all of its experts"
