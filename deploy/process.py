@@ -192,4 +192,4 @@ async def first_failure(tasks: Sequence[asyncio.Future[None]]) -> None:
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
-    raise RuntimeError(f"{', '.join(getattr(task, 'get_name', lambda: 'a task')() for task in done)} ended by itself")
+    raise RuntimeError(f"{', '.join(getattr(task, 'get_name', lambda: 'a task')() for task in done)} ended unexpectedly")

@@ -34,7 +34,7 @@ LARGE_BODIES = {
     "2.6 M ids": "completions",
     "2.6 M empty lists": "completions",
 }
-"""by attack: path below /v1/ and body"""
+"""by attack: path below /v1/"""
 
 
 def write_bodies(model: str, folder: Path) -> None:

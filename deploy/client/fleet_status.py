@@ -45,7 +45,7 @@ class EngineNow:
 
     @property
     def complete(self) -> bool:
-        """Whether everything that can be heard of it was heard."""
+        """Return whether a heartbeat and the load of every rank have arrived."""
         return self.heartbeat is not None and (not self.joined.capabilities.load or len(self.load) == len(self.joined.urls))
 
 

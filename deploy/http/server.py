@@ -177,4 +177,4 @@ class HttpServer:
         if self._task is None:
             raise RuntimeError("not serving")
         await asyncio.shield(self._task)
-        raise RuntimeError("the HTTP server ended by itself")
+        raise RuntimeError("the HTTP server ended unexpectedly")

@@ -291,7 +291,7 @@ class Fleet:
             self._settings = before
             self._say(f"new settings cannot be written down: {error}")
             return
-        self._say("settings were read again; routers, planner and engines are told")
+        self._say("settings were read again; routers, planner and engines are notified")
         async with asyncio.TaskGroup() as tasks:  # a unit that is restarting must not delay the others
             for unit in self.reading_units:
                 tasks.create_task(_tell_to_read(unit), name=f"tell {unit.name} to read its settings")

@@ -25,7 +25,10 @@ log = logging.getLogger(__name__)
 
 
 async def agree(bus: Bus, subjects: Subjects, engine: str, rank: int, meeting: Path, seconds: float) -> None:
-    """Return once all ranks of an engine can know what it served last. EngineFailed when rank 0 says nothing of it within so many seconds."""
+    """Return once all ranks of an engine can know its last placement.
+
+    Raises EngineFailed if rank 0 does not report it within `seconds`.
+    """
     if rank == 0:
         leave_last(meeting, await last_life(bus, subjects, engine))
         return

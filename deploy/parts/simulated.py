@@ -61,7 +61,7 @@ class SimulatedHost:
     async def failed(self) -> None:
         """Wait while it serves; raise the error that ended it."""
         await self.gone.wait()
-        raise RuntimeError("the simulated engine ended by itself") if self._failure is None else self._failure
+        raise RuntimeError("the simulated engine ended unexpectedly") if self._failure is None else self._failure
 
     async def watch(self, serving: Sequence[asyncio.Task[None]], speaking: Sequence[asyncio.Task[None]]) -> None:
         """Wait for the engine's end, then release everything as that kind of end requires."""

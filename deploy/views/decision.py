@@ -22,7 +22,7 @@ LEAST_SHOWN = 0.005
 SHOWN_LAYERS = 4
 """Layers whose likely experts are listed."""
 """Smallest cluster weight that is printed."""
-HEAD = ("", "rank", *(f"{term} ms" for term in TERMS), "= score ms", "cached blocks", "uncached tokens", "local experts", "promised")
+HEAD = ("", "rank", *(f"{term} ms" for term in TERMS), "= score ms", "cached blocks", "uncached tokens", "local experts", "outstanding")
 SCORE = HEAD.index("= score ms")
 NOT_MEASURED = "?"
 WHYS = {
@@ -121,14 +121,14 @@ def show_decision(answer: bytes) -> None:
         out.print(f"not measured ({NOT_MEASURED}): some speed of {names}; until streams show it, scores compare and are no times")
     out.print(f"why: {WHYS[record.why].format(tied=record.tied, seed=record.seed)}; policy {record.policy}")
     if record.home_ranks:
-        out.print(f"at home on: {', '.join(record.home_ranks)}{'' if record.homes_note is None else f'; {record.homes_note}'}")
+        out.print(f"home ranks: {', '.join(record.home_ranks)}{'' if record.homes_note is None else f'; {record.homes_note}'}")
     if record.margin is not None:
         out.print(f"margin over {record.runner_up}: {record.margin:.3f} {record.unit.replace('1', '')}".rstrip())
     _show_what_if(record)
     for excluded in record.excluded:
         out.print(f"excluded: {excluded.engine}/{excluded.rank}: {excluded.reason}")
     for ignored in record.ignored:
-        out.print(f"not heeded, because no other rank was left: {ignored.engine}/{ignored.rank}: {ignored.reason}")
+        out.print(f"ignored, because no other rank was left: {ignored.engine}/{ignored.rank}: {ignored.reason}")
     if record.prediction is not None:
         _show_prediction(record.prediction)
     for note in dict.fromkeys(candidate.experts_note for candidate in record.candidates if candidate.experts_note):
@@ -149,20 +149,20 @@ def _show_what_if(record: DecisionRecord) -> None:
         console().print(f"if {record.chosen} were gone: {record.if_gone}")
 
 
-def _show_prediction(foretold: PredictionRecord) -> None:
+def _show_prediction(prediction: PredictionRecord) -> None:
     """Print the predicted clusters, their sources and evidence, and the current weight of the prediction."""
     out = console()
-    clusters = ", ".join(f"{one.cluster} {one.weight:.0%}" for one in foretold.clusters if one.weight >= LEAST_SHOWN)
-    worth = f"confidence {foretold.confidence:.2f}, gain {foretold.gain:.2f}"
-    out.print(f"foretold: clusters {clusters or 'all alike'}; {worth}; {foretold.known_blocks} blocks of the prompt known")
-    for source in foretold.sources:
+    clusters = ", ".join(f"{one.cluster} {one.weight:.0%}" for one in prediction.clusters if one.weight >= LEAST_SHOWN)
+    worth = f"confidence {prediction.confidence:.2f}, gain {prediction.gain:.2f}"
+    out.print(f"predicted: clusters {clusters or 'all alike'}; {worth}; {prediction.known_blocks} blocks of the prompt known")
+    for source in prediction.sources:
         out.print(f"  {source.source}: {source.evidence_tokens:g} tokens of evidence, confidence {source.confidence:.2f}")
-    for one in foretold.experts[:SHOWN_LAYERS]:
+    for one in prediction.experts[:SHOWN_LAYERS]:
         likely = ", ".join(f"{expert} {share:.0%}" for expert, share in zip(one.experts, one.shares, strict=True))
         out.print(f"  layer {one.layer}: experts {likely}")
-    if len(foretold.experts) > SHOWN_LAYERS:
-        out.print(f"  ... and {len(foretold.experts) - SHOWN_LAYERS} further layers (--json shows all)")
-    if not foretold.sources:
+    if len(prediction.experts) > SHOWN_LAYERS:
+        out.print(f"  ... and {len(prediction.experts) - SHOWN_LAYERS} further layers (--json shows all)")
+    if not prediction.sources:
         out.print("  no information about this request: the average of the traffic is assumed")
 
 
@@ -172,5 +172,5 @@ def _row(record: DecisionRecord, candidate: Candidate) -> tuple[str, ...]:
     terms = (NOT_MEASURED if (value := getattr(candidate.terms_ms, term)) is None else f"{value:.3f}" for term in TERMS)
     blocks = f"{'~' * candidate.overlap_approximate}{candidate.overlap_blocks}"
     local = "-" if candidate.local_share is None else f"{candidate.local_share:.1%}"
-    promised = f"{candidate.load.requests} requests, {candidate.load.prefill_tokens} tokens"
-    return (mark, name, *terms, f"{candidate.score:.3f}", blocks, str(candidate.uncached_tokens), local, promised)
+    outstanding = f"{candidate.load.requests} requests, {candidate.load.prefill_tokens} tokens"
+    return (mark, name, *terms, f"{candidate.score:.3f}", blocks, str(candidate.uncached_tokens), local, outstanding)

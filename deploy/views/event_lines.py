@@ -35,9 +35,9 @@ def words(message: Message, homes: Mapping[int, int] | None = None) -> str | Non
 def _moved(message: Message) -> str | None:
     match message:
         case MigrationPlanned():
-            promised = "" if message.before is None or message.after is None else f": {_change(message.before, message.after)}"
+            predicted = "" if message.before is None or message.after is None else f": {_change(message.before, message.after)}"
             copied = f"{message.copies} copies, {_bytes(message.bytes)}" if message.copies else "no bytes"
-            return f"{message.engine}: plan {message.plan} of the {message.origin} begins, {copied}{promised}"
+            return f"{message.engine}: plan {message.plan} of the {message.origin} begins, {copied}{predicted}"
         case MigrationStaged():
             return f"{message.engine}: handover {message.number + 1} of {message.plan} is staged, {_bytes(message.bytes)} in {message.seconds:.2f} s"
         case MigrationCommitted():
@@ -82,7 +82,7 @@ def _operated(message: Message) -> str | None:
 def _change(before: LoopFigures, after: LoopFigures) -> str:
     saved = 1e3 * (before.step_seconds - after.step_seconds)
     step = f"step {abs(saved):.3g} ms {'shorter' if saved >= 0 else 'longer'}"
-    return f"remote ranks {before.remote_ranks:.3f} > {after.remote_ranks:.3f}, {step} foretold"
+    return f"predicted remote ranks {before.remote_ranks:.3f} > {after.remote_ranks:.3f}, {step}"
 
 
 def _bytes(count: float) -> str:

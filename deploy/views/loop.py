@@ -78,12 +78,12 @@ def overview(loop: LoopDescribed, now: float) -> list[Text]:
     if loop.paused:
         since = "" if loop.paused_at is None or now - loop.paused_at < 1 else f" for {span(now - loop.paused_at)}"
         why = f": {printable(loop.paused_reason)}" if loop.paused_reason else ""
-        lines = wrapped(f"loop: PAUSED{since}{why}; roost migration resume lets it go on", "bold")
+        lines = wrapped(f"loop: PAUSED{since}{why}; roost migration resume resumes it", "bold")
     elif loop.automatic:
         lines = [Text("loop: automatic", "bold")]
     else:
         lines = [Text("loop: acts on request only ([planner] automatic = false)", "bold")]
-    about = f", policy {printable(loop.policy)}, thinks every {span(loop.cycle_seconds)}, may copy {budget}"
+    about = f", policy {printable(loop.policy)}, plans every {span(loop.cycle_seconds)}, may copy {budget}"
     if len(lines) == 1 and len(lines[0].plain) + len(about) <= WIDTH:
         return [lines[0] + Text(about)]
     return [*lines, *wrapped(about.removeprefix(", "))]
@@ -104,8 +104,8 @@ def story(loop: LoopDescribed, one: EngineLoop, now: float, live: LoopFigures | 
 def figures(one: EngineLoop | None, live: LoopFigures | None = None) -> Iterator[Text]:
     """Return the table of figures: now, at the start, predicted, and the change from the start. None: the
     planner has no figures."""
-    measured, start, foretold = (None, None, None) if one is None else (one.measured, one.at_start, foretold_of(one.plans))
-    columns = [(head, found) for head, found in (("last 10 s", live), ("now", measured), ("at start", start), ("foretold", foretold)) if found is not None]
+    measured, start, predicted = (None, None, None) if one is None else (one.measured, one.at_start, foretold_of(one.plans))
+    columns = [(head, found) for head, found in (("last 10 s", live), ("now", measured), ("at start", start), ("predicted", predicted)) if found is not None]
     if measured is None and live is None:
         yield from wrapped("no recent measurements: no requests, or an engine that does not report token destinations")
         return
@@ -183,7 +183,7 @@ def _budget(loop: LoopDescribed, one: EngineLoop) -> str:
 
 
 def _decided(one: EngineLoop, now: float) -> str:
-    further = "it is thought over only when asked for" if one.next_seconds is None else f"thought over again in {max(one.next_seconds, 0):.0f} s"
+    further = "the engine is planned on request only" if one.next_seconds is None else f"planned again in {max(one.next_seconds, 0):.0f} s"
     if one.decided_at is None:
         return f"no decision yet; {further}"
     return f"decided {span(now - one.decided_at)} ago ({further}): {printable(one.decided) or '-'}"
@@ -206,10 +206,10 @@ def plans(told: Sequence[PlanTold], now: float, most: int = MOST_PLANS) -> Itera
 
 def _promise(plan: PlanTold, word: Callable[[LoopFigures, LoopFigures], str]) -> str:
     """Return the predicted gain of a plan, with the measured one in brackets."""
-    foretold = "-" if plan.predicted_before is None or plan.predicted_after is None else word(plan.predicted_before, plan.predicted_after)
+    predicted = "-" if plan.predicted_before is None or plan.predicted_after is None else word(plan.predicted_before, plan.predicted_after)
     if plan.measured_before is None or plan.measured_after is None:
-        return foretold
-    return f"{foretold} ({word(plan.measured_before, plan.measured_after)})"
+        return predicted
+    return f"{predicted} ({word(plan.measured_before, plan.measured_after)})"
 
 
 def _from_to(before: LoopFigures, after: LoopFigures) -> str:
@@ -273,7 +273,7 @@ def show_steering(bus_config: BusConfig, paused: bool | None, reason: str, *, as
     except NoAnswer as error:
         fail(str(error))
     if paused is not None and loop.paused != paused:
-        fail(f"the planner answered that it {'is' if loop.paused else 'is not'} paused, and was asked for the opposite; is another operator at it?")
+        fail(f"the planner answered that it {'is' if loop.paused else 'is not'} paused, contrary to the request; is another operator active?")
     if as_json:
         show(in_json(loop))
         return

@@ -235,9 +235,9 @@ def learn_load(bus_config: BusConfig, file: Path, model: str, top_k: int | None,
     said, before, after = on_bus(bus_config, publish)
     told = f"sent to the tracker: {said.tokens:,} tokens of {said.counts.layers} layers x {said.counts.experts} experts for {model}"
     if after > before:
-        note(f"{told}; it remembers {after:,.0f} tokens now, {before:,.0f} before")
+        note(f"{told}; its profile now weighs {after:,.0f} tokens, {before:,.0f} before")
     else:
-        note(f"{told}; it has not taken them, as it knew this file already (a file counts once)")
+        note(f"{told}; not imported: it already knew this file (a file counts once)")
 
 
 async def learn(

@@ -129,5 +129,5 @@ async def test_waiting_for_readiness_notices_a_failure() -> None:
 
 async def test_a_task_that_ends_by_itself_is_a_failure_with_its_name() -> None:
     async with alongside(asyncio.sleep(0), "heartbeat of a") as task:
-        with pytest.raises(RuntimeError, match="heartbeat of a ended by itself"):
+        with pytest.raises(RuntimeError, match="heartbeat of a ended unexpectedly"):
             await first_failure([task])

@@ -164,7 +164,7 @@ def test_no_more_events_are_kept_than_can_be_looked_at() -> None:
     ("message", "says"),
     [
         (JOINED, "engine-0 joined: m, 2 ranks"),
-        (PLANNED, "engine-0: plan cafe of the planner begins, 3 copies, 3 kB: remote ranks 1.969 > 1.430, step 1.15 ms shorter foretold"),
+        (PLANNED, "engine-0: plan cafe of the planner begins, 3 copies, 3 kB: predicted remote ranks 1.969 > 1.430, step 1.15 ms shorter"),
         (
             MigrationStaged(**PLAN, handover=1, number=0, epoch=1, placement=PLACEMENT, copies=3, bytes=2_500_000, seconds=0.5),
             "engine-0: handover 1 of cafe is staged, 2.5 MB in 0.50 s",

@@ -71,14 +71,14 @@ def test_the_story_of_a_fleet_fits_on_a_screen(engines: int, ranks: int) -> None
 def test_what_is_measured_stands_beside_the_start_and_what_was_foretold() -> None:
     said = "\n".join(screen(1))
     for words in (
-        "loop: automatic, policy roost, thinks every 30 s, may copy 32 GB in 15 min",
+        "loop: automatic, policy roost, plans every 30 s, may copy 32 GB in 15 min",
         "1.442      1.969      1.430        -26.8%",
         "+26.9 points",
         "9.1 ms",
         "balance by layer",
         "0.850 to 0.964",
         "trust 0.85; 12.3 MB of the budget spent, 32 GB left; 40 MB moved in all; 3",
-        "decided 12 s ago (thought over again in 18 s): no plan: nothing is to be gained",
+        "decided 12 s ago (planned again in 18 s): no plan: nothing is to be gained",
         "9 clusters have one",
         "aborted: rank 1 has no free cell",
         "1.97>1.43 (1.97>1.44) -11.3% (-10.8%)",
@@ -89,21 +89,21 @@ def test_what_is_measured_stands_beside_the_start_and_what_was_foretold() -> Non
 
 
 def test_what_was_given_up_is_no_promise() -> None:
-    assert "foretold" in "\n".join(plain(story(loop(), ENGINE, NOW)))
+    assert "predicted" in "\n".join(plain(story(loop(), ENGINE, NOW)))
     given_up = msgspec.structs.replace(
         ENGINE, plans=(msgspec.structs.replace(KEPT, outcome="aborted: room"), msgspec.structs.replace(KEPT, outcome="under way"))
     )
     said = plain(story(loop(), given_up, NOW))
-    assert not any("at start   foretold" in line for line in said)
+    assert not any("at start   predicted" in line for line in said)
     assert any("under way" in line for line in said)
     undone = msgspec.structs.replace(ENGINE, plans=(ROLLBACK, KEPT))
-    assert not any("at start   foretold" in line for line in plain(story(loop(), undone, NOW)))
+    assert not any("at start   predicted" in line for line in plain(story(loop(), undone, NOW)))
 
 
 def test_a_loop_that_has_done_nothing_yet_says_so() -> None:
     fresh = msgspec.structs.replace(ENGINE, measured=None, layers=None, at_start=None, decided_at=None, next_seconds=None, plans=(), homes=0, homes_note="")
     said = "\n".join(plain(story(loop(), fresh, NOW)))
-    for words in ("no recent measurements", "no decision yet; it is thought over only when asked for", "no plan was carried out yet"):
+    for words in ("no recent measurements", "no decision yet; the engine is planned on request only", "no plan was carried out yet"):
         assert words in said
 
 
