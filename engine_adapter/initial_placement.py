@@ -30,9 +30,9 @@ def initial(file: Path | None, *, layers: int, experts: int, ranks: int, slots_p
     if file is None:
         return linear(layers=layers, experts=experts, ranks=ranks, slots_per_rank=slots_per_rank)
     placement = read(file)
-    found, wanted = (placement.layers, placement.experts, placement.ranks), (layers, experts, ranks)
-    if found != wanted:
-        raise ValueError(f"{file}: a placement of (layers, experts, ranks) {found}; this engine has {wanted}: make one for it with roost plan --profile")
+    found, expected = (placement.layers, placement.experts, placement.ranks), (layers, experts, ranks)
+    if found != expected:
+        raise ValueError(f"{file}: a placement of (layers, experts, ranks) {found}; this engine has {expected}: make one for it with roost plan --profile")
     return placement if slots_per_rank is None else with_slots(placement, slots_per_rank)
 
 
@@ -94,7 +94,7 @@ def fitting(record: PlacementRecord, first: Placement) -> Placement:
     """Return the placement of the previous incarnation if it fits the engine that starts with `first`.
     ValueError states why it does not."""
     placement = Placement.from_record(record)
-    found, wanted = ((one.layers, one.experts, one.ranks, one.slots_per_rank) for one in (placement, first))
-    if found != wanted:
-        raise ValueError(f"epoch {placement.epoch} was of (layers, experts, ranks, slots per rank) {found}; the engine now has {wanted}")
+    found, expected = ((one.layers, one.experts, one.ranks, one.slots_per_rank) for one in (placement, first))
+    if found != expected:
+        raise ValueError(f"epoch {placement.epoch} was of (layers, experts, ranks, slots per rank) {found}; the engine now has {expected}")
     return placement

@@ -158,14 +158,14 @@ class BackendAgent:
                 if misses >= self._config.misses:
                     raise
 
-    def _chosen(self, models: tuple[_Model, ...], wanted: str | None = None) -> _Model:
-        wanted = wanted or self._config.model
+    def _chosen(self, models: tuple[_Model, ...], name: str | None = None) -> _Model:
+        name = name or self._config.model
         if not models:
             raise EngineFailed(f"{self._config.base}/v1/models lists no model")
         for model in models:
-            if wanted in (None, model.id):
+            if name in (None, model.id):
                 return model
-        raise EngineFailed(f"{self._config.base} does not serve {wanted!r}, but {', '.join(repr(model.id) for model in models)}; name one with --model")
+        raise EngineFailed(f"{self._config.base} does not serve {name!r}, but {', '.join(repr(model.id) for model in models)}; name one with --model")
 
     async def _models(self) -> tuple[_Model, ...]:
         """Query once, on a new connection: an open keep-alive connection could hide a dead server."""

@@ -62,7 +62,7 @@ class CopyTracing(Protocol):
 
 
 @dataclass(slots=True)
-class _Errand:
+class _BatchTasks:
     """Tasks of one batch."""
 
     traceparent: str
@@ -104,21 +104,21 @@ class CopyRunner:
         self._report = report
         self._spawn = spawn
         self._deadlines = Deadlines(config.least_seconds, config.bytes_per_second)
-        self._errands: dict[int, _Errand] = {}
+        self._batches: dict[int, _BatchTasks] = {}
         self._ended = False
 
     def carry_out(self, effect: Effect) -> None:
         """Start executing an effect."""
         match effect:
             case RequestLease():
-                self._errands[effect.batch] = _Errand(self.traceparent)
-                self._spawn(self._lease(effect), f"rank {self._rank} asks rank {effect.source} to let it read")
+                self._batches[effect.batch] = _BatchTasks(self.traceparent)
+                self._spawn(self._lease(effect), f"rank {self._rank} requests a lease from rank {effect.source}")
             case ReadCells():
                 self._begin_read(effect)
             case StopReads():
-                errand = self._errands.get(effect.batch)
-                if errand is not None and errand.reading is not None:
-                    errand.reading.cancel()
+                tasks = self._batches.get(effect.batch)
+                if tasks is not None and tasks.reading is not None:
+                    tasks.reading.cancel()
             case VerifyCells():
                 self._spawn(self._verify(effect), f"rank {self._rank} compares checksums")
             case ReleaseLease():
@@ -127,7 +127,7 @@ class CopyRunner:
     @property
     def reads(self) -> "list[asyncio.Task[None]]":
         """Read tasks in progress."""
-        return [errand.reading for errand in self._errands.values() if errand.reading is not None and not errand.reading.done()]
+        return [tasks.reading for tasks in self._batches.values() if tasks.reading is not None and not tasks.reading.done()]
 
     def end(self) -> None:
         """Stop all reads without waiting for them. The process ends soon."""
@@ -141,9 +141,9 @@ class CopyRunner:
         try:
             answer = await self._ask_to_read(effect, min(ANSWER_SECONDS, effect.until - _now()))
         except (BusError, TypeError) as error:
-            self._report(LeaseDenied(effect.batch, f"rank {effect.source} does not let rank {self._rank} read: {error}"))
+            self._report(LeaseDenied(effect.batch, f"rank {effect.source} refuses a read lease to rank {self._rank}: {error}"))
             return
-        self._errands[effect.batch].renewing = self._spawn(self._renew(effect), f"rank {self._rank} keeps its lease of rank {effect.source}")
+        self._batches[effect.batch].renewing = self._spawn(self._renew(effect), f"rank {self._rank} keeps its lease of rank {effect.source}")
         self._report(LeaseGranted(effect.batch, answer))
 
     async def _ask_to_read(self, effect: RequestLease, seconds: float) -> ExpertsLeased:
@@ -167,17 +167,17 @@ class CopyRunner:
                 answer = await self._ask_to_read(effect, min(ANSWER_SECONDS, self._config.lease_seconds / RENEWALS))
                 self._report(LeaseRenewed(effect.batch, answer.lease))
             except (BusError, TypeError) as error:
-                log.info("rank %d reads on from rank %d, though its lease could not be renewed: %s", self._rank, effect.source, error)
+                log.info("rank %d continues to read from rank %d although its lease could not be renewed: %s", self._rank, effect.source, error)
 
     def _end_lease(self, effect: ReleaseLease) -> None:
         """Release a lease, because its reads have settled. The message may get lost: leases expire."""
-        errand = self._errands.pop(effect.batch, None)
-        if errand is not None and errand.renewing is not None:
-            errand.renewing.cancel()
+        tasks = self._batches.pop(effect.batch, None)
+        if tasks is not None and tasks.renewing is not None:
+            tasks.renewing.cancel()
         if effect.lease:
-            self._spawn(self._let_source_go(effect), f"rank {self._rank} has read from rank {effect.source}")
+            self._spawn(self._release_lease(effect), f"rank {self._rank} has read from rank {effect.source}")
 
-    async def _let_source_go(self, effect: ReleaseLease) -> None:
+    async def _release_lease(self, effect: ReleaseLease) -> None:
         request = EndLeaseRequest(worker_id=self._worker_id, rank=effect.source, lease=effect.lease)
         try:
             await self._bus.request(self._subjects.leases(self._engine, self._worker_id, effect.source), request, ANSWER_SECONDS)
@@ -189,13 +189,13 @@ class CopyRunner:
     def _begin_read(self, effect: ReadCells) -> None:
         reading = self._spawn(self._read(effect), f"rank {self._rank} reads from rank {effect.source}")
         if reading is not None:
-            self._errands[effect.batch].reading = reading
+            self._batches[effect.batch].reading = reading
             # Nothing lands after a cancellation; otherwise the read would be Overdue.
             reading.add_done_callback(lambda task: self._report(ReadSettled(effect.batch)) if task.cancelled() else None)
 
     async def _read(self, effect: ReadCells) -> None:
         began, now = time.time_ns(), _now()
-        traceparent = self._errands[effect.batch].traceparent
+        traceparent = self._batches[effect.batch].traceparent
         way = next((one for one in self._ways if one.reaches(effect.address)), None)
         if way is None:
             known = ", ".join(one.name for one in self._ways) or "none"
@@ -213,7 +213,7 @@ class CopyRunner:
             self._report(ReadBroken(effect.batch, f"rank {self._rank} could not read from rank {effect.source}: {error}"))
         except Overdue as overdue:
             self._trace(traceparent, "pull", began, attributes, str(overdue))
-            await self._outlast(effect, overdue)
+            await self._await_settled(effect, overdue)
         except Exception as error:
             log.exception("rank %d cannot tell whether bytes from rank %d may still land: its cells stay quarantined", self._rank, effect.source)
             self._trace(traceparent, "pull", began, attributes, str(error))
@@ -223,14 +223,14 @@ class CopyRunner:
             self._trace(traceparent, "pull", began, attributes)
             self._report(ReadLanded(effect.batch, way.name, pulled.bytes, pulled.seconds))
 
-    async def _outlast(self, effect: ReadCells, overdue: Overdue) -> None:
+    async def _await_settled(self, effect: ReadCells, overdue: Overdue) -> None:
         """Keep the cells of a late read in quarantine until nothing can land in them."""
         log.warning("rank %d: %s; its cells are quarantined", self._rank, overdue)
         self._report(ReadLate(effect.batch, f"rank {self._rank} reads from rank {effect.source}: {overdue}"))
         if self._ended:
             return
         await asyncio.wait([overdue.settled])
-        log.info("rank %d: what it read from rank %d has settled", self._rank, effect.source)
+        log.info("rank %d: the late read from rank %d has settled", self._rank, effect.source)
         self._report(ReadSettled(effect.batch))
 
     async def _verify(self, effect: VerifyCells) -> None:
@@ -239,7 +239,7 @@ class CopyRunner:
         found = next(filter(None, wrong), "")
         self._trace(self.traceparent, "verify", began, {"roost.source": effect.source, "roost.experts": len(effect.cells)}, found)
         if found:
-            log.warning("rank %d: what it read from rank %d is damaged: %s", self._rank, effect.source, found)
+            log.warning("rank %d: data read from rank %d is damaged: %s", self._rank, effect.source, found)
         self._report(CellsVerified(effect.batch, wrong))
 
     def _compare(self, effect: VerifyCells) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ class Agent:
         self._load_at = float("-inf")
         self._activations: Activations | None = None
         self._experts_at = float("-inf")
-        self._looked_at = float("-inf")
+        self._polled_at = float("-inf")
         self._experts_epoch = self._epoch
         self._kv = bus.publisher(subjects.kv_events)
         self._metrics = bus.publisher(subjects.kv_metrics)
@@ -129,9 +129,9 @@ class Agent:
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             if self.desk is not None:
                 tasks.create_task(self.desk.run(), name=f"handovers of rank {self._about.rank} of {self._identity.engine}")
-            tasks.create_task(self._report(), name=f"report what rank {self._about.rank} of {self._identity.engine} does")
+            tasks.create_task(self._report(), name=f"report events of rank {self._about.rank} of {self._identity.engine}")
             if self._profiling is not None:
-                tasks.create_task(self._profiling.run(), name=f"profile what ends on rank {self._about.rank} of {self._identity.engine}")
+                tasks.create_task(self._profiling.run(), name=f"profile requests of rank {self._about.rank} of {self._identity.engine}")
             if self._about.rank == 0:
                 tasks.create_task(self._membership(), name=f"keep {self._identity.engine} a member")
             else:
@@ -141,23 +141,23 @@ class Agent:
 
     async def _report(self) -> None:
         clock = asyncio.get_running_loop().time
-        self._experts_at = self._looked_at = clock()
-        self._dispatching.begin(self._looked_at)
+        self._experts_at = self._polled_at = clock()
+        self._dispatching.begin(self._polled_at)
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(min(self._load_at + self._config.load_seconds, self._experts_at + self._config.experts_seconds)):
                     await self._engine.wait_facts()
             facts, placement, now = self._engine.take_facts(), self._engine.placement, clock()
-            await self._say_kv(facts.kv)
-            await self._say_load(facts.load, now)
-            await self._say_experts(facts.activations, 0 if placement is None else placement.epoch, now)
+            await self._publish_kv(facts.kv)
+            await self._publish_load(facts.load, now)
+            await self._update_experts(facts.activations, 0 if placement is None else placement.epoch, now)
             if self._about.capabilities.experts:
                 await self._dispatching.hear(facts.sent, now)
             if self._profiling is not None and (facts.ended or facts.ended_lost):
                 self._profiling.take(facts.ended, facts.ended_lost, placement)
             await asyncio.sleep(self._config.facts_seconds)
 
-    async def _say_kv(self, changes: tuple[KvChange | Literal["cleared"], ...]) -> None:
+    async def _publish_kv(self, changes: tuple[KvChange | Literal["cleared"], ...]) -> None:
         if not changes or not self._about.capabilities.kv_events:
             return
         forgotten = self._mirror.forgotten
@@ -172,7 +172,7 @@ class Agent:
         self._event_id += 1
         return RoutedKvEvent(worker_id=self._identity.worker_id, event=KvEvent(event_id=self._event_id, data=change, dp_rank=self._about.rank))
 
-    async def _say_load(self, load: RankLoad, now: float) -> None:
+    async def _publish_load(self, load: RankLoad, now: float) -> None:
         due = now - self._load_at >= self._config.load_seconds
         if self._about.capabilities.load and (due or load != self._load):
             await self._metrics.publish(
@@ -191,14 +191,14 @@ class Agent:
         if due:
             self._load, self._load_at = load, now
 
-    async def _say_experts(self, new: Activations | None, epoch: int, now: float) -> None:
+    async def _update_experts(self, new: Activations | None, epoch: int, now: float) -> None:
         # A report covers one epoch, so the counts from before the flip are sent at once.
         if epoch != self._experts_epoch:
-            await self._report_experts(self._looked_at)
+            await self._report_experts(self._polled_at)
             self._experts_epoch = epoch
         if new is not None:
             self._activations = new if self._activations is None else _sum(self._activations, new)
-        self._looked_at = now
+        self._polled_at = now
         if now - self._experts_at >= self._config.experts_seconds:
             await self._report_experts(now)
 
@@ -265,13 +265,13 @@ class Agent:
         )
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._leave, claim)
-            await self._patiently(claim.take)
+            await self._with_retries(claim.take)
             await stack.enter_async_context(self._bus.serve(self._subjects.describe_engine(who.engine, who.worker_id), self._answer_description))
-            await self._patiently(self._announce)
+            await self._with_retries(self._announce)
             self.joined.set()
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            tasks.create_task(self._beat(), name=f"heartbeat of {who.engine}")
-            tasks.create_task(self._stay(claim), name=f"keep the name {who.engine}")
+            tasks.create_task(self._send_heartbeats(), name=f"heartbeat of {who.engine}")
+            tasks.create_task(self._keep_membership(claim), name=f"keep the name {who.engine}")
 
     async def _announce(self) -> None:
         """Write all durable records: the tokenizer and the join. Idempotent."""
@@ -311,7 +311,7 @@ class Agent:
         placement = self._engine.placement
         return 0 if placement is None else placement.epoch
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         publisher = self._bus.publisher(self._subjects.heartbeats(self._identity.engine))
         while True:
             handover = self._engine.handover_seconds
@@ -319,7 +319,7 @@ class Agent:
             await publisher.publish(EngineHeartbeat(engine=who.engine, worker_id=who.worker_id, epoch=self._epoch, handover_seconds=handover))
             await asyncio.sleep(self._config.heartbeat_seconds)
 
-    async def _stay(self, claim: NameClaim) -> None:
+    async def _keep_membership(self, claim: NameClaim) -> None:
         """Hold the name. Announce again after the bus was disconnected or lost its store, and when the join
         record has expired from the log, for subscribers that start later."""
         away, clock = False, asyncio.get_running_loop().time
@@ -349,7 +349,7 @@ class Agent:
             await self._announce()
             log.info("the join record of %s had expired from the log; it has announced itself again", self._identity.engine)
 
-    async def _patiently(self, attempt: Callable[[], Awaitable[None]]) -> None:
+    async def _with_retries(self, attempt: Callable[[], Awaitable[None]]) -> None:
         """Retry until the bus succeeds."""
         while True:
             try:
@@ -369,7 +369,7 @@ class Agent:
                     await self._bus.record(self._subjects.membership(self._identity.engine), left)
                 await claim.release()
         except (BusError, TimeoutError) as error:
-            log.warning("%s left without a word: %s", self._identity.engine, error or "the bus did not answer")
+            log.warning("%s left without recording it: %s", self._identity.engine, error or "the bus did not answer")
 
 
 def _sum(before: Activations, new: Activations) -> Activations:

@@ -98,11 +98,11 @@ class HandoverAgent:
             worker_id=worker_id, rank=self._rank, placement=engine.placement, residency=residency, tensors=len(self._memory.tensors), config=staging.config
         )
         self._publisher = bus.publisher(subjects.handovers(name))
-        self._told: HandoverDescribed | None = None
+        self._last_status: HandoverDescribed | None = None
         self._changed = asyncio.Event()
         self._sealed = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
-        self._errands = CopyRunner(
+        self._copies = CopyRunner(
             bus,
             subjects,
             engine=name,
@@ -124,52 +124,52 @@ class HandoverAgent:
         outside."""
         async with AsyncExitStack() as stack:
             if self._executor is None:
-                threads = ThreadPoolExecutor(1, f"checksums-{self._rank}", _yielding, (self._config.niceness,))
+                threads = ThreadPoolExecutor(1, f"checksums-{self._rank}", _lower_priority, (self._config.niceness,))
                 self._executor = threads
                 stack.callback(threads.shutdown, wait=False, cancel_futures=True)
-            self._errands.executor = self._executor
+            self._copies.executor = self._executor
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             self._tasks = tasks
             stack.callback(self._end)
             tasks.create_task(self._seal(), name=f"checksums of what rank {self._rank} serves")
             await stack.enter_async_context(self._bus.serve(self._subjects.handover(self._name, self._worker_id, self._rank), self._command))
             await stack.enter_async_context(self._bus.serve(self._subjects.leases(self._name, self._worker_id, self._rank), self._answer_reader))
-            await self._keep()
+            await self._run_protocol()
 
     def _end(self) -> None:
         self._tasks = None
-        self._errands.end()
+        self._copies.end()
 
     async def _seal(self) -> None:
         """Compute the checksums of all loaded experts. Until then, no lease is granted. Then audit the served
         experts until cancelled. EngineFailed when the audit finds a mismatch."""
         residency, tensors = self.conduct.residency, self._memory.tensors
         for resident in tuple(residency.residents()):
-            residency.seal(resident, await self._aside(checksums, self._memory.cell(resident.cell), tensors))
+            residency.seal(resident, await self._off_loop(checksums, self._memory.cell(resident.cell), tensors))
         self._sealed.set()
         if self._config.audit_seconds:
-            await MemoryAudit(residency, self._memory, self._config.audit_seconds, self._aside).run()
+            await MemoryAudit(residency, self._memory, self._config.audit_seconds, self._off_loop).run()
 
-    async def _keep(self) -> None:
+    async def _run_protocol(self) -> None:
         """Advance the protocol's time, and publish the status whenever it changes."""
         clock = asyncio.get_running_loop().time
         while True:
             self.conduct.tick(clock())
             self._carry_out()
-            self._help()
-            await self._say(clock())
+            self._notify_backends()
+            await self._publish_status(clock())
             wakes = self.conduct.wakes
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(None if wakes == float("inf") else wakes + TICK_SECONDS):
                     await self._changed.wait()
             self._changed.clear()
 
-    async def _say(self, now: float) -> None:
+    async def _publish_status(self, now: float) -> None:
         described = self.conduct.describe(now)
         steady = msgspec.structs.replace(described, seconds=0.0, oldest_seconds=0.0)
-        if steady == self._told:
+        if steady == self._last_status:
             return
-        self._told = steady
+        self._last_status = steady
         if self.conduct.at_rest:
             self.conduct.residency.check_integrity()
         await self._publisher.publish(described)
@@ -184,7 +184,7 @@ class HandoverAgent:
             case CommitHandover():
                 self._addressed(request.worker_id, request.rank)
                 verdict = self.conduct.commit(request)
-                self._happened()
+                self._on_event()
             case AbortHandover():
                 self._addressed(request.worker_id, request.rank)
                 verdict = await self._abort(request)
@@ -203,21 +203,21 @@ class HandoverAgent:
     async def _propose(self, command: ProposeHandover) -> CommandVerdict:
         placement: Placement | str = ""
         if self.conduct.heed(command) is CommandVerdict.TAKE:  # Validating a large table takes milliseconds.
-            placement = await self._aside(_read_placement, command)
+            placement = await self._off_loop(_read_placement, command)
         verdict = self.conduct.propose(command, placement, self._now())
         if verdict is CommandVerdict.TAKE:
-            self._errands.traceparent = command.traceparent
+            self._copies.traceparent = command.traceparent
             log.info("rank %d stages handover %d to epoch %d (plan %s)", self._rank, command.handover, command.placement.epoch, command.plan)
-        self._happened()
+        self._on_event()
         return verdict
 
     async def _abort(self, command: AbortHandover) -> CommandVerdict:
         verdict = self.conduct.abort(command, self._now())
         if verdict is CommandVerdict.TAKE:
-            log.info("rank %d gives handover %d up: %s", self._rank, command.handover, command.reason)
-        self._happened()
-        if verdict is CommandVerdict.TAKE and self._errands.reads:
-            await asyncio.wait(self._errands.reads, timeout=STOP_SECONDS)
+            log.info("rank %d aborts handover %d: %s", self._rank, command.handover, command.reason)
+        self._on_event()
+        if verdict is CommandVerdict.TAKE and self._copies.reads:
+            await asyncio.wait(self._copies.reads, timeout=STOP_SECONDS)
         return verdict
 
     # requests of other ranks
@@ -226,7 +226,7 @@ class HandoverAgent:
         if isinstance(request, EndLease):
             self._addressed(request.worker_id, request.rank)
             self.conduct.residency.end(request.lease, self._now())
-            self._happened()
+            self._on_event()
             return LeaseEnded(worker_id=self._worker_id, rank=self._rank, lease=request.lease)
         if not isinstance(request, LeaseExperts):
             raise TypeError(f"expected LeaseExperts or EndLease, got {type(request).__name__}")
@@ -243,8 +243,8 @@ class HandoverAgent:
         experts = [(layer, slot - first, expert) for layer, slot, expert in request.experts]
         seconds = min(request.seconds, self._config.lease_seconds)
         lease = self.conduct.residency.lease(request.reader, request.handover, experts, seconds, self._now())
-        self._help()
-        self._happened()
+        self._notify_backends()
+        self._on_event()
         return ExpertsLeased(
             worker_id=self._worker_id, rank=self._rank, lease=lease.number, memory=self._address(), cells=lease.cells, checksums=lease.checksums
         )
@@ -255,7 +255,7 @@ class HandoverAgent:
             address = way.address(address)
         return address
 
-    def _help(self) -> None:
+    def _notify_backends(self) -> None:
         """Tell the transfer backends whether readers may need their help."""
         active = self.conduct.residency.leases > 0
         if active != self._helping:
@@ -265,13 +265,13 @@ class HandoverAgent:
 
     # execution of effects
 
-    def _happened(self) -> None:
+    def _on_event(self) -> None:
         self._carry_out()
         self._changed.set()
 
     def _report(self, report: Report) -> None:
         self.conduct.take(report, self._now())
-        self._happened()
+        self._on_event()
 
     def _carry_out(self) -> None:
         if self._tasks is None:
@@ -290,7 +290,7 @@ class HandoverAgent:
                 if self._preparing is not None:
                     self._preparing.cancel()
             case _:
-                self._errands.carry_out(effect)
+                self._copies.carry_out(effect)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None] | None":
         if self._tasks is None:
@@ -311,7 +311,7 @@ class HandoverAgent:
             self._trace("prepare", began, {"roost.epoch": effect.placement.epoch})
             if self.conduct.prepared(effect.handover):
                 self._adoption = adoption
-        self._happened()
+        self._on_event()
 
     async def _adopt(self, effect: Adopt) -> None:
         assert self._adoption is not None
@@ -323,20 +323,20 @@ class HandoverAgent:
         self._adoption = None
         self.conduct.adopted(self._now())
         log.info("rank %d serves epoch %d (handover %d)", self._rank, self.conduct.standing.served, effect.handover)
-        self._happened()
+        self._on_event()
 
     # helpers
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    async def _aside(self, work: Callable[..., Result], *arguments: Any) -> Result:
+    async def _off_loop(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Run on the executor, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
 
     def _trace(self, name: str, began: int, attributes: Attributes, failure: str = "") -> None:
-        if self._tracing is not None and self._errands.traceparent:
-            self._tracing.stage(self._errands.traceparent, name, began, attributes, failure)
+        if self._tracing is not None and self._copies.traceparent:
+            self._tracing.stage(self._copies.traceparent, name, began, attributes, failure)
 
 
 def _read_placement(command: ProposeHandover) -> Placement | str:
@@ -347,7 +347,7 @@ def _read_placement(command: ProposeHandover) -> Placement | str:
         return str(error)
 
 
-def _yielding(niceness: int) -> None:
+def _lower_priority(niceness: int) -> None:
     """Lower the priority of this thread, so that the computing threads go first."""
     if niceness:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

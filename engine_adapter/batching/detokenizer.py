@@ -51,22 +51,22 @@ class WindowDetokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        self._said = 0
+        self._emitted = 0
         """IDs of the window whose text has been emitted."""
 
     def feed(self, token: int) -> str:
         self._window.append(token)
-        before, after = self._decode(self._window[: self._said]), self._decode(self._window)
-        waiting = len(self._window) - self._said
+        before, after = self._decode(self._window[: self._emitted]), self._decode(self._window)
+        waiting = len(self._window) - self._emitted
         if waiting < _LONGEST_CHARACTER and (len(after) <= len(before) or after.endswith("\ufffd")):
             return ""
         self._window = self._window[-waiting:]
-        self._said = waiting
+        self._emitted = waiting
         return after[len(before) :]
 
     def finish(self) -> str:
-        before, after = self._decode(self._window[: self._said]), self._decode(self._window)
-        self._said = len(self._window)
+        before, after = self._decode(self._window[: self._emitted]), self._decode(self._window)
+        self._emitted = len(self._window)
         return after[len(before) :]
 
     def _decode(self, tokens: list[int]) -> str:

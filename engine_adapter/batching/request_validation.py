@@ -95,15 +95,15 @@ def generation_request(request: RankRequest, prompt: list[int], *, vocabulary: i
     worst = next((token for token in (min(prompt), max(prompt)) if not 0 <= token < vocabulary), None)
     _need(worst is None, "prompt", f"has the id {worst}; ids run from 0 to {vocabulary - 1}")
     room = max_context - len(prompt)
-    wanted = request.max_tokens
-    if wanted > room and wanted == DEFAULT_MAX_TOKENS and room >= 1:
-        wanted = room
-    if wanted > room:
+    max_tokens = request.max_tokens
+    if max_tokens > room and max_tokens == DEFAULT_MAX_TOKENS and room >= 1:
+        max_tokens = room
+    if max_tokens > room:
         fits = room >= 1
-        raise context_exceeded(max_context, len(prompt), wanted if fits else None, prompt="prompt", param="max_tokens" if fits else "prompt")
+        raise context_exceeded(max_context, len(prompt), max_tokens if fits else None, prompt="prompt", param="max_tokens" if fits else "prompt")
     return GenerationRequest(
         prompt=prompt,
-        max_tokens=wanted,
+        max_tokens=max_tokens,
         sampling=Sampling(
             temperature=request.temperature,
             top_k=min(max(0, request.top_k), vocabulary),

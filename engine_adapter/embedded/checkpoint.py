@@ -286,7 +286,7 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         stored |= _read_header(folder / file)
     for name, file in named.items():
         if name not in stored or stored[name].file.name != file:
-            raise CheckpointError(f"{folder / _INDEX}: says that tensor {name} is in {file}, where it is not")
+            raise CheckpointError(f"{folder / _INDEX}: tensor {name} is not in {file}, where the index places it")
     return stored
 
 

@@ -99,11 +99,11 @@ class Sending:
 
     def slots(self, layer: int, home: Indices, experts: Indices) -> Indices:
         """Choose slots, int64 [T, k], for tokens with home ranks [T] and experts [T, k]."""
-        wanted = home[:, None] * self._experts + experts
+        keys = home[:, None] * self._experts + experts
         if self._chooser.plain[layer]:
-            return np.asarray(self._chooser.table[layer][wanted])
-        pairs, turns = wanted.reshape(-1), self._turns[layer]
-        found = self._chooser.cover(layer, wanted, turns) if self._cover else self._chooser.choose(layer, pairs, turns).reshape(wanted.shape)
+            return np.asarray(self._chooser.table[layer][keys])
+        pairs, turns = keys.reshape(-1), self._turns[layer]
+        found = self._chooser.cover(layer, keys, turns) if self._cover else self._chooser.choose(layer, pairs, turns).reshape(keys.shape)
         turns += np.bincount(pairs, minlength=len(turns))
         return found
 
@@ -349,9 +349,9 @@ class GlooDispatch:
         needed[tokens] = True
         receive = np.bincount(self._step.home[needed], minlength=self._group.ranks)
         own = rank_of[self._step.home == self._group.rank]
-        wanted_by = [np.flatnonzero((own == rank).any(axis=1)) for rank in range(self._group.ranks)]
-        outgoing = x.index_select(0, torch.from_numpy(np.concatenate(wanted_by)))
-        rows = self._group.all_to_all(outgoing, [len(wanted) for wanted in wanted_by], receive.tolist())
+        rows_for = [np.flatnonzero((own == rank).any(axis=1)) for rank in range(self._group.ranks)]
+        outgoing = x.index_select(0, torch.from_numpy(np.concatenate(rows_for)))
+        rows = self._group.all_to_all(outgoing, [len(one) for one in rows_for], receive.tolist())
         return rows, (np.cumsum(needed) - 1)[tokens]
 
     def _handle(self, ranks: Indices, pairs: Indices, groups: Groups) -> Handle:

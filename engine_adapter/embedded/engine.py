@@ -169,13 +169,13 @@ class EmbeddedEngine:
             raise Overloaded(self.config.max_waiting)
         self._check(request)
         answer = AnswerStream(self._cancel)
-        seat = await asyncio.to_thread(self._seat, request, answer) if len(request.prompt) > _LONG_PROMPT else self._seat(request, answer)
+        sequence = await asyncio.to_thread(self._new_sequence, request, answer) if len(request.prompt) > _LONG_PROMPT else self._new_sequence(request, answer)
         self._refuse_if_failed()
-        if self._is_over(seat):
-            answer.put(AnswerDelta(outcome=seat.outcome("stop", seat.moments.submitted)))
+        if self._is_over(sequence):
+            answer.put(AnswerDelta(outcome=sequence.outcome("stop", sequence.moments.submitted)))
             return answer
-        self._open[answer] = seat
-        self._alive.steps.submit(seat)
+        self._open[answer] = sequence
+        self._alive.steps.submit(sequence)
         return answer
 
     def fresh_seed(self) -> int:
@@ -245,7 +245,7 @@ class EmbeddedEngine:
         if min(request.prompt) < 0 or max(request.prompt) >= self.vocabulary:
             raise ValueError(f"request with an id outside 0..{self.vocabulary - 1}")
 
-    def _seat(self, request: GenerationRequest, answer: AnswerStream) -> EmbeddedSequence:
+    def _new_sequence(self, request: GenerationRequest, answer: AnswerStream) -> EmbeddedSequence:
         served, shape = self._alive, self._alive.machine.shape
         blocks = identify(request.prompt, self.config.block_size, request.salt)
         generation = SequenceState(list(request.prompt), request.max_tokens, blocks=blocks, salt=request.salt)
@@ -255,28 +255,28 @@ class EmbeddedEngine:
         routed = RoutedTrace(shape.layers, shape.experts, shape.top_k)
         return EmbeddedSequence(request, answer, generation, text, routed, RequestTimes(submitted=time.time_ns()))
 
-    def _is_over(self, seat: EmbeddedSequence) -> bool:
+    def _is_over(self, sequence: EmbeddedSequence) -> bool:
         """True if a continuation had already finished before its stream broke."""
-        request = seat.request
+        request = sequence.request
         ended = request.emitted and not request.ignore_eos and request.prompt[-1] in self._alive.tokenizer.eos
-        return seat.text.stopped or bool(ended)
+        return sequence.text.stopped or bool(ended)
 
     def _cancel(self, answer: AnswerStream) -> GenerationOutcome | None:
-        seat = self._open.pop(answer, None)
-        if seat is None:
+        sequence = self._open.pop(answer, None)
+        if sequence is None:
             return None
-        self._alive.steps.cancel(seat)
-        return seat.outcome("cancelled", time.time_ns())
+        self._alive.steps.cancel(sequence)
+        return sequence.outcome("cancelled", time.time_ns())
 
     def _deliver(self, report: StepReport) -> None:
         for answer, news in report.news:
-            seat = self._open.get(answer)
-            if seat is None:
+            sequence = self._open.get(answer)
+            if sequence is None:
                 continue  # Cancelled in the meantime.
             if isinstance(news, AnswerDelta):
                 answer.put(news)
             else:
-                answer.fail(news, seat.outcome("failed", time.time_ns(), news))
+                answer.fail(news, sequence.outcome("failed", time.time_ns(), news))
             if answer.over:
                 del self._open[answer]
         if report.facts:
@@ -293,8 +293,8 @@ class EmbeddedEngine:
         if self._failure is not None:
             return
         self._failure = failure
-        for answer, seat in self._open.items():
-            answer.fail(EngineFailed(str(failure)), seat.outcome("failed", time.time_ns(), failure))
+        for answer, sequence in self._open.items():
+            answer.fail(EngineFailed(str(failure)), sequence.outcome("failed", time.time_ns(), failure))
         self._open.clear()
         if self._running is not None and self._running.loaded.experts is not None:
             self._running.loaded.experts.fail(failure)
@@ -302,7 +302,7 @@ class EmbeddedEngine:
     def _thread(self, loop: asyncio.AbstractEventLoop, loaded: "concurrent.futures.Future[_Loaded]", ended: "concurrent.futures.Future[None]") -> None:
         """Run the step thread, from loading to its end."""
         try:
-            served = _load(self.config, self._rank, self._run_directory, self._build, lambda report: _tell(loop, self._deliver, report))
+            served = _load(self.config, self._rank, self._run_directory, self._build, lambda report: _notify(loop, self._deliver, report))
         except Exception as error:
             log.exception("rank %d cannot start", self._rank)
             failure = EngineFailed(f"rank {self._rank} cannot start: {error}")
@@ -338,7 +338,7 @@ def _settle(future: "concurrent.futures.Future[Any]", result: object) -> bool:
     return True
 
 
-def _tell(loop: asyncio.AbstractEventLoop, listener: Callable[[StepReport], None], report: StepReport) -> None:
+def _notify(loop: asyncio.AbstractEventLoop, listener: Callable[[StepReport], None], report: StepReport) -> None:
     # The loop is closed: there is no listener, and the process is ending.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(listener, report)

@@ -134,10 +134,10 @@ class ModelRunner:
         self.arena = load_arena(checkpoint, placement, rank, dtype, ballast_bytes)
         self._of_cell = [(self.arena.gate_up(cell).t(), self.arena.down(cell)) for cell in range(self.arena.cells)]
         self._dtype = RUN_DTYPES[dtype]
-        self._crew = ThreadTeam(threads if group is None else 1)
+        self._team = ThreadTeam(threads if group is None else 1)
         # One per thread, since a dispatch is open until its combine. The first one handles whole-step calls.
         self._dispatches: list[Dispatch] = (
-            [LocalDispatch(placement, max_tokens) for _ in range(self._crew.threads)]
+            [LocalDispatch(placement, max_tokens) for _ in range(self._team.threads)]
             if group is None
             else [GlooDispatch(group, placement, max_tokens, cover=cover)]
         )
@@ -181,7 +181,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """End the threads that share large steps."""
-        self._crew.close()
+        self._team.close()
 
     @property
     def placement(self) -> Placement:
@@ -231,8 +231,8 @@ class ModelRunner:
         self._check(work)
         counts = [len(one.tokens) for one in work]
         self._dispatches[0].begin_step(sum(counts), tokens_by_rank)
-        parts = [work[part] for part in share(counts, self._crew.threads)]
-        found = self._crew.run([partial(self._compute, part, dispatch) for part, dispatch in zip(parts, self._dispatches, strict=False)])
+        parts = [work[part] for part in share(counts, self._team.threads)]
+        found = self._team.run([partial(self._compute, part, dispatch) for part, dispatch in zip(parts, self._dispatches, strict=False)])
         if len(found) == 1:
             return found[0]
         return Forward(torch.cat([one.logits for one in found]), np.concatenate([one.routed for one in found]))
@@ -265,12 +265,12 @@ class ModelRunner:
 
     def _logits(self, hidden: torch.Tensor, work: Sequence[SequenceWork]) -> torch.Tensor:
         ends = np.cumsum([len(one.tokens) for one in work], dtype=np.int64)
-        wanted = [int(end) - 1 for end, one in zip(ends, work, strict=True) if one.wants_logits]
-        if not wanted:
+        ends_needed = [int(end) - 1 for end, one in zip(ends, work, strict=True) if one.wants_logits]
+        if not ends_needed:
             return torch.empty((0, self.config.vocabulary), dtype=torch.float32)
-        padded = wanted + wanted[:1] * (GROUP_ROWS - len(wanted))
+        padded = ends_needed + ends_needed[:1] * (GROUP_ROWS - len(ends_needed))
         last = hidden.index_select(0, torch.tensor(padded))
-        return F.linear(self._normed(last, self._norm), self._head)[: len(wanted)].to(torch.float32)
+        return F.linear(self._normed(last, self._norm), self._head)[: len(ends_needed)].to(torch.float32)
 
     def _check(self, work: Sequence[SequenceWork]) -> None:
         for at, one in enumerate(work):
@@ -381,12 +381,12 @@ def _frozen(cells: NDArray[np.int32]) -> NDArray[np.int32]:
     return cells
 
 
-def _check_adoption(served: Placement, wanted: Placement, cells: NDArray[np.int32], count: int) -> None:
+def _check_adoption(served: Placement, proposed: Placement, cells: NDArray[np.int32], count: int) -> None:
     """ValueError when an engine that serves one placement cannot switch to the other, or not with these of
     its `count` cells."""
-    one, other = ((each.layers, each.experts, each.ranks, each.slots_per_rank) for each in (served, wanted))
+    one, other = ((each.layers, each.experts, each.ranks, each.slots_per_rank) for each in (served, proposed))
     if one != other:
-        raise ValueError(f"runner: {wanted!r} cannot follow {served!r}; it must have the same layers, experts, ranks and slots")
+        raise ValueError(f"runner: {proposed!r} cannot follow {served!r}; it must have the same layers, experts, ranks and slots")
     shape = (served.layers, served.slots_per_rank)
     if cells.shape != shape or cells.dtype != np.int32:
         raise ValueError(f"runner: cells are {cells.dtype} {cells.shape}; expected int32 {shape}, one per slot")

@@ -96,7 +96,7 @@ class StepReport:
 
 
 class _Order(NamedTuple):
-    seat: EmbeddedSequence
+    sequence: EmbeddedSequence
     cancel: bool
 
 
@@ -113,7 +113,7 @@ class StepLoop:
         self._report = report
         self._cache = KvCache(config.kv_blocks, config.block_size)
         self._scheduler = BatchScheduler(self._cache, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, max_waiting=config.max_waiting)
-        self._seats: dict[SequenceState, EmbeddedSequence] = {}
+        self._sequences: dict[SequenceState, EmbeddedSequence] = {}
         self._orders: deque[_Order] = deque()
         self._step = 0
         self._ready: PreparedEpoch | None = None
@@ -129,13 +129,13 @@ class StepLoop:
         self.stepping_since: float | None = None
         """Monotonic start of the current step, in seconds. None while asleep."""
 
-    def submit(self, seat: EmbeddedSequence) -> None:
+    def submit(self, sequence: EmbeddedSequence) -> None:
         """Queue a request for the next step."""
-        self._order(_Order(seat, cancel=False))
+        self._order(_Order(sequence, cancel=False))
 
-    def cancel(self, seat: EmbeddedSequence) -> None:
+    def cancel(self, sequence: EmbeddedSequence) -> None:
         """Free what the request holds before the next step."""
-        self._order(_Order(seat, cancel=True))
+        self._order(_Order(sequence, cancel=True))
 
     def adopt(self, prepared: PreparedEpoch) -> None:
         """Switch to this epoch at the first step at which every rank is ready. A report announces the switch.
@@ -169,7 +169,7 @@ class StepLoop:
             if awake:
                 forward = self._compute(slices, tokens_by_rank, report)
                 self._note_step(slices, tokens_by_rank, forward)
-            self._say(report)
+            self._publish(report)
             self._step += 1
             if not awake:
                 self._scheduler.check_idle()
@@ -219,24 +219,24 @@ class StepLoop:
 
     def _take_orders(self, report: StepReport) -> None:
         while self._orders:
-            seat, cancel = self._orders.popleft()
+            sequence, cancel = self._orders.popleft()
             if cancel:
-                self._end(seat, report)
+                self._end(sequence, report)
                 continue
             try:
-                self._scheduler.submit(seat.generation)
+                self._scheduler.submit(sequence.generation)
             except (Overloaded, ValueError) as refusal:
-                report.news.append((seat.answer, refusal))
+                report.news.append((sequence.answer, refusal))
             else:
-                self._seats[seat.generation] = seat
+                self._sequences[sequence.generation] = sequence
 
-    def _end(self, seat: EmbeddedSequence, report: StepReport) -> None:
+    def _end(self, sequence: EmbeddedSequence, report: StepReport) -> None:
         """Free everything that a request holds, and report what it computed. Idempotent, because a request
         can finish and be cancelled in the same step."""
-        if self._seats.pop(seat.generation, None) is not None and (ended := seat.ended()) is not None:
+        if self._sequences.pop(sequence.generation, None) is not None and (ended := sequence.ended()) is not None:
             self._facts.add_ended(ended)
             report.facts = True
-        self._scheduler.remove(seat.generation)
+        self._scheduler.remove(sequence.generation)
 
     def _compute(self, slices: list[Slice], tokens_by_rank: list[int], report: StepReport) -> Forward:
         work = [SequenceWork(one.tokens, one.start, one.generation.table.pages, one.last) for one in slices]
@@ -244,7 +244,7 @@ class StepLoop:
         forward = self._machine.runner.forward(work, tokens_by_rank)
         now = time.time_ns()
         self._book(slices, forward.routed)
-        rows = [self._seats[one.generation] for one in slices if one.last]
+        rows = [self._sequences[one.generation] for one in slices if one.last]
         if rows:
             self._advance(rows, forward.logits.numpy(), now, report)
         return forward
@@ -254,7 +254,7 @@ class StepLoop:
         at = 0
         for one in slices:
             self._scheduler.computed(one)
-            self._seats[one.generation].routed.note(one.start, routed[at : at + one.count])
+            self._sequences[one.generation].routed.note(one.start, routed[at : at + one.count])
             at += one.count
         if at:
             self._facts.add_activations(count_pairs(routed, self._machine.shape.experts), at)
@@ -262,46 +262,46 @@ class StepLoop:
     def _note_admissions(self, slices: list[Slice]) -> None:
         """Record admissions before the forward pass: a request that fails in it did not fail in the queue."""
         for one in slices:
-            seat = self._seats[one.generation]
-            if seat.moments.admitted:
+            sequence = self._sequences[one.generation]
+            if sequence.moments.admitted:
                 continue
-            seat.moments.admitted = max(seat.moments.submitted, self._began)
+            sequence.moments.admitted = max(sequence.moments.submitted, self._began)
             if one.generation.cached_tokens:
                 self._facts.add_cached(one.generation.cached_tokens)
 
     def _advance(self, rows: list[EmbeddedSequence], logits: NDArray[np.float32], now: int, report: StepReport) -> None:
         """Sample a token for each row and report the deltas."""
-        tokens = sample(logits, [Draw(seat.request.sampling, len(seat.generation.tokens)) for seat in rows])
+        tokens = sample(logits, [Draw(sequence.request.sampling, len(sequence.generation.tokens)) for sequence in rows])
         scored = self._score(rows, logits, tokens)
-        for row, (seat, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-            self._scheduler.append(seat.generation, token)
-            if not seat.moments.first_token:
-                seat.moments.first_token = now
-            delta = self._delta(seat, token, now)
+        for row, (sequence, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+            self._scheduler.append(sequence.generation, token)
+            if not sequence.moments.first_token:
+                sequence.moments.first_token = now
+            delta = self._delta(sequence, token, now)
             delta.scored = scored.get(row, delta.scored)
-            report.news.append((seat.answer, delta))
+            report.news.append((sequence.answer, delta))
             if delta.outcome is not None:
-                self._end(seat, report)
+                self._end(sequence, report)
 
     def _score(self, rows: list[EmbeddedSequence], logits: NDArray[np.float32], tokens: NDArray[np.int64]) -> dict[int, list[ScoredToken]]:
-        wanted = [(row, seat.request.sampling.logprobs) for row, seat in enumerate(rows)]
-        counts = {row: count for row, count in wanted if count is not None}
+        requested = [(row, sequence.request.sampling.logprobs) for row, sequence in enumerate(rows)]
+        counts = {row: count for row, count in requested if count is not None}
         if not counts:
             return {}
         chosen = list(counts)
         found = logprobs(logits[chosen], tokens[chosen], list(counts.values()))
         return {row: [ScoredToken(int(tokens[row]), one, rows[row].text.decoded)] for row, one in zip(chosen, found, strict=True)}
 
-    def _delta(self, seat: EmbeddedSequence, token: int, now: int) -> AnswerDelta:
-        if token in self._eos and not seat.request.ignore_eos:
-            return AnswerDelta([token], seat.text.finish(), outcome=seat.outcome("stop", now))
-        text = seat.text.feed(token)
-        if not seat.text.stopped and seat.generation.generated < seat.generation.max_new:
+    def _delta(self, sequence: EmbeddedSequence, token: int, now: int) -> AnswerDelta:
+        if token in self._eos and not sequence.request.ignore_eos:
+            return AnswerDelta([token], sequence.text.finish(), outcome=sequence.outcome("stop", now))
+        text = sequence.text.feed(token)
+        if not sequence.text.stopped and sequence.generation.generated < sequence.generation.max_new:
             return AnswerDelta([token], text)
-        rest = "" if seat.text.stopped else seat.text.finish()
-        return AnswerDelta([token], text + rest, outcome=seat.outcome("stop" if seat.text.stopped else "length", now))
+        rest = "" if sequence.text.stopped else sequence.text.finish()
+        return AnswerDelta([token], text + rest, outcome=sequence.outcome("stop" if sequence.text.stopped else "length", now))
 
-    def _say(self, report: StepReport) -> None:
+    def _publish(self, report: StepReport) -> None:
         changes = self._cache.take_changes()
         self._facts.add_kv(changes, self._cache.restated)
         scheduler = self._scheduler

@@ -159,7 +159,7 @@ def _await_all(store: FileStore, ranks: int, join_timeout_s: float) -> None:
     except RuntimeError as error:
         missing = [str(rank) for rank in range(ranks) if not store.check([f"here/{rank}"])]
         raise PeerTimeout(
-            f"join of {ranks} ranks: rank {', '.join(missing) or '?'} did not come within {join_timeout_s:g} s; see why in its own log"
+            f"join of {ranks} ranks: rank {', '.join(missing) or '?'} did not arrive within {join_timeout_s:g} s; see why in its own log"
         ) from error
 
 

@@ -171,10 +171,10 @@ class CellTable:
                     if found is None:
                         raise Inconsistent(f"layer {layer} slot {slot}: expert {ExpertId(layer, expert)} is neither here nor staged")
                     table[layer, slot] = found
-            self._house_empty(layer, table)
+            self._assign_empty(layer, table)
         return table
 
-    def _house_empty(self, layer: int, table: NDArray[np.int32]) -> None:
+    def _assign_empty(self, layer: int, table: NDArray[np.int32]) -> None:
         taken = set(table[layer].tolist())
         spare = [cell for cell in self.table[layer].tolist() if cell not in taken]
         for slot in np.flatnonzero(table[layer] < 0).tolist():
@@ -226,22 +226,22 @@ class CellTable:
         """Lease the cells of these experts to a reader for a number of seconds: they do not change until the
         lease ends. A repeated request renews the lease. LeaseRefused when one of the experts is not served
         here."""
-        asked = tuple(experts)
-        held = next((one for one in self._leases.values() if (one.reader, one.handover, one.experts) == (reader, handover, asked)), None)
+        requested = tuple(experts)
+        held = next((one for one in self._leases.values() if (one.reader, one.handover, one.experts) == (reader, handover, requested)), None)
         if held is None:
-            return self._grant(reader, handover, asked, seconds, now)
-        renewed = ReadLease(held.number, reader, handover, asked, held.cells, held.checksums, now + seconds)
+            return self._grant(reader, handover, requested, seconds, now)
+        renewed = ReadLease(held.number, reader, handover, requested, held.cells, held.checksums, now + seconds)
         self._leases[held.number] = renewed
         return renewed
 
-    def _grant(self, reader: int, handover: int, asked: tuple[Wanted, ...], seconds: float, now: float) -> ReadLease:
-        if not 0 < len(asked) <= self.held.size or len(set(asked)) < len(asked):
-            raise LeaseRefused(f"a lease of {len(asked)} experts: ask for 1 to {self.held.size}, each once")
+    def _grant(self, reader: int, handover: int, requested: tuple[Wanted, ...], seconds: float, now: float) -> ReadLease:
+        if not 0 < len(requested) <= self.held.size or len(set(requested)) < len(requested):
+            raise LeaseRefused(f"a lease of {len(requested)} experts: ask for 1 to {self.held.size}, each once")
         if len(self._leases) >= MOST_LEASES:
             raise LeaseRefused(f"{MOST_LEASES} leases are open already; ask again when readers have ended theirs")
-        cells = tuple(self._cell_of(one) for one in asked)
+        cells = tuple(self._cell_of(one) for one in requested)
         self._last_lease += 1
-        lease = ReadLease(self._last_lease, reader, handover, asked, cells, tuple(self._records[cell].checksums for cell in cells), now + seconds)
+        lease = ReadLease(self._last_lease, reader, handover, requested, cells, tuple(self._records[cell].checksums for cell in cells), now + seconds)
         self._leases[lease.number] = lease
         for cell in cells:
             self._records[cell].readers.add(lease.number)
@@ -254,8 +254,8 @@ class CellTable:
             raise LeaseRefused(f"layer {layer} slot {slot} of this rank does not exist; it has {layers} layers of {slots}")
         if expert == EMPTY or expert != self.held[layer, slot]:
             found = int(self.held[layer, slot])
-            said = "nothing" if found == EMPTY else f"expert {ExpertId(layer, found)}"
-            raise LeaseRefused(f"layer {layer} slot {slot} of this rank holds {said}, not expert {expert}; ask the coordinator for the epoch that is served")
+            content = "nothing" if found == EMPTY else f"expert {ExpertId(layer, found)}"
+            raise LeaseRefused(f"layer {layer} slot {slot} of this rank holds {content}, not expert {expert}; ask the coordinator for the epoch that is served")
         cell = int(self.table[layer, slot])
         if not self._records[cell].checksums:
             raise LeaseRefused(f"expert {ExpertId(layer, expert)} has no checksums yet; ask again in a moment")
@@ -316,7 +316,7 @@ class CellTable:
         if live != np.sort(self.table, axis=None).tolist():
             raise Inconsistent(f"cells {live} are live, but slots map to {sorted(self.table.flat)}")
         if self._counts != Counter(record.use for record in self._records):
-            raise Inconsistent(f"{self.told()} cells were counted, and they are {Counter(record.use for record in self._records)}")
+            raise Inconsistent(f"{self.told()} cells were counted, but the cells are {Counter(record.use for record in self._records)}")
         leased: dict[int, set[int]] = {}
         for lease in self._leases.values():
             for cell in lease.cells:

@@ -148,7 +148,7 @@ Report = LeaseGranted | LeaseRenewed | LeaseDenied | ReadLanded | ReadBroken | R
 
 
 @dataclass(slots=True)
-class _Want:
+class _IncomingCopy:
     """One incoming expert."""
 
     coming: IncomingExperts
@@ -192,7 +192,7 @@ class _Batch:
     """Rank to read from."""
     handover: int
     until: float
-    wants: list[_Want]
+    copies: list[_IncomingCopy]
     """Empty once the batch is given up."""
     stage: _Stage = _Stage.WAITING
     lease: int = 0
@@ -222,9 +222,9 @@ class InboundCopies:
         if len(coming) > free:
             raise CannotStage(
                 StagingFault.ROOM,
-                f"{len(coming)} experts come, and {free} cells are free ({self._residency.told()}): copy less in one handover, or wait until cells settle",
+                f"{len(coming)} experts must be copied, but {free} cells are free ({self._residency.told()}): copy less per handover, or wait for cells",
             )
-        self._queue([_Want(one, self._residency.reserve(one[:3], now)) for one in coming], handover, until)
+        self._queue([_IncomingCopy(one, self._residency.reserve(one[:3], now)) for one in coming], handover, until)
         self._begin()
 
     @property
@@ -240,7 +240,7 @@ class InboundCopies:
     @property
     def hindrance(self) -> str:
         """Format the batches that staging waits for."""
-        return "; ".join(f"{batch.stage.value} {len(batch.wants)} experts from rank {batch.source}" for batch in self._expected())
+        return "; ".join(f"{batch.stage.value} {len(batch.copies)} experts from rank {batch.source}" for batch in self._expected())
 
     def let_go(self, now: float) -> None:
         """Abort the copies of the handover: drop staged cells and stop reads in progress. Idempotent."""
@@ -258,23 +258,23 @@ class InboundCopies:
             batch.lease = report.lease
             return
         if batch.stage is _Stage.GIVEN_UP:
-            self._heard_late(batch, report, now)
+            self._conclude(batch, report, now)
             return
         match report:
             case LeaseGranted(_, answer):
                 self._read(batch, answer, now)
             case LeaseDenied(_, text):
-                self._again(batch, StagingFault.SOURCE, text, now)
+                self._retry_failed(batch, StagingFault.SOURCE, text, now)
             case ReadLanded():
                 self._verify(batch, report, now)
             case ReadBroken(_, text):
-                self._again(batch, StagingFault.TRANSFER, text, now)
+                self._retry_failed(batch, StagingFault.TRANSFER, text, now)
             case ReadLate(_, text):
-                self._elsewhere(batch, text, now)
+                self._retry_overdue(batch, text, now)
             case CellsVerified(_, wrong):
                 self._stage(batch, wrong, now)
             case ReadSettled():  # A read that was not given up reports its result, so this one ended early.
-                self._again(batch, StagingFault.TRANSFER, f"the read from rank {batch.source} ended before its time; try again", now)
+                self._retry_failed(batch, StagingFault.TRANSFER, f"the read from rank {batch.source} ended early; try again", now)
         self._begin()
 
     # Progress of a batch.
@@ -282,10 +282,10 @@ class InboundCopies:
     def _expected(self) -> list[_Batch]:
         return [batch for batch in self._batches.values() if batch.stage is not _Stage.GIVEN_UP]
 
-    def _queue(self, wants: Iterable[_Want], handover: int, until: float) -> None:
-        by_source: dict[int, list[_Want]] = {}
-        for want in wants:
-            by_source.setdefault(want.source // self._slots, []).append(want)
+    def _queue(self, copies: Iterable[_IncomingCopy], handover: int, until: float) -> None:
+        by_source: dict[int, list[_IncomingCopy]] = {}
+        for copy in copies:
+            by_source.setdefault(copy.source // self._slots, []).append(copy)
         for source, group in by_source.items():
             number = next(self._numbers)
             self._batches[number] = _Batch(number, source, handover, until, group)
@@ -297,75 +297,75 @@ class InboundCopies:
             if batch.stage is _Stage.WAITING and batch.source not in busy and len(busy) < MOST_SOURCES:
                 busy.add(batch.source)
                 batch.stage = _Stage.LEASING
-                experts = tuple((want.coming.layer, want.source, want.coming.expert) for want in batch.wants)
+                experts = tuple((copy.coming.layer, copy.source, copy.coming.expert) for copy in batch.copies)
                 self.effects.append(RequestLease(batch.number, batch.source, batch.handover, experts, batch.until))
 
     def _read(self, batch: _Batch, answer: ExpertsLeased, now: float) -> None:
         batch.lease = answer.lease
-        asked, sums = len(batch.wants), {len(one) for one in answer.checksums}
-        if (len(answer.cells), len(answer.checksums)) != (asked, asked) or sums != {self._tensors}:
-            told = f"{len(answer.cells)} cells with checksums of {len(answer.checksums)} experts, {sorted(sums)} each"
+        expected, sums = len(batch.copies), {len(one) for one in answer.checksums}
+        if (len(answer.cells), len(answer.checksums)) != (expected, expected) or sums != {self._tensors}:
+            granted = f"{len(answer.cells)} cells with checksums of {len(answer.checksums)} experts, {sorted(sums)} each"
             self.effects.append(ReleaseLease(batch.number, batch.source, batch.lease))
-            self._again(
-                batch, StagingFault.SOURCE, f"rank {batch.source} leased {told}; {asked} x {self._tensors} were asked for: run one version on all ranks", now
+            self._retry_failed(
+                batch, StagingFault.SOURCE, f"rank {batch.source} leased {granted}, not {expected} x {self._tensors}: run one version on all ranks", now
             )
             return
         batch.stage, batch.promised = _Stage.READING, answer.checksums
-        pulls = tuple((source, want.cell) for source, want in zip(answer.cells, batch.wants, strict=True))
+        pulls = tuple((source, copy.cell) for source, copy in zip(answer.cells, batch.copies, strict=True))
         self.effects.append(ReadCells(batch.number, batch.source, answer.memory, pulls, batch.until))
 
     def _verify(self, batch: _Batch, report: ReadLanded, now: float) -> None:
-        told = PullTold(source=batch.source, transfer=report.way, experts=len(batch.wants), bytes=report.bytes, seconds=report.seconds)
-        self.pulls.append(told)
-        for want in batch.wants:
-            self._residency.landed(want.cell, now)
+        pull = PullTold(source=batch.source, transfer=report.way, experts=len(batch.copies), bytes=report.bytes, seconds=report.seconds)
+        self.pulls.append(pull)
+        for copy in batch.copies:
+            self._residency.landed(copy.cell, now)
         batch.stage = _Stage.VERIFYING
         self.effects.append(ReleaseLease(batch.number, batch.source, batch.lease))
-        self.effects.append(VerifyCells(batch.number, batch.source, tuple(want.cell for want in batch.wants), batch.promised))
+        self.effects.append(VerifyCells(batch.number, batch.source, tuple(copy.cell for copy in batch.copies), batch.promised))
 
     def _stage(self, batch: _Batch, wrong: tuple[str, ...], now: float) -> None:
         del self._batches[batch.number]
-        bad: list[_Want] = []
-        for want, promised, text in zip(batch.wants, batch.promised, wrong, strict=True):
+        bad: list[_IncomingCopy] = []
+        for copy, promised, text in zip(batch.copies, batch.promised, wrong, strict=True):
             if text:
-                self._residency.refused(want.cell, now)
-                bad.append(want)
+                self._residency.refused(copy.cell, now)
+                bad.append(copy)
             else:
-                self._residency.verified(want.cell, promised, now)
+                self._residency.verified(copy.cell, promised, now)
         if bad:
-            what = f"expert {bad[0].name}, as read from rank {batch.source}, is not what that rank promised: {next(filter(None, wrong))}"
-            self._retry(batch, bad, StagingFault.CHECKSUM, f"{what}; look after that rank's memory, or restart its engine", now)
+            what = f"expert {bad[0].name}, as read from rank {batch.source}, does not match that rank's checksums: {next(filter(None, wrong))}"
+            self._retry(batch, bad, StagingFault.CHECKSUM, f"{what}; check that rank's memory, or restart its engine", now)
 
     # retries
 
-    def _again(self, batch: _Batch, fault: StagingFault, text: str, now: float) -> None:
+    def _retry_failed(self, batch: _Batch, fault: StagingFault, text: str, now: float) -> None:
         """Retry each expert of a batch from its next source. No transfer of the batch is in flight."""
         del self._batches[batch.number]
-        for want in batch.wants:
-            self._residency.broken(want.cell, now)
+        for copy in batch.copies:
+            self._residency.broken(copy.cell, now)
         if batch.stage is _Stage.READING:
             self.effects.append(ReleaseLease(batch.number, batch.source, batch.lease))
-        self._retry(batch, batch.wants, fault, text, now)
+        self._retry(batch, batch.copies, fault, text, now)
 
-    def _elsewhere(self, batch: _Batch, text: str, now: float) -> None:
+    def _retry_overdue(self, batch: _Batch, text: str, now: float) -> None:
         """Quarantine a batch whose read is overdue, and retry it from other sources."""
-        wants = batch.wants
+        copies = batch.copies
         self._quarantine(batch, now)
-        self._retry(batch, wants, StagingFault.OVERDUE, text, now, same=False)
+        self._retry(batch, copies, StagingFault.OVERDUE, text, now, same=False)
 
-    def _retry(self, batch: _Batch, wants: list[_Want], fault: StagingFault, text: str, now: float, *, same: bool = True) -> None:
-        if not all(want.another(self._config.retries, same=same) for want in wants):
+    def _retry(self, batch: _Batch, copies: list[_IncomingCopy], fault: StagingFault, text: str, now: float, *, same: bool = True) -> None:
+        if not all(copy.another(self._config.retries, same=same) for copy in copies):
             raise CannotStage(fault, text)
         reserved: list[int] = []
         try:
-            for want in wants:
-                want.cell = self._residency.reserve(want.coming[:3], now)
-                reserved.append(want.cell)
+            for copy in copies:
+                copy.cell = self._residency.reserve(copy.coming[:3], now)
+                reserved.append(copy.cell)
         except NoFreeCell as error:
             for cell in reserved:
                 self._residency.broken(cell, now)
             raise CannotStage(fault, f"{text}; and it cannot be read from elsewhere: {error}") from error
-        self._queue(wants, batch.handover, batch.until)
+        self._queue(copies, batch.handover, batch.until)
 
     # aborts
 
@@ -375,20 +375,20 @@ class InboundCopies:
                 self.effects.append(StopReads(batch.number))
             self._quarantine(batch, now)
             return
-        for want in batch.wants:
-            self._residency.broken(want.cell, now)
+        for copy in batch.copies:
+            self._residency.broken(copy.cell, now)
         if batch.stage is _Stage.WAITING:
             del self._batches[batch.number]
         # A lease request may still be granted. The lease is released then.
-        batch.stage, batch.wants = _Stage.GIVEN_UP, []
+        batch.stage, batch.copies = _Stage.GIVEN_UP, []
 
     def _quarantine(self, batch: _Batch, now: float) -> None:
-        batch.settling = tuple(want.cell for want in batch.wants)
+        batch.settling = tuple(copy.cell for copy in batch.copies)
         for cell in batch.settling:
             self._residency.overdue(cell, now)
-        batch.stage, batch.wants = _Stage.GIVEN_UP, []
+        batch.stage, batch.copies = _Stage.GIVEN_UP, []
 
-    def _heard_late(self, batch: _Batch, report: Report, now: float) -> None:
+    def _conclude(self, batch: _Batch, report: Report, now: float) -> None:
         """Conclude a batch that was given up. Any report but ReadLate ends it."""
         if isinstance(report, ReadLate):
             return

@@ -74,10 +74,10 @@ class ProposalRequest(NamedTuple):
 def asked(command: ProposeHandover, proposed: Placement, served: Placement, rank: int) -> ProposalRequest:
     """Return the work that a proposal demands from this rank. CannotStage names the mismatch: the shape, the
     deadline, a copy, or a slot without a copy."""
-    wanted = (proposed.layers, proposed.experts, proposed.ranks, proposed.slots_per_rank)
+    shape = (proposed.layers, proposed.experts, proposed.ranks, proposed.slots_per_rank)
     present = (served.layers, served.experts, served.ranks, served.slots_per_rank)
-    if wanted != present:
-        raise CannotStage(StagingFault.PLACEMENT, f"a placement of (layers, experts, ranks, slots per rank) {wanted}, and this engine has {present}; plan anew")
+    if shape != present:
+        raise CannotStage(StagingFault.PLACEMENT, f"a placement of (layers, experts, ranks, slots per rank) {shape}, and this engine has {present}; plan anew")
     if not 0 < command.deadline_seconds <= LONGEST_SECONDS:
         raise CannotStage(StagingFault.DEADLINE, f"{command.deadline_seconds} s for staging: use more than 0, and {LONGEST_SECONDS:.0f} at most")
     return _coming(proposed, served, rank, _sources(command.copies, proposed, served))
@@ -113,7 +113,7 @@ def _coming(proposed: Placement, served: Placement, rank: int, sources: dict[tup
         source = sources.get((layer, first + slot))
         if source is None:
             raise CannotStage(
-                StagingFault.COPIES, f"expert {ExpertId(layer, expert)} comes to slot {first + slot} of rank {rank}, and no copy says where from; plan anew"
+                StagingFault.COPIES, f"expert {ExpertId(layer, expert)} is new in slot {first + slot} of rank {rank}, and no copy names its source; plan anew"
             )
         others = (holder for holder in np.flatnonzero(served.expert_of_slot[layer] == expert).tolist() if holder != source)
         coming.append(IncomingExperts(layer, slot, expert, (source, *others)))

@@ -141,7 +141,7 @@ class RankProtocol:
         if verdict is not CommandVerdict.TAKE:
             return verdict
         if self._open is not None and self._open.number == command.handover:
-            self._let_go(now)
+            self._drop_copies(now)
             self._close(now)
         self.standing = aborted(self.standing, command.token, command.handover)
         return verdict
@@ -224,18 +224,18 @@ class RankProtocol:
     def _begin(self, command: ProposeHandover, placement: Placement | str, open_: _Open, now: float) -> None:
         if isinstance(placement, str):
             raise CannotStage(StagingFault.PLACEMENT, placement)
-        wanted = asked(command, placement, self.placement, self._rank)
+        work = asked(command, placement, self.placement, self._rank)
         held = self.residency.count(Cell.QUARANTINED)
         if held > self._config.quarantine_cells:
             raise CannotStage(
                 StagingFault.QUARANTINE,
-                f"{held} cells of rank {self._rank} are in quarantine, and {self._config.quarantine_cells} may be: reads into them have not settled; look after"
+                f"{held} cells of rank {self._rank} are quarantined, and the limit is {self._config.quarantine_cells}: reads into them have not settled; check"
                 " the ranks that were read from, and try again",
             )
         open_.placement = placement
-        if wanted.moved:
-            self.arrivals.pulls.append(PullTold(source=self._rank, transfer="local", experts=wanted.moved, bytes=0, seconds=0.0))
-        self.arrivals.expect(wanted.coming, command.handover, open_.until, now)
+        if work.moved:
+            self.arrivals.pulls.append(PullTold(source=self._rank, transfer="local", experts=work.moved, bytes=0, seconds=0.0))
+        self.arrivals.expect(work.coming, command.handover, open_.until, now)
 
     def _attempt(self, step: Callable[[], None], now: float) -> None:
         """Run a step of staging. Fail the handover when the step shows that staging is impossible, and
@@ -255,9 +255,9 @@ class RankProtocol:
     def _fail(self, error: CannotStage, now: float) -> None:
         self.failure, self.fault = str(error), error.fault.value
         self.standing = staged(self.standing, failed=True)
-        self._let_go(now)
+        self._drop_copies(now)
 
-    def _let_go(self, now: float) -> None:
+    def _drop_copies(self, now: float) -> None:
         """Drop all staged and incoming experts. Idempotent."""
         assert self._open is not None
         self.arrivals.let_go(now)

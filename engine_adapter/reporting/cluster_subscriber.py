@@ -35,7 +35,7 @@ class ClusterSubscriber:
         self._look_seconds = look_seconds
         self._model: ClusterModel | None = None
         self._publisher: int | None = None
-        self._complaint = ""
+        self._warning = ""
         self._turn = asyncio.Lock()  # Replies and publications are processed one at a time.
 
     @property
@@ -45,38 +45,38 @@ class ClusterSubscriber:
 
     async def run(self) -> None:
         """Follow publications until cancelled."""
-        async with self._bus.subscribe(self._subjects.clusters, limit=UNREAD) as heard, asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._keep_asking(), name=f"ask for the clusters of {self._name}")
-            async for received in heard:
-                await self._hear(received)
+        async with self._bus.subscribe(self._subjects.clusters, limit=UNREAD) as publications, asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._request_until_known(), name=f"ask for the clusters of {self._name}")
+            async for received in publications:
+                await self._receive(received)
 
-    async def _hear(self, received: Received) -> None:
-        told = received.message
-        if isinstance(told, ClustersPublished) and told.model == self._name:
+    async def _receive(self, received: Received) -> None:
+        message = received.message
+        if isinstance(message, ClustersPublished) and message.model == self._name:
             restarted = received.publisher_id != self._publisher
             self._publisher = received.publisher_id
-            await self._adopt(told.record, whatever_version=restarted)
+            await self._adopt(message.record, whatever_version=restarted)
 
-    async def _keep_asking(self) -> None:
+    async def _request_until_known(self) -> None:
         clock = asyncio.get_running_loop().time
         answered, pause, due = False, self._look_seconds, clock()
         while True:
             if not self._bus.connected:
                 answered, pause, due = False, self._look_seconds, clock()
             elif not answered and clock() >= due:
-                answered = await self._ask()
+                answered = await self._request()
                 due, pause = clock() + pause, min(2 * pause, LONGEST_PAUSE)
             await asyncio.sleep(self._look_seconds)
 
-    async def _ask(self) -> bool:
+    async def _request(self) -> bool:
         """Request the clusters. True when the tracker replied."""
         try:
-            told = await self._bus.request(self._subjects.describe_profile, DescribeClusters(model=self._name))
+            message = await self._bus.request(self._subjects.describe_profile, DescribeClusters(model=self._name))
         except BusError as error:
             log.debug("no clusters of %s yet: %s", self._name, error)
             return False
-        if isinstance(told, ClustersPublished) and told.model == self._name:
-            await self._adopt(told.record)
+        if isinstance(message, ClustersPublished) and message.model == self._name:
+            await self._adopt(message.record)
         return True
 
     async def _adopt(self, record: ClusterRecord, *, whatever_version: bool = False) -> None:
@@ -88,14 +88,14 @@ class ClusterSubscriber:
                 return
             try:
                 self._model = await asyncio.to_thread(_usable, record, self._shape)
-                self._complaint = ""
+                self._warning = ""
             except ValueError as error:
-                self._complain(str(error))
+                self._warn(str(error))
 
-    def _complain(self, complaint: str) -> None:
-        if complaint != self._complaint:
-            log.warning("the clusters published for %s are not used: %s", self._name, complaint)
-        self._complaint = complaint
+    def _warn(self, warning: str) -> None:
+        if warning != self._warning:
+            log.warning("the clusters published for %s are not used: %s", self._name, warning)
+        self._warning = warning
 
 
 def _usable(record: ClusterRecord, shape: ModelShape) -> ClusterModel:

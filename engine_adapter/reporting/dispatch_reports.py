@@ -28,12 +28,12 @@ class DispatchReports:
         counts from before it are published at once."""
         for one in sent:
             if self._sent is not None and self._sent.epoch != one.epoch:
-                await self._say(now)
+                await self._publish(now)
             self._sent = one if self._sent is None else self._sent.with_more(one)
         if now - self._since >= self._interval:
-            await self._say(now)
+            await self._publish(now)
 
-    async def _say(self, now: float) -> None:
+    async def _publish(self, now: float) -> None:
         sent, self._sent = self._sent, None
         seconds, self._since = now - self._since, now
         if sent is None:

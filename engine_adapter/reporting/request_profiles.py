@@ -94,8 +94,8 @@ class RequestProfiler:
         self._batch: dict[tuple[int, int], list[RequestProfile]] = {}
         """Profiles by (placement epoch, version of the clusters)."""
         self._batch_bytes = 0
-        self._said_at = float("-inf")
-        self._told_lost = 0
+        self._published_at = float("-inf")
+        self._logged_lost = 0
 
     def take(self, ended: Sequence[EndedRequest], lost: int, placement: Placement | None) -> None:
         """Queue requests that finished under this placement. lost: further requests that the engine could not
@@ -111,26 +111,26 @@ class RequestProfiler:
             self.lost += 1
         if ended:
             self._work.set()
-        if self.lost > 2 * self._told_lost:
-            self._told_lost = self.lost
+        if self.lost > 2 * self._logged_lost:
+            self._logged_lost = self.lost
             log.warning("requests of rank %d finish faster than they can be profiled; %d were dropped so far", self._about.rank, self.lost)
 
     async def run(self) -> None:
         """Follow the clusters, and profile and publish until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._clusters.run(), name=f"follow the clusters of {self._about.model}")
-            tasks.create_task(self._profile_and_say(), name=f"profile the requests of rank {self._about.rank} of {self._engine}")
+            tasks.create_task(self._profile_and_publish(), name=f"profile the requests of rank {self._about.rank} of {self._engine}")
 
-    async def _profile_and_say(self) -> None:
+    async def _profile_and_publish(self) -> None:
         clock = asyncio.get_running_loop().time
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self._said_at + self._config.experts_seconds if self._batch else None):
+                async with asyncio.timeout_at(self._published_at + self._config.experts_seconds if self._batch else None):
                     await self._work.wait()
             await self._profile(clock())
-            if self._batch and (self._batch_bytes >= MESSAGE_BYTES or clock() - self._said_at >= self._config.experts_seconds):
-                await self._say()
-                self._said_at = clock()
+            if self._batch and (self._batch_bytes >= MESSAGE_BYTES or clock() - self._published_at >= self._config.experts_seconds):
+                await self._publish()
+                self._published_at = clock()
 
     async def _profile(self, now: float) -> None:
         """Profile one turn of the queue."""
@@ -172,7 +172,7 @@ class RequestProfiler:
             sampled=sampled,
         )
 
-    async def _say(self) -> None:
+    async def _publish(self) -> None:
         batch, self._batch, self._batch_bytes = self._batch, {}, 0
         for (epoch, clusters), profiles in batch.items():
             for part in _messages(profiles):

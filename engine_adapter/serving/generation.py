@@ -86,7 +86,7 @@ class AnswerStream:
         self._unread: AnswerDelta | None = None
         self._error: Exception | None = None
         self._over = False
-        self._patient = False
+        self._end_only = False
         """True if the reader waits for the end only."""
         self._news = asyncio.Event()
 
@@ -105,7 +105,7 @@ class AnswerStream:
             self._unread.absorb(delta)
         self._over = delta.outcome is not None
         self.outcome = delta.outcome
-        if self._over or not self._patient:
+        if self._over or not self._end_only:
             self._news.set()
 
     def fail(self, error: Exception, outcome: GenerationOutcome) -> None:
@@ -129,14 +129,14 @@ class AnswerStream:
 
         Raises as reading does.
         """
-        self._patient = True
+        self._end_only = True
         while not self._over:
             self._news.clear()
             await self._news.wait()
-        whole = AnswerDelta()
+        merged = AnswerDelta()
         async for delta in self:
-            whole.absorb(delta)
-        return whole
+            merged.absorb(delta)
+        return merged
 
     def __aiter__(self) -> "AnswerStream":
         return self

@@ -174,7 +174,7 @@ class RankApp:
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(_cancel_when_gone(receive, answer), name=f"watches the client of {reply.id}")
             try:
-                await (self._stream if request.stream else self._whole)(answer, reply, send)
+                await (self._stream if request.stream else self._send_complete)(answer, reply, send)
             except ApiError as error:  # Kept out of the task group, which would wrap it.
                 failure = error
             finally:
@@ -192,16 +192,16 @@ class RankApp:
             prompt = await asyncio.to_thread(engine.tokenizer.encode, prompt) if len(prompt) > LONG_TEXT else engine.tokenizer.encode(prompt)
         limits = engine.description
         seed = engine.fresh_seed()
-        wanted = generation_request(request, prompt, vocabulary=engine.vocabulary, max_context=limits.max_context, seed=seed, decision=decision)
+        generation = generation_request(request, prompt, vocabulary=engine.vocabulary, max_context=limits.max_context, seed=seed, decision=decision)
         try:
-            return await engine.submit(wanted)
+            return await engine.submit(generation)
         except (EngineFailed, Overloaded) as error:
             raise _unavailable(error) from error
 
-    async def _whole(self, answer: AnswerStream, reply: _Reply, send: Send) -> None:
-        whole = await _read(answer.rest())
-        if whole.outcome is not None:
-            await respond(send, 200, msgspec.json.encode(reply.completion([reply.choice(whole)], _usage(whole.outcome))))
+    async def _send_complete(self, answer: AnswerStream, reply: _Reply, send: Send) -> None:
+        delta = await _read(answer.rest())
+        if delta.outcome is not None:
+            await respond(send, 200, msgspec.json.encode(reply.completion([reply.choice(delta)], _usage(delta.outcome))))
 
     async def _stream(self, answer: AnswerStream, reply: _Reply, send: Send) -> None:
         """Stream the response. The status is sent with the first delta. So an engine failure before it is a

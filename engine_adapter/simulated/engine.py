@@ -60,14 +60,14 @@ class SimulatedEngine:
         self.tokenizer = WordTokenizer()
         first = self._first() if placement is None else placement
         self.placement = first if last is None else _resumed(last, first)
-        self.at_death: Callable[[], None] = _nothing
+        self.at_death: Callable[[], None] = _ignore
         """Called when the engine is ordered to die, before its open requests fail."""
         self.steps = 0
         """Steps since the engine started."""
         if (self.placement.layers, self.placement.experts, self.placement.ranks) != (self.tastes.shape.layers, self.tastes.shape.experts, config.ranks):
             raise ValueError(f"simulated engine: {self.placement!r} is not of {self.tastes.shape} on {config.ranks} ranks")
         self.routes = self._routes_of(self.placement)
-        self.sums = self._nothing_yet()
+        self.sums = self._no_steps()
         self.flipping = AdoptionRun(config.ranks, self._routes_of, self.wake)
         self.links = SimulatedLinks(config, self.faults, self.chance)
         self._dice = np.random.default_rng((config.seed, xxhash.xxh3_64_intdigest(name.encode())))
@@ -80,7 +80,7 @@ class SimulatedEngine:
     def _routes_of(self, placement: Placement) -> DispatchModel:
         return DispatchModel(self.tastes, placement, self.config.node_of_rank, cover=self.config.covers)
 
-    def _nothing_yet(self) -> StepTotals:
+    def _no_steps(self) -> StepTotals:
         return StepTotals.none(self.placement.layers, self.placement.ranks)
 
     def _first(self) -> Placement:
@@ -151,7 +151,7 @@ class SimulatedEngine:
             self._flip()
             plans = [rank.plan() for rank in self.ranks]
             if not any(one.parts for one in plans):
-                await self._rest()
+                await self._sleep()
                 due = self.now
                 continue
             began = self.now
@@ -169,7 +169,7 @@ class SimulatedEngine:
             for rank in self.ranks:
                 rank.count()
             self.placement, self.routes = prepared[0].placement, prepared[0].routes
-            self.sums = self._nothing_yet()
+            self.sums = self._no_steps()
             for rank, one in zip(self.ranks, prepared, strict=True):
                 rank.experts.cells, rank.counted = one.cells, self.sums
                 rank.say()
@@ -180,7 +180,7 @@ class SimulatedEngine:
         slow = [self.faults.factor("slow", rank, self.now) for rank in range(self.config.ranks)]
         return self.config.time_scale * float((needed * slow).max())
 
-    async def _rest(self) -> None:
+    async def _sleep(self) -> None:
         """Sleep until there is work. Check the ranks' state first."""
         for rank in self.ranks:
             rank.check_idle()
@@ -231,5 +231,5 @@ def _resumed(last: PlacementRecord, first: Placement) -> Placement:
         return first
 
 
-def _nothing() -> None:
+def _ignore() -> None:
     """Do nothing: the default for `at_death`."""

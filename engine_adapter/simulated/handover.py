@@ -56,8 +56,8 @@ class AdoptionRun:
     def due(self, served: int) -> Sequence[SimulatedEpoch]:
         """Return the epochs to switch to at this step, by rank. Empty if no switch is due."""
         ready = [None if one is None else one[0] for one in self._ready]
-        whole = [one for one in ready if one is not None]
-        return whole if len(whole) == len(ready) and flips(served, tuple(one.placement.epoch for one in whole)) else ()
+        complete = [one for one in ready if one is not None]
+        return complete if len(complete) == len(ready) and flips(served, tuple(one.placement.epoch for one in complete)) else ()
 
     def done(self) -> None:
         """Complete the switch of all ranks."""

@@ -20,7 +20,7 @@ from engine_adapter.simulated.model.faults import FaultOrder
 from fleet.completions import ApiError
 
 _RETRY_SECONDS = 1.0
-_LAST_WORDS_SECONDS = 0.02
+_DEATH_DELAY_SECONDS = 0.02
 """Delay of `die`, so that the response is sent first."""
 _LATEST_BREAK = 16
 """Maximum number of response chunks before a connection breaks."""
@@ -62,16 +62,16 @@ class SimulatedHttp:
         if scope["method"] not in ("GET", "POST"):
             raise ApiError(405, f"/simulate takes GET and POST, not {scope['method']}")
         if scope["method"] == "POST":
-            self._obey(_order(await read_body(scope, receive)))
+            self._execute(_order(await read_body(scope, receive)))
         await respond(send, 200, msgspec.json.encode({"faults": self._active()}))
 
-    def _obey(self, order: FaultOrder) -> None:
+    def _execute(self, order: FaultOrder) -> None:
         try:
             self._engine.faults.check(order)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         if order.fault == "die":
-            asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._engine.order, order)
+            asyncio.get_running_loop().call_later(_DEATH_DELAY_SECONDS, self._engine.order, order)
         else:
             self._engine.order(order)
 

@@ -84,7 +84,7 @@ class SimulatedTransfer:
             self._landing.discard(landing)
             now = loop.time()
             if self._links.fails("break_reads", self._rank, now):
-                return reading.end(PeerGone(f"rank {source} is gone, by order: read another replica"))
+                return reading.end(PeerGone(f"rank {source} is gone (injected fault): read another replica"))
             for pull in pulls:
                 cell = self._memory.cell(pull.cell)
                 cell[:] = memory.cell(pull.source)

@@ -85,7 +85,7 @@ class SimulatedRank:
         self.scheduler = BatchScheduler(self._cache, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, max_waiting=config.max_waiting)
         shape = config.model_shape
         self._facts = FactLog(shape.layers, shape.experts, _FACT_BLOCKS_PER_PAGE * config.kv_blocks, _ENDED_BYTES)
-        self._seats: dict[SequenceState, SimulatedSequence] = {}
+        self._sequences: dict[SequenceState, SimulatedSequence] = {}
         self._open: dict[AnswerStream, SimulatedSequence] = {}
         self._news = asyncio.Event()
         self._activity = np.zeros(engine.tastes.rows, np.int64)
@@ -132,7 +132,7 @@ class SimulatedRank:
         self.say()
         self._news.clear()
         now = self._engine.now
-        if not self._seats or now - self._counted_at >= self._config.activity_seconds:
+        if not self._sequences or now - self._counted_at >= self._config.activity_seconds:
             self.count()
         sent = tuple(self._sent)
         self._sent.clear()
@@ -144,13 +144,13 @@ class SimulatedRank:
         self._engine.refuse_if_failed()
         self._check(request)
         answer = AnswerStream(self._cancel)
-        seat = await asyncio.to_thread(self._seat, request, answer) if len(request.prompt) > _LONG_PROMPT else self._seat(request, answer)
+        sequence = await asyncio.to_thread(self._new_sequence, request, answer) if len(request.prompt) > _LONG_PROMPT else self._new_sequence(request, answer)
         self._engine.refuse_if_failed()
-        if self._is_over(seat):
-            answer.put(AnswerDelta(outcome=seat.outcome("stop", time.time_ns())))
+        if self._is_over(sequence):
+            answer.put(AnswerDelta(outcome=sequence.outcome("stop", time.time_ns())))
             return answer
-        self.scheduler.submit(seat.generation)
-        self._seats[seat.generation] = self._open[answer] = seat
+        self.scheduler.submit(sequence.generation)
+        self._sequences[sequence.generation] = self._open[answer] = sequence
         self.say()
         self._engine.wake()
         return answer
@@ -166,7 +166,7 @@ class SimulatedRank:
         slices = self.scheduler.plan()
         now = time.time_ns() if slices else 0
         for one in slices:
-            moments = self._seats[one.generation].moments
+            moments = self._sequences[one.generation].moments
             if not moments.admitted:
                 moments.admitted = max(moments.submitted, now)
                 if one.generation.cached_tokens:
@@ -176,17 +176,17 @@ class SimulatedRank:
     def book(self, done: StepPlan, by_row: NDArray[np.int64]) -> NDArray[np.int64]:
         """Record a completed step. by_row: int [rows] tokens of the step. Requests cancelled meanwhile were
         never computed. Return by_row without them."""
-        parts = [one for one in done.parts if one.part.generation in self._seats]
+        parts = [one for one in done.parts if one.part.generation in self._sequences]
         if len(parts) < len(done.parts):
             by_row = tokens_of_row(parts, len(by_row))
         self._activity += by_row
         now = time.time_ns()
         for one in parts:
-            seat = self._seats[one.part.generation]
+            sequence = self._sequences[one.part.generation]
             self.scheduler.computed(one.part)
-            seat.trace.note(one.part.start, one.rows)
+            sequence.trace.note(one.part.start, one.rows)
             if one.part.last:
-                self._advance(seat, now)
+                self._advance(sequence, now)
         if done.parts:
             self.say()
         return by_row
@@ -236,11 +236,11 @@ class SimulatedRank:
 
     def fail(self, failure: EngineFailed) -> None:
         """End every open request with this failure."""
-        seats, now = list(self._open.items()), time.time_ns()
-        for answer, seat in seats:
-            answer.fail(type(failure)(str(failure)), seat.outcome("failed", now, failure))
-            self._end(seat)
-        if seats:
+        open_sequences, now = list(self._open.items()), time.time_ns()
+        for answer, sequence in open_sequences:
+            answer.fail(type(failure)(str(failure)), sequence.outcome("failed", now, failure))
+            self._end(sequence)
+        if open_sequences:
             self.say()
 
     def check_idle(self) -> None:
@@ -256,7 +256,7 @@ class SimulatedRank:
         if min(request.prompt) < 0 or max(request.prompt) >= VOCABULARY:
             raise ValueError(f"request with an id outside 0..{VOCABULARY - 1}")
 
-    def _seat(self, request: GenerationRequest, answer: AnswerStream) -> SimulatedSequence:
+    def _new_sequence(self, request: GenerationRequest, answer: AnswerStream) -> SimulatedSequence:
         blocks = identify(request.prompt, self._config.block_size, request.salt)
         generation = SequenceState(list(request.prompt), request.max_tokens, blocks=blocks, salt=request.salt)
         text = TextStream(self.tokenizer.detokenizer(), request.stop)
@@ -268,35 +268,35 @@ class SimulatedRank:
         trace = RowTrace(self._engine.tastes)
         return SimulatedSequence(request, answer, generation, text, script, trace, RequestTimes(submitted=time.time_ns()), self.tokenizer.end)
 
-    def _is_over(self, seat: SimulatedSequence) -> bool:
+    def _is_over(self, sequence: SimulatedSequence) -> bool:
         """True if a continuation had already finished before its stream broke."""
-        request = seat.request
-        return seat.text.stopped or bool(request.emitted and not request.ignore_eos and request.prompt[-1] == seat.end)
+        request = sequence.request
+        return sequence.text.stopped or bool(request.emitted and not request.ignore_eos and request.prompt[-1] == sequence.end)
 
-    def _advance(self, seat: SimulatedSequence, now: int) -> None:
-        token = seat.script.token(len(seat.generation.tokens))
-        self.scheduler.append(seat.generation, token)
-        if not seat.moments.first_token:
-            seat.moments.first_token = now
-        delta = seat.say(token, now)
-        seat.answer.put(delta)
+    def _advance(self, sequence: SimulatedSequence, now: int) -> None:
+        token = sequence.script.token(len(sequence.generation.tokens))
+        self.scheduler.append(sequence.generation, token)
+        if not sequence.moments.first_token:
+            sequence.moments.first_token = now
+        delta = sequence.say(token, now)
+        sequence.answer.put(delta)
         if delta.outcome is not None:
-            self._end(seat)
+            self._end(sequence)
 
     def _cancel(self, answer: AnswerStream) -> GenerationOutcome | None:
-        seat = self._open.get(answer)
-        if seat is None:
+        sequence = self._open.get(answer)
+        if sequence is None:
             return None
-        self._end(seat)
+        self._end(sequence)
         self.say()
-        return seat.outcome("cancelled", time.time_ns())
+        return sequence.outcome("cancelled", time.time_ns())
 
-    def _end(self, seat: SimulatedSequence) -> None:
+    def _end(self, sequence: SimulatedSequence) -> None:
         """Free everything that a request holds, and report what it computed."""
-        del self._open[seat.answer], self._seats[seat.generation]
-        self.scheduler.remove(seat.generation)
-        ended = seat.ended()
-        if ended is not None and self._may_report(seat.trace.positions):
+        del self._open[sequence.answer], self._sequences[sequence.generation]
+        self.scheduler.remove(sequence.generation)
+        ended = sequence.ended()
+        if ended is not None and self._may_report(sequence.trace.positions):
             self._facts.add_ended(ended)
             self._news.set()
 
@@ -311,8 +311,8 @@ class SimulatedRank:
 
     def _kept(self, changes: list[Change]) -> list[Change]:
         """Drop the changes that the lose_kv_events fault hides."""
-        told = self._engine.faults.share("lose_kv_events", self._number, self._engine.now)
-        share = max(told, self._config.lose_kv_share)
+        ordered = self._engine.faults.share("lose_kv_events", self._number, self._engine.now)
+        share = max(ordered, self._config.lose_kv_share)
         return [one for one in changes if not self._engine.chance(share)] if share else changes
 
 

@@ -123,7 +123,7 @@ class SimulatedSequence:
 
     def _scored(self, token: int) -> list[ScoredToken]:
         """Score a token with log-probability 0, because no other token was possible."""
-        wanted = self.request.sampling.logprobs
-        if wanted is None:
+        requested = self.request.sampling.logprobs
+        if requested is None:
             return []
-        return [ScoredToken(token, TokenLogprobs(0.0, ((token, 0.0),) if wanted else ()), self.text.decoded)]
+        return [ScoredToken(token, TokenLogprobs(0.0, ((token, 0.0),) if requested else ()), self.text.decoded)]

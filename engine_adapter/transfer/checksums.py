@@ -18,8 +18,8 @@ from engine_adapter.engine import CellTensor
 def layout_hash(tensors: Sequence[CellTensor]) -> str:
     """Hash the layout of a cell, as 32 hex digits. Ranks with equal hashes can copy cells byte by byte. The
     hash covers names, dtypes, shapes, offsets, sizes and order."""
-    said = ";".join(f"{one.name}:{one.dtype}:{','.join(map(str, one.shape))}:{one.offset}:{one.bytes}" for one in tensors)
-    return xxh3_128_hexdigest(said.encode())
+    text = ";".join(f"{one.name}:{one.dtype}:{','.join(map(str, one.shape))}:{one.offset}:{one.bytes}" for one in tensors)
+    return xxh3_128_hexdigest(text.encode())
 
 
 def checksums(cell: NDArray[np.uint8], tensors: Sequence[CellTensor]) -> tuple[int, ...]:

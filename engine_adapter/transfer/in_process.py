@@ -36,8 +36,8 @@ class PullFault:
 class _Rank:
     def __init__(self, memory: ExpertMemory) -> None:
         self.memory = memory
-        self.goes_on = asyncio.Event()
-        self.goes_on.set()
+        self.running = asyncio.Event()
+        self.running.set()
         self.killed = asyncio.Event()
 
 
@@ -60,11 +60,11 @@ class MemoryFabric:
 
     def stop(self, transfer: "MemoryTransfer") -> None:
         """Make reads from this rank hang."""
-        self._ranks[transfer.agent].goes_on.clear()
+        self._ranks[transfer.agent].running.clear()
 
     def resume(self, transfer: "MemoryTransfer") -> None:
         """Resume reads from this rank, including abandoned ones."""
-        self._ranks[transfer.agent].goes_on.set()
+        self._ranks[transfer.agent].running.set()
 
     def kill(self, transfer: "MemoryTransfer") -> None:
         """Make every read from this rank fail, as if its process had died."""
@@ -125,22 +125,22 @@ class MemoryTransfer:
     async def _carry_out(self, reading: OpenRead, peer: _Rank, pulls: tuple[Pull, ...], fault: PullFault) -> None:
         began = asyncio.get_running_loop().time()
         try:
-            await self._until_it_runs(peer, fault.delay_seconds)
+            await self._await_running(peer, fault.delay_seconds)
             self._land(peer, pulls, fault)
         except TransferError as error:
             reading.end(error)
         else:
             reading.end(Pulled(len(pulls) * self._own.cell_bytes, asyncio.get_running_loop().time() - began))
 
-    async def _until_it_runs(self, peer: _Rank, delay: float) -> None:
+    async def _await_running(self, peer: _Rank, delay: float) -> None:
         killed = asyncio.create_task(peer.killed.wait(), name=f"{self.agent} waits for its peer to die")
-        goes_on = asyncio.create_task(peer.goes_on.wait(), name=f"{self.agent} waits for its peer to resume")
+        running = asyncio.create_task(peer.running.wait(), name=f"{self.agent} waits for its peer to resume")
         try:
             await asyncio.wait((killed,), timeout=delay)
-            await asyncio.wait((killed, goes_on), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((killed, running), return_when=asyncio.FIRST_COMPLETED)
         finally:
             killed.cancel()
-            goes_on.cancel()
+            running.cancel()
         if peer.killed.is_set():
             raise PeerGone("the rank that was read from is dead: read another replica")
 

@@ -31,7 +31,7 @@ from fleet.events import MemoryAddress
 _GREETING_BYTES = 4096
 _MOST_METADATA, _MOST_NAME = 1 << 16, 256
 _KIND = "DRAM"
-_FOR_LIFE: list[object] = []
+_KEPT_ALIVE: list[object] = []
 """Agents and their registered memory. Both must exist until the process ends."""
 _log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class _NixlWay:
         except nixl.errors as error:
             raise TransferError(f"NIXL has no usable network transport here ({error}): UCX_TLS, if it is set, must name tcp or rc beside self") from error
         self._nixl, self._agent = nixl, agent
-        _FOR_LIFE.append((agent, memory, self._greeting))
+        _KEPT_ALIVE.append((agent, memory, self._greeting))
         _log.info("nixl: agent %s of %s, %d MiB registered", self.agent_name, nixl.variant, size >> 20)
 
     def key(self, address: MemoryAddress) -> Hashable:
@@ -185,8 +185,8 @@ class _NixlWay:
         """Convert an error to PeerGone. Any error ends the connection, because after one failed request the
         peer cannot be trusted with the next."""
         if isinstance(error, self._nixl.gone):
-            return PeerGone(f"agent {agent} is not there any more ({error}): read another replica")
-        return PeerGone(f"agent {agent} cannot be read ({type(error).__name__}: {error}); it is connected anew when it is next asked for")
+            return PeerGone(f"agent {agent} has disappeared ({error}): read another replica")
+        return PeerGone(f"agent {agent} cannot be read ({type(error).__name__}: {error}); the next read reconnects to it")
 
     def _done(self, agent: str, request: Any, state: str) -> bool:
         if state == "PROC":

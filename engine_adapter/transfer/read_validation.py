@@ -24,13 +24,13 @@ def refuse(address: MemoryAddress, pulls: Sequence[Pull], own: MemoryAddress) ->
     if (address.layout, address.cell_bytes) != (own.layout, own.cell_bytes):
         theirs = f"{address.cell_bytes} bytes, layout {address.layout[:64]!r}"
         raise AddressRefused(
-            f"cells over there ({theirs}) are not like ours ({own.cell_bytes} bytes, layout {own.layout!r}): run one version and one dtype on all ranks"
+            f"the source's cells ({theirs}) differ from ours ({own.cell_bytes} bytes, layout {own.layout!r}): run one version and one dtype on all ranks"
         )
     if not (0 < address.base and 0 < address.cells and address.base + address.cells * address.cell_bytes <= _MOST_BYTES):
         raise AddressRefused(f"{address.cells} cells of {address.cell_bytes} bytes at {address.base:#x} is no valid range: the sending rank is at fault")
     for pull in pulls:
         if not 0 <= pull.source < address.cells:
-            raise AddressRefused(f"cell {pull.source} is to be read, and there are {address.cells} over there: the rank that leased it is at fault")
+            raise AddressRefused(f"cell {pull.source} cannot be read, since the source has {address.cells}: the rank that leased it is at fault")
         if not 0 <= pull.cell < own.cells:
             raise AddressRefused(f"cell {pull.cell} is to be written, and there are {own.cells} here: the caller is at fault")
     if len({pull.cell for pull in pulls}) < len(pulls):

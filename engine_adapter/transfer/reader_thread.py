@@ -162,7 +162,7 @@ class ReaderThread:
         self._way = way
         self._niceness = config.niceness
         self._cell_bytes = cell_bytes
-        self._pace = RateLimit(config.bytes_per_second, config.piece_bytes)
+        self._limit = RateLimit(config.bytes_per_second, config.piece_bytes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] | None = None
@@ -205,7 +205,7 @@ class ReaderThread:
         except TimeoutError:
             raise TransferError(f"{self._way.name} could not be opened within {seconds:.3g} s; nothing was read") from None
         reading, pulls = OpenRead(), tuple(pulls)
-        parts = requests(pulls, self._cell_bytes, self._pace.piece_bytes)
+        parts = requests(pulls, self._cell_bytes, self._limit.piece_bytes)
         job = _Job(address, reading, parts, len(pulls) * self._cell_bytes)
         self._order(lambda: self._jobs.append(job))
         left = max(0.0, seconds - (time.monotonic() - began))
@@ -243,12 +243,12 @@ class ReaderThread:
         self._orders.append(what)
         self._wake.set()
 
-    def _tell(self, what: Callable[[], object]) -> None:
+    def _notify_loop(self, what: Callable[[], object]) -> None:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(what)
         except RuntimeError:  # The loop is closed, so no caller is waiting.
-            _log.debug("%s: a read ended after the event loop that asked for it", self._way.name)
+            _log.debug("%s: a read ended after its event loop had closed", self._way.name)
 
     # The thread
 
@@ -261,24 +261,24 @@ class ReaderThread:
             self._way.open()
         except TransferError as error:
             failure = error  # The name of an except clause is deleted after it.
-            self._tell(lambda: opened.set_exception(failure))
+            self._notify_loop(lambda: opened.set_exception(failure))
         else:
-            self._tell(lambda: opened.set_result(None))
-            self._go_round_guarded()
-        self._tell(lambda: ended.set_result(None))
+            self._notify_loop(lambda: opened.set_result(None))
+            self._serve_guarded()
+        self._notify_loop(lambda: ended.set_result(None))
 
-    def _go_round_guarded(self) -> None:
+    def _serve_guarded(self) -> None:
         try:
-            self._go_round()
+            self._serve_reads()
         except Exception as error:  # noqa: BLE001 an internal error: end the reads whose callers can be notified
             _log.exception("the thread that reads by %s has failed", self._way.name)
             self._broken = f"its thread failed ({type(error).__name__}: {error})"
             self._take_orders()
             for job in self._jobs:
                 if job.request is None:
-                    self._tell(partial(job.reading.end, TransferError(self._broken)))
+                    self._notify_loop(partial(job.reading.end, TransferError(self._broken)))
 
-    def _go_round(self) -> None:
+    def _serve_reads(self) -> None:
         while True:
             self._wake.clear()
             if self._leaving:
@@ -341,13 +341,13 @@ class ReaderThread:
             return self._begin(job, now)
         if job.peer.failed:
             raise PeerGone(job.peer.failed)
-        if (wait := self._pace.wait(now)) > 0:
+        if (wait := self._limit.wait(now)) > 0:
             return wait
         parts = next(job.requests, None)
         if parts is None:
             self._end(job, Pulled(job.bytes, now - job.began))
             return None
-        self._pace.begin(sum(part.size for part in parts), now)
+        self._limit.begin(sum(part.size for part in parts), now)
         job.pause = _SHORTEST_PAUSE
         self._jobs.remove(job)
         # Rotate, so that the next round starts with the others and they share a limited rate.
@@ -395,7 +395,7 @@ class ReaderThread:
             peer.jobs -= 1
             if peer.failed and not peer.jobs:
                 self._disconnect(peer)
-        self._tell(partial(job.reading.end, outcome))
+        self._notify_loop(partial(job.reading.end, outcome))
 
     def _forget(self, address: MemoryAddress) -> None:
         peer = self._peers.get(self._way.key(address))

@@ -48,10 +48,10 @@ class DispatchModel:
         part = np.stack([shares(placement, home, node)[layer, slot] for home in range(placement.ranks)])
         held = _Slots(layer * placement.experts + placement.expert_of_slot[layer, slot], layer, slot // placement.slots_per_rank, part)
         replicas = np.bincount(held.place)[held.place]
-        wanted = np.zeros((tastes.rows, placement.layers * placement.experts), bool)
-        np.put_along_axis(wanted, tastes.places, True, axis=1)
-        self._sole = _Sole(tastes, held.only(replicas == 1), wanted, placement)
-        self._several = _Several(held.only(replicas > 1), wanted, placement)
+        demand = np.zeros((tastes.rows, placement.layers * placement.experts), bool)
+        np.put_along_axis(demand, tastes.places, True, axis=1)
+        self._sole = _Sole(tastes, held.only(replicas == 1), demand, placement)
+        self._several = _Several(held.only(replicas > 1), demand, placement)
         if cover and (replicas > 1).any():
             self._reached, self._local, nodes = _covered(tastes, placement, node)
         else:
@@ -92,8 +92,8 @@ class _Slots(NamedTuple):
 class _Sole:
     """Experts with one replica. Their traffic does not depend on the home rank of a token."""
 
-    def __init__(self, tastes: RoutingModel, held: _Slots, wanted: NDArray[np.bool_], placement: Placement) -> None:
-        """wanted: [rows, layers * experts]."""
+    def __init__(self, tastes: RoutingModel, held: _Slots, demand: NDArray[np.bool_], placement: Placement) -> None:
+        """demand: [rows, layers * experts]."""
         layers, self._ranks = placement.layers, placement.ranks
         self._rank = held.rank
         servers = layers * placement.ranks
@@ -104,8 +104,8 @@ class _Sole:
         by_row = np.bincount(cells.ravel(), minlength=tastes.rows * (servers + 1)).reshape(tastes.rows, -1)
         self._pairs = by_row[:, :servers].astype(np.float32)
         """[rows, layers * ranks] pairs per token of each row."""
-        bits = np.packbits(wanted[:, held.place], axis=1)
-        self._wanted = np.ascontiguousarray(np.pad(bits, ((0, 0), (0, -bits.shape[1] % 8)))).view(np.uint64)
+        bits = np.packbits(demand[:, held.place], axis=1)
+        self._demand = np.ascontiguousarray(np.pad(bits, ((0, 0), (0, -bits.shape[1] % 8)))).view(np.uint64)
         """[rows, slots / 64]: one bit per slot."""
 
     def served(self, tokens_of_row: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -115,7 +115,7 @@ class _Sole:
 
     def read(self, tokens_of_row: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the experts that each rank must read, float64 [ranks]."""
-        joined = np.bitwise_or.reduce(self._wanted[tokens_of_row.any(axis=0)], axis=0)
+        joined = np.bitwise_or.reduce(self._demand[tokens_of_row.any(axis=0)], axis=0)
         read = np.flatnonzero(np.unpackbits(joined.view(np.uint8), count=len(self._rank)))
         return np.bincount(self._rank[read], minlength=self._ranks).astype(np.float64)
 
@@ -123,21 +123,21 @@ class _Sole:
 class _Several:
     """Experts with several replicas. Their traffic depends on the home rank of a token."""
 
-    def __init__(self, held: _Slots, wanted: NDArray[np.bool_], placement: Placement) -> None:
-        """wanted: [rows, layers * experts]."""
+    def __init__(self, held: _Slots, demand: NDArray[np.bool_], placement: Placement) -> None:
+        """demand: [rows, layers * experts]."""
         self._ranks, self._servers = placement.ranks, placement.layers * placement.ranks
         places, self._which = np.unique(held.place, return_inverse=True)
         self._rank, self._server = held.rank, held.layer * placement.ranks + held.rank
         self._part = held.part
         self._miss = np.log(np.maximum(1.0 - held.part, _NEVER))
         """Logarithm of the probability that a pair goes to another slot."""
-        self._wanted = wanted[:, places].astype(np.float32)
+        self._demand = demand[:, places].astype(np.float32)
 
     def pairs(self, tokens_of_row: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return each home's pairs for the expert in each slot, float64 [homes, slots]."""
         there = np.flatnonzero(tokens_of_row.any(axis=0))
-        wanted = tokens_of_row[:, there].astype(np.float32) @ self._wanted[there]
-        return np.asarray(wanted.astype(np.float64)[:, self._which])
+        demand = tokens_of_row[:, there].astype(np.float32) @ self._demand[there]
+        return np.asarray(demand.astype(np.float64)[:, self._which])
 
     def served(self, pairs: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the load, float64 [layers, ranks]."""

@@ -30,7 +30,7 @@ class SimulatedCells:
         self._bytes: NDArray[np.uint8] = self._words.view(np.uint8)
         self._experts = placement.experts
         held = placement.on_rank(rank)
-        self._words[: held.size] = self._wanted(held)
+        self._words[: held.size] = self._expected(held)
 
     @property
     def base(self) -> int:
@@ -46,10 +46,10 @@ class SimulatedCells:
     def misplaced(self, held: NDArray[np.int16], cells: NDArray[np.int32]) -> tuple[int, int] | None:
         """Return (layer, slot) of the first slot whose cell does not hold its expert. None: all do. held,
         cells: [layers, slots_per_rank]. EMPTY slots may hold anything."""
-        wrong = (self._words[cells.ravel()] != self._wanted(held)).any(axis=1) & (held.ravel() != EMPTY)
+        wrong = (self._words[cells.ravel()] != self._expected(held)).any(axis=1) & (held.ravel() != EMPTY)
         return None if not wrong.any() else divmod(int(wrong.argmax()), held.shape[1])
 
-    def _wanted(self, held: NDArray[np.int16]) -> NDArray[np.uint64]:
+    def _expected(self, held: NDArray[np.int16]) -> NDArray[np.uint64]:
         """Expected content of each slot's cell, uint64 [layers * slots, words]. Zeros for empty slots."""
         layers = np.arange(len(held), dtype=np.uint64)[:, None]
         name = (layers * np.uint64(self._experts) + held.clip(0).astype(np.uint64) + np.uint64(1)).ravel()

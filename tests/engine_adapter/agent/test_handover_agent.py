@@ -276,7 +276,7 @@ async def test_damage_that_stays_fails_and_names_the_tensor() -> None:
         await group.propose(COPIED)
         described = await group.reaches(2, RankState.FAILED)
         assert described.fault == "checksum"
-        assert "expert 1/0, as read from rank 0, is not what that rank promised: scale" in described.failure
+        assert "expert 1/0, as read from rank 0, does not match that rank's checksums: scale" in described.failure
         assert len(group.ways[2].asked) == 3
         await group.abort(2)
         assert (group.ranks[0].experts.memory.cell(3)[: len(weights(1, 0))] == weights(1, 0)).sum() == len(weights(1, 0)) - 1
@@ -297,7 +297,7 @@ async def test_a_source_that_does_not_answer_fails_the_handover_in_time() -> Non
         await group.propose(COPIED)
         described = await group.reaches(2, RankState.FAILED)
         assert described.fault == "source"
-        assert "rank 0 does not let rank 2 read: no answer" in described.failure
+        assert "rank 0 refuses a read lease to rank 2: no answer" in described.failure
         assert described.seconds < 7
 
 
@@ -390,7 +390,7 @@ async def test_too_little_room_fails_and_is_no_lasting_harm() -> None:
         await group.propose(crowded)
         described = await group.reaches(2, RankState.FAILED)
         assert described.fault == "room"
-        assert "4 experts come, and 3 cells are free" in described.failure
+        assert "4 experts must be copied, but 3 cells are free" in described.failure
         for rank in range(3):
             await group.abort(rank)
         await all_free(group)

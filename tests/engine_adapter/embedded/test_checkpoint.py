@@ -211,7 +211,7 @@ def test_an_index_may_not_lead_out_of_the_folder(folder):
 
 def test_an_index_that_names_the_wrong_file_is_refused(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.absent": "model.safetensors"}}))
-    with pytest.raises(CheckpointError, match=r"tensor model.absent is in model.safetensors, where it is not"):
+    with pytest.raises(CheckpointError, match=r"tensor model.absent is not in model.safetensors, where the index places it"):
         Checkpoint(folder)
 
 

@@ -376,7 +376,7 @@ async def test_ranks_that_wait_in_vain_for_another_give_up_in_time_and_say_so(by
     for engine, failure in zip(engines, failures, strict=True):
         assert isinstance(failure, EngineFailed)
         assert engine.failure is failure
-        assert re.search(r"rank [02] cannot start: join of 3 ranks: rank 1 did not come within 0\.5 s", str(failure))
+        assert re.search(r"rank [02] cannot start: join of 3 ranks: rank 1 did not arrive within 0\.5 s", str(failure))
 
 
 async def test_seeds_of_requests_that_state_none_differ_and_repeat_with_the_engines_seed(pretend_engine: Starter) -> None:

@@ -133,7 +133,7 @@ def test_more_tokens_than_a_step_takes_are_refused(runner):
 
 @pytest.mark.parametrize("wrong", [{"kv_pages": 0}, {"max_tokens": 0}, {"dtype": "float64"}, {"threads": 0}])
 def test_impossible_settings_are_refused(wrong):
-    with Checkpoint(DEMO) as checkpoint, pytest.raises(ValueError, match=r"^(runner|crew): "):
+    with Checkpoint(DEMO) as checkpoint, pytest.raises(ValueError, match=r"^(runner|thread team): "):
         ModelRunner(checkpoint, linear(layers=4, experts=32, ranks=1), **wrong)
 
 

@@ -160,7 +160,7 @@ def _other_shape(seat: Seat) -> None:
     ("propose", "fault", "told"),
     [
         (_other_shape, StagingFault.PLACEMENT, r"\(1, 6, 3, 3\), and this engine has \(2, 6, 3, 3\); plan anew"),
-        (lambda seat: seat.propose(WANTED, ()), StagingFault.COPIES, "expert 0/0 comes to slot 5 of rank 1, and no copy says where from"),
+        (lambda seat: seat.propose(WANTED, ()), StagingFault.COPIES, "expert 0/0 is new in slot 5 of rank 1, and no copy names its source"),
         (lambda seat: seat.propose(WANTED, [copy(0, 0, 1, 5)]), StagingFault.COPIES, "slot 1 does not hold it in epoch 0, which is served"),
         (lambda seat: seat.propose(WANTED, [copy(0, 1, 1, 5)]), StagingFault.COPIES, "slot 5 of the new placement does not hold it"),
         (lambda seat: seat.propose(WANTED, [copy(0, 0, 0, 5), copy(0, 0, 6, 5)]), StagingFault.COPIES, "another copy fills slot 5 too"),
@@ -198,7 +198,7 @@ def test_more_experts_than_cells_are_free_fail_for_want_of_room() -> None:
     seat = Seat()
     seat.propose(after(FIRST, (0, 3, 0), (0, 4, 1), (0, 5, 4), (0, 0, 2), (0, 1, 3), (1, 5, 0)))
     assert seat.told == (RankState.FAILED, StagingFault.ROOM)
-    assert "4 experts come, and 3 cells are free (3 free, 6 live)" in seat.conduct.failure
+    assert "4 experts must be copied, but 3 cells are free (3 free, 6 live)" in seat.conduct.failure
     seat.abort()
     seat.finish()
 
@@ -259,7 +259,7 @@ def test_a_damaged_expert_is_read_again_while_the_good_ones_of_its_batch_stay() 
     assert (seat.residency.count(Cell.STAGED), seat.residency.count(Cell.PULLING)) == (1, 1)
     assert seat.verify(seat.read(lease), "scale") == [Forget(1)]
     assert seat.told == (RankState.FAILED, StagingFault.CHECKSUM)
-    assert "expert 0/0, as read from rank 2, is not what that rank promised: scale" in seat.conduct.failure
+    assert "expert 0/0, as read from rank 2, does not match that rank's checksums: scale" in seat.conduct.failure
     seat.abort()
     seat.finish()
 

@@ -211,19 +211,19 @@ async def test_after_the_bus_was_away_the_tracker_is_asked_again_and_never_witho
 
 @pytest.mark.looptime
 async def test_a_tracker_that_never_answers_is_asked_ever_more_seldom(broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[float] = []
+    requested: list[float] = []
     feed = ClusterSubscriber(MemoryBus(broker), SUBJECTS, "m", SHAPE, 1.0)
-    ask, clock = feed._ask, asyncio.get_running_loop().time
+    request, clock = feed._request, asyncio.get_running_loop().time
 
-    async def noted() -> bool:
-        asked.append(clock())
-        return await ask()
+    async def recorded() -> bool:
+        requested.append(clock())
+        return await request()
 
-    monkeypatch.setattr(feed, "_ask", noted)
+    monkeypatch.setattr(feed, "_request", recorded)
     task = asyncio.create_task(feed.run())
     await asyncio.sleep(600)
-    assert len(asked) < 600 / 30 + 8
-    assert max(later - one for one, later in pairwise(asked)) < 40
+    assert len(requested) < 600 / 30 + 8
+    assert max(later - one for one, later in pairwise(requested)) < 40
     task.cancel()
     await asyncio.wait([task])
 
