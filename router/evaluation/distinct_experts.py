@@ -76,7 +76,8 @@ class ClusterMixes:
 
     def changed(self, worker_id: int, sequences: int, model: ClusterModel, *, told: bool) -> Tokens | None:
         """Return the number of an engine's `sequences` in each cluster, float64 [K], or None if it is about
-        the same as at the last call. told: the result of the last call has reached those who need it.
+        the same as at the last call. told: False if the result of the last call was lost, which forces a new
+        result.
         """
         mix = self._mixes.get(worker_id)
         if mix is None or mix.clusters != model.version or len(mix.sum) != model.clusters:

@@ -138,7 +138,7 @@ def _decoded(held: Any, shape: ModelShape, rows: int) -> NDArray[np.int32]:
     else:
         chosen = _from_lists(held, shape.experts)
     if chosen.shape[2] != shape.top_k:
-        raise ValueError(f"routed_experts: {chosen.shape[2]} experts per token; the engine says {shape.top_k}")
+        raise ValueError(f"routed_experts: {chosen.shape[2]} experts per token; the engine has {shape.top_k}")
     return _with_experts(chosen, shape.layers)
 
 
@@ -170,7 +170,7 @@ def _with_experts(chosen: NDArray[np.int32], layers: int) -> NDArray[np.int32]:
     dense = (chosen == chosen[:, :, :1]).all(axis=(0, 2)) if chosen.shape[2] > 1 else ~chosen.any(axis=(0, 2))
     kept = chosen[:, ~dense]
     if kept.shape[1] != layers:
-        raise ValueError(f"routed_experts: {chosen.shape[1]} layers, {int(dense.sum())} of them dense; the engine says {layers} with experts")
+        raise ValueError(f"routed_experts: {chosen.shape[1]} layers, {int(dense.sum())} of them dense; the engine has {layers} with experts")
     return kept
 
 

@@ -93,7 +93,7 @@ def read(published: TablesPublished) -> TableChange:
 def _floats(name: str, raw: bytes, kind: str) -> NDArray[np.float32]:
     width = np.dtype(kind).itemsize
     if len(raw) % width:
-        raise ValueError(f"tables: {len(raw)} bytes of {name} are no whole number of {kind}")
+        raise ValueError(f"tables: {len(raw)} bytes of {name} are not a multiple of {kind}")
     values = np.frombuffer(raw, kind).astype(np.float32)
     if not np.isfinite(values).all():
         raise ValueError(f"tables: {name} must be finite")
@@ -132,7 +132,7 @@ def _gains(published: TablesPublished, clusters: int) -> NDArray[np.float32] | N
 
 def _token_rows(published: TablesPublished, clusters: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     if len(published.token_rows) % 4:
-        raise ValueError(f"tables: {len(published.token_rows)} bytes of token_rows are no whole number of u32")
+        raise ValueError(f"tables: {len(published.token_rows)} bytes of token_rows are not a multiple of u32")
     rows = np.frombuffer(published.token_rows, "<u4").astype(np.int64)
     ratios = _floats("token_ratios", published.token_ratios, "<f2")
     if len(ratios) != len(rows) * clusters:

@@ -78,7 +78,7 @@ class TokenizerRegistry:
             self._changed(digest, f"its tokenizer cannot be fetched: {error}")
             asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._due.ask, digest)
         except BadTokenizer as error:
-            log.error("tokenizer %s cannot be used: %s", digest, error)  # noqa: TRY400 the text says it all
+            log.error("tokenizer %s cannot be used: %s", digest, error)  # noqa: TRY400 the message is complete
             self._changed(digest, f"its tokenizer cannot be used: {error}")
         else:
             self._archives[digest] = archive

@@ -139,7 +139,7 @@ def test_an_older_word_of_the_planner_and_words_about_strangers_change_nothing()
     assert not view.settle(1, homes_of(published(version=1, share=((0.0, 1.0),) * 2), 2))
     assert not view.settle(9, homes_of(published(version=5), 2))
     assert view.version == before
-    assert view.settle(1, homes_of(published(version=2, homes=b"", count=0), 2)), "nobody has a home any more"
+    assert view.settle(1, homes_of(published(version=2, homes=b"", count=0), 2)), "homes are withdrawn"
 
 
 def test_the_homes_of_a_signature_are_those_of_its_clusters_and_an_engine_without_homes_counts_as_any() -> None:

@@ -110,7 +110,7 @@ def test_an_answer_without_experts_says_nothing() -> None:
     [
         ("!!", "not base64"),
         (npy(CHOSEN.astype(float)), "no integers"),
-        (npy(CHOSEN[:, :, :1]), "1 experts per token; the engine says 2"),
+        (npy(CHOSEN[:, :, :1]), "1 experts per token; the engine has 2"),
         (npy(CHOSEN[:, :2]), "2 layers"),
         (npy(CHOSEN + 1), "expected 0 to 7"),
         (raw(CHOSEN)[:-8], "no rows"),

@@ -113,7 +113,7 @@ async def send_all(house: House, urls: list[str], rank: MockRank, count: int, at
 
     async with asyncio.TaskGroup() as clients:
         for _ in range(at_once):
-            clients.create_task(client(), name="asks one request after another")
+            clients.create_task(client(), name="sends one request after another")
 
 
 def idle(service: RouterService) -> bool:

@@ -284,7 +284,7 @@ def test_keys_tell_apart_what_differs_and_are_never_none_by_chance() -> None:
     assert len({keys.tenant for keys in found}) == 7, "a tenant's key is the same with and without a session"
     assert keys_of("s", "t", "m", "/a") == found[0]
     assert all(0 < keys.tenant < 2**64 for keys in found)
-    assert keys_of("s", "t", "m", "/a").session == keys_of("s", "t", "other", "/b").session, "a conversation goes on, whichever model is asked"
+    assert keys_of("s", "t", "m", "/a").session == keys_of("s", "t", "other", "/b").session, "a session continues with any model"
 
 
 async def test_explaining_predicts_the_same_as_the_request_itself(house: House, serve_rank: Serve, byte_archive: bytes) -> None:

@@ -113,7 +113,7 @@ def test_a_table_of_many_ages_stays_whole() -> None:
         ({"shares": b""}, "0 shares"),
         ({"shares": bytes(8)}, "no probabilities"),
         ({"shares": bytes(4 * 65)}, "65 shares"),
-        ({"shares": b"12345"}, "no whole number"),
+        ({"shares": b"12345"}, "not a multiple"),
         ({"shares": np.array([np.nan, 1], "<f4").tobytes()}, "finite"),
         ({"shares": np.array([-1, 2], "<f4").tobytes()}, "no probabilities"),
         ({"gain": float("nan")}, "gain"),
@@ -127,7 +127,7 @@ def test_a_table_of_many_ages_stays_whole() -> None:
         ({"trust": {"prefix": float("inf")}}, "trust inf of source 'prefix'"),
         ({"trust": {"tokens": -1.0}}, "trust"),
         ({"trusts": bytes(4)}, "1 trusts"),
-        ({"trusts": b"12345"}, "no whole number"),
+        ({"trusts": b"12345"}, "not a multiple"),
         ({"trusts": np.full(64, np.nan, "<f4").tobytes()}, "finite"),
         ({"trusts": np.full(64, -1, "<f4").tobytes()}, "64 trusts"),
         ({"trusts": np.full(64, 1e9, "<f4").tobytes()}, "64 trusts"),
@@ -247,7 +247,7 @@ class Tracker:
 
     async def describe(self, request: Message) -> Message:
         if self.mute:
-            return RequestRefused(reason="nobody knows")
+            return RequestRefused(reason="unknown")
         if isinstance(request, DescribeClusters):
             return published_clusters(halves())
         assert request == DescribeTables(model="demo")

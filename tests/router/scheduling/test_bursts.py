@@ -79,7 +79,7 @@ def shares(found: Burst) -> NDArray[np.float64]:
     speed. A rank that was busy, or is slow, has a smaller share, or the same one with fewer requests.
     """
     level = (found.before + found.given).mean()
-    assert (found.before < level).all(), "the burst is large enough for everybody"
+    assert (found.before < level).all(), "the burst is large enough for all ranks"
     return np.asarray(found.given / (level - found.before))
 
 

@@ -184,7 +184,7 @@ def test_an_engine_of_one_target_has_neither_expert_nor_lockstep_terms(about: di
     assert len(view.roster("demo").targets) == 1
     assert found["experts"] == found["lockstep"] == [0.0]
     if about.get("layout") == TP:
-        assert found["distinct"] == [0.0], "each rank reads its share of every expert, whoever is routed there"
+        assert found["distinct"] == [0.0], "each rank reads its share of every expert, for any routing"
 
 
 def test_an_engine_behind_one_url_is_one_target_whose_experts_are_not_priced() -> None:

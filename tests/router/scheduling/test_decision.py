@@ -278,9 +278,9 @@ def test_the_rank_whose_experts_a_request_wants_wins_as_far_as_the_gain_believes
     assert decision.choice.tied == 1
     assert decision.margin == pytest.approx((100 + 20) * 0.01 * 2 * (0.9**2 - 0.1**2))
     roster, outlook = aligned(gain=0.0)
-    unbelieved, unforetold = decided(roster, outlook=outlook, seed=seed), decided(roster, seed=seed)
-    assert (unbelieved.scores.terms == unforetold.scores.terms).all()
-    assert unbelieved.target is unforetold.target
+    unbelieved, unpredicted = decided(roster, outlook=outlook, seed=seed), decided(roster, seed=seed)
+    assert (unbelieved.scores.terms == unpredicted.scores.terms).all()
+    assert unbelieved.target is unpredicted.target
     assert unbelieved.choice.tied == 2
 
 

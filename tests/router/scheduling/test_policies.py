@@ -93,7 +93,7 @@ def test_every_policy_is_explained_by_the_same_record(policy: str) -> None:
     assert scores == sorted(scores)
     assert record.margin == scores[1] - scores[0]
     priced = {candidate.engine: candidate.terms_ms.queue for candidate in record.candidates}
-    assert priced == pytest.approx({"e0": 5.0, "e1": 6.0, "e2": 7.0, "e3": 8.0}), "terms are filled in for whoever compares"
+    assert priced == pytest.approx({"e0": 5.0, "e1": 6.0, "e2": 7.0, "e3": 8.0}), "terms are filled in for comparison"
     assert set(record.without) == (set(TERMS) if policy == "cost" else set())
     assert record.if_gone == f"{record.candidates[1].engine}/0"
 
@@ -142,7 +142,7 @@ def test_a_draw_is_repeatable_and_says_what_it_was() -> None:
     assert decisions[0].chosen == decisions[1].chosen == 3
     record = decisions[0].record()
     assert (record.why, record.chosen) == ("temperature", "e3/0")
-    assert record.margin == pytest.approx(-30.0), "a dearer rank than the runner-up"
+    assert record.margin == pytest.approx(-30.0), "a more expensive rank than the runner-up"
     assert four("cost", (0, 10, 20, 30), seed=0, rules={"temperature_ms": 10.0}).choice.why == "cheapest"
 
 
