@@ -1,4 +1,4 @@
-"""docs/asyncapi.yaml: it is what its script writes, leaves nothing out, holds together, and real messages are as it says."""
+"""docs/asyncapi.yaml: equal to its script's output, complete and consistent, and true to real messages."""
 
 import re
 import runpy
@@ -19,7 +19,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 NO_CHANNELS = {"published", "namespace", "everything", "stored", "claim", "coordinator", "handover_key", "loop_key"}
 """Members of Subjects that are patterns, or keys of claims."""
 SHAPE = ModelShape(layers=2, experts=8, top_k=2, hidden=4, expert_intermediate=8)
-"""It looks at its own numbers."""
+"""A shape validates its own numbers, so examples need a valid one."""
 KINDS = [*AnyEvent.__args__, KvMetrics]
 
 
@@ -54,7 +54,10 @@ def references(value: Any) -> Iterator[str]:
 
 
 def problems(document: dict[str, Any], schema: dict[str, Any], value: Any, at: str = "") -> Iterator[str]:
-    """What is wrong with a value: JSON Schema of draft 7, as far as the file uses it, bytes being strings of format binary. An unknown keyword is a problem."""
+    """Yield the defects of a value by JSON Schema draft 7, as far as the file uses it.
+
+    Bytes are strings of format binary. An unknown keyword is a defect.
+    """
     if "type" in schema and not is_type(schema["type"], schema.get("format"), value):
         yield f"{at}: {value!r:.60} is no {schema['type']}"
         return
@@ -103,7 +106,9 @@ def is_type(stated: str, form: str | None, value: Any) -> bool:
 
 
 def example(about: Any, *, full: bool) -> Any:
-    """A value of a type (`msgspec.inspect`). full: with every optional field, and something in every list."""
+    """Return a value of a type (`msgspec.inspect`). full: with every optional field, and an element in every
+    list.
+    """
     kinds = msgspec.inspect
     match about:
         case kinds.StructType() if about.cls is ModelShape:

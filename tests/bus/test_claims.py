@@ -1,4 +1,4 @@
-"""Who may have an engine's name."""
+"""Claims of engine names."""
 
 import asyncio
 
@@ -149,5 +149,5 @@ async def test_tokens_go_on_growing_when_revisions_begin_anew(broker: MemoryBrok
 
 
 def churn(broker: MemoryBroker) -> None:
-    """A key that comes and goes: revisions grow."""
+    """Create and delete a key repeatedly: revisions increase."""
     broker.set_claim("other", None, broker.set_claim("other", b"x", None))

@@ -1,4 +1,4 @@
-"""Settings that cannot be are refused by name."""
+"""Invalid settings are refused by name."""
 
 from typing import Any
 

@@ -29,7 +29,7 @@ def credentials(folder: Path, **login: str) -> Path:
 
 @pytest.fixture
 def server_of(tmp_path: Path, nats_server: Any) -> Iterator[Any]:
-    """Starts further servers of one's own with a configuration."""
+    """Start additional servers with their own configuration."""
     started: list[Any] = []
 
     def start(text: str, name: str = "other") -> Any:
@@ -46,7 +46,7 @@ def server_of(tmp_path: Path, nats_server: Any) -> Iterator[Any]:
 
 
 async def works(servers: Any, config: BusConfig) -> bool:
-    """Whether something recorded is there afterwards."""
+    """Return True if a recorded message can be replayed."""
     subjects = Subjects("login")
     bus = await NatsBus.connect(servers, subjects, config)
     try:
@@ -89,7 +89,7 @@ async def test_a_file_that_holds_no_login_is_refused_with_the_form_it_should_hav
 
 
 def signed(folder: Path, name: str, *, by: str | None = None) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 and its key, made with the openssl program."""
+    """Return a certificate for 127.0.0.1 and its key, made with the openssl program."""
     key, cert = folder / f"{name}.key", folder / f"{name}.pem"
     ca = ["-CA", str(folder / f"{by}.pem"), "-CAkey", str(folder / f"{by}.key"), "-addext", "subjectAltName=IP:127.0.0.1,DNS:bus.example"] if by else []
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", f"/CN={name}"]

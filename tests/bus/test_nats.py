@@ -1,4 +1,4 @@
-"""What only a real server can show: its failures, its limits, and what it keeps."""
+"""Behaviour that needs a real server: failures, limits and retention."""
 
 import asyncio
 import gc
@@ -37,7 +37,7 @@ def left(number: int, reason: str = "", engine: str = "e") -> EngineLeft:
 
 
 async def numbers(replay: AsyncIterator[Received], count: int | None = None) -> list[int]:
-    """worker_id of each EngineLeft, up to a number of them."""
+    """Return the worker_id of each EngineLeft, up to a number of them."""
     found: list[int] = []
     async with asyncio.timeout(30), aclosing(replay):  # type: ignore[type-var]
         async for received in replay:
@@ -86,7 +86,7 @@ async def test_an_address_that_is_none_is_refused(url: str) -> None:
 
 @pytest.fixture
 def server_with(tmp_path: Path, nats_server: Any) -> Any:
-    """Starts one more server, with a configuration file."""
+    """Start one more server, with a configuration file."""
     started: list[Any] = []
 
     def start(text: str) -> Any:
@@ -193,7 +193,7 @@ async def test_a_slow_reader_of_a_long_log_gets_all_of_it(nats_url: str) -> None
 
 
 class Proxy:
-    """Stands between a client and the server; can speak in the server's name."""
+    """Proxy between a client and the server; can send in the server's name."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -283,11 +283,13 @@ async def test_a_server_that_stands_still_is_noticed_and_blocks_neither_publishi
         async with asyncio.timeout(5):
             await bus.close()
         nats_server.send(signal.SIGCONT)
-    gc.collect()  # a socket left open would be an error now
+    gc.collect()  # a socket left open would now be an error
 
 
 async def test_a_cancellation_that_arrives_together_with_an_answer_still_ends_the_reader(nats_url: str) -> None:
-    """nats-py waits with asyncio.wait_for, which before Python 3.12 drops a cancellation when the answer is there at that moment."""
+    """nats-py waits with asyncio.wait_for. Before Python 3.12 that loses a cancellation which arrives with
+    the answer.
+    """
     async with connected(nats_url, Subjects("cancelled")) as bus:
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         asking = asyncio.create_task(bus._link.until_done("asking", 5.0, lambda: asyncio.wait_for(answer, 4.0)))

@@ -1,4 +1,4 @@
-"""Answers that are kept for a moment, to be fetched in parts; and stores that are full."""
+"""Answers that are stored briefly and fetched in parts; and full stores."""
 
 import asyncio
 import logging

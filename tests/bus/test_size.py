@@ -1,4 +1,4 @@
-"""Large answers at the number and size of a large fleet, over a real server within its default limits."""
+"""Large answers, in the number and size of a large fleet, from a real server with its default limits."""
 
 import asyncio
 import contextlib
@@ -15,17 +15,17 @@ from fleet.events import DescribeTables, KeyedRows, KvBlock, KvChange, KvEvent, 
 from fleet.prediction import ROW
 
 BLOCKS = 32_768
-"""of a rank: half a million tokens in blocks of 16"""
+"""per rank: half a million tokens in blocks of 16"""
 RANKS = 4
-"""distinct ones, asked again and again; each moment's snapshot is another one, as on a busy rank"""
+"""distinct ranks, queried repeatedly; each snapshot differs from the last, as on a busy rank"""
 ROUTERS = 2
 AT_ONCE = 4
-"""as `router.sync.kv_event_subscriber` asks"""
+"""concurrency of `router.sync.kv_event_subscriber`"""
 TABLES_BYTES = 60 * 2**20
 
 
 def snapshot(rank: int, sequence: int) -> KvSnapshot:
-    """1.9 MB."""
+    """Return a snapshot of 1.9 MB."""
     base = (rank << 56) + (1 << 62)
     blocks = tuple(KvBlock(base + number, base - number) for number in range(BLOCKS))
     event = KvEvent(event_id=1, data=KvChange(stored=KvStored(blocks=blocks)), dp_rank=rank)
@@ -33,7 +33,7 @@ def snapshot(rank: int, sequence: int) -> KvSnapshot:
 
 
 class Rank:
-    """Answers each request with another snapshot; the blocks are made once."""
+    """Answers each request with a new snapshot; the blocks are created once."""
 
     def __init__(self, rank: int) -> None:
         self.answered = 0
@@ -65,7 +65,7 @@ Connect = Callable[[], contextlib.AbstractAsyncContextManager[Bus]]
 
 @pytest.fixture
 def connect(nats_url: str) -> Connect:
-    """Clients of one namespace, with the settings everybody has."""
+    """Connect clients of one namespace with common settings."""
     subjects_of = f"size{time.monotonic_ns()}"
 
     @contextlib.asynccontextmanager
@@ -80,7 +80,9 @@ def connect(nats_url: str) -> Connect:
 
 
 async def ask_for_snapshots(connect: Connect, count: int) -> list[KvSnapshot]:
-    """By ROUTERS routers, of RANKS ranks in turn, as fast as they come. Returns them without their events."""
+    """Request snapshots from RANKS ranks in turn, by ROUTERS routers, without pauses. Returns them without
+    their events.
+    """
     subjects, ranks, found = Subjects(), [Rank(number) for number in range(RANKS)], list[KvSnapshot]()
     async with contextlib.AsyncExitStack() as stack:
         engine, *routers = [await stack.enter_async_context(connect()) for _ in range(1 + ROUTERS)]

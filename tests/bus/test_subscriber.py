@@ -1,4 +1,4 @@
-"""The subscriber in docs/events.md, as a reader would run it: it knows nothing of Roost."""
+"""The subscriber in docs/events.md, run as a reader would run it, without knowledge of Roost."""
 
 import asyncio
 import os

@@ -1,7 +1,9 @@
-"""A small explicit-state model checker: every state that can be reached, breadth first, so that a counterexample is as short as any.
+"""A small explicit-state model checker: breadth-first search over all reachable states, so that
+counterexamples are shortest.
 
-A model says where it starts, what may happen next, and what must never be. What may happen is of three kinds, which matter for the question
-whether everything ends: what must happen at last unless something else does (DUE), what may or may not happen (MAY), and faults (FAULT).
+A model defines its start, its possible steps and its invariants. Steps are of three kinds, which matter for
+termination: steps that must happen eventually unless another one does (DUE), optional steps (MAY), and faults
+(FAULT).
 """
 
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 State = TypeVar("State")
 Told = tuple[str, tuple[object, ...]]
-"""A sentence with its gaps, filled only when somebody reads it."""
+"""A sentence with placeholders, formatted only when it is read."""
 
 
 class Kind(IntEnum):
@@ -21,7 +23,7 @@ class Kind(IntEnum):
 
 
 class Step(NamedTuple, Generic[State]):
-    """One thing that may happen."""
+    """One possible step."""
 
     kind: Kind
     told: Told
@@ -32,28 +34,28 @@ class Model(Protocol[State]):
     def start(self) -> State: ...
 
     def steps(self, state: State) -> Iterator[Step[State]]:
-        """Everything that may happen, once each."""
+        """Return all possible steps, once each."""
         ...
 
     def wrong(self, state: State) -> str:
-        """Which promise does not hold in a state; empty: all do."""
+        """Return the invariant that a state violates; empty: none."""
         ...
 
     def wrong_step(self, before: State, after: State) -> str:
-        """Which promise does not hold from one state to the next; empty: all do."""
+        """Return the invariant that a transition violates; empty: none."""
         ...
 
     def ended(self, state: State) -> bool:
-        """Whether nothing needs to happen any more."""
+        """Return True if nothing has to happen any more."""
         ...
 
     def canonical(self, state: State) -> State:
-        """The one of all states that differ from this one only by names."""
+        """Return the representative of all states that differ from this one only by names."""
         ...
 
 
 class Broken(Exception):
-    """A promise does not hold; the text is the promise and how it comes to that."""
+    """An invariant is violated. The text gives the invariant and the counterexample."""
 
     def __init__(self, promise: str, story: list[str]) -> None:
         super().__init__("\n".join([promise, *(f"{number:3}. {sentence}" for number, sentence in enumerate(story, 1))]))
@@ -67,7 +69,7 @@ class TooLarge(Exception):
 
 @dataclass(slots=True)
 class Explored(Generic[State]):
-    """What was found."""
+    """Result of an exploration."""
 
     states: int = 0
     steps: int = 0
@@ -76,10 +78,12 @@ class Explored(Generic[State]):
 
 
 def explore(model: Model[State], *, most: int) -> Explored[State]:
-    """Walk through everything. Broken at the first promise that does not hold; that is one of the model's own, or one of these two:
+    """Explore all states. Broken at the first violated invariant: one of the model's own, or one of these
+    two:
 
-    - Where nothing is due any more, everything has ended: so from every state an end is reached by what is due alone.
-    - Nothing goes in circles: so every run ends, whatever happens in it.
+    - If no step is due any more, everything has ended: so an end is reachable from every state by due steps
+      alone.
+    - There is no cycle: so every run ends, whatever happens in it.
     """
     first = model.canonical(model.start())
     number = {first: 0}
@@ -125,7 +129,7 @@ def explore(model: Model[State], *, most: int) -> Explored[State]:
 
 
 def _in_circles(successors: list[list[int]]) -> int | None:
-    """A state on a circle, or behind one; None: there is none (Kahn 1962)."""
+    """Return a state on a cycle, or behind one; None: there is none (Kahn 1962)."""
     waiting = [0] * len(successors)
     for onward in successors:
         for index in onward:
@@ -142,7 +146,7 @@ def _in_circles(successors: list[list[int]]) -> int | None:
 
 
 def _story(model: Model[State], order: list[State], parent: list[int], at: int) -> list[str]:
-    """How it came to a state, in one run with the same names throughout."""
+    """Return the path to a state as one run, with the same names throughout."""
     path = []
     while at > 0:
         path.append(order[at])

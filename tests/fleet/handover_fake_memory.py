@@ -1,4 +1,6 @@
-"""Ranks for `handover_parties`: the real conduct and cells, over a memory in which a cell is a number, the checksum of its expert."""
+"""Ranks for `handover_parties`: the real protocol and cell table, over a memory in which a cell is a number,
+the checksum of its expert.
+"""
 
 from dataclasses import dataclass
 
@@ -20,7 +22,7 @@ FIRST = Placement(np.array([[0, 1, 2, 2, 3, EMPTY, 4, 0, 1]]), experts=EXPERTS, 
 
 
 class Unsafe(AssertionError):
-    """A promise does not hold; the text says which, and what happened."""
+    """An invariant is violated. The text gives the invariant and the events."""
 
 
 def checksum(expert: int) -> int:
@@ -29,19 +31,19 @@ def checksum(expert: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """A read that is truly under way."""
+    """A read that is physically in progress."""
 
     reader: "Seat"
     source: "Seat"
     batch: int
     pulls: tuple[tuple[int, int], ...]
     began_with: tuple[int, ...]
-    """what the source's cells held then"""
+    """contents of the source's cells at the start"""
     late: bool = False
 
 
 class Seat:
-    """One rank of one life: its conduct, its memory, and what its steps serve."""
+    """One rank of one incarnation: its protocol state, its memory, and the placement that its steps serve."""
 
     def __init__(self, life: int, rank: int, placement: Placement) -> None:
         self.life, self.rank, self.alive = life, rank, True
@@ -53,13 +55,13 @@ class Seat:
             self.residency.seal(resident, (checksum(resident.expert),))
         self.conduct = RankProtocol(worker_id=life, rank=rank, placement=placement, residency=self.residency, tensors=1, config=TRANSFER)
         self.served = placement
-        """by its steps"""
+        """the placement that its steps serve"""
         self.prepared: Prepare | None = None
         self.ready: Prepare | None = None
         self.leases: dict[int, RequestLease] = {}
-        """that are renewed, by batch"""
+        """leases to renew, by batch"""
 
     @property
     def headers(self) -> tuple[int, int]:
-        """Epoch served and highest epoch ready, as its steps say them."""
+        """Return the epoch served and the highest ready epoch, as in its step headers."""
         return self.served.epoch, self.served.epoch if self.ready is None else self.ready.placement.epoch

@@ -1,22 +1,28 @@
-"""All parties of a handover as one model, for `exploration.explore`: the rules and tables are those of `fleet.handover`, the world around them is here.
+"""All parties of a handover as one model for `exploration.explore`. Rules and tables are those of
+`fleet.handover`; the world around them is defined here.
 
-The world
----------
-- *Ranks* stand in a ring: in each handover every rank reads its expert of the next epoch from the rank before it, so every rank is reader and
-  source at once, and its own expert is evicted. The ring may be turned: states that differ by that alone are one state.
-- *Cells.* A rank has one slot and some further cells. `flows` is what truly is under way, whatever the books say: bytes that land in a cell here and
-  are read from a cell there. A flow ends when it lands, when it settles, or with a process.
-- *Messages* lie in a set that only grows, and anybody may find one there at any time, many times or never: so loss, duplication and reordering need
-  no events of their own. Commands are addressed to one life of the engine. Of answers, only the facts that they tell are kept, which stay true.
-- *The store* holds the key, changed by compare-and-set, and the log. A number is used once, so (state, number) stands for the key's revision.
-- *Coordinators.* Each new one has a higher token, and its predecessors may live on and go on sending for ever; one that crashed is one that does
-  nothing any more. The worst is assumed of them: all read whatever is durable at once, so that whatever any of them could send at any time is sent,
-  and each may be found to have read nothing for ages. So who did what need not be told apart, but by the token of what is sent.
-- *Deaths.* A rank dies alone; its peers go on hearing commands and reading, but no step is made without it. Then the engine is restarted as a
-  whole, and begins a new life with what the store says was decided last.
+The world: every part is modelled as follows.
 
-What must happen at last (DUE) is what ranks do by themselves, transfers, restarts, what some coordinator does that knows what is durable, and what
-the newest one sends.
+- *Ranks* form a ring: in each handover every rank reads its expert of the next epoch from the rank before it.
+  So every rank is reader and source at once, and its own expert is evicted. States that differ only by a
+  rotation of the ring are one state.
+- *Cells.* A rank has one slot and some further cells. `flows` are the transfers physically in progress,
+  whatever the protocol state says: bytes that arrive in a cell here and are read from a cell there. A flow
+  ends when it lands, when it settles, or with a process.
+- *Messages* are in a set that only grows, and may be received at any time, many times or never: so loss,
+  duplication and reordering need no events of their own. Commands are addressed to one incarnation of the
+  engine. Of answers, only the facts in them are kept, which stay true.
+- *The store* holds the key, changed by compare-and-set, and the log. A number is used once, so (state,
+  number) stands for the key's revision.
+- *Coordinators.* Each new one has a higher token. Its predecessors may keep running and sending indefinitely;
+  a crashed one is one that does nothing any more. The worst is assumed: all read durable state at once, so
+  that everything any of them could ever send is sent, and each may have read nothing for a long time. So
+  coordinators need not be distinguished, except by the tokens of their messages.
+- *Deaths.* A rank dies alone. Its peers continue to receive commands and to read, but no step runs without
+  it. Then the engine is restarted as a whole, as a new incarnation, with the last decided state of the store.
+
+Steps that must happen eventually (DUE): those of ranks, transfers and restarts, those of any coordinator that
+knows the durable state, and messages of the newest one.
 """
 
 from collections.abc import Iterator
@@ -38,7 +44,7 @@ class Handovers(Ranks):
         self._number_of_world: dict[World, int] = {}
         self._number_of_rank: dict[Rank, int] = {}
         self._known: dict[tuple[object, ...], Any] = {}
-        """what was worked out before: ranks are the same in most states"""
+        """cache: ranks are equal in most states"""
 
     # --- the model's interface ---
 
@@ -95,7 +101,7 @@ class Handovers(Ranks):
         return told, self._stored(begun, moved(CONDUCTING, CoordinatorState.IDLE, CoordinatorEvent.BEGIN), handover)
 
     def _coordinators(self, world: World, said: int) -> Iterator[tuple[Kind, Told, World]]:
-        """said: the facts that all ranks have told."""
+        """Yield steps of coordinators. said: the facts that all ranks have reported."""
         if world.left.leaders:
             left = world.left._replace(leaders=world.left.leaders - 1)
             told = "coordinator {} takes over; the one before has crashed, or does not know it yet", (world.coordinators + 1,)
@@ -108,7 +114,7 @@ class Handovers(Ranks):
                 yield from ((Kind.MAY, told, after) for told, after in self._belated(world, said, earlier))
 
     def _next(self, world: World, said: int, state: CoordinatorState, handover: int) -> Iterator[tuple[Told, World]]:
-        """What a coordinator does that knows what is durable."""
+        """Yield steps of a coordinator that knows the durable state."""
         gone = self.gone(world, handover)
         if state is CoordinatorState.PROPOSING and said & fact_of(STAGED, handover) and not world.staged & 1 << handover:
             yield self._recording(world, handover)
@@ -120,7 +126,7 @@ class Handovers(Ranks):
             yield told, self._stored(self._decided(world, handover, state, after), after, handover)
 
     def _belated(self, world: World, said: int, handover: int) -> Iterator[tuple[Told, World]]:
-        """What one does that has not read for long, and thinks that this handover is still proposed."""
+        """Yield steps of a coordinator with outdated knowledge, for which this handover is still proposed."""
         if not said & fact_of(STAGED, handover):
             return
         if not world.staged & 1 << handover:
@@ -163,7 +169,7 @@ class Handovers(Ranks):
         return world
 
     def _sending(self, world: World, token: int) -> World:
-        """A coordinator that reads what is durable sends what belongs there, and aborts to whom it finds with an earlier handover."""
+        """Send the commands that follow from the durable state, and abort earlier handovers found open."""
         (state, handover), sent = world.key, world.sent
         if state is not CoordinatorState.IDLE:
             kind = {CoordinatorState.PROPOSING: PROPOSE, CoordinatorState.COMMITTING: COMMIT, CoordinatorState.ABORTING: ABORT}[state]
@@ -188,7 +194,7 @@ class Handovers(Ranks):
                 yield Step(due, told, (*state[: 1 + at], after, *state[2 + at :]))
 
     def _letters(self, number: int) -> list[tuple[Kind, int, int, int, int]]:
-        """Commands that may be delivered: when, what, token, handover, epoch."""
+        """Yield commands that may be delivered: when, what, token, handover, epoch."""
         known = self._known.get(("letters", number))
         if known is None:
             world = self._worlds[number]
@@ -209,7 +215,7 @@ class Handovers(Ranks):
             known = self._known[key] = self._rank(self.obeyed(self._ranks[number], kind, token, handover, epoch, offer))
         return known
 
-    # --- what ranks and transfers do by themselves ---
+    # --- autonomous steps of ranks and transfers ---
 
     def _by_itself(self, state: State, at: int) -> Iterator[Step[State]]:
         world, count = self._worlds[state[0]], self.size.ranks
@@ -230,15 +236,15 @@ class Handovers(Ranks):
             yield Step(one.kind, (one.told, (at, (at - 1) % count)), (new, *state[1 : 1 + at], after, *state[2 + at :]))
 
     def _offer(self, number: int) -> tuple[int, int]:
-        """What a rank offers to be read: (cell, epoch); (-1, -1): nothing, it is dead."""
+        """Return the rank's readable (cell, epoch); (-1, -1): none, it is dead."""
         live = [(cell, epoch) for cell, (use, epoch) in enumerate(self._ranks[number].cells) if use is Cell.LIVE]
         return live[0] if live else (-1, -1)
 
     def _readers(self, number: int) -> int:
-        """Bits of the cells that a rank reads of the one before it."""
+        """Return the cells that a rank reads from the one before it, as bits."""
         return sum({1 << there for _, there in self._ranks[number].flows})
 
-    # --- what the engine does as a whole ---
+    # --- steps of the whole engine ---
 
     def _together(self, state: State) -> Iterator[Step[State]]:
         world, ranks = self._worlds[state[0]], [self._ranks[number] for number in state[1:]]
@@ -266,7 +272,7 @@ class Handovers(Ranks):
         born = [self._rank(self.born(epoch, made, rank.said)) for rank in ranks]
         return ("the engine begins a new life, with epoch {}", (epoch,)), (self._world(world._replace(life=world.life + 1)), *born)
 
-    # --- promises ---
+    # --- invariants ---
 
     def wrong(self, state: State) -> str:
         key = ("ranks", *state[1:])

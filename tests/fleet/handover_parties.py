@@ -1,10 +1,10 @@
-"""The real deciding modules of both sides against each other: `migration.handover.coordinator` and `engine_adapter.handover.rank_protocol` (with its cells),
-over a network
-that
-loses, repeats and reorders, with transfers that are late and parties that die. Everything around them is here, and deterministic from a seed.
+"""The real decision modules of both sides against each other: `migration.handover.coordinator` and
+`engine_adapter.handover.rank_protocol` (with its cells).
 
-What they do is judged by what truly lies in memory: a cell is a number, the checksum of its expert; a read copies it when it lands or settles, however late
-that is, and what was overwritten meanwhile arrives torn.
+The network loses, repeats and reorders messages, transfers are late, and parties die. Everything around the
+modules is simulated here, deterministically from a seed. Results are checked against the physical memory: a
+cell is a number, the checksum of its expert. A read copies it when it lands or settles, however late, and
+bytes overwritten meanwhile arrive torn.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,15 +59,15 @@ PACE = HandoverTimes(repeat=0.5, grace=1.0, commit=5.0)
 
 @dataclass(eq=False)
 class Leader:
-    """The edge of a coordinator, one small piece at a time. It is never told that it was replaced: the store tells it."""
+    """The shell of a coordinator, one small step at a time. Only the store reveals that it was replaced."""
 
     token: int
     proceeding: HandoverState | None = None
     revision: int | None = None
     fenced: int = 0
-    """life whose ranks listen to nobody before"""
+    """incarnation whose ranks accept no command of an earlier coordinator"""
     recorded: int = 0
-    """records of the present move that are in the log"""
+    """records of the present move in the log"""
 
     def forget(self) -> None:
         self.proceeding, self.recorded = None, 0
@@ -75,14 +75,14 @@ class Leader:
 
 @dataclass(eq=False)
 class World(Store):
-    """Everything, and what may happen in it."""
+    """Complete world and its possible events."""
 
     leaders: list[Leader] = field(default_factory=list)
     commands: list[tuple[Leader, Command]] = field(default_factory=list)
-    """under way"""
+    """in transit"""
     answers: list[tuple[Leader, HandoverDescribed]] = field(default_factory=list)
     errands: list[tuple[Seat, Callable[[], None]]] = field(default_factory=list)
-    """what a rank has begun and has not come back yet"""
+    """work that a rank has started and not finished"""
     flows: list[Flow] = field(default_factory=list)
     flips: int = 0
     faults: bool = True
@@ -94,13 +94,13 @@ class World(Store):
 
     @property
     def entry(self) -> EngineEntry:
-        """The engine as the migration service's books have it."""
+        """Return the engine as registered in the migration service."""
         return EngineEntry("a", self.life, EP, self.seats[0].conduct.placement)
 
-    # Lives
+    # Incarnations
 
     def begin_life(self) -> None:
-        """The engine starts, with what was decided last (`deploy.parts.resume`)."""
+        """Start the engine with the last decided state (`deploy.parts.resume`)."""
         found = self.open
         last = next((one for one in reversed(self.log) if not isinstance(one, PlacementCommitted)), None)
         decided = isinstance(last, MigrationStaged) and found is not None and found.state is CoordinatorState.COMMITTING and found.handover == last.handover
@@ -121,10 +121,10 @@ class World(Store):
         self.errands = [(of, errand) for of, errand in self.errands if of is not seat]
         self.tell(f"rank {seat.rank} dies")
 
-    # What coordinators do
+    # Coordinators
 
     def lead(self, leader: Leader) -> None:
-        """One piece of what a coordinator does: it looks, it begins, it records, it changes the key, or it sends."""
+        """Do one step of a coordinator: query, start, record, change the key, or send."""
         if leader.proceeding is None:
             self._look(leader)
             return
@@ -178,7 +178,7 @@ class World(Store):
             self._begin(leader, 0 if left is None else left.highest)
 
     def survey(self, leader: Leader) -> list[HandoverDescribed]:
-        """Where every rank is; none listens to earlier coordinators then."""
+        """Query the state of every rank; none accepts earlier coordinators afterwards."""
         if leader is self.leaders[-1] and leader.fenced != self.life:
             leader.token = max(leader.token, *(seat.conduct.standing.token + 1 for seat in self.seats))
             leader.fenced = self.life
@@ -187,7 +187,7 @@ class World(Store):
         return [seat.conduct.describe(self.now) for seat in self.seats]
 
     def _clear(self, leader: Leader, told: Sequence[HandoverDescribed]) -> None:
-        """End what ranks have open though it is over."""
+        """End handovers that are open on ranks although they are over."""
         found = stray(told)
         assert found is not None
         left = unheard_of(self.entry, *found, leader.token, self.open)
@@ -197,7 +197,7 @@ class World(Store):
             self.tell(f"coordinator {leader.token} clears handover {found[0]}: {found[1]}")
 
     def _begin(self, leader: Leader, last: int) -> None:
-        """The next handover, if every rank is free for it."""
+        """Start the next handover if every rank is free for it."""
         told = self.survey(leader)
         present = self.seats[0].conduct.placement
         if any(said.handover or said.served != present.epoch for said in told):
@@ -227,7 +227,7 @@ class World(Store):
             self.tell(f"coordinator {leader.token} begins handover {handover} to epoch {placement.epoch}: {placement.expert_of_slot.tolist()}")
 
     def another(self, present: Placement) -> tuple[Placement, tuple[ExpertCopy, ...]]:
-        """A placement in which a slot or two changed, and what must be copied for it."""
+        """Return a placement in which one or two slots changed, with the necessary copies."""
         table = present.expert_of_slot.copy()
         for _ in range(self.dice.randint(2, 6)):
             slot, expert = self.dice.randrange(table.size), self.dice.randrange(EXPERTS)
@@ -244,10 +244,10 @@ class World(Store):
                 copies.append(ExpertCopy(layer=0, expert=expert, source=source, slot=slot))
         return Placement(table, experts=EXPERTS, ranks=RANKS, epoch=present.epoch + 1), tuple(copies)
 
-    # What ranks do
+    # Ranks
 
     def deliver(self, leader: Leader, command: Command) -> None:
-        """A command reaches its rank, if that life of it still is; its answer is on the way then."""
+        """Deliver a command to its rank, if that incarnation still exists; its answer is then in transit."""
         seat = self.seats[command.rank]
         if command.worker_id != self.life or not seat.alive:
             return
@@ -268,7 +268,9 @@ class World(Store):
         self.carry_out(seat)
 
     def hear(self, leader: Leader, answer: HandoverDescribed) -> None:
-        """What a rank says comes in. That it answers a command is only known while that handover is carried out; otherwise it is mere word of a rank."""
+        """Process a rank's message. It counts as an answer to a command only during that handover; otherwise
+        as a plain report.
+        """
         if leader.proceeding is not None:
             leader.proceeding = leader.proceeding.heard(answer)
 
@@ -277,7 +279,7 @@ class World(Store):
         self.carry_out(seat)
 
     def carry_out(self, seat: Seat) -> None:
-        """Begin what a rank's conduct asks for."""
+        """Start the work that a rank's protocol requests."""
         for effect in seat.conduct.drain():
             self._begin_effect(seat, effect)
         seat.residency.check_integrity()
@@ -342,10 +344,10 @@ class World(Store):
             seat.prepared = effect
         self.carry_out(seat)
 
-    # Bytes
+    # Transfers
 
     def land(self, flow: Flow) -> None:
-        """What was under way lands, in time or late."""
+        """Complete a transfer, in time or late."""
         self.flows.remove(flow)
         seat, lost = flow.reader, not flow.source.alive
         if not lost:
@@ -372,10 +374,10 @@ class World(Store):
             if any(flow.source is seat and here in [there for there, _ in flow.pulls] for flow in self.flows):
                 raise self.unsafe(f"bytes land in cell {here} of rank {seat.rank}, while another rank reads it")
 
-    # The engine as a whole
+    # The whole engine
 
     def step(self) -> None:
-        """One step of all ranks: each decides from the same headers whether it goes over."""
+        """Run one step of all ranks: each decides from the same headers whether it flips."""
         if not self.whole:
             return
         going = self.going()
@@ -391,7 +393,7 @@ class World(Store):
         self.check_served()
 
     def going(self) -> list[Seat]:
-        """Who flips at this step."""
+        """Return the ranks that flip at this step."""
         headers = [seat.headers for seat in self.seats]
         return [seat for seat, (served, _) in zip(self.seats, headers, strict=True) if flips(served, tuple(ready for _, ready in headers))]
 
@@ -400,7 +402,7 @@ class World(Store):
         self.carry_out(seat)
 
     def check_served(self) -> None:
-        """What ranks serve is one placement, and lies where they think."""
+        """Check that the ranks serve one placement, from the cells they believe."""
         alive = [seat for seat in self.seats if seat.alive]
         if len({seat.served for seat in alive}) > 1:
             raise self.unsafe(f"ranks serve epochs {[seat.served.epoch for seat in alive]} in one step")
@@ -410,7 +412,7 @@ class World(Store):
                     raise self.unsafe(f"rank {seat.rank} serves expert {expert} from cell {cell}, in which lies {seat.memory[cell]}")
 
     def wait(self, seconds: float) -> None:
-        """Time passes: leases are renewed, deadlines pass."""
+        """Advance time: leases are renewed, deadlines pass."""
         self.now += seconds
         for seat in self.seats:
             if seat.alive:
@@ -430,7 +432,7 @@ class World(Store):
 
 
 def _same(record: Any, other: Any) -> bool:
-    """Whether two entries of the log say the same of the same handover."""
+    """Return True if two log entries are equal reports of the same handover."""
     if type(record) is not type(other):
         return False
     if isinstance(record, PlacementCommitted):

@@ -1,4 +1,5 @@
-"""What the model's ranks do, each alone: hear commands, read, verify, adopt. See `handover_model`."""
+"""Steps of the model's ranks, each on its own: receive commands, read, verify, adopt. See `handover_model`.
+"""
 
 from collections.abc import Iterator
 
@@ -8,7 +9,8 @@ from tests.fleet.handover_world import ABORT, COMMIT, FLIPPED, GIVEN_UP, PROPOSE
 
 
 class Ranks(Rules):
-    """offer: what the rank before it offers to be read, (cell, epoch); (-1, -1): nothing, it is dead."""
+    """Steps of a rank. offer: the readable (cell, epoch) of the rank before it; (-1, -1): none, it is dead.
+    """
 
     def __init__(self, size: Size) -> None:
         self.size = size
@@ -62,7 +64,7 @@ class Ranks(Rules):
             yield Own(Kind.DUE, "rank {} cannot stage, and says so", rank._replace(standing=staged(standing, failed=True)))
 
     def _reading(self, rank: Rank, offer: tuple[int, int]) -> Rank:
-        """Begins to read, if there is what and where to; else unchanged."""
+        """Start to read if source and a free cell exist; otherwise unchanged."""
         rank = self.with_room(rank)
         uses = [use for use, _ in rank.cells]
         assert rank.standing is not None
@@ -96,7 +98,7 @@ class Ranks(Rules):
                 yield Own(Kind.DUE, f"nothing lands any more in cell {cell} of rank {{}}", settled)
 
     def _adopted(self, rank: Rank, standing: ProtocolState, readers: int) -> Rank:
-        """The old cell drains, and is free at once where nobody reads it."""
+        """Drain the old cell; without readers it is free at once."""
         swap = {Cell.LIVE: CellEvent.EVICTED, Cell.STAGED: CellEvent.ADOPTED}
         cells = tuple((self.cell_after(use, swap[use]), epoch) if use in swap else (use, epoch) for use, epoch in rank.cells)
         rank = self._telling(rank._replace(standing=flipped(standing), cells=cells), FLIPPED, standing.handover)

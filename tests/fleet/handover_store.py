@@ -1,4 +1,4 @@
-"""What is durable in `handover_parties`: a key that is changed by compare-and-set, and a log; and the story of what happened."""
+"""Durable state in `handover_parties`: a key changed by compare-and-set, a log, and the history of events."""
 
 import random
 from dataclasses import dataclass, field
@@ -13,7 +13,9 @@ from tests.fleet.handover_fake_memory import Unsafe
 
 @dataclass(eq=False)
 class Store:
-    """What everybody agrees by, and what a test knows beside it. story: what happened, in sentences; known: handovers that a lost store had known."""
+    """State on which all parties agree, and test-only knowledge. story: events, as sentences; known:
+    handovers that a lost store had known.
+    """
 
     dice: random.Random
     now: float = 0.0
@@ -21,7 +23,7 @@ class Store:
     revision: int = 0
     log: list[Record] = field(default_factory=list)
     decided: dict[tuple[int, int], set[CoordinatorState]] = field(default_factory=dict)
-    """by life and handover"""
+    """by incarnation and handover"""
     story: list[str] = field(default_factory=list)
     known: frozenset[tuple[int, int]] = frozenset()
     life: int = 0
@@ -38,7 +40,7 @@ class Store:
         return True
 
     def accepts(self, revision: int | None) -> bool:
-        """Whether it is the present one; None: there is none."""
+        """Return True if it is the present one; None: there is none."""
         return revision == (None if self.key is None else self.revision)
 
     @property

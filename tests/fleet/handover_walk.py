@@ -1,4 +1,5 @@
-"""Walks at random through the world of `handover_parties`: first whatever may happen, then only what must."""
+"""Random walks through the world of `handover_parties`: first any events, then only those that must happen.
+"""
 
 import random
 from typing import Any
@@ -19,7 +20,7 @@ class Walk:
         self._often = tuple(dice.choice((most, most, 1)) for most in (4, 6, 6, 8, 4, 3, 1))
 
     def whatever(self, pieces: int) -> None:
-        """What happens often differs from walk to walk: so rare things meet."""
+        """Draw frequencies of events per walk, so that rare events coincide."""
         deaths, leaders, silences = self.deaths, self.deaths + self._leaders, self.deaths + self._leaders + self._silences
         for _ in range(pieces):
             world, chance = self.world, self._dice.random()
@@ -66,14 +67,14 @@ class Walk:
                 world.wait(dice.uniform(0.0, 0.25))
 
     def _from_network(self, messages: list[Any]) -> Any:
-        """One of what is under way: it may come again, and what waits for long is lost."""
+        """Take a message in transit. It may be repeated, and is lost if it waits too long."""
         while len(messages) > 40:
             messages.pop(self._dice.randrange(len(messages)))
         at = self._dice.randrange(len(messages))
         return messages[at] if self._dice.random() < self._again else messages.pop(at)
 
     def calm(self, rounds: int = 400) -> None:
-        """No faults any more, and one coordinator: everything must come to an end."""
+        """Run without faults, with one coordinator, until everything has ended."""
         world = self.world
         world.faults = False
         if not world.whole:

@@ -1,4 +1,6 @@
-"""What the model of handovers is made of: the world in compact values, and the rules that its parties keep. See `handover_model`."""
+"""World of the handover model: its state in compact values, and the rules that its parties follow. See
+`handover_model`.
+"""
 
 from typing import NamedTuple
 
@@ -21,17 +23,17 @@ from tests.fleet.exploration import Kind
 PROPOSE, COMMIT, ABORT = range(3)
 NAMES = ("the proposal", "the commit", "the abort")
 STAGED, FLIPPED, GIVEN_UP = range(3)
-"""facts that ranks tell"""
+"""facts that ranks report"""
 COMMITTED_BIT, ABORTED_BIT = 1, 2
 State = tuple[int, ...]
 """number of the world, then of each rank"""
 
 
 class Faults(NamedTuple):
-    """How many there may be."""
+    """Limits of faults."""
 
     leaders: int = 0
-    """coordinators that come after the first"""
+    """coordinators after the first"""
     deaths: int = 0
     overdue: int = 0
     corrupted: int = 0
@@ -41,27 +43,27 @@ class Size(NamedTuple):
     ranks: int
     handovers: int
     cells: int
-    """of a rank, the slot's among them"""
+    """of a rank, including the slot's"""
     faults: Faults
     verified_at_once: bool = False
-    """that bytes land and that they are verified is one step: fewer states"""
+    """arrival and verification of bytes are one step: fewer states"""
 
 
 class World(NamedTuple):
-    """All but the ranks."""
+    """Everything except the ranks."""
 
     key: tuple[CoordinatorState, int]
-    """durable: the state, and the handover that it is about, or was about last"""
+    """durable: the state, and the present or last handover"""
     handovers: tuple[tuple[int, int], ...]
-    """of each that was begun: the life it is for, and the epoch that it makes"""
+    """of each started handover: its incarnation, and the epoch that it creates"""
     coordinators: int
-    """how many there have been, and so the highest token"""
+    """number so far, and so the highest token"""
     sent: int
     """bits: which command, token and handover"""
     staged: int
-    """bits: of which handovers the log says that they were staged"""
+    """bits: handovers recorded as staged in the log"""
     placed: int
-    """last handover of which the log says that its placement was committed; 0: none"""
+    """last handover whose placement is recorded as committed in the log; 0: none"""
     decided: tuple[int, ...]
     """bits, of each handover"""
     life: int
@@ -69,48 +71,48 @@ class World(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """One rank. A dead one has neither standing nor cells."""
+    """One rank. A dead one has no protocol state and no cells."""
 
     standing: ProtocolState | None
     steps: int
-    """epoch that its steps serve; the agent hears of a flip later"""
+    """epoch that its steps serve; the agent learns of a flip later"""
     made: int
-    """the handover that made it; 0: none"""
+    """handover that created it; 0: none"""
     cells: tuple[tuple[Cell, int], ...]
-    """what each is in use for, and the epoch for whose sake"""
+    """use of each cell, and the epoch for which it is used"""
     flows: tuple[tuple[int, int], ...]
-    """under way: (cell here, cell of the rank before)"""
+    """in progress: (cell here, cell of the rank before)"""
     said: int
     """bits: which fact of which handover"""
 
 
 class Own(NamedTuple):
-    """Something that a rank, its transfers or its cells do."""
+    """Step of a rank, its transfers or its cells."""
 
     kind: Kind
     told: str
     after: Rank
     fault: str = ""
-    """which of the allowed faults it is"""
+    """the allowed fault, if it is one"""
 
 
 def fact_of(fact: int, handover: int) -> int:
-    """The bit of a fact that a rank tells of a handover."""
+    """Return the bit of a fact that a rank reports about a handover."""
     return 1 << (3 * handover + fact)
 
 
 class Rules:
-    """The rules as the real parties keep them. Each may be broken, to see what comes of it."""
+    """Rules of the real parties. Each may be broken to see the consequences."""
 
     decides_blindly = False
-    """whether the decision is made without compare-and-set"""
+    """True: the decision is made without compare-and-set"""
     silence_ends_aborts = False
-    """whether an abort is over when ranks are silent for long; who is found with it open later is told again"""
+    """True: an abort finishes although ranks are silent; a rank found with it open later receives it again"""
     clears_strays = False
-    """whether coordinators tell ranks to abort that have a handover open which is over"""
+    """True: coordinators abort handovers that are open on a rank but over"""
 
     def meant(self, rank: ProtocolState, kind: int, handover: int, epoch: int) -> int:
-        """Which handover a rank takes a command to be about."""
+        """Return the handover that a rank applies a command to."""
         return handover
 
     def heed(self, rank: ProtocolState, kind: int, token: int, handover: int, epoch: int) -> CommandVerdict:
@@ -119,43 +121,43 @@ class Rules:
         return heed_commit(rank, token, handover) if kind == COMMIT else heed_abort(rank, token, handover)
 
     def fenced(self, rank: ProtocolState, token: int) -> int:
-        """The token that a rank takes a command to have."""
+        """Return the token that a rank assumes for a command."""
         return token
 
     def addressed(self, world: World, kind: int, handover: int) -> bool:
-        """Whether a command of a handover reaches the ranks that live now."""
+        """Return True if a command of a handover reaches the present ranks."""
         return world.handovers[handover - 1][0] == world.life
 
     def cell_after(self, state: Cell, event: CellEvent) -> Cell:
         return moved(CELL, state, event)
 
     def drained(self, readers: int, cell: int) -> bool:
-        """Whether a cell that is served no more is free. readers: bits of the cells in which leases are."""
+        """Return True if a cell out of service is free. readers: bits of the leased cells."""
         return not readers >> cell & 1
 
     def flipping(self, ranks: list[Rank]) -> list[int]:
-        """Which ranks go over at this step: each decides by itself, from the same headers."""
+        """Return the ranks that flip at this step: each decides on its own, from the same headers."""
         ready = tuple(self.ready(rank) for rank in ranks)
         return [at for at, rank in enumerate(ranks) if flips(rank.steps, ready)]
 
     def gone(self, world: World, handover: int) -> bool:
-        """Whether the life that a handover is for is over, as the coordinator knows it."""
+        """Return True if the incarnation of a handover has ended, as far as the coordinator knows."""
         return world.handovers[handover - 1][0] != world.life
 
     def last_decided(self, world: World) -> int:
-        """The handover whose placement a new life begins with; 0: none."""
+        """Return the handover whose placement a new incarnation starts with; 0: none."""
         state, number = world.key
         return number if state is CoordinatorState.COMMITTING else world.placed
 
     def gives_up(self, rank: Rank, standing: ProtocolState) -> Rank | None:
-        """What becomes of a rank that has staged and hears nothing; None: it waits."""
+        """Return the reaction of a rank that has staged and receives nothing; None: it waits."""
         return None
 
     def with_room(self, rank: Rank) -> Rank:
-        """What a rank does to have a cell for what it is about to read."""
+        """Make room for the next read of a rank."""
         return rank
 
     def ready(self, rank: Rank) -> int:
-        """What its step headers say."""
+        """Return the ready epoch in its step headers."""
         standing = rank.standing
         return standing.served + 1 if standing is not None and standing.state is RankState.READY else rank.steps

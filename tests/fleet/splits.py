@@ -1,4 +1,4 @@
-"""Placements and splits at random, for tests."""
+"""Random placements and splits for tests."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,7 +7,8 @@ from fleet.placement import EMPTY, FULL, Split
 
 
 def random_table(dice: np.random.Generator, layers: int, ranks: int, experts: int, spare: int) -> NDArray[np.int16]:
-    """int16 [layers, slots]: every expert somewhere, further replicas and empty slots anywhere."""
+    """Return int16 [layers, slots]: every expert at least once, with random further replicas and empty slots.
+    """
     slots = -(-experts // ranks) + spare
     table = np.full((layers, ranks, slots), EMPTY, np.int16)
     for layer in range(layers):
@@ -22,7 +23,7 @@ def random_table(dice: np.random.Generator, layers: int, ranks: int, experts: in
 
 
 def random_split(dice: np.random.Generator, table: NDArray[np.int16], experts: int, *, nodes: bool) -> Split:
-    """Any legal split: extremes are as likely as what lies between."""
+    """Return a random valid split. Extremes are as likely as intermediate values."""
     held = table != EMPTY
     keep, near = (np.where(held, dice.choice([0, 1, FULL // 3, FULL - 1, FULL], table.shape), 0).astype(np.uint16) for _ in range(2))
     spill = np.zeros(table.shape, np.uint16)

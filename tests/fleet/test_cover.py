@@ -1,4 +1,5 @@
-"""The choice among replicas for all experts of a token at once: against an exhaustive search, and against the shares that it keeps to."""
+"""Replica selection for all experts of a token together: against an exhaustive search, and within the shares.
+"""
 
 from itertools import product
 
@@ -14,7 +15,7 @@ from tests.fleet.splits import random_split, random_table
 
 @st.composite
 def asked(draw: st.DrawFn, most: int = 5) -> tuple[Placement, NDArray[np.int64], NDArray[np.int64]]:
-    """A placement of one machine, tokens' homes [n] and their experts [n, k]."""
+    """Return a placement of one machine, tokens' homes [n] and their experts [n, k]."""
     dice = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     ranks, experts = draw(st.integers(1, 6)), draw(st.integers(2, 10))
     table = random_table(dice, 1, ranks, experts, draw(st.integers(0, 4)))
@@ -25,7 +26,7 @@ def asked(draw: st.DrawFn, most: int = 5) -> tuple[Placement, NDArray[np.int64],
 
 
 def both(placement: Placement, home: NDArray[np.int64], experts: NDArray[np.int64], turn: int = 3) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The slots by the split and by the cover, [n, k] each."""
+    """Return the slots by split and by cover, [n, k] each."""
     chooser = Chooser(placement, range(placement.ranks), np.zeros(placement.ranks, np.intp))
     wanted = home[:, None] * placement.experts + experts
     return chooser.choose(0, wanted.ravel(), turn).reshape(wanted.shape), chooser.cover(0, wanted, turn)
@@ -45,7 +46,7 @@ def test_each_pair_goes_to_a_holder_with_a_share_and_no_token_reaches_more_ranks
 
 
 def least(placement: Placement, home: int, experts: NDArray[np.int64]) -> int:
-    """The fewest ranks but its own that a token can go to, by trying everything."""
+    """Return the minimum number of other ranks that a token reaches, by exhaustive search."""
     part = shares(placement, home, np.zeros(placement.ranks, np.intp))[0]
     held = [np.flatnonzero((placement.expert_of_slot[0] == expert) & (part > 0)) // placement.slots_per_rank for expert in experts]
     return min(len({*ranks} - {home}) for ranks in product(*(one.tolist() for one in held)))
@@ -74,7 +75,9 @@ def test_a_token_is_served_alike_in_any_company_of_the_same_turns(case, seed):
 
 
 def test_own_replicas_cost_nothing_and_one_rank_that_has_the_rest_is_enough():
-    """Rank 0 holds 0; rank 1: 1, 2; rank 2: 2, 3; rank 3: 1, 3, 2: what rank 0's tokens for 1, 2, 3 need is rank 3 alone."""
+    """Rank 0 holds 0; rank 1: 1, 2; rank 2: 2, 3; rank 3: 1, 3, 2. Rank 0's tokens for 1, 2, 3 need rank 3
+    alone.
+    """
     placement = Placement(np.array([[0, -1, -1, 1, 2, -1, 2, 3, -1, 1, 3, 2]]), experts=4, ranks=4)
     for turn in range(8):
         split, cover = both(placement, np.array([0]), np.array([[0, 1, 2, 3]]), turn)

@@ -1,4 +1,6 @@
-"""The rule of dispatch: in expectation against a walk of it token by token, and the choice for single tokens against its expectation."""
+"""Dispatch rule: expected values against a token-by-token evaluation, and the choice for single tokens
+against them.
+"""
 
 from fractions import Fraction
 from math import log
@@ -17,7 +19,7 @@ from tests.fleet.splits import random_split, random_table
 
 @st.composite
 def placed(draw: st.DrawFn) -> tuple[Placement, NDArray[np.intp]]:
-    """A placement with any split, and the node of each rank."""
+    """Return a placement with a random split, and the node of each rank."""
     dice = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     layers, ranks, experts = draw(st.integers(1, 2)), draw(st.integers(1, 5)), draw(st.integers(1, 7))
     nodes = draw(st.integers(1, ranks))
@@ -28,7 +30,7 @@ def placed(draw: st.DrawFn) -> tuple[Placement, NDArray[np.intp]]:
 
 
 def walked(placement: Placement, layer: int, expert: int, home: int, node: NDArray[np.intp]) -> dict[int, Fraction]:
-    """The rule in words: what part of a token of `home` for the expert each of its slots serves, exactly."""
+    """Evaluate the rule literally: the exact share of each slot of a token of `home` for the expert."""
     slots = [slot for slot, held in enumerate(placement.expert_of_slot[layer].tolist()) if held == expert]
     rank = {slot: slot // placement.slots_per_rank for slot in slots}
     keep, spill, near = ({slot: Fraction(int(part[layer, slot]), FULL) for slot in slots} for part in placement.split)
@@ -112,7 +114,7 @@ def test_equal_demand_on_all_ranks_loads_the_replicas_of_the_even_split_evenly(c
 
 
 def sent(chooser: Chooser, layer: int, wanted: NDArray[Any], steps: NDArray[Any], experts: int) -> NDArray[np.int64]:
-    """The slots of pairs that come in these steps, counted as an engine counts them."""
+    """Return the slots of the pairs of these steps, counted as an engine counts them."""
     turns = np.zeros(experts, np.int64)
     found = []
     for step in np.unique(steps):

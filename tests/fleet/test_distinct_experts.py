@@ -1,4 +1,4 @@
-"""Distinct experts of a step: against every possible outcome counted by hand, and against sampled routings."""
+"""Distinct experts of a step: against exhaustive enumeration, and against sampled routings."""
 
 from itertools import product
 
@@ -11,7 +11,9 @@ from fleet.timing import added_distinct_experts, expected_distinct_experts, log_
 
 
 def counted(profiles: list[list[float]], clusters: list[int], top_k: int) -> float:
-    """Expected number of distinct experts of one layer: every outcome of every draw, with its probability."""
+    """Return the expected number of distinct experts of one layer: every outcome of every draw, with its
+    probability.
+    """
     experts = range(len(profiles[0]))
     total = 0.0
     for outcome in product(experts, repeat=top_k * len(clusters)):
@@ -44,7 +46,8 @@ def test_it_agrees_with_sampled_routings_in_which_a_token_never_chooses_an_exper
         chosen = np.argsort(-scores, axis=2)[..., :top_k]
         seen.append(sum(len(np.unique(chosen[:, layer])) for layer in range(layers)))
     expected = float(expected_distinct_experts(log_misses(profiles, top_k), tokens))
-    assert expected == pytest.approx(np.mean(seen), rel=0.04)  # independent draws repeat themselves a little
+    # independent draws repeat experts slightly more often
+    assert expected == pytest.approx(np.mean(seen), rel=0.04)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,4 +1,6 @@
-"""The handover's tables and the rules that guard them, alone; all parties together are in `test_handover_model.py`."""
+"""Transition tables and rules of the handover in isolation. `test_handover_model.py` tests all parties
+together.
+"""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -98,7 +100,7 @@ OWN = st.tuples(st.sampled_from(["stage", "fail", "flip"]), st.just(0), st.just(
 
 
 def _acts(rank: ProtocolState, what: str, token: int, handover: int) -> tuple[ProtocolState, CommandVerdict | None]:
-    """One command, or one thing that the rank does by itself where it can."""
+    """One command, or one autonomous step of the rank."""
     match what:
         case "propose":
             verdict = heed_propose(rank, token, handover, rank.served + 1)

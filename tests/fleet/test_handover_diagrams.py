@@ -1,4 +1,4 @@
-"""The page about handovers says what the tables say."""
+"""The page about handovers matches the tables."""
 
 import re
 

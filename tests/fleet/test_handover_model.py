@@ -1,4 +1,6 @@
-"""Handovers, checked exhaustively: every order of everything that can happen, within bounds. And the checker itself: it finds what it should."""
+"""Exhaustive check of handovers: every order of all events, within bounds. And of the checker itself: it
+finds known defects.
+"""
 
 import pytest
 
@@ -29,7 +31,9 @@ def test_every_promise_holds_in_every_state_and_every_run_ends(size: Size, least
 
 
 class _Impatient(Handovers):
-    """Coordinators do not wait for silent ranks when they abort, but tell them whenever they find them with a handover that is over."""
+    """Coordinators that abort do not wait for silent ranks, but repeat the abort to ranks found with an ended
+    handover.
+    """
 
     silence_ends_aborts = clears_strays = True
 
@@ -66,28 +70,30 @@ def test_with_several_faults_together_every_promise_holds_and_every_run_ends(siz
 
 
 class _NoLease(Handovers):
-    """A cell that is served no more is taken for free, whoever still reads it."""
+    """A cell out of service counts as free, even with readers."""
 
     def drained(self, readers: int, cell: int) -> bool:
         return True
 
 
 class _NoBarrier(Handovers):
-    """A rank goes over as soon as it is ready itself."""
+    """A rank flips as soon as it is ready itself."""
 
     def flipping(self, ranks: list[Rank]) -> list[int]:
         return [at for at, rank in enumerate(ranks) if flips(rank.steps, (self.ready(rank),))]
 
 
 class _ReuseBeforeSettled(Handovers):
-    """What is overdue is taken for over."""
+    """An overdue transfer counts as ended."""
 
     def cell_after(self, state: Cell, event: CellEvent) -> Cell:
         return Cell.FREE if event is CellEvent.OVERDUE else super().cell_after(state, event)
 
 
 class _StaleCommit(Handovers):
-    """A commit is for an epoch of an engine's name, whoever sent it: for no handover, no life, and under no token."""
+    """A commit applies to an epoch of an engine's name, from any sender: no handover, no incarnation and no
+    token.
+    """
 
     def meant(self, rank: ProtocolState, kind: int, handover: int, epoch: int) -> int:
         return rank.handover if kind == COMMIT and rank.handover and epoch == rank.served + 1 else handover
@@ -100,21 +106,21 @@ class _StaleCommit(Handovers):
 
 
 class _StaleAbort(Handovers):
-    """An abort is for an epoch."""
+    """An abort applies to an epoch."""
 
     def meant(self, rank: ProtocolState, kind: int, handover: int, epoch: int) -> int:
         return rank.handover if kind == ABORT and rank.handover and epoch == rank.served + 1 else handover
 
 
 class _EveryLife(Handovers):
-    """A command is for the engine's name, not for one of its lives."""
+    """A command applies to the engine's name, not to one of its incarnations."""
 
     def addressed(self, world: World, kind: int, handover: int) -> bool:
         return True
 
 
 class _ForgetsWhatIsOver(Handovers):
-    """A proposal is taken after its abort."""
+    """A proposal is accepted after its abort."""
 
     def heed(self, rank: ProtocolState, kind: int, token: int, handover: int, epoch: int) -> CommandVerdict:
         return super().heed(rank._replace(concluded=0), kind, token, handover, epoch)
@@ -127,14 +133,14 @@ class _DecidesBlindly(Handovers):
 
 
 class _TakesSilenceForDeath(Handovers):
-    """A handover is closed because nothing is heard of the engine."""
+    """A handover is closed because the engine is silent."""
 
     def gone(self, world: World, handover: int) -> bool:
         return True
 
 
 class _TakesStagedForDecided(Handovers):
-    """A new life begins with what the log says was staged, unless it was given up since."""
+    """A new incarnation starts with the staged record of the log, unless it was aborted since."""
 
     def last_decided(self, world: World) -> int:
         staged = world.staged.bit_length() - 1
@@ -142,7 +148,7 @@ class _TakesStagedForDecided(Handovers):
 
 
 class _LeavesStrays(Handovers):
-    """An abort does not wait for ranks that are silent, and nobody tells them later."""
+    """An abort does not wait for silent ranks, and is not repeated to them later."""
 
     silence_ends_aborts = True
 
@@ -155,7 +161,7 @@ class _GivesUpAlone(Handovers):
 
 
 class _MakesRoomFirst(Handovers):
-    """The old expert goes before the new one is there."""
+    """The old expert is evicted before the new one has arrived."""
 
     def with_room(self, rank: Rank) -> Rank:
         cells = tuple((moved(CELL, moved(CELL, use, CellEvent.EVICTED), CellEvent.SETTLED), 0) if use is Cell.LIVE else (use, of) for use, of in rank.cells)

@@ -1,4 +1,6 @@
-"""The real coordinator and the real ranks against each other, over everything that networks, transfers and deaths do to them."""
+"""The real coordinator and the real ranks against each other, under all faults of networks, transfers and
+processes.
+"""
 
 import random
 from typing import Any
@@ -18,7 +20,7 @@ from tests.fleet.handover_walk import Walk
 
 
 def walked(seeds: range, pieces: int, world: type[World] = World) -> int:
-    """Flips of walks from these seeds; Unsafe, or what a part finds wrong by itself, with the seed."""
+    """Count the flips of walks from these seeds. Unsafe, or a party's own error, with the seed."""
     flips = 0
     for seed in seeds:
         walk = Walk(seed, world)
@@ -52,8 +54,12 @@ def test_no_number_is_given_twice_though_ranks_were_found_with_an_earlier_handov
 
 
 class _LosesItsStore(World):
-    """Key and log vanish now and then, and with them whoever leads; commands stay under way, and tokens begin anew. So what was decided is known by what
-    ranks say, and may be decided anew where none of them has heard of it. No rank dies: nothing would tell what it served."""
+    """Key and log vanish at intervals, together with the leader. Commands stay in transit, and tokens start
+    over.
+
+    So decisions are known only from ranks' reports, and may be made again where no rank has seen them. No
+    rank dies: no other record of its epoch would remain.
+    """
 
     def claim(self, value: OpenHandover, revision: int | None) -> bool:
         this = value.worker_id, value.handover
@@ -67,7 +73,7 @@ class _LosesItsStore(World):
 
 
 def lossy(seeds: range, world: type[_LosesItsStore] = _LosesItsStore) -> int:
-    """Flips, on walks in which the store is lost a few times."""
+    """Count the flips on walks in which the store is lost a few times."""
     flips = 0
     for seed in seeds:
         walk = Walk(seed, world)
@@ -105,14 +111,14 @@ def test_a_walk_notices_when_a_new_token_may_equal_an_old_one() -> None:
 
 
 class _AnybodyWrites(World):
-    """The store takes whatever is written."""
+    """The store accepts every write."""
 
     def claim(self, value: OpenHandover, revision: int | None) -> bool:
         return super().claim(value, None if self.key is None else self.revision)
 
 
 class _NoHeaders(World):
-    """A rank goes over when it is ready itself."""
+    """A rank flips when it is ready itself."""
 
     def going(self) -> list[Seat]:
         return [seat for seat in self.seats if seat.ready is not None]

@@ -1,4 +1,4 @@
-"""Keys are found where they were put, one by one and many at once."""
+"""Stored keys are found, single and many at once."""
 
 import numpy as np
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Placement: invariants are checked at birth, and epoch 0 is linear."""
+"""Placement: invariants are checked at construction, and epoch 0 is linear."""
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ from tests.fleet.splits import random_split, random_table
 
 @st.composite
 def placements(draw: st.DrawFn) -> Placement:
-    """A legal placement with random order, replicas and empty slots."""
+    """Return a valid placement with random order, replicas and empty slots."""
     layers, ranks = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     experts = draw(st.integers(1, 9))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))

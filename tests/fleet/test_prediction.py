@@ -1,4 +1,4 @@
-"""Prediction: what several sources say of a request, combined."""
+"""Prediction from several sources of evidence about a request."""
 
 from collections.abc import Sequence
 from dataclasses import replace

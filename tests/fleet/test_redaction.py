@@ -1,4 +1,4 @@
-"""Users and passwords of URLs are in no log line, no error, no printed configuration and no span."""
+"""Users and passwords of URLs appear in no log line, error, printed configuration or span."""
 
 import logging
 import urllib.parse

@@ -1,4 +1,4 @@
-"""Routings in responses: decoded as their engines wrote them, and refused when they are something else."""
+"""Expert routings in responses: decoded as their engines wrote them, other data refused."""
 
 import base64
 import io
@@ -86,7 +86,7 @@ def test_garbage_is_refused_and_never_anything_else(text: str) -> None:
         assert table.ndim == 3
 
 
-@pytest.mark.filterwarnings("ignore:Reading `.npy`")  # of a header in the manner of Python 2
+@pytest.mark.filterwarnings("ignore:Reading `.npy`")  # of a header in the style of Python 2
 @given(IDS, st.data())
 def test_a_damaged_array_is_refused_or_is_still_an_array_of_experts(table: np.ndarray, data: st.DataObject) -> None:
     content = bytearray(base64.b64decode(npy(table)))

@@ -1,4 +1,4 @@
-"""Signatures: packed and back, read from counts, and cluster models that travel."""
+"""Signatures: packing, computation from counts, and cluster models in wire format."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from fleet.signatures import MOST_CLUSTERS, NAMED, PACKED, ClusterModel, pack, p
 
 
 def simplex(clusters: int, zeros: bool = False) -> st.SearchStrategy[Any]:
-    """float32 [clusters] that sums to 1; with `zeros`, some of them may be 0."""
+    """Draw float32 [clusters] with sum 1; with `zeros`, some may be 0."""
     parts = hnp.arrays(np.float64, clusters, elements=st.floats(0 if zeros else 1e-3, 1))
     return parts.map(lambda found: found + (found.sum() == 0)).map(lambda found: (found / found.sum()).astype(np.float32))
 
@@ -32,7 +32,8 @@ def test_unpacked_weights_are_on_the_simplex_and_close_where_they_were_named(dra
     named = np.argsort(-weights, kind="stable")[:NAMED]
     lost = 1.0 - float(weights[named].sum())
     for cluster in named:
-        assert abs(float(again[cluster]) - float(weights[cluster])) <= lost + 2.5 / 255  # its own rounding, and its share of the rest
+        # its own rounding, and its share of the remainder
+        assert abs(float(again[cluster]) - float(weights[cluster])) <= lost + 2.5 / 255
     assert np.abs(again - weights).sum() <= 2 * lost + 2 * NAMED / 255
 
 
@@ -97,7 +98,7 @@ def test_a_cluster_without_a_share_is_never_found() -> None:
 
 @given(st.integers(1, 500), st.integers(0, 1000))
 def test_pairs_of_a_long_text_speak_less_each(copies: int, seed: int) -> None:
-    """n pairs speak as n / (1 + saturation * n) do, whatever else there is to tell at once."""
+    """n pairs carry the evidence of n / (1 + saturation * n), in any combination with other evidence."""
     plain, counts = model(), np.random.default_rng(seed).integers(0, 5, model().mean.shape)
     tempered = ClusterModel(plain.version, plain.profiles, plain.shares, plain.sharpness, saturation=0.01)
     many = copies * counts

@@ -38,13 +38,15 @@ def test_expected_remote_ranks_equal_the_exhaustive_count_of_independent_draws()
 
 
 def shared_out(placement: Placement) -> NDArray[np.float64]:
-    """[layers, ranks, experts]: the part of an expert's tokens that nobody keeps which each rank serves."""
+    """Return the share of an expert's tokens, not kept by holders, that each rank serves: [layers, ranks,
+    experts].
+    """
     held = LocalReplicas.of(placement)
     return np.stack([held.by_rank(part / FULL, layer) for layer, part in enumerate(placement.split.spill)])
 
 
 def _with_replicas(rng: np.random.Generator, layers: int, experts: int, ranks: int, extra: int) -> Placement:
-    """Every expert somewhere, and `extra` further ones on each rank."""
+    """Return a placement with every expert, and `extra` further ones on each rank."""
     slots = experts // ranks + extra
     table = np.full((layers, ranks, slots), -1, np.int16)
     for layer in range(layers):
@@ -86,7 +88,9 @@ def test_expected_remote_nodes_equal_the_exhaustive_count_of_independent_draws(n
 
 @pytest.mark.parametrize("extra", [0, 2])
 def test_expected_remote_nodes_equal_what_drawn_tokens_reach(extra: int) -> None:
-    """Tokens are drawn expert by expert, and each expert's holder by its share; what the home rank holds it serves itself."""
+    """Tokens are drawn expert by expert, and each expert's holder by its share. The home rank serves its own
+    experts.
+    """
     rng = np.random.default_rng(extra)
     node, ranks, top_k, tokens = np.array([0, 0, 1, 1, 2, 2]), 6, 4, 40_000
     placement = _with_replicas(rng, 1, 12, ranks, extra)
@@ -103,7 +107,8 @@ def test_expected_remote_nodes_equal_what_drawn_tokens_reach(extra: int) -> None
 
 @pytest.mark.parametrize(("seed", "nodes"), [(0, (0, 0, 0)), (1, (0, 1, 0)), (2, (1, 0, 2)), (3, (0, 1, 1)), (4, (0, 0, 1))])
 def test_any_split_reaches_what_the_exhaustive_count_of_the_rule_says(seed: int, nodes: tuple[int, ...]) -> None:
-    """Two draws of an expert and the slot that serves it, all of them; layers below the boundary count for nothing."""
+    """Enumerate two draws of an expert and the slots that serve it. Layers below the boundary do not count.
+    """
     rng, node = np.random.default_rng(seed), np.array(nodes)
     table = random_table(rng, 3, 3, 5, 2)
     placement = Placement(table, experts=5, ranks=3, split=random_split(rng, table, 5, nodes=seed > 0))
@@ -152,7 +157,7 @@ def test_uniform_demand_over_nodes_reaches_about_the_published_number_of_them() 
 @settings(deadline=None, max_examples=50)
 @given(alike=st.integers(1, 9), left=st.integers(0, 30), blocks=st.integers(0, 40), output=st.integers(1, 30))
 def test_what_runs_adds_to_each_step_until_it_is_done(alike: int, left: int, blocks: int, output: int) -> None:
-    """Sequences that are alike, step by step."""
+    """Equal sequences, step by step."""
     step_by_step = sum(alike * (2e-3 + 1e-5 * blocks) for step in range(output) if step < left)
     columns = (np.array([float(value)]) for value in (2e-3, 1e-5, alike, alike * blocks, alike * left))
     assert running_seconds(*columns, output)[0] == pytest.approx(step_by_step)

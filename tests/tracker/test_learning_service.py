@@ -1,4 +1,4 @@
-"""What the tracker learns from requests, as others hear of it, and what of it survives a restart; on the memory bus, in virtual time."""
+"""Learning from requests, as published on the bus and across restarts; on the memory bus, in virtual time."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 class Inline(Executor):
-    """Runs what it is given at once: virtual time knows no threads."""
+    """Executor that runs work immediately: virtual time knows no threads."""
 
     def submit(self, work: Any, /, *arguments: Any, **named: Any) -> "Future[Any]":
         done: Future[Any] = Future()
@@ -66,7 +66,7 @@ class Inline(Executor):
 
 
 class Held(Inline):
-    """Runs nothing until it is let go."""
+    """Executor that holds work until it is released."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Future[Any], Any, Any]] = []
@@ -83,7 +83,7 @@ class Held(Inline):
 
 
 class Clocks:
-    """A machine's clocks: one that begins anew with every start of the tracker, and the wall's."""
+    """Clocks of a machine: one that starts over with every start of the tracker, and the wall clock."""
 
     def __init__(self) -> None:
         self.began = asyncio.get_running_loop().time()
@@ -132,7 +132,7 @@ def drawn(random: np.random.Generator, kind: int, tokens: int) -> np.ndarray:
 
 
 def profiled(random: np.random.Generator, number: int, clusters: ClusterModel) -> RequestsProfiled:
-    """A request of one of two kinds, sampled, with one block of 16 tokens."""
+    """Return a sampled request of one of two kinds, with one block of 16 tokens."""
     kind = number % 2
     prompt, completion = drawn(random, kind, 100), drawn(random, kind, 100)
     signature = pack(clusters.signature(prompt + completion)).tobytes()
@@ -174,7 +174,7 @@ async def asked(bus: MemoryBus, question: Message, kind: type[T]) -> T:
 
 
 async def learn(bus: MemoryBus, count: int, seconds: float = 0.25) -> None:
-    """So many requests of two kinds, from rank and router, with the clusters the tracker has at the moment."""
+    """Send reports of rank and router about requests of two kinds, with the tracker's present clusters."""
     random = np.random.default_rng(1)
     ranks, routers = bus.publisher(SUBJECTS.requests_profiled("a")), bus.publisher(SUBJECTS.requests_finished)
     for number in range(count):
@@ -189,7 +189,7 @@ def report(counts: np.ndarray, tokens: int, rank: int = 0) -> ExpertsActivated:
 
 
 async def latest(subscription: Subscription, kind: type[T], count: int = 1) -> T:
-    """The count-th message of a kind from now on."""
+    """Return the count-th message of a kind from now on."""
     async with asyncio.timeout(60):
         async for received in subscription:
             if isinstance(received.message, kind):
@@ -200,7 +200,9 @@ async def latest(subscription: Subscription, kind: type[T], count: int = 1) -> T
 
 
 async def shift_told(bus: MemoryBus) -> PopularityShifted:
-    """What is said of a flip: a minute of the second kind of traffic after 400 s of the first."""
+    """Return the published shift after a flip: a minute of the second kind of traffic after 400 s of the
+    first.
+    """
     random, reports = np.random.default_rng(3), bus.publisher(SUBJECTS.experts("a"))
     async with bus.subscribe(SUBJECTS.shifts) as shifts:
         for second in range(460):
@@ -357,7 +359,7 @@ async def test_a_flip_of_the_mix_is_told_as_a_shift() -> None:
 
 
 async def test_answers_come_while_clusters_are_being_fitted() -> None:
-    bus, fitting = MemoryBus(), Held()  # while something waits for an executor, looptime lets real time pass
+    bus, fitting = MemoryBus(), Held()  # while work waits for an executor, looptime lets real time pass
     async with serving(bus, fitting, publish_seconds=0.1, refine_seconds=0.1) as service:
         await bus.publisher(SUBJECTS.experts("a")).publish(report(drawn(np.random.default_rng(1), 0, 100), 100))
         await asyncio.sleep(0.1)
@@ -496,7 +498,7 @@ async def test_a_part_of_the_state_that_cannot_be_used_begins_afresh(
     assert says in caplog.text
 
 
-# Whole tables are announced where they are large, and asked for
+# Large snapshots are announced, and requested
 
 
 def large_tables(version: int, base: int | None, rows: int) -> TablesPublished:

@@ -56,7 +56,7 @@ def report(worker_id: int = 1, rank: int = 0, expert: int = 0, **fields: Any) ->
 
 
 class Inline(Executor):
-    """Runs what it is given at once: virtual time knows no threads."""
+    """Executor that runs work immediately: virtual time knows no threads."""
 
     def submit(self, work: Any, /, *arguments: Any, **named: Any) -> "Future[Any]":
         done: Future[Any] = Future()
@@ -233,7 +233,7 @@ async def test_a_restarted_tracker_knows_who_is_there_and_never_repeats_a_versio
 
 
 async def envelopes(count: int) -> list[tuple[str, bytes]]:
-    """Reports of two ranks, as they travel."""
+    """Return reports of two ranks in wire format."""
     broker, sent = MemoryBroker(), []
     bus = MemoryBus(broker)
     broker.deliver = lambda subject, raw: sent.append((subject, raw))  # type: ignore[method-assign]
@@ -244,7 +244,7 @@ async def envelopes(count: int) -> list[tuple[str, bytes]]:
 
 
 async def believed(sent: list[tuple[str, bytes]]) -> list[Any]:
-    """The profile and the demands of a tracker that heard this, all at once."""
+    """Return profile and demands of a tracker that received all of this at once."""
     broker = MemoryBroker()
     bus = MemoryBus(broker)
     await bus.record(SUBJECTS.membership("a"), joined())

@@ -1,4 +1,4 @@
-"""The state file: whole or not at all, and believed only undamaged."""
+"""State file: written atomically, loaded only undamaged."""
 
 import hashlib
 import logging

@@ -1,4 +1,4 @@
-"""A shift of popularity begins a trace, whose id is said with it; without a provider nothing is said."""
+"""A popularity shift starts a trace, whose id is published with it; without a provider nothing is traced."""
 
 import pytest
 from opentelemetry import trace

@@ -1,4 +1,4 @@
-"""Traffic of whole requests, second by second, as engines report it: what drift detection is tried on."""
+"""Traffic of whole requests, second by second, as engines report it: input for drift detection."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -16,7 +16,9 @@ Mix = Callable[[float], NDArray[np.float64]]
 
 
 class Requests(NamedTuple):
-    """Requests to draw from. pieces: float32 [requests, pieces, layers * experts] counts, the first of the prompt; tokens [requests, pieces]."""
+    """Requests to draw from. pieces: float32 [requests, pieces, layers * experts] counts, the first of the
+    prompt; tokens [requests, pieces].
+    """
 
     pieces: NDArray[np.float32]
     tokens: NDArray[np.float64]
@@ -26,7 +28,7 @@ class Requests(NamedTuple):
 
 
 def of_the_demo_model(pieces: int = 8) -> Requests:
-    """Those recorded of the demo model: 192 prompt tokens at once, 192 more in pieces."""
+    """Return requests recorded of the demo model: 192 prompt tokens at once, 192 more in pieces."""
     with np.load(routings_path()) as recorded:
         chosen, domain, prompt = recorded["experts"], recorded["domain"], int(recorded["prompt"])
     requests, length, layers, _ = chosen.shape
@@ -42,7 +44,9 @@ def of_the_demo_model(pieces: int = 8) -> Requests:
 
 
 def synthetic(chance: np.random.Generator, layers: int, experts: int, domains: int, *, apart: float = 1.0, per_domain: int = 24, pieces: int = 4) -> Requests:
-    """Log-normal popularity (sigma 0.5), domains `apart`, requests 0.5 from their domain, lengths log-normal; multinomial draws of top 8."""
+    """Log-normal popularity (sigma 0.5), domains `apart`, requests 0.5 from their domain, log-normal lengths,
+    draws of top 8.
+    """
     popular = 0.5 * chance.standard_normal((layers, experts))
     tables, tokens = [], []
     for _ in range(domains):
@@ -60,7 +64,9 @@ def synthetic(chance: np.random.Generator, layers: int, experts: int, domains: i
 def seconds_of(
     requests: Requests, mix: Mix, rate: Callable[[float], float], seconds: int, chance: np.random.Generator, shortest: float = 5.0, longest: float = 20.0
 ) -> Iterator[tuple[int, NDArray[np.float64], float]]:
-    """Yield second, counts [layers, experts] and tokens computed in it: Poisson arrivals, prompts at once, the rest over 5 to 20 s."""
+    """Yield second, counts [layers, experts] and tokens computed in it: Poisson arrivals, prompts at once,
+    the rest over 5 to 20 s.
+    """
     pieces = requests.pieces.shape[1]
     flat, sizes = requests.pieces.reshape(-1, requests.pieces.shape[2]), requests.tokens.ravel()
     begun = np.repeat(np.arange(seconds), chance.poisson([rate(second) for second in range(seconds)]))
@@ -79,7 +85,8 @@ def seconds_of(
 
 
 class Course(NamedTuple):
-    """What a detector said: (second, Shift), and per second its divergence and threshold (nan: no verdict)."""
+    """Output of a detector: (second, shift), and per second its divergence and threshold (nan: no verdict).
+    """
 
     said: list[tuple[int, PopularityShift]]
     divergence: NDArray[np.float64]
@@ -95,7 +102,7 @@ class Course(NamedTuple):
 
 
 def watch(drift: DriftDetector, traffic: Iterator[tuple[int, NDArray[np.float64], float]], judge_every: int = 2) -> Course:
-    """Let a detector watch traffic."""
+    """Run a detector on traffic."""
     said, divergences, thresholds = [], [], []
     for second, counts, tokens in traffic:
         drift.observe(counts, tokens, float(second))
@@ -107,7 +114,7 @@ def watch(drift: DriftDetector, traffic: Iterator[tuple[int, NDArray[np.float64]
 
 
 def constant(*shares: float) -> Mix:
-    """The same mix always; shares need not add up to 1."""
+    """Return a constant mix; shares need not sum to 1."""
     fixed = np.array(shares) / sum(shares)
     return lambda _: fixed
 
@@ -117,7 +124,7 @@ def flipped(before: Mix, after: Mix, second: float) -> Mix:
 
 
 def rotating(before: Mix, after: Mix, start: float, end: float) -> Mix:
-    """From one to the other, evenly."""
+    """Move from one mix to the other, linearly."""
 
     def mix(now: float) -> NDArray[np.float64]:
         share = min(1.0, max(0.0, (now - start) / (end - start)))

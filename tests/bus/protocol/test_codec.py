@@ -1,4 +1,4 @@
-"""The codec: round trips of everything that can be said, hostile bytes, and agreement with Dynamo's own wheel."""
+"""Codec: round trips of every message type, hostile bytes, and agreement with Dynamo's own wheel."""
 
 import random
 import re
@@ -328,7 +328,7 @@ def test_a_pattern_matches_as_the_same_regular_expression_does(tokens: list[str]
 
 
 def dynamo_message() -> bytes:
-    """A kv-events message as Dynamo 1.6 writes it, with keys that we do not know."""
+    """Return a kv-events message as Dynamo 1.6 writes it, with keys unknown to Roost."""
     blocks = [{"block_hash": 16382211095592908423, "tokens_hash": (1 << 64) - 1, "mm_extra_info": None}]
     stored = {"stored": {"parent_hash": None, "start_position": 0, "blocks": blocks}}
     removed = {"removed": {"block_hashes": [1 << 63]}}
@@ -360,7 +360,9 @@ def test_a_multimodal_block_of_dynamos_is_read() -> None:
 
 
 def test_our_kv_events_say_to_dynamos_index_what_they_mean() -> None:
-    """Stored, removed and cleared as JSON for RadixTree.apply_event, with hashes above 2^63; matched by local hashes."""
+    """Stored, removed and cleared blocks as JSON for RadixTree.apply_event, with hashes above 2^63, matched
+    by local hashes.
+    """
     dynamo = pytest.importorskip("dynamo.llm")
     tree = dynamo.RadixTree()
     worker = (1 << 64) - 5

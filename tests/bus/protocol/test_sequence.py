@@ -1,4 +1,4 @@
-"""Sequence bookkeeping against a plain set of what was heard."""
+"""Sequence tracking against a plain set of received messages."""
 
 from collections import Counter
 
@@ -98,7 +98,9 @@ def test_every_verdict_agrees_with_the_set_of_what_was_heard(arrivals: list[tupl
 
 @given(st.permutations(list(range(40))), st.sets(st.integers(0, 39)), st.randoms(use_true_random=False))
 def test_gaps_less_late_arrivals_are_exactly_what_was_lost(order: list[int], lost: set[int], random: object) -> None:
-    """Lost, repeated and reordered within the window: the sum of the gaps minus the late ones is what never came."""
+    """Messages are lost, repeated and reordered within the window: the sum of the gaps minus the late
+    messages is the loss.
+    """
     arrivals = [number for number in order if number not in lost] * 2
     sequences = Sequences()
     counts: Counter[MessageOrder] = Counter()

@@ -1,4 +1,4 @@
-"""Decayed counts and exposure against the integrals they stand for, computed one report at a time in double precision."""
+"""Decayed counts and exposure against the defining integrals, computed per report in double precision."""
 
 from math import exp
 from typing import NamedTuple
@@ -17,7 +17,7 @@ LAYERS, EXPERTS = 2, 3
 
 
 class Told(NamedTuple):
-    """As a publisher sends it: its number, when it arrived, and what it says."""
+    """A report from a publisher: its number, its arrival time and its content."""
 
     sequence: int
     end: float
@@ -39,7 +39,7 @@ def ones(scale: float = 1.0) -> np.ndarray:
 
 
 def hear(window: DecayWindow, gaps: ReportGaps, report: Told) -> None:
-    """What the tracker does with one report."""
+    """Process one report as the tracker does."""
     for span in gaps.observe(report.sequence, report.end - report.seconds, report.end):
         window.lose(span.start, span.end, found=span.found)
     window.observe(WindowReport(report.table, report.tokens, report.seconds, report.end))
@@ -51,7 +51,7 @@ def weight(constant: float, start: float, end: float, now: float) -> float:
 
 
 class Oracle:
-    """Sums over all reports at every look; nothing is kept between looks."""
+    """Sums over all reports at every evaluation; no state is kept in between."""
 
     def __init__(self, reports: list[Told], constant: float, sources: int = 1) -> None:
         self.reports = sorted(set(reports))
@@ -225,7 +225,7 @@ def test_512_ranks_of_58_x_256_fit_in_a_gigabyte() -> None:
         most = max(most, one.stored_bytes)
     assert one.stored_bytes == 2 * 58 * 256 * 4
     assert 512 * one.stored_bytes == 60_817_408  # 61 MB at rest
-    assert 512 * most == 167_247_872  # 167 MB when every rank has reports waiting to be added up
+    assert 512 * most == 167_247_872  # 167 MB when every rank has reports waiting to be accumulated
 
 
 @given(reports, st.floats(0.0, 50.0), st.randoms())

@@ -1,4 +1,4 @@
-"""What the tracker believes and refuses."""
+"""Accepted and rejected reports, and the resulting activity."""
 
 import itertools
 from collections.abc import Iterable
@@ -250,7 +250,7 @@ def test_no_sequence_of_reports_makes_the_tracker_say_nonsense(steps: list[tuple
     activity, now, numbers = EngineActivity(TrackerConfig(most_ranks=4)), 0.0, itertools.count()
     for worker_id, rank, tokens, seconds, wait in steps:
         now += wait
-        with suppress(InvalidReport):  # every refusal is fine; what is believed must stay sound
+        with suppress(InvalidReport):  # every rejection is fine; the accepted state must stay consistent
             activity.report(report(worker_id, rank, tokens=tokens, seconds=seconds), now, 1, next(numbers) * tokens)
         activity.forget_silent(now)
         for message in activity.changed(now):
@@ -280,7 +280,7 @@ def tell(activity: EngineActivity, heard: Heard) -> None:
 
 
 def everything(activity: EngineActivity, now: float) -> dict[Any, tuple[float, np.ndarray]]:
-    """All that is published, without versions."""
+    """Return all published messages, without versions."""
     found: dict[Any, tuple[float, np.ndarray]] = {}
     for said in activity.changed(now):
         if isinstance(said, ProfilePublished):

@@ -1,4 +1,4 @@
-"""Supply against demand, counted expert by expert."""
+"""Placement against demand, counted expert by expert."""
 
 from math import sqrt
 

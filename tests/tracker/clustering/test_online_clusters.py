@@ -1,4 +1,4 @@
-"""Clusters learnt from sampled requests: what is found, what is not, and what is kept."""
+"""Clusters learnt from sampled requests: correct detections, no false ones, and persistence."""
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ CONFIG = TrackerConfig(clusters=K, refine_seconds=1.0)
 
 
 def kinds(count: int, seed: int = 0, spread: float = 0.3, layers: int = LAYERS, experts: int = EXPERTS) -> np.ndarray:
-    """float64 [count, layers, experts]: profiles far apart."""
+    """Return distinct profiles: float64 [count, layers, experts]."""
     return np.random.default_rng(seed).dirichlet(np.full(experts, spread), (count, layers))
 
 
@@ -27,7 +27,7 @@ def drawn(profile: np.ndarray, random: np.random.Generator, pairs: int) -> np.nd
 def taught(
     profiles: np.ndarray, requests: int, seed: int = 0, config: TrackerConfig = CONFIG, clusters: OnlineClusters | None = None, start: float = 0.0
 ) -> OnlineClusters:
-    """Clusters after `requests` samples of kinds in turn, one a second, refined whenever that was due."""
+    """Return clusters after `requests` samples of kinds in turn, one per second, refitted whenever due."""
     random, learnt = np.random.default_rng(seed), clusters or OnlineClusters(config, *profiles.shape[1:])
     for number in range(requests):
         kind = profiles[number % len(profiles)]
@@ -328,7 +328,8 @@ def test_a_model_that_is_told_survives_the_journey() -> None:
 
 
 def test_draws_that_come_in_bunches_say_less_each() -> None:
-    """Oracle: n copies of every draw carry the evidence of one, so that the best sharpness falls by about n."""
+    """Oracle: n copies of every draw carry the evidence of one, so that the best sharpness falls by about n.
+    """
     found = []
     for copies in (1, 16):
         random, profiles, clusters = np.random.default_rng(0), kinds(2, spread=8.0), OnlineClusters(CONFIG, LAYERS, EXPERTS)

@@ -1,4 +1,4 @@
-"""A faded sample of requests against the decayed sums it stands for."""
+"""A decayed sample of requests against the decayed sums that it estimates."""
 
 from math import exp
 
@@ -29,7 +29,7 @@ def test_while_there_is_room_everything_is_kept_and_weighs_by_its_age(capacity: 
 
 
 def test_when_full_the_weights_still_add_up_to_the_decayed_number_of_requests() -> None:
-    """Oracle: the sum of exp(-age / T) over everything that was offered; bottom-k estimates are unbiased."""
+    """Oracle: the sum of exp(-age / T) over all offered samples; bottom-k estimates are unbiased."""
     estimates, random = [], np.random.default_rng(0)
     times = np.sort(random.uniform(0, 3 * T, 400))
     expected = sum(exp(-(times[-1] - at) / T) for at in times)
@@ -73,7 +73,7 @@ def test_counts_come_back_within_the_noise_of_counting(prompt: list[int], comple
     for given_counts, found in ((prompt, back), (completion, back_completion)):
         assert found.sum() == pytest.approx(sum(given_counts), rel=1e-5)
         largest = max(given_counts)
-        # the stored root is off by half a unit at most, before the sum is made right
+        # the stored root is off by half a unit at most, before the sum is normalised
         bound = np.sqrt(np.array(given_counts)) * np.sqrt(largest) / 255 + largest / 255**2 / 4
         assert (np.abs(found - given_counts) <= bound + 0.01 * np.array(given_counts) + 1e-6).all()
 

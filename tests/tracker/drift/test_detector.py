@@ -1,4 +1,4 @@
-"""When popularity is said to have shifted, and when not: on traffic of whole requests, in virtual time."""
+"""Detection of popularity shifts, without false alarms: on traffic of whole requests, in virtual time."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ from tracker.drift.sampling_noise import divergence_by_layer, f_quantile, gamma_
 FAST = TrackerConfig().fast_seconds
 IN_TIME = 3 * FAST
 WARM = 600
-"""Seconds before something happens."""
+"""Seconds before an event."""
 MIXES: dict[str, Mix] = {
     "code": constant(1, 1, 1, 0, 0, 0, 0, 0, 0),
     "prose": constant(0, 0, 0, 1, 1, 1, 0, 0, 0),
@@ -40,7 +40,7 @@ def course_of(requests: Requests, mix: Mix, rate: Any, seconds: int, seed: int, 
     return watch(detector(requests, **settings), seconds_of(requests, mix, arrivals, seconds, np.random.default_rng(seed)))
 
 
-# A flip is noticed
+# A flip is detected
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_flip_is_noticed_in_other_shapes_too_and_only_the_layers_that_moved_ar
     chance = np.random.default_rng(5)
     requests = synthetic(chance, 6, 64, 2, apart=0.7, per_domain=16)
     same = requests.pieces.reshape(*requests.pieces.shape[:2], 6, 64)
-    same[16:, :, :3] = same[:16, :, :3]  # in the first layers, the second domain is as the first
+    same[16:, :, :3] = same[:16, :, :3]  # in the first layers, both domains are equal
     course = course_of(requests, flipped(constant(1, 0), constant(0, 1), WARM), 2.0, WARM + 120, 5)
     assert len(course.alarms) == 1
     assert course.alarms[0] <= WARM + IN_TIME
@@ -99,7 +99,7 @@ def test_a_change_back_and_forth_that_is_too_quick_to_tell_is_no_flood_of_shifts
     assert len(course_of(demo(), flapping, 10.0, 2700, 4).alarms) <= 2
 
 
-# Noise is none
+# Noise is no shift
 
 
 @pytest.mark.parametrize(("mix", "rate"), [("all", 1.0), ("two", 2.0), ("rare", 2.0), ("code", 5.0), ("one", 10.0)])
@@ -110,7 +110,8 @@ def test_an_hour_of_sampled_traffic_without_a_change_gives_no_alarm(mix: str, ra
 
 
 def test_a_few_very_large_requests_are_no_shift() -> None:
-    """Lengths log-normal with sigma 1.2: one request in a hundred is sixteen times as long as the usual one."""
+    """Log-normal lengths with sigma 1.2: one request in a hundred is sixteen times as long as the usual one.
+    """
     requests = demo()
     factors = np.exp(1.2 * np.random.default_rng(1).standard_normal(len(requests.tokens)))[:, None]
     heavy = requests._replace(pieces=(requests.pieces * factors[:, :, None]).astype(np.float32), tokens=requests.tokens * factors)
@@ -164,7 +165,7 @@ def test_a_detector_that_hears_nothing_says_nothing() -> None:
     assert (drift.shifted, drift.divergence, drift.threshold) == (False, None, None)
 
 
-# The same facts, told otherwise
+# The same traffic, reported differently
 
 
 def test_reports_told_apart_are_as_good_as_told_together() -> None:
@@ -266,13 +267,13 @@ def test_the_shape_of_a_gamma_is_found_from_its_logarithms(shape: float) -> None
 # Many seeds
 
 SEEDS = 3
-"""of each mix and rate; what docs/measurements.md says of 250 hours is of 10"""
+"""per mix and rate; docs/measurements.md reports 250 hours from 10 seeds"""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_hours_of_many_mixes_and_rates(capsys: pytest.CaptureFixture[str]) -> None:
-    """False alarms per hour, and seconds to notice a flip at the end of it."""
+    """False alarms per hour, and seconds to detect a flip at the end of it."""
     flips = {"code": "prose", "prose": "far", "two": "two, turned", "one": "far", "all": "far"}
     hours, false, late, lines = 0, 0, 0, []
     for before, after in flips.items():

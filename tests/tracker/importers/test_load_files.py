@@ -1,4 +1,4 @@
-"""Files of other systems: read as they were written, and refused with words when they were not."""
+"""Files of other systems: read as written, or refused with an explanation."""
 
 import io
 import json
@@ -43,7 +43,7 @@ def npz(**arrays: Any) -> bytes:
 
 
 def by_hand(slots: np.ndarray) -> np.ndarray:
-    """Counts by logical expert, one slot after another."""
+    """Count by logical expert, slot by slot."""
     logical = np.zeros((4, 8))
     for layer in range(4):
         for slot in range(10):
@@ -53,7 +53,7 @@ def by_hand(slots: np.ndarray) -> np.ndarray:
 
 
 def recording(mode: str) -> tuple[dict[str, Any], np.ndarray]:
-    """What SGLang's recorder saves in a mode, and the counts that are in it."""
+    """Return a recording as SGLang's recorder saves it in a mode, and its counts."""
     if mode == "stat":
         return {"rank": 0, "logical_count": torch.tensor(COUNTS, dtype=torch.int32), "average_utilization_rate_over_window": None}, TOTAL
     records, total = [], np.zeros((4, 8))

@@ -1,4 +1,4 @@
-"""What the prediction is worth."""
+"""Calibration of predictions."""
 
 from typing import Any
 
@@ -9,7 +9,10 @@ from tracker.prediction.calibration import Calibration, recall
 
 
 def gain(count: int, *, predicted: float, worth: float, noise: float = 0.05, off: float = 0.0, seed: int = 0) -> float:
-    """Of `count` outcomes: predicted differences of this spread, of which so much comes true, with noise and a prior that is off by so much."""
+    """Return the gain after `count` outcomes.
+
+    Predicted differences have this spread. The given share of them comes true, with noise and a biased prior.
+    """
     random, calibration = np.random.default_rng(seed), Calibration(1000)
     for _ in range(count):
         difference = predicted * random.normal()
@@ -60,7 +63,9 @@ def test_few_samples_are_worth_less_than_many() -> None:
 
 
 def test_a_prior_that_is_off_is_no_merit_of_the_prediction() -> None:
-    """Every request gets the rank that looks best, so that all predicted differences are of one sign; and the prior is too low by 2 %."""
+    """Every request gets the rank that looks best, so that all predicted differences have one sign, and the
+    prior is 2 % too low.
+    """
     random, calibration = np.random.default_rng(1), Calibration(1000)
     for _ in range(600):
         calibration.learn(0.3 + 0.1 + 0.03 * random.normal(), 0.3, 0.32 + 0.05 * random.normal(), 0.8)
@@ -68,7 +73,9 @@ def test_a_prior_that_is_off_is_no_merit_of_the_prediction() -> None:
 
 
 def steered(spread: float | None, count: int = 300, *, chosen: float = 0.03) -> float:
-    """The gain of true predictions, where chosen ranks differ so little and the nearest stand out so far."""
+    """Return the gain of true predictions with small differences of chosen ranks and the given advantage of
+    the nearest.
+    """
     random, calibration = np.random.default_rng(3), Calibration(1000)
     for _ in range(count):
         difference = chosen * random.normal()
@@ -92,7 +99,9 @@ def test_a_new_placement_counts_after_some_dozens_of_requests() -> None:
 
 
 def by_cluster(worth: list[float], counts: list[int], seed: int = 0) -> Calibration:
-    """Of requests that are nine parts of one cluster and one of all, of which so much of what was predicted comes true."""
+    """Return the gains if requests are nine tenths of one cluster, and the given share of the prediction
+    comes true.
+    """
     random, calibration = np.random.default_rng(seed), Calibration(1000, len(worth))
     for cluster in random.permutation(np.repeat(np.arange(len(worth)), counts)):
         of = np.full(len(worth), 0.1 / len(worth), np.float32)

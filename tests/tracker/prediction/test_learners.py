@@ -1,4 +1,4 @@
-"""What is learnt of models, and that a restart changes nothing of it."""
+"""Learnt state of models, unchanged by a restart."""
 
 import msgspec
 import numpy as np
@@ -72,7 +72,7 @@ def finished(model: ClusterModel, step: Step, number: int) -> RequestsFinished:
 
 
 def live(lessons: Learners, told: list[Step], began: int) -> None:
-    """A second for each request: its outcome and its profile, and a refinement when it is due."""
+    """Run one second per request: its outcome and its profile, and a refit when due."""
     for number, step in enumerate(told, start=began):
         model = current(lessons)
         assert not lessons.finished(finished(model, step, number), float(number))
@@ -90,7 +90,7 @@ def restarted(lessons: Learners, first_version: int) -> Learners:
 
 
 def as_told(lessons: Learners) -> tuple[TablesPublished, ClustersPublished]:
-    """Tables and clusters, told anew and whole, without versions."""
+    """Return snapshots of tables and clusters, without versions."""
     lessons.news()
     tables, clusters = lessons.tables("m"), lessons.clusters("m")
     assert tables is not None
@@ -100,7 +100,9 @@ def as_told(lessons: Learners) -> tuple[TablesPublished, ClustersPublished]:
 
 
 def same_tables(one: TablesPublished, other: TablesPublished) -> None:
-    """What moved by too little to be told anew (HEAD, LEAST_CHANGE) is told as it is after a restart."""
+    """Compare tables. Values that changed too little to be published (HEAD, LEAST_CHANGE) are published after
+    a restart.
+    """
     for left, right in ((one.shares, other.shares), (one.trusts, other.trusts)):
         assert np.frombuffer(left, "<f4") == pytest.approx(np.frombuffer(right, "<f4"), abs=HEAD)
     assert one.trust == pytest.approx(other.trust, abs=HEAD)
@@ -111,7 +113,7 @@ def same_tables(one: TablesPublished, other: TablesPublished) -> None:
 
 
 def token_table(tables: TablesPublished) -> np.ndarray:
-    """[buckets, K], as a reader has it."""
+    """Return the table as a reader has it: [buckets, K]."""
     rows = np.frombuffer(tables.token_rows, "<u4")
     table = np.zeros((tables.buckets, CONFIG.clusters))
     table[rows] = np.frombuffer(tables.token_ratios, "<f2").reshape(len(rows), CONFIG.clusters)
@@ -173,7 +175,7 @@ def test_clusters_are_told_when_they_changed_and_tables_as_changes() -> None:
     assert lessons.news() == []
     live(lessons, [(number % 3, 200, True) for number in range(60)], 0)
     assert current(lessons).version > FIRST
-    assert lessons.news() == []  # `live` told it
+    assert lessons.news() == []  # `live` published it
 
 
 def test_what_cannot_be_learnt_from_is_counted_by_reason_and_changes_nothing() -> None:

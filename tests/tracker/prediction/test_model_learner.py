@@ -1,4 +1,4 @@
-"""What is learnt of one model's requests, and the tables it makes."""
+"""Learnt state of one model's requests, and the resulting tables."""
 
 import tracemalloc
 from dataclasses import dataclass, field, replace
@@ -73,7 +73,7 @@ def outcome(decision: str, tokens: list[int] | None = None, **other: Any) -> Req
 
 @dataclass
 class Replica:
-    """What a router makes of the tables it hears, by their documentation alone."""
+    """Replica of the tables, built by a router from messages according to their documentation alone."""
 
     version: int = -1
     head: tuple[Any, ...] = ()
@@ -127,7 +127,9 @@ def keys_of(request: int, blocks: int, first: int = 0) -> list[int]:
 
 
 def traffic(learning: ModelLearner, count: int, seed: int = 0, start: int = 0, *, turns: int = 2) -> None:
-    """Conversations about one cluster each: their tokens are of that cluster, their second turn continues the first one's prefix."""
+    """Yield conversations about one cluster each: their tokens are of that cluster, and the second turn
+    continues the first one's prefix.
+    """
     random = np.random.default_rng(seed)
     for request in range(start, start + count):
         cluster = int(random.integers(K))
@@ -140,7 +142,7 @@ def traffic(learning: ModelLearner, count: int, seed: int = 0, start: int = 0, *
             learning.finished(outcome(name, tokens, prefix=parent or 0, session=request + 1, tenant=1 + cluster % 2), now)
 
 
-# What is learnt
+# Learning
 
 
 def test_every_source_foretells_what_it_saw() -> None:
@@ -211,7 +213,9 @@ def test_a_signature_of_few_tokens_counts_less() -> None:
 
 
 def test_prediction_is_judged_by_what_was_known_before() -> None:
-    """The first request of a tenant teaches the trusts nothing of the tenant: its row was not there when it was asked for."""
+    """A tenant's first request teaches the source weights nothing about the tenant: its row did not exist
+    when it was looked up.
+    """
     learning = learner()
     learning.profiled(profile("a", 1), VERSION, 0.0)
     learning.finished(outcome("a", tenant=6), 0.0)
@@ -343,11 +347,11 @@ def test_clusters_of_another_shape_or_an_older_version_are_refused() -> None:
         learning.adopt(ClusterModel(9, np.ones((K, 1, EXPERTS), np.float32) / EXPERTS, np.ones(K, np.float32) / K, 0.1), [])
 
 
-# Joining
+# Joining reports
 
 
 def said(learning: ModelLearner) -> Any:
-    """Everything that is known, but for what is counted of repetitions."""
+    """Return the complete state without the counts of duplicates."""
     state = learning.state()
     return {name: value for name, value in state.items() if name != "counted"}
 
@@ -355,7 +359,7 @@ def said(learning: ModelLearner) -> Any:
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=12))
 def test_order_and_repetition_of_both_reports_change_nothing(orders: list[tuple[bool, bool, bool]]) -> None:
-    """A pair is learnt from when it is whole, whichever half came first; halves that come again are ignored."""
+    """A pair is learnt from when it is complete, in either order. Duplicates are ignored."""
     plain, mixed = learner(), learner()
     random = np.random.default_rng(0)
     for at, (swapped, again_profile, again_outcome) in enumerate(orders):
@@ -393,7 +397,7 @@ def test_a_flood_of_halves_is_bounded_in_number_and_bytes() -> None:
     assert learning.nbytes < sum((CONFIG.prefix_bytes, CONFIG.session_bytes, CONFIG.tenant_bytes, CONFIG.token_bytes, CONFIG.waiting_bytes))
 
 
-# Telling
+# Publishing
 
 
 @settings(deadline=None, max_examples=15)
@@ -471,7 +475,7 @@ def test_reports_before_any_clusters_are_refused() -> None:
         ModelLearner(CONFIG, 1).profiled(profile("a", 1), VERSION, 0.0)
 
 
-# Surviving
+# Saving and restoring
 
 
 def test_a_restart_changes_nothing() -> None:
@@ -539,12 +543,12 @@ def test_whatever_part_of_a_state_is_garbled_it_is_refused_or_does_no_harm(garba
 
 
 def _paths(state: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Keys of everything in a state, parts and parts of parts."""
+    """Return the keys of everything in a state, recursively."""
     below = [path for key, value in state.items() if isinstance(value, dict) for path in _paths(value, (*above, key))]
     return [(*above, key) for key in state] + below
 
 
-# What is not believed
+# Invalid input
 
 
 @pytest.mark.parametrize(
@@ -597,7 +601,7 @@ def test_an_outcome_that_cannot_be_is_refused_and_changes_nothing(field_name: st
     assert learning.state() == before
 
 
-# Room
+# Memory limits
 
 
 def test_a_megabyte_is_enough_for_a_hundred_thousand_prefixes() -> None:

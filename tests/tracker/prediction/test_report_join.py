@@ -1,4 +1,4 @@
-"""Two reports of one request, whichever comes first."""
+"""Join of two reports of one request, in either order."""
 
 from typing import Any
 

@@ -17,7 +17,7 @@ MEGABYTE = 1 << 20
 
 
 def made(tokens: Any, mark: int = 1) -> NDArray[Any]:
-    """Rows [n] with these tokens behind them."""
+    """Return rows [n] with these tokens of evidence."""
     cells = np.zeros(len(tokens), cell(0))
     cells["tokens"] = tokens
     cells["packed"][:, :2] = (mark, 255)

@@ -1,4 +1,4 @@
-"""Trusts of the sources of prediction, learnt from outcomes."""
+"""Weights of the prediction sources, learnt from outcomes."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ LOG_SHARES = np.log(SHARES)
 
 
 def known(**said: NDArray[Any]) -> SourceEvidence:
-    """What the named sources say [K] of a request."""
+    """Return evidence of the named sources about a request: ratios [K]."""
     ratios, evidence = np.zeros((len(SOURCES), K), np.float32), [0.0] * len(SOURCES)
     for source, ratio in said.items():
         ratios[SOURCES.index(source)] = ratio

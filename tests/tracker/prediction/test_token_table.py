@@ -1,4 +1,4 @@
-"""What each token says of the clusters."""
+"""Evidence of single tokens about clusters."""
 
 from typing import Any
 
