@@ -16,7 +16,7 @@ and one byte may be one ID."""
 
 
 class Detokenizer(Protocol):
-    """Converts IDs to text incrementally. Never raises, whatever the IDs. Holds back the bytes of an
+    """Convert IDs to text incrementally. Never raises, whatever the IDs. Holds back the bytes of an
     unfinished character."""
 
     def feed(self, token: int) -> str: ...
@@ -75,7 +75,7 @@ class WindowDetokenizer:
 
 
 class StopStrings:
-    """Cuts a text at the first complete stop string, and never emits a part of one.
+    """Cut a text at the first complete stop string, and never emit a part of one.
 
     Each stop string has one Knuth-Morris-Pratt automaton. Its state is the length of the longest suffix of
     the text that is a prefix of the stop string. So the largest state is exactly the length of text to hold

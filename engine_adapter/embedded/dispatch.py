@@ -197,7 +197,7 @@ def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class _Calls:
-    """Counts the dispatches of a rank, and checks that only the latest is combined, at most once."""
+    """Dispatch counter of a rank. It checks that only the latest dispatch is combined, at most once."""
 
     def __init__(self) -> None:
         self._made = 0

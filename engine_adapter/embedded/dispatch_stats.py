@@ -90,7 +90,7 @@ def counted(epoch: int, steps: Sequence[FinishedStep], rank: int, *, layers: int
 
 
 def _alone(tokens: int, steps: int, layers: int, top_k: int) -> NDArray[np.float64]:
-    """As `_among`, for one rank: all pairs are local."""
+    """Same as `_among`, for one rank: all pairs are local."""
     return np.broadcast_to(np.array([0.0, tokens * top_k, tokens * top_k, steps])[:, None], (4, layers))
 
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class ForwardPass(Protocol):
-    """Computes a step. See `model_runner.ModelRunner`."""
+    """Forward pass of a rank. See `model_runner.ModelRunner`."""
 
     def forward(self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None) -> Forward: ...
 

@@ -138,7 +138,8 @@ class ReadSettled(NamedTuple):
 
 
 class CellsVerified(NamedTuple):
-    """Checksums were compared. wrong: per cell, a text that names the mismatch; empty where all match."""
+    """Result of a checksum comparison. wrong: per cell, a text that names the mismatch; empty where all
+    match."""
 
     batch: int
     wrong: tuple[str, ...]

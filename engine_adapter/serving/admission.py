@@ -18,7 +18,7 @@ class NoSecret(Exception):
 
 
 class RouterAdmission:
-    """Checks requests against the fleet's secret. Without a secret file, every request is admitted."""
+    """Check of requests against the fleet's secret. Without a secret file, every request is admitted."""
 
     def __init__(self, file: Path | None) -> None:
         """NoSecret when the file cannot be used."""

@@ -46,7 +46,7 @@ class DecodeSteps:
 
 
 class FactLog:
-    """Collects facts between two calls of `take`.
+    """Collection of facts between two calls of `take`.
 
     At most `limit` block hashes are kept. When they are not taken in time, the KV changes are replaced by a
     snapshot of the cache ("cleared", then its contents). The cache bounds its size, and the reader ends up

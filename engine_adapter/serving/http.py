@@ -37,7 +37,7 @@ _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 
 class Tokenizer(Protocol):
-    """Encodes text prompts and names token IDs."""
+    """Encoder of text prompts, with names for token IDs."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -85,7 +85,7 @@ class ClientClosed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """Formats the response to one request."""
+    """Format of the responses to one request."""
 
     id: str
     model: str

@@ -103,7 +103,7 @@ class SimulatedHttp:
 
 
 class _Breaking:
-    """Forwards a limited number of response chunks, then breaks the connection."""
+    """ASGI `send` that forwards a limited number of response chunks and then breaks the connection."""
 
     def __init__(self, send: Send, pieces: int) -> None:
         self._send = send

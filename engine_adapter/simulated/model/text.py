@@ -45,7 +45,7 @@ _SENTENCE = 11
 
 
 class WordTokenizer:
-    """Encodes text, decodes token IDs, and names them. `archive` is for routers."""
+    """Tokenizer of the simulated engine. `archive` is for routers."""
 
     def __init__(self) -> None:
         definition = msgspec.json.encode(_definition())
