@@ -41,14 +41,14 @@ KNOWN = {
     "router.tokenization.tokenizer.ModelTokenizer.from_archive": "in threads in a router; tests call it in their own process",
     "router.openai_api.request_schema.RequestDecoder.chat": "a body of megabytes is decoded on the loop",
     "router.openai_api.request_schema.RequestDecoder.text": "a body of megabytes is decoded on the loop",
-    "router.wait_queue.WaitingRoom._serve": "places are given 16 at once: some five milliseconds of deciding",
+    "router.wait_queue.WaitQueue._serve": "places are given 16 at once: some five milliseconds of deciding",
     "router.upstream.http_client.request_bytes": "a body of megabytes is joined to its head",
     "router.upstream.http_client.Connection.send": "a body of megabytes is copied into the kernel and the transport's buffer at once: 11 ms for 8 MB",
-    "router.sync.fleet_subscriber.Feeds._price": "what tokens cost at each rank, made anew after a join or a placement",
-    "router.fleet_state.view.View.roster": "made anew after a join or a leave: 3 ms at 1,000 ranks, 33 ms at worst",
-    "router.fleet_state.view.View.prices": "made anew after a placement changed",
-    "router.prefix_index.block_index.Holders.sweep": "dictionaries grow at once: 38 ms at a million blocks",
-    "router.prefix_index.kv_event_index.KvIndex.apply": "dictionaries grow at once: 8 / 19 / 35 ms at 175k / 350k / 700k blocks",
+    "router.sync.fleet_subscriber.FleetSubscriber._price": "what tokens cost at each rank, made anew after a join or a placement",
+    "router.fleet_state.view.FleetView.roster": "made anew after a join or a leave: 3 ms at 1,000 ranks, 33 ms at worst",
+    "router.fleet_state.view.FleetView.prices": "made anew after a placement changed",
+    "router.prefix_index.block_index.BlockIndex.sweep": "dictionaries grow at once: 38 ms at a million blocks",
+    "router.prefix_index.kv_event_index.KvEventIndex.apply": "dictionaries grow at once: 8 / 19 / 35 ms at 175k / 350k / 700k blocks",
 }
 """Qualified names of code that may take longer, and why; whoever makes one fast takes it off."""
 
