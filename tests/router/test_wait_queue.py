@@ -311,7 +311,7 @@ async def test_an_error_of_deciding_is_raised_in_its_own_request(opened: Opened)
     await settled()
     if not task.done():
         front.release("running")
-    with pytest.raises(ApiError, match="another way"):
+    with pytest.raises(ApiError, match="another tokenizer"):
         await task
 
 
