@@ -137,7 +137,8 @@ async def run(quick: bool, report: Report) -> dict[Cell, Measured]:
 
 
 async def run_against(revision: str, quick: bool, report: Report) -> dict[str, list[Compared]]:
-    """Run every cell without tracing through this tree's router and another commit's, alternating; by path."""
+    """Run every cell without tracing through this tree's router and another commit's, alternating; by
+    path."""
     rounds, requests = (5, 150) if quick else (9, 400)
     results: dict[str, list[Compared]] = defaultdict(list)
     model = checkpoint_path()

@@ -85,7 +85,8 @@ def agreement(one: list[list[int]], two: list[list[int]]) -> float:
 
 
 def compare(references: list[Side], other: Side, batch: int, tokens: int, rounds: int, report: Report) -> float:
-    """Alternate rounds; the row's ratio is the median over rounds of the ratio to the round's fastest reference."""
+    """Alternate rounds; the row's ratio is the median over rounds of the ratio to the round's fastest
+    reference."""
     rng = np.random.default_rng(batch)
     pairs: list[tuple[Result, Result]] = []
     for _ in range(rounds + 1):

@@ -103,7 +103,7 @@ class Operator:
         self.placement = placement
         self._bus = bus
         self._subjects = subjects
-        self._heard = aiter(heard)
+        self._messages = aiter(heard)
         self._dice = np.random.default_rng(4)
 
     async def swap(self) -> float:
@@ -118,7 +118,7 @@ class Operator:
             raise TypeError(f"the planner answered with {answer!r}")
         async with asyncio.timeout(60):
             while True:
-                message = (await anext(self._heard)).message
+                message = (await anext(self._messages)).message
                 if isinstance(message, PlacementCommitted):
                     self.placement = Placement.from_record(message.placement)
                 aborted = isinstance(message, MigrationAborted)
@@ -184,7 +184,8 @@ def gaps_of(diaries: list[dict[str, NDArray[Any]]], window: Window) -> Seconds:
 
 
 def flip_steps(diary: dict[str, NDArray[Any]]) -> tuple[Seconds, Seconds]:
-    """Return, for every step with a flip, its seconds beyond the median of its neighbours; and that median."""
+    """Return, for every step with a flip, its seconds beyond the median of its neighbours; and that
+    median."""
     lengths = np.diff(diary["step"])
     extra, usual = [], []
     for at in np.flatnonzero(np.diff(diary["epoch"])).tolist():

@@ -141,7 +141,8 @@ def request(repeats: int, rounds: int) -> dict[str, float]:
 
 
 def distinct(rounds: int) -> tuple[float, float]:
-    """Return milliseconds to prepare the clusters, once per version, and to price the mixes of all engines."""
+    """Return milliseconds to prepare the clusters, once per version, and to price the mixes of all
+    engines."""
     chance = np.random.default_rng(0)
     profiles = chance.dirichlet(np.full(EXPERTS, 0.3), size=(CLUSTERS, LAYERS)).astype(np.float32)
     reading = ReadingGroup(ClusterModel(1, profiles, np.full(CLUSTERS, 1 / CLUSTERS, np.float32), 0.1), TOP_K, 0)

@@ -78,7 +78,8 @@ class Scenario:
         return counted(self.requests, self.fleet.experts, self.fleet.prompt)
 
     def qualities(self) -> dict[str, Quality]:
-        """Return the quality by prediction, and as an upper bound the best that the clusters could express."""
+        """Return the quality by prediction, and as an upper bound the best that the clusters could
+        express."""
         everything, completion = self.truth()
         weights = self.weights() | {HINDSIGHT: self.fleet.model.signature(everything).astype(np.float64)}
         return {name: quality(self.expected(each), everything, completion) for name, each in weights.items()}
@@ -253,7 +254,8 @@ def _predictions(report: Report, made: Sequence[Sequence[Scenario]]) -> list[Dif
 
 
 def _not_beaten(report: Report, differences: Sequence[Difference]) -> None:
-    """Require that no interval of combined minus single lies below 0, wherever one source has a prediction."""
+    """Require that no interval of combined minus single lies below 0, wherever one source has a
+    prediction."""
     for measure in ("recall", "KL"):
         values = {f"{each.scenario}, {each.source}": each.recall if measure == "recall" else each.kl for each in differences}
         worst = min(values, key=lambda name: low_and_high(values[name], 1)[1])

@@ -114,7 +114,8 @@ def hits(tenants: int, turns: int, pages: int, *, salted: bool) -> tuple[float, 
 
 
 def hashing_us(salts: tuple[str, ...], repeats: int) -> list[float]:
-    """Return microseconds to hash a new prompt of 4,096 tokens, with its seed, by salt; measured alternately."""
+    """Return microseconds to hash a new prompt of 4,096 tokens, with its seed, by salt; measured
+    alternately."""
     times: list[list[float]] = [[] for _ in salts]
     for at in range(repeats):
         ids = list(range(at, at + 4_096))

@@ -52,7 +52,8 @@ from tracker.service import TrackerService
 
 ROOT = Path(__file__).resolve().parents[1]
 RATE, REPORT_MICROSECONDS, MEMORY_GB, PREDICT_MICROSECONDS, SILENCES = 5000.0, 300.0, 1.0, 60.0, 3.0
-"""Targets: reports per second, microseconds of one, GB of 512 ranks, microseconds of a prediction, fast time constants to a detection."""
+"""Targets: reports per second, microseconds of one, GB of 512 ranks, microseconds of a prediction, fast time
+constants to a detection."""
 RANKS, UNDER_WAY = 64, 1024
 SHAPES = ((4, 32, 40_000), (58, 256, 20_000))
 """layers, experts, messages of a round"""

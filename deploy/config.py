@@ -63,7 +63,8 @@ class Configuration:
         self._checks = checks
 
     def part(self, kind: type[Part]) -> Part:
-        """Build the config dataclass of one section. Raises ConfigError if the dataclass rejects the values."""
+        """Build the config dataclass of one section. Raises ConfigError if the dataclass rejects the
+        values."""
         return self._built(next(section for section, known in self._sections.items() if known is kind), kind)
 
     def _built(self, name: str, kind: type[Part]) -> Part:

@@ -1,4 +1,5 @@
-"""File descriptors: raise the limit to the maximum, and cap connections so that some descriptors stay free."""
+"""File descriptors: raise the limit to the maximum, and cap connections so that some descriptors stay
+free."""
 
 import errno
 import logging

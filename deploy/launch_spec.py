@@ -1,4 +1,5 @@
-"""Messages between supervisor and child: the launch spec, and a file that the child creates once it is ready."""
+"""Messages between supervisor and child: the launch spec, and a file that the child creates once it is
+ready."""
 
 from pathlib import Path
 from typing import Literal

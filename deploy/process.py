@@ -50,7 +50,7 @@ def set_up_logging(level: str, form: str = "text", access_log: str = "-") -> Non
     """
     # Skip look-ups of values that no log line shows.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    lines = LogWriter(STDERR, _told_of_drops)
+    lines = LogWriter(STDERR, _drop_notice)
     lines.setFormatter(JsonFormatter() if form == "json" else WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[lines])
     access = logging.getLogger(ACCESS)
@@ -67,7 +67,7 @@ def set_up_logging(level: str, form: str = "text", access_log: str = "-") -> Non
     access.addHandler(requests)
 
 
-def _told_of_drops(lines: int) -> str:
+def _drop_notice(lines: int) -> str:
     return f"WARNING roost: {lines} log lines before this one were dropped: standard error was not read"
 
 
@@ -86,13 +86,13 @@ def run(part: Coroutine[Any, Any, None], *, expected: Errors, final: Errors = ()
     raise_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop if fast_loop else None) as runner:
         try:
-            return runner.run(_until_told(part))
+            return runner.run(_until_signalled(part))
         except BaseException as error:
-            told = first_of(error, (*expected, *final))
-            if told is None:
+            signalled = first_of(error, (*expected, *final))
+            if signalled is None:
                 raise
-            print_error(f"{told}; {hint}" if hint else str(told))
-            return FINAL if isinstance(told, final) else FAILURE
+            print_error(f"{signalled}; {hint}" if hint else str(signalled))
+            return FINAL if isinstance(signalled, final) else FAILURE
 
 
 def print_error(text: str) -> None:
@@ -112,14 +112,14 @@ def first_of(error: BaseException, kinds: Errors) -> BaseException | None:
     return None
 
 
-async def _until_told(part: Coroutine[Any, Any, None]) -> int:
+async def _until_signalled(part: Coroutine[Any, Any, None]) -> int:
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(part)
-    told = False
+    signalled = False
 
     def stop() -> None:
-        nonlocal told
-        told = True
+        nonlocal signalled
+        signalled = True
         task.cancel()
         for number in SIGNALS:
             loop.remove_signal_handler(number)
@@ -130,7 +130,7 @@ async def _until_told(part: Coroutine[Any, Any, None]) -> int:
     try:
         await task
     except asyncio.CancelledError:
-        if not told:
+        if not signalled:
             raise
     return 0
 

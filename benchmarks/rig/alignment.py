@@ -15,7 +15,7 @@ LOADED = 1.05
 def aligned(model: ClusterModel, ranks: int, epoch: int = 0) -> Placement:
     """Assign each layer's experts in falling order of a rank's excess use over the mean: to that rank while
     it has a free slot and its load allows it, else to the least loaded rank with a slot."""
-    wanted = _wanted(model, homes(model, ranks), ranks)
+    wanted = _demand(model, homes(model, ranks), ranks)
     slots = -(-model.mean.shape[1] // ranks)
     table = np.stack([_layer(wanted[:, layer], model.mean[layer], slots) for layer in range(wanted.shape[1])])
     return Placement(table, experts=model.mean.shape[1], ranks=ranks, epoch=epoch)
@@ -38,8 +38,9 @@ def homes(model: ClusterModel, ranks: int) -> NDArray[np.intp]:
     return home
 
 
-def _wanted(model: ClusterModel, home: NDArray[np.intp], ranks: int) -> NDArray[np.float64]:
-    """Return float64 [ranks, layers, experts]: the share of the traffic with its home on a rank, by expert."""
+def _demand(model: ClusterModel, home: NDArray[np.intp], ranks: int) -> NDArray[np.float64]:
+    """Return float64 [ranks, layers, experts]: the share of the traffic with its home on a rank, by
+    expert."""
     wanted = np.zeros((ranks, *model.mean.shape))
     for cluster, rank in enumerate(home):
         wanted[rank] += model.shares[cluster] * model.profiles[cluster]

@@ -41,7 +41,8 @@ def common_words(texts: list[str]) -> list[str]:
 
 
 def write_model(folder: Path, texts: list[str]) -> None:
-    """A model folder without weights: a byte-level BPE tokenizer trained on the texts, its chat template, and a configuration."""
+    """A model folder without weights: a byte-level BPE tokenizer trained on the texts, its chat template, and
+    a configuration."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

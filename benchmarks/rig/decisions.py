@@ -127,7 +127,7 @@ class Roost:
     def __init__(self, ranks: int, model: ClusterModel, foretold: TableReplica) -> None:
         self.engines = ranks // RANKS
         self.router = RouterService(None, MemoryBroker().subjects, RouterConfig(policy="cost"))
-        self._foretold = foretold
+        self._prediction = foretold
         self._open: deque[Booking] = deque()
         self._decided = 0
         placement = linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS)
@@ -153,7 +153,8 @@ class Roost:
         self.predict(on=True)
 
     def settle(self, ids: list[int]) -> None:
-        """Decide until the first bookings are released: the router then no longer grows with each decision."""
+        """Decide until the first bookings are released: the router then no longer grows with each
+        decision."""
         first = f"{self._decided + 1:016x}"
         self.decide(ids)
         while self.router.picker.kept(first) is not None:
@@ -164,7 +165,7 @@ class Roost:
         foresight = self.router.picker.foresight
         foresight.keep_only(set())
         if on:
-            foresight.replace(MODEL, self._foretold)
+            foresight.replace(MODEL, self._prediction)
 
     def hold(self, held: Held) -> None:
         """Publish the ranks' cached blocks."""

@@ -40,7 +40,8 @@ asyncio.run(main(*sys.argv[1:]))
 
 @contextlib.contextmanager
 def worktree(revision: str) -> Iterator[Path]:
-    """Check out a commit into a temporary folder, removed at the end. Raises typer.BadParameter if git fails."""
+    """Check out a commit into a temporary folder, removed at the end. Raises typer.BadParameter if git
+    fails."""
     with tempfile.TemporaryDirectory() as parent:
         tree = Path(parent) / "tree"
         _git("worktree", "add", "--detach", "--quiet", str(tree), revision)

@@ -74,7 +74,8 @@ class Selection:
         return {(one["worker_id"], one["dp_rank"]): one["device_blocks"] for one in scores["workers"] if one["device_blocks"]}
 
     async def settled(self, ids: list[int], expected: dict[Rank, int]) -> bool:
-        """Wait until the blocks of the last published prompt are indexed; return False if they do not arrive."""
+        """Wait until the blocks of the last published prompt are indexed; return False if they do not
+        arrive."""
         for _ in range(int(_SETTLE_SECONDS / 0.1)):
             if await self.overlap(ids) == expected:
                 return True

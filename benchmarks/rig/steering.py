@@ -181,7 +181,8 @@ def _joined(placement: Placement, speed: EngineSpeed) -> EngineJoined:
 
 
 class _Engine:
-    """Ranks that step together: each computes some prompt tokens and emits a token of every running request."""
+    """Ranks that step together: each computes some prompt tokens and emits a token of every running
+    request."""
 
     def __init__(self, world: World, setting: Setting) -> None:
         self._world, self._setting = world, setting

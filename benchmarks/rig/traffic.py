@@ -21,7 +21,8 @@ ONE_NAME_IN = 5
 
 @dataclass(frozen=True)
 class Routings:
-    """Arrays over requests [R], as `deploy.demo_model.record_routings` writes them. experts: [R, tokens, layers, k]; prompt: tokens of the prompt."""
+    """Arrays over requests [R], as `deploy.demo_model.record_routings` writes them. experts: [R, tokens,
+    layers, k]; prompt: tokens of the prompt."""
 
     tokens: NDArray[Any]
     experts: NDArray[Any]

@@ -39,7 +39,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def permissions(
-    role: Annotated[RoleName | None, typer.Option("--role", help="Print this role only.  [default: all]", show_default=False)] = None,
+    role: Annotated[RoleName | None, typer.Option("--role", help="Print this role only.  \\[default: all]", show_default=False)] = None,
     engine: Annotated[str, typer.Option("--engine", metavar="NAME", help="Engine that the role `engine` may publish for; *: any.")] = "*",
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,

@@ -28,7 +28,7 @@ def migrate(
         typer.Option("--to", metavar="ENGINE/RANK", help="Destination rank, e.g. engine-0/1, or e0/1 for short. With --plan: the ENGINE.", show_default=False),
     ] = None,
     source: Annotated[
-        int | None, typer.Option("--from", metavar="RANK", min=0, help="Rank to read the expert from.  [default: the nearest replica]", show_default=False)
+        int | None, typer.Option("--from", metavar="RANK", min=0, help="Rank to read the expert from.  \\[default: the nearest replica]", show_default=False)
     ] = None,
     move: Annotated[bool, typer.Option("--move", help="Remove the expert from the source rank instead of copying it.")] = False,
     swap: Annotated[int | None, typer.Option("--swap", metavar="EXPERT", min=0, help="Expert of the same layer to send in the opposite direction.")] = None,
@@ -64,9 +64,9 @@ def migrate(
 
 
 def rollback(
-    engine: Annotated[str | None, typer.Argument(help="Engine.  [default: the only one with experts]", show_default=False)] = None,
+    engine: Annotated[str | None, typer.Argument(help="Engine.  \\[default: the only one with experts]", show_default=False)] = None,
     before: Annotated[
-        str | None, typer.Option("--to-before", metavar="PLAN", help="Undo this plan and every later one.  [default: the last plan]", show_default=False)
+        str | None, typer.Option("--to-before", metavar="PLAN", help="Undo this plan and every later one.  \\[default: the last plan]", show_default=False)
     ] = None,
     no_wait: NoWaitOption = NO_WAIT,
     nats: NatsOption = NATS,

@@ -77,8 +77,8 @@ def router(
     backend: Annotated[list[str] | None, typer.Option("--backend", metavar="URL", help="OpenAI-compatible server; repeat for more. Needs no NATS.")] = None,
     api_key_file: ApiKeyOption = None,
     client_keys: ClientKeysOption = None,
-    port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free port.  [default: 8600]", show_default=False)] = None,
-    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.  [default: 127.0.0.1]", show_default=False)] = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free port.  \\[default: 8600]", show_default=False)] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.  \\[default: 127.0.0.1]", show_default=False)] = None,
     processes: ProcessesOption = None,
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,
@@ -163,19 +163,19 @@ def worker(
         typer.Option(
             "--engine",
             help="embedded: Roost's own engine; simulated: no weights, GPU speeds from a model; "
-            "openai: any OpenAI-compatible server at --url.  [default: embedded]",
+            "openai: any OpenAI-compatible server at --url.  \\[default: embedded]",
             show_default=False,
         ),
     ] = None,
     url: Annotated[str | None, typer.Option("--url", help="Server behind --engine openai.")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Name of the engine, unique in the fleet.  [default: engine]", show_default=False)] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the engine, unique in the fleet.  \\[default: engine]", show_default=False)] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Number of ranks of an embedded or simulated engine.  [default: 2]", show_default=False)
+        int | None, typer.Option("--ranks", min=1, help="Number of ranks of an embedded or simulated engine.  \\[default: 2]", show_default=False)
     ] = None,
     model: Annotated[str | None, typer.Option("--model", help="embedded: checkpoint folder; openai: one of the served models.")] = None,
     model_shape: ModelShapeOption = None,
     host: Annotated[
-        str | None, typer.Option("--host", help="Address that the ranks listen on and routers connect to.  [default: 127.0.0.1]", show_default=False)
+        str | None, typer.Option("--host", help="Address that the ranks listen on and routers connect to.  \\[default: 127.0.0.1]", show_default=False)
     ] = None,
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,

@@ -1,4 +1,5 @@
-"""`roost plan`: show or apply the planner's proposal, or compute a first placement from a recorded profile."""
+"""`roost plan`: show or apply the planner's proposal, or compute a first placement from a recorded
+profile."""
 
 import re
 from pathlib import Path
@@ -19,12 +20,13 @@ def add_to(app: typer.Typer) -> None:
 
 
 def plan(
-    engine: Annotated[str | None, typer.Argument(help="Engine.  [default: the only one with experts]", show_default=False)] = None,
+    engine: Annotated[str | None, typer.Argument(help="Engine.  \\[default: the only one with experts]", show_default=False)] = None,
     policy: Annotated[
-        str | None, typer.Option("--policy", metavar="NAME", help=f"{', '.join(POLICIES)}.  [default: as configured]", show_default=False)
+        str | None, typer.Option("--policy", metavar="NAME", help=f"{', '.join(POLICIES)}.  \\[default: as configured]", show_default=False)
     ] = None,
     budget: Annotated[
-        str | None, typer.Option("--budget", metavar="BYTES", help="Limit of bytes to copy, e.g. 2GB or 500MiB.  [default: as configured]", show_default=False)
+        str | None,
+        typer.Option("--budget", metavar="BYTES", help="Limit of bytes to copy, e.g. 2GB or 500MiB.  \\[default: as configured]", show_default=False),
     ] = None,
     memory: Annotated[bool, typer.Option("--memory", help="Also compare further redundant slots with the KV blocks that they take.")] = False,
     dead: Annotated[str | None, typer.Option("--dead", metavar="RANKS", help="Plan as if these ranks were lost, e.g. 3,5.")] = None,
@@ -45,7 +47,7 @@ def plan(
     slots_per_rank: Annotated[int | None, typer.Option("--slots-per-rank", min=1, help="With --profile: expert slots per layer and rank.")] = None,
     nodes: Annotated[
         int | None,
-        typer.Option("--nodes", min=1, help="With --profile: number of machines, each with the same number of ranks.  [default: 1]", show_default=False),
+        typer.Option("--nodes", min=1, help="With --profile: number of machines, each with the same number of ranks.  \\[default: 1]", show_default=False),
     ] = None,
     out: Annotated[
         Path | None,

@@ -61,18 +61,20 @@ def add_to(app: typer.Typer) -> None:
 
 
 def up(
-    engines: Annotated[int | None, typer.Option("--engines", min=0, help="Number of engines.  [default: 1]", show_default=False)] = None,
-    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Number of ranks of each engine.  [default: 2]", show_default=False)] = None,
+    engines: Annotated[int | None, typer.Option("--engines", min=0, help="Number of engines.  \\[default: 1]", show_default=False)] = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Number of ranks of each engine.  \\[default: 2]", show_default=False)] = None,
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="FOLDER", help="Checkpoint folder (Hugging Face Qwen3-MoE).  [default: the demo model]")
+        Path | None, typer.Option("--model", metavar="FOLDER", help="Checkpoint folder (Hugging Face Qwen3-MoE).  \\[default: the demo model]")
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Prefix of engine names: NAME-0, NAME-1, ...  [default: engine]", show_default=False)] = None,
-    port: Annotated[int | None, typer.Option("--port", help="Port of the router; 0: any free port.  [default: 8600]", show_default=False)] = None,
-    host: Annotated[str | None, typer.Option("--host", help="Address the router listens on.  [default: 127.0.0.1]", show_default=False)] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Prefix of engine names: NAME-0, NAME-1, ...  \\[default: engine]", show_default=False)] = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port of the router; 0: any free port.  \\[default: 8600]", show_default=False)] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Address the router listens on.  \\[default: 127.0.0.1]", show_default=False)] = None,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="Use this NATS server instead of starting a private one.")] = NATS,
     engine: Annotated[
         OwnEngineKind | None,
-        typer.Option("--engine", help="embedded: Roost's own engine; simulated: no weights, GPU speeds from a model.  [default: embedded]", show_default=False),
+        typer.Option(
+            "--engine", help="embedded: Roost's own engine; simulated: no weights, GPU speeds from a model.  \\[default: embedded]", show_default=False
+        ),
     ] = None,
     model_shape: ModelShapeOption = None,
     processes: ProcessesOption = None,
@@ -129,7 +131,7 @@ async def _up(settings: Configuration, read: Read) -> None:
         out.print(f"[dim]starting; logs are in {run.path}[/dim]")
         async with Fleet(settings, run, os.environ, lambda text: out.print(f"  {text}", markup=False)) as fleet:
             await fleet.start_up(doors)
-            _tell(settings, fleet, run)
+            _print_summary(settings, fleet, run)
             try:
                 await serve_and_reload(fleet, read)
             finally:
@@ -138,7 +140,7 @@ async def _up(settings: Configuration, read: Read) -> None:
                 doors.close()
 
 
-def _tell(settings: Configuration, fleet: Fleet, run: RunDirectory) -> None:
+def _print_summary(settings: Configuration, fleet: Fleet, run: RunDirectory) -> None:
     """Print the running parts and a first request to try."""
     out, model = console(), served_model(settings)
     ranks, engines = engine_ranks(settings), settings.part(UpConfig).engines

@@ -61,7 +61,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def status(
-    engine: Annotated[str | None, typer.Argument(help="Only this engine.  [default: all]", show_default=False)] = None,
+    engine: Annotated[str | None, typer.Argument(help="Only this engine.  \\[default: all]", show_default=False)] = None,
     url: UrlOption = None,
     api_key_file: KeyFileOption = None,
     ca: CaOption = None,
@@ -105,7 +105,7 @@ def placement(
 
 
 def popularity(
-    model: Annotated[str | None, typer.Option("--model", help="Model.  [default: the one that is served]", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model.  \\[default: the one that is served]", show_default=False)] = None,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", metavar="FILE", help="Also write heat maps, e.g. experts.png, and experts-ENGINE.png by rank (needs the extra `plot`)."),
@@ -140,7 +140,7 @@ def popularity(
 def explain(
     prompt: Annotated[str | None, typer.Argument(help="User message to decide on; it is not run.")] = None,
     decision: Annotated[str | None, typer.Option("--id", metavar="ID", help="Show the decision of a served request (header x-roost-decision-id).")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Model.  [default: the first one served]", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model.  \\[default: the first one served]", show_default=False)] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="max_tokens of the request.")] = None,
     session: Annotated[str | None, typer.Option("--session", metavar="NAME", help="Decide as for this session.")] = None,
     tenant: Annotated[str | None, typer.Option("--tenant", metavar="NAME", help="Decide as for this tenant.")] = None,
@@ -150,7 +150,7 @@ def explain(
     gone: Annotated[
         list[str] | None, typer.Option("--gone", metavar="ENGINE/RANK", help="Decide without this rank, or without all ranks of ENGINE; repeat for more.")
     ] = None,
-    router: Annotated[str | None, typer.Option("--router", metavar="URL", help="URL of the router.  [default: that of the running `roost up`]")] = None,
+    router: Annotated[str | None, typer.Option("--router", metavar="URL", help="URL of the router.  \\[default: that of the running `roost up`]")] = None,
     api_key_file: Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is a key accepted by the router.")] = None,
     ca: CaOption = None,
     as_json: JsonOption = JSON,

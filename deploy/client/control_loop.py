@@ -25,7 +25,7 @@ async def described(bus: Bus, subjects: Subjects) -> LoopDescribed:
 
     Raises NoAnswer without a planner, or with one that does not know the request; BusError without a bus.
     """
-    return await _asked(bus, subjects, DescribeLoop())
+    return await _request(bus, subjects, DescribeLoop())
 
 
 async def steered(bus: Bus, subjects: Subjects, paused: bool, reason: str, say: Callable[[str], None]) -> LoopDescribed:
@@ -36,7 +36,7 @@ async def steered(bus: Bus, subjects: Subjects, paused: bool, reason: str, say: 
     perhaps = False
     for look in range(LOOKS):
         try:
-            return await _asked(bus, subjects, SteerLoop(paused=paused, reason=reason))
+            return await _request(bus, subjects, SteerLoop(paused=paused, reason=reason))
         except NoAnswer as error:
             if not isinstance(error.__cause__, BusTimeout):
                 if perhaps:
@@ -50,7 +50,7 @@ async def steered(bus: Bus, subjects: Subjects, paused: bool, reason: str, say: 
     raise NoAnswer(UNKNOWN if perhaps else f"{SILENCE}; nothing was changed")
 
 
-async def _asked(bus: Bus, subjects: Subjects, question: DescribeLoop | SteerLoop) -> LoopDescribed:
+async def _request(bus: Bus, subjects: Subjects, question: DescribeLoop | SteerLoop) -> LoopDescribed:
     try:
         answer = await bus.request(subjects.loop, question, ASK_SECONDS)
     except BusTimeout as error:

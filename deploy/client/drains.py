@@ -62,7 +62,7 @@ async def find(bus: Bus, subjects: Subjects, text: str) -> DrainTarget:
 
 async def drain(bus: Bus, subjects: Subjects, place: DrainTarget, reason: str) -> None:
     """Store a drain for this target. Raises BusError if it cannot be stored."""
-    await _say(bus, subjects, place.engine, place.rank, draining=True, reason=reason)
+    await _store(bus, subjects, place.engine, place.rank, draining=True, reason=reason)
 
 
 async def undrain(bus: Bus, subjects: Subjects, place: DrainTarget) -> bool:
@@ -77,12 +77,12 @@ async def undrain(bus: Bus, subjects: Subjects, place: DrainTarget) -> bool:
         raise NoSuchTarget(f"engine {engine} is drained as a whole; undo that with: roost drain {engine} --undo, and drain its other ranks singly")
     lifted = list(drained) if place.rank is None else [rank for rank in drained if rank == place.rank]
     for rank in lifted:
-        await _say(bus, subjects, place.engine, rank, draining=False, reason="")
+        await _store(bus, subjects, place.engine, rank, draining=False, reason="")
     return bool(lifted)
 
 
 @dataclass(slots=True)
-class _Heard:
+class _RemainingWork:
     """Remaining work on the target. `running`: sequences running or waiting, by rank; `quiet`: consecutive
     reports without any."""
 
@@ -104,7 +104,7 @@ async def until_idle(bus: Bus, subjects: Subjects, place: DrainTarget, seconds: 
 
     say: called with the progress as text, whenever it changes.
     """
-    heard, told, clock = _Heard(), "", asyncio.get_running_loop().time
+    heard, told, clock = _RemainingWork(), "", asyncio.get_running_loop().time
     until = clock() + seconds
     async with (
         bus.subscribe(subjects.kv_metrics, subjects.reservations) as said,
@@ -125,12 +125,12 @@ async def until_idle(bus: Bus, subjects: Subjects, place: DrainTarget, seconds: 
             await asyncio.sleep(min(LOOK_SECONDS, left))
 
 
-async def _listen(said: Subscription, heard: _Heard, place: DrainTarget) -> None:
+async def _listen(said: Subscription, heard: _RemainingWork, place: DrainTarget) -> None:
     async for received in said:
         heard.note(received.message, place.engine.joined.worker_id)
 
 
-async def _booked(bus: Bus, subjects: Subjects, heard: _Heard, place: DrainTarget) -> int:
+async def _booked(bus: Bus, subjects: Subjects, heard: _RemainingWork, place: DrainTarget) -> int:
     """Count requests that routers have booked there. A router that does not answer counts as gone."""
     wanted = {(place.engine.joined.worker_id, rank) for rank in place.ranks}
     count = 0
@@ -145,7 +145,7 @@ async def _booked(bus: Bus, subjects: Subjects, heard: _Heard, place: DrainTarge
     return count
 
 
-def _state(heard: _Heard, booked: int, place: DrainTarget) -> tuple[bool, str]:
+def _state(heard: _RemainingWork, booked: int, place: DrainTarget) -> tuple[bool, str]:
     """Return whether the target is idle, and its state as text."""
     loads = place.engine.joined.capabilities.load
     silent = [rank for rank in place.ranks if rank not in heard.running] if loads else []
@@ -158,7 +158,7 @@ def _state(heard: _Heard, booked: int, place: DrainTarget) -> tuple[bool, str]:
     return quiet and not booked, f"{running} running or waiting, {booked} booked by routers" if running or booked or not quiet else "idle"
 
 
-async def _say(bus: Bus, subjects: Subjects, engine: EngineNow, rank: int | None, *, draining: bool, reason: str) -> None:
+async def _store(bus: Bus, subjects: Subjects, engine: EngineNow, rank: int | None, *, draining: bool, reason: str) -> None:
     said = RankDrained(engine=engine.joined.engine, worker_id=engine.joined.worker_id, rank=rank, draining=draining, reason=reason)
     await bus.record(subjects.drains(engine.joined.engine, rank), said)
 

@@ -82,7 +82,8 @@ async def members(bus: Bus, subjects: Subjects) -> list[EngineNow]:
 
 
 async def note_plans(bus: Bus, subjects: Subjects, engines: Sequence[EngineNow]) -> None:
-    """Set `migrating` from the last log entry of each engine's plans. Verdicts on earlier plans are skipped."""
+    """Set `migrating` from the last log entry of each engine's plans. Verdicts on earlier plans are
+    skipped."""
     by_worker = {engine.joined.worker_id: engine for engine in engines}
     stored = [received async for received in bus.replay(subjects.migrations(), latest=True, follow=False)]
     here = (received for received in stored if getattr(received.message, "worker_id", None) in by_worker)

@@ -64,7 +64,8 @@ def in_short(name: str) -> str:
 
 @dataclass(slots=True)
 class PlanProgress:
-    """Progress of one plan. `done`: completed handovers; `ranks`: stage of each rank in the current handover."""
+    """Progress of one plan. `done`: completed handovers; `ranks`: stage of each rank in the current
+    handover."""
 
     accepted: MigrationAccepted
     done: int = 0

@@ -24,7 +24,8 @@ def checkpoint_path() -> Path:
 
 
 def heldout_path() -> Path:
-    """Return the folder of held-out documents; `manifest.json` in it names file, domain, licence and source of each."""
+    """Return the folder of held-out documents; `manifest.json` in it names file, domain, licence and source
+    of each."""
     return _HERE / "heldout"
 
 

@@ -38,7 +38,8 @@ CHAT_TEMPLATE = (
 
 
 def build_config() -> Qwen3MoeConfig:
-    """Return the configuration: 5.29 M parameters, 4 layers of 32 experts with 4 active, 8 query heads over 2 KV heads.
+    """Return the configuration: 5.29 M parameters, 4 layers of 32 experts with 4 active, 8 query heads over 2
+    KV heads.
 
     8 query heads make tensor parallelism over 4 ranks legal, and 2 KV heads make it replicate KV heads there.
     """
@@ -87,7 +88,8 @@ def set_expert_kernel(model: Qwen3MoeForCausalLM, kernel: str) -> None:
 
 
 def load_model(folder: Path) -> Qwen3MoeForCausalLM:
-    """Return a checkpoint's model for evaluation: its bf16 weights, computed in fp32 with the reference expert kernel."""
+    """Return a checkpoint's model for evaluation: its bf16 weights, computed in fp32 with the reference
+    expert kernel."""
     model: Qwen3MoeForCausalLM = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
     set_expert_kernel(model, "eager")
     return model.eval()
@@ -98,7 +100,8 @@ def router_outputs(model: Qwen3MoeForCausalLM) -> Iterator[list[tuple[torch.Tens
     """Collect what the routers decide in the forward passes made inside.
 
     Yields:
-        A list that gets, per layer and pass, (router logits [tokens, experts], chosen experts [tokens, k] by falling weight).
+        A list that gets, per layer and pass, (router logits [tokens, experts], chosen experts [tokens, k] by
+        falling weight).
     """
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     handles = [layer.mlp.gate.register_forward_hook(lambda _module, _inputs, output: seen.append((output[0], output[2]))) for layer in model.model.layers]
@@ -127,9 +130,10 @@ def write_checkpoint(model: Qwen3MoeForCausalLM, folder: Path) -> None:
 def tokenizer_definition() -> dict[str, Any]:
     """Return `tokenizer.json`: 256 tokens, id == byte, no merges, byte 0 as end of sequence.
 
-    The end-of-sequence token is spelt as the character U+0000 itself. Were it spelt as byte 0's stand-in in the byte-level
-    alphabet (the letter A with macron), that letter in a text would be taken for the special token. Byte 0 only ever occurs
-    in UTF-8 as U+0000, which is split off before the byte-level step, so the alphabet needs no entry for it.
+    The end-of-sequence token is spelt as the character U+0000 itself. Were it spelt as byte 0's stand-in in
+    the byte-level alphabet (the letter A with macron), that letter in a text would be taken for the special
+    token. Byte 0 only ever occurs in UTF-8 as U+0000, which is split off before the byte-level step, so the
+    alphabet needs no entry for it.
     """
     vocabulary = {letter: byte for byte, letter in enumerate(_byte_letters())} | {"\x00": EOS_ID}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -159,7 +163,8 @@ def tokenizer_definition() -> dict[str, Any]:
 
 
 def _byte_letters() -> list[str]:
-    """Return the byte-level alphabet: for each byte 0..255 the printable letter that stands for it (byte 0: left to the caller)."""
+    """Return the byte-level alphabet: for each byte 0..255 the printable letter that stands for it (byte 0:
+    left to the caller)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     stand_ins = iter(range(256, 512))
     letters = [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(VOCABULARY)]

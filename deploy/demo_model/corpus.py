@@ -71,7 +71,8 @@ def find_documents(domain: str) -> list[Document]:
 def gather(held_out: Sequence[bytes], *, seed: int, report: Callable[[str], None]) -> dict[str, list[Document]]:
     """Return the training documents of each domain found, about `DOMAIN_BYTES` of each, shuffled by `seed`.
 
-    `held_out` are texts no training document may be a near copy of. `report` is called with one line per domain.
+    `held_out` are texts no training document may be a near copy of. `report` is called with one line per
+    domain.
 
     Raises:
         CorpusError: no domain has any document.
@@ -95,7 +96,8 @@ def gather(held_out: Sequence[bytes], *, seed: int, report: Callable[[str], None
 
 
 def _choose(found: list[Document], forbidden: "NearCopies", order: random.Random) -> list[Document]:
-    """Return documents in random order until there are `DOMAIN_BYTES`, none of them a near copy of a forbidden text."""
+    """Return documents in random order until there are `DOMAIN_BYTES`, none of them a near copy of a
+    forbidden text."""
     kept: list[Document] = []
     total = 0
     order.shuffle(found)
@@ -107,7 +109,8 @@ def _choose(found: list[Document], forbidden: "NearCopies", order: random.Random
 
 
 def concatenate(documents: Iterable[Document]) -> npt.NDArray[np.uint8]:
-    """Return the documents one after another, each ended by `SEPARATOR`, as bytes (uint8, one-dimensional)."""
+    """Return the documents one after another, each ended by `SEPARATOR`, as bytes (uint8,
+    one-dimensional)."""
     return np.frombuffer(b"".join(document.text + SEPARATOR for document in documents), dtype=np.uint8)
 
 
@@ -137,7 +140,8 @@ class NearCopies:
 
 
 def _shingles(text: bytes) -> set[int]:
-    """Return the hashes of all runs of `SHINGLE_WORDS` words; a word is a run of ASCII letters and digits or one other letter."""
+    """Return the hashes of all runs of `SHINGLE_WORDS` words; a word is a run of ASCII letters and digits or
+    one other letter."""
     words = re.findall(r"[A-Za-z0-9_]+|[^\x00-\x7f]", text.decode("utf-8", "replace").lower())
     return {hash(tuple(words[start : start + SHINGLE_WORDS])) for start in range(len(words) - SHINGLE_WORDS + 1)}
 
@@ -242,7 +246,8 @@ _FINDERS: dict[str, Callable[[], Iterator[Path]]] = {
 
 
 def _read(path: Path, domain: str) -> bytes:
-    """Return the text of a file as UTF-8, at most `DOCUMENT_BYTES` from its middle; empty when it is not UTF-8 text."""
+    """Return the text of a file as UTF-8, at most `DOCUMENT_BYTES` from its middle; empty when it is not
+    UTF-8 text."""
     try:
         if path.suffix == ".mo":
             text = _messages(path)
@@ -274,7 +279,8 @@ _ENGLISH = frozenset("the of is to and a in be by for are this that or with it f
 
 
 def middle(text: bytes, limit: int) -> bytes:
-    """Return at most `limit` bytes from the middle of `text`, from the start of a line and never half a character."""
+    """Return at most `limit` bytes from the middle of `text`, from the start of a line and never half a
+    character."""
     if len(text) <= limit:
         return text
     start = (len(text) - limit) // 2

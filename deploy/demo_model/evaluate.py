@@ -67,7 +67,8 @@ class RoutingSkew:
 
 
 def losses_by_domain(model: Qwen3MoeForCausalLM, documents: Sequence[Document]) -> dict[str, float]:
-    """Return per domain the mean cross-entropy (nats per byte) over whole windows of `WINDOW` tokens of `documents`."""
+    """Return per domain the mean cross-entropy (nats per byte) over whole windows of `WINDOW` tokens of
+    `documents`."""
     training = model.training
     model.eval()
     losses: dict[str, list[float]] = {}
@@ -80,7 +81,8 @@ def losses_by_domain(model: Qwen3MoeForCausalLM, documents: Sequence[Document]) 
 
 
 def losses_by_position(model: Qwen3MoeForCausalLM, documents: Sequence[Document], edges: Sequence[int]) -> list[float]:
-    """Return the mean cross-entropy (nats per byte) between neighbouring `edges` (positions) of windows of the full context length."""
+    """Return the mean cross-entropy (nats per byte) between neighbouring `edges` (positions) of windows of
+    the full context length."""
     texts = [document.text for document in documents if len(document.text) >= CONTEXT_LENGTH]
     sums = torch.zeros(CONTEXT_LENGTH - 1)
     for text in texts:
@@ -107,7 +109,8 @@ def control_model(seed: int = 0) -> Qwen3MoeForCausalLM:
 
 
 def measure_skew(arrays: dict[str, npt.NDArray[Any]]) -> RoutingSkew:
-    """Return the skew of the `test` requests with their own text of a file of `record_routings`; priors are learnt on its `fit` ones."""
+    """Return the skew of the `test` requests with their own text of a file of `record_routings`; priors are
+    learnt on its `fit` ones."""
     split = int(arrays["prompt"])
     fit = arrays["part"] == 0
     test = (arrays["part"] == 1) & ~arrays["sampled"]
@@ -132,13 +135,15 @@ def measure_skew(arrays: dict[str, npt.NDArray[Any]]) -> RoutingSkew:
 
 
 def histograms(experts: npt.NDArray[np.uint8], count: int = 32) -> Floats:
-    """Return each request's share of choices per expert: uint8 [requests, tokens, layers, k] -> float [requests, layers, experts]."""
+    """Return each request's share of choices per expert: uint8 [requests, tokens, layers, k] -> float
+    [requests, layers, experts]."""
     layers = [np.stack([(experts[:, :, layer] == expert).mean((1, 2)) for expert in range(count)], -1) for layer in range(experts.shape[2])]
     return np.stack(layers, 1)
 
 
 def favourite_mass(predicted: Floats, actual: Floats, count: int = FAVOURITES) -> float:
-    """Return the mass of `actual` on the `count` favourites of `predicted`, averaged: both float [..., layers, experts], broadcast."""
+    """Return the mass of `actual` on the `count` favourites of `predicted`, averaged: both float [...,
+    layers, experts], broadcast."""
     order = np.argsort(-predicted, axis=-1, kind="stable")[..., :count]
     order = np.broadcast_to(order, (*actual.shape[:-1], count))
     return float(np.take_along_axis(actual, order, -1).sum(-1).mean())
@@ -167,7 +172,8 @@ def main(
     checkpoint: Annotated[Path, typer.Option(help="Folder of the checkpoint.")] = CHECKPOINT,
     routings: Annotated[Path, typer.Option(help="Routings recorded with that checkpoint.")] = ROUTINGS,
 ) -> None:
-    """Print loss and skew on the held-out documents, with the untrained control's skew on the same requests."""
+    """Print loss and skew on the held-out documents, with the untrained control's skew on the same
+    requests."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     documents = read_documents("test")
     model = load_model(checkpoint)

@@ -78,8 +78,8 @@ _PACKAGE_LISTS = Path("/var/lib/dpkg/info")
 def read_manifest() -> list[dict[str, Any]]:
     """Return the manifest's entries.
 
-    Each has part (`test` or `fit`), domain, licence, notice (its file in `licences/`), source, package, bytes and
-    sha256; `test` ones also file.
+    Each has part (`test` or `fit`), domain, licence, notice (its file in `licences/`), source, package, bytes
+    and sha256; `test` ones also file.
     """
     entries: list[dict[str, Any]] = json.loads((heldout_path() / "manifest.json").read_text("ascii"))["documents"]
     return entries
@@ -116,7 +116,8 @@ def texts_not_to_train_on() -> list[bytes]:
 
 
 def choose(seed: int) -> Iterator[tuple[str, str, str, Document]]:
-    """Yield (part, licence, package, excerpt) for the documents of each domain, chosen at random among the permissive ones."""
+    """Yield (part, licence, package, excerpt) for the documents of each domain, chosen at random among the
+    permissive ones."""
     packages = _owners()
     for domain in DOMAINS:
         chosen = NearCopies()
@@ -187,7 +188,8 @@ def _write(chosen: Iterable[tuple[str, str, str, Document]], folder: Path) -> No
 
 
 def main(seed: Annotated[int, typer.Option(help="Seed of the choice of documents.")] = 0) -> None:
-    """Choose the held-out documents anew from this machine and write them with their manifest. Invalidates model and routings."""
+    """Choose the held-out documents anew from this machine and write them with their manifest. Invalidates
+    model and routings."""
     chosen = list(choose(seed))
     for domain in DOMAINS:
         shutil.rmtree(heldout_path() / domain, ignore_errors=True)

@@ -46,7 +46,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Return about U V^T for matrix = U S V^T: singular values between 0.7 and 1.2, by a quintic Newton-Schulz iteration.
+    """Return about U V^T for matrix = U S V^T: singular values between 0.7 and 1.2, by a quintic
+    Newton-Schulz iteration.
 
     Args:
         matrix: float [..., rows, columns].

@@ -94,7 +94,8 @@ def window_length(step: int, steps: int) -> int:
 
 
 def rate(step: int, steps: int) -> float:
-    """Return the learning rate of a step as a part of its peak: a linear warm-up, then a cosine down to `FLOOR`."""
+    """Return the learning rate of a step as a part of its peak: a linear warm-up, then a cosine down to
+    `FLOOR`."""
     if step <= WARM_UP_STEPS:
         return step / WARM_UP_STEPS
     progress = (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS)
@@ -108,7 +109,8 @@ def draw_batch(corpus: Sequence[npt.NDArray[np.uint8]], length: int, random: np.
 
 
 def _losses(model: Qwen3MoeForCausalLM, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean cross-entropy (nats per byte) and the load-balance loss (1 when all experts are used alike)."""
+    """Return the mean cross-entropy (nats per byte) and the load-balance loss (1 when all experts are used
+    alike)."""
     with router_outputs(model) as routed:
         logits = model(input_ids=batch, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
@@ -135,7 +137,8 @@ def main(
     threads: Annotated[int, typer.Option(min=1, help="Torch threads. One is reproducible bit for bit; two on two busy cores are slower than one.")] = 1,
     every: Annotated[int, typer.Option(min=1, help="Steps between evaluations and checkpoints.")] = 200,
 ) -> None:
-    """Train the demo model from scratch on text found on this machine (about a quarter of an hour on one free core)."""
+    """Train the demo model from scratch on text found on this machine (about a quarter of an hour on one free
+    core)."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     disable_progress_bar()
     torch.set_num_threads(threads)

@@ -338,7 +338,8 @@ class LimitedProtocol(HttpToolsProtocol):
                 self.transport.close()
 
     def _refuse(self, refused: _Refused) -> None:
-        """Send the error and close. An answer that is being sent is finished first, and replaces the error."""
+        """Send the error and close. An answer that is being sent is finished first, and replaces the
+        error."""
         self._count(refused.cause)
         own_body = self._phase is _BODY
         self._phase, self._due = _REFUSED, inf

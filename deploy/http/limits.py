@@ -48,15 +48,15 @@ class CutConnections:
         """Create the counter. count: also called for each connection."""
         self._also = count
         self._clock = clock
-        self._unsaid: Counter[str] = Counter()
+        self._unlogged: Counter[str] = Counter()
         self._silent_until = clock()
 
     def count(self, cause: str) -> None:
         if self._also is not None:
             self._also(cause)
-        self._unsaid[cause] += 1
+        self._unlogged[cause] += 1
         now = self._clock()
         if now >= self._silent_until:
             self._silent_until = now + LOG_SECONDS
-            log.warning("connections of clients were cut: %s", ", ".join(f"{number} {name}" for name, number in self._unsaid.items()))
-            self._unsaid.clear()
+            log.warning("connections of clients were cut: %s", ", ".join(f"{number} {name}" for name, number in self._unlogged.items()))
+            self._unlogged.clear()

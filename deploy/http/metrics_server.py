@@ -19,7 +19,8 @@ _TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class MetricsApp:
-    """Raw ASGI application that serves a metrics registry. With a key, /metrics requires it as bearer token."""
+    """Raw ASGI application that serves a metrics registry. With a key, /metrics requires it as bearer
+    token."""
 
     def __init__(self, exposition: Callable[[], bytes], key: SharedSecret | None = None) -> None:
         self._exposition = exposition

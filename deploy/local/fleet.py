@@ -239,7 +239,7 @@ class Fleet:
         await self._all_ready()
         for url in doors.urls if up.engines else ():
             await self._watched(_good(f"{url}/ready"))
-        self._tell_where()
+        self._write_record()
 
     async def start_routers(self, doors: RouterSockets, *, bus: bool) -> None:
         """Start the router's processes for engines elsewhere, and return when they serve. bus: on the
@@ -249,7 +249,7 @@ class Fleet:
             await _reach_nats(self.nats_url)
         await self.add(*self._routers(self._ground(), doors, bus=bus))
         await self._all_ready()
-        self._tell_where()
+        self._write_record()
 
     async def start_engine(self) -> None:
         """Start one engine that joins a fleet on a NATS server elsewhere, and return when it has joined.
@@ -258,7 +258,7 @@ class Fleet:
         await _reach_nats(self.nats_url)
         await self.add(self._engine(self._worker.name, self._ground()))
         await self._all_ready()
-        self._tell_where()
+        self._write_record()
 
     async def serve(self) -> None:
         """Keep everything running until cancelled. Raises UnitFailed when a part is given up; of several
@@ -294,7 +294,7 @@ class Fleet:
         self._say("settings were read again; routers, planner and engines are notified")
         async with asyncio.TaskGroup() as tasks:  # a unit that is restarting must not delay the others
             for unit in self.reading_units:
-                tasks.create_task(_tell_to_read(unit), name=f"tell {unit.name} to read its settings")
+                tasks.create_task(_notify(unit), name=f"tell {unit.name} to read its settings")
 
     async def _audit(self, said: ConfigChanged) -> None:
         """Store the event, if there is a bus."""
@@ -333,7 +333,8 @@ class Fleet:
         return f"{self._worker.name}-{number}"
 
     def _make_fleet_secret(self) -> None:
-        """Create a random fleet secret in the run directory, for routers and ranks whose settings name none."""
+        """Create a random fleet secret in the run directory, for routers and ranks whose settings name
+        none."""
         unset = [(section, "fleet_secret_file") for section in ("router", "worker")]
         unset = [key for key in unset if dict(self._settings.items())[key].value is None]
         file = self._run.path / FLEET_SECRET
@@ -412,13 +413,13 @@ class Fleet:
 
     async def _all_ready(self) -> None:
         waiting = [unit for unit in self._units if not unit.is_ready]
-        await self._watched(asyncio.gather(*(self._tell_ready(unit) for unit in waiting)))
+        await self._watched(asyncio.gather(*(self._report_ready(unit) for unit in waiting)))
 
-    async def _tell_ready(self, unit: Unit) -> None:
+    async def _report_ready(self, unit: Unit) -> None:
         await unit.ready()
         self._say(f"{unit.name} is ready ({time.monotonic() - self._began:.1f} s)")
 
-    def _tell_where(self) -> None:
+    def _write_record(self) -> None:
         namespace = self._settings.part(BusConfig).namespace
         engines = tuple(launcher.name for launcher in self.engines)
         nats, router = self.nats_url or None, self.router_url or None
@@ -444,7 +445,7 @@ class Fleet:
             await asyncio.to_thread(self._run.shorten_logs)
 
 
-async def _tell_to_read(unit: Unit) -> None:
+async def _notify(unit: Unit) -> None:
     """Notify a unit once it serves. A unit that is given up is skipped; `serve` reports it."""
     with contextlib.suppress(UnitFailed):
         await unit.ready()

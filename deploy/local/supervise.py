@@ -294,7 +294,8 @@ class Unit:
         return f"no answer to {misses} health probes"
 
     def _is_needed(self) -> bool:
-        """True while another unit of the group restarts: until it serves, this one may be all that clients have."""
+        """True while another unit of the group restarts: until it serves, this one may be all that clients
+        have."""
         return any(not unit.is_ready and not unit.is_given_up for unit in self._group if unit is not self)
 
     async def _answers(self, incarnation: Incarnation) -> bool:

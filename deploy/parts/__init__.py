@@ -1,1 +1,2 @@
-"""Each part of Roost as a process: router, tracker, planner, ranks, simulated engines, agents of static backends."""
+"""Each part of Roost as a process: router, tracker, planner, ranks, simulated engines, agents of static
+backends."""

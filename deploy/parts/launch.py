@@ -18,7 +18,8 @@ def log_as_set(settings: Configuration) -> None:
 
 
 def run_part(name: str, settings: Configuration, environment: Mapping[str, str], *arguments: Any) -> int:
-    """Run `serve` of the module `deploy.parts.<name>` until it ends or is stopped. Returns the exit status."""
+    """Run `serve` of the module `deploy.parts.<name>` until it ends or is stopped. Returns the exit
+    status."""
     service = "roost-engine" if name in ("rank", "simulated") else f"roost-{name}"
     part = importlib.import_module(f"deploy.parts.{name}")
     try:

@@ -46,7 +46,8 @@ async def serve(
     worker: WorkerConfig,
     ready: Path,
 ) -> None:
-    """Serve until cancelled. Raises EngineFailed, BusError, NameTaken or TransferError (perhaps in a group)."""
+    """Serve until cancelled. Raises EngineFailed, BusError, NameTaken or TransferError (perhaps in a
+    group)."""
     name, subjects = f"{order.engine}/{order.rank}", Subjects(bus_config.namespace)
     who = AgentIdentity(engine=order.engine, worker_id=order.worker_id, node=socket.gethostname(), urls=order.urls, replaces=order.replaces)
     async with AsyncExitStack() as stack:

@@ -1,4 +1,5 @@
-"""Conditions for listening on an address that other machines reach: client keys or the fleet secret, and TLS."""
+"""Conditions for listening on an address that other machines reach: client keys or the fleet secret, and
+TLS."""
 
 import ipaddress
 import socket

@@ -1,4 +1,5 @@
-"""TLS of the HTTP servers of routers and ranks. Certificate files can be reloaded while connections are open."""
+"""TLS of the HTTP servers of routers and ranks. Certificate files can be reloaded while connections are
+open."""
 
 import ssl
 from pathlib import Path

@@ -34,7 +34,8 @@ class PlainFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (RFC 3339, UTC), level, logger, message, and the traceback of an error."""
+    """One JSON object per line: time (RFC 3339, UTC), level, logger, message, and the traceback of an
+    error."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -61,7 +62,7 @@ class LogWriter(logging.Handler):
         self._notice = notice
         self._held: list[str] = []
         self._characters = 0
-        self._untold = 0
+        self._unreported = 0
         self._guard = threading.Lock()
         """guards the four fields above; never held during a write"""
         self._work, self._hurry, self._idle = threading.Event(), threading.Event(), threading.Event()
@@ -99,7 +100,7 @@ class LogWriter(logging.Handler):
 
     def _drop(self, lines: int) -> None:
         self.dropped += lines
-        self._untold += lines
+        self._unreported += lines
 
     def _run(self) -> None:
         while True:
@@ -108,16 +109,16 @@ class LogWriter(logging.Handler):
             self._work.clear()
             with self._guard:
                 lines, self._held, self._characters = self._held, [], 0
-                untold = self._untold
-            if lines or untold:
-                self._write_lines(lines, untold)
+                unreported = self._unreported
+            if lines or unreported:
+                self._write_lines(lines, unreported)
             with self._guard:
                 if not self._held:
                     self._idle.set()
 
-    def _write_lines(self, lines: list[str], untold: int) -> None:
-        """Write lines. untold: lines dropped after these for lack of room."""
-        notice = [self._notice(untold)] if untold else []
+    def _write_lines(self, lines: list[str], unreported: int) -> None:
+        """Write lines. unreported: lines dropped after these for lack of room."""
+        notice = [self._notice(unreported)] if unreported else []
         try:
             self._write("\n".join([*lines, *notice]) + "\n")
         except OSError:  # its reader has gone; a later write may find another one
@@ -125,7 +126,7 @@ class LogWriter(logging.Handler):
                 self._drop(len(lines))
         else:
             with self._guard:
-                self._untold -= untold
+                self._unreported -= unreported
 
     def _write(self, text: str) -> None:
         left = memoryview(text.encode(errors="backslashreplace"))

@@ -26,7 +26,8 @@ _DOT = 5.0
 def draw(path: Path, rows: Rows, title: str) -> None:
     """Write one picture; the format is the path's ending.
 
-    OSError when the file cannot be written, ValueError for an unknown format. No window is opened and no global state is used.
+    OSError when the file cannot be written, ValueError for an unknown format. No window is opened and no
+    global state is used.
     """
     shown = [row for row in rows[:MOST] if row]
     heights = [min(FEWEST_INCHES + INCHES_PER_ROW * max(len(panel.values) for panel in row), MOST_INCHES) for row in shown]

@@ -37,7 +37,7 @@ CONFIG: Path | None = None
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 JSON = False
 NatsOption = Annotated[
-    str | None, typer.Option("--nats", metavar="URL", help="NATS server, e.g. nats://127.0.0.1:4222.  [default: that of the running `roost up`]")
+    str | None, typer.Option("--nats", metavar="URL", help="NATS server, e.g. nats://127.0.0.1:4222.  \\[default: that of the running `roost up`]")
 ]
 NATS: str | None = None
 ClientKeysOption = Annotated[
@@ -52,13 +52,15 @@ TlsKeyOption = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", 
 TlsTerminatedOption = Annotated[bool, typer.Option("--tls-terminated", help="A proxy or a service mesh terminates TLS: listen without it.")]
 InsecureOption = Annotated[bool, typer.Option("--insecure", help="Allow listening for other machines without keys and TLS.")]
 ProcessesOption = Annotated[
-    int | None, typer.Option("--processes", min=1, help="Router processes that share the port and their state.  [default: 1]", show_default=False)
+    int | None, typer.Option("--processes", min=1, help="Router processes that share the port and their state.  \\[default: 1]", show_default=False)
 ]
-ModelShapeOption = Annotated[str | None, typer.Option("--model-shape", help="simulated: deepseek-v3, qwen3-235b or demo.  [default: demo]", show_default=False)]
+ModelShapeOption = Annotated[
+    str | None, typer.Option("--model-shape", help="simulated: deepseek-v3, qwen3-235b or demo.  \\[default: demo]", show_default=False)
+]
 AccessLogOption = Annotated[
     str | None,
     typer.Option(
-        "--access-log", metavar="FILE|none", help="Destination of request lines; a file may be rotated.  [default: standard output]", show_default=False
+        "--access-log", metavar="FILE|none", help="Destination of request lines; a file may be rotated.  \\[default: standard output]", show_default=False
     ),
 ]
 Flags = Mapping[Key, tuple[str, Any]]

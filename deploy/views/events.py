@@ -30,7 +30,7 @@ def show_events(bus_config: BusConfig, kinds: set[str], since: float | None, *, 
     line = _json_line if as_json else _line
 
     async def print_all(bus: Bus, subjects: Subjects) -> None:
-        async with aclosing(_heard(bus, subjects) if since is None else _replayed(bus, subjects, since, follow)) as source:
+        async with aclosing(_received(bus, subjects) if since is None else _replayed(bus, subjects, since, follow)) as source:
             async for received in source:
                 if not kinds or kind_of(received.message) in kinds:
                     show(line(received))
@@ -43,9 +43,9 @@ def kind_of(message: Message) -> str:
     return KV_EVENTS if isinstance(message, tuple) else type(message).__name__
 
 
-async def _heard(bus: Bus, subjects: Subjects) -> AsyncGenerator[Received, None]:
-    async with bus.subscribe(subjects.everything) as heard:
-        async for received in heard:
+async def _received(bus: Bus, subjects: Subjects) -> AsyncGenerator[Received, None]:
+    async with bus.subscribe(subjects.everything) as subscription:
+        async for received in subscription:
             yield received
 
 

@@ -114,7 +114,7 @@ def _show(bus_config: BusConfig, ask: Callable[[Bus, Subjects], Awaitable[Order]
     if shown.course is None:
         note(f"interrupted before the planner answered; it may still carry out the request: {LOOK}")
         raise typer.Exit(INTERRUPTED)
-    _tell(shown.course, manner, left=shown.left, also=also or {})
+    _print_result(shown.course, manner, left=shown.left, also=also or {})
 
 
 class _Shown:
@@ -166,7 +166,7 @@ def outcome(course: PlanProgress) -> str:
     return "given up" if course.given_up is not None else "done" if course.over else "under way"
 
 
-def _tell(course: PlanProgress, manner: OutputForm, *, left: bool, also: dict[str, Any]) -> None:
+def _print_result(course: PlanProgress, manner: OutputForm, *, left: bool, also: dict[str, Any]) -> None:
     accepted, failed = course.accepted, course.given_up
     if manner.as_json:
         show(in_json({**also, **as_record(course)}))

@@ -1,4 +1,5 @@
-"""`roost top`: live `roost status`. A screen redrawn every second, lines of text without a terminal, or JSON."""
+"""`roost top`: live `roost status`. A screen redrawn every second, lines of text without a terminal, or
+JSON."""
 
 import asyncio
 import os
@@ -170,12 +171,12 @@ class TextPage:
     """Text, one page after another; of events only new ones."""
 
     def __init__(self) -> None:
-        self._told = 0
+        self._printed = 0
 
     def show(self, watch: FleetWatch) -> None:
         now, live = time.time(), watch.live
-        new = live.happened - self._told
-        self._told = live.happened
+        new = live.happened - self._printed
+        self._printed = live.happened
         body = fitting(list(live.engines.values()), watch.loop, now, sys.maxsize, live.figures())
         head = Text(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))}  {watch.where}  {watch.tokens_per_second:,.0f} tokens/s")
         show("\n".join(line.plain for line in [head, *body, *happened(list(live.events)[-new:] if new else [])]) + "\n")
@@ -185,12 +186,12 @@ class JsonPage:
     """One JSON object per update."""
 
     def __init__(self) -> None:
-        self._told = 0
+        self._printed = 0
 
     def show(self, watch: FleetWatch) -> None:
         live = watch.live
-        new = live.happened - self._told
-        self._told = live.happened
+        new = live.happened - self._printed
+        self._printed = live.happened
         show(in_json(self._record(watch, list(live.events)[-new:] if new else [])))
 
     def _record(self, watch: FleetWatch, events: Sequence[EventLine]) -> dict[str, Any]:
@@ -217,14 +218,14 @@ def show_top(bus_config: BusConfig, interval: float, *, once: bool, as_json: boo
         watch = FleetWatch(bus, subjects, where)
         ended = asyncio.Event()
         async with watch.going_on(interval):
-            await _heard_enough(watch)
+            await _first_interval(watch)
             with ExitStack() as stack:
                 await _turns(watch, stack.enter_context(_shown_on(console, ended, as_json=as_json, once=once)), ended, interval, once=once)
 
     on_bus(bus_config, work)
 
 
-async def _heard_enough(watch: FleetWatch) -> None:
+async def _first_interval(watch: FleetWatch) -> None:
     """Wait until the first page covers one interval of heartbeats and load reports."""
     try:
         async with asyncio.timeout(LISTEN_SECONDS):

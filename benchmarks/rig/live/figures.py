@@ -1,4 +1,5 @@
-"""Figures of a serving fleet from its own messages: token destinations, copied bytes, decisions, by interval."""
+"""Figures of a serving fleet from its own messages: token destinations, copied bytes, decisions, by
+interval."""
 
 import asyncio
 import time
@@ -124,7 +125,8 @@ class Watcher:
                 self.placements.append((now, Placement.from_record(message.placement)))
 
     def sent(self, begin: float, end: float) -> Sent:
-        """Return the dispatch figures of (begin, end]; a report counts at its arrival, at most a second late."""
+        """Return the dispatch figures of (begin, end]; a report counts at its arrival, at most a second
+        late."""
         return sent(one for heard, one in self.dispatched if begin < heard <= end)
 
     def bytes_moved(self, begin: float, end: float) -> int:

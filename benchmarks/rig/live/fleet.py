@@ -95,7 +95,8 @@ class LiveFleet:
         self.settings = settings
 
     async def restart(self, part: str, between: Callable[[], None] = lambda: None) -> None:
-        """Kill a part (tracker, planner); the supervisor restarts it. between: called while the part is down."""
+        """Kill a part (tracker, planner); the supervisor restarts it. between: called while the part is
+        down."""
         before = self.processes()[part]
         ready = next(self.folder.glob("roost/run-*/")) / f"{part}.ready"
         before.kill()

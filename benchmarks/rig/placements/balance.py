@@ -1,4 +1,5 @@
-"""Rows of the placement benchmark: a full placement for balance, compared with EPLB and with an upper bound."""
+"""Rows of the placement benchmark: a full placement for balance, compared with EPLB and with an upper
+bound."""
 
 from itertools import groupby
 from statistics import mean, median
