@@ -146,7 +146,7 @@ class RouterService:
 
     @property
     def bus_silent(self) -> bool:
-        """True while the bus is disconnected, so that missing heartbeats say nothing about engines."""
+        """True while the bus delivers nothing, so that missing heartbeats say nothing about engines."""
         return self.peers is not None and self.peers.bus_silent
 
     async def run(self) -> None:
@@ -160,15 +160,15 @@ class RouterService:
             if self.feeds is not None:
                 tasks.create_task(self.feeds.run(), name="listens to the bus")
             if self.peers is not None:
-                tasks.create_task(self.peers.run(), name="tells other routers, and listens to them")
-                tasks.create_task(self.warmup.run(), name="waits until all is known that should be")
+                tasks.create_task(self.peers.run(), name="replicates bookings between routers")
+                tasks.create_task(self.warmup.run(), name="waits for the initial state")
             if self._outcomes is not None:
-                tasks.create_task(self._outcomes.run(), name="tells the tracker what became of requests")
+                tasks.create_task(self._outcomes.run(), name="reports finished requests to the tracker")
             if self._foreign is not None:
-                tasks.create_task(self._foreign.run(), name="tells the tracker what foreign engines activated")
+                tasks.create_task(self._foreign.run(), name="reports routed experts of foreign engines to the tracker")
             if self.config.backends or self.config.named_backends:
-                tasks.create_task(self.backends.run(self.upstream, self.config.probe_seconds, self.config.probe_timeout_seconds), name="probes plain backends")
-            tasks.create_task(self.hindsight.run(), name="measures engines and regrets")
+                tasks.create_task(self.backends.run(self.upstream, self.config.probe_seconds, self.config.probe_timeout_seconds), name="probes static backends")
+            tasks.create_task(self.hindsight.run(), name="measures speeds and regret")
             tasks.create_task(self._sweep(), name="declares silent engines dead")
 
     # Settings that change while it runs
@@ -214,7 +214,7 @@ class RouterService:
             try:
                 await self._bus.record(self._subjects.config(change.part), change)
             except BusError as error:
-                log.warning("what became of the settings cannot be stored on the bus: %s", error)
+                log.warning("the outcome of the reload cannot be stored on the bus: %s", error)
         return change
 
     # What requests are served with
@@ -392,7 +392,7 @@ class RouterService:
             self.picker.said_busy(decision.target.key, self.clock())
         elif self.picker.health.failed(booking, self.clock()):
             self.metrics.breakers_opened.inc()
-            log.warning("%s is left alone for a while: too many failures in a row", decision.target.name)
+            log.warning("circuit breaker of %s opened: too many consecutive failures", decision.target.name)
         if how is AttemptFailure.CONNECT and not self.bus_silent:  # without the bus nothing could report its return
             self.view.unreachable(decision.target.key[0])
 

@@ -82,9 +82,9 @@ class DecisionFeedback:
     async def run(self) -> None:
         """Work until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._tick(), name="looks back at decisions")
+            tasks.create_task(self._tick(), name="evaluates decisions")
             if self._bus is not None:
-                tasks.create_task(self._listen(self._bus), name="listens to what requests activated")
+                tasks.create_task(self._listen(self._bus), name="receives request profiles")
 
     @property
     def watched(self) -> int:
