@@ -54,7 +54,7 @@ async def last_life(bus: Bus, subjects: Subjects, engine: str) -> PlacementRecor
             newest = await _latest(bus, subjects.migrations(engine))
             migration = None if newest is None else await before_verdicts(bus, newest)
     except (BusError, TimeoutError) as error:
-        log.warning("%s begins with its configured placement: its last placement cannot be read: %s", engine, str(error) or "the bus did not answer")
+        log.warning("%s starts with its configured placement: its last placement cannot be read: %s", engine, str(error) or "the bus did not answer")
         return None
     record = last_decided(
         placement.message if placement is not None and isinstance(placement.message, PlacementCommitted) else None,

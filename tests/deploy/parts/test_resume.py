@@ -84,7 +84,7 @@ def test_ranks_begin_with_what_was_left_for_them_if_it_fits_and_say_so_if_not(tm
             leave_last(tmp_path, wrong)
         assert resumed(tmp_path, FIRST) == FIRST
         assert words in caplog.text
-        assert "begins with its configured placement" in caplog.text
+        assert "starts with its configured placement" in caplog.text
 
 
 def opened(state: CoordinatorState, handover: int) -> bytes:
