@@ -24,8 +24,9 @@ from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
 from benchmarks.rig.tracking import RANKS, Fleet
 from benchmarks.rig.traffic import Request, Routings, counted, load, request, stream, tenants, untrained
 from deploy.demo_model import routings_path
+from fleet.arrays import Float32Array
 from fleet.prediction import FLOOR, SOURCES
-from fleet.signatures import LEAST, Weights
+from fleet.signatures import LEAST
 from fleet.timing import expected_local_share
 
 RECALL_GAIN, QUIET, LOUD = 0.12, 0.1, 0.3
@@ -63,7 +64,7 @@ class Scenario:
 
     def weights(self) -> dict[str, Table]:
         """Return float64 [n, K] by prediction: combined, each source with a prediction, the mix."""
-        trusts, found = alone(self.fleet), dict[str, list[Weights]]()
+        trusts, found = alone(self.fleet), dict[str, list[Float32Array]]()
         tables = self.fleet.tables
         for asked in self.requests:
             said = self.fleet.ask(asked)
@@ -120,7 +121,7 @@ def skill(predicted: Table, counts: Table) -> float:
     return float(((one * two).sum(axis=1) / np.maximum(lengths, LEAST)).mean())
 
 
-def _pooled(shares: Weights, ratios: NDArray[np.float32]) -> Weights:
+def _pooled(shares: Float32Array, ratios: NDArray[np.float32]) -> Float32Array:
     weights = shares * np.exp(ratios - ratios.max())
     return np.asarray(weights / weights.sum(), np.float32)
 

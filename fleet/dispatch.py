@@ -28,10 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import FloatArray, IntArray
 from fleet.placement import FULL, Placement
-
-Table = NDArray[np.float64]
-Slots = NDArray[np.int64]
 
 SPLIT, COVER = "split", "cover"
 DISPATCHES = (SPLIT, COVER)
@@ -85,7 +83,7 @@ class LocalReplicas(NamedTuple):
         rank = (np.arange(slots) // placement.slots_per_rank)[None]
         return cls(np.arange(layers)[:, None], expert, rank, rank * placement.experts + expert, (placement.ranks, placement.experts))
 
-    def by_rank(self, part: Table, layer: int) -> Table:
+    def by_rank(self, part: FloatArray, layer: int) -> FloatArray:
         """Sum values per slot [slots] of a layer by rank and expert: float64 [ranks, experts]."""
         ranks, experts = self.shape
         return np.asarray(np.bincount(self.cell[layer], part, ranks * experts), np.float64).reshape(self.shape)
@@ -96,15 +94,15 @@ class Flows(NamedTuple):
     load.
     """
 
-    kept: Table
+    kept: FloatArray
     """of the holder's own requests, by `keep`"""
-    near: Table
+    near: FloatArray
     """of its node, by `near`"""
-    spilt: Table
+    spilt: FloatArray
     """of any rank, by `spill`"""
 
     @property
-    def served(self) -> Table:
+    def served(self) -> FloatArray:
         return np.asarray(self.kept + self.near + self.spilt)
 
 
@@ -133,13 +131,13 @@ def flows(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) ->
     return Flows(kept, near, spill * rest[held.layer, held.expert])
 
 
-def loads(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) -> Table:
+def loads(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) -> FloatArray:
     """Return the expected pairs that each rank serves: float64 [layers, ranks]. Arguments as in `flows`."""
     served = flows(placement, demand, node).served
     return np.asarray(served.reshape(placement.layers, placement.ranks, -1).sum(axis=2))
 
 
-def served_by(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) -> Table:
+def served_by(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) -> FloatArray:
     """Return the expected pairs that each rank (first) serves of each rank's tokens (second): float64
     [layers, ranks, ranks].
 
@@ -159,7 +157,7 @@ def served_by(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]
     return found
 
 
-def onward(placement: Placement, node: NDArray[np.intp]) -> Table:
+def onward(placement: Placement, node: NDArray[np.intp]) -> FloatArray:
     """Return the share that a slot takes of the tokens of a node that are not kept: float64 [nodes, layers,
     slots].
 
@@ -176,7 +174,7 @@ def onward(placement: Placement, node: NDArray[np.intp]) -> Table:
     return np.stack([spill * rest[held.layer, at, held.expert] + claim * (own == at) / most[held.layer, at, held.expert] for at in range(nodes)])
 
 
-def shares(placement: Placement, home: int, node: NDArray[np.intp]) -> Table:
+def shares(placement: Placement, home: int, node: NDArray[np.intp]) -> FloatArray:
     """Return the share that a slot serves of the demand of rank `home` for the slot's expert: float64
     [layers, slots].
 
@@ -191,7 +189,7 @@ def shares(placement: Placement, home: int, node: NDArray[np.intp]) -> Table:
     return np.asarray(found)
 
 
-def own_part(placement: Placement, node: NDArray[np.intp]) -> Table:
+def own_part(placement: Placement, node: NDArray[np.intp]) -> FloatArray:
     """Return the share that a slot serves of its own rank's demand for its expert: float64 [layers, slots].
 
     It consists of the kept tokens and of the part of the rest that returns to the slot.
@@ -216,7 +214,7 @@ class Chooser:
     def __init__(self, placement: Placement, homes: Sequence[int], node: NDArray[np.intp]) -> None:
         slots, ends = _circles(placement, np.stack([shares(placement, home, node) for home in homes]))
         several: NDArray[np.bool_] = np.any(ends[:, :1] < _LAST, axis=1)  # no ends: only one slot
-        self.table: Slots = np.ascontiguousarray(slots[:, :, 0])
+        self.table: IntArray = np.ascontiguousarray(slots[:, :, 0])
         """int64 [layers, homes * experts]: the first slot that may serve an expert; in `plain` layers the
         only one
         """
@@ -232,7 +230,7 @@ class Chooser:
         begin = np.array([home * _BY_HOME & _LAST for home in homes], np.uint32)
         self._phase = (begin[:, None] + np.arange(placement.experts, dtype=np.uint32) * _BY_EXPERT).ravel()
 
-    def choose(self, layer: int, wanted: NDArray[Any], turn: int | NDArray[np.int64]) -> Slots:
+    def choose(self, layer: int, wanted: NDArray[Any], turn: int | NDArray[np.int64]) -> IntArray:
         """Choose the slots of one step's pairs: int64 [n].
 
         wanted: int [n], their experts; with several homes, the experts of home i are offset by i * experts.
@@ -240,7 +238,7 @@ class Chooser:
         step count, is sufficient for callers that do not count: each step is then as close to the shares as
         possible, and many steps together a little less.
         """
-        found: Slots = self.table[layer][wanted]
+        found: IntArray = self.table[layer][wanted]
         if self.plain[layer]:
             return found
         at = np.flatnonzero(self._several[layer][wanted])
@@ -251,7 +249,7 @@ class Chooser:
         found[at] = self._slots[layer][wanted, nth]
         return found
 
-    def cover(self, layer: int, wanted: NDArray[Any], turn: int | NDArray[np.int64]) -> Slots:
+    def cover(self, layer: int, wanted: NDArray[Any], turn: int | NDArray[np.int64]) -> IntArray:
         """Choose the slots of n whole tokens' pairs such that each token reaches few ranks besides its own:
         int64 [n, k].
 
@@ -271,7 +269,7 @@ class Chooser:
         found[at] = self._covered(layer, wanted[at], found[at])
         return found
 
-    def _covered(self, layer: int, wanted: NDArray[Any], split: Slots) -> Slots:
+    def _covered(self, layer: int, wanted: NDArray[Any], split: IntArray) -> IntArray:
         """Implement `cover`. split: int64 [n, k], the choices of `choose`."""
         slots = self._slots[layer][wanted]
         rank, home, chosen = slots // self._per_rank, self._homes[wanted[:, 0] // self._experts], split // self._per_rank
@@ -297,7 +295,7 @@ def reached(rank: NDArray[Any], home: NDArray[Any]) -> NDArray[np.int64]:
     return np.asarray((ordered[:, 1:] != ordered[:, :-1]).sum(axis=1), np.int64)
 
 
-def _opened(can: NDArray[np.bool_], home: Slots, chosen: Slots) -> NDArray[np.bool_]:
+def _opened(can: NDArray[np.bool_], home: IntArray, chosen: IntArray) -> NDArray[np.bool_]:
     """Return ranks that together can serve each token: bool [n, ranks].
 
     can: bool [n, k, ranks]. home: [n]. chosen: [n, k], preferred ranks, in descending order of preference.
@@ -317,7 +315,7 @@ def _opened(can: NDArray[np.bool_], home: Slots, chosen: Slots) -> NDArray[np.bo
     return opened
 
 
-def _circles(placement: Placement, part: Table) -> tuple[Slots, NDArray[np.uint32]]:
+def _circles(placement: Placement, part: FloatArray) -> tuple[IntArray, NDArray[np.uint32]]:
     """Return the slots with a share of each expert, and their end points on the circle.
 
     part: [homes, layers, slots]. Slots: int64 [layers, homes * experts, m], ascending, padded with the first
@@ -351,13 +349,13 @@ def _ordinals(values: NDArray[Any]) -> NDArray[np.int64]:
     return found
 
 
-def _parts(placement: Placement) -> tuple[Table, Table, Table]:
+def _parts(placement: Placement) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return keep, spill, near as shares: float64 [layers, slots]."""
     keep, spill, near = (np.asarray(part, np.float64) / FULL for part in placement.split)
     return keep, spill, near
 
 
-def _sums(values: Table, place: NDArray[Any], places: int) -> Table:
+def _sums(values: FloatArray, place: NDArray[Any], places: int) -> FloatArray:
     """Sum values [layers, slots] by place [layers, slots]: float64 [layers, places]."""
     layers = len(values)
     index = (np.arange(layers)[:, None] * places + place).ravel()

@@ -7,7 +7,8 @@ table.
 import numpy as np
 from numpy.typing import NDArray
 
-Keys = NDArray[np.uint64]
+from fleet.arrays import KeyArray
+
 _MIX = 0x9E3779B97F4A7C15
 """2^64 / golden ratio (Knuth, The Art of Computer Programming 3, 6.4: multiplicative hashing)."""
 _MASK = (1 << 64) - 1
@@ -22,7 +23,7 @@ class KeySets:
         self.sets = sets
         self.ways = ways
         self._bytes = bytearray(8 * sets * ways)  # single keys are searched in bytes: numpy has more overhead
-        self.keys: Keys = np.frombuffer(self._bytes, "<u8")
+        self.keys: KeyArray = np.frombuffer(self._bytes, "<u8")
 
     def slot(self, key: int) -> int:
         """Return the slot of a key, -1 if absent."""
@@ -36,7 +37,7 @@ class KeySets:
             at = self._bytes.find(wanted, at + 1, end)
         return at >> 3 if at >= 0 else -1
 
-    def places(self, keys: Keys) -> NDArray[np.int64]:
+    def places(self, keys: KeyArray) -> NDArray[np.int64]:
         """Return the candidate slots of keys [n]: int64 [n, ways]."""
         mixed = (keys * np.uint64(_MIX)) >> np.uint64(32)
         first = ((mixed * np.uint64(self.sets)) >> np.uint64(32)).astype(np.int64) * self.ways

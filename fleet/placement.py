@@ -150,8 +150,7 @@ class Placement:
 
     @classmethod
     def from_record(cls, record: PlacementRecord) -> "Placement":
-        """Decode the wire format. ValueError if the bytes do not fit the stated shape or break an invariant.
-        """
+        """Decode the wire format. ValueError if the bytes do not fit the stated shape or break an invariant."""
         width = record.ranks * record.slots_per_rank
         if len(record.slots) != 2 * record.layers * width:
             raise ValueError(f"placement: {len(record.slots)} bytes of slots, expected {2 * record.layers * width} for [{record.layers}, {width}] int16")

@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 
 class ExpertTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A [layers, experts] table of non-negative float32 in wire format (`values`: little endian, row-major).
-    """
+    """A [layers, experts] table of non-negative float32 in wire format (`values`: little endian, row-major)."""
 
     layers: int
     experts: int

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.signatures import PACKED, Weights
+from fleet.arrays import Float32Array
+from fleet.signatures import PACKED
 
 SOURCES = ("prefix", "session", "tokens", "tenant")
 """Sources, best first. Index into the columns of `trust`, `reliability` and `ratios`."""
@@ -79,7 +80,7 @@ class Tables:
     version: int
     clusters: int
     """version of the cluster model"""
-    shares: Weights
+    shares: Float32Array
     blocks: Mapping[int, bytes]
     sessions: Mapping[int, bytes]
     tenants: Mapping[int, bytes]
@@ -89,7 +90,7 @@ class Tables:
     gain: float = 0.0
     gains: NDArray[np.float32] | None = None
 
-    def gain_of(self, weights: Weights) -> float:
+    def gain_of(self, weights: Float32Array) -> float:
         """Return the factor on the expert-locality term for a request with weights [K], in [0, 1]."""
         return self.gain if self.gains is None else float(self.gains @ weights)
 
@@ -128,10 +129,9 @@ class SourceEvidence(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Predicted cluster weights of a request. weights: float32 [K]. reliabilities: by source, as in `Tables`.
-    """
+    """Predicted cluster weights of a request. weights: float32 [K]. reliabilities: by source, as in `Tables`."""
 
-    weights: Weights
+    weights: Float32Array
     known: SourceEvidence
     reliabilities: list[float]
 

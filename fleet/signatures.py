@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-Weights = NDArray[np.float32]
-"""float32 [..., K] on the simplex"""
+from fleet.arrays import Float32Array
+
 MOST_CLUSTERS = 64
 NAMED = 4
 """Clusters in a packed signature. The remaining mass is distributed over all clusters in proportion to their
@@ -42,7 +42,7 @@ def pack(weights: NDArray[Any]) -> NDArray[np.uint8]:
     return packed.reshape(*wide.shape[:-1], PACKED)
 
 
-def unpack(packed: Sequence[int], shares: Weights) -> Weights:
+def unpack(packed: Sequence[int], shares: Float32Array) -> Float32Array:
     """Unpack one signature: float32 [K].
 
     The mass of clusters that no longer exist, and the mass not in the signature, is distributed by `shares`.
@@ -85,7 +85,7 @@ class ClusterModel:
 
     version: int
     profiles: NDArray[np.float32]
-    shares: Weights
+    shares: Float32Array
     sharpness: float
     saturation: float = 0.0
 
@@ -104,7 +104,7 @@ class ClusterModel:
         ratios = np.log(np.maximum(self.profiles, LEAST)) - np.log(np.maximum(self.mean, LEAST))
         return np.ascontiguousarray(ratios.reshape(self.clusters, -1).T, np.float32)
 
-    def signature(self, counts: NDArray[Any]) -> Weights:
+    def signature(self, counts: NDArray[Any]) -> Float32Array:
         """Return the signature float32 [..., K] of counts [..., layers, experts] of (token, k) pairs. Without
         counts it equals the shares.
         """
@@ -112,7 +112,7 @@ class ClusterModel:
         sharpness = np.asarray(self.sharpness / (1.0 + self.saturation * flat.sum(axis=-1, keepdims=True)), np.float32)
         return posterior(self.shares, sharpness * (flat @ self.log_ratios))
 
-    def expected(self, weights: Weights) -> NDArray[np.float32]:
+    def expected(self, weights: Float32Array) -> NDArray[np.float32]:
         """Return the profile that weights [K] represent: float32 [layers, experts]."""
         return np.asarray(np.tensordot(weights, self.profiles, 1), np.float32)
 
@@ -151,7 +151,7 @@ class ClusterModel:
         return cls(record.version, profiles / sums, np.asarray(shares / shares.sum(), np.float32), record.sharpness, record.saturation)
 
 
-def posterior(shares: Weights, ratios: NDArray[Any]) -> Weights:
+def posterior(shares: Float32Array, ratios: NDArray[Any]) -> Float32Array:
     """Return shares * exp(ratios), normalised: float32 [..., K]. Clusters with share 0 stay at 0."""
     with np.errstate(divide="ignore"):
         logits = np.log(shares) + ratios

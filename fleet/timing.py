@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import FloatArray
 from fleet.dispatch import LocalReplicas, onward, own_part
 from fleet.placement import EMPTY, FULL, Placement
 
-Seconds = NDArray[np.float64]
 _CELLS = 1 << 21
 """Limit of numbers processed at once."""
 _ZERO, _ONE = np.zeros(()), np.ones(())
@@ -63,7 +63,7 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"engine speed: {name} must be finite seconds >= 0 (and at most {MOST_SECONDS:g}), not {value}")
 
 
-def prefill_seconds(token_s: Seconds, pair_s: Seconds | None, uncached_tokens: Amounts, prompt_tokens: float | Amounts) -> Seconds:
+def prefill_seconds(token_s: FloatArray, pair_s: FloatArray | None, uncached_tokens: Amounts, prompt_tokens: float | Amounts) -> FloatArray:
     """Time to compute the last u tokens of a prompt of N whose first N - u are cached: token_s * u + pair_s *
     (u * N - u^2 / 2).
 
@@ -71,39 +71,41 @@ def prefill_seconds(token_s: Seconds, pair_s: Seconds | None, uncached_tokens: A
     of a token with itself counts half. pair_s None: pairs cost nothing.
     """
     each = token_s if pair_s is None else token_s + pair_s * (prompt_tokens - 0.5 * uncached_tokens)
-    seconds: Seconds = uncached_tokens * each
+    seconds: FloatArray = uncached_tokens * each
     return seconds
 
 
-def queue_seconds(token_s: Seconds, queued_prefill_tokens: Amounts) -> Seconds:
+def queue_seconds(token_s: FloatArray, queued_prefill_tokens: Amounts) -> FloatArray:
     """Time until the outstanding prefill of a rank is done. Attention is left out: the lengths of its prompts
     are not known.
     """
-    seconds: Seconds = token_s * queued_prefill_tokens
+    seconds: FloatArray = token_s * queued_prefill_tokens
     return seconds
 
 
-def running_seconds(sequence_s: Seconds, block_s: Seconds, running: Amounts, blocks: Amounts, steps_left: Amounts, output_tokens: float | Amounts) -> Seconds:
+def running_seconds(
+    sequence_s: FloatArray, block_s: FloatArray, running: Amounts, blocks: Amounts, steps_left: Amounts, output_tokens: float | Amounts
+) -> FloatArray:
     """Time that the n sequences of a rank add to the next O steps: min(O * n, S) * (sequence_s + block_s *
     blocks / n).
 
     blocks: KV blocks they hold. steps_left: total tokens S that they are still expected to emit. A rank whose
     sequences are nearly done therefore adds less than one whose sequences have just begun. 0 if nothing runs.
     """
-    seconds: Seconds = np.minimum(output_tokens * running, steps_left) * (sequence_s + block_s * (blocks / np.maximum(running, _ONE)))
+    seconds: FloatArray = np.minimum(output_tokens * running, steps_left) * (sequence_s + block_s * (blocks / np.maximum(running, _ONE)))
     return seconds
 
 
-def own_seconds(sequence_s: Seconds, token_block_s: Seconds, tokens: float | Amounts, output_tokens: float | Amounts) -> Seconds:
+def own_seconds(sequence_s: FloatArray, token_block_s: FloatArray, tokens: float | Amounts, output_tokens: float | Amounts) -> FloatArray:
     """Time that a request itself adds to O steps of its rank: O * (sequence_s + token_block_s * tokens).
 
     tokens: in its KV cache at the end. token_block_s: `decode_block` divided by the tokens of a block.
     """
-    seconds: Seconds = output_tokens * (sequence_s + token_block_s * tokens)
+    seconds: FloatArray = output_tokens * (sequence_s + token_block_s * tokens)
     return seconds
 
 
-def lockstep_seconds(work: Seconds, added: Seconds, first: NDArray[np.intp], engine: NDArray[np.intp]) -> Seconds:
+def lockstep_seconds(work: FloatArray, added: FloatArray, first: NDArray[np.intp], engine: NDArray[np.intp]) -> FloatArray:
     """Time lost because the ranks of an engine step in lockstep: a step is as slow as its slowest rank.
 
     work, added: [2, ranks]. Row 0: outstanding prefill of each rank, and the request's prefill. Row 1: time
@@ -117,11 +119,11 @@ def lockstep_seconds(work: Seconds, added: Seconds, first: NDArray[np.intp], eng
     """
     most = np.maximum.reduceat(work.reshape(-1), first).take(engine)
     ahead = work + added - most
-    seconds: Seconds = np.maximum(ahead[0], _ZERO) * (most[1] > _ZERO) - np.minimum(ahead[1], _ZERO)
+    seconds: FloatArray = np.maximum(ahead[0], _ZERO) * (most[1] > _ZERO) - np.minimum(ahead[1], _ZERO)
     return seconds
 
 
-def dispatch_seconds(dispatch_s: Seconds, node_s: Seconds | None, tokens: Amounts, remote_ranks: Seconds, remote_nodes: Seconds) -> Seconds:
+def dispatch_seconds(dispatch_s: FloatArray, node_s: FloatArray | None, tokens: Amounts, remote_ranks: FloatArray, remote_nodes: FloatArray) -> FloatArray:
     """Time to send `tokens` to the experts of other ranks and back.
 
     remote_ranks, remote_nodes: distinct destinations per token, summed over layers. A dispatch sends one copy
@@ -129,11 +131,11 @@ def dispatch_seconds(dispatch_s: Seconds, node_s: Seconds | None, tokens: Amount
     slower link. node_s None: other nodes add no cost.
     """
     each = dispatch_s * remote_ranks if node_s is None else dispatch_s * remote_ranks + node_s * remote_nodes
-    seconds: Seconds = tokens * each
+    seconds: FloatArray = tokens * each
     return seconds
 
 
-def distinct_seconds(read_s: Seconds, added_experts: NDArray[np.float64], output_tokens: float) -> Seconds:
+def distinct_seconds(read_s: FloatArray, added_experts: NDArray[np.float64], output_tokens: float) -> FloatArray:
     """Additional time of O steps for reading experts that no other request in the batch uses: O * read_s *
     added_experts.
 
@@ -287,7 +289,7 @@ def step_seconds(
     remote_nodes: NDArray[Any],
     distinct_experts: NDArray[Any],
     surplus: float,
-) -> Seconds:
+) -> FloatArray:
     """Return the duration of one step on each rank of an engine. The engine's step takes as long as the
     longest of them.
 

@@ -342,8 +342,7 @@ class MigrationService:
             self._membership_changed()
 
     async def _joined(self, joined: EngineJoined) -> None:
-        """Add an engine that announced itself. Raises InvalidPlacementEvent if the announcement is invalid.
-        """
+        """Add an engine that announced itself. Raises InvalidPlacementEvent if the announcement is invalid."""
         missing = self.ledger.joined(joined)
         if missing is not None:
             await self._record(missing)

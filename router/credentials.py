@@ -64,8 +64,7 @@ class RouterCredentials:
         return frozenset() if found is None else found.rights
 
     def changes(self, new: "RouterCredentials") -> dict[str, tuple[str, str]]:
-        """Return the old and new content of each file that differs in `new`, by setting, without any secret.
-        """
+        """Return the old and new content of each file that differs in `new`, by setting, without any secret."""
         changed = {}
         if self.clients is not None and new.clients is not None and self.clients != new.clients:
             changed["api_key_file contents"] = (

@@ -1,5 +1,4 @@
-"""The router as one object: its state, its background tasks, and the synchronous methods that serve requests.
-"""
+"""The router as one object: its state, its background tasks, and the synchronous methods that serve requests."""
 
 import asyncio
 import logging
@@ -300,8 +299,7 @@ class RouterService:
         return self.hindsight.expected_first_token(decision)
 
     def emitted(self, booking: Booking, tokens: int) -> None:
-        """Count tokens that arrived since the last call. Call it once per several tokens, not for each token.
-        """
+        """Count tokens that arrived since the last call. Call it once per several tokens, not for each token."""
         self.picker.reservations.emitted(booking, tokens)
         if self.peers is not None:
             self.peers.emitted(booking)
@@ -373,8 +371,7 @@ class RouterService:
             self._outcomes.note(decision, prompt, reported=reported)
 
     def tap(self, decision: Decision) -> RoutedExpertsParser | None:
-        """Return the parser of routed experts for the response of an engine that does not report them itself.
-        """
+        """Return the parser of routed experts for the response of an engine that does not report them itself."""
         return None if self._foreign is None else self._foreign.tap(decision)
 
     def routed(self, decision: Decision, tap: RoutedExpertsParser, usage: TokenUsage) -> bool:

@@ -8,8 +8,7 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 class TrackerMetrics:
-    """Metrics of one tracker, in its own registry. Series of models that are no longer tracked are removed.
-    """
+    """Metrics of one tracker, in its own registry. Series of models that are no longer tracked are removed."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()

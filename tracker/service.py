@@ -347,8 +347,7 @@ class TrackerService:
         return answer or RequestRefused(reason=f"no engine with model {name!r} has joined or reported; ask again when one has")
 
     async def _tables(self, name: str) -> TablesPublished | None:
-        """Return one object to all requesters until the next version, so that it is encoded and stored once.
-        """
+        """Return one object to all requesters until the next version, so that it is encoded and stored once."""
         if name in self._whole:
             return self._whole[name]
         tables = await self._store.asked(self._store.lessons.tables, name)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import Float32Array
 from fleet.blocks import BLOCK_SIZE
 from fleet.dispatch import Chooser, reached
 from fleet.events import EngineJoined
@@ -19,7 +20,7 @@ from fleet.experts import ModelShape
 from fleet.layout import EP
 from fleet.placement import Placement, linear
 from fleet.routings import count_pairs
-from fleet.signatures import ClusterModel, Weights
+from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed, step_seconds
 from migration.planning.cluster_homes import ClusterTraffic, homes
 from migration.solvers.locality_placement import LocalityProblem
@@ -50,7 +51,7 @@ class World(NamedTuple):
     model: ClusterModel
     placement: Placement
     share: NDArray[np.float64]
-    weights: Weights
+    weights: Float32Array
     remote: NDArray[np.float64]
     domain: NDArray[np.intp]
 

@@ -10,10 +10,11 @@ from benchmarks.rig.alignment import aligned
 from benchmarks.rig.traffic import Request
 from engine_adapter.batching.profile_signatures import request_profiles
 from engine_adapter.engine import EndedRequest
+from fleet.arrays import Float32Array
 from fleet.blocks import BLOCK_SIZE
 from fleet.events import KvBlock, RequestOutcome, RequestProfile
 from fleet.prediction import Prediction, Query, Tables, predict
-from fleet.signatures import ClusterModel, Weights, pack, unpack
+from fleet.signatures import ClusterModel, pack, unpack
 from fleet.timing import expected_local_share
 from router.prediction.table_replica import SLICE, TableReplica, read
 from tracker.clustering.online_clusters import OnlineClusters
@@ -37,9 +38,9 @@ class Said:
     """Prediction of a request before it ran, and its true activations: data to fit the weight of a single
     source."""
 
-    shares: Weights
+    shares: Float32Array
     ratios: NDArray[np.float32]
-    observed: Weights
+    observed: Float32Array
 
 
 @dataclass
@@ -110,7 +111,7 @@ class Fleet:
         self.now += SECONDS
         return self.now
 
-    def _local(self, weights: Weights) -> NDArray[np.float64]:
+    def _local(self, weights: Float32Array) -> NDArray[np.float64]:
         """Return float64 [RANKS]: expected share of pairs that each rank serves itself."""
         return expected_local_share(self.model.expected(weights), self.placement, np.zeros(self.placement.ranks, np.intp))
 

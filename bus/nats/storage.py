@@ -221,8 +221,7 @@ class Storage:
         return await self.done("reading what is stored", ask)
 
     async def _born(self, stream: str) -> datetime | None:
-        """Return the creation time of a stream; a different time means a different stream of the same name.
-        """
+        """Return the creation time of a stream; a different time means a different stream of the same name."""
 
         async def ask() -> datetime | None:
             return (await self._js.stream_info(stream)).created

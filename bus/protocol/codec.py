@@ -237,8 +237,7 @@ def parts_offered(envelope: Envelope) -> PartsOffer | None:
 
 
 def decode(topic: str, payload: bytes) -> Message:
-    """Decode a payload. Unknown fields are ignored. Undeliverable, with the reason, if it is not a message.
-    """
+    """Decode a payload. Unknown fields are ignored. Undeliverable, with the reason, if it is not a message."""
     if topic == KV_EVENTS:
         return _read(_KV_EVENTS, payload, RejectionReason.PAYLOAD)
     if topic == KV_METRICS:

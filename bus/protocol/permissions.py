@@ -47,8 +47,7 @@ def rights(role: Role, subjects: Subjects, engine: str = "*", user: str | None =
 
 
 def _engine(subjects: Subjects, names: StoreNames, engine: str) -> Rights:
-    """Publishes and answers on its own subjects; reads the log (for its previous placement) and the claims.
-    """
+    """Publishes and answers on its own subjects; reads the log (for its previous placement) and the claims."""
     own = (
         subjects.kv_events,  # Dynamo's: shared by all engines
         subjects.kv_metrics,
@@ -71,8 +70,7 @@ def _engine(subjects: Subjects, names: StoreNames, engine: str) -> Rights:
 
 
 def _router(subjects: Subjects, names: StoreNames, _: str) -> Rights:
-    """Subscribes to engines, tracker, planner and the other routers; publishes its bookings and predictions.
-    """
+    """Subscribes to engines, tracker, planner and the other routers; publishes its bookings and predictions."""
     says = (subjects.reservations, subjects.requests_finished, subjects.requests_read, subjects.imports, subjects.config("router"))
     asks = (
         subjects.describe_engine("*", "*"),

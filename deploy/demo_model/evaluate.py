@@ -26,6 +26,7 @@ from deploy.demo_model.architecture import build_model, load_model, set_expert_k
 from deploy.demo_model.corpus import Document
 from deploy.demo_model.heldout import read_documents
 from deploy.demo_model.record_routings import chosen_experts
+from fleet.arrays import FloatArray
 
 __all__ = ["RoutingSkew", "control_model", "losses_by_domain", "losses_by_position", "main", "measure_skew"]
 
@@ -37,7 +38,6 @@ FAVOURITES = 8
 """Number of favourite experts per layer: a quarter of them, the share of one of four ranks."""
 PREDICTED = (8, 16)
 
-Floats = npt.NDArray[np.float64]
 log = logging.getLogger(__name__)
 
 
@@ -134,14 +134,14 @@ def measure_skew(arrays: dict[str, npt.NDArray[Any]]) -> RoutingSkew:
     )
 
 
-def histograms(experts: npt.NDArray[np.uint8], count: int = 32) -> Floats:
+def histograms(experts: npt.NDArray[np.uint8], count: int = 32) -> FloatArray:
     """Return each request's share of choices per expert: uint8 [requests, tokens, layers, k] -> float
     [requests, layers, experts]."""
     layers = [np.stack([(experts[:, :, layer] == expert).mean((1, 2)) for expert in range(count)], -1) for layer in range(experts.shape[2])]
     return np.stack(layers, 1)
 
 
-def favourite_mass(predicted: Floats, actual: Floats, count: int = FAVOURITES) -> float:
+def favourite_mass(predicted: FloatArray, actual: FloatArray, count: int = FAVOURITES) -> float:
     """Return the mass of `actual` on the `count` favourites of `predicted`, averaged: both float [...,
     layers, experts], broadcast."""
     order = np.argsort(-predicted, axis=-1, kind="stable")[..., :count]
@@ -149,7 +149,7 @@ def favourite_mass(predicted: Floats, actual: Floats, count: int = FAVOURITES) -
     return float(np.take_along_axis(actual, order, -1).sum(-1).mean())
 
 
-def effective_experts(profile: Floats) -> float:
+def effective_experts(profile: FloatArray) -> float:
     """Return exp of the entropy of each layer's profile (float [layers, experts]), averaged over layers."""
     entropy = -(profile * np.log(np.where(profile > 0, profile, 1))).sum(-1)
     return float(np.exp(entropy).mean())

@@ -2,15 +2,15 @@
 `deploy.terminal.heatmaps` draws them."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import FloatingArray
 from fleet.dispatch import served_by
 from fleet.placement import Placement
 
-Table = NDArray[np.floating[Any]]
 Scale = Literal["amount", "signed", "holding"]
 """amount: from 0 up; signed: centred on 0; holding: 0, 1, 2, ... replicas of an expert held by a rank"""
 MOST_LAYERS = 12
@@ -25,7 +25,7 @@ class Panel(NamedTuple):
     """One heat map."""
 
     title: str
-    values: Table
+    values: FloatingArray
     """[down, across]"""
     scale: Scale = "amount"
     down: str = "layer"
@@ -61,7 +61,7 @@ def placement_panels(now: Placement, before: Placement | None, layer: int | None
     return rows
 
 
-def _beside(what: str, down: str, tables: Sequence[tuple[str, Table]], most: float) -> tuple[Panel, ...]:
+def _beside(what: str, down: str, tables: Sequence[tuple[str, FloatingArray]], most: float) -> tuple[Panel, ...]:
     """Return a panel per table, and for two tables a panel of differences: gained and lost experts by rank,
     else the change in number."""
     panels = [Panel(f"{what}: {name}", values, "holding", down, most=most) for name, values in tables]
@@ -74,13 +74,13 @@ def _beside(what: str, down: str, tables: Sequence[tuple[str, Table]], most: flo
     return tuple(panels)
 
 
-def _holding(placement: Placement, layer: int) -> Table:
+def _holding(placement: Placement, layer: int) -> FloatingArray:
     """Return float64 [ranks, experts]: the total replicas of an expert if the rank holds one; else 0."""
     held = placement.replicas_on_rank[layer]
     return np.asarray(held * held.sum(axis=0), np.float64)
 
 
-def demand_panels(demand: Table, placements: Sequence[tuple[str, Placement]], node: NDArray[np.intp], layer: int | None = None) -> Rows:
+def demand_panels(demand: FloatingArray, placements: Sequence[tuple[str, Placement]], node: NDArray[np.intp], layer: int | None = None) -> Rows:
     """Return panels of each rank's demand per expert, layer by layer. For each placement: dots on the experts
     that the rank holds, and the share of demand served locally.
 
@@ -99,6 +99,6 @@ def demand_panels(demand: Table, placements: Sequence[tuple[str, Placement]], no
     return rows
 
 
-def _local(served: Table) -> float:
+def _local(served: FloatingArray) -> float:
     """Return the local share. served: [ranks, ranks], serving rank by requesting rank."""
     return float(np.trace(served) / max(float(served.sum()), 1e-12))

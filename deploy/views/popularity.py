@@ -18,7 +18,8 @@ from deploy.client.placements import Placements, placements
 from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.drawing import drawer, named
 from deploy.terminal.options import USAGE, console, fail, in_json, note, show, table
-from deploy.terminal.panels import Panel, Rows, Table, demand_panels
+from deploy.terminal.panels import Panel, Rows, demand_panels
+from fleet.arrays import FloatingArray
 from fleet.events import CountsImported, DemandPublished, DescribePopularity, EngineJoined, PopularityDescribed, RankPopularity
 from fleet.experts import ModelShape
 from fleet.popularity import ExpertCounts
@@ -45,7 +46,7 @@ class LayerSkew(msgspec.Struct, frozen=True):
     """(expert, share), largest first"""
 
 
-def skew(profile: Table) -> tuple[LayerSkew, ...]:
+def skew(profile: FloatingArray) -> tuple[LayerSkew, ...]:
     """Return the skew of each layer of a table of counts or probabilities; empty layers count as even."""
     experts = profile.shape[1]
     sums = profile.sum(axis=1, keepdims=True)
@@ -77,7 +78,7 @@ def show_popularity(bus_config: BusConfig, model: str | None, plot: Path | None,
     """
     draw = None if plot is None else drawer()
 
-    async def ask(bus: Bus, subjects: Subjects) -> tuple[PopularityDescribed, dict[tuple[str, int], Table], dict[str, Placements]]:
+    async def ask(bus: Bus, subjects: Subjects) -> tuple[PopularityDescribed, dict[tuple[str, int], FloatingArray], dict[str, Placements]]:
         told = await describe(bus, subjects, model)
         return told, *((await demands(bus, subjects, told), await placements(bus, subjects)) if draw is not None else ({}, {}))
 
@@ -121,11 +122,11 @@ async def _joined(bus: Bus, subjects: Subjects) -> list[EngineJoined]:
     return [message for message in last.values() if isinstance(message, EngineJoined)]
 
 
-async def demands(bus: Bus, subjects: Subjects, described: PopularityDescribed) -> dict[tuple[str, int], Table]:
+async def demands(bus: Bus, subjects: Subjects, described: PopularityDescribed) -> dict[tuple[str, int], FloatingArray]:
     """Return demand [layers, experts] by engine and rank, as published within DEMAND_SECONDS; ranks without a
     message are missing."""
     waited = {(rank.engine, rank.rank) for rank in described.ranks if rank.tokens_per_second > 0}
-    found: dict[tuple[str, int], Table] = {}
+    found: dict[tuple[str, int], FloatingArray] = {}
     async with bus.subscribe(subjects.demand) as heard:
         with suppress(TimeoutError):  # ranks without a message are omitted from the picture
             async with asyncio.timeout(DEMAND_SECONDS):
@@ -171,7 +172,7 @@ def _drift(described: PopularityDescribed) -> str:
     return f"{measured}; {'[bold]shifted[/bold], not settled' if described.shifted else 'no shift'}"
 
 
-def _print_skew(profile: Table) -> None:
+def _print_skew(profile: FloatingArray) -> None:
     head = ("layer", "max/mean", "entropy", "top tenth", "hottest experts")
     table(head, ((str(one.layer), f"{one.max_over_mean:.2f}", f"{one.entropy:.3f}", f"{one.top_tenth:.1%}", _hottest(one)) for one in skew(profile)))
 
@@ -286,7 +287,7 @@ def loaded(file: Path) -> tuple[ExpertLoads, str]:
         fail(str(error), USAGE)
 
 
-def panels(slow: Table, fast: Table | None = None) -> Rows:
+def panels(slow: FloatingArray, fast: FloatingArray | None = None) -> Rows:
     """Return panels of probabilities [layers, experts], relative to even shares: the long-term average, and
     the current difference."""
     experts = slow.shape[1]
@@ -296,7 +297,7 @@ def panels(slow: Table, fast: Table | None = None) -> Rows:
     return rows
 
 
-def rank_panels(model: str, demand: Mapping[tuple[str, int], Table], found: Mapping[str, Placements]) -> dict[str, tuple[str, Rows]]:
+def rank_panels(model: str, demand: Mapping[tuple[str, int], FloatingArray], found: Mapping[str, Placements]) -> dict[str, tuple[str, Rows]]:
     """Return by engine: a title, and panels of each rank's demand per expert, under the first placement of
     its incarnation and the current one."""
     pictures = {}

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine_adapter.embedded.step_sync import RankGroup, bytes_of
+from fleet.arrays import IntArray
 from fleet.dispatch import Chooser
 from fleet.placement import Placement
 
@@ -32,8 +33,6 @@ every batch."""
 SMALL_GATHER_BYTES = 65536
 """Activation bytes per rank up to which each rank sends all its activations to all ranks. This saves a
 collective, and latency dominates at that size."""
-
-Indices = NDArray[np.int64]
 
 
 class DispatchError(Exception):
@@ -56,13 +55,13 @@ class HandleError(DispatchError):
 class Groups:
     """Positions of n (token, expert) pairs among rows sorted by slot."""
 
-    row_of_pair: Indices
+    row_of_pair: IntArray
     """int64 [n]: the row of each pair."""
-    pair_of_row: Indices
+    pair_of_row: IntArray
     """int64 [rows]: the pair of each row. Padding repeats pair 0."""
     ends: NDArray[np.int32]
     """int32 [slots]: end of each slot's rows, padding included."""
-    counts: Indices
+    counts: IntArray
     """int64 [slots]: pairs of each slot, without padding."""
 
 
@@ -97,7 +96,7 @@ class Sending:
         self._turns = np.zeros(self._chooser.table.shape, np.int64)
         """[layers, ranks * experts]: round-robin counters, for layers with a choice of replicas."""
 
-    def slots(self, layer: int, home: Indices, experts: Indices) -> Indices:
+    def slots(self, layer: int, home: IntArray, experts: IntArray) -> IntArray:
         """Choose slots, int64 [T, k], for tokens with home ranks [T] and experts [T, k]."""
         keys = home[:, None] * self._experts + experts
         if self._chooser.plain[layer]:
@@ -116,7 +115,7 @@ class Dispatched:
     """[rows, H], sorted by (physical slot of this rank, source rank, token), with groups padded."""
     ends: torch.Tensor
     """int32 [slots]: end of each slot's rows, padding included."""
-    counts: Indices
+    counts: IntArray
     """int64 [slots]: real rows of each slot."""
     handle: "Handle"
 
@@ -126,11 +125,11 @@ class Handle:
     """State that `combine` needs from its `dispatch`. Opaque to callers."""
 
     call: int
-    row_of_pair: Indices
+    row_of_pair: IntArray
     """int64 [pairs computed here]: their rows, ordered by source, then by (token, k)."""
     to_sources: tuple[int, ...] = ()
     """Pairs computed here for each source rank."""
-    back_order: Indices = field(default_factory=lambda: np.empty(0, np.int64))
+    back_order: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     """int64 [T * k]: position of each own pair's result among the returned rows."""
     from_ranks: tuple[int, ...] = ()
     """Own pairs computed by each rank."""
@@ -141,7 +140,7 @@ class Dispatch(Protocol):
     tokens."""
 
     @property
-    def served_by(self) -> Sequence[Indices]:
+    def served_by(self) -> Sequence[IntArray]:
         """int64 [all tokens, k] for each layer dispatched in this step so far, tokens ordered by rank: the
         rank that serves each pair. The arrays are never modified. Empty with one rank."""
         ...
@@ -176,7 +175,7 @@ class Dispatch(Protocol):
         ...
 
 
-def sent_away(served_by: Indices, rank: int) -> int:
+def sent_away(served_by: IntArray, rank: int) -> int:
     """Count transfers of this rank's tokens to other ranks, once per token and rank that serves any of its
     experts. served_by: int64 [T, k]."""
     others = np.sort(np.where(served_by == rank, -1, served_by), axis=1)
@@ -238,7 +237,7 @@ class LocalDispatch:
         self._slots = placement.slots_per_rank
         self._max_tokens = max_tokens
         self._calls = _Calls()
-        self.served_by: Sequence[Indices] = ()
+        self.served_by: Sequence[IntArray] = ()
 
     def begin_step(self, tokens: int, tokens_by_rank: Sequence[int] | None) -> None:
         _check_step(tokens, 0, (tokens,) if tokens_by_rank is None else tokens_by_rank, 1, self._max_tokens)
@@ -286,7 +285,7 @@ class GlooDispatch:
         self._calls = _Calls()
         self._step = _Step.of((0,) * group.ranks)
         self._link_seconds = 0.0
-        self.served_by: list[Indices] = []
+        self.served_by: list[IntArray] = []
 
     def begin_step(self, tokens: int, tokens_by_rank: Sequence[int] | None) -> None:
         if tokens_by_rank is None:
@@ -331,7 +330,7 @@ class GlooDispatch:
         time.sleep(seconds)
         self._group.seconds += seconds
 
-    def _gather(self, x: torch.Tensor, experts: NDArray[Any]) -> tuple[torch.Tensor, Indices]:
+    def _gather(self, x: torch.Tensor, experts: NDArray[Any]) -> tuple[torch.Tensor, IntArray]:
         """All ranks' activations [all tokens, H] and expert IDs [all tokens, k], ordered by source rank, with
         one collective of bytes."""
         width = x.shape[1] * x.element_size()
@@ -342,7 +341,7 @@ class GlooDispatch:
         ids = np.ascontiguousarray(everyone[:, width:].numpy()).view(np.uint16)
         return everyone[:, :width].contiguous().view(x.dtype), ids.astype(np.int64)
 
-    def _fetch(self, x: torch.Tensor, rank_of: Indices, tokens: Indices) -> tuple[torch.Tensor, Indices]:
+    def _fetch(self, x: torch.Tensor, rank_of: IntArray, tokens: IntArray) -> tuple[torch.Tensor, IntArray]:
         """Fetch the activations of all `tokens` (indices into all ranks' tokens), each once. Return the rows,
         and the row of each of `tokens`."""
         needed = np.zeros(len(rank_of), bool)
@@ -354,7 +353,7 @@ class GlooDispatch:
         rows = self._group.all_to_all(outgoing, [len(one) for one in rows_for], receive.tolist())
         return rows, (np.cumsum(needed) - 1)[tokens]
 
-    def _handle(self, ranks: Indices, pairs: Indices, groups: Groups) -> Handle:
+    def _handle(self, ranks: IntArray, pairs: IntArray, groups: Groups) -> Handle:
         k = ranks.shape[1]
         computed_for = np.bincount(self._step.home[pairs // k], minlength=self._group.ranks)
         own = ranks[self._step.home == self._group.rank].reshape(-1)
@@ -370,7 +369,7 @@ class _Step:
 
     most: int
     """Tokens of the busiest rank. Gathers are padded to this."""
-    home: Indices
+    home: IntArray
     """int64 [all tokens]: the home rank of each token."""
     present: torch.Tensor
     """int64 [all tokens]: positions of the tokens in a padded gather [ranks * most]."""

@@ -83,8 +83,7 @@ class PlanEvaluator:
         return recovered(known.trust, self._wall() - known.trust_at, self._config.lifetime_seconds)
 
     async def begun(self, pilot: EngineLoopState, entry: EngineEntry, plan: str, record: PlanRecord, base_epoch: int) -> None:
-        """Remember the inputs for evaluating a plan that was just accepted. Without them there is no verdict.
-        """
+        """Remember the inputs for evaluating a plan that was just accepted. Without them there is no verdict."""
         machines = self._watch.machines(entry.worker_id)
         reckoned = None if machines is None else prices(record, entry.placement.ranks, machines[0].top_k)
         if reckoned is None:

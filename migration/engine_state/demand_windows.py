@@ -234,8 +234,7 @@ class DemandWindows:
             _bound(self._clusters, model)
 
     def foreseen(self, model: str, reliability: Mapping[str, float]) -> None:
-        """Store the predictability of a model's requests, from the reliability of each source in the tables.
-        """
+        """Store the predictability of a model's requests, from the reliability of each source in the tables."""
         parts = [reliability.get(source, 0.0) for source in SOURCES]
         self._foreseen[model] = together([min(max(part, 0.0), 1.0) if np.isfinite(part) else 0.0 for part in parts])
         _bound(self._foreseen, model)
@@ -286,9 +285,7 @@ class DemandWindows:
         is known."""
         engine = self._engines.get(entry.worker_id)
         if engine is None or engine.joined.shape is None:
-            raise InvalidPlacementEvent(
-                PlacementFault.UNKNOWN, f"engine {entry.engine!r} is not tracked: it is gone, or its demand exceeds planner.most_cells"
-            )
+            raise InvalidPlacementEvent(PlacementFault.UNKNOWN, f"engine {entry.engine!r} is not tracked: it is gone, or its demand exceeds planner.most_cells")
         if entry.layout.targets_are_ranks:
             self._check_known(engine, now)
         self._count_all(engine, now)

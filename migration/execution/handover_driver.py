@@ -157,9 +157,7 @@ class HandoverDriver:
         self._metrics.overdue(what.engine, overdue)
         if overdue and not before:
             waiting = listed(proceeding.waiting_for)
-            logger.warning(
-                "handover %d of engine %s is decided, but ranks %s do not serve it yet; resending the commit", what.handover, what.engine, waiting
-            )
+            logger.warning("handover %d of engine %s is decided, but ranks %s do not serve it yet; resending the commit", what.handover, what.engine, waiting)
         return overdue
 
     async def _listen(self, inbox: asyncio.Queue[Word], proceeding: HandoverState) -> HandoverState:

@@ -188,8 +188,7 @@ class MigrationLog:
             return ""
 
     async def plan(self, digest: str) -> Plan:
-        """Return a stored plan. Raises BlobLost if it is missing or invalid, and BusError if the bus fails.
-        """
+        """Return a stored plan. Raises BlobLost if it is missing or invalid, and BusError if the bus fails."""
         try:
             return await asyncio.to_thread(msgspec.json.decode, await self._bus.get_blob(digest), type=Plan)
         except msgspec.DecodeError as error:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import FloatArray
 from fleet.events import DispatchMeasured, LayerFigures, LoopFigures
 from migration.config import MigrationConfig
 from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementFault
@@ -29,8 +30,6 @@ MOST_SECONDS = 3600.0
 """Longest valid interval of a report; ranks report every second."""
 _TOLERANCE = 1e-3
 
-Array = NDArray[np.float64]
-
 
 class DispatchWindow(NamedTuple):
     """Means over a window: totals and by layer."""
@@ -45,9 +44,9 @@ class _Slice:
 
     epoch: int
     began: float
-    sums: Array = field(default_factory=lambda: np.zeros(5))
+    sums: FloatArray = field(default_factory=lambda: np.zeros(5))
     """[steps, step seconds, tokens, pairs, communication seconds: NaN if the engine cannot measure them]"""
-    layers: Array = field(default_factory=lambda: np.zeros((3, 0)))
+    layers: FloatArray = field(default_factory=lambda: np.zeros((3, 0)))
     """[balance | remote ranks | local, layers]"""
 
 
@@ -122,7 +121,7 @@ class DispatchWindows:
         return _window(taken, engine.ranks, first)
 
 
-def _checked(said: DispatchMeasured, engine: _Engine) -> Array:
+def _checked(said: DispatchMeasured, engine: _Engine) -> FloatArray:
     """Return balance, remote ranks and local pairs of a report, float64 [3, layers].
 
     Raises InvalidPlacementEvent naming the invalid value.
@@ -184,7 +183,7 @@ def _window(slices: list[_Slice], ranks: int, first: int) -> DispatchWindow:
     )
 
 
-def _ratio(part: Array, whole: Array) -> tuple[float, float]:
+def _ratio(part: FloatArray, whole: FloatArray) -> tuple[float, float]:
     """Return (sum of part / sum of whole, its standard error) over batches; 0 without data."""
     total, n = float(whole.sum()), len(whole)
     if not total:

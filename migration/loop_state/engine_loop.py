@@ -125,8 +125,7 @@ class EngineLoopState:
         self.shift = None
 
     def answers(self, now: float, config: MigrationConfig) -> DemandShift | None:
-        """Return the shift that a plan made now would respond to; None: it is an ordinary plan of the cycle.
-        """
+        """Return the shift that a plan made now would respond to; None: it is an ordinary plan of the cycle."""
         if self.shift is not None and now - self.shift.at >= SHIFT_LASTS * config.window_seconds:
             self.settled()
         return self.shift

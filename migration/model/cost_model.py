@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import FloatArray
 from fleet.dispatch import loads, served_by
 from fleet.experts import ModelShape
 from fleet.placement import Placement
@@ -20,7 +21,6 @@ from fleet.timing import EngineSpeed
 from migration.model.grouped_routing import draws_of, limited
 from migration.model.sampling_noise import expected_most
 
-Array = NDArray[np.float64]
 _LEAST = 1e-300
 """below any real demand"""
 
@@ -98,7 +98,7 @@ class PricedPlacement(NamedTuple):
     """Figures of a placement under a given demand, with the cost of each layer."""
 
     figures: Figures
-    seconds: Array
+    seconds: FloatArray
     """float64 [layers]: seconds of a step for experts and dispatch"""
 
 
@@ -130,14 +130,13 @@ def figures(placement: Placement, demand: NDArray[Any], terms: CostTerms, memory
     return judged(placement, demand, terms, memory_seconds).figures
 
 
-def balance(load: Array) -> Array:
-    """Return mean rank load / max rank load of a load [layers, ranks], as float64 [layers]; 1 without demand.
-    """
+def balance(load: FloatArray) -> FloatArray:
+    """Return mean rank load / max rank load of a load [layers, ranks], as float64 [layers]; 1 without demand."""
     most = load.max(axis=1)
     return np.asarray(np.where(most > 0, load.mean(axis=1) / np.where(most > 0, most, 1.0), 1.0))
 
 
-def expert_seconds(pairs: Array, speed: EngineSpeed) -> Array:
+def expert_seconds(pairs: FloatArray, speed: EngineSpeed) -> FloatArray:
     """Return the expected time of the slowest rank of a step, float64 [layers]. pairs: [layers, ranks], mean
     pairs per step.
 
@@ -162,18 +161,18 @@ class DispatchTraffic(NamedTuple):
     """Dispatch traffic of one step: expected distinct (token, destination) pairs, float64 [layers, ranks]
     each."""
 
-    ranks_out: Array
+    ranks_out: FloatArray
     """from tokens of this rank to other ranks"""
-    ranks_in: Array
+    ranks_in: FloatArray
     """from tokens of other ranks to this rank"""
-    nodes_out: Array
+    nodes_out: FloatArray
     """from tokens of this rank to other nodes"""
-    nodes_in: Array
+    nodes_in: FloatArray
     """from tokens of other nodes to the node of this rank, divided evenly among its ranks"""
-    local: Array
+    local: FloatArray
     """pairs of this rank's tokens that the rank serves itself, in the unit of the demand"""
 
-    def seconds(self, speed: EngineSpeed) -> Array:
+    def seconds(self, speed: EngineSpeed) -> FloatArray:
         """Return the time of the busiest rank, float64 [layers]: max of sent and received, summed over the
         link classes."""
         busiest = [np.maximum(out, into).max(axis=1) for out, into in ((self.ranks_out, self.ranks_in), (self.nodes_out, self.nodes_in))]
@@ -205,7 +204,7 @@ def traffic(placement: Placement, demand: NDArray[Any], terms: CostTerms) -> Dis
     )
 
 
-def _nodes_reached(mass: Array, placement: Placement, terms: CostTerms) -> Array:
+def _nodes_reached(mass: FloatArray, placement: Placement, terms: CostTerms) -> FloatArray:
     """Return the probability that a token of a rank reaches a node, [layers, nodes, ranks]."""
     nodes = mass.shape[1]
     if terms.shape is None or not limited(terms.shape) or nodes == 1:
@@ -214,7 +213,7 @@ def _nodes_reached(mass: Array, placement: Placement, terms: CostTerms) -> Array
     return np.asarray(1.0 - (1.0 - mass.clip(0.0, 1.0)) ** draws_of(terms.shape, on_node)[:, None, None])
 
 
-def _reached(mass: Array, top_k: int) -> Array:
+def _reached(mass: FloatArray, top_k: int) -> FloatArray:
     """Return 1 - (1 - mass)^k, using exponentiation by squaring."""
     square, power, left = 1.0 - mass.clip(0.0, 1.0), np.ones(1), top_k
     while left:

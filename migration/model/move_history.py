@@ -17,12 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import Float32Array, SlotTable
 from fleet.placement import EMPTY, Placement
-from migration.model.placement_changes import NOWHERE, PlacementChanges, Table, taken
+from migration.model.placement_changes import NOWHERE, PlacementChanges, taken
 
-Counts = NDArray[np.float32]
-"""float32 [groups, layers, experts]: (token, k) pairs of a window, by rank; or over all ranks if `groups` is
-1"""
 NEVER = -np.inf
 SIGNIFICANT = 4.0
 """standard deviations: a false positive once in 16,000 tests"""
@@ -34,16 +32,16 @@ class MoveHistory:
 
     worker_id: int
     epoch: int
-    table: Table
+    table: SlotTable
     """int16 [layers, slots]: table of that epoch"""
     ranks: int
     moved: NDArray[np.float64]
     """[layers, experts]: last time at which a rank gained or lost a replica; NEVER"""
     plan: str | None = None
     """last plan with a committed handover"""
-    base: Table
+    base: SlotTable
     """table before that plan"""
-    demand: Counts | None = None
+    demand: Float32Array | None = None
     """demand that the plan was based on; None: unknown"""
     rests: NDArray[np.float64] | None = None
     """[layers, experts]: end of the extra cooldown of experts that a harmful plan moved; None: no such
@@ -56,7 +54,7 @@ class MoveHistory:
         table = placement.expert_of_slot
         return cls(worker_id=worker_id, epoch=placement.epoch, table=table, ranks=placement.ranks, moved=never, base=table)
 
-    def committed(self, placement: Placement, plan: str | None, at: float, demand: Counts | None = None) -> "MoveHistory":
+    def committed(self, placement: Placement, plan: str | None, at: float, demand: Float32Array | None = None) -> "MoveHistory":
         """Return the history after one more epoch. Old epochs change nothing.
 
         plan: its id. Handovers of one plan count as one, and an epoch without a plan leaves nothing to undo.
@@ -79,7 +77,7 @@ class MoveHistory:
             demand=self.demand if same_plan and demand is None else demand,
         )
 
-    def seen(self, demand: Counts) -> "MoveHistory":
+    def seen(self, demand: Float32Array) -> "MoveHistory":
         """Use the demand of a window as evidence for the last plan, if the plan has none yet."""
         return self if self.demand is not None else replace(self, demand=demand)
 
@@ -101,7 +99,7 @@ class MoveHistory:
             resting = resting | (now < self.rests)
         return np.asarray(resting | (now - self.moved.max(axis=1, keepdims=True) < layer_seconds))
 
-    def without_reversals(self, changes: PlacementChanges, demand: Counts, z: float = SIGNIFICANT) -> PlacementChanges:
+    def without_reversals(self, changes: PlacementChanges, demand: Float32Array, z: float = SIGNIFICANT) -> PlacementChanges:
         """Remove changes that undo the last plan without new evidence, and the later changes of the same
         layers.
 
@@ -133,7 +131,7 @@ class MoveHistory:
                 table[layer, other_slot] = other_expert
         return taken(changes, kept)
 
-    def _evidence(self, demand: Counts, z: float) -> NDArray[np.bool_]:
+    def _evidence(self, demand: Float32Array, z: float) -> NDArray[np.bool_]:
         """Return where demand has changed, over all ranks or on the rank, bool [groups, layers, experts].
 
         Nothing counts as changed if the demand of the plan is unknown.
@@ -143,7 +141,7 @@ class MoveHistory:
         together = differs(self.demand.sum(axis=0), demand.sum(axis=0), z)
         return differs(self.demand, demand, z) | together
 
-    def _held(self, table: Table) -> NDArray[np.bool_]:
+    def _held(self, table: SlotTable) -> NDArray[np.bool_]:
         """Return the experts that each rank holds, bool [layers, ranks, experts]."""
         held = np.zeros((len(table), self.ranks, self.moved.shape[1]), bool)
         layer, slot = np.nonzero(table != EMPTY)
@@ -165,7 +163,7 @@ def retraced(worker_id: int, life: Sequence[tuple[Placement, str | None, float]]
     return history
 
 
-def counted(rates: NDArray[Any], pairs: NDArray[Any]) -> Counts:
+def counted(rates: NDArray[Any], pairs: NDArray[Any]) -> Float32Array:
     """Return the counts of a window from rates [ranks, layers, experts] and the pairs [ranks] behind each
     layer."""
     total = rates.sum(axis=2, dtype=np.float64, keepdims=True)
@@ -184,7 +182,7 @@ def differs(before: NDArray[Any], now: NDArray[Any], z: float) -> NDArray[np.boo
     return np.asarray((shares[0] - shares[1]) ** 2 > z * z * variance)
 
 
-def _touched(row: Table, per: int, slot: int, expert: int, other_slot: int, other_expert: int) -> list[tuple[int, int, bool]]:
+def _touched(row: SlotTable, per: int, slot: int, expert: int, other_slot: int, other_expert: int) -> list[tuple[int, int, bool]]:
     """Return the effects of a change on its ranks: (rank, expert, True if the expert arrives)."""
     writes = [(slot, expert)] if other_slot == NOWHERE else [(slot, expert), (other_slot, other_expert)]
     goes = [(at // per, int(row[at]), False) for at, _ in writes if row[at] != EMPTY]

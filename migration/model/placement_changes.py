@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import SlotTable
 from fleet.placement import EMPTY
 
-Table = NDArray[np.int16]
 NOWHERE = -1
 """no second slot"""
 
@@ -67,7 +67,7 @@ NONE = PlacementChanges(
 )
 
 
-def made(table: Table, changes: PlacementChanges) -> Table:
+def made(table: SlotTable, changes: PlacementChanges) -> SlotTable:
     """Return the table after these changes, applied in order. The argument is not modified."""
     after = table.copy()
     for layer, slot, expert, other_slot, other_expert in zip(*(part.tolist() for part in changes[1:6]), strict=True):
@@ -129,7 +129,7 @@ def _runs(changes: PlacementChanges, members: NDArray[np.intp]) -> list[tuple[fl
     return list(zip(np.minimum.accumulate(mean).tolist(), [np.array(run) for *_, run in runs], strict=True))
 
 
-def copies_between(before: Table, after: Table, ranks: int) -> int:
+def copies_between(before: SlotTable, after: SlotTable, ranks: int) -> int:
     """Count the (layer, rank, expert) triples held after but not before: the necessary copies, wherever they
     lie in a rank."""
     layers = len(before)

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import SlotTable
 from fleet.experts import ExpertId
 from fleet.placement import EMPTY, Placement, Split
 from migration.model.cost_model import Figures, Payback
-from migration.model.placement_changes import Table
 
 StepKind = Literal["reweight", "replicate", "swap", "move", "drop"]
 Link = Literal["same-node", "cross-node", "checkpoint"]
@@ -238,7 +238,7 @@ class _Check:
     """One step, checked against a table already changed by the previous steps."""
 
     base: Placement
-    table: Table
+    table: SlotTable
     handover: Handover
     index: int
 

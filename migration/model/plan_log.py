@@ -1,5 +1,4 @@
-"""Fold of the migration log: the unfinished plan of each engine and its progress. Pure; bounded; idempotent.
-"""
+"""Fold of the migration log: the unfinished plan of each engine and its progress. Pure; bounded; idempotent."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field

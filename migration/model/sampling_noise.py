@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import chdtrc, ndtr, ndtri
 
-Layers = NDArray[np.float64]
+from fleet.arrays import FloatArray
+
 FALSE_ALARMS = 1e-3
 """false discovery rate of the layers reported as changed (Benjamini and Hochberg 1995); also the probability
 of any report when nothing has changed"""
@@ -37,7 +38,7 @@ def expected_most(ranks: int) -> float:
     return float(ndtri((ranks - 0.375) / (ranks + 0.25)))
 
 
-def deviation(load: NDArray[np.float64], replicas: NDArray[Any], ranks: int, pairs: float | NDArray[Any]) -> Layers:
+def deviation(load: NDArray[np.float64], replicas: NDArray[Any], ranks: int, pairs: float | NDArray[Any]) -> FloatArray:
     """Return the standard deviation, between two windows, of a rank's load over the mean rank load: float64
     [layers].
 
@@ -74,7 +75,7 @@ def deviations(shares: NDArray[np.float64], replicas: NDArray[Any], pairs: float
     return np.asarray(np.sqrt(2.0 * ranks * alone / np.maximum(np.broadcast_to(pairs, len(shares)), 1.0)[:, None]))
 
 
-def freedom(load: NDArray[np.float64], replicas: NDArray[Any], ranks: int) -> Layers:
+def freedom(load: NDArray[np.float64], replicas: NDArray[Any], ranks: int) -> FloatArray:
     """Return the degrees of freedom of the noise of the ranks' loads, float64 [layers]. Arguments as in
     `deviation`.
 
@@ -87,7 +88,7 @@ def freedom(load: NDArray[np.float64], replicas: NDArray[Any], ranks: int) -> La
     return np.asarray(1.0 / (1.0 / ranks + ((alone / total[:, None]) ** 2).sum(axis=1)))
 
 
-def changed(loads: NDArray[np.float64], goal: Layers, noise: NDArray[np.float64], free: Layers | None = None) -> NDArray[np.bool_]:
+def changed(loads: NDArray[np.float64], goal: FloatArray, noise: NDArray[np.float64], free: FloatArray | None = None) -> NDArray[np.bool_]:
     """Return the layers whose rank loads are spread more than sampling noise explains for a good placement,
     bool [layers].
 
@@ -112,14 +113,14 @@ def changed(loads: NDArray[np.float64], goal: Layers, noise: NDArray[np.float64]
     return found if found.mean() <= COMMON else np.ones(len(found), bool)
 
 
-def _discoveries(chance: Layers) -> NDArray[np.bool_]:
+def _discoveries(chance: FloatArray) -> NDArray[np.bool_]:
     """Select the discoveries among the p-values (step-up procedure of Benjamini and Hochberg)."""
     ordered = np.sort(chance)
     passing = np.flatnonzero(ordered <= FALSE_ALARMS * np.arange(1, len(chance) + 1) / len(chance))
     return chance <= ordered[passing[-1]] if len(passing) else np.zeros(len(chance), bool)
 
 
-def expected_max(loads: NDArray[np.float64], spread: Layers) -> Layers:
+def expected_max(loads: NDArray[np.float64], spread: FloatArray) -> FloatArray:
     """Return the expected maximum of normals, float64 [layers].
 
     loads: means, [layers, ranks]; spread: one standard deviation per layer.

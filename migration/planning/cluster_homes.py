@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment, linprog
 from scipy.sparse import coo_array
 
-from migration.solvers.holder_value import Held
-from migration.solvers.load_cap import Table, held_of, split_under
+from fleet.arrays import BoolArray, FloatArray, SlotTable
+from migration.solvers.load_cap import held_of, split_under
 from migration.solvers.locality_placement import LocalityPlacement, LocalityProblem, located, measured, placed, worth_of
 from migration.solvers.specialisation_test import SpecialisationTest, gate
 
-Values = NDArray[np.float64]
 ROUNDS = 6
 _FIRST = 3
 """Rounds from every start; only the best start is continued."""
@@ -63,11 +62,11 @@ class ClusterTraffic:
         if self.capacity is not None and self.capacity.sum() < 1.0 - 1e-9:
             raise ValueError(f"homes: the ranks' capacity adds up to {self.capacity.sum():.3f}; all requests need 1")
 
-    def room_for(self, ranks: int) -> Values:
+    def room_for(self, ranks: int) -> FloatArray:
         """[ranks]: capacity."""
         return np.full(ranks, 1.0 / ranks) if self.capacity is None else self.capacity
 
-    def demand(self, homes: Values) -> Values:
+    def demand(self, homes: FloatArray) -> FloatArray:
         """float64 [ranks, layers, experts]: demand of each rank's requests, as parts of all pairs.
 
         homes: [K, ranks]; a row of zeros spreads the cluster over all ranks.
@@ -90,13 +89,13 @@ class HomesSearchResult(NamedTuple):
     (`migration.solvers.locality_placement.LocalityPlacement.saved`), mean over layers.
     """
 
-    homes: Values | None
+    homes: FloatArray | None
     """float64 [K, ranks]: share of a cluster's requests per rank; rows sum to 1, for unused clusters to 0.
     None: no homes."""
     reason: str
     gate: SpecialisationTest | None
     """None: the test was not run."""
-    demand: Values
+    demand: FloatArray
     """float64 [ranks, layers, experts] under these homes, or without any."""
     located: LocalityPlacement | None
     """The placement that goes with the homes; None where nothing is proposed."""
@@ -111,8 +110,8 @@ def homes(
     room: LocalityProblem,
     *,
     pairs: NDArray[Any] | None = None,
-    before: Values | None = None,
-    present: Table | None = None,
+    before: FloatArray | None = None,
+    present: SlotTable | None = None,
     least: float = 0.005,
     better: float = 0.005,
     rounds: int = ROUNDS,
@@ -154,13 +153,13 @@ class FixedPlacementHomes(NamedTuple):
     """Saved without homes."""
     kept: float | None
     """Saved by the present homes; None: there are none."""
-    homes: Values
+    homes: FloatArray
     """[K, ranks]: the homes that save most."""
     saved: float
     """Saved by these homes."""
 
 
-def resident(traffic: ClusterTraffic, room: LocalityProblem, present: Table, before: Values | None = None) -> FixedPlacementHomes:
+def resident(traffic: ClusterTraffic, room: LocalityProblem, present: SlotTable, before: FloatArray | None = None) -> FixedPlacementHomes:
     """Return the best homes for an unchanged placement. present: int16 [layers, slots]; before: [K,
     ranks]."""
     search = _Search(traffic, room, present)
@@ -175,7 +174,7 @@ def _used_pairs(pairs: NDArray[Any], traffic: ClusterTraffic) -> NDArray[Any]:
     return np.where(traffic.shares > 0, pairs, 0.0)
 
 
-def _saved_now(traffic: ClusterTraffic, room: LocalityProblem, before: Values | None, present: Table) -> float:
+def _saved_now(traffic: ClusterTraffic, room: LocalityProblem, before: FloatArray | None, present: SlotTable) -> float:
     demand = traffic.demand(np.zeros((len(traffic.shares), room.ranks)) if before is None else before)
     split = split_under(present, demand, room.ranks, room.node, 1.0 / room.balance)
     return float(measured(present, split, demand, room).saved.mean())
@@ -184,7 +183,7 @@ def _saved_now(traffic: ClusterTraffic, room: LocalityProblem, before: Values | 
 class _Search:
     """The alternation of routing and placement, on some of the layers."""
 
-    def __init__(self, traffic: ClusterTraffic, room: LocalityProblem, present: Table | None) -> None:
+    def __init__(self, traffic: ClusterTraffic, room: LocalityProblem, present: SlotTable | None) -> None:
         layers, experts = traffic.profiles.shape[1:]
         count = min(layers, max(4, _CELLS // (room.ranks * experts)))
         self.layers = np.unique(np.linspace(0, layers - 1, count).round().astype(np.intp))
@@ -192,20 +191,20 @@ class _Search:
         self._room = room if room.home is None else replace(room, home=room.home[self.layers])
         self._present = None if present is None else held_of(present[self.layers], room.ranks, experts)
 
-    def held(self, homes: Values) -> Held:
+    def held(self, homes: FloatArray) -> BoolArray:
         """Place experts under these homes."""
         return placed(worth_of(self._traffic.demand(homes), self._room), self._room, _EXCHANGES)
 
-    def saved(self, homes: Values) -> float:
+    def saved(self, homes: FloatArray) -> float:
         """Return the saving by these homes and the placement made for them."""
         worth = worth_of(self._traffic.demand(homes), self._room)
         return float(worth.of(placed(worth, self._room, _EXCHANGES)).mean())
 
-    def saved_by(self, held: Held, homes: Values) -> float:
+    def saved_by(self, held: BoolArray, homes: FloatArray) -> float:
         """Return the saving by these homes under a given placement."""
         return float(worth_of(self._traffic.demand(homes), self._room).of(held).mean())
 
-    def best(self, before: Values | None, rounds: int) -> tuple[Values, float, int]:
+    def best(self, before: FloatArray | None, rounds: int) -> tuple[FloatArray, float, int]:
         """Return (homes, saved, rounds): of all starts, the best after a few rounds, continued to
         convergence."""
         used, ranks = np.flatnonzero(self._traffic.shares > 0), self._room.ranks
@@ -226,7 +225,7 @@ class _Search:
         homes, value, more = self._alternated(homes, rounds - _FIRST)
         return homes, value, _FIRST + more
 
-    def _alternated(self, homes: Values, rounds: int) -> tuple[Values, float, int]:
+    def _alternated(self, homes: FloatArray, rounds: int) -> tuple[FloatArray, float, int]:
         value = 0.0
         for turn in range(rounds):
             held = self.held(homes)
@@ -237,7 +236,7 @@ class _Search:
             homes, value = routed, reached
         return homes, value, rounds
 
-    def routed_to(self, held: Held) -> Values:
+    def routed_to(self, held: BoolArray) -> FloatArray:
         """float64 [K, ranks]: the homes that save most under a placement."""
         # Weights of the two kinds of locality: on the rank, and at least on its node.
         rank, node = (price / sum(self._room.prices) for price in self._room.prices)
@@ -251,7 +250,7 @@ class _Search:
         return routed(local, self._traffic.shares, self._traffic.room_for(self._room.ranks))
 
 
-def routed(value: Values, shares: NDArray[Any], capacity: Values) -> Values:
+def routed(value: FloatArray, shares: NDArray[Any], capacity: FloatArray) -> FloatArray:
     """float64 [K, ranks]: maximise sum shares * homes * value.
 
     Constraints: rows of homes sum to 1 (where the share is not 0), and sum shares * homes is at most a rank's
@@ -274,7 +273,7 @@ def routed(value: Values, shares: NDArray[Any], capacity: Values) -> Values:
     return homes
 
 
-def chained(traffic: ClusterTraffic, ranks: int) -> Values:
+def chained(traffic: ClusterTraffic, ranks: int) -> FloatArray:
     """float64 [K, ranks]: clusters in a row, each beside the most similar remaining one, laid along the
     ranks."""
     used = np.flatnonzero(traffic.shares > 0)
@@ -292,7 +291,7 @@ def chained(traffic: ClusterTraffic, ranks: int) -> Values:
     return laid_along(traffic, used[row], ranks)
 
 
-def laid_along(traffic: ClusterTraffic, row: NDArray[np.intp], ranks: int) -> Values:
+def laid_along(traffic: ClusterTraffic, row: NDArray[np.intp], ranks: int) -> FloatArray:
     """float64 [K, ranks]: clusters in this order along the ranks, each over a length equal to its share.
 
     row: the clusters that have a share.
@@ -307,7 +306,7 @@ def laid_along(traffic: ClusterTraffic, row: NDArray[np.intp], ranks: int) -> Va
     return np.asarray(homes / np.where(homes.sum(axis=1, keepdims=True) > 0, homes.sum(axis=1, keepdims=True), 1.0))
 
 
-def laid_onto(found: Values, held: Held, present: Held, room: LocalityProblem, capacity: Values) -> Values:
+def laid_onto(found: FloatArray, held: BoolArray, present: BoolArray, room: LocalityProblem, capacity: FloatArray) -> FloatArray:
     """Relabel the ranks of homes [K, ranks] so that `held` overlaps most with `present`; both bool [layers,
     ranks, experts].
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import FloatArray
 from migration.model.engine_view import Demand, EngineView
 from migration.planning.cluster_homes import ClusterTraffic
 from migration.solvers.specialisation_test import gate
 
-Values = NDArray[np.float64]
 STEERED = 0.9
 """Part of the predictable demand that reaches its home, assumed before any observation.
 
@@ -105,7 +105,7 @@ def _fresh(view: EngineView, window: Demand) -> bool:
     return window.began >= since
 
 
-def mix_of(wanted: NDArray[Any], profiles: NDArray[Any], shares: NDArray[Any]) -> Values:
+def mix_of(wanted: NDArray[Any], profiles: NDArray[Any], shares: NDArray[Any]) -> FloatArray:
     """float64 [K]: clusters of a window's pairs, as parts that add up to 1; unused clusters (share 0) stay
     unused.
 
@@ -130,7 +130,7 @@ def mix_of(wanted: NDArray[Any], profiles: NDArray[Any], shares: NDArray[Any]) -
     return found
 
 
-def lived(homes: Values, shares: NDArray[Any], capacity: Values) -> Values:
+def lived(homes: FloatArray, shares: NDArray[Any], capacity: FloatArray) -> FloatArray:
     """float64 [K, ranks]: homes with limited capacity: requests beyond the capacity of their home go where
     there is room."""
     load = np.asarray(shares, np.float64) @ homes
@@ -141,7 +141,7 @@ def lived(homes: Values, shares: NDArray[Any], capacity: Values) -> Values:
     return np.asarray(homes * fits + elsewhere * left / max(float(left.sum()), _TINY))
 
 
-def spread(wanted: NDArray[Any], traffic: ClusterTraffic, homes: Values) -> Values:
+def spread(wanted: NDArray[Any], traffic: ClusterTraffic, homes: FloatArray) -> FloatArray:
     """float64 [ranks, layers, experts]: the total demand for every expert, redistributed over ranks by the
     homes.
 
@@ -175,7 +175,7 @@ def expected(foreseen: float) -> ForecastDemand:
     return ForecastDemand(STEERED * min(max(foreseen, 0.0), 1.0) ** 0.5, False)
 
 
-def followed(wanted: NDArray[Any], pairs: NDArray[Any], traffic: ClusterTraffic, homes: Values, foreseen: float) -> ForecastDemand:
+def followed(wanted: NDArray[Any], pairs: NDArray[Any], traffic: ClusterTraffic, homes: FloatArray, foreseen: float) -> ForecastDemand:
     """Estimate the degree to which the ranks' demand follows the homes: 0 with equal demand on all ranks, 1
     with every request at its home.
 
@@ -201,12 +201,12 @@ def followed(wanted: NDArray[Any], pairs: NDArray[Any], traffic: ClusterTraffic,
     return ForecastDemand(min(max((before.part * doubt + found * precision) / (doubt + precision), 0.0), 1.0), precision > doubt)
 
 
-def _own(traffic: ClusterTraffic, homes: Values) -> Values:
+def _own(traffic: ClusterTraffic, homes: FloatArray) -> FloatArray:
     """[ranks, layers, experts]: demand of each rank's requests, as parts of their total."""
     demand = traffic.demand(homes)
     return np.asarray(demand / np.maximum(demand.sum(axis=(1, 2), keepdims=True), _TINY))
 
 
-def _apart(part: NDArray[Any], weight: Values) -> Values:
+def _apart(part: NDArray[Any], weight: FloatArray) -> FloatArray:
     """Subtract the demand of all ranks together."""
     return np.asarray(part - (weight * part).sum(axis=0))

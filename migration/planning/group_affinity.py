@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import BoolArray
 from fleet.experts import ModelShape
 from fleet.timing import EngineSpeed
 from migration.model.grouped_routing import expected_nodes, limited, node_draws
-from migration.solvers.holder_value import Held
 from migration.solvers.locality_placement import LocalityPlacement, LocalityProblem, located
 
-Values = NDArray[np.float64]
 _LAYERS = 6
 """Number of layers that are placed both ways; they are representative of all layers."""
 
@@ -37,7 +36,7 @@ class GroupAffinity(NamedTuple):
     together: float
     nodes_apart: float
     nodes_together: float
-    home: Held | None
+    home: BoolArray | None
     reason: str
 
 
@@ -64,7 +63,7 @@ def keep_groups(shape: ModelShape, speed: EngineSpeed, demand: NDArray[Any], roo
     return GroupAffinity(keep, apart, together, spread, whole, home if keep else None, sentence)
 
 
-def group_homes(demand: NDArray[Any], room: LocalityProblem, groups: int) -> Held:
+def group_homes(demand: NDArray[Any], room: LocalityProblem, groups: int) -> BoolArray:
     """Assign groups to nodes; bool [layers, ranks, experts]: the ranks of each expert's node.
 
     Groups choose in falling order of load. A group takes the node of most demand for it, less the load by

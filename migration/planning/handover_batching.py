@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import SlotTable
 from fleet.placement import EMPTY, Placement, Split, even_split
 from migration.model.constraints import UNLIMITED, Constraints
 from migration.model.cost_model import Transfers
-from migration.model.placement_changes import COPIES, NOWHERE, ChangeKind, PlacementChanges, Table, made
+from migration.model.placement_changes import COPIES, NOWHERE, ChangeKind, PlacementChanges, made
 from migration.model.plan import Copy, Handover, Link, PlanStep, SplitRecord, StepKind
 from migration.planning.staging_capacity import PendingChanges, StagingRoom
 
@@ -82,7 +83,7 @@ def transfers(handovers: Sequence[Handover], slots_per_rank: int) -> Transfers:
 class _Shares:
     """The split of every intermediate epoch."""
 
-    def __init__(self, placement: Placement, end: Table, final: Split, *, even: bool) -> None:
+    def __init__(self, placement: Placement, end: SlotTable, final: Split, *, even: bool) -> None:
         self._experts = placement.experts
         self._begin, self._end = placement.expert_of_slot, end
         self._first, self._final = placement.split, final
@@ -98,7 +99,7 @@ class _Shares:
         differs[changes.layer] = False
         return np.flatnonzero(differs)
 
-    def after(self, table: Table, complete: NDArray[np.intp]) -> SplitRecord:
+    def after(self, table: SlotTable, complete: NDArray[np.intp]) -> SplitRecord:
         """Return the split record of a handover that leaves this table, with these layers in their final
         state."""
         self._done[complete] = True
@@ -112,7 +113,7 @@ class _Shares:
         self._now, self._table = now, table.copy()
         return SplitRecord.of(now, stated)
 
-    def _between(self, table: Table, rows: NDArray[np.intp]) -> Split:
+    def _between(self, table: SlotTable, rows: NDArray[np.intp]) -> Split:
         """Return the split of unfinished layers.
 
         Each expert shares as before while it has its first holders, as at the end once it has its final ones,
@@ -129,7 +130,7 @@ class _Shares:
         )
 
 
-def same_holders(table: Table, other: Table, experts: int) -> NDArray[np.bool_]:
+def same_holders(table: SlotTable, other: SlotTable, experts: int) -> NDArray[np.bool_]:
     """bool [layers, slots]: True if the expert of this slot is in the same slots of both tables."""
     same = np.ones((len(table), experts + 1), bool)
     layer, slot = np.nonzero(table != other)
@@ -156,7 +157,7 @@ class _StepWriter:
         self._why = why
 
     @property
-    def table(self) -> Table:
+    def table(self) -> SlotTable:
         """Table after the steps so far."""
         return np.array(self._rows, np.int16)
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fleet.arrays import FloatArray, SlotTable
 from fleet.placement import Placement
 from migration.model.cost_model import PricedPlacement
 from migration.model.engine_view import PlannedHomes
-from migration.model.placement_changes import PlacementChanges, Table, made
+from migration.model.placement_changes import PlacementChanges, made
 from migration.planning.cluster_homes import ClusterTraffic, homes, resident
 from migration.planning.demand_forecast import RoutingForecast, lived, spread
 from migration.planning.group_affinity import keep_groups
@@ -28,7 +28,6 @@ from migration.solvers.locality_placement import located
 from migration.solvers.ordered_diff import toward
 from migration.solvers.split_weights import SLACK
 
-Values = NDArray[np.float64]
 MATERIAL = 0.09
 """Part of the cost of sending tokens that homes must save beyond the placement alone, if every request
 followed.
@@ -51,7 +50,7 @@ class EffectiveHomes(NamedTuple):
     share: [K, ranks]; None: no cluster has a home. note: the reason, in a sentence.
     """
 
-    share: Values | None
+    share: FloatArray | None
     note: str
 
 
@@ -125,7 +124,7 @@ def _material(found: PlanningProblem, traffic: ClusterTraffic) -> float:
     return MATERIAL * (1.0 - traffic.leak) * min(1.0, held / _HELD)
 
 
-def at_home(found: PlanningProblem, share: Values | None, note: str, epoch: int | None = None) -> PlannedHomes:
+def at_home(found: PlanningProblem, share: FloatArray | None, note: str, epoch: int | None = None) -> PlannedHomes:
     """Return the homes to publish.
 
     epoch: of the placement from which they hold; None: the served one. Homes that hold already keep their
@@ -140,7 +139,9 @@ def at_home(found: PlanningProblem, share: Values | None, note: str, epoch: int 
     return PlannedHomes(rounded, view.clusters.version, view.placement.epoch if epoch is None else epoch, note, view.now)
 
 
-def _choices(found: PlanningProblem, known: RoutingForecast, share: Values, stay: Values | None, end: PlanningProblem) -> list[tuple[Values, PlanningProblem]]:
+def _choices(
+    found: PlanningProblem, known: RoutingForecast, share: FloatArray, stay: FloatArray | None, end: PlanningProblem
+) -> list[tuple[FloatArray, PlanningProblem]]:
     """Return the homes to choose from at the end of the plan. A budget or a cooldown may have cut the changes
     short of the placement that the new homes were made for, so the present homes are a choice too."""
     if stay is None or stay is share:
@@ -148,7 +149,7 @@ def _choices(found: PlanningProblem, known: RoutingForecast, share: Values, stay
     return [(share, end), (stay, _expected(found, known, stay))]
 
 
-def _worth_going_to(goal: Table, end: PlanningProblem, most: float) -> bool:
+def _worth_going_to(goal: SlotTable, end: PlanningProblem, most: float) -> bool:
     """True if the goal placement takes at most `most` seconds of a step, even if limits allow only a part of
     the way now."""
     start = end.placement
@@ -156,32 +157,34 @@ def _worth_going_to(goal: Table, end: PlanningProblem, most: float) -> bool:
     return float(end.judge(whole).seconds.sum()) <= most
 
 
-def _candidate(found: PlanningProblem, changes: PlacementChanges, before: PricedPlacement, share: Values, end: PlanningProblem) -> tuple[PlanCandidate, float]:
+def _candidate(
+    found: PlanningProblem, changes: PlacementChanges, before: PricedPlacement, share: FloatArray, end: PlanningProblem
+) -> tuple[PlanCandidate, float]:
     """Return (candidate, seconds of a step at the end)."""
-    table: Table = made(found.table, changes)
+    table: SlotTable = made(found.table, changes)
     predicted = PredictedEffect(end, before, share)
     ways = [PlanCandidate("homes and placement", changes, shared(end, table, slack), predicted) for slack in (SLACK, NEARER)]
     return min(((way, float(end.judge(way.placement(found)).seconds.sum())) for way in ways), key=lambda one: one[1])
 
 
-def _before(found: PlanningProblem, known: RoutingForecast, stay: Values | None) -> PricedPlacement:
+def _before(found: PlanningProblem, known: RoutingForecast, stay: FloatArray | None) -> PricedPlacement:
     """Price the served placement: under present demand, or with homes alone, whichever is better."""
     clusters = len(known.later.shares)
     predicted = _expected(found, known, np.zeros((clusters, found.ranks)) if stay is None else stay).before
     return min((found.before, predicted), key=lambda one: float(one.seconds.sum()))
 
 
-def _expected(found: PlanningProblem, known: RoutingForecast, share: Values) -> PlanningProblem:
+def _expected(found: PlanningProblem, known: RoutingForecast, share: FloatArray) -> PlanningProblem:
     """Return the problem under other homes."""
     fit, judged = (spread(window, traffic, _lived(share, traffic)) for window, traffic in ((found.fit, known.fit), (found.judged, known.later)))
     return replace(found, fit=fit, judged=judged)
 
 
-def _lived(share: Values, traffic: ClusterTraffic) -> Values:
+def _lived(share: FloatArray, traffic: ClusterTraffic) -> FloatArray:
     return lived(share, traffic.shares, traffic.room_for(share.shape[1]))
 
 
-def _completed(share: Values, others: Values, traffic: ClusterTraffic) -> Values:
+def _completed(share: FloatArray, others: FloatArray, traffic: ClusterTraffic) -> FloatArray:
     """Give clusters that appeared since then the homes that suit them now."""
     new = (share.sum(axis=1) == 0) & (np.asarray(traffic.shares) > 0)
     return np.where(new[:, None], others, share) if new.any() else share

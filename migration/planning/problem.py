@@ -7,13 +7,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import FloatArray, SlotTable
 from fleet.placement import FULL, Placement, Split, even_split
 from migration.config import MigrationConfig, Policy
 from migration.model.constraints import Constraints
 from migration.model.cost_model import CostTerms, LinkSpeeds, PricedPlacement, StepSeconds, balance, judged
 from migration.model.engine_view import EngineView
 from migration.model.move_history import counted
-from migration.model.placement_changes import PlacementChanges, Table
+from migration.model.placement_changes import PlacementChanges
 from migration.model.sampling_noise import LoadNoise, deviation, scatter
 from migration.planning.demand_forecast import REPEATS, RoutingForecast, steering
 from migration.planning.rank_loss import critical
@@ -24,8 +25,6 @@ from migration.solvers.rank_relabelling import relabelled
 from migration.solvers.specialisation_test import SpecialisationTest, gate
 from migration.solvers.split_copies import weighted
 
-Rates = NDArray[np.float64]
-"""float64 [ranks, layers, experts], (token, k) pairs per second"""
 _MOST_SCATTER = 4 * REPEATS
 
 
@@ -60,9 +59,9 @@ class PlanningProblem:
     first: int
     placement: Placement
     """Of the layers that hold whole experts."""
-    fit: Rates
+    fit: FloatArray
     """Demand that plans are fitted to."""
-    judged: Rates
+    judged: FloatArray
     """Demand that plans are judged on."""
     terms: CostTerms
     limits: Constraints
@@ -72,7 +71,7 @@ class PlanningProblem:
         return self.placement.ranks
 
     @property
-    def table(self) -> Table:
+    def table(self) -> SlotTable:
         return self.placement.expert_of_slot
 
     @property
@@ -158,7 +157,7 @@ class PlanningProblem:
         return self.step_seconds(StepSeconds())
 
     @cached_property
-    def anew(self) -> Table:
+    def anew(self) -> SlotTable:
         """int16 [layers, slots]: the full placement of best balance under the even split."""
         limits, per = self.limits, self.placement.slots_per_rank
         return full(
@@ -166,7 +165,7 @@ class PlanningProblem:
         )
 
     @cached_property
-    def anew_at_home(self) -> Table:
+    def anew_at_home(self) -> SlotTable:
         """int16 [layers, slots]: `anew`, assigned to the ranks that hold most of it already."""
         return relabelled(self.table, self.anew, self.ranks, self.several_nodes)
 
@@ -181,7 +180,7 @@ class PlanningProblem:
         size, noise = (self.ranks, self.placement.experts), LoadNoise(self.pairs)
         return weighted(self.table, self.fit, *size, self.limits, goal=self.anew_balance, noise=noise, node=self.several_nodes).changes
 
-    def _even_loads(self, table: Table) -> NDArray[np.float64]:
+    def _even_loads(self, table: SlotTable) -> NDArray[np.float64]:
         """float64 [layers, ranks]: loads under the even split, regardless of where demand originates."""
         split = even_split(table, self.placement.experts)
         part = np.where(table >= 0, np.take_along_axis(self.load, np.maximum(table, 0).astype(np.intp), axis=1), 0.0) * (split.spill / FULL)

@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import BoolArray, FloatArray, SlotTable
 from fleet.placement import EMPTY, Placement, Split, even_split
 from migration.model.constraints import Constraints
 from migration.model.cost_model import balance
-from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, Table, joined, made
+from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, joined, made
 from migration.solvers.even_split_copies import few
 from migration.solvers.full_placement import full
 from migration.solvers.table_diff import shortened
 
-Floats = NDArray[np.float64]
-Held = NDArray[np.bool_]
 _CLEARLY = 1.25
 """Factor by which an expert's demand must exceed that of an expert with a second holder to replace it
 there."""
@@ -41,7 +40,7 @@ class Recovery(NamedTuple):
     changes: PlacementChanges
     """Drops of what dead ranks held, moves of lost experts out of their slots (to be read from storage),
     replicas, and copies for balance. gain: in mean loads of a live rank; for a reloaded expert, its load."""
-    table: Table
+    table: SlotTable
     """int16 [layers, slots] at the end: dead ranks are empty, except for experts that could not be saved."""
     split: Split
     """At the end: even."""
@@ -85,7 +84,7 @@ def critical(load: NDArray[Any], count: int, replicas: NDArray[Any] | None = Non
     return least
 
 
-def _parts(load: NDArray[Any]) -> Floats:
+def _parts(load: NDArray[Any]) -> FloatArray:
     """[layers, experts]: parts of a layer's total load."""
     return np.asarray(load / np.maximum(load.sum(axis=1, keepdims=True), 1e-300), np.float64)
 
@@ -139,12 +138,12 @@ def recover(
 class _Survivors:
     """State of all layers, processed at once. A *seat* is a slot of a live rank."""
 
-    table: Table
+    table: SlotTable
     count: NDArray[np.int64]
     """[layers, experts]: live holders."""
-    held: Held
+    held: BoolArray
     """[layers, ranks, experts], of live ranks."""
-    load: Floats
+    load: FloatArray
     ranks: int
     dead: NDArray[np.bool_]
     node: NDArray[np.intp]
@@ -152,7 +151,7 @@ class _Survivors:
     """[layers, experts]."""
 
     @classmethod
-    def of(cls, placement: Placement, dead: NDArray[np.bool_], load: Floats, node: NDArray[np.intp], frozen: NDArray[np.bool_] | None) -> "_Survivors":
+    def of(cls, placement: Placement, dead: NDArray[np.bool_], load: FloatArray, node: NDArray[np.intp], frozen: NDArray[np.bool_] | None) -> "_Survivors":
         held = (placement.replicas_on_rank > 0) & ~dead[:, None]
         table, resting = placement.expert_of_slot.copy(), np.zeros(load.shape, bool) if frozen is None else frozen
         return cls(table, held.sum(axis=1), held, load, placement.ranks, dead, node, resting)
@@ -162,7 +161,7 @@ class _Survivors:
         return int(self.table.shape[1]) // self.ranks
 
     @property
-    def mean(self) -> Floats:
+    def mean(self) -> FloatArray:
         """[layers]: mean load of a live rank."""
         return np.asarray(np.maximum(self.load.sum(axis=1), 1e-300) / max(int((~self.dead).sum()), 1))
 
@@ -183,7 +182,7 @@ class _Survivors:
         self.table[layer, slot] = EMPTY
         return _changes(ChangeKind.DROP, layer, slot, np.full(len(layer), EMPTY), None, np.zeros(len(layer)))
 
-    def reload(self, lost: Held, least: NDArray[np.int64]) -> list[PlacementChanges]:
+    def reload(self, lost: BoolArray, least: NDArray[np.int64]) -> list[PlacementChanges]:
         """Reload lost experts, those of most demand first: one per layer and round. Each leaves its slot on a
         dead rank."""
         rounds = list[PlacementChanges]()
@@ -282,7 +281,7 @@ class _Survivors:
         return np.where(filled, np.take_along_axis(by_expert, np.where(filled, self.table, 0).astype(np.intp), axis=1), 0)
 
 
-def _changes(kind: ChangeKind, layer: NDArray[Any], slot: NDArray[Any], expert: NDArray[Any], other: NDArray[Any] | None, gain: Floats) -> PlacementChanges:
+def _changes(kind: ChangeKind, layer: NDArray[Any], slot: NDArray[Any], expert: NDArray[Any], other: NDArray[Any] | None, gain: FloatArray) -> PlacementChanges:
     count = len(layer)
     if not count:
         return NONE

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import SlotTable
 from fleet.placement import FULL, Placement, Split, even_split
 from migration.model.cost_model import PricedPlacement
 from migration.model.move_history import counted
-from migration.model.placement_changes import NONE, PlacementChanges, Table, joined, made, within
+from migration.model.placement_changes import NONE, PlacementChanges, joined, made, within
 from migration.model.sampling_noise import LoadNoise
 from migration.planning.group_affinity import keep_groups
 from migration.planning.locality_report import room_of
@@ -191,7 +192,7 @@ def _few(found: PlanningProblem) -> PlacementChanges:
     return without_reversals(found, shortened(found.table, changes, found.ranks))
 
 
-def _towards(found: PlanningProblem, goal: Table) -> PlacementChanges:
+def _towards(found: PlanningProblem, goal: SlotTable) -> PlacementChanges:
     """Return the changes towards another table: of the chosen layers, within the budget, without experts in
     cooldown."""
     table = np.where(_open_layers(found)[:, None], goal, found.table)
@@ -217,7 +218,7 @@ def without_reversals(found: PlanningProblem, changes: PlacementChanges) -> Plac
     return kept._replace(layer=kept.layer - first)
 
 
-def shared(found: PlanningProblem, table: Table, slack: float = SLACK) -> Split:
+def shared(found: PlanningProblem, table: SlotTable, slack: float = SLACK) -> Split:
     """Return the shares that suit the demand in the chosen layers; other layers keep theirs.
 
     In those other layers, experts whose holders changed share evenly. slack: see `reweight`.

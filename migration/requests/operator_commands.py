@@ -80,8 +80,7 @@ class OperatorCommands:
         return await self.undoing(entry, planned, await self.before(planned), statuses), "rollback"
 
     async def undoing(self, entry: EngineEntry, planned: MigrationPlanned, goal: Placement, told: Sequence[HandoverDescribed]) -> Plan:
-        """Make the plan that restores the placement before another plan. Raises ValueError if there is none.
-        """
+        """Make the plan that restores the placement before another plan. Raises ValueError if there is none."""
         return await asyncio.to_thread(back, entry.placement, goal, planned.plan, self._room(entry, told))
 
     def _room(self, entry: EngineEntry, statuses: Sequence[HandoverDescribed]) -> StagingRoom:

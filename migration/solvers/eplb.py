@@ -18,13 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import FloatArray, IntArray
 from fleet.placement import EMPTY
 
-Floats = NDArray[np.float64]
-Whole = NDArray[np.int64]
 
-
-def eplb_global(load: NDArray[Any], slots: int, ranks: int) -> Whole:
+def eplb_global(load: NDArray[Any], slots: int, ranks: int) -> IntArray:
     """int64 [layers, slots], rank-major: the expert in each slot.
 
     load: [layers, experts]. ValueError when slots do not divide by ranks or do not hold all experts.
@@ -32,7 +30,7 @@ def eplb_global(load: NDArray[Any], slots: int, ranks: int) -> Whole:
     return eplb_hierarchical(load, slots, 1, 1, ranks)
 
 
-def eplb_hierarchical(load: NDArray[Any], slots: int, groups: int, nodes: int, ranks: int) -> Whole:
+def eplb_hierarchical(load: NDArray[Any], slots: int, groups: int, nodes: int, ranks: int) -> IntArray:
     """int64 [layers, slots], rank-major, nodes one after the other.
 
     groups: of consecutive experts, equally many in each; every node gets equally many groups. ValueError when
@@ -69,7 +67,7 @@ def _check(experts: int, slots: int, groups: int, nodes: int, ranks: int) -> Non
         raise ValueError(f"eplb: {slots} slots do not hold {experts} experts")
 
 
-def replicated(weight: Floats, slots: int) -> tuple[Whole, Whole]:
+def replicated(weight: FloatArray, slots: int) -> tuple[IntArray, IntArray]:
     """Return the expert of each replica [rows, slots], the first replicas in order; and their numbers [rows,
     experts].
 
@@ -87,7 +85,7 @@ def replicated(weight: Floats, slots: int) -> tuple[Whole, Whole]:
     return of_replica, counts
 
 
-def packed(weight: Floats, packs: int) -> tuple[Whole, Whole]:
+def packed(weight: FloatArray, packs: int) -> tuple[IntArray, IntArray]:
     """Return the pack of each item, and its place there: [rows, items] each.
 
     weight: [rows, items]; every pack takes items / packs of them.
@@ -118,7 +116,7 @@ def as_placement(raw: NDArray[Any], ranks: int) -> NDArray[np.int16]:
     return table.reshape(raw.shape)
 
 
-def raw_shares(raw: NDArray[Any], ranks: int) -> Floats:
+def raw_shares(raw: NDArray[Any], ranks: int) -> FloatArray:
     """float64 [layers, slots]: shares of the slots of `as_placement` for which every rank has the load that
     the raw map gives it.
 

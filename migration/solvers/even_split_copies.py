@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import BoolArray, FloatArray, IndexArray, SlotTable
 from fleet.placement import EMPTY
 from migration.model.constraints import UNLIMITED, Constraints
-from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, Table, taken, within
+from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, taken, within
 from migration.model.sampling_noise import LoadNoise, changed, deviations, expected_max, expected_most, freedom
-from migration.solvers.search_state import ENDLESS, Array, Flags, Index, SearchState
+from migration.solvers.search_state import ENDLESS, SearchState
 from migration.solvers.swap_search import RoundSize, SwapChoice, best
 
 PAIRS = 24_000
@@ -63,14 +64,14 @@ FINE = 1e-4
 
 
 def few(
-    table: Table,
+    table: SlotTable,
     load: NDArray[Any],
     ranks: int,
     limits: Constraints = UNLIMITED,
     *,
     goal: NDArray[Any],
     noise: LoadNoise | None = None,
-    node: Index | None = None,
+    node: IndexArray | None = None,
 ) -> PlacementChanges:
     """Return the changes, layers interleaved, each layer's in order. gain: fall of the layer's most loaded
     rank, in mean rank loads.
@@ -107,7 +108,7 @@ def _pace(live: int, most: float) -> RoundSize:
     return CAREFULLY if most < FAR else CAREFULLY._replace(most=BRISKLY.most)
 
 
-def _state(table: Table, load: NDArray[Any], ranks: int, limits: Constraints, node: Index | None) -> SearchState:
+def _state(table: SlotTable, load: NDArray[Any], ranks: int, limits: Constraints, node: IndexArray | None) -> SearchState:
     """Return the search state of the table; caps are 0."""
     layers, slots = table.shape
     experts = load.shape[1]
@@ -152,7 +153,7 @@ def _state(table: Table, load: NDArray[Any], ranks: int, limits: Constraints, no
     return state
 
 
-def _wider(values: NDArray[Any], empty: float) -> Array:
+def _wider(values: NDArray[Any], empty: float) -> FloatArray:
     """[layers, experts + 1]: with the value of an empty slot."""
     return np.pad(values.astype(np.float64), ((0, 0), (0, 1)), constant_values=empty)
 
@@ -160,14 +161,14 @@ def _wider(values: NDArray[Any], empty: float) -> Array:
 class _Aims:
     """Targets for the next window."""
 
-    def __init__(self, most: Array, spread: Array) -> None:
+    def __init__(self, most: FloatArray, spread: FloatArray) -> None:
         self.most = most
         """[layers]: highest expected load of a rank there."""
         self.spread = spread
         """[layers]: standard deviation of a rank's load between windows."""
 
 
-def _aims(state: SearchState, goal: Array, target: float, noise: LoadNoise | None) -> tuple[_Aims, Flags]:
+def _aims(state: SearchState, goal: FloatArray, target: float, noise: LoadNoise | None) -> tuple[_Aims, BoolArray]:
     """Set each layer's cap; return the targets, and [layers] the layers to improve."""
     alive = state.over[:, ~state.away]
     most = np.maximum(alive.max(axis=1), 1e-9)
@@ -189,7 +190,7 @@ def _aims(state: SearchState, goal: Array, target: float, noise: LoadNoise | Non
     return _Aims(aim, spread), wanted
 
 
-def _felt(state: SearchState, loads: Array, least: Array, step: float | NDArray[Any]) -> Flags:
+def _felt(state: SearchState, loads: FloatArray, least: FloatArray, step: float | NDArray[Any]) -> BoolArray:
     """[layers]: layers in which a re-placement would shorten single steps, despite their own noise.
 
     least: load of the most loaded rank after a re-placement.
@@ -200,7 +201,7 @@ def _felt(state: SearchState, loads: Array, least: Array, step: float | NDArray[
     return np.asarray(expected_max(loads, blur) > flat * (1.0 + FELT))
 
 
-def _deviations(state: SearchState, pairs: float | NDArray[Any]) -> Array:
+def _deviations(state: SearchState, pairs: float | NDArray[Any]) -> FloatArray:
     """[layers, live ranks]: standard deviations between two counts of this many pairs."""
     at = np.arange(len(state.layer))[:, None]
     shape = (len(at), state.ranks, state.per)
@@ -215,8 +216,8 @@ class _Search:
         self._state = state
         self._aims = aims
         self._made: list[_Change] = []
-        self._gains: list[Array] = []
-        self._layers: list[Index] = []
+        self._gains: list[FloatArray] = []
+        self._layers: list[IndexArray] = []
 
     @property
     def most_loaded(self) -> float:
@@ -240,7 +241,7 @@ class _Search:
             going &= (idle < PATIENCE) & ~self._reached(made)
             turn += 1
 
-    def _reached(self, which: Flags) -> Flags:
+    def _reached(self, which: BoolArray) -> BoolArray:
         """[layers]: layers whose expected maximum in the next window is within the target. Lowers the caps of
         those that keep their cap and miss the target."""
         state = self._state
@@ -257,7 +258,7 @@ class _Search:
             state.lower(again, np.maximum(missed[~done], FINE - state.over[again].max(axis=1)))
         return reached
 
-    def _make(self, choice: SwapChoice) -> Flags:
+    def _make(self, choice: SwapChoice) -> BoolArray:
         """Make the changes of a round that lower a layer's penalty; return [layers]: layers with a change."""
         state = self._state
         before, most = state.penalty, state.over.max(axis=1)
@@ -304,7 +305,7 @@ class _Search:
         return taken(everything, _paying(layer, turn, gain))
 
 
-def _paying(layer: NDArray[np.int32], turn: Index, gain: Array) -> Flags:
+def _paying(layer: NDArray[np.int32], turn: IndexArray, gain: FloatArray) -> BoolArray:
     """[n]: changes up to the round (turn) after which their layer's accumulated gain is largest."""
     if not len(layer):
         return np.zeros(0, bool)
@@ -326,15 +327,15 @@ class _Change(NamedTuple):
     """Changes of a round, arrays [n]; those of a layer are consecutive and touch different ranks and
     experts."""
 
-    layer: Index
+    layer: IndexArray
     """Row of the state."""
-    kind: Index
-    at_hot: Index
+    kind: IndexArray
+    at_hot: IndexArray
     """Slot."""
-    at_cold: Index
-    hot: Index
+    at_cold: IndexArray
+    hot: IndexArray
     """Expert in that slot."""
-    cold: Index
+    cold: IndexArray
     level: NDArray[np.float32]
     """Load of the rank that is relieved."""
 
@@ -355,12 +356,12 @@ class _Change(NamedTuple):
         free = ((by[touched] == np.arange(len(some))[:, None]) | (touched % (state.empty + 1) == state.empty)).all(axis=1)
         return change if free.all() else change.taken(free)
 
-    def taken(self, which: Flags) -> "_Change":
+    def taken(self, which: BoolArray) -> "_Change":
         """Return some of the changes."""
         return _Change._make(part[which] for part in self)
 
     @property
-    def first(self) -> Flags:
+    def first(self) -> BoolArray:
         """[n]: True for the first of its layer."""
         first = np.ones(len(self.layer), bool)
         np.not_equal(self.layer[1:], self.layer[:-1], out=first[1:])
@@ -375,7 +376,7 @@ class _Change(NamedTuple):
         """Revert the changes. The caller then calls `measure`."""
         self._write(state, self.hot, self.cold, -1.0)
 
-    def _write(self, state: SearchState, to_hot: Index, to_cold: Index, sign: float) -> None:
+    def _write(self, state: SearchState, to_hot: IndexArray, to_cold: IndexArray, sign: float) -> None:
         two = (self.kind != DROP).nonzero()[0]
         state.put(_joined(self.layer, self.layer[two]), _joined(self.at_hot, self.at_cold[two]), _joined(to_hot, to_cold[two]))
         one = ((self.kind == REPLICATE) | (self.kind == DROP)).nonzero()[0]
@@ -383,7 +384,7 @@ class _Change(NamedTuple):
         more = np.where(self.kind[one] == DROP, -sign, sign)
         state.count(_joined(self.layer[one], self.layer[two]), _joined(self.hot[one], self.cold[two]), _joined(more, np.full(len(two), -sign)))
 
-    def gains(self, before: Array, after: Array) -> Array:
+    def gains(self, before: FloatArray, after: FloatArray) -> FloatArray:
         """[n]: fall of the most loaded rank's load. before, after: [layers], of a round in which each change
         in turn relieves the most loaded rank."""
         starts, first = np.maximum(self.level, after[self.layer]), self.first
@@ -399,7 +400,7 @@ def _joined(one: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:
     return np.concatenate([one, other])
 
 
-def _before_each(first: Flags) -> Index:
+def _before_each(first: BoolArray) -> IndexArray:
     """Return the ends of runs, given flags at their beginnings."""
     begins = first.nonzero()[0]
     return np.concatenate([begins[1:] - 1, [len(first) - 1]]) if len(begins) else begins

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import SlotTable
 from fleet.placement import EMPTY
 from migration.model.constraints import UNLIMITED, Constraints
-from migration.model.placement_changes import NOWHERE, ChangeKind, PlacementChanges, Table, joined
+from migration.model.placement_changes import NOWHERE, ChangeKind, PlacementChanges, joined
 from migration.solvers.load_cap import held_of
 
 
-def filled(table: Table, demand: NDArray[Any], ranks: int, limits: Constraints = UNLIMITED) -> PlacementChanges:
+def filled(table: SlotTable, demand: NDArray[Any], ranks: int, limits: Constraints = UNLIMITED) -> PlacementChanges:
     """Return replications into empty slots.
 
     table: int16 [layers, slots]; demand: [ranks, layers, experts], any unit. gain: part of its layer's pairs

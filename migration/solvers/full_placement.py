@@ -24,12 +24,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import Float32Array, FloatArray, IntArray, SlotTable
 from fleet.placement import EMPTY
 from migration.solvers.local_search import cells, fullest, polished
-from migration.solvers.replica_counts import CountBounds, Counts, Floats, floor, pigeonhole, replica_counts, replicas
+from migration.solvers.replica_counts import CountBounds, floor, pigeonhole, replica_counts, replicas
 
-Weights = NDArray[np.float32]
-Table = NDArray[np.int16]
 SPARING = -0.3
 """Signpost of the second attempt."""
 NEAR = 0.004
@@ -63,7 +62,7 @@ def full(
     least_replicas: NDArray[np.integer[Any]] | None = None,
     node: NDArray[np.intp] | None = None,
     live: NDArray[np.bool_] | None = None,
-) -> Table:
+) -> SlotTable:
     """int16 [layers, ranks * slots_per_rank]: the best-balanced placement found for load [layers, experts]
     (any unit).
 
@@ -97,7 +96,7 @@ def full(
     return table if node is None else _spread(table, wanted, np.asarray(node))
 
 
-def _seated(placed: Table, seats: NDArray[np.intp], ranks: int) -> Table:
+def _seated(placed: SlotTable, seats: NDArray[np.intp], ranks: int) -> SlotTable:
     """Expand a table of the ranks `seats` to one of all ranks."""
     layers = len(placed)
     table = np.full((layers, ranks, placed.shape[1] // len(seats)), EMPTY, np.int16)
@@ -105,7 +104,7 @@ def _seated(placed: Table, seats: NDArray[np.intp], ranks: int) -> Table:
     return table.reshape(layers, -1)
 
 
-def bound(load: NDArray[Any], ranks: int, slots_per_rank: int, most_replicas: int | None = None) -> Floats:
+def bound(load: NDArray[Any], ranks: int, slots_per_rank: int, most_replicas: int | None = None) -> FloatArray:
     """float64 [layers]: upper bound of the balance of any placement into these slots under the even split.
 
     Some rank carries at least the mean. Some rank also carries at least the heaviest replica, which is
@@ -117,7 +116,7 @@ def bound(load: NDArray[Any], ranks: int, slots_per_rank: int, most_replicas: in
     return np.asarray(wanted.sum(axis=1) / ranks / floor(wanted, even, ranks, slots_per_rank))
 
 
-def _checked(load: NDArray[Any], ranks: int, slots_per_rank: int) -> Floats:
+def _checked(load: NDArray[Any], ranks: int, slots_per_rank: int) -> FloatArray:
     """Return the load, made positive everywhere: experts without demand share the left-over replicas."""
     wanted = np.asarray(load, np.float64)
     if wanted.ndim != 2 or not wanted.size:
@@ -138,29 +137,29 @@ class _Packing:
     """Assignment of replicas to ranks. A *place* is a rank in a layer, place = layer * ranks + rank. Expert
     number `experts` stands for an empty slot, of weight 0."""
 
-    unit: Floats
+    unit: FloatArray
     """[layers]: lower bound of the fullest rank's load, given the counts; weights and loads are relative to
     it."""
     expert: NDArray[np.int64]
     """[layers, ranks, slots_per_rank]."""
-    weight: Weights
+    weight: Float32Array
     """[places, slots_per_rank]; single precision, as many are compared."""
-    loads: Floats
+    loads: FloatArray
     """[places]"""
     held: NDArray[np.bool_]
     """[places, experts + 1]: True if the place holds the expert; never for the empty slot."""
 
     @property
-    def by_layer(self) -> Floats:
+    def by_layer(self) -> FloatArray:
         return self.loads.reshape(len(self.unit), -1)
 
     @property
-    def fullest(self) -> Floats:
+    def fullest(self) -> FloatArray:
         """float64 [layers], in units of the load."""
         return np.asarray(self.by_layer.max(axis=1) * self.unit)
 
 
-def _packed(load: Floats, counts: Counts, ranks: int, per_rank: int) -> _Packing:
+def _packed(load: FloatArray, counts: IntArray, ranks: int, per_rank: int) -> _Packing:
     packing = _dealt(load, counts, ranks, per_rank)
     twos = 4 <= per_rank and (per_rank * (per_rank - 1) // 2) ** 2 <= MOST_TWOS
     rounds = [max(1, ranks // part) for part, times in ROUNDS for _ in range(times if ranks > 1 else 0)]
@@ -172,7 +171,7 @@ def _packed(load: Floats, counts: Counts, ranks: int, per_rank: int) -> _Packing
     return packing
 
 
-def _dealt(load: Floats, counts: Counts, ranks: int, per_rank: int) -> _Packing:
+def _dealt(load: FloatArray, counts: IntArray, ranks: int, per_rank: int) -> _Packing:
     layers, experts = load.shape
     # Relative to the bound, one tolerance serves all layers.
     unit = np.maximum(load.sum(axis=1) / ranks, pigeonhole(load, counts, ranks, per_rank))
@@ -193,7 +192,7 @@ def _dealt(load: Floats, counts: Counts, ranks: int, per_rank: int) -> _Packing:
         full_up[twice] = 0
 
 
-def _full_up(heavy: Floats, ranks: int) -> Counts:
+def _full_up(heavy: FloatArray, ranks: int) -> IntArray:
     """int64 [layers]: number of the heaviest replicas that each fill a rank, even beside the lightest ones.
 
     A rank of S slots holds such a replica and the S - 1 lightest remaining ones. heavy: [layers, slots],
@@ -205,7 +204,7 @@ def _full_up(heavy: Floats, ranks: int) -> Counts:
     return np.asarray(np.logical_and.accumulate(together >= left / (ranks - np.arange(ranks)), axis=1).sum(axis=1) % ranks)
 
 
-def _rounds(full_up: Counts, ranks: int, per_rank: int) -> Counts:
+def _rounds(full_up: IntArray, ranks: int, per_rank: int) -> IntArray:
     """[layers, slots]: index, among the replicas sorted by weight, in the order of dealing.
 
     Ranks that are full with their first replica are last in each later round and get the lightest of all: the
@@ -219,7 +218,7 @@ def _rounds(full_up: Counts, ranks: int, per_rank: int) -> Counts:
     return np.where(turn == 0, at, later).reshape(len(full_up), -1)
 
 
-def _deal(expert: Counts, replica: Counts, heavy: Floats, full_up: Counts, experts: int) -> tuple[Floats, Floats]:
+def _deal(expert: IntArray, replica: IntArray, heavy: FloatArray, full_up: IntArray, experts: int) -> tuple[FloatArray, FloatArray]:
     """Deal replicas and their weights, [layers, slots] in dealing order, into `expert`; return weights there,
     and rank loads."""
     layers, ranks, per_rank = expert.shape
@@ -239,7 +238,7 @@ def _deal(expert: Counts, replica: Counts, heavy: Floats, full_up: Counts, exper
     return weight, loads
 
 
-def _turns(loads: Floats, taken: NDArray[np.bool_], run: Counts) -> NDArray[np.intp]:
+def _turns(loads: FloatArray, taken: NDArray[np.bool_], run: IntArray) -> NDArray[np.intp]:
     """[layers, ranks]: order in which ranks are dealt to, least load first.
 
     Where some ranks have `taken` the first expert of this round in the round before, its `run` remaining
@@ -253,7 +252,7 @@ def _turns(loads: Floats, taken: NDArray[np.bool_], run: Counts) -> NDArray[np.i
     return np.lexsort((loads, ~ahead), axis=1)
 
 
-def _pairs(loads: Floats, layers: NDArray[np.intp], count: int, turn: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def _pairs(loads: FloatArray, layers: NDArray[np.intp], count: int, turn: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Return places [n] of heavy ranks and places [n] of their partners, for `count` ranks of each of these
     layers.
 
@@ -286,7 +285,7 @@ def _trade(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp], 
     _exchange(packing, heavy[one], light[one], *np.divmod(best[one], per_rank))
 
 
-def _nearest(out: Weights, back: Weights, aim: Weights) -> tuple[NDArray[np.intp], Weights]:
+def _nearest(out: Float32Array, back: Float32Array, aim: Float32Array) -> tuple[NDArray[np.intp], Float32Array]:
     """[n]: the exchange of weights out [n, gone] against back [n, come] nearest to the target change [n], and
     its distance."""
     off = (out - aim[:, None])[:, :, None] - back[:, None, :]
@@ -314,11 +313,11 @@ def _exchange(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp
 # Small engines
 
 
-def _table(packing: _Packing, empty: int) -> Table:
+def _table(packing: _Packing, empty: int) -> SlotTable:
     return np.where(packing.expert == empty, EMPTY, packing.expert).reshape(len(packing.unit), -1).astype(np.int16)
 
 
-def _tried(table: Table, load: Floats, bounds: CountBounds, ranks: int) -> Table:
+def _tried(table: SlotTable, load: FloatArray, bounds: CountBounds, ranks: int) -> SlotTable:
     """Return the best of this placement and of those with one, two or three slots left empty, after local
     search.
 
@@ -338,7 +337,7 @@ def _tried(table: Table, load: Floats, bounds: CountBounds, ranks: int) -> Table
 # Nodes
 
 
-def _spread(table: Table, load: Floats, node: NDArray[np.intp]) -> Table:
+def _spread(table: SlotTable, load: FloatArray, node: NDArray[np.intp]) -> SlotTable:
     """Deal the same sets of experts, one per rank, so that replicas of an expert are on different nodes.
 
     Sets with the most shared load come first. Each goes to the node with a free rank that holds least of it
@@ -370,7 +369,7 @@ def _spread(table: Table, load: Floats, node: NDArray[np.intp]) -> Table:
     return np.where(better[:, None], spread, table)
 
 
-def _reach(table: Table, load: Floats, node: NDArray[np.intp]) -> Floats:
+def _reach(table: SlotTable, load: FloatArray, node: NDArray[np.intp]) -> FloatArray:
     """float64 [layers]: load that finds its expert on a node, summed over nodes."""
     layers, experts = load.shape
     there = np.zeros((layers, int(node.max()) + 1, experts + 1), bool)
@@ -378,7 +377,7 @@ def _reach(table: Table, load: Floats, node: NDArray[np.intp]) -> Floats:
     return np.asarray((there[:, :, :experts].sum(axis=1) * load).sum(axis=1))
 
 
-def _shared(table: Table, load: Floats) -> Floats:
+def _shared(table: SlotTable, load: FloatArray) -> FloatArray:
     """float64 [layers, ranks, slots_per_rank]: load of the expert in each slot, 0 where it has no other
     replica."""
     layers, experts = load.shape

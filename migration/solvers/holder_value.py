@@ -7,21 +7,20 @@ best rank is taken). The remaining slots are filled, rank by rank, by what a fur
 `migration.solvers.pairwise_exchange` improves this to within a few thousandths of the optimum.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-Table = NDArray[np.floating[Any]]
-Held = NDArray[np.bool_]
+from fleet.arrays import BoolArray, FloatingArray
 
 
 class HolderValue(NamedTuple):
     """Worth of replicas. All numbers >= 0, in one unit."""
 
-    own: Table
+    own: FloatingArray
     """[layers, ranks, experts]: of a replica on the rank"""
-    shared: Table
+    shared: FloatingArray
     """[layers, nodes, experts]: added by a node's first replica; zeros [layers, 1, experts] where there is
     only one node."""
     node: NDArray[np.intp]
@@ -32,18 +31,18 @@ class HolderValue(NamedTuple):
         """True if nodes do not matter."""
         return bool(self.shared.shape[1] == 1)
 
-    def of(self, held: Held) -> Table:
+    def of(self, held: BoolArray) -> FloatingArray:
         """float64 [layers]: total worth of a placement."""
         value = (self.own * held).sum(axis=(1, 2))
         return np.asarray(value if self.flat else value + (self.shared * (self.near(held) > 0)).sum(axis=(1, 2)))
 
-    def near(self, held: Held) -> NDArray[np.int64]:
+    def near(self, held: BoolArray) -> NDArray[np.int64]:
         """int64 [layers, nodes, experts]: replicas on each node."""
         if self.flat:
             return np.asarray(held.sum(axis=1, keepdims=True))
         return np.stack([held[:, self.node == at].sum(axis=1) for at in range(self.shared.shape[1])], axis=1)
 
-    def marginal(self, held: Held) -> tuple[Table, Table]:
+    def marginal(self, held: BoolArray) -> tuple[FloatingArray, FloatingArray]:
         """Return (win, lose), [layers, ranks, experts]: worth added by one more replica, and lost with the
         present one."""
         if self.flat:
@@ -56,7 +55,7 @@ class HolderValue(NamedTuple):
         return HolderValue(self.own[layers], self.shared[layers], self.node)
 
 
-def held_by_worth(worth: HolderValue, slots: int, most: int, home: Held | None = None) -> Held:
+def held_by_worth(worth: HolderValue, slots: int, most: int, home: BoolArray | None = None) -> BoolArray:
     """bool [layers, ranks, experts]: every expert at least once, on at most `most` ranks, and at most `slots`
     experts on a rank.
 
@@ -66,7 +65,7 @@ def held_by_worth(worth: HolderValue, slots: int, most: int, home: Held | None =
     return filled(worth, _one_each(worth, slots, home), slots, most, home)
 
 
-def filled(worth: HolderValue, held: Held, slots: int, most: int, home: Held | None = None, passes: int = 2) -> Held:
+def filled(worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None = None, passes: int = 2) -> BoolArray:
     """Refill every rank in turn: it keeps what only it holds, and fills its other slots with what adds most
     there."""
     held = held.copy()
@@ -88,7 +87,7 @@ def filled(worth: HolderValue, held: Held, slots: int, most: int, home: Held | N
     return held
 
 
-def _best(score: Table, slots: int) -> Held:
+def _best(score: FloatingArray, slots: int) -> BoolArray:
     """bool [layers, experts]: the `slots` highest scores that are not negative."""
     if slots >= score.shape[1]:
         return np.asarray(score >= 0.0)
@@ -98,7 +97,7 @@ def _best(score: Table, slots: int) -> Held:
     return best
 
 
-def _one_each(worth: HolderValue, slots: int, home: Held | None) -> Held:
+def _one_each(worth: HolderValue, slots: int, home: BoolArray | None) -> BoolArray:
     """Place one replica of every expert: each bids for its best rank with room, and ranks accept those of
     most regret first."""
     value = worth.own if worth.flat else worth.own + worth.shared[:, worth.node]
@@ -131,7 +130,7 @@ def _one_each(worth: HolderValue, slots: int, home: Held | None) -> Held:
     return held
 
 
-def _spread(value: Table, left: Held) -> NDArray[np.intp]:
+def _spread(value: FloatingArray, left: BoolArray) -> NDArray[np.intp]:
     """[layers, experts]: the best rank of each expert; where several are equal, experts take them in
     turns."""
     tied = value == value.max(axis=1, keepdims=True)

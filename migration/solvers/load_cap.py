@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import BoolArray, FloatArray, SlotTable
 from fleet.placement import EMPTY, Split
-from migration.solvers.holder_value import Held, HolderValue
+from migration.solvers.holder_value import HolderValue
 from migration.solvers.split_weights import ROUNDS, DemandPull, SplitResult, diffused, shared, split_of
 
-Table = NDArray[np.int16]
-Values = NDArray[np.float64]
 _STEPS = 8
 """Exchanges of a layer between two computations of the weights."""
 _LOOKS = 40
@@ -31,7 +30,7 @@ _LITTLE = 0.3
 """Least part, of the most that any exchange could take off the fullest rank, that an exchange must take."""
 
 
-def table_of(held: Held, slots: int) -> Table:
+def table_of(held: BoolArray, slots: int) -> SlotTable:
     """int16 [layers, ranks * slots]: experts of each rank in ascending order, then empty slots."""
     layers, ranks, experts = held.shape
     order = np.argsort(~held, axis=2, kind="stable")[:, :, : min(slots, experts)]
@@ -40,7 +39,7 @@ def table_of(held: Held, slots: int) -> Table:
     return table.reshape(layers, ranks * slots)
 
 
-def held_of(table: Table, ranks: int, experts: int) -> Held:
+def held_of(table: SlotTable, ranks: int, experts: int) -> BoolArray:
     """bool [layers, ranks, experts]."""
     layers, slots = table.shape
     held = np.zeros((layers, ranks, experts), bool)
@@ -58,24 +57,24 @@ class LoadCap(NamedTuple):
 
     wants: DemandPull
     parts: SplitResult
-    home: Values
+    home: FloatArray
     """[n]: part of a slot's load that is demand of its own rank or node."""
-    each: Values
+    each: FloatArray
     """[n]."""
 
     @property
-    def load(self) -> Values:
+    def load(self) -> FloatArray:
         """[layers, ranks], in units of the layer's mean."""
         return self.parts.of_rank(self.each).reshape(-1, self.wants.ranks)
 
-    def slots(self, table: Table) -> Values:
+    def slots(self, table: SlotTable) -> FloatArray:
         """[layers, slots]: load of each slot, of shared and single replicas."""
         each = np.where(table == EMPTY, 0.0, np.take_along_axis(self.wants.load, np.where(table == EMPTY, 0, table).astype(np.intp), 1)).reshape(-1)
         each[self.parts.slot] = self.each
         return each.reshape(table.shape)
 
 
-def level(table: Table, demand: NDArray[Any], ranks: int, node: NDArray[np.intp]) -> LoadCap:
+def level(table: SlotTable, demand: NDArray[Any], ranks: int, node: NDArray[np.intp]) -> LoadCap:
     """Level ranks by diffusion, as in `migration.solvers.split_weights`, in two pools: node demand and the
     rest.
 
@@ -104,7 +103,7 @@ def level(table: Table, demand: NDArray[Any], ranks: int, node: NDArray[np.intp]
     return LoadCap(wants, parts, own + near, own + near + far)
 
 
-def _flowed(pool: Values, height: Values, width: Values, group: NDArray[np.intp], groups: int) -> Values:
+def _flowed(pool: FloatArray, height: FloatArray, width: FloatArray, group: NDArray[np.intp], groups: int) -> FloatArray:
     """Move load from slots above their group's mean level to slots below it; each group keeps its sum."""
     total = np.bincount(group, pool, groups)
     mean = np.bincount(group, pool * height, groups) / np.maximum(total, _TINY)
@@ -113,7 +112,7 @@ def _flowed(pool: Values, height: Values, width: Values, group: NDArray[np.intp]
     return np.asarray(flowed * (total / np.maximum(np.bincount(group, flowed, groups), _TINY))[group])
 
 
-def split_under(table: Table, demand: NDArray[Any], ranks: int, node: NDArray[np.intp], cap: float) -> Split:
+def split_under(table: SlotTable, demand: NDArray[Any], ranks: int, node: NDArray[np.intp], cap: float) -> Split:
     """Return the split that levels ranks within nodes first; ranks above `cap` times the mean then give away
     local load too."""
     found = level(table, demand, ranks, node)
@@ -124,17 +123,17 @@ def split_under(table: Table, demand: NDArray[Any], ranks: int, node: NDArray[np
 class _Layers(NamedTuple):
     """Layers being processed, first axis of all arrays; changed in place."""
 
-    table: Table
-    held: Held
+    table: SlotTable
+    held: BoolArray
     near: NDArray[np.int64]
     """[layers, nodes, experts] replicas on each node."""
     replicas: NDArray[np.int64]
     """[layers, experts]."""
-    each: Values
+    each: FloatArray
     """[layers, slots]: loads of slots."""
-    load: Values
+    load: FloatArray
     """[layers, ranks]."""
-    demand: Values
+    demand: FloatArray
     """[layers, ranks, experts] in units of the mean rank load, as the loads are."""
 
     def put(self, layer: int, slot: int, expert: int, worth: HolderValue) -> None:
@@ -148,7 +147,7 @@ class _Layers(NamedTuple):
         self.table[layer, slot] = expert
 
 
-def levelled(table: Table, demand: NDArray[Any], worth: HolderValue, cap: float, most: int, home: Held | None = None) -> Table:
+def levelled(table: SlotTable, demand: NDArray[Any], worth: HolderValue, cap: float, most: int, home: BoolArray | None = None) -> SlotTable:
     """Return the table after exchanges that bring every layer's fullest rank to at most `cap` times the mean
     where possible.
 
@@ -179,8 +178,8 @@ def levelled(table: Table, demand: NDArray[Any], worth: HolderValue, cap: float,
 
 
 def _exchanged(
-    table: Table, each: Values, load: Values, demand: NDArray[Any], worth: HolderValue, cap: float, most: NDArray[np.intp], home: Held | None
-) -> Table:
+    table: SlotTable, each: FloatArray, load: FloatArray, demand: NDArray[Any], worth: HolderValue, cap: float, most: NDArray[np.intp], home: BoolArray | None
+) -> SlotTable:
     """Return the table after a few exchanges in each of these layers; loads are updated as if weights were
     constant."""
     wanted = demand.transpose(1, 0, 2) / np.maximum(demand.sum(axis=(0, 2)) / len(demand), _TINY)[:, None, None]
@@ -210,12 +209,12 @@ class _Pairs(NamedTuple):
     """The other rank."""
     mine: NDArray[np.intp]
     theirs: NDArray[np.intp]
-    sent: Values
+    sent: FloatArray
     """Load of the slots here."""
-    back: Values
-    top: Values
+    back: FloatArray
+    top: FloatArray
     """Load of the fullest rank."""
-    other: Values
+    other: FloatArray
     apart: NDArray[np.bool_]
     """Another rank, which does not hold the expert."""
     free: NDArray[np.bool_]
@@ -235,7 +234,7 @@ def _pairs(state: _Layers, rows: NDArray[np.intp]) -> _Pairs:
     return _Pairs(here, there, row, source, target, mine, theirs, sent, back, state.load[row, source], state.load[row, target], apart, theirs == EMPTY)
 
 
-def _swaps(state: _Layers, worth: HolderValue, pairs: _Pairs, cap: float, home: Held | None) -> Values:
+def _swaps(state: _Layers, worth: HolderValue, pairs: _Pairs, cap: float, home: BoolArray | None) -> FloatArray:
     """Return the cost of exchanging two slots.
 
     For an expert with several replicas, the local part of its load differs on the new rank.
@@ -253,7 +252,7 @@ def _swaps(state: _Layers, worth: HolderValue, pairs: _Pairs, cap: float, home: 
     return _cost(-won, relief, pairs.top - cap, may)
 
 
-def _copies(state: _Layers, worth: HolderValue, pairs: _Pairs, cap: float, most: NDArray[np.intp], home: Held | None) -> Values:
+def _copies(state: _Layers, worth: HolderValue, pairs: _Pairs, cap: float, most: NDArray[np.intp], home: BoolArray | None) -> FloatArray:
     """Return the cost of a further replica in place of a spare one; it is assumed to take over half of the
     difference.
 
@@ -271,7 +270,7 @@ def _copies(state: _Layers, worth: HolderValue, pairs: _Pairs, cap: float, most:
     return _cost(lost, relief, pairs.top - cap, may)
 
 
-def _cost(lost: Values, relief: Values, wanted: Values, may: NDArray[np.bool_]) -> Values:
+def _cost(lost: FloatArray, relief: FloatArray, wanted: FloatArray, may: NDArray[np.bool_]) -> FloatArray:
     """Return worth lost per load taken off the fullest rank, down to the cap; inf where forbidden, or where
     it takes too little.
 
@@ -283,7 +282,7 @@ def _cost(lost: Values, relief: Values, wanted: Values, may: NDArray[np.bool_]) 
     return np.where(useful >= enough, (np.maximum(lost, 0.0) + _TINY) / np.maximum(useful, _TINY), np.inf)
 
 
-def _moved(state: _Layers, worth: HolderValue, row: Any, to: Any, origin: Any, expert: Any) -> Values:
+def _moved(state: _Layers, worth: HolderValue, row: Any, to: Any, origin: Any, expert: Any) -> FloatArray:
     """Return the worth gained when an expert's replica moves from a rank to another."""
     own = worth.own[row, to, expert] - worth.own[row, origin, expert]
     if worth.flat:
@@ -293,7 +292,7 @@ def _moved(state: _Layers, worth: HolderValue, row: Any, to: Any, origin: Any, e
     return np.asarray(own + np.where(here == there, 0.0, worth.shared[row, there, expert] * first - worth.shared[row, here, expert] * last))
 
 
-def _alone(state: _Layers, worth: HolderValue, row: Any, rank: Any, expert: Any, beside: int) -> Values:
+def _alone(state: _Layers, worth: HolderValue, row: Any, rank: Any, expert: Any, beside: int) -> FloatArray:
     """Return the worth of one replica more, or less, on a rank.
 
     beside: replicas on its node for which the node's shared worth counts (0 before one more, 1 before one
@@ -306,7 +305,7 @@ def _alone(state: _Layers, worth: HolderValue, row: Any, rank: Any, expert: Any,
     return np.asarray(own + worth.shared[row, at, expert] * (state.near[row, at, expert] == beside))
 
 
-def _make(state: _Layers, worth: HolderValue, rows: NDArray[np.intp], pairs: _Pairs, swap: Values, copy: Values) -> None:
+def _make(state: _Layers, worth: HolderValue, rows: NDArray[np.intp], pairs: _Pairs, swap: FloatArray, copy: FloatArray) -> None:
     """Make the cheaper of the best exchange and the best replica, per layer; update the loads."""
     per, width = pairs.here.shape[1], pairs.there.shape[1]
     for at, row in enumerate(rows.tolist()):

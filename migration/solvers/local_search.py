@@ -11,22 +11,21 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import FloatArray, SlotTable
 from fleet.placement import EMPTY
-from migration.model.placement_changes import Table
 
-Floats = NDArray[np.float64]
 SQUARINGS = 5
 """POWER is 2 to this."""
 STEPS = 60
 _LITTLE = 1e-6
 
 
-def cells(table: Table, experts: int, ranks: int) -> int:
+def cells(table: SlotTable, experts: int, ranks: int) -> int:
     """Return the count of numbers that one step examines."""
     return table.size * (experts + 1) * ranks
 
 
-def polished(table: Table, load: Floats, ranks: int, least: NDArray[np.int64], most: int) -> Table:
+def polished(table: SlotTable, load: FloatArray, ranks: int, least: NDArray[np.int64], most: int) -> SlotTable:
     """Improve a placement; int16 as `table` [layers, slots], which is not changed.
 
     load: [layers, experts], some of it > 0 in each layer. No expert gets more than `most` replicas, and none
@@ -45,7 +44,7 @@ def polished(table: Table, load: Floats, ranks: int, least: NDArray[np.int64], m
     return np.where(filled == experts, EMPTY, filled).astype(np.int16)
 
 
-def fullest(table: Table, load: Floats, ranks: int) -> Floats:
+def fullest(table: SlotTable, load: FloatArray, ranks: int) -> FloatArray:
     """float64 [layers]: load of the most loaded rank, replicas sharing evenly; load: [layers, experts]."""
     expert = np.where(table == EMPTY, load.shape[1], table).astype(np.intp)
     return np.asarray(_state(expert, np.pad(load, ((0, 0), (0, 1))), ranks).loads.max(axis=1))
@@ -59,31 +58,31 @@ class _State(NamedTuple):
     """[layers, slots]"""
     rank: NDArray[np.intp]
     """[slots]."""
-    part: Floats
+    part: FloatArray
     """[layers, experts + 1]: load, in mean rank loads."""
     held: NDArray[np.bool_]
     """[layers, ranks, experts + 1]"""
     counts: NDArray[np.int64]
     """[layers, experts + 1]: replicas."""
-    loads: Floats
+    loads: FloatArray
     """[layers, ranks]"""
 
     @property
-    def weight(self) -> Floats:
+    def weight(self) -> FloatArray:
         return np.asarray(self.part / np.maximum(self.counts, 1))
 
     @property
-    def penalty(self) -> Floats:
+    def penalty(self) -> FloatArray:
         return np.asarray(_power(self.loads).sum(axis=1))
 
 
-def _power(loads: Floats) -> Floats:
+def _power(loads: FloatArray) -> FloatArray:
     for _ in range(SQUARINGS):
         loads = loads * loads
     return loads
 
 
-def _step(expert: NDArray[np.intp], part: Floats, ranks: int, least: NDArray[np.int64], most: int) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+def _step(expert: NDArray[np.intp], part: FloatArray, ranks: int, least: NDArray[np.int64], most: int) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
     """Return the table after the best change of each layer, and the layers that have one."""
     layers, slots = expert.shape
     state = _state(expert, part, ranks)
@@ -102,7 +101,7 @@ def _step(expert: NDArray[np.intp], part: Floats, ranks: int, least: NDArray[np.
     return after, changed
 
 
-def _state(expert: NDArray[np.intp], part: Floats, ranks: int) -> _State:
+def _state(expert: NDArray[np.intp], part: FloatArray, ranks: int) -> _State:
     layers, slots = expert.shape
     rank = np.arange(slots) * ranks // slots
     held = np.zeros((layers, ranks, part.shape[1]), bool)
@@ -113,7 +112,7 @@ def _state(expert: NDArray[np.intp], part: Floats, ranks: int) -> _State:
     return _State(expert, rank, part, held, count, loads)
 
 
-def _replaced(state: _State, least: NDArray[np.int64], most: int) -> Floats:
+def _replaced(state: _State, least: NDArray[np.int64], most: int) -> FloatArray:
     """[layers, slots, experts + 1]: penalty when a slot holds another expert, or none; inf where
     forbidden."""
     held, count, expert, rank = state.held, state.counts, state.expert, state.rank
@@ -133,7 +132,7 @@ def _replaced(state: _State, least: NDArray[np.int64], most: int) -> Floats:
     return np.where(may, _power(loads).sum(axis=3), np.inf)
 
 
-def _exchanged(state: _State) -> Floats:
+def _exchanged(state: _State) -> FloatArray:
     """[layers, slots, slots]: penalty when two slots exchange their experts; inf where forbidden."""
     rank, weight = state.rank, np.take_along_axis(state.weight, state.expert, axis=1)
     change = weight[:, :, None] - weight[:, None, :]

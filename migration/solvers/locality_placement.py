@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_array, vstack
 
+from fleet.arrays import BoolArray, FloatArray, SlotTable
 from fleet.dispatch import flows, loads
 from fleet.placement import Placement, Split
 from fleet.timing import EngineSpeed
-from migration.solvers.holder_value import Held, HolderValue, filled, held_by_worth
-from migration.solvers.load_cap import Table, held_of, levelled, split_under, table_of
+from migration.solvers.holder_value import HolderValue, filled, held_by_worth
+from migration.solvers.load_cap import held_of, levelled, split_under, table_of
 from migration.solvers.pairwise_exchange import bettered
 
-Values = NDArray[np.float64]
 BALANCE = 0.955
 """Mean rank load / fullest rank load of every layer, where weights and exchanges can reach it. It is slightly
 above the required value, as the next window is another sample."""
@@ -68,7 +68,7 @@ class LocalityProblem:
     most: int | None = None
     """Replicas of an expert; None: one per rank."""
     balance: float = BALANCE
-    home: Held | None = None
+    home: BoolArray | None = None
     """bool [layers, ranks, experts]: ranks that must hold at least one of the expert's replicas; None:
     anywhere."""
 
@@ -94,15 +94,15 @@ class LocalityProblem:
 class LocalityPlacement(NamedTuple):
     """A placement and its figures under the demand. Arrays of floats are [layers]."""
 
-    table: Table
+    table: SlotTable
     split: Split
-    local: Values
+    local: FloatArray
     """Share of the pairs served on their own rank."""
-    near: Values
+    near: FloatArray
     """Share served on their own node, including those; 1 where there is one node."""
-    balance: Values
+    balance: FloatArray
     """Mean rank load / fullest rank load."""
-    saved: Values
+    saved: FloatArray
     """Part saved of the dispatch cost with all pairs served on other nodes (ranks, where there is one node),
     at these prices."""
 
@@ -119,7 +119,7 @@ def worth_of(demand: NDArray[Any], room: LocalityProblem) -> HolderValue:
     return HolderValue(rank * share, node * of_nodes, room.node)
 
 
-def located(demand: NDArray[Any], room: LocalityProblem, present: Table | None = None, stay: float = 0.05) -> LocalityPlacement:
+def located(demand: NDArray[Any], room: LocalityProblem, present: SlotTable | None = None, stay: float = 0.05) -> LocalityPlacement:
     """Return the placement that saves most dispatch at the required balance.
 
     demand: [ranks, layers, experts] pairs by the rank that serves their requests. present: int16 [layers,
@@ -139,7 +139,7 @@ def located(demand: NDArray[Any], room: LocalityProblem, present: Table | None =
     return _levelled_figures(table, demand, room)
 
 
-def placed(worth: HolderValue, room: LocalityProblem, rounds: int = 32, start: Held | None = None) -> Held:
+def placed(worth: HolderValue, room: LocalityProblem, rounds: int = 32, start: BoolArray | None = None) -> BoolArray:
     """bool [layers, ranks, experts]: placement by worth alone, whatever the load of ranks.
 
     start: a placement to improve; None: from nothing.
@@ -153,22 +153,22 @@ def placed(worth: HolderValue, room: LocalityProblem, rounds: int = 32, start: H
     return filled(worth, held, room.slots, room.replicas, room.home, passes=1)
 
 
-def _at_home(held: Held, room: LocalityProblem) -> bool:
+def _at_home(held: BoolArray, room: LocalityProblem) -> bool:
     """True if every expert has a holder where it must have one."""
     return bool((held if room.home is None else held & room.home).any(axis=1).all())
 
 
-def measured(table: Table, split: Split | None, demand: NDArray[Any], room: LocalityProblem) -> LocalityPlacement:
+def measured(table: SlotTable, split: Split | None, demand: NDArray[Any], room: LocalityProblem) -> LocalityPlacement:
     """Return the figures of any placement, as `located` does for its own. split: None: the one that levels it
     best."""
     return _levelled_figures(table, demand, room) if split is None else _figures(table, split, demand, room)
 
 
-def _levelled_figures(table: Table, demand: NDArray[Any], room: LocalityProblem) -> LocalityPlacement:
+def _levelled_figures(table: SlotTable, demand: NDArray[Any], room: LocalityProblem) -> LocalityPlacement:
     return _figures(table, split_under(table, demand, room.ranks, room.node, 1.0 / room.balance), demand, room)
 
 
-def _figures(table: Table, split: Split, demand: NDArray[Any], room: LocalityProblem) -> LocalityPlacement:
+def _figures(table: SlotTable, split: Split, demand: NDArray[Any], room: LocalityProblem) -> LocalityPlacement:
     placement = Placement(table, experts=demand.shape[2], ranks=room.ranks, split=split)
     sent = flows(placement, demand, room.node)
     total = np.maximum(demand.sum(axis=(0, 2), dtype=np.float64), _TINY)
@@ -180,7 +180,7 @@ def _figures(table: Table, split: Split, demand: NDArray[Any], room: LocalityPro
     return LocalityPlacement(table, split, local, near, balance, (rank * local + node * near) / (rank + node))
 
 
-def _on_own_node(placement: Placement, demand: NDArray[Any], room: LocalityProblem) -> Values:
+def _on_own_node(placement: Placement, demand: NDArray[Any], room: LocalityProblem) -> FloatArray:
     """[layers]: pairs served on their own node. Flows are additive, so each node's demand is followed
     separately."""
     nodes = int(room.node.max()) + 1
@@ -193,7 +193,7 @@ def _on_own_node(placement: Placement, demand: NDArray[Any], room: LocalityProbl
     return found
 
 
-def bound(demand: NDArray[Any], room: LocalityProblem, most_layers: int = 8) -> tuple[NDArray[np.intp], Values]:
+def bound(demand: NDArray[Any], room: LocalityProblem, most_layers: int = 8) -> tuple[NDArray[np.intp], FloatArray]:
     """Return (layers, saved): upper bound of the saving (`LocalityPlacement.saved`) of any placement,
     whatever its balance.
 
@@ -205,7 +205,7 @@ def bound(demand: NDArray[Any], room: LocalityProblem, most_layers: int = 8) -> 
     return layers, np.array([_optimum(own, shared, room) for own, shared in zip(worth.own, worth.shared, strict=True)])
 
 
-def _optimum(own: Values, shared: Values, room: LocalityProblem) -> float:
+def _optimum(own: FloatArray, shared: FloatArray, room: LocalityProblem) -> float:
     """Maximise sum own x + sum shared y over fractional placements.
 
     x: [ranks, experts] replicas; y: [nodes, experts], 1 where the node has one.

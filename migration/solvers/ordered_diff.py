@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import BoolArray, SlotTable
 from fleet.placement import EMPTY
 from migration.model.constraints import UNLIMITED, Constraints
-from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, Table, made, taken, within
-from migration.solvers.holder_value import Held
+from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, made, taken, within
 from migration.solvers.load_cap import held_of, level
 from migration.solvers.locality_placement import LocalityProblem
 
@@ -30,7 +30,7 @@ _Option = tuple[float, int, int | None]
 """(gain, expert, the expert that makes room for it; None: a slot is free)."""
 
 
-def toward(table: Table, target: Table, demand: NDArray[Any], room: LocalityProblem, limits: Constraints = UNLIMITED) -> PlacementChanges:
+def toward(table: SlotTable, target: SlotTable, demand: NDArray[Any], room: LocalityProblem, limits: Constraints = UNLIMITED) -> PlacementChanges:
     """Return the changes, layer by layer, best first; together they lead to the target as far as limits and
     gains allow.
 
@@ -55,7 +55,7 @@ def toward(table: Table, target: Table, demand: NDArray[Any], room: LocalityProb
     return _levelled(table, changes if limits.most_copies is None else within(changes, limits.most_copies), demand, room)
 
 
-def _apart(table: Table, target: Table, experts: int, room: LocalityProblem, limits: Constraints) -> tuple[Held, Held]:
+def _apart(table: SlotTable, target: SlotTable, experts: int, room: LocalityProblem, limits: Constraints) -> tuple[BoolArray, BoolArray]:
     """Return (wanted, extra), bool [layers, ranks, experts]: only in the target, and only in the table."""
     have, want = held_of(table, room.ranks, experts), held_of(target, room.ranks, experts)
     wanted, extra = want & ~have, have & ~want
@@ -106,7 +106,7 @@ class _Rank(NamedTuple):
 class _Layer:
     """One layer on its way to the target."""
 
-    def __init__(self, row: Table, value: _Value, wanted: Held, extra: Held, least: NDArray[Any], live: NDArray[np.bool_] | None) -> None:
+    def __init__(self, row: SlotTable, value: _Value, wanted: BoolArray, extra: BoolArray, least: NDArray[Any], live: NDArray[np.bool_] | None) -> None:
         ranks = len(wanted)
         per = len(row) // ranks
         self._value, self._least = value, least.tolist()
@@ -121,7 +121,7 @@ class _Layer:
             for expert in part.extra:
                 self._extra_on.setdefault(expert, set()).add(rank)
 
-    def _rank(self, row: Table, per: int, rank: int, wanted: Held, extra: Held) -> _Rank:
+    def _rank(self, row: SlotTable, per: int, rank: int, wanted: BoolArray, extra: BoolArray) -> _Rank:
         free = [slot for slot in range(rank * per, (rank + 1) * per) if row[slot] == EMPTY]
         take = sorted(np.flatnonzero(wanted).tolist(), key=lambda expert: (self._value.win(rank, expert), -expert))
         return _Rank(free[::-1], take, sorted(np.flatnonzero(extra).tolist(), key=lambda expert: (self._value.lose(rank, expert), -expert)))
@@ -232,7 +232,7 @@ def _changes(found: list[tuple[int, float, _Row]]) -> PlacementChanges:
     )
 
 
-def _levelled(table: Table, changes: PlacementChanges, demand: NDArray[Any], room: LocalityProblem) -> PlacementChanges:
+def _levelled(table: SlotTable, changes: PlacementChanges, demand: NDArray[Any], room: LocalityProblem) -> PlacementChanges:
     """Cut the ends of layers' series that make a rank too full for any weights: by a quarter until none
     does."""
     cap = 1.0 / room.balance

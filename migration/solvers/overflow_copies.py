@@ -25,11 +25,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import BoolArray, FloatArray, IndexArray, SlotTable
 from fleet.placement import EMPTY
 from migration.model.constraints import Constraints
-from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, Table, joined
-from migration.solvers.overflow_state import Flags, OverflowRanks, OverflowView, admit, crowds_of, over, sight_of, widen
-from migration.solvers.split_weights import Places, SplitResult, Values, diffused
+from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, joined
+from migration.solvers.overflow_state import OverflowRanks, OverflowView, admit, crowds_of, over, sight_of, widen
+from migration.solvers.split_weights import SplitResult, diffused
 
 SETTLING, LONG = 5, 12
 """Rounds of flow after copies, and where copies have failed."""
@@ -58,7 +59,14 @@ _TINY = 1e-9
 
 
 def outlets(
-    table: Table, load: Values, parts: SplitResult, served: Values, cap: Values, wanted: Flags, limits: Constraints, node: NDArray[np.intp] | None
+    table: SlotTable,
+    load: FloatArray,
+    parts: SplitResult,
+    served: FloatArray,
+    cap: FloatArray,
+    wanted: BoolArray,
+    limits: Constraints,
+    node: NDArray[np.intp] | None,
 ) -> PlacementChanges:
     """Return the copies that bring the `wanted` layers [layers] to their `cap` [layers], or as near as could
     be found.
@@ -79,7 +87,7 @@ def outlets(
     return joined(found)
 
 
-def _round(crowds: OverflowRanks, before: Values) -> PlacementChanges:
+def _round(crowds: OverflowRanks, before: FloatArray) -> PlacementChanges:
     """Make copies in each layer that has some with proof. before: [a], the excess."""
     # Room for experts that become shared in this round.
     widen(crowds, LANES + 1 if (before > LARGE).any() else 2)
@@ -109,14 +117,14 @@ def _round(crowds: OverflowRanks, before: Values) -> PlacementChanges:
 class _Leads(NamedTuple):
     """Experts of the fullest ranks for which further replicas would help: [a, c] each."""
 
-    expert: Places
-    rank: Places
-    flow: Values
+    expert: IndexArray
+    rank: IndexArray
+    flow: FloatArray
     """Excess that could leave through a further replica; 0: no replica may be made, or the expert is in
     another column too."""
 
 
-def _leads(crowds: OverflowRanks, sight: OverflowView, before: Values) -> _Leads:
+def _leads(crowds: OverflowRanks, sight: OverflowView, before: FloatArray) -> _Leads:
     a, ranks = len(crowds.layer), len(crowds.dead) - 1
     rows = np.arange(a)[:, None]
     # Relieve the rank with most excess, counting that of ranks it exchanges load with. With a large excess,
@@ -144,28 +152,28 @@ def _leads(crowds: OverflowRanks, sight: OverflowView, before: Values) -> _Leads
 class _Attempt(NamedTuple):
     """t attempts, each of up to LANES copies in the present state of its layer."""
 
-    row: Places
+    row: IndexArray
     """[t], ascending."""
-    element: Places
+    element: IndexArray
     """[t, LANES]."""
-    expert: Places
+    expert: IndexArray
     """[t, LANES]."""
-    moved: Values
+    moved: FloatArray
     """[t, LANES]: load that the copy should take over; 0 where there is no copy."""
-    promise: Values
+    promise: FloatArray
     """[t, LANES]: fall of the excess; -inf where there is no copy"""
 
     @classmethod
-    def of(cls, row: Places) -> "_Attempt":
+    def of(cls, row: IndexArray) -> "_Attempt":
         """Return attempts without copies."""
         shape = (len(row), LANES)
         return cls(row, np.zeros(shape, np.intp), np.zeros(shape, np.intp), np.zeros(shape), np.full(shape, -np.inf))
 
-    def taken(self, which: Places) -> "_Attempt":
+    def taken(self, which: IndexArray) -> "_Attempt":
         return _Attempt(self.row[which], self.element[which], self.expert[which], self.moved[which], self.promise[which])
 
     @property
-    def promised(self) -> Values:
+    def promised(self) -> FloatArray:
         """[t]: by all copies of the attempt."""
         return np.asarray(np.where(self.promise > -np.inf, self.promise, 0.0).sum(axis=1))
 
@@ -174,7 +182,7 @@ class _Attempt(NamedTuple):
         return both.taken(np.argsort(both.row, kind="stable"))
 
 
-def _attempts(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before: Values) -> _Attempt:
+def _attempts(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before: FloatArray) -> _Attempt:
     """Return the attempts of a round.
 
     After a success: one attempt of several copies, which together stay well below the excess. Else: several
@@ -234,7 +242,7 @@ def _attempts(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before:
     return found
 
 
-def _exchanges(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before: Values) -> _Attempt:
+def _exchanges(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before: FloatArray) -> _Attempt:
     """Return one attempt of two copies for each layer without a large excess.
 
     The emptiest rank may hold only experts without other replicas, so that nothing there can give way. Its
@@ -273,14 +281,14 @@ def _exchanges(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before
     return attempt
 
 
-def _nth_emptiest(crowds: OverflowRanks, sight: OverflowView, nth: Places) -> Places:
+def _nth_emptiest(crowds: OverflowRanks, sight: OverflowView, nth: IndexArray) -> IndexArray:
     """[a]: the live rank that `nth` [a] ranks are emptier than."""
     order = np.argsort(np.where(crowds.dead, np.inf, sight.loads), axis=1, kind="stable")
     live = len(crowds.dead) - int(crowds.dead.sum())
     return np.asarray(order[np.arange(len(order)), np.minimum(nth, live - 1)])
 
 
-def _smallest(crowds: OverflowRanks, experts: Places) -> tuple[Places, Values]:
+def _smallest(crowds: OverflowRanks, experts: IndexArray) -> tuple[IndexArray, FloatArray]:
     """Return ([a] the smallest of the experts [a, k] that have one holder and may move, [a] its load; inf:
     there is none)."""
     rows = np.arange(len(experts))
@@ -291,7 +299,7 @@ def _smallest(crowds: OverflowRanks, experts: Places) -> tuple[Places, Values]:
     return experts[rows, pick], weight[rows, pick]
 
 
-def _pass_over(flow: Values, fails: Places) -> None:
+def _pass_over(flow: FloatArray, fails: IndexArray) -> None:
     """Zero the flow of the best experts where copies have failed, one per failure, while another is at least
     half as good.
 
@@ -306,7 +314,9 @@ def _pass_over(flow: Values, fails: Places) -> None:
         flow[row[keep], best[keep]] = most[keep]
 
 
-def _promises(crowds: OverflowRanks, row: Places, expert: Places, worth: Values, shut: Flags | None = None, parted: Flags | None = None) -> Values:
+def _promises(
+    crowds: OverflowRanks, row: IndexArray, expert: IndexArray, worth: FloatArray, shut: BoolArray | None = None, parted: BoolArray | None = None
+) -> FloatArray:
     """[t, m]: worth [t, m] where an element may give way to the layer's expert [t]; -inf where it must not.
 
     shut: [a, ranks + 1], ranks that must not receive; parted: [a, experts + 1], experts that must not lose a
@@ -324,7 +334,7 @@ def _promises(crowds: OverflowRanks, row: Places, expert: Places, worth: Values,
     return np.where(spare[nth, held] & ~crowds.new[row] & ~holds[nth, crowds.rank[row]], worth, -np.inf)
 
 
-def _best(promise: Values, most: Places) -> tuple[Places, Places]:
+def _best(promise: FloatArray, most: IndexArray) -> tuple[IndexArray, IndexArray]:
     """Return (row, element) of the best promises of each row, at most `most` [a] of them."""
     width = min(int(most.max()), promise.shape[1])
     top = np.argpartition(-promise, width - 1, axis=1)[:, :width] if width > 1 else promise.argmax(axis=1)[:, None]
@@ -338,9 +348,9 @@ def _best(promise: Values, most: Places) -> tuple[Places, Places]:
 class _Trial(NamedTuple):
     """Result of attempts after the flow of weights."""
 
-    served: Values
+    served: FloatArray
     """[t, m]"""
-    excess: Values
+    excess: FloatArray
     """[t]"""
 
 
@@ -374,7 +384,7 @@ def _tried(crowds: OverflowRanks, sight: OverflowView, attempt: _Attempt) -> _Tr
     return _Trial(served, excess)
 
 
-def _flowed(held: Places, rank: Places, served: Values, alone: Values, experts: int, rounds: int) -> tuple[Values, Values]:
+def _flowed(held: IndexArray, rank: IndexArray, served: FloatArray, alone: FloatArray, experts: int, rounds: int) -> tuple[FloatArray, FloatArray]:
     """Return ([t, m] loads of elements, [t, ranks + 1] rank loads) after this many rounds of flow.
 
     held, rank, served: [t, m]; alone: [t, ranks + 1].
@@ -389,7 +399,9 @@ def _flowed(held: Places, rank: Places, served: Values, alone: Values, experts: 
     return after.reshape(held.shape), parts.of_rank(after).reshape(-1, ranks)
 
 
-def _handed_back(crowds: OverflowRanks, sight: OverflowView, row: Places, element: Places, held: Places, served: Values, left: Values) -> Values:
+def _handed_back(
+    crowds: OverflowRanks, sight: OverflowView, row: IndexArray, element: IndexArray, held: IndexArray, served: FloatArray, left: FloatArray
+) -> FloatArray:
     """[t, m]: immediate change of loads when an element gives up its load `left` [t].
 
     Its expert's other holder hands back as much as it can to the element's rank, through other experts that
@@ -404,7 +416,7 @@ def _handed_back(crowds: OverflowRanks, sight: OverflowView, row: Places, elemen
     return np.asarray(handed[nth[:, None], other] - handed)
 
 
-def _numbered(keys: Places, most: int) -> tuple[Places, int]:
+def _numbered(keys: IndexArray, most: int) -> tuple[IndexArray, int]:
     """Number keys below `most` without gaps, in their order; return the numbers and their count."""
     there = np.zeros(most, bool)
     there[keys] = True
@@ -414,7 +426,7 @@ def _numbered(keys: Places, most: int) -> tuple[Places, int]:
     return number[keys], len(found)
 
 
-def _make(crowds: OverflowRanks, attempt: _Attempt, served: Values) -> PlacementChanges:
+def _make(crowds: OverflowRanks, attempt: _Attempt, served: FloatArray) -> PlacementChanges:
     """Make the copies of one attempt in each of its layers; the layer's gain is divided evenly among them."""
     before = np.where(crowds.dead, 0.0, crowds.loads()[attempt.row]).max(axis=1)
     nth, lane = np.nonzero(attempt.promise > -np.inf)

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
+from fleet.arrays import BoolArray, FloatArray, IndexArray, SlotTable
 from fleet.placement import EMPTY
 from migration.model.constraints import Constraints
-from migration.model.placement_changes import NOWHERE, Table
-from migration.solvers.split_weights import Places, SplitResult, Values
+from migration.model.placement_changes import NOWHERE
+from migration.solvers.split_weights import SplitResult
 
 HOMELESS = 0.2
 """Cost of a unit of displaced load, in units of excess, that must flow on from the ranks that a replaced
 replica leaves it to."""
-Flags = NDArray[np.bool_]
 _STILL = 1e-4
 """Load of a slot, in mean rank loads, up to which nothing can flow off through it."""
 
@@ -34,16 +34,16 @@ class OverflowRanks:
     empty slots to that expert.
     """
 
-    dead: Flags
+    dead: BoolArray
     """[ranks + 1], for all layers; the placeholder counts as dead."""
-    layer: Places
-    origin: Table
+    layer: IndexArray
+    origin: SlotTable
     """[a, slots]: initial table; an expert does not return to a rank that it was removed from."""
-    table: Table
+    table: SlotTable
     """[a, slots]."""
-    load: Values
+    load: FloatArray
     """[a, experts + 1], in mean rank loads."""
-    cap: Values
+    cap: FloatArray
     """[a]."""
     replicas: NDArray[np.int64]
     """[a, experts + 1]: live holders."""
@@ -51,48 +51,50 @@ class OverflowRanks:
     """[a, experts + 1]: an expert with at most this number of live holders keeps them."""
     most: NDArray[np.int64]
     """[a, experts + 1]: an expert with this number of live holders gets no further one."""
-    alone: Values
+    alone: FloatArray
     """[a, ranks + 1]: load of experts that are in no element."""
-    slot: Places
+    slot: IndexArray
     """[a, m]; NOWHERE: unused."""
-    rank: Places
+    rank: IndexArray
     """[a, m]."""
-    expert: Places
+    expert: IndexArray
     """[a, m]."""
-    served: Values
+    served: FloatArray
     """[a, m]."""
-    new: Flags
+    new: BoolArray
     """[a, m]: copied by this plan."""
-    harm: Values
+    harm: FloatArray
     """[a, m]: shortfall of copies into the slot against their promise; halved with each copy of the layer."""
-    fails: Places
+    fails: IndexArray
     """[a]: failed rounds since the last copy."""
 
-    def taken(self, which: Flags) -> "OverflowRanks":
+    def taken(self, which: BoolArray) -> "OverflowRanks":
         """Return the state of some of the layers."""
         return self if which.all() else OverflowRanks(self.dead, *(getattr(self, part.name)[which] for part in fields(self)[1:]))
 
-    def loads(self) -> Values:
+    def loads(self) -> FloatArray:
         """[a, ranks + 1]."""
         return np.asarray(self.alone + summed(self.served, self.rank, len(self.dead)))
 
-    def excess(self) -> Values:
+    def excess(self) -> FloatArray:
         """[a]: load above the cap."""
         return np.asarray(over(self.loads(), self.cap, self.dead).sum(axis=1))
 
 
-def over(loads: Values, cap: Values, dead: Flags) -> Values:
+def over(loads: FloatArray, cap: FloatArray, dead: BoolArray) -> FloatArray:
     """[a, ranks + 1]: load above the cap."""
     return np.asarray(np.where(dead, 0.0, np.maximum(loads - cap[:, None], 0.0)))
 
 
-def summed(values: Values, place: Places, places: int) -> Values:
+def summed(values: FloatArray, place: IndexArray, places: int) -> FloatArray:
     """[a, places]: values [a, m] added up by place [a, m]."""
     rows = len(values)
     return np.asarray(np.bincount((place + places * np.arange(rows)[:, None]).ravel(), values.ravel(), rows * places).reshape(rows, places), np.float64)
 
 
-def crowds_of(table: Table, load: Values, parts: SplitResult, served: Values, cap: Values, limits: Constraints, node: NDArray[np.intp] | None) -> OverflowRanks:
+def crowds_of(
+    table: SlotTable, load: FloatArray, parts: SplitResult, served: FloatArray, cap: FloatArray, limits: Constraints, node: NDArray[np.intp] | None
+) -> OverflowRanks:
     layers, slots = table.shape
     experts, ranks = load.shape[1], len(parts.alone) // layers
     rank = np.arange(slots) // (slots // ranks)
@@ -145,19 +147,19 @@ def _bounds(replicas: NDArray[np.int64], ranks: int, limits: Constraints, node: 
 class OverflowView(NamedTuple):
     """Derived quantities: [a, m] of elements, [a, ranks + 1] of ranks, in mean rank loads."""
 
-    loads: Values
-    leaving: Values
+    loads: FloatArray
+    leaving: FloatArray
     """[a, ranks + 1]: excess of a rank and of those it exchanges load with."""
-    out: Values
+    out: FloatArray
     """[a, experts + 1]: excess that could leave through a further replica"""
-    space: Values
+    space: FloatArray
     """[a, m]: room of the element's rank without the element, and of ranks that it can push load to, less
     what comes back from the expert's other holder."""
-    stranded: Values
+    stranded: FloatArray
     """[a, m]: load of a replaced replica that finds no place, and a part of the load that must flow on."""
-    other: Places
+    other: IndexArray
     """[a, m]: the element of the expert's other holder, where two hold it; otherwise the element itself."""
-    parallel: Values
+    parallel: FloatArray
     """[a, m]: load that this holder can push back to the element's rank through other experts that both
     hold."""
 
@@ -186,7 +188,7 @@ def sight_of(crowds: OverflowRanks) -> OverflowView:
     return OverflowView(loads, leaving, out, np.maximum(space - back, 0.0), left - back + HOMELESS * homeless, other, parallel)
 
 
-def pooled(crowds: OverflowRanks, high: Values) -> Values:
+def pooled(crowds: OverflowRanks, high: FloatArray) -> FloatArray:
     """[a, ranks + 1]: the given excess, summed over the crowded ranks that can exchange load with each
     other."""
     ranks, experts = len(crowds.dead), crowds.load.shape[1]
@@ -201,7 +203,7 @@ def pooled(crowds: OverflowRanks, high: Values) -> Values:
     return np.asarray(np.bincount(pool, high.ravel())[pool].reshape(high.shape))
 
 
-def _pairs(crowds: OverflowRanks) -> tuple[Places, Values]:
+def _pairs(crowds: OverflowRanks) -> tuple[IndexArray, FloatArray]:
     """Return (`OverflowView.other`, `OverflowView.parallel`)."""
     a, m = crowds.rank.shape
     rows, ranks, experts = np.arange(a)[:, None], len(crowds.dead), crowds.load.shape[1]
@@ -214,7 +216,7 @@ def _pairs(crowds: OverflowRanks) -> tuple[Places, Values]:
     return other, np.where(two, between[rows, there * ranks + crowds.rank] - crowds.served[rows, other], 0.0)
 
 
-def admit(crowds: OverflowRanks, row: Places, expert: Places) -> None:
+def admit(crowds: OverflowRanks, row: IndexArray, expert: IndexArray) -> None:
     """Make elements of the slots of experts with a single holder until now; a column is reserved for them."""
     new = (crowds.replicas[row, expert] == 1) & ~(crowds.expert[row] == expert[:, None]).any(axis=1)
     row, expert = row[new], expert[new]

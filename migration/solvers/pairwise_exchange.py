@@ -9,7 +9,8 @@ what is worth more there.
 import numpy as np
 from numpy.typing import NDArray
 
-from migration.solvers.holder_value import Held, HolderValue
+from fleet.arrays import BoolArray
+from migration.solvers.holder_value import HolderValue
 
 _TINY = 1e-7
 _CYCLE = 4
@@ -18,7 +19,7 @@ _PICKS = 8
 """Hand-overs of a layer between two computations of the gains."""
 
 
-def bettered(worth: HolderValue, held: Held, slots: int, most: int, home: Held | None = None, rounds: int = 30) -> Held:
+def bettered(worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None = None, rounds: int = 30) -> BoolArray:
     """Return a placement worth at least as much as `held`; arguments as for
     `migration.solvers.holder_value.held_by_worth`."""
     held = held.copy()
@@ -40,7 +41,7 @@ def bettered(worth: HolderValue, held: Held, slots: int, most: int, home: Held |
     return held
 
 
-def _swapped(worth: HolderValue, held: Held, home: Held | None) -> NDArray[np.bool_]:
+def _swapped(worth: HolderValue, held: BoolArray, home: BoolArray | None) -> NDArray[np.bool_]:
     """Exchange sole replicas in place: all pairs of experts that are each other's best partner. bool
     [layers]: layers changed."""
     sole = held.sum(axis=1) == 1
@@ -63,7 +64,7 @@ def _swapped(worth: HolderValue, held: Held, home: Held | None) -> NDArray[np.bo
     return np.asarray(mutual.any(axis=1))
 
 
-def _handed_over(worth: HolderValue, held: Held, slots: int, most: int, home: Held | None) -> NDArray[np.bool_]:
+def _handed_over(worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None) -> NDArray[np.bool_]:
     """Make hand-overs in place. bool [layers]: layers changed.
 
     A rank takes up an expert and hands its replica of another to a second rank, which gives up a spare one.

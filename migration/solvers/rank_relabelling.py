@@ -12,14 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
+from fleet.arrays import Float32Array, SlotTable
 from fleet.placement import EMPTY
-from migration.model.placement_changes import Table
-
-Held = NDArray[np.float32]
-"""1 where an expert is held: [layers, ranks, experts]; float for the matrix product"""
 
 
-def relabelled(before: Table, after: Table, ranks: int, node: NDArray[np.intp] | None = None) -> Table:
+def relabelled(before: SlotTable, after: SlotTable, ranks: int, node: NDArray[np.intp] | None = None) -> SlotTable:
     """int16 as `after`: its sets of experts, assigned to the ranks that hold most of them before; kept
     experts keep their slots.
 
@@ -38,7 +35,7 @@ def relabelled(before: Table, after: Table, ranks: int, node: NDArray[np.intp] |
     return arranged(before, result, ranks)
 
 
-def arranged(before: Table, after: Table, ranks: int) -> Table:
+def arranged(before: SlotTable, after: SlotTable, ranks: int) -> SlotTable:
     """int16 as `after`: the same experts on every rank; kept ones in their former slots, others in the free
     slots in order."""
     _check(before, after, ranks)
@@ -66,12 +63,12 @@ def arranged(before: Table, after: Table, ranks: int) -> Table:
     return result.reshape(after.shape)
 
 
-def _check(before: Table, after: Table, ranks: int) -> None:
+def _check(before: SlotTable, after: SlotTable, ranks: int) -> None:
     if before.shape != after.shape or ranks < 1 or before.shape[1] % ranks:
         raise ValueError(f"relabel: tables of shapes {before.shape} and {after.shape} on {ranks} ranks cannot be compared")
 
 
-def _held(table: Table, ranks: int, experts: int) -> Held:
+def _held(table: SlotTable, ranks: int, experts: int) -> Float32Array:
     layers = len(table)
     held = np.zeros((layers, ranks, experts + 1), np.float32)
     np.put_along_axis(held, table.reshape(layers, ranks, -1).astype(np.intp), np.float32(1.0), axis=2)
@@ -83,7 +80,7 @@ def _assigned(common: NDArray[np.float32]) -> NDArray[np.intp]:
     return np.asarray(linear_sum_assignment(common, maximize=True)[1], np.intp)
 
 
-def _by_node(old: Held, new: Held, node: NDArray[np.intp]) -> NDArray[np.intp]:
+def _by_node(old: Float32Array, new: Float32Array, node: NDArray[np.intp]) -> NDArray[np.intp]:
     """[layers, ranks]: the rank whose new set each rank takes. Nodes are exchanged as a whole, only with
     nodes of equal size."""
     members = [np.flatnonzero(node == at) for at in range(int(node.max()) + 1)]

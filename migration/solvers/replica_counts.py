@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Counts = NDArray[np.int64]
+from fleet.arrays import FloatArray, IntArray
+
 EVEN = 0.0
 _HALVINGS = 40
 
@@ -21,13 +21,13 @@ class CountBounds(NamedTuple):
     """Bounds on the numbers of replicas."""
 
     slots: int
-    least: Counts
+    least: IntArray
     """[layers, experts]."""
     most: int
     """Of one expert."""
 
     @classmethod
-    def of(cls, load: Floats, ranks: int, per_rank: int, most: int | None, least: NDArray[np.integer[Any]] | None) -> "CountBounds":
+    def of(cls, load: FloatArray, ranks: int, per_rank: int, most: int | None, least: NDArray[np.integer[Any]] | None) -> "CountBounds":
         """Check and combine the bounds. ValueError when the required replicas do not fit."""
         most = ranks if most is None else min(ranks, most)
         fewest = np.ones(load.shape, np.int64) if least is None else np.clip(np.asarray(least, np.int64), 1, most)
@@ -39,7 +39,7 @@ class CountBounds(NamedTuple):
         return self._replace(least=self.least[layers])
 
 
-def replica_counts(load: Floats, bounds: CountBounds, signpost: float = EVEN) -> Counts:
+def replica_counts(load: FloatArray, bounds: CountBounds, signpost: float = EVEN) -> IntArray:
     """int64 [layers, experts]: replicas by the divisor rule above, within bounds. load > 0."""
     low, high = np.zeros((len(load), 1)), load.max(axis=1, keepdims=True) / (1.0 + signpost)
     # Bisect for t: the number of replicas falls as t grows.
@@ -59,11 +59,11 @@ def replica_counts(load: Floats, bounds: CountBounds, signpost: float = EVEN) ->
         counts[layer, first[layer, nth]] += 1
 
 
-def _seats(load: Floats, each: Floats, bounds: CountBounds, signpost: float) -> Floats:
+def _seats(load: FloatArray, each: FloatArray, bounds: CountBounds, signpost: float) -> FloatArray:
     return np.clip(np.ceil(load / np.maximum(each, 1e-300) - signpost), bounds.least, bounds.most)
 
 
-def pigeonhole(load: Floats, counts: Counts, ranks: int, per_rank: int) -> Floats:
+def pigeonhole(load: FloatArray, counts: IntArray, ranks: int, per_rank: int) -> FloatArray:
     """float64 [layers]: lower bound of the fullest rank's load, given the counts.
 
     For each k some rank holds k + 1 of the k * ranks + 1 heaviest replicas, at best the lightest of these,
@@ -76,7 +76,7 @@ def pigeonhole(load: Floats, counts: Counts, ranks: int, per_rank: int) -> Float
     return np.asarray((sums[:, k * ranks + 1] - sums[:, k * ranks - k] + others).max(axis=1))
 
 
-def replicas(weight: Floats, counts: Counts, slots: int) -> tuple[Counts, Floats]:
+def replicas(weight: FloatArray, counts: IntArray, slots: int) -> tuple[IntArray, FloatArray]:
     """Return experts and weights [layers, slots] of all replicas, heaviest first, replicas of one expert
     together.
 
@@ -90,7 +90,7 @@ def replicas(weight: Floats, counts: Counts, slots: int) -> tuple[Counts, Floats
     return expert, np.take_along_axis(padded, expert, axis=1)
 
 
-def floor(load: Floats, even: Counts, ranks: int, per_rank: int) -> Floats:
+def floor(load: FloatArray, even: IntArray, ranks: int, per_rank: int) -> FloatArray:
     """float64 [layers]: lower bound of the fullest rank's load, for any counts. even: the counts of signpost
     0."""
     beside = max(0, load.shape[1] - (ranks - 1) * per_rank - 1)

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
-Index = NDArray[np.intp]
-Flags = NDArray[np.bool_]
+from fleet.arrays import BoolArray, FloatArray, IndexArray
+
 ROOM = 10.0
 """Weight of the square of a rank's room below the cap, against excess over it."""
 DEEP = 0.5
@@ -34,35 +33,35 @@ class SearchState:
     per: int
     """Slots of a rank."""
     most_replicas: int
-    away: Flags
+    away: BoolArray
     """[ranks]: dead."""
-    layer: Index
+    layer: IndexArray
     """Number of each layer."""
-    expert: Index
+    expert: IndexArray
     """[layers, slots]; slots of dead ranks count as empty."""
-    load: Array
+    load: FloatArray
     """[layers, experts + 1]"""
-    replicas: Array
+    replicas: FloatArray
     """[layers, experts + 1]"""
-    least: Array
+    least: FloatArray
     """[layers, experts + 1]: an expert with more replicas than this may lose one."""
-    fixed: Flags
+    fixed: BoolArray
     """[layers, experts + 1]: replicas stay where they are, and none are added."""
-    cap: Array
+    cap: FloatArray
     """[layers]: highest acceptable load of a rank."""
-    first: Index
+    first: IndexArray
     """[layers, slots]: `expert` before any change."""
-    fresh: Flags
+    fresh: BoolArray
     """[layers, slots]: the expert was not on the rank initially."""
-    inviting: Flags
+    inviting: BoolArray
     """[layers, ranks]: the rank has such a slot."""
-    held: Flags
+    held: BoolArray
     """[layers, experts + 1, ranks]: True if the rank holds the expert."""
-    each: Array
+    each: FloatArray
     """[layers, experts + 1]: load of each replica."""
-    over: Array
+    over: FloatArray
     """[layers, ranks]"""
-    pays: Array
+    pays: FloatArray
     """[layers, ranks]: penalty."""
 
     @property
@@ -71,7 +70,7 @@ class SearchState:
         return int(self.load.shape[1]) - 1
 
     @property
-    def penalty(self) -> Array:
+    def penalty(self) -> FloatArray:
         """[layers]: the objective, to be minimised."""
         return np.asarray(self.pays.sum(axis=1))
 
@@ -82,13 +81,13 @@ class SearchState:
         self.over = share @ np.ones(self.per) - self.cap[:, None]
         self.pays = penalty(self.over)
 
-    def lower(self, rows: Index, by: Array) -> None:
+    def lower(self, rows: IndexArray, by: FloatArray) -> None:
         """Lower the caps of some layers."""
         self.cap[rows] -= by
         self.over[rows] += by[:, None]
         self.pays[rows] = penalty(self.over[rows])
 
-    def put(self, rows: Index, slot: Index, expert: Index) -> None:
+    def put(self, rows: IndexArray, slot: IndexArray, expert: IndexArray) -> None:
         """Put an expert into a slot of each of these layers; a layer may occur more than once, with different
         slots."""
         rank, at = slot // self.per, rows[:, None]
@@ -99,13 +98,13 @@ class SearchState:
         self.fresh[rows, slot] = (expert != self.empty) & (self.first[at, beside] != expert[:, None]).all(axis=1)
         self.inviting[rows, rank] = self.fresh[at, beside].any(axis=1)
 
-    def count(self, rows: Index, expert: Index, more: Array) -> None:
+    def count(self, rows: IndexArray, expert: IndexArray, more: FloatArray) -> None:
         """Add `more` replicas of an expert in each of these layers; a layer may occur more than once, with
         different experts."""
         self.replicas[rows, expert] += more
         self.each[rows, expert] = self.load[rows, expert] / self.replicas[rows, expert]
 
-    def taken(self, which: Flags) -> "SearchState":
+    def taken(self, which: BoolArray) -> "SearchState":
         """Return the state of some of the layers."""
         arrays: dict[str, Any] = {name: getattr(self, name)[which] for name in PER_LAYER}
         return replace(self, **arrays)

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.polynomial.legendre import leggauss
 from numpy.typing import NDArray
 
-Table = NDArray[np.float64]
+from fleet.arrays import FloatArray
+
 SURE = 5.0
 """Standard deviations beyond the expected noise. A normal tail would be 3e-7, but pairs of one text are
 correlated, and the strength of that is only estimated."""
@@ -75,7 +76,7 @@ def gate(demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0, 
     return SpecialisationTest(True, found, floor, spread, f"specialised: {sentence}")
 
 
-def _counts(demand: NDArray[Any], pairs: NDArray[Any], dispersion: float) -> Table:
+def _counts(demand: NDArray[Any], pairs: NDArray[Any], dispersion: float) -> FloatArray:
     """[sources, layers, experts]: demand, scaled to effective pairs."""
     if demand.ndim != 3 or np.shape(pairs) not in (demand.shape[:1], demand.shape[:2]):
         raise ValueError(f"gate: demand has shape {demand.shape} and pairs {np.shape(pairs)}; expected [sources, layers, experts] and [sources(, layers)]")
@@ -86,7 +87,7 @@ def _counts(demand: NDArray[Any], pairs: NDArray[Any], dispersion: float) -> Tab
     return np.asarray(demand * (known / np.where(sums > 0, sums, 1.0)))
 
 
-def divergence(counts: Table) -> Table:
+def divergence(counts: FloatArray) -> FloatArray:
     """float64 [layers]: Jensen-Shannon divergence of the sources, nats, weighted by their pairs.
 
     counts: [sources, layers, experts].
@@ -97,7 +98,7 @@ def divergence(counts: Table) -> Table:
     return np.asarray((cells - margins + _xlogx(total)) / total)
 
 
-def expected_noise(counts: Table) -> Table:
+def expected_noise(counts: FloatArray) -> FloatArray:
     """float64 [layers]: expectation of `divergence` if all sources had the same distribution, given each
     source's and each expert's pairs."""
     of_source, of_expert = counts.sum(axis=2), counts.sum(axis=0)
@@ -112,7 +113,7 @@ def expected_noise(counts: Table) -> Table:
     return np.asarray(found / total)
 
 
-def _excess(trials: Table, part: Table) -> Table:
+def _excess(trials: FloatArray, part: FloatArray) -> FloatArray:
     """Return E[x ln x] - mu ln mu of a binomial x with mu = trials * part.
 
     The arguments broadcast; `trials` is at least 1 where it is not 0. With ln x = int_0^inf (e^-t - e^-xt) /
@@ -137,7 +138,7 @@ def _excess(trials: Table, part: Table) -> Table:
     return found
 
 
-def _spread(counts: Table, noise: Table, total: Table) -> float:
+def _spread(counts: FloatArray, noise: FloatArray, total: FloatArray) -> float:
     """Standard deviation of the mean over layers.
 
     That of chi-square, sqrt(2 * degrees) / (2 * pairs), with the degrees of freedom that the noise implies.
@@ -146,5 +147,5 @@ def _spread(counts: Table, noise: Table, total: Table) -> float:
     return float(np.sqrt((2.0 * degrees / (2.0 * total) ** 2).sum()) / counts.shape[1])
 
 
-def _xlogx(values: Table) -> Table:
+def _xlogx(values: FloatArray) -> FloatArray:
     return np.asarray(values * np.log(np.where(values > 0, values, 1.0)))

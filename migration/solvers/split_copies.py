@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import FloatArray, SlotTable
 from fleet.placement import EMPTY, Split
 from migration.model.constraints import UNLIMITED, Constraints
-from migration.model.placement_changes import NONE, PlacementChanges, Table, made, within
+from migration.model.placement_changes import NONE, PlacementChanges, made, within
 from migration.model.sampling_noise import LoadNoise, changed, deviation, expected_most
 from migration.solvers.overflow_copies import NEAR_CAP, outlets
-from migration.solvers.split_weights import ROUNDS, SLACK, DemandPull, Values, check, diffused, reweight, shared
+from migration.solvers.split_weights import ROUNDS, SLACK, DemandPull, check, diffused, reweight, shared
 
 NEARBY = 0.02
 """Most by which the fullest rank may stay above that of a full re-placement, in mean rank loads, whatever the
@@ -27,7 +28,7 @@ _TINY = 1e-9
 class SplitCopies(NamedTuple):
     """A placement, its split, and the copies that lead to it."""
 
-    table: Table
+    table: SlotTable
     split: Split
     changes: PlacementChanges
     """Replications, each with the fall of its layer's most loaded rank after convergence of the weights, in
@@ -35,7 +36,7 @@ class SplitCopies(NamedTuple):
 
 
 def weighted(
-    table: Table,
+    table: SlotTable,
     demand: NDArray[Any],
     ranks: int,
     experts: int,
@@ -74,12 +75,14 @@ def weighted(
     return SplitCopies(after, reweight(after, demand, ranks, experts, node, pairs=pairs, live=limits.live, slack=slack), changes)
 
 
-def _alive(loads: Values, limits: Constraints) -> Values:
+def _alive(loads: FloatArray, limits: Constraints) -> FloatArray:
     """[layers, live ranks]."""
     return loads if limits.live is None else np.asarray(loads[:, limits.live])
 
 
-def _caps(table: Table, load: Values, even: Values, goal: Values, limits: Constraints, noise: LoadNoise | None) -> tuple[Values, NDArray[np.bool_]]:
+def _caps(
+    table: SlotTable, load: FloatArray, even: FloatArray, goal: FloatArray, limits: Constraints, noise: LoadNoise | None
+) -> tuple[FloatArray, NDArray[np.bool_]]:
     """Return ([layers] acceptable load of the fullest rank, [layers] True where demand has changed). even:
     [layers, ranks] loads under the even split.
 
@@ -99,7 +102,7 @@ def _caps(table: Table, load: Values, even: Values, goal: Values, limits: Constr
     return cap, changed(alive, goal, spread)
 
 
-def least_copies(table: Table, load: NDArray[Any], ranks: int, cap: NDArray[Any]) -> NDArray[np.int64]:
+def least_copies(table: SlotTable, load: NDArray[Any], ranks: int, cap: NDArray[Any]) -> NDArray[np.int64]:
     """int64 [layers]: lower bound of the copies that keep every rank load below `cap` [layers] (in mean rank
     loads), with any split. Not always sufficient.
 

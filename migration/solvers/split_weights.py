@@ -22,11 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import FloatArray, IndexArray, SlotTable
 from fleet.placement import EMPTY, FULL, Split
 
-Table = NDArray[np.int16]
-Values = NDArray[np.float64]
-Places = NDArray[np.intp]
 ROUNDS = 40
 """Rounds of flow to convergence; within 0.001 of the optimum on graphs of up to 64 ranks."""
 _BEFORE_RELEASE = 15
@@ -44,38 +42,38 @@ class SplitResult:
     """The n slots of a table whose experts have several replicas, flat, by table position. Loads are in mean
     rank loads of the layer."""
 
-    slot: Places
+    slot: IndexArray
     """[n]: layer * slots + slot, ascending"""
-    place: Places
+    place: IndexArray
     """[n]: layer * experts + expert"""
-    group: Places
+    group: IndexArray
     """[n]: the same, numbered without gaps."""
-    rank: Places
+    rank: IndexArray
     """[n]: layer * ranks + rank"""
-    whole: Values
+    whole: FloatArray
     """[n]: total load of the expert."""
-    alone: Values
+    alone: FloatArray
     """[layers * ranks]: load of experts with one replica"""
     groups: int
-    idle: Places
+    idle: IndexArray
     """Positions of slots that hold an expert and serve nothing: their rank is dead, and a live one holds the
     expert."""
 
-    def of_group(self, values: Values) -> Values:
+    def of_group(self, values: FloatArray) -> FloatArray:
         """[n]: sum of values [n] over the replicas of the slot's expert."""
         return np.asarray(np.bincount(self.group, values, self.groups)[self.group])
 
-    def of_rank(self, served: Values) -> Values:
+    def of_rank(self, served: FloatArray) -> FloatArray:
         """[layers * ranks]: rank loads when the slots serve these loads."""
         return np.asarray(self.alone + np.bincount(self.rank, served, len(self.alone)))
 
     @property
-    def replicas(self) -> Values:
+    def replicas(self) -> FloatArray:
         """[n]: holders of the slot's expert."""
         return np.asarray(np.bincount(self.group, minlength=self.groups)[self.group], np.float64)
 
 
-def shared(table: Table, load: Values, ranks: int, live: NDArray[np.bool_] | None = None) -> SplitResult:
+def shared(table: SlotTable, load: FloatArray, ranks: int, live: NDArray[np.bool_] | None = None) -> SplitResult:
     """Return the part of a table that weights can change.
 
     load: float64 [layers, experts] in units of the mean rank load; live: bool [ranks].
@@ -94,14 +92,14 @@ def shared(table: Table, load: Values, ranks: int, live: NDArray[np.bool_] | Non
     return SplitResult(flat[at], place[at], number[place[at]], where[at], whole[at], alone, int(several.sum()), np.flatnonzero(held & ~serving))
 
 
-def _serving(held: NDArray[np.bool_], place: Places, alive: NDArray[np.bool_], places: int) -> NDArray[np.bool_]:
+def _serving(held: NDArray[np.bool_], place: IndexArray, alive: NDArray[np.bool_], places: int) -> NDArray[np.bool_]:
     """Slots that serve: those of live ranks, and those of dead ranks where an expert has no live holder."""
     here = held & alive
     lost = np.bincount(place[here], minlength=places) == 0
     return np.asarray(here | (held & lost[place]))
 
 
-def diffused(parts: SplitResult, served: Values, rounds: int = ROUNDS, own: Values | None = None, enough: float = 0.0) -> Values:
+def diffused(parts: SplitResult, served: FloatArray, rounds: int = ROUNDS, own: FloatArray | None = None, enough: float = 0.0) -> FloatArray:
     """[n]: load that each slot serves after this many rounds of flow, starting from `served` [n].
 
     own: [n], at most `served`: load that a slot gives away only if its rank is still above `enough` half-way
@@ -144,13 +142,13 @@ def diffused(parts: SplitResult, served: Values, rounds: int = ROUNDS, own: Valu
 
 
 def reweight(
-    table: Table,
+    table: SlotTable,
     demand: NDArray[Any],
     ranks: int,
     experts: int,
     node: NDArray[np.intp] | None = None,
     *,
-    pairs: float | Values | None = None,
+    pairs: float | FloatArray | None = None,
     live: NDArray[np.bool_] | None = None,
     slack: float = SLACK,
 ) -> Split:
@@ -173,7 +171,7 @@ def reweight(
     return split_of(table, parts, start + trust(parts, start, pairs, len(table)) * (best - start), wants)
 
 
-def check(table: Table, demand: NDArray[Any], ranks: int, experts: int) -> None:
+def check(table: SlotTable, demand: NDArray[Any], ranks: int, experts: int) -> None:
     """Raise ValueError when table [layers, slots] and demand [(ranks,) layers, experts] contradict each
     other."""
     if table.ndim != 2 or ranks < 1 or table.shape[1] % ranks:
@@ -194,18 +192,18 @@ class DemandPull:
         load = demand.sum(axis=0, dtype=np.float64) if self.known else np.asarray(demand, np.float64)
         mean = load.sum(axis=1) / (ranks if live is None else max(1, int(live.sum())))
         self._unit = np.where(mean > 0, mean, 1.0)[:, None]
-        self.load: Values = load / self._unit
+        self.load: FloatArray = load / self._unit
         """[layers, experts]"""
         self._demand = demand
 
-    def own(self, parts: SplitResult) -> Values:
+    def own(self, parts: SplitResult) -> FloatArray:
         """[n]: demand of the slot's own rank for its expert."""
         if not self.known:
             return np.asarray(parts.whole / self.ranks)
         cell = (parts.rank % self.ranks) * self.load.size + parts.place
         return np.asarray(self._demand.reshape(-1)[cell] / self._unit[parts.place // self.load.shape[1], 0])
 
-    def of_nodes(self, parts: SplitResult) -> Values:
+    def of_nodes(self, parts: SplitResult) -> FloatArray:
         """[nodes, groups]: demand of each node for the shared experts."""
         assert self.node is not None
         nodes = int(self.node.max()) + 1
@@ -218,7 +216,7 @@ class DemandPull:
         of_node = np.stack([wanted[self.node == at].sum(axis=0, dtype=np.float64) for at in range(nodes)])
         return np.asarray(of_node / self._unit[place // self.load.shape[1], 0])
 
-    def at_home_first(self, parts: SplitResult, own: Values) -> Values:
+    def at_home_first(self, parts: SplitResult, own: FloatArray) -> FloatArray:
         """[n]: loads when every rank serves its own demand, then a node's replicas share the rest of the
         node's demand evenly, then all replicas share what remains."""
         near = np.zeros_like(own)
@@ -230,7 +228,7 @@ class DemandPull:
         return np.asarray(own + near + np.maximum(parts.whole - parts.of_group(own + near), 0.0) / parts.replicas)
 
 
-def trust(parts: SplitResult, start: Values, pairs: float | Values | None, layers: int) -> Values:
+def trust(parts: SplitResult, start: FloatArray, pairs: float | FloatArray | None, layers: int) -> FloatArray:
     """[n]: part of the way from the start to go: 1 - (sampling variance of a rank's load) / (its observed
     variance)."""
     if pairs is None:
@@ -243,7 +241,7 @@ def trust(parts: SplitResult, start: Values, pairs: float | Values | None, layer
     return np.asarray(np.maximum(0.0, 1.0 - noise / np.maximum(seen, _TINY))[parts.rank // ranks])
 
 
-def split_of(table: Table, parts: SplitResult, served: Values, wants: DemandPull) -> Split:
+def split_of(table: SlotTable, parts: SplitResult, served: FloatArray, wants: DemandPull) -> Split:
     """Return the split under which slots serve these loads ([n]), as much as possible for their own rank,
     then for their node."""
     own = wants.own(parts)
@@ -259,7 +257,7 @@ def split_of(table: Table, parts: SplitResult, served: Values, wants: DemandPull
     return Split(keep.reshape(table.shape), spill.reshape(table.shape), near.reshape(table.shape))
 
 
-def _in_full(parts: SplitResult, rest: Values) -> NDArray[np.uint16]:
+def _in_full(parts: SplitResult, rest: FloatArray) -> NDArray[np.uint16]:
     """[n]: shares of FULL in proportion to rest, that add up to FULL for each expert; even where rest is
     zero."""
     total = parts.of_group(rest)
@@ -271,7 +269,7 @@ def _in_full(parts: SplitResult, rest: Values) -> NDArray[np.uint16]:
     return found
 
 
-def _near(parts: SplitResult, kept: Values, rest: Values, wants: DemandPull) -> tuple[NDArray[np.uint16], Values]:
+def _near(parts: SplitResult, kept: FloatArray, rest: FloatArray, wants: DemandPull) -> tuple[NDArray[np.uint16], FloatArray]:
     """Return (near [n], [n] load served for other nodes' tokens)."""
     assert wants.node is not None
     cell = wants.node[parts.rank % wants.ranks] * parts.groups + parts.group

@@ -9,11 +9,10 @@ its own partners: with r of them, the n-th least loaded rank is a partner of the
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from migration.solvers.search_state import Array, Flags, Index, SearchState, penalty
+from fleet.arrays import BoolArray, Float32Array, FloatArray, IndexArray
+from migration.solvers.search_state import SearchState, penalty
 
-Loads = NDArray[np.float32]
 INVITING = 0.02
 """Amount by which a rank with room that has received an expert already counts as less loaded: what it gives
 away again costs less."""
@@ -37,20 +36,20 @@ class RoundSize(NamedTuple):
 class SwapChoice(NamedTuple):
     """Changes [r], at most one for each relieved rank; within a layer the most loaded rank's comes first."""
 
-    layer: Index
+    layer: IndexArray
     """Row of the state."""
-    kind: Index
-    worth: Loads
+    kind: IndexArray
+    worth: Float32Array
     """Fall of the penalty per copy."""
-    hot: Index
+    hot: IndexArray
     """Slot of the rank that is relieved."""
-    cold: Index
+    cold: IndexArray
     """Slot of another rank; any for a drop."""
-    level: Loads
+    level: Float32Array
     """Load of the rank."""
 
 
-def best(state: SearchState, going: Flags, pace: RoundSize, pairs: int, turn: int) -> SwapChoice:
+def best(state: SearchState, going: BoolArray, pace: RoundSize, pairs: int, turn: int) -> SwapChoice:
     """Return the change worth most for each of the most loaded ranks above the cap, as many as `pace` allows,
     in each active layer.
 
@@ -77,22 +76,22 @@ def best(state: SearchState, going: Flags, pace: RoundSize, pairs: int, turn: in
 class _Rows(NamedTuple):
     """The r ranks to be relieved, and their partners."""
 
-    layer: Index
+    layer: IndexArray
     """[r]"""
-    rank: Index
+    rank: IndexArray
     """[r]"""
-    turn: Index
+    turn: IndexArray
     """[r]: position among the relieved ranks of its layer."""
-    width: Index
+    width: IndexArray
     """[r]: number of relieved ranks in its layer."""
-    cold: Index
+    cold: IndexArray
     """[layers, others]: the other ranks, least loaded first."""
-    dealing: Index
+    dealing: IndexArray
     """[layers, ranks]: index of the relieved rank that it is a partner of; -1: none (dead, or relieved
     itself)."""
 
 
-def _rows(state: SearchState, going: Flags, pace: RoundSize) -> _Rows:
+def _rows(state: SearchState, going: BoolArray, pace: RoundSize) -> _Rows:
     away = int(state.away.sum())
     # Prefer partners that received an expert of this plan already: it can be given away again without a copy.
     key = state.over - INVITING * (state.inviting & (state.over < 0.0))
@@ -116,31 +115,31 @@ def _rows(state: SearchState, going: Flags, pace: RoundSize) -> _Rows:
 class _Hot(NamedTuple):
     """Slots of the ranks to be relieved: arrays [r, h] unless stated otherwise."""
 
-    slot: Index
-    expert: Index
+    slot: IndexArray
+    expert: IndexArray
     """Index into a flat [layers, experts + 1]."""
-    each: Loads
+    each: Float32Array
     """Load that a slot serves."""
-    replicas: Loads
-    weight: Loads
+    replicas: Float32Array
+    weight: Float32Array
     """Factor on the worth of a change that removes the replica."""
-    barred: Loads
+    barred: Float32Array
     """BARRED where the slot must not change."""
-    level: Loads
+    level: Float32Array
     """[r, 1]: load of the rank."""
-    pays: Loads
+    pays: Float32Array
     """[r, 1]: its penalty."""
-    lighter: Loads
+    lighter: Float32Array
     """Load that leaves a slot when its expert gets one more replica."""
-    without: Loads
+    without: Float32Array
     """Penalty of the rank without the replica."""
-    shared: Loads
+    shared: Float32Array
     """Penalty of the rank with one more replica of the expert elsewhere."""
-    giant: Flags
+    giant: BoolArray
     """The replica alone exceeds the cap: its expert must get another replica sooner or later."""
 
     @property
-    def has_giant(self) -> Flags:
+    def has_giant(self) -> BoolArray:
         """[r]"""
         return np.asarray(self.giant.any(axis=1))
 
@@ -160,17 +159,17 @@ def _hot(state: SearchState, rows: _Rows, most: int, turn: int) -> _Hot:
     return _Hot(slot, expert, each, replicas, weight, barred, level, pays, lighter, without, shared, giant)
 
 
-def _some(count: int, most: int, turn: int) -> Index:
+def _some(count: int, most: int, turn: int) -> IndexArray:
     """Return about `most` of the numbers below count, different ones each turn."""
     step = -(-count // most)
     return np.arange(turn % step, count, step)
 
 
-def _weight(fresh: Flags) -> Loads:
+def _weight(fresh: BoolArray) -> Float32Array:
     return np.asarray(fresh * np.float32(FREE - 1.0) + np.float32(1.0))
 
 
-def _bar(which: Flags) -> Loads:
+def _bar(which: BoolArray) -> Float32Array:
     return np.asarray(which * np.float32(BARRED))
 
 
@@ -178,19 +177,19 @@ class _Replicated(NamedTuple):
     """Every slot whose expert has other replicas, and every empty one: arrays [n] in the order of layers and
     slots."""
 
-    slot: Index
-    """Index into a flat [layers, slots]."""
-    rank: Index
-    """Index into a flat [layers, ranks]."""
-    expert: Index
+    slot: IndexArray
+    """IndexArray into a flat [layers, slots]."""
+    rank: IndexArray
+    """IndexArray into a flat [layers, ranks]."""
+    expert: IndexArray
     """Index into a flat [layers, experts + 1]."""
-    each: Array
-    replicas: Array
-    rise: Array
+    each: FloatArray
+    replicas: FloatArray
+    rise: FloatArray
     """Rise of its rank's penalty when another replica of the expert is removed."""
-    rising: Array
+    rising: FloatArray
     """Flat [layers, experts + 1]: `rise`, summed over an expert's holders."""
-    falling: Array
+    falling: FloatArray
     """Flat [layers, experts + 1]: total fall of the holders' penalties when the expert gets one more
     replica."""
 
@@ -210,16 +209,16 @@ def _replicated(state: SearchState) -> _Replicated:
 class _Spare(NamedTuple):
     """Replaceable slots of ranks with room: m columns; shorter rows are padded with BARRED ones."""
 
-    slot: Index
+    slot: IndexArray
     """[r, m]"""
-    without: Loads
+    without: Float32Array
     """[r, m]: load of the slot's rank without it."""
-    cost: Loads
+    cost: Float32Array
     """[r, m]: rise of the other holders' penalties when the replica is replaced, less the penalty of the
     slot's rank."""
-    weight: Loads
+    weight: Float32Array
     """[r, m]"""
-    shared: tuple[Index, Index, Loads]
+    shared: tuple[IndexArray, IndexArray, Float32Array]
     """(row, column, load) of those that hold an expert of the relieved rank too, and the load that then comes
     to that rank when they are replaced."""
 
@@ -258,12 +257,12 @@ def _spare(state: SearchState, rows: _Rows, many: _Replicated, most: int, turn: 
 class _Option(NamedTuple):
     """The best change of one kind: arrays [r]."""
 
-    worth: Loads
-    hot: Index
-    cold: Index
+    worth: Float32Array
+    hot: IndexArray
+    cold: IndexArray
 
 
-def _option(worth: Loads, hot: Index, cold: Index) -> _Option:
+def _option(worth: Float32Array, hot: IndexArray, cold: IndexArray) -> _Option:
     """Return the best of worth [r, h, c], of hot [r, h] and cold [r, c]."""
     at, flat = np.arange(len(worth)), worth.reshape(len(worth), -1)
     top = flat.argmax(axis=1)
@@ -287,7 +286,7 @@ def _one_copy(state: SearchState, rows: _Rows, hot: _Hot, spare: _Spare, many: _
     return _option(replicate, hot.slot, spare.slot), _option(move, hot.slot, spare.slot)
 
 
-def _to_worth(cost: Loads, relief: Loads, rise: Loads, weight: Loads) -> None:
+def _to_worth(cost: Float32Array, relief: Float32Array, rise: Float32Array, weight: Float32Array) -> None:
     """Turn cost [r, h, c] into worth in place: relief [r, h] less cost less rise [r, c], times weight [r,
     c]."""
     np.subtract(relief[:, :, None], cost, out=cost)
@@ -295,7 +294,7 @@ def _to_worth(cost: Loads, relief: Loads, rise: Loads, weight: Loads) -> None:
     cost *= weight[:, None, :]
 
 
-def _bar_holders(state: SearchState, hot: _Hot, level: Loads, slot: Index) -> None:
+def _bar_holders(state: SearchState, hot: _Hot, level: Float32Array, slot: IndexArray) -> None:
     """Bar, in level [r, h, c], an expert from slots [r, c] of ranks that hold it already."""
     row, column = ((hot.replicas > 1.0) & (hot.barred == 0.0)).nonzero()
     if len(row):
@@ -303,7 +302,7 @@ def _bar_holders(state: SearchState, hot: _Hot, level: Loads, slot: Index) -> No
         level[row, column] += _bar(there)
 
 
-def _correct(move: Loads, replicate: Loads, hot: _Hot, spare: _Spare) -> None:
+def _correct(move: Float32Array, replicate: Float32Array, hot: _Hot, spare: _Spare) -> None:
     """Correct the costs [r, h, m] of pairs whose spare expert is also on the relieved rank: its load comes
     back there."""
     row, column, comes = spare.shared

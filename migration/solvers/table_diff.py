@@ -14,9 +14,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import SlotTable
 from fleet.experts import ExpertId
 from fleet.placement import EMPTY
-from migration.model.placement_changes import COPIES, NONE, NOWHERE, ChangeKind, PlacementChanges, Table, joined, made, taken
+from migration.model.placement_changes import COPIES, NONE, NOWHERE, ChangeKind, PlacementChanges, joined, made, taken
 
 _Row = tuple[int, int, int, int, int]
 """(kind, slot, expert, other slot, other expert)."""
@@ -28,7 +29,7 @@ none.
 """
 
 
-def between(before: Table, after: Table, ranks: int, gain: NDArray[np.float64] | None = None) -> PlacementChanges:
+def between(before: SlotTable, after: SlotTable, ranks: int, gain: NDArray[np.float64] | None = None) -> PlacementChanges:
     """Return changes after which every rank holds what it holds in `after`; experts that stay on a rank keep
     their slots.
 
@@ -60,7 +61,7 @@ def between(before: Table, after: Table, ranks: int, gain: NDArray[np.float64] |
     )
 
 
-def shortened(table: Table, changes: PlacementChanges, ranks: int) -> PlacementChanges:
+def shortened(table: SlotTable, changes: PlacementChanges, ranks: int) -> PlacementChanges:
     """Replace a layer's changes by others with the same end and fewer copies, where there are any.
 
     The result copies no replica that later changes of its layer take back. Its gain is the layer's, in even
@@ -73,7 +74,7 @@ def shortened(table: Table, changes: PlacementChanges, ranks: int) -> PlacementC
     return joined([taken(changes, ~fewer[changes.layer]), taken(others, fewer[others.layer])])
 
 
-def _layers(before: Table, after: Table, ranks: int) -> Iterator[tuple[int, "_Layer"]]:
+def _layers(before: SlotTable, after: SlotTable, ranks: int) -> Iterator[tuple[int, "_Layer"]]:
     """Yield the layers in which ranks hold different experts after than before."""
     per, experts = before.shape[1] // ranks, int(max(before.max(), after.max())) + 1
     rank = np.arange(before.shape[1]) // per
@@ -98,7 +99,7 @@ def _layers(before: Table, after: Table, ranks: int) -> Iterator[tuple[int, "_La
         yield at, _Layer(per, before[at].tolist(), was[at].sum(axis=0).tolist(), edges)
 
 
-def _held(table: Table, rank: NDArray[np.intp], ranks: int, experts: int) -> NDArray[np.bool_]:
+def _held(table: SlotTable, rank: NDArray[np.intp], ranks: int, experts: int) -> NDArray[np.bool_]:
     """bool [layers, ranks, experts]."""
     held = np.zeros((len(table), ranks, experts), bool)
     layer, slot = np.nonzero(table != EMPTY)

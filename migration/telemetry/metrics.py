@@ -67,9 +67,7 @@ class MigrationMetrics:
             )
         }
         self._verdicts = Counter("roost_loop_verdicts", "Evaluated automatic plans, by verdict", ["verdict"], registry=registry)
-        self._outcomes = Counter(
-            "roost_loop_plans", "Completed plans, by origin and outcome", ["origin", "outcome"], registry=registry
-        )
+        self._outcomes = Counter("roost_loop_plans", "Completed plans, by origin and outcome", ["origin", "outcome"], registry=registry)
         self._realised = Gauge("roost_loop_realised", "Share of the predicted gain realised by the last evaluated plan", ["engine"], registry=registry)
         self._paused = Gauge("roost_loop_paused", "1 while automatic planning is paused by an operator", registry=registry)
         self._reloads = Counter("roost_planner_reloads", "Configuration reloads, by outcome", ["outcome"], registry=registry)

@@ -272,8 +272,7 @@ class PriorityQueue(Generic[Kind]):
 
 
 class Rate:
-    """Recent events per second: an exponentially decaying count, corrected for the time since its creation.
-    """
+    """Recent events per second: an exponentially decaying count, corrected for the time since its creation."""
 
     __slots__ = ("_at", "_began", "_count")
 

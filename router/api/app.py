@@ -106,8 +106,7 @@ def _admit(request: Request, service: RouterService, right: str) -> Caller:
 
 
 def _add_documentation(app: FastAPI, service: RouterService) -> None:
-    """Serve the documentation pages, which FastAPI would show to everyone, to callers with the right `docs`.
-    """
+    """Serve the documentation pages, which FastAPI would show to everyone, to callers with the right `docs`."""
 
     @app.get(_DOCUMENT, include_in_schema=False)
     async def document(request: Request) -> Response:

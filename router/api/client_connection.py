@@ -1,5 +1,4 @@
-"""The client's side of a request: reading the body, and detecting a disconnect before the answer is complete.
-"""
+"""The client's side of a request: reading the body, and detecting a disconnect before the answer is complete."""
 
 import asyncio
 from collections import deque

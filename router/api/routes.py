@@ -103,8 +103,7 @@ class HotRoutes:
         await self._serve(scope, receive, send, RELEASE_PATH, self._release)
 
     def passes(self, method: str, path: str) -> ForeignRoute | None:
-        """Return the passthrough route of a request that is none of Roost's own; None: it is not forwarded.
-        """
+        """Return the passthrough route of a request that is none of Roost's own; None: it is not forwarded."""
         return route_of(method, path, self.service.config.passthrough_admin) if self._has_text_servers else None
 
     @property
@@ -506,8 +505,7 @@ def _outcome(status: int) -> RequestEnd:
 
 
 def _max_tokens(request: Request, settings: SamplingSettings, prompt_tokens: int, context: int) -> int:
-    """Return the limit of emitted tokens. ApiError 400 context_length_exceeded when the request does not fit.
-    """
+    """Return the limit of emitted tokens. ApiError 400 context_length_exceeded when the request does not fit."""
     room, prompt = context - prompt_tokens, "messages" if isinstance(request, ChatRequest) else "prompt"
     if room < 1:
         raise context_exceeded(context, prompt_tokens, None, prompt=prompt, param=prompt)

@@ -215,8 +215,7 @@ class TokenStream:
         await self._reply.start(200, headers)
 
     def _usage(self) -> Usage:
-        """Return the usage of the client's own prompts; each prompt counts once, for any number of choices.
-        """
+        """Return the usage of the client's own prompts; each prompt counts once, for any number of choices."""
         completion = sum(len(course.emitted) for course in self._courses)
         prompt = self._exchange.prompt_tokens
         cached = self._exchange.cached_tokens = sum(course.cached_tokens for course in self._courses[:: self._per_prompt])

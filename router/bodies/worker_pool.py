@@ -88,8 +88,7 @@ class WorkerProcess:
         return self._process.pid
 
     async def call(self, task: Task, blob: bytes) -> tuple[Answer, bytes]:
-        """Execute a task. WorkerDied when the process ends; after a cancellation the process must be killed.
-        """
+        """Execute a task. WorkerDied when the process ends; after a cancellation the process must be killed."""
         try:
             self._writer.write(head(task, blob))
             view = memoryview(blob)

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.signatures import ClusterModel, Weights
+from fleet.arrays import Float32Array, FloatArray
+from fleet.signatures import ClusterModel
 from fleet.timing import added_distinct_experts, expected_distinct_experts, log_misses
 
-Tokens = NDArray[np.float64]
 NOTICEABLE = 0.05
 """A mix counts as changed if it differs by at least this share of its sequences ..."""
 LEAST_CHANGE = 0.5
@@ -30,7 +30,7 @@ class MixShare:
 
     __slots__ = ("_mix", "_weights")
 
-    def __init__(self, mix: "_Mix", weights: Weights) -> None:
+    def __init__(self, mix: "_Mix", weights: Float32Array) -> None:
         self._mix: _Mix | None = mix
         self._weights = weights
         mix.sum += weights
@@ -55,7 +55,7 @@ class _Mix:
         self.clusters = clusters
         self.sum = np.zeros(size)
         self.bookings = 0
-        self.priced: Tokens | None = None
+        self.priced: FloatArray | None = None
         """the mix from which prices were last computed"""
 
 
@@ -65,7 +65,7 @@ class ClusterMixes:
     def __init__(self) -> None:
         self._mixes: dict[int, _Mix] = {}
 
-    def book(self, worker_id: int, weights: Weights, clusters: int) -> MixShare | None:
+    def book(self, worker_id: int, weights: Float32Array, clusters: int) -> MixShare | None:
         """Add a running request with this signature (float32 [K], over this version of the clusters). Return
         None if the version is outdated.
         """
@@ -74,7 +74,7 @@ class ClusterMixes:
             mix = self._mixes[worker_id] = _Mix(clusters, len(weights))
         return MixShare(mix, weights) if clusters == mix.clusters else None
 
-    def changed(self, worker_id: int, sequences: int, model: ClusterModel, *, told: bool) -> Tokens | None:
+    def changed(self, worker_id: int, sequences: int, model: ClusterModel, *, told: bool) -> FloatArray | None:
         """Return the number of an engine's `sequences` in each cluster, float64 [K], or None if it is about
         the same as at the last call. told: False if the result of the last call was lost, which forces a new
         result.
@@ -120,7 +120,7 @@ class DistinctReads(NamedTuple):
     added: NDArray[np.float64]
 
 
-def read(misses: NDArray[np.float32], mixes: Sequence[Tokens]) -> DistinctReads:
+def read(misses: NDArray[np.float32], mixes: Sequence[FloatArray]) -> DistinctReads:
     """Compute the distinct reads of some engines. mixes: [engines] of float64 [K] sequences."""
     tokens = np.stack(mixes)
     return DistinctReads(expected_distinct_experts(misses, tokens), np.maximum(added_distinct_experts(misses, tokens), 0.0))

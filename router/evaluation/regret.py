@@ -16,9 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.signatures import Weights
+from fleet.arrays import Float32Array, IntArray
 from router.fleet_state.engine_state import PriceList
-from router.fleet_state.reservations import Amounts
 from router.scheduling.cost import TERMS, ExpectedLoad, score
 from router.scheduling.decision import Decision
 
@@ -30,9 +29,9 @@ class Truth(NamedTuple):
     measured over modelled speeds.
     """
 
-    load: Amounts
+    load: IntArray
     factors: NDArray[np.float64] | None = None
-    weights: Weights | None = None
+    weights: Float32Array | None = None
     """float32 [K]: clusters that the request activated; None: not reported, the prediction stands"""
     cached_tokens: int | None = None
     """prompt tokens that the chosen rank had cached; None: not reported"""
@@ -77,7 +76,7 @@ class Probe(NamedTuple):
 
     decision: Decision
     prices: PriceList
-    load: Amounts
+    load: IntArray
     """int64 [AMOUNTS, targets]"""
     made_at: float
     """seconds on the router's clock"""

@@ -9,17 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import Float32Array, FloatArray
 from fleet.layout import EP
 from fleet.signatures import ClusterModel
-from router.evaluation.distinct_experts import ClusterMixes, DistinctReads, MixShare, ReadingGroup, Tokens, read
+from router.evaluation.distinct_experts import ClusterMixes, DistinctReads, MixShare, ReadingGroup, read
 from router.evaluation.expected_latency import NONE, Surcharge
 from router.fleet_state.dispatch_cost import DispatchPrices
 from router.fleet_state.engine_state import EngineState
 from router.fleet_state.reservations import SEQUENCES, Reservations
 from router.fleet_state.view import FleetView
 from router.scheduling.decision import Decision
-
-Misses = NDArray[np.float32]
 
 
 class ActiveClusterMix:
@@ -32,7 +31,7 @@ class ActiveClusterMix:
         self._reservations = reservations
         self._threads = threads
         self._mixes = ClusterMixes()
-        self._misses: dict[tuple[str, int, int], tuple[ReadingGroup, Misses]] = {}
+        self._misses: dict[tuple[str, int, int], tuple[ReadingGroup, Float32Array]] = {}
         """miss probabilities by model, top-k and boundary; 2 MB each for 58 layers of 256 experts and 32
         clusters
         """
@@ -60,7 +59,7 @@ class ActiveClusterMix:
 
     async def refresh(self, now: float) -> None:
         """Price the engines whose mix changed noticeably."""
-        due: dict[tuple[str, int, int], list[tuple[EngineState, Tokens]]] = defaultdict(list)
+        due: dict[tuple[str, int, int], list[tuple[EngineState, FloatArray]]] = defaultdict(list)
         readings: dict[tuple[str, int, int], ReadingGroup] = {}
         for state in self._view.engines():
             self._sending(state)
@@ -101,12 +100,12 @@ class ActiveClusterMix:
             return None
         return ReadingGroup(clusters, joined.shape.top_k, (state.layout or EP).boundary)
 
-    def _changed(self, state: EngineState, reading: ReadingGroup, now: float) -> Tokens | None:
+    def _changed(self, state: EngineState, reading: ReadingGroup, now: float) -> FloatArray | None:
         load = self._reservations.load(np.array(state.rows, np.intp), now)
         sequences = int(load[SEQUENCES].sum())
         return self._mixes.changed(state.joined.worker_id, sequences, reading.clusters, told=state.distinct is not None)
 
-    def _read(self, key: tuple[str, int, int], reading: ReadingGroup, mixes: list[Tokens]) -> DistinctReads:
+    def _read(self, key: tuple[str, int, int], reading: ReadingGroup, mixes: list[FloatArray]) -> DistinctReads:
         """Compute expected reads in a thread. No other task touches `key` meanwhile."""
         known = self._misses.get(key)
         if known is None or known[0] != reading:

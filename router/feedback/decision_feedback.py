@@ -265,8 +265,7 @@ class DecisionFeedback:
         return int(decision.roster.rows[decision.at[decision.chosen]])
 
     def _ranks(self) -> Iterator[RankNow]:
-        """Yield the state of every rank that can be chosen, once: under its base model if it serves several.
-        """
+        """Yield the state of every rank that can be chosen, once: under its base model if it serves several."""
         now = self._clock()
         for model in self._view.models(live=True):
             roster = self._view.roster(model)

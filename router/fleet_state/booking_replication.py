@@ -282,8 +282,7 @@ class OwnBookings:
         self._open[booking] = self._news[booking] = own
 
     def first_token(self, booking: Booking) -> None:
-        """Record a first token, before or after `Reservations.first_token`. Published with the next message.
-        """
+        """Record a first token, before or after `Reservations.first_token`. Published with the next message."""
         own = self._open.get(booking)
         if own is not None:
             self._news[booking] = own

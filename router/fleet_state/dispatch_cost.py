@@ -7,13 +7,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import FloatArray
 from fleet.experts import ModelShape
 from fleet.layout import EP, Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from fleet.timing import expected_local_share, expected_remote
-
-Matrix = NDArray[np.float64]
 
 
 class DispatchPrices(NamedTuple):
@@ -22,9 +21,9 @@ class DispatchPrices(NamedTuple):
     itself.
     """
 
-    remote: Matrix
-    nodes: Matrix
-    local: Matrix
+    remote: FloatArray
+    nodes: FloatArray
+    local: FloatArray
 
 
 class DispatchCost(NamedTuple):

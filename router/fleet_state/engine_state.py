@@ -11,20 +11,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import Float32Array, FloatArray
 from fleet.events import EngineJoined
 from fleet.layout import EP, Layout
 from fleet.placement import Placement
-from fleet.signatures import ClusterModel, Weights
+from fleet.signatures import ClusterModel
 from router.fleet_state.cluster_homes import EngineHomes
 from router.fleet_state.dispatch_cost import DispatchCost, DispatchPrices
 from router.fleet_state.target_table import MOST_REQUESTS, REFERENCE, Dialect, Excluded, RankKey, Target, TargetTable
 
-Cells = NDArray[np.float64]
-
 
 class EngineStatus(StrEnum):
-    """Status of an engine. Only a live engine is routed to. The value is the reason given for its exclusion.
-    """
+    """Status of an engine. Only a live engine is routed to. The value is the reason given for its exclusion."""
 
     UNHEARD = "no heartbeat received yet"
     LIVE = "live"
@@ -49,7 +47,7 @@ class EngineState:
     blocked: str | None = None
     """reason why a live engine cannot be used (its tokenizer is missing)"""
     rows: list[int] = field(default_factory=list)
-    distinct: Cells | None = None
+    distinct: FloatArray | None = None
     """[K]: experts that a request of each cluster adds to a step of the engine; None: unknown"""
     handover_seconds: float = 0.0
     probed: bool = False
@@ -143,22 +141,22 @@ class PriceList:
         self.homes: NDArray[np.float32] | None = None
         """[targets, K]: `cluster_homes.ClusterHomes.lift`; None: there are no homes"""
         self.versions = Versions({}, {}, {})
-        self._prior: tuple[Weights, Cells] | None = None
+        self._prior: tuple[Float32Array, FloatArray] | None = None
 
-    def of(self, weights: Weights) -> tuple[Cells, Cells, Cells, Cells]:
+    def of(self, weights: Float32Array) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """Return remote ranks, remote nodes, local share and added experts for a request's weights [K],
         float64 [targets] each.
         """
         found, targets = (self.flat @ weights).astype(np.float64), len(self.priced)
         return found[:targets], found[targets : 2 * targets], found[2 * targets : 3 * targets], found[3 * targets :].take(self._engine)
 
-    def home(self, weights: Weights) -> Cells | None:
+    def home(self, weights: Float32Array) -> FloatArray | None:
         """Return the planned share of each target as a multiple of its even share, for weights [K], float64
         [targets]; None without homes.
         """
         return None if self.homes is None else (self.homes @ weights).astype(np.float64)
 
-    def prior_local(self, shares: Weights) -> Cells:
+    def prior_local(self, shares: Float32Array) -> FloatArray:
         """Return the local share of the traffic's mix [K], float64 [targets]. Computed once per mix."""
         if self._prior is None or self._prior[0] is not shares:
             self._prior = shares, (self.local @ shares).astype(np.float64)
@@ -248,7 +246,7 @@ def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[
     )
 
 
-def column(values: Iterable[float]) -> Cells:
+def column(values: Iterable[float]) -> FloatArray:
     return np.fromiter(values, np.float64)
 
 

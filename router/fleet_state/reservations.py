@@ -20,13 +20,13 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import IntArray
+
 PREFILL, SEQUENCES, BLOCKS, STEPS = 0, 1, 2, 3
 """Rows of a load table: prompt tokens not yet computed; sequences running or waiting; KV blocks they hold;
 tokens they are still expected to emit.
 """
 AMOUNTS = 4
-
-Amounts = NDArray[np.int64]
 
 
 class Booking:
@@ -172,7 +172,7 @@ class Reservations:
         self._watched += 1
         self._surprise[:] = 0
 
-    def surprise(self, rows: NDArray[np.intp]) -> Amounts:
+    def surprise(self, rows: NDArray[np.intp]) -> IntArray:
         """Return that difference, int64 [AMOUNTS, len(rows)]; 0 where no report came since."""
         return self._surprise.take(rows, axis=1)
 
@@ -226,7 +226,7 @@ class Reservations:
             booking.rank = None
             self._subtract(booking, rank, tuple(booking.amounts))
 
-    def load(self, rows: NDArray[np.intp], now: float) -> Amounts:
+    def load(self, rows: NDArray[np.intp], now: float) -> IntArray:
         """Return the load that a request would meet now, int64 [AMOUNTS, len(rows)]. A copy."""
         if now > self._first_stale:
             self._expire(now)
@@ -237,8 +237,7 @@ class Reservations:
         return sum(len(rank.open) for rank in self._ranks.values())
 
     def _settle_held(self, booking: Booking, rank: _Rank) -> None:
-        """Move an external booking after its first token: the last report may contain it, the next one does.
-        """
+        """Move an external booking after its first token: the last report may contain it, the next one does."""
         _add(rank.held, [-amount for amount in booking.amounts])
         _add(rank.young, booking.amounts)
         booking.counted_in = rank.young

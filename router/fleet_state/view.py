@@ -11,6 +11,7 @@ from math import inf
 
 import numpy as np
 
+from fleet.arrays import FloatArray
 from fleet.events import EngineJoined
 from fleet.layout import Layout
 from fleet.placement import Placement
@@ -18,7 +19,7 @@ from fleet.signatures import ClusterModel
 from fleet.timing import MOST_SECONDS
 from router.fleet_state.cluster_homes import ClusterHomes
 from router.fleet_state.dispatch_cost import DispatchCost
-from router.fleet_state.engine_state import Cells, EngineState, EngineStatus, PriceList, build, column, note, price_list
+from router.fleet_state.engine_state import EngineState, EngineStatus, PriceList, build, column, note, price_list
 from router.fleet_state.reservations import Reservations
 from router.fleet_state.target_table import TargetTable
 
@@ -41,7 +42,7 @@ class FleetView:
         """strong references to clusters that decisions refer to weakly"""
         self._tables: dict[str, TargetTable] = {}
         self._prices: dict[str, PriceList] = {}
-        self._handovers: dict[str, tuple[TargetTable, Cells | None]] = {}
+        self._handovers: dict[str, tuple[TargetTable, FloatArray | None]] = {}
         self.version = 0
         """number of changes; part of every decision"""
         self._text, self._text_at = False, 0
@@ -176,7 +177,7 @@ class FleetView:
         else:
             self._changed()
 
-    def set_distinct(self, worker_id: int, added: Cells) -> None:
+    def set_distinct(self, worker_id: int, added: FloatArray) -> None:
         """Set the experts that one more request of each cluster adds to a step of the engine, summed over
         layers, given its running requests: float64 [K]. Cheap: nothing is rebuilt. An unknown worker is
         ignored. A number of clusters other than the current one has no effect. ValueError for values that are
@@ -205,7 +206,7 @@ class FleetView:
             state.handover_seconds = seconds
             self._handovers.clear()
 
-    def handovers(self, roster: TargetTable) -> Cells | None:
+    def handovers(self, roster: TargetTable) -> FloatArray | None:
         """Return the cost of handovers in progress, float64 [targets] seconds; None without any, the usual
         case.
         """

@@ -131,8 +131,7 @@ def _read(event: bytes) -> _Answer | None:
 
 
 def _decoded(held: Any, shape: ModelShape, rows: int) -> NDArray[np.int32]:
-    """Decode any of the forms, int32 [tokens, layers, k]. rows: tokens of a complete sequence; 0: not stated.
-    """
+    """Decode any of the forms, int32 [tokens, layers, k]. rows: tokens of a complete sequence; 0: not stated."""
     if isinstance(held, str):
         chosen = from_vllm(held, shape.experts) if held.startswith(NPY) else from_sglang(held, _all_layers(held, shape, rows), shape.top_k, shape.experts)
     else:

@@ -343,9 +343,7 @@ class CircuitBreakers:
                 return Exclusion(ExclusionKind.BREAKER, "its breaker is half open: one probe request tests if it works again")
         if rank.ejected_until is not None and now < rank.ejected_until:
             seconds = EJECTION_SECONDS * min(rank.ejections, LONGEST_EJECTION)
-            return Exclusion(
-                ExclusionKind.OUTLIER, f"an outlier of its model: far slower than predicted, or failing far more often; ejected for {seconds:g} s"
-            )
+            return Exclusion(ExclusionKind.OUTLIER, f"an outlier of its model: far slower than predicted, or failing far more often; ejected for {seconds:g} s")
         return None
 
 

@@ -237,14 +237,12 @@ def passed_fields(request: Request, body: bytes) -> PassedFields:
 
 
 def binding_fields(request: Request) -> tuple[str, ...]:
-    """Return the names of the fields that change the answer and that only engines with `passes_fields` serve.
-    """
+    """Return the names of the fields that change the answer and that only engines with `passes_fields` serve."""
     return tuple(SAMPLING.asked_by(request))
 
 
 def _refuse_unserved(request: Request, *, passes_fields: bool) -> None:
-    """Refuse fields that are not served. Ignoring them silently would produce another answer than requested.
-    """
+    """Refuse fields that are not served. Ignoring them silently would produce another answer than requested."""
     effective = (CHAT if isinstance(request, ChatRequest) else TEXT).asked_by(request)
     for name in effective or (() if passes_fields else SAMPLING.asked_by(request)):
         _refuse(f"{name} is not supported by the engines that serve this model", name, "unsupported_parameter")

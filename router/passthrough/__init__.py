@@ -1,2 +1,1 @@
-"""Passthrough to servers that Roost does not run: any OpenAI-compatible server, with the client's own bytes.
-"""
+"""Passthrough to servers that Roost does not run: any OpenAI-compatible server, with the client's own bytes."""

@@ -1,5 +1,4 @@
-"""Search for the position at which another server can continue a stream: the server detokenises the last ids.
-"""
+"""Search for the position at which another server can continue a stream: the server detokenises the last ids."""
 
 import logging
 

@@ -122,8 +122,7 @@ class Relay:
         return "this answer cannot be continued by another server" if self._course is None else self._course.why_not()
 
     async def _again(self, failed: UpstreamFailed, attempts: int, refused: UpstreamRefusal | None) -> bool:
-        """Return true to try another server, or false after sending the client the last server's own error.
-        """
+        """Return true to try another server, or false after sending the client the last server's own error."""
         try:
             if attempts >= self._service.config.max_attempts or not (self._request.repeatable or failed.how is AttemptFailure.CONNECT):
                 raise failed.refusal(attempts)

@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 import xxhash
 
+from fleet.arrays import Float32Array
 from fleet.prediction import SOURCES, Query, confidence, confidences, predict
-from fleet.signatures import ClusterModel, Weights
+from fleet.signatures import ClusterModel
 from router.prediction.table_replica import TableChange, TableReplica
 
 NAMED_CLUSTERS = 4
@@ -53,8 +54,8 @@ class Forecast(NamedTuple):
     (tokens) by source, in the order of `SOURCES`.
     """
 
-    weights: Weights
-    shares: Weights
+    weights: Float32Array
+    shares: Float32Array
     gain: float
     tables: int
     clusters: int
@@ -85,8 +86,7 @@ class Forecast(NamedTuple):
         return SOURCES[best] if self.evidence[best] > 0 else "mix"
 
     def record(self, clusters: ClusterModel | None) -> "PredictionRecord":
-        """Return the form for readers. clusters: those used for the prediction, if they are still in memory.
-        """
+        """Return the form for readers. clusters: those used for the prediction, if they are still in memory."""
         heaviest = np.argsort(-self.weights, kind="stable")[:NAMED_CLUSTERS].tolist()
         sources = zip(SOURCES, self.evidence, self.confidences, strict=True)
         return PredictionRecord(
@@ -101,7 +101,7 @@ class Forecast(NamedTuple):
         )
 
 
-def likely_experts(clusters: ClusterModel, weights: Weights) -> "list[LayerExperts]":
+def likely_experts(clusters: ClusterModel, weights: Float32Array) -> "list[LayerExperts]":
     """Return the NAMED_EXPERTS most likely experts of each layer under weights, float32 [K], most likely
     first.
     """

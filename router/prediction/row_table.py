@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.keyed import Keys, KeySets
+from fleet.arrays import ByteArray, KeyArray
+from fleet.keyed import KeySets
 from fleet.prediction import ROW
 from fleet.signatures import PACKED
 
 WAYS = 16
 SLOT = 8 + ROW + 2
 """Bytes of one slot: key, row, and age."""
-Packed = NDArray[np.uint8]
 _YOUNGEST = (1 << 16) - 1
 _FEWEST_SETS = 64
 _ROOM = 3
@@ -41,8 +41,8 @@ class RowTable(Mapping[int, bytes]):
         self._sets = min(self._most_sets, max(_FEWEST_SETS, -(-_ROOM * expected // WAYS)))
         slots = self._sets * WAYS
         self._index = KeySets(self._sets, WAYS)
-        self._keys: Keys = self._index.keys
-        self._rows: Packed = np.zeros((slots, ROW), np.uint8)
+        self._keys: KeyArray = self._index.keys
+        self._rows: ByteArray = np.zeros((slots, ROW), np.uint8)
         self._row_bytes = self._rows.reshape(-1).data
         self._tokens: NDArray[np.uint32] = self._rows[:, PACKED:].view("<u4")[:, 0]
         self._written = np.zeros(slots, np.uint16)
@@ -87,7 +87,7 @@ class RowTable(Mapping[int, bytes]):
         slot = self._index.slot(key)
         return default if slot < 0 else self._row_bytes[slot * ROW : (slot + 1) * ROW].tobytes()
 
-    def put(self, keys: Keys, rows: Packed) -> None:
+    def put(self, keys: KeyArray, rows: ByteArray) -> None:
         """Store rows [n, ROW] of keys [n]; later ones replace earlier ones. A row without evidence removes
         its key.
         """
@@ -103,7 +103,7 @@ class RowTable(Mapping[int, bytes]):
         self._filled -= int((known & empty).sum())
         self._add(keys[~known & ~empty], rows[~known & ~empty], ways[~known & ~empty])
 
-    def _add(self, keys: Keys, rows: Packed, ways: NDArray[np.int64]) -> None:
+    def _add(self, keys: KeyArray, rows: ByteArray, ways: NDArray[np.int64]) -> None:
         """Add new keys [n] with their possible ways [n, WAYS], one per set at a time."""
         while len(keys):
             _, first = np.unique(ways[:, 0], return_index=True)
@@ -116,14 +116,14 @@ class RowTable(Mapping[int, bytes]):
             left[first] = False
             keys, rows, ways = keys[left], rows[left], ways[left]
 
-    def _weakest(self, ways: NDArray[np.int64], held: Keys) -> NDArray[np.intp]:
+    def _weakest(self, ways: NDArray[np.int64], held: KeyArray) -> NDArray[np.intp]:
         """Return the way of each set that a new row replaces, [n]."""
         worth = self._written[ways].astype(np.int64) << 32
         worth += 0xFFFFFFFF - self._tokens[ways].astype(np.int64)
         worth[held == 0] = -1
         return np.asarray(worth.argmin(axis=1), np.intp)
 
-    def _write(self, slots: NDArray[np.int64], keys: Keys, rows: Packed) -> None:
+    def _write(self, slots: NDArray[np.int64], keys: KeyArray, rows: ByteArray) -> None:
         self._keys[slots], self._rows[slots], self._written[slots] = keys, rows, self._now
 
     def _pass_time(self) -> None:
@@ -138,7 +138,7 @@ class RowTable(Mapping[int, bytes]):
         self._now += 1
 
 
-def _last_of_each(keys: Keys, rows: Packed) -> tuple[Keys, Packed]:
+def _last_of_each(keys: KeyArray, rows: ByteArray) -> tuple[KeyArray, ByteArray]:
     """Remove duplicates and key 0."""
     found, back = np.unique(keys[::-1], return_index=True)
     last = len(keys) - 1 - back[found != 0]

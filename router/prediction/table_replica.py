@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import ByteArray, Float32Array, KeyArray
 from fleet.events import KeyedRows, TablesPublished
-from fleet.keyed import Keys
 from fleet.prediction import PATTERNS, ROW, SOURCES, Tables
-from fleet.signatures import MOST_CLUSTERS, Weights
-from router.prediction.row_table import Packed, RowTable
+from fleet.signatures import MOST_CLUSTERS
+from router.prediction.row_table import RowTable
 
 MOST_TRUST = 64.0
 """A larger trust is an error."""
@@ -29,8 +29,8 @@ SESSIONS_SHARE, TENANTS_SHARE = 0.1, 0.02
 class KeyedChange(NamedTuple):
     """keys: u64 [n]; rows: u8 [n, ROW]."""
 
-    keys: Keys
-    rows: Packed
+    keys: KeyArray
+    rows: ByteArray
 
 
 class TableChange(NamedTuple):
@@ -41,7 +41,7 @@ class TableChange(NamedTuple):
     version: int
     base: int | None
     clusters: int
-    shares: Weights
+    shares: Float32Array
     trust: NDArray[np.float32]
     """as `Tables.trust`"""
     reliability: NDArray[np.float32]
@@ -110,8 +110,7 @@ def _by_source(name: str, given: dict[str, float], most: float) -> NDArray[np.fl
 
 
 def _trust(published: TablesPublished) -> NDArray[np.float32]:
-    """Return the trust, float32 [PATTERNS, sources], or [sources] if it does not depend on the other sources.
-    """
+    """Return the trust, float32 [PATTERNS, sources], or [sources] if it does not depend on the other sources."""
     trust = _by_source("trust", published.trust, MOST_TRUST)
     if not published.trusts:
         return trust

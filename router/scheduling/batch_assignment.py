@@ -20,14 +20,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import FloatArray, IntArray
 from fleet.timing import own_seconds, prefill_seconds, queue_seconds, running_seconds
-from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts
+from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS
 from router.fleet_state.target_table import TargetTable
 from router.scheduling.cost import Weights
 from router.scheduling.decision import Decision
 from router.scheduling.filters import QueuePrices, SaturationLimits
 
-Costs = NDArray[np.float64]
 _NEVER = 1e300
 """Price of a forbidden assignment. Finite, so that differences of prices are numbers."""
 
@@ -47,7 +47,7 @@ class Pricing(Protocol):
         """Number of each target's engine, [targets], ascending."""
         ...
 
-    def prices(self, requests: slice, targets: slice, load: Amounts) -> Costs:
+    def prices(self, requests: slice, targets: slice, load: IntArray) -> FloatArray:
         """Return the price of each request under this load, float64 [targets, requests], as a new array.
         load: int64 [AMOUNTS, all targets]. targets: those of one entire engine, or all.
         """
@@ -64,7 +64,7 @@ class BatchAssignment:
     tokens beyond which a rank accepts no further request; most_blocks: float64 [targets], likewise.
     """
 
-    load: Amounts
+    load: IntArray
     may: NDArray[np.bool_]
     prefill: NDArray[np.int64]
     blocks: NDArray[np.int64]
@@ -74,7 +74,7 @@ class BatchAssignment:
     most_prefill: NDArray[np.float64]
     most_blocks: NDArray[np.float64]
 
-    def full(self, load: Amounts, target: int | slice) -> NDArray[np.bool_]:
+    def full(self, load: IntArray, target: int | slice) -> NDArray[np.bool_]:
         """Return the targets that accept no further request under this load, bool [targets]."""
         return np.asarray(
             (load[SEQUENCES, target] >= self.most_requests[target])
@@ -196,8 +196,8 @@ class LoadPrices:
         self,
         roster: TargetTable,
         weights: Weights,
-        load: Amounts,
-        costs: Costs,
+        load: IntArray,
+        costs: FloatArray,
         uncached: NDArray[np.int64],
         prompts: NDArray[np.int64],
         outputs: NDArray[np.int64],
@@ -220,10 +220,10 @@ class LoadPrices:
         self._engines = [slice(first, end) for first, end in pairwise([*roster.first.tolist(), len(roster.targets)])]
         self._fixed = costs.T - self._loaded(slice(0, len(outputs)), slice(0, len(roster.targets)), load)
 
-    def prices(self, requests: slice, targets: slice, load: Amounts) -> Costs:
+    def prices(self, requests: slice, targets: slice, load: IntArray) -> FloatArray:
         return np.asarray(self._fixed[targets, requests] + self._loaded(requests, targets, load), np.float64)
 
-    def _loaded(self, requests: slice, targets: slice, load: Amounts) -> Costs:
+    def _loaded(self, requests: slice, targets: slice, load: IntArray) -> FloatArray:
         """Return the load-dependent parts of queue, decode and lockstep, float64 [targets, requests]."""
         there = load[:, targets, None].astype(np.float64)
         queue = queue_seconds(self._token_s[targets], there[PREFILL])
@@ -240,11 +240,11 @@ class LoadPrices:
         return np.asarray(costs, np.float64)
 
 
-def _lockstep(queue: Costs, running: Costs, prefill: Costs, own: Costs) -> Costs:
+def _lockstep(queue: FloatArray, running: FloatArray, prefill: FloatArray, own: FloatArray) -> FloatArray:
     """Return `fleet.timing.lockstep_seconds` of one engine's ranks, [ranks, requests], from their load and
     each request's addition.
     """
-    longer: Costs = prefill + (queue - queue.max(axis=0))
+    longer: FloatArray = prefill + (queue - queue.max(axis=0))
     waits = running + own
     waits -= running.max(axis=0)
     np.maximum(longer, 0.0, out=longer)
@@ -254,7 +254,7 @@ def _lockstep(queue: Costs, running: Costs, prefill: Costs, own: Costs) -> Costs
 
 
 def order_of(
-    decisions: Sequence[Decision], load: Amounts, limits: SaturationLimits, factors: NDArray[np.float64] | None = None, prices: QueuePrices | None = None
+    decisions: Sequence[Decision], load: IntArray, limits: SaturationLimits, factors: NDArray[np.float64] | None = None, prices: QueuePrices | None = None
 ) -> list[int]:
     """Return the order in which to decide anew for requests that were each decided alone, so that their total
     cost is low. Requests without a place are left out. Arguments as in `gathered`.
@@ -263,7 +263,7 @@ def order_of(
 
 
 def gathered(
-    decisions: Sequence[Decision], load: Amounts, limits: SaturationLimits, factors: NDArray[np.float64] | None = None, prices: QueuePrices | None = None
+    decisions: Sequence[Decision], load: IntArray, limits: SaturationLimits, factors: NDArray[np.float64] | None = None, prices: QueuePrices | None = None
 ) -> tuple[BatchAssignment, LoadPrices]:
     """Combine requests that were each decided alone at the same load, int64 [AMOUNTS, targets], over the same
     target table. factors: float64 [2, targets], as in `cost.score`; prices: as in `candidates`.

@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import IntArray
 from fleet.timing import dispatch_seconds, distinct_seconds, lockstep_seconds, own_seconds, prefill_seconds, queue_seconds, running_seconds
-from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts
+from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS
 from router.fleet_state.target_table import TargetTable, columns
 
 TERMS = ("prefill", "queue", "decode", "experts", "distinct", "lockstep", "handover")
@@ -93,7 +94,7 @@ def uncached_tokens(prompt_tokens: int, overlap_blocks: NDArray[np.int64], block
 
 def score(
     roster: TargetTable,
-    load: Amounts,
+    load: IntArray,
     uncached: NDArray[np.int64],
     prompt_tokens: int,
     output_tokens: int,

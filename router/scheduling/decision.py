@@ -1,5 +1,4 @@
-"""One routing decision: a value that can be read back, term by term. Pure; randomness comes in as a number.
-"""
+"""One routing decision: a value that can be read back, term by term. Pure; randomness comes in as a number."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,17 +9,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import FloatArray, IntArray
 from fleet.signatures import ClusterModel
 from fleet.timing import dispatch_seconds
 from router.fleet_state.cluster_homes import at_home
 from router.fleet_state.engine_state import Versions
-from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts
+from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS
 from router.fleet_state.target_table import Excluded, RankKey, Target, TargetTable, columns
 from router.prediction.predictor import NO_GAIN, NO_KEYS, UNKNOWN_MODEL, Forecast, PredictionKeys, PredictionRecord
 from router.scheduling.cost import TERMS, ExpectedLoad, Scores, Weights, score, uncached_tokens
 from router.scheduling.decision_record import Candidate, DecisionRecord, Epochs, HomesEpoch, PromisedLoad, Supposed, Terms
 from router.scheduling.filters import Candidates
-from router.scheduling.policies import CandidateFacts, Column, HomeRanks, PolicyChoice, PolicyRules, Unit, choose, scored
+from router.scheduling.policies import CandidateFacts, HomeRanks, PolicyChoice, PolicyRules, Unit, choose, scored
 
 NOTHING = Supposed()
 Homecoming = Literal["reached", "passed", "unheeded", "none"]
@@ -52,8 +52,7 @@ UNKNOWN_OWNER = Owner()
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """The request, as far as it determines the price. `output_tokens` is the expected number, not the limit.
-    """
+    """The request, as far as it determines the price. `output_tokens` is the expected number, not the limit."""
 
     decision_id: str
     seed: int
@@ -82,13 +81,13 @@ class Outlook(NamedTuple):
     """
 
     forecast: Forecast
-    remote_ranks: Column
-    remote_nodes: Column
-    local: Column
-    prior_local: Column
-    added: Column
+    remote_ranks: FloatArray
+    remote_nodes: FloatArray
+    local: FloatArray
+    prior_local: FloatArray
+    added: FloatArray
     priced: NDArray[np.bool_]
-    home: Column | None = None
+    home: FloatArray | None = None
     """float64 [candidates], planned share of the rank as a multiple of its even share of such requests; None:
     the planner has published no homes
     """
@@ -106,7 +105,7 @@ class Outlook(NamedTuple):
         return ExpectedLoad(self.remote_ranks, self.remote_nodes, self.added, gain) if gain else None
 
     @property
-    def remote_share(self) -> Column:
+    def remote_share(self) -> FloatArray:
         """Calibrated share of routed pairs that another rank serves, float64 [candidates]; 0 where nothing is
         priced.
         """
@@ -130,7 +129,7 @@ class Conditions(msgspec.Struct, frozen=True):
     `cost.score`. held: the last rank of its session; turn: number of decisions for this model so far.
     """
 
-    load: Amounts
+    load: IntArray
     handover: NDArray[np.float64] | None = None
     factors: NDArray[np.float64] | None = None
     held: RankKey | None = None
@@ -151,10 +150,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     at: NDArray[np.intp]
     overlap_blocks: NDArray[np.int64]
     uncached: NDArray[np.int64]
-    load: Amounts
+    load: IntArray
     """int64 [AMOUNTS, candidates]"""
     scores: Scores
-    score: Column
+    score: FloatArray
     """minimised by the policy"""
     unit: Unit
     choice: PolicyChoice
@@ -258,8 +257,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return choose(self.rules, total, self.unit, total, self.scores.promised, self.ask.seed, self.held, home).chosen
 
     def if_gone(self) -> int | None:
-        """Return the candidate that would have been chosen without the chosen rank; None: there is no other.
-        """
+        """Return the candidate that would have been chosen without the chosen rank; None: there is no other."""
         left = np.delete(np.arange(len(self.at)), self.chosen)
         if not len(left):
             return None

@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import IntArray
 from fleet.timing import queue_seconds
-from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES, Amounts
+from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES
 from router.fleet_state.target_table import Excluded, RankKey, TargetTable
 
 NOBODY: Mapping[RankKey, str] = MappingProxyType({})
@@ -97,7 +98,7 @@ class Candidates(msgspec.Struct, frozen=True):
 
 def candidates(
     roster: TargetTable,
-    load: Amounts,
+    load: IntArray,
     needed_context: int,
     limits: SaturationLimits,
     avoid: frozenset[RankKey] = frozenset(),
@@ -126,7 +127,7 @@ def candidates(
 
 
 def saturated(
-    roster: TargetTable, load: Amounts, limits: SaturationLimits, said_busy: frozenset[RankKey] = frozenset(), prices: QueuePrices | None = None
+    roster: TargetTable, load: IntArray, limits: SaturationLimits, said_busy: frozenset[RankKey] = frozenset(), prices: QueuePrices | None = None
 ) -> NDArray[np.bool_]:
     """Return the ranks that accept no further request, bool [targets]. Arguments as in `candidates`."""
     prices = prices or QueuePrices.stated(roster)
@@ -136,9 +137,8 @@ def saturated(
     return busy
 
 
-def _none_saturated(roster: TargetTable, load: Amounts, limits: SaturationLimits, prices: QueuePrices) -> bool:
-    """Recognise the usual case, no saturated rank, by maxima. May return False although no rank is saturated.
-    """
+def _none_saturated(roster: TargetTable, load: IntArray, limits: SaturationLimits, prices: QueuePrices) -> bool:
+    """Recognise the usual case, no saturated rank, by maxima. May return False although no rank is saturated."""
     if not len(roster.targets):
         return True
     most: list[int] = np.maximum.reduce(load, axis=1).tolist()
@@ -152,7 +152,7 @@ def _none_saturated(roster: TargetTable, load: Amounts, limits: SaturationLimits
 
 def _exclusions(
     roster: TargetTable,
-    load: Amounts,
+    load: IntArray,
     needed_context: int,
     limits: SaturationLimits,
     avoid: frozenset[RankKey],
@@ -174,7 +174,7 @@ def _exclusions(
     return tuple(found)
 
 
-def _reason(roster: TargetTable, load: Amounts, needed_context: int, limits: SaturationLimits, at: int) -> str:
+def _reason(roster: TargetTable, load: IntArray, needed_context: int, limits: SaturationLimits, at: int) -> str:
     if roster.max_context[at] < needed_context:
         return f"its context of {roster.max_context[at]} tokens is too small for {needed_context}"
     most = min(limits.requests, int(roster.max_requests[at]))

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import FloatArray
 from router.config import Policy, RouterConfig
 from router.scheduling.cost import Scores, Weights
 
@@ -26,7 +27,6 @@ Why = Literal["cheapest", "tie", "home", "session", "temperature", "only"]
 work, then by the seed; home: a home of the request, whose saving covers its extra cost, if any; session: the
 session stays on its rank; temperature: drawn; only: the only candidate.
 """
-Column = NDArray[np.float64]
 
 _SEEDS = 1 << 32
 _ZERO = np.zeros(())
@@ -83,7 +83,7 @@ class CandidateFacts(msgspec.Struct, frozen=True):
     scores: Scores
     uncached: NDArray[np.int64]
     prompt_tokens: int
-    remote_share: Column | None
+    remote_share: FloatArray | None
     turn: int
 
 
@@ -92,7 +92,7 @@ class HomeRanks(NamedTuple):
 
     at: NDArray[np.bool_]
     """bool [candidates]"""
-    saves: Column | None
+    saves: FloatArray | None
     """float64 [candidates]: expected saving in ms of sending tokens, of which only differences between
     candidates count; None: unknown
     """
@@ -101,7 +101,7 @@ class HomeRanks(NamedTuple):
         """Return the homes among some of the candidates."""
         return HomeRanks(self.at[at], None if self.saves is None else self.saves[at])
 
-    def near(self, score: Column, cheapest: int, best: NDArray[np.intp]) -> NDArray[np.intp]:
+    def near(self, score: FloatArray, cheapest: int, best: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return the indices of the homes worth choosing: as cheap as the cheapest candidate, or more
         expensive by at most their expected saving over it. Of these, only the cheapest.
 
@@ -129,7 +129,7 @@ class PolicyChoice(msgspec.Struct, frozen=True):
     why: Why
 
 
-def scored(rules: PolicyRules, facts: CandidateFacts) -> tuple[Column, Unit]:
+def scored(rules: PolicyRules, facts: CandidateFacts) -> tuple[FloatArray, Unit]:
     """Return the score that the policy minimises, float64 [candidates], and its unit."""
     match rules.policy:
         case "cost":
@@ -145,7 +145,7 @@ def scored(rules: PolicyRules, facts: CandidateFacts) -> tuple[Column, Unit]:
 
 
 def choose(
-    rules: PolicyRules, score: Column, unit: Unit, total: Column, promised: Column, seed: int, held: int | None, home: HomeRanks | None = None
+    rules: PolicyRules, score: FloatArray, unit: Unit, total: FloatArray, promised: FloatArray, seed: int, held: int | None, home: HomeRanks | None = None
 ) -> PolicyChoice:
     """Pick a candidate by its score [candidates].
 
@@ -179,30 +179,30 @@ def choose(
     return PolicyChoice(int(least[seed % len(least)]), len(best), "tie" if alike else "home")
 
 
-def _classic(rules: PolicyRules, facts: CandidateFacts) -> Column:
+def _classic(rules: PolicyRules, facts: CandidateFacts) -> FloatArray:
     score = rules.alpha * facts.uncached / facts.prompt_tokens + rules.gamma * _relative(facts.scores.promised)
     return score if facts.remote_share is None else np.asarray(score + rules.beta * facts.remote_share)
 
 
-def _kv(facts: CandidateFacts) -> Column:
+def _kv(facts: CandidateFacts) -> FloatArray:
     """Return the uncached share of the prompt. Relative load counts less than half a token and so only breaks
     ties.
     """
     return np.asarray((facts.uncached + 0.5 * _relative(facts.scores.promised)) / max(facts.prompt_tokens, 1))
 
 
-def _round_robin(facts: CandidateFacts) -> Column:
+def _round_robin(facts: CandidateFacts) -> FloatArray:
     """Return the number of turns until each candidate's turn."""
     return np.asarray((np.arange(len(facts.uncached)) - facts.turn) % len(facts.uncached), np.float64)
 
 
-def _relative(promised: Column) -> Column:
+def _relative(promised: FloatArray) -> FloatArray:
     """Return the work relative to the most loaded candidate, 0..1."""
     most = promised.max()
     return promised / most if most > 0 else np.zeros(len(promised))
 
 
-def _drawn(above: Column, temperature_ms: float, seed: int) -> int:
+def _drawn(above: FloatArray, temperature_ms: float, seed: int) -> int:
     """Draw a candidate. above: distance of each score from the lowest."""
     sums = np.exp(above / -temperature_ms).cumsum()
     return min(int(sums.searchsorted(sums[-1] * ((seed % _SEEDS) + 0.5) / _SEEDS)), len(above) - 1)

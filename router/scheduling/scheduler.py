@@ -117,8 +117,7 @@ class Scheduler:
 
     @property
     def expected_steps_left(self) -> int:
-        """Tokens still expected from a request known only to a rank: on average half of its output has come.
-        """
+        """Tokens still expected from a request known only to a rank: on average half of its output has come."""
         return -(-self._config.expected_output_tokens // 2)
 
     def roster(self, model: str) -> TargetTable:

@@ -33,8 +33,7 @@ class TargetSpeeds:
     """
 
     def __init__(self, limit: float) -> None:
-        """limit: a stated speed is corrected by at most this factor, in either direction; 1: no correction.
-        """
+        """limit: a stated speed is corrected by at most this factor, in either direction; 1: no correction."""
         self._stated = SpeedCorrection(limit)
         self._learnt = SpeedEstimation()
         self._known: dict[str, tuple[TargetTable, KnownSpeeds]] = {}
@@ -51,8 +50,7 @@ class TargetSpeeds:
         return found[1]
 
     def of(self, roster: TargetTable, target: int) -> tuple[float, float]:
-        """Return the factors of predicted prefill and decode seconds of one target, an index into the table.
-        """
+        """Return the factors of predicted prefill and decode seconds of one target, an index into the table."""
         factors = self.known(roster).factors
         return (1.0, 1.0) if factors is None else (float(factors[0, target]), float(factors[1, target]))
 

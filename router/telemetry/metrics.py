@@ -228,8 +228,7 @@ class RouterMetrics:
         self.deciding.observe(seconds)
 
     def lap(self) -> Callable[[str], None] | None:
-        """Return a callback for the end of each of the STAGES, for one decision of LAPS; None for the others.
-        """
+        """Return a callback for the end of each of the STAGES, for one decision of LAPS; None for the others."""
         self._laps += 1
         if self._laps % LAPS:
             return None
@@ -326,8 +325,7 @@ class RouterMetrics:
             self._tenant_tokens.values[name, kind] += tokens
 
     def left_alone(self, ranks: Mapping[RankLabels, str]) -> None:
-        """Set the ranks that are excluded from new requests, and the cause of each; all others are cleared.
-        """
+        """Set the ranks that are excluded from new requests, and the cause of each; all others are cleared."""
         self._left_alone.values = defaultdict(float, {(*labels, cause): 1 for labels, cause in ranks.items()})
 
     def peers(self, routers: int, bookings: int, expired: int, refused: int) -> None:

@@ -68,8 +68,7 @@ def _today(form: str) -> str:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment that chat templates expect: whitespace as in transformers, no access to Python.
-    """
+    """Return the environment that chat templates expect: whitespace as in transformers, no access to Python."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_RenderedByAssistant, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _refuse_rendering

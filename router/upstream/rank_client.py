@@ -191,8 +191,7 @@ class Call:
         return data
 
     def whole(self) -> None:
-        """Mark the answer as complete. Only the end of the stream remains, and the connection may be reused.
-        """
+        """Mark the answer as complete. Only the end of the stream remains, and the connection may be reused."""
         self._clean = True
 
     async def _more(self, how: AttemptFailure) -> None:

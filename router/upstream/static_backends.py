@@ -186,8 +186,7 @@ class StaticBackends:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return True if no process listens there: the connection was refused at every address of the host name.
-    """
+    """Return True if no process listens there: the connection was refused at every address of the host name."""
     return isinstance(error, ConnectionRefusedError) or (isinstance(error, OSError) and f"[Errno {errno.ECONNREFUSED}]" in str(error))
 
 

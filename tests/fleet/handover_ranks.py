@@ -1,5 +1,4 @@
-"""Steps of the model's ranks, each on its own: receive commands, read, verify, adopt. See `handover_model`.
-"""
+"""Steps of the model's ranks, each on its own: receive commands, read, verify, adopt. See `handover_model`."""
 
 from collections.abc import Iterator
 
@@ -9,8 +8,7 @@ from tests.fleet.handover_world import ABORT, COMMIT, FLIPPED, GIVEN_UP, PROPOSE
 
 
 class Ranks(Rules):
-    """Steps of a rank. offer: the readable (cell, epoch) of the rank before it; (-1, -1): none, it is dead.
-    """
+    """Steps of a rank. offer: the readable (cell, epoch) of the rank before it; (-1, -1): none, it is dead."""
 
     def __init__(self, size: Size) -> None:
         self.size = size

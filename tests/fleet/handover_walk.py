@@ -1,5 +1,4 @@
-"""Random walks through the world of `handover_parties`: first any events, then only those that must happen.
-"""
+"""Random walks through the world of `handover_parties`: first any events, then only those that must happen."""
 
 import random
 from typing import Any

@@ -7,8 +7,7 @@ from fleet.placement import EMPTY, FULL, Split
 
 
 def random_table(dice: np.random.Generator, layers: int, ranks: int, experts: int, spare: int) -> NDArray[np.int16]:
-    """Return int16 [layers, slots]: every expert at least once, with random further replicas and empty slots.
-    """
+    """Return int16 [layers, slots]: every expert at least once, with random further replicas and empty slots."""
     slots = -(-experts // ranks) + spare
     table = np.full((layers, ranks, slots), EMPTY, np.int16)
     for layer in range(layers):

@@ -1,5 +1,4 @@
-"""Replica selection for all experts of a token together: against an exhaustive search, and within the shares.
-"""
+"""Replica selection for all experts of a token together: against an exhaustive search, and within the shares."""
 
 from itertools import product
 

@@ -107,8 +107,7 @@ def test_expected_remote_nodes_equal_what_drawn_tokens_reach(extra: int) -> None
 
 @pytest.mark.parametrize(("seed", "nodes"), [(0, (0, 0, 0)), (1, (0, 1, 0)), (2, (1, 0, 2)), (3, (0, 1, 1)), (4, (0, 0, 1))])
 def test_any_split_reaches_what_the_exhaustive_count_of_the_rule_says(seed: int, nodes: tuple[int, ...]) -> None:
-    """Enumerate two draws of an expert and the slots that serve it. Layers below the boundary do not count.
-    """
+    """Enumerate two draws of an expert and the slots that serve it. Layers below the boundary do not count."""
     rng, node = np.random.default_rng(seed), np.array(nodes)
     table = random_table(rng, 3, 3, 5, 2)
     placement = Placement(table, experts=5, ranks=3, split=random_split(rng, table, 5, nodes=seed > 0))

@@ -114,8 +114,7 @@ class Flight:
             await asyncio.sleep(1)
 
     async def until(self, kind: type[Any], seconds: int = 200, after: int = 0) -> Any:
-        """Continue until more than `after` entries of a kind are recorded for this engine; return the newest.
-        """
+        """Continue until more than `after` entries of a kind are recorded for this engine; return the newest."""
         for _ in range(seconds):
             if self._log[kind] > after:
                 return self._newest[kind]

@@ -142,8 +142,7 @@ class Loop:
         return domain, routings[rows]
 
     def _routed(self, domain: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Choose ranks, [requests]: the home of a predicted request if it has room, else the emptiest rank.
-        """
+        """Choose ranks, [requests]: the home of a predicted request if it has room, else the emptiest rank."""
         load, most = np.zeros(RANKS), 1.15 * len(domain) / RANKS
         rank = np.empty(len(domain), np.intp)
         share = None if self.homes is None else self.homes.share

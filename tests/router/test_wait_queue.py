@@ -365,8 +365,7 @@ async def test_the_wait_is_in_metrics_and_gauges_return_to_zero(opened: Opened) 
 
 @pytest.mark.parametrize("turns", range(8))
 async def test_cancelled_at_any_moment_nothing_stays_behind(opened: Opened, turns: int) -> None:
-    """The client disconnects `turns` turns of the event loop after the slot that it waits for becomes free.
-    """
+    """The client disconnects `turns` turns of the event loop after the slot that it waits for becomes free."""
     front = opened()
     await front.admit("running")
     waiting = front.begin("b")

@@ -85,8 +85,7 @@ def seconds_of(
 
 
 class Course(NamedTuple):
-    """Output of a detector: (second, shift), and per second its divergence and threshold (nan: no verdict).
-    """
+    """Output of a detector: (second, shift), and per second its divergence and threshold (nan: no verdict)."""
 
     said: list[tuple[int, PopularityShift]]
     divergence: NDArray[np.float64]

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Table = NDArray[np.float32]
-"""float32 [layers, experts]"""
+from fleet.arrays import Float32Array
+
 FAST, SLOW = 0, 1
 """Index of the fast and of the slow time constant."""
 PATIENCE = 2.0
@@ -77,7 +77,7 @@ class _Sums:
 
     def __init__(self, layers: int, experts: int, constant: float) -> None:
         self.constant = constant
-        self.counts: Table = np.zeros((layers, experts), np.float32)
+        self.counts: Float32Array = np.zeros((layers, experts), np.float32)
         self.tokens = 0.0
         self.own = 0.0
         """time covered by reports"""
@@ -121,8 +121,7 @@ class DecayWindow:
         """end and length of the newest report"""
 
     def observe(self, report: WindowReport) -> None:
-        """Add a report. Reports may arrive in any order, each once. Their counts must not change afterwards.
-        """
+        """Add a report. Reports may arrive in any order, each once. Their counts must not change afterwards."""
         self._began = min(self._began, report.end - report.seconds)
         if report.end >= self._newest[0]:
             self._newest = max(self._newest, (report.end, report.seconds))
@@ -167,7 +166,7 @@ class DecayWindow:
                 span = weight_of(end - start, end, sums.constant, sums.advance(end))
                 sums.lost = max(0.0, sums.lost - span) if found else sums.lost + span
 
-    def counts(self, level: int, now: float) -> Table:
+    def counts(self, level: int, now: float) -> Float32Array:
         """Return weighted (token, k) pairs: float32 [layers, experts]."""
         self._add_up()
         sums = self._sums[level]
@@ -179,9 +178,8 @@ class DecayWindow:
         sums = self._sums[level]
         return sums.tokens * sums.fade(max(now, self._newest[0]))
 
-    def rates(self, level: int, now: float) -> Table:
-        """Return tokens per second to each expert: float32 [layers, experts]; zeros before the first report.
-        """
+    def rates(self, level: int, now: float) -> Float32Array:
+        """Return tokens per second to each expert: float32 [layers, experts]; zeros before the first report."""
         self._add_up()
         sums, judged = self._sums[level], self._judged(now)
         return sums.counts * np.float32(sums.fade(judged) / self._exposure(sums, judged))
@@ -192,8 +190,7 @@ class DecayWindow:
         return sums.tokens * sums.fade(judged) / self._exposure(sums, judged)
 
     def _judged(self, now: float) -> float:
-        """Return the time up to which activity is known: the end of the newest report plus certain idle time.
-        """
+        """Return the time up to which activity is known: the end of the newest report plus certain idle time."""
         end, seconds = self._newest
         return end + max(0.0, now - end - PATIENCE * seconds) if end > -inf else now
 

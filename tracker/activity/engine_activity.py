@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import Float32Array
 from fleet.events import CountsImported, DemandPublished, EngineJoined, ExpertsActivated, ProfilePublished, RankPopularity
 from fleet.popularity import ExpertTable, profile
-from tracker.activity.decay_window import FAST, SLOW, DecayWindow, Table, WindowReport
+from tracker.activity.decay_window import FAST, SLOW, DecayWindow, WindowReport
 from tracker.activity.local_supply import LocalSupply
 from tracker.activity.report_gaps import ReportGaps
 from tracker.activity.report_validation import InvalidReport, ReportFault, checked_counts
@@ -129,8 +130,7 @@ class EngineActivity:
             self._shaped(joined.model, joined.shape.layers, joined.shape.experts, now)
 
     def placed(self, worker_id: int, supply: LocalSupply) -> None:
-        """Record a worker's placement; only the newest epoch counts. InvalidReport if it exceeds the limits.
-        """
+        """Record a worker's placement; only the newest epoch counts. InvalidReport if it exceeds the limits."""
         if worker_id in self._departed:
             return
         ranks, layers, experts = supply.held.shape
@@ -325,7 +325,7 @@ class EngineActivity:
             remote=None if supply is None else supply.remote(number, rates),
         )
 
-    def _demand_rates(self, rank: _Rank, now: float) -> tuple[float, Table]:
+    def _demand_rates(self, rank: _Rank, now: float) -> tuple[float, Float32Array]:
         """Return the tokens per second of a rank, in total and to each expert."""
         speed, rates = rank.window.tokens_per_second(FAST, now), rank.window.rates(FAST, now)
         return (speed, rates) if speed >= self._config.least_tokens_per_second else (0.0, np.zeros_like(rates))
@@ -343,8 +343,7 @@ class EngineActivity:
         return [RankKey(worker_id, number) for _, number, worker_id in sorted(found)]
 
     def rank_popularity(self, key: RankKey, now: float) -> RankPopularity | None:
-        """Compare the demand of one rank's requests with its placement; None if the rank has left meanwhile.
-        """
+        """Compare the demand of one rank's requests with its placement; None if the rank has left meanwhile."""
         worker = self._workers.get(key.worker_id)
         rank = None if worker is None else worker.windows.get(key.rank)
         if worker is None or rank is None:

@@ -17,10 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import Float32Array, FloatArray
 from fleet.signatures import LEAST, posterior
 
-Wide = NDArray[np.float64]
-Cells = NDArray[np.float32]
 ENOUGH = 2048.0
 """(token, k) pairs per layer at which a request's weight in a pool is half of its limit. Requests of a
 cluster differ by more than counting noise, so a long request does not carry proportionally more evidence
@@ -71,44 +70,44 @@ class FitSample:
     represents. prior_pairs: pairs per layer of the prior, the traffic's profile. layers: their number.
     """
 
-    prompt: Cells
-    completion: Cells
-    weight: Wide
+    prompt: Float32Array
+    completion: Float32Array
+    weight: FloatArray
     prior_pairs: float
     layers: int
 
     @cached_property
-    def pairs(self) -> Wide:
+    def pairs(self) -> FloatArray:
         """Pairs per layer of each request: float64 [n]."""
         return np.asarray((self.prompt.sum(axis=1) + self.completion.sum(axis=1)) / self.layers, np.float64)
 
     @cached_property
-    def temper(self) -> Cells:
+    def temper(self) -> Float32Array:
         """Weight of each prompt's evidence, before sharpness: float32 [n, 1]."""
         return np.asarray(1.0 / (1.0 + saturation(self.layers) * self.prompt.sum(axis=1, keepdims=True)), np.float32)
 
     @cached_property
-    def scale(self) -> Cells:
+    def scale(self) -> Float32Array:
         """Weight of a request's pairs in a pool: float32 [n]."""
         return np.asarray(self.weight / (1.0 + self.pairs / ENOUGH), np.float32)
 
     @cached_property
-    def total(self) -> Cells:
+    def total(self) -> Float32Array:
         """Pool of all requests: float32 [layers * experts]."""
         return np.asarray(self.scale @ self.prompt + self.scale @ self.completion, np.float32)
 
     @cached_property
-    def prior(self) -> Cells:
+    def prior(self) -> Float32Array:
         """Profile of the traffic: float32 [layers * experts]."""
         return _probabilities(self.total, np.full_like(self.total, self.layers / len(self.total)), self.prior_pairs, self.layers)
 
     @cached_property
-    def trusted(self) -> Wide:
+    def trusted(self) -> FloatArray:
         """Weights in k-means: float64 [n]. Short requests are mostly prior."""
         return self.weight * self.pairs / (self.pairs + self.prior_pairs)
 
     @cached_property
-    def gram(self) -> Cells:
+    def gram(self) -> Float32Array:
         """Inner products of the requests' roots, centred on the traffic's: float32 [n, n]."""
         roots = self.prompt + self.completion
         roots += np.float32(self.prior_pairs) * self.prior
@@ -117,12 +116,12 @@ class FitSample:
         roots -= np.sqrt(self.prior)
         return np.asarray(roots @ roots.T, np.float32)
 
-    def pooled(self, members: NDArray[np.intp], prior: Cells) -> Cells:
+    def pooled(self, members: NDArray[np.intp], prior: Float32Array) -> Float32Array:
         """Return the common profile of some requests, shrunk to `prior`: float32 [layers * experts]."""
         scale = self.scale[members]
         return _probabilities(scale @ self.prompt[members] + scale @ self.completion[members], prior, self.prior_pairs, self.layers)
 
-    def profiles(self, labels: NDArray[np.intp], clusters: int, among: NDArray[np.bool_] | None = None) -> Cells:
+    def profiles(self, labels: NDArray[np.intp], clusters: int, among: NDArray[np.bool_] | None = None) -> Float32Array:
         """Return the profiles of labelled requests (of those in `among`), shrunk to the traffic's: float32
         [clusters, layers * experts].
         """
@@ -131,18 +130,18 @@ class FitSample:
         return _probabilities(chosen @ self.prompt + chosen @ self.completion, self.prior, self.prior_pairs, self.layers)
 
 
-def _probabilities(pooled: Cells, prior: Cells, prior_pairs: float, layers: int) -> Cells:
+def _probabilities(pooled: Float32Array, prior: Float32Array, prior_pairs: float, layers: int) -> Float32Array:
     wide = (pooled + np.float32(prior_pairs) * prior).reshape(*pooled.shape[:-1], layers, -1)
     wide = wide / wide.sum(axis=-1, keepdims=True)
     return np.asarray(wide.reshape(pooled.shape), np.float32)
 
 
-def nearest(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: int) -> NDArray[np.intp]:
+def nearest(gram: Float32Array, labels: NDArray[np.intp], weight: FloatArray, clusters: int) -> NDArray[np.intp]:
     """Do one round of k-means: intp [n], the cluster with the nearest mean; never an empty one."""
     return np.asarray(_distances(gram, labels, weight, clusters).argmin(axis=1))
 
 
-def _parts(labels: NDArray[np.intp], weight: Wide, clusters: int) -> tuple[Wide, Wide]:
+def _parts(labels: NDArray[np.intp], weight: FloatArray, clusters: int) -> tuple[FloatArray, FloatArray]:
     """Return each request's share in its cluster's mean, float64 [n, clusters], and the clusters' weights,
     float64 [clusters].
     """
@@ -152,7 +151,7 @@ def _parts(labels: NDArray[np.intp], weight: Wide, clusters: int) -> tuple[Wide,
     return share / np.where(mass > 0, mass, 1.0), mass
 
 
-def _distances(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: int) -> Wide:
+def _distances(gram: Float32Array, labels: NDArray[np.intp], weight: FloatArray, clusters: int) -> FloatArray:
     """Return squared distances to the means minus each request's own square: float64 [n, clusters]; infinite
     for empty clusters.
     """
@@ -163,7 +162,7 @@ def _distances(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: in
     return np.asarray(apart)
 
 
-def likeliest(requests: FitSample, profiles: Cells, used: NDArray[np.intp]) -> NDArray[np.intp]:
+def likeliest(requests: FitSample, profiles: Float32Array, used: NDArray[np.intp]) -> NDArray[np.intp]:
     """Return for each request the likeliest used profile: intp [n], indices into profiles [K, layers *
     experts].
     """
@@ -171,7 +170,7 @@ def likeliest(requests: FitSample, profiles: Cells, used: NDArray[np.intp]) -> N
     return np.asarray(used[(requests.prompt @ logs + requests.completion @ logs).argmax(axis=1)])
 
 
-def settle(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: int, rounds: int = 10) -> NDArray[np.intp]:
+def settle(gram: Float32Array, labels: NDArray[np.intp], weight: FloatArray, clusters: int, rounds: int = 10) -> NDArray[np.intp]:
     """Run k-means from the given labels: intp [n]."""
     for _ in range(rounds):
         moved = nearest(gram, labels, weight, clusters)
@@ -181,7 +180,7 @@ def settle(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: int, r
     return labels
 
 
-def halves(gram: Cells, weight: Wide, axis: int) -> NDArray[np.intp] | None:
+def halves(gram: Float32Array, weight: FloatArray, axis: int) -> NDArray[np.intp] | None:
     """Split by 2-means that starts along a principal axis: intp [n] of 0 and 1; None if one side is empty."""
     share = weight / weight.sum()
     centred = gram - share @ gram - (gram @ share)[:, None] + share @ gram @ share
@@ -193,7 +192,7 @@ def halves(gram: Cells, weight: Wide, axis: int) -> NDArray[np.intp] | None:
     return labels if 0 < labels.sum() < len(labels) else None
 
 
-def _axes(matrix: NDArray[np.floating]) -> Wide:
+def _axes(matrix: NDArray[np.floating]) -> FloatArray:
     """Return leading eigenvectors of a symmetric matrix: float64 [n, up to AXES]. Orthogonal iteration from a
     fixed start.
     """
@@ -214,7 +213,7 @@ class FitGain(NamedTuple):
     certainty: float
 
 
-def gain(requests: FitSample, parts: tuple[NDArray[np.intp], NDArray[np.intp]], judged: NDArray[np.intp]) -> Wide:
+def gain(requests: FitSample, parts: tuple[NDArray[np.intp], NDArray[np.intp]], judged: NDArray[np.intp]) -> FloatArray:
     """Return the nats by which two profiles predict each completion better than one: float64 [LEVELS,
     judged].
 
@@ -232,12 +231,12 @@ def gain(requests: FitSample, parts: tuple[NDArray[np.intp], NDArray[np.intp]], 
     return np.asarray((weights * completions).sum(axis=2) * _worth(requests)[judged], np.float64)
 
 
-def _worth(requests: FitSample) -> Wide:
+def _worth(requests: FitSample) -> FloatArray:
     """Return the weight of a nat of each completion: float64 [n]."""
     return np.asarray(requests.weight / (1.0 + requests.completion.sum(axis=1) / (requests.layers * ENOUGH)))
 
 
-def _judged(gains: list[Wide]) -> FitGain:
+def _judged(gains: list[FloatArray]) -> FitGain:
     """Select the best level among gains [LEVELS, requests] of both folds."""
     each = np.concatenate(gains, axis=1)
     best = each[each.sum(axis=1).argmax()]
@@ -272,8 +271,7 @@ def _crossed(requests: FitSample, members: NDArray[np.intp], axis: int) -> FitGa
 
 
 def _folds(members: NDArray[np.intp]) -> tuple[tuple[NDArray[np.intp], NDArray[np.intp]], ...]:
-    """Return the even and odd members as halves, in both orders. Their random order makes this a fair split.
-    """
+    """Return the even and odd members as halves, in both orders. Their random order makes this a fair split."""
     return (members[::2], members[1::2]), (members[1::2], members[::2])
 
 
@@ -285,7 +283,7 @@ def apart(requests: FitSample, first: NDArray[np.intp], second: NDArray[np.intp]
     return _judged([gain(requests, (here[0], there[0]), np.concatenate([here[1], there[1]])) for here, there in pairs])
 
 
-def neighbours(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: int) -> Wide:
+def neighbours(gram: Float32Array, labels: NDArray[np.intp], weight: FloatArray, clusters: int) -> FloatArray:
     """Return squared distances between means: float64 [clusters, clusters]; infinite for empty clusters and
     on the diagonal.
     """
@@ -303,7 +301,7 @@ class MixtureJudge:
     the other fold.
     """
 
-    def __init__(self, requests: FitSample, labels: NDArray[np.intp], shares: Wide) -> None:
+    def __init__(self, requests: FitSample, labels: NDArray[np.intp], shares: FloatArray) -> None:
         telling = np.flatnonzero(requests.prompt.any(axis=1) & requests.completion.any(axis=1))
         self.judged = telling[:: max(1, -(-len(telling) // JUDGES))]
         self._requests, self._shares = requests, shares.astype(np.float32)
@@ -315,7 +313,7 @@ class MixtureJudge:
         folds = ((fitted, self.judged[~fitted[self.judged]]) for fitted in (fold, ~fold))
         self._folds = [self._prepared(chosen, requests.profiles(labels, len(shares), fitted)) for fitted, chosen in folds]
 
-    def _prepared(self, chosen: NDArray[np.intp], profiles: Cells) -> tuple[NDArray[np.intp], Cells, Cells]:
+    def _prepared(self, chosen: NDArray[np.intp], profiles: Float32Array) -> tuple[NDArray[np.intp], Float32Array, Float32Array]:
         ratios = np.log(np.maximum(profiles, LEAST)) - self._floor
         return chosen, profiles, np.asarray(self._requests.temper[chosen] * (self._requests.prompt[chosen] @ ratios.T), np.float32)
 
@@ -327,14 +325,14 @@ class MixtureJudge:
             self._known[sharpness] = sum(self._nats(sharpness, *fold) for fold in self._folds)
         return self._known[sharpness]
 
-    def _nats(self, sharpness: float, chosen: NDArray[np.intp], profiles: Cells, prompts: Cells) -> float:
+    def _nats(self, sharpness: float, chosen: NDArray[np.intp], profiles: Float32Array, prompts: Float32Array) -> float:
         weights = posterior(self._shares, sharpness * prompts)
         ratios = np.log(np.maximum(weights @ profiles, LEAST)) - self._floor
-        nats: Wide = (self._requests.completion[chosen] * ratios).sum(axis=1)
+        nats: FloatArray = (self._requests.completion[chosen] * ratios).sum(axis=1)
         return float((_worth(self._requests)[chosen] * nats).sum())
 
 
-def sharpest(requests: FitSample, labels: NDArray[np.intp], shares: Wide, present: float) -> float:
+def sharpest(requests: FitSample, labels: NDArray[np.intp], shares: FloatArray, present: float) -> float:
     """Return the sharpness of the grid that makes completions likeliest, by hill climbing from the present
     one.
     """

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import Float32Array
 from fleet.popularity import uniform
-from fleet.signatures import ClusterModel, Weights
+from fleet.signatures import ClusterModel
 from tracker.clustering.mixture_fit import FEWEST, first_sharpness, saturation
 from tracker.clustering.refit import ClusterMerge, ClusterSplit, Refit, RefitResult
 from tracker.clustering.reservoir import OVERHEAD, Reservoir
@@ -79,7 +80,7 @@ class OnlineClusters:
         return self._reservoir.stored_bytes
 
     @property
-    def shares(self) -> Weights:
+    def shares(self) -> Float32Array:
         """Current traffic mix: float32 [K]. `model.shares` follows it in steps."""
         known = np.where(self._sampled > 0, self._tokens, 0.0)
         anchor = max(ANCHOR_TOKENS, ANCHOR * float(known.sum()))
@@ -95,7 +96,7 @@ class OnlineClusters:
             raise ValueError(f"sampled profile: shapes {prompt.shape} and {completion.shape}; the model has {shape}")
         self._reservoir.learn(prompt, completion, now)
 
-    def mixed(self, weights: Weights, tokens: float, now: float) -> None:
+    def mixed(self, weights: Float32Array, tokens: float, now: float) -> None:
         """Add the signature [K] of a finished request. ValueError if it is invalid."""
         if weights.shape != self._tokens.shape or not np.isfinite(weights).all() or weights.min() < 0 or not 0 <= tokens < 1e12:
             raise ValueError(f"signature: expected {len(self._tokens)} weights >= 0 and a number of tokens, got shape {weights.shape} and {tokens}")

@@ -33,8 +33,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import FloatArray
 from tracker.config import TrackerConfig
-from tracker.drift.sampling_noise import SAMPLES, DriftNoise, Table, array, divergence_by_layer, numbers
+from tracker.drift.sampling_noise import SAMPLES, DriftNoise, array, divergence_by_layer, numbers
 
 LUMP_SECONDS = 0.25
 """Counts that arrive within this time are weighed as one."""
@@ -76,7 +77,7 @@ class _Faded:
 
     def __init__(self, layers: int, experts: int, constant: float) -> None:
         self.constant = constant
-        self.counts: Table = np.zeros((layers, experts))
+        self.counts: FloatArray = np.zeros((layers, experts))
         self.tokens = 0.0
         self.squares = 0.0
         """sum of squared token weights"""
@@ -320,8 +321,7 @@ class DriftDetector:
         return now - self._calm_since >= self._config.fast_seconds
 
     def _moved(self, by_layer: NDArray[np.float64], evidence: float) -> tuple[int, ...]:
-        """Return the layers whose divergence exceeds their own noise by the same ratio, largest change first.
-        """
+        """Return the layers whose divergence exceeds their own noise by the same ratio, largest change first."""
         limit = np.maximum(self._config.shift_floor, self._noise.ratio(self._config.shift_sigmas) * self._noise.by_layer / evidence)
         order = np.argsort(-by_layer, kind="stable")
         return tuple(int(layer) for layer in order if by_layer[layer] > limit[layer])

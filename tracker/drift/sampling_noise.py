@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Table = NDArray[np.float64]
-"""float64 [layers, experts]"""
+from fleet.arrays import FloatArray
+
 SAMPLES = 4.0
 """Noise samples per fast time constant."""
 LOOK = 1.5
@@ -88,7 +88,7 @@ def divergence_by_layer(counts: NDArray[Any], others: NDArray[Any]) -> NDArray[n
     return np.maximum(_entropy(0.5 * (p + q)) - 0.5 * (_entropy(p) + _entropy(q)), 0.0)
 
 
-def _entropy(profile: Table) -> NDArray[np.float64]:
+def _entropy(profile: FloatArray) -> NDArray[np.float64]:
     logs = np.log(profile, out=np.zeros_like(profile), where=profile > 0)
     return np.asarray(-np.einsum("le,le->l", profile, logs))
 

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import AnyArray
 from fleet.routings import read_npy
 from tracker.importers.torch_files import MAGIC, read_torch_file
 
@@ -36,7 +37,6 @@ MOST_BYTES = 1 << 30
 MOST_CELLS = 1 << 27
 """limit of numbers in one array"""
 SUFFIXES = (".pt", ".npy", ".npz", ".json", ".csv")
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ def _recorded(content: bytes) -> ExpertLoads:
     raise ValueError(f"a {type(found).__name__} was saved; expected a recorder's dict")
 
 
-def _passes(records: list[Any], mapping: Array | None) -> ExpertLoads:
+def _passes(records: list[Any], mapping: AnyArray | None) -> ExpertLoads:
     """Sum records of forward passes, of modes `per_pass` and `per_token`."""
     if not records:
         raise ValueError("a recording without any forward pass; start the recorder before the traffic")
@@ -135,7 +135,7 @@ def _matrix(content: bytes) -> ExpertLoads:
 
 
 def _archive(content: bytes) -> ExpertLoads:
-    arrays: dict[str, Array] = {}
+    arrays: dict[str, AnyArray] = {}
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             for entry in archive.infolist():
@@ -153,7 +153,7 @@ def _archive(content: bytes) -> ExpertLoads:
     return _named(arrays, "a matrix")
 
 
-def _npy(content: bytes) -> Array:
+def _npy(content: bytes) -> AnyArray:
     try:
         return read_npy(content)
     except ValueError as error:
@@ -213,12 +213,12 @@ def _nothing_found(names: Iterable[Any]) -> NoReturn:
     raise ValueError(f"it names {', '.join(sorted(str(name) for name in names)[:12]) or 'nothing'}; expected one of {', '.join(LOAD_NAMES)}")
 
 
-def _map_in(found: Mapping[str, Any]) -> Array | None:
+def _map_in(found: Mapping[str, Any]) -> AnyArray | None:
     name = next((name for name in MAP_NAMES if found.get(name) is not None), None)
     return None if name is None else _nested(found[name], name)
 
 
-def _nested(found: Any, name: str) -> Array:
+def _nested(found: Any, name: str) -> AnyArray:
     """Convert nested lists to an array."""
     if isinstance(found, np.ndarray):
         return found
@@ -243,7 +243,7 @@ def _numbers(found: Any, name: str) -> NDArray[np.float64]:
     return wide
 
 
-def _load(table: Array, mapping: Array | None, form: str) -> ExpertLoads:
+def _load(table: AnyArray, mapping: AnyArray | None, form: str) -> ExpertLoads:
     """Return counts by logical expert, summed over steps, without layers that have no activation."""
     wide = _numbers(table, form)
     if wide.ndim not in (2, 3) or 0 in wide.shape:
@@ -258,7 +258,7 @@ def _load(table: Array, mapping: Array | None, form: str) -> ExpertLoads:
     return ExpertLoads(kept, form, bool((kept == np.rint(kept)).all()), steps, None, int((~used).sum()))
 
 
-def by_logical_expert(counts: NDArray[np.float64], mapping: Array) -> NDArray[np.float64]:
+def by_logical_expert(counts: NDArray[np.float64], mapping: AnyArray) -> NDArray[np.float64]:
     """Sum counts [layers, slots] over an expert's replicas: float64 [layers, experts].
 
     mapping: [layers, slots], -1: an empty slot.

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.signatures import Weights
+from fleet.arrays import Float32Array
 
 INTERCEPT = 0.02
 """Standard deviation of the prior's own error, as a share of the pairs."""
@@ -79,7 +79,7 @@ class Calibration:
         """Requests whose predicted locality was compared with the observed one."""
         return self._outcomes
 
-    def learn(self, predicted: float, prior: float, observed: float, weight: float, spread: float | None = None, of: Weights | None = None) -> None:
+    def learn(self, predicted: float, prior: float, observed: float, weight: float, spread: float | None = None, of: Float32Array | None = None) -> None:
         """Learn from one outcome: shares of local pairs on the chosen rank, and its weight, in (0, 1].
 
         spread: advantage of the nearest rank. of: [K], the predicted cluster weights.

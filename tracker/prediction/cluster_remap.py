@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import ByteArray
 from fleet.signatures import NAMED, ClusterModel
 from tracker.clustering.refit import ClusterMerge, ClusterSplit
-from tracker.prediction.report_parsing import Packed
 
 MOST_CHANGES = 128
 """Structural changes that are remembered. Older signatures are rejected."""
@@ -30,7 +30,7 @@ class SlotChange(NamedTuple):
     share: float
 
 
-def dense(packed: Packed, shares: NDArray[np.float32]) -> NDArray[np.float32]:
+def dense(packed: ByteArray, shares: NDArray[np.float32]) -> NDArray[np.float32]:
     """Unpack signatures [n, PACKED] to float32 [n, K]: a vectorised `fleet.signatures.unpack`."""
     clusters, named = packed[:, 0::2], packed[:, 1::2].astype(np.float32)
     named /= np.maximum(named.sum(axis=1, keepdims=True), 255.0)
@@ -41,7 +41,7 @@ def dense(packed: Packed, shares: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.asarray(weights, np.float32)
 
 
-def carried(packed: Packed, change: SlotChange) -> Packed:
+def carried(packed: ByteArray, change: SlotChange) -> ByteArray:
     """Return packed signatures after a change."""
     after = packed.copy()
     if change.share >= 1.0:

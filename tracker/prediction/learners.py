@@ -121,8 +121,7 @@ class Learners:
     # Fitting: a job is created here, run in any thread, and its result returned
 
     def due(self, now: float) -> list[tuple[str, OnlineClusters, Refit | None]]:
-        """Return each model's refit, if one is due. The job is immutable; the clusters are only for `adopt`.
-        """
+        """Return each model's refit, if one is due. The job is immutable; the clusters are only for `adopt`."""
         return [(name, learner.clusters, learner.clusters.due(now)) for name, learner in self._learners.items()]
 
     def adopt(self, name: str, clusters: OnlineClusters, fitted: RefitResult | None, now: float) -> None:

@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import ByteArray, Float32Array
 from fleet.events import KeyedRows, RequestOutcome, RequestProfile, SourceQuality, TablesPublished
 from fleet.prediction import SOURCES, Query, Tables, know
-from fleet.signatures import ClusterModel, Weights, pack, unpack
+from fleet.signatures import ClusterModel, pack, unpack
 from tracker.clustering.refit import ClusterMerge, ClusterSplit
 from tracker.config import TrackerConfig
 from tracker.prediction.calibration import Calibration
 from tracker.prediction.cluster_remap import RemapHistory, SlotChange, carried, carried_weights, dense
 from tracker.prediction.report_join import ReportJoin
-from tracker.prediction.report_parsing import Blocks, Packed, PendingOutcome, PendingProfile, outcome_of, profile_of
+from tracker.prediction.report_parsing import Blocks, PendingOutcome, PendingProfile, outcome_of, profile_of
 from tracker.prediction.row_cache import RowCache, cell
 from tracker.prediction.source_weights import SourceWeights
 from tracker.prediction.token_table import TokenTable
@@ -42,7 +43,7 @@ class _Head(NamedTuple):
     """Content common to all messages."""
 
     clusters: int
-    shares: Weights
+    shares: Float32Array
     trusts: NDArray[np.float32]
     reliability: NDArray[np.float32]
     gain: float
@@ -237,7 +238,7 @@ class ModelLearner:
         return self._history.model
 
     @property
-    def _shares(self) -> Weights:
+    def _shares(self) -> Float32Array:
         return self._model.shares
 
     def _learn(self, profile: PendingProfile, outcome: PendingOutcome, now: float) -> None:
@@ -284,7 +285,7 @@ class ModelLearner:
             counts = np.frombuffer(profile.sample, "<u4").reshape(self._model.mean.shape)
             self._calibration.sampled(counts, self._model.expected(predicted), self._model.mean)
 
-    def _follow(self, followed: Sequence[tuple[RowCache, int, float]], observed: Weights, tokens: int, now: float) -> None:
+    def _follow(self, followed: Sequence[tuple[RowCache, int, float]], observed: Float32Array, tokens: int, now: float) -> None:
         """Update the rows of a session and a tenant: means of their requests' signatures, with limited weight
         of the past.
         """
@@ -405,7 +406,7 @@ class ModelLearner:
         return learning
 
 
-def _through(packed: Packed, since: list[SlotChange]) -> Packed:
+def _through(packed: ByteArray, since: list[SlotChange]) -> ByteArray:
     """Convert packed signatures [n, PACKED] to the present clusters."""
     for change in since:
         packed = carried(packed, change)

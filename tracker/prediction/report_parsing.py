@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import ByteArray
 from fleet.events import RequestOutcome, RequestProfile, SampledProfile
 from fleet.prediction import MOST_TOKENS
 from fleet.signatures import NAMED, PACKED
@@ -18,8 +19,6 @@ LONGEST_ID = 128
 MOST_SUM = 255 + NAMED
 """Limit for the sum of the weights of a packed signature, each of which is rounded."""
 _ONES = np.ones(NAMED, np.int32)
-Packed = NDArray[np.uint8]
-"""uint8 [n, PACKED]"""
 
 
 class PendingProfile(NamedTuple):
@@ -51,7 +50,7 @@ class Blocks(NamedTuple):
     """Consecutive full blocks and their signatures."""
 
     keys: NDArray[np.uint64]
-    signatures: Packed
+    signatures: ByteArray
     parent: int | None
     size: int
 
@@ -85,7 +84,7 @@ def outcome_of(report: RequestOutcome, clusters: int) -> PendingOutcome:
     return PendingOutcome(report.prefix, report.tokens, report.session, report.tenant, report.predicted, *shares)
 
 
-def packed(field: str, raw: bytes, count: int, clusters: int) -> Packed:
+def packed(field: str, raw: bytes, count: int, clusters: int) -> ByteArray:
     """Validate packed signatures [count, PACKED] over `clusters` clusters. ValueError names the invalid
     field.
     """

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.keyed import Keys, KeySets
+from fleet.arrays import AnyArray, KeyArray
+from fleet.keyed import KeySets
 from fleet.prediction import ROW
 from fleet.signatures import PACKED
 
@@ -33,8 +34,6 @@ RESERVE = 64
 _WRAP = 1 << 15
 _CHUNK = 1 << 15
 _BATCH = 1 << 10
-Cells = NDArray[Any]
-"""structured [n]: packed u1[PACKED], tokens u4, extra u1[m]"""
 
 
 def cell(extra: int) -> np.dtype[Any]:
@@ -61,12 +60,12 @@ class RowCache(Mapping[int, bytes]):
         slots = self._sets * WAYS
         self._index = KeySets(self._sets, WAYS)
         self._cell_bytes = bytearray(self._cell.itemsize * slots)
-        self._keys: Keys = self._index.keys
-        self._cells: Cells = np.frombuffer(self._cell_bytes, self._cell)
+        self._keys: KeyArray = self._index.keys
+        self._cells: AnyArray = np.frombuffer(self._cell_bytes, self._cell)
         self._parents = np.zeros(slots, np.uint32)
         self._touched = np.zeros(slots, np.uint16)
         self._uses = np.zeros(slots, np.uint8)
-        self._changes: Keys = np.zeros(self._log, np.uint64)
+        self._changes: KeyArray = np.zeros(self._log, np.uint64)
         self._changed = 0
         self._filled = 0
         self._tick = 0
@@ -115,7 +114,7 @@ class RowCache(Mapping[int, bytes]):
         slot = self._index.slot(key)
         return None if slot < 0 else self._cells[slot].copy()
 
-    def find(self, keys: Keys) -> NDArray[np.int64]:
+    def find(self, keys: KeyArray) -> NDArray[np.int64]:
         """Return the slots of keys [n]: int64 [n]; -1 if absent."""
         places = self._index.places(keys)
         hits = self._keys[places] == keys[:, None]
@@ -124,7 +123,7 @@ class RowCache(Mapping[int, bytes]):
 
     # Writing
 
-    def put(self, keys: Keys, cells: Cells, now: float, parent: int | None = None) -> None:
+    def put(self, keys: KeyArray, cells: AnyArray, now: float, parent: int | None = None) -> None:
         """Replace or add rows [n] of different keys [n], none 0.
 
         parent: the keys are a chain that continues this one (0: a chain from the start); None: not a chain.
@@ -139,7 +138,7 @@ class RowCache(Mapping[int, bytes]):
                 self._parents[slots[1:]] = slots[:-1] + 1
                 before = int(slots[-1])
 
-    def _put(self, keys: Keys, cells: Cells) -> NDArray[np.int64]:
+    def _put(self, keys: KeyArray, cells: AnyArray) -> NDArray[np.int64]:
         """Store different keys and return their slots: int64 [n]. Keys of one set are stored one after
         another.
         """
@@ -155,7 +154,7 @@ class RowCache(Mapping[int, bytes]):
             pending = np.delete(pending, first)
         return slots
 
-    def put_one(self, key: int, cells: Cells, now: float) -> None:
+    def put_one(self, key: int, cells: AnyArray, now: float) -> None:
         """Do `put` for a single row [1], considerably faster. ValueError for key 0."""
         if not 0 < key < 1 << 64:
             raise ValueError(f"rows: {key} is no key")
@@ -179,7 +178,7 @@ class RowCache(Mapping[int, bytes]):
         self._make_room(ways, ways[:, weakest])
         return int(ways[0, weakest])
 
-    def _place(self, keys: Keys, ways: NDArray[np.int64], cells: Cells) -> NDArray[np.int64]:
+    def _place(self, keys: KeyArray, ways: NDArray[np.int64], cells: AnyArray) -> NDArray[np.int64]:
         """Store keys of different sets and return their slots: int64 [n]."""
         held = self._keys[ways]
         hits = held == keys[:, None]
@@ -199,7 +198,7 @@ class RowCache(Mapping[int, bytes]):
         self._note(keys[~same])
         return np.asarray(slots)
 
-    def _weakest(self, ways: NDArray[np.int64], held: Keys) -> NDArray[np.intp]:
+    def _weakest(self, ways: NDArray[np.int64], held: KeyArray) -> NDArray[np.intp]:
         """Return the way of each set that a new row takes: [n]."""
         worth = self._uses[ways].astype(np.int64) << 16
         worth |= self._touched[ways]
@@ -276,7 +275,7 @@ class RowCache(Mapping[int, bytes]):
             self._parents[slots] = 0
             self._filled -= len(slots)
 
-    def rewrite(self, renewed: Callable[[Cells], Cells]) -> None:
+    def rewrite(self, renewed: Callable[[AnyArray], AnyArray]) -> None:
         """Replace all rows by renewed(rows [n]), in chunks."""
         for start in range(0, len(self._keys), _CHUNK):
             slots = start + np.flatnonzero(self._keys[start : start + _CHUNK])
@@ -288,7 +287,7 @@ class RowCache(Mapping[int, bytes]):
 
     # Publishing
 
-    def _note(self, keys: Keys) -> None:
+    def _note(self, keys: KeyArray) -> None:
         room = self._log - self._changed
         if len(keys) > room:
             self._changed = self._log + 1
@@ -301,7 +300,7 @@ class RowCache(Mapping[int, bytes]):
         """True if more keys changed than are remembered: only a snapshot is complete."""
         return self._changed > self._log
 
-    def take(self) -> tuple[Keys, NDArray[np.uint8]]:
+    def take(self) -> tuple[KeyArray, NDArray[np.uint8]]:
         """Return the keys [n] changed since the last take and their rows [n, ROW]; zeros for deleted rows."""
         keys = np.unique(self._changes[: min(self._changed, self._log)])
         self._changed = 0
@@ -310,7 +309,7 @@ class RowCache(Mapping[int, bytes]):
         rows[slots < 0] = 0
         return keys, rows
 
-    def all(self) -> tuple[Keys, NDArray[np.uint8]]:
+    def all(self) -> tuple[KeyArray, NDArray[np.uint8]]:
         """Return all keys [n] and rows [n, ROW]."""
         slots = np.flatnonzero(self._keys)
         return self._keys[slots], self._given(slots)
@@ -362,6 +361,6 @@ class RowCache(Mapping[int, bytes]):
         self._origin = None if state["origin"] is None else state["origin"] + later
 
 
-def _bytes(cells: Cells) -> NDArray[np.uint8]:
+def _bytes(cells: AnyArray) -> NDArray[np.uint8]:
     """View rows as bytes: uint8 [n, width], the same memory."""
     return cells.view(np.uint8).reshape(len(cells), cells.dtype.itemsize)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import Float32Array
 from fleet.prediction import PATTERNS, SOURCES, SourceEvidence, pattern
-from fleet.signatures import Weights
 
 FIRST = (0.8, 0.5, 0.5, 0.3)
 """Trusts before the first outcome, by source."""
@@ -82,7 +82,7 @@ class SourceWeights:
         gone = 1.0 - self._excess / np.maximum(self._prior_excess, _LEAST)
         return np.asarray(np.clip(gone, 0.0, 1.0) * self._weight / (self._weight + SURE), np.float32)
 
-    def learn(self, log_shares: NDArray[np.float32], known: SourceEvidence, observed: Weights, weight: float) -> None:
+    def learn(self, log_shares: NDArray[np.float32], known: SourceEvidence, observed: Float32Array, weight: float) -> None:
         """Learn from one outcome: the mix [K], the prior evidence of the sources, the observed weights [K],
         and its weight.
         """

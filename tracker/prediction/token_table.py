@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import Float32Array
+
 PRIOR = 4.0
 """Counts of the prior, the mix of the clusters."""
 LEAST_CHANGE = 0.05
@@ -23,8 +25,6 @@ REVISITED = 4096
 """Buckets that are checked again with every change: the mix in the denominator changes as well."""
 _MOST_SCALE = 1e6
 _CHUNK = 4096
-Ratios = NDArray[np.float32]
-"""float32 [n, K]"""
 
 
 class TokenTable:
@@ -83,7 +83,7 @@ class TokenTable:
                 np.divide(array, self._scale, out=array, casting="same_kind")
             self._scale = 1.0
 
-    def ratios(self, buckets: NDArray[np.int64]) -> Ratios:
+    def ratios(self, buckets: NDArray[np.int64]) -> Float32Array:
         """Return the present log-ratios of buckets [n]: float32 [n, K]."""
         everything = self._mass.sum()
         if not everything:

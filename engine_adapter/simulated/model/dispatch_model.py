@@ -13,13 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.simulated.model.routing_model import RoutingModel
+from fleet.arrays import Float32Array
 from fleet.dispatch import Chooser, reached, shares
 from fleet.placement import EMPTY, Placement
 
 _NEVER = 1e-300
 """Replaces 0, which has no logarithm."""
-Each = NDArray[np.float32]
-"""[ranks, layers, rows]: per token of each row whose home is each rank."""
 _TURNS = 8
 """Samples of each row, at equal intervals of the turns, to estimate the result of joint replica selection."""
 
@@ -149,7 +148,7 @@ class _Several:
         return np.bincount(self._rank, -np.expm1((pairs * self._miss).sum(axis=0)), self._ranks).astype(np.float64)
 
 
-def _remote(tastes: RoutingModel, placement: Placement, held: _Slots, spot: NDArray[np.intp]) -> Each:
+def _remote(tastes: RoutingModel, placement: Placement, held: _Slots, spot: NDArray[np.intp]) -> Float32Array:
     """Return the number of places other than its own that a token goes to in a layer. spot: place of each
     rank, from 0. Each of a token's experts selects its replica independently."""
     found, spots = np.zeros((placement.ranks, placement.layers, tastes.rows), np.float32), int(spot.max()) + 1
@@ -167,7 +166,7 @@ def _remote(tastes: RoutingModel, placement: Placement, held: _Slots, spot: NDAr
     return found
 
 
-def _local(tastes: RoutingModel, placement: Placement, held: _Slots) -> Each:
+def _local(tastes: RoutingModel, placement: Placement, held: _Slots) -> Float32Array:
     """Return the number of a token's k pairs that its own rank serves in a layer."""
     found = np.empty((placement.ranks, placement.layers, tastes.rows), np.float32)
     for home in range(placement.ranks):
@@ -177,7 +176,7 @@ def _local(tastes: RoutingModel, placement: Placement, held: _Slots) -> Each:
     return found
 
 
-def _covered(tastes: RoutingModel, placement: Placement, node: NDArray[np.intp]) -> tuple[Each, Each, Each]:
+def _covered(tastes: RoutingModel, placement: Placement, node: NDArray[np.intp]) -> tuple[Float32Array, Float32Array, Float32Array]:
     """Return other ranks, local pairs and other nodes per token, for joint replica selection."""
     chooser, per = Chooser(placement, range(placement.ranks), node), placement.slots_per_rank
     found = np.zeros((3, placement.ranks, placement.layers, tastes.rows), np.float32)

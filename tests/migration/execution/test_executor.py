@@ -614,8 +614,7 @@ class Mortal(MemoryBus):
 
 
 async def dies(at: int, *, after: bool, handovers: int) -> int:
-    """End a coordinator at its nth call and start another. Returns the number of calls of an undisturbed run.
-    """
+    """End a coordinator at its nth call and start another. Returns the number of calls of an undisturbed run."""
     broker = MemoryBroker()
     mortal, bus = Mortal(broker), MemoryBus(broker)
     async with engine(broker) as ranks:

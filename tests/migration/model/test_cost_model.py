@@ -48,8 +48,7 @@ def demand(dice: np.random.Generator, layers: int = 2, experts: int = 6, ranks: 
 
 
 def by_slots(held: Placement, wanted: NDArray[np.float64], home: int) -> NDArray[np.float64]:
-    """Return the pairs of a rank's tokens that each rank serves, [layers, ranks], from the dispatch shares.
-    """
+    """Return the pairs of a rank's tokens that each rank serves, [layers, ranks], from the dispatch shares."""
     part = shares(held, home, NODE)
     table = np.where(held.expert_of_slot == EMPTY, 0, held.expert_of_slot)
     pairs = part * np.take_along_axis(wanted[home], table, axis=1)

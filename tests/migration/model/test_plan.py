@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from fleet.arrays import SlotTable
 from fleet.placement import EMPTY, FULL, Placement, Split, even_split
 from migration.model.constraints import Constraints
-from migration.model.placement_changes import NOWHERE, ChangeKind, PlacementChanges, Table, copies_between, joined, made, taken
+from migration.model.placement_changes import NOWHERE, ChangeKind, PlacementChanges, copies_between, joined, made, taken
 from migration.model.plan import Handover, Inapplicable, Plan, PlanCause, applied, planned, replay
 from migration.planning.handover_batching import ordered, transfers
 from migration.planning.staging_capacity import StagingRoom, Unorderable
@@ -50,7 +51,7 @@ def room(ranks: int, staging: int | None = None, per_node: int = 2) -> StagingRo
     return StagingRoom(np.arange(ranks) // per_node, EXPERT_BYTES, staging)
 
 
-def random_table(dice: np.random.Generator, layers: int, experts: int, ranks: int, per: int) -> Table:
+def random_table(dice: np.random.Generator, layers: int, experts: int, ranks: int, per: int) -> SlotTable:
     """Return a table with every expert at least once and never twice on a rank; other slots are filled at
     random."""
     table = np.full((layers, ranks, per), EMPTY, np.int16)
@@ -65,7 +66,7 @@ def random_table(dice: np.random.Generator, layers: int, experts: int, ranks: in
     return table.reshape(layers, -1)
 
 
-def random_changes(dice: np.random.Generator, table: Table, ranks: int, experts: int, count: int) -> PlacementChanges:
+def random_changes(dice: np.random.Generator, table: SlotTable, ranks: int, experts: int, count: int) -> PlacementChanges:
     """Return changes that are legal one after another, from a number of random attempts."""
     table, per, found = table.copy(), table.shape[1] // ranks, list[PlacementChanges]()
     for _ in range(count):
@@ -88,7 +89,7 @@ def random_changes(dice: np.random.Generator, table: Table, ranks: int, experts:
     return joined(found)
 
 
-def legal(table: Table, ranks: int, experts: int) -> bool:
+def legal(table: SlotTable, ranks: int, experts: int) -> bool:
     try:
         Placement(table, experts=experts, ranks=ranks)
     except ValueError:
@@ -96,7 +97,7 @@ def legal(table: Table, ranks: int, experts: int) -> bool:
     return True
 
 
-def holders(table: Table, experts: int) -> NDArray[np.int64]:
+def holders(table: SlotTable, experts: int) -> NDArray[np.int64]:
     """[layers, experts]"""
     return np.asarray((table[:, :, None] == np.arange(experts)).sum(axis=1))
 
@@ -157,7 +158,7 @@ def test_experts_keep_the_live_holders_that_they_must_after_every_handover(shape
         assert (placement_of_epoch.replicas_on_rank.sum(axis=1) >= least).all()
 
 
-def random_split(dice: np.random.Generator, table: Table, experts: int) -> Split:
+def random_split(dice: np.random.Generator, table: SlotTable, experts: int) -> Split:
     keep, spill, near = (np.zeros(table.shape, np.uint16) for _ in range(3))
     for layer in range(len(table)):
         for expert in range(experts):

@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from benchmarks.rig.placements.cases import Case, Drifting, balance, rank_loads
+from fleet.arrays import SlotTable
 from fleet.placement import EMPTY, Placement
 from migration.model.constraints import Constraints
-from migration.model.placement_changes import ChangeKind, PlacementChanges, Table, copies_between, made, taken, within
+from migration.model.placement_changes import ChangeKind, PlacementChanges, copies_between, made, taken, within
 from migration.model.sampling_noise import LoadNoise, changed, deviations, expected_max, expected_most
 from migration.solvers.even_split_copies import few
 from migration.solvers.full_placement import full
 
 
-def random_table(layers: int, experts: int, ranks: int, per_rank: int, dice: np.random.Generator) -> Table:
+def random_table(layers: int, experts: int, ranks: int, per_rank: int, dice: np.random.Generator) -> SlotTable:
     """Every expert at least once, replicas and empty slots where there is room."""
     table = np.full((layers, ranks, per_rank), EMPTY, np.int16)
     for row in table:
@@ -29,7 +30,7 @@ def random_table(layers: int, experts: int, ranks: int, per_rank: int, dice: np.
     return table.reshape(layers, -1)
 
 
-def most_loaded(table: Table, load: NDArray[np.float64], ranks: int, live: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
+def most_loaded(table: SlotTable, load: NDArray[np.float64], ranks: int, live: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
     """[layers], in mean rank loads."""
     alive = np.ones(ranks, bool) if live is None else live
     table = np.where(np.repeat(alive, table.shape[1] // ranks), table, EMPTY)
@@ -37,7 +38,7 @@ def most_loaded(table: Table, load: NDArray[np.float64], ranks: int, live: NDArr
     return np.asarray(loads.max(axis=1) / loads.mean(axis=1))
 
 
-def replicas(table: Table, experts: int, live: NDArray[np.bool_]) -> NDArray[np.int64]:
+def replicas(table: SlotTable, experts: int, live: NDArray[np.bool_]) -> NDArray[np.int64]:
     """[layers, experts], on live ranks."""
     counts = np.zeros((len(table), experts), np.int64)
     for slot in np.flatnonzero(np.repeat(live, table.shape[1] // len(live))):
@@ -46,7 +47,7 @@ def replicas(table: Table, experts: int, live: NDArray[np.bool_]) -> NDArray[np.
     return counts
 
 
-def states(table: Table, changes: PlacementChanges) -> Iterator[Table]:
+def states(table: SlotTable, changes: PlacementChanges) -> Iterator[SlotTable]:
     """The table after each of the changes."""
     for number in range(len(changes.kind)):
         yield made(table, taken(changes, np.arange(number + 1)))

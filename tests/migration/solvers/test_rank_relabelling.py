@@ -7,14 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleet.arrays import SlotTable
 from fleet.placement import EMPTY
-from migration.model.placement_changes import Table, copies_between
+from migration.model.placement_changes import copies_between
 from migration.solvers.rank_relabelling import arranged, relabelled
 
 NODE = np.array([0, 0, 1, 1])
 
 
-def tables(seed: int) -> tuple[Table, Table]:
+def tables(seed: int) -> tuple[SlotTable, SlotTable]:
     """Two placements of 6 experts, each held twice, on 4 ranks of 3 slots, two layers; the first with an empty slot in each layer."""
     dice = np.random.default_rng(seed)
     before, after = (np.array([np.concatenate([dice.permutation(6), dice.permutation(6)]) for _ in range(2)], np.int16) for _ in range(2))
@@ -22,11 +23,11 @@ def tables(seed: int) -> tuple[Table, Table]:
     return before, after
 
 
-def sets(row: Table, ranks: int) -> list[set[int]]:
+def sets(row: SlotTable, ranks: int) -> list[set[int]]:
     return [set(part) - {EMPTY} for part in row.reshape(ranks, -1).tolist()]
 
 
-def least_copies(before: Table, after: Table, ranks: int, allowed: list[tuple[int, ...]]) -> int:
+def least_copies(before: SlotTable, after: SlotTable, ranks: int, allowed: list[tuple[int, ...]]) -> int:
     total = 0
     for old, new in zip(before, after, strict=True):
         olds, news = sets(old, ranks), sets(new, ranks)

@@ -1,5 +1,4 @@
-"""One trace per plan: a span per handover and one for the verdict, below its cause, also across coordinators.
-"""
+"""One trace per plan: a span per handover and one for the verdict, below its cause, also across coordinators."""
 
 import asyncio
 

@@ -1,5 +1,4 @@
-"""Ranks that die, stall or refuse, and clients that disconnect: the client's view, and the state left behind.
-"""
+"""Ranks that die, stall or refuse, and clients that disconnect: the client's view, and the state left behind."""
 
 import asyncio
 import json
@@ -62,8 +61,7 @@ async def test_a_stream_whose_rank_dies_is_continued_elsewhere_unbroken(house: H
 
 @pytest.mark.parametrize("weights", ["b" * 32, None])
 async def test_a_stream_of_old_weights_is_not_continued_on_new_ones(house: House, serve_rank: Serve, packed: bytes, weights: str | None) -> None:
-    """A rolling update of a checkpoint under one name must not change the model in the middle of an answer.
-    """
+    """A rolling update of a checkpoint under one name must not change the model in the middle of an answer."""
     ranks = [await serve_rank(MockRank(packed)), await serve_rank(MockRank(packed))]
     ranks[0].die_after = 7
     await house.join("old", [ranks[0].url], packed, worker_id=1, weights_digest="a" * 32)

@@ -331,8 +331,7 @@ STEP = st.tuples(st.sampled_from(["book", "first", "emit", "end", "publish", "li
 @settings(max_examples=150)
 @given(st.lists(STEP, max_size=120), st.integers(0, 2**32))
 def test_whatever_is_lost_or_doubled_or_late_sums_stay_above_zero_everything_ends_and_all_agree_at_last(steps: list[tuple[str, int, int]], seed: int) -> None:
-    """Three routers. Messages and lists in flight are delivered in random order, some never and some twice.
-    """
+    """Three routers. Messages and lists in flight are delivered in random order, some never and some twice."""
     network = random.Random(seed)
     peers = [Peer(name) for name in (1, 2, 3)]
     under_way: list[tuple[Peer, int, ReservationsChanged | ReservationsDescribed]] = []

@@ -26,8 +26,7 @@ TOKENS = 24
 
 
 class FaultyRank(MockRank):
-    """One in a fixed number of forwards fails, over all ranks that share `turns`, each time in another way.
-    """
+    """One in a fixed number of forwards fails, over all ranks that share `turns`, each time in another way."""
 
     def __init__(self, packed: bytes, turns: Iterator[int], every: int) -> None:
         super().__init__(packed)

@@ -1,5 +1,4 @@
-"""Static backends: no bus, no agents, bodies and answers unchanged, failures before and after the first byte.
-"""
+"""Static backends: no bus, no agents, bodies and answers unchanged, failures before and after the first byte."""
 
 import asyncio
 import contextlib

@@ -241,8 +241,14 @@ async def test_ranks_learn_the_id_of_the_decision_that_chose_them(house: House, 
     ],
 )
 async def test_who_asks_is_read_from_headers_then_from_the_body(
-    house: House, serve_rank: Serve, byte_archive: bytes, reports: Reports,
-    headers: dict[str, str], body: dict[str, str], session: str | None, tenant: str | None,
+    house: House,
+    serve_rank: Serve,
+    byte_archive: bytes,
+    reports: Reports,
+    headers: dict[str, str],
+    body: dict[str, str],
+    session: str | None,
+    tenant: str | None,
 ) -> None:
     await engine(house, serve_rank, byte_archive)
     assert (await house.post(CHAT, chat(**body), headers=headers)).status == 200

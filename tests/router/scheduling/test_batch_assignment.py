@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from fleet.arrays import IntArray
 from fleet.events import Capabilities
 from fleet.timing import EngineSpeed
 from router.admission.queue_policy import Saturated
 from router.config import RouterConfig
-from router.fleet_state.reservations import PREFILL, SEQUENCES, Amounts, Reservations
+from router.fleet_state.reservations import PREFILL, SEQUENCES, Reservations
 from router.fleet_state.target_table import TargetTable
 from router.fleet_state.view import FleetView
 from router.prefix_index.approximate_index import ApproximateIndex
@@ -45,7 +46,7 @@ class Table:
     token: NDArray[np.float64]
     engine: NDArray[np.intp]
 
-    def prices(self, requests: slice, targets: slice, load: Amounts) -> NDArray[np.float64]:
+    def prices(self, requests: slice, targets: slice, load: IntArray) -> NDArray[np.float64]:
         return np.asarray((self.fixed[requests, targets] + self.token[targets] * load[PREFILL, targets]).T, np.float64)
 
 
@@ -87,8 +88,7 @@ def in_turn(batch: BatchAssignment, pricing: Table, order: Iterator[int] | range
 
 
 def optimum(batch: BatchAssignment, pricing: Table) -> tuple[int, float]:
-    """Return the most places, and their lowest cost, over every order and every choice, by exhaustive search.
-    """
+    """Return the most places, and their lowest cost, over every order and every choice, by exhaustive search."""
     requests, targets = pricing.fixed.shape
 
     @cache
@@ -247,7 +247,7 @@ def fleet(*ranks: int) -> TargetTable:
     return view.roster("demo")
 
 
-def some_load(chance: np.random.Generator, targets: int) -> Amounts:
+def some_load(chance: np.random.Generator, targets: int) -> IntArray:
     sequences = chance.integers(0, 30, targets)
     return np.array([chance.integers(0, 5000, targets), sequences, sequences * 7, sequences * chance.integers(1, 90, targets)])
 
@@ -264,7 +264,7 @@ def test_a_load_is_priced_as_a_decision_would_price_it(seed: int, measured: bool
     weights = Weights(queue=0.7, decode=1.3, lockstep=0.9)
     factors = chance.uniform(0.5, 2.0, (2, targets)) if measured else None
 
-    def scores(load: Amounts) -> NDArray[np.float64]:
+    def scores(load: IntArray) -> NDArray[np.float64]:
         rows = [score(roster, load, uncached[at], int(prompts[at]), int(outputs[at]), weights, None, None, factors).total for at in range(6)]
         return np.stack(rows)
 

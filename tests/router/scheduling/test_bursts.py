@@ -1,5 +1,4 @@
-"""Bursts between two load reports: no rank gets much more than its fair share of the work, in predicted time.
-"""
+"""Bursts between two load reports: no rank gets much more than its fair share of the work, in predicted time."""
 
 from typing import Any, NamedTuple
 

@@ -27,8 +27,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from fleet.arrays import IntArray
 from fleet.timing import EngineSpeed
-from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts, Reservations
+from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Reservations
 from router.fleet_state.target_table import TargetTable
 from router.fleet_state.view import FleetView
 from router.scheduling.cost import Weights, score, uncached_tokens
@@ -72,9 +73,8 @@ def test_the_order_of_ranks_is_dynamos_on_ten_thousand_random_states(scale: floa
             assert ours[before] < ours[after] or theirs[before] == theirs[after]
 
 
-def loads(chance: np.random.Generator) -> Amounts:
-    """Return random loads. Every running request outlasts the new one, and ranks without any hold no blocks.
-    """
+def loads(chance: np.random.Generator) -> IntArray:
+    """Return random loads. Every running request outlasts the new one, and ranks without any hold no blocks."""
     load = np.zeros((AMOUNTS, RANKS), np.int64)
     load[PREFILL] = chance.integers(0, int(chance.choice([2, 500, 60_000])), RANKS)
     load[SEQUENCES] = chance.integers(0, int(chance.choice([3, 200])), RANKS)

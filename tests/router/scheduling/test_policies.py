@@ -36,8 +36,7 @@ Four = tuple[int, int, int, int]
 
 
 def four(policy: str, queued: Four = (0, 0, 0, 0), **more: Any) -> Decision:
-    """Return four engines of one rank. queued: outstanding prompt tokens of each, one millisecond per token.
-    """
+    """Return four engines of one rank. queued: outstanding prompt tokens of each, one millisecond per token."""
     load = np.zeros((AMOUNTS, 4), np.int64)
     load[PREFILL] = queued
     rules = more.pop("rules", {})

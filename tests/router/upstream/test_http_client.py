@@ -1,5 +1,4 @@
-"""The small HTTP client: every way in which an answer may arrive, end or fail, and the reuse of connections.
-"""
+"""The small HTTP client: every way in which an answer may arrive, end or fail, and the reuse of connections."""
 
 import asyncio
 import contextlib

@@ -328,8 +328,7 @@ def test_a_model_that_is_told_survives_the_journey() -> None:
 
 
 def test_draws_that_come_in_bunches_say_less_each() -> None:
-    """Oracle: n copies of every draw carry the evidence of one, so that the best sharpness falls by about n.
-    """
+    """Oracle: n copies of every draw carry the evidence of one, so that the best sharpness falls by about n."""
     found = []
     for copies in (1, 16):
         random, profiles, clusters = np.random.default_rng(0), kinds(2, spread=8.0), OnlineClusters(CONFIG, LAYERS, EXPERTS)

@@ -110,8 +110,7 @@ def test_an_hour_of_sampled_traffic_without_a_change_gives_no_alarm(mix: str, ra
 
 
 def test_a_few_very_large_requests_are_no_shift() -> None:
-    """Log-normal lengths with sigma 1.2: one request in a hundred is sixteen times as long as the usual one.
-    """
+    """Log-normal lengths with sigma 1.2: one request in a hundred is sixteen times as long as the usual one."""
     requests = demo()
     factors = np.exp(1.2 * np.random.default_rng(1).standard_normal(len(requests.tokens)))[:, None]
     heavy = requests._replace(pieces=(requests.pieces * factors[:, :, None]).astype(np.float32), tokens=requests.tokens * factors)
