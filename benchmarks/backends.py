@@ -42,10 +42,18 @@ MOST_MS, MOST_SKEW, LEAST_GAINED = 1.0, 0.6, {200: 0.99, 950: 1.02}
 """limits; LEAST_GAINED by bytes of a prefix: a short prefix is worth less than an even load"""
 
 
-def service_of(policy: Policy, block_size: int, speed: EngineSpeed | None, servers: int) -> tuple[RouterService, list[float]]:
+def service_of(
+    policy: Policy, block_size: int, speed: EngineSpeed | None, servers: int
+) -> tuple[RouterService, list[float]]:
     """Return a router with live servers, and its clock as a list of one number."""
     now = [0.0]
-    service = RouterService(None, MemoryBroker().subjects, RouterConfig(policy=policy), clock=lambda: now[0], chance=random.Random(1))
+    service = RouterService(
+        None,
+        MemoryBroker().subjects,
+        RouterConfig(policy=policy),
+        clock=lambda: now[0],
+        chance=random.Random(1),
+    )
     for number in range(1, servers + 1):
         joined = EngineJoined(
             engine=f"s{number}",
@@ -72,7 +80,9 @@ def guess_ms(block_size: int, size: int, repeats: int) -> float:
     for number in range(repeats):
         prompt = TextPrompt(dice.randbytes(size), MODEL)
         started = time.thread_time()
-        decision = service.picker.decide(RoutingRequest(MODEL, prompt, 0, OUTPUT, None), f"d{number}", number, 0.0)
+        decision = service.picker.decide(
+            RoutingRequest(MODEL, prompt, 0, OUTPUT, None), f"d{number}", number, 0.0
+        )
         service.picker.reservations.release(service.picker.book(decision, prompt, 0.0))
         times.append(1e3 * (time.thread_time() - started))
     return median(times)
@@ -118,7 +128,9 @@ def routed(policy: Policy, speed: EngineSpeed | None, prefix_bytes: int, request
     order = [group for group in range(PREFIXES) for _ in range(requests)]
     dice.shuffle(order)
     servers, went = _Servers(2, dice), [[0, 0] for _ in range(PREFIXES)]
-    todo: list[tuple[float, int, str, tuple[int, Booking, float, int] | None]] = [(0.0, client, "ask", None) for client in range(CLIENTS)]
+    todo: list[tuple[float, int, str, tuple[int, Booking, float, int] | None]] = [
+        (0.0, client, "ask", None) for client in range(CLIENTS)
+    ]
     heapq.heapify(todo)
     number, refreshed = CLIENTS, 0.0
     while todo:
@@ -133,7 +145,9 @@ def routed(policy: Policy, speed: EngineSpeed | None, prefix_bytes: int, request
             text = prefixes[group] + dice.randbytes(QUESTION_BYTES)
             exchange = RequestLog("r", f"d{number}", "/v1/chat/completions", now[0])
             exchange.stream = True
-            decision, booking = service.book(exchange, RoutingRequest(MODEL, TextPrompt(text, MODEL), 0, OUTPUT, None), "", FIRST_TRY)
+            decision, booking = service.book(
+                exchange, RoutingRequest(MODEL, TextPrompt(text, MODEL), 0, OUTPUT, None), "", FIRST_TRY
+            )
             server = decision.target.key[0] - 1
             went[group][server] += 1
             first, step = servers.take(server, now[0], prefixes[group], len(text))
@@ -146,14 +160,18 @@ def routed(policy: Policy, speed: EngineSpeed | None, prefix_bytes: int, request
                 service.emitted(booking, min(16, left))
                 left -= min(16, left)
             if left:
-                heapq.heappush(todo, (now[0] + step * min(16, left), number, "tokens", (server, booking, step, left)))
+                heapq.heappush(
+                    todo, (now[0] + step * min(16, left), number, "tokens", (server, booking, step, left))
+                )
             else:
                 service.release(booking)
                 servers.leave(server)
                 heapq.heappush(todo, (now[0], number, "ask", None))
         number += 1
     total = [sum(group[server] for group in went) for server in range(2)]
-    return Outcome(servers.cached / servers.tokens, sum(min(group) <= 1 for group in went), max(total) / sum(total))
+    return Outcome(
+        servers.cached / servers.tokens, sum(min(group) <= 1 for group in went), max(total) / sum(total)
+    )
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
@@ -163,19 +181,39 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> No
     outcomes: dict[str, Outcome] = {}
     for prefix_bytes in (200, 950):
         ideal = prefix_bytes * (requests - 1) / ((prefix_bytes + QUESTION_BYTES) * requests)
-        for name, policy, speed in (("learnt", "cost", None), ("assumed", "cost", EngineSpeed()), ("kv", "kv", None), ("round robin", "round_robin", None)):
+        for name, policy, speed in (
+            ("learnt", "cost", None),
+            ("assumed", "cost", EngineSpeed()),
+            ("kv", "kv", None),
+            ("round robin", "round_robin", None),
+        ):
             runs = [routed(policy, speed, prefix_bytes, requests, seed) for seed in range(seeds)]  # type: ignore[arg-type]
             found = Outcome(*(median([run[at] for run in runs]) for at in range(3)))
             outcomes[name] = found
-            report.add(f"{prefix_bytes} byte prefixes, {name}", f"{found.cached:.3f}", f"{ideal:.3f}", f"{found.together:g}", f"{found.most:.2f}")
+            report.add(
+                f"{prefix_bytes} byte prefixes, {name}",
+                f"{found.cached:.3f}",
+                f"{ideal:.3f}",
+                f"{found.together:g}",
+                f"{found.most:.2f}",
+            )
         gained = outcomes["learnt"].cached / outcomes["assumed"].cached
-        report.targets.append(Target(f"cached, learnt / assumed, {prefix_bytes} bytes", gained, LEAST_GAINED[prefix_bytes]))
-        report.targets.append(Target(f"busier server, {prefix_bytes} bytes", outcomes["learnt"].most, MOST_SKEW, at_least=False))
+        report.targets.append(
+            Target(f"cached, learnt / assumed, {prefix_bytes} bytes", gained, LEAST_GAINED[prefix_bytes])
+        )
+        report.targets.append(
+            Target(f"busier server, {prefix_bytes} bytes", outcomes["learnt"].most, MOST_SKEW, at_least=False)
+        )
     for size in KILOBYTES:
         times = {block: guess_ms(block, 1024 * size, 20 if quick else 60) for block in BLOCKS}
-        report.notes.append(f"a new prompt of {size} kB, decided and noted: " + ", ".join(f"{ms:.2f} ms in blocks of {at} tokens" for at, ms in times.items()))
+        report.notes.append(
+            f"a new prompt of {size} kB, decided and noted: "
+            + ", ".join(f"{ms:.2f} ms in blocks of {at} tokens" for at, ms in times.items())
+        )
         if size == 8:
-            report.targets.append(Target("8 kB in blocks of 32 tokens", times[32], MOST_MS, at_least=False, unit=" ms"))
+            report.targets.append(
+                Target("8 kB in blocks of 32 tokens", times[32], MOST_MS, at_least=False, unit=" ms")
+            )
     report.finish(as_json=as_json, check=check)
 
 

@@ -33,7 +33,22 @@ import typer
 from benchmarks.rig.live.client import Lengths
 from benchmarks.rig.live.document_traffic import Texts, texts
 from benchmarks.rig.live.parts import alternating, flip, homogeneous
-from benchmarks.rig.live.run import CADENCE, EPLB, LINK_SECONDS, LOOP, POLICIES, RANKS, SLOTS, STATIC, Live, Phase, Plenty, hashed, live, phase
+from benchmarks.rig.live.run import (
+    CADENCE,
+    EPLB,
+    LINK_SECONDS,
+    LOOP,
+    POLICIES,
+    RANKS,
+    SLOTS,
+    STATIC,
+    Live,
+    Phase,
+    Plenty,
+    hashed,
+    live,
+    phase,
+)
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
 from fleet.timing import EngineSpeed
 
@@ -57,7 +72,10 @@ _COLUMNS = [
 ]
 
 
-Traffic = typer.Option(None, help="folder with a text file, or a folder of text files, per domain; default: the held-out documents")
+Traffic = typer.Option(
+    None,
+    help="folder with a text file, or a folder of text files, per domain; default: the held-out documents",
+)
 Plot = typer.Option(None, help="folder for plots")
 
 
@@ -91,7 +109,9 @@ def row(name: str, phases: list[Phase]) -> list[str | float | int]:
     ]
 
 
-async def policies(fleet: Live, traffic: Texts, much: Plenty, rounds: int, seed: int, plot: Path | None, *, quick: bool) -> dict[str, list[Phase]]:
+async def policies(
+    fleet: Live, traffic: Texts, much: Plenty, rounds: int, seed: int, plot: Path | None, *, quick: bool
+) -> dict[str, list[Phase]]:
     """Run every policy in every round; each round begins with another policy. Adds hash dispatch after EPLB,
     and heat maps after the loop. quick: only the two compared policies."""
     found: dict[str, list[Phase]] = {}
@@ -114,7 +134,9 @@ def judge(report: LiveReport, found: dict[str, list[Phase]], *, quick: bool) -> 
     no targets for them."""
     for name, phases in found.items():
         report.add(*row(name, phases))
-        rounds = [{**one._asdict(), "sent": one.sent._asdict(), "course": one.course._asdict()} for one in phases]
+        rounds = [
+            {**one._asdict(), "sent": one.sent._asdict(), "course": one.course._asdict()} for one in phases
+        ]
         report.courses.setdefault("policies", {})[name] = rounds
     pairs = list(zip(found[LOOP.name], found[EPLB.name], strict=True))
     fewer = [1 - loop.sent.remote_ranks / eplb.sent.remote_ranks for loop, eplb in pairs]
@@ -123,19 +145,42 @@ def judge(report: LiveReport, found: dict[str, list[Phase]], *, quick: bool) -> 
     speed = [loop.tokens_per_second / eplb.tokens_per_second for loop, eplb in pairs]
     lost = sum(one.lost for phases in found.values() for one in phases)
     report.notes.append(
-        f"full loop against EPLB + KV-only by round: remote ranks {spread([-100 * one for one in fewer], '%')}; balance of steps "
-        f"{spread([-one for one in steps])}, of all {spread([-one for one in whole])}; tokens/s {spread(speed, 'x')}"
+        "full loop against EPLB + KV-only by round: remote ranks"
+        f" {spread([-100 * one for one in fewer], '%')}; balance of steps {spread([-one for one in steps])},"
+        f" of all {spread([-one for one in whole])}; tokens/s {spread(speed, 'x')}"
     )
     report.targets.append(Target("requests lost", lost, 0, at_least=False, unit=""))
     if quick:
         return
-    static = [1 - loop.sent.remote_ranks / other.sent.remote_ranks for loop, other in zip(found[LOOP.name], found[STATIC.name], strict=True)]
-    report.notes.append(f"full loop against static + KV-only: remote ranks {spread([-100 * one for one in static], '%')}")
+    static = [
+        1 - loop.sent.remote_ranks / other.sent.remote_ranks
+        for loop, other in zip(found[LOOP.name], found[STATIC.name], strict=True)
+    ]
+    report.notes.append(
+        f"full loop against static + KV-only: remote ranks {spread([-100 * one for one in static], '%')}"
+    )
     report.targets += [
-        Target("full loop: balance of steps below EPLB + KV-only's by", statistics.median(steps), BALANCE, at_least=False, unit=""),
-        Target("full loop: balance of the whole below EPLB + KV-only's by", statistics.median(whole), BALANCE, at_least=False, unit=""),
+        Target(
+            "full loop: balance of steps below EPLB + KV-only's by",
+            statistics.median(steps),
+            BALANCE,
+            at_least=False,
+            unit="",
+        ),
+        Target(
+            "full loop: balance of the whole below EPLB + KV-only's by",
+            statistics.median(whole),
+            BALANCE,
+            at_least=False,
+            unit="",
+        ),
         Target("full loop: tokens/s beside EPLB + KV-only", statistics.median(speed), SPEED),
-        Target("full loop: distinct remote ranks per token fewer than EPLB + KV-only's by", 100 * statistics.median(fewer), 100 * FEWER, unit=" %"),
+        Target(
+            "full loop: distinct remote ranks per token fewer than EPLB + KV-only's by",
+            100 * statistics.median(fewer),
+            100 * FEWER,
+            unit=" %",
+        ),
     ]
 
 
@@ -164,7 +209,9 @@ async def run(
         report.setup |= {"speed": msgspec.to_builtins(fleet.joined.speed), "settings": fleet.settings}
         report.notes += setting(fleet, much, traffic)
         if "policies" in parts:
-            report.notes.append(f"{much.warm:g} s of each policy to get going, then {much.count} requests measured")
+            report.notes.append(
+                f"{much.warm:g} s of each policy to get going, then {much.count} requests measured"
+            )
             judge(report, await policies(fleet, traffic, much, rounds, seed, plot, quick=quick), quick=quick)
         for name, part in (("flip", flip), ("homogeneous", homogeneous), ("alternating", alternating)):
             if name in parts:
@@ -174,20 +221,29 @@ async def run(
                 report.courses[name] = told.course
         report.notes += fleet.notes
         if quick:
-            report.notes.append("a quick run is too short for the loop to close: it shows that everything works, and its figures are held to no target")
+            report.notes.append(
+                "a quick run is too short for the loop to close: it shows that everything works, and its"
+                " figures are held to no target"
+            )
 
 
 def setting(fleet: Live, much: Plenty, traffic: Texts) -> list[str]:
     """Return the conditions of all measurements."""
     speed = fleet.joined.speed or EngineSpeed()
-    cadence = ", ".join(f"{section}.{key} {value:g}" for section, keys in CADENCE.items() for key, value in keys.items())
+    cadence = ", ".join(
+        f"{section}.{key} {value:g}" for section, keys in CADENCE.items() for key, value in keys.items()
+    )
     return [
         (
-            f"engine: {RANKS} ranks, {SLOTS} slots per rank and layer, split dispatch, NIXL; engine.link_seconds {fleet.settings['engine']['link_seconds']:g}: "
-            f"so much longer, really, a token takes to another rank of a layer and back (with it {speed.dispatch:.3g} s); it measured "
-            f"{1e3 * speed.step:.1f} ms a step, {1e6 * speed.prefill_token:.0f} us a prompt token"
+            f"engine: {RANKS} ranks, {SLOTS} slots per rank and layer, split dispatch, NIXL;"
+            f" engine.link_seconds {fleet.settings['engine']['link_seconds']:g}: so much longer, really, a"
+            f" token takes to another rank of a layer and back (with it {speed.dispatch:.3g} s); it measured"
+            f" {1e3 * speed.step:.1f} ms a step, {1e6 * speed.prefill_token:.0f} us a prompt token"
         ),
-        (f"load: {much.concurrency} requests at once of {much.prompt} + {much.output} tokens, greedy; {traffic.source} ({', '.join(traffic.domains)})"),
+        (
+            f"load: {much.concurrency} requests at once of {much.prompt} + {much.output} tokens, greedy;"
+            f" {traffic.source} ({', '.join(traffic.domains)})"
+        ),
         f"cadence, for all policies: {cadence}",
     ]
 
@@ -204,9 +260,17 @@ def main(
     concurrency: int = typer.Option(32, help="concurrent requests"),
     prompt: int = typer.Option(192, help="tokens"),
     output: int = typer.Option(48, help="tokens"),
-    vary: float = typer.Option(0.0, min=0.0, max=1.0, help="largest relative deviation of an answer's length; 0: all have the same length"),
+    vary: float = typer.Option(
+        0.0,
+        min=0.0,
+        max=1.0,
+        help="largest relative deviation of an answer's length; 0: all have the same length",
+    ),
     seed: int = typer.Option(0, help="seed of the order of domains and documents"),
-    link_seconds: float = typer.Option(LINK_SECONDS, help="added seconds per layer for a token to another rank and back; 0: the links of this machine"),
+    link_seconds: float = typer.Option(
+        LINK_SECONDS,
+        help="added seconds per layer for a token to another rank and back; 0: the links of this machine",
+    ),
     scale: float = typer.Option(None, help="factor for the times of the long parts"),
     plot: Path = Plot,
 ) -> None:
@@ -214,13 +278,21 @@ def main(
     parts = list(PARTS) if only == "all" else only.split(",")
     if unknown := set(parts) - set(PARTS):
         raise typer.BadParameter(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    much = Plenty(warm or (3.0 if quick else 120.0), count or (24 if quick else 250), concurrency, prompt, Lengths(output, vary))
+    much = Plenty(
+        warm or (3.0 if quick else 120.0),
+        count or (24 if quick else 250),
+        concurrency,
+        prompt,
+        Lengths(output, vary),
+    )
     if plot is not None:
         plot = plot.absolute()
         plot.mkdir(parents=True, exist_ok=True)
     report = LiveReport("The closed loop: policies on one live fleet", _COLUMNS)
     rounds, scale = rounds or (1 if quick else 2), scale or (0.1 if quick else 1.0)
-    asyncio.run(run(report, parts, texts(traffic, prompt), much, rounds, seed, link_seconds, scale, plot, quick=quick))
+    asyncio.run(
+        run(report, parts, texts(traffic, prompt), much, rounds, seed, link_seconds, scale, plot, quick=quick)
+    )
     if plot is not None:
         from benchmarks.rig.live.plots import draw_all
 

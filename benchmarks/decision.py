@@ -22,7 +22,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import typer
 
-from benchmarks.rig.decisions import CLUSTERS, EXPERTS, KNOWN_BLOCKS, LAYERS, OUTPUT, RANKS, SHAPE, VOCABULARY, Prompts, Roost, clusters, fresh, prompts, tables
+from benchmarks.rig.decisions import (
+    CLUSTERS,
+    EXPERTS,
+    KNOWN_BLOCKS,
+    LAYERS,
+    OUTPUT,
+    RANKS,
+    SHAPE,
+    VOCABULARY,
+    Prompts,
+    Roost,
+    clusters,
+    fresh,
+    prompts,
+    tables,
+)
 from benchmarks.rig.kv_router import KvRouter
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, median, percentile
 from benchmarks.rig.selection import Selection
@@ -58,7 +73,9 @@ class Taken(NamedTuple):
         return ours / theirs
 
 
-async def in_turns(roost: Roost, select: Callable[[list[int]], Awaitable[None]], asked: Prompts, rounds: int) -> Taken:
+async def in_turns(
+    roost: Roost, select: Callable[[list[int]], Awaitable[None]], asked: Prompts, rounds: int
+) -> Taken:
     """Decide on the same prompts on both sides, TURN of them at a time."""
     taken = Taken([], [])
     count, clock = len(asked.ids), time.perf_counter
@@ -89,7 +106,10 @@ async def cached(roost: Roost, selection: Selection, asked: Prompts) -> None:
         for one in each:
             expected = roost.overlap(one.ids)
             if not await selection.settled(one.ids, expected):
-                raise RuntimeError(f"SelectionService was told of {len(expected)} ranks' blocks and knows {len(await selection.overlap(one.ids))}")
+                raise RuntimeError(
+                    f"SelectionService was told of {len(expected)} ranks' blocks and knows"
+                    f" {len(await selection.overlap(one.ids))}"
+                )
 
 
 def rate(roost: Roost, asked: Prompts, seconds: float) -> float:
@@ -159,7 +179,9 @@ def pricing(model: ClusterModel, ranks: int, extra: int) -> float:
     for layer in range(LAYERS):
         slots[layer, :, :own] = chance.permutation(EXPERTS).reshape(ranks, own)
         for rank in range(ranks):
-            slots[layer, rank, own:] = chance.choice(np.setdiff1d(np.arange(EXPERTS), slots[layer, rank, :own]), extra, replace=False)
+            slots[layer, rank, own:] = chance.choice(
+                np.setdiff1d(np.arange(EXPERTS), slots[layer, rank, :own]), extra, replace=False
+            )
     placement = Placement(slots.reshape(LAYERS, -1), experts=EXPERTS, ranks=ranks)
     began = time.perf_counter()
     locality(tuple(rank // RANKS for rank in range(ranks)), SHAPE, EP, placement, model)
@@ -175,10 +197,25 @@ class Measured:
         self.turns = 400 if quick else 4000
         self.seconds = 0.5 if quick else 3.0
         counts = {1024: 64, 4096: 64, 16_384: 32}
-        self.asked = {(name, length): prompts(chance, length, share, counts[length]) for name, share in SHARES.items() for length in RATIOS}
+        self.asked = {
+            (name, length): prompts(chance, length, share, counts[length])
+            for name, share in SHARES.items()
+            for length in RATIOS
+        }
         self.model = clusters(chance)
         self.foretold = tables(chance, list(self.asked.values()))
-        self.report = Report("one decision, us", ["ranks, cached, prompt", "ours p50", "p99", "SelectionService p50", "p99", "p50 ratio", "p99 ratio"])
+        self.report = Report(
+            "one decision, us",
+            [
+                "ranks, cached, prompt",
+                "ours p50",
+                "p99",
+                "SelectionService p50",
+                "p99",
+                "p50 ratio",
+                "p99 ratio",
+            ],
+        )
         self.taken: dict[tuple[int, str, int], Taken] = {}
         self.rates: dict[str, float] = {}
         self.scored: dict[int, float] = {}
@@ -204,13 +241,28 @@ class Measured:
         gc.collect()
         gc.freeze()  # as a router does after its start
         for length in RATIOS:
-            taken = self.taken[ranks, name, length] = await in_turns(roost, selection.select, self.asked[name, length], self.rounds)
+            taken = self.taken[ranks, name, length] = await in_turns(
+                roost, selection.select, self.asked[name, length], self.rounds
+            )
             (ours, theirs), (ours_99, theirs_99) = taken.at(0.5), taken.at(0.99)
-            self.report.add(f"{ranks}, {name}, {length} tokens", ours, ours_99, theirs, theirs_99, taken.ratio(0.5), taken.ratio(0.99))
+            self.report.add(
+                f"{ranks}, {name}, {length} tokens",
+                ours,
+                ours_99,
+                theirs,
+                theirs_99,
+                taken.ratio(0.5),
+                taken.ratio(0.99),
+            )
         if ranks == 64:
             self.rates[name] = rate(roost, self.asked[name, 4096], self.seconds)
-            self.adds[name] = added(roost, self.asked[name, 1024 if name == "nothing" else 4096], self.turns // TURN)
-            self.report.notes.append(f"64 ranks, {name} cached, 4,096 tokens, never hashed before: {unremembered(roost, self.asked[name, 4096]):.0f} us")
+            self.adds[name] = added(
+                roost, self.asked[name, 1024 if name == "nothing" else 4096], self.turns // TURN
+            )
+            self.report.notes.append(
+                f"64 ranks, {name} cached, 4,096 tokens, never hashed before:"
+                f" {unremembered(roost, self.asked[name, 4096]):.0f} us"
+            )
         if name == "half":
             self.scored[ranks] = scoring(roost, self.asked[name, 4096], self.turns)
 
@@ -223,9 +275,13 @@ class Measured:
                 taken = await in_turns(roost, peer.best_worker, self.asked["nothing", length], self.rounds)
                 (ours, theirs), (ours_99, theirs_99) = taken.at(0.5), taken.at(0.99)
                 said = f"ours {ours:.0f} / {ours_99:.0f}, theirs {theirs:.0f} / {theirs_99:.0f} us"
-                self.report.notes.append(f"KvRouter.best_worker, {ranks} ranks, nothing cached, {length} tokens, p50 / p99: {said}")
+                self.report.notes.append(
+                    f"KvRouter.best_worker, {ranks} ranks, nothing cached, {length} tokens, p50 / p99: {said}"
+                )
         except TimeoutError:
-            self.report.notes.append("KvRouter.best_worker: its workers did not register here in time, and it is left out")
+            self.report.notes.append(
+                "KvRouter.best_worker: its workers did not register here in time, and it is left out"
+            )
         finally:
             peer.close()
 
@@ -238,25 +294,56 @@ class Measured:
                 worst, ranks = max((self.taken[ranks, name, length].ratio(0.5), ranks) for ranks in FLEETS)
                 said = f"p50 over SelectionService's, {name} cached, {length} tokens, worst ({ranks} ranks)"
                 report.targets.append(Target(said, worst, limit, at_least=False))
-        worst, said = max((taken.ratio(0.99), f"{ranks} ranks, {name} cached, {length} tokens") for (ranks, name, length), taken in self.taken.items())
-        report.targets.append(Target(f"p99 over SelectionService's, worst ({said})", worst, 1.0, at_least=False))
+        worst, said = max(
+            (taken.ratio(0.99), f"{ranks} ranks, {name} cached, {length} tokens")
+            for (ranks, name, length), taken in self.taken.items()
+        )
+        report.targets.append(
+            Target(f"p99 over SelectionService's, worst ({said})", worst, 1.0, at_least=False)
+        )
         report.targets += [
-            Target(f"scoring alone, {ranks} ranks", self.scored[ranks], limit, at_least=False, unit=" us") for ranks, limit in SCORING_LIMITS.items()
+            Target(f"scoring alone, {ranks} ranks", self.scored[ranks], limit, at_least=False, unit=" us")
+            for ranks, limit in SCORING_LIMITS.items()
         ]
-        report.targets.append(Target("prediction adds to a cold decision of 1,024 tokens", self.adds["nothing"], ADDED_LIMIT, at_least=False, unit=" us"))
-        report.targets.append(Target("decisions per second, 64 ranks, 4,096 tokens, half cached", self.rates["half"], RATE_LIMIT, unit="/s"))
+        report.targets.append(
+            Target(
+                "prediction adds to a cold decision of 1,024 tokens",
+                self.adds["nothing"],
+                ADDED_LIMIT,
+                at_least=False,
+                unit=" us",
+            )
+        )
+        report.targets.append(
+            Target(
+                "decisions per second, 64 ranks, 4,096 tokens, half cached",
+                self.rates["half"],
+                RATE_LIMIT,
+                unit="/s",
+            )
+        )
         return report
 
     def _notes(self) -> Iterator[str]:
-        yield f"decisions per second at 64 ranks and 4,096 tokens: {', '.join(f'{name} cached {found:,.0f}' for name, found in self.rates.items())}"
-        yield f"prediction adds, 64 ranks: {self.adds['nothing']:.0f} us to a cold prompt of 1,024 tokens, {self.adds['half']:.0f} to one of 4,096 half cached"
-        yield f"scoring alone: {', '.join(f'{found:.0f} us at {ranks} ranks' for ranks, found in self.scored.items())}"
+        yield (
+            "decisions per second at 64 ranks and 4,096 tokens:"
+            f" {', '.join(f'{name} cached {found:,.0f}' for name, found in self.rates.items())}"
+        )
+        yield (
+            f"prediction adds, 64 ranks: {self.adds['nothing']:.0f} us to a cold prompt of 1,024 tokens,"
+            f" {self.adds['half']:.0f} to one of 4,096 half cached"
+        )
+        yield (
+            "scoring alone:"
+            f" {', '.join(f'{found:.0f} us at {ranks} ranks' for ranks, found in self.scored.items())}"
+        )
         for ranks, extra in ((16, 0), (16, 4), (64, 4)):
             taken = min(pricing(self.model, ranks, extra) for _ in range(3))
             yield f"pricing {CLUSTERS} clusters for {ranks} ranks with {extra} replicas each: {taken:.0f} ms"
         yield (
-            f"tables of {KNOWN_BLOCKS:,} blocks and {VOCABULARY:,} tokens: {self.foretold.stored_bytes / 1e6:.0f} MB; {OUTPUT} tokens expected; "
-            f"garbage collection on, start-up frozen; load average {os.getloadavg()[0]:.1f}"
+            f"tables of {KNOWN_BLOCKS:,} blocks and {VOCABULARY:,} tokens:"
+            f" {self.foretold.stored_bytes / 1e6:.0f} MB; {OUTPUT} tokens expected; garbage collection on,"
+            f" start-up frozen; load average {os.getloadavg()[0]:.1f}"
         )
 
 

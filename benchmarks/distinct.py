@@ -36,7 +36,9 @@ def distinct(forward: Forward) -> int:
     return sum(len(np.unique(forward.routed[:, layer])) for layer in range(forward.routed.shape[1]))
 
 
-def compared(runner: ModelRunner, same: list[SequenceWork], different: list[SequenceWork], rounds: int) -> tuple[float, int]:
+def compared(
+    runner: ModelRunner, same: list[SequenceWork], different: list[SequenceWork], rounds: int
+) -> tuple[float, int]:
     """Return the added seconds of different tokens, each side at its fastest, alternating; and the added
     distinct experts."""
     taken: tuple[list[float], list[float]] = [], []
@@ -52,7 +54,10 @@ def compared(runner: ModelRunner, same: list[SequenceWork], different: list[Sequ
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
     """Compare predicted and measured cost of distinct experts."""
-    report = Report("Distinct experts: what reading them costs", ["sequences", "distinct more", "predicted us", "measured us", "ratio"])
+    report = Report(
+        "Distinct experts: what reading them costs",
+        ["sequences", "distinct more", "predicted us", "measured us", "ratio"],
+    )
     chance = np.random.default_rng(7)
     with Checkpoint(checkpoint_path()) as checkpoint:
         about = checkpoint.config
@@ -65,10 +70,18 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> No
         predicted = speed.expert_read * more
         ratios.append(predicted / seconds if seconds > 0 else float("inf"))
         report.add(str(count), more, 1e6 * predicted, 1e6 * seconds, ratios[-1])
-    report.notes.append(f"expert_read as the engine measures it at start: {1e6 * speed.expert_read:.1f} us per distinct expert of a layer")
+    report.notes.append(
+        f"expert_read as the engine measures it at start: {1e6 * speed.expert_read:.1f} us per distinct"
+        " expert of a layer"
+    )
     middle = statistics.median(ratios)
     report.targets.append(
-        Target("predicted over measured, median, whichever way it is off", max(middle, 1 / middle if middle else float("inf")), LIMIT, at_least=False)
+        Target(
+            "predicted over measured, median, whichever way it is off",
+            max(middle, 1 / middle if middle else float("inf")),
+            LIMIT,
+            at_least=False,
+        )
     )
     report.finish(as_json=as_json, check=check)
 

@@ -61,7 +61,16 @@ class Side:
 def side(name: str, arguments: list[list[str]]) -> Iterator[Side]:
     """Run a side's processes while the context lasts."""
     command = [sys.executable, "-m", "benchmarks.rig.generator"]
-    children = [subprocess.Popen([*command, *each], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT) for each in arguments]
+    children = [
+        subprocess.Popen(
+            [*command, *each],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=ROOT,
+        )
+        for each in arguments
+    ]
     try:
         yield Side(name, children)
     finally:
@@ -84,20 +93,32 @@ def agreement(one: list[list[int]], two: list[list[int]]) -> float:
     return float(np.mean([a == b for a, b in zip(one, two, strict=True)]))
 
 
-def compare(references: list[Side], other: Side, batch: int, tokens: int, rounds: int, report: Report) -> float:
+def compare(
+    references: list[Side], other: Side, batch: int, tokens: int, rounds: int, report: Report
+) -> float:
     """Alternate rounds; the row's ratio is the median over rounds of the ratio to the round's fastest
     reference."""
     rng = np.random.default_rng(batch)
     pairs: list[tuple[Result, Result]] = []
     for _ in range(rounds + 1):
         content = prompts(rng, batch)
-        fastest = min((reference.generate(content, tokens) for reference in references), key=lambda result: result.seconds)
+        fastest = min(
+            (reference.generate(content, tokens) for reference in references),
+            key=lambda result: result.seconds,
+        )
         pairs.append((fastest, other.generate(content, tokens)))
     pairs = pairs[1:]  # the first round warms both
     rates = [(batch * tokens / one.seconds, batch * tokens / two.seconds) for one, two in pairs]
     ratio = statistics.median(two / one for one, two in rates)
     same = statistics.mean(agreement(one.outputs, two.outputs) for one, two in pairs)
-    report.add(other.name, batch, statistics.median(one for one, _ in rates), statistics.median(two for _, two in rates), ratio, f"{same:.0%}")
+    report.add(
+        other.name,
+        batch,
+        statistics.median(one for one, _ in rates),
+        statistics.median(two for _, two in rates),
+        ratio,
+        f"{same:.0%}",
+    )
     return ratio
 
 
@@ -108,14 +129,28 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> No
     tokens, rounds = (48, 3) if quick else (128, 7)
     with contextlib.ExitStack() as stack:
         threads = sorted({1, os.cpu_count() or 1})
-        references = [stack.enter_context(side(f"transformers on {count} threads", [["transformers", str(count)]])) for count in threads]
+        references = [
+            stack.enter_context(side(f"transformers on {count} threads", [["transformers", str(count)]]))
+            for count in threads
+        ]
         for ranks in (1, 2, 4):
             with tempfile.TemporaryDirectory() as folder, roost(ranks, folder) as engine:
                 for batch, limit in ((1, 1.0), (16, 1.5)):
-                    ratio = compare(references, engine, batch, tokens if ranks < 4 else tokens // 2, rounds if ranks == 1 else 2, report)
+                    ratio = compare(
+                        references,
+                        engine,
+                        batch,
+                        tokens if ranks < 4 else tokens // 2,
+                        rounds if ranks == 1 else 2,
+                        report,
+                    )
                     if ranks == 1:
-                        report.targets.append(Target(f"tokens/s over transformers at batch {batch}, P=1", ratio, limit))
-    report.notes.append(f"{tokens} tokens per sequence, {rounds} rounds; transformers: the faster of {threads} threads")
+                        report.targets.append(
+                            Target(f"tokens/s over transformers at batch {batch}, P=1", ratio, limit)
+                        )
+    report.notes.append(
+        f"{tokens} tokens per sequence, {rounds} rounds; transformers: the faster of {threads} threads"
+    )
     report.notes.append("Roost: one thread per rank; at P=1 large steps are shared among all cores")
     report.finish(as_json=as_json, check=check)
 

@@ -31,7 +31,13 @@ from bus import Bus, Subscription
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
-from fleet.events import MigrateExpert, MigrationAborted, MigrationAccepted, MigrationCommitted, PlacementCommitted
+from fleet.events import (
+    MigrateExpert,
+    MigrationAborted,
+    MigrationAccepted,
+    MigrationCommitted,
+    PlacementCommitted,
+)
 from fleet.placement import EMPTY, Placement
 
 RANKS, SLOTS, SEQUENCES = 4, 9, 2
@@ -80,7 +86,9 @@ async def ranks_of(job: Job) -> AsyncIterator[Ranks]:
         children = []
         for rank in range(RANKS):
             command = [sys.executable, "-m", "benchmarks.rig.flip_rank", str(folder / "job.json"), str(rank)]
-            child = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
+            child = await asyncio.create_subprocess_exec(
+                *command, cwd=ROOT, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            )
             stack.push_async_callback(_end, child)
             children.append(child)
         for rank, child in enumerate(children):
@@ -111,8 +119,19 @@ class Operator:
         began = time.monotonic()
         layer, rank = int(self._dice.integers(self.placement.layers)), int(self._dice.integers(RANKS))
         mine, others = self._held(layer, rank), self._held(layer, (rank + 1) % RANKS)
-        wanted, given = self._dice.choice(np.setdiff1d(others, mine)), self._dice.choice(np.setdiff1d(mine, others))
-        request = MigrateExpert(engine=ENGINE, layer=layer, expert=int(wanted), rank=rank, source=(rank + 1) % RANKS, move=True, swap=int(given))
+        wanted, given = (
+            self._dice.choice(np.setdiff1d(others, mine)),
+            self._dice.choice(np.setdiff1d(mine, others)),
+        )
+        request = MigrateExpert(
+            engine=ENGINE,
+            layer=layer,
+            expert=int(wanted),
+            rank=rank,
+            source=(rank + 1) % RANKS,
+            move=True,
+            swap=int(given),
+        )
         answer = await self._bus.request(self._subjects.migrate, request, 10.0)
         if not isinstance(answer, MigrationAccepted):
             raise TypeError(f"the planner answered with {answer!r}")
@@ -138,7 +157,10 @@ async def operator(url: str) -> AsyncIterator[Operator]:
     bus = await NatsBus.connect(url, subjects, BusConfig(), name="operator")
     try:
         async with bus.subscribe(subjects.placements(ENGINE), subjects.migrations(ENGINE)) as heard:
-            first = [one.message async for one in bus.replay(subjects.placements(ENGINE), latest=True, follow=False)]
+            first = [
+                one.message
+                async for one in bus.replay(subjects.placements(ENGINE), latest=True, follow=False)
+            ]
             if not first or not isinstance(first[-1], PlacementCommitted):
                 raise RuntimeError("the planner did not record the engine's first placement")
             yield Operator(bus, subjects, heard, Placement.from_record(first[-1].placement))
@@ -146,7 +168,9 @@ async def operator(url: str) -> AsyncIterator[Operator]:
         await bus.close()
 
 
-async def run(pairs: int, seconds: float, every: float, ballast_bytes: int, transfer: dict[str, Any]) -> tuple[list[dict[str, NDArray[Any]]], list[Window]]:
+async def run(
+    pairs: int, seconds: float, every: float, ballast_bytes: int, transfer: dict[str, Any]
+) -> tuple[list[dict[str, NDArray[Any]]], list[Window]]:
     """Run alternating windows, with a migration `every` seconds and without; return the ranks' diaries."""
     windows: list[Window] = []
     async with nats() as url, process([*ROOST, "planner", "--nats", url], None):
@@ -189,7 +213,9 @@ def flip_steps(diary: dict[str, NDArray[Any]]) -> tuple[Seconds, Seconds]:
     lengths = np.diff(diary["step"])
     extra, usual = [], []
     for at in np.flatnonzero(np.diff(diary["epoch"])).tolist():
-        near = np.concatenate([lengths[max(0, at - _NEIGHBOURS) : at], lengths[at + 1 : at + 1 + _NEIGHBOURS]])
+        near = np.concatenate(
+            [lengths[max(0, at - _NEIGHBOURS) : at], lengths[at + 1 : at + 1 + _NEIGHBOURS]]
+        )
         if len(near):
             usual.append(float(np.median(near)))
             extra.append(float(lengths[at]) - usual[-1])
@@ -205,7 +231,10 @@ def collectives(diaries: list[dict[str, NDArray[Any]]], flipping: bool) -> set[i
 
 
 def judge(report: Report, name: str, diaries: list[dict[str, NDArray[Any]]], windows: list[Window]) -> None:
-    with_, without = ([gaps_of(diaries, one) for one in windows if one.migrating == migrating] for migrating in (True, False))
+    with_, without = (
+        [gaps_of(diaries, one) for one in windows if one.migrating == migrating]
+        for migrating in (True, False)
+    )
     usual = float(np.median(np.concatenate(without)))
     p99 = [[float(np.percentile(one, 99)) for one in side] for side in (with_, without)]
     slow = [[float((one > 2 * usual).mean()) for one in side] for side in (with_, without)]
@@ -220,13 +249,22 @@ def judge(report: Report, name: str, diaries: list[dict[str, NDArray[Any]]], win
     for side, at in (("with", 0), ("without", 1)):
         gaps = (with_, without)[at]
         count, middle = sum(map(len, gaps)), 1e3 * float(np.median(np.concatenate(gaps)))
-        report.add(f"{name}, {side} migrations", len(gaps), count, middle, 1e3 * pooled[at], 100 * float(np.mean(slow[at])))
+        report.add(
+            f"{name}, {side} migrations",
+            len(gaps),
+            count,
+            middle,
+            1e3 * pooled[at],
+            100 * float(np.mean(slow[at])),
+        )
     report.notes.append(
-        f"{name}: {len(handovers)} migrations of two experts each, {1e3 * statistics.median(handovers):.0f} ms (median), {1e3 * max(handovers):.0f} ms "
-        f"(longest) from the request to the record; exchanging views: {1e6 * float(np.median(taken)):.0f} us (median), {1e6 * float(taken.max()):.0f} us "
-        f"(longest) of a step of {1e3 * step:.1f} ms, which ends {100 * float(np.median(extra / near)):+.1f} % later than its neighbours (median): "
-        f"in it all ranks hear of the decision; collectives per step: {sorted(collectives(diaries, False))}, when going over: "
-        f"{sorted(collectives(diaries, True))}; p99 of a window over that of its neighbour: {by_pair:.2f} (median)"
+        f"{name}: {len(handovers)} migrations of two experts each, {1e3 * statistics.median(handovers):.0f}"
+        f" ms (median), {1e3 * max(handovers):.0f} ms (longest) from the request to the record; exchanging"
+        f" views: {1e6 * float(np.median(taken)):.0f} us (median), {1e6 * float(taken.max()):.0f} us"
+        f" (longest) of a step of {1e3 * step:.1f} ms, which ends {100 * float(np.median(extra / near)):+.1f}"
+        " % later than its neighbours (median): in it all ranks hear of the decision; collectives per step:"
+        f" {sorted(collectives(diaries, False))}, when going over: {sorted(collectives(diaries, True))}; p99"
+        f" of a window over that of its neighbour: {by_pair:.2f} (median)"
     )
     report.targets += [
         Target(
@@ -235,10 +273,24 @@ def judge(report: Report, name: str, diaries: list[dict[str, NDArray[Any]]], win
             1.0,
             False,
         ),
-        Target(f"{name}: time on the step thread to go over, over the median step", float(np.percentile(taken, 99)) / step, 0.05, False),
-        Target(f"{name}: p99 between tokens, with over without ({len(more)} windows of each)", pooled[0] / pooled[1], 1.10, False),
         Target(
-            f"{name}: gaps over twice the median, with minus without, less two standard errors", 100 * (statistics.mean(more) - 2 * error), 0.0, False, " %"
+            f"{name}: time on the step thread to go over, over the median step",
+            float(np.percentile(taken, 99)) / step,
+            0.05,
+            False,
+        ),
+        Target(
+            f"{name}: p99 between tokens, with over without ({len(more)} windows of each)",
+            pooled[0] / pooled[1],
+            1.10,
+            False,
+        ),
+        Target(
+            f"{name}: gaps over twice the median, with minus without, less two standard errors",
+            100 * (statistics.mean(more) - 2 * error),
+            0.0,
+            False,
+            " %",
         ),
     ]
 
@@ -256,14 +308,28 @@ def main(
 ) -> None:
     """Measure gaps between tokens with and without migrations, and the duration of a step with a flip."""
     columns = ["engine", "windows", "gaps", "median ms", "p99 ms", "% over 2x median"]
-    report = Report(f"Migrations under load: {RANKS} ranks, {SEQUENCES} sequences each, one migration every {every:g} s", columns)
+    report = Report(
+        f"Migrations under load: {RANKS} ranks, {SEQUENCES} sequences each, one migration every {every:g} s",
+        columns,
+    )
     transfer: dict[str, Any] = {} if rate is None else {"bytes_per_second": rate}
     transfer |= {} if niceness is None else {"niceness": niceness}
     for name, ballast in (("demo", 0), ("heavy", 16 * MIB)):
         if only in ("", name):
-            found = asyncio.run(run(pairs or (2 if quick else 10), seconds or (2.0 if quick else 10.0), every, ballast, transfer))
+            found = asyncio.run(
+                run(
+                    pairs or (2 if quick else 10),
+                    seconds or (2.0 if quick else 10.0),
+                    every,
+                    ballast,
+                    transfer,
+                )
+            )
             judge(report, "demo experts" if not ballast else "16 MiB more per expert", *found)
-    report.notes.append(f"{SLOTS} slots per rank and layer; a migration exchanges an expert of one rank for one of another: each rank reads one")
+    report.notes.append(
+        f"{SLOTS} slots per rank and layer; a migration exchanges an expert of one rank for one of another:"
+        " each rank reads one"
+    )
     report.finish(as_json=as_json, check=check)
 
 

@@ -34,7 +34,9 @@ START_LIMIT, CPU_LIMIT, MEMORY_LIMIT = 20.0, 15.0, 2.0
 def fleet() -> Iterator[tuple[str, psutil.Process, float]]:
     """Run `roost up`; yield the router's URL, the process, and its start time (monotonic seconds)."""
     began = time.monotonic()
-    child = subprocess.Popen([ROOST, "up", "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, text=True)
+    child = subprocess.Popen(
+        [ROOST, "up", "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, text=True
+    )
     try:
         yield _router_url(child), psutil.Process(child.pid), began
     finally:
@@ -76,7 +78,14 @@ def at_rest(top: psutil.Process, seconds: float) -> tuple[float, float, list[tup
     began = time.monotonic()
     time.sleep(seconds)
     taken = time.monotonic() - began
-    each = [(_name(process), 100 * (processor_seconds([process]) - before[process.pid]) / taken, process.memory_info().rss / 1e6) for process in processes]
+    each = [
+        (
+            _name(process),
+            100 * (processor_seconds([process]) - before[process.pid]) / taken,
+            process.memory_info().rss / 1e6,
+        )
+        for process in processes
+    ]
     return sum(cpu for _, cpu, _ in each), sum(memory for _, _, memory in each) / 1e3, each
 
 
@@ -104,9 +113,18 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> No
                 cpu, memory, each = at_rest(top, rest)
     for name, share, size in each:
         report.add(name, share, size)
-    report.notes.append(f"starts to the first token: {', '.join(f'{taken:.1f}' for taken in seconds)} s; load average {os.getloadavg()[0]:.1f}")
+    report.notes.append(
+        f"starts to the first token: {', '.join(f'{taken:.1f}' for taken in seconds)} s; load average"
+        f" {os.getloadavg()[0]:.1f}"
+    )
     report.targets += [
-        Target("second and later starts to the first token", statistics.median(seconds[1:]), START_LIMIT, at_least=False, unit=" s"),
+        Target(
+            "second and later starts to the first token",
+            statistics.median(seconds[1:]),
+            START_LIMIT,
+            at_least=False,
+            unit=" s",
+        ),
         Target("idle processor use of all processes", cpu, CPU_LIMIT, at_least=False, unit=" % of a core"),
         Target("resident memory of all processes", memory, MEMORY_LIMIT, at_least=False, unit=" GB"),
     ]

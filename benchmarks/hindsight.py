@@ -78,7 +78,9 @@ def bookings(ranks: int, repeats: int, rounds: int) -> dict[str, float]:
         reservations.report((1, int(1e3 * moment[0]) % ranks), (100, OPEN_PER_RANK, 4000, 6400), moment[0])
 
     works: dict[str, Callable[[], object]] = {
-        "book and release": lambda: reservations.release(reservations.book((1, 3), (500, 1, 40, 100), moment[0])),
+        "book and release": lambda: reservations.release(
+            reservations.book((1, 3), (500, 1, 40, 100), moment[0])
+        ),
         "load": lambda: reservations.load(rows, moment[0]),
         "16 tokens emitted": lambda: reservations.emitted(running, 16),
         "report": report,
@@ -87,7 +89,9 @@ def bookings(ranks: int, repeats: int, rounds: int) -> dict[str, float]:
 
 
 def request(repeats: int, rounds: int) -> dict[str, float]:
-    service = RouterService(None, MemoryBroker().subjects, RouterConfig(max_requests_per_rank=10**6, max_queue_seconds=1e9))
+    service = RouterService(
+        None, MemoryBroker().subjects, RouterConfig(max_requests_per_rank=10**6, max_queue_seconds=1e9)
+    )
     for engine in range(ENGINES):
         urls = tuple(f"http://engine-{engine}:{9000 + rank}" for rank in range(RANKS))
         service.view.join(
@@ -112,7 +116,9 @@ def request(repeats: int, rounds: int) -> dict[str, float]:
     for engine in range(ENGINES):
         for rank in range(RANKS):
             for _ in range(20):
-                measured.stepped((engine + 1, rank), int(picker.roster("m").rows[RANKS * engine + rank]), 0.01, 0.02)
+                measured.stepped(
+                    (engine + 1, rank), int(picker.roster("m").rows[RANKS * engine + rank]), 0.01, 0.02
+                )
     measured.refresh(0.0)
     decision = picker.decide(need, "d", 1, service.clock())
     booking = picker.book(decision, need.prompt, service.clock())
@@ -137,7 +143,11 @@ def request(repeats: int, rounds: int) -> dict[str, float]:
         "make factors of 64 ranks": lambda: measured.refresh(0.0),
     }
     found = taking_turns(works, repeats, rounds)
-    return found | {"added by correction": difference(works["decide, nothing measured"], works["decide, corrected"], 20 * rounds)}
+    return found | {
+        "added by correction": difference(
+            works["decide, nothing measured"], works["decide, corrected"], 20 * rounds
+        )
+    }
 
 
 def distinct(rounds: int) -> tuple[float, float]:
@@ -145,11 +155,16 @@ def distinct(rounds: int) -> tuple[float, float]:
     engines."""
     chance = np.random.default_rng(0)
     profiles = chance.dirichlet(np.full(EXPERTS, 0.3), size=(CLUSTERS, LAYERS)).astype(np.float32)
-    reading = ReadingGroup(ClusterModel(1, profiles, np.full(CLUSTERS, 1 / CLUSTERS, np.float32), 0.1), TOP_K, 0)
+    reading = ReadingGroup(
+        ClusterModel(1, profiles, np.full(CLUSTERS, 1 / CLUSTERS, np.float32), 0.1), TOP_K, 0
+    )
     misses = reading.misses()
     mixes = [20 * chance.dirichlet(np.full(CLUSTERS, 0.2)) for _ in range(ENGINES)]
     prepared = median([microseconds(reading.misses, 1) for _ in range(rounds)])
-    return prepared / 1000, median([microseconds(lambda: read(misses, mixes), 3) for _ in range(rounds)]) / 1000
+    return (
+        prepared / 1000,
+        median([microseconds(lambda: read(misses, mixes), 3) for _ in range(rounds)]) / 1000,
+    )
 
 
 def learnt(seed: int) -> int:
@@ -158,7 +173,9 @@ def learnt(seed: int) -> int:
     speeds, chance = SpeedCorrection(4.0), np.random.default_rng(seed)
     wrong = 0
     for number in range(200):
-        speeds.prefilled((1, 0), 0, 0.1, 0.01, 0.1 * SLOWNESS * float(np.exp(chance.normal(0, SCATTER))) + 0.01)
+        speeds.prefilled(
+            (1, 0), 0, 0.1, 0.01, 0.1 * SLOWNESS * float(np.exp(chance.normal(0, SCATTER))) + 0.01
+        )
         speeds.refresh(0.0)
         if abs(speeds.factors(np.zeros(1, np.intp))[PREFILL_SPEED, 0] / SLOWNESS - 1) > WITHIN:
             wrong = number + 1
@@ -181,14 +198,33 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> No
     report.add(f"distinct experts of {ENGINES} engines", "", 1000 * priced)
     requests = sorted(learnt(seed) for seed in range(20 if quick else 200))
     report.notes.append(
-        f"requests until the speed of an engine {SLOWNESS:g}x as slow is known within {WITHIN:.0%}: median {median(requests):g}, worst {requests[-1]}"
+        f"requests until the speed of an engine {SLOWNESS:g}x as slow is known within {WITHIN:.0%}: median"
+        f" {median(requests):g}, worst {requests[-1]}"
     )
     added = asked["added by correction"] + asked["watch a booking"]
     report.targets += [
-        Target("book and release, 512 ranks", booked[512]["book and release"], BOOKING_LIMIT, at_least=False, unit=" us"),
+        Target(
+            "book and release, 512 ranks",
+            booked[512]["book and release"],
+            BOOKING_LIMIT,
+            at_least=False,
+            unit=" us",
+        ),
         Target("load, 64 ranks", booked[64]["load"], LOAD_LIMIT, at_least=False, unit=" us"),
-        Target("distinct experts of 8 engines, off the event loop", priced, READ_LIMIT, at_least=False, unit=" ms"),
-        Target("requests until a wrong speed is known, 9 of 10 cases", float(requests[int(0.9 * len(requests))]), REQUESTS_LIMIT, at_least=False, unit=""),
+        Target(
+            "distinct experts of 8 engines, off the event loop",
+            priced,
+            READ_LIMIT,
+            at_least=False,
+            unit=" ms",
+        ),
+        Target(
+            "requests until a wrong speed is known, 9 of 10 cases",
+            float(requests[int(0.9 * len(requests))]),
+            REQUESTS_LIMIT,
+            at_least=False,
+            unit="",
+        ),
         Target("added to a decision, 64 ranks", added, ADDED_LIMIT, at_least=False, unit=" us"),
     ]
     report.finish(as_json=as_json, check=check)

@@ -54,7 +54,21 @@ async def fleet() -> AsyncIterator[tuple[int, str]]:
     with tempfile.TemporaryDirectory() as folder:
         _with_long_token(Path(folder))
         async with mock_engines(1) as mocks, nats() as url, mock_fleet(url, mocks, Path(folder)):
-            worker = ["nice", "-n", "15", *ROOST, "worker", "--engine", "simulated", "--name", "sim", "--ranks", "1", "--nats", url]
+            worker = [
+                "nice",
+                "-n",
+                "15",
+                *ROOST,
+                "worker",
+                "--engine",
+                "simulated",
+                "--name",
+                "sim",
+                "--ranks",
+                "1",
+                "--nats",
+                url,
+            ]
             async with process(worker, None), roost_router("--nats", url) as port:
                 yield port, await asyncio.to_thread(_simulated_model, port)
 
@@ -72,7 +86,9 @@ def _simulated_model(port: int) -> str:
     """Wait until the simulated engine has joined. Raises TimeoutError."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        names = [one["id"] for one in json.loads(ask(port, "GET", "/v1/models", b""))["data"] if one["id"] != MODEL]
+        names = [
+            one["id"] for one in json.loads(ask(port, "GET", "/v1/models", b""))["data"] if one["id"] != MODEL
+        ]
         if names:
             return str(names[0])
         time.sleep(0.1)
@@ -130,7 +146,9 @@ class Prompts:
     def body(self) -> bytes:
         self._number += 1
         words = " ".join(f"w{self._number}x{at}" for at in range(_PROMPT_BYTES // 8))[:_PROMPT_BYTES]
-        return msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": words}], "max_tokens": 8})
+        return msgspec.json.encode(
+            {"model": MODEL, "messages": [{"role": "user", "content": words}], "max_tokens": 8}
+        )
 
 
 def router_pid(port: int) -> int:
@@ -138,7 +156,11 @@ def router_pid(port: int) -> int:
     wanted = [b"router", b"--port", str(port).encode()]
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if folder.name.isdigit() and [word for word in (folder / "cmdline").read_bytes().split(b"\0") if word in wanted] == wanted:
+            if (
+                folder.name.isdigit()
+                and [word for word in (folder / "cmdline").read_bytes().split(b"\0") if word in wanted]
+                == wanted
+            ):
                 return int(folder.name)
     raise LookupError(f"no router listens on port {port}")
 
@@ -171,9 +193,17 @@ def measure(port: int, simulated: str, seconds: float, folder: Path) -> Measured
             with attacked_by(kind, port, simulated if kind == "unread answers" else MODEL, folder):
                 began, waited = time.perf_counter(), seconds_without_processor(pid)
                 health[kind].append(max(timed(lambda: ask(port, "GET", "/health", b""), seconds)))
-                crowded[kind].append((seconds_without_processor(pid) - waited) / (time.perf_counter() - began))
+                crowded[kind].append(
+                    (seconds_without_processor(pid) - waited) / (time.perf_counter() - began)
+                )
                 if kind in (CONTROL, DISTINCT):
-                    prompts[kind].append(median(timed(lambda: ask(port, "POST", "/v1/chat/completions", texts.body()), 2 * seconds)))
+                    prompts[kind].append(
+                        median(
+                            timed(
+                                lambda: ask(port, "POST", "/v1/chat/completions", texts.body()), 2 * seconds
+                            )
+                        )
+                    )
     return Measured(health, crowded, prompts)
 
 
@@ -181,22 +211,53 @@ async def run(quick: bool, report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_bodies(MODEL, Path(folder))
         async with fleet() as (port, simulated):
-            health, crowded, prompts = await asyncio.to_thread(measure, port, simulated, 0.3 if quick else 3.0, Path(folder))
+            health, crowded, prompts = await asyncio.to_thread(
+                measure, port, simulated, 0.3 if quick else 3.0, Path(folder)
+            )
     for kind, rounds in health.items():
         asked = prompts.get(kind)
-        report.add(kind, 1e3 * median(rounds), 1e3 * max(rounds), f"{median(crowded[kind]):.0%}", "" if asked is None else f"{1e3 * median(asked):.1f}")
+        report.add(
+            kind,
+            1e3 * median(rounds),
+            1e3 * max(rounds),
+            f"{median(crowded[kind]):.0%}",
+            "" if asked is None else f"{1e3 * median(asked):.1f}",
+        )
     worst = max((kind for kind in health if kind != CONTROL), key=lambda kind: median(health[kind]))
     delay = median(prompts[DISTINCT]) - median(prompts[CONTROL])
-    report.targets.append(Target(f"/health under the worst attack ({worst})", 1e3 * median(health[worst]), MOST_MS, at_least=False, unit=" ms"))
-    report.targets.append(Target("delay of a 20 kB prompt by four 8 MB bodies", 1e3 * delay, MOST_MS, at_least=False, unit=" ms"))
+    report.targets.append(
+        Target(
+            f"/health under the worst attack ({worst})",
+            1e3 * median(health[worst]),
+            MOST_MS,
+            at_least=False,
+            unit=" ms",
+        )
+    )
+    report.targets.append(
+        Target(
+            "delay of a 20 kB prompt by four 8 MB bodies", 1e3 * delay, MOST_MS, at_least=False, unit=" ms"
+        )
+    )
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
     """Measure response times while the router is attacked."""
-    columns = ["attack", "longest /health ms", "worst of the rounds", "waits for a processor", "20 kB prompt ms"]
+    columns = [
+        "attack",
+        "longest /health ms",
+        "worst of the rounds",
+        "waits for a processor",
+        "20 kB prompt ms",
+    ]
     report = Report("The router under attack, and others' answers", columns)
-    report.notes.append(f"medians of {ROUNDS} rounds; attackers niced, on the same processors; control: the first row")
-    report.notes.append("waits for a processor: share of the time; where it is large in the control, too, others use this machine, and the figures say little")
+    report.notes.append(
+        f"medians of {ROUNDS} rounds; attackers niced, on the same processors; control: the first row"
+    )
+    report.notes.append(
+        "waits for a processor: share of the time; where it is large in the control, too, others use this"
+        " machine, and the figures say little"
+    )
     asyncio.run(run(quick, report))
     report.finish(as_json=as_json, check=check)
 

@@ -57,8 +57,12 @@ PUBLISHER = 7
 def changed(rank: Rank, local: list[int], number: int, behind: int | None = None) -> RoutedKvEvent:
     """Return the event of a rank that stored blocks after a prefix."""
     chained = sequence_hashes(local, behind)
-    stored = KvStored(blocks=tuple(KvBlock(*pair) for pair in zip(chained, local, strict=True)), parent_hash=behind)
-    return RoutedKvEvent(worker_id=rank[0], event=KvEvent(event_id=number, dp_rank=rank[1], data=KvChange(stored=stored)))
+    stored = KvStored(
+        blocks=tuple(KvBlock(*pair) for pair in zip(chained, local, strict=True)), parent_hash=behind
+    )
+    return RoutedKvEvent(
+        worker_id=rank[0], event=KvEvent(event_id=number, dp_rank=rank[1], data=KvChange(stored=stored))
+    )
 
 
 # Look-ups
@@ -69,7 +73,9 @@ class Ours:
         self.holders = BlockIndex()
         self._index = KvEventIndex(self.holders)
         targets = tuple(SimpleNamespace(key=rank) for rank in ranks)
-        self._roster = cast(TargetTable, SimpleNamespace(model="m", targets=targets, block_sizes=(BLOCK_SIZE,)))
+        self._roster = cast(
+            TargetTable, SimpleNamespace(model="m", targets=targets, block_sizes=(BLOCK_SIZE,))
+        )
 
     def hold(self, held: Held) -> None:
         local = local_hashes(held.ids[: held.tokens])
@@ -107,8 +113,14 @@ class Tree:
 def _plain(routed: RoutedKvEvent) -> dict[str, Any]:
     change = cast(KvChange, routed.event.data)
     assert change.stored is not None
-    blocks = [{"block_hash": block.block_hash, "tokens_hash": block.tokens_hash} for block in change.stored.blocks]
-    return {"event_id": 1, "dp_rank": routed.event.dp_rank, "data": {"stored": {"parent_hash": change.stored.parent_hash, "blocks": blocks}}}
+    blocks = [
+        {"block_hash": block.block_hash, "tokens_hash": block.tokens_hash} for block in change.stored.blocks
+    ]
+    return {
+        "event_id": 1,
+        "dp_rank": routed.event.dp_rank,
+        "data": {"stored": {"parent_hash": change.stored.parent_hash, "blocks": blocks}},
+    }
 
 
 class Compared:
@@ -117,10 +129,15 @@ class Compared:
 
     def __init__(self, quick: bool) -> None:
         chance = np.random.default_rng(0)
-        self.asked = {(name, length): prompts(chance, length, share, 32) for name, share in SHARES.items() for length in LENGTHS}
+        self.asked = {
+            (name, length): prompts(chance, length, share, 32)
+            for name, share in SHARES.items()
+            for length in LENGTHS
+        }
         self.rounds = 4 if quick else 20
         self.report = Report(
-            "from token ids to leading blocks by target, us", ["ranks, held, prompt", "ours p50", "p99", "new p50", "RadixTree p50", "p99", "faster"]
+            "from token ids to leading blocks by target, us",
+            ["ranks, held, prompt", "ours p50", "p99", "new p50", "RadixTree p50", "p99", "faster"],
         )
         self.faster: dict[tuple[int, str, int], float] = {}
 
@@ -149,10 +166,20 @@ class Compared:
         for ids in part.ids[::5]:
             (overlap, last), (expected, expected_last) = ours.find(ids), tree.find(ids)
             if last != expected_last or not np.array_equal(overlap, expected):
-                raise RuntimeError(f"{count} ranks, {name} held, {length} tokens: the index and the tree found different blocks")
+                raise RuntimeError(
+                    f"{count} ranks, {name} held, {length} tokens: the index and the tree found different"
+                    " blocks"
+                )
         faster = median(theirs) / median(again)
         self.faster[count, name, length] = faster
-        cells = (median(again), percentile(again, 0.99), median(new), median(theirs), percentile(theirs, 0.99), faster)
+        cells = (
+            median(again),
+            percentile(again, 0.99),
+            median(new),
+            median(theirs),
+            percentile(theirs, 0.99),
+            faster,
+        )
         self.report.add(f"{count}, {name}, {length} tokens", *cells)
 
 
@@ -174,10 +201,20 @@ async def ingested(events: int, blocks: int) -> float:
     for raw in messages:
         envelope = unseal(raw)
         message = decode(envelope.topic, envelope.payload)
-        feeds.hear(Received(broker.subjects.kv_events, envelope.publisher_id, envelope.sequence, envelope.published_at / 1000, message))
+        feeds.hear(
+            Received(
+                broker.subjects.kv_events,
+                envelope.publisher_id,
+                envelope.sequence,
+                envelope.published_at / 1000,
+                message,
+            )
+        )
     taken = time.perf_counter() - began
     if index.holders.entries != events * blocks:
-        raise RuntimeError(f"{events} events of {blocks} blocks left {index.holders.entries} blocks in the index")
+        raise RuntimeError(
+            f"{events} events of {blocks} blocks left {index.holders.entries} blocks in the index"
+        )
     return events / taken
 
 
@@ -186,7 +223,9 @@ async def _joined(feeds: KvEventSubscriber, bus: MemoryBus, broker: MemoryBroker
 
     async def empty(request: Message) -> Message:
         assert isinstance(request, KvSnapshotRequested)
-        return KvSnapshot(worker_id=request.worker_id, rank=request.rank, publisher_id=PUBLISHER, sequence=-1, events=())
+        return KvSnapshot(
+            worker_id=request.worker_id, rank=request.rank, publisher_id=PUBLISHER, sequence=-1, events=()
+        )
 
     async with asyncio.TaskGroup() as tasks:
         repairing = tasks.create_task(feeds.run(), name="repairs feeds")
@@ -215,7 +254,13 @@ def _messages(ranks: list[Rank], events: int, blocks: int) -> Iterator[bytes]:
 
 def resident(ranks: int, shared: bool, tree: bool) -> float:
     """Return the GB of ENTRIES (block, rank) pairs, measured in a separate process."""
-    asked = [sys.executable, "-m", "benchmarks.kv_index", "--entries-of", f"{ranks},{int(shared)},{int(tree)}"]
+    asked = [
+        sys.executable,
+        "-m",
+        "benchmarks.kv_index",
+        "--entries-of",
+        f"{ranks},{int(shared)},{int(tree)}",
+    ]
     return float(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
 
 
@@ -241,13 +286,20 @@ def grown(ranks: int, shared: bool, tree: bool) -> float:
         for holder in range(each):
             rank = everybody[(number * (1 if each == 1 else 3) + holder * max(1, ranks // each)) % ranks]
             for at in range(0, 64, 16):
-                apply(encode(KV_EVENTS, (changed(rank, local[at : at + 16], at, chained[at - 1] if at else None),)))
+                apply(
+                    encode(
+                        KV_EVENTS, (changed(rank, local[at : at + 16], at, chained[at - 1] if at else None),)
+                    )
+                )
     gc.collect()
     return (process.memory_info().rss - before) / 1e9
 
 
 def memories(fleets: tuple[int, ...]) -> tuple[Report, float]:
-    report = Report(f"resident memory of {ENTRIES:,} (block, rank) pairs, GB", ["ranks", "index, disjoint", "shared", "RadixTree, disjoint", "shared"])
+    report = Report(
+        f"resident memory of {ENTRIES:,} (block, rank) pairs, GB",
+        ["ranks", "index, disjoint", "shared", "RadixTree, disjoint", "shared"],
+    )
     worst = 0.0
     for ranks in fleets:
         found = [resident(ranks, shared, tree) for tree in (False, True) for shared in (False, True)]
@@ -272,21 +324,47 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, entri
     compared = Compared(quick)
     compared.run()
     events = 4_000 if quick else 40_000
-    sixteen, one = best(lambda: asyncio.run(ingested(events, 16))), best(lambda: asyncio.run(ingested(2 * events, 1)))
+    sixteen, one = (
+        best(lambda: asyncio.run(ingested(events, 16))),
+        best(lambda: asyncio.run(ingested(2 * events, 1))),
+    )
     memory, worst = memories(FLEETS[1:2] if quick else FLEETS)
     report = compared.report
-    report.notes += [f"{memory.title}: " + "; ".join(f"{row[0]} ranks {', '.join(f'{cell:.3f}' for cell in row[1:])}" for row in memory.rows)]
-    report.notes += [f"columns: {', '.join(memory.columns[1:])}; shared: a block is held by {SHARED_BY} ranks"]
-    report.notes += [f"events of 16 blocks: {sixteen:,.0f}/s; of one block: {one:,.0f}/s; load average {os.getloadavg()[0]:.1f}"]
+    report.notes += [
+        f"{memory.title}: "
+        + "; ".join(f"{row[0]} ranks {', '.join(f'{cell:.3f}' for cell in row[1:])}" for row in memory.rows)
+    ]
+    report.notes += [
+        f"columns: {', '.join(memory.columns[1:])}; shared: a block is held by {SHARED_BY} ranks"
+    ]
+    report.notes += [
+        (
+            f"events of 16 blocks: {sixteen:,.0f}/s; of one block: {one:,.0f}/s; load average"
+            f" {os.getloadavg()[0]:.1f}"
+        )
+    ]
     least = {
-        share: min((found, f"{count} ranks, {length} tokens") for (count, name, length), found in compared.faster.items() if name == share) for share in SHARES
+        share: min(
+            (found, f"{count} ranks, {length} tokens")
+            for (count, name, length), found in compared.faster.items()
+            if name == share
+        )
+        for share in SHARES
     }
     report.targets += [
         Target(f"memory of {ENTRIES:,} entries, worst", worst, MEMORY_LIMIT, at_least=False, unit=" GB"),
         Target("events of one block per second", one, EVENTS_PER_SECOND, unit=""),
         Target("blocks per second in events of 16", 16 * sixteen, BLOCKS_PER_SECOND, unit=""),
-        Target(f"times as fast as RadixTree, all of a prompt held, least ({least['all'][1]})", least["all"][0], 1.0),
-        Target(f"times as fast as RadixTree, half of a prompt held, least ({least['half'][1]})", least["half"][0], FASTER),
+        Target(
+            f"times as fast as RadixTree, all of a prompt held, least ({least['all'][1]})",
+            least["all"][0],
+            1.0,
+        ),
+        Target(
+            f"times as fast as RadixTree, half of a prompt held, least ({least['half'][1]})",
+            least["half"][0],
+            FASTER,
+        ),
     ]
     report.finish(as_json=as_json, check=check)
 

@@ -55,7 +55,9 @@ def decided(rows: list[Row]) -> list[str]:
     lines = []
     for found in held.values():
         _, worst, case = min(found, key=lambda one: (one[0], one[2]))
-        lines.append(f"{worst}; {sum(target.met for _, target, _ in found)} of {len(found)} rows; worst: {case}")
+        lines.append(
+            f"{worst}; {sum(target.met for _, target, _ in found)} of {len(found)} rows; worst: {case}"
+        )
     return lines
 
 
@@ -66,7 +68,17 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, only:
     rows = [row for name, part in PARTS.items() if only in ("", name) for row in part(quick)]
     held = [target for row in rows for target in row.held]
     if as_json:
-        print(json.dumps({"rows": [{**asdict(row), "held": [{**asdict(one), "met": one.met} for one in row.held]} for row in rows], "hardware": hardware()}))
+        print(
+            json.dumps(
+                {
+                    "rows": [
+                        {**asdict(row), "held": [{**asdict(one), "met": one.met} for one in row.held]}
+                        for row in rows
+                    ],
+                    "hardware": hardware(),
+                }
+            )
+        )
     else:
         console = Console(width=190)
         for part, group in groupby(rows, key=lambda row: row.part):

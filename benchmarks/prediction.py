@@ -40,8 +40,14 @@ BINS = 10
 COMBINED, PRIOR, HINDSIGHT = "combined", "prior", "hindsight"
 
 Table = NDArray[np.float64]
-File = typer.Option(routings_path(), "--routings", help="recorded routings, in the format of deploy.demo_model.record_routings")
-Seeds = typer.Option(3, "--seeds", min=1, help="number of random orders of requests and of their names (1 with --quick)")
+File = typer.Option(
+    routings_path(),
+    "--routings",
+    help="recorded routings, in the format of deploy.demo_model.record_routings",
+)
+Seeds = typer.Option(
+    3, "--seeds", min=1, help="number of random orders of requests and of their names (1 with --quick)"
+)
 
 
 class Quality(NamedTuple):
@@ -71,9 +77,15 @@ class Scenario:
             found.setdefault(COMBINED, []).append(said.weights)
             for at, source in enumerate(SOURCES):
                 if said.known.evidence[at]:
-                    found.setdefault(source, []).append(_pooled(tables.shares, trusts[at] * said.known.ratios[at]))
+                    found.setdefault(source, []).append(
+                        _pooled(tables.shares, trusts[at] * said.known.ratios[at])
+                    )
             found.setdefault(PRIOR, []).append(tables.shares)
-        return {name: np.stack(rows).astype(np.float64) for name, rows in found.items() if len(rows) == len(self.requests)}
+        return {
+            name: np.stack(rows).astype(np.float64)
+            for name, rows in found.items()
+            if len(rows) == len(self.requests)
+        }
 
     def truth(self) -> tuple[Table, Table]:
         return counted(self.requests, self.fleet.experts, self.fleet.prompt)
@@ -91,7 +103,12 @@ class Scenario:
 
 
 def quality(predicted: Table, everything: Table, completion: Table) -> Quality:
-    return Quality(recall(predicted, everything), recall(predicted, completion), divergence(predicted, everything), divergence(predicted, completion))
+    return Quality(
+        recall(predicted, everything),
+        recall(predicted, completion),
+        divergence(predicted, everything),
+        divergence(predicted, completion),
+    )
 
 
 def recall(predicted: Table, counts: Table) -> Table:
@@ -137,8 +154,16 @@ def _best_trust(fleet: Fleet, source: int) -> float:
         return 1.0
 
     def likelihood(trust: float) -> float:
-        pooled = ((1 - FLOOR) * _pooled(said.shares, trust * said.ratios[source]) + FLOOR * said.shares for said in heard)
-        return float(sum(said.observed @ np.log(np.maximum(weights, LEAST)) for said, weights in zip(heard, pooled, strict=True)))
+        pooled = (
+            (1 - FLOOR) * _pooled(said.shares, trust * said.ratios[source]) + FLOOR * said.shares
+            for said in heard
+        )
+        return float(
+            sum(
+                said.observed @ np.log(np.maximum(weights, LEAST))
+                for said, weights in zip(heard, pooled, strict=True)
+            )
+        )
 
     return max(TRUSTS, key=likelihood)
 
@@ -152,7 +177,11 @@ def learnt(routings: Routings, rows: NDArray[np.intp], seed: int, *, shuffled: b
     random = np.random.default_rng(seed)
     fleet = Fleet(routings.layers, routings.width, routings.prompt, random)
     for asked, known in stream(routings, rows, random):
-        happens = asked._replace(routed=request(routings, random.choice(rows)).routed[: len(asked.routed)]) if shuffled else asked
+        happens = (
+            asked._replace(routed=request(routings, random.choice(rows)).routed[: len(asked.routed)])
+            if shuffled
+            else asked
+        )
         if known:
             fleet.serve(asked, happens)
         else:
@@ -173,7 +202,10 @@ def scenarios(routings: Routings, fleet: Fleet, seed: int) -> list[Scenario]:
         talked = fleet.copy()
         for row in rows[~np.isin(rows, turns)]:
             talked.serve(request(routings, row, session=int(routings.document[row]) + 1))
-        later = [request(routings, row, session=int(routings.document[row]) + 1, tenant=int(names[row])) for row in turns]
+        later = [
+            request(routings, row, session=int(routings.document[row]) + 1, tenant=int(names[row]))
+            for row in turns
+        ]
         made.append(Scenario("next turn", talked, [asked._replace(tenant=0).first_seen for asked in later]))
         made.append(_hits(talked, later, 4, "next turn, tenant, "))
     return made
@@ -189,12 +221,20 @@ def _hits(fleet: Fleet, requests: Sequence[Request], blocks: int, name: str = ""
     warm = fleet.copy()
     for asked in requests:
         warm.leave_prefix(asked.opening(blocks))
-    return Scenario(f"{name}{blocks} blocks known", warm, [asked._replace(cached=blocks, hashes=asked.hashes[:blocks]) for asked in requests])
+    return Scenario(
+        f"{name}{blocks} blocks known",
+        warm,
+        [asked._replace(cached=blocks, hashes=asked.hashes[:blocks]) for asked in requests],
+    )
 
 
 def _turns(routings: Routings, rows: NDArray[np.intp]) -> NDArray[np.intp]:
     """Return the last request of each document that has several."""
-    last = [mine[np.argmax(routings.start[mine])] for each in np.unique(routings.document[rows]) if len(mine := rows[routings.document[rows] == each]) > 1]
+    last = [
+        mine[np.argmax(routings.start[mine])]
+        for each in np.unique(routings.document[rows])
+        if len(mine := rows[routings.document[rows] == each]) > 1
+    ]
     return np.array(last, np.intp)
 
 
@@ -229,10 +269,16 @@ def calibration(scenario: Scenario) -> tuple[float, float, float]:
         scenario.expected(scenario.weights()[PRIOR]),
         everything / everything.sum(axis=2, keepdims=True),
     )
-    said, mix, seen = (expected_local_share(each, placement, np.zeros(placement.ranks, np.intp)).ravel() for each in profiles)
+    said, mix, seen = (
+        expected_local_share(each, placement, np.zeros(placement.ranks, np.intp)).ravel() for each in profiles
+    )
     bins = np.array_split(np.argsort(said, kind="stable"), BINS)
     error = sum(len(each) * abs(said[each].mean() - seen[each].mean()) for each in bins) / len(said)
-    return float(error), float(np.sqrt(np.mean((said - seen) ** 2))), float(np.sqrt(np.mean((mix - seen) ** 2)))
+    return (
+        float(error),
+        float(np.sqrt(np.mean((said - seen) ** 2))),
+        float(np.sqrt(np.mean((mix - seen) ** 2))),
+    )
 
 
 def _predictions(report: Report, made: Sequence[Sequence[Scenario]]) -> list[Difference]:
@@ -240,9 +286,16 @@ def _predictions(report: Report, made: Sequence[Sequence[Scenario]]) -> list[Dif
     differences = []
     for same in zip(*made, strict=True):
         found = [scenario.qualities() for scenario in same]
-        pooled = {name: Quality(*(np.mean(parts, axis=0) for parts in zip(*(each[name] for each in found), strict=True))) for name in found[0]}
+        pooled = {
+            name: Quality(
+                *(np.mean(parts, axis=0) for parts in zip(*(each[name] for each in found), strict=True))
+            )
+            for name in found[0]
+        }
         for name, each in pooled.items():
-            report.add(f"{same[0].name}: {name}", *(float(values.mean()) for values in each), len(each.recall_all))
+            report.add(
+                f"{same[0].name}: {name}", *(float(values.mean()) for values in each), len(each.recall_all)
+            )
         best = pooled[COMBINED]
         differences += [
             Difference(same[0].name, name, best.recall_all - each.recall_all, each.kl_all - best.kl_all)
@@ -250,7 +303,9 @@ def _predictions(report: Report, made: Sequence[Sequence[Scenario]]) -> list[Dif
             if name not in (COMBINED, HINDSIGHT)
         ]
     first = next(each for each in differences if (each.scenario, each.source) == ("cold", PRIOR))
-    report.targets.append(Target("recall over the prior's, cold requests", float(first.recall.mean()), RECALL_GAIN, unit=""))
+    report.targets.append(
+        Target("recall over the prior's, cold requests", float(first.recall.mean()), RECALL_GAIN, unit="")
+    )
     return differences
 
 
@@ -258,35 +313,58 @@ def _not_beaten(report: Report, differences: Sequence[Difference]) -> None:
     """Require that no interval of combined minus single lies below 0, wherever one source has a
     prediction."""
     for measure in ("recall", "KL"):
-        values = {f"{each.scenario}, {each.source}": each.recall if measure == "recall" else each.kl for each in differences}
+        values = {
+            f"{each.scenario}, {each.source}": each.recall if measure == "recall" else each.kl
+            for each in differences
+        }
         worst = min(values, key=lambda name: low_and_high(values[name], 1)[1])
         low, high = low_and_high(values[worst], 1)
-        report.notes.append(f"combined less single, {measure}: worst against {worst}: {values[worst].mean():+.4f}, 95 % interval {low:+.4f} to {high:+.4f}")
+        report.notes.append(
+            f"combined less single, {measure}: worst against {worst}: {values[worst].mean():+.4f}, 95 %"
+            f" interval {low:+.4f} to {high:+.4f}"
+        )
         ends = [low_and_high(each, len(values))[1] for each in values.values()]
-        name = f"combined less single, {measure}, upper end of the worst of {len(values)} joint 95 % intervals"
+        name = (
+            f"combined less single, {measure}, upper end of the worst of {len(values)} joint 95 % intervals"
+        )
         report.targets.append(Target(name, min(ends), NO_MATTER[measure], unit=""))
 
 
 def _calibrated(report: Report, made: Sequence[Sequence[Scenario]]) -> None:
     for same in zip(*made, strict=True):
         error, said, mix = np.mean([calibration(scenario) for scenario in same], axis=0)
-        report.notes.append(f"local share on each of {RANKS} ranks, {same[0].name}: calibration error {error:.4f}, rms error {said:.4f} (prior {mix:.4f})")
+        report.notes.append(
+            f"local share on each of {RANKS} ranks, {same[0].name}: calibration error {error:.4f}, rms error"
+            f" {said:.4f} (prior {mix:.4f})"
+        )
 
 
 def _gains(report: Report, recorded: Routings, fleets: Sequence[Fleet], *, quick: bool) -> None:
     """Measure the gain where prediction is useful, and where it is not."""
     loud = [fleet.learning.gain for fleet in fleets]
-    quiet = [learnt(recorded, recorded.where(0), seed, shuffled=True).learning.gain for seed in range(len(fleets))]
-    report.notes.append(f"gain after {fleets[0].served} requests: mixed traffic {_listed(loud)}, shuffled signatures {_listed(quiet)}")
+    quiet = [
+        learnt(recorded, recorded.where(0), seed, shuffled=True).learning.gain for seed in range(len(fleets))
+    ]
+    report.notes.append(
+        f"gain after {fleets[0].served} requests: mixed traffic {_listed(loud)}, shuffled signatures"
+        f" {_listed(quiet)}"
+    )
     report.targets.append(Target("gain on mixed traffic, aligned placement", min(loud), LOUD, unit=""))
     report.targets.append(Target("gain on shuffled signatures", max(quiet), QUIET, at_least=False, unit=""))
     single = {}
     for number in range(0, len(recorded.domains), 4 if quick else 1):
         rows = np.flatnonzero((recorded.domain == number) & ~recorded.sampled)
-        single[recorded.domains[number]] = [learnt(recorded, rows, seed).learning.gain for seed in range(len(fleets))]
-    report.notes.append("gain on traffic of one domain, by order: " + "; ".join(f"{name} {_listed(gains)}" for name, gains in single.items()))
+        single[recorded.domains[number]] = [
+            learnt(recorded, rows, seed).learning.gain for seed in range(len(fleets))
+        ]
+    report.notes.append(
+        "gain on traffic of one domain, by order: "
+        + "; ".join(f"{name} {_listed(gains)}" for name, gains in single.items())
+    )
     highest = max(gain for gains in single.values() for gain in gains)
-    report.targets.append(Target("gain on traffic of one domain, highest of all", highest, QUIET, at_least=False, unit=""))
+    report.targets.append(
+        Target("gain on traffic of one domain, highest of all", highest, QUIET, at_least=False, unit="")
+    )
 
 
 def _listed(values: Sequence[float]) -> str:
@@ -298,14 +376,19 @@ def _curve(report: Report, recorded: Routings) -> None:
     rows, found = np.random.default_rng(0).permutation(recorded.where(0)), []
     for part in (16, 8, 4, 2):
         few = rows[: len(rows) // part]
-        found.append(f"{cold(recorded, learnt(recorded, few, 0)).qualities()[COMBINED].recall_all.mean():.3f} after {len(few)}")
+        found.append(
+            f"{cold(recorded, learnt(recorded, few, 0)).qualities()[COMBINED].recall_all.mean():.3f} after"
+            f" {len(few)}"
+        )
     report.notes.append("recall of cold requests: " + ", ".join(found))
 
 
 def _skills(report: Report, recorded: Routings, trained: Scenario, *, quick: bool) -> None:
     """Compare with the same architecture, never trained, on the same requests."""
     try:
-        rows = np.concatenate([recorded.where(0)[:: 3 if quick else 1], recorded.where(1)[:: 3 if quick else 1]])
+        rows = np.concatenate(
+            [recorded.where(0)[:: 3 if quick else 1], recorded.where(1)[:: 3 if quick else 1]]
+        )
         control = untrained(recorded, rows)
     except ValueError as error:
         report.notes.append(f"{_way(trained)}; no untrained control: {error}")
@@ -314,7 +397,9 @@ def _skills(report: Report, recorded: Routings, trained: Scenario, *, quick: boo
     report.notes.append(f"cold requests, trained: {_way(trained)}")
     report.notes.append(f"cold requests, untrained control: {_way(other)}, {len(other.requests)} requests")
     lead = _skill(trained) - _skill(other)
-    report.targets.append(Target("skill of the trained model over the untrained control's, cold requests", lead, 0.0, unit=""))
+    report.targets.append(
+        Target("skill of the trained model over the untrained control's, cold requests", lead, 0.0, unit="")
+    )
 
 
 def _skill(scenario: Scenario) -> float:
@@ -322,8 +407,14 @@ def _skill(scenario: Scenario) -> float:
 
 
 def _way(scenario: Scenario) -> str:
-    found = {name: {part: float(values.mean()) for part, values in each._asdict().items()} for name, each in scenario.qualities().items()}
-    way = {part: (found[COMBINED][part] - found[PRIOR][part]) / (found[HINDSIGHT][part] - found[PRIOR][part]) for part in ("recall_all", "kl_all")}
+    found = {
+        name: {part: float(values.mean()) for part, values in each._asdict().items()}
+        for name, each in scenario.qualities().items()
+    }
+    way = {
+        part: (found[COMBINED][part] - found[PRIOR][part]) / (found[HINDSIGHT][part] - found[PRIOR][part])
+        for part in ("recall_all", "kl_all")
+    }
     gained = found[COMBINED]["recall_all"] - found[PRIOR]["recall_all"]
     return (
         f"skill {_skill(scenario):.3f} (centred cosine), recall {gained:+.3f} over the prior's, "
@@ -331,10 +422,19 @@ def _way(scenario: Scenario) -> str:
     )
 
 
-def main(routings: Path = File, quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, seeds: int = Seeds) -> None:
+def main(
+    routings: Path = File,
+    quick: bool = Quick,
+    as_json: bool = AsJson,
+    check: bool = Check,
+    seeds: int = Seeds,
+) -> None:
     """Learn, predict, compare."""
     recorded = load(routings)
-    report = Report("Prediction of experts", ["requests / prediction", "recall all", "completion", "KL all", "completion", "n"])
+    report = Report(
+        "Prediction of experts",
+        ["requests / prediction", "recall all", "completion", "KL all", "completion", "n"],
+    )
     seeds = 1 if quick else seeds
     fleets = [learnt(recorded, recorded.where(0), seed) for seed in range(seeds)]
     made = [scenarios(recorded, fleet, seed) for seed, fleet in enumerate(fleets)]

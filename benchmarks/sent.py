@@ -80,7 +80,11 @@ async def stream(engine: EmbeddedEngine, prompt: int, seed: int) -> None:
     dice = np.random.default_rng(seed)
     while True:
         ids = dice.integers(32, 127, prompt).tolist()
-        await (await engine.submit(GenerationRequest(prompt=ids, max_tokens=32 + int(dice.integers(96)), ignore_eos=True))).rest()
+        await (
+            await engine.submit(
+                GenerationRequest(prompt=ids, max_tokens=32 + int(dice.integers(96)), ignore_eos=True)
+            )
+        ).rest()
 
 
 async def look(engine: EmbeddedEngine) -> None:
@@ -97,7 +101,9 @@ def all_done(folder: Path, rank: int, ranks: int) -> None:
         time.sleep(0.05)
 
 
-async def serve(folder: Path, rank: int, ranks: int, sequences: int, prompt: int, seconds: float) -> dict[str, Any]:
+async def serve(
+    folder: Path, rank: int, ranks: int, sequences: int, prompt: int, seconds: float
+) -> dict[str, Any]:
     """Return the measurements of one rank."""
     made: list[Switched] = []
 
@@ -107,7 +113,13 @@ async def serve(folder: Path, rank: int, ranks: int, sequences: int, prompt: int
 
     setattr(step_loop, "SentLog", switched)  # noqa: B010 it is another class, of the same use
     slots = None if ranks == 1 else 32 // ranks + SLOTS_TO_SPARE
-    engine = EmbeddedEngine(EmbeddedConfig(checkpoint=checkpoint_path(), ranks=ranks, slots_per_rank=slots, kv_blocks=1024, threads=1), rank, folder)
+    engine = EmbeddedEngine(
+        EmbeddedConfig(
+            checkpoint=checkpoint_path(), ranks=ranks, slots_per_rank=slots, kv_blocks=1024, threads=1
+        ),
+        rank,
+        folder,
+    )
     async with AsyncExitStack() as stack:
         await engine.start()
         await stack.enter_async_context(alongside(engine.run(), "steps"))
@@ -115,7 +127,9 @@ async def serve(folder: Path, rank: int, ranks: int, sequences: int, prompt: int
         gc.collect()
         gc.freeze()
         for number in range(sequences):
-            await stack.enter_async_context(alongside(stream(engine, prompt, 100 * rank + number), f"stream {number}"))
+            await stack.enter_async_context(
+                alongside(stream(engine, prompt, 100 * rank + number), f"stream {number}")
+            )
         await asyncio.sleep(seconds)
         log = made[0]
         while len(log.ends) < LEAST_WINDOWS * WINDOW_STEPS:  # noqa: ASYNC110 of a machine that is busy with other things
@@ -124,14 +138,29 @@ async def serve(folder: Path, rank: int, ranks: int, sequences: int, prompt: int
         logging.disable(logging.CRITICAL)  # once one rank leaves, the others log errors
         await asyncio.to_thread(all_done, folder, rank, ranks)
     windows = lengths[: len(lengths) // WINDOW_STEPS * WINDOW_STEPS].reshape(-1, WINDOW_STEPS).sum(axis=1)
-    return {"windows": windows[1:].tolist(), "share": spent / float(windows[::2].sum()), "dispatch": 0.0 if speed is None else speed.dispatch}
+    return {
+        "windows": windows[1:].tolist(),
+        "share": spent / float(windows[::2].sum()),
+        "dispatch": 0.0 if speed is None else speed.dispatch,
+    }
 
 
 def measured(ranks: int, sequences: int, prompt: int, seconds: float) -> list[dict[str, Any]]:
     """Return the measurements of each rank."""
     with tempfile.TemporaryDirectory(prefix="sent-") as folder:
-        command = [sys.executable, "-m", "benchmarks.sent", "--rank-of", f"{ranks},{sequences},{prompt},{seconds}", "--folder", folder]
-        children = [subprocess.Popen([*command, "--rank", str(rank)], cwd=ROOT, stdout=subprocess.PIPE) for rank in range(ranks)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.sent",
+            "--rank-of",
+            f"{ranks},{sequences},{prompt},{seconds}",
+            "--folder",
+            folder,
+        ]
+        children = [
+            subprocess.Popen([*command, "--rank", str(rank)], cwd=ROOT, stdout=subprocess.PIPE)
+            for rank in range(ranks)
+        ]
         try:
             said = [child.communicate(timeout=seconds + 300)[0] for child in children]
         finally:
@@ -143,7 +172,9 @@ def measured(ranks: int, sequences: int, prompt: int, seconds: float) -> list[di
 def longer(windows: list[float]) -> tuple[float, float]:
     """Return the added duration of windows with counting (every second one, the first is without) relative to
     the mean of their neighbours: median, standard error."""
-    ratios = [windows[at] / ((windows[at - 1] + windows[at + 1]) / 2) - 1 for at in range(1, len(windows) - 1, 2)]
+    ratios = [
+        windows[at] / ((windows[at - 1] + windows[at + 1]) / 2) - 1 for at in range(1, len(windows) - 1, 2)
+    ]
     if len(ratios) < 2:
         raise RuntimeError(f"{len(windows)} windows are too few to compare; measure longer")
     return statistics.median(ratios), 1.2533 * statistics.stdev(ratios) / len(ratios) ** 0.5
@@ -164,8 +195,13 @@ def main(
         ranks, sequences, prompt = map(int, numbers)
         print(json.dumps(asyncio.run(serve(Path(folder), rank, ranks, sequences, prompt, float(lasting)))))
         return
-    cases = [(2, 2, 16), (2, 16, 64)] if quick else [(1, 8, 16), (2, 2, 16), (2, 16, 64), (4, 2, 16), (4, 8, 64)]
-    report = Report("counting where tokens were sent", ["ranks, sequences each, prompt", "windows", "step ms", "counting us", "share %", "longer %", "+- %"])
+    cases = (
+        [(2, 2, 16), (2, 16, 64)] if quick else [(1, 8, 16), (2, 2, 16), (2, 16, 64), (4, 2, 16), (4, 8, 64)]
+    )
+    report = Report(
+        "counting where tokens were sent",
+        ["ranks, sequences each, prompt", "windows", "step ms", "counting us", "share %", "longer %", "+- %"],
+    )
     shares = []
     for count, sequences, prompt in cases:
         found = measured(count, sequences, prompt, seconds or (6.0 if quick else 20.0))
@@ -173,12 +209,34 @@ def main(
         share = max(one["share"] for one in found)
         shares.append(share)
         more, error = longer(found[0]["windows"])
-        report.add(f"{count}, {sequences}, {prompt}", len(found[0]["windows"]) + 1, 1e3 * step, 1e6 * share * step, 100 * share, 100 * more, 100 * error)
+        report.add(
+            f"{count}, {sequences}, {prompt}",
+            len(found[0]["windows"]) + 1,
+            1e3 * step,
+            1e6 * share * step,
+            100 * share,
+            100 * more,
+            100 * error,
+        )
         if found[0]["dispatch"]:
             measures = ", ".join(f"{1e6 * one['dispatch']:.2f}" for one in found)
-            report.notes.append(f"{count} ranks: a token sent to one rank more costs {measures} us by the measurement at the start (of each rank)")
-    report.notes.append("longer: a window of steps with counting, over the mean of its two neighbours without; median, and its standard error")
-    report.targets.append(Target("processor time of counting over the time of the steps, worst", max(shares), MOST_SHARE, at_least=False, unit=""))
+            report.notes.append(
+                f"{count} ranks: a token sent to one rank more costs {measures} us by the measurement at the"
+                " start (of each rank)"
+            )
+    report.notes.append(
+        "longer: a window of steps with counting, over the mean of its two neighbours without; median, and"
+        " its standard error"
+    )
+    report.targets.append(
+        Target(
+            "processor time of counting over the time of the steps, worst",
+            max(shares),
+            MOST_SHARE,
+            at_least=False,
+            unit="",
+        )
+    )
     report.finish(as_json=as_json, check=check)
 
 

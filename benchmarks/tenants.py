@@ -76,14 +76,20 @@ class Fleet:
 
     def ask(self, ids: list[int], salt: str) -> None:
         """Run one request, from its decision to the rank's events."""
-        need = RoutingRequest(MODEL, TokenPrompt(ids, salted_seed(salt)), len(ids) + 1, TURN, DIGEST, owner=Owner("", salt))
-        decision, booking = self.service.book(RequestLog("r", "d", "/v1/completions", 0.0), need, "", FIRST_TRY)
+        need = RoutingRequest(
+            MODEL, TokenPrompt(ids, salted_seed(salt)), len(ids) + 1, TURN, DIGEST, owner=Owner("", salt)
+        )
+        decision, booking = self.service.book(
+            RequestLog("r", "d", "/v1/completions", 0.0), need, "", FIRST_TRY
+        )
         cache, blocks = self.caches[decision.target.rank], identify(ids, BLOCK, salt)
         table = cache.open(blocks[: (len(ids) - 1) // BLOCK])
         self.prompt_tokens += len(ids)
         self.cached_tokens += len(table.pages) * BLOCK
         if not cache.extend(table, cache.blocks_for(len(ids))):
-            raise RuntimeError(f"{len(ids)} tokens do not fit beside {OPEN} others: the caches are too small for the case")
+            raise RuntimeError(
+                f"{len(ids)} tokens do not fit beside {OPEN} others: the caches are too small for the case"
+            )
         cache.register(table, blocks, len(blocks))
         self.service.first_token(booking)
         self.open.append(Open(booking, decision.target.rank, table))
@@ -99,7 +105,12 @@ class Fleet:
     def tell(self, rank: int) -> None:
         """Apply the rank's changes to the router's index."""
         changes = self.caches[rank].take_changes()
-        self.service.picker.kv.apply([RoutedKvEvent(worker_id=WORKER, event=KvEvent(event_id=1, dp_rank=rank, data=change)) for change in changes])
+        self.service.picker.kv.apply(
+            [
+                RoutedKvEvent(worker_id=WORKER, event=KvEvent(event_id=1, dp_rank=rank, data=change))
+                for change in changes
+            ]
+        )
 
 
 def hits(tenants: int, turns: int, pages: int, *, salted: bool) -> tuple[float, int]:
@@ -109,7 +120,9 @@ def hits(tenants: int, turns: int, pages: int, *, salted: bool) -> tuple[float, 
     said = [list(system) for _ in range(CONVERSATIONS)]
     for speaker in chance.permutation(np.repeat(np.arange(CONVERSATIONS), turns)).tolist():
         said[speaker] += chance.integers(0, 50_000, TURN).tolist()
-        fleet.ask(list(said[speaker]), cache_salt(b"key", f"tenant-{speaker % tenants}", None) if salted else "")
+        fleet.ask(
+            list(said[speaker]), cache_salt(b"key", f"tenant-{speaker % tenants}", None) if salted else ""
+        )
     return fleet.cached_tokens / fleet.prompt_tokens, fleet.prompt_tokens - fleet.cached_tokens
 
 
@@ -137,15 +150,27 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> No
     kept: dict[tuple[str, int], float] = {}
     for name, pages in (("large", everything), ("small", everything // (4 * RANKS) + OPEN * 200)):
         for tenants in (1, 4, 16, 64):
-            (common, computed), (own, again) = (hits(tenants, turns, pages, salted=salted) for salted in (False, True))
+            (common, computed), (own, again) = (
+                hits(tenants, turns, pages, salted=salted) for salted in (False, True)
+            )
             kept[name, tenants] = own / common
             report.add(name, tenants, common, own, own / common, again / computed)
     plain, salted = hashing_us(("", "a" * 64), 200 if quick else 1_000)
-    report.notes.append(f"hashes of 4,096 new tokens: {plain:.0f} us without a salt, {salted:.0f} us with one")
+    report.notes.append(
+        f"hashes of 4,096 new tokens: {plain:.0f} us without a salt, {salted:.0f} us with one"
+    )
     report.targets.append(Target("hits of one tenant with a salt / without", kept["large", 1], 0.99))
-    report.targets.append(Target("hits kept by 16 tenants, everything fits", kept["large", 16], LEAST_KEPT[16]))
-    report.targets.append(Target("hits kept by 64 tenants of one conversation, everything fits", kept["large", 64], LEAST_KEPT[64]))
-    report.targets.append(Target("time of salted hashes / of those without", salted / plain, MOST_SLOWER, at_least=False))
+    report.targets.append(
+        Target("hits kept by 16 tenants, everything fits", kept["large", 16], LEAST_KEPT[16])
+    )
+    report.targets.append(
+        Target(
+            "hits kept by 64 tenants of one conversation, everything fits", kept["large", 64], LEAST_KEPT[64]
+        )
+    )
+    report.targets.append(
+        Target("time of salted hashes / of those without", salted / plain, MOST_SLOWER, at_least=False)
+    )
     report.finish(as_json=as_json, check=check)
 
 

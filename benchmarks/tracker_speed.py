@@ -85,7 +85,9 @@ async def nats(folder: str) -> AsyncIterator[int]:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     arguments = ["-js", "-sd", folder, "-a", "127.0.0.1", "-p", str(port)]
-    server = await asyncio.create_subprocess_exec(binary(), *arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = await asyncio.create_subprocess_exec(
+        binary(), *arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         async with asyncio.timeout(30):
             await answers(port)
@@ -111,7 +113,11 @@ async def tracker(port: int, subjects: Subjects) -> AsyncIterator[TrackerService
 
 def counted(service: TrackerService) -> dict[str, float]:
     """Return the tracker's own counters."""
-    lines = [line.rpartition(" ") for line in service.metrics.exposition().decode().splitlines() if not line.startswith("#")]
+    lines = [
+        line.rpartition(" ")
+        for line in service.metrics.exposition().decode().splitlines()
+        if not line.startswith("#")
+    ]
     return {name: float(value) for name, _, value in lines}
 
 
@@ -123,7 +129,9 @@ async def ingest(layers: int, experts: int, messages: int) -> Ingested:
         async with nats(folder) as port, tracker(port, subjects) as service:
             arguments = [port, subjects.namespace, counter, messages, layers, experts, RANKS, UNDER_WAY]
             with counter.open("r+b") as file, mmap.mmap(file.fileno(), 8) as told:
-                sender = await asyncio.create_subprocess_exec(sys.executable, "-m", "benchmarks.rig.report_publisher", *map(str, arguments), cwd=ROOT)
+                sender = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "benchmarks.rig.report_publisher", *map(str, arguments), cwd=ROOT
+                )
                 try:
                     return await _taken(service, told, messages, sender)
                 finally:
@@ -132,7 +140,9 @@ async def ingest(layers: int, experts: int, messages: int) -> Ingested:
                     await sender.wait()
 
 
-async def _taken(service: TrackerService, told: mmap.mmap, messages: int, sender: asyncio.subprocess.Process) -> Ingested:
+async def _taken(
+    service: TrackerService, told: mmap.mmap, messages: int, sender: asyncio.subprocess.Process
+) -> Ingested:
     while not (first := service.reports):  # noqa: ASYNC110, an event for every report would cost what is measured
         await asyncio.sleep(0.001)
     began, used = time.perf_counter(), time.process_time()
@@ -143,21 +153,49 @@ async def _taken(service: TrackerService, told: mmap.mmap, messages: int, sender
     struct.pack_into("<Q", told, 0, messages)
     await asyncio.sleep(2 * PUBLISH_SECONDS)  # until the tracker has published its own counters
     figures = counted(service)
-    missing = messages - taken + sum(value for name, value in figures.items() if name.startswith("roost_tracker_rejected_total"))
-    return Ingested((taken - first) / seconds, 1e6 * used / (taken - first), int(missing + figures["roost_tracker_lost_total"]))
+    missing = (
+        messages
+        - taken
+        + sum(value for name, value in figures.items() if name.startswith("roost_tracker_rejected_total"))
+    )
+    return Ingested(
+        (taken - first) / seconds,
+        1e6 * used / (taken - first),
+        int(missing + figures["roost_tracker_lost_total"]),
+    )
 
 
 def measure_ingest(out: Report, rounds: int, share: float) -> list[Target]:
     targets = []
     for layers, experts, messages in SHAPES:
         found = [uvloop.run(ingest(layers, experts, int(share * messages))) for _ in range(rounds)]
-        rate, cost = statistics.median(each.rate for each in found), statistics.median(each.microseconds for each in found)
+        rate, cost = (
+            statistics.median(each.rate for each in found),
+            statistics.median(each.microseconds for each in found),
+        )
         size = len(report(layers, experts, 0).counts.values)
         out.add(
-            f"reports/s through NATS, {layers} x {experts}", rate, f"{cost:.0f} us of processor each, {size:,} B of counts, best round {max(found).rate:,.0f}/s"
+            f"reports/s through NATS, {layers} x {experts}",
+            rate,
+            f"{cost:.0f} us of processor each, {size:,} B of counts, best round {max(found).rate:,.0f}/s",
         )
-        targets.append(Target(f"rank-reports/s through NATS at {layers} x {experts}, decoding included", rate, RATE, unit="/s"))
-        targets.append(Target(f"reports lost or refused at {layers} x {experts}", sum(each.lost for each in found), 0, at_least=False, unit=""))
+        targets.append(
+            Target(
+                f"rank-reports/s through NATS at {layers} x {experts}, decoding included",
+                rate,
+                RATE,
+                unit="/s",
+            )
+        )
+        targets.append(
+            Target(
+                f"reports lost or refused at {layers} x {experts}",
+                sum(each.lost for each in found),
+                0,
+                at_least=False,
+                unit="",
+            )
+        )
     return targets
 
 
@@ -166,7 +204,10 @@ def measure_ingest(out: Report, rounds: int, share: float) -> list[Target]:
 
 def measure_reports(out: Report, repeats: int) -> list[Target]:
     layers, experts, ranks = 58, 256, 512
-    activity, reports = EngineActivity(TrackerConfig()), [report(layers, experts, rank) for rank in range(ranks)]
+    activity, reports = (
+        EngineActivity(TrackerConfig()),
+        [report(layers, experts, rank) for rank in range(ranks)],
+    )
     took, most = [], 0
     for turn in range(BATCH * (1 + repeats)):
         began = time.perf_counter_ns()
@@ -176,10 +217,20 @@ def measure_reports(out: Report, repeats: int) -> list[Target]:
         most = max(most, activity.stored_bytes)
     # Reports are added up in batches of BATCH, so only as many turns together show the whole cost.
     cost = statistics.median(statistics.mean(took[at : at + BATCH]) for at in range(BATCH, len(took), BATCH))
-    out.add("us for one report of 58 x 256", cost, f"{ranks} ranks in turn; both time constants, of the rank and of the model")
-    out.add("GB for 512 ranks of 58 x 256", most / 1e9, f"at most; {activity.stored_bytes / 1e9:.3f} when all is added up")
+    out.add(
+        "us for one report of 58 x 256",
+        cost,
+        f"{ranks} ranks in turn; both time constants, of the rank and of the model",
+    )
+    out.add(
+        "GB for 512 ranks of 58 x 256",
+        most / 1e9,
+        f"at most; {activity.stored_bytes / 1e9:.3f} when all is added up",
+    )
     return [
-        Target("microseconds for one report of 58 x 256", cost, REPORT_MICROSECONDS, at_least=False, unit=" us"),
+        Target(
+            "microseconds for one report of 58 x 256", cost, REPORT_MICROSECONDS, at_least=False, unit=" us"
+        ),
         Target("memory of 512 ranks of 58 x 256", most / 1e9, MEMORY_GB, at_least=False, unit=" GB"),
     ]
 
@@ -191,7 +242,13 @@ def prompt(number: int, tokens: int) -> Query:
     """Return a prompt whose first half is in the tables, with a known session and tenant."""
     random = np.random.default_rng((number, tokens))
     prefix = random.integers(1, 1 << 63, tokens // BLOCK).tolist()
-    return Query(prefix=prefix, tokens=random.integers(0, 150_000, tokens).tolist(), block_size=BLOCK, session=number + 1, tenant=number % 8 + 1)
+    return Query(
+        prefix=prefix,
+        tokens=random.integers(0, 150_000, tokens).tolist(),
+        block_size=BLOCK,
+        session=number + 1,
+        tenant=number % 8 + 1,
+    )
 
 
 def tables(prompts: list[Query]) -> Tables:
@@ -250,7 +307,9 @@ def predictions(known: Tables, prompts: list[Query], repeats: int, *, guess: boo
 
 def measure_predictions(out: Report, repeats: int) -> list[Target]:
     """Measure all sizes in turn, several times, so that disturbances of the machine affect all alike."""
-    cases: dict[tuple[int, bool], list[float]] = {(tokens, guess): [] for tokens in PROMPTS for guess in (False, True)}
+    cases: dict[tuple[int, bool], list[float]] = {
+        (tokens, guess): [] for tokens in PROMPTS for guess in (False, True)
+    }
     made = {tokens: [prompt(number, tokens) for number in range(KNOWN)] for tokens in PROMPTS}
     learnt = {tokens: tables(prompts) for tokens, prompts in made.items()}
     for tokens, prompts in made.items():
@@ -263,7 +322,11 @@ def measure_predictions(out: Report, repeats: int) -> list[Target]:
             took += predictions(learnt[tokens], made[tokens], max(KNOWN, repeats // ROUNDS), guess=guess)
     for (tokens, guess), took in cases.items():
         note = f"p99 {percentile(took, 0.99):.0f} us, K = {CLUSTERS}, half of {tokens // BLOCK} blocks known"
-        out.add(f"us for one prediction, prompt of {tokens:,}, {'cached prefix known' if guess else 'no guess'}", statistics.median(took), note)
+        out.add(
+            f"us for one prediction, prompt of {tokens:,}, {'cached prefix known' if guess else 'no guess'}",
+            statistics.median(took),
+            note,
+        )
     return [
         Target(
             f"microseconds for one prediction, prompt of {tokens:,} tokens",
@@ -281,13 +344,31 @@ def measure_profile(out: Report) -> None:
     random = np.random.default_rng(1)
     profiles = random.dirichlet(np.full(256, 0.5), (CLUSTERS, 58)).astype(np.float32)
     model = ClusterModel(1, profiles, np.full(CLUSTERS, 1 / CLUSTERS, np.float32), 0.01)
-    ended = EndedRequest("", 8192, random.integers(0, 256, (8192, 58, 8)).astype(np.int16), [block.identity for block in identify(range(8192), BLOCK)])
+    ended = EndedRequest(
+        "",
+        8192,
+        random.integers(0, 256, (8192, 58, 8)).astype(np.int16),
+        [block.identity for block in identify(range(8192), BLOCK)],
+    )
     took = []
     for _ in range(5):
         began = time.perf_counter()
-        request_profiles([ended], model, linear(layers=58, experts=256, ranks=32), 3, np.zeros(32, np.intp), block_size=BLOCK, most_blocks=1024, sampled=[True])
+        request_profiles(
+            [ended],
+            model,
+            linear(layers=58, experts=256, ranks=32),
+            3,
+            np.zeros(32, np.intp),
+            block_size=BLOCK,
+            most_blocks=1024,
+            sampled=[True],
+        )
         took.append(1e3 * (time.perf_counter() - began))
-    out.add("ms for a rank to profile a prompt of 8,192 tokens", statistics.median(took), "58 x 256, K = 32, 512 blocks and a sample")
+    out.add(
+        "ms for a rank to profile a prompt of 8,192 tokens",
+        statistics.median(took),
+        "58 x 256, K = 32, 512 blocks and a sample",
+    )
 
 
 # (d) Drift
@@ -307,7 +388,11 @@ def watch(flow: Flow, before: Mix, after: Mix, rate: float, seed: int) -> Watche
     for second, (counts, tokens) in enumerate(flow.seconds(before, after, HOUR, rate, HOUR + AFTER, random)):
         now = float(second + 1)
         drift.observe(counts, tokens, now)
-        if second % round(config.publish_seconds) == 0 and (shift := drift.judge(now)) is not None and not shift.settled:
+        if (
+            second % round(config.publish_seconds) == 0
+            and (shift := drift.judge(now)) is not None
+            and not shift.settled
+        ):
             alarms.append(now)
     late = [now - HOUR for now in alarms if now > HOUR]
     return Watched(sum(now <= HOUR for now in alarms), late[0] if late else float("inf"))
@@ -316,7 +401,11 @@ def watch(flow: Flow, before: Mix, after: Mix, rate: float, seed: int) -> Watche
 def measure_drift(out: Report, seeds: int) -> list[Target]:
     flow, fast = Flow(), TrackerConfig().fast_seconds
     code, text = mix(CODE), mix(TEXT)
-    flips = {"code -> text": (code, text), "text -> code": (text, code), "3:1 -> 1:3": (0.75 * code + 0.25 * text, 0.25 * code + 0.75 * text)}
+    flips = {
+        "code -> text": (code, text),
+        "text -> code": (text, code),
+        "3:1 -> 1:3": (0.75 * code + 0.25 * text, 0.25 * code + 0.75 * text),
+    }
     false_alarms, slowest = 0, 0.0
     for name, (before, after) in flips.items():
         for rate in (2.0, 8.0):
@@ -324,11 +413,28 @@ def measure_drift(out: Report, seeds: int) -> list[Target]:
             times = [each.seconds / fast for each in found]
             false_alarms += sum(each.false_alarms for each in found)
             slowest = max(slowest, *times)
-            note = f"worst {max(times):.2f}; {sum(each.false_alarms for each in found)} false alarms in {seeds} h"
-            out.add(f"fast time constants to notice {name}, {rate:g} requests/s", statistics.median(times), note)
+            note = (
+                f"worst {max(times):.2f}; {sum(each.false_alarms for each in found)} false alarms in"
+                f" {seeds} h"
+            )
+            out.add(
+                f"fast time constants to notice {name}, {rate:g} requests/s", statistics.median(times), note
+            )
     return [
-        Target("fast time constants until a flipped mix is noticed, worst of all", slowest, SILENCES, at_least=False, unit=""),
-        Target(f"false alarms in {2 * len(flips) * seeds} stationary hours", false_alarms, 0, at_least=False, unit=""),
+        Target(
+            "fast time constants until a flipped mix is noticed, worst of all",
+            slowest,
+            SILENCES,
+            at_least=False,
+            unit="",
+        ),
+        Target(
+            f"false alarms in {2 * len(flips) * seeds} stationary hours",
+            false_alarms,
+            0,
+            at_least=False,
+            unit="",
+        ),
     ]
 
 
@@ -340,7 +446,10 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> No
     out.targets += measure_predictions(out, 2000 if quick else 20_000)
     measure_profile(out)
     out.targets += measure_drift(out, 2 if quick else 10)
-    out.notes.append(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; drift in virtual time, {HOUR} s before the flip")
+    out.notes.append(
+        f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; drift in virtual time, {HOUR} s"
+        " before the flip"
+    )
     out.finish(as_json=as_json, check=check)
 
 

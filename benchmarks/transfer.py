@@ -53,7 +53,10 @@ Timed = dict[str, list[float]]
 
 def memory_of(cell_bytes: int) -> MappedCells:
     scales = cell_bytes // 4096
-    return MappedCells(laid_out([("weights", "uint8", (cell_bytes - scales,)), ("scales", "uint8", (scales,))]), SIZES[cell_bytes])
+    return MappedCells(
+        laid_out([("weights", "uint8", (cell_bytes - scales,)), ("scales", "uint8", (scales,))]),
+        SIZES[cell_bytes],
+    )
 
 
 async def serve(cell_bytes: int) -> None:
@@ -71,7 +74,9 @@ async def serve(cell_bytes: int) -> None:
 
 def plainly_mapped(address: MemoryAddress) -> NDArray[np.uint8]:
     with open(f"/proc/{address.pid}/fd/{address.descriptor}", "rb") as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), address.cells * address.cell_bytes, prot=mmap.PROT_READ), np.uint8)
+        return np.frombuffer(
+            mmap.mmap(file.fileno(), address.cells * address.cell_bytes, prot=mmap.PROT_READ), np.uint8
+        )
 
 
 class Reader:
@@ -93,7 +98,10 @@ class Reader:
             "ours, one": lambda: self._pull(self._nixl, 1),
         }
         if with_shared:
-            self.asked |= {"memcpy": self._plain(self._memcpy), "shared": lambda: self._pull(self._shared, self.memory.cells)}
+            self.asked |= {
+                "memcpy": self._plain(self._memcpy),
+                "shared": lambda: self._pull(self._shared, self.memory.cells),
+            }
 
     async def times(self, rounds: int) -> Timed:
         """Return seconds of each, by round; the first round, which makes the connections, does not count."""
@@ -120,7 +128,11 @@ class Reader:
 
     async def _verified(self) -> None:
         await self._pull(self._nixl, self.memory.cells)
-        await asyncio.to_thread(lambda: [checksums(self.memory.cell(cell), self.memory.tensors) for cell in range(self.memory.cells)])
+        await asyncio.to_thread(
+            lambda: [
+                checksums(self.memory.cell(cell), self.memory.tensors) for cell in range(self.memory.cells)
+            ]
+        )
 
     def _memcpy(self) -> None:
         size = self.memory.cell_bytes
@@ -130,7 +142,11 @@ class Reader:
 
 def measure(cell_bytes: int, rounds: int, with_shared: bool) -> Timed:
     """Act as the reader, with a source process."""
-    source = subprocess.Popen([sys.executable, "-m", "benchmarks.transfer", "--serve", str(cell_bytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    source = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.transfer", "--serve", str(cell_bytes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert source.stdin is not None
     assert source.stdout is not None
     try:
@@ -144,7 +160,13 @@ def measure(cell_bytes: int, rounds: int, with_shared: bool) -> Timed:
 def measured(cell_bytes: int, mode: str, rounds: int) -> Timed:
     """Return seconds of each method by round, in a separate process, since UCX reads its transports only
     once."""
-    command = [sys.executable, "-m", "benchmarks.transfer", "--read", f"{cell_bytes},{rounds},{int(mode == 'default')}"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.transfer",
+        "--read",
+        f"{cell_bytes},{rounds},{int(mode == 'default')}",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **MODES[mode]}
     said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
     found: Timed = json.loads(next(line for line in said.splitlines() if line.startswith(b"{")))
@@ -161,7 +183,9 @@ Serve = typer.Option("", "--serve", hidden=True)
 Read = typer.Option("", "--read", hidden=True)
 
 
-def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, serve_: str = Serve, read: str = Read) -> None:
+def main(
+    quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, serve_: str = Serve, read: str = Read
+) -> None:
     """Measure GB/s of expert reads from another process: Roost's transfers, a plain loop over NIXL, and
     memcpy."""
     if serve_:
@@ -173,14 +197,32 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, serve
         return
     report = Report(
         "reading experts from another process, GB/s (medians; ratios: of rounds)",
-        ["UCX, experts x MiB", "raw", "ours", "verified", "memcpy", "shared", "ours / raw", "verified / raw", "shared / memcpy"],
+        [
+            "UCX, experts x MiB",
+            "raw",
+            "ours",
+            "verified",
+            "memcpy",
+            "shared",
+            "ours / raw",
+            "verified / raw",
+            "shared / memcpy",
+        ],
     )
     ratios: dict[str, list[tuple[float, str]]] = {"copy": [], "verified": [], "shared": []}
     for mode in MODES:
         for cell_bytes, cells in SIZES.items():
-            _add(report, ratios, f"{mode}, {cells} x {cell_bytes // MIB}", cells * cell_bytes, measured(cell_bytes, mode, ROUNDS[mode][quick]))
+            _add(
+                report,
+                ratios,
+                f"{mode}, {cells} x {cell_bytes // MIB}",
+                cells * cell_bytes,
+                measured(cell_bytes, mode, ROUNDS[mode][quick]),
+            )
     report.notes.append(f"load average {os.getloadavg()[0]:.1f}")
-    (shared, of_shared), (verified, of_verified), (copy, of_copy) = (min(ratios[name]) for name in ("shared", "verified", "copy"))
+    (shared, of_shared), (verified, of_verified), (copy, of_copy) = (
+        min(ratios[name]) for name in ("shared", "verified", "copy")
+    )
     report.targets += [
         Target(f"shared memory beside memcpy, least ({of_shared})", shared, SHARED),
         Target(f"copy with verification beside the raw loop, least ({of_verified})", verified, VERIFIED),
@@ -189,7 +231,9 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, serve
     report.finish(as_json=as_json, check=check)
 
 
-def _add(report: Report, ratios: dict[str, list[tuple[float, str]]], name: str, total: int, seconds: Timed) -> None:
+def _add(
+    report: Report, ratios: dict[str, list[tuple[float, str]]], name: str, total: int, seconds: Timed
+) -> None:
     raw = min(seconds["raw"], seconds["raw prepared"], key=median)
     found = {"copy": beside(raw, seconds["ours"]), "verified": beside(raw, seconds["verified"])}
     if "shared" in seconds:
@@ -200,7 +244,9 @@ def _add(report: Report, ratios: dict[str, list[tuple[float, str]]], name: str, 
     rates = [total / median(each) / 1e9 if each else "" for each in taken.values()]
     report.add(name, *rates, *(found.get(kind, "") for kind in ("copy", "verified", "shared")))
     alone = [1e3 * median(seconds[kind]) for kind in ("ours, one", "raw, one")]
-    report.notes.append(f"{name}: one expert alone takes {alone[0]:.3f} ms, by the raw loop {alone[1]:.3f} ms")
+    report.notes.append(
+        f"{name}: one expert alone takes {alone[0]:.3f} ms, by the raw loop {alone[1]:.3f} ms"
+    )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,10 @@ from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 
 RANKS, MODEL, DIGEST, BLOCK_SIZE = 8, "m", "f" * 64, 16
-SPEEDS = (EngineSpeed(prefill_token=2e-5, decode_sequence=5e-5, decode_block=2e-7), EngineSpeed(prefill_token=4e-5, decode_sequence=8e-5, decode_block=3e-7))
+SPEEDS = (
+    EngineSpeed(prefill_token=2e-5, decode_sequence=5e-5, decode_block=2e-7),
+    EngineSpeed(prefill_token=4e-5, decode_sequence=8e-5, decode_block=3e-7),
+)
 BATCHES = ((8, 64), (32, 64), (64, 64), (200, 64), (32, 512))
 """(requests, ranks)"""
 PLACES, SHUFFLES = 64, 5
@@ -56,7 +59,9 @@ class House(NamedTuple):
     @classmethod
     def of(cls, ranks: int, requests: int, *, places: int = 100_000, seed: int = 1) -> "House":
         chance = np.random.default_rng(seed)
-        config = RouterConfig(max_requests_per_rank=places, queue_requests=10_000, queue_bytes=1 << 40, queue_wait_seconds=1e6)
+        config = RouterConfig(
+            max_requests_per_rank=places, queue_requests=10_000, queue_bytes=1 << 40, queue_wait_seconds=1e6
+        )
         service = RouterService(None, MemoryBroker().subjects, config)
         for engine in range(1, ranks // RANKS + 1):
             service.view.join(
@@ -81,8 +86,12 @@ class House(NamedTuple):
         for at in range(requests):
             ids = chance.integers(0, 50_000, int(chance.integers(50, 3000))).tolist()
             for _ in range(int(chance.integers(1, 3))):
-                service.picker.kv.apply([_stored(ids[: int(chance.integers(0, len(ids)))], int(chance.integers(ranks)), at)])
-            needs.append(RoutingRequest(MODEL, TokenPrompt(ids), len(ids) + 200, int(chance.integers(10, 400)), DIGEST))
+                service.picker.kv.apply(
+                    [_stored(ids[: int(chance.integers(0, len(ids)))], int(chance.integers(ranks)), at)]
+                )
+            needs.append(
+                RoutingRequest(MODEL, TokenPrompt(ids), len(ids) + 200, int(chance.integers(10, 400)), DIGEST)
+            )
         return cls(service, needs)
 
     def load(self, places: int, requests: int, seed: int) -> None:
@@ -92,7 +101,12 @@ class House(NamedTuple):
         free = np.bincount(chance.integers(0, len(targets), requests), minlength=len(targets))
         for target, left in zip(targets, free.tolist(), strict=True):
             running = places - left
-            amounts = (int(chance.integers(0, 6000)), running, running * int(chance.integers(10, 120)), running * int(chance.integers(1, 200)))
+            amounts = (
+                int(chance.integers(0, 6000)),
+                running,
+                running * int(chance.integers(10, 120)),
+                running * int(chance.integers(1, 200)),
+            )
             self.service.picker.reservations.report(target.key, amounts, self.service.clock())
 
 
@@ -100,7 +114,11 @@ def _stored(ids: list[int], rank: int, number: int) -> RoutedKvEvent:
     """Return the event of a rank that holds the beginning of a prompt."""
     local = local_hashes(ids, BLOCK_SIZE)
     blocks = tuple(KvBlock(*pair) for pair in zip(sequence_hashes(local), local, strict=True))
-    event = KvEvent(event_id=number, dp_rank=rank % RANKS, data=KvChange(stored=KvStored(blocks=blocks)) if blocks else "cleared")
+    event = KvEvent(
+        event_id=number,
+        dp_rank=rank % RANKS,
+        data=KvChange(stored=KvStored(blocks=blocks)) if blocks else "cleared",
+    )
     return RoutedKvEvent(worker_id=1 + rank // RANKS, event=event)
 
 
@@ -116,7 +134,10 @@ def timed_ms(repeats: int, action: Callable[[], object]) -> float:
 
 def assigning(quick: bool) -> tuple[Report, float, float]:
     """Measure the time to find an order, and its benefit."""
-    report = Report("assigning many at once", ["requests x ranks", "to find the order, ms", "cost in that order / as they came"])
+    report = Report(
+        "assigning many at once",
+        ["requests x ranks", "to find the order, ms", "cost in that order / as they came"],
+    )
     slowest, worst = 0.0, 0.0
     for requests, ranks in BATCHES:
         house = House.of(ranks, requests, places=PLACES)
@@ -125,9 +146,14 @@ def assigning(quick: bool) -> tuple[Report, float, float]:
         decisions = [service.decide(need, "d") for need in house.needs]
         load = service.picker.reservations.load(service.view.roster(MODEL).rows, now)
         limits = SaturationLimits(PLACES, 60.0)
-        taken = timed_ms(3 if quick else 15, lambda decisions=decisions, load=load, limits=limits: order_of(decisions, load, limits))  # type: ignore[misc]
+        taken = timed_ms(
+            3 if quick else 15,
+            lambda decisions=decisions, load=load, limits=limits: order_of(decisions, load, limits),
+        )  # type: ignore[misc]
         shuffles = [np.random.default_rng(seed).permutation(requests).tolist() for seed in range(SHUFFLES)]
-        worth = booked(house, order_of(decisions, load, limits)) / float(np.mean([booked(house, order) for order in shuffles]))
+        worth = booked(house, order_of(decisions, load, limits)) / float(
+            np.mean([booked(house, order) for order in shuffles])
+        )
         report.add(f"{requests} x {ranks}", taken, worth)
         slowest, worst = max(slowest, taken if ranks == 64 else 0.0), max(worst, worth)
     return report, slowest, worst
@@ -177,7 +203,9 @@ class Crowd:
         for at in range(64 * self.places):
             _, booking = service.book(exchange, self.house.needs[at % len(self.house.needs)], "", FIRST_TRY)
             self.running.append(booking)
-        self.tasks = [asyncio.create_task(self._admitted(need), name="waits for a place") for need in self.house.needs]
+        self.tasks = [
+            asyncio.create_task(self._admitted(need), name="waits for a place") for need in self.house.needs
+        ]
         while len(service.waiting) < len(self.tasks):  # noqa: ASYNC110 no time passes
             await asyncio.sleep(0)
         return self
@@ -186,7 +214,9 @@ class Crowd:
         await asyncio.gather(*self.tasks)
 
     async def _admitted(self, need: RoutingRequest) -> None:
-        _, booking = await self.house.service.waiting.admit(self.house.exchange(), need, "", FIRST_TRY, begun=False)
+        _, booking = await self.house.service.waiting.admit(
+            self.house.exchange(), need, "", FIRST_TRY, begun=False
+        )
         self.running.append(booking)
 
 
@@ -227,12 +257,24 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> No
     single = asyncio.run(one_by_one(count))
     whole, longest = asyncio.run(all_at_once(count))
     report.notes += [
-        f"deciding, booking and releasing at 64 ranks: {direct:.1f} us directly, {through:.1f} us through the waiting room while there is room",
+        (
+            f"deciding, booking and releasing at 64 ranks: {direct:.1f} us directly, {through:.1f} us through"
+            " the waiting room while there is room"
+        ),
         f"{count} wait at 64 ranks: {single:.0f} us from each release to the next booking",
-        f"{count} get places at once: {whole:.0f} ms for all, longest turn of the event loop {longest:.1f} ms; load average {os.getloadavg()[0]:.1f}",
+        (
+            f"{count} get places at once: {whole:.0f} ms for all, longest turn of the event loop"
+            f" {longest:.1f} ms; load average {os.getloadavg()[0]:.1f}"
+        ),
     ]
     report.targets += [
-        Target("what the waiting room adds where there is room", through - direct, MOST_ADDED_US, at_least=False, unit=" us"),
+        Target(
+            "what the waiting room adds where there is room",
+            through - direct,
+            MOST_ADDED_US,
+            at_least=False,
+            unit=" us",
+        ),
         Target("longest turn of the event loop", longest, MOST_TURN_MS, at_least=False, unit=" ms"),
         Target("cost in the order found / as they came, worst", worst, 1.0, at_least=False),
         Target("slowest order at 64 ranks", slowest, MOST_MS, at_least=False, unit=" ms"),

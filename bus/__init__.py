@@ -133,7 +133,9 @@ class Bus(Protocol):
         """
         ...
 
-    def serve(self, subject: str, answer: Callable[[Message], Awaitable[Message]]) -> AbstractAsyncContextManager[None]:
+    def serve(
+        self, subject: str, answer: Callable[[Message], Awaitable[Message]]
+    ) -> AbstractAsyncContextManager[None]:
         """Answer requests on a subject while the context lasts. An exception of `answer` becomes
         `RequestRefused` and is logged.
         """
@@ -147,7 +149,9 @@ class Bus(Protocol):
         """
         ...
 
-    def replay(self, subject: str, *, since: float | None = None, latest: bool = False, follow: bool = True) -> AsyncIterator[Received]:
+    def replay(
+        self, subject: str, *, since: float | None = None, latest: bool = False, follow: bool = True
+    ) -> AsyncIterator[Received]:
         """Yield stored messages in order, then (with `follow`) new ones indefinitely, across reconnects, each
         exactly once.
 

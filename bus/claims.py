@@ -54,7 +54,14 @@ class ClaimStep(enum.Enum):
     REFUSE = "give up: the holder lives"
 
 
-def judge(seen: Claim | None, now: Claim | None, watched: float, *, replaces: int | None = None, lease: float = LEASE_SECONDS) -> ClaimStep:
+def judge(
+    seen: Claim | None,
+    now: Claim | None,
+    watched: float,
+    *,
+    replaces: int | None = None,
+    lease: float = LEASE_SECONDS,
+) -> ClaimStep:
     """Decide from the key as first seen held, the key now, and the seconds between.
 
     replaces: worker_id of an incarnation known to be dead (its launcher ended it). Its claim is taken over
@@ -80,7 +87,16 @@ def holder_of(claim: Claim) -> Holder:
 class ClaimLease:
     """One holder's claim of a key. It lasts as long as it is refreshed at least once in `lease` seconds."""
 
-    def __init__(self, bus: Bus, key: str, *, worker_id: int, node: str, replaces: int | None = None, lease: float = LEASE_SECONDS) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        key: str,
+        *,
+        worker_id: int,
+        node: str,
+        replaces: int | None = None,
+        lease: float = LEASE_SECONDS,
+    ) -> None:
         self.restored = False
         """the key had vanished (a server without its store) and was created again at the last refresh"""
         self.token = 0
@@ -164,7 +180,9 @@ class ClaimLease:
         offset = 0 if now is None else holder_of(now).offset
         self._holder = msgspec.structs.replace(self._holder, offset=offset)
         try:
-            self._revision = await self._bus.claim(self._key, self._value(), None if now is None else now.revision)
+            self._revision = await self._bus.claim(
+                self._key, self._value(), None if now is None else now.revision
+            )
         except ClaimLost:
             return False
         self.token = self._revision + offset
@@ -176,19 +194,33 @@ class ClaimLease:
 
     def _taken(self, now: Claim) -> LeaseTaken:
         holder = holder_of(now)
-        return LeaseTaken(f"{self._key!r} is held by {holder.worker_id} on {holder.node}; it is free {self._lease:g} s after that falls silent")
+        return LeaseTaken(
+            f"{self._key!r} is held by {holder.worker_id} on {holder.node}; it is free {self._lease:g} s"
+            " after that falls silent"
+        )
 
 
 class NameClaim(ClaimLease):
     """One incarnation's claim of its engine's name. Its methods raise NameTaken."""
 
-    def __init__(self, bus: Bus, key: str, engine: str, *, worker_id: int, node: str, replaces: int | None = None, lease: float = LEASE_SECONDS) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        key: str,
+        engine: str,
+        *,
+        worker_id: int,
+        node: str,
+        replaces: int | None = None,
+        lease: float = LEASE_SECONDS,
+    ) -> None:
         super().__init__(bus, key, worker_id=worker_id, node=node, replaces=replaces, lease=lease)
         self._engine = engine
 
     def _taken(self, now: Claim) -> NameTaken:
         holder = holder_of(now)
         return NameTaken(
-            f"the engine name {self._engine!r} is taken: worker {holder.worker_id} on {holder.node} serves under it. "
-            f"Give this engine another name (--name), or stop that one; its name is free {self._lease:.0f} s after it falls silent"
+            f"the engine name {self._engine!r} is taken: worker {holder.worker_id} on {holder.node} serves"
+            " under it. Give this engine another name (--name), or stop that one; its name is free"
+            f" {self._lease:.0f} s after it falls silent"
         )

@@ -79,7 +79,10 @@ class BusConfig:
         for name, urls in (("url", (self.url,)), ("urls", self.urls)):
             for url in urls:
                 if "://" not in url:
-                    raise ValueError(f"bus.{name} must look like nats://host:port, not {without_secrets(f'nats://{url}')[7:]!r}")
+                    raise ValueError(
+                        f"bus.{name} must look like nats://host:port, not"
+                        f" {without_secrets(f'nats://{url}')[7:]!r}"
+                    )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("bus.tls_cert and bus.tls_key belong together; set both or neither")
         if not 1 <= self.replicas <= MOST_REPLICAS:
@@ -89,7 +92,10 @@ class BusConfig:
             if isinstance(value, int | float) and not 0 < value < float("inf"):
                 raise ValueError(f"bus.{field.name} must be finite and above 0, not {value}")
         if self.reconnect_most_seconds < self.reconnect_first_seconds:
-            raise ValueError(f"bus.reconnect_most_seconds {self.reconnect_most_seconds} is below bus.reconnect_first_seconds {self.reconnect_first_seconds}")
+            raise ValueError(
+                f"bus.reconnect_most_seconds {self.reconnect_most_seconds} is below"
+                f" bus.reconnect_first_seconds {self.reconnect_first_seconds}"
+            )
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -103,7 +109,9 @@ class BusConfig:
 
     @property
     def uses_tls(self) -> bool:
-        return any(value is not None for value in (self.tls_ca, self.tls_cert, self.tls_hostname)) or any(url.startswith("tls://") for url in self.servers)
+        return any(value is not None for value in (self.tls_ca, self.tls_cert, self.tls_hostname)) or any(
+            url.startswith("tls://") for url in self.servers
+        )
 
     @property
     def stream_seconds(self) -> float:

@@ -31,7 +31,9 @@ async def holds_its_name(bus: Bus, subjects: Subjects, joined: EngineJoined) -> 
     return claim is not None and holder_of(claim).worker_id == joined.worker_id
 
 
-async def vouched(bus: Bus, subjects: Subjects, said: AsyncIterator[Received], seconds: float = CLAIM_SECONDS) -> AsyncIterator[Received]:
+async def vouched(
+    bus: Bus, subjects: Subjects, said: AsyncIterator[Received], seconds: float = CLAIM_SECONDS
+) -> AsyncIterator[Received]:
     """Filter a replay of memberships: pass joins only after their claim is seen, and everything else
     immediately.
 
@@ -104,7 +106,11 @@ class _Check:
             if held or last or (held is False and self._now() >= until):
                 self.waiting.pop(engine, None)
                 if not held:
-                    log.warning("ignored the join of worker %d as engine %s: it does not hold the claim to that name", joined.worker_id, engine)
+                    log.warning(
+                        "ignored the join of worker %d as engine %s: it does not hold the claim to that name",
+                        joined.worker_id,
+                        engine,
+                    )
         return found
 
     async def _held(self, joined: EngineJoined) -> bool | None:

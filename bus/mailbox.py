@@ -84,7 +84,10 @@ def audible(subject: str) -> str:
 def check_stored(subject: str, message: Message, patterns: tuple[str, ...]) -> None:
     """Raise BusError unless messages of this kind are stored, on this subject."""
     if not isinstance(message, STORED):
-        raise BusError(f"a {type(message).__name__} is not stored; only {', '.join(kind.__name__ for kind in STORED)} can be recorded")
+        raise BusError(
+            f"a {type(message).__name__} is not stored; only {', '.join(kind.__name__ for kind in STORED)}"
+            " can be recorded"
+        )
     if not any(matches(pattern, subject) for pattern in patterns):
         raise BusError(f"subject {subject!r} is not stored; only {', '.join(patterns)} are")
 
@@ -129,7 +132,14 @@ class Encoder(SequencedPublisher):
     sequence.
     """
 
-    def __init__(self, subject: str, send: Send, keep: Keep, connected: Callable[[], bool], wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        subject: str,
+        send: Send,
+        keep: Keep,
+        connected: Callable[[], bool],
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         super().__init__(keep, wall_clock)
         self.subject = sendable(subject)
         self._topic = topic_of(subject)
@@ -168,7 +178,10 @@ async def _opened(subject: str, envelope: Envelope, fetch: Fetch) -> Received:
     except BlobLost as error:
         raise Undeliverable(RejectionReason.BLOB, str(error)) from error
     if len(content) != found.size:
-        raise Undeliverable(RejectionReason.BLOB, f"content {found.digest} has {len(content)} bytes, announced were {found.size}")
+        raise Undeliverable(
+            RejectionReason.BLOB,
+            f"content {found.digest} has {len(content)} bytes, announced were {found.size}",
+        )
     return _received(subject, envelope, decode(found.topic, content))
 
 
@@ -176,11 +189,15 @@ def _received(subject: str, envelope: Envelope, message: Message) -> Received:
     named, speaker = getattr(message, "engine", None), engine_of(subject)
     # a server's permissions are by subject
     if named is not None and speaker is not None and named != speaker:
-        raise Undeliverable(RejectionReason.SPEAKER, f"{type(message).__name__} of engine {named!r} on {subject}")
+        raise Undeliverable(
+            RejectionReason.SPEAKER, f"{type(message).__name__} of engine {named!r} on {subject}"
+        )
     return Received(subject, envelope.publisher_id, envelope.sequence, envelope.published_at / 1000, message)
 
 
-async def asked(subject: str, raw: bytes, exchange: Exchange, outbox: SequencedPublisher, fetch: Fetch, seconds: float) -> Message:
+async def asked(
+    subject: str, raw: bytes, exchange: Exchange, outbox: SequencedPublisher, fetch: Fetch, seconds: float
+) -> Message:
     """Return the answer to a request, in one message or in parts.
 
     Declined with the reason of a RequestRefused; BusError if the answer cannot be read. seconds: timeout of
@@ -195,7 +212,9 @@ async def asked(subject: str, raw: bytes, exchange: Exchange, outbox: SequencedP
             content = await fetch_parts(offer, envelope.publisher_id, exchange, outbox.asking_for, seconds)
             message = _received(subject, envelope, decode(offer.topic, content)).message
     except Undeliverable as refusal:
-        raise BusError(f"the answer to {subject!r} cannot be read ({refusal}); do both sides run the same version?") from refusal
+        raise BusError(
+            f"the answer to {subject!r} cannot be read ({refusal}); do both sides run the same version?"
+        ) from refusal
     if isinstance(message, RequestRefused):
         raise Declined(message.reason)
     return message
@@ -278,7 +297,14 @@ class RequestServer:
     """Answers the requests on one subject, several at a time, while `run` runs."""
 
     def __init__(
-        self, subject: str, answer: Answer, outbox: SequencedPublisher, answers: PartedAnswers, fetch: Fetch, rejected: Rejections, full: FullStores
+        self,
+        subject: str,
+        answer: Answer,
+        outbox: SequencedPublisher,
+        answers: PartedAnswers,
+        fetch: Fetch,
+        rejected: Rejections,
+        full: FullStores,
     ) -> None:
         self.subject = sendable(subject)
         self._topic = topic_of(subject)
@@ -288,7 +314,9 @@ class RequestServer:
         self._fetch = fetch
         self._rejected = rejected
         self._full = full
-        self._requests: asyncio.Queue[tuple[bytes, Callable[[bytes], Awaitable[None]]]] = asyncio.Queue(QUEUED_REQUESTS)
+        self._requests: asyncio.Queue[tuple[bytes, Callable[[bytes], Awaitable[None]]]] = asyncio.Queue(
+            QUEUED_REQUESTS
+        )
 
     def submit(self, raw: bytes, reply: Callable[[bytes], Awaitable[None]]) -> None:
         """Enqueue without blocking. A request beyond the queue's limit times out at its sender."""
@@ -304,7 +332,9 @@ class RequestServer:
             while True:
                 raw, reply = await self._requests.get()
                 await places.acquire()
-                task = answering.create_task(self._respond(raw, reply), name=f"answers a request on {self.subject}")
+                task = answering.create_task(
+                    self._respond(raw, reply), name=f"answers a request on {self.subject}"
+                )
                 task.add_done_callback(lambda _: places.release())
 
     @asynccontextmanager
@@ -337,7 +367,9 @@ class RequestServer:
 
     def _part(self, wanted: PartWanted) -> bytes:
         part = self._answers.part(wanted) if wanted.publisher_id == self._outbox.publisher_id else None
-        return self._outbox.plain(NO_PART_TOPIC, b"") if part is None else self._outbox.plain(PART_TOPIC, part)
+        return (
+            self._outbox.plain(NO_PART_TOPIC, b"") if part is None else self._outbox.plain(PART_TOPIC, part)
+        )
 
     def _enclosed(self, answer: Message) -> bytes:
         """Return the answer, or for a large one the offer of its parts. BusError if it cannot be encoded or
@@ -354,7 +386,9 @@ class RequestServer:
         return self._outbox.plain(PARTS_TOPIC, msgspec.msgpack.encode(offer))
 
     def _refusal(self, reason: str) -> bytes:
-        return self._outbox.plain(self._topic, encode(self._topic, RequestRefused(reason=reason[:REASON_LENGTH])))
+        return self._outbox.plain(
+            self._topic, encode(self._topic, RequestRefused(reason=reason[:REASON_LENGTH]))
+        )
 
     async def _considered(self, envelope: Envelope) -> Message:
         """Return the answer to a request. Undeliverable if the request cannot be read."""
@@ -366,5 +400,10 @@ class RequestServer:
         try:
             return await self._answer(request.message)
         except Exception as error:  # the requester must get an answer, whatever the error
-            logger.warning("%s: refused a request: %s", self.subject, error, exc_info=not isinstance(error, BusError | ValueError))
+            logger.warning(
+                "%s: refused a request: %s",
+                self.subject,
+                error,
+                exc_info=not isinstance(error, BusError | ValueError),
+            )
             return RequestRefused(reason=str(error)[:REASON_LENGTH] or type(error).__name__)

@@ -13,9 +13,31 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from bus import BlobLost, BusError, BusTimeout, Claim, ClaimLost, Message, NobodyThere, Received, StoreFull, StoreUse
+from bus import (
+    BlobLost,
+    BusError,
+    BusTimeout,
+    Claim,
+    ClaimLost,
+    Message,
+    NobodyThere,
+    Received,
+    StoreFull,
+    StoreUse,
+)
 from bus.config import BusConfig
-from bus.mailbox import Answer, BoundedSubscription, Encoder, RequestServer, SequencedPublisher, asked, audible, check_stored, opened, sendable
+from bus.mailbox import (
+    Answer,
+    BoundedSubscription,
+    Encoder,
+    RequestServer,
+    SequencedPublisher,
+    asked,
+    audible,
+    check_stored,
+    opened,
+    sendable,
+)
 from bus.parts import PartedAnswers
 from bus.protocol.codec import Rejections, Undeliverable
 from bus.protocol.subjects import Subjects, check_key, matches
@@ -41,7 +63,12 @@ class MemoryBroker:
     answers that are lost in transit. `deliver` publishes raw bytes on a subject, like a foreign client.
     """
 
-    def __init__(self, subjects: Subjects | None = None, config: BusConfig | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        subjects: Subjects | None = None,
+        config: BusConfig | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.subjects = subjects or Subjects()
         self.config = config or BusConfig()
         self.clock = clock
@@ -164,7 +191,12 @@ class MemoryBroker:
             StoreUse("log", sum(len(entry.raw) for entry in self._log), config.stream_bytes, refuses=False),
             StoreUse("claims", claims, config.claims_bytes, refuses=True),
             StoreUse("blobs", sum(map(len, self.blobs.values())), config.blobs_bytes, refuses=True),
-            StoreUse("parcels", sum(len(held) for _, held in self.parcels.values()), config.parcels_bytes, refuses=False),
+            StoreUse(
+                "parcels",
+                sum(len(held) for _, held in self.parcels.values()),
+                config.parcels_bytes,
+                refuses=False,
+            ),
         )
 
     # Claims
@@ -176,7 +208,10 @@ class MemoryBroker:
         """Compare-and-set; value None deletes."""
         present = self._claims.get(key)
         if (present.revision if present else None) != revision:
-            raise ClaimLost(f"{key!r} is {f'held at revision {present.revision}' if present else 'not held'}, not {'free' if revision is None else revision}")
+            raise ClaimLost(
+                f"{key!r} is {f'held at revision {present.revision}' if present else 'not held'}, not"
+                f" {'free' if revision is None else revision}"
+            )
         self._revision += 1
         if value is None:
             del self._claims[key]
@@ -243,7 +278,14 @@ class MemoryBus:
 
     async def request(self, subject: str, message: Message, seconds: float = 2.0) -> Message:
         raw = await self._publisher.sealed(sendable(subject), message)
-        return await asked(subject, raw, lambda sent, wait: self._exchange(subject, sent, wait), self._publisher, self._content, seconds)
+        return await asked(
+            subject,
+            raw,
+            lambda sent, wait: self._exchange(subject, sent, wait),
+            self._publisher,
+            self._content,
+            seconds,
+        )
 
     async def _exchange(self, subject: str, raw: bytes, seconds: float) -> bytes:
         """Return the first answer to a request."""
@@ -266,7 +308,9 @@ class MemoryBus:
 
     @asynccontextmanager
     async def serve(self, subject: str, answer: Answer) -> AsyncIterator[None]:
-        desk = RequestServer(subject, answer, self._publisher, self._answers, self._content, self._rejected, self._full)
+        desk = RequestServer(
+            subject, answer, self._publisher, self._answers, self._content, self._rejected, self._full
+        )
         await self._standing(self._config.request_seconds)
         async with desk.open():
             with self.broker.serving(desk):
@@ -278,7 +322,9 @@ class MemoryBus:
         await self._standing(self._config.record_seconds)
         self.broker.deliver(subject, raw)
 
-    async def replay(self, subject: str, *, since: float | None = None, latest: bool = False, follow: bool = True) -> AsyncIterator[Received]:
+    async def replay(
+        self, subject: str, *, since: float | None = None, latest: bool = False, follow: bool = True
+    ) -> AsyncIterator[Received]:
         audible(subject)
         await self._standing(None if follow else self._config.record_seconds)
         past = self.broker.after(0, subject)
@@ -339,7 +385,9 @@ class MemoryBus:
         digest = hashlib.sha256(content).hexdigest()
         blobs = self.broker.blobs
         if digest not in blobs and sum(map(len, blobs.values())) + len(content) > self._config.blobs_bytes:
-            full = StoreFull(f"the blob store is full ({self._config.blobs_bytes} bytes); raise bus.blobs_bytes")
+            full = StoreFull(
+                f"the blob store is full ({self._config.blobs_bytes} bytes); raise bus.blobs_bytes"
+            )
             self._full.note("blobs", full)
             raise full
         blobs[digest] = content
@@ -361,7 +409,10 @@ class MemoryBus:
         parcels[digest] = (self.broker.clock(), content)
         parcels.move_to_end(digest)
         oldest = self.broker.clock() - self._config.parcels_seconds
-        while parcels and (next(iter(parcels.values()))[0] < oldest or sum(len(held) for _, held in parcels.values()) > self._config.parcels_bytes):
+        while parcels and (
+            next(iter(parcels.values()))[0] < oldest
+            or sum(len(held) for _, held in parcels.values()) > self._config.parcels_bytes
+        ):
             parcels.popitem(last=False)
         return digest
 

@@ -13,7 +13,17 @@ from dataclasses import dataclass
 import msgspec
 
 from bus import BusError, BusTimeout, Message, NobodyThere, StoreFull
-from bus.protocol.codec import PART_BYTES, PART_TOPIC, Envelope, PartsOffer, PartWanted, RejectionReason, Undeliverable, checksum, unseal
+from bus.protocol.codec import (
+    PART_BYTES,
+    PART_TOPIC,
+    Envelope,
+    PartsOffer,
+    PartWanted,
+    RejectionReason,
+    Undeliverable,
+    checksum,
+    unseal,
+)
 
 PART_SECONDS = 1.0
 """Time before the request for a part is repeated. It doubles with every attempt, since the server may only be
@@ -79,7 +89,9 @@ class PartedAnswers:
         self._make_room(len(payload))
         self._number += 1
         parts = -(-len(payload) // PART_BYTES)
-        offer = PartsOffer(topic=topic, answer=self._number, size=len(payload), parts=parts, checksum=checksum(payload))
+        offer = PartsOffer(
+            topic=topic, answer=self._number, size=len(payload), parts=parts, checksum=checksum(payload)
+        )
         self._kept[self._number] = _Kept(message, offer, payload, self._now(), parts)
         self._by_message[id(message)] = self._number
         self._watch()
@@ -110,11 +122,19 @@ class PartedAnswers:
 
     def _make_room(self, size: int) -> None:
         while self.stored_bytes + size > self._most_bytes:
-            done = next((number for number, kept in self._kept.items() if kept.owed <= 0 or self._idle(kept) > IN_USE_SECONDS), None)
+            done = next(
+                (
+                    number
+                    for number, kept in self._kept.items()
+                    if kept.owed <= 0 or self._idle(kept) > IN_USE_SECONDS
+                ),
+                None,
+            )
             if done is None:
                 raise StoreFull(
-                    f"an answer of {size} bytes finds no room beside {len(self._kept)} others that are being fetched ({self.stored_bytes} of "
-                    f"{self._most_bytes} bytes); ask again in a moment, or raise bus.answers_bytes"
+                    f"an answer of {size} bytes finds no room beside {len(self._kept)} others that are being"
+                    f" fetched ({self.stored_bytes} of {self._most_bytes} bytes); ask again in a moment, or"
+                    " raise bus.answers_bytes"
                 )
             self._drop(done)
 
@@ -139,7 +159,9 @@ class PartedAnswers:
         return asyncio.get_running_loop().time()
 
 
-async def fetch_parts(offer: PartsOffer, publisher_id: int, exchange: Exchange, sealed: Sealed, seconds: float) -> bytes:
+async def fetch_parts(
+    offer: PartsOffer, publisher_id: int, exchange: Exchange, sealed: Sealed, seconds: float
+) -> bytes:
     """Fetch all parts of an offered answer, WINDOW at a time.
 
     publisher_id: of the offer. BusTimeout if a part does not arrive within `seconds`. BusError if the answer
@@ -150,7 +172,12 @@ async def fetch_parts(offer: PartsOffer, publisher_id: int, exchange: Exchange, 
 
     async def fetch_some() -> None:
         for number in numbers:
-            part = await _fetched(PartWanted(publisher_id=publisher_id, answer=offer.answer, part=number), exchange, sealed, seconds)
+            part = await _fetched(
+                PartWanted(publisher_id=publisher_id, answer=offer.answer, part=number),
+                exchange,
+                sealed,
+                seconds,
+            )
             at = number * PART_BYTES
             if len(part) != min(PART_BYTES, offer.size - at):
                 raise BusError(f"part {number} of an answer of {offer.size} bytes has {len(part)}; ask again")
@@ -176,7 +203,9 @@ async def _fetched(wanted: PartWanted, exchange: Exchange, sealed: Sealed, secon
     while True:
         left = until - clock()
         if left <= 0:
-            raise BusTimeout(f"part {wanted.part} of an answer did not come within {seconds} s, though requested again")
+            raise BusTimeout(
+                f"part {wanted.part} of an answer did not come within {seconds} s, though requested again"
+            )
         try:
             envelope = _read(await exchange(sealed(wanted), min(left, patience)))
         except NobodyThere:

@@ -31,7 +31,9 @@ class FullStores(Mapping[str, int]):
         now = self._clock()
         if now - self._logged.get(store, float("-inf")) >= AGAIN_SECONDS:
             self._logged[store] = now
-            logger.error("ALARM: the store for %s is full, %d times so far: %s", store, self._counts[store], error)
+            logger.error(
+                "ALARM: the store for %s is full, %d times so far: %s", store, self._counts[store], error
+            )
 
     def __getitem__(self, store: str) -> int:
         if store not in STORES:

@@ -68,7 +68,14 @@ def _arguments(order: LaunchSpec, settings: Configuration) -> tuple[Any, ...]:
         raise CannotListen(f"the order of a {order.part} names no listening socket")
     if order.part == "router":
         private = None if order.private is None else adopt(order.private)
-        return adopt(order.descriptor), bus if order.bus else None, settings.part(RouterConfig), ready, private, router_settings(settings, again)
+        return (
+            adopt(order.descriptor),
+            bus if order.bus else None,
+            settings.part(RouterConfig),
+            ready,
+            private,
+            router_settings(settings, again),
+        )
     return (
         adopt(order.descriptor),
         order.rank,

@@ -73,14 +73,20 @@ class Configuration:
         for field in dataclasses.fields(kind):  # type: ignore[arg-type]
             if "sections" in field.metadata:
                 family = f"{field.metadata['sections']}."
-                values[field.name] = tuple(self._built(one, of) for one, of in self._sections.items() if one.startswith(family))
+                values[field.name] = tuple(
+                    self._built(one, of) for one, of in self._sections.items() if one.startswith(family)
+                )
             elif "section" in field.metadata:
                 values[field.name] = name.partition(".")[2]
         try:
             part = kind(**values)
             self._checks.get(kind, _accept)(part)
         except ValueError as error:
-            places = ", ".join(f"{key} from {setting.source}" for key, setting in chosen.items() if setting.source != "default")
+            places = ", ".join(
+                f"{key} from {setting.source}"
+                for key, setting in chosen.items()
+                if setting.source != "default"
+            )
             raise ConfigError(f"[{name}] {error}" + (f" ({places})" if places else "")) from error
         return part
 
@@ -160,7 +166,9 @@ def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
 def _defaults(sections: Mapping[str, type]) -> Iterator[tuple[Key, Setting]]:
     for section, kind in sections.items():
         for field in _settable(kind):
-            value = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+            value = (
+                field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+            )
             if value is dataclasses.MISSING:
                 raise TypeError(f"{kind.__name__}.{field.name} needs a default: roost.toml may be empty")
             yield (section, field.name), Setting(value, "default")
@@ -168,7 +176,9 @@ def _defaults(sections: Mapping[str, type]) -> Iterator[tuple[Key, Setting]]:
 
 def _settable(kind: type) -> "list[dataclasses.Field[Any]]":
     """Return the keys of a section: all fields except those that hold whole sections or their names."""
-    return [field for field in dataclasses.fields(kind) if not {"sections", "section"} & field.metadata.keys()]
+    return [
+        field for field in dataclasses.fields(kind) if not {"sections", "section"} & field.metadata.keys()
+    ]
 
 
 def _chosen_file(file: Path | None, environment: Mapping[str, str], directory: Path) -> Path | None:
@@ -189,31 +199,47 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _named_sections(sections: Mapping[str, type], tables: dict[str, Any], path: Path, text: str) -> tuple[dict[str, Any], dict[str, type]]:
+def _named_sections(
+    sections: Mapping[str, type], tables: dict[str, Any], path: Path, text: str
+) -> tuple[dict[str, Any], dict[str, type]]:
     """Flatten [FAMILY.NAME] tables into sections of their own. Returns the tables and the dataclasses of the
     new sections."""
     families: dict[str, type] = {}
     for kind in sections.values():
         for field in dataclasses.fields(kind):
             if "sections" in field.metadata:
-                families[field.metadata["sections"]] = typing.get_args(typing.get_type_hints(kind)[field.name])[0]
+                families[field.metadata["sections"]] = typing.get_args(
+                    typing.get_type_hints(kind)[field.name]
+                )[0]
     flat, named = {section: table for section, table in tables.items() if section not in families}, {}
     for family, kind in families.items():
-        for name, table in tables.get(family, {}).items() if isinstance(tables.get(family, {}), dict) else [("", None)]:
+        for name, table in (
+            tables.get(family, {}).items() if isinstance(tables.get(family, {}), dict) else [("", None)]
+        ):
             if not isinstance(table, dict) or not _NAME.fullmatch(name):
                 place = _place(path, text, family, name or None)
-                raise ConfigError(f"{place}: {family} are separate sections, written [{family}.NAME], NAME of letters, digits, - and _")
+                raise ConfigError(
+                    f"{place}: {family} are separate sections, written [{family}.NAME], NAME of letters,"
+                    " digits, - and _"
+                )
             flat[f"{family}.{name}"], named[f"{family}.{name}"] = table, kind
     return flat, named
 
 
-def _from_file(sections: Mapping[str, type], tables: Mapping[str, Any], path: Path, text: str) -> dict[Key, Setting]:
+def _from_file(
+    sections: Mapping[str, type], tables: Mapping[str, Any], path: Path, text: str
+) -> dict[Key, Setting]:
     found: dict[Key, Setting] = {}
     for section, table in tables.items():
         _known(section, sections, f"{_place(path, text, section, None)}: no section [{section}]")
         if not isinstance(table, dict):
-            raise ConfigError(f"{_place(path, text, '', section)}: {section} must be a section, written [{section}]")
-        hints = {field.name: typing.get_type_hints(sections[section])[field.name] for field in _settable(sections[section])}
+            raise ConfigError(
+                f"{_place(path, text, '', section)}: {section} must be a section, written [{section}]"
+            )
+        hints = {
+            field.name: typing.get_type_hints(sections[section])[field.name]
+            for field in _settable(sections[section])
+        }
         for key, value in table.items():
             place = _place(path, text, section, key)
             _known(key, hints, f"{place}: no key {key!r} in [{section}]")
@@ -233,7 +259,9 @@ def _from_environment(sections: Mapping[str, type], environment: Mapping[str, st
             _known(variable, names, f"environment: no setting {variable}")
             section, key = names[variable]
             hint = typing.get_type_hints(sections[section])[key]
-            found[section, key] = Setting(_converted(_from_text(text, hint), hint, f"{variable}: ", strict=False), variable)
+            found[section, key] = Setting(
+                _converted(_from_text(text, hint), hint, f"{variable}: ", strict=False), variable
+            )
     return found
 
 
@@ -241,7 +269,9 @@ def _known(name: str, names: Iterable[str], complaint: str) -> None:
     names = list(names)
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        raise ConfigError(complaint + (f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(names))}"))
+        raise ConfigError(
+            complaint + (f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(names))}")
+        )
 
 
 def _place(path: Path, text: str, section: str, key: str | None) -> str:
@@ -252,7 +282,9 @@ def _place(path: Path, text: str, section: str, key: str | None) -> str:
         head = _TABLE.fullmatch(line)
         if head:
             table = head[1]
-        if (key is None and head and table == section) or (key and table == section and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=", line)):
+        if (key is None and head and table == section) or (
+            key and table == section and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=", line)
+        ):
             return f"{path}:{number}"
     return str(path)
 
@@ -261,9 +293,14 @@ def _converted(value: Any, hint: Any, place: str, *, strict: bool = True) -> Any
     if isinstance(value, bool) and hint in (int, float):
         raise ConfigError(f"{place}expected a number, got {str(value).lower()}")
     try:
-        return msgspec.convert(str(value) if isinstance(value, Path) else value, hint, strict=strict, dec_hook=_path)
+        return msgspec.convert(
+            str(value) if isinstance(value, Path) else value, hint, strict=strict, dec_hook=_path
+        )
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{place}{str(error)[:1].lower()}{str(error)[1:].replace('`', '')}, value {_without_secrets(value)!r}") from error
+        raise ConfigError(
+            f"{place}{str(error)[:1].lower()}{str(error)[1:].replace('`', '')}, value"
+            f" {_without_secrets(value)!r}"
+        ) from error
 
 
 def _path(kind: type, value: Any) -> Any:
@@ -288,7 +325,10 @@ def _from_text(text: str, hint: Any) -> Any:
 
 def _shown(settings: Mapping[Key, Setting]) -> dict[Key, Setting]:
     """Return the settings without the secrets in URLs."""
-    return {key: dataclasses.replace(setting, value=_without_secrets(setting.value)) for key, setting in settings.items()}
+    return {
+        key: dataclasses.replace(setting, value=_without_secrets(setting.value))
+        for key, setting in settings.items()
+    }
 
 
 def _without_secrets(value: Any) -> Any:

@@ -51,7 +51,11 @@ def set_up_logging(level: str, form: str = "text", access_log: str = "-") -> Non
     # Skip look-ups of values that no log line shows.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     lines = LogWriter(STDERR, _drop_notice)
-    lines.setFormatter(JsonFormatter() if form == "json" else WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    lines.setFormatter(
+        JsonFormatter()
+        if form == "json"
+        else WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    )
     logging.basicConfig(level=level.upper(), handlers=[lines])
     access = logging.getLogger(ACCESS)
     access.propagate = False
@@ -75,10 +79,20 @@ def dropped_lines() -> dict[str, int]:
     """Return the number of log lines dropped for lack of a reader, by logger: "access", and "log" for all
     others."""
     loggers = {"access": logging.getLogger(ACCESS), "log": logging.getLogger()}
-    return {name: sum(one.dropped for one in logger.handlers if isinstance(one, LogWriter)) for name, logger in loggers.items()}
+    return {
+        name: sum(one.dropped for one in logger.handlers if isinstance(one, LogWriter))
+        for name, logger in loggers.items()
+    }
 
 
-def run(part: Coroutine[Any, Any, None], *, expected: Errors, final: Errors = (), fast_loop: bool = True, hint: str = "") -> int:
+def run(
+    part: Coroutine[Any, Any, None],
+    *,
+    expected: Errors,
+    final: Errors = (),
+    fast_loop: bool = True,
+    hint: str = "",
+) -> int:
     """Run a part until it ends or is stopped. Returns the exit status.
 
     `expected` and `final` errors are printed as text, followed by `hint`; `final` errors give exit status 2.
@@ -192,4 +206,6 @@ async def first_failure(tasks: Sequence[asyncio.Future[None]]) -> None:
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
-    raise RuntimeError(f"{', '.join(getattr(task, 'get_name', lambda: 'a task')() for task in done)} ended unexpectedly")
+    raise RuntimeError(
+        f"{', '.join(getattr(task, 'get_name', lambda: 'a task')() for task in done)} ended unexpectedly"
+    )

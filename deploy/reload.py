@@ -60,7 +60,8 @@ def _check_elsewhere(old: Configuration, new: Configuration) -> None:
     fixed = [
         f"{section}.{key} ({setting.source})"
         for (section, key), setting in new.items()
-        if section not in _RELOADED and ((section, key) not in before or setting.value != before[section, key].value)
+        if section not in _RELOADED
+        and ((section, key) not in before or setting.value != before[section, key].value)
     ]
     if fixed:
         raise ConfigError(f"these settings need a restart: {', '.join(fixed)}; nothing was changed")

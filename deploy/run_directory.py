@@ -103,7 +103,9 @@ class RunDirectory:
 def private_text(file: Path, text: str) -> None:
     """Write a file that is readable by its owner alone from its creation on."""
     file.unlink(missing_ok=True)
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as out:
+    with os.fdopen(
+        os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w", encoding="utf-8"
+    ) as out:
         out.write(text)
 
 

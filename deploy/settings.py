@@ -56,7 +56,9 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         check_token("engine name", self.name)
         if self.host in ("", "0.0.0.0", "::"):
-            raise ValueError(f"host must be an address under which routers reach this machine, not {self.host!r}")
+            raise ValueError(
+                f"host must be an address under which routers reach this machine, not {self.host!r}"
+            )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key belong together; set both or neither")
         _check_above_zero(self, "drain_seconds", "ready_seconds", "grace_seconds")
@@ -102,20 +104,34 @@ SECTIONS: Mapping[str, type] = {
     "up": UpConfig,
     "tracing": TracingConfig,
 }
-DEFAULTS: Mapping[Key, Any] = {("engine", "checkpoint"): FilePath(str(DEMO_CHECKPOINT)), ("engine", "ranks"): 2}
+DEFAULTS: Mapping[Key, Any] = {
+    ("engine", "checkpoint"): FilePath(str(DEMO_CHECKPOINT)),
+    ("engine", "ranks"): 2,
+}
 
 
 def read_settings(file: Path | None, environment: Mapping[str, str], directory: Path) -> Configuration:
     """Return the effective configuration before the command's flags. Raises ConfigError as
     `deploy.config.load` does."""
-    return load(SECTIONS, defaults=DEFAULTS, file=file, environment=environment, directory=directory, checks={EmbeddedConfig: _check_files})
+    return load(
+        SECTIONS,
+        defaults=DEFAULTS,
+        file=file,
+        environment=environment,
+        directory=directory,
+        checks={EmbeddedConfig: _check_files},
+    )
 
 
 def _check_files(config: EmbeddedConfig) -> None:
     if config.placement is not None and not Path(config.placement).is_file():
-        raise ValueError(f"embedded engine: placement = {config.placement!r}: name an existing file, or leave it out")
+        raise ValueError(
+            f"embedded engine: placement = {config.placement!r}: name an existing file, or leave it out"
+        )
     if config.checkpoint is not None and not Path(config.checkpoint).is_dir():
-        raise ValueError(f"embedded engine: checkpoint = {config.checkpoint!r}: name an existing folder with config.json")
+        raise ValueError(
+            f"embedded engine: checkpoint = {config.checkpoint!r}: name an existing folder with config.json"
+        )
 
 
 def named_engine(settings: Configuration) -> EmbeddedConfig:
@@ -123,7 +139,9 @@ def named_engine(settings: Configuration) -> EmbeddedConfig:
     folder's."""
     config = settings.part(EmbeddedConfig)
     folder = Path(config.folder).resolve()
-    return replace(config, model=config.model or (DEMO_MODEL if folder == DEMO_CHECKPOINT.resolve() else folder.name))
+    return replace(
+        config, model=config.model or (DEMO_MODEL if folder == DEMO_CHECKPOINT.resolve() else folder.name)
+    )
 
 
 def engine_ranks(settings: Configuration) -> int:

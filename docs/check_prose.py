@@ -1,7 +1,7 @@
 """Check that Roost's English is plain and that its links lead somewhere: python docs/check_prose.py
 
-Looks at the docstrings of the product, the help texts of its commands and metrics, and the Markdown pages. Prints one line per finding and
-exits with 1 when there is any. `make lint` runs it.
+Looks at the docstrings of the product, the help texts of its commands and metrics, and the Markdown pages.
+Prints one line per finding and exits with 1 when there is any. `make lint` runs it.
 """
 
 import ast
@@ -52,11 +52,16 @@ class Finding(NamedTuple):
 
 
 def texts(tree: ast.Module, *, is_metrics: bool) -> Iterator[tuple[int, str, bool]]:
-    """Line, text, and True for the docstring of a module, class or function. is_metrics: every sentence in the file is a help text."""
+    """Line, text, and True for the docstring of a module, class or function. is_metrics: every sentence in
+    the file is a help text."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for at, child in enumerate(node.body):
-                if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant) and isinstance(child.value.value, str):
+                if (
+                    isinstance(child, ast.Expr)
+                    and isinstance(child.value, ast.Constant)
+                    and isinstance(child.value.value, str)
+                ):
                     yield child.lineno, child.value.value, at == 0
         elif isinstance(node, ast.keyword) and node.arg == "help" and isinstance(node.value, ast.Constant):
             yield node.value.lineno, str(node.value.value), False
@@ -72,13 +77,17 @@ def in_code(path: Path) -> Iterator[Finding]:
         yield from banned(path, line, _without_code(text))
         start = _START.match(text)
         if is_docstring and start is not None:
-            yield Finding(path, line, f"a docstring begins with a verb or a noun phrase, not with {start[1]!r}")
+            yield Finding(
+                path, line, f"a docstring begins with a verb or a noun phrase, not with {start[1]!r}"
+            )
 
 
 def banned(path: Path, line: int, text: str) -> Iterator[Finding]:
     """Phrases that are not said; line: of the text's beginning."""
     for found in _BANNED.finditer(text):
-        yield Finding(path, line + text.count("\n", 0, found.start()), f"{found[0]!r}: say {BANNED[found[0].lower()]}")
+        yield Finding(
+            path, line + text.count("\n", 0, found.start()), f"{found[0]!r}: say {BANNED[found[0].lower()]}"
+        )
 
 
 def _without_code(text: str) -> str:
@@ -96,7 +105,10 @@ def in_page(path: Path) -> Iterator[Finding]:
         target, _, anchor = link[1].partition("#")
         if re.match(r"[a-z]+:", target):
             continue
-        line, file = 1 + prose.count("\n", 0, link.start()), (path.parent / target).resolve() if target else path
+        line, file = (
+            1 + prose.count("\n", 0, link.start()),
+            (path.parent / target).resolve() if target else path,
+        )
         if not file.exists():
             yield Finding(path, line, f"dead link: {link[1]}")
         elif anchor and file.suffix == ".md" and anchor not in anchors(file.read_text()):
@@ -113,7 +125,10 @@ def findings() -> list[Finding]:
     """All findings, by file and line."""
     code = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     pages = [page for pattern in PAGES for page in ROOT.glob(pattern)]
-    return sorted([found for path in code for found in in_code(path)] + [found for page in pages for found in in_page(page)])
+    return sorted(
+        [found for path in code for found in in_code(path)]
+        + [found for page in pages for found in in_page(page)]
+    )
 
 
 def main() -> None:

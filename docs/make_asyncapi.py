@@ -1,11 +1,11 @@
-"""Write docs/asyncapi.yaml: every subject of `bus.protocol.subjects` and every message of `fleet.events`, with
-their fields, as AsyncAPI 3.0.
+"""Write docs/asyncapi.yaml: every subject of `bus.protocol.subjects` and every message of `fleet.events`,
+with their fields, as AsyncAPI 3.0.
 
     python docs/make_asyncapi.py
 
 Names, types and defaults come from the message types, descriptions from their docstrings. PUBLISHED and
-REQUESTED list the messages of each subject. A test compares them with the existing subjects and kinds, and the
-file with the output of this script.
+REQUESTED list the messages of each subject. A test compares them with the existing subjects and kinds, and
+the file with the output of this script.
 """
 
 import ast
@@ -29,11 +29,20 @@ KV_EVENTS = "KvEvents"
 """Our name for a batch in Dynamo's untagged form."""
 
 PUBLISHED: dict[str, tuple[tuple[type, ...], str]] = {
-    "kv_events": ((say.RoutedKvEvent,), "every rank that reports its KV cache, in batches, in Dynamo's own form"),
-    "kv_metrics": ((say.KvMetrics,), "every rank, in Dynamo's own form, when its load changes and once a second"),
+    "kv_events": (
+        (say.RoutedKvEvent,),
+        "every rank that reports its KV cache, in batches, in Dynamo's own form",
+    ),
+    "kv_metrics": (
+        (say.KvMetrics,),
+        "every rank, in Dynamo's own form, when its load changes and once a second",
+    ),
     "heartbeats": ((say.EngineHeartbeat,), "rank 0 of every engine, once a second"),
     "experts": ((say.ExpertsActivated,), "every rank, once a second while it computes"),
-    "dispatched": ((say.DispatchMeasured,), "every rank that can measure it, once a second while it computes"),
+    "dispatched": (
+        (say.DispatchMeasured,),
+        "every rank that can measure it, once a second while it computes",
+    ),
     "requests_profiled": ((say.RequestsProfiled,), "every rank, about requests that ended there"),
     "requests_read": ((say.RequestsProfiled,), "routers"),
     "requests_finished": ((say.RequestsFinished,), "routers"),
@@ -44,11 +53,23 @@ PUBLISHED: dict[str, tuple[tuple[type, ...], str]] = {
     "profiles": ((say.ProfilePublished,), "the tracker"),
     "demand": ((say.DemandPublished,), "the tracker"),
     "homes": ((say.HomesPublished,), "the planner"),
-    "handovers": ((say.HandoverDescribed,), "every rank that takes part in a handover, at every step of progress"),
+    "handovers": (
+        (say.HandoverDescribed,),
+        "every rank that takes part in a handover, at every step of progress",
+    ),
     "reservations": ((say.ReservationsChanged,), "routers"),
     "membership": ((say.EngineJoined, say.EngineLeft), "rank 0 of every engine"),
     "placements": ((say.PlacementCommitted,), "the planner"),
-    "migrations": ((say.MigrationPlanned, say.MigrationStaged, say.MigrationCommitted, say.MigrationAborted, say.PlanJudged), "the planner"),
+    "migrations": (
+        (
+            say.MigrationPlanned,
+            say.MigrationStaged,
+            say.MigrationCommitted,
+            say.MigrationAborted,
+            say.PlanJudged,
+        ),
+        "the planner",
+    ),
     "drains": ((say.RankDrained,), "`roost drain`"),
     "config": ((say.ConfigChanged,), "routers and planners, and `roost up`"),
 }
@@ -66,19 +87,29 @@ REQUESTED: dict[str, tuple[dict[type, type], str]] = {
         "the tracker",
     ),
     "describe_plan": ({say.DescribePlan: say.PlanDescribed}, "the planner"),
-    "migrate": (dict.fromkeys((say.MigrateExpert, say.ApplyPlan, say.RollBack), say.MigrationAccepted), "the leading planner"),
+    "migrate": (
+        dict.fromkeys((say.MigrateExpert, say.ApplyPlan, say.RollBack), say.MigrationAccepted),
+        "the leading planner",
+    ),
     "loop": (dict.fromkeys((say.DescribeLoop, say.SteerLoop), say.LoopDescribed), "the leading planner"),
     "handover": (
-        dict.fromkeys((say.ProposeHandover, say.CommitHandover, say.AbortHandover, say.DescribeHandover), say.HandoverDescribed),
+        dict.fromkeys(
+            (say.ProposeHandover, say.CommitHandover, say.AbortHandover, say.DescribeHandover),
+            say.HandoverDescribed,
+        ),
         "the rank; only the leading planner sends these requests",
     ),
-    "leases": ({say.LeaseExperts: say.ExpertsLeased, say.EndLease: say.LeaseEnded}, "the rank; only ranks of its engine send these requests"),
+    "leases": (
+        {say.LeaseExperts: say.ExpertsLeased, say.EndLease: say.LeaseEnded},
+        "the rank; only ranks of its engine send these requests",
+    ),
     "describe_reservations": ({say.DescribeReservations: say.ReservationsDescribed}, "the router"),
     "route": ({say.RouteRequested: say.RouteDecided}, "one of the routers"),
     "release": ({say.RouteReleased: say.RouteReleased}, "one of the routers"),
     "decision": ({say.DescribeDecision: say.DecisionDescribed}, "the router that made it"),
 }
-"""Answer of each request, and the answering party, by member of Subjects. RequestRefused may replace any answer."""
+"""Answer of each request, and the answering party, by member of Subjects. RequestRefused may replace any
+answer."""
 PARAMETERS = {
     "namespace": "`[bus] namespace`; roost unless it is set",
     "engine": "the engine's name; * for all",
@@ -142,7 +173,12 @@ def document() -> dict[str, Any]:
     kinds = sorted(_kinds(), key=lambda kind: kind.__name__)
     return {
         "asyncapi": "3.0.0",
-        "info": {"title": "Roost", "version": version("roost"), "description": ABOUT, "license": {"name": "Apache-2.0"}},
+        "info": {
+            "title": "Roost",
+            "version": version("roost"),
+            "description": ABOUT,
+            "license": {"name": "Apache-2.0"},
+        },
         "defaultContentType": "application/msgpack",
         "servers": {
             "nats": {
@@ -152,22 +188,35 @@ def document() -> dict[str, Any]:
                 "security": [{"$ref": "#/components/securitySchemes/login"}],
             }
         },
-        "channels": {**{name: _published(name) for name in PUBLISHED}, **{name: _requested(name) for name in REQUESTED}, "answers": _answers()},
+        "channels": {
+            **{name: _published(name) for name in PUBLISHED},
+            **{name: _requested(name) for name in REQUESTED},
+            "answers": _answers(),
+        },
         "operations": {
             **{f"hear_{name}": _receive_operation(name) for name in PUBLISHED},
-            **{kind.__name__: _request_operation(name, kind) for name in REQUESTED for kind in REQUESTED[name][0]},
+            **{
+                kind.__name__: _request_operation(name, kind)
+                for name in REQUESTED
+                for kind in REQUESTED[name][0]
+            },
         },
         "components": {
             "securitySchemes": {"login": {"type": "userPassword", "description": LOGIN}},
             "messages": {_name(kind): _message(kind) for kind in kinds},
-            "schemas": dict(sorted(_schemas((*kinds, Envelope, BlobReference, PartsOffer, PartWanted)).items())),
+            "schemas": dict(
+                sorted(_schemas((*kinds, Envelope, BlobReference, PartsOffer, PartWanted)).items())
+            ),
         },
     }
 
 
 def text() -> str:
     """Return the content of the file."""
-    head = "# Written by docs/make_asyncapi.py from fleet/events.py and bus/protocol/subjects.py; change those.\n"
+    head = (
+        "# Written by docs/make_asyncapi.py from fleet/events.py and bus/protocol/subjects.py; change"
+        " those.\n"
+    )
     return head + yaml.dump(document(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)
 
 
@@ -209,16 +258,23 @@ def _address(name: str) -> tuple[str, list[str]]:
 
 
 def _given(name: str) -> list[tuple[Any, str]]:
-    """Return example arguments for a member of Subjects, and the parameter that each stands for in the address."""
+    """Return example arguments for a member of Subjects, and the parameter that each stands for in the
+    address."""
     if isinstance(getattr(Subjects, name), property):
         return []
     parameters = list(inspect.signature(getattr(Subjects, name)).parameters)[1:]
     numbers = {"worker_id": 7_000_001, "rank": 7_000_002, "router": 7_000_003}
-    return [(numbers.get(one, f"{one}-here"), "drained" if (name, one) == ("drains", "rank") else one) for one in parameters]
+    return [
+        (numbers.get(one, f"{one}-here"), "drained" if (name, one) == ("drains", "rank") else one)
+        for one in parameters
+    ]
 
 
 def _answers() -> dict[str, Any]:
-    kinds = sorted({answer for requests, _ in REQUESTED.values() for answer in requests.values()} | {say.RequestRefused}, key=lambda kind: kind.__name__)
+    kinds = sorted(
+        {answer for requests, _ in REQUESTED.values() for answer in requests.values()} | {say.RequestRefused},
+        key=lambda kind: kind.__name__,
+    )
     return {
         "address": None,
         "description": "The inbox that a NATS request names for its reply.",
@@ -227,7 +283,11 @@ def _answers() -> dict[str, Any]:
 
 
 def _receive_operation(name: str) -> dict[str, Any]:
-    return {"action": "receive", "channel": {"$ref": f"#/channels/{name}"}, "messages": [_in_channel(name, kind) for kind in PUBLISHED[name][0]]}
+    return {
+        "action": "receive",
+        "channel": {"$ref": f"#/channels/{name}"},
+        "messages": [_in_channel(name, kind) for kind in PUBLISHED[name][0]],
+    }
 
 
 def _request_operation(name: str, kind: type) -> dict[str, Any]:
@@ -266,11 +326,17 @@ def _message(kind: type) -> dict[str, Any]:
         payload = _ref("schemas", kind.__name__)
     about = " ".join(inspect.cleandoc(kind.__doc__ or "").split())
     stored = {"x-stored": True} if kind in say.STORED else {}
-    return {"name": _name(kind), "summary": about.split(". ")[0].removesuffix(".") + ".", "payload": payload, **stored}
+    return {
+        "name": _name(kind),
+        "summary": about.split(". ")[0].removesuffix(".") + ".",
+        "payload": payload,
+        **stored,
+    }
 
 
 def _schemas(kinds: Iterable[type]) -> dict[str, Any]:
-    """Return JSON Schemas of draft 7, as AsyncAPI uses them, with descriptions of fields and bytes as binary."""
+    """Return JSON Schemas of draft 7, as AsyncAPI uses them, with descriptions of fields and bytes as
+    binary."""
     _, found = msgspec.json.schema_components(tuple(kinds), ref_template="#/components/schemas/{name}")
     return {name: _described(name, _plain(schema)) for name, schema in found.items()}
 
@@ -281,7 +347,11 @@ def _plain(schema: Any) -> Any:
         return [_plain(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    plain = {key: _plain(value) for key, value in schema.items() if key not in ("title", "contentEncoding", "prefixItems")}
+    plain = {
+        key: _plain(value)
+        for key, value in schema.items()
+        if key not in ("title", "contentEncoding", "prefixItems")
+    }
     if "contentEncoding" in schema:
         plain["format"] = "binary"
     if "prefixItems" in schema:
@@ -291,7 +361,10 @@ def _plain(schema: Any) -> Any:
 
 def _described(name: str, schema: dict[str, Any]) -> dict[str, Any]:
     words = _documented().get(name, {})
-    fields = {field: _with(about, words.get(field, COMMON.get(field))) for field, about in schema.get("properties", {}).items()}
+    fields = {
+        field: _with(about, words.get(field, COMMON.get(field)))
+        for field, about in schema.get("properties", {}).items()
+    }
     text = " ".join(schema.get("description", "").split())
     return {
         **({"description": text} if text else {}),
@@ -301,7 +374,8 @@ def _described(name: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with(schema: dict[str, Any], words: str | None) -> dict[str, Any]:
-    """Return a schema with a description. In draft 7 a reference has none of its own, so it is wrapped in allOf."""
+    """Return a schema with a description. In draft 7 a reference has none of its own, so it is wrapped in
+    allOf."""
     if words is None:
         return schema
     return {"description": words, **({"allOf": [schema]} if "$ref" in schema else schema)}
@@ -311,13 +385,26 @@ def _with(schema: dict[str, Any], words: str | None) -> dict[str, Any]:
 def _documented() -> dict[str, dict[str, str]]:
     """Return the docstring of each field, by class and field."""
     shown = (*vars(say).values(), Envelope)
-    modules = {sys.modules[one.__module__] for one in shown if inspect.isclass(one) and one.__module__.startswith(("fleet.", "bus."))}
-    return {node.name: dict(_fields(node)) for module in modules for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.ClassDef)}
+    modules = {
+        sys.modules[one.__module__]
+        for one in shown
+        if inspect.isclass(one) and one.__module__.startswith(("fleet.", "bus."))
+    }
+    return {
+        node.name: dict(_fields(node))
+        for module in modules
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for field, words in zip(node.body, node.body[1:], strict=False):
-        described = isinstance(words, ast.Expr) and isinstance(words.value, ast.Constant) and isinstance(words.value.value, str)
+        described = (
+            isinstance(words, ast.Expr)
+            and isinstance(words.value, ast.Constant)
+            and isinstance(words.value.value, str)
+        )
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and described:
             yield field.target.id, " ".join(words.value.value.split())
 

@@ -1,6 +1,7 @@
 """Draw the handover's tables into docs/handover.md, between the markers there: python docs/make_diagrams.py
 
-Each diagram is generated from its table in `fleet.handover` alone, so that the page cannot contradict the code.
+Each diagram is generated from its table in `fleet.handover` alone, so that the page cannot contradict the
+code.
 """
 
 import re
@@ -13,7 +14,14 @@ from typing import Any
 PAGE = Path(__file__).parent / "handover.md"
 sys.path.insert(0, str(PAGE.parents[1]))
 
-from fleet.handover import CELL, CONDUCTING, RANK, Cell, CoordinatorState, RankState  # noqa: E402 the repository need not be installed
+from fleet.handover import (  # noqa: E402 the repository need not be installed
+    CELL,
+    CONDUCTING,
+    RANK,
+    Cell,
+    CoordinatorState,
+    RankState,
+)
 
 TABLES: dict[str, tuple[Mapping[tuple[Any, Any], Any], StrEnum]] = {
     "coordinator": (CONDUCTING, CoordinatorState.IDLE),
@@ -40,8 +48,12 @@ def drawn(page: str) -> str:
     """
     named = _PART.findall(page)
     if sorted(named) != sorted(TABLES):
-        raise ValueError(f"{PAGE.name} has markers for the diagrams {named}; it needs one each for {', '.join(TABLES)}")
-    return _PART.sub(lambda part: f"<!-- diagram: {part[1]} -->\n{diagram(*TABLES[part[1]])}\n<!-- end -->", page)
+        raise ValueError(
+            f"{PAGE.name} has markers for the diagrams {named}; it needs one each for {', '.join(TABLES)}"
+        )
+    return _PART.sub(
+        lambda part: f"<!-- diagram: {part[1]} -->\n{diagram(*TABLES[part[1]])}\n<!-- end -->", page
+    )
 
 
 if __name__ == "__main__":

@@ -75,31 +75,74 @@ class EmbeddedConfig:
     def __post_init__(self) -> None:
         for key in ("ranks", "kv_blocks", "block_size", "max_running", "max_waiting"):
             _need(getattr(self, key) >= 1, key, getattr(self, key), "use 1 or more")
-        _need(self.block_size == BLOCK_SIZE, "block_size", self.block_size, f"the engine's pages hold {BLOCK_SIZE} tokens; leave it at {BLOCK_SIZE}")
-        _need(self.max_batch_tokens > self.max_running, "max_batch_tokens", self.max_batch_tokens, f"must exceed max_running ({self.max_running})")
-        _need(self.max_context is None or self.max_context >= 2, "max_context", self.max_context, "use 2 or more, or leave it out")
+        _need(
+            self.block_size == BLOCK_SIZE,
+            "block_size",
+            self.block_size,
+            f"the engine's pages hold {BLOCK_SIZE} tokens; leave it at {BLOCK_SIZE}",
+        )
+        _need(
+            self.max_batch_tokens > self.max_running,
+            "max_batch_tokens",
+            self.max_batch_tokens,
+            f"must exceed max_running ({self.max_running})",
+        )
+        _need(
+            self.max_context is None or self.max_context >= 2,
+            "max_context",
+            self.max_context,
+            "use 2 or more, or leave it out",
+        )
         least = 2 * self.block_size
-        _need(self.kv_blocks * self.block_size >= least, "kv_blocks", self.kv_blocks, f"hold at least {least} tokens")
+        _need(
+            self.kv_blocks * self.block_size >= least,
+            "kv_blocks",
+            self.kv_blocks,
+            f"hold at least {least} tokens",
+        )
         _need(self.dtype in DTYPES, "dtype", self.dtype, f"use one of {', '.join(DTYPES)}")
         _need(self.dispatch in DISPATCHES, "dispatch", self.dispatch, f"use one of {', '.join(DISPATCHES)}")
-        _need(self.threads is None or self.threads >= 1, "threads", self.threads, "use 1 or more, or leave it out")
+        _need(
+            self.threads is None or self.threads >= 1,
+            "threads",
+            self.threads,
+            "use 1 or more, or leave it out",
+        )
         for key in ("step_timeout_seconds", "join_timeout_seconds", "stop_timeout_seconds"):
-            _need(0 < getattr(self, key) < float("inf"), key, getattr(self, key), "use a positive number of seconds")
+            _need(
+                0 < getattr(self, key) < float("inf"),
+                key,
+                getattr(self, key),
+                "use a positive number of seconds",
+            )
         _need(
             self.dispatch_seconds is None or 0 <= self.dispatch_seconds <= MOST_SECONDS,
             "dispatch_seconds",
             self.dispatch_seconds,
             "use seconds >= 0, or leave it out",
         )
-        _need(0 <= self.link_seconds <= _MOST_LINK_SECONDS, "link_seconds", self.link_seconds, f"use 0 (the links that there are) to {_MOST_LINK_SECONDS:g}")
+        _need(
+            0 <= self.link_seconds <= _MOST_LINK_SECONDS,
+            "link_seconds",
+            self.link_seconds,
+            f"use 0 (the links that there are) to {_MOST_LINK_SECONDS:g}",
+        )
         _need(self.ballast_bytes >= 0, "ballast_bytes", self.ballast_bytes, "use 0 or more")
-        _need(self.slots_per_rank is None or self.slots_per_rank >= 1, "slots_per_rank", self.slots_per_rank, "use 1 or more, or leave it out")
+        _need(
+            self.slots_per_rank is None or self.slots_per_rank >= 1,
+            "slots_per_rank",
+            self.slots_per_rank,
+            "use 1 or more, or leave it out",
+        )
 
     @property
     def folder(self) -> FilePath:
         """The checkpoint folder. ValueError when it is not set."""
         if self.checkpoint is None:
-            raise ValueError("embedded engine: checkpoint is not set: name a folder with config.json, *.safetensors and tokenizer.json")
+            raise ValueError(
+                "embedded engine: checkpoint is not set: name a folder with config.json, *.safetensors and"
+                " tokenizer.json"
+            )
         return self.checkpoint
 
     def threads_of_rank(self, cores: int) -> int:
@@ -149,7 +192,11 @@ class AgentConfig:
         for name in self.__slots__:
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
-        for name, least, most in (("samples_burst", 1, 4096), ("profile_blocks", 1, 1 << 14), ("profile_queue_bytes", 1 << 20, 1 << 36)):
+        for name, least, most in (
+            ("samples_burst", 1, 4096),
+            ("profile_blocks", 1, 1 << 14),
+            ("profile_queue_bytes", 1 << 20, 1 << 36),
+        ):
             if not least <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be {least} to {most}, not {getattr(self, name)}")
 
@@ -187,7 +234,12 @@ class TransferConfig:
     def __post_init__(self) -> None:
         if self.way not in TRANSFERS:
             raise ValueError(f"way must be one of {', '.join(TRANSFERS)}, not {self.way!r}")
-        for name, least, most in (("piece_bytes", 4096, 1 << 30), ("retries", 0, 16), ("quarantine_cells", 0, 1 << 20), ("niceness", 0, 19)):
+        for name, least, most in (
+            ("piece_bytes", 4096, 1 << 30),
+            ("retries", 0, 16),
+            ("quarantine_cells", 0, 1 << 20),
+            ("niceness", 0, 19),
+        ):
             if not least <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be {least} to {most}, not {getattr(self, name)}")
         if not 0 <= self.audit_seconds < float("inf"):

@@ -100,7 +100,9 @@ class DispatchCounts:
     def with_more(self, more: "DispatchCounts") -> "DispatchCounts":
         """Add the counts of further steps of the same epoch. ValueError when the epochs differ."""
         if more.epoch != self.epoch:
-            raise ValueError(f"cannot add dispatch counts of epoch {more.epoch} to those of epoch {self.epoch}")
+            raise ValueError(
+                f"cannot add dispatch counts of epoch {more.epoch} to those of epoch {self.epoch}"
+            )
         return DispatchCounts(
             epoch=self.epoch,
             steps=self.steps + more.steps,
@@ -123,7 +125,10 @@ def balance(served: NDArray[Any]) -> NDArray[np.float64]:
     """Return the balancedness, mean / highest load, as float64 [...]. served: [..., ranks] pairs that each
     rank serves. 1 where there is no load."""
     most = served.max(axis=-1)
-    return np.asarray(np.where(most > 0, served.mean(axis=-1) / np.maximum(most, np.finfo(np.float64).tiny), 1.0), np.float64)
+    return np.asarray(
+        np.where(most > 0, served.mean(axis=-1) / np.maximum(most, np.finfo(np.float64).tiny), 1.0),
+        np.float64,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

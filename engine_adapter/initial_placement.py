@@ -20,7 +20,9 @@ _LAST = "last-placement.json"
 log = logging.getLogger(__name__)
 
 
-def initial(file: Path | None, *, layers: int, experts: int, ranks: int, slots_per_rank: int | None) -> Placement:
+def initial(
+    file: Path | None, *, layers: int, experts: int, ranks: int, slots_per_rank: int | None
+) -> Placement:
     """Return the configured placement as epoch 0. file: JSON of a PlacementRecord. None: experts in order.
     slots_per_rank: None for as many as needed, or as many as in the file.
 
@@ -32,7 +34,10 @@ def initial(file: Path | None, *, layers: int, experts: int, ranks: int, slots_p
     placement = read(file)
     found, expected = (placement.layers, placement.experts, placement.ranks), (layers, experts, ranks)
     if found != expected:
-        raise ValueError(f"{file}: a placement of (layers, experts, ranks) {found}; this engine has {expected}: make one for it with roost plan --profile")
+        raise ValueError(
+            f"{file}: a placement of (layers, experts, ranks) {found}; this engine has {expected}: make one"
+            " for it with roost plan --profile"
+        )
     return placement if slots_per_rank is None else with_slots(placement, slots_per_rank)
 
 
@@ -48,7 +53,9 @@ def read(file: Path) -> Placement:
         raise ValueError(f"{file}: no placement can be read from it: {error}") from error
 
 
-def last_decided(committed: PlacementCommitted | None, staged: MigrationStaged | None) -> PlacementRecord | None:
+def last_decided(
+    committed: PlacementCommitted | None, staged: MigrationStaged | None
+) -> PlacementRecord | None:
     """Return the last epoch that an engine served, or was about to serve when it ended. None: it never left
     its initial placement.
 
@@ -86,7 +93,11 @@ def resumed(meeting: Path, first: Placement) -> Placement:
         record = msgspec.json.decode((meeting / _LAST).read_bytes(), type=PlacementRecord | None)
         return first if record is None else fitting(record, first)
     except (OSError, ValueError) as error:
-        log.warning("the engine starts with its configured placement, not with the last epoch of its previous run: %s", error)
+        log.warning(
+            "the engine starts with its configured placement, not with the last epoch of its previous"
+            " run: %s",
+            error,
+        )
         return first
 
 
@@ -96,5 +107,8 @@ def fitting(record: PlacementRecord, first: Placement) -> Placement:
     placement = Placement.from_record(record)
     found, expected = ((one.layers, one.experts, one.ranks, one.slots_per_rank) for one in (placement, first))
     if found != expected:
-        raise ValueError(f"epoch {placement.epoch} was of (layers, experts, ranks, slots per rank) {found}; the engine now has {expected}")
+        raise ValueError(
+            f"epoch {placement.epoch} was of (layers, experts, ranks, slots per rank) {found}; the engine now"
+            f" has {expected}"
+        )
     return placement

@@ -57,16 +57,24 @@ class BackendAgentConfig:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"static backend: the URL {without_secrets(self.url)!r} must start with http:// or https://")
+            raise ValueError(
+                f"static backend: the URL {without_secrets(self.url)!r} must start with http:// or https://"
+            )
         # The URL is part of the join event, which every bus client can read.
         if without_secrets(self.url) != self.url:
-            raise ValueError(f"static backend: the URL {without_secrets(self.url)!r} names a user; put the server's key into a file (--api-key-file)")
+            raise ValueError(
+                f"static backend: the URL {without_secrets(self.url)!r} names a user; put the server's key"
+                " into a file (--api-key-file)"
+            )
         for name in ("probe_seconds", "answer_seconds", "misses", "max_context"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"static backend: {name} must be above 0, not {getattr(self, name)}")
         given = [name for name in ("layers", "experts", "top_k") if getattr(self, name) is not None]
         if len(given) in (1, 2):
-            raise ValueError(f"static backend: layers, experts and top_k must be set together, not only {' and '.join(given)}")
+            raise ValueError(
+                "static backend: layers, experts and top_k must be set together, not only"
+                f" {' and '.join(given)}"
+            )
         _ = self.shape
 
     @property
@@ -78,7 +86,9 @@ class BackendAgentConfig:
         """
         if self.layers is None or self.experts is None or self.top_k is None:
             return None
-        return ModelShape(layers=self.layers, experts=self.experts, top_k=self.top_k, hidden=1, expert_intermediate=1)
+        return ModelShape(
+            layers=self.layers, experts=self.experts, top_k=self.top_k, hidden=1, expert_intermediate=1
+        )
 
     @property
     def base(self) -> str:
@@ -132,7 +142,13 @@ class BackendAgent:
             kv_blocks=0,
             max_context=model.max_model_len or self._config.max_context,
             max_batch_tokens=0,
-            capabilities=Capabilities(kv_events=False, load=False, experts=False, token_ids=False, isolates_tenants=self._config.isolates_tenants),
+            capabilities=Capabilities(
+                kv_events=False,
+                load=False,
+                experts=False,
+                token_ids=False,
+                isolates_tenants=self._config.isolates_tenants,
+            ),
             shape=self._config.shape,
         )
 
@@ -165,7 +181,10 @@ class BackendAgent:
         for model in models:
             if name in (None, model.id):
                 return model
-        raise EngineFailed(f"{self._config.base} does not serve {name!r}, but {', '.join(repr(model.id) for model in models)}; name one with --model")
+        raise EngineFailed(
+            f"{self._config.base} does not serve {name!r}, but"
+            f" {', '.join(repr(model.id) for model in models)}; name one with --model"
+        )
 
     async def _models(self) -> tuple[_Model, ...]:
         """Query once, on a new connection: an open keep-alive connection could hide a dead server."""
@@ -173,18 +192,24 @@ class BackendAgent:
         headers = {"Authorization": f"Bearer {self._config.api_key}"} if self._config.api_key else {}
         try:
             async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._config.answer_seconds)) as session,
+                aiohttp.ClientSession(
+                    timeout=aiohttp.ClientTimeout(total=self._config.answer_seconds)
+                ) as session,
                 session.get(url, headers=headers, allow_redirects=False) as answer,
             ):
                 body = b""
                 async for piece in answer.content.iter_chunked(65536):
                     body += piece
                     if len(body) > MOST_BYTES:
-                        raise EngineFailed(f"{url} is no list of models: it is longer than {MOST_BYTES} bytes")
+                        raise EngineFailed(
+                            f"{url} is no list of models: it is longer than {MOST_BYTES} bytes"
+                        )
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineFailed(f"{url} does not answer: {error or 'timed out'}") from error
         if answer.status in (401, 403):
-            raise EngineFailed(f"{url} refuses the key (HTTP {answer.status}); give the right one with --api-key-file")
+            raise EngineFailed(
+                f"{url} refuses the key (HTTP {answer.status}); give the right one with --api-key-file"
+            )
         if answer.status != 200:
             raise EngineFailed(f"{url} answers HTTP {answer.status}; is this an OpenAI-compatible server?")
         try:

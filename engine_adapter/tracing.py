@@ -68,7 +68,10 @@ def _stages(outcome: GenerationOutcome) -> tuple[tuple[str, int, int, Attributes
     """Return (name, begin, end, attributes) of the three stages. end 0: the request ended in this stage."""
     moments = outcome.moments
     queue: Attributes = {"roost.preemptions": outcome.preemptions}
-    prefill: Attributes = {"gen_ai.usage.input_tokens": outcome.prompt_tokens, "roost.cached_tokens": outcome.cached_tokens}
+    prefill: Attributes = {
+        "gen_ai.usage.input_tokens": outcome.prompt_tokens,
+        "roost.cached_tokens": outcome.cached_tokens,
+    }
     decode: Attributes = {"gen_ai.usage.output_tokens": outcome.completion_tokens}
     return (
         ("queue", moments.submitted, moments.admitted, queue),

@@ -70,7 +70,8 @@ def local_hashes(tokens: Sequence[int], block_size: int = BLOCK_SIZE, seed: int 
 
 
 def chain(parent: int | None, local: int) -> int:
-    """Return the u64 sequence hash of a block with this local hash after the prefix `parent` (None: the first block)."""
+    """Return the u64 sequence hash of a block with this local hash after the prefix `parent` (None: the first
+    block)."""
     return local if parent is None else xxhash.xxh3_64_intdigest(_PAIR.pack(parent, local), SEED)
 
 

@@ -22,7 +22,15 @@ class ApiError(Exception):
     HTTP edge.
     """
 
-    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_after: float | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
         message = shortened(message, MOST_MESSAGE)
         super().__init__(message)
         self.status = status
@@ -40,21 +48,35 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """Encode `{"error": {"message", "type", "param", "code"}}` as JSON."""
-        return msgspec.json.encode({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
+        return msgspec.json.encode(
+            {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        )
 
 
-def context_exceeded(context: int, prompt_tokens: int, output_tokens: int | None, *, prompt: str, param: str) -> ApiError:
+def context_exceeded(
+    context: int, prompt_tokens: int, output_tokens: int | None, *, prompt: str, param: str
+) -> ApiError:
     """Return the error for a request that exceeds the context length, in OpenAI's wording.
 
     Clients (LiteLLM) match this wording to retry with a model of longer context. prompt: "messages" or
     "prompt". output_tokens: as requested; None: the prompt alone is too long.
     """
     if output_tokens is None:
-        detail = f"your {prompt} resulted in {prompt_tokens} tokens. Please reduce the length of the {prompt}."
+        detail = (
+            f"your {prompt} resulted in {prompt_tokens} tokens. Please reduce the length of the {prompt}."
+        )
     else:
-        detail = f"you requested {prompt_tokens + output_tokens} tokens ({prompt_tokens} in the {prompt}, {output_tokens} in the completion)."
+        detail = (
+            f"you requested {prompt_tokens + output_tokens} tokens ({prompt_tokens} in the {prompt},"
+            f" {output_tokens} in the completion)."
+        )
         detail += f" Please reduce the length of the {prompt} or completion."
-    return ApiError(400, f"This model's maximum context length is {context} tokens. However, {detail}", param=param, code="context_length_exceeded")
+    return ApiError(
+        400,
+        f"This model's maximum context length is {context} tokens. However, {detail}",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 class StreamOptions(msgspec.Struct, frozen=True):

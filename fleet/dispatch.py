@@ -81,12 +81,20 @@ class LocalReplicas(NamedTuple):
         layers, slots = placement.expert_of_slot.shape
         expert = np.maximum(placement.expert_of_slot, 0).astype(np.intp)
         rank = (np.arange(slots) // placement.slots_per_rank)[None]
-        return cls(np.arange(layers)[:, None], expert, rank, rank * placement.experts + expert, (placement.ranks, placement.experts))
+        return cls(
+            np.arange(layers)[:, None],
+            expert,
+            rank,
+            rank * placement.experts + expert,
+            (placement.ranks, placement.experts),
+        )
 
     def by_rank(self, part: FloatArray, layer: int) -> FloatArray:
         """Sum values per slot [slots] of a layer by rank and expert: float64 [ranks, experts]."""
         ranks, experts = self.shape
-        return np.asarray(np.bincount(self.cell[layer], part, ranks * experts), np.float64).reshape(self.shape)
+        return np.asarray(np.bincount(self.cell[layer], part, ranks * experts), np.float64).reshape(
+            self.shape
+        )
 
 
 class Flows(NamedTuple):
@@ -171,7 +179,13 @@ def onward(placement: Placement, node: NDArray[np.intp]) -> FloatArray:
     claimed = _sums(claim, own * experts + held.expert, nodes * experts).reshape(-1, nodes, experts)
     most = np.maximum(claimed, 1.0)
     rest = 1.0 - claimed / most
-    return np.stack([spill * rest[held.layer, at, held.expert] + claim * (own == at) / most[held.layer, at, held.expert] for at in range(nodes)])
+    return np.stack(
+        [
+            spill * rest[held.layer, at, held.expert]
+            + claim * (own == at) / most[held.layer, at, held.expert]
+            for at in range(nodes)
+        ]
+    )
 
 
 def shares(placement: Placement, home: int, node: NDArray[np.intp]) -> FloatArray:
@@ -226,7 +240,11 @@ class Chooser:
         # numpy radix-sorts short integers, which is faster
         self._sorted = np.int16 if several.shape[1] < 1 << 15 else np.int64
         self._homes = np.array(homes, np.int64)
-        self._experts, self._per_rank, self._ranks = placement.experts, placement.slots_per_rank, placement.ranks
+        self._experts, self._per_rank, self._ranks = (
+            placement.experts,
+            placement.slots_per_rank,
+            placement.ranks,
+        )
         begin = np.array([home * _BY_HOME & _LAST for home in homes], np.uint32)
         self._phase = (begin[:, None] + np.arange(placement.experts, dtype=np.uint32) * _BY_EXPERT).ravel()
 
@@ -244,7 +262,9 @@ class Chooser:
         at = np.flatnonzero(self._several[layer][wanted])
         wanted = wanted[at]
         before = turn[wanted] if isinstance(turn, np.ndarray) else turn & _LAST
-        point = self._phase[wanted] + (_ordinals(wanted.astype(self._sorted)) + before).astype(np.uint32) * _TURN
+        point = (
+            self._phase[wanted] + (_ordinals(wanted.astype(self._sorted)) + before).astype(np.uint32) * _TURN
+        )
         nth = (point > self._ends[layer].take(wanted, axis=1)).sum(axis=0)
         found[at] = self._slots[layer][wanted, nth]
         return found
@@ -272,7 +292,11 @@ class Chooser:
     def _covered(self, layer: int, wanted: NDArray[Any], split: IntArray) -> IntArray:
         """Implement `cover`. split: int64 [n, k], the choices of `choose`."""
         slots = self._slots[layer][wanted]
-        rank, home, chosen = slots // self._per_rank, self._homes[wanted[:, 0] // self._experts], split // self._per_rank
+        rank, home, chosen = (
+            slots // self._per_rank,
+            self._homes[wanted[:, 0] // self._experts],
+            split // self._per_rank,
+        )
         can = np.zeros((*wanted.shape, self._ranks), np.bool_)
         np.put_along_axis(can, rank, True, axis=2)
         opened = _opened(can, home, chosen)

@@ -282,7 +282,8 @@ class ClustersPublished(Event, frozen=True, kw_only=True):
 
 
 class DescribeClusters(Event, frozen=True, kw_only=True):
-    """Request to the tracker for the `ClustersPublished` of a model. `RequestRefused` if there is none yet."""
+    """Request to the tracker for the `ClustersPublished` of a model. `RequestRefused` if there is none
+    yet."""
 
     model: str
 
@@ -764,7 +765,8 @@ class MigrationPlanned(Event, frozen=True, kw_only=True):
 
 
 class MigrationStaged(Event, frozen=True, kw_only=True):
-    """Every rank of an engine has staged and verified the next epoch, which is about to be committed. Stored."""
+    """Every rank of an engine has staged and verified the next epoch, which is about to be committed.
+    Stored."""
 
     engine: str
     worker_id: int
@@ -786,7 +788,8 @@ class MigrationStaged(Event, frozen=True, kw_only=True):
 
 
 class MigrationCommitted(Event, frozen=True, kw_only=True):
-    """One handover of a plan committed: every rank serves its epoch. Stored, after its `PlacementCommitted`."""
+    """One handover of a plan committed: every rank serves its epoch. Stored, after its
+    `PlacementCommitted`."""
 
     engine: str
     worker_id: int
@@ -1050,7 +1053,8 @@ class RankDrained(Event, frozen=True, kw_only=True):
 
 
 class ConfigChanged(Event, frozen=True, kw_only=True):
-    """A part applied new settings while running, or refused them: the audit record of every reload. Stored."""
+    """A part applied new settings while running, or refused them: the audit record of every reload.
+    Stored."""
 
     part: str
     instance: int

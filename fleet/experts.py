@@ -53,11 +53,19 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.top_k > self.experts:
             raise ValueError(f"model shape: top_k {self.top_k} exceeds the {self.experts} experts of a layer")
         if not 1 <= self.groups_per_token <= self.groups or self.experts % self.groups:
-            raise ValueError(f"model shape: {self.groups_per_token} of {self.groups} groups per token; {self.experts} experts must divide into the groups")
+            raise ValueError(
+                f"model shape: {self.groups_per_token} of {self.groups} groups per token; {self.experts}"
+                " experts must divide into the groups"
+            )
         if self.top_k > self.groups_per_token * (self.experts // self.groups):
-            raise ValueError(f"model shape: top_k {self.top_k} exceeds the experts of {self.groups_per_token} of {self.groups} groups")
+            raise ValueError(
+                f"model shape: top_k {self.top_k} exceeds the experts of {self.groups_per_token} of"
+                f" {self.groups} groups"
+            )
         if self.dtype not in BYTES_PER_VALUE:
-            raise ValueError(f"model shape: unknown dtype {self.dtype!r}; known: {', '.join(BYTES_PER_VALUE)}")
+            raise ValueError(
+                f"model shape: unknown dtype {self.dtype!r}; known: {', '.join(BYTES_PER_VALUE)}"
+            )
 
     @property
     def expert_bytes(self) -> int:

@@ -197,7 +197,9 @@ def moved(table: Mapping[tuple[State, Happening], State], state: State, event: H
     after = table.get((state, event))
     if after is None:
         allowed = ", ".join(repr(one.value) for (of, one) in table if of is state) or "nothing"
-        raise IllegalMove(f"a {_ROLES[type(state)]} that is {state.value!r} cannot take {event.value!r}; allowed: {allowed}")
+        raise IllegalMove(
+            f"a {_ROLES[type(state)]} that is {state.value!r} cannot take {event.value!r}; allowed: {allowed}"
+        )
     return after
 
 
@@ -269,7 +271,9 @@ def heed_commit(rank: ProtocolState, token: int, handover: int) -> CommandVerdic
     if token < rank.token:
         return CommandVerdict.FENCED
     if is_open(rank, handover):
-        return {RankState.STAGED: CommandVerdict.TAKE, RankState.READY: CommandVerdict.REPEAT}.get(rank.state, CommandVerdict.PREMATURE)
+        return {RankState.STAGED: CommandVerdict.TAKE, RankState.READY: CommandVerdict.REPEAT}.get(
+            rank.state, CommandVerdict.PREMATURE
+        )
     if handover == rank.flipped:
         return CommandVerdict.REPEAT
     return CommandVerdict.PAST if handover <= rank.concluded else CommandVerdict.UNKNOWN
@@ -309,7 +313,9 @@ def flipped(rank: ProtocolState) -> ProtocolState:
     """Return the state after the step at which all ranks flipped."""
     state = moved(RANK, rank.state, RankEvent.FLIPPED)
     concluded = max(rank.concluded, rank.handover)
-    return rank._replace(state=state, served=rank.served + 1, handover=0, concluded=concluded, flipped=rank.handover)
+    return rank._replace(
+        state=state, served=rank.served + 1, handover=0, concluded=concluded, flipped=rank.handover
+    )
 
 
 def aborted(rank: ProtocolState, token: int, handover: int) -> ProtocolState:
@@ -319,7 +325,9 @@ def aborted(rank: ProtocolState, token: int, handover: int) -> ProtocolState:
     concluded = max(rank.concluded, handover)
     if handover != rank.handover:
         return rank._replace(token=token, concluded=concluded)
-    return rank._replace(state=moved(RANK, rank.state, RankEvent.ABORT), token=token, handover=0, concluded=concluded)
+    return rank._replace(
+        state=moved(RANK, rank.state, RankEvent.ABORT), token=token, handover=0, concluded=concluded
+    )
 
 
 def flips(served: int, ready: tuple[int, ...]) -> bool:

@@ -21,9 +21,14 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def check(self, shape: ModelShape) -> None:
         """Raise ValueError when a model of this shape cannot be served in this layout."""
         if not 0 <= self.boundary <= shape.layers:
-            raise ValueError(f"layout: boundary {self.boundary} is outside 0..{shape.layers} (the model's MoE layers)")
+            raise ValueError(
+                f"layout: boundary {self.boundary} is outside 0..{shape.layers} (the model's MoE layers)"
+            )
         if self.attention == "tp" and self.boundary < shape.layers:
-            raise ValueError(f"layout: tensor-parallel attention needs every layer sharded, boundary {shape.layers}, not {self.boundary}")
+            raise ValueError(
+                f"layout: tensor-parallel attention needs every layer sharded, boundary {shape.layers}, not"
+                f" {self.boundary}"
+            )
 
     @property
     def targets_are_ranks(self) -> bool:

@@ -69,10 +69,27 @@ class Placement:
     holds two replicas of one expert in a layer, ids are in range, and the spills of an expert sum to FULL.
     """
 
-    def __init__(self, expert_of_slot: NDArray[Any], *, experts: int, ranks: int, epoch: int = 0, split: Split | None = None) -> None:
+    def __init__(
+        self,
+        expert_of_slot: NDArray[Any],
+        *,
+        experts: int,
+        ranks: int,
+        epoch: int = 0,
+        split: Split | None = None,
+    ) -> None:
         table = np.ascontiguousarray(expert_of_slot, dtype=np.int16)
-        if table.ndim != 2 or table.shape[0] < 1 or ranks < 1 or table.shape[1] == 0 or table.shape[1] % ranks:
-            raise ValueError(f"placement: slots have shape {table.shape}; expected [layers, ranks * slots_per_rank] with {ranks} ranks")
+        if (
+            table.ndim != 2
+            or table.shape[0] < 1
+            or ranks < 1
+            or table.shape[1] == 0
+            or table.shape[1] % ranks
+        ):
+            raise ValueError(
+                f"placement: slots have shape {table.shape}; expected [layers, ranks * slots_per_rank] with"
+                f" {ranks} ranks"
+            )
         if epoch < 0:
             raise ValueError(f"placement: epoch must not be negative, got {epoch}")
         table.flags.writeable = False
@@ -88,22 +105,39 @@ class Placement:
     def _check(self) -> None:
         table = self.expert_of_slot
         if not 1 <= self.experts <= table.shape[1]:
-            raise ValueError(f"placement: {self.experts} experts do not fit into the {table.shape[1]} slots of a layer")
+            raise ValueError(
+                f"placement: {self.experts} experts do not fit into the {table.shape[1]} slots of a layer"
+            )
         if self.layers * self.ranks * self.experts > MOST_CELLS:
-            raise ValueError(f"placement: {self.layers} layers x {self.ranks} ranks x {self.experts} experts are more than {MOST_CELLS} cells")
+            raise ValueError(
+                f"placement: {self.layers} layers x {self.ranks} ranks x {self.experts} experts are more than"
+                f" {MOST_CELLS} cells"
+            )
         outside = np.argwhere((table < EMPTY) | (table >= self.experts))
         if len(outside):
             layer, slot = outside[0]
-            raise ValueError(f"placement: layer {layer} slot {slot} names expert {table[layer, slot]}; ids run from 0 to {self.experts - 1}, {EMPTY} is empty")
+            raise ValueError(
+                f"placement: layer {layer} slot {slot} names expert {table[layer, slot]}; ids run from 0 to"
+                f" {self.experts - 1}, {EMPTY} is empty"
+            )
         by_rank = np.sort(table.reshape(self.layers, self.ranks, -1), axis=2)
         twice = np.argwhere((by_rank[:, :, 1:] == by_rank[:, :, :-1]) & (by_rank[:, :, 1:] != EMPTY))
         if len(twice):
             layer, rank, at = twice[0]
-            raise ValueError(f"placement: rank {rank} holds expert {ExpertId(int(layer), int(by_rank[layer, rank, at]))} more than once")
+            raise ValueError(
+                f"placement: rank {rank} holds expert {ExpertId(int(layer), int(by_rank[layer, rank, at]))}"
+                " more than once"
+            )
         layers, slots = np.nonzero(table != EMPTY)
-        missing = np.flatnonzero(np.bincount(layers * self.experts + table[layers, slots], minlength=self.layers * self.experts) == 0)
+        missing = np.flatnonzero(
+            np.bincount(layers * self.experts + table[layers, slots], minlength=self.layers * self.experts)
+            == 0
+        )
         if len(missing):
-            raise ValueError(f"placement: expert {ExpertId(int(missing[0]) // self.experts, int(missing[0]) % self.experts)} has no replica")
+            raise ValueError(
+                "placement: expert"
+                f" {ExpertId(int(missing[0]) // self.experts, int(missing[0]) % self.experts)} has no replica"
+            )
 
     @property
     def layers(self) -> int:
@@ -145,17 +179,31 @@ class Placement:
             ranks=self.ranks,
             slots_per_rank=self.slots_per_rank,
             slots=self.expert_of_slot.astype("<i2").tobytes(),
-            **({} if self.even else {name: part.astype("<u2").tobytes() for name, part in self.split._asdict().items()}),
+            **(
+                {}
+                if self.even
+                else {name: part.astype("<u2").tobytes() for name, part in self.split._asdict().items()}
+            ),
         )
 
     @classmethod
     def from_record(cls, record: PlacementRecord) -> "Placement":
-        """Decode the wire format. ValueError if the bytes do not fit the stated shape or break an invariant."""
+        """Decode the wire format. ValueError if the bytes do not fit the stated shape or break an
+        invariant."""
         width = record.ranks * record.slots_per_rank
         if len(record.slots) != 2 * record.layers * width:
-            raise ValueError(f"placement: {len(record.slots)} bytes of slots, expected {2 * record.layers * width} for [{record.layers}, {width}] int16")
+            raise ValueError(
+                f"placement: {len(record.slots)} bytes of slots, expected {2 * record.layers * width} for"
+                f" [{record.layers}, {width}] int16"
+            )
         table = np.frombuffer(record.slots, "<i2").reshape(record.layers, width)
-        return cls(table, experts=record.experts, ranks=record.ranks, epoch=record.epoch, split=_split_of(record, table.shape))
+        return cls(
+            table,
+            experts=record.experts,
+            ranks=record.ranks,
+            epoch=record.epoch,
+            split=_split_of(record, table.shape),
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Placement):
@@ -165,13 +213,20 @@ class Placement:
     def serves_as(self, other: "Placement") -> bool:
         """Return True if both dispatch every token the same way: equal in all but the epoch."""
         same_head = (self.experts, self.ranks) == (other.experts, other.ranks)
-        return same_head and np.array_equal(self.expert_of_slot, other.expert_of_slot) and all(map(np.array_equal, self.split, other.split))
+        return (
+            same_head
+            and np.array_equal(self.expert_of_slot, other.expert_of_slot)
+            and all(map(np.array_equal, self.split, other.split))
+        )
 
     def __hash__(self) -> int:
         return hash((self.experts, self.ranks, self.epoch, self.expert_of_slot.tobytes()))
 
     def __repr__(self) -> str:
-        return f"<Placement epoch {self.epoch}: {self.layers} layers x {self.experts} experts on {self.ranks} ranks, {self.slots_per_rank} slots each>"
+        return (
+            f"<Placement epoch {self.epoch}: {self.layers} layers x {self.experts} experts on {self.ranks}"
+            f" ranks, {self.slots_per_rank} slots each>"
+        )
 
 
 def even_split(expert_of_slot: NDArray[np.int16], experts: int) -> Split:
@@ -203,17 +258,28 @@ def _checked(split: Split, table: NDArray[np.int16], experts: int) -> Split:
     """Return a validated copy of a placement's split. ValueError names the defect."""
     for name, part in split._asdict().items():
         if part.shape != table.shape or part.dtype != np.uint16:
-            raise ValueError(f"placement: {name} is {part.dtype} {part.shape}; expected uint16 {table.shape}, one number per slot")
+            raise ValueError(
+                f"placement: {name} is {part.dtype} {part.shape}; expected uint16 {table.shape}, one number"
+                " per slot"
+            )
         stray = np.argwhere((table == EMPTY) & (part > 0))
         if len(stray):
             layer, slot = stray[0]
-            raise ValueError(f"placement: layer {layer} slot {slot} is empty but has {name} {part[layer, slot]}; it must be 0")
+            raise ValueError(
+                f"placement: layer {layer} slot {slot} is empty but has {name} {part[layer, slot]}; it must"
+                " be 0"
+            )
     layer, slot = np.nonzero(table != EMPTY)
-    sums = np.bincount(layer * experts + table[layer, slot], weights=split.spill[layer, slot], minlength=len(table) * experts)
+    sums = np.bincount(
+        layer * experts + table[layer, slot], weights=split.spill[layer, slot], minlength=len(table) * experts
+    )
     wrong = np.flatnonzero(sums != FULL)
     if len(wrong):
         expert = ExpertId(int(wrong[0]) // experts, int(wrong[0]) % experts)
-        raise ValueError(f"placement: the spills of expert {expert} add up to {sums[wrong[0]]:.0f}; they must be {FULL} together")
+        raise ValueError(
+            f"placement: the spills of expert {expert} add up to {sums[wrong[0]]:.0f}; they must be {FULL}"
+            " together"
+        )
     return _frozen(Split(*(np.array(part) for part in split)))
 
 
@@ -224,7 +290,9 @@ def _split_of(record: PlacementRecord, shape: tuple[int, ...]) -> Split | None:
         return None
     for name, part in parts.items():
         if len(part) != len(record.slots):
-            raise ValueError(f"placement: {len(part)} bytes of {name}, expected {len(record.slots)}: one u16 per slot")
+            raise ValueError(
+                f"placement: {len(part)} bytes of {name}, expected {len(record.slots)}: one u16 per slot"
+            )
     return Split(*(np.frombuffer(part, "<u2").astype(np.uint16).reshape(shape) for part in parts.values()))
 
 
@@ -237,7 +305,9 @@ def linear(*, layers: int, experts: int, ranks: int, slots_per_rank: int | None 
     least = -(-experts // ranks)
     slots = least if slots_per_rank is None else slots_per_rank
     if slots < least:
-        raise ValueError(f"placement: {experts} experts over {ranks} ranks need {least} slots per rank, not {slots}")
+        raise ValueError(
+            f"placement: {experts} experts over {ranks} ranks need {least} slots per rank, not {slots}"
+        )
     row = np.full((ranks, slots), EMPTY, np.int16)
     for rank, block in enumerate(np.array_split(np.arange(experts), ranks)):
         row[rank, : len(block)] = block
@@ -248,13 +318,24 @@ def with_slots(placement: Placement, slots_per_rank: int) -> Placement:
     """Return the placement with additional empty slots on every rank. ValueError if it already has more."""
     more = slots_per_rank - placement.slots_per_rank
     if more < 0:
-        raise ValueError(f"placement: it uses {placement.slots_per_rank} slots per rank and layer, and the engine is to have {slots_per_rank}")
+        raise ValueError(
+            f"placement: it uses {placement.slots_per_rank} slots per rank and layer, and the engine is to"
+            f" have {slots_per_rank}"
+        )
     if not more:
         return placement
 
     def wider(part: NDArray[Any], fill: int) -> NDArray[Any]:
         by_rank = part.reshape(placement.layers, placement.ranks, -1)
-        return np.pad(by_rank, ((0, 0), (0, 0), (0, more)), constant_values=fill).reshape(placement.layers, -1)
+        return np.pad(by_rank, ((0, 0), (0, 0), (0, more)), constant_values=fill).reshape(
+            placement.layers, -1
+        )
 
     split = None if placement.even else Split(*(wider(part, 0).astype(np.uint16) for part in placement.split))
-    return Placement(wider(placement.expert_of_slot, EMPTY), experts=placement.experts, ranks=placement.ranks, epoch=placement.epoch, split=split)
+    return Placement(
+        wider(placement.expert_of_slot, EMPTY),
+        experts=placement.experts,
+        ranks=placement.ranks,
+        epoch=placement.epoch,
+        split=split,
+    )

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 
 class ExpertTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A [layers, experts] table of non-negative float32 in wire format (`values`: little endian, row-major)."""
+    """A [layers, experts] table of non-negative float32 in wire format (`values`: little endian,
+    row-major)."""
 
     layers: int
     experts: int
@@ -18,7 +19,9 @@ class ExpertTable(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, table: NDArray[Any]) -> "ExpertTable":
         """Pack any numeric [layers, experts] array."""
         layers, experts = table.shape
-        return cls(layers=int(layers), experts=int(experts), values=np.ascontiguousarray(table, "<f4").tobytes())
+        return cls(
+            layers=int(layers), experts=int(experts), values=np.ascontiguousarray(table, "<f4").tobytes()
+        )
 
     def array(self) -> NDArray[np.float32]:
         """Return float32 [layers, experts], read-only.
@@ -26,7 +29,9 @@ class ExpertTable(msgspec.Struct, frozen=True, kw_only=True):
         ValueError if the bytes do not fit, or if a value is negative or not finite.
         """
         if self.layers < 1 or self.experts < 1 or len(self.values) != 4 * self.layers * self.experts:
-            raise ValueError(f"expert table: {len(self.values)} bytes do not make [{self.layers}, {self.experts}] float32")
+            raise ValueError(
+                f"expert table: {len(self.values)} bytes do not make [{self.layers}, {self.experts}] float32"
+            )
         table = np.frombuffer(self.values, "<f4").reshape(self.layers, self.experts)
         if not np.isfinite(table).all() or (table < 0).any():
             raise ValueError("expert table: values must be finite and not negative")
@@ -51,12 +56,25 @@ class ExpertCounts(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"expert counts: {counts.min()} is negative")
         most = int(counts.max()) if counts.size else 0
         width = next(width for width in (1, 2, 4, 8) if most < 1 << 8 * width)
-        return cls(layers=int(layers), experts=int(experts), width=width, values=np.ascontiguousarray(counts, f"<u{width}").tobytes())
+        return cls(
+            layers=int(layers),
+            experts=int(experts),
+            width=width,
+            values=np.ascontiguousarray(counts, f"<u{width}").tobytes(),
+        )
 
     def array(self) -> NDArray[np.unsignedinteger[Any]]:
         """Return unsigned [layers, experts], read-only. ValueError if the bytes do not fit."""
-        if self.layers < 1 or self.experts < 1 or self.width not in (1, 2, 4, 8) or len(self.values) != self.width * self.layers * self.experts:
-            raise ValueError(f"expert counts: {len(self.values)} bytes do not make [{self.layers}, {self.experts}] of width {self.width}")
+        if (
+            self.layers < 1
+            or self.experts < 1
+            or self.width not in (1, 2, 4, 8)
+            or len(self.values) != self.width * self.layers * self.experts
+        ):
+            raise ValueError(
+                f"expert counts: {len(self.values)} bytes do not make [{self.layers}, {self.experts}] of"
+                f" width {self.width}"
+            )
         return np.frombuffer(self.values, f"<u{self.width}").reshape(self.layers, self.experts)
 
 

@@ -32,15 +32,17 @@ MOST_TOKENS = 128
 """Prompt tokens that are looked up in the token table: those after the longest known prefix."""
 SHRINK = (16.0, 64.0, 64.0, 512.0)
 """Tokens of evidence at which a source counts half. The sum over a prompt's tokens counts as `half` tokens at
-most: the tokens of one text are redundant, and n of them together count n * half / (n + half) (measured on the
-demo model: the best exponent falls from 0.4 at 8 tokens to 0.14 at 96).
+most: the tokens of one text are redundant, and n of them together count n * half / (n + half) (measured on
+the demo model: the best exponent falls from 0.4 at 8 tokens to 0.14 at 96).
 """
 LEAST_SHARE = 1e-6
 MOST_HEARD = 1024
 FLOOR = 0.01
 """Share of a source's weights that is replaced by the mix, so that no cluster gets probability 0."""
 
-_INDEPENDENT = tuple(np.full(count, SHRINK[TOKENS] / (SHRINK[TOKENS] + count), np.float32) for count in range(MOST_TOKENS + 1))
+_INDEPENDENT = tuple(
+    np.full(count, SHRINK[TOKENS] / (SHRINK[TOKENS] + count), np.float32) for count in range(MOST_TOKENS + 1)
+)
 """Weight of each token, by the number of tokens."""
 _ROW = struct.Struct(f"<{PACKED}BI")
 ROW = _ROW.size
@@ -129,7 +131,8 @@ class SourceEvidence(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Predicted cluster weights of a request. weights: float32 [K]. reliabilities: by source, as in `Tables`."""
+    """Predicted cluster weights of a request. weights: float32 [K]. reliabilities: by source, as in
+    `Tables`."""
 
     weights: Float32Array
     known: SourceEvidence
@@ -148,7 +151,10 @@ class Prediction(NamedTuple):
 
 def confidences(reliabilities: Sequence[float], evidence: Sequence[float]) -> tuple[float, ...]:
     """Return the confidence in each source, in [0, 1]: its reliability, shrunk by its evidence (tokens)."""
-    return tuple(reliability * seen / (seen + half) for reliability, seen, half in zip(reliabilities, evidence, SHRINK, strict=True))
+    return tuple(
+        reliability * seen / (seen + half)
+        for reliability, seen, half in zip(reliabilities, evidence, SHRINK, strict=True)
+    )
 
 
 def together(confidences: Sequence[float]) -> float:
@@ -194,7 +200,11 @@ def know(tables: Tables, query: Query) -> SourceEvidence:
     evidence = [0.0] * len(SOURCES)
     blocks, found = longest_known(tables.blocks, query.prefix, query.guess)
     last = query.prefix[blocks - 1] if blocks else 0
-    for source, key, rows in ((PREFIX, last, None), (SESSION, query.session, tables.sessions), (TENANT, query.tenant, tables.tenants)):
+    for source, key, rows in (
+        (PREFIX, last, None),
+        (SESSION, query.session, tables.sessions),
+        (TENANT, query.tenant, tables.tenants),
+    ):
         entry = tables.heard.get((source, key)) if key else None
         if entry is None and key:
             held = found if rows is None else rows.get(key)
@@ -210,7 +220,9 @@ def know(tables: Tables, query: Query) -> SourceEvidence:
     return SourceEvidence(ratios, tuple(evidence), blocks, last, looked_up)
 
 
-def longest_known(blocks: Mapping[int, bytes], prefix: Sequence[int], guess: int = 0) -> tuple[int, bytes | None]:
+def longest_known(
+    blocks: Mapping[int, bytes], prefix: Sequence[int], guess: int = 0
+) -> tuple[int, bytes | None]:
     """Return the number of leading blocks that are known, and the row of the last of them.
 
     The search tries the guess first, then growing steps up to the first unknown block, then bisection. A
@@ -262,7 +274,11 @@ def _shrunk(inverse_shares: Sequence[float], packed: Sequence[int], share: float
 
     Outside the named clusters w / shares is a constant, so only NAMED logarithms are computed.
     """
-    named = [(packed[at], packed[at + 1]) for at in range(0, PACKED, 2) if packed[at + 1] and packed[at] < len(inverse_shares)]
+    named = [
+        (packed[at], packed[at + 1])
+        for at in range(0, PACKED, 2)
+        if packed[at + 1] and packed[at] < len(inverse_shares)
+    ]
     total = sum(weight for _, weight in named)
     scale = 1.0 / max(255, total)
     believed = share * (1.0 - FLOOR)

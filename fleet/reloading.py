@@ -13,15 +13,23 @@ from fleet.events import ConfigChanged
 Settings = TypeVar("Settings")
 
 
-def reloaded(part: str, reloadable: AbstractSet[str], old: Settings, new: Settings, instance: int) -> ConfigChanged:
+def reloaded(
+    part: str, reloadable: AbstractSet[str], old: Settings, new: Settings, instance: int
+) -> ConfigChanged:
     """Return the audit record of a reload from the old settings to the new ones.
 
     reloadable: fields that may change at run time. instance: identity of the process.
     """
     changed = differing(old, new)
-    fixed = [f"{name} (now {before}, asked for {after})" for name, (before, after) in changed.items() if name not in reloadable]
+    fixed = [
+        f"{name} (now {before}, asked for {after})"
+        for name, (before, after) in changed.items()
+        if name not in reloadable
+    ]
     if fixed:
-        return refused(part, f"these settings need a restart: {', '.join(fixed)}; nothing was changed", instance)
+        return refused(
+            part, f"these settings need a restart: {', '.join(fixed)}; nothing was changed", instance
+        )
     return ConfigChanged(part=part, instance=instance, changed=changed)
 
 

@@ -49,7 +49,16 @@ def read_npy(content: bytes) -> NDArray[Any]:
         version = npy.read_magic(file)
         header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, fortran_order, dtype = header(file)
-    except (ValueError, EOFError, OSError, MemoryError, RecursionError, OverflowError, SyntaxError, TokenError) as error:
+    except (
+        ValueError,
+        EOFError,
+        OSError,
+        MemoryError,
+        RecursionError,
+        OverflowError,
+        SyntaxError,
+        TokenError,
+    ) as error:
         raise ValueError(f"no .npy header: {error}") from error
     if dtype.hasobject:
         raise ValueError("a .npy of Python objects, which are never unpickled")
@@ -83,5 +92,7 @@ def _checked(table: NDArray[Any], experts: int | None) -> NDArray[np.int32]:
         raise ValueError(f"routed_experts: shape {table.shape}; expected [tokens, layers, k]")
     most = MOST_EXPERTS if experts is None else experts
     if table.size and (table.min() < 0 or table.max() >= most):
-        raise ValueError(f"routed_experts: ids run from {table.min()} to {table.max()}; expected 0 to {most - 1}")
+        raise ValueError(
+            f"routed_experts: ids run from {table.min()} to {table.max()}; expected 0 to {most - 1}"
+        )
     return table.astype(np.int32)

@@ -21,8 +21,16 @@ class SharedSecret:
         if not 1 <= len(secrets) <= MOST_SECRETS:
             raise ValueError(f"it must hold one secret, or two while it is changed; it holds {len(secrets)}")
         for number, secret in enumerate(secrets, 1):
-            if len(secret) < LEAST_CHARACTERS or not secret.isascii() or not secret.isprintable() or " " in secret:
-                raise ValueError(f"secret {number} must be at least {LEAST_CHARACTERS} printable ASCII characters without spaces")
+            if (
+                len(secret) < LEAST_CHARACTERS
+                or not secret.isascii()
+                or not secret.isprintable()
+                or " " in secret
+            ):
+                raise ValueError(
+                    f"secret {number} must be at least {LEAST_CHARACTERS} printable ASCII characters without"
+                    " spaces"
+                )
         self._secrets = secrets
         self._digests = [hashlib.sha256(secret.encode()).digest() for secret in secrets]
 
@@ -57,7 +65,10 @@ class SharedSecret:
 
         Every holder of the secret derives the same key. Others cannot.
         """
-        text = b"".join(len(encoded).to_bytes(8) + encoded for encoded in (part.encode("utf-8", "surrogatepass") for part in parts))
+        text = b"".join(
+            len(encoded).to_bytes(8) + encoded
+            for encoded in (part.encode("utf-8", "surrogatepass") for part in parts)
+        )
         return hmac.digest(self._secrets[0].encode(), text, "sha256")
 
     def __eq__(self, other: object) -> bool:

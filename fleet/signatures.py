@@ -49,7 +49,11 @@ def unpack(packed: Sequence[int], shares: Float32Array) -> Float32Array:
     """
     # Python integers: rounded weights may add up to 257, which overflows numpy's uint8
     numbers = [int(number) for number in packed]
-    named = [(numbers[at], numbers[at + 1]) for at in range(0, PACKED, 2) if numbers[at + 1] and numbers[at] < len(shares)]
+    named = [
+        (numbers[at], numbers[at + 1])
+        for at in range(0, PACKED, 2)
+        if numbers[at + 1] and numbers[at] < len(shares)
+    ]
     total = sum(weight for _, weight in named)
     scale = 1.0 / max(255, total)
     weights = shares * np.float32(1.0 - total * scale)
@@ -109,7 +113,9 @@ class ClusterModel:
         counts it equals the shares.
         """
         flat = np.asarray(counts, np.float32).reshape(*counts.shape[:-2], -1)
-        sharpness = np.asarray(self.sharpness / (1.0 + self.saturation * flat.sum(axis=-1, keepdims=True)), np.float32)
+        sharpness = np.asarray(
+            self.sharpness / (1.0 + self.saturation * flat.sum(axis=-1, keepdims=True)), np.float32
+        )
         return posterior(self.shares, sharpness * (flat @ self.log_ratios))
 
     def expected(self, weights: Float32Array) -> NDArray[np.float32]:
@@ -133,10 +139,19 @@ class ClusterModel:
     def from_record(cls, record: ClusterRecord) -> "ClusterModel":
         """Decode a record. ValueError if the bytes do not fit or are not probabilities."""
         shape = (record.clusters, record.layers, record.experts)
-        if not 1 <= record.clusters <= MOST_CLUSTERS or min(shape) < 1 or len(record.shares) != 4 * record.clusters:
-            raise ValueError(f"cluster model: {record.clusters} clusters and {len(record.shares)} bytes of shares; 1 to {MOST_CLUSTERS} are allowed")
+        if (
+            not 1 <= record.clusters <= MOST_CLUSTERS
+            or min(shape) < 1
+            or len(record.shares) != 4 * record.clusters
+        ):
+            raise ValueError(
+                f"cluster model: {record.clusters} clusters and {len(record.shares)} bytes of shares; 1 to"
+                f" {MOST_CLUSTERS} are allowed"
+            )
         if len(record.profiles) != 2 * record.clusters * record.layers * record.experts:
-            raise ValueError(f"cluster model: {len(record.profiles)} bytes do not make profiles of shape {shape}")
+            raise ValueError(
+                f"cluster model: {len(record.profiles)} bytes do not make profiles of shape {shape}"
+            )
         shares = np.frombuffer(record.shares, "<f4").astype(np.float64)
         profiles = np.frombuffer(record.profiles, "<f2").astype(np.float32).reshape(shape)
         sums = profiles.sum(axis=2, keepdims=True)
@@ -147,8 +162,16 @@ class ClusterModel:
         if not 0 < record.sharpness < float("inf"):
             raise ValueError(f"cluster model: sharpness must be finite and above 0, not {record.sharpness}")
         if not 0 <= record.saturation < float("inf"):
-            raise ValueError(f"cluster model: saturation must be finite and not negative, not {record.saturation}")
-        return cls(record.version, profiles / sums, np.asarray(shares / shares.sum(), np.float32), record.sharpness, record.saturation)
+            raise ValueError(
+                f"cluster model: saturation must be finite and not negative, not {record.saturation}"
+            )
+        return cls(
+            record.version,
+            profiles / sums,
+            np.asarray(shares / shares.sum(), np.float32),
+            record.sharpness,
+            record.saturation,
+        )
 
 
 def posterior(shares: Float32Array, ratios: NDArray[Any]) -> Float32Array:

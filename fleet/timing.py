@@ -60,10 +60,15 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if not 0 <= value <= MOST_SECONDS:
-                raise ValueError(f"engine speed: {name} must be finite seconds >= 0 (and at most {MOST_SECONDS:g}), not {value}")
+                raise ValueError(
+                    f"engine speed: {name} must be finite seconds >= 0 (and at most {MOST_SECONDS:g}), not"
+                    f" {value}"
+                )
 
 
-def prefill_seconds(token_s: FloatArray, pair_s: FloatArray | None, uncached_tokens: Amounts, prompt_tokens: float | Amounts) -> FloatArray:
+def prefill_seconds(
+    token_s: FloatArray, pair_s: FloatArray | None, uncached_tokens: Amounts, prompt_tokens: float | Amounts
+) -> FloatArray:
     """Time to compute the last u tokens of a prompt of N whose first N - u are cached: token_s * u + pair_s *
     (u * N - u^2 / 2).
 
@@ -84,7 +89,12 @@ def queue_seconds(token_s: FloatArray, queued_prefill_tokens: Amounts) -> FloatA
 
 
 def running_seconds(
-    sequence_s: FloatArray, block_s: FloatArray, running: Amounts, blocks: Amounts, steps_left: Amounts, output_tokens: float | Amounts
+    sequence_s: FloatArray,
+    block_s: FloatArray,
+    running: Amounts,
+    blocks: Amounts,
+    steps_left: Amounts,
+    output_tokens: float | Amounts,
 ) -> FloatArray:
     """Time that the n sequences of a rank add to the next O steps: min(O * n, S) * (sequence_s + block_s *
     blocks / n).
@@ -92,11 +102,15 @@ def running_seconds(
     blocks: KV blocks they hold. steps_left: total tokens S that they are still expected to emit. A rank whose
     sequences are nearly done therefore adds less than one whose sequences have just begun. 0 if nothing runs.
     """
-    seconds: FloatArray = np.minimum(output_tokens * running, steps_left) * (sequence_s + block_s * (blocks / np.maximum(running, _ONE)))
+    seconds: FloatArray = np.minimum(output_tokens * running, steps_left) * (
+        sequence_s + block_s * (blocks / np.maximum(running, _ONE))
+    )
     return seconds
 
 
-def own_seconds(sequence_s: FloatArray, token_block_s: FloatArray, tokens: float | Amounts, output_tokens: float | Amounts) -> FloatArray:
+def own_seconds(
+    sequence_s: FloatArray, token_block_s: FloatArray, tokens: float | Amounts, output_tokens: float | Amounts
+) -> FloatArray:
     """Time that a request itself adds to O steps of its rank: O * (sequence_s + token_block_s * tokens).
 
     tokens: in its KV cache at the end. token_block_s: `decode_block` divided by the tokens of a block.
@@ -105,7 +119,9 @@ def own_seconds(sequence_s: FloatArray, token_block_s: FloatArray, tokens: float
     return seconds
 
 
-def lockstep_seconds(work: FloatArray, added: FloatArray, first: NDArray[np.intp], engine: NDArray[np.intp]) -> FloatArray:
+def lockstep_seconds(
+    work: FloatArray, added: FloatArray, first: NDArray[np.intp], engine: NDArray[np.intp]
+) -> FloatArray:
     """Time lost because the ranks of an engine step in lockstep: a step is as slow as its slowest rank.
 
     work, added: [2, ranks]. Row 0: outstanding prefill of each rank, and the request's prefill. Row 1: time
@@ -123,7 +139,13 @@ def lockstep_seconds(work: FloatArray, added: FloatArray, first: NDArray[np.intp
     return seconds
 
 
-def dispatch_seconds(dispatch_s: FloatArray, node_s: FloatArray | None, tokens: Amounts, remote_ranks: FloatArray, remote_nodes: FloatArray) -> FloatArray:
+def dispatch_seconds(
+    dispatch_s: FloatArray,
+    node_s: FloatArray | None,
+    tokens: Amounts,
+    remote_ranks: FloatArray,
+    remote_nodes: FloatArray,
+) -> FloatArray:
     """Time to send `tokens` to the experts of other ranks and back.
 
     remote_ranks, remote_nodes: distinct destinations per token, summed over layers. A dispatch sends one copy
@@ -135,7 +157,9 @@ def dispatch_seconds(dispatch_s: FloatArray, node_s: FloatArray | None, tokens: 
     return seconds
 
 
-def distinct_seconds(read_s: FloatArray, added_experts: NDArray[np.float64], output_tokens: float) -> FloatArray:
+def distinct_seconds(
+    read_s: FloatArray, added_experts: NDArray[np.float64], output_tokens: float
+) -> FloatArray:
     """Additional time of O steps for reading experts that no other request in the batch uses: O * read_s *
     added_experts.
 
@@ -200,7 +224,9 @@ class _Masses:
         for start in range(0, self._ranks, most):
             homes = slice(start, min(start + most, self._ranks))
             which = self._which[homes]
-            kept = (wanted_by[expert[homes]] * keep[homes, :, None]).transpose(0, 2, 1)  # [homes, n, slots of a rank]
+            kept = (wanted_by[expert[homes]] * keep[homes, :, None]).transpose(
+                0, 2, 1
+            )  # [homes, n, slots of a rank]
             yield homes, sent[which] - kept @ by_expert[which[:, None], expert[homes]]
 
 
@@ -224,7 +250,9 @@ def _reached(mass: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
     return np.asarray(1.0 - power)
 
 
-def expected_local_share(profile: NDArray[Any], placement: Placement, node: NDArray[np.intp], boundary: int = 0) -> NDArray[np.float64]:
+def expected_local_share(
+    profile: NDArray[Any], placement: Placement, node: NDArray[np.intp], boundary: int = 0
+) -> NDArray[np.float64]:
     """Return the expected share of routed pairs that the home rank serves itself, mean over layers: float64
     [..., ranks].
 
@@ -300,5 +328,10 @@ def step_seconds(
     """
     prefill = speed.prefill_token * prefill_tokens + speed.prefill_pair * prefill_pairs
     decode = speed.step + speed.decode_sequence * sequences + speed.decode_block * blocks
-    experts = speed.dispatch * remote_ranks + speed.dispatch_node * remote_nodes + speed.expert_read * distinct_experts + speed.expert_pair * surplus
+    experts = (
+        speed.dispatch * remote_ranks
+        + speed.dispatch_node * remote_nodes
+        + speed.expert_read * distinct_experts
+        + speed.expert_pair * surplus
+    )
     return np.asarray(prefill + decode + experts, np.float64)

@@ -120,10 +120,24 @@ class MigrationConfig:
             raise ValueError(f"planner.policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         for name in ("target", "critical_experts", "contention", "least_gain"):
             if getattr(self, name) > 1:
-                raise ValueError(f"planner.{name} is a share and must be at most 1, not {getattr(self, name)}")
+                raise ValueError(
+                    f"planner.{name} is a share and must be at most 1, not {getattr(self, name)}"
+                )
         if self.stale_seconds > self.window_seconds:
-            raise ValueError(f"planner.stale_seconds {self.stale_seconds} must not be above planner.window_seconds {self.window_seconds}")
+            raise ValueError(
+                f"planner.stale_seconds {self.stale_seconds} must not be above planner.window_seconds"
+                f" {self.window_seconds}"
+            )
 
 
 _ANY = ("automatic", "metrics_address", "metrics_key_file", "policy")
-_FROM_ZERO = ("budget_bytes", "critical_experts", "cooldown_seconds", "layer_cooldown_seconds", "least_gain", "least_pairs", "contention", "settle_seconds")
+_FROM_ZERO = (
+    "budget_bytes",
+    "critical_experts",
+    "cooldown_seconds",
+    "layer_cooldown_seconds",
+    "least_gain",
+    "least_pairs",
+    "contention",
+    "settle_seconds",
+)

@@ -39,7 +39,12 @@ from fleet.signatures import ClusterModel
 from migration.config import MigrationConfig
 from migration.control_loop.controller import Controller
 from migration.engine_state.demand_windows import DemandWindows
-from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementFault, PlacementRegistry
+from migration.engine_state.placement_registry import (
+    EngineEntry,
+    InvalidPlacementEvent,
+    PlacementFault,
+    PlacementRegistry,
+)
 from migration.engine_state.unknown_engines import UnknownEngines
 from migration.execution.executor import PlanExecutor
 from migration.execution.leader_lease import LeaderLease
@@ -73,7 +78,12 @@ class MigrationService:
     """
 
     def __init__(
-        self, bus: Bus, subjects: Subjects, config: MigrationConfig, clock: Callable[[], float] = time.monotonic, thinking: Executor | None = None
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        config: MigrationConfig,
+        clock: Callable[[], float] = time.monotonic,
+        thinking: Executor | None = None,
     ) -> None:
         self.ready = asyncio.Event()
         self.metrics = MigrationMetrics()
@@ -86,7 +96,9 @@ class MigrationService:
         self._clock = clock
         self._instance = secrets.randbits(64)
         """identity of this process, for the audit log of its settings"""
-        self._plan_queries = PlanQueries(self.ledger, self.watch, config, self.metrics, clock, self._trust, thinking)
+        self._plan_queries = PlanQueries(
+            self.ledger, self.watch, config, self.metrics, clock, self._trust, thinking
+        )
         self._sequences = Sequences()
         self._unknown_engines = UnknownEngines()
         self._joining = asyncio.Lock()
@@ -134,7 +146,9 @@ class MigrationService:
             tasks.create_task(self._lead.hold(), name="renew the leader lease")
             await self._read_back(subjects.placements())
             known: set[str] = set()
-            async for received in vouched(self._bus, subjects, self._bus.replay(subjects.membership(), latest=True, follow=False)):
+            async for received in vouched(
+                self._bus, subjects, self._bus.replay(subjects.membership(), latest=True, follow=False)
+            ):
                 known.add(received.subject)
                 await self._member(received)
             await self._identify_missing(known)
@@ -144,9 +158,13 @@ class MigrationService:
             await executor_ready.wait()
             tasks.create_task(self._follow_members(), name="record the placement of engines that join")
             tasks.create_task(self._follow_placements(), name="follow the recorded placements")
-            tasks.create_task(self._identify_unknown(heartbeats), name="identify engines without a known join")
+            tasks.create_task(
+                self._identify_unknown(heartbeats), name="identify engines without a known join"
+            )
             tasks.create_task(self._listen(reports), name="receive demand and load")
-            tasks.create_task(self._listen(measurements), name="receive dispatch measurements and demand shifts")
+            tasks.create_task(
+                self._listen(measurements), name="receive dispatch measurements and demand shifts"
+            )
             tasks.create_task(self._listen(tables), name="receive clusters and their predictability")
             tasks.create_task(self._request_missing(), name="request missing clusters")
             loop_ready = asyncio.Event()
@@ -161,7 +179,17 @@ class MigrationService:
                 await asyncio.get_running_loop().create_future()
 
     def _make_executor(self) -> PlanExecutor:
-        return PlanExecutor(self._bus, self._subjects, self._config, self.ledger, self.metrics, self._lead, self._recorded, self._clock, self._tracing)
+        return PlanExecutor(
+            self._bus,
+            self._subjects,
+            self._config,
+            self.ledger,
+            self.metrics,
+            self._lead,
+            self._recorded,
+            self._clock,
+            self._tracing,
+        )
 
     def _make_controller(self, executor: PlanExecutor, requests: OperatorCommands) -> Controller:
         return Controller(
@@ -208,7 +236,9 @@ class MigrationService:
             change = self.reconfigure(read())
         except (ValueError, OSError) as error:
             change = refused(str(error), self._instance)
-        self.metrics.reloaded("refused" if change.refused is not None else "changed" if change.changed else "same")
+        self.metrics.reloaded(
+            "refused" if change.refused is not None else "changed" if change.changed else "same"
+        )
         changes = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in change.changed.items())
         if change.refused is None:
             logger.info("settings were read again: %s", changes or "nothing differs")
@@ -223,7 +253,9 @@ class MigrationService:
     # Membership and placements
 
     async def _follow_members(self) -> None:
-        async for received in vouched(self._bus, self._subjects, self._bus.replay(self._subjects.membership(), latest=True)):
+        async for received in vouched(
+            self._bus, self._subjects, self._bus.replay(self._subjects.membership(), latest=True)
+        ):
             await self._member(received)
 
     async def _follow_placements(self) -> None:
@@ -239,7 +271,9 @@ class MigrationService:
         async with asyncio.TaskGroup() as asking:
             for engine, entry in self.ledger.newest().items():
                 if self._subject_of(engine) not in (None, *known):
-                    asking.create_task(self._identify(engine, entry.worker_id), name=f"ask {engine} whether it is present")
+                    asking.create_task(
+                        self._identify(engine, entry.worker_id), name=f"ask {engine} whether it is present"
+                    )
 
     async def _identify_unknown(self, heartbeats: Subscription) -> None:
         """Ask engines without a known join to identify themselves.
@@ -248,20 +282,38 @@ class MigrationService:
         """
         async for received in heartbeats:
             beat = received.message
-            if not isinstance(beat, EngineHeartbeat) or self.ledger.present(beat.engine) or self._subject_of(beat.engine) is None:
+            if (
+                not isinstance(beat, EngineHeartbeat)
+                or self.ledger.present(beat.engine)
+                or self._subject_of(beat.engine) is None
+            ):
                 continue
-            if self._unknown_engines.heard(beat.worker_id, self._clock()) and await self._identify(beat.engine, beat.worker_id):
+            if self._unknown_engines.heard(beat.worker_id, self._clock()) and await self._identify(
+                beat.engine, beat.worker_id
+            ):
                 try:
-                    await self._retrace(entry for entry in self.ledger.engines().values() if entry.worker_id == beat.worker_id)
+                    await self._retrace(
+                        entry for entry in self.ledger.engines().values() if entry.worker_id == beat.worker_id
+                    )
                 except BusError as error:
-                    logger.warning("recent moves on engine %s cannot be read and are ignored: %s", beat.engine, error)
+                    logger.warning(
+                        "recent moves on engine %s cannot be read and are ignored: %s", beat.engine, error
+                    )
 
     async def _identify(self, engine: str, worker_id: int) -> bool:
         """Ask an engine without a known join to identify itself. Returns True if it is known now."""
         try:
-            answer = await self._bus.request(self._subjects.describe_engine(engine, worker_id), DescribeEngine(worker_id=worker_id))
-            if isinstance(answer, EngineJoined) and not await holds_its_name(self._bus, self._subjects, answer):
-                logger.warning("worker %d claims to be engine %s, but does not hold that name; it is ignored", worker_id, engine)
+            answer = await self._bus.request(
+                self._subjects.describe_engine(engine, worker_id), DescribeEngine(worker_id=worker_id)
+            )
+            if isinstance(answer, EngineJoined) and not await holds_its_name(
+                self._bus, self._subjects, answer
+            ):
+                logger.warning(
+                    "worker %d claims to be engine %s, but does not hold that name; it is ignored",
+                    worker_id,
+                    engine,
+                )
                 return False
         except BusError as error:
             logger.debug("worker %d of engine %s does not identify itself: %s", worker_id, engine, error)
@@ -270,19 +322,33 @@ class MigrationService:
             if self.ledger.present(engine):
                 return False
             try:
-                if not isinstance(answer, EngineJoined) or (answer.engine, answer.worker_id) != (engine, worker_id):
+                if not isinstance(answer, EngineJoined) or (answer.engine, answer.worker_id) != (
+                    engine,
+                    worker_id,
+                ):
                     raise InvalidPlacementEvent(PlacementFault.CONTRADICTION, "it claims another identity")  # noqa: TRY301
-                logger.info("engine %s (worker %d) is present, though its join event has expired from the log", engine, worker_id)
+                logger.info(
+                    "engine %s (worker %d) is present, though its join event has expired from the log",
+                    engine,
+                    worker_id,
+                )
                 await self._joined(answer)
             except InvalidPlacementEvent as refusal:
                 self.metrics.rejected(refusal.fault.value)
-                logger.warning("worker %d of engine %s describes itself in an invalid way: %s", worker_id, engine, refusal)
+                logger.warning(
+                    "worker %d of engine %s describes itself in an invalid way: %s",
+                    worker_id,
+                    engine,
+                    refusal,
+                )
             self._membership_changed()
         return self.ledger.present(engine)
 
     async def _retrace(self, entries: Iterable[EngineEntry]) -> None:
         """Rebuild the move histories from the log."""
-        incarnations: dict[int, list[tuple[Placement, str | None, float]]] = {entry.worker_id: [] for entry in entries}
+        incarnations: dict[int, list[tuple[Placement, str | None, float]]] = {
+            entry.worker_id: [] for entry in entries
+        }
         now, wall = self._clock(), time.time()
         async for received in self._bus.replay(self._subjects.placements(), follow=False):
             committed = received.message
@@ -290,9 +356,16 @@ class MigrationService:
                 try:
                     placement = Placement.from_record(committed.placement)
                 except ValueError as error:  # already rejected and counted when the log was read
-                    logger.debug("epoch %d of engine %s is ignored in the move history: %s", committed.placement.epoch, committed.engine, error)
+                    logger.debug(
+                        "epoch %d of engine %s is ignored in the move history: %s",
+                        committed.placement.epoch,
+                        committed.engine,
+                        error,
+                    )
                 else:
-                    incarnations[committed.worker_id].append((placement, committed.plan, now - max(wall - received.published_at, 0.0)))
+                    incarnations[committed.worker_id].append(
+                        (placement, committed.plan, now - max(wall - received.published_at, 0.0))
+                    )
         for worker_id, epochs in incarnations.items():
             self.watch.retraced(worker_id, retraced(worker_id, epochs))
 
@@ -327,8 +400,12 @@ class MigrationService:
     async def _member(self, received: Received) -> None:
         async with self._joining:
             match received.message:
-                case EngineJoined() | EngineLeft() as event if (of := self.ledger.engine_of(event.worker_id)) not in (None, event.engine):
-                    self._refuse(received, "engine", f"names worker {event.worker_id}, which is engine {of!r}")
+                case EngineJoined() | EngineLeft() as event if (
+                    of := self.ledger.engine_of(event.worker_id)
+                ) not in (None, event.engine):
+                    self._refuse(
+                        received, "engine", f"names worker {event.worker_id}, which is engine {of!r}"
+                    )
                 case EngineJoined() as joined:
                     try:
                         await self._joined(joined)
@@ -342,7 +419,8 @@ class MigrationService:
             self._membership_changed()
 
     async def _joined(self, joined: EngineJoined) -> None:
-        """Add an engine that announced itself. Raises InvalidPlacementEvent if the announcement is invalid."""
+        """Add an engine that announced itself. Raises InvalidPlacementEvent if the announcement is
+        invalid."""
         missing = self.ledger.joined(joined)
         if missing is not None:
             await self._record(missing)
@@ -371,12 +449,22 @@ class MigrationService:
                 self.ledger.committed(committed)
             except BusError as error:
                 self.metrics.retries.inc()
-                logger.warning("epoch %d of engine %s is not recorded yet: %s", committed.placement.epoch, committed.engine, error)
+                logger.warning(
+                    "epoch %d of engine %s is not recorded yet: %s",
+                    committed.placement.epoch,
+                    committed.engine,
+                    error,
+                )
                 await self._read_again(subject)
             else:
                 self.metrics.recorded.inc()
                 self.metrics.recording.observe(self._clock() - began)
-                logger.info("recorded epoch %d of engine %s (worker %d)", committed.placement.epoch, committed.engine, committed.worker_id)
+                logger.info(
+                    "recorded epoch %d of engine %s (worker %d)",
+                    committed.placement.epoch,
+                    committed.engine,
+                    committed.worker_id,
+                )
 
     async def _read_again(self, subject: str) -> None:
         """Read the log, once the bus is available again."""
@@ -407,8 +495,13 @@ class MigrationService:
 
     async def _apply(self, received: Received) -> None:
         """Apply one report. Raises InvalidPlacementEvent if it cannot be used."""
-        if isinstance(sent := received.message, DispatchMeasured) and self.ledger.engine_of(sent.worker_id) not in (None, sent.engine):
-            raise InvalidPlacementEvent(PlacementFault.CONTRADICTION, f"engine {sent.engine!r} reported the measurements of another engine")
+        if isinstance(sent := received.message, DispatchMeasured) and self.ledger.engine_of(
+            sent.worker_id
+        ) not in (None, sent.engine):
+            raise InvalidPlacementEvent(
+                PlacementFault.CONTRADICTION,
+                f"engine {sent.engine!r} reported the measurements of another engine",
+            )
         match received.message:
             case DemandPublished() as demand:
                 self.watch.demand(demand, self._clock())
@@ -427,7 +520,9 @@ class MigrationService:
         try:
             clusters = await asyncio.to_thread(ClusterModel.from_record, published.record)
         except ValueError as error:
-            raise InvalidPlacementEvent(PlacementFault.CLUSTERS, f"clusters of model {published.model!r}: {error}") from error
+            raise InvalidPlacementEvent(
+                PlacementFault.CLUSTERS, f"clusters of model {published.model!r}: {error}"
+            ) from error
         self.watch.clusters(published.model, clusters)
 
     def _refuse_often(self, received: Received, refusal: InvalidPlacementEvent) -> None:
@@ -436,7 +531,12 @@ class MigrationService:
         now = self._clock()
         if now - self._warned.get(refusal.fault, -WARN_SECONDS) >= WARN_SECONDS:
             self._warned[refusal.fault] = now
-            logger.warning("refused a %s: %s; others of this kind are only counted for %g s", type(received.message).__name__, refusal, WARN_SECONDS)
+            logger.warning(
+                "refused a %s: %s; others of this kind are only counted for %g s",
+                type(received.message).__name__,
+                refusal,
+                WARN_SECONDS,
+            )
 
     async def _request_missing(self) -> None:
         """Request missing clusters periodically."""
@@ -449,7 +549,9 @@ class MigrationService:
         long ago."""
         for model in self.watch.models_without_clusters:
             try:
-                answer = await self._bus.request(self._subjects.describe_profile, DescribeClusters(model=model), _ANSWER_SECONDS)
+                answer = await self._bus.request(
+                    self._subjects.describe_profile, DescribeClusters(model=model), _ANSWER_SECONDS
+                )
                 if isinstance(answer, ClustersPublished):
                     await self._clusters(answer)
             except (BusError, InvalidPlacementEvent) as error:

@@ -82,13 +82,19 @@ class BackendConfig:
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url: {without_secrets(self.url)!r} must start with http:// or https://")
         if without_secrets(self.url) != self.url:
-            raise ValueError(f"url: {without_secrets(self.url)!r} names a user, which is not sent; put the server's key into a key_file")
+            raise ValueError(
+                f"url: {without_secrets(self.url)!r} names a user, which is not sent; put the server's key"
+                " into a key_file"
+            )
         for name in ("max_requests", "prompt_tokens_per_second", "output_tokens_per_second", "sequence_ms"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be above 0, not {value}")
         if (self.prompt_tokens_per_second is None) != (self.output_tokens_per_second is None):
-            raise ValueError("prompt_tokens_per_second and output_tokens_per_second state a speed together; set both, or neither")
+            raise ValueError(
+                "prompt_tokens_per_second and output_tokens_per_second state a speed together; set both, or"
+                " neither"
+            )
         if self.sequence_ms is not None and self.output_tokens_per_second is None:
             raise ValueError("sequence_ms needs prompt_tokens_per_second and output_tokens_per_second")
 
@@ -344,12 +350,22 @@ class RouterConfig:
         for name in ("max_kv_share", "max_ejected_share", "retry_share", "home_confidence"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} must be 0..1, not {getattr(self, name)}")
-        if not self.classes or len(set(self.classes)) != len(self.classes) or self.default_class not in self.classes:
-            raise ValueError(f"classes must be distinct names, default_class {self.default_class!r} among them; not {', '.join(self.classes) or 'none'}")
+        if (
+            not self.classes
+            or len(set(self.classes)) != len(self.classes)
+            or self.default_class not in self.classes
+        ):
+            raise ValueError(
+                f"classes must be distinct names, default_class {self.default_class!r} among them; not"
+                f" {', '.join(self.classes) or 'none'}"
+            )
         if not 1 <= self.processes <= MOST_PROCESSES:
             raise ValueError(f"processes must be 1..{MOST_PROCESSES}, not {self.processes}")
         if not 0 <= self.private_port <= 65_536 - self.processes:
-            raise ValueError(f"private_port must be 0 (any free ports) or such that {self.processes} ports from it on exist, not {self.private_port}")
+            raise ValueError(
+                f"private_port must be 0 (any free ports) or such that {self.processes} ports from it on"
+                f" exist, not {self.private_port}"
+            )
         if not 0 <= self.port <= 65_535:
             raise ValueError(f"port must be 0..65535 (0: any free one), not {self.port}")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -357,9 +373,15 @@ class RouterConfig:
         for name in ("session_header", "tenant_header", "priority_header"):
             value = getattr(self, name)
             if not _HEADER.fullmatch(value) or value in _TAKEN:
-                raise ValueError(f"{name} must be a header's name in lower case, and none of {', '.join(_TAKEN)}; not {value!r}")
+                raise ValueError(
+                    f"{name} must be a header's name in lower case, and none of {', '.join(_TAKEN)}; not"
+                    f" {value!r}"
+                )
         urls = [base_url(url) for url in (*self.backends, *(backend.url for backend in self.named_backends))]
-        for url in sorted({url for url in urls if urls.count(url) > 1} & {base_url(backend.url) for backend in self.named_backends}):
+        for url in sorted(
+            {url for url in urls if urls.count(url) > 1}
+            & {base_url(backend.url) for backend in self.named_backends}
+        ):
             raise ValueError(f"backends: {url} is named twice; leave one")
         for path in self.passthrough_admin:
             if not _PATH.fullmatch(path) or ".." in path:
@@ -368,7 +390,10 @@ class RouterConfig:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"backends: {without_secrets(url)!r} must start with http:// or https://")
             if without_secrets(url) != url:
-                raise ValueError(f"backends: {without_secrets(url)!r} names a user, which is not sent; put the servers' key into backend_key_file")
+                raise ValueError(
+                    f"backends: {without_secrets(url)!r} names a user, which is not sent; put the servers'"
+                    " key into backend_key_file"
+                )
 
     def _check(self, name: str, least: float, *, above: bool) -> None:
         value = getattr(self, name)

@@ -33,7 +33,11 @@ class RouterCredentials:
             None if config.api_key_file is None else _client_keys(Path(config.api_key_file), config),
             None if config.backend_key_file is None else _first_line(Path(config.backend_key_file)),
             None if config.fleet_secret_file is None else _fleet_secret(Path(config.fleet_secret_file)),
-            {base_url(backend.url): _first_line(Path(backend.key_file)) for backend in config.named_backends if backend.key_file is not None},
+            {
+                base_url(backend.url): _first_line(Path(backend.key_file))
+                for backend in config.named_backends
+                if backend.key_file is not None
+            },
         )
 
     def backend_key_of(self, url: str) -> str | None:
@@ -50,7 +54,9 @@ class RouterCredentials:
         """Return the caller that presents this header. ApiError 401 without a valid key."""
         found = TRUSTED if self.clients is None else self.clients.caller(authorization)
         if found is None:
-            raise ApiError(401, "a valid API key is needed: Authorization: Bearer <key>", code="invalid_api_key")
+            raise ApiError(
+                401, "a valid API key is needed: Authorization: Bearer <key>", code="invalid_api_key"
+            )
         return found
 
     @property
@@ -64,7 +70,8 @@ class RouterCredentials:
         return frozenset() if found is None else found.rights
 
     def changes(self, new: "RouterCredentials") -> dict[str, tuple[str, str]]:
-        """Return the old and new content of each file that differs in `new`, by setting, without any secret."""
+        """Return the old and new content of each file that differs in `new`, by setting, without any
+        secret."""
         changed = {}
         if self.clients is not None and new.clients is not None and self.clients != new.clients:
             changed["api_key_file contents"] = (

@@ -6,14 +6,45 @@ from router.config import RouterConfig
 
 RELOADABLE = frozenset(
     {
-        *("policy", "prefill_weight", "queue_weight", "decode_weight", "experts_weight", "distinct_weight", "lockstep_weight", "handover_weight"),
-        *("classic_alpha", "classic_beta", "classic_gamma", "temperature_ms", "session_affinity_seconds", "session_affinity_ms"),
+        *(
+            "policy",
+            "prefill_weight",
+            "queue_weight",
+            "decode_weight",
+            "experts_weight",
+            "distinct_weight",
+            "lockstep_weight",
+            "handover_weight",
+        ),
+        *(
+            "classic_alpha",
+            "classic_beta",
+            "classic_gamma",
+            "temperature_ms",
+            "session_affinity_seconds",
+            "session_affinity_ms",
+        ),
         *("correction_limit", "expected_output_tokens", "max_choices", "kept_decisions", "kept_bytes"),
         *("max_requests_per_rank", "max_queue_seconds", "max_kv_share"),
-        *("queue_requests", "queue_bytes", "queue_wait_seconds", "no_engine_wait_seconds", "classes", "default_class"),
+        *(
+            "queue_requests",
+            "queue_bytes",
+            "queue_wait_seconds",
+            "no_engine_wait_seconds",
+            "classes",
+            "default_class",
+        ),
         *("max_attempts", "retry_share", "least_retries"),
         *("breaker_failures", "breaker_seconds", "outlier_factor", "max_ejected_share"),
-        *("stale_load_seconds", "settle_seconds", "connect_seconds", "first_token_seconds", "between_tokens_seconds", "answer_seconds", "passthrough_admin"),
+        *(
+            "stale_load_seconds",
+            "settle_seconds",
+            "connect_seconds",
+            "first_token_seconds",
+            "between_tokens_seconds",
+            "answer_seconds",
+            "passthrough_admin",
+        ),
     }
 )
 """Settings that take effect from the next decision; all others need a restart."""

@@ -1,4 +1,5 @@
-"""The router as one object: its state, its background tasks, and the synchronous methods that serve requests."""
+"""The router as one object: its state, its background tasks, and the synchronous methods that serve
+requests."""
 
 import asyncio
 import logging
@@ -100,10 +101,18 @@ class RouterService:
         self.refusing = False
         """new requests are refused as well"""
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="roost-router")
-        reservations = Reservations(settle_seconds=config.settle_seconds, stale_seconds=config.stale_load_seconds)
+        reservations = Reservations(
+            settle_seconds=config.settle_seconds, stale_seconds=config.stale_load_seconds
+        )
         self.view = FleetView(reservations)
         holders = BlockIndex()
-        self.picker = Scheduler(self.view, reservations, KvEventIndex(holders), ApproximateIndex(config.prefix_blocks_per_rank, holders), config)
+        self.picker = Scheduler(
+            self.view,
+            reservations,
+            KvEventIndex(holders),
+            ApproximateIndex(config.prefix_blocks_per_rank, holders),
+            config,
+        )
         self.retries = RetryBudget(config.retry_share, config.least_retries)
         self.lexicon = TokenizerRegistry(self.threads, self._tokenizer_changed, config.segment_cache_bytes)
         self.body_budget = BodyBudget(config.bodies_bytes)
@@ -111,25 +120,43 @@ class RouterService:
         self.hindsight = DecisionFeedback(self.picker, self.metrics, self.threads, clock, bus, subjects)
         self.waiting = WaitQueue(self)
         fleet_callbacks = self.forget_worker, self.hindsight.reported, self.waiting.wake
-        self.feeds = None if bus is None else FleetSubscriber(bus, subjects, self.picker, self.lexicon, self.metrics, self.threads, clock, *fleet_callbacks)
+        self.feeds = (
+            None
+            if bus is None
+            else FleetSubscriber(
+                bus, subjects, self.picker, self.lexicon, self.metrics, self.threads, clock, *fleet_callbacks
+            )
+        )
         self._outcomes = (
-            None if bus is None else OutcomeReporter(bus, subjects, self.metrics, seconds=config.outcome_seconds, most=config.most_outcomes_waiting)
+            None
+            if bus is None
+            else OutcomeReporter(
+                bus, subjects, self.metrics, seconds=config.outcome_seconds, most=config.most_outcomes_waiting
+            )
         )
         most = WHOLE_EVENTS * config.max_event_bytes
-        self._foreign = None if bus is None else RoutedExpertsReporter(bus, subjects, self.view, self.metrics, self.threads, most)
+        self._foreign = (
+            None
+            if bus is None
+            else RoutedExpertsReporter(bus, subjects, self.view, self.metrics, self.threads, most)
+        )
         self.reserved = ExternalReservations(config.reservation_seconds)
         self._known_to_share: set[int] = set()
         """workers of engines without tenant isolation for which the warning was already logged"""
         self.peers: PeerRouters | None = None
         if bus is not None and self.feeds is not None:
             peer_callbacks = self._booked_by_peer, self.end_reserved, self.waiting.wake, self.feeds.acquainted
-            self.peers = PeerRouters(bus, subjects, config, reservations, self.metrics, clock, *peer_callbacks)
+            self.peers = PeerRouters(
+                bus, subjects, config, reservations, self.metrics, clock, *peer_callbacks
+            )
         self.tag = secrets.token_hex(4)
         """prefix of this router's decision ids"""
         self.warmup = Readiness(self.view, self.feeds, self.peers)
         self._audible_since = -inf
         """time since which heartbeats can arrive over the bus"""
-        self.backends = StaticBackends(config, lambda url: self.credentials.backend_key_of(url), self.view, clock, self.forget_worker)
+        self.backends = StaticBackends(
+            config, lambda url: self.credentials.backend_key_of(url), self.view, clock, self.forget_worker
+        )
 
     @property
     def ready(self) -> bool:
@@ -164,9 +191,16 @@ class RouterService:
             if self._outcomes is not None:
                 tasks.create_task(self._outcomes.run(), name="reports finished requests to the tracker")
             if self._foreign is not None:
-                tasks.create_task(self._foreign.run(), name="reports routed experts of foreign engines to the tracker")
+                tasks.create_task(
+                    self._foreign.run(), name="reports routed experts of foreign engines to the tracker"
+                )
             if self.config.backends or self.config.named_backends:
-                tasks.create_task(self.backends.run(self.upstream, self.config.probe_seconds, self.config.probe_timeout_seconds), name="probes static backends")
+                tasks.create_task(
+                    self.backends.run(
+                        self.upstream, self.config.probe_seconds, self.config.probe_timeout_seconds
+                    ),
+                    name="probes static backends",
+                )
             tasks.create_task(self.hindsight.run(), name="measures speeds and regret")
             tasks.create_task(self._sweep(), name="declares silent engines dead")
 
@@ -183,7 +217,9 @@ class RouterService:
             return change
         credentials = RouterCredentials.read(new)
         self.upstream.reconfigure(new)
-        change = msgspec.structs.replace(change, changed=change.changed | self.credentials.changes(credentials))
+        change = msgspec.structs.replace(
+            change, changed=change.changed | self.credentials.changes(credentials)
+        )
         self._use(credentials)
         if change.changed:
             self.config = new
@@ -203,7 +239,9 @@ class RouterService:
             change = self.reconfigure(read())
         except (ValueError, OSError) as error:
             change = refused(str(error), self.instance)
-        self.metrics.reloads.labels("refused" if change.refused is not None else "changed" if change.changed else "same").inc()
+        self.metrics.reloads.labels(
+            "refused" if change.refused is not None else "changed" if change.changed else "same"
+        ).inc()
         changes = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in change.changed.items())
         if change.refused is None:
             log.info("settings were read again: %s", changes or "nothing differs")
@@ -235,16 +273,22 @@ class RouterService:
         """
         return int.from_bytes(self._secrets.take(8)) >> 1
 
-    def decide(self, need: RoutingRequest, decision_id: str, attempt: Attempt = FIRST_TRY, lap: Lap | None = None) -> Decision:
+    def decide(
+        self, need: RoutingRequest, decision_id: str, attempt: Attempt = FIRST_TRY, lap: Lap | None = None
+    ) -> Decision:
         """Decide without booking. ApiError: see `Scheduler.decide`."""
         return self.picker.decide(need, decision_id, self._chance.getrandbits(32), self.clock(), attempt, lap)
 
-    def book(self, exchange: RequestLog, need: RoutingRequest, suffix: str, attempt: Attempt) -> tuple[Decision, Booking]:
+    def book(
+        self, exchange: RequestLog, need: RoutingRequest, suffix: str, attempt: Attempt
+    ) -> tuple[Decision, Booking]:
         """Decide, book the load on the chosen rank at once, and record the decision's span."""
         started, lap = time.perf_counter(), self.metrics.lap()
         decision = self.decide(need, exchange.decision_id + suffix, attempt, lap)
         now = self.clock()
-        timed = exchange.stream or decision.roster.dialect != "text"  # an unstreamed response shows no time to first token
+        timed = (
+            exchange.stream or decision.roster.dialect != "text"
+        )  # an unstreamed response shows no time to first token
         booking = self.picker.book(decision, need.prompt, now, external=need.external, timed=timed)
         self.hindsight.booked(decision, booking, waited=exchange.queued_seconds > 0)
         if self.peers is not None:
@@ -269,7 +313,11 @@ class RouterService:
         engine = decision.target.engine
         if engine.worker_id not in self._known_to_share:
             self._known_to_share.add(engine.worker_id)
-            log.warning("engine %s does not isolate tenants: requests of different tenants share its KV cache, and cached_tokens reveals it", engine.engine)
+            log.warning(
+                "engine %s does not isolate tenants: requests of different tenants share its KV cache, and"
+                " cached_tokens reveals it",
+                engine.engine,
+            )
 
     def first_token(self, booking: Booking) -> None:
         self.picker.reservations.first_token(booking)
@@ -299,7 +347,8 @@ class RouterService:
         return self.hindsight.expected_first_token(decision)
 
     def emitted(self, booking: Booking, tokens: int) -> None:
-        """Count tokens that arrived since the last call. Call it once per several tokens, not for each token."""
+        """Count tokens that arrived since the last call. Call it once per several tokens, not for each
+        token."""
         self.picker.reservations.emitted(booking, tokens)
         if self.peers is not None:
             self.peers.emitted(booking)
@@ -337,7 +386,9 @@ class RouterService:
             return ReleaseRecord(id=decision_id, outcome="noted" if first_token else "ended")
         if self.peers is None:
             return ReleaseRecord(id=decision_id, outcome="unknown")
-        elsewhere = not decision_id.startswith(self.tag)  # the booking's message from that router may not have arrived yet
+        elsewhere = not decision_id.startswith(
+            self.tag
+        )  # the booking's message from that router may not have arrived yet
         known = self.peers.booked_elsewhere(decision_id)
         if known or elsewhere:
             self.peers.pass_on(decision_id, first_token=first_token, tenant=tenant)
@@ -349,7 +400,11 @@ class RouterService:
         """End a tenant's reservation (None: any tenant's), or (first_token) count its prompt as computed.
         False when the reservation is unknown or over.
         """
-        booking = self.reserved.heard(decision_id, self.clock(), tenant) if first_token else self.reserved.end(decision_id, tenant)
+        booking = (
+            self.reserved.heard(decision_id, self.clock(), tenant)
+            if first_token
+            else self.reserved.end(decision_id, tenant)
+        )
         if booking is None:
             return False
         if first_token:
@@ -361,7 +416,9 @@ class RouterService:
     def _booked_by_peer(self, rank: RankKey, message: BookingMessage) -> None:
         self.picker.went(rank, message.session, message.prefix, self.clock())
 
-    def finished(self, decision: Decision, booking: Booking, prompt: Prompt, *, reported: bool = False) -> None:
+    def finished(
+        self, decision: Decision, booking: Booking, prompt: Prompt, *, reported: bool = False
+    ) -> None:
         """Record that this decision's rank completed a choice. prompt: the one that was decided on. reported:
         the response contained its expert routing.
         """
@@ -371,14 +428,17 @@ class RouterService:
             self._outcomes.note(decision, prompt, reported=reported)
 
     def tap(self, decision: Decision) -> RoutedExpertsParser | None:
-        """Return the parser of routed experts for the response of an engine that does not report them itself."""
+        """Return the parser of routed experts for the response of an engine that does not report them
+        itself."""
         return None if self._foreign is None else self._foreign.tap(decision)
 
     def routed(self, decision: Decision, tap: RoutedExpertsParser, usage: TokenUsage) -> bool:
         """Record the experts of a completed response. True when the response named its experts."""
         return self._foreign is not None and self._foreign.note(decision, tap, usage)
 
-    def attempt_failed(self, exchange: RequestLog, decision: Decision, booking: Booking, how: AttemptFailure, detail: str) -> None:
+    def attempt_failed(
+        self, exchange: RequestLog, decision: Decision, booking: Booking, how: AttemptFailure, detail: str
+    ) -> None:
         """Record a failed attempt. An engine that refuses connections is excluded until its next sign of
         life.
         """
@@ -390,7 +450,9 @@ class RouterService:
         elif self.picker.health.failed(booking, self.clock()):
             self.metrics.breakers_opened.inc()
             log.warning("circuit breaker of %s opened: too many consecutive failures", decision.target.name)
-        if how is AttemptFailure.CONNECT and not self.bus_silent:  # without the bus nothing could report its return
+        if (
+            how is AttemptFailure.CONNECT and not self.bus_silent
+        ):  # without the bus nothing could report its return
             self.view.unreachable(decision.target.key[0])
 
     def may_retry(self, how: AttemptFailure, *, begun: bool) -> None:
@@ -399,12 +461,21 @@ class RouterService:
         begun: the client has part of the answer, which would be lost; always allowed. ApiError 503 (429 after
         a busy rank), with Retry-After, when the budget is exhausted.
         """
-        if begun or how is AttemptFailure.CONNECT or self.retries.may_retry(self.clock(), self.picker.health.open_visits):
+        if (
+            begun
+            or how is AttemptFailure.CONNECT
+            or self.retries.may_retry(self.clock(), self.picker.health.open_visits)
+        ):
             return
         self.metrics.retries_refused.inc()
-        message = f"a rank failed this request ({how.value}), and too many of the last requests were tried again already; ask again"
+        message = (
+            f"a rank failed this request ({how.value}), and too many of the last requests were tried again"
+            " already; ask again"
+        )
         busy = how is AttemptFailure.BUSY
-        raise ApiError(429 if busy else 503, message, code="saturated" if busy else "upstream_failed", retry_after=2.0)
+        raise ApiError(
+            429 if busy else 503, message, code="saturated" if busy else "upstream_failed", retry_after=2.0
+        )
 
     def tokenizer(self, digest: str | None) -> ModelTokenizer | None:
         return self.lexicon.get(digest)
@@ -421,15 +492,25 @@ class RouterService:
         match = _DECISION.fullmatch(decision_id)
         tag = "" if match is None else match[1]
         if tag in ("", self.tag):
-            message = f"no decision {decision_id!r} among the last {self.config.kept_decisions}; its id is in the answer's header {DECISION_HEADER}"
+            message = (
+                f"no decision {decision_id!r} among the last {self.config.kept_decisions}; its id is in the"
+                f" answer's header {DECISION_HEADER}"
+            )
             raise ApiError(404, message, code="decision_not_found")
         if self.peers is None:
-            message = f"decision {decision_id!r} was made by another router ({tag}), which cannot be queried: there is no bus"
+            message = (
+                f"decision {decision_id!r} was made by another router ({tag}), which cannot be queried: there"
+                " is no bus"
+            )
             raise ApiError(404, message, code="decision_not_found")
         try:
             return await self.peers.decision(tag, decision_id, tenant)
         except BusError as error:
-            raise ApiError(404, f"decision {decision_id!r} was made by another router ({tag}): {error}", code="decision_not_found") from error
+            raise ApiError(
+                404,
+                f"decision {decision_id!r} was made by another router ({tag}): {error}",
+                code="decision_not_found",
+            ) from error
 
     def kept(self, decision_id: str, tenant: str | None = None) -> Decision | None:
         """Return a recent decision of this router; tenant: only if it is that tenant's (None: any)."""
@@ -446,7 +527,9 @@ class RouterService:
         if self.feeds is not None:
             self.feeds.kv.forget_worker(worker_id)
             self.feeds.tracker.keep_only(self.view.keep_clusters())
-        self.lexicon.keep_only({state.joined.tokenizer for state in self.view.engines() if state.joined.tokenizer is not None})
+        self.lexicon.keep_only(
+            {state.joined.tokenizer for state in self.view.engines() if state.joined.tokenizer is not None}
+        )
 
     def _tokenizer_changed(self, digest: str, reason: str | None) -> None:
         for state in self.view.engines():
@@ -464,7 +547,9 @@ class RouterService:
             if silent and not was_silent:
                 self._doubt_failures(now)
             was_silent = silent
-            for worker_id in self.view.sweep(now, config.dead_after_seconds, config.forget_after_seconds, self._audible_since):
+            for worker_id in self.view.sweep(
+                now, config.dead_after_seconds, config.forget_after_seconds, self._audible_since
+            ):
                 self.forget_worker(worker_id)
             self._judge(now)
             self._expire(now)
@@ -482,7 +567,9 @@ class RouterService:
         return. Circuit breakers still exclude those that keep failing.
         """
         for state in self.view.engines():
-            if state.standing is EngineStatus.UNREACHABLE and not self.backends.probes(state.joined.worker_id):
+            if state.standing is EngineStatus.UNREACHABLE and not self.backends.probes(
+                state.joined.worker_id
+            ):
                 self.view.heard(state.joined.worker_id, now)
 
     def _expire(self, now: float) -> None:
@@ -503,6 +590,14 @@ class RouterService:
         """Update outlier ejection for every group of ranks, and the metric of excluded ranks."""
         health = self.picker.health
         rosters = [self.view.roster(model) for model in self.view.models(live=True)]
-        groups = dict.fromkeys(tuple(target.key for target in roster.targets) for roster in rosters)  # models served by the same ranks are one group
+        groups = dict.fromkeys(
+            tuple(target.key for target in roster.targets) for roster in rosters
+        )  # models served by the same ranks are one group
         health.judge(list(groups), now)
-        self.metrics.left_alone({(roster.model, *key): kind.value for roster in rosters for key, kind in health.bars(roster, now).kinds.items()})
+        self.metrics.left_alone(
+            {
+                (roster.model, *key): kind.value
+                for roster in rosters
+                for key, kind in health.bars(roster, now).kinds.items()
+            }
+        )

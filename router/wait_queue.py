@@ -15,7 +15,16 @@ from itertools import islice
 from typing import Protocol
 
 from fleet.completions import ApiError
-from router.admission.queue_policy import CONTINUES, PriorityQueue, QueueBounds, QueueRefusal, Rate, Saturated, Waiter, retry_after
+from router.admission.queue_policy import (
+    CONTINUES,
+    PriorityQueue,
+    QueueBounds,
+    QueueRefusal,
+    Rate,
+    Saturated,
+    Waiter,
+    retry_after,
+)
 from router.config import RouterConfig
 from router.fleet_state.reservations import Booking
 from router.fleet_state.target_table import TargetTable
@@ -68,7 +77,9 @@ class _Waiting(Waiter):
 
     __slots__ = ("attempt", "done", "exchange", "need", "own_end", "suffix")
 
-    def __init__(self, exchange: RequestLog, model: str, urgency: int, came: float, until: float, size: int) -> None:
+    def __init__(
+        self, exchange: RequestLog, model: str, urgency: int, came: float, until: float, size: int
+    ) -> None:
         super().__init__(model, urgency, came, until, size)
         self.exchange = exchange
         self.own_end = until
@@ -105,7 +116,16 @@ class WaitQueue:
     def __len__(self) -> int:
         return len(self._queue)
 
-    async def admit(self, exchange: RequestLog, need: RoutingRequest, suffix: str, attempt: Attempt, *, begun: bool, wait: bool = True) -> Admitted:
+    async def admit(
+        self,
+        exchange: RequestLog,
+        need: RoutingRequest,
+        suffix: str,
+        attempt: Attempt,
+        *,
+        begun: bool,
+        wait: bool = True,
+    ) -> Admitted:
         """Decide and book. Do so at once if there is capacity and no waiting request is as urgent or aged.
 
         begun: the client already has part of its answer. wait: False refuses the request instead of queueing
@@ -116,7 +136,9 @@ class WaitQueue:
         """
         urgency = CONTINUES if begun else exchange.urgency
         full: Saturated | None = None
-        if not self._queue or not self._queue.passes_over(need.model, urgency, self._aged_before(self._service.clock())):
+        if not self._queue or not self._queue.passes_over(
+            need.model, urgency, self._aged_before(self._service.clock())
+        ):
             try:
                 return self._service.book(exchange, need, suffix, attempt)
             except Saturated as error:
@@ -169,7 +191,9 @@ class WaitQueue:
         until = now + self._service.config.queue_wait_seconds
         if urgency != CONTINUES:
             until = min(until, exchange.give_up_at)
-        return _Waiting(exchange, model, urgency, now, until, _HELD_BYTES + exchange.body_bytes + _TOKEN_BYTES * tokens)
+        return _Waiting(
+            exchange, model, urgency, now, until, _HELD_BYTES + exchange.body_bytes + _TOKEN_BYTES * tokens
+        )
 
     async def _wait(self, waiting: _Waiting, full: Saturated | None) -> Admitted | None:
         """Wait for admission (or, without `need`, for an engine). full: why there is no capacity; None: not
@@ -244,7 +268,10 @@ class WaitQueue:
 
     def _serve(self, now: float) -> None:
         for waiting in self._queue.ended(now):
-            self._refuse(waiting, QueueRefusal.NO_ENGINE if waiting.model in self._dead_since else QueueRefusal.QUEUE_TIMEOUT)
+            self._refuse(
+                waiting,
+                QueueRefusal.NO_ENGINE if waiting.model in self._dead_since else QueueRefusal.QUEUE_TIMEOUT,
+            )
         for model in self._queue.models:
             places = self._service.picker.places(model, now)
             if places is None:
@@ -264,7 +291,10 @@ class WaitQueue:
         """
         since = self._dead_since.setdefault(model, now)
         for waiting in self._queue.of(model):
-            self._queue.end(waiting, min(waiting.own_end, max(since, waiting.came) + self._service.config.no_engine_wait_seconds))
+            self._queue.end(
+                waiting,
+                min(waiting.own_end, max(since, waiting.came) + self._service.config.no_engine_wait_seconds),
+            )
 
     def _with_engine(self, model: str) -> None:
         """Restore the deadlines of a model's requests: an engine serves it again."""
@@ -282,7 +312,11 @@ class WaitQueue:
         too_long = math.inf
         given = 0
         while places > 0 and given < _MOST_AT_ONCE and len(vain) < _MOST_IN_VAIN:
-            order = (one for one in self._queue.in_order(model, aged_before) if one not in vain and one.context < too_long)
+            order = (
+                one
+                for one in self._queue.in_order(model, aged_before)
+                if one not in vain and one.context < too_long
+            )
             turn = list(islice(order, min(places, _MOST_AT_ONCE - given)))
             if not turn:
                 return
@@ -305,10 +339,20 @@ class WaitQueue:
         for waiting in turn:
             assert waiting.need is not None
             with suppress(Exception):  # booking raises the error again, to the request itself
-                alone.append((waiting, self._service.decide(waiting.need, waiting.exchange.decision_id, waiting.attempt)))
+                alone.append(
+                    (
+                        waiting,
+                        self._service.decide(waiting.need, waiting.exchange.decision_id, waiting.attempt),
+                    )
+                )
         if not alone:
             return turn
-        order = [alone[at][0] for at in self._service.picker.arranged([decision for _, decision in alone], self._service.clock())]
+        order = [
+            alone[at][0]
+            for at in self._service.picker.arranged(
+                [decision for _, decision in alone], self._service.clock()
+            )
+        ]
         arranged = set(order)
         return [*order, *(waiting for waiting in turn if waiting not in arranged)]
 
@@ -321,7 +365,9 @@ class WaitQueue:
             return True
         assert waiting.need is not None
         exchange = waiting.exchange
-        exchange.queued_seconds = max(exchange.queued_seconds, self._service.clock() - waiting.came)  # observers of the booking read it
+        exchange.queued_seconds = max(
+            exchange.queued_seconds, self._service.clock() - waiting.came
+        )  # observers of the booking read it
         try:
             admitted = self._service.book(waiting.exchange, waiting.need, waiting.suffix, waiting.attempt)
         except Saturated:
@@ -354,7 +400,11 @@ class WaitQueue:
         self._service.metrics.refused(waiting.exchange.priority, why.value)
         otherwise = _DEFAULT_RETRY_SECONDS if full is None or full.retry_after is None else full.retry_after
         rate = self._rates.get(waiting.model)
-        seconds = retry_after(self._queue.ahead(waiting.model, waiting.urgency), 0.0 if rate is None else rate.per_second(now), otherwise)
+        seconds = retry_after(
+            self._queue.ahead(waiting.model, waiting.urgency),
+            0.0 if rate is None else rate.per_second(now),
+            otherwise,
+        )
         if why is QueueRefusal.NO_ENGINE:
             try:
                 self._service.picker.roster(waiting.model)
@@ -368,9 +418,15 @@ class WaitQueue:
                 queue = f", and {len(self._queue)} requests wait already" if self._queue else ""
                 return f"every rank that serves this model is saturated{queue}; try again later"
             case QueueRefusal.SHED:
-                return f"every rank that serves this model is saturated, and requests more urgent than {waiting.exchange.priority!r} filled the queue"
+                return (
+                    "every rank that serves this model is saturated, and requests more urgent than"
+                    f" {waiting.exchange.priority!r} filled the queue"
+                )
             case QueueRefusal.QUEUE_TIMEOUT:
-                return f"no rank that serves this model had room within {now - waiting.came:.1f} s; try again later"
+                return (
+                    f"no rank that serves this model had room within {now - waiting.came:.1f} s; try again"
+                    " later"
+                )
             case QueueRefusal.NO_ENGINE:
                 return "no rank that serves this model can take this request now"
             case QueueRefusal.STOPPING:

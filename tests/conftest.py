@@ -31,12 +31,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Of the soak (`tests/system/test_soak.py`)."""
     parser.addoption("--soak-seconds", type=float, default=40.0, help="length of the soak")
     parser.addoption("--soak-seed", type=int, default=6, help="what decides when something fails, and what")
-    parser.addoption("--soak-engine", choices=("simulated", "embedded"), default="simulated", help="what kind of engines")
-    parser.addoption("--soak-report", default=None, metavar="FILE", help="write what happened to this file, as JSON")
+    parser.addoption(
+        "--soak-engine", choices=("simulated", "embedded"), default="simulated", help="what kind of engines"
+    )
+    parser.addoption(
+        "--soak-report", default=None, metavar="FILE", help="write what happened to this file, as JSON"
+    )
 
 
 def pytest_configure() -> None:
-    """Say that no event loop is set: otherwise pytest-asyncio, asking for the old one, makes one on Python 3.11 and never closes it."""
+    """Say that no event loop is set: otherwise pytest-asyncio, asking for the old one, makes one on Python
+    3.11 and never closes it."""
     asyncio.set_event_loop(None)
 
 
@@ -47,7 +52,8 @@ def nats_server_binary() -> Path:
 
 
 def free_port() -> int:
-    """Nobody listens there, and below the ports that systems give to outgoing connections, one of which could take it before it is listened on."""
+    """Nobody listens there, and below the ports that systems give to outgoing connections, one of which could
+    take it before it is listened on."""
     while True:
         port = 15_000 + secrets.randbelow(15_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -61,7 +67,8 @@ _held_up: Counter[str] = Counter()
 
 @pytest.fixture(autouse=True)
 def loop_watch(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails tests of routers in which one callback takes too much of the event loop's time; see `tests.loop_watch`."""
+    """Fails tests of routers in which one callback takes too much of the event loop's time; see
+    `tests.loop_watch`."""
     if request.path.relative_to(request.config.rootpath / "tests").parts[0] not in WATCHED:
         yield
         return
@@ -86,7 +93,16 @@ class NatsServer:
 
     def start(self) -> None:
         """Returns when it accepts connections."""
-        command = [nats_server_binary(), "-a", "127.0.0.1", "-p", str(self.port), "-sd", str(self.store), *self._options]
+        command = [
+            nats_server_binary(),
+            "-a",
+            "127.0.0.1",
+            "-p",
+            str(self.port),
+            "-sd",
+            str(self.store),
+            *self._options,
+        ]
         with (self.store.parent / f"{self.store.name}.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         deadline = time.monotonic() + 20
@@ -116,7 +132,8 @@ class NatsServer:
 
 @pytest.fixture(autouse=True)
 def joins_with_claims(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever records a join holds the engine's name, as engines do; but for tests that are marked `forged`."""
+    """Whoever records a join holds the engine's name, as engines do; but for tests that are marked
+    `forged`."""
     if request.node.get_closest_marker("forged"):
         return
     for kind in (MemoryBus, NatsBus):

@@ -1,10 +1,13 @@
-"""Counts the event loop thread's processor time by callback, and names the code of ours that takes too much of it at once.
+"""Counts the event loop thread's processor time by callback, and names the code of ours that takes too much
+of it at once.
 
-While a callback runs, nobody else of the process is served: tokens of all streams wait. Processor time is counted, not wall time, so that
-a busy machine fails no test; collections of garbage are taken off, as any callback may be hit by one. A second thread looks where a
-callback is that lasts too long: its own stack is all that tells one request's part from another.
+While a callback runs, nobody else of the process is served: tokens of all streams wait. Processor time is
+counted, not wall time, so that a busy machine fails no test; collections of garbage are taken off, as any
+callback may be hit by one. A second thread looks where a callback is that lasts too long: its own stack is
+all that tells one request's part from another.
 
-`KNOWN` lists the offenders there are. A test fails on others: `tests/conftest.py` watches those of the folders in `WATCHED`.
+`KNOWN` lists the offenders there are. A test fails on others: `tests/conftest.py` watches those of the
+folders in `WATCHED`.
 """
 
 import asyncio
@@ -25,8 +28,8 @@ MOST_SECONDS = 0.005
 SURELY_SECONDS = 0.05
 """A callback that takes so much fails its test at once."""
 TIMES = 3
-"""Between the two, this many of a kind in a session fail the last one's test: first calls import, compile and fill caches, and on a processor that
-others share two in 1,400 tests of routers were beyond 5 ms by chance."""
+"""Between the two, this many of a kind in a session fail the last one's test: first calls import, compile and
+fill caches, and on a processor that others share two in 1,400 tests of routers were beyond 5 ms by chance."""
 WATCHED = ("router", "hostile")
 """folders of tests in which a router runs in the test's process"""
 OURS = tuple(f"/{part}/" for part in ("router", "deploy", "bus", "fleet"))
@@ -35,20 +38,34 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 KNOWN = {
     "router.service.RouterService.__init__": "made once, at the start",
     "router.telemetry.metrics.RouterMetrics.__init__": "made once, at the start",
-    "router.telemetry.metrics.RouterMetrics.exposition": "8 ms at 64 ranks, 48 ms at 1,000: `/metrics` is written on the loop",
+    "router.telemetry.metrics.RouterMetrics.exposition": (
+        "8 ms at 64 ranks, 48 ms at 1,000: `/metrics` is written on the loop"
+    ),
     "router.api.app.create_app": "made once, at the start",
     "router.api.app.RouterApp.openapi": "the document at /openapi.json, made when it is first asked for",
-    "router.tokenization.tokenizer.ModelTokenizer.from_archive": "in threads in a router; tests call it in their own process",
+    "router.tokenization.tokenizer.ModelTokenizer.from_archive": (
+        "in threads in a router; tests call it in their own process"
+    ),
     "router.openai_api.request_schema.RequestDecoder.chat": "a body of megabytes is decoded on the loop",
     "router.openai_api.request_schema.RequestDecoder.text": "a body of megabytes is decoded on the loop",
     "router.wait_queue.WaitQueue._serve": "places are given 16 at once: some five milliseconds of deciding",
     "router.upstream.http_client.request_bytes": "a body of megabytes is joined to its head",
-    "router.upstream.http_client.Connection.send": "a body of megabytes is copied into the kernel and the transport's buffer at once: 11 ms for 8 MB",
-    "router.sync.fleet_subscriber.FleetSubscriber._price": "what tokens cost at each rank, made anew after a join or a placement",
-    "router.fleet_state.view.FleetView.roster": "made anew after a join or a leave: 3 ms at 1,000 ranks, 33 ms at worst",
+    "router.upstream.http_client.Connection.send": (
+        "a body of megabytes is copied into the kernel and the transport's buffer at once: 11 ms for 8 MB"
+    ),
+    "router.sync.fleet_subscriber.FleetSubscriber._price": (
+        "what tokens cost at each rank, made anew after a join or a placement"
+    ),
+    "router.fleet_state.view.FleetView.roster": (
+        "made anew after a join or a leave: 3 ms at 1,000 ranks, 33 ms at worst"
+    ),
     "router.fleet_state.view.FleetView.prices": "made anew after a placement changed",
-    "router.prefix_index.block_index.BlockIndex.sweep": "dictionaries grow at once: 38 ms at a million blocks",
-    "router.prefix_index.kv_event_index.KvEventIndex.apply": "dictionaries grow at once: 8 / 19 / 35 ms at 175k / 350k / 700k blocks",
+    "router.prefix_index.block_index.BlockIndex.sweep": (
+        "dictionaries grow at once: 38 ms at a million blocks"
+    ),
+    "router.prefix_index.kv_event_index.KvEventIndex.apply": (
+        "dictionaries grow at once: 8 / 19 / 35 ms at 175k / 350k / 700k blocks"
+    ),
 }
 """Qualified names of code that may take longer, and why; whoever makes one fast takes it off."""
 
@@ -83,7 +100,9 @@ class LoopWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         run, thread, over = asyncio.Handle._run, threading.get_ident(), threading.Event()
-        looker = threading.Thread(target=self._look, args=(thread, over), daemon=True, name="watches the loop")
+        looker = threading.Thread(
+            target=self._look, args=(thread, over), daemon=True, name="watches the loop"
+        )
 
         def timed(handle: asyncio.Handle) -> None:
             self._number += 1
@@ -136,7 +155,8 @@ class LoopWatch:
 
 
 def _ours(innermost: FrameType) -> tuple[str, ...]:
-    """Our functions of a stack, the outermost first; none where a test's own code is between them and the loop."""
+    """Our functions of a stack, the outermost first; none where a test's own code is between them and the
+    loop."""
     names: list[str] = []
     frame: FrameType | None = innermost
     while frame is not None and frame.f_code.co_name != "timed":
@@ -154,7 +174,8 @@ def _module(file: str) -> str:
 
 
 def complaint(offences: list[Offence], before: "Counter[str]") -> str | None:
-    """Why a test is to fail for what was seen in it; `before` counts names in the session, and is added to."""
+    """Why a test is to fail for what was seen in it; `before` counts names in the session, and is added
+    to."""
     found = []
     for offence in offences:
         if offence.known:
@@ -165,7 +186,9 @@ def complaint(offences: list[Offence], before: "Counter[str]") -> str | None:
     if not found:
         return None
     return (
-        f"the event loop was held up for more than {1000 * MOST_SECONDS:g} ms of its thread's processor time by\n  "
+        f"the event loop was held up for more than {1000 * MOST_SECONDS:g} ms of its thread's processor time"
+        " by\n  "
         + "\n  ".join(found)
-        + "\nmove that work off the loop or cut it into pieces; or, with a reason, add it to KNOWN in tests/loop_watch.py"
+        + "\nmove that work off the loop or cut it into pieces; or, with a reason, add it to KNOWN in"
+        " tests/loop_watch.py"
     )

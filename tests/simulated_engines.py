@@ -4,7 +4,8 @@
         host.engine.order(FaultOrder(fault="slow", rank=1, factor=4))
         await host.kill()
 
-The bus may be a MemoryBus or a NatsBus; steps take real time (`time_scale` 0.1 unless said), so not under a virtual clock.
+The bus may be a MemoryBus or a NatsBus; steps take real time (`time_scale` 0.1 unless said), so not under a
+virtual clock.
 """
 
 import itertools
@@ -22,7 +23,9 @@ from engine_adapter.serving.admission import RouterAdmission
 from engine_adapter.simulated.model.config import SimulatedConfig
 from fleet.placement import Placement
 
-AGENT = AgentConfig(heartbeat_seconds=0.2, facts_seconds=0.02, lease_seconds=0.6, load_seconds=0.2, experts_seconds=0.2)
+AGENT = AgentConfig(
+    heartbeat_seconds=0.2, facts_seconds=0.02, lease_seconds=0.6, load_seconds=0.2, experts_seconds=0.2
+)
 _workers = itertools.count(1)
 
 
@@ -39,10 +42,28 @@ async def simulated_engine(
     admission: RouterAdmission = OPEN,
     **settings: Any,
 ) -> AsyncIterator[SimulatedHost]:
-    """An engine that has joined, until the block ends. settings: of `SimulatedConfig`; replaces: worker_id of one of the same name that died."""
+    """An engine that has joined, until the block ends. settings: of `SimulatedConfig`; replaces: worker_id of
+    one of the same name that died."""
     config = SimulatedConfig(**{"shape": "demo", "time_scale": 0.1, "kv_blocks": 2048} | settings)
     doors = [listen("127.0.0.1", 0) for _ in range(config.ranks)]
     urls = tuple(map(url_of, doors))
-    who = AgentIdentity(engine=name, worker_id=next(_workers) << 32, node=name, urls=urls, nodes=nodes(name, config), replaces=replaces)
-    async with hosted(bus, subjects, who, doors, config, agent, drain_seconds=drain_seconds, placement=placement, admission=admission) as host:
+    who = AgentIdentity(
+        engine=name,
+        worker_id=next(_workers) << 32,
+        node=name,
+        urls=urls,
+        nodes=nodes(name, config),
+        replaces=replaces,
+    )
+    async with hosted(
+        bus,
+        subjects,
+        who,
+        doors,
+        config,
+        agent,
+        drain_seconds=drain_seconds,
+        placement=placement,
+        admission=admission,
+    ) as host:
         yield host

@@ -99,12 +99,22 @@ class TrackerConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("state_file", "metrics_address", "metrics_key_file") and not 0 < value < float("inf"):
+            if field.name not in (
+                "state_file",
+                "metrics_address",
+                "metrics_key_file",
+            ) and not 0 < value < float("inf"):
                 raise ValueError(f"tracker.{field.name} must be finite and above 0, not {value}")
         if self.shortest_interval_seconds > self.longest_interval_seconds:
-            raise ValueError(f"tracker.shortest_interval_seconds {self.shortest_interval_seconds} is above the longest {self.longest_interval_seconds}")
+            raise ValueError(
+                f"tracker.shortest_interval_seconds {self.shortest_interval_seconds} is above the longest"
+                f" {self.longest_interval_seconds}"
+            )
         if self.fast_seconds >= self.slow_seconds:
-            raise ValueError(f"tracker.fast_seconds {self.fast_seconds} must be below tracker.slow_seconds {self.slow_seconds}")
+            raise ValueError(
+                f"tracker.fast_seconds {self.fast_seconds} must be below tracker.slow_seconds"
+                f" {self.slow_seconds}"
+            )
         if self.shift_settle >= 1:
             raise ValueError(f"tracker.shift_settle is a share and must be below 1, not {self.shift_settle}")
         if self.clusters > MOST_CLUSTERS:

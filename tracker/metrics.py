@@ -8,27 +8,76 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 class TrackerMetrics:
-    """Metrics of one tracker, in its own registry. Series of models that are no longer tracked are removed."""
+    """Metrics of one tracker, in its own registry. Series of models that are no longer tracked are
+    removed."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
-        self.reports = Counter("roost_tracker_reports", "Accepted reports of expert activations", registry=registry)
-        self.imports = Counter("roost_tracker_imports", "Accepted imports of activation counts", registry=registry)
-        self.profiled = Counter("roost_tracker_profiled", "Request profiles received from ranks", registry=registry)
-        self.finished = Counter("roost_tracker_finished", "Request outcomes received from routers", registry=registry)
-        self._rejected = Counter("roost_tracker_rejected", "Rejected messages and reports, by reason", ["reason"], registry=registry)
-        self.duplicates = Counter("roost_tracker_duplicates", "Duplicate messages, ignored", registry=registry)
-        self.lost = Counter("roost_tracker_lost", "Reports missing when a later one arrived", registry=registry)
-        self.published = Counter("roost_tracker_published", "Profiles, demands, clusters, tables and shifts published", registry=registry)
+        self.reports = Counter(
+            "roost_tracker_reports", "Accepted reports of expert activations", registry=registry
+        )
+        self.imports = Counter(
+            "roost_tracker_imports", "Accepted imports of activation counts", registry=registry
+        )
+        self.profiled = Counter(
+            "roost_tracker_profiled", "Request profiles received from ranks", registry=registry
+        )
+        self.finished = Counter(
+            "roost_tracker_finished", "Request outcomes received from routers", registry=registry
+        )
+        self._rejected = Counter(
+            "roost_tracker_rejected",
+            "Rejected messages and reports, by reason",
+            ["reason"],
+            registry=registry,
+        )
+        self.duplicates = Counter(
+            "roost_tracker_duplicates", "Duplicate messages, ignored", registry=registry
+        )
+        self.lost = Counter(
+            "roost_tracker_lost", "Reports missing when a later one arrived", registry=registry
+        )
+        self.published = Counter(
+            "roost_tracker_published",
+            "Profiles, demands, clusters, tables and shifts published",
+            registry=registry,
+        )
         self.shifts = Counter("roost_tracker_shifts", "Popularity shifts detected", registry=registry)
-        self.refits = Histogram("roost_tracker_refit_seconds", "Time to refit the clusters of a model", buckets=SECONDS, registry=registry)
-        self._saves = Counter("roost_tracker_saves", "Writes of the state file, by outcome", ["outcome"], registry=registry)
-        self.state_bytes = Gauge("roost_tracker_state_bytes", "Size of the state file at the last write", registry=registry)
+        self.refits = Histogram(
+            "roost_tracker_refit_seconds",
+            "Time to refit the clusters of a model",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._saves = Counter(
+            "roost_tracker_saves", "Writes of the state file, by outcome", ["outcome"], registry=registry
+        )
+        self.state_bytes = Gauge(
+            "roost_tracker_state_bytes", "Size of the state file at the last write", registry=registry
+        )
         self.ranks = Gauge("roost_tracker_ranks", "Ranks whose demand is tracked", registry=registry)
-        self.window_bytes = Gauge("roost_tracker_window_bytes", "Memory of all decay windows and placements, bytes", registry=registry)
-        self._bus = Gauge("roost_tracker_bus_rejected", "Messages that the bus could not decode, by reason", ["reason"], registry=registry)
-        self._full = Gauge("roost_tracker_bus_store_full", "Writes rejected by full stores, by store", ["store"], registry=registry)
-        self.dropped = Gauge("roost_tracker_bus_dropped", "Messages dropped because the tracker was too slow", registry=registry)
+        self.window_bytes = Gauge(
+            "roost_tracker_window_bytes",
+            "Memory of all decay windows and placements, bytes",
+            registry=registry,
+        )
+        self._bus = Gauge(
+            "roost_tracker_bus_rejected",
+            "Messages that the bus could not decode, by reason",
+            ["reason"],
+            registry=registry,
+        )
+        self._full = Gauge(
+            "roost_tracker_bus_store_full",
+            "Writes rejected by full stores, by store",
+            ["store"],
+            registry=registry,
+        )
+        self.dropped = Gauge(
+            "roost_tracker_bus_dropped",
+            "Messages dropped because the tracker was too slow",
+            registry=registry,
+        )
         self._by_model = {
             name: Gauge(f"roost_tracker_{name}", text, ["model"], registry=registry)
             for name, text in {
@@ -60,7 +109,10 @@ class TrackerMetrics:
 
     def models(self, values: Mapping[str, Mapping[str, float | None]]) -> None:
         """Set the gauges by model. Values that are None, and models no longer present, have no series."""
-        present = {model: {name: value for name, value in of_one.items() if value is not None} for model, of_one in values.items()}
+        present = {
+            model: {name: value for name, value in of_one.items() if value is not None}
+            for model, of_one in values.items()
+        }
         for model, before in self._present.items():
             for name in before.keys() - present.get(model, {}).keys():
                 self._by_model[name].remove(model)

@@ -35,7 +35,12 @@ class ModelStore:
     """
 
     def __init__(
-        self, config: TrackerConfig, clock: Callable[[], float], first_version: int, learning: Executor | None = None, fitting: Executor | None = None
+        self,
+        config: TrackerConfig,
+        clock: Callable[[], float],
+        first_version: int,
+        learning: Executor | None = None,
+        fitting: Executor | None = None,
     ) -> None:
         self.activity = EngineActivity(config, first_version)
         self.drifts: dict[str, DriftDetector] = {}
@@ -47,7 +52,11 @@ class ModelStore:
         self._first_version = first_version
         self._learning = learning or ThreadPoolExecutor(1, "learns")
         self._fitting = fitting or ThreadPoolExecutor(1, "fits")
-        self._own_threads = [thread for thread, given in ((self._learning, learning), (self._fitting, fitting)) if given is None]
+        self._own_threads = [
+            thread
+            for thread, given in ((self._learning, learning), (self._fitting, fitting))
+            if given is None
+        ]
 
     def now(self) -> float:
         return self._clock() + self._ahead
@@ -78,8 +87,13 @@ class ModelStore:
         """Return the shifts that started or settled since the last call."""
         for name in self.drifts.keys() - self.activity.shapes.keys():
             del self.drifts[name]
-        found = [(name, shift) for name, drift in self.drifts.items() if (shift := drift.judge(now)) is not None]
-        return [PopularityShifted(model=name, version=self.activity.next_version(), **shift._asdict()) for name, shift in found]
+        found = [
+            (name, shift) for name, drift in self.drifts.items() if (shift := drift.judge(now)) is not None
+        ]
+        return [
+            PopularityShifted(model=name, version=self.activity.next_version(), **shift._asdict())
+            for name, shift in found
+        ]
 
     async def follow(self) -> None:
         """Learn about exactly the tracked models."""
@@ -93,7 +107,11 @@ class ModelStore:
     async def popularity(self, name: str) -> PopularityDescribed | None:
         """Return the complete state of a model, for display; None for a model that was never named."""
         learnt, now = await self.asked(self.lessons.learnt, name), self.now()
-        slow, fast, drift = self.activity.profile(name, now), self.activity.fast_profile(name, now), self.drifts.get(name)
+        slow, fast, drift = (
+            self.activity.profile(name, now),
+            self.activity.fast_profile(name, now),
+            self.drifts.get(name),
+        )
         if learnt is None or slow is None or fast is None:
             return None
         ranks = await self._ranks(name, now)
@@ -121,7 +139,9 @@ class ModelStore:
 
     def measures(self, learnt: dict[str, LearntTables], now: float) -> dict[str, dict[str, float | None]]:
         """Return the gauges of each model."""
-        found: dict[str, dict[str, float | None]] = {name: {"profile_age_seconds": age} for name, age in self.activity.ages(now).items()}
+        found: dict[str, dict[str, float | None]] = {
+            name: {"profile_age_seconds": age} for name, age in self.activity.ages(now).items()
+        }
         for name, drift in self.drifts.items():
             found.setdefault(name, {}).update(divergence=drift.divergence, shifted=float(drift.shifted))
         for name, known in learnt.items():
@@ -181,5 +201,7 @@ class ModelStore:
 def _drift(config: TrackerConfig, shape: tuple[int, int], state: dict[str, Any]) -> DriftDetector:
     drift = DriftDetector.restore(config, state)
     if (drift.layers, drift.experts) != shape:
-        raise ValueError(f"it is of {drift.layers} x {drift.experts} experts, the model has {shape[0]} x {shape[1]}")
+        raise ValueError(
+            f"it is of {drift.layers} x {drift.experts} experts, the model has {shape[0]} x {shape[1]}"
+        )
     return drift

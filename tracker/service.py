@@ -69,10 +69,20 @@ def announced(tables: TablesPublished) -> TablesPublished:
     requests the snapshot, which is sent in parts.
     """
     keyed = (tables.blocks, tables.sessions, tables.tenants)
-    size = len(tables.token_rows) + len(tables.token_ratios) + sum(len(part.keys) + len(part.rows) for part in keyed)
+    size = (
+        len(tables.token_rows)
+        + len(tables.token_ratios)
+        + sum(len(part.keys) + len(part.rows) for part in keyed)
+    )
     if tables.base is not None or size <= LARGE // 2:
         return tables
-    nothing = {"token_rows": b"", "token_ratios": b"", "blocks": KeyedRows(), "sessions": KeyedRows(), "tenants": KeyedRows()}
+    nothing = {
+        "token_rows": b"",
+        "token_ratios": b"",
+        "blocks": KeyedRows(),
+        "sessions": KeyedRows(),
+        "tenants": KeyedRows(),
+    }
     return msgspec.structs.replace(tables, base=tables.version, **nothing)
 
 
@@ -130,7 +140,12 @@ class TrackerService:
         async with (
             self._persisted(),
             self._bus.subscribe(subjects.experts(), subjects.heartbeats()) as telemetry,
-            self._bus.subscribe(subjects.requests_profiled(), subjects.requests_read, subjects.requests_finished, subjects.imports) as requests,
+            self._bus.subscribe(
+                subjects.requests_profiled(),
+                subjects.requests_read,
+                subjects.requests_finished,
+                subjects.imports,
+            ) as requests,
             self._bus.serve(subjects.describe_profile, self.describe),
         ):
             for stored in (subjects.membership(), subjects.placements()):
@@ -143,7 +158,9 @@ class TrackerService:
                 tasks.create_task(self._listen_to_requests(requests), name="receives requests and imports")
                 tasks.create_task(self._follow(subjects.membership()), name="follows memberships")
                 tasks.create_task(self._follow(subjects.placements()), name="follows placements")
-                tasks.create_task(self._publish(telemetry, requests), name="publishes profiles, demands and shifts")
+                tasks.create_task(
+                    self._publish(telemetry, requests), name="publishes profiles, demands and shifts"
+                )
                 tasks.create_task(self._teach(), name="publishes clusters and tables")
                 tasks.create_task(self._fit(), name="refits clusters")
                 if self._state_file is not None:
@@ -161,10 +178,16 @@ class TrackerService:
 
         Only the engine's name is authenticated (by subject and by claim).
         """
-        named, known = getattr(received.message, "engine", None), self._store.activity.engine_of(getattr(received.message, "worker_id", -1))
+        named, known = (
+            getattr(received.message, "engine", None),
+            self._store.activity.engine_of(getattr(received.message, "worker_id", -1)),
+        )
         if named in (None, known) or known is None:
             return True
-        self._refuse(ReportFault.SPEAKER, f"a {type(received.message).__name__} of engine {named!r}: its worker is engine {known!r}")
+        self._refuse(
+            ReportFault.SPEAKER,
+            f"a {type(received.message).__name__} of engine {named!r}: its worker is engine {known!r}",
+        )
         return False
 
     async def _listen_to_requests(self, requests: Subscription) -> None:
@@ -185,7 +208,9 @@ class TrackerService:
                 return self._receive(received)
         for reason, count in refused.items():
             self.metrics.rejected(reason, count)
-            logger.debug("%d requests of a %s cannot be used: %s", count, type(received.message).__name__, reason)
+            logger.debug(
+                "%d requests of a %s cannot be used: %s", count, type(received.message).__name__, reason
+            )
 
     async def _follow(self, subject: str) -> None:
         async for received in self._counted(subject, follow=True):
@@ -194,7 +219,9 @@ class TrackerService:
     def _counted(self, subject: str, *, follow: bool) -> AsyncIterator[Received]:
         """Return stored messages; of joins only those that hold their engine's name."""
         stored = self._bus.replay(subject, latest=True, follow=follow)
-        return vouched(self._bus, self._subjects, stored) if subject == self._subjects.membership() else stored
+        return (
+            vouched(self._bus, self._subjects, stored) if subject == self._subjects.membership() else stored
+        )
 
     async def _receive_stored(self, received: Received) -> None:
         if not self._names_own_worker(received):
@@ -230,7 +257,9 @@ class TrackerService:
                 case EngineLeft() as left:
                     activity.left(left.worker_id)
                 case CountsImported() as imported:
-                    (self.metrics.imports if activity.imported(imported, now) else self.metrics.duplicates).inc()
+                    (
+                        self.metrics.imports if activity.imported(imported, now) else self.metrics.duplicates
+                    ).inc()
                 case other:
                     self.metrics.rejected("kind")
                     logger.debug("a %s on %s means nothing here", type(other).__name__, received.subject)
@@ -262,11 +291,16 @@ class TrackerService:
 
     # Publishing
 
-    async def _send(self, message: ProfilePublished | DemandPublished | ClustersPublished | TablesPublished | PopularityShifted) -> None:
+    async def _send(
+        self,
+        message: ProfilePublished | DemandPublished | ClustersPublished | TablesPublished | PopularityShifted,
+    ) -> None:
         try:
             await self._publishers[type(message)].publish(message)
         except BusError as error:  # too large for any bus: everything else continues
-            logger.warning("cannot publish a %s of model %s: %s", type(message).__name__, message.model, error)
+            logger.warning(
+                "cannot publish a %s of model %s: %s", type(message).__name__, message.model, error
+            )
         else:
             self.metrics.published.inc()
 
@@ -277,14 +311,23 @@ class TrackerService:
             await asyncio.sleep(pause)
             now = self._store.now()
             for worker_id in self._store.activity.forget_silent(now):
-                logger.info("worker %d has been silent for %g s and is forgotten", worker_id, self._config.forget_seconds)
+                logger.info(
+                    "worker %d has been silent for %g s and is forgotten",
+                    worker_id,
+                    self._config.forget_seconds,
+                )
             for number, message in enumerate(self._store.activity.changed(now), start=1):
                 await self._send(message)
                 if number % AT_ONCE == 0:
                     await asyncio.sleep(0)
             for shift in self._store.judge(now):
                 self.metrics.shifts.inc(not shift.settled)
-                logger.info("popularity of %s %s (%.4g nats)", shift.model, "has settled" if shift.settled else "is shifting", shift.divergence)
+                logger.info(
+                    "popularity of %s %s (%.4g nats)",
+                    shift.model,
+                    "has settled" if shift.settled else "is shifting",
+                    shift.divergence,
+                )
                 with self._tracing.saying(shift) as traced:
                     await self._send(traced)
             self._measure(now, sum(subscription.dropped for subscription in subscriptions))
@@ -344,10 +387,13 @@ class TrackerService:
             case other:
                 wanted = "DescribeProfile, DescribeClusters, DescribeTables or DescribePopularity"
                 return RequestRefused(reason=f"expected {wanted}, got {type(other).__name__}")
-        return answer or RequestRefused(reason=f"no engine with model {name!r} has joined or reported; ask again when one has")
+        return answer or RequestRefused(
+            reason=f"no engine with model {name!r} has joined or reported; ask again when one has"
+        )
 
     async def _tables(self, name: str) -> TablesPublished | None:
-        """Return one object to all requesters until the next version, so that it is encoded and stored once."""
+        """Return one object to all requesters until the next version, so that it is encoded and stored
+        once."""
         if name in self._whole:
             return self._whole[name]
         tables = await self._store.asked(self._store.lessons.tables, name)
@@ -395,13 +441,17 @@ class TrackerService:
         _, late = await asyncio.wait([saving], timeout=STOP_SECONDS)
         if late:
             saving.cancel()
-            logger.warning("the last state could not be written within %g s; %s has the one before", STOP_SECONDS, path)
+            logger.warning(
+                "the last state could not be written within %g s; %s has the one before", STOP_SECONDS, path
+            )
         elif (error := saving.exception()) is not None:
             logger.error("the last state could not be written; %s has the one before", path, exc_info=error)
 
     async def _save(self, path: Path) -> None:
         try:
-            self.metrics.state_bytes.set(await self._store.aside(write, path, await self._store.state(self._wall_clock())))
+            self.metrics.state_bytes.set(
+                await self._store.aside(write, path, await self._store.state(self._wall_clock()))
+            )
         except OSError as error:
             self.metrics.saved("failed")
             logger.warning("the state cannot be written to %s: %s", path, error)

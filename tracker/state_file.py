@@ -90,6 +90,13 @@ def _set_aside(path: Path, why: ValueError) -> None:
     try:
         path.replace(aside)
     except OSError as error:
-        logger.warning("the tracker's state %s cannot be used: %s; nor moved aside: %s; starting afresh", path, why, error)
+        logger.warning(
+            "the tracker's state %s cannot be used: %s; nor moved aside: %s; starting afresh",
+            path,
+            why,
+            error,
+        )
     else:
-        logger.warning("the tracker's state %s cannot be used: %s; it is now %s; starting afresh", path, why, aside)
+        logger.warning(
+            "the tracker's state %s cannot be used: %s; it is now %s; starting afresh", path, why, aside
+        )

@@ -30,7 +30,9 @@ class ShiftTracing:
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         """provider: None for the process's own."""
-        self._tracer = (trace.get_tracer_provider() if provider is None else provider).get_tracer("roost.tracker")
+        self._tracer = (trace.get_tracer_provider() if provider is None else provider).get_tracer(
+            "roost.tracker"
+        )
         self._propagator = TraceContextTextMapPropagator()
         self._open: dict[str, SpanContext] = {}
         """by model: span of the shift that has not settled yet"""

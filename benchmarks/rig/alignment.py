@@ -54,7 +54,11 @@ def _layer(wanted: NDArray[np.float64], mean: NDArray[np.float32], slots: int) -
     for expert in np.argsort(wanted.mean(axis=0) - wanted.max(axis=0), kind="stable"):
         free = filled < slots
         light = free & (load + mean[expert] <= LOADED / ranks)
-        rank = int(np.where(light, wanted[:, expert], -1.0).argmax()) if light.any() else int(np.where(free, load, np.inf).argmin())
+        rank = (
+            int(np.where(light, wanted[:, expert], -1.0).argmax())
+            if light.any()
+            else int(np.where(free, load, np.inf).argmin())
+        )
         table[rank, filled[rank]] = expert
         filled[rank] += 1
         load[rank] += mean[expert]

@@ -23,7 +23,10 @@ LARGE = 7_900_000
 SENDERS = 4
 """connections that send large bodies, sequentially"""
 _NICENESS = 15
-_HEAD = "POST /v1/{path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+_HEAD = (
+    "POST /v1/{path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length:"
+    " {length}\r\n\r\n"
+)
 
 
 LARGE_BODIES = {
@@ -56,7 +59,9 @@ def write_bodies(model: str, folder: Path) -> None:
 
 
 def _chat(model: str, content: str) -> bytes:
-    return json.dumps({"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": content}]}).encode()
+    return json.dumps(
+        {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
+    ).encode()
 
 
 def connect(port: int, received_bytes: int = 0) -> socket.socket:

@@ -23,8 +23,8 @@ _WORDS = 5_000
 _LONGEST_FILE = 200_000
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] +"
+    " '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
 
@@ -47,16 +47,39 @@ def write_model(folder: Path, texts: list[str]) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 65536, "eos_token": "<|im_end|>", "chat_template": _TEMPLATE}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 65536,
+        "eos_token": "<|im_end|>",
+        "chat_template": _TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    about = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "max_position_embeddings": 65536, "rms_norm_eps": 1e-5}
-    (folder / "config.json").write_text(json.dumps({**about, **shape, "bos_token_id": 0, "eos_token_id": 2}), encoding="utf-8")
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 2}), encoding="utf-8")
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    about = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-5,
+    }
+    (folder / "config.json").write_text(
+        json.dumps({**about, **shape, "bos_token_id": 0, "eos_token_id": 2}), encoding="utf-8"
+    )
+    (folder / "generation_config.json").write_text(
+        json.dumps({"bos_token_id": 0, "eos_token_id": 2}), encoding="utf-8"
+    )
 
 
 def shared_half(words: list[str], group: int, count: int) -> str:
@@ -64,7 +87,16 @@ def shared_half(words: list[str], group: int, count: int) -> str:
     return " ".join(random.Random(group).choices(words, k=count // 2))
 
 
-def bodies(model: str, words: list[str], number: int, *, count: int, stream: bool, seed: int | str, in_turns: bool = False) -> list[bytes]:
+def bodies(
+    model: str,
+    words: list[str],
+    number: int,
+    *,
+    count: int,
+    stream: bool,
+    seed: int | str,
+    in_turns: bool = False,
+) -> list[bytes]:
     """Return `number` chat requests of `count` words each, as JSON. Another seed gives other requests of the
     same groups; the same seed gives requests that a cache knows."""
     chance = random.Random(seed)
@@ -74,5 +106,9 @@ def bodies(model: str, words: list[str], number: int, *, count: int, stream: boo
         begin, own = shared[at % GROUPS], " ".join(chance.choices(words, k=count - count // 2))
         turns = [("system", begin), ("user", own)] if in_turns else [("user", f"{begin} {own}")]
         messages = [{"role": role, "content": content} for role, content in turns]
-        made.append(msgspec.json.encode({"model": model, "messages": messages, "max_tokens": OUTPUT_TOKENS, "stream": stream}))
+        made.append(
+            msgspec.json.encode(
+                {"model": model, "messages": messages, "max_tokens": OUTPUT_TOKENS, "stream": stream}
+            )
+        )
     return made

@@ -12,7 +12,16 @@ from numpy.typing import NDArray
 
 from bus.memory import MemoryBroker
 from fleet.blocks import BLOCK_SIZE, local_hashes, sequence_hashes
-from fleet.events import EngineJoined, KeyedRows, KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent, TablesPublished
+from fleet.events import (
+    EngineJoined,
+    KeyedRows,
+    KvBlock,
+    KvChange,
+    KvEvent,
+    KvStored,
+    RoutedKvEvent,
+    TablesPublished,
+)
 from fleet.experts import ModelShape
 from fleet.layout import EP
 from fleet.placement import linear
@@ -37,7 +46,9 @@ KNOWN_BLOCKS = 300_000
 SHARED_TOKENS = 256
 """Common prefix of every cached prompt, held by all ranks."""
 KV_BLOCKS = 100_000
-SHAPE = ModelShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, hidden=7168, expert_intermediate=2048, dtype="float8_e4m3fn")
+SHAPE = ModelShape(
+    layers=LAYERS, experts=EXPERTS, top_k=TOP_K, hidden=7168, expert_intermediate=2048, dtype="float8_e4m3fn"
+)
 MODEL, DIGEST, OUTPUT = "m", "f" * 64, 100
 KEYS = keys_of("a conversation", "a tenant", MODEL, "/v1/chat/completions")
 OPEN = 3
@@ -69,12 +80,18 @@ class Prompts:
             everybody = tuple((engine, rank) for engine in range(1, engines + 1) for rank in range(RANKS))
             yield Held(self.ids[0], min(tokens, SHARED_TOKENS), everybody)
             for at, ids in enumerate(self.ids):
-                yield Held(ids, tokens, tuple((engine, (at + engine) % RANKS) for engine in range(1, engines + 1, 2)))
+                yield Held(
+                    ids, tokens, tuple((engine, (at + engine) % RANKS) for engine in range(1, engines + 1, 2))
+                )
 
 
 def prompts(chance: np.random.Generator, length: int, share: float, count: int) -> Prompts:
     shared = chance.integers(0, VOCABULARY, SHARED_TOKENS if share else 0).tolist()
-    return Prompts(length, share, [shared + chance.integers(0, VOCABULARY, length - len(shared)).tolist() for _ in range(count)])
+    return Prompts(
+        length,
+        share,
+        [shared + chance.integers(0, VOCABULARY, length - len(shared)).tolist() for _ in range(count)],
+    )
 
 
 def fresh(ids: list[int]) -> list[int]:
@@ -90,7 +107,11 @@ def clusters(chance: np.random.Generator) -> ClusterModel:
 def tables(chance: np.random.Generator, known: Sequence[Prompts]) -> TableReplica:
     """Return the tracker's tables: KNOWN_BLOCKS unrelated blocks, the blocks of cached parts of prompts, a
     row for every token, a session, a tenant."""
-    keys = [np.array(_chain(ids)[: int(part.share * len(ids)) // BLOCK_SIZE], np.uint64) for part in known for ids in part.ids]
+    keys = [
+        np.array(_chain(ids)[: int(part.share * len(ids)) // BLOCK_SIZE], np.uint64)
+        for part in known
+        for ids in part.ids
+    ]
     ratios = chance.normal(0, 0.1, (VOCABULARY, CLUSTERS))
     published = TablesPublished(
         model=MODEL,
@@ -135,7 +156,12 @@ class Roost:
         view.learn(MODEL, model)
         for engine in range(1, self.engines + 1):
             urls = tuple(f"http://h{engine}:{rank}" for rank in range(RANKS))
-            sizes = {"block_size": BLOCK_SIZE, "kv_blocks": KV_BLOCKS, "max_context": 200_000, "max_batch_tokens": 8192}
+            sizes = {
+                "block_size": BLOCK_SIZE,
+                "kv_blocks": KV_BLOCKS,
+                "max_context": 200_000,
+                "max_batch_tokens": 8192,
+            }
             nodes = tuple(f"n{engine}-{node}" for node in NODES)
             about = {
                 "model": MODEL,
@@ -170,9 +196,14 @@ class Roost:
     def hold(self, held: Held) -> None:
         """Publish the ranks' cached blocks."""
         local = local_hashes(held.ids[: held.tokens])
-        blocks = tuple(KvBlock(chained, own) for chained, own in zip(sequence_hashes(local), local, strict=True))
+        blocks = tuple(
+            KvBlock(chained, own) for chained, own in zip(sequence_hashes(local), local, strict=True)
+        )
         event = KvChange(stored=KvStored(blocks=blocks))
-        self.router.picker.kv.apply(RoutedKvEvent(worker_id=worker, event=KvEvent(event_id=1, dp_rank=rank, data=event)) for worker, rank in held.ranks)
+        self.router.picker.kv.apply(
+            RoutedKvEvent(worker_id=worker, event=KvEvent(event_id=1, dp_rank=rank, data=event))
+            for worker, rank in held.ranks
+        )
 
     def forget_runs(self) -> None:
         """Drop the hash cache, as if no prompt had been hashed yet."""

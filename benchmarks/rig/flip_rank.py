@@ -120,7 +120,11 @@ async def stream(engine: EmbeddedEngine, diary: Diary, seed: int) -> None:
     dice = np.random.default_rng(seed)
     while True:
         last = 0.0
-        request = GenerationRequest(prompt=dice.integers(32, 127, PROMPT).tolist(), max_tokens=NEW + int(dice.integers(NEW)), ignore_eos=True)
+        request = GenerationRequest(
+            prompt=dice.integers(32, 127, PROMPT).tolist(),
+            max_tokens=NEW + int(dice.integers(NEW)),
+            ignore_eos=True,
+        )
         async for _ in await engine.submit(request):
             now = time.monotonic()
             if last:
@@ -138,8 +142,19 @@ async def serve(job: Job, folder: Path, rank: int) -> None:
         watched = WatchedSteps(machine, machine.experts, diary)
         return replace(machine, runner=watched, experts=watched)
 
-    config = EmbeddedConfig(checkpoint=checkpoint_path(), ranks=job.ranks, slots_per_rank=job.slots, ballast_bytes=job.ballast_bytes, kv_blocks=512)
-    who = AgentIdentity(engine=job.engine, worker_id=job.worker_id, node="here", urls=tuple(f"http://127.0.0.1:{1 + number}" for number in range(job.ranks)))
+    config = EmbeddedConfig(
+        checkpoint=checkpoint_path(),
+        ranks=job.ranks,
+        slots_per_rank=job.slots,
+        ballast_bytes=job.ballast_bytes,
+        kv_blocks=512,
+    )
+    who = AgentIdentity(
+        engine=job.engine,
+        worker_id=job.worker_id,
+        node="here",
+        urls=tuple(f"http://127.0.0.1:{1 + number}" for number in range(job.ranks)),
+    )
     transfer = TransferConfig(**job.transfer)  # type: ignore[arg-type]
     async with AsyncExitStack() as stack:
         bus = await NatsBus.connect(job.nats, subjects, BusConfig(), name=f"{job.engine}/{rank}")
@@ -147,7 +162,9 @@ async def serve(job: Job, folder: Path, rank: int) -> None:
         engine = EmbeddedEngine(config, rank, folder, build=build)
         await engine.start()
         assert engine.experts is not None
-        ways = await open_transfers(transfer, engine.experts.memory, agent_name(job.engine, rank), one_machine=True)
+        ways = await open_transfers(
+            transfer, engine.experts.memory, agent_name(job.engine, rank), one_machine=True
+        )
         for way in ways:
             stack.push_async_callback(way.close)
         agent = Agent(bus, subjects, engine, who, AgentConfig(), Staging(ways=ways, config=transfer))
@@ -157,7 +174,9 @@ async def serve(job: Job, folder: Path, rank: int) -> None:
         gc.collect()
         gc.freeze()
         for number in range(job.sequences):
-            await stack.enter_async_context(alongside(stream(engine, diary, 1000 * rank + number), f"stream {number} of rank {rank}"))
+            await stack.enter_async_context(
+                alongside(stream(engine, diary, 1000 * rank + number), f"stream {number} of rank {rank}")
+            )
         sys.stdout.write("ready\n")
         sys.stdout.flush()
         with suppress(EOFError):

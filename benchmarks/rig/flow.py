@@ -22,13 +22,21 @@ class Flow:
 
     def __init__(self) -> None:
         with np.load(routings_path()) as recorded:
-            chosen, self.prompt, self._domain = recorded["experts"], int(recorded["prompt"]), recorded["domain"]
+            chosen, self.prompt, self._domain = (
+                recorded["experts"],
+                int(recorded["prompt"]),
+                recorded["domain"],
+            )
         requests, self.length, _, _ = chosen.shape
         cells = chosen.astype(np.int64) + EXPERTS * np.arange(LAYERS)[:, None]
         parts = np.array_split(cells[:, self.prompt :], DECODE_SECONDS, axis=1)
-        self._counts = np.stack([_counted(part.reshape(requests, -1)) for part in (cells[:, : self.prompt], *parts)], axis=1)
+        self._counts = np.stack(
+            [_counted(part.reshape(requests, -1)) for part in (cells[:, : self.prompt], *parts)], axis=1
+        )
 
-    def seconds(self, before: Mix, after: Mix, flip: int, rate: float, length: int, random: np.random.Generator) -> Iterator[tuple[NDArray[np.float64], float]]:
+    def seconds(
+        self, before: Mix, after: Mix, flip: int, rate: float, length: int, random: np.random.Generator
+    ) -> Iterator[tuple[NDArray[np.float64], float]]:
         """Yield counts [layers, experts] and computed tokens of each second. rate: requests per second; from
         `flip` on the mix is `after`."""
         running: deque[NDArray[np.int64]] = deque(maxlen=DECODE_SECONDS + 1)
@@ -39,7 +47,10 @@ class Flow:
             domains = random.choice(len(DOMAINS), random.poisson(rate), p=mix)
             running.appendleft(np.array([random.choice(of_domain[domain]) for domain in domains], np.int64))
             counts = sum(self._counts[begun, age].sum(axis=0) for age, begun in enumerate(running))
-            yield np.reshape(counts, (LAYERS, EXPERTS)), float(sum(len(begun) * sizes[age] for age, begun in enumerate(running)))
+            yield (
+                np.reshape(counts, (LAYERS, EXPERTS)),
+                float(sum(len(begun) * sizes[age] for age, begun in enumerate(running))),
+            )
 
 
 def _counted(cells: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -51,7 +51,12 @@ def transformers_side(threads: int) -> Callable[[Batch], list[list[int]]]:
         ids = torch.tensor(batch.prompts)
         with torch.inference_mode():
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=batch.tokens, min_new_tokens=batch.tokens, do_sample=False, pad_token_id=0
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=batch.tokens,
+                min_new_tokens=batch.tokens,
+                do_sample=False,
+                pad_token_id=0,
             )
         return [list(row) for row in out[:, ids.shape[1] :].tolist()]
 

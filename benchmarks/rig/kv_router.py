@@ -50,7 +50,9 @@ class KvRouter:
         """Start router and workers. Raises TimeoutError if its workers do not register."""
         os.environ["DYN_FILE_KV"] = self._folder.name
         command = [sys.executable, "-m", "benchmarks.rig.kv_router", str(self._engines)]
-        self._workers = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: ASYNC220 nobody else waits
+        self._workers = subprocess.Popen(  # noqa: ASYNC220 nobody else waits
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         self._runtime = _runtime()
         endpoint = self._runtime.endpoint(_ENDPOINT)
         client = await endpoint.client()
@@ -83,9 +85,17 @@ async def _serve() -> None:
     about.total_kv_blocks, about.max_num_seqs, about.max_num_batched_tokens = KV_BLOCKS, 512, 8192
     about.data_parallel_start_rank, about.data_parallel_size, about.enable_local_indexer = 0, RANKS, True
     kinds = _core.ModelType.Chat | _core.ModelType.Completions
-    where = {"worker_type": _core.WorkerType.Aggregated, "kv_cache_block_size": BLOCK_SIZE, "runtime_config": about}
-    await _core.register_model(_core.ModelInput.Tokens, kinds, endpoint, str(checkpoint_path()), MODEL, **where)
-    await asyncio.ensure_future(endpoint.serve_endpoint(_refuse, graceful_shutdown=True, metrics_labels=[("model", MODEL)]))
+    where = {
+        "worker_type": _core.WorkerType.Aggregated,
+        "kv_cache_block_size": BLOCK_SIZE,
+        "runtime_config": about,
+    }
+    await _core.register_model(
+        _core.ModelInput.Tokens, kinds, endpoint, str(checkpoint_path()), MODEL, **where
+    )
+    await asyncio.ensure_future(
+        endpoint.serve_endpoint(_refuse, graceful_shutdown=True, metrics_labels=[("model", MODEL)])
+    )
 
 
 async def _refuse(request: Any, context: Any) -> Any:

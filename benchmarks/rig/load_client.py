@@ -32,7 +32,10 @@ class BadAnswer(Exception):
 
 
 def request_bytes(path: str, body: bytes, port: int) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\ncontent-length:"
+        f" {len(body)}\r\n\r\n"
+    )
     return head.encode() + body
 
 
@@ -77,7 +80,9 @@ class _Caller(asyncio.Protocol):
         if not self._first and len(answer) > self._body_at:
             self._first = time.perf_counter()
         if len(answer) >= self._whole_at if self._whole_at else answer.endswith(_END_OF_CHUNKS):
-            self._samples.append(Sample(self._first - self._started, time.perf_counter() - self._started, len(answer)))
+            self._samples.append(
+                Sample(self._first - self._started, time.perf_counter() - self._started, len(answer))
+            )
             self._ask()
 
     def _read_head(self, answer: bytes) -> bool:
@@ -103,13 +108,22 @@ class _Caller(asyncio.Protocol):
         self._end(error or BadAnswer("the server closed the connection before its answer was whole"))
 
 
-async def call_all(port: int, path: str, bodies: Iterable[bytes], *, connections: int, seconds: float = 600.0) -> tuple[list[Sample], float]:
+async def call_all(
+    port: int, path: str, bodies: Iterable[bytes], *, connections: int, seconds: float = 600.0
+) -> tuple[list[Sample], float]:
     """Send `bodies`, each once, over `connections` connections; start none after `seconds`. Returns the
     samples and the wall seconds. Raises BadAnswer or OSError."""
     loop = asyncio.get_running_loop()
     samples: list[Sample] = []
     start = time.perf_counter()
     requests = (request_bytes(path, body, port) for body in bodies)
-    callers = [(await loop.create_connection(lambda: _Caller(requests, samples, start + seconds), "127.0.0.1", port))[1] for _ in range(connections)]
+    callers = [
+        (
+            await loop.create_connection(
+                lambda: _Caller(requests, samples, start + seconds), "127.0.0.1", port
+            )
+        )[1]
+        for _ in range(connections)
+    ]
     await asyncio.gather(*(caller.ended for caller in callers))
     return samples, time.perf_counter() - start

@@ -17,32 +17,83 @@ WORD = "ok "
 
 
 def _completion(at: int, *, last: bool) -> bytes:
-    choice = {"index": 0, "text": WORD, "token_ids": [65 + at], "logprobs": None, "finish_reason": "length" if last else None}
-    return msgspec.json.encode({"id": "cmpl-mock", "object": "text_completion", "created": 0, "model": "mock", "choices": [choice], "usage": None})
+    choice = {
+        "index": 0,
+        "text": WORD,
+        "token_ids": [65 + at],
+        "logprobs": None,
+        "finish_reason": "length" if last else None,
+    }
+    return msgspec.json.encode(
+        {
+            "id": "cmpl-mock",
+            "object": "text_completion",
+            "created": 0,
+            "model": "mock",
+            "choices": [choice],
+            "usage": None,
+        }
+    )
 
 
 def _chat(at: int, *, last: bool) -> bytes:
     choice = {"index": 0, "delta": {"content": WORD}, "finish_reason": "length" if last else None}
-    return msgspec.json.encode({"id": "chatcmpl-mock", "object": "chat.completion.chunk", "created": 0, "model": "mock", "choices": [choice]})
+    return msgspec.json.encode(
+        {
+            "id": "chatcmpl-mock",
+            "object": "chat.completion.chunk",
+            "created": 0,
+            "model": "mock",
+            "choices": [choice],
+        }
+    )
 
 
 def _usage_chunk() -> bytes:
     usage = {"prompt_tokens": 1, "completion_tokens": TOKENS, "total_tokens": TOKENS + 1}
-    return msgspec.json.encode({"id": "cmpl-mock", "object": "text_completion", "created": 0, "model": "mock", "choices": [], "usage": usage})
+    return msgspec.json.encode(
+        {
+            "id": "cmpl-mock",
+            "object": "text_completion",
+            "created": 0,
+            "model": "mock",
+            "choices": [],
+            "usage": usage,
+        }
+    )
 
 
 def _whole(*, chat: bool) -> bytes:
     usage = {"prompt_tokens": 1, "completion_tokens": TOKENS, "total_tokens": TOKENS + 1}
     if chat:
-        choice: dict[str, object] = {"index": 0, "message": {"role": "assistant", "content": WORD * TOKENS}, "finish_reason": "length"}
+        choice: dict[str, object] = {
+            "index": 0,
+            "message": {"role": "assistant", "content": WORD * TOKENS},
+            "finish_reason": "length",
+        }
     else:
-        choice = {"index": 0, "text": WORD * TOKENS, "token_ids": list(range(65, 65 + TOKENS)), "logprobs": None, "finish_reason": "length"}
+        choice = {
+            "index": 0,
+            "text": WORD * TOKENS,
+            "token_ids": list(range(65, 65 + TOKENS)),
+            "logprobs": None,
+            "finish_reason": "length",
+        }
     name = "chat.completion" if chat else "text_completion"
-    return msgspec.json.encode({"id": "mock", "object": name, "created": 0, "model": "mock", "choices": [choice], "usage": usage})
+    return msgspec.json.encode(
+        {"id": "mock", "object": name, "created": 0, "model": "mock", "choices": [choice], "usage": usage}
+    )
 
 
 def _response(body: bytes, kind: bytes = b"application/json") -> bytes:
-    return b"HTTP/1.1 200 OK\r\ncontent-type: " + kind + b"\r\ncontent-length: " + str(len(body)).encode() + b"\r\n\r\n" + body
+    return (
+        b"HTTP/1.1 200 OK\r\ncontent-type: "
+        + kind
+        + b"\r\ncontent-length: "
+        + str(len(body)).encode()
+        + b"\r\n\r\n"
+        + body
+    )
 
 
 def _chunked(events: list[bytes]) -> list[bytes]:
@@ -56,10 +107,16 @@ def _events(bodies: list[bytes]) -> list[bytes]:
     return [b"data: " + body + b"\n\n" for body in bodies] + [b"data: [DONE]\n\n"]
 
 
-MODELS = _response(msgspec.json.encode({"object": "list", "data": [{"id": "mock", "object": "model", "created": 0, "owned_by": "roost"}]}))
+MODELS = _response(
+    msgspec.json.encode(
+        {"object": "list", "data": [{"id": "mock", "object": "model", "created": 0, "owned_by": "roost"}]}
+    )
+)
 WHOLE = {chat: _response(_whole(chat=chat)) for chat in (False, True)}
 STREAM = {
-    False: _chunked(_events([*(_completion(at, last=at == TOKENS - 1) for at in range(TOKENS)), _usage_chunk()])),
+    False: _chunked(
+        _events([*(_completion(at, last=at == TOKENS - 1) for at in range(TOKENS)), _usage_chunk()])
+    ),
     True: _chunked(_events([_chat(at, last=at == TOKENS - 1) for at in range(TOKENS)])),
 }
 

@@ -11,7 +11,16 @@ from bus.claims import NameClaim
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from fleet.blocks import BLOCK_SIZE, local_hashes, sequence_hashes
-from fleet.events import Capabilities, EngineHeartbeat, EngineJoined, KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent
+from fleet.events import (
+    Capabilities,
+    EngineHeartbeat,
+    EngineJoined,
+    KvBlock,
+    KvChange,
+    KvEvent,
+    KvStored,
+    RoutedKvEvent,
+)
 
 MODEL = "mock"
 _ARCHIVED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -26,7 +35,9 @@ async def mock_fleet(nats_url: str, ports: Sequence[int], tokenizer: Path) -> As
     digest = await bus.put_blob(_archive(tokenizer))
     joined = [_joined(f"mock{at}", port, digest) for at, port in enumerate(ports)]
     for event in joined:
-        await NameClaim(bus, subjects.claim(event.engine), event.engine, worker_id=event.worker_id, node=event.node).take()
+        await NameClaim(
+            bus, subjects.claim(event.engine), event.engine, worker_id=event.worker_id, node=event.node
+        ).take()
         await bus.record(subjects.membership(event.engine), event)
     beating = asyncio.create_task(_beat(bus, subjects, joined), name="heartbeats of the mock engines")
     try:
@@ -42,7 +53,10 @@ async def tell_held(bus: NatsBus, worker_id: int, prompts: Sequence[Sequence[int
     publisher = bus.publisher(Subjects().kv_events)
     for number, ids in enumerate(prompts):
         local = local_hashes(ids)
-        blocks = tuple(KvBlock(block_hash=chained, tokens_hash=one) for one, chained in zip(local, sequence_hashes(local), strict=True))
+        blocks = tuple(
+            KvBlock(block_hash=chained, tokens_hash=one)
+            for one, chained in zip(local, sequence_hashes(local), strict=True)
+        )
         event = KvEvent(event_id=number, data=KvChange(stored=KvStored(blocks=blocks)))
         await publisher.publish((RoutedKvEvent(worker_id=worker_id, event=event),))
 
@@ -76,5 +90,7 @@ async def _beat(bus: NatsBus, subjects: Subjects, engines: list[EngineJoined]) -
     publishers = [bus.publisher(subjects.heartbeats(engine.engine)) for engine in engines]
     while True:
         for engine, publisher in zip(engines, publishers, strict=True):
-            await publisher.publish(EngineHeartbeat(engine=engine.engine, worker_id=engine.worker_id, epoch=0))
+            await publisher.publish(
+                EngineHeartbeat(engine=engine.engine, worker_id=engine.worker_id, epoch=0)
+            )
         await asyncio.sleep(1)

@@ -63,7 +63,15 @@ def install() -> dict[str, str]:
         _say(f"[{at}/{len(_STEPS)}] installing {what}")
         try:
             done = subprocess.run(
-                [str(FOLDER / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages],
+                [
+                    str(FOLDER / "bin" / "python"),
+                    "-m",
+                    "pip",
+                    "install",
+                    "-q",
+                    "--disable-pip-version-check",
+                    *packages,
+                ],
                 capture_output=True,
                 text=True,
                 timeout=_PIP_SECONDS,
@@ -74,7 +82,10 @@ def install() -> dict[str, str]:
             failed[what] = f"pip took more than {_PIP_SECONDS} s"
         else:
             if done.returncode:
-                failed[what] = next((line for line in reversed(said) if line.startswith("ERROR")), said[-1] if said else "pip failed")
+                failed[what] = next(
+                    (line for line in reversed(said) if line.startswith("ERROR")),
+                    said[-1] if said else "pip failed",
+                )
         if what in failed:
             _say(f"    failed: {failed[what]}")
     return failed
@@ -90,10 +101,16 @@ def find(failed: dict[str, str]) -> Peers:
     if not python.exists():
         missing["dynamo"] = f"{DYNAMO} is not in {FOLDER.name}; run with --install"
     else:
-        tried = subprocess.run([str(python), "-c", "import dynamo.frontend, dynamo.mocker"], capture_output=True, text=True, check=False)
+        tried = subprocess.run(
+            [str(python), "-c", "import dynamo.frontend, dynamo.mocker"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if tried.returncode:
             why = "; ".join(f"{what}: {reason}" for what, reason in failed.items() if what != SMG)
-            missing["dynamo"] = why or f"its frontend cannot be imported ({(tried.stderr.strip().splitlines() or ['no reason'])[-1]}); run with --install"
+            last = (tried.stderr.strip().splitlines() or ["no reason"])[-1]
+            missing["dynamo"] = why or f"its frontend cannot be imported ({last}); run with --install"
     return Peers(None if "smg" in missing else smg, None if "dynamo" in missing else python, missing)
 
 

@@ -47,7 +47,9 @@ async def process(
     """
     own = {**os.environ, **(environment or {}), "PYTHONPATH": str(tree)}
     with tempfile.TemporaryFile() as said:
-        child = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.DEVNULL, stderr=said, cwd=tree, env=own)
+        child = await asyncio.create_subprocess_exec(
+            *arguments, stdout=subprocess.DEVNULL, stderr=said, cwd=tree, env=own
+        )
         try:
             if ready is not None:
                 await asyncio.to_thread(_await_url, ready, child, said, answers)
@@ -66,13 +68,17 @@ async def _end(child: asyncio.subprocess.Process) -> None:
         await child.wait()
 
 
-def _await_url(url: str, child: asyncio.subprocess.Process, said: IO[bytes], answers: Callable[[bytes], bool]) -> None:
+def _await_url(
+    url: str, child: asyncio.subprocess.Process, said: IO[bytes], answers: Callable[[bytes], bool]
+) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         if child.returncode is not None:
             said.seek(0)
             last = said.read().decode(errors="replace").strip().splitlines()[-5:]
-            raise RuntimeError(f"the process behind {url} ended with {child.returncode}; it said last: {' / '.join(last)}")
+            raise RuntimeError(
+                f"the process behind {url} ended with {child.returncode}; it said last: {' / '.join(last)}"
+            )
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=1) as answer:
             if answers(answer.read()):
                 return
@@ -85,7 +91,18 @@ async def nats() -> AsyncIterator[str]:
     """Run a NATS server with JetStream on a free port, with a temporary store; yield its URL."""
     port, health = free_port(), free_port()
     with tempfile.TemporaryDirectory() as store:
-        arguments = [str(BIN / "nats-server"), "-a", "127.0.0.1", "-p", str(port), "-m", str(health), "-js", "-sd", store]
+        arguments = [
+            str(BIN / "nats-server"),
+            "-a",
+            "127.0.0.1",
+            "-p",
+            str(port),
+            "-m",
+            str(health),
+            "-js",
+            "-sd",
+            store,
+        ]
         async with process(arguments, f"http://127.0.0.1:{health}/healthz"):
             yield f"nats://127.0.0.1:{port}"
 
@@ -96,7 +113,12 @@ async def mock_engines(count: int) -> AsyncIterator[list[int]]:
     async with contextlib.AsyncExitStack() as stack:
         ports = [free_port() for _ in range(count)]
         for port in ports:
-            await stack.enter_async_context(process([sys.executable, "-m", "benchmarks.rig.mock_engine", str(port)], f"http://127.0.0.1:{port}/v1/models"))
+            await stack.enter_async_context(
+                process(
+                    [sys.executable, "-m", "benchmarks.rig.mock_engine", str(port)],
+                    f"http://127.0.0.1:{port}/v1/models",
+                )
+            )
         yield ports
 
 

@@ -27,12 +27,18 @@ class RawLoop:
         self._peer: str = name.decode() if isinstance(name, bytes) else name
         total = cells * memory.cell_bytes
         each = min(piece, memory.cell_bytes)
-        rows = [(offset, min(each, memory.cell_bytes - offset % memory.cell_bytes), 0) for offset in _offsets(cells, memory.cell_bytes, each)]
+        rows = [
+            (offset, min(each, memory.cell_bytes - offset % memory.cell_bytes), 0)
+            for offset in _offsets(cells, memory.cell_bytes, each)
+        ]
         together = max(1, piece // each)
         self._groups = [rows[first : first + together] for first in range(0, len(rows), together)]
         assert sum(row[1] for row in rows) == total
         self._bases = memory.base, address.base
-        here, there = (self._agent.prep_xfer_dlist(who, _based(rows, base), "DRAM") for who, base in zip(("", self._peer), self._bases, strict=True))
+        here, there = (
+            self._agent.prep_xfer_dlist(who, _based(rows, base), "DRAM")
+            for who, base in zip(("", self._peer), self._bases, strict=True)
+        )
         self._prepared = here, there
 
     def read(self) -> None:

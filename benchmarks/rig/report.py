@@ -35,7 +35,10 @@ class Target:
 
     def __str__(self) -> str:
         sign = ">=" if self.at_least else "<="
-        return f"{'met   ' if self.met else 'MISSED'} {self.name}: {self.value:.3f}{self.unit} (target {sign} {self.limit:g}{self.unit})"
+        return (
+            f"{'met   ' if self.met else 'MISSED'} {self.name}: {self.value:.3f}{self.unit} (target {sign}"
+            f" {self.limit:g}{self.unit})"
+        )
 
 
 @dataclass
@@ -56,7 +59,15 @@ class Report:
     def finish(self, *, as_json: bool, check: bool) -> None:
         """Print the report; exit with status 1 if `check` is set and a target is missed."""
         if as_json:
-            print(json.dumps({**asdict(self), "hardware": hardware(), "targets": [{**asdict(t), "met": t.met} for t in self.targets]}))
+            print(
+                json.dumps(
+                    {
+                        **asdict(self),
+                        "hardware": hardware(),
+                        "targets": [{**asdict(t), "met": t.met} for t in self.targets],
+                    }
+                )
+            )
         else:
             self._print()
         if check and not all(target.met for target in self.targets):
@@ -75,8 +86,15 @@ class Report:
 
 def hardware() -> str:
     """Describe this machine's processor, cores and Python; it is printed beside every number."""
-    names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return (
+        f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, Python"
+        f" {platform.python_version()}"
+    )
 
 
 def percentile(values: Sequence[float], share: float) -> float:

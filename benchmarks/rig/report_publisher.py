@@ -61,10 +61,23 @@ def frames(namespace: str, layers: int, experts: int, ranks: int) -> list[tuple[
     return made
 
 
-def main(port: int, namespace: str, counter: str, messages: int, layers: int, experts: int, ranks: int, under_way: int) -> None:
+def main(
+    port: int,
+    namespace: str,
+    counter: str,
+    messages: int,
+    layers: int,
+    experts: int,
+    ranks: int,
+    under_way: int,
+) -> None:
     """Send `messages` messages, then wait until the reader has counted them all."""
     made = frames(namespace, layers, experts, ranks)
-    with Path(counter).open("rb") as file, mmap.mmap(file.fileno(), 8, prot=mmap.PROT_READ) as read, socket.create_connection(("127.0.0.1", port)) as sock:
+    with (
+        Path(counter).open("rb") as file,
+        mmap.mmap(file.fileno(), 8, prot=mmap.PROT_READ) as read,
+        socket.create_connection(("127.0.0.1", port)) as sock,
+    ):
         sock.sendall(b'CONNECT {"verbose":false,"pedantic":false,"lang":"bench","version":"1"}\r\n')
         for number in range(messages):
             while number - struct.unpack("<Q", read[:8])[0] >= under_way:

@@ -20,7 +20,12 @@ from benchmarks.rig.load_client import call_all
 from benchmarks.rig.processes import ROOT, Started, nats, process, started_router
 from benchmarks.rig.report import Report, Target, percentile
 
-Against = typer.Option("", "--against", metavar="REV", help="compare with this commit's router in the same run, instead of with other systems")
+Against = typer.Option(
+    "",
+    "--against",
+    metavar="REV",
+    help="compare with this commit's router in the same run, instead of with other systems",
+)
 TOLERANCE = 0.05
 """Tolerated slowdown of the working tree: medians of paired rounds differ by that much on shared machines."""
 _PATH = "/v1/chat/completions"
@@ -54,11 +59,15 @@ def worktree(revision: str) -> Iterator[Path]:
 def _git(*arguments: str) -> None:
     done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise typer.BadParameter(f"git {arguments[0]} {arguments[1]} failed: {done.stderr.strip()}", param_hint="--against")
+        raise typer.BadParameter(
+            f"git {arguments[0]} {arguments[1]} failed: {done.stderr.strip()}", param_hint="--against"
+        )
 
 
 @contextlib.asynccontextmanager
-async def router_of(tree: Path, door: str, mocks: Sequence[int], model: Path, *options: str) -> AsyncIterator[Started]:
+async def router_of(
+    tree: Path, door: str, mocks: Sequence[int], model: Path, *options: str
+) -> AsyncIterator[Started]:
     """Run the `roost router` of a tree in front of these mock engines, on its path `plain` or `kv`."""
     async with contextlib.AsyncExitStack() as stack:
         if door == "plain":
@@ -97,10 +106,14 @@ class Compared:
     def processor_ratio(self) -> float:
         """Return the working tree's processor time per request over the other commit's, median of the rounds.
         It is less sensitive to other processes than the rate."""
-        return statistics.median(one.processor / two.processor for one, two in zip(self.now, self.before, strict=True))
+        return statistics.median(
+            one.processor / two.processor for one, two in zip(self.now, self.before, strict=True)
+        )
 
 
-async def compare(now: Started, before: Started, bodies: Sequence[Sequence[bytes]], *, connections: int) -> Compared:
+async def compare(
+    now: Started, before: Started, bodies: Sequence[Sequence[bytes]], *, connections: int
+) -> Compared:
     """Send each round's bodies to both, alternating. The first round only warms connections and caches."""
     found: dict[Started, list[Round]] = {now: [], before: []}
     for number, asks in enumerate(bodies):
@@ -109,12 +122,24 @@ async def compare(now: Started, before: Started, bodies: Sequence[Sequence[bytes
             samples, wall = await call_all(router.port, _PATH, asks, connections=connections)
             spent = (router.processor_seconds() - spent) / len(samples)
             whole = [sample.whole for sample in samples]
-            found[router].append(Round(statistics.median(whole), percentile(whole, 0.99), len(whole) / wall, spent))
+            found[router].append(
+                Round(statistics.median(whole), percentile(whole, 0.99), len(whole) / wall, spent)
+            )
     return Compared(found[now][1:], found[before][1:])
 
 
 COLUMNS = [
-    *("case", "conc", "before p50 ms", "now p50 ms", "before p99 ms", "now p99 ms", "before req/s", "now req/s", "now/before"),
+    *(
+        "case",
+        "conc",
+        "before p50 ms",
+        "now p50 ms",
+        "before p99 ms",
+        "now p99 ms",
+        "before req/s",
+        "now req/s",
+        "now/before",
+    ),
     *("before CPU us/req", "now CPU us/req", "CPU now/before"),
 ]
 

@@ -61,7 +61,12 @@ class Selection:
     def hold(self, held: Held) -> None:
         """Publish the ranks' cached blocks; `settled` waits until they are indexed."""
         ids = held.ids[: held.tokens]
-        event = {"type": "BlockStored", "block_hashes": sequence_hashes(local_hashes(ids)), "parent_block_hash": None, "token_ids": ids}
+        event = {
+            "type": "BlockStored",
+            "block_hashes": sequence_hashes(local_hashes(ids)),
+            "parent_block_hash": None,
+            "token_ids": ids,
+        }
         event |= {"block_size": BLOCK_SIZE, "lora_id": None}
         for rank in held.ranks:
             payload = msgspec.msgpack.encode([0.0, [event], rank[1]])
@@ -71,7 +76,11 @@ class Selection:
     async def overlap(self, ids: list[int]) -> dict[Rank, int]:
         """Return the blocks of a prompt that each rank holds."""
         scores = await self._service.overlap_scores({"model_name": MODEL, "token_ids": ids})
-        return {(one["worker_id"], one["dp_rank"]): one["device_blocks"] for one in scores["workers"] if one["device_blocks"]}
+        return {
+            (one["worker_id"], one["dp_rank"]): one["device_blocks"]
+            for one in scores["workers"]
+            if one["device_blocks"]
+        }
 
     async def settled(self, ids: list[int], expected: dict[Rank, int]) -> bool:
         """Wait until the blocks of the last published prompt are indexed; return False if they do not

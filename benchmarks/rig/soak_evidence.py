@@ -13,7 +13,18 @@ WIDE, HIGH = 9.0, 8.0
 MINUTE = 60.0
 MIB = 2**20
 PICTURE = "soak.svg"
-_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:gray", "tab:olive", "tab:cyan")
+_COLOURS = (
+    "tab:blue",
+    "tab:orange",
+    "tab:green",
+    "tab:red",
+    "tab:purple",
+    "tab:brown",
+    "tab:pink",
+    "tab:gray",
+    "tab:olive",
+    "tab:cyan",
+)
 _REQUESTS = (
     ("came", "requests"),
     ("answered", "of these answered, each whole"),
@@ -27,7 +38,10 @@ _REQUESTS = (
 )
 """request counters of the report, in display order"""
 _CAUSES = {
-    "broken": "answered when asked again: the router behind it was killed, or closed the connection before it had read the request",
+    "broken": (
+        "answered when asked again: the router behind it was killed, or closed the connection before it had"
+        " read the request"
+    ),
     "not connected": "answered when asked again: no connection could be made",
     "refused": "answered when asked again: refused with a status that says so",
 }
@@ -39,21 +53,41 @@ def soak_page(report: Json) -> str:
     memory growth. report: with its hardware and date."""
     fleet, failures = report["fleet"], report["failures"]
     ran = f"{report['so_far_seconds'] / MINUTE:.0f} of " if "so_far_seconds" in report else ""
-    first = f"{ran}{report['seconds'] / MINUTE:.0f} minutes, seed {report['seed']}, {report['hardware']}, {report['date']}"
+    first = (
+        f"{ran}{report['seconds'] / MINUTE:.0f} minutes, seed {report['seed']}, {report['hardware']},"
+        f" {report['date']}"
+    )
     lines = [
         "# The soak, measured",
         "",
-        'Written by `make soak`, then `make evidence ARGS="--soak soak.json"`, which keeps the report beside it: virtual users who change their subject, the',
+        (
+            'Written by `make soak`, then `make evidence ARGS="--soak soak.json"`, which keeps the report'
+            " beside it: virtual users who change their subject, the"
+        ),
         "automatic loop, operators' orders, and faults at random.",
         "",
-        f"{first}; {fleet['engines']} {'simulated ' * bool(fleet.get('simulated'))}engines of {fleet['ranks']} ranks, {fleet['routers']} routers.",
+        (
+            f"{first}; {fleet['engines']} {'simulated ' * bool(fleet.get('simulated'))}engines of"
+            f" {fleet['ranks']} ranks, {fleet['routers']} routers."
+        ),
         "",
-        *([f"Settings: {', '.join(f'`{name}={value}`' for name, value in fleet['settings'].items())}.", ""] if fleet.get("settings") else []),
-        *([f"**{len(failures)} failures:**", "", *(f"- {failure}" for failure in failures)] if failures else ["Nothing failed that should not have."]),
+        *(
+            [f"Settings: {', '.join(f'`{name}={value}`' for name, value in fleet['settings'].items())}.", ""]
+            if fleet.get("settings")
+            else []
+        ),
+        *(
+            [f"**{len(failures)} failures:**", "", *(f"- {failure}" for failure in failures)]
+            if failures
+            else ["Nothing failed that should not have."]
+        ),
         "",
         f"![Memory of every process, requests, mishaps]({PICTURE})",
         "",
-        "*Resident memory of every process, of several lives where it was killed; requests by the minute; below, each mishap.*",
+        (
+            "*Resident memory of every process, of several lives where it was killed; requests by the minute;"
+            " below, each mishap.*"
+        ),
         "",
         *_table(("", "count"), ((name, f"{count:,}") for name, count in _counts(report))),
         "",
@@ -62,7 +96,10 @@ def soak_page(report: Json) -> str:
         "",
         *_superseded(report),
         *_kinds_of_processes(report.get("growth_by_kind", {})),
-        *_table(("process", "minutes", "MiB, third quarter", "last quarter", "per hour"), _growths(report["growth"])),
+        *_table(
+            ("process", "minutes", "MiB, third quarter", "last quarter", "per hour"),
+            _growths(report["growth"]),
+        ),
     ]
     return "\n".join(lines) + "\n"
 
@@ -103,7 +140,13 @@ def _gentle(stops: list[Json]) -> list[str]:
         )
         for stop in stops
     )
-    return [*_table(("router stopped gently at", "which", "streams open then", "finished", "broken", "gone after"), rows), ""]
+    return [
+        *_table(
+            ("router stopped gently at", "which", "streams open then", "finished", "broken", "gone after"),
+            rows,
+        ),
+        "",
+    ]
 
 
 def _superseded(report: Json) -> list[str]:
@@ -125,17 +168,36 @@ def _kinds_of_processes(kinds: Json) -> list[str]:
     if not kinds:
         return []
     rows = (
-        (name, str(one["lives"]), f"{one['end'] / MIB:.1f}", f"{one['slope'] / MIB:+.1f} MiB", f"{one['worst_slope'] / MIB:+.1f} MiB")
+        (
+            name,
+            str(one["lives"]),
+            f"{one['end'] / MIB:.1f}",
+            f"{one['slope'] / MIB:+.1f} MiB",
+            f"{one['worst_slope'] / MIB:+.1f} MiB",
+        )
         for name, one in kinds.items()
     )
-    return [*_table(("kind of process", "lives judged", "MiB at the end, median", "per hour, median", "worst"), rows), ""]
+    return [
+        *_table(
+            ("kind of process", "lives judged", "MiB at the end, median", "per hour, median", "worst"), rows
+        ),
+        "",
+    ]
 
 
 def _mishaps(mishaps: list[Json]) -> list[tuple[str, str, str]]:
     """Return rows by kind, the most frequent first."""
-    waited = {name: [one["whole_after"] for one in mishaps if one["what"] == name and one["whole_after"] is not None] for name in _kinds(mishaps)}
+    waited = {
+        name: [
+            one["whole_after"] for one in mishaps if one["what"] == name and one["whole_after"] is not None
+        ]
+        for name in _kinds(mishaps)
+    }
     times = Counter(one["what"] for one in mishaps)
-    return [(name, str(times[name]), f"{max(seconds):.1f} s" if seconds else "-") for name, seconds in waited.items()]
+    return [
+        (name, str(times[name]), f"{max(seconds):.1f} s" if seconds else "-")
+        for name, seconds in waited.items()
+    ]
 
 
 def _kinds(mishaps: list[Json]) -> list[str]:
@@ -165,7 +227,9 @@ def draw_soak(report: Json, folder: Path) -> Path:
     _draw_mishaps(mishaps, report["mishaps"])
     for axes in (memory, requests, mishaps):
         axes.tick_params(labelsize=8)
-        axes.set_xlim(0, max(report["seconds"] / MINUTE, *(life["at"][-1] / MINUTE for life in report["memory"])))
+        axes.set_xlim(
+            0, max(report["seconds"] / MINUTE, *(life["at"][-1] / MINUTE for life in report["memory"]))
+        )
     figure.legend(*memory.get_legend_handles_labels(), fontsize=7, ncols=5, loc="outside upper center")
     mishaps.set_xlabel("minutes", fontsize=8)
     return save(figure, folder / PICTURE)
@@ -177,7 +241,13 @@ def _draw_memory(axes: Any, lives: list[Json], mishaps: list[Json]) -> None:
     for life in lives:
         at = names.index(life["name"])
         minutes = [seconds / MINUTE for seconds in life["at"]]
-        axes.plot(minutes, life["mib"], color=_COLOURS[at % len(_COLOURS)], linewidth=1.2, marker="." if len(minutes) == 1 else "")
+        axes.plot(
+            minutes,
+            life["mib"],
+            color=_COLOURS[at % len(_COLOURS)],
+            linewidth=1.2,
+            marker="." if len(minutes) == 1 else "",
+        )
     for at, name in enumerate(names):
         axes.plot([], [], color=_COLOURS[at % len(_COLOURS)], label=name)
     for one in mishaps:
@@ -191,8 +261,13 @@ def _draw_requests(axes: Any, progress: Json) -> None:
     edges = [0.0, *progress["at"]]
     for name, colour in (("came", "0.6"), ("answered", "tab:green")):
         counts = [0, *progress[name]]
-        rates = [MINUTE * (counts[at] - counts[at - 1]) / (edges[at] - edges[at - 1]) for at in range(1, len(edges))]
-        axes.stairs(rates, [edge / MINUTE for edge in edges], color=colour, label=name, linewidth=1.3, baseline=None)
+        rates = [
+            MINUTE * (counts[at] - counts[at - 1]) / (edges[at] - edges[at - 1])
+            for at in range(1, len(edges))
+        ]
+        axes.stairs(
+            rates, [edge / MINUTE for edge in edges], color=colour, label=name, linewidth=1.3, baseline=None
+        )
     axes.set_ylim(bottom=0)
     axes.set_ylabel("requests a minute", fontsize=8)
     axes.legend(fontsize=7, ncols=2, loc="lower right")

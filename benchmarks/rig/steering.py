@@ -56,7 +56,9 @@ class World(NamedTuple):
     domain: NDArray[np.intp]
 
 
-def world(experts: NDArray[Any], domain: NDArray[Any], *, width: int, slots: int, follows: bool = True) -> World:
+def world(
+    experts: NDArray[Any], domain: NDArray[Any], *, width: int, slots: int, follows: bool = True
+) -> World:
     """Build a world in which each domain is a cluster, all equally frequent.
 
     experts: int [R, tokens, layers, k], recorded routings; domain: int [R], of each, from 0. width: experts
@@ -69,13 +71,24 @@ def world(experts: NDArray[Any], domain: NDArray[Any], *, width: int, slots: int
     profiles /= profiles.sum(axis=2, keepdims=True)
     shares = np.full(domains, 1 / domains)
     model = ClusterModel(1, profiles.astype(np.float32), shares.astype(np.float32), 0.02)
-    found = homes(ClusterTraffic(profiles, shares, leak=0.1), LocalityProblem(np.zeros(RANKS, np.intp), slots))
+    found = homes(
+        ClusterTraffic(profiles, shares, leak=0.1), LocalityProblem(np.zeros(RANKS, np.intp), slots)
+    )
     if found.homes is None or found.located is None:
         raise ValueError(f"these {domains} domains have no homes: {found.reason}")
     placement = linear(layers=experts.shape[2], experts=width, ranks=RANKS, slots_per_rank=slots)
     if follows:
-        placement = Placement(found.located.table, experts=width, ranks=RANKS, epoch=1, split=found.located.split)
-    return World(model, placement, found.homes, model.signature(counts), _sent(experts.astype(np.int64), placement), domain)
+        placement = Placement(
+            found.located.table, experts=width, ranks=RANKS, epoch=1, split=found.located.split
+        )
+    return World(
+        model,
+        placement,
+        found.homes,
+        model.signature(counts),
+        _sent(experts.astype(np.int64), placement),
+        domain,
+    )
 
 
 def _sent(experts: NDArray[np.int64], placement: Placement) -> NDArray[np.float64]:
@@ -85,7 +98,9 @@ def _sent(experts: NDArray[np.int64], placement: Placement) -> NDArray[np.float6
         chooser = Chooser(placement, [rank], np.zeros(RANKS, np.intp))
         for layer in range(placement.layers):
             wanted = experts[:, :, layer].reshape(-1, experts.shape[-1])
-            served = chooser.choose(layer, wanted.reshape(-1), 0).reshape(wanted.shape) // placement.slots_per_rank
+            served = (
+                chooser.choose(layer, wanted.reshape(-1), 0).reshape(wanted.shape) // placement.slots_per_rank
+            )
             away = reached(served, np.full(len(wanted), rank, np.int64))
             found[:, rank] += away.reshape(len(experts), -1).mean(axis=1) / placement.layers
     return found
@@ -145,22 +160,55 @@ class _Router:
         self._view.learn(joined.model, world.model)
         self._view.join(joined, 0.0)
         self._view.heard(joined.worker_id, 0.0)
-        self._view.price(joined.worker_id, placement.epoch, locality((0,) * RANKS, joined.shape, EP, placement, world.model))
+        self._view.price(
+            joined.worker_id,
+            placement.epoch,
+            locality((0,) * RANKS, joined.shape, EP, placement, world.model),
+        )
         if setting.given:
-            self._view.settle(joined.worker_id, ClusterHomes(1, placement.epoch, (RANKS * world.share.T).astype(np.float32)))
+            self._view.settle(
+                joined.worker_id, ClusterHomes(1, placement.epoch, (RANKS * world.share.T).astype(np.float32))
+            )
         self._factors = np.stack([1.0 + setting.uneven * random.normal(size=RANKS), np.ones(RANKS)])
 
     def decide(self, row: int, load: NDArray[np.int64]) -> Decision:
-        setting, roster, prices, weights = self._setting, self._view.roster("m"), self._view.prices("m"), self._world.weights[row]
+        setting, roster, prices, weights = (
+            self._setting,
+            self._view.roster("m"),
+            self._view.prices("m"),
+            self._world.weights[row],
+        )
         evidence, reliabilities = (0.0, 0.0, 128.0, 0.0), [0.0, 0.0, 0.9, 0.0]
-        forecast = Forecast(weights, self._world.model.shares, setting.gain, 1, 1, 0, 0, slice(0, 128), evidence, reliabilities)
+        forecast = Forecast(
+            weights,
+            self._world.model.shares,
+            setting.gain,
+            1,
+            1,
+            0,
+            0,
+            slice(0, 128),
+            evidence,
+            reliabilities,
+        )
         remote, nodes, local, added = prices.of(weights)
         prior, home = prices.prior_local(forecast.shares), prices.home(weights)
         outlook = Outlook(forecast, remote, nodes, local, prior, added, prices.priced, home, prices.versions)
         seed = int(self._random.integers(1 << 32))
-        ask = Ask(decision_id="d", seed=seed, model="m", prompt_tokens=setting.prompt, output_tokens=setting.output)
+        ask = Ask(
+            decision_id="d", seed=seed, model="m", prompt_tokens=setting.prompt, output_tokens=setting.output
+        )
         found = candidates(roster, load, 1, SaturationLimits(requests=512, queue_seconds=60.0))
-        return decide(ask, roster, found, np.zeros(RANKS, np.int64), Conditions(load, factors=self._factors), setting.rules, 1, outlook)
+        return decide(
+            ask,
+            roster,
+            found,
+            np.zeros(RANKS, np.int64),
+            Conditions(load, factors=self._factors),
+            setting.rules,
+            1,
+            outlook,
+        )
 
 
 def _joined(placement: Placement, speed: EngineSpeed) -> EngineJoined:
@@ -175,7 +223,9 @@ def _joined(placement: Placement, speed: EngineSpeed) -> EngineJoined:
         max_context=1024,
         max_batch_tokens=MOST_PREFILL,
         layout=EP,
-        shape=ModelShape(layers=placement.layers, experts=placement.experts, top_k=4, hidden=8, expert_intermediate=8),
+        shape=ModelShape(
+            layers=placement.layers, experts=placement.experts, top_k=4, hidden=8, expert_intermediate=8
+        ),
         placement=placement.record(),
         speed=speed,
     )
@@ -192,14 +242,19 @@ class _Engine:
 
     def held(self) -> list[int]:
         """Return the number of requests of each rank."""
-        return [len(computing) + len(running) for computing, running in zip(self.computing, self.running, strict=True)]
+        return [
+            len(computing) + len(running)
+            for computing, running in zip(self.computing, self.running, strict=True)
+        ]
 
     def load(self) -> NDArray[np.int64]:
         """Return int64 [AMOUNTS, ranks]."""
         found = np.zeros((AMOUNTS, RANKS), np.int64)
         for rank, (computing, running) in enumerate(zip(self.computing, self.running, strict=True)):
             found[PREFILL, rank] = sum(one.to_compute for one in computing)
-            found[STEPS, rank] = self._setting.output * len(computing) + sum(max(one.to_emit, 1) for one in running)
+            found[STEPS, rank] = self._setting.output * len(computing) + sum(
+                max(one.to_emit, 1) for one in running
+            )
         found[SEQUENCES] = self.held()
         found[BLOCKS] = BLOCKS_HELD * found[SEQUENCES]
         return found
@@ -253,7 +308,14 @@ class _Engine:
 def lived(world: World, setting: Setting, requests: int) -> Lived:
     """Run until `requests` are answered; the first quarter is warm-up."""
     random = np.random.default_rng(setting.seed)
-    router, engine, now, answered, since, tokens = _Router(world, setting, random), _Engine(world, setting), 0.0, 0, 0.0, 0
+    router, engine, now, answered, since, tokens = (
+        _Router(world, setting, random),
+        _Engine(world, setting),
+        0.0,
+        0,
+        0.0,
+        0,
+    )
     domains = random.permutation(np.resize(np.arange(world.model.clusters), setting.users))
     rows = [np.flatnonzero(world.domain == domain) for domain in range(world.model.clusters)]
     asking = [(float(at), user) for user, at in enumerate(5.0 * random.random(setting.users))]
@@ -267,10 +329,19 @@ def lived(world: World, setting: Setting, requests: int) -> Lived:
         for _, user in (one for one in asking if one[0] <= now):
             row = int(random.choice(rows[domains[user]]))
             decision = router.decide(row, engine.load())
-            rank, length = decision.target.rank, round(setting.output * (1.0 + setting.varies * (2.0 * random.random() - 1.0)))
+            rank, length = (
+                decision.target.rank,
+                round(setting.output * (1.0 + setting.varies * (2.0 * random.random() - 1.0))),
+            )
             engine.computing[rank].append(_Running(row, user, now, setting.prompt, max(1, length - 1)))
             at_home = world.share[world.domain[row], rank] >= AT_HOME / RANKS
-            went.append((float(at_home), float(world.remote[row, rank]), float(np.ptp(decision.scores.terms[TERMS.index("experts")]))))
+            went.append(
+                (
+                    float(at_home),
+                    float(world.remote[row, rank]),
+                    float(np.ptp(decision.scores.terms[TERMS.index("experts")])),
+                )
+            )
         asking = [one for one in asking if one[0] > now]
         held = engine.held()
         if not any(held):
@@ -284,4 +355,6 @@ def lived(world: World, setting: Setting, requests: int) -> Lived:
         answered += len(ended)
         asking += [(now, one.user) for one in ended]
     at_home, remote, swing = np.mean(went, axis=0).tolist()
-    return Lived(at_home, remote, tokens / (now - since), float(np.mean(waited)), float(np.mean(stepped)), swing)
+    return Lived(
+        at_home, remote, tokens / (now - since), float(np.mean(waited)), float(np.mean(stepped)), swing
+    )

@@ -79,7 +79,16 @@ class Fleet:
 
     def copy(self) -> "Fleet":
         """Return a fleet with a restarted tracker that continues from this one's state."""
-        other = Fleet(self.layers, self.experts, self.prompt, np.random.default_rng(0), self.config, self.now, self.served, list(self.said))
+        other = Fleet(
+            self.layers,
+            self.experts,
+            self.prompt,
+            np.random.default_rng(0),
+            self.config,
+            self.now,
+            self.served,
+            list(self.said),
+        )
         other.clusters = OnlineClusters.restore(self.config, self.clusters.state())
         other.learning = ModelLearner.restore(self.config, self.learning.state(), self.learning.version + 1)
         other.learning.adopt(other.clusters.model, [])
@@ -100,7 +109,9 @@ class Fleet:
         local, prior = (self._local(weights) for weights in (prediction.weights, self.tables.shares))
         rank = int(local.argmax()) if self.random.random() < 0.5 else int(self.random.integers(RANKS))
         profile = self._profile(request if happens is None else happens, decision, rank)
-        self.said.append(Said(self.tables.shares, prediction.known.ratios, unpack(profile.signature, self.model.shares)))
+        self.said.append(
+            Said(self.tables.shares, prediction.known.ratios, unpack(profile.signature, self.model.shares))
+        )
         now = self._tick()
         self._learn(profile, now)
         self.learning.finished(_outcome(request, prediction, decision, rank, local, prior), now)
@@ -113,14 +124,28 @@ class Fleet:
 
     def _local(self, weights: Float32Array) -> NDArray[np.float64]:
         """Return float64 [RANKS]: expected share of pairs that each rank serves itself."""
-        return expected_local_share(self.model.expected(weights), self.placement, np.zeros(self.placement.ranks, np.intp))
+        return expected_local_share(
+            self.model.expected(weights), self.placement, np.zeros(self.placement.ranks, np.intp)
+        )
 
     def _profile(self, request: Request, decision: str, rank: int) -> RequestProfile:
         blocks = [KvBlock(block_hash=each, tokens_hash=each) for each in request.blocks]
-        ended = EndedRequest(decision=decision, prompt_tokens=min(self.prompt, len(request.ids)), routed=request.computed, blocks=blocks)
+        ended = EndedRequest(
+            decision=decision,
+            prompt_tokens=min(self.prompt, len(request.ids)),
+            routed=request.computed,
+            blocks=blocks,
+        )
         sampled = [bool(decision)]
         return request_profiles(
-            [ended], self.model, self.placement, rank, np.zeros(self.placement.ranks, np.intp), block_size=BLOCK_SIZE, most_blocks=4096, sampled=sampled
+            [ended],
+            self.model,
+            self.placement,
+            rank,
+            np.zeros(self.placement.ranks, np.intp),
+            block_size=BLOCK_SIZE,
+            most_blocks=4096,
+            sampled=sampled,
         )[0]
 
     def _learn(self, profile: RequestProfile, now: float) -> None:
@@ -152,7 +177,9 @@ def query(request: Request, *, tokens: bool = True) -> Query:
     return Query(request.hashes, request.ids if tokens else (), BLOCK_SIZE, request.session, request.tenant)
 
 
-def _outcome(request: Request, prediction: Prediction, decision: str, rank: int, local: Table, prior: Table) -> RequestOutcome:
+def _outcome(
+    request: Request, prediction: Prediction, decision: str, rank: int, local: Table, prior: Table
+) -> RequestOutcome:
     beside = local - prior
     return RequestOutcome(
         decision=decision,

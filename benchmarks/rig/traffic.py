@@ -81,7 +81,9 @@ def untrained(routings: Routings, rows: NDArray[np.intp]) -> Routings:
         raise ValueError("only routings of the demo model can be recorded anew with random weights")
     tokens = routings.tokens[rows].astype(np.uint8)
     chosen = chosen_experts(control_model(), tokens)
-    per_request = {name: getattr(routings, name)[rows] for name in ("part", "sampled", "domain", "document", "start")}
+    per_request = {
+        name: getattr(routings, name)[rows] for name in ("part", "sampled", "domain", "document", "start")
+    }
     return replace(routings, tokens=tokens, experts=chosen, width=int(routings.width), **per_request)
 
 
@@ -115,7 +117,13 @@ class Request(NamedTuple):
         """Return a request that consists of exactly these first blocks."""
         tokens = blocks * BLOCK_SIZE
         return self._replace(
-            ids=self.ids[:tokens], hashes=self.hashes[:blocks], blocks=self.blocks[:blocks], routed=self.routed[:tokens], session=0, tenant=0, cached=0
+            ids=self.ids[:tokens],
+            hashes=self.hashes[:blocks],
+            blocks=self.blocks[:blocks],
+            routed=self.routed[:tokens],
+            session=0,
+            tenant=0,
+            cached=0,
         )
 
 
@@ -123,16 +131,28 @@ def request(routings: Routings, row: int, **known: int) -> Request:
     """Return row `row` of the file."""
     ids = routings.tokens[row].tolist()
     prompt, blocks = ids[: routings.prompt], sequence_hashes(local_hashes(ids))
-    return Request(int(row), prompt, blocks[: len(prompt) // BLOCK_SIZE], blocks, routings.experts[row].astype(np.int16), **known)
+    return Request(
+        int(row),
+        prompt,
+        blocks[: len(prompt) // BLOCK_SIZE],
+        blocks,
+        routings.experts[row].astype(np.int16),
+        **known,
+    )
 
 
 def tenants(routings: Routings, random: np.random.Generator) -> NDArray[np.int64]:
     """Return int64 [R]: tenant of each request: one per domain, sometimes another one."""
-    own, any_one = routings.domain.astype(np.int64), random.integers(0, len(routings.domains), len(routings.domain))
+    own, any_one = (
+        routings.domain.astype(np.int64),
+        random.integers(0, len(routings.domains), len(routings.domain)),
+    )
     return 1 + np.where(random.integers(0, ONE_NAME_IN, len(own)) == 0, any_one, own)
 
 
-def stream(routings: Routings, rows: NDArray[np.intp], random: np.random.Generator) -> Iterator[tuple[Request, bool]]:
+def stream(
+    routings: Routings, rows: NDArray[np.intp], random: np.random.Generator
+) -> Iterator[tuple[Request, bool]]:
     """Yield requests in random order. A third continue a prefix that another request (marked by False) has
     just created, half of the documents are conversations, four in five requests name a tenant."""
     names, order = tenants(routings, random), random.permutation(rows)
@@ -149,7 +169,9 @@ def stream(routings: Routings, rows: NDArray[np.intp], random: np.random.Generat
         yield asked, True
 
 
-def counted(requests: Sequence[Request], width: int, prompt: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def counted(
+    requests: Sequence[Request], width: int, prompt: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return float64 [n, layers, experts] twice: activations of the uncached prompt and completion together,
     and of the completion alone."""
     everything = np.stack([count_pairs(each.routed[each.cached * BLOCK_SIZE :], width) for each in requests])

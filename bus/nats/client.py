@@ -11,7 +11,18 @@ from nats.aio.msg import Msg
 
 from bus import BlobLost, BusError, BusTimeout, Claim, Message, NobodyThere, Received, StoreUse
 from bus.config import BusConfig
-from bus.mailbox import Answer, BoundedSubscription, Encoder, RequestServer, SequencedPublisher, asked, audible, check_stored, opened, sendable
+from bus.mailbox import (
+    Answer,
+    BoundedSubscription,
+    Encoder,
+    RequestServer,
+    SequencedPublisher,
+    asked,
+    audible,
+    check_stored,
+    opened,
+    sendable,
+)
 from bus.nats.link import Link, because, whole
 from bus.nats.storage import Storage
 from bus.parts import PartedAnswers
@@ -35,7 +46,14 @@ class NatsBus:
         self._answers = PartedAnswers(link.config.answers_bytes, link.config.answers_seconds)
 
     @classmethod
-    async def connect(cls, servers: str | Sequence[str], subjects: Subjects, config: BusConfig | None = None, *, name: str = "roost") -> "NatsBus":
+    async def connect(
+        cls,
+        servers: str | Sequence[str],
+        subjects: Subjects,
+        config: BusConfig | None = None,
+        *,
+        name: str = "roost",
+    ) -> "NatsBus":
         """Connect, and create missing streams and buckets of the namespace.
 
         servers: URLs of one cluster. config: credentials, limits and timeouts (its urls and namespace are not
@@ -50,7 +68,9 @@ class NatsBus:
         await link.open()
         bus = cls(link, subjects)
         try:
-            await link.until_done("preparing the stream and the buckets", link.config.connect_seconds, bus._storage.furnish)
+            await link.until_done(
+                "preparing the stream and the buckets", link.config.connect_seconds, bus._storage.furnish
+            )
         except BaseException:
             await bus.close()
             raise
@@ -95,7 +115,14 @@ class NatsBus:
 
     async def request(self, subject: str, message: Message, seconds: float = 2.0) -> Message:
         raw = await self._publisher.sealed(sendable(subject), message)
-        return await asked(subject, raw, lambda sent, wait: self._exchange(subject, sent, wait), self._publisher, self._content, seconds)
+        return await asked(
+            subject,
+            raw,
+            lambda sent, wait: self._exchange(subject, sent, wait),
+            self._publisher,
+            self._content,
+            seconds,
+        )
 
     async def _exchange(self, subject: str, raw: bytes, seconds: float) -> bytes:
         """Return the first answer to a request."""
@@ -109,14 +136,19 @@ class NatsBus:
         except TimeoutError as error:
             if self._link.denied > denied:
                 raise BusError(f"asking on {subject!r}: {self._link.denial()}") from error
-            raise BusTimeout(f"no answer on {subject!r} within {seconds} s" + ("" if self.connected else "; not connected to NATS")) from error
+            raise BusTimeout(
+                f"no answer on {subject!r} within {seconds} s"
+                + ("" if self.connected else "; not connected to NATS")
+            ) from error
         except errors.Error as error:
             raise BusError(f"asking on {subject!r}: {because(error)}") from error
         return answer.data
 
     @asynccontextmanager
     async def serve(self, subject: str, answer: Answer) -> AsyncIterator[None]:
-        server = RequestServer(subject, answer, self._publisher, self._answers, self._content, self._rejected, self._storage.full)
+        server = RequestServer(
+            subject, answer, self._publisher, self._answers, self._content, self._rejected, self._storage.full
+        )
 
         async def receive(message: Msg) -> None:
             async def reply(raw: bytes) -> None:
@@ -137,17 +169,27 @@ class NatsBus:
         raw = await self._recorder.sealed(subject, message)
         await self._storage.append(subject, raw, f"{self._recorder.publisher_id:x}-{number}")
 
-    async def replay(self, subject: str, *, since: float | None = None, latest: bool = False, follow: bool = True) -> AsyncIterator[Received]:
+    async def replay(
+        self, subject: str, *, since: float | None = None, latest: bool = False, follow: bool = True
+    ) -> AsyncIterator[Received]:
         audible(subject)
         start = None if since is None else datetime.now(UTC) - timedelta(seconds=since)
         storage, horizon = self._storage, await self._horizon(subject, patient=follow)
         sections = []
         if latest:
-            sections.append(storage.section(storage.stream, subject, latest=True, start=start, until=horizon, patient=follow))
+            sections.append(
+                storage.section(
+                    storage.stream, subject, latest=True, start=start, until=horizon, patient=follow
+                )
+            )
             start = None
         if follow or not latest:
             after, until = horizon if latest else 0, None if follow else horizon
-            sections.append(storage.section(storage.stream, subject, start=start, after=after, until=until, patient=follow))
+            sections.append(
+                storage.section(
+                    storage.stream, subject, start=start, after=after, until=until, patient=follow
+                )
+            )
         for section in sections:
             async with aclosing(section):
                 async for message in section:

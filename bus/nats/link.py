@@ -42,9 +42,21 @@ FULL = 10077
 help).
 """
 
-GONE = (errors.NoRespondersError, js_errors.NoStreamResponseError, js_errors.ServiceUnavailableError, js_errors.NotFoundError)
+GONE = (
+    errors.NoRespondersError,
+    js_errors.NoStreamResponseError,
+    js_errors.ServiceUnavailableError,
+    js_errors.NotFoundError,
+)
 """Errors of a server without JetStream, or one that lost its store."""
-TRANSIENT = (TimeoutError, OSError, errors.ConnectionClosedError, errors.OutboundBufferLimitError, errors.StaleConnectionError, *GONE)
+TRANSIENT = (
+    TimeoutError,
+    OSError,
+    errors.ConnectionClosedError,
+    errors.OutboundBufferLimitError,
+    errors.StaleConnectionError,
+    *GONE,
+)
 """Errors after which a retry may succeed."""
 
 
@@ -66,8 +78,15 @@ def because(error: BaseException | None) -> str:
     if error is None:
         return "no connection; is the NATS server running?"
     if is_full(error):
-        return f"{error}; it is full: raise its max_bytes on the server (the bus.*_bytes settings hold for new ones)"
-    remedy = "start the NATS server with JetStream (-js)" if isinstance(error, GONE) else "is the NATS server well?"
+        return (
+            f"{error}; it is full: raise its max_bytes on the server (the bus.*_bytes settings hold for new"
+            " ones)"
+        )
+    remedy = (
+        "start the NATS server with JetStream (-js)"
+        if isinstance(error, GONE)
+        else "is the NATS server well?"
+    )
     return f"{without_secrets(str(error)) or type(error).__name__}; {remedy}"
 
 
@@ -78,7 +97,10 @@ class _Client(Client):
 
     def _connect_command(self) -> bytes:
         if "tls" in self.options and not self._server_info.get("tls_required"):
-            raise errors.Error("the server does not ask for TLS, and the settings do (bus.tls_*, or tls:// in the URL); nothing was sent to it")
+            raise errors.Error(
+                "the server does not ask for TLS, and the settings do (bus.tls_*, or tls:// in the URL);"
+                " nothing was sent to it"
+            )
         return bytes(super()._connect_command())
 
 
@@ -188,7 +210,10 @@ class Link:
         Jitter spreads the reconnects of parts over time.
         """
         server = min(servers, key=lambda candidate: candidate.reconnects)
-        pause = min(self.config.reconnect_most_seconds, self.config.reconnect_first_seconds * 2.0 ** min(server.reconnects, 30))
+        pause = min(
+            self.config.reconnect_most_seconds,
+            self.config.reconnect_first_seconds * 2.0 ** min(server.reconnects, 30),
+        )
         return server, pause * random.uniform(0.5, 1.0)
 
     async def _on_error(self, error: Exception) -> None:
@@ -211,7 +236,10 @@ class Link:
         what, subject = last or self._denials[-1]
         may = "publish on" if what == "publish" else "listen to"
         user = "this user" if self._login is None else f"user {self._login.user!r}"
-        return f"NATS at {self.where}: {user} may not {may} {subject}; give it the rights of its role (roost bus permissions)"
+        return (
+            f"NATS at {self.where}: {user} may not {may} {subject}; give it the rights of its role (roost bus"
+            " permissions)"
+        )
 
     async def _on_disconnect(self) -> None:
         self._up.clear()
@@ -236,17 +264,26 @@ class Link:
             trouble = without_secrets(str(self._trouble or "")) or "no answer"
             if "authorization" in trouble.lower():
                 raise BusError(
-                    f"NATS at {self.where} refuses this user ({trouble}); correct bus.credentials_file ({self.config.credentials_file or 'it is not set'})"
+                    f"NATS at {self.where} refuses this user ({trouble}); correct bus.credentials_file"
+                    f" ({self.config.credentials_file or 'it is not set'})"
                 ) from error
             waited = f"within {self.config.connect_seconds} s ({trouble})"
-            raise BusError(f"no NATS server at {self.where} {waited}; start one or correct bus.url") from error
+            raise BusError(
+                f"no NATS server at {self.where} {waited}; start one or correct bus.url"
+            ) from error
         except errors.Error as error:
             trouble = without_secrets(str(error))
-            raise BusError(f"{self.where!r} is no address of a NATS server ({trouble}); correct bus.url, e.g. nats://127.0.0.1:4222") from error
+            raise BusError(
+                f"{self.where!r} is no address of a NATS server ({trouble}); correct bus.url, e.g."
+                " nats://127.0.0.1:4222"
+            ) from error
         if self.client.max_payload < SMALLEST_MAX_PAYLOAD:
             most = self.client.max_payload
             await self.close()
-            raise BusError(f"the NATS server at {self.where} takes messages of {most} bytes; set its max_payload to {SMALLEST_MAX_PAYLOAD} or more")
+            raise BusError(
+                f"the NATS server at {self.where} takes messages of {most} bytes; set its max_payload to"
+                f" {SMALLEST_MAX_PAYLOAD} or more"
+            )
         self._up.set()
 
     async def _connected_in_time(self) -> None:
@@ -255,7 +292,10 @@ class Link:
         nats-py retries without limit and may lose a cancellation (see `whole`), so the cancellation is
         repeated.
         """
-        connecting = asyncio.create_task(self.client.connect(list(self.config.servers), **self._options(self.client)), name="connects to NATS")
+        connecting = asyncio.create_task(
+            self.client.connect(list(self.config.servers), **self._options(self.client)),
+            name="connects to NATS",
+        )
         try:
             await asyncio.wait([connecting], timeout=self.config.connect_seconds)
         finally:
@@ -272,7 +312,10 @@ class Link:
         """
         while True:
             self.client = client = _Client()
-            await client.connect(list(self.config.servers), **self._options(client) | {"reconnect_time_wait": self.config.reconnect_most_seconds})
+            await client.connect(
+                list(self.config.servers),
+                **self._options(client) | {"reconnect_time_wait": self.config.reconnect_most_seconds},
+            )
             with suppress(errors.Error):  # broken again before everything was in place: start over
                 for feed in list(self._feeds):
                     await feed.attach(client)
@@ -338,12 +381,17 @@ class Link:
         drop one another.
         """
         until = asyncio.get_running_loop().time() + DRAIN_SECONDS
-        while self.client.pending_data_size + len(raw) > self.config.unsent_bytes and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110 nats-py has no event for it
+        while (  # noqa: ASYNC110 nats-py has no event for it
+            self.client.pending_data_size + len(raw) > self.config.unsent_bytes
+            and asyncio.get_running_loop().time() < until
+        ):
             await asyncio.sleep(DRAIN_LOOK_SECONDS)
         await self.send(subject, raw)
 
     @asynccontextmanager
-    async def feed(self, subject: str, hear: Callable[[Msg], Awaitable[None]], queue: str = "") -> AsyncIterator[None]:
+    async def feed(
+        self, subject: str, hear: Callable[[Msg], Awaitable[None]], queue: str = ""
+    ) -> AsyncIterator[None]:
         """Subscribe across reconnects."""
         feed = _Feed(subject, hear, queue)
         await self.standing()
@@ -359,7 +407,9 @@ class Link:
                 with suppress(errors.Error):  # a closed connection has already ended it
                     await feed.subscription.unsubscribe()
 
-    async def listen(self, stack: AsyncExitStack, subject: str, hear: Callable[[Msg], Awaitable[None]], queue: str = "") -> None:
+    async def listen(
+        self, stack: AsyncExitStack, subject: str, hear: Callable[[Msg], Awaitable[None]], queue: str = ""
+    ) -> None:
         """Enter a feed, with a bounded wait for the connection."""
 
         async def enter() -> None:
@@ -394,7 +444,11 @@ class Link:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self.client.close()
         except TimeoutError:
-            logger.warning("NATS at %s did not take the last messages in %s s; they are dropped", self.where, CLOSE_SECONDS)
+            logger.warning(
+                "NATS at %s did not take the last messages in %s s; they are dropped",
+                self.where,
+                CLOSE_SECONDS,
+            )
             # nats-py cannot discard unsent data: without this the socket would stay open.
             writer: asyncio.StreamWriter | None = getattr(self.client._transport, "_io_writer", None)
             if writer is not None:

@@ -25,11 +25,16 @@ def read_login(file: Path) -> Login:
     except OSError as error:
         raise BusError(f"bus.credentials_file {file} cannot be read: {error.strerror or error}") from error
     if raw.lstrip().startswith(b"-----BEGIN NATS"):
-        raise BusError(f'bus.credentials_file {file} is a NATS .creds file; Roost takes JSON with a user and a password: {{"user": "...", "password": "..."}}')
+        raise BusError(
+            f"bus.credentials_file {file} is a NATS .creds file; Roost takes JSON with a user and a password:"
+            ' {"user": "...", "password": "..."}'
+        )
     try:
         found = msgspec.json.decode(raw, type=_File)
     except msgspec.DecodeError:  # its text might quote the file
-        raise BusError(f'bus.credentials_file {file} must hold JSON of this form: {{"user": "...", "password": "..."}}') from None
+        raise BusError(
+            f'bus.credentials_file {file} must hold JSON of this form: {{"user": "...", "password": "..."}}'
+        ) from None
     return Login(found.user, found.password, found.inbox_prefix or inbox_prefix(found.user))
 
 
@@ -48,5 +53,7 @@ def tls_context(config: BusConfig) -> ssl.SSLContext | None:
         try:
             context.load_cert_chain(config.tls_cert, config.tls_key)
         except (OSError, ssl.SSLError) as error:
-            raise BusError(f"bus.tls_cert {config.tls_cert} and bus.tls_key {config.tls_key} cannot be used: {error}") from error
+            raise BusError(
+                f"bus.tls_cert {config.tls_cert} and bus.tls_key {config.tls_key} cannot be used: {error}"
+            ) from error
     return context

@@ -113,7 +113,11 @@ class Storage:
         The stream gets the subjects that it lacks, so that older and newer versions can run side by side.
         """
         config, js = self._config, self._js
-        limits = {"max_bytes": config.stream_bytes, "max_age": config.stream_seconds, "max_msgs_per_subject": config.stream_messages_per_subject}
+        limits = {
+            "max_bytes": config.stream_bytes,
+            "max_age": config.stream_seconds,
+            "max_msgs_per_subject": config.stream_messages_per_subject,
+        }
         stored = api.StreamConfig(
             name=self.stream,
             subjects=list(self._subjects),
@@ -126,11 +130,22 @@ class Storage:
         else:
             await self._made(self.stream, lambda: js.add_stream(stored))
         if await self._present(f"KV_{self.claims}") is None:
-            claims = api.KeyValueConfig(bucket=self.claims, max_bytes=config.claims_bytes, storage=api.StorageType.FILE, direct=False, replicas=config.replicas)
+            claims = api.KeyValueConfig(
+                bucket=self.claims,
+                max_bytes=config.claims_bytes,
+                storage=api.StorageType.FILE,
+                direct=False,
+                replicas=config.replicas,
+            )
             await self._made(self.claims, lambda: js.create_key_value(claims))
-        for name, size, seconds in ((self.blobs, config.blobs_bytes, None), (self.parcels, config.parcels_bytes, config.parcels_seconds)):
+        for name, size, seconds in (
+            (self.blobs, config.blobs_bytes, None),
+            (self.parcels, config.parcels_bytes, config.parcels_seconds),
+        ):
             if await self._present(f"OBJ_{name}") is None:
-                bucket = api.ObjectStoreConfig(max_bytes=size, ttl=seconds, storage=api.StorageType.FILE, replicas=config.replicas)
+                bucket = api.ObjectStoreConfig(
+                    max_bytes=size, ttl=seconds, storage=api.StorageType.FILE, replicas=config.replicas
+                )
                 await self._made(name, lambda name=name, bucket=bucket: js.create_object_store(name, bucket))  # type: ignore[misc]
 
     async def _present(self, stream: str) -> api.StreamConfig | None:
@@ -145,7 +160,8 @@ class Storage:
         if (present.num_replicas or 1) < self._config.replicas and stream not in self._warned:
             self._warned.add(stream)
             logger.warning(
-                "%s was made with %d replicas and bus.replicas is %d; raise it with: nats stream edit %s --replicas %d",
+                "%s was made with %d replicas and bus.replicas is %d; raise it with: nats stream edit %s"
+                " --replicas %d",
                 *(stream, present.num_replicas or 1, self._config.replicas, stream, self._config.replicas),
             )
         return present
@@ -160,8 +176,8 @@ class Storage:
         except js_errors.APIError as error:
             if error.err_code in TOO_FEW_SERVERS and self._config.replicas > 1:
                 raise BusError(
-                    f"{name} cannot be kept {self._config.replicas} times ({error.description}): this NATS cluster has too few JetStream servers; "
-                    "start more of them, or lower bus.replicas"
+                    f"{name} cannot be kept {self._config.replicas} times ({error.description}): this NATS"
+                    " cluster has too few JetStream servers; start more of them, or lower bus.replicas"
                 ) from error
             if error.err_code != EXISTS_OTHERWISE:
                 raise
@@ -190,12 +206,23 @@ class Storage:
 
     async def uses(self) -> tuple[StoreUse, ...]:
         """Return the fill level of each store. Missing stores are left out."""
-        streams = {"log": self.stream, "claims": f"KV_{self.claims}", "blobs": f"OBJ_{self.blobs}", "parcels": f"OBJ_{self.parcels}"}
+        streams = {
+            "log": self.stream,
+            "claims": f"KV_{self.claims}",
+            "blobs": f"OBJ_{self.blobs}",
+            "parcels": f"OBJ_{self.parcels}",
+        }
 
         async def look() -> tuple[StoreUse, ...]:
             found = [(store, await self._js.stream_info(stream)) for store, stream in streams.items()]
             return tuple(
-                StoreUse(store, info.state.bytes, info.config.max_bytes or -1, refuses=info.config.discard == api.DiscardPolicy.NEW) for store, info in found
+                StoreUse(
+                    store,
+                    info.state.bytes,
+                    info.config.max_bytes or -1,
+                    refuses=info.config.discard == api.DiscardPolicy.NEW,
+                )
+                for store, info in found
             )
 
         return await self.done("looking at the stores", look)
@@ -207,7 +234,12 @@ class Storage:
         answer is safe.
         """
         try:
-            await self.done(f"recording on {subject}", lambda: self._js.publish(subject, raw, stream=self.stream, headers={api.Header.MSG_ID: identity}))
+            await self.done(
+                f"recording on {subject}",
+                lambda: self._js.publish(
+                    subject, raw, stream=self.stream, headers={api.Header.MSG_ID: identity}
+                ),
+            )
         except StoreFull as error:
             self.full.note("log", error)
             raise
@@ -221,7 +253,8 @@ class Storage:
         return await self.done("reading what is stored", ask)
 
     async def _born(self, stream: str) -> datetime | None:
-        """Return the creation time of a stream; a different time means a different stream of the same name."""
+        """Return the creation time of a stream; a different time means a different stream of the same
+        name."""
 
         async def ask() -> datetime | None:
             return (await self._js.stream_info(stream)).created
@@ -253,7 +286,10 @@ class Storage:
                 if until is None:
                     born, before = await self._born(stream), born
                     if before not in (None, born):
-                        logger.error("the NATS server lost what was stored in %s; following it from its new beginning", stream)
+                        logger.error(
+                            "the NATS server lost what was stored in %s; following it from its new beginning",
+                            stream,
+                        )
                         cursor = 0
                 async with self._run(stream, subject, _policy(latest, start, cursor), patient=patient) as run:
                     if until is not None and run.pending == 0:
@@ -279,7 +315,9 @@ class Storage:
             logger.warning("following %s: %s; retrying", subject, error)
 
     @asynccontextmanager
-    async def _run(self, stream: str, subject: str, policy: dict[str, Any], *, patient: bool) -> AsyncIterator[ReplayRun]:
+    async def _run(
+        self, stream: str, subject: str, policy: dict[str, Any], *, patient: bool
+    ) -> AsyncIterator[ReplayRun]:
         """Open a consumer. patient: wait for a broken connection without limit."""
         queue: asyncio.Queue[Msg | None] = asyncio.Queue()
 
@@ -353,7 +391,10 @@ class Storage:
                 self.full.note("claims", error)
             raise BusError(f"claiming {key!r}: {because(error)}") from error
         except (TimeoutError, OSError, errors.Error) as error:
-            raise BusError(f"claiming {key!r}: no answer, so it may or may not be ours; read it to find out ({because(error)})") from error
+            raise BusError(
+                f"claiming {key!r}: no answer, so it may or may not be ours; read it to find out"
+                f" ({because(error)})"
+            ) from error
 
     # Blobs and parcels
 
@@ -406,7 +447,10 @@ class Storage:
             info = await store.get_info(digest)
         except js_errors.ObjectNotFoundError:
             return None
-        chunks = [message.data async for message in self.section(f"OBJ_{bucket}", f"$O.{bucket}.C.{info.nuid}", until=EVERYTHING)]
+        chunks = [
+            message.data
+            async for message in self.section(f"OBJ_{bucket}", f"$O.{bucket}.C.{info.nuid}", until=EVERYTHING)
+        ]
         content = b"".join(chunks)
         if hashlib.sha256(content).hexdigest() != digest:
             await store.delete(digest)  # so that storing it again replaces it
@@ -435,4 +479,7 @@ def _existing(key: str, revision: int) -> int:
 
 
 def _lost(key: str, revision: int | None) -> ClaimLost:
-    return ClaimLost(f"{key!r} is not {'free' if revision is None else f'at revision {revision}'}; read the claim to see who holds it")
+    return ClaimLost(
+        f"{key!r} is not {'free' if revision is None else f'at revision {revision}'}; read the claim to see"
+        " who holds it"
+    )

@@ -140,7 +140,9 @@ _ENVELOPE: msgspec.msgpack.Decoder[Envelope] = msgspec.msgpack.Decoder(Envelope)
 _REFERENCE: msgspec.msgpack.Decoder[BlobReference] = msgspec.msgpack.Decoder(BlobReference)
 _OFFER: msgspec.msgpack.Decoder[PartsOffer] = msgspec.msgpack.Decoder(PartsOffer)
 _EVENT: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
-_KV_EVENTS: msgspec.msgpack.Decoder[tuple[RoutedKvEvent, ...]] = msgspec.msgpack.Decoder(tuple[RoutedKvEvent, ...])
+_KV_EVENTS: msgspec.msgpack.Decoder[tuple[RoutedKvEvent, ...]] = msgspec.msgpack.Decoder(
+    tuple[RoutedKvEvent, ...]
+)
 _KV_METRICS: msgspec.msgpack.Decoder[KvMetrics] = msgspec.msgpack.Decoder(KvMetrics)
 _TAG: msgspec.msgpack.Decoder[_Tag] = msgspec.msgpack.Decoder(_Tag)
 _KINDS = frozenset(kind.__name__ for kind in Event.__subclasses__())
@@ -166,7 +168,10 @@ def encode(topic: str, message: Message) -> bytes:
     encoded.
     """
     if _form(message) != (topic if topic in (KV_EVENTS, KV_METRICS) else "event"):
-        raise BusError(f"a {type(message).__name__} cannot be sent on topic {topic!r}: kv-events takes a tuple of RoutedKvEvent, kv_metrics KvMetrics")
+        raise BusError(
+            f"a {type(message).__name__} cannot be sent on topic {topic!r}: kv-events takes a tuple of"
+            " RoutedKvEvent, kv_metrics KvMetrics"
+        )
     try:
         return msgspec.msgpack.encode(message)
     except (OverflowError, TypeError, ValueError) as error:
@@ -181,7 +186,13 @@ def _form(message: Message) -> str:
 
 def seal(publisher_id: int, sequence: int, published_at: float, topic: str, payload: bytes) -> bytes:
     """Encode an envelope. published_at: seconds since the epoch."""
-    envelope = Envelope(publisher_id=publisher_id, sequence=sequence, published_at=max(0, int(published_at * 1000)), topic=topic, payload=payload)
+    envelope = Envelope(
+        publisher_id=publisher_id,
+        sequence=sequence,
+        published_at=max(0, int(published_at * 1000)),
+        topic=topic,
+        payload=payload,
+    )
     return msgspec.msgpack.encode(envelope)
 
 
@@ -198,7 +209,10 @@ def reference(topic: str, digest: str, payload: bytes) -> bytes:
     BusError if the content exceeds PAYLOAD_BYTES.
     """
     if len(payload) > PAYLOAD_BYTES:
-        raise BusError(f"a message of {len(payload)} bytes on {topic!r}: at most {PAYLOAD_BYTES} can be sent; reduce it, or put a blob and send its digest")
+        raise BusError(
+            f"a message of {len(payload)} bytes on {topic!r}: at most {PAYLOAD_BYTES} can be sent; reduce it,"
+            " or put a blob and send its digest"
+        )
     return msgspec.msgpack.encode(BlobReference(topic=topic, digest=digest, size=len(payload)))
 
 
@@ -211,7 +225,9 @@ def referred(envelope: Envelope) -> BlobReference | None:
         return None
     found = _read(_REFERENCE, envelope.payload, RejectionReason.PAYLOAD)
     if found.size > PAYLOAD_BYTES:
-        raise Undeliverable(RejectionReason.OVERSIZE, f"refers to {found.size} bytes; at most {PAYLOAD_BYTES} are read")
+        raise Undeliverable(
+            RejectionReason.OVERSIZE, f"refers to {found.size} bytes; at most {PAYLOAD_BYTES} are read"
+        )
     return found
 
 
@@ -230,14 +246,19 @@ def parts_offered(envelope: Envelope) -> PartsOffer | None:
         return None
     offer = _read(_OFFER, envelope.payload, RejectionReason.PAYLOAD)
     if offer.size > PAYLOAD_BYTES:
-        raise Undeliverable(RejectionReason.OVERSIZE, f"offers {offer.size} bytes; at most {PAYLOAD_BYTES} are read")
+        raise Undeliverable(
+            RejectionReason.OVERSIZE, f"offers {offer.size} bytes; at most {PAYLOAD_BYTES} are read"
+        )
     if offer.parts != -(-offer.size // PART_BYTES):
-        raise Undeliverable(RejectionReason.PAYLOAD, f"offers {offer.size} bytes in {offer.parts} parts of {PART_BYTES}")
+        raise Undeliverable(
+            RejectionReason.PAYLOAD, f"offers {offer.size} bytes in {offer.parts} parts of {PART_BYTES}"
+        )
     return offer
 
 
 def decode(topic: str, payload: bytes) -> Message:
-    """Decode a payload. Unknown fields are ignored. Undeliverable, with the reason, if it is not a message."""
+    """Decode a payload. Unknown fields are ignored. Undeliverable, with the reason, if it is not a
+    message."""
     if topic == KV_EVENTS:
         return _read(_KV_EVENTS, payload, RejectionReason.PAYLOAD)
     if topic == KV_METRICS:
@@ -254,7 +275,11 @@ def _fault(payload: bytes, error: BaseException) -> tuple[RejectionReason, str]:
         kind = _TAG.decode(payload).kind
     except _UNDECODABLE:
         return RejectionReason.PAYLOAD, str(error)
-    return (RejectionReason.PAYLOAD, f"{kind}: {error}") if kind in _KINDS else (RejectionReason.KIND, f"unknown kind {kind!r:.80}")
+    return (
+        (RejectionReason.PAYLOAD, f"{kind}: {error}")
+        if kind in _KINDS
+        else (RejectionReason.KIND, f"unknown kind {kind!r:.80}")
+    )
 
 
 def _read(decoder: "msgspec.msgpack.Decoder[T]", raw: bytes, reason: RejectionReason) -> T:

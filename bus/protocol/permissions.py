@@ -42,12 +42,15 @@ def rights(role: Role, subjects: Subjects, engine: str = "*", user: str | None =
         "operator": _operator,
         "subscriber": _subscriber,
     }[role](subjects, StoreNames.of(subjects), engine)
-    inbox = f"{inbox_prefix(user or user_name(role, None if engine == '*' or role != 'engine' else engine))}.>"
+    inbox = (
+        f"{inbox_prefix(user or user_name(role, None if engine == '*' or role != 'engine' else engine))}.>"
+    )
     return Rights(made.publish, (*made.subscribe, inbox), made.answers)
 
 
 def _engine(subjects: Subjects, names: StoreNames, engine: str) -> Rights:
-    """Publishes and answers on its own subjects; reads the log (for its previous placement) and the claims."""
+    """Publishes and answers on its own subjects; reads the log (for its previous placement) and the
+    claims."""
     own = (
         subjects.kv_events,  # Dynamo's: shared by all engines
         subjects.kv_metrics,
@@ -59,7 +62,11 @@ def _engine(subjects: Subjects, names: StoreNames, engine: str) -> Rights:
         subjects.handovers(engine),
     )
     asks = (subjects.describe_profile, subjects.leases(engine, "*", "*"))
-    keeps = (names.claim(subjects.claim(engine)), *names.contents(names.blobs), *names.contents(names.parcels))
+    keeps = (
+        names.claim(subjects.claim(engine)),
+        *names.contents(names.blobs),
+        *names.contents(names.parcels),
+    )
     answers = (
         subjects.describe_engine(engine, "*"),
         subjects.kv_snapshot(engine, "*", "*"),
@@ -70,8 +77,15 @@ def _engine(subjects: Subjects, names: StoreNames, engine: str) -> Rights:
 
 
 def _router(subjects: Subjects, names: StoreNames, _: str) -> Rights:
-    """Subscribes to engines, tracker, planner and the other routers; publishes its bookings and predictions."""
-    says = (subjects.reservations, subjects.requests_finished, subjects.requests_read, subjects.imports, subjects.config("router"))
+    """Subscribes to engines, tracker, planner and the other routers; publishes its bookings and
+    predictions."""
+    says = (
+        subjects.reservations,
+        subjects.requests_finished,
+        subjects.requests_read,
+        subjects.imports,
+        subjects.config("router"),
+    )
     asks = (
         subjects.describe_engine("*", "*"),
         subjects.kv_snapshot("*", "*", "*"),
@@ -91,7 +105,11 @@ def _router(subjects: Subjects, names: StoreNames, _: str) -> Rights:
         subjects.reservations,
     )
     answers = (subjects.describe_reservations(), subjects.decision("*"), subjects.route, subjects.release)
-    return Rights((*says, *asks, *names.contents(names.parcels), *_stores(names), *_mends(names)), (*hears, *answers), answers=True)
+    return Rights(
+        (*says, *asks, *names.contents(names.parcels), *_stores(names), *_mends(names)),
+        (*hears, *answers),
+        answers=True,
+    )
 
 
 def _tracker(subjects: Subjects, names: StoreNames, _: str) -> Rights:
@@ -106,7 +124,9 @@ def _tracker(subjects: Subjects, names: StoreNames, _: str) -> Rights:
         subjects.imports,
         subjects.describe_profile,
     )
-    return Rights((*says, *names.contents(names.parcels), *_stores(names), *_mends(names)), hears, answers=True)
+    return Rights(
+        (*says, *names.contents(names.parcels), *_stores(names), *_mends(names)), hears, answers=True
+    )
 
 
 def _planner(subjects: Subjects, names: StoreNames, _: str) -> Rights:
@@ -126,7 +146,11 @@ def _planner(subjects: Subjects, names: StoreNames, _: str) -> Rights:
     )
     answers = (subjects.describe_plan, subjects.migrate, subjects.loop)
     keeps = (*map(names.claim, keys), *names.contents(names.blobs), *names.contents(names.parcels))
-    return Rights((*says, *asks, *keeps, *_stores(names), *_extends(names), *_mends(names)), (*hears, *answers), answers=True)
+    return Rights(
+        (*says, *asks, *keeps, *_stores(names), *_extends(names), *_mends(names)),
+        (*hears, *answers),
+        answers=True,
+    )
 
 
 def _operator(subjects: Subjects, names: StoreNames, _: str) -> Rights:
@@ -148,7 +172,9 @@ def _operator(subjects: Subjects, names: StoreNames, _: str) -> Rights:
         subjects.handover("*", "*", "*"),
     )
     keeps = (names.claim(">"), *names.contents(names.blobs), *names.contents(names.parcels))
-    return Rights((*says, *asks, *keeps, "$JS.API.>", "$JS.FC.>", "$JS.ACK.>"), (subjects.everything,), answers=False)
+    return Rights(
+        (*says, *asks, *keeps, "$JS.API.>", "$JS.FC.>", "$JS.ACK.>"), (subjects.everything,), answers=False
+    )
 
 
 def _subscriber(subjects: Subjects, names: StoreNames, _: str) -> Rights:
@@ -195,7 +221,11 @@ def _extends(names: StoreNames) -> tuple[str, ...]:
 
 def _mends(names: StoreNames) -> tuple[str, ...]:
     """Delete contents: damaged ones, and plans that have ended."""
-    return tuple(subject for bucket in (names.blobs, names.parcels) for subject in (f"$JS.API.STREAM.PURGE.OBJ_{bucket}", *(names.contents(bucket))))
+    return tuple(
+        subject
+        for bucket in (names.blobs, names.parcels)
+        for subject in (f"$JS.API.STREAM.PURGE.OBJ_{bucket}", *(names.contents(bucket)))
+    )
 
 
 def server_users(subjects: Subjects, users: Iterable[tuple[Login, Role, str]]) -> str:
@@ -212,7 +242,11 @@ def server_users(subjects: Subjects, users: Iterable[tuple[Login, Role, str]]) -
             "      permissions: {",
             f"        publish: {{ allow: {json.dumps(list(dict.fromkeys(may.publish)))} }}",
             f"        subscribe: {{ allow: {json.dumps(list(dict.fromkeys(may.subscribe)))} }}",
-            *([f'        allow_responses: {{ max: 1, expires: "{RESPONSE_MINUTES}m" }}'] if may.answers else []),
+            *(
+                [f'        allow_responses: {{ max: 1, expires: "{RESPONSE_MINUTES}m" }}']
+                if may.answers
+                else []
+            ),
             "      }",
             "    }",
         ]

@@ -90,7 +90,11 @@ class Sequences:
         if skipped < 0:
             return SequenceVerdict(MessageOrder.LATE if window.fill(sequence) else MessageOrder.DUPLICATE)
         window.advance(sequence)
-        return SequenceVerdict(MessageOrder.GAP, missing=skipped) if skipped else SequenceVerdict(MessageOrder.IN_ORDER)
+        return (
+            SequenceVerdict(MessageOrder.GAP, missing=skipped)
+            if skipped
+            else SequenceVerdict(MessageOrder.IN_ORDER)
+        )
 
     def cover(self, publisher_id: int, sequence: int) -> None:
         """Count all messages up to `sequence` (-1: none sent yet) as received, because a snapshot contains
@@ -102,7 +106,9 @@ class Sequences:
         elif sequence > window.newest:
             window.advance(sequence)
         window = self._windows[publisher_id]
-        window.seen |= _MASK & ~((1 << (window.newest - sequence)) - 1) if window.newest - sequence < WINDOW else 0
+        window.seen |= (
+            _MASK & ~((1 << (window.newest - sequence)) - 1) if window.newest - sequence < WINDOW else 0
+        )
 
     def newest(self, publisher_id: int) -> int | None:
         """Return the highest sequence received or covered; None for an unknown publisher."""

@@ -32,7 +32,10 @@ def check_subject(subject: str, *, wildcards: bool = False) -> str:
     for place, token in enumerate(tokens):
         wild = wildcards and (token == "*" or (token == ">" and place == len(tokens) - 1))
         if not wild and not _SUBJECT_TOKEN.fullmatch(token):
-            raise ValueError(f"subject {subject!r}: token {token!r} is not allowed here; take subjects from bus.protocol.subjects")
+            raise ValueError(
+                f"subject {subject!r}: token {token!r} is not allowed here; take subjects from"
+                " bus.protocol.subjects"
+            )
     return subject
 
 
@@ -51,7 +54,9 @@ def matches(pattern: str, subject: str) -> bool:
         if len(tokens) <= len(wanted):
             return False
         tokens = tokens[: len(wanted)]
-    return len(wanted) == len(tokens) and all(want in ("*", token) for want, token in zip(wanted, tokens, strict=True))
+    return len(wanted) == len(tokens) and all(
+        want in ("*", token) for want, token in zip(wanted, tokens, strict=True)
+    )
 
 
 def engine_of(subject: str) -> str | None:
@@ -153,7 +158,7 @@ class Subjects:
 
     def placements(self, engine: str = "*") -> str:
         """Stored: placements that an engine has served."""
-        return f"{self._roost}.migration.placement.{engine if engine == '*' else check_token('engine name', engine)}"
+        return f"{self._roost}.migration.placement.{_any_or(engine)}"
 
     @property
     def homes(self) -> str:
@@ -167,7 +172,7 @@ class Subjects:
 
     def migrations(self, engine: str = "*") -> str:
         """Stored: outcomes of plans and of their handovers."""
-        return f"{self._roost}.migration.handover.{engine if engine == '*' else check_token('engine name', engine)}"
+        return f"{self._roost}.migration.handover.{_any_or(engine)}"
 
     @property
     def migrate(self) -> str:
@@ -273,3 +278,8 @@ class Subjects:
     def handover_key(self, engine: str) -> str:
         """Return the key under which an engine's open handover is stored."""
         return f"handover.{engine if engine == '*' else check_token('engine name', engine)}"
+
+
+def _any_or(engine: str) -> str:
+    """Return "*" as it is, and any other name after a check."""
+    return engine if engine == "*" else check_token("engine name", engine)

@@ -40,13 +40,23 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def _root(wanted: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False) -> None:
+def _root(
+    wanted: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """Front-end router and migration service for Mixture-of-Experts LLM serving."""
 
 
 @app.command()
 def config(
-    in_force: Annotated[bool, typer.Option("--running", help="Print the settings of the running fleet instead of those a new fleet would get.")] = False,
+    in_force: Annotated[
+        bool,
+        typer.Option(
+            "--running",
+            help="Print the settings of the running fleet instead of those a new fleet would get.",
+        ),
+    ] = False,
     file: ConfigOption = CONFIG,
     as_json: JsonOption = JSON,
 ) -> None:

@@ -16,7 +16,10 @@ from deploy.security.credentials import ServerCredentials
 from deploy.terminal.options import CONFIG, JSON, USAGE, ConfigOption, JsonOption, fail, settings_from, show
 
 AUTHORIZATION = "authorization.conf"
-EngineOption = Annotated[list[str] | None, typer.Option("--engine", metavar="NAME", help="An engine with its own user; repeat for more.")]
+EngineOption = Annotated[
+    list[str] | None,
+    typer.Option("--engine", metavar="NAME", help="An engine with its own user; repeat for more."),
+]
 
 
 class RoleName(StrEnum):
@@ -39,19 +42,34 @@ def add_to(app: typer.Typer) -> None:
 
 
 def permissions(
-    role: Annotated[RoleName | None, typer.Option("--role", help="Print this role only.  \\[default: all]", show_default=False)] = None,
-    engine: Annotated[str, typer.Option("--engine", metavar="NAME", help="Engine that the role `engine` may publish for; *: any.")] = "*",
+    role: Annotated[
+        RoleName | None,
+        typer.Option("--role", help="Print this role only.  \\[default: all]", show_default=False),
+    ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(
+            "--engine", metavar="NAME", help="Engine that the role `engine` may publish for; *: any."
+        ),
+    ] = "*",
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
     r"""Print the subjects that each role may publish and subscribe to, in the namespace of \[bus]."""
     subjects = Subjects(settings_from(config, {}, BusConfig).part(BusConfig).namespace)
     try:
-        found = {name: rights(name, subjects, engine if name == "engine" else "*") for name in ROLES if role is None or name == role.value}
+        found = {
+            name: rights(name, subjects, engine if name == "engine" else "*")
+            for name in ROLES
+            if role is None or name == role.value
+        }
     except ValueError as error:
         fail(str(error), USAGE)
     if as_json:
-        said = {name: {"publish": may.publish, "subscribe": may.subscribe, "allow_responses": may.answers} for name, may in found.items()}
+        said = {
+            name: {"publish": may.publish, "subscribe": may.subscribe, "allow_responses": may.answers}
+            for name, may in found.items()
+        }
         return show(json.dumps(said))
     for name, may in found.items():
         show(f"{name}{': answers requests that reach it' if may.answers else ''}")
@@ -62,9 +80,21 @@ def permissions(
 
 
 def credentials(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder for the files; created if missing. Existing files are replaced.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="Folder for the files; created if missing. Existing files are replaced."
+        ),
+    ],
     engine: EngineOption = None,
-    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="URL of the server, written to the files for use by your own programs.")] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url",
+            metavar="URL",
+            help="URL of the server, written to the files for use by your own programs.",
+        ),
+    ] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
     r"""Generate random logins for every role and every --engine.
@@ -82,4 +112,7 @@ def credentials(
         private_text(folder / AUTHORIZATION, drawn.authorization())
     except (OSError, ValueError) as error:
         fail(str(error), USAGE)
-    show(f"logins of {len(ROLES) + len(engine or ())} users are in {folder}; include {folder / AUTHORIZATION} in the server's configuration")
+    show(
+        f"logins of {len(ROLES) + len(engine or ())} users are in {folder}; include {folder / AUTHORIZATION}"
+        " in the server's configuration"
+    )

@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from deploy.terminal.options import CONFIG, USAGE, ConfigOption, fail, note, settings_from, show
-from router.access.api_keys import ALL, DEFAULT_RIGHTS, KEY_PREFIX, RIGHTS, TENANT_FORM, is_tenant, key_line, parse_keys, parse_rights
+from router.access.api_keys import (
+    ALL,
+    DEFAULT_RIGHTS,
+    KEY_PREFIX,
+    RIGHTS,
+    TENANT_FORM,
+    is_tenant,
+    key_line,
+    parse_keys,
+    parse_rights,
+)
 from router.config import RouterConfig
 
 _SECRET_BYTES = 32
@@ -37,10 +47,14 @@ def new(
             help="Most urgent class that the key may request.  [default: \\[router] default_class]",
         ),
     ] = None,
-    rights: Annotated[str, typer.Option("--rights", metavar="RIGHT,...", help=f"{_RIGHTS_HELP}.")] = ",".join(sorted(DEFAULT_RIGHTS)),
+    rights: Annotated[str, typer.Option("--rights", metavar="RIGHT,...", help=f"{_RIGHTS_HELP}.")] = ",".join(
+        sorted(DEFAULT_RIGHTS)
+    ),
     file: Annotated[
         Path | None,
-        typer.Option("--file", metavar="FILE", help="Keys file to append to.  [default: \\[router] api_key_file]"),
+        typer.Option(
+            "--file", metavar="FILE", help="Keys file to append to.  [default: \\[router] api_key_file]"
+        ),
     ] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
@@ -62,7 +76,10 @@ def new(
     path = file or (None if router.api_key_file is None else Path(router.api_key_file))
     if path is not None:
         _add_line(path, line, router)
-        note(f"its line is in {path}; `roost reload` makes it valid in routers that run. This is the only time that the key is shown:")
+        note(
+            f"its line is in {path}; `roost reload` makes it valid in routers that run. This is the only time"
+            " that the key is shown:"
+        )
     show(key)
     if path is None:
         show(line)
@@ -74,7 +91,9 @@ def _add_line(path: Path, line: str, router: RouterConfig) -> None:
     Ends the command if the resulting file would be invalid.
     """
     try:
-        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "r+", encoding="utf-8") as file:
+        with os.fdopen(
+            os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "r+", encoding="utf-8"
+        ) as file:
             before = file.read()
             gap = "\n" if before and not before.endswith("\n") else ""
             parse_keys(before + gap + line, router.classes, router.default_class)

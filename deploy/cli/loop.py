@@ -7,11 +7,25 @@ from typing import Annotated
 
 import typer
 
-from deploy.terminal.options import CONFIG, JSON, NATS, ConfigOption, JsonOption, KeyFileOption, NatsOption, UrlOption, bus_from, key_from
+from deploy.terminal.options import (
+    CONFIG,
+    JSON,
+    NATS,
+    ConfigOption,
+    JsonOption,
+    KeyFileOption,
+    NatsOption,
+    UrlOption,
+    bus_from,
+    key_from,
+)
 
 migration = typer.Typer(
     name="migration",
-    help="Control automatic planning: pause, resume, status. For single migrations use roost migrate, roost plan --apply or roost rollback.",
+    help=(
+        "Control automatic planning: pause, resume, status. For single migrations use roost migrate, roost"
+        " plan --apply or roost rollback."
+    ),
     no_args_is_help=True,
 )
 
@@ -23,7 +37,9 @@ def add_to(app: typer.Typer) -> None:
 
 
 def top(
-    interval: Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Seconds between two updates.")] = 1.0,
+    interval: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Seconds between two updates.")
+    ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one update and exit.")] = False,
     url: UrlOption = None,
     api_key_file: KeyFileOption = None,
@@ -49,7 +65,9 @@ def top(
 
 @migration.command()
 def pause(
-    reason: Annotated[str, typer.Option("--reason", help="Reason, shown to anyone who asks why nothing moves.")] = "",
+    reason: Annotated[
+        str, typer.Option("--reason", help="Reason, shown to anyone who asks why nothing moves.")
+    ] = "",
     nats: NatsOption = NATS,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
@@ -73,7 +91,9 @@ def resume(nats: NatsOption = NATS, as_json: JsonOption = JSON, config: ConfigOp
 
 
 @migration.command("status")
-def migration_status(nats: NatsOption = NATS, as_json: JsonOption = JSON, config: ConfigOption = CONFIG) -> None:
+def migration_status(
+    nats: NatsOption = NATS, as_json: JsonOption = JSON, config: ConfigOption = CONFIG
+) -> None:
     """Show if automatic planning is on, or since when it is paused. roost status shows everything else."""
     from deploy.views.loop import show_steering
 

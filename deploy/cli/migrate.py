@@ -8,10 +8,26 @@ from typing import Annotated
 
 import typer
 
-from deploy.terminal.options import CONFIG, JSON, NATS, USAGE, ConfigOption, JsonOption, NatsOption, bus_from, fail
+from deploy.terminal.options import (
+    CONFIG,
+    JSON,
+    NATS,
+    USAGE,
+    ConfigOption,
+    JsonOption,
+    NatsOption,
+    bus_from,
+    fail,
+)
 from fleet.experts import ExpertId
 
-NoWaitOption = Annotated[bool, typer.Option("--no-wait", help="Return once the planner has accepted the migration; it continues in the background.")]
+NoWaitOption = Annotated[
+    bool,
+    typer.Option(
+        "--no-wait",
+        help="Return once the planner has accepted the migration; it continues in the background.",
+    ),
+]
 NO_WAIT = False
 
 
@@ -22,17 +38,44 @@ def add_to(app: typer.Typer) -> None:
 
 
 def migrate(
-    expert: Annotated[str | None, typer.Option("--expert", metavar="LAYER/EXPERT", help="Expert to migrate, e.g. 3/17.")] = None,
+    expert: Annotated[
+        str | None, typer.Option("--expert", metavar="LAYER/EXPERT", help="Expert to migrate, e.g. 3/17.")
+    ] = None,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="ENGINE/RANK", help="Destination rank, e.g. engine-0/1, or e0/1 for short. With --plan: the ENGINE.", show_default=False),
+        typer.Option(
+            "--to",
+            metavar="ENGINE/RANK",
+            help="Destination rank, e.g. engine-0/1, or e0/1 for short. With --plan: the ENGINE.",
+            show_default=False,
+        ),
     ] = None,
     source: Annotated[
-        int | None, typer.Option("--from", metavar="RANK", min=0, help="Rank to read the expert from.  \\[default: the nearest replica]", show_default=False)
+        int | None,
+        typer.Option(
+            "--from",
+            metavar="RANK",
+            min=0,
+            help="Rank to read the expert from.  \\[default: the nearest replica]",
+            show_default=False,
+        ),
     ] = None,
-    move: Annotated[bool, typer.Option("--move", help="Remove the expert from the source rank instead of copying it.")] = False,
-    swap: Annotated[int | None, typer.Option("--swap", metavar="EXPERT", min=0, help="Expert of the same layer to send in the opposite direction.")] = None,
-    plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Carry out a plan written by `roost plan --out FILE`.")] = None,
+    move: Annotated[
+        bool, typer.Option("--move", help="Remove the expert from the source rank instead of copying it.")
+    ] = False,
+    swap: Annotated[
+        int | None,
+        typer.Option(
+            "--swap",
+            metavar="EXPERT",
+            min=0,
+            help="Expert of the same layer to send in the opposite direction.",
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", metavar="FILE", help="Carry out a plan written by `roost plan --out FILE`."),
+    ] = None,
     no_wait: NoWaitOption = NO_WAIT,
     nats: NatsOption = NATS,
     as_json: JsonOption = JSON,
@@ -50,13 +93,22 @@ def migrate(
 
     manner, bus = OutputForm(wait=not no_wait, as_json=as_json), bus_from(config, nats)
     if plan is not None:
-        for name, value in (("--expert", expert), ("--from", source), ("--move", move or None), ("--swap", swap)):
+        for name, value in (
+            ("--expert", expert),
+            ("--from", source),
+            ("--move", move or None),
+            ("--swap", swap),
+        ):
             if value is not None:
                 fail(f"{name} moves one expert; --plan FILE already contains its moves", USAGE)
         show_plan_file(bus, plan, to, manner)
         return
     if expert is None or to is None:
-        fail("name a move or a plan: roost migrate --expert LAYER/EXPERT --to ENGINE/RANK, or roost migrate --plan FILE", USAGE)
+        fail(
+            "name a move or a plan: roost migrate --expert LAYER/EXPERT --to ENGINE/RANK, or roost migrate"
+            " --plan FILE",
+            USAGE,
+        )
     if move and swap is not None:
         fail("--swap already moves both experts; use one of --move and --swap", USAGE)
     engine, rank = _place(to)
@@ -64,9 +116,17 @@ def migrate(
 
 
 def rollback(
-    engine: Annotated[str | None, typer.Argument(help="Engine.  \\[default: the only one with experts]", show_default=False)] = None,
+    engine: Annotated[
+        str | None, typer.Argument(help="Engine.  \\[default: the only one with experts]", show_default=False)
+    ] = None,
     before: Annotated[
-        str | None, typer.Option("--to-before", metavar="PLAN", help="Undo this plan and every later one.  \\[default: the last plan]", show_default=False)
+        str | None,
+        typer.Option(
+            "--to-before",
+            metavar="PLAN",
+            help="Undo this plan and every later one.  \\[default: the last plan]",
+            show_default=False,
+        ),
     ] = None,
     no_wait: NoWaitOption = NO_WAIT,
     nats: NatsOption = NATS,

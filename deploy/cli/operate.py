@@ -9,7 +9,20 @@ from typing import Annotated
 import typer
 
 from deploy.run_directory import home, live_runs
-from deploy.terminal.options import CONFIG, JSON, NATS, USAGE, ConfigOption, JsonOption, KeyFileOption, NatsOption, UrlOption, bus_from, fail, key_from
+from deploy.terminal.options import (
+    CONFIG,
+    JSON,
+    NATS,
+    USAGE,
+    ConfigOption,
+    JsonOption,
+    KeyFileOption,
+    NatsOption,
+    UrlOption,
+    bus_from,
+    fail,
+    key_from,
+)
 from fleet.redaction import without_secrets
 
 RELOAD_SECONDS = 15.0
@@ -23,12 +36,23 @@ def add_to(app: typer.Typer) -> None:
 
 
 def drain(
-    place: Annotated[str, typer.Argument(metavar="ENGINE[/RANK]", help="Engine or rank, e.g. engine-0/1 (see roost status).")],
+    place: Annotated[
+        str,
+        typer.Argument(metavar="ENGINE[/RANK]", help="Engine or rank, e.g. engine-0/1 (see roost status)."),
+    ],
     undo: Annotated[bool, typer.Option("--undo", help="Resume routing to a drained rank or engine.")] = False,
     wait: Annotated[
-        float | None, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait until the target is idle; exit with status 1 if that takes longer.")
+        float | None,
+        typer.Option(
+            "--wait",
+            metavar="SECONDS",
+            min=0,
+            help="Wait until the target is idle; exit with status 1 if that takes longer.",
+        ),
     ] = None,
-    reason: Annotated[str, typer.Option("--reason", help="Reason, shown wherever the drain is reported.")] = "",
+    reason: Annotated[
+        str, typer.Option("--reason", help="Reason, shown wherever the drain is reported.")
+    ] = "",
     url: UrlOption = None,
     api_key_file: KeyFileOption = None,
     nats: NatsOption = NATS,
@@ -48,7 +72,14 @@ def drain(
     if undo and (wait is not None or reason):
         fail("--undo takes neither --wait nor --reason", USAGE)
     if url is not None:
-        drain_backend(RouterAddress(url, key_from(api_key_file)), place, undo=undo, wait=wait, reason=reason, as_json=as_json)
+        drain_backend(
+            RouterAddress(url, key_from(api_key_file)),
+            place,
+            undo=undo,
+            wait=wait,
+            reason=reason,
+            as_json=as_json,
+        )
         return
     show_drain(bus_from(config, nats), place, undo=undo, wait=wait, reason=reason, as_json=as_json)
 
@@ -61,10 +92,20 @@ def reload(nats: NatsOption = NATS, as_json: JsonOption = JSON) -> None:
     """
     from deploy.views.operation import show_reload
 
-    runs = [run for run in live_runs(home(os.environ)) if run.router and run.nats and run.nats == (nats or run.nats)]
+    runs = [
+        run
+        for run in live_runs(home(os.environ))
+        if run.router and run.nats and run.nats == (nats or run.nats)
+    ]
     if not runs:
-        fail("no fleet of this user with a router runs here; a `roost router` of one process reads its settings again on SIGHUP: kill -HUP PID")
+        fail(
+            "no fleet of this user with a router runs here; a `roost router` of one process reads its"
+            " settings again on SIGHUP: kill -HUP PID"
+        )
     servers = sorted({str(run.nats) for run in runs})
     if len(servers) > 1:
-        fail(f"several fleets are running; name one with --nats: {', '.join(map(without_secrets, servers))}", USAGE)
+        fail(
+            f"several fleets are running; name one with --nats: {', '.join(map(without_secrets, servers))}",
+            USAGE,
+        )
     show_reload(runs, RELOAD_SECONDS, as_json=as_json)

@@ -53,8 +53,18 @@ from migration.config import MigrationConfig
 from router.config import RouterConfig
 from tracker.config import TrackerConfig
 
-MetricsOption = Annotated[str | None, typer.Option("--metrics", metavar="HOST:PORT", help="Serve /metrics (Prometheus) and /health on this address.")]
-ApiKeyOption = Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is the key sent to the static backends.")]
+MetricsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics", metavar="HOST:PORT", help="Serve /metrics (Prometheus) and /health on this address."
+    ),
+]
+ApiKeyOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--api-key-file", metavar="FILE", help="File whose first line is the key sent to the static backends."
+    ),
+]
 
 
 class WorkerKind(StrEnum):
@@ -74,19 +84,42 @@ def add_to(app: typer.Typer) -> None:
 
 
 def router(
-    backend: Annotated[list[str] | None, typer.Option("--backend", metavar="URL", help="OpenAI-compatible server; repeat for more. Needs no NATS.")] = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--backend", metavar="URL", help="OpenAI-compatible server; repeat for more. Needs no NATS."
+        ),
+    ] = None,
     api_key_file: ApiKeyOption = None,
     client_keys: ClientKeysOption = None,
-    port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free port.  \\[default: 8600]", show_default=False)] = None,
-    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.  \\[default: 127.0.0.1]", show_default=False)] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            "--port", help="Port to listen on; 0: any free port.  \\[default: 8600]", show_default=False
+        ),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option("--host", help="Address to listen on.  \\[default: 127.0.0.1]", show_default=False),
+    ] = None,
     processes: ProcessesOption = None,
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,
     tls_terminated: TlsTerminatedOption = False,
     insecure: InsecureOption = False,
-    nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server; with --backend, used only if this option names it.")] = NATS,
+    nats: Annotated[
+        str | None,
+        typer.Option(
+            "--nats", metavar="URL", help="NATS server; with --backend, used only if this option names it."
+        ),
+    ] = NATS,
     access_log: AccessLogOption = None,
-    spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
+    spans: Annotated[
+        Path | None,
+        typer.Option(
+            "--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines."
+        ),
+    ] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
     """Run the router in front of engines on the bus, static backends (--backend), or both. SIGHUP: read file
@@ -110,10 +143,20 @@ def router(
 
     part = settings.part(RouterConfig)
     check_router_door(part)
-    bus = None if (part.backends or part.named_backends) and not names_bus(settings) else settings.part(BusConfig)
+    bus = (
+        None
+        if (part.backends or part.named_backends) and not names_bus(settings)
+        else settings.part(BusConfig)
+    )
     if part.processes > 1:
         log_as_set(settings)
-        raise typer.Exit(run_process(_several_routers(settings, read, bus=bus is not None), expected=(UnitFailed, CannotListen, OSError), fast_loop=False))
+        raise typer.Exit(
+            run_process(
+                _several_routers(settings, read, bus=bus is not None),
+                expected=(UnitFailed, CannotListen, OSError),
+                fast_loop=False,
+            )
+        )
     try:
         door = listen(part.host, part.port)
     except CannotListen as error:
@@ -122,7 +165,14 @@ def router(
 
 
 def tracker(
-    state: Annotated[Path | None, typer.Option("--state", metavar="FILE", help="Save the learnt state to this file, and restore it after a restart.")] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            "--state",
+            metavar="FILE",
+            help="Save the learnt state to this file, and restore it after a restart.",
+        ),
+    ] = None,
     metrics: MetricsOption = None,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server.")] = NATS,
     config: ConfigOption = CONFIG,
@@ -154,7 +204,14 @@ def planner(
     def read() -> Configuration:
         return with_login(read_settings(config, os.environ, Path.cwd()).with_flags(flags), "planner")
 
-    _end_with("planner", settings, settings.part(BusConfig), settings.part(MigrationConfig), None, planner_settings(settings, read))
+    _end_with(
+        "planner",
+        settings,
+        settings.part(BusConfig),
+        settings.part(MigrationConfig),
+        None,
+        planner_settings(settings, read),
+    )
 
 
 def worker(
@@ -168,14 +225,33 @@ def worker(
         ),
     ] = None,
     url: Annotated[str | None, typer.Option("--url", help="Server behind --engine openai.")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Name of the engine, unique in the fleet.  \\[default: engine]", show_default=False)] = None,
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Number of ranks of an embedded or simulated engine.  \\[default: 2]", show_default=False)
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name", help="Name of the engine, unique in the fleet.  \\[default: engine]", show_default=False
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="embedded: checkpoint folder; openai: one of the served models.")] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks",
+            min=1,
+            help="Number of ranks of an embedded or simulated engine.  \\[default: 2]",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="embedded: checkpoint folder; openai: one of the served models."),
+    ] = None,
     model_shape: ModelShapeOption = None,
     host: Annotated[
-        str | None, typer.Option("--host", help="Address that the ranks listen on and routers connect to.  \\[default: 127.0.0.1]", show_default=False)
+        str | None,
+        typer.Option(
+            "--host",
+            help="Address that the ranks listen on and routers connect to.  \\[default: 127.0.0.1]",
+            show_default=False,
+        ),
     ] = None,
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,
@@ -185,16 +261,31 @@ def worker(
     layers: Annotated[
         int | None,
         typer.Option(
-            "--layers", help="openai: number of MoE layers of the model; with --experts and --top-k, the tracker learns from answers that name experts."
+            "--layers",
+            help=(
+                "openai: number of MoE layers of the model; with --experts and --top-k, the tracker learns"
+                " from answers that name experts."
+            ),
         ),
     ] = None,
-    experts: Annotated[int | None, typer.Option("--experts", help="openai: routed experts per layer.")] = None,
+    experts: Annotated[
+        int | None, typer.Option("--experts", help="openai: routed experts per layer.")
+    ] = None,
     top_k: Annotated[int | None, typer.Option("--top-k", help="openai: routed experts per token.")] = None,
     isolates_tenants: Annotated[
-        bool, typer.Option("--isolates-tenants", help="openai: the server accepts cache_salt and separates its KV cache by it, as vLLM does.")
+        bool,
+        typer.Option(
+            "--isolates-tenants",
+            help="openai: the server accepts cache_salt and separates its KV cache by it, as vLLM does.",
+        ),
     ] = False,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server.")] = NATS,
-    spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
+    spans: Annotated[
+        Path | None,
+        typer.Option(
+            "--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines."
+        ),
+    ] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
     """Run one engine that joins the fleet over NATS.
@@ -204,7 +295,11 @@ def worker(
     own = engine is not WorkerKind.openai
     checkpoint = Path(model) if model is not None and own else None
     flags: Flags = {
-        **(engine_flags(config, engine, ranks=ranks, checkpoint=checkpoint, model_shape=model_shape) if own else {}),
+        **(
+            engine_flags(config, engine, ranks=ranks, checkpoint=checkpoint, model_shape=model_shape)
+            if own
+            else {}
+        ),
         ("worker", "name"): ("--name", name),
         ("worker", "host"): ("--host", host),
         **door_flags("worker", tls_cert, tls_key, terminated=tls_terminated, insecure=insecure),
@@ -216,7 +311,16 @@ def worker(
     if not own:
         if model_shape is not None:
             fail("--model-shape belongs to --engine simulated", USAGE)
-        _plain_worker(settings, api_key_file, url=url, model=model, layers=layers, experts=experts, top_k=top_k, isolates_tenants=isolates_tenants)
+        _plain_worker(
+            settings,
+            api_key_file,
+            url=url,
+            model=model,
+            layers=layers,
+            experts=experts,
+            top_k=top_k,
+            isolates_tenants=isolates_tenants,
+        )
     for option, value in (("--url", url), ("--layers", layers), ("--experts", experts), ("--top-k", top_k)):
         if value is not None:
             fail(f"{option} belongs to --engine openai", USAGE)
@@ -227,12 +331,20 @@ def worker(
     log_as_set(settings)
 
     def read() -> Configuration:
-        return with_login(read_settings(config, os.environ, Path.cwd()).with_flags(flags), "engine", part.name)
+        return with_login(
+            read_settings(config, os.environ, Path.cwd()).with_flags(flags), "engine", part.name
+        )
 
-    raise typer.Exit(run_process(_own_worker(settings, read), expected=(UnitFailed, CannotListen, NoNats, OSError), fast_loop=False))
+    raise typer.Exit(
+        run_process(
+            _own_worker(settings, read), expected=(UnitFailed, CannotListen, NoNats, OSError), fast_loop=False
+        )
+    )
 
 
-def _plain_worker(settings: Configuration, api_key_file: Path | None, *, url: str | None, **about: Any) -> None:
+def _plain_worker(
+    settings: Configuration, api_key_file: Path | None, *, url: str | None, **about: Any
+) -> None:
     """Run the agent of a static backend. about: further fields of the agent's config."""
     # imports an HTTP client that no other command needs
     from engine_adapter.openai_backend import BackendAgentConfig
@@ -240,20 +352,37 @@ def _plain_worker(settings: Configuration, api_key_file: Path | None, *, url: st
     if url is None:
         fail("--engine openai needs --url, e.g. --url http://127.0.0.1:8080", USAGE)
     try:
-        key = None if api_key_file is None else api_key_file.read_text(encoding="utf-8").split("\n")[0].strip()
+        key = (
+            None if api_key_file is None else api_key_file.read_text(encoding="utf-8").split("\n")[0].strip()
+        )
         plain = BackendAgentConfig(url=url, api_key=key, **about)
     except (OSError, ValueError) as error:
         fail(str(error), USAGE)
-    _end_with("plain", settings, settings.part(WorkerConfig).name, plain, settings.part(BusConfig), settings.part(AgentConfig))
+    _end_with(
+        "plain",
+        settings,
+        settings.part(WorkerConfig).name,
+        plain,
+        settings.part(BusConfig),
+        settings.part(AgentConfig),
+    )
 
 
 async def _several_routers(settings: Configuration, read: Read, *, bus: bool) -> None:
     out = console()
-    with RouterSockets.listening(settings.part(RouterConfig)) as doors, run_directory(home(os.environ)) as run:
+    with (
+        RouterSockets.listening(settings.part(RouterConfig)) as doors,
+        run_directory(home(os.environ)) as run,
+    ):
         out.print(f"[dim]starting; logs are in {run.path}[/dim]")
-        async with Fleet(settings, run, os.environ, lambda text: out.print(f"  {text}", markup=False)) as fleet:
+        async with Fleet(
+            settings, run, os.environ, lambda text: out.print(f"  {text}", markup=False)
+        ) as fleet:
             await fleet.start_routers(doors, bus=bus)
-            out.print(f"{len(fleet.router_urls)} router processes listen on {fleet.router_url}; each alone, for /metrics and /health:")
+            out.print(
+                f"{len(fleet.router_urls)} router processes listen on {fleet.router_url}; each alone, for"
+                " /metrics and /health:"
+            )
             out.print(f"  {' '.join(fleet.router_urls)}")
             try:
                 await serve_and_reload(fleet, read)
@@ -266,7 +395,9 @@ async def _own_worker(settings: Configuration, read: Read) -> None:
     out = console()
     with run_directory(home(os.environ)) as run:
         out.print(f"[dim]starting; logs are in {run.path}[/dim]")
-        async with Fleet(settings, run, os.environ, lambda text: out.print(f"  {text}", markup=False)) as fleet:
+        async with Fleet(
+            settings, run, os.environ, lambda text: out.print(f"  {text}", markup=False)
+        ) as fleet:
             await fleet.start_engine()
             await serve_and_reload(fleet, read)
 

@@ -8,10 +8,31 @@ from typing import Annotated
 import msgspec
 import typer
 
-from deploy.terminal.options import CONFIG, JSON, NATS, USAGE, ConfigOption, JsonOption, NatsOption, bus_from, fail
+from deploy.terminal.options import (
+    CONFIG,
+    JSON,
+    NATS,
+    USAGE,
+    ConfigOption,
+    JsonOption,
+    NatsOption,
+    bus_from,
+    fail,
+)
 from migration.config import POLICIES
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 
 
 def add_to(app: typer.Typer) -> None:
@@ -20,41 +41,89 @@ def add_to(app: typer.Typer) -> None:
 
 
 def plan(
-    engine: Annotated[str | None, typer.Argument(help="Engine.  \\[default: the only one with experts]", show_default=False)] = None,
+    engine: Annotated[
+        str | None, typer.Argument(help="Engine.  \\[default: the only one with experts]", show_default=False)
+    ] = None,
     policy: Annotated[
-        str | None, typer.Option("--policy", metavar="NAME", help=f"{', '.join(POLICIES)}.  \\[default: as configured]", show_default=False)
+        str | None,
+        typer.Option(
+            "--policy",
+            metavar="NAME",
+            help=f"{', '.join(POLICIES)}.  \\[default: as configured]",
+            show_default=False,
+        ),
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option("--budget", metavar="BYTES", help="Limit of bytes to copy, e.g. 2GB or 500MiB.  \\[default: as configured]", show_default=False),
+        typer.Option(
+            "--budget",
+            metavar="BYTES",
+            help="Limit of bytes to copy, e.g. 2GB or 500MiB.  \\[default: as configured]",
+            show_default=False,
+        ),
     ] = None,
-    memory: Annotated[bool, typer.Option("--memory", help="Also compare further redundant slots with the KV blocks that they take.")] = False,
-    dead: Annotated[str | None, typer.Option("--dead", metavar="RANKS", help="Plan as if these ranks were lost, e.g. 3,5.")] = None,
-    layer: Annotated[list[int] | None, typer.Option("--layer", min=0, help="Change this MoE layer only; repeat for more.")] = None,
-    apply: Annotated[
-        bool, typer.Option("--apply", help="Carry the plan out and report its progress; exit with status 1 if there is no plan, or it is aborted.")
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory", help="Also compare further redundant slots with the KV blocks that they take."
+        ),
     ] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Print every step instead of those with the largest gains.")] = False,
+    dead: Annotated[
+        str | None,
+        typer.Option("--dead", metavar="RANKS", help="Plan as if these ranks were lost, e.g. 3,5."),
+    ] = None,
+    layer: Annotated[
+        list[int] | None, typer.Option("--layer", min=0, help="Change this MoE layer only; repeat for more.")
+    ] = None,
+    apply: Annotated[
+        bool,
+        typer.Option(
+            "--apply",
+            help=(
+                "Carry the plan out and report its progress; exit with status 1 if there is no plan, or it is"
+                " aborted."
+            ),
+        ),
+    ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Print every step instead of those with the largest gains.")
+    ] = False,
     profile: Annotated[
         Path | None,
         typer.Option(
             "--profile",
             metavar="FILE",
-            help="Without a fleet: compute a first placement for this recorded load (any file that `roost popularity --from` reads).",
+            help=(
+                "Without a fleet: compute a first placement for this recorded load (any file that `roost"
+                " popularity --from` reads)."
+            ),
         ),
     ] = None,
-    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="With --profile: number of ranks of the engine.")] = None,
-    slots_per_rank: Annotated[int | None, typer.Option("--slots-per-rank", min=1, help="With --profile: expert slots per layer and rank.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="With --profile: number of ranks of the engine.")
+    ] = None,
+    slots_per_rank: Annotated[
+        int | None,
+        typer.Option("--slots-per-rank", min=1, help="With --profile: expert slots per layer and rank."),
+    ] = None,
     nodes: Annotated[
         int | None,
-        typer.Option("--nodes", min=1, help="With --profile: number of machines, each with the same number of ranks.  \\[default: 1]", show_default=False),
+        typer.Option(
+            "--nodes",
+            min=1,
+            help="With --profile: number of machines, each with the same number of ranks.  \\[default: 1]",
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             "--out",
             metavar="FILE",
-            help="Write the plan to this file, for `roost migrate --plan`. With --profile: write the placement, for the engine setting `placement`.",
+            help=(
+                "Write the plan to this file, for `roost migrate --plan`. With --profile: write the"
+                " placement, for the engine setting `placement`."
+            ),
         ),
     ] = None,
     nats: NatsOption = NATS,
@@ -68,7 +137,14 @@ def plan(
     """
     if profile is not None:
         flags = (("--memory", memory), ("--apply", apply))
-        for name, value in (("ENGINE", engine), ("--policy", policy), ("--budget", budget), ("--dead", dead), ("--layer", layer), *flags):
+        for name, value in (
+            ("ENGINE", engine),
+            ("--policy", policy),
+            ("--budget", budget),
+            ("--dead", dead),
+            ("--layer", layer),
+            *flags,
+        ):
             if value not in (None, False):
                 fail(f"{name} is about a running engine; with --profile there is none", USAGE)
         if ranks is None:
@@ -85,8 +161,18 @@ def plan(
     if policy is not None and policy not in POLICIES:
         fail(f"no policy {policy!r}; there are: {', '.join(POLICIES)}", USAGE)
     if apply and dead is not None:
-        fail("--dead only answers a what-if question; a plan needs live ranks: leave out --dead, or --apply", USAGE)
-    asked = PlanQuery(engine, policy or "", None if budget is None else in_bytes(budget), memory, _numbers(dead), tuple(layer or ()))
+        fail(
+            "--dead only answers a what-if question; a plan needs live ranks: leave out --dead, or --apply",
+            USAGE,
+        )
+    asked = PlanQuery(
+        engine,
+        policy or "",
+        None if budget is None else in_bytes(budget),
+        memory,
+        _numbers(dead),
+        tuple(layer or ()),
+    )
     bus = bus_from(config, nats)
     answer = show_plan(bus, asked, out, everything=everything, applied=apply, as_json=as_json)
     if apply:

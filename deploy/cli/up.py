@@ -17,7 +17,15 @@ from deploy.local.supervise import UnitFailed
 from deploy.process import run as run_process
 from deploy.reload import Read
 from deploy.run_directory import RunDirectory, home, run_directory
-from deploy.settings import DEMO_CHECKPOINT, SECTIONS, UpConfig, WorkerConfig, engine_ranks, read_settings, served_model
+from deploy.settings import (
+    DEMO_CHECKPOINT,
+    SECTIONS,
+    UpConfig,
+    WorkerConfig,
+    engine_ranks,
+    read_settings,
+    served_model,
+)
 from deploy.telemetry.tracing_config import TracingError, exporters
 from deploy.terminal.options import (
     CONFIG,
@@ -61,19 +69,57 @@ def add_to(app: typer.Typer) -> None:
 
 
 def up(
-    engines: Annotated[int | None, typer.Option("--engines", min=0, help="Number of engines.  \\[default: 1]", show_default=False)] = None,
-    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Number of ranks of each engine.  \\[default: 2]", show_default=False)] = None,
-    model: Annotated[
-        Path | None, typer.Option("--model", metavar="FOLDER", help="Checkpoint folder (Hugging Face Qwen3-MoE).  \\[default: the demo model]")
+    engines: Annotated[
+        int | None,
+        typer.Option("--engines", min=0, help="Number of engines.  \\[default: 1]", show_default=False),
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Prefix of engine names: NAME-0, NAME-1, ...  \\[default: engine]", show_default=False)] = None,
-    port: Annotated[int | None, typer.Option("--port", help="Port of the router; 0: any free port.  \\[default: 8600]", show_default=False)] = None,
-    host: Annotated[str | None, typer.Option("--host", help="Address the router listens on.  \\[default: 127.0.0.1]", show_default=False)] = None,
-    nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="Use this NATS server instead of starting a private one.")] = NATS,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks", min=1, help="Number of ranks of each engine.  \\[default: 2]", show_default=False
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            metavar="FOLDER",
+            help="Checkpoint folder (Hugging Face Qwen3-MoE).  \\[default: the demo model]",
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name",
+            help="Prefix of engine names: NAME-0, NAME-1, ...  \\[default: engine]",
+            show_default=False,
+        ),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            "--port", help="Port of the router; 0: any free port.  \\[default: 8600]", show_default=False
+        ),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            "--host", help="Address the router listens on.  \\[default: 127.0.0.1]", show_default=False
+        ),
+    ] = None,
+    nats: Annotated[
+        str | None,
+        typer.Option("--nats", metavar="URL", help="Use this NATS server instead of starting a private one."),
+    ] = NATS,
     engine: Annotated[
         OwnEngineKind | None,
         typer.Option(
-            "--engine", help="embedded: Roost's own engine; simulated: no weights, GPU speeds from a model.  \\[default: embedded]", show_default=False
+            "--engine",
+            help=(
+                "embedded: Roost's own engine; simulated: no weights, GPU speeds from a model.  \\[default:"
+                " embedded]"
+            ),
+            show_default=False,
         ),
     ] = None,
     model_shape: ModelShapeOption = None,
@@ -84,7 +130,12 @@ def up(
     tls_terminated: TlsTerminatedOption = False,
     insecure: InsecureOption = False,
     access_log: AccessLogOption = None,
-    spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
+    spans: Annotated[
+        Path | None,
+        typer.Option(
+            "--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines."
+        ),
+    ] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
     """Run NATS, engines, tracker, planner and router on this machine. Ctrl-C stops everything and removes its
@@ -118,7 +169,9 @@ def up(
     def read() -> Configuration:
         return read_settings(config, os.environ, Path.cwd()).with_flags(flags)
 
-    status = run_process(_up(settings, read), expected=(UnitFailed, CannotListen, NoNats, OSError), fast_loop=False)
+    status = run_process(
+        _up(settings, read), expected=(UnitFailed, CannotListen, NoNats, OSError), fast_loop=False
+    )
     if status == 0:
         console().print("stopped; nothing is left behind")
     raise typer.Exit(status)
@@ -129,7 +182,9 @@ async def _up(settings: Configuration, read: Read) -> None:
     router = settings.part(RouterConfig)
     with RouterSockets.listening(router) as doors, run_directory(home(os.environ)) as run:
         out.print(f"[dim]starting; logs are in {run.path}[/dim]")
-        async with Fleet(settings, run, os.environ, lambda text: out.print(f"  {text}", markup=False)) as fleet:
+        async with Fleet(
+            settings, run, os.environ, lambda text: out.print(f"  {text}", markup=False)
+        ) as fleet:
             await fleet.start_up(doors)
             _print_summary(settings, fleet, run)
             try:
@@ -144,8 +199,16 @@ def _print_summary(settings: Configuration, fleet: Fleet, run: RunDirectory) -> 
     """Print the running parts and a first request to try."""
     out, model = console(), served_model(settings)
     ranks, engines = engine_ranks(settings), settings.part(UpConfig).engines
-    out.print(f"\n[bold]Roost is up[/bold]: {engines} engine{'s' * (engines != 1)} of {ranks} rank{'s' * (ranks != 1)} serving {model!r}")
-    for name, place in (("router", fleet.router_url), ("NATS", without_secrets(fleet.nats_url)), ("logs", run.path), ("logins", fleet.logins)):
+    out.print(
+        f"\n[bold]Roost is up[/bold]: {engines} engine{'s' * (engines != 1)} of {ranks}"
+        f" rank{'s' * (ranks != 1)} serving {model!r}"
+    )
+    for name, place in (
+        ("router", fleet.router_url),
+        ("NATS", without_secrets(fleet.nats_url)),
+        ("logs", run.path),
+        ("logins", fleet.logins),
+    ):
         if place is None:
             continue
         out.print(f"  {name:7} {place}")
@@ -158,7 +221,10 @@ def _print_summary(settings: Configuration, fleet: Fleet, run: RunDirectory) -> 
         out.print(f"\n{about}", markup=False)
     if router_keys := settings.part(RouterConfig).api_key_file:
         out.print(f"\nClients need a key of {router_keys}: add -H 'authorization: Bearer KEY'", markup=False)
-    out.print(f"\nTry:\n  curl -N {fleet.router_url}{path} -H 'content-type: application/json' -d '{body}'", markup=False)
+    out.print(
+        f"\nTry:\n  curl -N {fleet.router_url}{path} -H 'content-type: application/json' -d '{body}'",
+        markup=False,
+    )
     out.print("\nCtrl-C stops everything.")
 
 
@@ -172,11 +238,15 @@ def first_request(model: str, *, demo: bool) -> tuple[str, str, str]:
     asked: dict[str, object] = {"model": model, "stream": True, "max_tokens": 64, "temperature": 0}
     if demo:
         about = (
-            "The demo model is a toy: 5 M parameters, 4 layers of 32 experts, trained on source code and manual pages.\n"
-            "It continues text and does not answer questions."
+            "The demo model is a toy: 5 M parameters, 4 layers of 32 experts, trained on source code and"
+            " manual pages.\nIt continues text and does not answer questions."
         )
         return about, "/v1/completions", json.dumps({**asked, "prompt": DEMO_PROMPT})
-    return "", "/v1/chat/completions", json.dumps({**asked, "messages": [{"role": "user", "content": "Tell me about Debian."}]})
+    return (
+        "",
+        "/v1/chat/completions",
+        json.dumps({**asked, "messages": [{"role": "user", "content": "Tell me about Debian."}]}),
+    )
 
 
 def _serves_demo_model(settings: Configuration) -> bool:

@@ -43,14 +43,37 @@ from router.scheduling.cost import TERMS
 
 KINDS = (*(kind.__name__ for kind in AnyEvent.__args__), "KvEvents", KvMetrics.__name__)
 FAMILIES = {
-    "migration": ("MigrationPlanned", "MigrationStaged", "MigrationCommitted", "MigrationAborted", "PlanJudged", "PlacementCommitted"),
+    "migration": (
+        "MigrationPlanned",
+        "MigrationStaged",
+        "MigrationCommitted",
+        "MigrationAborted",
+        "PlanJudged",
+        "PlacementCommitted",
+    ),
     "membership": ("EngineJoined", "EngineLeft"),
-    "loop": ("DispatchMeasured", "PopularityShifted", "HomesPublished", "MigrationPlanned", "MigrationCommitted", "MigrationAborted", "PlanJudged"),
-    "handover": ("ProposeHandover", "CommitHandover", "AbortHandover", "DescribeHandover", "HandoverDescribed"),
+    "loop": (
+        "DispatchMeasured",
+        "PopularityShifted",
+        "HomesPublished",
+        "MigrationPlanned",
+        "MigrationCommitted",
+        "MigrationAborted",
+        "PlanJudged",
+    ),
+    "handover": (
+        "ProposeHandover",
+        "CommitHandover",
+        "AbortHandover",
+        "DescribeHandover",
+        "HandoverDescribed",
+    ),
 }
 """Groups of message kinds that are often requested together, by name."""
 _STORED = sorted(kind.__name__ for kind in STORED)
-_FAMILY_HELP = "Groups: " + "; ".join(f"{name} ({', '.join(kinds)})" for name, kinds in FAMILIES.items()) + "."
+_FAMILY_HELP = (
+    "Groups: " + "; ".join(f"{name} ({', '.join(kinds)})" for name, kinds in FAMILIES.items()) + "."
+)
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -61,7 +84,9 @@ def add_to(app: typer.Typer) -> None:
 
 
 def status(
-    engine: Annotated[str | None, typer.Argument(help="Only this engine.  \\[default: all]", show_default=False)] = None,
+    engine: Annotated[
+        str | None, typer.Argument(help="Only this engine.  \\[default: all]", show_default=False)
+    ] = None,
     url: UrlOption = None,
     api_key_file: KeyFileOption = None,
     ca: CaOption = None,
@@ -75,7 +100,9 @@ def status(
     from deploy.views.decision import RouterAddress
     from deploy.views.status import show_status
 
-    settings = with_login(with_bus(settings_from(config, bus_flags(nats), BusConfig, RouterConfig)), "operator")
+    settings = with_login(
+        with_bus(settings_from(config, bus_flags(nats), BusConfig, RouterConfig)), "operator"
+    )
     door = RouterAddress(url or router_url(settings), key_from(api_key_file), ca)
     backends = backends_if_any(door) if url is None else backends_of(door)
     if url is not None or (backends and not names_bus(settings)):
@@ -87,9 +114,23 @@ def status(
 
 def placement(
     layer: Annotated[int | None, typer.Option("--layer", min=0, help="Only this MoE layer.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also write a picture, e.g. placement.png (needs the extra `plot`).")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            help="Also write a picture, e.g. placement.png (needs the extra `plot`).",
+        ),
+    ] = None,
     before: Annotated[
-        bool, typer.Option("--before", help="With --plot: also show the first epoch of the engine's current incarnation, and the differences.")
+        bool,
+        typer.Option(
+            "--before",
+            help=(
+                "With --plot: also show the first epoch of the engine's current incarnation, and the"
+                " differences."
+            ),
+        ),
     ] = False,
     nats: NatsOption = NATS,
     as_json: JsonOption = JSON,
@@ -105,15 +146,49 @@ def placement(
 
 
 def popularity(
-    model: Annotated[str | None, typer.Option("--model", help="Model.  \\[default: the one that is served]", show_default=False)] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Model.  \\[default: the one that is served]", show_default=False),
+    ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="Also write heat maps, e.g. experts.png, and experts-ENGINE.png by rank (needs the extra `plot`)."),
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            help=(
+                "Also write heat maps, e.g. experts.png, and experts-ENGINE.png by rank (needs the extra"
+                " `plot`)."
+            ),
+        ),
     ] = None,
-    file: Annotated[Path | None, typer.Option("--from", metavar="FILE", help="Show a load from a file: SGLang's recorder .pt; .npy .npz .json .csv.")] = None,
-    learn: Annotated[Path | None, typer.Option("--learn", metavar="FILE", help="Add such a file to the tracker's profile of --model, once.")] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="With --learn: experts per token, if neither an engine nor the file states it.")] = None,
-    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="With --learn: number of tokens that a file of proportions represents.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Show a load from a file: SGLang's recorder .pt; .npy .npz .json .csv.",
+        ),
+    ] = None,
+    learn: Annotated[
+        Path | None,
+        typer.Option(
+            "--learn", metavar="FILE", help="Add such a file to the tracker's profile of --model, once."
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            "--top-k",
+            min=1,
+            help="With --learn: experts per token, if neither an engine nor the file states it.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--tokens", min=1, help="With --learn: number of tokens that a file of proportions represents."
+        ),
+    ] = None,
     nats: NatsOption = NATS,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
@@ -124,7 +199,11 @@ def popularity(
     if file is not None and learn is not None:
         fail("--from shows a file, --learn hands it to the tracker: use one of them", USAGE)
     if learn is not None and plot is not None:
-        fail("--learn draws nothing: look at the file with --from FILE --plot FILE, or at the model with --plot FILE afterwards", USAGE)
+        fail(
+            "--learn draws nothing: look at the file with --from FILE --plot FILE, or at the model with"
+            " --plot FILE afterwards",
+            USAGE,
+        )
     if learn is None and (top_k is not None or tokens is not None):
         fail("--top-k and --tokens say more about a file for --learn; name it", USAGE)
     if file is not None:
@@ -139,19 +218,53 @@ def popularity(
 
 def explain(
     prompt: Annotated[str | None, typer.Argument(help="User message to decide on; it is not run.")] = None,
-    decision: Annotated[str | None, typer.Option("--id", metavar="ID", help="Show the decision of a served request (header x-roost-decision-id).")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Model.  \\[default: the first one served]", show_default=False)] = None,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="max_tokens of the request.")] = None,
-    session: Annotated[str | None, typer.Option("--session", metavar="NAME", help="Decide as for this session.")] = None,
-    tenant: Annotated[str | None, typer.Option("--tenant", metavar="NAME", help="Decide as for this tenant.")] = None,
+    decision: Annotated[
+        str | None,
+        typer.Option(
+            "--id", metavar="ID", help="Show the decision of a served request (header x-roost-decision-id)."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Model.  \\[default: the first one served]", show_default=False),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=1, help="max_tokens of the request.")
+    ] = None,
+    session: Annotated[
+        str | None, typer.Option("--session", metavar="NAME", help="Decide as for this session.")
+    ] = None,
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", metavar="NAME", help="Decide as for this tenant.")
+    ] = None,
     without: Annotated[
-        list[str] | None, typer.Option("--without", metavar="TERM", help=f"Decide without this cost term; repeat for more. Terms: {', '.join(TERMS)}.")
+        list[str] | None,
+        typer.Option(
+            "--without",
+            metavar="TERM",
+            help=f"Decide without this cost term; repeat for more. Terms: {', '.join(TERMS)}.",
+        ),
     ] = None,
     gone: Annotated[
-        list[str] | None, typer.Option("--gone", metavar="ENGINE/RANK", help="Decide without this rank, or without all ranks of ENGINE; repeat for more.")
+        list[str] | None,
+        typer.Option(
+            "--gone",
+            metavar="ENGINE/RANK",
+            help="Decide without this rank, or without all ranks of ENGINE; repeat for more.",
+        ),
     ] = None,
-    router: Annotated[str | None, typer.Option("--router", metavar="URL", help="URL of the router.  \\[default: that of the running `roost up`]")] = None,
-    api_key_file: Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is a key accepted by the router.")] = None,
+    router: Annotated[
+        str | None,
+        typer.Option(
+            "--router", metavar="URL", help="URL of the router.  \\[default: that of the running `roost up`]"
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--api-key-file", metavar="FILE", help="File whose first line is a key accepted by the router."
+        ),
+    ] = None,
     ca: CaOption = None,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
@@ -161,19 +274,39 @@ def explain(
     from deploy.views.decision import RouterAddress, show_decision
 
     if (prompt is None) == (decision is None):
-        fail('give a prompt, or a decision to read back: roost explain "prompt", or roost explain --id ID', USAGE)
+        fail(
+            'give a prompt, or a decision to read back: roost explain "prompt", or roost explain --id ID',
+            USAGE,
+        )
     if decision is not None and (session, tenant, without, gone) != (None,) * 4:
-        fail("--session, --tenant, --without and --gone are for a prompt: a served decision is read back as it was made", USAGE)
+        fail(
+            "--session, --tenant, --without and --gone are for a prompt: a served decision is read back as it"
+            " was made",
+            USAGE,
+        )
     settings = settings_from(config, {}, RouterConfig)
     door = RouterAddress(router or router_url(settings), key_from(api_key_file), ca)
     if decision is not None:
         answer = door.get(f"/v1/decisions/{decision}")
     else:
         names = settings.part(RouterConfig)
-        headers = {name: value for name, value in ((names.session_header, session), (names.tenant_header, tenant)) if value is not None}
-        supposed = urlencode([*(("without", term) for term in without or ()), *(("gone", name) for name in gone or ())])
-        body: dict[str, Any] = {"model": model or door.first_model(), "messages": [{"role": "user", "content": prompt}]}
-        answer = door.post(f"/v1/route?{supposed}".rstrip("?"), body if max_tokens is None else {**body, "max_tokens": max_tokens}, headers)
+        headers = {
+            name: value
+            for name, value in ((names.session_header, session), (names.tenant_header, tenant))
+            if value is not None
+        }
+        supposed = urlencode(
+            [*(("without", term) for term in without or ()), *(("gone", name) for name in gone or ())]
+        )
+        body: dict[str, Any] = {
+            "model": model or door.first_model(),
+            "messages": [{"role": "user", "content": prompt}],
+        }
+        answer = door.post(
+            f"/v1/route?{supposed}".rstrip("?"),
+            body if max_tokens is None else {**body, "max_tokens": max_tokens},
+            headers,
+        )
     if as_json:
         show(answer.decode())
     else:
@@ -182,12 +315,25 @@ def explain(
 
 def events(
     kind: Annotated[
-        list[str] | None, typer.Option("--kind", metavar="KIND", help=f"Only this kind; repeat for more. {_FAMILY_HELP} Kinds: {', '.join(KINDS)}.")
+        list[str] | None,
+        typer.Option(
+            "--kind",
+            metavar="KIND",
+            help=f"Only this kind; repeat for more. {_FAMILY_HELP} Kinds: {', '.join(KINDS)}.",
+        ),
     ] = None,
     since: Annotated[
-        str | None, typer.Option("--since", metavar="TIME", help="First replay stored messages from this far back, e.g. 90s, 15m, 1h, 2d.")
+        str | None,
+        typer.Option(
+            "--since",
+            metavar="TIME",
+            help="First replay stored messages from this far back, e.g. 90s, 15m, 1h, 2d.",
+        ),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Continue with new messages; --no-follow needs --since.")] = True,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow/--no-follow", help="Continue with new messages; --no-follow needs --since."),
+    ] = True,
     nats: NatsOption = NATS,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
@@ -209,22 +355,34 @@ def _kinds(names: list[str]) -> set[str]:
 
 def _kind(name: str) -> str:
     """Return a message kind by its name or by an unambiguous prefix."""
-    found: list[str] = [kind for kind in KINDS if kind.lower() == name.lower()] or [kind for kind in KINDS if kind.lower().startswith(name.lower())]
+    found: list[str] = [kind for kind in KINDS if kind.lower() == name.lower()] or [
+        kind for kind in KINDS if kind.lower().startswith(name.lower())
+    ]
     if len(found) > 1:
         fail(f"{name!r} is the beginning of {', '.join(found)}: say which", USAGE)
     if not found:
         known = {one.lower(): one for one in (*FAMILIES, *KINDS)}
         near = [known[one] for one in difflib.get_close_matches(name.lower(), known, cutoff=0.6)]
-        fail(f"no kind {name!r}; " + (f"did you mean {' or '.join(near)}?" if near else f"kinds: {', '.join((*FAMILIES, *KINDS))}"), USAGE)
+        fail(
+            f"no kind {name!r}; "
+            + (f"did you mean {' or '.join(near)}?" if near else f"kinds: {', '.join((*FAMILIES, *KINDS))}"),
+            USAGE,
+        )
     return found[0]
 
 
 def _stored_only(wanted: set[str]) -> set[str]:
     for name in sorted(wanted.difference(_STORED)):
-        reason = f"{name} is telemetry and is not stored (readers repair what they miss by snapshots), so it cannot be replayed"
+        reason = (
+            f"{name} is telemetry and is not stored (readers repair what they miss by snapshots), so it"
+            " cannot be replayed"
+        )
         fail(f"{reason}; stored kinds: {', '.join(_STORED)}. Without --since it can be followed", USAGE)
     if not wanted:
-        note(f"replaying the stored kinds ({', '.join(_STORED)}); telemetry is not stored and can only be followed, without --since")
+        note(
+            f"replaying the stored kinds ({', '.join(_STORED)}); telemetry is not stored and can only be"
+            " followed, without --since"
+        )
     return wanted or set(_STORED)
 
 

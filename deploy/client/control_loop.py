@@ -12,8 +12,14 @@ TAKEOVER_SECONDS = 8.0
 """Time in which a crashed planner restarts or another one becomes leader."""
 LOOKS = 4
 """Number of retries in that time."""
-UNKNOWN = "the outcome is unknown: a planner received the request and did not answer in time; it may still apply it; check with roost migration status"
-SILENCE = "no planner reports its state: it is not running (see roost events --kind migration, and its log), or it is an older version of Roost"
+UNKNOWN = (
+    "the outcome is unknown: a planner received the request and did not answer in time; it may still apply"
+    " it; check with roost migration status"
+)
+SILENCE = (
+    "no planner reports its state: it is not running (see roost events --kind migration, and its log), or it"
+    " is an older version of Roost"
+)
 
 
 class NoAnswer(Exception):
@@ -28,7 +34,9 @@ async def described(bus: Bus, subjects: Subjects) -> LoopDescribed:
     return await _request(bus, subjects, DescribeLoop())
 
 
-async def steered(bus: Bus, subjects: Subjects, paused: bool, reason: str, say: Callable[[str], None]) -> LoopDescribed:
+async def steered(
+    bus: Bus, subjects: Subjects, paused: bool, reason: str, say: Callable[[str], None]
+) -> LoopDescribed:
     """Pause or resume automatic planning. Without a planner, wait for one to take over.
 
     Raises NoAnswer, whose text says if a planner may still apply the request.
@@ -44,7 +52,11 @@ async def steered(bus: Bus, subjects: Subjects, paused: bool, reason: str, say: 
                 raise
             hangs = not isinstance(error.__cause__, NobodyThere)
             if not look or hangs > perhaps:
-                say("the planner does not answer; asking again" if hangs else "no planner is running; waiting for one to take over")
+                say(
+                    "the planner does not answer; asking again"
+                    if hangs
+                    else "no planner is running; waiting for one to take over"
+                )
             perhaps = perhaps or hangs
             await asyncio.sleep(TAKEOVER_SECONDS / LOOKS)
     raise NoAnswer(UNKNOWN if perhaps else f"{SILENCE}; nothing was changed")
@@ -58,5 +70,7 @@ async def _request(bus: Bus, subjects: Subjects, question: DescribeLoop | SteerL
     except Declined as refusal:
         raise NoAnswer(str(refusal)) from refusal
     if not isinstance(answer, LoopDescribed):
-        raise NoAnswer(f"the planner answered with {type(answer).__name__}; is it of another version of Roost?")
+        raise NoAnswer(
+            f"the planner answered with {type(answer).__name__}; is it of another version of Roost?"
+        )
     return answer

@@ -12,7 +12,13 @@ from bus import Bus, BusError, Message, Subscription
 from bus.protocol.subjects import Subjects
 from deploy.client.fleet_status import EngineNow, members
 from deploy.process import alongside
-from fleet.events import DescribeReservations, KvMetrics, RankDrained, ReservationsChanged, ReservationsDescribed
+from fleet.events import (
+    DescribeReservations,
+    KvMetrics,
+    RankDrained,
+    ReservationsChanged,
+    ReservationsDescribed,
+)
 
 LOOK_SECONDS = 0.5
 """Poll interval for remaining work."""
@@ -47,16 +53,27 @@ async def find(bus: Bus, subjects: Subjects, text: str) -> DrainTarget:
     """Resolve ENGINE or ENGINE/RANK. Raises NoSuchTarget, whose text lists the valid targets."""
     engines = {engine.joined.engine: engine for engine in await members(bus, subjects)}
     name, slash, number = text.partition("/")
-    there = ", ".join(f"{engine} (ranks 0 to {_targets(now) - 1})" if _targets(now) > 1 else engine for engine, now in engines.items()) or "none"
+    there = (
+        ", ".join(
+            f"{engine} (ranks 0 to {_targets(now) - 1})" if _targets(now) > 1 else engine
+            for engine, now in engines.items()
+        )
+        or "none"
+    )
     if name not in engines:
-        said = f"no engine {name!r} is a member of the fleet; engines: {there}. Servers given by --backend are no members: name their router with --url"
+        said = (
+            f"no engine {name!r} is a member of the fleet; engines: {there}. Servers given by --backend are"
+            " no members: name their router with --url"
+        )
         raise NoSuchTarget(said)
     if not slash:
         return DrainTarget(engines[name], None)
     targets = _targets(engines[name])
     if not number.isdecimal() or int(number) >= targets:
         one = " (it is one target: its ranks work on every request together)" if targets == 1 else ""
-        raise NoSuchTarget(f"engine {name} has no rank {number!r}{one}; ranks: {', '.join(map(str, range(targets)))}")
+        raise NoSuchTarget(
+            f"engine {name} has no rank {number!r}{one}; ranks: {', '.join(map(str, range(targets)))}"
+        )
     return DrainTarget(engines[name], int(number))
 
 
@@ -74,7 +91,10 @@ async def undrain(bus: Bus, subjects: Subjects, place: DrainTarget) -> bool:
     drained = place.engine.drains
     if place.rank is not None and None in drained:
         engine = place.engine.joined.engine
-        raise NoSuchTarget(f"engine {engine} is drained as a whole; undo that with: roost drain {engine} --undo, and drain its other ranks singly")
+        raise NoSuchTarget(
+            f"engine {engine} is drained as a whole; undo that with: roost drain {engine} --undo, and drain"
+            " its other ranks singly"
+        )
     lifted = list(drained) if place.rank is None else [rank for rank in drained if rank == place.rank]
     for rank in lifted:
         await _store(bus, subjects, place.engine, rank, draining=False, reason="")
@@ -96,10 +116,14 @@ class _RemainingWork:
         elif isinstance(message, KvMetrics) and message.worker_id == worker_id:
             busy = (message.running or 0) + (message.waiting or 0)
             self.running[message.dp_rank] = busy
-            self.quiet[message.dp_rank] = 0 if busy or message.active_prefill_tokens else self.quiet.get(message.dp_rank, 0) + 1
+            self.quiet[message.dp_rank] = (
+                0 if busy or message.active_prefill_tokens else self.quiet.get(message.dp_rank, 0) + 1
+            )
 
 
-async def until_idle(bus: Bus, subjects: Subjects, place: DrainTarget, seconds: float, say: Callable[[str], None]) -> bool:
+async def until_idle(
+    bus: Bus, subjects: Subjects, place: DrainTarget, seconds: float, say: Callable[[str], None]
+) -> bool:
     """Wait until ranks report no work and routers report no bookings; return False after `seconds`.
 
     say: called with the progress as text, whenever it changes.
@@ -136,7 +160,9 @@ async def _booked(bus: Bus, subjects: Subjects, heard: _RemainingWork, place: Dr
     count = 0
     for router in sorted(heard.routers):
         try:
-            answer = await bus.request(subjects.describe_reservations(router), DescribeReservations(router=0), LOOK_SECONDS)
+            answer = await bus.request(
+                subjects.describe_reservations(router), DescribeReservations(router=0), LOOK_SECONDS
+            )
         except BusError:
             heard.routers.discard(router)
             continue
@@ -155,11 +181,26 @@ def _state(heard: _RemainingWork, booked: int, place: DrainTarget) -> tuple[bool
         return False, "it reports no load, and no router is heard: nobody knows what runs there"
     running = sum(heard.running.get(rank, 0) for rank in place.ranks)
     quiet = not loads or all(heard.quiet.get(rank, 0) >= QUIET_REPORTS for rank in place.ranks)
-    return quiet and not booked, f"{running} running or waiting, {booked} booked by routers" if running or booked or not quiet else "idle"
+    return (
+        quiet and not booked,
+        (
+            f"{running} running or waiting, {booked} booked by routers"
+            if running or booked or not quiet
+            else "idle"
+        ),
+    )
 
 
-async def _store(bus: Bus, subjects: Subjects, engine: EngineNow, rank: int | None, *, draining: bool, reason: str) -> None:
-    said = RankDrained(engine=engine.joined.engine, worker_id=engine.joined.worker_id, rank=rank, draining=draining, reason=reason)
+async def _store(
+    bus: Bus, subjects: Subjects, engine: EngineNow, rank: int | None, *, draining: bool, reason: str
+) -> None:
+    said = RankDrained(
+        engine=engine.joined.engine,
+        worker_id=engine.joined.worker_id,
+        rank=rank,
+        draining=draining,
+        reason=reason,
+    )
     await bus.record(subjects.drains(engine.joined.engine, rank), said)
 
 

@@ -46,7 +46,9 @@ class EngineNow:
     @property
     def complete(self) -> bool:
         """Return whether a heartbeat and the load of every rank have arrived."""
-        return self.heartbeat is not None and (not self.joined.capabilities.load or len(self.load) == len(self.joined.urls))
+        return self.heartbeat is not None and (
+            not self.joined.capabilities.load or len(self.load) == len(self.joined.urls)
+        )
 
 
 async def engines_now(bus: Bus, subjects: Subjects) -> tuple[list[EngineNow], dict[str, int]]:
@@ -70,13 +72,24 @@ async def engines_now(bus: Bus, subjects: Subjects) -> tuple[list[EngineNow], di
 async def members(bus: Bus, subjects: Subjects) -> list[EngineNow]:
     """Return the joined engines by name, with their drains; their load is not known yet."""
     last: dict[str, EngineJoined | EngineLeft] = {}
-    async for received in vouched(bus, subjects, bus.replay(subjects.membership(), latest=True, follow=False)):
+    async for received in vouched(
+        bus, subjects, bus.replay(subjects.membership(), latest=True, follow=False)
+    ):
         if isinstance(received.message, EngineJoined | EngineLeft):
             last[received.message.engine] = received.message
-    found = {joined.engine: EngineNow(joined) for _, joined in sorted(last.items()) if isinstance(joined, EngineJoined)}
+    found = {
+        joined.engine: EngineNow(joined)
+        for _, joined in sorted(last.items())
+        if isinstance(joined, EngineJoined)
+    }
     async for received in bus.replay(subjects.drains(), latest=True, follow=False):
         said = received.message
-        if isinstance(said, RankDrained) and said.draining and said.engine in found and found[said.engine].joined.worker_id == said.worker_id:
+        if (
+            isinstance(said, RankDrained)
+            and said.draining
+            and said.engine in found
+            and found[said.engine].joined.worker_id == said.worker_id
+        ):
             found[said.engine].drains[said.rank] = said.reason
     return list(found.values())
 
@@ -89,7 +102,9 @@ async def note_plans(bus: Bus, subjects: Subjects, engines: Sequence[EngineNow])
     here = (received for received in stored if getattr(received.message, "worker_id", None) in by_worker)
     for said in await asyncio.gather(*(before_verdicts(bus, newest) for newest in here)):
         match said:
-            case MigrationPlanned() | MigrationStaged() | MigrationCommitted(last=False) if said.worker_id in by_worker:
+            case MigrationPlanned() | MigrationStaged() | MigrationCommitted(last=False) if (
+                said.worker_id in by_worker
+            ):
                 by_worker[said.worker_id].migrating = said.plan
 
 

@@ -47,14 +47,28 @@ class NotAccepted(Exception):
 async def engine_named(bus: Bus, subjects: Subjects, text: str | None) -> EngineJoined:
     """Resolve a full or short engine name (`e0` for engine-0); None: the only engine with experts. Raises
     NoSuchEngine."""
-    there = {now.joined.engine: now.joined for now in await members(bus, subjects) if now.joined.shape is not None}
-    fits = list(there) if text is None else [name for name in there if name == text] or [name for name in there if in_short(name) == text]
+    there = {
+        now.joined.engine: now.joined for now in await members(bus, subjects) if now.joined.shape is not None
+    }
+    fits = (
+        list(there)
+        if text is None
+        else [name for name in there if name == text] or [name for name in there if in_short(name) == text]
+    )
     if len(fits) == 1:
         return there[fits[0]]
     names = ", ".join(sorted(there)) or "none"
     if text is None:
-        raise NoSuchEngine(f"name an engine; there are: {names}" if there else "no engine with experts has joined; start one first")
-    raise NoSuchEngine(f"{text!r} is short for {', '.join(sorted(fits))}: say which" if fits else f"no engine {text!r} with experts; there are: {names}")
+        raise NoSuchEngine(
+            f"name an engine; there are: {names}"
+            if there
+            else "no engine with experts has joined; start one first"
+        )
+    raise NoSuchEngine(
+        f"{text!r} is short for {', '.join(sorted(fits))}: say which"
+        if fits
+        else f"no engine {text!r} with experts; there are: {names}"
+    )
 
 
 def in_short(name: str) -> str:
@@ -89,7 +103,12 @@ class PlanProgress:
             self.heard += 1
             self.ranks[message.rank] = message
             return None
-        if not isinstance(message, MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted) or message.plan != self.accepted.plan:
+        if (
+            not isinstance(
+                message, MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted
+            )
+            or message.plan != self.accepted.plan
+        ):
             return None
         self.heard += 1
         match message:
@@ -105,7 +124,10 @@ class PlanProgress:
     def _staged(self, message: MigrationStaged) -> str:
         for pull in message.pulls:
             self.by_transfer[pull.transfer] += pull.bytes
-        return f"handover {message.number + 1} of {self.accepted.handovers}: staged on all ranks after {message.seconds:.2f} s"
+        return (
+            f"handover {message.number + 1} of {self.accepted.handovers}: staged on all ranks after"
+            f" {message.seconds:.2f} s"
+        )
 
     def _committed(self, message: MigrationCommitted) -> str:
         self.done, self.epoch, self.over = message.number + 1, message.epoch, message.last
@@ -113,7 +135,10 @@ class PlanProgress:
         self.bytes += message.bytes
         self.seconds += message.seconds
         self.ranks.clear()
-        return f"handover {self.done} of {self.accepted.handovers}: epoch {message.epoch} is served, {1e3 * message.commit_seconds:.0f} ms after the decision"
+        return (
+            f"handover {self.done} of {self.accepted.handovers}: epoch {message.epoch} is served,"
+            f" {1e3 * message.commit_seconds:.0f} ms after the decision"
+        )
 
     @property
     def pulled(self) -> int:
@@ -127,22 +152,35 @@ class PlanProgress:
         by_state: dict[str, list[int]] = {}
         for rank, told in sorted(self.ranks.items()):
             by_state.setdefault(told.state, []).append(rank)
-        where = ", ".join(f"rank {ranks[0]} {state}" if len(ranks) == 1 else f"{len(ranks)} ranks {state}" for state, ranks in by_state.items())
-        return f"handover {min(self.done + 1, self.accepted.handovers)} of {self.accepted.handovers}" + (f": {where}" if where else "")
+        where = ", ".join(
+            f"rank {ranks[0]} {state}" if len(ranks) == 1 else f"{len(ranks)} ranks {state}"
+            for state, ranks in by_state.items()
+        )
+        return f"handover {min(self.done + 1, self.accepted.handovers)} of {self.accepted.handovers}" + (
+            f": {where}" if where else ""
+        )
 
 
-async def carried_out(bus: Bus, subjects: Subjects, order: Order, *, wait: bool, began: Callable[[PlanProgress], None], say: Say) -> PlanProgress:
+async def carried_out(
+    bus: Bus, subjects: Subjects, order: Order, *, wait: bool, began: Callable[[PlanProgress], None], say: Say
+) -> PlanProgress:
     """Send a request to the planner; with `wait`, return when the plan has ended in any way.
 
     began: called once the request is accepted. say: called with every event as text. Raises NotAccepted when
     the planner refuses or does not answer.
     """
-    known = {_identity(one) async for one in bus.replay(subjects.migrations(order.engine), since=BEFORE_SECONDS, follow=False)}
+    known = {
+        _identity(one)
+        async for one in bus.replay(subjects.migrations(order.engine), since=BEFORE_SECONDS, follow=False)
+    }
     async with bus.subscribe(subjects.handovers()) as heard:
         course = PlanProgress(await _accepted(bus, subjects, order, say))
         began(course)
         if wait:
-            async with alongside(_listen(heard, course), "follow the progress of ranks"), alongside(_wonder(course, say), "notice silence"):
+            async with (
+                alongside(_listen(heard, course), "follow the progress of ranks"),
+                alongside(_wonder(course, say), "notice silence"),
+            ):
                 await _follow(bus, subjects, course, known, say)
     return course
 
@@ -157,7 +195,10 @@ async def _accepted(bus: Bus, subjects: Subjects, order: Order, say: Say) -> Mig
             answer = await bus.request(subjects.migrate, order, ASK_SECONDS)
         except BusTimeout as error:
             if clock() - began >= patience:
-                why = "is it running? If it only hangs, it may still carry out the request; see roost events --kind migration"
+                why = (
+                    "is it running? If it only hangs, it may still carry out the request; see roost events"
+                    " --kind migration"
+                )
                 raise NotAccepted(f"the planner does not answer ({error}): {why}") from error
             say("no planner is running; waiting for one to take over")
             await asyncio.sleep(patience / 4)
@@ -166,11 +207,15 @@ async def _accepted(bus: Bus, subjects: Subjects, order: Order, say: Say) -> Mig
         else:
             break
     if not isinstance(answer, MigrationAccepted):
-        raise NotAccepted(f"the planner answered with {type(answer).__name__}; is it of another version of Roost?")
+        raise NotAccepted(
+            f"the planner answered with {type(answer).__name__}; is it of another version of Roost?"
+        )
     return answer
 
 
-async def _follow(bus: Bus, subjects: Subjects, course: PlanProgress, known: set[tuple[int, int]], say: Say) -> None:
+async def _follow(
+    bus: Bus, subjects: Subjects, course: PlanProgress, known: set[tuple[int, int]], say: Say
+) -> None:
     """Follow the stored log, across reconnects. A plan of the same id may have been carried out before."""
     async with aclosing(_stored(bus, subjects, course)) as stored:
         async for received in stored:
@@ -195,7 +240,10 @@ async def _wonder(course: PlanProgress, say: Say) -> None:
         before = course.heard
         await asyncio.sleep(QUIET_SECONDS)
         if course.heard == before:
-            say(f"{course.present}; nothing new for {QUIET_SECONDS:g} s. Large experts take this long; otherwise check that the planner is running")
+            say(
+                f"{course.present}; nothing new for {QUIET_SECONDS:g} s. Large experts take this long;"
+                " otherwise check that the planner is running"
+            )
 
 
 def _identity(received: Received) -> tuple[int, int]:

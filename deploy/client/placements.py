@@ -31,10 +31,18 @@ async def placements(bus: Bus, subjects: Subjects) -> dict[str, Placements]:
     """Return the placements of each member: the last recorded placement, or that of its join if none is
     newer."""
     joins = {engine.joined.engine: engine.joined for engine in await members(bus, subjects)}
-    first = {name: Placement.from_record(joined.placement) for name, joined in joins.items() if joined.placement is not None}
+    first = {
+        name: Placement.from_record(joined.placement)
+        for name, joined in joins.items()
+        if joined.placement is not None
+    }
     last = dict(first)
     async for received in bus.replay(subjects.placements(), latest=True, follow=False):
         message = received.message
-        if isinstance(message, PlacementCommitted) and message.engine in joins and joins[message.engine].worker_id == message.worker_id:
+        if (
+            isinstance(message, PlacementCommitted)
+            and message.engine in joins
+            and joins[message.engine].worker_id == message.worker_id
+        ):
             last[message.engine] = Placement.from_record(message.placement)
     return {name: Placements(joins[name], first.get(name), now) for name, now in last.items()}

@@ -104,7 +104,12 @@ def router_outputs(model: Qwen3MoeForCausalLM) -> Iterator[list[tuple[torch.Tens
         falling weight).
     """
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    handles = [layer.mlp.gate.register_forward_hook(lambda _module, _inputs, output: seen.append((output[0], output[2]))) for layer in model.model.layers]
+    handles = [
+        layer.mlp.gate.register_forward_hook(
+            lambda _module, _inputs, output: seen.append((output[0], output[2]))
+        )
+        for layer in model.model.layers
+    ]
     try:
         yield seen
     finally:
@@ -165,7 +170,11 @@ def tokenizer_definition() -> dict[str, Any]:
 def _byte_letters() -> list[str]:
     """Return the byte-level alphabet: for each byte 0..255 the printable letter that stands for it (byte 0:
     left to the caller)."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
     stand_ins = iter(range(256, 512))
     letters = [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(VOCABULARY)]
     letters[EOS_ID] = "\x00"

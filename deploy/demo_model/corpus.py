@@ -24,7 +24,16 @@ import numpy.typing as npt
 
 from deploy.demo_model import DOMAINS
 
-__all__ = ["CorpusError", "Document", "NearCopies", "concatenate", "find_documents", "gather", "middle", "strip_roff"]
+__all__ = [
+    "CorpusError",
+    "Document",
+    "NearCopies",
+    "concatenate",
+    "find_documents",
+    "gather",
+    "middle",
+    "strip_roff",
+]
 
 DOCUMENT_BYTES = 60_000
 """Most bytes read from one file: the middle part of a longer file."""
@@ -68,7 +77,9 @@ def find_documents(domain: str) -> list[Document]:
     return documents
 
 
-def gather(held_out: Sequence[bytes], *, seed: int, report: Callable[[str], None]) -> dict[str, list[Document]]:
+def gather(
+    held_out: Sequence[bytes], *, seed: int, report: Callable[[str], None]
+) -> dict[str, list[Document]]:
     """Return the training documents of each domain found, about `DOMAIN_BYTES` of each, shuffled by `seed`.
 
     `held_out` are texts no training document may be a near copy of. `report` is called with one line per
@@ -82,15 +93,19 @@ def gather(held_out: Sequence[bytes], *, seed: int, report: Callable[[str], None
     for domain in DOMAINS:
         found = find_documents(domain)
         kept = _choose(found, forbidden, random.Random(f"{seed} {domain}"))
-        report(f"{domain}: {len(kept)} of {len(found)} documents, {sum(len(document.text) for document in kept):,} bytes")
+        report(
+            f"{domain}: {len(kept)} of {len(found)} documents,"
+            f" {sum(len(document.text) for document in kept):,} bytes"
+        )
         if kept:
             corpus[domain] = kept
     if not corpus:
         raise CorpusError(
-            "no training text on this machine: it needs any of the Python standard library sources, C headers under /usr/include, "
-            "Perl modules under /usr/share/perl, manual pages under /usr/share/man, message catalogues under /usr/share/locale, "
-            "HTML under /usr/share/doc. On Debian: install manpages, perl-modules and libc6-dev, and let documentation and "
-            "translations be installed (/etc/dpkg/dpkg.cfg.d)"
+            "no training text on this machine: it needs any of the Python standard library sources, C headers"
+            " under /usr/include, Perl modules under /usr/share/perl, manual pages under /usr/share/man,"
+            " message catalogues under /usr/share/locale, HTML under /usr/share/doc. On Debian: install"
+            " manpages, perl-modules and libc6-dev, and let documentation and translations be installed"
+            " (/etc/dpkg/dpkg.cfg.d)"
         )
     return corpus
 
@@ -143,7 +158,9 @@ def _shingles(text: bytes) -> set[int]:
     """Return the hashes of all runs of `SHINGLE_WORDS` words; a word is a run of ASCII letters and digits or
     one other letter."""
     words = re.findall(r"[A-Za-z0-9_]+|[^\x00-\x7f]", text.decode("utf-8", "replace").lower())
-    return {hash(tuple(words[start : start + SHINGLE_WORDS])) for start in range(len(words) - SHINGLE_WORDS + 1)}
+    return {
+        hash(tuple(words[start : start + SHINGLE_WORDS])) for start in range(len(words) - SHINGLE_WORDS + 1)
+    }
 
 
 def strip_roff(source: str) -> str:
@@ -186,20 +203,31 @@ _ROFF_CHARACTERS = {
     # escape=text, apart from the accented letters
     pair.split("=")
     for pair in (
-        "ss=\u00df oe=\u0153 Fo=\u00ab Fc=\u00bb Po=\u00ab Pc=\u00bb Bq=\u201e lq=\" rq=\" dq=\" aq=' cq=' oq=' Aq=' '=' `=` ga=` "
-        "ha=^ ti=~ -=- en=- em=- hy=- bu=* co=(C) rs=\\ e=\\ \\=\\ .=."
+        'ss=\u00df oe=\u0153 Fo=\u00ab Fc=\u00bb Po=\u00ab Pc=\u00bb Bq=\u201e lq=" rq=" dq=" aq=\' cq=\''
+        " oq=' Aq=' '=' `=` ga=` ha=^ ti=~ -=- en=- em=- hy=- bu=* co=(C) rs=\\ e=\\ \\=\\ .=."
     ).split()
 )
 _HEADINGS = frozenset(("SH", "SS", "Sh", "Ss"))
 _BREAKS = _HEADINGS | frozenset("PP P LP TP IP HP RS RE sp br nf fi EX EE Pp It Bl El Bd Ed TQ".split())
-_TEXT_MACROS = frozenset("SH SS B I R BR IR RB RI IB BI SM SB TP IP Sh Ss Nm Nd Ar Fl Pa Xr Em Sy Cm Ic It Dq Sq Ql Op Li Va Ev".split())
+_TEXT_MACROS = frozenset(
+    "SH SS B I R BR IR RB RI IB BI SM SB TP IP Sh Ss Nm Nd Ar Fl Pa Xr Em Sy Cm Ic It Dq Sq Ql Op Li Va Ev".split()
+)
 _MANUALS = Path("/usr/share/man")
 _NOT_DEBIAN = ("gcloud", "bq", "gsutil")
 
 
 def _python_files() -> Iterator[Path]:
     library = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "lib2to3", "__pycache__"}
+    skipped = {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "encodings",
+        "lib2to3",
+        "__pycache__",
+    }
     return (path for path in library.rglob("*.py") if not skipped & set(path.parts))
 
 
@@ -252,7 +280,9 @@ def _read(path: Path, domain: str) -> bytes:
         if path.suffix == ".mo":
             text = _messages(path)
         else:
-            text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode("utf-8")
+            text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode(
+                "utf-8"
+            )
     except (OSError, UnicodeDecodeError, EOFError):
         return b""
     if path.is_relative_to(_MANUALS):
@@ -275,7 +305,9 @@ def _untranslated(line: str) -> bool:
     return line.isascii() and len(words) > 3 and sum(word in _ENGLISH for word in words) * 6 >= len(words)
 
 
-_ENGLISH = frozenset("the of is to and a in be by for are this that or with it from as not will can which if on an used when".split())
+_ENGLISH = frozenset(
+    "the of is to and a in be by for are this that or with it from as not will can which if on an used when".split()
+)
 
 
 def middle(text: bytes, limit: int) -> bytes:

@@ -80,7 +80,9 @@ def losses_by_domain(model: Qwen3MoeForCausalLM, documents: Sequence[Document]) 
     return {domain: float(np.mean(values)) for domain, values in losses.items()}
 
 
-def losses_by_position(model: Qwen3MoeForCausalLM, documents: Sequence[Document], edges: Sequence[int]) -> list[float]:
+def losses_by_position(
+    model: Qwen3MoeForCausalLM, documents: Sequence[Document], edges: Sequence[int]
+) -> list[float]:
     """Return the mean cross-entropy (nats per byte) between neighbouring `edges` (positions) of windows of
     the full context length."""
     texts = [document.text for document in documents if len(document.text) >= CONTEXT_LENGTH]
@@ -115,7 +117,9 @@ def measure_skew(arrays: dict[str, npt.NDArray[Any]]) -> RoutingSkew:
     fit = arrays["part"] == 0
     test = (arrays["part"] == 1) & ~arrays["sampled"]
     domain, document = arrays["domain"][test], arrays["document"][test]
-    whole, prompt, decode = (histograms(arrays["experts"][:, cut]) for cut in (slice(None), slice(split), slice(split, None)))
+    whole, prompt, decode = (
+        histograms(arrays["experts"][:, cut]) for cut in (slice(None), slice(split), slice(split, None))
+    )
     by_domain = {name: whole[test][domain == number].mean(0) for number, name in enumerate(DOMAINS)}
     learnt = np.stack([whole[fit & (arrays["domain"] == number)].mean(0) for number in range(len(DOMAINS))])
     profiles = whole[test].reshape(test.sum(), -1)
@@ -123,21 +127,34 @@ def measure_skew(arrays: dict[str, npt.NDArray[Any]]) -> RoutingSkew:
     profiles /= np.linalg.norm(profiles, axis=1, keepdims=True)
     cosine = profiles @ profiles.T
     same = domain[:, None] == domain[None, :]
-    sources = {"overall prior": learnt.mean(0)[None], "domain": learnt[domain], "own prompt": prompt[test], "hindsight": decode[test]}
+    sources = {
+        "overall prior": learnt.mean(0)[None],
+        "domain": learnt[domain],
+        "own prompt": prompt[test],
+        "hindsight": decode[test],
+    }
     return RoutingSkew(
         overall_share=favourite_mass(whole[test].mean(0), whole[test].mean(0)),
         domain_share={name: favourite_mass(profile, profile) for name, profile in by_domain.items()},
         effective_experts={name: effective_experts(profile) for name, profile in by_domain.items()},
         cosine_same=float(cosine[same & (document[:, None] != document[None, :])].mean()),
         cosine_cross=float(cosine[~same].mean()),
-        decode_mass={count: {name: favourite_mass(predicted, decode[test], count) for name, predicted in sources.items()} for count in PREDICTED},
+        decode_mass={
+            count: {
+                name: favourite_mass(predicted, decode[test], count) for name, predicted in sources.items()
+            }
+            for count in PREDICTED
+        },
     )
 
 
 def histograms(experts: npt.NDArray[np.uint8], count: int = 32) -> FloatArray:
     """Return each request's share of choices per expert: uint8 [requests, tokens, layers, k] -> float
     [requests, layers, experts]."""
-    layers = [np.stack([(experts[:, :, layer] == expert).mean((1, 2)) for expert in range(count)], -1) for layer in range(experts.shape[2])]
+    layers = [
+        np.stack([(experts[:, :, layer] == expert).mean((1, 2)) for expert in range(count)], -1)
+        for layer in range(experts.shape[2])
+    ]
     return np.stack(layers, 1)
 
 
@@ -157,11 +174,25 @@ def effective_experts(profile: FloatArray) -> float:
 
 def _report(name: str, skew: RoutingSkew) -> None:
     log.info("%s", name)
-    log.info("  overall top-8 share %.2f; centred cosine same %.2f, cross %.2f", skew.overall_share, skew.cosine_same, skew.cosine_cross)
+    log.info(
+        "  overall top-8 share %.2f; centred cosine same %.2f, cross %.2f",
+        skew.overall_share,
+        skew.cosine_same,
+        skew.cosine_cross,
+    )
     for domain in DOMAINS:
-        log.info("  %-6s top-8 share %.2f, effective experts %.1f", domain, skew.domain_share[domain], skew.effective_experts[domain])
+        log.info(
+            "  %-6s top-8 share %.2f, effective experts %.1f",
+            domain,
+            skew.domain_share[domain],
+            skew.effective_experts[domain],
+        )
     for count, mass in skew.decode_mass.items():
-        log.info("  decode mass on %d experts predicted by %s", count, {source: round(share, 3) for source, share in mass.items()})
+        log.info(
+            "  decode mass on %d experts predicted by %s",
+            count,
+            {source: round(share, 3) for source, share in mass.items()},
+        )
         log.info(
             "  of the way from prior to hindsight: domain %.0f %%, prompt %.0f %%",
             *(100 * skew.closed_gap(count, source) for source in ("domain", "own prompt")),
@@ -178,13 +209,24 @@ def main(
     documents = read_documents("test")
     model = load_model(checkpoint)
     losses = losses_by_domain(model, documents)
-    log.info("loss (nats per byte): mean %.3f; %s", np.mean(list(losses.values())), {name: round(loss, 2) for name, loss in losses.items()})
+    log.info(
+        "loss (nats per byte): mean %.3f; %s",
+        np.mean(list(losses.values())),
+        {name: round(loss, 2) for name, loss in losses.items()},
+    )
     edges = (0, 384, 1024, CONTEXT_LENGTH - 1)
-    log.info("loss between positions %s: %s", edges, [round(loss, 3) for loss in losses_by_position(model, documents, edges)])
+    log.info(
+        "loss between positions %s: %s",
+        edges,
+        [round(loss, 3) for loss in losses_by_position(model, documents, edges)],
+    )
     with np.load(routings) as file:
         arrays = dict(file)
     _report("trained", measure_skew(arrays))
-    _report("untrained control", measure_skew({**arrays, "experts": chosen_experts(control_model(), arrays["tokens"])}))
+    _report(
+        "untrained control",
+        measure_skew({**arrays, "experts": chosen_experts(control_model(), arrays["tokens"])}),
+    )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,11 @@ ALLOWED_LICENCES = frozenset(
 _TRANSLATED = {r"passwd|login": "BSD-3-Clause", r"postgresql(-client)?-\d+|libpq5": "PostgreSQL"}
 _PACKAGES: dict[str, dict[str, str]] = {
     # by domain: Debian package (a pattern) -> the licence of its documents of that domain
-    "c": {r"llvm-\d+-dev": "Apache-2.0 WITH LLVM-exception", r"libssl-dev": "Apache-2.0", r"x11proto-dev|libx11-dev|libxext-dev": "MIT"},
+    "c": {
+        r"llvm-\d+-dev": "Apache-2.0 WITH LLVM-exception",
+        r"libssl-dev": "Apache-2.0",
+        r"x11proto-dev|libx11-dev|libxext-dev": "MIT",
+    },
     "perl": {r"perl-modules-[\d.]+": "Artistic-1.0-Perl OR GPL-1.0-or-later"},
     "en": {r"openssl": "Apache-2.0", **_TRANSLATED},
     "de": _TRANSLATED,
@@ -81,7 +85,9 @@ def read_manifest() -> list[dict[str, Any]]:
     Each has part (`test` or `fit`), domain, licence, notice (its file in `licences/`), source, package, bytes
     and sha256; `test` ones also file.
     """
-    entries: list[dict[str, Any]] = json.loads((heldout_path() / "manifest.json").read_text("ascii"))["documents"]
+    entries: list[dict[str, Any]] = json.loads((heldout_path() / "manifest.json").read_text("ascii"))[
+        "documents"
+    ]
     return entries
 
 
@@ -93,7 +99,10 @@ def read_documents(part: str) -> list[Document]:
     """
     entries = [entry for entry in read_manifest() if entry["part"] == part]
     if part == "test":
-        return [Document(entry["domain"], entry["source"], (heldout_path() / entry["file"]).read_bytes()) for entry in entries]
+        return [
+            Document(entry["domain"], entry["source"], (heldout_path() / entry["file"]).read_bytes())
+            for entry in entries
+        ]
     found = {document.source: document for domain in DOMAINS for document in find_documents(domain)}
     return [_same_text(entry, found) for entry in entries]
 
@@ -104,14 +113,21 @@ def _same_text(entry: dict[str, Any], found: dict[str, Document]) -> Document:
         excerpt = Document(entry["domain"], entry["source"], middle(document.text, LONGEST_FIT_BYTES))
         if excerpt.digest == entry["sha256"]:
             return excerpt
-    raise LookupError(f"{entry['source']}: this machine does not have the text that was chosen (package {entry['package']})")
+    raise LookupError(
+        f"{entry['source']}: this machine does not have the text that was chosen (package {entry['package']})"
+    )
 
 
 def texts_not_to_train_on() -> list[bytes]:
     """Return the texts of all held-out documents, in full where this machine has the document."""
     entries = read_manifest()
     sources = {entry["source"] for entry in entries}
-    whole = [document.text for domain in DOMAINS for document in find_documents(domain) if document.source in sources]
+    whole = [
+        document.text
+        for domain in DOMAINS
+        for document in find_documents(domain)
+        if document.source in sources
+    ]
     return whole + [(heldout_path() / entry["file"]).read_bytes() for entry in entries if "file" in entry]
 
 
@@ -128,7 +144,9 @@ def choose(seed: int) -> Iterator[tuple[str, str, str, Document]]:
             if licence is None or len(document.text) < SHORTEST_BYTES or chosen.has(document.text):
                 continue
             chosen.add(document.text)
-            part, limit = ("test", LONGEST_TEST_BYTES) if taken < TEST_DOCUMENTS else ("fit", LONGEST_FIT_BYTES)
+            part, limit = (
+                ("test", LONGEST_TEST_BYTES) if taken < TEST_DOCUMENTS else ("fit", LONGEST_FIT_BYTES)
+            )
             yield part, licence, package, Document(domain, document.source, middle(document.text, limit))
             taken += 1
             if taken == TEST_DOCUMENTS + FIT_DOCUMENTS:
@@ -148,8 +166,13 @@ def _licence(domain: str, package: str, document: Document) -> str | None:
         return None
     if domain == "python":
         return "PSF-2.0"
-    licence = next((licence for pattern, licence in _PACKAGES[domain].items() if re.fullmatch(pattern, package)), None)
-    if package.endswith(("x11proto-dev", "libx11-dev", "libxext-dev")) and b"hereby granted, free of charge" not in document.text:
+    licence = next(
+        (licence for pattern, licence in _PACKAGES[domain].items() if re.fullmatch(pattern, package)), None
+    )
+    if (
+        package.endswith(("x11proto-dev", "libx11-dev", "libxext-dev"))
+        and b"hereby granted, free of charge" not in document.text
+    ):
         return "MIT-open-group" if b"Open Group" in document.text else "HPND"
     return licence
 
@@ -184,7 +207,9 @@ def _write(chosen: Iterable[tuple[str, str, str, Document]], folder: Path) -> No
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_bytes(document.text)
         entries.append(entry)
-    (folder / "manifest.json").write_text(json.dumps({"documents": entries}, indent=1) + "\n", encoding="ascii")
+    (folder / "manifest.json").write_text(
+        json.dumps({"documents": entries}, indent=1) + "\n", encoding="ascii"
+    )
 
 
 def main(seed: Annotated[int, typer.Option(help="Seed of the choice of documents.")] = 0) -> None:
@@ -196,7 +221,10 @@ def main(seed: Annotated[int, typer.Option(help="Seed of the choice of documents
     heldout_path().mkdir(exist_ok=True)
     _write(chosen, heldout_path())
     for domain in DOMAINS:
-        counts = [sum(part == half and document.domain == domain for part, _, _, document in chosen) for half in ("test", "fit")]
+        counts = [
+            sum(part == half and document.domain == domain for part, _, _, document in chosen)
+            for half in ("test", "fit")
+        ]
         typer.echo(f"{domain}: {counts[0]} test and {counts[1]} fit documents")
 
 

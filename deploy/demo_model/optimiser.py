@@ -22,7 +22,13 @@ WEIGHT_DECAY = 0.05
 class Muon(torch.optim.Optimizer):
     """Muon for parameters of two dimensions, or three when they are stacks of matrices (the experts)."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+    ) -> None:
         """Create the optimiser. `momentum` is Nesterov's; `weight_decay` is decoupled and scaled by `lr`."""
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 

@@ -1,6 +1,7 @@
 """Record which experts the demo model chose, token by token, on the held-out documents.
 
-The file (`routings_path()`, a numpy archive) holds R requests of 384 tokens, of which the first 192 are the prompt:
+The file (`routings_path()`, a numpy archive) holds R requests of 384 tokens, of which the first 192 are the
+prompt:
 
 | array     | shape, type            | meaning                                                                                     |
 |-----------|------------------------|---------------------------------------------------------------------------------------------|
@@ -15,7 +16,8 @@ The file (`routings_path()`, a numpy archive) holds R requests of 384 tokens, of
 | domains   | str [9]                | names of the domains                                                                        |
 | documents | str [D]                | SHA-256 of the documents, as in the manifest of the held-out documents                      |
 
-The weights are the committed bf16 ones, computed in fp32; every token's experts are those of one forward pass over its request.
+The weights are the committed bf16 ones, computed in fp32; every token's experts are those of one forward pass
+over its request.
 """
 
 import logging
@@ -48,7 +50,8 @@ log = logging.getLogger(__name__)
 
 
 def windows(document: Document, count: int) -> list[int]:
-    """Return up to `count` starts of disjoint requests in a document, spread over it, each at the start of a character."""
+    """Return up to `count` starts of disjoint requests in a document, spread over it, each at the start of a
+    character."""
     room = len(document.text) - REQUEST_TOKENS
     count = min(count, len(document.text) // (REQUEST_TOKENS + 3))
     spread = [room * number // max(1, count - 1) for number in range(count)] if count > 1 else [0]
@@ -80,8 +83,11 @@ def chosen_experts(model: Qwen3MoeForCausalLM, tokens: npt.NDArray[np.uint8]) ->
     return np.concatenate(chosen)
 
 
-def continue_prompts(model: Qwen3MoeForCausalLM, prompts: npt.NDArray[np.uint8], seed: int) -> npt.NDArray[np.uint8]:
-    """Return the prompts (uint8 [requests, PROMPT_TOKENS]) with continuations sampled up to REQUEST_TOKENS, never ending early."""
+def continue_prompts(
+    model: Qwen3MoeForCausalLM, prompts: npt.NDArray[np.uint8], seed: int
+) -> npt.NDArray[np.uint8]:
+    """Return the prompts (uint8 [requests, PROMPT_TOKENS]) with continuations sampled up to REQUEST_TOKENS,
+    never ending early."""
     random = torch.Generator().manual_seed(seed)
     tokens = torch.from_numpy(prompts.astype(np.int64))
     cache, fed = DynamicCache(), tokens
@@ -95,7 +101,13 @@ def continue_prompts(model: Qwen3MoeForCausalLM, prompts: npt.NDArray[np.uint8],
 
 
 def record(
-    model: Qwen3MoeForCausalLM, documents: Mapping[str, Sequence[Document]], *, fit_windows: int, test_windows: int, sampled: int, seed: int
+    model: Qwen3MoeForCausalLM,
+    documents: Mapping[str, Sequence[Document]],
+    *,
+    fit_windows: int,
+    test_windows: int,
+    sampled: int,
+    seed: int,
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays of the file (see the table above).
 
@@ -126,7 +138,9 @@ def record(
         "prompt": np.array(PROMPT_TOKENS),
         "part": np.array([PARTS.index(part) for part, *_ in plan], dtype=np.uint8),
         "sampled": is_sampled,
-        "domain": np.array([DOMAINS.index(documents[part][number].domain) for part, number, *_ in plan], dtype=np.uint8),
+        "domain": np.array(
+            [DOMAINS.index(documents[part][number].domain) for part, number, *_ in plan], dtype=np.uint8
+        ),
         "document": np.array([offsets[part] + number for part, number, *_ in plan], dtype=np.uint8),
         "start": np.array([start for _, _, start, _ in plan], dtype=np.uint16),
         "domains": np.array(DOMAINS),
@@ -143,16 +157,31 @@ def main(
     out: Annotated[Path, typer.Option(help="The file to write.")] = ROUTINGS,
     fit_windows: Annotated[int, typer.Option(min=1, help="Requests per fit document, at most.")] = 5,
     test_windows: Annotated[int, typer.Option(min=1, help="Requests per test document, at most.")] = 3,
-    sampled: Annotated[int, typer.Option(min=0, help="Number of these that are recorded once more with a sampled continuation.")] = 1,
+    sampled: Annotated[
+        int,
+        typer.Option(min=0, help="Number of these that are recorded once more with a sampled continuation."),
+    ] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
 ) -> None:
     """Record routings on the held-out documents; needs the machine's own copies of the fit documents."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     documents = {part: read_documents(part) for part in PARTS}
-    arrays = record(load_model(checkpoint), documents, fit_windows=fit_windows, test_windows=test_windows, sampled=sampled, seed=seed)
+    arrays = record(
+        load_model(checkpoint),
+        documents,
+        fit_windows=fit_windows,
+        test_windows=test_windows,
+        sampled=sampled,
+        seed=seed,
+    )
     np.savez_compressed(out, allow_pickle=False, **arrays)
     counts = [int(((arrays["part"] == number) & ~arrays["sampled"]).sum()) for number in range(len(PARTS))]
-    log.info("%d fit, %d test and %d sampled requests; %s bytes", *counts, arrays["sampled"].sum(), f"{out.stat().st_size:,}")
+    log.info(
+        "%d fit, %d test and %d sampled requests; %s bytes",
+        *counts,
+        arrays["sampled"].sum(),
+        f"{out.stat().st_size:,}",
+    )
 
 
 if __name__ == "__main__":

@@ -43,7 +43,11 @@ log = logging.getLogger(__name__)
 
 
 def train(
-    corpus: Sequence[npt.NDArray[np.uint8]], *, steps: int, seed: int, watch: Callable[[int, Qwen3MoeForCausalLM], None] | None = None
+    corpus: Sequence[npt.NDArray[np.uint8]],
+    *,
+    steps: int,
+    seed: int,
+    watch: Callable[[int, Qwen3MoeForCausalLM], None] | None = None,
 ) -> Qwen3MoeForCausalLM:
     """Return a model trained for `steps` steps.
 
@@ -102,10 +106,16 @@ def rate(step: int, steps: int) -> float:
     return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def draw_batch(corpus: Sequence[npt.NDArray[np.uint8]], length: int, random: np.random.Generator) -> torch.Tensor:
+def draw_batch(
+    corpus: Sequence[npt.NDArray[np.uint8]], length: int, random: np.random.Generator
+) -> torch.Tensor:
     """Return one window per domain: token ids int64 [domains, length]."""
     starts = [int(random.integers(0, len(text) - length)) for text in corpus]
-    return torch.from_numpy(np.stack([text[start : start + length] for text, start in zip(corpus, starts, strict=True)]).astype(np.int64))
+    return torch.from_numpy(
+        np.stack([text[start : start + length] for text, start in zip(corpus, starts, strict=True)]).astype(
+            np.int64
+        )
+    )
 
 
 def _losses(model: Qwen3MoeForCausalLM, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,9 +142,17 @@ def balance_loss(router_logits: torch.Tensor, chosen: torch.Tensor) -> torch.Ten
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder the checkpoint is written to.")],
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps; the learning rate's schedule spans them.")] = 1000,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Optimiser steps; the learning rate's schedule spans them.")
+    ] = 1000,
     seed: Annotated[int, typer.Option(help="Seed of the weights, the documents and the windows drawn.")] = 0,
-    threads: Annotated[int, typer.Option(min=1, help="Torch threads. One is reproducible bit for bit; two on two busy cores are slower than one.")] = 1,
+    threads: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Torch threads. One is reproducible bit for bit; two on two busy cores are slower than one.",
+        ),
+    ] = 1,
     every: Annotated[int, typer.Option(min=1, help="Steps between evaluations and checkpoints.")] = 200,
 ) -> None:
     """Train the demo model from scratch on text found on this machine (about a quarter of an hour on one free
@@ -152,7 +170,11 @@ def main(
         if step % every == 0 or step == steps:
             write_checkpoint(model, out)
             losses = losses_by_domain(model, test)
-            log.info("held out: mean %.3f; %s", np.mean(list(losses.values())), {name: round(loss, 2) for name, loss in losses.items()})
+            log.info(
+                "held out: mean %.3f; %s",
+                np.mean(list(losses.values())),
+                {name: round(loss, 2) for name, loss in losses.items()},
+            )
 
     train([concatenate(of_domain) for of_domain in documents.values()], steps=steps, seed=seed, watch=watch)
 

@@ -50,7 +50,9 @@ class ConnectionGate:
         return False
 
     def _look(self, connections: Iterable[Sheddable], newcomer: Sheddable) -> None:
-        known = [(one.silence(), number, one) for number, one in enumerate(connections) if one is not newcomer]
+        known = [
+            (one.silence(), number, one) for number, one in enumerate(connections) if one is not newcomer
+        ]
         silent = sorted((silence, number, one) for silence, number, one in known if silence is not None)
         self._silent.extend(one for _, _, one in silent)
         self._found = WORTH_A_LOOK * len(silent) >= len(known)

@@ -102,7 +102,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         real = cast("asyncio.Transport", transport)
-        self._wire = WriteCoalescing(real, self.loop, linger_seconds=self._limits.write_seconds, has_input=self._has_input)
+        self._wire = WriteCoalescing(
+            real, self.loop, linger_seconds=self._limits.write_seconds, has_input=self._has_input
+        )
         super().connection_made(self._wire)
         if len(self.connections) > self._gate.most:
             self._squeeze_in(len(self.connections) - self._gate.most)
@@ -115,7 +117,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._count("too_many_connections")
             self._wire.abort()
         else:
-            self._refuse(_Refused(503, "too_many_connections", "too many connections are open; try again later"))
+            self._refuse(
+                _Refused(503, "too_many_connections", "too many connections are open; try again later")
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -208,7 +212,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(refused)
             return
         if self._overhead > self._limits.head_bytes:
-            self._refuse(self._head_too_large() if self._phase is _HEAD else _Refused(400, "malformed", "too much between two chunks of the body"))
+            self._refuse(
+                self._head_too_large()
+                if self._phase is _HEAD
+                else _Refused(400, "malformed", "too much between two chunks of the body")
+            )
         elif self._phase is not before:
             self._due = self._deadline()
 
@@ -219,7 +227,11 @@ class LimitedProtocol(HttpToolsProtocol):
         Java's HttpClient and `curl --http2` send such requests by default. A new parser gets a head with the
         same framing and without the upgrade.
         """
-        framing = [b"%s: %s\r\n" % field for field in self.scope["headers"] if field[0] in (b"content-length", b"transfer-encoding")]
+        framing = [
+            b"%s: %s\r\n" % field
+            for field in self.scope["headers"]
+            if field[0] in (b"content-length", b"transfer-encoding")
+        ]
         self._upgrading = False
         self._due = self._deadline()
         self.parser = httptools.HttpRequestParser(_ReadOn(self))
@@ -229,7 +241,13 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._phase is _SENT or self._phase is _REFUSED:
             return inf
         limits = self._limits
-        seconds = limits.head_seconds if self._phase is _HEAD else limits.body_seconds if self._phase is _BODY else limits.idle_seconds
+        seconds = (
+            limits.head_seconds
+            if self._phase is _HEAD
+            else limits.body_seconds
+            if self._phase is _BODY
+            else limits.idle_seconds
+        )
         return self.loop.time() + seconds
 
     # Parser callbacks
@@ -255,7 +273,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._overhead > self._limits.head_bytes and self._head_bytes() > self._limits.head_bytes:
             raise self._head_too_large()
         if len(self.pipeline) >= MOST_PIPELINED:
-            raise _Refused(429, "pipelined", f"more than {MOST_PIPELINED} requests wait on this connection; wait for answers")
+            raise _Refused(
+                429,
+                "pipelined",
+                f"more than {MOST_PIPELINED} requests wait on this connection; wait for answers",
+            )
         self._overhead = 0
         self._phase = _BODY
         super().on_headers_complete()
@@ -331,9 +353,13 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._due <= now:
             self._due = inf
             if self._phase is _BODY:
-                self._refuse(_Refused(408, "slow_body", f"the body was not here after {self._limits.body_seconds:g} s"))
+                self._refuse(
+                    _Refused(408, "slow_body", f"the body was not here after {self._limits.body_seconds:g} s")
+                )
             elif self._phase is _HEAD and not self._silent:
-                self._refuse(_Refused(408, "slow_head", f"the head was not here after {self._limits.head_seconds:g} s"))
+                self._refuse(
+                    _Refused(408, "slow_head", f"the head was not here after {self._limits.head_seconds:g} s")
+                )
             else:
                 self.transport.close()
 
@@ -355,7 +381,9 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._wire.close_gently()
                 return
         body = ApiError(refused.status, refused.text, code=refused.cause).body()
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
+            body
+        )
         self.transport.write(STATUS_LINE[refused.status] + head + body)
         self._wire.close_gently()
 

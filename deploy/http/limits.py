@@ -58,5 +58,8 @@ class CutConnections:
         now = self._clock()
         if now >= self._silent_until:
             self._silent_until = now + LOG_SECONDS
-            log.warning("connections of clients were cut: %s", ", ".join(f"{number} {name}" for name, number in self._unlogged.items()))
+            log.warning(
+                "connections of clients were cut: %s",
+                ", ".join(f"{number} {name}" for name, number in self._unlogged.items()),
+            )
             self._unlogged.clear()

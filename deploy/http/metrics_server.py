@@ -26,11 +26,18 @@ class MetricsApp:
         self._exposition = exposition
         self._key = key
 
-    async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]) -> None:
+    async def __call__(
+        self,
+        scope: Message,
+        receive: Callable[[], Awaitable[Message]],
+        send: Callable[[Message], Awaitable[None]],
+    ) -> None:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return
-        presented = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"), None)
+        presented = next(
+            (value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"), None
+        )
         status, body = self._page(scope["path"], presented)
         headers = [(b"content-type", _TEXT), (b"content-length", str(len(body)).encode())]
         if status == 401:
@@ -50,7 +57,9 @@ class MetricsApp:
                 return 404, b"nothing here; see /metrics and /health\n"
 
 
-async def _lifespan(receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]) -> None:
+async def _lifespan(
+    receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
+) -> None:
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})
@@ -65,7 +74,9 @@ def _read_key(file: Path) -> SharedSecret:
         raise CannotListen(f"metrics_key_file {file}: {error}") from error
 
 
-async def offer_metrics(stack: AsyncExitStack, address: str, exposition: Callable[[], bytes], key_file: FilePath | None = None) -> None:
+async def offer_metrics(
+    stack: AsyncExitStack, address: str, exposition: Callable[[], bytes], key_file: FilePath | None = None
+) -> None:
     """Serve on HOST:PORT until the stack closes. Raises CannotListen for an invalid or unavailable address,
     or an unreadable key."""
     host, colon, port = address.rpartition(":")
@@ -74,7 +85,10 @@ async def offer_metrics(stack: AsyncExitStack, address: str, exposition: Callabl
     host = host.strip("[]") or "127.0.0.1"
     key = None if key_file is None else _read_key(Path(key_file))
     if key is None and not is_loopback(host):
-        log.warning("insecure: other machines may read /metrics on %s without a key; metrics_key_file names one", address)
+        log.warning(
+            "insecure: other machines may read /metrics on %s without a key; metrics_key_file names one",
+            address,
+        )
     app = MetricsApp(exposition, key)
     face = await stack.enter_async_context(HttpServer(app, listen(host, int(port)), drain_seconds=1.0))
     await stack.enter_async_context(alongside(face.failed(), "serves metrics"))

@@ -30,7 +30,14 @@ class _Server(uvicorn.Server):
     """uvicorn server that leaves signals to the process, waits for its stop event, enforces deadlines, and
     stops in stages."""
 
-    def __init__(self, config: uvicorn.Config, drain_seconds: float, count: Count, tls: ServerTls | None, handshake_seconds: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        drain_seconds: float,
+        count: Count,
+        tls: ServerTls | None,
+        handshake_seconds: float,
+    ) -> None:
         super().__init__(config)
         self._count = count
         self._tls = tls
@@ -48,10 +55,19 @@ class _Server(uvicorn.Server):
         loop, config = asyncio.get_running_loop(), self.config
 
         def protocol() -> asyncio.Protocol:
-            return config.http_protocol_class(config=config, server_state=self.server_state, app_state=self.lifespan.state)  # type: ignore[call-arg]
+            return config.http_protocol_class(
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )  # type: ignore[call-arg]
 
-        tls: dict[str, Any] = {} if self._tls is None else {"ssl": self._tls.context, "ssl_handshake_timeout": self._handshake_seconds}
-        self.servers = [await loop.create_server(protocol, sock=door, backlog=config.backlog, **tls) for door in sockets or []]
+        tls: dict[str, Any] = (
+            {}
+            if self._tls is None
+            else {"ssl": self._tls.context, "ssl_handshake_timeout": self._handshake_seconds}
+        )
+        self.servers = [
+            await loop.create_server(protocol, sock=door, backlog=config.backlog, **tls)
+            for door in sockets or []
+        ]
         self.started = True
 
     async def main_loop(self) -> None:
@@ -81,7 +97,11 @@ class _Server(uvicorn.Server):
             connection.shutdown()
         await self._until(lambda: not state.tasks, self._drain_seconds)
         if state.tasks:
-            log.warning("%d requests are broken off: they were not over after %g s", len(state.tasks), self._drain_seconds)
+            log.warning(
+                "%d requests are broken off: they were not over after %g s",
+                len(state.tasks),
+                self._drain_seconds,
+            )
         for task in list(state.tasks):
             task.cancel()
         await self._until(lambda: not state.tasks, LAST_WORDS_SECONDS)
@@ -147,7 +167,9 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "HttpServer":
-        self._task = asyncio.create_task(self._serve(), name=f"serve HTTP on {', '.join(map(url_of, self._doors))}")
+        self._task = asyncio.create_task(
+            self._serve(), name=f"serve HTTP on {', '.join(map(url_of, self._doors))}"
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -34,9 +34,13 @@ def _listening(host: str, port: int, *, shared: bool) -> socket.socket:
     """Create a listening socket. shared: other sockets of this user may listen on the same port, if created
     the same way."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
     except OSError as error:
-        raise CannotListen(f"cannot listen on {host!r}: {error.strerror}; give an address of this machine with --host") from error
+        raise CannotListen(
+            f"cannot listen on {host!r}: {error.strerror}; give an address of this machine with --host"
+        ) from error
     door = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -48,7 +52,8 @@ def _listening(host: str, port: int, *, shared: bool) -> socket.socket:
     except OSError as error:
         door.close()
         raise CannotListen(
-            f"cannot listen on {host}:{port}: {error.strerror}; is another server there? Choose another with --port (0: any free one)"
+            f"cannot listen on {host}:{port}: {error.strerror}; is another server there? Choose another with"
+            " --port (0: any free one)"
         ) from error
     return door
 
@@ -96,7 +101,9 @@ async def probe(url: str, *, seconds: float = 5.0) -> None:
     parts = urllib.parse.urlsplit(url)
     async with asyncio.timeout(seconds):
         tls = _UNVERIFIED if parts.scheme == "https" else None
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port or (443 if tls else 80), ssl=tls)
+        reader, writer = await asyncio.open_connection(
+            parts.hostname, parts.port or (443 if tls else 80), ssl=tls
+        )
         try:
             writer.write(f"GET {parts.path or '/'} HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode())
             words = (await reader.readline()).split(None, 2)

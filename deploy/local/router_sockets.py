@@ -31,10 +31,15 @@ class RouterSockets:
         private: list[socket.socket] = []
         try:
             while len(private) < config.processes:
-                private.append(listen(config.host, config.private_port and config.private_port + len(private)))
+                private.append(
+                    listen(config.host, config.private_port and config.private_port + len(private))
+                )
         except CannotListen as error:
             cls(tuple(shared), tuple(private)).close()
-            raise CannotListen(f"{error} (a private port of one of {config.processes} router processes: [router] private_port)") from error
+            raise CannotListen(
+                f"{error} (a private port of one of {config.processes} router processes: [router]"
+                " private_port)"
+            ) from error
         return cls(tuple(shared), tuple(private), tls)
 
     @property

@@ -238,7 +238,11 @@ class Unit:
             born = clock()
             reason = await self._live()
             failures = 1 if clock() - born > self._policy.steady_seconds else failures + 1
-            if not self._ever_ready or failures > self._policy.failures or any(child.ended == FINAL for child in self.children):
+            if (
+                not self._ever_ready
+                or failures > self._policy.failures
+                or any(child.ended == FINAL for child in self.children)
+            ):
                 raise UnitFailed(f"{self.name}: {reason}{self._last_words()}")
             pause = self._policy.pause(failures)
             self._say(f"{self.name}: {reason}; starting it again in {pause:.1f} s")
@@ -264,7 +268,10 @@ class Unit:
 
     async def _watch(self, incarnation: Incarnation) -> str:
         """Wait until a child ends, readiness fails, or health is lost; return the reason."""
-        ends = [asyncio.create_task(child.wait(), name=f"wait for the end of {child.command.name}") for child in self.children]
+        ends = [
+            asyncio.create_task(child.wait(), name=f"wait for the end of {child.command.name}")
+            for child in self.children
+        ]
         course = asyncio.create_task(self._course(incarnation), name=f"probe {self.name}")
         try:
             await asyncio.wait([*ends, course], return_when=asyncio.FIRST_COMPLETED)
@@ -310,5 +317,7 @@ class Unit:
 
     def _last_words(self) -> str:
         """Return the end of the logs of the children that ended on their own account, else of all."""
-        guilty = [child for child in self.children if child.ended not in (None, 0, -signal.SIGTERM, -signal.SIGKILL)] or self.children
+        guilty = [
+            child for child in self.children if child.ended not in (None, 0, -signal.SIGTERM, -signal.SIGKILL)
+        ] or self.children
         return "".join(f"\n  {child.command.log}:{tail(child.command.log)}" for child in guilty)

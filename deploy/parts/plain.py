@@ -21,7 +21,9 @@ EXPECTED = (BusError, NameTaken)
 log = logging.getLogger(__name__)
 
 
-async def serve(name: str, plain: BackendAgentConfig, bus_config: BusConfig, agent_config: AgentConfig) -> None:
+async def serve(
+    name: str, plain: BackendAgentConfig, bus_config: BusConfig, agent_config: AgentConfig
+) -> None:
     """Represent the server until cancelled. Raises NameTaken if another engine has the name; BusError if NATS
     cannot be reached at start."""
     subjects = Subjects(bus_config.namespace)
@@ -32,12 +34,20 @@ async def serve(name: str, plain: BackendAgentConfig, bus_config: BusConfig, age
         await bus.close()
 
 
-async def represent(bus: Bus, subjects: Subjects, name: str, plain: BackendAgentConfig, agent_config: AgentConfig) -> None:
+async def represent(
+    bus: Bus, subjects: Subjects, name: str, plain: BackendAgentConfig, agent_config: AgentConfig
+) -> None:
     """Run an incarnation of the engine for every period in which the server is up, until cancelled. Raises
     NameTaken as `serve` does."""
     replaces: int | None = None
     while True:
-        who = AgentIdentity(engine=name, worker_id=secrets.randbits(64), node=socket.gethostname(), urls=(plain.base,), replaces=replaces)
+        who = AgentIdentity(
+            engine=name,
+            worker_id=secrets.randbits(64),
+            node=socket.gethostname(),
+            urls=(plain.base,),
+            replaces=replaces,
+        )
         try:
             await _while_it_is_there(bus, subjects, who, plain, agent_config)
         except (EngineFailed, ExceptionGroup) as error:
@@ -49,12 +59,17 @@ async def represent(bus: Bus, subjects: Subjects, name: str, plain: BackendAgent
         await asyncio.sleep(plain.probe_seconds)
 
 
-async def _while_it_is_there(bus: Bus, subjects: Subjects, who: AgentIdentity, plain: BackendAgentConfig, config: AgentConfig) -> None:
+async def _while_it_is_there(
+    bus: Bus, subjects: Subjects, who: AgentIdentity, plain: BackendAgentConfig, config: AgentConfig
+) -> None:
     """Represent the server from its first answer until it stays away (EngineFailed)."""
     engine = BackendAgent(plain)
     await engine.start()
     agent = Agent(bus, subjects, engine, who, config)
-    async with alongside(agent.run(), f"agent of {who.engine}") as speaking, alongside(_watch(engine, agent), f"watch {plain.base}") as watching:
+    async with (
+        alongside(agent.run(), f"agent of {who.engine}") as speaking,
+        alongside(_watch(engine, agent), f"watch {plain.base}") as watching,
+    ):
         log.info("%s serves %s at %s", who.engine, engine.description.model, plain.base)
         await first_failure([speaking, watching])
 

@@ -18,7 +18,12 @@ from migration.service import MigrationService
 EXPECTED = (BusError, CannotListen)
 
 
-async def serve(bus_config: BusConfig, config: MigrationConfig, ready: Path | None, read: Callable[[], MigrationConfig] | None = None) -> None:
+async def serve(
+    bus_config: BusConfig,
+    config: MigrationConfig,
+    ready: Path | None,
+    read: Callable[[], MigrationConfig] | None = None,
+) -> None:
     """Serve until cancelled; create the file `ready` once serving.
 
     read: reads the settings at SIGHUP; raises ValueError or OSError if they are invalid. None: SIGHUP ends
@@ -33,18 +38,26 @@ async def serve(bus_config: BusConfig, config: MigrationConfig, ready: Path | No
         if read is not None:
             hangup = asyncio.Event()
             stack.enter_context(on_hangup(hangup.set))
-            tasks.append(await stack.enter_async_context(alongside(_reload(service, read, hangup), "read the settings again")))
+            tasks.append(
+                await stack.enter_async_context(
+                    alongside(_reload(service, read, hangup), "read the settings again")
+                )
+            )
         await until_ready(service.ready, *tasks)
         if config.metrics_address is not None:
             # loads an HTTP server, so it is imported only on demand
             from deploy.http.metrics_server import offer_metrics
 
-            await offer_metrics(stack, config.metrics_address, service.metrics.exposition, config.metrics_key_file)
+            await offer_metrics(
+                stack, config.metrics_address, service.metrics.exposition, config.metrics_key_file
+            )
         tell(ready)
         await first_failure(tasks)
 
 
-async def _reload(service: MigrationService, read: Callable[[], MigrationConfig], hangup: asyncio.Event) -> None:
+async def _reload(
+    service: MigrationService, read: Callable[[], MigrationConfig], hangup: asyncio.Event
+) -> None:
     """Reload the settings at every request; requests during a reload are merged into one."""
     while True:
         await hangup.wait()

@@ -49,21 +49,37 @@ async def serve(
     """Serve until cancelled. Raises EngineFailed, BusError, NameTaken or TransferError (perhaps in a
     group)."""
     name, subjects = f"{order.engine}/{order.rank}", Subjects(bus_config.namespace)
-    who = AgentIdentity(engine=order.engine, worker_id=order.worker_id, node=socket.gethostname(), urls=order.urls, replaces=order.replaces)
+    who = AgentIdentity(
+        engine=order.engine,
+        worker_id=order.worker_id,
+        node=socket.gethostname(),
+        urls=order.urls,
+        replaces=order.replaces,
+    )
     async with AsyncExitStack() as stack:
         stack.enter_context(door)
         bus = await NatsBus.connect(bus_config.servers, subjects, bus_config, name=name)
         stack.push_async_callback(bus.close)
         if worker.resume:
-            await agree(bus, subjects, order.engine, order.rank, Path(order.meet), config.join_timeout_seconds)
+            await agree(
+                bus, subjects, order.engine, order.rank, Path(order.meet), config.join_timeout_seconds
+            )
         engine = EmbeddedEngine(config, order.rank, Path(order.meet))
         await engine.start()
-        agent = Agent(bus, subjects, engine, who, agent_config, await _staging(stack, engine, who, order.rank, transfer))
+        agent = Agent(
+            bus, subjects, engine, who, agent_config, await _staging(stack, engine, who, order.rank, transfer)
+        )
         stepping = await stack.enter_async_context(alongside(_run(engine, agent), f"steps of {name}"))
         security = RankSecurity(worker)
         stack.enter_context(on_hangup(security.reload))
-        app = RankApp(engine, EngineTracing(engine=order.engine, rank=order.rank, model=config.served_model), security.admission)
-        face = await stack.enter_async_context(HttpServer(app, door, drain_seconds=worker.drain_seconds, limits=RANK_LIMITS, tls=security.tls))
+        app = RankApp(
+            engine,
+            EngineTracing(engine=order.engine, rank=order.rank, model=config.served_model),
+            security.admission,
+        )
+        face = await stack.enter_async_context(
+            HttpServer(app, door, drain_seconds=worker.drain_seconds, limits=RANK_LIMITS, tls=security.tls)
+        )
         serving = await stack.enter_async_context(alongside(face.failed(), f"HTTP server of {name}"))
         speaking = await stack.enter_async_context(alongside(agent.run(), f"agent of {name}"))
         await until_ready(agent.joined, stepping, serving, speaking)
@@ -76,11 +92,15 @@ async def serve(
         await first_failure([stepping, serving, speaking])
 
 
-async def _staging(stack: AsyncExitStack, engine: EmbeddedEngine, who: AgentIdentity, rank: int, config: TransferConfig) -> Staging:
+async def _staging(
+    stack: AsyncExitStack, engine: EmbeddedEngine, who: AgentIdentity, rank: int, config: TransferConfig
+) -> Staging:
     """Return the rank's expert reader, which is closed after its agent has ended."""
     if engine.experts is None:
         return Staging(config=config)
-    ways = await open_transfers(config, engine.experts.memory, agent_name(who.engine, rank), one_machine=not who.nodes)
+    ways = await open_transfers(
+        config, engine.experts.memory, agent_name(who.engine, rank), one_machine=not who.nodes
+    )
     for way in ways:
         stack.push_async_callback(way.close)
     return Staging(ways=ways, config=config, tracing=HandoverTracing(engine=who.engine, rank=rank))

@@ -37,7 +37,10 @@ async def agree(bus: Bus, subjects: Subjects, engine: str, rank: int, meeting: P
             while not last_is_left(meeting):  # noqa: ASYNC110 another process makes the file
                 await asyncio.sleep(_LOOK_SECONDS)
     except TimeoutError:
-        raise EngineFailed(f"rank {rank}: rank 0 did not report within {seconds:g} s which epoch {engine} begins with; see why in its log") from None
+        raise EngineFailed(
+            f"rank {rank}: rank 0 did not report within {seconds:g} s which epoch {engine} begins with; see"
+            " why in its log"
+        ) from None
 
 
 async def last_life(bus: Bus, subjects: Subjects, engine: str) -> PlacementRecord | None:
@@ -54,10 +57,18 @@ async def last_life(bus: Bus, subjects: Subjects, engine: str) -> PlacementRecor
             newest = await _latest(bus, subjects.migrations(engine))
             migration = None if newest is None else await before_verdicts(bus, newest)
     except (BusError, TimeoutError) as error:
-        log.warning("%s starts with its configured placement: its last placement cannot be read: %s", engine, str(error) or "the bus did not answer")
+        log.warning(
+            "%s starts with its configured placement: its last placement cannot be read: %s",
+            engine,
+            str(error) or "the bus did not answer",
+        )
         return None
     record = last_decided(
-        placement.message if placement is not None and isinstance(placement.message, PlacementCommitted) else None,
+        (
+            placement.message
+            if placement is not None and isinstance(placement.message, PlacementCommitted)
+            else None
+        ),
         migration if isinstance(migration, MigrationStaged) and migration.handover == decided else None,
     )
     if record is not None:
@@ -79,6 +90,8 @@ async def _decided(bus: Bus, subjects: Subjects, engine: str) -> int | None:
     try:
         found = msgspec.json.decode(claim.value, type=OpenHandover)
     except msgspec.DecodeError as error:
-        log.warning("the stored handover of engine %s cannot be read, and counts as not decided: %s", engine, error)
+        log.warning(
+            "the stored handover of engine %s cannot be read, and counts as not decided: %s", engine, error
+        )
         return None
     return found.handover if found.state is CoordinatorState.COMMITTING else None

@@ -74,10 +74,16 @@ async def serve(
         if read is not None:
             hangup = asyncio.Event()
             stack.enter_context(on_hangup(hangup.set))
-            tasks.append(await stack.enter_async_context(alongside(_reload(service, read, hangup, tls), "read the settings again")))
+            tasks.append(
+                await stack.enter_async_context(
+                    alongside(_reload(service, read, hangup, tls), "read the settings again")
+                )
+            )
         if bus is not None:
             inquiries = BusApi(bus, subjects, Decider(service))
-            tasks.append(await stack.enter_async_context(alongside(inquiries.run(), "answer questions on the bus")))
+            tasks.append(
+                await stack.enter_async_context(alongside(inquiries.run(), "answer questions on the bus"))
+            )
         if private is not None:
             tasks.append(await _face(stack, app, private, service, tls))
             await until_ready(service.warmup.done, *tasks)
@@ -96,7 +102,9 @@ async def serve(
         await first_failure(tasks)
 
 
-async def _reload(service: RouterService, read: Callable[[], RouterConfig], hangup: asyncio.Event, tls: ServerTls | None) -> None:
+async def _reload(
+    service: RouterService, read: Callable[[], RouterConfig], hangup: asyncio.Event, tls: ServerTls | None
+) -> None:
     """Reload the settings at every SIGHUP; signals during a reload are merged into one."""
 
     def settings() -> RouterConfig:
@@ -118,18 +126,26 @@ async def _begin_to_stop(service: RouterService) -> None:
     service.draining = True
     seconds = service.config.pre_stop_seconds
     if seconds:
-        log.info("the router will stop: it is no longer ready, and accepts requests for another %g s", seconds)
+        log.info(
+            "the router will stop: it is no longer ready, and accepts requests for another %g s", seconds
+        )
         await asyncio.sleep(seconds)
     service.refusing = True
     log.info("the router stops: running requests have %g s", service.config.drain_seconds)
 
 
-async def _face(stack: AsyncExitStack, app: FastAPI, door: socket.socket, service: RouterService, tls: ServerTls | None) -> "asyncio.Task[None]":
+async def _face(
+    stack: AsyncExitStack, app: FastAPI, door: socket.socket, service: RouterService, tls: ServerTls | None
+) -> "asyncio.Task[None]":
     config = service.config
     count = service.metrics.connection_cut
-    face = HttpServer(app, door, drain_seconds=config.drain_seconds, limits=http_limits(config), count=count, tls=tls)
+    face = HttpServer(
+        app, door, drain_seconds=config.drain_seconds, limits=http_limits(config), count=count, tls=tls
+    )
     await stack.enter_async_context(face)
-    return await stack.enter_async_context(alongside(face.failed(), f"the router's HTTP server on {url_of(door)}"))
+    return await stack.enter_async_context(
+        alongside(face.failed(), f"the router's HTTP server on {url_of(door)}")
+    )
 
 
 def http_limits(config: RouterConfig) -> HttpLimits:

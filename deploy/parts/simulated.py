@@ -61,9 +61,15 @@ class SimulatedHost:
     async def failed(self) -> None:
         """Wait while it serves; raise the error that ended it."""
         await self.gone.wait()
-        raise RuntimeError("the simulated engine ended unexpectedly") if self._failure is None else self._failure
+        raise (
+            RuntimeError("the simulated engine ended unexpectedly")
+            if self._failure is None
+            else self._failure
+        )
 
-    async def watch(self, serving: Sequence[asyncio.Task[None]], speaking: Sequence[asyncio.Task[None]]) -> None:
+    async def watch(
+        self, serving: Sequence[asyncio.Task[None]], speaking: Sequence[asyncio.Task[None]]
+    ) -> None:
         """Wait for the engine's end, then release everything as that kind of end requires."""
         ended, _ = await asyncio.wait([*serving, *speaking], return_when=asyncio.FIRST_COMPLETED)
         self._failure = next((task.exception() for task in ended if not task.cancelled()), None)
@@ -101,17 +107,43 @@ async def hosted(
         threads = ThreadPoolExecutor(1, "checksums")
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
         agents = [
-            Agent(bus, subjects, rank, who, agent_config, Staging(ways=(rank.transfer,), config=transfer, tracing=tracing, executor=threads))
-            for rank, tracing in zip(engine.ranks, (HandoverTracing(engine=who.engine, rank=rank) for rank in range(config.ranks)), strict=True)
+            Agent(
+                bus,
+                subjects,
+                rank,
+                who,
+                agent_config,
+                Staging(ways=(rank.transfer,), config=transfer, tracing=tracing, executor=threads),
+            )
+            for rank, tracing in zip(
+                engine.ranks,
+                (HandoverTracing(engine=who.engine, rank=rank) for rank in range(config.ranks)),
+                strict=True,
+            )
         ]
         for rank in engine.ranks:
             stack.push_async_callback(rank.transfer.close)
-        serving = [await stack.enter_async_context(alongside(rank.run(), f"steps of {who.engine}/{number}")) for number, rank in enumerate(engine.ranks)]
-        tracings = {rank: EngineTracing(engine=who.engine, rank=rank, model=config.served_model) for rank in range(config.ranks)}
-        app = SimulatedHttp(engine, {door.getsockname()[1]: rank for rank, door in enumerate(doors)}, tracings, admission)
-        face = await stack.enter_async_context(HttpServer(app, *doors, drain_seconds=drain_seconds, limits=RANK_LIMITS, tls=tls))
-        serving.append(await stack.enter_async_context(alongside(face.failed(), f"HTTP servers of {who.engine}")))
-        speaking = [await stack.enter_async_context(alongside(agent.run(), f"agent of {who.engine}/{rank}")) for rank, agent in enumerate(agents)]
+        serving = [
+            await stack.enter_async_context(alongside(rank.run(), f"steps of {who.engine}/{number}"))
+            for number, rank in enumerate(engine.ranks)
+        ]
+        tracings = {
+            rank: EngineTracing(engine=who.engine, rank=rank, model=config.served_model)
+            for rank in range(config.ranks)
+        }
+        app = SimulatedHttp(
+            engine, {door.getsockname()[1]: rank for rank, door in enumerate(doors)}, tracings, admission
+        )
+        face = await stack.enter_async_context(
+            HttpServer(app, *doors, drain_seconds=drain_seconds, limits=RANK_LIMITS, tls=tls)
+        )
+        serving.append(
+            await stack.enter_async_context(alongside(face.failed(), f"HTTP servers of {who.engine}"))
+        )
+        speaking = [
+            await stack.enter_async_context(alongside(agent.run(), f"agent of {who.engine}/{rank}"))
+            for rank, agent in enumerate(agents)
+        ]
         engine.at_death = face.abort
         host = SimulatedHost(engine, agents, who)
         await until_ready(agents[0].joined, *serving, *speaking)
@@ -146,7 +178,19 @@ async def serve(
     try:
         last = await last_life(bus, subjects, order.engine) if worker.resume else None
         admission, tls = security.admission, security.tls
-        serving = hosted(bus, subjects, who, doors, config, agent_config, drain_seconds=drain, last=last, transfer=transfer, admission=admission, tls=tls)
+        serving = hosted(
+            bus,
+            subjects,
+            who,
+            doors,
+            config,
+            agent_config,
+            drain_seconds=drain,
+            last=last,
+            transfer=transfer,
+            admission=admission,
+            tls=tls,
+        )
         with on_hangup(security.reload):
             async with serving as host:
                 host.engine.at_death = _end_this_process

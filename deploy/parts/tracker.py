@@ -30,6 +30,8 @@ async def serve(bus_config: BusConfig, config: TrackerConfig, ready: Path | None
             # loads an HTTP server, so it is imported only on demand
             from deploy.http.metrics_server import offer_metrics
 
-            await offer_metrics(stack, config.metrics_address, service.metrics.exposition, config.metrics_key_file)
+            await offer_metrics(
+                stack, config.metrics_address, service.metrics.exposition, config.metrics_key_file
+            )
         tell(ready)
         await first_failure([running])

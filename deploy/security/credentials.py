@@ -29,14 +29,22 @@ class ServerCredentials:
         `engine` is for engines that join later, under any name."""
         self.folder = folder
         self._subjects = subjects
-        wanted: list[tuple[Role, str | None]] = [*((role, None) for role in ROLES), *(("engine", name) for name in engines)]
+        wanted: list[tuple[Role, str | None]] = [
+            *((role, None) for role in ROLES),
+            *(("engine", name) for name in engines),
+        ]
         self._users = [(_drawn(user_name(role, engine)), role, engine or "*") for role, engine in wanted]
         self.tell(None)
 
     def tell(self, url: str | None) -> None:
         """Write every user's file. url: of the server, once known; for people's own programs."""
         for login, _, _ in self._users:
-            said = {"user": login.user, "password": login.password, "inbox_prefix": login.inbox_prefix, **({"url": url} if url else {})}
+            said = {
+                "user": login.user,
+                "password": login.password,
+                "inbox_prefix": login.inbox_prefix,
+                **({"url": url} if url else {}),
+            }
             draft = self.folder / f"{login.user}.new"
             private_text(draft, msgspec.json.encode(said).decode() + "\n")
             draft.replace(self.folder / f"{login.user}.json")

@@ -12,7 +12,11 @@ _TLS = "TLS ([{section}] tls_cert and tls_key, or --tls-terminated where {termin
 
 def missing_at_router(config: RouterConfig) -> str | None:
     """Return what the router's listen address lacks, with the remedy; None: nothing."""
-    lacks = [] if config.api_key_file else ["client keys (--client-keys FILE; `roost key new TENANT --file FILE` writes one)"]
+    lacks = (
+        []
+        if config.api_key_file
+        else ["client keys (--client-keys FILE; `roost key new TENANT --file FILE` writes one)"]
+    )
     if config.tls_cert is None and not config.tls_terminated:
         lacks.append(_TLS.format(section="router", terminated="a proxy in front speaks TLS with clients"))
     return _complaint("the router", config.host, lacks)
@@ -24,10 +28,14 @@ def missing_at_ranks(config: WorkerConfig, *, secret_is_made: bool = False) -> s
     secret_is_made: a secret is generated at the start, if no file is set.
     """
     lacks = (
-        [] if config.fleet_secret_file or secret_is_made else ["the fleet's secret ([worker] fleet_secret_file, the same file as [router] fleet_secret_file)"]
+        []
+        if config.fleet_secret_file or secret_is_made
+        else ["the fleet's secret ([worker] fleet_secret_file, the same file as [router] fleet_secret_file)"]
     )
     if config.tls_cert is None and not config.tls_terminated:
-        lacks.append(_TLS.format(section="worker", terminated="a service mesh encrypts what routers and ranks say"))
+        lacks.append(
+            _TLS.format(section="worker", terminated="a service mesh encrypts what routers and ranks say")
+        )
     return _complaint("the engine's ranks", config.host, lacks)
 
 
@@ -43,7 +51,10 @@ def is_loopback(host: str) -> bool:
     if not host:
         return False  # an empty host means every address
     try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)}
+        found = {
+            str(info[4][0])
+            for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        }
     except OSError:
         return True
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)

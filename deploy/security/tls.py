@@ -33,7 +33,9 @@ class ServerTls:
         try:
             _context().load_cert_chain(self._cert, self._key, _no_password)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            raise CertificateError(f"the certificate {self._cert} with the key {self._key} cannot be used: {error}") from error
+            raise CertificateError(
+                f"the certificate {self._cert} with the key {self._key} cannot be used: {error}"
+            ) from error
 
     def load(self) -> None:
         """Load the files. Call `check` first."""

@@ -16,7 +16,12 @@ from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import (
+    BatchSpanProcessor,
+    ConsoleSpanExporter,
+    SpanExporter,
+    SpanExportResult,
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +53,9 @@ def exporting(service: str, wanted: Sequence[str], file: Path | None) -> Iterato
 
 def _provider(service: str, wanted: Sequence[str], file: Path | None) -> TracerProvider:
     stated = OTELResourceDetector().detect().attributes.get(SERVICE_NAME)
-    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: stated or service}), shutdown_on_exit=False)
+    provider = TracerProvider(
+        resource=Resource.create({SERVICE_NAME: stated or service}), shutdown_on_exit=False
+    )
     if "otlp" in wanted:
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     if "otlp_grpc" in wanted:
@@ -56,7 +63,9 @@ def _provider(service: str, wanted: Sequence[str], file: Path | None) -> TracerP
     if "console" in wanted:
         provider.add_span_processor(BatchSpanProcessor(ConsoleSpanExporter(out=sys.stderr)))
     if file is not None:
-        provider.add_span_processor(BatchSpanProcessor(SpanFile(file), schedule_delay_millis=FILE_SECONDS * 1000))
+        provider.add_span_processor(
+            BatchSpanProcessor(SpanFile(file), schedule_delay_millis=FILE_SECONDS * 1000)
+        )
     return provider
 
 
@@ -86,7 +95,9 @@ class SpanFile(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self._turn()
-        self._file.write("".join(json.dumps(as_record(span), ensure_ascii=False) + "\n" for span in spans).encode())
+        self._file.write(
+            "".join(json.dumps(as_record(span), ensure_ascii=False) + "\n" for span in spans).encode()
+        )
         return SpanExportResult.SUCCESS
 
     def _turn(self) -> None:
@@ -130,6 +141,15 @@ def as_record(span: ReadableSpan) -> dict[str, Any]:
         "ms": (end - start) / 1e6,
         "status": span.status.status_code.name.lower(),
         "attributes": dict(span.attributes or {}),
-        "links": [{"trace_id": trace.format_trace_id(to.context.trace_id), "span_id": trace.format_span_id(to.context.span_id)} for to in span.links],
-        "events": [{"name": event.name, "at_ns": event.timestamp, "attributes": dict(event.attributes or {})} for event in span.events],
+        "links": [
+            {
+                "trace_id": trace.format_trace_id(to.context.trace_id),
+                "span_id": trace.format_span_id(to.context.span_id),
+            }
+            for to in span.links
+        ],
+        "events": [
+            {"name": event.name, "at_ns": event.timestamp, "attributes": dict(event.attributes or {})}
+            for event in span.events
+        ],
     }

@@ -43,7 +43,9 @@ def exporters(environment: Mapping[str, str]) -> tuple[str, ...]:
     named = tuple(dict.fromkeys(name.strip().lower() for name in stated.split(",") if name.strip()))
     for name in named:
         if name not in ("otlp", "console", "none"):
-            raise TracingError(f"OTEL_TRACES_EXPORTER={stated}: {name!r} is not known; use otlp, console or none")
+            raise TracingError(
+                f"OTEL_TRACES_EXPORTER={stated}: {name!r} is not known; use otlp, console or none"
+            )
     protocol = next((environment[name] for name in _PROTOCOLS if environment.get(name)), "http/protobuf")
     if "otlp" in named and protocol not in _OTLP:
         raise TracingError(f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}: Roost sends {' or '.join(_OTLP)}")

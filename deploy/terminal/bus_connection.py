@@ -26,7 +26,9 @@ def on_bus(config: BusConfig, ask: Callable[[Bus, Subjects], Awaitable[Found]]) 
         finally:
             await bus.close()
 
-    code = run_process(asked(), expected=(BusError,), hint="is `roost up` running? Name its NATS server with --nats URL")
+    code = run_process(
+        asked(), expected=(BusError,), hint="is `roost up` running? Name its NATS server with --nats URL"
+    )
     if code or not found:
         raise typer.Exit(code)
     return found[0]

@@ -18,7 +18,11 @@ def drawer() -> Draw:
     try:
         from deploy.terminal.heatmaps import draw
     except ImportError as error:
-        fail(f"--plot needs matplotlib, which is not installed ({error}); install it with: pip install 'roost[plot]'", USAGE)
+        fail(
+            f"--plot needs matplotlib, which is not installed ({error}); install it with: pip install"
+            " 'roost[plot]'",
+            USAGE,
+        )
 
     def draw_or_fail(path: Path, rows: Rows, title: str) -> None:
         try:

@@ -30,7 +30,10 @@ def draw(path: Path, rows: Rows, title: str) -> None:
     global state is used.
     """
     shown = [row for row in rows[:MOST] if row]
-    heights = [min(FEWEST_INCHES + INCHES_PER_ROW * max(len(panel.values) for panel in row), MOST_INCHES) for row in shown]
+    heights = [
+        min(FEWEST_INCHES + INCHES_PER_ROW * max(len(panel.values) for panel in row), MOST_INCHES)
+        for row in shown
+    ]
     wide = WIDE.get(max(map(len, shown), default=1), WIDEST)
     figure = Figure(figsize=(wide, sum(heights) + 0.5), dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
@@ -46,7 +49,12 @@ def draw(path: Path, rows: Rows, title: str) -> None:
 def _draw_panel(figure: Figure, axes: Any, panel: Panel) -> None:
     most = max(float(np.abs(panel.values).max(initial=0.0)), 1e-12) if panel.most is None else panel.most
     image = axes.imshow(
-        panel.values, aspect="auto", interpolation="nearest", cmap=_COLOURS[panel.scale], vmin=-most if panel.scale == "signed" else 0.0, vmax=most
+        panel.values,
+        aspect="auto",
+        interpolation="nearest",
+        cmap=_COLOURS[panel.scale],
+        vmin=-most if panel.scale == "signed" else 0.0,
+        vmax=most,
     )
     if panel.marks is not None:
         down, across = np.nonzero(panel.marks)

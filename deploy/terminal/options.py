@@ -32,35 +32,81 @@ USAGE = 2
 LARGEST_EXACT = 2**53
 """Largest magnitude below which every integer is exact as a double."""
 
-ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Read settings from this file instead of ./roost.toml.")]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Read settings from this file instead of ./roost.toml."),
+]
 CONFIG: Path | None = None
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 JSON = False
 NatsOption = Annotated[
-    str | None, typer.Option("--nats", metavar="URL", help="NATS server, e.g. nats://127.0.0.1:4222.  \\[default: that of the running `roost up`]")
+    str | None,
+    typer.Option(
+        "--nats",
+        metavar="URL",
+        help="NATS server, e.g. nats://127.0.0.1:4222.  \\[default: that of the running `roost up`]",
+    ),
 ]
 NATS: str | None = None
 ClientKeysOption = Annotated[
     Path | None,
     typer.Option(
-        "--client-keys", metavar="FILE", help="Keys file written by `roost key new`. With it, clients must present a key; without it, they need none."
+        "--client-keys",
+        metavar="FILE",
+        help=(
+            "Keys file written by `roost key new`. With it, clients must present a key; without it, they need"
+            " none."
+        ),
     ),
 ]
-CaOption = Annotated[Path | None, typer.Option("--ca", metavar="FILE", help="PEM file of the certificate authorities for an https:// router.")]
-TlsCertOption = Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help="PEM file of the server certificate; with --tls-key it enables TLS.")]
-TlsKeyOption = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="PEM file of the certificate's key.")]
-TlsTerminatedOption = Annotated[bool, typer.Option("--tls-terminated", help="A proxy or a service mesh terminates TLS: listen without it.")]
-InsecureOption = Annotated[bool, typer.Option("--insecure", help="Allow listening for other machines without keys and TLS.")]
+CaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca", metavar="FILE", help="PEM file of the certificate authorities for an https:// router."
+    ),
+]
+TlsCertOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-cert",
+        metavar="FILE",
+        help="PEM file of the server certificate; with --tls-key it enables TLS.",
+    ),
+]
+TlsKeyOption = Annotated[
+    Path | None, typer.Option("--tls-key", metavar="FILE", help="PEM file of the certificate's key.")
+]
+TlsTerminatedOption = Annotated[
+    bool,
+    typer.Option("--tls-terminated", help="A proxy or a service mesh terminates TLS: listen without it."),
+]
+InsecureOption = Annotated[
+    bool, typer.Option("--insecure", help="Allow listening for other machines without keys and TLS.")
+]
 ProcessesOption = Annotated[
-    int | None, typer.Option("--processes", min=1, help="Router processes that share the port and their state.  \\[default: 1]", show_default=False)
+    int | None,
+    typer.Option(
+        "--processes",
+        min=1,
+        help="Router processes that share the port and their state.  \\[default: 1]",
+        show_default=False,
+    ),
 ]
 ModelShapeOption = Annotated[
-    str | None, typer.Option("--model-shape", help="simulated: deepseek-v3, qwen3-235b or demo.  \\[default: demo]", show_default=False)
+    str | None,
+    typer.Option(
+        "--model-shape",
+        help="simulated: deepseek-v3, qwen3-235b or demo.  \\[default: demo]",
+        show_default=False,
+    ),
 ]
 AccessLogOption = Annotated[
     str | None,
     typer.Option(
-        "--access-log", metavar="FILE|none", help="Destination of request lines; a file may be rotated.  \\[default: standard output]", show_default=False
+        "--access-log",
+        metavar="FILE|none",
+        help="Destination of request lines; a file may be rotated.  \\[default: standard output]",
+        show_default=False,
     ),
 ]
 Flags = Mapping[Key, tuple[str, Any]]
@@ -126,7 +172,9 @@ def settings_from(file: Path | None, flags: Flags, *parts: type) -> Configuratio
     return settings
 
 
-def door_flags(section: str, cert: Path | None, key: Path | None, *, terminated: bool, insecure: bool) -> Flags:
+def door_flags(
+    section: str, cert: Path | None, key: Path | None, *, terminated: bool, insecure: bool
+) -> Flags:
     """Return the settings from `--tls-cert`, `--tls-key`, `--tls-terminated` and `--insecure`."""
     return {
         (section, "tls_cert"): ("--tls-cert", cert and cert.absolute()),
@@ -163,7 +211,11 @@ def check_engine_installed(settings: Configuration) -> None:
     embedded = settings.part(WorkerConfig).engine == "embedded"
     missing = [name for name in ("torch", "safetensors") if embedded and find_spec(name) is None]
     if missing:
-        fail(f"the embedded engine needs {' and '.join(missing)}: pip install 'roost[engine]', or choose --engine simulated", USAGE)
+        fail(
+            f"the embedded engine needs {' and '.join(missing)}: pip install 'roost[engine]', or choose"
+            " --engine simulated",
+            USAGE,
+        )
 
 
 def _secured(complaint: str | None, *, insecure: bool) -> None:
@@ -179,7 +231,14 @@ def check(settings: Configuration, *parts: type) -> None:
         fail(str(error), USAGE)
 
 
-def engine_flags(file: Path | None, kind: str | None, *, ranks: int | None, checkpoint: Path | None, model_shape: str | None) -> Flags:
+def engine_flags(
+    file: Path | None,
+    kind: str | None,
+    *,
+    ranks: int | None,
+    checkpoint: Path | None,
+    model_shape: str | None,
+) -> Flags:
     """Return the settings from `--engine`, `--ranks`, `--model` and `--model-shape`; end the command if one
     belongs to another engine kind.
 
@@ -187,38 +246,74 @@ def engine_flags(file: Path | None, kind: str | None, *, ranks: int | None, chec
     """
     given: Flags = {("worker", "engine"): ("--engine", kind)}
     chosen = settings_from(file, given, WorkerConfig).part(WorkerConfig).engine
-    for option, value, owner in (("--model", checkpoint, "embedded"), ("--model-shape", model_shape, "simulated")):
+    for option, value, owner in (
+        ("--model", checkpoint, "embedded"),
+        ("--model-shape", model_shape, "simulated"),
+    ):
         if value is not None and chosen != owner:
             fail(f"{option} belongs to --engine {owner}, and these engines are {chosen}", USAGE)
     if chosen == "simulated":
-        return {**given, ("simulated", "ranks"): ("--ranks", ranks), ("simulated", "shape"): ("--model-shape", model_shape)}
-    return {**given, ("engine", "ranks"): ("--ranks", ranks), ("engine", "checkpoint"): ("--model", checkpoint and checkpoint.absolute())}
+        return {
+            **given,
+            ("simulated", "ranks"): ("--ranks", ranks),
+            ("simulated", "shape"): ("--model-shape", model_shape),
+        }
+    return {
+        **given,
+        ("engine", "ranks"): ("--ranks", ranks),
+        ("engine", "checkpoint"): ("--model", checkpoint and checkpoint.absolute()),
+    }
 
 
 def running() -> Running | None:
     """Return this user's running `roost up`; end the command if there are several."""
     found = [run for run in live_runs(home(os.environ)) if run.nats]
     if len(found) > 1:
-        fail(f"several fleets are running; name one with --nats: {', '.join(without_secrets(str(run.nats)) for run in found)}", USAGE)
+        fail(
+            "several fleets are running; name one with --nats:"
+            f" {', '.join(without_secrets(str(run.nats)) for run in found)}",
+            USAGE,
+        )
     return found[0] if found else None
 
 
 def router_processes(servers: Sequence[str]) -> tuple[str, ...]:
     """Return the URLs of single router processes of this user's runs on any of these NATS servers."""
-    return tuple(url for run in live_runs(home(os.environ)) if set(str(run.nats).split(",")) & set(servers) for url in run.routers)
+    return tuple(
+        url
+        for run in live_runs(home(os.environ))
+        if set(str(run.nats).split(",")) & set(servers)
+        for url in run.routers
+    )
 
 
 UrlOption = Annotated[
     str | None,
-    typer.Option("--url", metavar="URL", help="URL of the router that serves the backends (--backend, \\[backends.NAME]); these are not on any bus."),
+    typer.Option(
+        "--url",
+        metavar="URL",
+        help=(
+            "URL of the router that serves the backends (--backend, \\[backends.NAME]); these are not on any"
+            " bus."
+        ),
+    ),
 ]
-KeyFileOption = Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is a key accepted by the router.")]
+KeyFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--api-key-file", metavar="FILE", help="File whose first line is a key accepted by the router."
+    ),
+]
 
 
 def router_url(settings: Configuration) -> str:
     """Return the URL of the configured router, or that of the running fleet."""
     chosen = settings.part(RouterConfig)
-    if all(setting.source == "default" for (section, key), setting in settings.items() if section == "router" and key in ("host", "port")):
+    if all(
+        setting.source == "default"
+        for (section, key), setting in settings.items()
+        if section == "router" and key in ("host", "port")
+    ):
         run = running()
         if run is not None and run.router is not None:
             return run.router
@@ -237,7 +332,12 @@ def key_from(file: Path | None) -> str | None:
 def access_log_flag(named: str | None) -> Flags:
     """Return the setting from `--access-log`: a file, relative to this working directory, or one of the words
     "-" and "none"."""
-    return {("up", "access_log"): ("--access-log", named if named in (None, "-", "none") else str(Path(named).absolute()))}
+    return {
+        ("up", "access_log"): (
+            "--access-log",
+            named if named in (None, "-", "none") else str(Path(named).absolute()),
+        )
+    }
 
 
 def bus_flags(nats: str | None) -> Flags:
@@ -265,7 +365,9 @@ def with_login(settings: Configuration, role: Role, engine: str | None = None) -
         return settings
     for run in live_runs(home(os.environ)):
         if run.credentials is not None and set(str(run.nats).split(",")) & set(bus.servers):
-            return settings.with_flags({("bus", "credentials_file"): ("the running fleet", of_run(run, role, engine))})
+            return settings.with_flags(
+                {("bus", "credentials_file"): ("the running fleet", of_run(run, role, engine))}
+            )
     return settings
 
 
@@ -277,5 +379,10 @@ def with_bus(settings: Configuration) -> Configuration:
     return (
         settings
         if run is None
-        else settings.with_flags({("bus", "urls"): ("the running fleet", str(run.nats).split(",")), ("bus", "namespace"): ("the running fleet", run.namespace)})
+        else settings.with_flags(
+            {
+                ("bus", "urls"): ("the running fleet", str(run.nats).split(",")),
+                ("bus", "namespace"): ("the running fleet", run.namespace),
+            }
+        )
     )

@@ -50,9 +50,17 @@ def placement_panels(now: Placement, before: Placement | None, layer: int | None
     before: an earlier placement, drawn beside it together with the differences. layer: only this one. Raises
     ValueError for placements of different shapes.
     """
-    if before is not None and (before.layers, before.experts, before.ranks) != (now.layers, now.experts, now.ranks):
+    if before is not None and (before.layers, before.experts, before.ranks) != (
+        now.layers,
+        now.experts,
+        now.ranks,
+    ):
         raise ValueError(f"{before} and {now} cannot be compared")
-    times = [("now", now)] if before is None else [(f"first epoch, {before.epoch}", before), (f"now, epoch {now.epoch}", now)]
+    times = (
+        [("now", now)]
+        if before is None
+        else [(f"first epoch, {before.epoch}", before), (f"now, epoch {now.epoch}", now)]
+    )
     replicas = [(name, one.replicas_on_rank.sum(axis=1, dtype=np.float64)) for name, one in times]
     most = max(2.0, *(float(table.max()) for _, table in replicas))
     rows: Rows = [] if layer is not None else [_beside("replicas", "layer", replicas, most)]
@@ -61,14 +69,24 @@ def placement_panels(now: Placement, before: Placement | None, layer: int | None
     return rows
 
 
-def _beside(what: str, down: str, tables: Sequence[tuple[str, FloatingArray]], most: float) -> tuple[Panel, ...]:
+def _beside(
+    what: str, down: str, tables: Sequence[tuple[str, FloatingArray]], most: float
+) -> tuple[Panel, ...]:
     """Return a panel per table, and for two tables a panel of differences: gained and lost experts by rank,
     else the change in number."""
     panels = [Panel(f"{what}: {name}", values, "holding", down, most=most) for name, values in tables]
     if len(tables) > 1:
         (_, first), (_, now) = tables
         if down == "rank":
-            panels.append(Panel(f"{what}: came (red), went (blue)", np.sign(now) - np.sign(first), "signed", down, most=_PALE))
+            panels.append(
+                Panel(
+                    f"{what}: came (red), went (blue)",
+                    np.sign(now) - np.sign(first),
+                    "signed",
+                    down,
+                    most=_PALE,
+                )
+            )
         else:
             panels.append(Panel(f"{what}: more (red), fewer (blue)", now - first, "signed", down, most=most))
     return tuple(panels)
@@ -80,7 +98,12 @@ def _holding(placement: Placement, layer: int) -> FloatingArray:
     return np.asarray(held * held.sum(axis=0), np.float64)
 
 
-def demand_panels(demand: FloatingArray, placements: Sequence[tuple[str, Placement]], node: NDArray[np.intp], layer: int | None = None) -> Rows:
+def demand_panels(
+    demand: FloatingArray,
+    placements: Sequence[tuple[str, Placement]],
+    node: NDArray[np.intp],
+    layer: int | None = None,
+) -> Rows:
     """Return panels of each rank's demand per expert, layer by layer. For each placement: dots on the experts
     that the rank holds, and the share of demand served locally.
 
@@ -92,7 +115,13 @@ def demand_panels(demand: FloatingArray, placements: Sequence[tuple[str, Placeme
     rows: Rows = []
     for at in shown_layers(demand.shape[1]) if layer is None else (layer,):
         row = [
-            Panel(f"layer {at}: {name}, {_local(found[at]):.0%} local", wanted[:, at], "amount", "rank", marks=one.replicas_on_rank[at] > 0)
+            Panel(
+                f"layer {at}: {name}, {_local(found[at]):.0%} local",
+                wanted[:, at],
+                "amount",
+                "rank",
+                marks=one.replicas_on_rank[at] > 0,
+            )
             for (name, one), found in zip(placements, served, strict=True)
         ]
         rows.append(tuple(row or [Panel(f"layer {at}", wanted[:, at], "amount", "rank")]))

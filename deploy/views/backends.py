@@ -15,7 +15,18 @@ from router.api.backend_record import BackendSpeed, BackendStatus
 
 _PATH = "/v1/backends"
 _LOOK_SECONDS = 0.5
-HEAD = ("backend", "state", "requests", "prefill", "prompt tok/s", "output tok/s", "speed", "KV cache", "models", "URL")
+HEAD = (
+    "backend",
+    "state",
+    "requests",
+    "prefill",
+    "prompt tok/s",
+    "output tok/s",
+    "speed",
+    "KV cache",
+    "models",
+    "URL",
+)
 _MOST_MODELS = 3
 
 
@@ -41,7 +52,9 @@ def backend_lines(backends: Sequence[BackendStatus]) -> list[str]:
     """Return aligned columns, one line per backend."""
     rows = [HEAD, *(_row(one) for one in backends)]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 def show_backends(door: RouterAddress, backends: Sequence[BackendStatus], *, as_json: bool) -> None:
@@ -70,7 +83,9 @@ def watch_backends(door: RouterAddress, interval: float, *, once: bool, as_json:
         return
 
 
-def drain_backend(door: RouterAddress, name: str, *, undo: bool, wait: float | None, reason: str, as_json: bool) -> None:
+def drain_backend(
+    door: RouterAddress, name: str, *, undo: bool, wait: float | None, reason: str, as_json: bool
+) -> None:
     """Drain a backend at its router, or undo it. With `wait`, wait that many seconds until it is idle; exit
     with status 1 if it takes longer."""
     body: dict[str, Any] = {"draining": not undo, "reason": reason}
@@ -85,17 +100,33 @@ def drain_backend(door: RouterAddress, name: str, *, undo: bool, wait: float | N
     elif undo:
         show(f"{name} takes new requests again")
     else:
-        show(f"{name} takes no new requests{' and is idle' if idle else ''}; undo it with: roost drain {name} --undo --url {door.url}")
+        show(
+            f"{name} takes no new requests{' and is idle' if idle else ''}; undo it with: roost drain {name}"
+            f" --undo --url {door.url}"
+        )
     if idle is False:
         note(f"{name} is not idle after {wait:g} s; it continues to drain")
         raise typer.Exit(FAILURE)
 
 
 def _row(one: BackendStatus) -> tuple[str, ...]:
-    models = [*one.models[:_MOST_MODELS], *([f"and {len(one.models) - _MOST_MODELS} more"] if len(one.models) > _MOST_MODELS else [])]
+    models = [
+        *one.models[:_MOST_MODELS],
+        *([f"and {len(one.models) - _MOST_MODELS} more"] if len(one.models) > _MOST_MODELS else []),
+    ]
     state, speed = printable(one.state), one.speed
     requests, cache = f"{one.requests}/{one.max_requests}", "by tenant" if one.isolates_tenants else "shared"
-    return (one.name, state, requests, str(one.prefill_tokens), *_speeds(speed), speed.source, cache, printable(", ".join(models)) or "-", one.url)
+    return (
+        one.name,
+        state,
+        requests,
+        str(one.prefill_tokens),
+        *_speeds(speed),
+        speed.source,
+        cache,
+        printable(", ".join(models)) or "-",
+        one.url,
+    )
 
 
 def _speeds(speed: BackendSpeed) -> Iterator[str]:

@@ -35,14 +35,26 @@ def words(message: Message, homes: Mapping[int, int] | None = None) -> str | Non
 def _moved(message: Message) -> str | None:
     match message:
         case MigrationPlanned():
-            predicted = "" if message.before is None or message.after is None else f": {_change(message.before, message.after)}"
+            predicted = (
+                ""
+                if message.before is None or message.after is None
+                else f": {_change(message.before, message.after)}"
+            )
             copied = f"{message.copies} copies, {_bytes(message.bytes)}" if message.copies else "no bytes"
-            return f"{message.engine}: plan {message.plan} of the {message.origin} begins, {copied}{predicted}"
+            return (
+                f"{message.engine}: plan {message.plan} of the {message.origin} begins, {copied}{predicted}"
+            )
         case MigrationStaged():
-            return f"{message.engine}: handover {message.number + 1} of {message.plan} is staged, {_bytes(message.bytes)} in {message.seconds:.2f} s"
+            return (
+                f"{message.engine}: handover {message.number + 1} of {message.plan} is staged,"
+                f" {_bytes(message.bytes)} in {message.seconds:.2f} s"
+            )
         case MigrationCommitted():
             done = f"; plan {message.plan} is done" if message.last else ""
-            return f"{message.engine}: handover {message.number + 1} committed, epoch {message.epoch} is served{done}"
+            return (
+                f"{message.engine}: handover {message.number + 1} committed, epoch {message.epoch} is"
+                f" served{done}"
+            )
         case MigrationAborted():
             return f"{message.engine}: plan {message.plan} is given up: {message.reason}"
         case PlacementCommitted(plan=None):
@@ -53,14 +65,25 @@ def _moved(message: Message) -> str | None:
 def _thought(message: Message, homes: Mapping[int, int]) -> str | None:
     match message:
         case PlanJudged():
-            return f"{message.engine}: plan {message.plan} is judged {message.verdict}, trust {message.trust:.2f}: {message.reason}"
+            return (
+                f"{message.engine}: plan {message.plan} is judged {message.verdict}, trust"
+                f" {message.trust:.2f}: {message.reason}"
+            )
         case PopularityShifted():
-            moved = f", most in layers {', '.join(map(str, message.layers[:_LAYERS]))}" if message.layers else ""
+            moved = (
+                f", most in layers {', '.join(map(str, message.layers[:_LAYERS]))}" if message.layers else ""
+            )
             by = f"{message.divergence:.4f} nats of {message.threshold:.4f} that chance explains"
-            return f"popularity of {message.model} {'has settled' if message.settled else f'shifted by {by}{moved}'}"
+            return (
+                f"popularity of {message.model}"
+                f" {'has settled' if message.settled else f'shifted by {by}{moved}'}"
+            )
         case HomesPublished() if homes.get(message.worker_id) != message.version:
             none = "" if message.homes else ", none"
-            return f"{message.engine}: new homes of clusters from epoch {message.epoch} on{none}: {message.reason}"
+            return (
+                f"{message.engine}: new homes of clusters from epoch {message.epoch} on{none}:"
+                f" {message.reason}"
+            )
     return None
 
 
@@ -72,10 +95,17 @@ def _operated(message: Message) -> str | None:
             return f"{message.engine} left: {message.reason}"
         case RankDrained():
             place = message.engine if message.rank is None else f"{message.engine}/{message.rank}"
-            return f"{place} {'takes no new requests' if message.draining else 'takes new requests again'}" + (f": {message.reason}" if message.reason else "")
+            return (
+                f"{place} {'takes no new requests' if message.draining else 'takes new requests again'}"
+                + (f": {message.reason}" if message.reason else "")
+            )
         case ConfigChanged():
-            changed = ", ".join(f"{key} = {now}" for key, (_, now) in message.changed.items()) or "nothing differs"
-            return f"settings of {message.part}: " + (f"refused: {message.refused}" if message.refused is not None else changed)
+            changed = (
+                ", ".join(f"{key} = {now}" for key, (_, now) in message.changed.items()) or "nothing differs"
+            )
+            return f"settings of {message.part}: " + (
+                f"refused: {message.refused}" if message.refused is not None else changed
+            )
     return None
 
 

@@ -24,13 +24,17 @@ KV_EVENTS = "KvEvents"
 """Name of a batch in Dynamo's untagged form."""
 
 
-def show_events(bus_config: BusConfig, kinds: set[str], since: float | None, *, follow: bool, as_json: bool) -> None:
+def show_events(
+    bus_config: BusConfig, kinds: set[str], since: float | None, *, follow: bool, as_json: bool
+) -> None:
     """Print messages of these kinds (all when empty): those stored in the last `since` seconds, if given,
     then new ones."""
     line = _json_line if as_json else _line
 
     async def print_all(bus: Bus, subjects: Subjects) -> None:
-        async with aclosing(_received(bus, subjects) if since is None else _replayed(bus, subjects, since, follow)) as source:
+        async with aclosing(
+            _received(bus, subjects) if since is None else _replayed(bus, subjects, since, follow)
+        ) as source:
             async for received in source:
                 if not kinds or kind_of(received.message) in kinds:
                     show(line(received))
@@ -49,10 +53,16 @@ async def _received(bus: Bus, subjects: Subjects) -> AsyncGenerator[Received, No
             yield received
 
 
-async def _replayed(bus: Bus, subjects: Subjects, seconds: float, follow: bool) -> AsyncGenerator[Received, None]:
+async def _replayed(
+    bus: Bus, subjects: Subjects, seconds: float, follow: bool
+) -> AsyncGenerator[Received, None]:
     """Replay the messages on all stored subjects in order of time; then, with `follow`, continue with new
     ones."""
-    past = [received for subject in subjects.stored async for received in bus.replay(subject, since=seconds, follow=False)]
+    past = [
+        received
+        for subject in subjects.stored
+        async for received in bus.replay(subject, since=seconds, follow=False)
+    ]
     for received in sorted(past, key=lambda received: received.published_at):
         yield received
     if not follow:
@@ -73,21 +83,31 @@ async def _replayed(bus: Bus, subjects: Subjects, seconds: float, follow: bool) 
 
 
 def _line(received: Received) -> str:
-    at = time.strftime("%H:%M:%S", time.localtime(received.published_at)) + f".{int(received.published_at * 1000) % 1000:03d}"
+    at = (
+        time.strftime("%H:%M:%S", time.localtime(received.published_at))
+        + f".{int(received.published_at * 1000) % 1000:03d}"
+    )
     return f"{at} {kind_of(received.message):19} {_words(received.message)}"
 
 
 def _words(message: Message) -> str:
     """Return the fields of a message in one line; tables as their shape."""
     if isinstance(message, tuple):
-        return " ".join(f"[{routed.event.event_id} rank {routed.event.dp_rank} {_change(routed.event.data)}]" for routed in message)
+        return " ".join(
+            f"[{routed.event.event_id} rank {routed.event.dp_rank} {_change(routed.event.data)}]"
+            for routed in message
+        )
     return " ".join(f"{name}={_word(getattr(message, name))}" for name in message.__struct_fields__)
 
 
 def _change(data: Any) -> str:
     if isinstance(data, str):
         return data
-    return f"stored {len(data.stored.blocks)} blocks" if data.stored is not None else f"removed {len(data.removed.block_hashes)} blocks"
+    return (
+        f"stored {len(data.stored.blocks)} blocks"
+        if data.stored is not None
+        else f"removed {len(data.removed.block_hashes)} blocks"
+    )
 
 
 def _word(value: Any) -> str:
@@ -98,14 +118,24 @@ def _word(value: Any) -> str:
         case PlacementRecord():
             return f"[epoch {value.epoch}: {value.layers} layers, {value.ranks}x{value.slots_per_rank} slots]"
         case ClusterRecord():
-            return f"[version {value.version}: {value.clusters} clusters of {value.layers}x{value.experts}, sharpness {value.sharpness:.3g}]"
+            return (
+                f"[version {value.version}: {value.clusters} clusters of {value.layers}x{value.experts},"
+                f" sharpness {value.sharpness:.3g}]"
+            )
         case KeyedRows():
             return f"[{len(value.keys) // 8} rows]"
         case LoopFigures():
             step = 1e3 * value.step_seconds
-            return f"[remote ranks {value.remote_ranks:.3f}, local {value.local:.1%}, balance {value.balance:.3f}, step {step:.4g} ms]"
+            return (
+                f"[remote ranks {value.remote_ranks:.3f}, local {value.local:.1%}, balance"
+                f" {value.balance:.3f}, step {step:.4g} ms]"
+            )
         case msgspec.Struct():
-            return "(" + " ".join(f"{name}={_word(getattr(value, name))}" for name in value.__struct_fields__) + ")"
+            return (
+                "("
+                + " ".join(f"{name}={_word(getattr(value, name))}" for name in value.__struct_fields__)
+                + ")"
+            )
         case float():
             return f"{value:.6g}"
         case bytes():
@@ -133,8 +163,14 @@ def _signature_word(packed: bytes) -> str:
 def _tuple_word(values: tuple[Any, ...]) -> str:
     match values:
         case (RequestProfile(), *_):
-            samples, blocks = sum(one.sample is not None for one in values), sum(len(one.blocks) // 8 for one in values)
-            return f"<{len(values)} requests, {sum(one.tokens for one in values)} tokens, {blocks} blocks, {samples} whole profiles>"
+            samples, blocks = (
+                sum(one.sample is not None for one in values),
+                sum(len(one.blocks) // 8 for one in values),
+            )
+            return (
+                f"<{len(values)} requests, {sum(one.tokens for one in values)} tokens, {blocks} blocks,"
+                f" {samples} whole profiles>"
+            )
         case (RequestOutcome(), *_):
             known = sum(one.prefix != 0 for one in values)
             return f"<{len(values)} requests, {known} with a known prefix>"
@@ -142,7 +178,11 @@ def _tuple_word(values: tuple[Any, ...]) -> str:
             return f"<{len(values)} ranks>"
     if len(values) > SHOWN and all(isinstance(value, float) for value in values):
         return f"<{len(values)} values, sum {sum(values):.6g}>"
-    return f"<{len(values)} values>" if len(values) > SHOWN else "(" + ", ".join(map(_word, values)) + ("," if len(values) == 1 else "") + ")"
+    return (
+        f"<{len(values)} values>"
+        if len(values) > SHOWN
+        else "(" + ", ".join(map(_word, values)) + ("," if len(values) == 1 else "") + ")"
+    )
 
 
 def _json_line(received: Received) -> str:

@@ -15,7 +15,9 @@ from migration.model.cost_model import balance
 from migration.solvers.full_placement import bound, full
 
 
-def show_first_placement(file: Path, ranks: int, slots_per_rank: int | None, nodes: int, out: Path | None, *, as_json: bool) -> None:
+def show_first_placement(
+    file: Path, ranks: int, slots_per_rank: int | None, nodes: int, out: Path | None, *, as_json: bool
+) -> None:
     """Place the experts of a recorded load on the ranks, print the resulting balance, and write the placement
     to `out`."""
     load, _ = loaded(file)
@@ -33,12 +35,16 @@ def show_first_placement(file: Path, ranks: int, slots_per_rank: int | None, nod
         show(in_json(found))
         return
     console().print(
-        f"[bold]{file}[/bold]: {load.layers} layers x {load.experts} experts on {ranks} ranks of {slots} slots, {found['redundant_slots']} redundant per layer"
+        f"[bold]{file}[/bold]: {load.layers} layers x {load.experts} experts on {ranks} ranks of {slots}"
+        f" slots, {found['redundant_slots']} redundant per layer"
     )
     rows = [(name, *(f"{found[key][kind]:.3f}" for kind in ("mean", "min"))) for name, key in _ROWS]
     table(("balance", "mean of layers", "worst layer"), rows)
     if out is not None:
-        note(f'wrote {out}; an engine begins with it by: placement = "{out}" and slots_per_rank = {slots} in [engine] or [simulated]')
+        note(
+            f'wrote {out}; an engine begins with it by: placement = "{out}" and slots_per_rank = {slots} in'
+            " [engine] or [simulated]"
+        )
 
 
 _ROWS = (("experts in order", "in_order"), ("this placement", "placed"), ("no placement can exceed", "bound"))
@@ -48,7 +54,11 @@ def first_placement(load: NDArray[Any], ranks: int, slots_per_rank: int, nodes: 
     """Return the best-balanced placement for a load [layers, experts] under even shares. Ranks are numbered
     node by node. Raises ValueError if experts do not fit."""
     node = np.arange(ranks) // (ranks // nodes)
-    return Placement(full(load, ranks, slots_per_rank, node=node if nodes > 1 else None), experts=load.shape[1], ranks=ranks)
+    return Placement(
+        full(load, ranks, slots_per_rank, node=node if nodes > 1 else None),
+        experts=load.shape[1],
+        ranks=ranks,
+    )
 
 
 def as_record(placement: Placement, load: NDArray[Any], file: Path) -> dict[str, Any]:

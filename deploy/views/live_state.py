@@ -105,7 +105,9 @@ class LiveState:
             case KvMetrics() if 0 <= message.dp_rank < len(engine.joined.urls):
                 engine.load[message.dp_rank] = message
             case DispatchMeasured() if sound(message):
-                self._measured.setdefault(message.worker_id, deque(maxlen=MOST_MEASURED)).append((now, message))
+                self._measured.setdefault(message.worker_id, deque(maxlen=MOST_MEASURED)).append(
+                    (now, message)
+                )
             case RankDrained(draining=True):
                 engine.drains[message.rank] = message.reason
             case RankDrained():
@@ -116,7 +118,9 @@ class LiveState:
                 engine.migrating = ""
 
     def _worker(self, worker_id: int | None) -> EngineNow | None:
-        return next((engine for engine in self.engines.values() if engine.joined.worker_id == worker_id), None)
+        return next(
+            (engine for engine in self.engines.values() if engine.joined.worker_id == worker_id), None
+        )
 
     def _forget(self) -> None:
         """Drop the data of engines that have left."""
@@ -156,7 +160,11 @@ def sound(one: DispatchMeasured) -> bool:
     parts = (one.remote_ranks, one.local, one.served, one.balance)
     if not 0 < len(one.served) <= MOST_LAYERS or any(len(part) != len(one.served) for part in parts):
         return False
-    return one.steps > 0 and min(one.tokens, one.pairs) >= 0 and all(0 <= value < math.inf for part in (*parts, (one.step_seconds,)) for value in part)
+    return (
+        one.steps > 0
+        and min(one.tokens, one.pairs) >= 0
+        and all(0 <= value < math.inf for part in (*parts, (one.step_seconds,)) for value in part)
+    )
 
 
 def figures(measured: Sequence[DispatchMeasured]) -> LoopFigures | None:
@@ -166,7 +174,9 @@ def figures(measured: Sequence[DispatchMeasured]) -> LoopFigures | None:
     """
     layers = min((len(one.served) for one in measured), default=0)
     whole = [layer for layer in range(layers) if any(one.served[layer] > 0 for one in measured)]
-    tokens, pairs, steps = (sum(getattr(one, name) for one in measured) for name in ("tokens", "pairs", "steps"))
+    tokens, pairs, steps = (
+        sum(getattr(one, name) for one in measured) for name in ("tokens", "pairs", "steps")
+    )
     if not whole or not tokens or not pairs:
         return None
 
@@ -181,5 +191,9 @@ def figures(measured: Sequence[DispatchMeasured]) -> LoopFigures | None:
         balance=over("balance") / steps,
         step_seconds=step_seconds / steps,
         tokens=float(tokens),
-        communication=sum(communication) / step_seconds if len(communication) == len(measured) and step_seconds > 0 else None,
+        communication=(
+            sum(communication) / step_seconds
+            if len(communication) == len(measured) and step_seconds > 0
+            else None
+        ),
     )

@@ -76,7 +76,9 @@ def overview(loop: LoopDescribed, now: float) -> list[Text]:
     """Return the loop's overall state. now: Unix seconds, here as everywhere."""
     budget = f"{in_units(loop.budget_bytes)} in {span(loop.budget_seconds)}"
     if loop.paused:
-        since = "" if loop.paused_at is None or now - loop.paused_at < 1 else f" for {span(now - loop.paused_at)}"
+        since = (
+            "" if loop.paused_at is None or now - loop.paused_at < 1 else f" for {span(now - loop.paused_at)}"
+        )
         why = f": {printable(loop.paused_reason)}" if loop.paused_reason else ""
         lines = wrapped(f"loop: PAUSED{since}{why}; roost migration resume resumes it", "bold")
     elif loop.automatic:
@@ -89,7 +91,9 @@ def overview(loop: LoopDescribed, now: float) -> list[Text]:
     return [*lines, *wrapped(about.removeprefix(", "))]
 
 
-def story(loop: LoopDescribed, one: EngineLoop, now: float, live: LoopFigures | None = None, *, brief: bool = False) -> list[Text]:
+def story(
+    loop: LoopDescribed, one: EngineLoop, now: float, live: LoopFigures | None = None, *, brief: bool = False
+) -> list[Text]:
     """Return all lines of one engine. live: recent measurements, if known. brief: without layers, and with
     fewer plans."""
     lines = list(figures(one, live))
@@ -97,20 +101,41 @@ def story(loop: LoopDescribed, one: EngineLoop, now: float, live: LoopFigures | 
     lines += wrapped(_budget(loop, one))
     lines += wrapped(_decided(one, now))
     if one.homes or one.homes_note:
-        lines += wrapped(f"homes: {many(one.homes, 'cluster has one', 'clusters have one')}" + (f"; {printable(one.homes_note)}" if one.homes_note else ""))
+        lines += wrapped(
+            f"homes: {many(one.homes, 'cluster has one', 'clusters have one')}"
+            + (f"; {printable(one.homes_note)}" if one.homes_note else "")
+        )
     return lines + list(plans(one.plans, now, BRIEF_PLANS if brief else MOST_PLANS))
 
 
 def figures(one: EngineLoop | None, live: LoopFigures | None = None) -> Iterator[Text]:
     """Return the table of figures: now, at the start, predicted, and the change from the start. None: the
     planner has no figures."""
-    measured, start, predicted = (None, None, None) if one is None else (one.measured, one.at_start, foretold_of(one.plans))
-    columns = [(head, found) for head, found in (("last 10 s", live), ("now", measured), ("at start", start), ("predicted", predicted)) if found is not None]
+    measured, start, predicted = (
+        (None, None, None) if one is None else (one.measured, one.at_start, foretold_of(one.plans))
+    )
+    columns = [
+        (head, found)
+        for head, found in (
+            ("last 10 s", live),
+            ("now", measured),
+            ("at start", start),
+            ("predicted", predicted),
+        )
+        if found is not None
+    ]
     if measured is None and live is None:
-        yield from wrapped("no recent measurements: no requests, or an engine that does not report token destinations")
+        yield from wrapped(
+            "no recent measurements: no requests, or an engine that does not report token destinations"
+        )
         return
     latest = measured or live
-    yield Text(f"{'':22}" + "".join(f"{head:>11}" for head, _ in columns) + (f"{'since start':>14}" if start is not None else ""), "bold")
+    yield Text(
+        f"{'':22}"
+        + "".join(f"{head:>11}" for head, _ in columns)
+        + (f"{'since start':>14}" if start is not None else ""),
+        "bold",
+    )
     for row in ROWS:
         cells = "".join(f"{_cell(row, found):>11}" for _, found in columns)
         both = (getattr(start, row.field), getattr(latest, row.field)) if start is not None else ()
@@ -144,7 +169,9 @@ def _as_measured(plan: PlanTold, after: LoopFigures) -> LoopFigures:
     before, measured = plan.predicted_before, plan.measured_before
     if before is None or measured is None or before.step_seconds <= 0:
         return after
-    return msgspec.structs.replace(after, step_seconds=measured.step_seconds * after.step_seconds / before.step_seconds)
+    return msgspec.structs.replace(
+        after, step_seconds=measured.step_seconds * after.step_seconds / before.step_seconds
+    )
 
 
 def outcome(plan: PlanTold) -> str:
@@ -166,24 +193,38 @@ def sparkline(values: Sequence[float], worst: Callable[[Sequence[float]], float]
     if not known:
         return "-"
     group = -(-len(values) // MOST_BARS)
-    shown = [worst([one if math.isfinite(one) else known[0] for one in values[at : at + group]]) for at in range(0, len(values), group)]
+    shown = [
+        worst([one if math.isfinite(one) else known[0] for one in values[at : at + group]])
+        for at in range(0, len(values), group)
+    ]
     low, high = min(known), max(known)
     bars = _BARS if (console().encoding or "").lower().startswith("utf") else _DIGITS
     wide = high - low if math.isfinite(high - low) else 0.0
-    drawn = "".join(bars[min(int((value - low) / wide * len(bars)), len(bars) - 1)] if wide else bars[0] for value in shown)
+    drawn = "".join(
+        bars[min(int((value - low) / wide * len(bars)), len(bars) - 1)] if wide else bars[0]
+        for value in shown
+    )
     return f"{drawn}  {low:.3f}" + (f" to {high:.3f}" if high > low else "")
 
 
 def _budget(loop: LoopDescribed, one: EngineLoop) -> str:
     left = max(loop.budget_bytes - one.spent_bytes, 0)
-    said = [f"trust {one.trust:.2f}", f"{in_units(one.spent_bytes)} of the budget spent, {in_units(left)} left", f"{in_units(one.moved_bytes)} moved in all"]
+    said = [
+        f"trust {one.trust:.2f}",
+        f"{in_units(one.spent_bytes)} of the budget spent, {in_units(left)} left",
+        f"{in_units(one.moved_bytes)} moved in all",
+    ]
     if one.resting:
         said.append(many(one.resting, "expert rests", "experts rest"))
     return "; ".join(said)
 
 
 def _decided(one: EngineLoop, now: float) -> str:
-    further = "the engine is planned on request only" if one.next_seconds is None else f"planned again in {max(one.next_seconds, 0):.0f} s"
+    further = (
+        "the engine is planned on request only"
+        if one.next_seconds is None
+        else f"planned again in {max(one.next_seconds, 0):.0f} s"
+    )
     if one.decided_at is None:
         return f"no decision yet; {further}"
     return f"decided {span(now - one.decided_at)} ago ({further}): {printable(one.decided) or '-'}"
@@ -194,19 +235,28 @@ def plans(told: Sequence[PlanTold], now: float, most: int = MOST_PLANS) -> Itera
     if not told:
         yield Text("no plan was carried out yet")
         return
-    yield Text(f"{'plan':16} {'begun':6} {'outcome':9} {'moved':7} {'remote ranks':21} step (measured)", "bold")
+    yield Text(
+        f"{'plan':16} {'begun':6} {'outcome':9} {'moved':7} {'remote ranks':21} step (measured)", "bold"
+    )
     for plan in told[:most]:
         who = "" if plan.origin == "planner" else f" by {plan.origin}"
         moved = in_units(plan.bytes) if plan.bytes else "-"
         remote, step = _promise(plan, _from_to), _promise(plan, _by)
-        yield Text(f"{printable(plan.plan):16} {span(now - plan.at):6} {outcome(plan):9} {moved:7} {remote:21} {step}{who}".rstrip())
+        yield Text(
+            f"{printable(plan.plan):16} {span(now - plan.at):6} {outcome(plan):9} {moved:7} {remote:21}"
+            f" {step}{who}".rstrip()
+        )
         if plan is told[0] and len(plan.outcome) > len(outcome(plan)) + 1:
             yield from wrapped(f"  {printable(plan.outcome)}")
 
 
 def _promise(plan: PlanTold, word: Callable[[LoopFigures, LoopFigures], str]) -> str:
     """Return the predicted gain of a plan, with the measured one in brackets."""
-    predicted = "-" if plan.predicted_before is None or plan.predicted_after is None else word(plan.predicted_before, plan.predicted_after)
+    predicted = (
+        "-"
+        if plan.predicted_before is None or plan.predicted_after is None
+        else word(plan.predicted_before, plan.predicted_after)
+    )
     if plan.measured_before is None or plan.measured_after is None:
         return predicted
     return f"{predicted} ({word(plan.measured_before, plan.measured_after)})"
@@ -223,11 +273,22 @@ def _by(before: LoopFigures, after: LoopFigures) -> str:
 
 def in_rows(loop: LoopDescribed, now: float) -> list[Text]:
     """Return one line per engine, if there are too many for a screen."""
-    lines = [Text(f"{'engine':12} {'epoch':>5} {'remote ranks':>14} {'served locally':>15} {'balance':>13} {'trust':>5}  decided", "bold")]
+    lines = [
+        Text(
+            f"{'engine':12} {'epoch':>5} {'remote ranks':>14} {'served locally':>15} {'balance':>13}"
+            f" {'trust':>5}  decided",
+            "bold",
+        )
+    ]
     for one in loop.engines:
         cells = [_beside(row, one) for row in ROWS[:3]]
         when = "-" if one.decided_at is None else f"{span(now - one.decided_at)} ago"
-        lines.append(Text(f"{printable(one.engine):12} {one.epoch:5} {cells[0]:>14} {cells[1]:>15} {cells[2]:>13} {one.trust:5.2f}  {when}"))
+        lines.append(
+            Text(
+                f"{printable(one.engine):12} {one.epoch:5} {cells[0]:>14} {cells[1]:>15} {cells[2]:>13}"
+                f" {one.trust:5.2f}  {when}"
+            )
+        )
     return [*lines, Text("start>now; all of one engine: roost status ENGINE", "dim")]
 
 
@@ -250,7 +311,12 @@ def span(seconds: float) -> str:
 
 def wrapped(text: str, style: str = "", width: int = WIDTH) -> list[Text]:
     """Wrap text to lines of at most this width; the end of a long text is cut."""
-    return [Text(line, style) for line in textwrap.wrap(text, width, subsequent_indent="  ", max_lines=MOST_WORDS, placeholder=" ...")]
+    return [
+        Text(line, style)
+        for line in textwrap.wrap(
+            text, width, subsequent_indent="  ", max_lines=MOST_WORDS, placeholder=" ..."
+        )
+    ]
 
 
 def say(lines: Iterable[Text]) -> None:
@@ -266,14 +332,21 @@ def show_steering(bus_config: BusConfig, paused: bool | None, reason: str, *, as
     answers."""
 
     async def ask(bus: Bus, subjects: Subjects) -> LoopDescribed:
-        return await described(bus, subjects) if paused is None else await steered(bus, subjects, paused, reason, note)
+        return (
+            await described(bus, subjects)
+            if paused is None
+            else await steered(bus, subjects, paused, reason, note)
+        )
 
     try:
         loop = on_bus(bus_config, ask)
     except NoAnswer as error:
         fail(str(error))
     if paused is not None and loop.paused != paused:
-        fail(f"the planner answered that it {'is' if loop.paused else 'is not'} paused, contrary to the request; is another operator active?")
+        fail(
+            f"the planner answered that it {'is' if loop.paused else 'is not'} paused, contrary to the"
+            " request; is another operator active?"
+        )
     if as_json:
         show(in_json(loop))
         return
@@ -281,4 +354,8 @@ def show_steering(bus_config: BusConfig, paused: bool | None, reason: str, *, as
     if loop.paused:
         say(wrapped(_PAUSED))
     elif paused is False and not loop.automatic:
-        say(wrapped("It was resumed, but the planner makes plans on request only: [planner] automatic is false."))
+        say(
+            wrapped(
+                "It was resumed, but the planner makes plans on request only: [planner] automatic is false."
+            )
+        )

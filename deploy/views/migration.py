@@ -41,14 +41,30 @@ class OutputForm(NamedTuple):
 
 
 def show_migration(
-    bus_config: BusConfig, expert: ExpertId, engine: str, rank: int, manner: OutputForm, *, source: int | None, move: bool, swap: int | None
+    bus_config: BusConfig,
+    expert: ExpertId,
+    engine: str,
+    rank: int,
+    manner: OutputForm,
+    *,
+    source: int | None,
+    move: bool,
+    swap: int | None,
 ) -> None:
     """Move one expert to a rank and report the progress. Like the other functions here, ends the command with
     status 1 if the migration is refused or aborted."""
 
     async def ask(bus: Bus, subjects: Subjects) -> MigrateExpert:
         found = await engine_named(bus, subjects, engine)
-        return MigrateExpert(engine=found.engine, layer=expert.layer, expert=expert.expert, rank=rank, source=source, move=move, swap=swap)
+        return MigrateExpert(
+            engine=found.engine,
+            layer=expert.layer,
+            expert=expert.expert,
+            rank=rank,
+            source=source,
+            move=move,
+            swap=swap,
+        )
 
     _show(bus_config, ask, manner)
 
@@ -69,7 +85,9 @@ def show_plan_file(bus_config: BusConfig, file: Path, engine: str | None, manner
     _show(bus_config, ask, manner)
 
 
-def show_applied(bus_config: BusConfig, engine: str, plan: bytes, manner: OutputForm, also: dict[str, Any]) -> None:
+def show_applied(
+    bus_config: BusConfig, engine: str, plan: bytes, manner: OutputForm, also: dict[str, Any]
+) -> None:
     """Carry out a plan that was just made. also: further fields for the JSON."""
 
     async def ask(bus: Bus, subjects: Subjects) -> ApplyPlan:
@@ -95,7 +113,12 @@ def _content(file: Path) -> bytes:
     return content
 
 
-def _show(bus_config: BusConfig, ask: Callable[[Bus, Subjects], Awaitable[Order]], manner: OutputForm, also: dict[str, Any] | None = None) -> None:
+def _show(
+    bus_config: BusConfig,
+    ask: Callable[[Bus, Subjects], Awaitable[Order]],
+    manner: OutputForm,
+    also: dict[str, Any] | None = None,
+) -> None:
     shown = _Shown(manner)
 
     async def work(bus: Bus, subjects: Subjects) -> None:
@@ -132,12 +155,24 @@ class _Shown:
         if self._manner.as_json:
             return
         accepted = course.accepted
-        copied = f"{many(accepted.copies, 'copy', 'copies')} ({in_units(accepted.bytes)})" if accepted.copies else "no bytes"
-        console().print(f"plan [bold]{accepted.plan}[/bold] of {accepted.engine}: {copied} in {many(accepted.handovers, 'handover')}")
+        copied = (
+            f"{many(accepted.copies, 'copy', 'copies')} ({in_units(accepted.bytes)})"
+            if accepted.copies
+            else "no bytes"
+        )
+        console().print(
+            f"plan [bold]{accepted.plan}[/bold] of {accepted.engine}: {copied} in"
+            f" {many(accepted.handovers, 'handover')}"
+        )
         for step in accepted.what if self._manner.steps else ():
             console().print(f"- {step}", markup=False)
         if self._manner.wait and console().is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[moved]}"), TimeElapsedColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[moved]}"),
+                TimeElapsedColumn(),
+            )
             self._bar = Progress(*columns, console=console(), transient=True)
             self._moving = asyncio.create_task(self._move(self._bar, course), name="show the progress")
 
@@ -171,14 +206,22 @@ def _print_result(course: PlanProgress, manner: OutputForm, *, left: bool, also:
     if manner.as_json:
         show(in_json({**also, **as_record(course)}))
     elif course.over and failed is None:
-        ways = " and ".join(f"{in_units(size)} by {name}" for name, size in sorted(course.by_transfer.items())) or "no bytes"
+        ways = (
+            " and ".join(f"{in_units(size)} by {name}" for name, size in sorted(course.by_transfer.items()))
+            or "no bytes"
+        )
         console().print(
-            f"[bold]done[/bold]: {accepted.engine} serves epoch {course.epoch}; {many(course.copies, 'copy', 'copies')}, {ways}, {course.seconds:.2f} s"
+            f"[bold]done[/bold]: {accepted.engine} serves epoch {course.epoch};"
+            f" {many(course.copies, 'copy', 'copies')}, {ways}, {course.seconds:.2f} s"
         )
     if failed is not None:
-        before = f"; {many(course.done, 'handover')} of {accepted.handovers} had been done" if course.done else ""
+        before = (
+            f"; {many(course.done, 'handover')} of {accepted.handovers} had been done" if course.done else ""
+        )
         place = "" if failed.rank is None else f" (rank {failed.rank})"
-        print_error(f"given up{place}: {failed.reason}; {accepted.engine} stays at epoch {failed.epoch - 1}{before}")
+        print_error(
+            f"given up{place}: {failed.reason}; {accepted.engine} stays at epoch {failed.epoch - 1}{before}"
+        )
         raise typer.Exit(FAILURE)
     if left or not manner.wait:
         note(f"plan {accepted.plan} continues without this command: {LOOK}")

@@ -20,7 +20,9 @@ from fleet.events import ConfigChanged
 from fleet.settings import FilePath
 
 
-def show_drain(bus_config: BusConfig, place: str, *, undo: bool, wait: float | None, reason: str, as_json: bool) -> None:
+def show_drain(
+    bus_config: BusConfig, place: str, *, undo: bool, wait: float | None, reason: str, as_json: bool
+) -> None:
     """Drain a target, or undo it. With `wait`, wait that many seconds until it is idle. Ends the command with
     status 1 if it takes longer."""
 
@@ -37,12 +39,21 @@ def show_drain(bus_config: BusConfig, place: str, *, undo: bool, wait: float | N
         fail(str(error))
     joined = found.engine.joined
     if as_json:
-        about = {"engine": joined.engine, "worker_id": str(joined.worker_id), "rank": found.rank, "draining": not undo, "reason": reason}
+        about = {
+            "engine": joined.engine,
+            "worker_id": str(joined.worker_id),
+            "rank": found.rank,
+            "draining": not undo,
+            "reason": reason,
+        }
         show(in_json({**about, "changed": changed, "idle": idle}))
     elif undo:
         show(f"{found.name} takes new requests again" if changed else f"{found.name} was not draining")
     else:
-        show(f"{found.name} takes no new requests{' and is idle' if idle else ''}; undo it with: roost drain {found.name} --undo")
+        show(
+            f"{found.name} takes no new requests{' and is idle' if idle else ''}; undo it with: roost drain"
+            f" {found.name} --undo"
+        )
     if idle is False:
         note(f"{found.name} is not idle after {wait:g} s; it continues to drain")
         raise typer.Exit(FAILURE)
@@ -60,7 +71,11 @@ def show_reload(runs: Sequence[Running], seconds: float, *, as_json: bool) -> No
             return await _words(heard, parts, seconds)
 
     login = of_run(runs[0], "operator")
-    config = BusConfig(urls=tuple(str(runs[0].nats).split(",")), namespace=runs[0].namespace, credentials_file=None if login is None else FilePath(str(login)))
+    config = BusConfig(
+        urls=tuple(str(runs[0].nats).split(",")),
+        namespace=runs[0].namespace,
+        credentials_file=None if login is None else FilePath(str(login)),
+    )
     said = on_bus(config, work)
     if as_json:
         show(in_json(said))

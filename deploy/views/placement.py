@@ -20,7 +20,9 @@ _SAME = 0.1
 """Largest difference, in percent, at which a share still counts as even."""
 
 
-def show_placement(bus_config: BusConfig, layer: int | None, plot: Path | None = None, *, before: bool = False, as_json: bool) -> None:
+def show_placement(
+    bus_config: BusConfig, layer: int | None, plot: Path | None = None, *, before: bool = False, as_json: bool
+) -> None:
     """Print each engine's epoch, slots, and the experts of each rank, of one layer or of all.
 
     plot: file of the picture; with `before` it also shows the first epoch of the engine's incarnation.
@@ -43,13 +45,18 @@ def _print(found: dict[str, Placement], layer: int | None) -> None:
         console().print("no engine with experts has joined")
     for name, now in found.items():
         console().print(
-            f"{name}: epoch {now.epoch}, {now.layers} layers x {now.experts} experts on {now.ranks} ranks, {now.slots_per_rank} slots each per layer"
+            f"{name}: epoch {now.epoch}, {now.layers} layers x {now.experts} experts on {now.ranks} ranks,"
+            f" {now.slots_per_rank} slots each per layer"
         )
-        rows = ((str(at), *(_experts(now, at, rank) for rank in range(now.ranks))) for at in _shown_layers(now, layer))
+        rows = (
+            (str(at), *(_experts(now, at, rank) for rank in range(now.ranks)))
+            for at in _shown_layers(now, layer)
+        )
         table(("layer", *(f"rank {rank}" for rank in range(now.ranks))), rows)
         if not now.even:
             console().print(
-                "e*30%,k50%,n20%: this replica takes 30 % of the tokens that no rank keeps, keeps 50 % of its own rank's tokens, takes 20 % of its node's"
+                "e*30%,k50%,n20%: this replica takes 30 % of the tokens that no rank keeps, keeps 50 % of its"
+                " own rank's tokens, takes 20 % of its node's"
             )
 
 
@@ -58,7 +65,10 @@ def _draw(draw: Draw, plot: Path, found: dict[str, Placements], layer: int | Non
         file, now = named(plot, name, len(found) > 1), one.now
         if before and one.first is None:
             note(f"{name} did not say with which placement it began; only the present one is drawn")
-        about = f"{name}: epoch {now.epoch}, {now.experts} experts on {now.ranks} ranks of {now.slots_per_rank} slots per layer"
+        about = (
+            f"{name}: epoch {now.epoch}, {now.experts} experts on {now.ranks} ranks of {now.slots_per_rank}"
+            " slots per layer"
+        )
         draw(file, placement_panels(now, one.first if before else None, layer), about)
         note(f"drew {file}")
 
@@ -74,8 +84,15 @@ def _placement_record(now: Placement, layer: int | None) -> dict[str, Any]:
         "experts": now.experts,
         "ranks": now.ranks,
         "slots_per_rank": now.slots_per_rank,
-        "expert_of_slot": {str(at): [now.on_rank(rank)[at].tolist() for rank in range(now.ranks)] for at in _shown_layers(now, layer)},
-        "split": None if now.even else {name: _of_layers(now, part, layer) for name, part in now.split._asdict().items()},
+        "expert_of_slot": {
+            str(at): [now.on_rank(rank)[at].tolist() for rank in range(now.ranks)]
+            for at in _shown_layers(now, layer)
+        },
+        "split": (
+            None
+            if now.even
+            else {name: _of_layers(now, part, layer) for name, part in now.split._asdict().items()}
+        ),
     }
 
 
@@ -88,9 +105,17 @@ def _experts(now: Placement, layer: int, rank: int) -> str:
     """Return the experts in a rank's slots, in runs; `*` marks replicated experts, followed by this replica's
     share if shares are uneven."""
     first = rank * now.slots_per_rank
-    held = sorted((int(expert), slot) for slot, expert in enumerate(now.on_rank(rank)[layer], start=first) if expert >= 0)
+    held = sorted(
+        (int(expert), slot)
+        for slot, expert in enumerate(now.on_rank(rank)[layer], start=first)
+        if expert >= 0
+    )
     replicas = {expert: len(now.holders(ExpertId(layer, expert))) for expert, _ in held}
-    copied = [f"{expert}*{_uneven(now, layer, slot, replicas[expert])}" for expert, slot in held if replicas[expert] > 1]
+    copied = [
+        f"{expert}*{_uneven(now, layer, slot, replicas[expert])}"
+        for expert, slot in held
+        if replicas[expert] > 1
+    ]
     return " ".join([*_runs([expert for expert, _ in held if replicas[expert] == 1]), *copied]) or "-"
 
 

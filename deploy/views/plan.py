@@ -35,7 +35,15 @@ class PlanQuery(NamedTuple):
     layers: tuple[int, ...] = ()
 
 
-def show_plan(bus_config: BusConfig, asked: PlanQuery, out: Path | None, *, everything: bool, applied: bool, as_json: bool) -> PlanDescribed:
+def show_plan(
+    bus_config: BusConfig,
+    asked: PlanQuery,
+    out: Path | None,
+    *,
+    everything: bool,
+    applied: bool,
+    as_json: bool,
+) -> PlanDescribed:
     """Ask the planner, print its answer, and write the plan to `out`. Ends the command if writing or applying
     (applied) needs a plan and there is none."""
 
@@ -49,7 +57,10 @@ def show_plan(bus_config: BusConfig, asked: PlanQuery, out: Path | None, *, ever
     elif not applied or not answer.plan:
         show(answer.record.decode())
     if not answer.plan and (applied or out is not None):
-        fail(f"there is no plan to {'carry out' if applied else 'write'}: {record.refused or record.lost or 'the planner gave none'}")
+        fail(
+            f"there is no plan to {'carry out' if applied else 'write'}:"
+            f" {record.refused or record.lost or 'the planner gave none'}"
+        )
     if out is not None:
         _write(answer, out)
     return answer
@@ -60,7 +71,10 @@ def _write(answer: PlanDescribed, out: Path) -> None:
         out.write_bytes(answer.plan)
     except OSError as error:
         fail(f"cannot write {out}: {error}", USAGE)
-    note(f"wrote {out}; carry it out while epoch and placement are the same: roost migrate --plan {out} --to {answer.engine}")
+    note(
+        f"wrote {out}; carry it out while epoch and placement are the same: roost migrate --plan {out} --to"
+        f" {answer.engine}"
+    )
 
 
 async def described(bus: Bus, subjects: Subjects, asked: PlanQuery) -> PlanDescribed:
@@ -80,7 +94,10 @@ async def described(bus: Bus, subjects: Subjects, asked: PlanQuery) -> PlanDescr
     try:
         answer = await bus.request(subjects.describe_plan, question, seconds=ASK_SECONDS)
     except BusTimeout:
-        fail(f"the planner said nothing for {ASK_SECONDS:g} s: it is not running, or is busy with other plans; see its log, and roost status")
+        fail(
+            f"the planner said nothing for {ASK_SECONDS:g} s: it is not running, or is busy with other plans;"
+            " see its log, and roost status"
+        )
     except Declined as refused:  # the planner's reason; advice about NATS would not help
         fail(str(refused))
     if not isinstance(answer, PlanDescribed):
@@ -92,10 +109,15 @@ def print_plan(record: PlanRecord, *, everything: bool = False, dry: bool = True
     """Print the plan for people. dry: a dry run."""
     out = console()
     judged = "the next window" if record.next_window else "the same window"
-    trust = f"\npredicted gains are multiplied by {record.trust:.0%}, from the measured gains of earlier plans" if record.trust < 1 else ""
+    trust = (
+        f"\npredicted gains are multiplied by {record.trust:.0%}, from the measured gains of earlier plans"
+        if record.trust < 1
+        else ""
+    )
     out.print(
-        f"[bold]{record.engine}[/bold] ({record.model}), epoch {record.epoch}, policy {record.policy}: {record.tokens_per_second:,.1f} tokens/s\n"
-        f"made from {record.pairs:,.0f} (token, expert) pairs per layer, judged on {judged} of {record.judged_pairs:,.0f}{trust}"
+        f"[bold]{record.engine}[/bold] ({record.model}), epoch {record.epoch}, policy {record.policy}:"
+        f" {record.tokens_per_second:,.1f} tokens/s\nmade from {record.pairs:,.0f} (token, expert) pairs per"
+        f" layer, judged on {judged} of {record.judged_pairs:,.0f}{trust}"
     )
     if record.refused is not None:
         out.print(f"[bold]nothing to do[/bold]: {record.refused}")
@@ -104,7 +126,10 @@ def print_plan(record: PlanRecord, *, everything: bool = False, dry: bool = True
     else:
         out.print(f"plan [bold]{record.id}[/bold]: {_cost(record)}\n{record.lost}")
     if record.before is not None or record.after is not None:
-        table(("", *(["now"] if record.before else []), *(["then"] if record.after else []), "at best"), _figures(record))
+        table(
+            ("", *(["now"] if record.before else []), *(["then"] if record.after else []), "at best"),
+            _figures(record),
+        )
     for reason in (reason for reason in record.reasons if not (record.lost and record.lost in reason)):
         out.print(f"- {reason}", markup=False)
     if record.steps:
@@ -121,13 +146,19 @@ def print_plan(record: PlanRecord, *, everything: bool = False, dry: bool = True
 def _cost(record: PlanRecord) -> str:
     if not record.copies:
         return f"no bytes, {many(record.handovers, 'handover')}"
-    copied = f"{many(record.copies, 'copy', 'copies')} ({record.copied_share:.1%} of the slots, {in_units(record.copied_bytes)})"
+    copied = (
+        f"{many(record.copies, 'copy', 'copies')} ({record.copied_share:.1%} of the slots,"
+        f" {in_units(record.copied_bytes)})"
+    )
     return f"{copied} in {many(record.handovers, 'handover')} of {record.transfer_seconds:.2f} s together"
 
 
 def _worth(record: PlanRecord) -> str:
     paid = "at once" if not record.payback_seconds else f"after {record.payback_seconds:,.1f} s"
-    gain = f"steps get {_time(record.gain_seconds)} shorter, which is {1e3 * record.gain_per_second:.2f} ms in each second of serving"
+    gain = (
+        f"steps get {_time(record.gain_seconds)} shorter, which is {1e3 * record.gain_per_second:.2f} ms in"
+        " each second of serving"
+    )
     return f"{gain}\npaid back {paid}, {record.net_seconds:,.2f} s ahead by the time that demand changes"
 
 
@@ -138,13 +169,27 @@ def _figures(record: PlanRecord) -> Iterator[tuple[str, ...]]:
     def row(name: str, text: str, measure: str, factor: float = 1.0, best: str = "") -> tuple[str, ...]:
         return (name, *(text.format(factor * float(getattr(one, measure))) for one in both), best)
 
-    yield row("balance, mean of layers", "{:.3f}", "balance_mean", best="" if record.balance_bound is None else f"{record.balance_bound:.3f} with even shares")
+    yield row(
+        "balance, mean of layers",
+        "{:.3f}",
+        "balance_mean",
+        best="" if record.balance_bound is None else f"{record.balance_bound:.3f} with even shares",
+    )
     yield row("balance, worst layer", "{:.3f}", "balance_min")
     if record.step_ceiling is not None:
-        yield ("balance of a single step", *[""] * len(both), f"{record.step_ceiling:.3f}, by the chance of so few tokens")
+        yield (
+            "balance of a single step",
+            *[""] * len(both),
+            f"{record.step_ceiling:.3f}, by the chance of so few tokens",
+        )
     yield row("served where requests live", "{:.1%}", "local_share")
     if record.saved is not None and record.saved_bound is not None:
-        yield ("dispatch saved", *[""] * (len(both) - 1), f"{record.saved:.1%}", f"{record.saved_bound:.1%}, whatever the balance")
+        yield (
+            "dispatch saved",
+            *[""] * (len(both) - 1),
+            f"{record.saved:.1%}",
+            f"{record.saved_bound:.1%}, whatever the balance",
+        )
     yield row("other ranks per token and layer", "{:.2f}", "remote_ranks")
     yield row("other nodes per token and layer", "{:.2f}", "remote_nodes")
     yield row("step, ms", "{:.3f}", "step_seconds", 1e3)
@@ -161,14 +206,24 @@ _PARTS = {
 
 
 def _print_steps(record: PlanRecord, everything: bool) -> None:
-    chosen = list(record.steps) if everything else sorted(record.steps, key=lambda step: -step.gain_seconds)[:MOST_SHOWN]
+    chosen = (
+        list(record.steps)
+        if everything
+        else sorted(record.steps, key=lambda step: -step.gain_seconds)[:MOST_SHOWN]
+    )
     table(("handover", "layer", "step", "what", "bytes", "gain", "why"), map(_step, chosen))
     if len(record.steps) > len(chosen):
-        console().print(f"and {len(record.steps) - len(chosen):,} {'more' if record.lost else 'that gain less'}; --all prints them")
+        console().print(
+            f"and {len(record.steps) - len(chosen):,} {'more' if record.lost else 'that gain less'}; --all"
+            " prints them"
+        )
 
 
 def _step(step: StepRecord) -> tuple[str, ...]:
-    size, gain = in_units(step.bytes) if step.bytes else "-", _time(step.gain_seconds) if step.gain_seconds else "-"
+    size, gain = (
+        in_units(step.bytes) if step.bytes else "-",
+        _time(step.gain_seconds) if step.gain_seconds else "-",
+    )
     return (str(step.number), str(step.layer), step.kind, step.what, size, gain, step.why)
 
 
@@ -181,15 +236,42 @@ def _print_homes(record: PlanRecord) -> None:
 
 
 def _print_memory(points: tuple[MemoryPoint, ...]) -> None:
-    head = ("", "slots per rank", "redundant", "weights per rank", "KV blocks left", "balance", "local", "step ms", "waiting for KV ms", "together ms")
+    head = (
+        "",
+        "slots per rank",
+        "redundant",
+        "weights per rank",
+        "KV blocks left",
+        "balance",
+        "local",
+        "step ms",
+        "waiting for KV ms",
+        "together ms",
+    )
     table(head, map(_point, points))
 
 
 def _point(point: MemoryPoint) -> tuple[str, ...]:
     mark = ", ".join(word for word, holds in (("now", point.present), ("best", point.best)) if holds)
-    waits, total = (f"{1e3 * seconds:.3f}" if seconds is not None else "for ever" for seconds in (point.waiting_seconds, point.total_seconds))
-    sizes = (str(point.slots_per_rank), str(point.redundant_slots), in_units(point.bytes_per_rank), f"{point.kv_blocks:,}")
-    return (mark, *sizes, f"{point.balance:.3f}", f"{point.local_share:.1%}", f"{1e3 * point.step_seconds:.3f}", waits, total)
+    waits, total = (
+        f"{1e3 * seconds:.3f}" if seconds is not None else "for ever"
+        for seconds in (point.waiting_seconds, point.total_seconds)
+    )
+    sizes = (
+        str(point.slots_per_rank),
+        str(point.redundant_slots),
+        in_units(point.bytes_per_rank),
+        f"{point.kv_blocks:,}",
+    )
+    return (
+        mark,
+        *sizes,
+        f"{point.balance:.3f}",
+        f"{point.local_share:.1%}",
+        f"{1e3 * point.step_seconds:.3f}",
+        waits,
+        total,
+    )
 
 
 def in_units(count: float) -> str:

@@ -20,7 +20,14 @@ from deploy.terminal.drawing import drawer, named
 from deploy.terminal.options import USAGE, console, fail, in_json, note, show, table
 from deploy.terminal.panels import Panel, Rows, demand_panels
 from fleet.arrays import FloatingArray
-from fleet.events import CountsImported, DemandPublished, DescribePopularity, EngineJoined, PopularityDescribed, RankPopularity
+from fleet.events import (
+    CountsImported,
+    DemandPublished,
+    DescribePopularity,
+    EngineJoined,
+    PopularityDescribed,
+    RankPopularity,
+)
 from fleet.experts import ModelShape
 from fleet.popularity import ExpertCounts
 from tracker.importers.load_files import ExpertLoads, read_load
@@ -50,7 +57,9 @@ def skew(profile: FloatingArray) -> tuple[LayerSkew, ...]:
     """Return the skew of each layer of a table of counts or probabilities; empty layers count as even."""
     experts = profile.shape[1]
     sums = profile.sum(axis=1, keepdims=True)
-    shares = np.where(sums > 0, np.divide(profile, sums, out=np.zeros(profile.shape), where=sums > 0), 1.0 / experts)
+    shares = np.where(
+        sums > 0, np.divide(profile, sums, out=np.zeros(profile.shape), where=sums > 0), 1.0 / experts
+    )
     order = np.argsort(-shares, axis=1, kind="stable")
     falling = np.take_along_axis(shares, order, axis=1)
     logs = np.log(falling, out=np.zeros_like(falling), where=falling > 0)
@@ -62,7 +71,10 @@ def skew(profile: FloatingArray) -> tuple[LayerSkew, ...]:
             float(experts * falling[layer, 0]),
             float(entropy[layer]),
             float(tenth[layer]),
-            tuple((int(expert), float(share)) for expert, share in zip(order[layer, :HOTTEST], falling[layer, :HOTTEST], strict=True)),
+            tuple(
+                (int(expert), float(share))
+                for expert, share in zip(order[layer, :HOTTEST], falling[layer, :HOTTEST], strict=True)
+            ),
         )
         for layer in range(len(shares))
     )
@@ -78,9 +90,15 @@ def show_popularity(bus_config: BusConfig, model: str | None, plot: Path | None,
     """
     draw = None if plot is None else drawer()
 
-    async def ask(bus: Bus, subjects: Subjects) -> tuple[PopularityDescribed, dict[tuple[str, int], FloatingArray], dict[str, Placements]]:
+    async def ask(
+        bus: Bus, subjects: Subjects
+    ) -> tuple[PopularityDescribed, dict[tuple[str, int], FloatingArray], dict[str, Placements]]:
         told = await describe(bus, subjects, model)
-        return told, *((await demands(bus, subjects, told), await placements(bus, subjects)) if draw is not None else ({}, {}))
+        return told, *(
+            (await demands(bus, subjects, told), await placements(bus, subjects))
+            if draw is not None
+            else ({}, {})
+        )
 
     described, demand, found = on_bus(bus_config, ask)
     if as_json:
@@ -106,11 +124,17 @@ async def describe(bus: Bus, subjects: Subjects, model: str | None) -> Popularit
         names = sorted({joined.model for joined in await _joined(bus, subjects)})
         if len(names) != 1:
             fail(
-                f"name a model with --model; served are: {', '.join(names)}" if names else "no engine has joined; start one, or name a model with --model",
+                (
+                    f"name a model with --model; served are: {', '.join(names)}"
+                    if names
+                    else "no engine has joined; start one, or name a model with --model"
+                ),
                 USAGE,
             )
         model = names[0]
-    answer = await bus.request(subjects.describe_profile, DescribePopularity(model=model), seconds=ASK_SECONDS)
+    answer = await bus.request(
+        subjects.describe_profile, DescribePopularity(model=model), seconds=ASK_SECONDS
+    )
     if not isinstance(answer, PopularityDescribed):
         fail(f"the tracker answered with {type(answer).__name__}; is it of another version of Roost?")
     return answer
@@ -118,11 +142,16 @@ async def describe(bus: Bus, subjects: Subjects, model: str | None) -> Popularit
 
 async def _joined(bus: Bus, subjects: Subjects) -> list[EngineJoined]:
     """Return the engines whose last event is a join."""
-    last = {received.subject: received.message async for received in bus.replay(subjects.membership(), latest=True, follow=False)}
+    last = {
+        received.subject: received.message
+        async for received in bus.replay(subjects.membership(), latest=True, follow=False)
+    }
     return [message for message in last.values() if isinstance(message, EngineJoined)]
 
 
-async def demands(bus: Bus, subjects: Subjects, described: PopularityDescribed) -> dict[tuple[str, int], FloatingArray]:
+async def demands(
+    bus: Bus, subjects: Subjects, described: PopularityDescribed
+) -> dict[tuple[str, int], FloatingArray]:
     """Return demand [layers, experts] by engine and rank, as published within DEMAND_SECONDS; ranks without a
     message are missing."""
     waited = {(rank.engine, rank.rank) for rank in described.ranks if rank.tokens_per_second > 0}
@@ -141,7 +170,9 @@ async def demands(bus: Bus, subjects: Subjects, described: PopularityDescribed) 
 
 def as_record(described: PopularityDescribed) -> dict[str, Any]:
     """Return a record for programs: tables as skew and hottest experts, all other fields unchanged."""
-    record: dict[str, Any] = {name: getattr(described, name) for name in described.__struct_fields__ if name not in ("fast", "slow")}
+    record: dict[str, Any] = {
+        name: getattr(described, name) for name in described.__struct_fields__ if name not in ("fast", "slow")
+    }
     return {**record, "layers": skew(described.slow.array()), "recent": skew(described.fast.array())}
 
 
@@ -149,18 +180,29 @@ def print_popularity(described: PopularityDescribed) -> None:
     """Print the popularity for people."""
     out = console()
     out.print(
-        f"[bold]{described.model}[/bold]: {described.tokens:,.0f} tokens remembered, {described.tokens_per_second:,.1f} tokens/s now; {_drift(described)}"
+        f"[bold]{described.model}[/bold]: {described.tokens:,.0f} tokens remembered,"
+        f" {described.tokens_per_second:,.1f} tokens/s now; {_drift(described)}"
     )
     _print_skew(described.slow.array())
     out.print("")
     if described.ranks:
-        table(("rank", "tokens/s", "remote", "demanded but remote (layer/expert tokens/s)", "held but idle"), map(_rank_row, described.ranks))
+        table(
+            ("rank", "tokens/s", "remote", "demanded but remote (layer/expert tokens/s)", "held but idle"),
+            map(_rank_row, described.ranks),
+        )
     else:
         out.print("no rank has reported")
     out.print("")
     known = [cluster for cluster in described.clusters if cluster.share > 0]
-    shares = ", ".join(f"{cluster.cluster}: {cluster.share:.1%} ({cluster.distance:.3f})" for cluster in sorted(known, key=lambda one: -one.share))
-    out.print(f"{len(known)} clusters of requests, by share (nats from the mix): {shares}" if known else "no clusters yet")
+    shares = ", ".join(
+        f"{cluster.cluster}: {cluster.share:.1%} ({cluster.distance:.3f})"
+        for cluster in sorted(known, key=lambda one: -one.share)
+    )
+    out.print(
+        f"{len(known)} clusters of requests, by share (nats from the mix): {shares}"
+        if known
+        else "no clusters yet"
+    )
     _print_prediction(described)
 
 
@@ -168,13 +210,28 @@ def _drift(described: PopularityDescribed) -> str:
     if described.divergence is None or described.threshold is None:
         measured = "too little was seen to tell a change from noise"
     else:
-        measured = f"now differs from before by {described.divergence:.5f} nats (a shift: above {described.threshold:.5f})"
+        measured = (
+            f"now differs from before by {described.divergence:.5f} nats (a shift: above"
+            f" {described.threshold:.5f})"
+        )
     return f"{measured}; {'[bold]shifted[/bold], not settled' if described.shifted else 'no shift'}"
 
 
 def _print_skew(profile: FloatingArray) -> None:
     head = ("layer", "max/mean", "entropy", "top tenth", "hottest experts")
-    table(head, ((str(one.layer), f"{one.max_over_mean:.2f}", f"{one.entropy:.3f}", f"{one.top_tenth:.1%}", _hottest(one)) for one in skew(profile)))
+    table(
+        head,
+        (
+            (
+                str(one.layer),
+                f"{one.max_over_mean:.2f}",
+                f"{one.entropy:.3f}",
+                f"{one.top_tenth:.1%}",
+                _hottest(one),
+            )
+            for one in skew(profile)
+        ),
+    )
 
 
 def _hottest(one: LayerSkew) -> str:
@@ -183,7 +240,13 @@ def _hottest(one: LayerSkew) -> str:
 
 def _rank_row(rank: RankPopularity) -> tuple[str, ...]:
     remote = "-" if rank.remote is None else f"{rank.remote:.1%}"
-    return (f"{rank.engine}/{rank.rank}", f"{rank.tokens_per_second:,.1f}", remote, _experts(rank.wanted_remote), _experts(rank.local_idle))
+    return (
+        f"{rank.engine}/{rank.rank}",
+        f"{rank.tokens_per_second:,.1f}",
+        remote,
+        _experts(rank.wanted_remote),
+        _experts(rank.local_idle),
+    )
 
 
 def _experts(found: Sequence[tuple[int, int, float]]) -> str:
@@ -195,11 +258,15 @@ def _print_prediction(described: PopularityDescribed) -> None:
     recall = (
         ""
         if described.recall is None
-        else f"; recall {described.recall:.3f}" + ("" if described.prior_recall is None else f" (the mix alone: {described.prior_recall:.3f})")
+        else f"; recall {described.recall:.3f}"
+        + ("" if described.prior_recall is None else f" (the mix alone: {described.prior_recall:.3f})")
     )
     out.print(f"prediction: gain {described.gain:.2f} after {described.outcomes:,} requests compared{recall}")
     if described.sources:
-        rows = ((one.source, f"{one.requests:,}", f"{one.trust:.2f}", f"{one.reliability:.2f}") for one in described.sources)
+        rows = (
+            (one.source, f"{one.requests:,}", f"{one.trust:.2f}", f"{one.reliability:.2f}")
+            for one in described.sources
+        )
         table(("source", "requests", "trust", "reliability"), rows)
     out.print(f"remembered: {described.stored_blocks:,} prefixes, {described.stored_bytes:,} bytes")
 
@@ -211,14 +278,31 @@ def show_load(file: Path, plot: Path | None, *, as_json: bool) -> None:
     """Print skew and hottest experts of a dump; needs no fleet."""
     draw = None if plot is None else drawer()
     load, _ = loaded(file)
-    shape = {"layers": load.layers, "experts": load.experts, "steps": load.steps, "empty_layers": load.empty_layers, "top_k": load.top_k}
+    shape = {
+        "layers": load.layers,
+        "experts": load.experts,
+        "steps": load.steps,
+        "empty_layers": load.empty_layers,
+        "top_k": load.top_k,
+    }
     if as_json:
-        show(in_json({"file": str(file), "form": load.form, "whole": load.whole, **shape, "skew": skew(load.counts)}))
+        show(
+            in_json(
+                {
+                    "file": str(file),
+                    "form": load.form,
+                    "whole": load.whole,
+                    **shape,
+                    "skew": skew(load.counts),
+                }
+            )
+        )
     else:
         left_out = f", {load.empty_layers} layers without any left out" if load.empty_layers else ""
         amount = f"{load.counts.sum():,.0f} (token, k) pairs" if load.whole else "proportions"
         console().print(
-            f"[bold]{file}[/bold]: {load.form}; {load.layers} layers x {load.experts} experts, {load.steps} step{'s' * (load.steps != 1)}, {amount}{left_out}"
+            f"[bold]{file}[/bold]: {load.form}; {load.layers} layers x {load.experts} experts, {load.steps}"
+            f" step{'s' * (load.steps != 1)}, {amount}{left_out}"
         )
         _print_skew(load.counts)
     if draw is not None and plot is not None:
@@ -234,7 +318,10 @@ def learn_load(bus_config: BusConfig, file: Path, model: str, top_k: int | None,
         return await learn(bus, subjects, load, digest, model, top_k, tokens)
 
     said, before, after = on_bus(bus_config, publish)
-    told = f"sent to the tracker: {said.tokens:,} tokens of {said.counts.layers} layers x {said.counts.experts} experts for {model}"
+    told = (
+        f"sent to the tracker: {said.tokens:,} tokens of {said.counts.layers} layers x {said.counts.experts}"
+        f" experts for {model}"
+    )
     if after > before:
         note(f"{told}; its profile now weighs {after:,.0f} tokens, {before:,.0f} before")
     else:
@@ -242,15 +329,31 @@ def learn_load(bus_config: BusConfig, file: Path, model: str, top_k: int | None,
 
 
 async def learn(
-    bus: Bus, subjects: Subjects, load: ExpertLoads, digest: str, model: str, top_k: int | None, tokens: int | None
+    bus: Bus,
+    subjects: Subjects,
+    load: ExpertLoads,
+    digest: str,
+    model: str,
+    top_k: int | None,
+    tokens: int | None,
 ) -> tuple[CountsImported, float, float]:
     """Publish a load. Returns it, and the tracker's token weight before and after. Ends the command if the
     load does not fit the model."""
     described = await describe(bus, subjects, model)
     if (described.slow.layers, described.slow.experts) != (load.layers, load.experts):
         known = f"{described.slow.layers} layers x {described.slow.experts} experts"
-        fail(f"the file has {load.layers} layers x {load.experts} experts in use, model {model!r} has {known}; is it of another model, or by physical slot?")
-    shape = next((joined.shape for joined in await _joined(bus, subjects) if joined.model == model and joined.shape is not None), None)
+        fail(
+            f"the file has {load.layers} layers x {load.experts} experts in use, model {model!r} has {known};"
+            " is it of another model, or by physical slot?"
+        )
+    shape = next(
+        (
+            joined.shape
+            for joined in await _joined(bus, subjects)
+            if joined.model == model and joined.shape is not None
+        ),
+        None,
+    )
     counted, counts = _pairs(load, _experts_per_token(load, shape, top_k), tokens)
     said = CountsImported(model=model, digest=digest, tokens=counted, counts=ExpertCounts.of(counts))
     await bus.publisher(subjects.imports).publish(said)
@@ -297,12 +400,16 @@ def panels(slow: FloatingArray, fast: FloatingArray | None = None) -> Rows:
     return rows
 
 
-def rank_panels(model: str, demand: Mapping[tuple[str, int], FloatingArray], found: Mapping[str, Placements]) -> dict[str, tuple[str, Rows]]:
+def rank_panels(
+    model: str, demand: Mapping[tuple[str, int], FloatingArray], found: Mapping[str, Placements]
+) -> dict[str, tuple[str, Rows]]:
     """Return by engine: a title, and panels of each rank's demand per expert, under the first placement of
     its incarnation and the current one."""
     pictures = {}
     for engine, one in found.items():
-        heard = {rank: table for (name, rank), table in demand.items() if name == engine and rank < one.now.ranks}
+        heard = {
+            rank: table for (name, rank), table in demand.items() if name == engine and rank < one.now.ranks
+        }
         shape = (one.now.layers, one.now.experts)
         if one.joined.model != model or not heard or any(table.shape != shape for table in heard.values()):
             continue

@@ -28,15 +28,26 @@ MIB = 2**20
 REMEDIES = {
     "log": "raise max_bytes of the stream on the NATS server",
     "claims": "raise max_bytes of the bucket on the NATS server; names and leases can no longer be claimed",
-    "blobs": "raise max_bytes of the bucket on the NATS server; new tokenizers and plans can no longer be stored",
-    "parcels": "raise max_bytes or lower max_age of the bucket on the NATS server; large messages are dropped meanwhile",
+    "blobs": (
+        "raise max_bytes of the bucket on the NATS server; new tokenizers and plans can no longer be stored"
+    ),
+    "parcels": (
+        "raise max_bytes or lower max_age of the bucket on the NATS server; large messages are dropped"
+        " meanwhile"
+    ),
 }
 """remedy for a full store, by store"""
 MOST_RANKS = 16
 """most ranks with a line each; a larger engine has one line"""
 Telling = Literal["whole", "brief", "rows"]
 """level of detail of the loop's report per engine; rows: one line"""
-_FORMS: tuple[tuple[bool, Telling], ...] = ((True, "whole"), (False, "whole"), (False, "brief"), (True, "rows"), (False, "rows"))
+_FORMS: tuple[tuple[bool, Telling], ...] = (
+    (True, "whole"),
+    (False, "whole"),
+    (False, "brief"),
+    (True, "rows"),
+    (False, "rows"),
+)
 """whether each rank has a line, and the level of detail; the fullest first"""
 Figures = Mapping[str, LoopFigures]
 NOTHING: Figures = {}
@@ -44,20 +55,49 @@ Loop = LoopDescribed | NoAnswer
 """the planner's answer, or the reason for its absence"""
 
 
-def show_status(bus_config: BusConfig, routers: Sequence[str], engine: str | None, backends: Sequence[BackendStatus] = (), *, as_json: bool) -> None:
+def show_status(
+    bus_config: BusConfig,
+    routers: Sequence[str],
+    engine: str | None,
+    backends: Sequence[BackendStatus] = (),
+    *,
+    as_json: bool,
+) -> None:
     """Print the fleet, or one engine; and the URLs of single router processes."""
 
-    async def ask(bus: Bus, subjects: Subjects) -> tuple[tuple[list[EngineNow], dict[str, int]], Loop, tuple[StoreUse, ...]]:
+    async def ask(
+        bus: Bus, subjects: Subjects
+    ) -> tuple[tuple[list[EngineNow], dict[str, int]], Loop, tuple[StoreUse, ...]]:
         return await asyncio.gather(engines_now(bus, subjects), loop_of(bus, subjects), stores_of(bus))
 
     (engines, rejected), loop, stores = on_bus(bus_config, ask)
     if engine is not None:
         engines, loop = only(engine, engines, loop)
     if as_json:
-        said = {"nats": bus_config.where, "namespace": bus_config.namespace, "engines": [as_record(one) for one in engines], "rejected": rejected}
-        show(in_json({**said, "routers": list(routers), "backends": backends, "stores": stores, **loop_record(loop)}))
+        said = {
+            "nats": bus_config.where,
+            "namespace": bus_config.namespace,
+            "engines": [as_record(one) for one in engines],
+            "rejected": rejected,
+        }
+        show(
+            in_json(
+                {
+                    **said,
+                    "routers": list(routers),
+                    "backends": backends,
+                    "stores": stores,
+                    **loop_record(loop),
+                }
+            )
+        )
         return
-    lines = [Text(f"NATS {bus_config.where}, namespace {bus_config.namespace}: {len(engines)} engine{'s' * (len(engines) != 1)}")]
+    lines = [
+        Text(
+            f"NATS {bus_config.where}, namespace {bus_config.namespace}: {len(engines)}"
+            f" engine{'s' * (len(engines) != 1)}"
+        )
+    ]
     lines += alarms(stores)
     if routers:
         lines.append(Text(f"router processes, each alone: {' '.join(routers)}"))
@@ -77,7 +117,11 @@ async def stores_of(bus: Bus) -> tuple[StoreUse, ...]:
 def alarms(stores: Iterable[StoreUse]) -> list[Text]:
     """Return one line per store of the bus that is (nearly) full and rejects new data."""
     return [
-        Text(f"ALARM: the store for {one.store} is full: {one.used / MIB:.1f} of {one.most / MIB:.1f} MiB; {REMEDIES[one.store]}", "bold red")
+        Text(
+            f"ALARM: the store for {one.store} is full: {one.used / MIB:.1f} of {one.most / MIB:.1f} MiB;"
+            f" {REMEDIES[one.store]}",
+            "bold red",
+        )
         for one in stores
         if one.alarming
     ]
@@ -95,14 +139,21 @@ async def loop_of(bus: Bus, subjects: Subjects) -> Loop:
 
 def loop_record(loop: Loop) -> dict[str, LoopDescribed | str | None]:
     """Return the loop's state as a record for programs."""
-    return {"loop": None, "loop_unknown": str(loop)} if isinstance(loop, NoAnswer) else {"loop": loop, "loop_unknown": None}
+    return (
+        {"loop": None, "loop_unknown": str(loop)}
+        if isinstance(loop, NoAnswer)
+        else {"loop": loop, "loop_unknown": None}
+    )
 
 
 def only(name: str, engines: Sequence[EngineNow], loop: Loop) -> tuple[list[EngineNow], Loop]:
     """Select one engine; end the command if there is none of that name."""
     found = [one for one in engines if one.joined.engine == name]
     if not found:
-        fail(f"no engine {name!r}; there are: {', '.join(one.joined.engine for one in engines) or 'none'}", USAGE)
+        fail(
+            f"no engine {name!r}; there are: {', '.join(one.joined.engine for one in engines) or 'none'}",
+            USAGE,
+        )
     if isinstance(loop, NoAnswer):
         return found, loop
     return found, LoopDescribed(
@@ -111,12 +162,17 @@ def only(name: str, engines: Sequence[EngineNow], loop: Loop) -> tuple[list[Engi
     )
 
 
-def fitting(engines: Sequence[EngineNow], loop: Loop, now: float, height: int, live: Figures = NOTHING) -> list[Text]:
+def fitting(
+    engines: Sequence[EngineNow], loop: Loop, now: float, height: int, live: Figures = NOTHING
+) -> list[Text]:
     """Return engines and loop, in full if the screen has room; else in fewer lines. live: recent
     measurements, by engine."""
     shorter: list[Text] = []
     for each, telling in _FORMS:
-        shorter = [*(line for one in engines for line in engine_lines(one, each=each)), *loop_lines(loop, now, telling, live)]
+        shorter = [
+            *(line for one in engines for line in engine_lines(one, each=each)),
+            *loop_lines(loop, now, telling, live),
+        ]
         if len(shorter) <= height:
             break
     return shorter
@@ -127,11 +183,15 @@ def engine_lines(engine: EngineNow, *, each: bool) -> Iterator[Text]:
     joined, beat = engine.joined, engine.heartbeat
     layout = "" if joined.layout is None else f", {joined.layout.attention} h={joined.layout.boundary}"
     epoch = "silent" if beat is None else f"epoch {beat.epoch}"
-    moving = f"; plan {printable(engine.migrating)} is being carried out: roost top" if engine.migrating else ""
+    moving = (
+        f"; plan {printable(engine.migrating)} is being carried out: roost top" if engine.migrating else ""
+    )
     shared = "" if joined.capabilities.isolates_tenants else "; tenants share its KV cache"
     yield Text(f"{joined.engine}: {printable(joined.model)}{layout}, {epoch}{shared}{moving}", "bold")
     if each and len(joined.urls) <= MOST_RANKS:
-        yield Text(f"{'rank':>6}  {'state':6} {'running':>7} {'waiting':>7} {'prefill':>8} {'KV blocks':>11}  URL")
+        yield Text(
+            f"{'rank':>6}  {'state':6} {'running':>7} {'waiting':>7} {'prefill':>8} {'KV blocks':>11}  URL"
+        )
         yield from (Text(line) for line in _ranks(engine))
     else:
         yield Text(_together(engine))
@@ -143,16 +203,25 @@ def _ranks(engine: EngineNow) -> Iterator[str]:
         load = engine.load.get(rank, KvMetrics(worker_id=joined.worker_id))
         promised = (_or_dash(load.running), _or_dash(load.waiting), _or_dash(load.active_prefill_tokens))
         blocks = f"{_or_dash(load.kv_used_blocks)}/{joined.kv_blocks}" if joined.kv_blocks else "-"
-        yield f"{rank:6}  {_state(engine, rank):6} {promised[0]:>7} {promised[1]:>7} {promised[2]:>8} {blocks:>11}  {printable(url)}"
+        yield (
+            f"{rank:6}  {_state(engine, rank):6} {promised[0]:>7} {promised[1]:>7} {promised[2]:>8}"
+            f" {blocks:>11}  {printable(url)}"
+        )
 
 
 def _together(engine: EngineNow) -> str:
     loads, ranks = engine.load.values(), len(engine.joined.urls)
     drained = [str(rank) for rank in range(ranks) if engine.drained(rank) is not None]
-    said = [f"{ranks} ranks", f"running {_sum(load.running for load in loads)}", f"waiting {_sum(load.waiting for load in loads)}"]
+    said = [
+        f"{ranks} ranks",
+        f"running {_sum(load.running for load in loads)}",
+        f"waiting {_sum(load.waiting for load in loads)}",
+    ]
     said += [f"prefill {_sum(load.active_prefill_tokens for load in loads)} tokens"]
     if engine.joined.kv_blocks:
-        said.append(f"KV blocks {_sum(load.kv_used_blocks for load in loads)}/{ranks * engine.joined.kv_blocks}")
+        said.append(
+            f"KV blocks {_sum(load.kv_used_blocks for load in loads)}/{ranks * engine.joined.kv_blocks}"
+        )
     if drained:
         said.append(f"draining: {', '.join(drained)}")
     return f"  {', '.join(said)}"

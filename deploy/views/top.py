@@ -65,7 +65,14 @@ class FleetWatch:
         """Subscribe while the context lasts, after loading the stored messages. Raises BusError without a
         bus."""
         names = self._subjects
-        told = (names.heartbeats(), names.kv_metrics, names.dispatched(), names.shifts, names.homes, *names.stored)
+        told = (
+            names.heartbeats(),
+            names.kv_metrics,
+            names.dispatched(),
+            names.shifts,
+            names.homes,
+            *names.stored,
+        )
         async with self._bus.subscribe(*told) as heard:
             known = await self._past()
             await self._ask_who_is_there()
@@ -79,7 +86,11 @@ class FleetWatch:
 
     async def _past(self) -> set[tuple[int, int]]:
         """Apply recent events in order. Returns the identities of the stored messages."""
-        past = [one for subject in self._subjects.stored async for one in self._bus.replay(subject, since=PAST_SECONDS, follow=False)]
+        past = [
+            one
+            for subject in self._subjects.stored
+            async for one in self._bus.replay(subject, since=PAST_SECONDS, follow=False)
+        ]
         for one in sorted(past, key=lambda one: one.published_at):
             self.live.remember(one)
         return {_identity(one) for one in past}
@@ -133,7 +144,10 @@ def page(watch: FleetWatch, now: float, height: int) -> list[Text]:
     """Return a screen: the fleet, the loop, and the last events, newest last. now: Unix seconds."""
     live = watch.live
     missed = f", {watch.missed} messages missed" if watch.missed else ""
-    head = Text(f"roost top {clock(now)}  {watch.where}  {watch.tokens_per_second:,.0f} tokens/s{missed}  (q ends)", "reverse")
+    head = Text(
+        f"roost top {clock(now)}  {watch.where}  {watch.tokens_per_second:,.0f} tokens/s{missed}  (q ends)",
+        "reverse",
+    )
     room = max(height - 2 - LEAST_EVENTS, 1)
     body = fitting(list(live.engines.values()), watch.loop, now, room, live.figures())
     if not live.engines:
@@ -178,8 +192,16 @@ class TextPage:
         new = live.happened - self._printed
         self._printed = live.happened
         body = fitting(list(live.engines.values()), watch.loop, now, sys.maxsize, live.figures())
-        head = Text(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))}  {watch.where}  {watch.tokens_per_second:,.0f} tokens/s")
-        show("\n".join(line.plain for line in [head, *body, *happened(list(live.events)[-new:] if new else [])]) + "\n")
+        head = Text(
+            f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))}  {watch.where} "
+            f" {watch.tokens_per_second:,.0f} tokens/s"
+        )
+        show(
+            "\n".join(
+                line.plain for line in [head, *body, *happened(list(live.events)[-new:] if new else [])]
+            )
+            + "\n"
+        )
 
 
 class JsonPage:
@@ -200,7 +222,9 @@ class JsonPage:
             "at": time.time(),
             "tokens_per_second": watch.tokens_per_second,
             "missed": watch.missed,
-            "engines": [{**as_record(one), "measured": measured.get(name)} for name, one in watch.live.engines.items()],
+            "engines": [
+                {**as_record(one), "measured": measured.get(name)} for name, one in watch.live.engines.items()
+            ],
             **loop_record(watch.loop),
             "events": [one._asdict() for one in events],
         }
@@ -220,7 +244,13 @@ def show_top(bus_config: BusConfig, interval: float, *, once: bool, as_json: boo
         async with watch.going_on(interval):
             await _first_interval(watch)
             with ExitStack() as stack:
-                await _turns(watch, stack.enter_context(_shown_on(console, ended, as_json=as_json, once=once)), ended, interval, once=once)
+                await _turns(
+                    watch,
+                    stack.enter_context(_shown_on(console, ended, as_json=as_json, once=once)),
+                    ended,
+                    interval,
+                    once=once,
+                )
 
     on_bus(bus_config, work)
 
@@ -236,7 +266,9 @@ async def _first_interval(watch: FleetWatch) -> None:
         pass  # engines without a message are shown as silent
 
 
-async def _turns(watch: FleetWatch, shown: Page, ended: asyncio.Event, interval: float, *, once: bool) -> None:
+async def _turns(
+    watch: FleetWatch, shown: Page, ended: asyncio.Event, interval: float, *, once: bool
+) -> None:
     while not ended.is_set():
         watch.turn()
         shown.show(watch)
@@ -249,9 +281,15 @@ async def _turns(watch: FleetWatch, shown: Page, ended: asyncio.Event, interval:
             continue
 
 
-def _shown_on(console: Console, ended: asyncio.Event, *, as_json: bool, once: bool) -> AbstractContextManager[Page]:
+def _shown_on(
+    console: Console, ended: asyncio.Event, *, as_json: bool, once: bool
+) -> AbstractContextManager[Page]:
     """Choose the display: a screen on a terminal unless `once`, else text or JSON."""
-    return _screen(console, ended) if console.is_terminal and not as_json and not once else _pages(JsonPage() if as_json else TextPage())
+    return (
+        _screen(console, ended)
+        if console.is_terminal and not as_json and not once
+        else _pages(JsonPage() if as_json else TextPage())
+    )
 
 
 @contextmanager
@@ -262,7 +300,10 @@ def _pages(page: Page) -> Iterator[Page]:
 @contextmanager
 def _screen(console: Console, ended: asyncio.Event) -> Iterator[Page]:
     """Draw on the alternate screen and restore the terminal in any case."""
-    with keys(ended), LiveScreen(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as screen:
+    with (
+        keys(ended),
+        LiveScreen(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as screen,
+    ):
         yield ScreenPage(console, screen)
 
 

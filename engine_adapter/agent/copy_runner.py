@@ -112,7 +112,9 @@ class CopyRunner:
         match effect:
             case RequestLease():
                 self._batches[effect.batch] = _BatchTasks(self.traceparent)
-                self._spawn(self._lease(effect), f"rank {self._rank} requests a lease from rank {effect.source}")
+                self._spawn(
+                    self._lease(effect), f"rank {self._rank} requests a lease from rank {effect.source}"
+                )
             case ReadCells():
                 self._begin_read(effect)
             case StopReads():
@@ -127,7 +129,11 @@ class CopyRunner:
     @property
     def reads(self) -> "list[asyncio.Task[None]]":
         """Read tasks in progress."""
-        return [tasks.reading for tasks in self._batches.values() if tasks.reading is not None and not tasks.reading.done()]
+        return [
+            tasks.reading
+            for tasks in self._batches.values()
+            if tasks.reading is not None and not tasks.reading.done()
+        ]
 
     def end(self) -> None:
         """Stop all reads without waiting for them. The process ends soon."""
@@ -141,9 +147,15 @@ class CopyRunner:
         try:
             answer = await self._ask_to_read(effect, min(ANSWER_SECONDS, effect.until - _now()))
         except (BusError, TypeError) as error:
-            self._report(LeaseDenied(effect.batch, f"rank {effect.source} refuses a read lease to rank {self._rank}: {error}"))
+            self._report(
+                LeaseDenied(
+                    effect.batch, f"rank {effect.source} refuses a read lease to rank {self._rank}: {error}"
+                )
+            )
             return
-        self._batches[effect.batch].renewing = self._spawn(self._renew(effect), f"rank {self._rank} keeps its lease of rank {effect.source}")
+        self._batches[effect.batch].renewing = self._spawn(
+            self._renew(effect), f"rank {self._rank} keeps its lease of rank {effect.source}"
+        )
         self._report(LeaseGranted(effect.batch, answer))
 
     async def _ask_to_read(self, effect: RequestLease, seconds: float) -> ExpertsLeased:
@@ -155,7 +167,9 @@ class CopyRunner:
             experts=effect.experts,
             seconds=self._config.lease_seconds,
         )
-        answer = await self._bus.request(self._subjects.leases(self._engine, self._worker_id, effect.source), request, seconds)
+        answer = await self._bus.request(
+            self._subjects.leases(self._engine, self._worker_id, effect.source), request, seconds
+        )
         if not isinstance(answer, ExpertsLeased):
             raise TypeError(f"it answered with {type(answer).__name__}")
         return answer
@@ -164,10 +178,17 @@ class CopyRunner:
         while True:
             await asyncio.sleep(self._config.lease_seconds / RENEWALS)
             try:
-                answer = await self._ask_to_read(effect, min(ANSWER_SECONDS, self._config.lease_seconds / RENEWALS))
+                answer = await self._ask_to_read(
+                    effect, min(ANSWER_SECONDS, self._config.lease_seconds / RENEWALS)
+                )
                 self._report(LeaseRenewed(effect.batch, answer.lease))
             except (BusError, TypeError) as error:
-                log.info("rank %d continues to read from rank %d although its lease could not be renewed: %s", self._rank, effect.source, error)
+                log.info(
+                    "rank %d continues to read from rank %d although its lease could not be renewed: %s",
+                    self._rank,
+                    effect.source,
+                    error,
+                )
 
     def _end_lease(self, effect: ReleaseLease) -> None:
         """Release a lease, because its reads have settled. The message may get lost: leases expire."""
@@ -180,9 +201,16 @@ class CopyRunner:
     async def _release_lease(self, effect: ReleaseLease) -> None:
         request = EndLeaseRequest(worker_id=self._worker_id, rank=effect.source, lease=effect.lease)
         try:
-            await self._bus.request(self._subjects.leases(self._engine, self._worker_id, effect.source), request, ANSWER_SECONDS)
+            await self._bus.request(
+                self._subjects.leases(self._engine, self._worker_id, effect.source), request, ANSWER_SECONDS
+            )
         except BusError as error:
-            log.info("rank %d could not tell rank %d that it has read; the lease will run out: %s", self._rank, effect.source, error)
+            log.info(
+                "rank %d could not tell rank %d that it has read; the lease will run out: %s",
+                self._rank,
+                effect.source,
+                error,
+            )
 
     # reads
 
@@ -191,7 +219,9 @@ class CopyRunner:
         if reading is not None:
             self._batches[effect.batch].reading = reading
             # Nothing lands after a cancellation; otherwise the read would be Overdue.
-            reading.add_done_callback(lambda task: self._report(ReadSettled(effect.batch)) if task.cancelled() else None)
+            reading.add_done_callback(
+                lambda task: self._report(ReadSettled(effect.batch)) if task.cancelled() else None
+            )
 
     async def _read(self, effect: ReadCells) -> None:
         began, now = time.time_ns(), _now()
@@ -199,25 +229,52 @@ class CopyRunner:
         way = next((one for one in self._ways if one.reaches(effect.address)), None)
         if way is None:
             known = ", ".join(one.name for one in self._ways) or "none"
-            self._report(ReadBroken(effect.batch, f"rank {self._rank} has no way to read the memory of rank {effect.source} (ways: {known}); set transfer.way"))
+            self._report(
+                ReadBroken(
+                    effect.batch,
+                    f"rank {self._rank} has no way to read the memory of rank {effect.source} (ways:"
+                    f" {known}); set transfer.way",
+                )
+            )
             return
         size = len(effect.pulls) * self._memory.cell_bytes
         seconds = min(self._deadlines.allowed(effect.source, way.name, size), effect.until - now)
-        attributes: Attributes = {"roost.source": effect.source, "roost.transfer": way.name, "roost.experts": len(effect.pulls), "roost.bytes": size}
+        attributes: Attributes = {
+            "roost.source": effect.source,
+            "roost.transfer": way.name,
+            "roost.experts": len(effect.pulls),
+            "roost.bytes": size,
+        }
         try:
-            pulled = await way.pull(effect.address, [Pull(*pull) for pull in effect.pulls], max(seconds, 1e-3))
+            pulled = await way.pull(
+                effect.address, [Pull(*pull) for pull in effect.pulls], max(seconds, 1e-3)
+            )
         except TransferError as error:
             if isinstance(error, PeerGone):
                 way.forget(effect.address)
             self._trace(traceparent, "pull", began, attributes, str(error))
-            self._report(ReadBroken(effect.batch, f"rank {self._rank} could not read from rank {effect.source}: {error}"))
+            self._report(
+                ReadBroken(
+                    effect.batch, f"rank {self._rank} could not read from rank {effect.source}: {error}"
+                )
+            )
         except Overdue as overdue:
             self._trace(traceparent, "pull", began, attributes, str(overdue))
             await self._await_settled(effect, overdue)
         except Exception as error:
-            log.exception("rank %d cannot tell whether bytes from rank %d may still land: its cells stay quarantined", self._rank, effect.source)
+            log.exception(
+                "rank %d cannot tell whether bytes from rank %d may still land: its cells stay quarantined",
+                self._rank,
+                effect.source,
+            )
             self._trace(traceparent, "pull", began, attributes, str(error))
-            self._report(ReadLate(effect.batch, f"reading by {way.name} failed in a way it never should: {error or type(error).__name__}; see the log"))
+            self._report(
+                ReadLate(
+                    effect.batch,
+                    f"reading by {way.name} failed in a way it never should: {error or type(error).__name__};"
+                    " see the log",
+                )
+            )
         else:
             self._deadlines.learn(effect.source, way.name, pulled.bytes, pulled.seconds)
             self._trace(traceparent, "pull", began, attributes)
@@ -237,7 +294,13 @@ class CopyRunner:
         began = time.time_ns()
         wrong = await asyncio.get_running_loop().run_in_executor(self.executor, self._compare, effect)
         found = next(filter(None, wrong), "")
-        self._trace(self.traceparent, "verify", began, {"roost.source": effect.source, "roost.experts": len(effect.cells)}, found)
+        self._trace(
+            self.traceparent,
+            "verify",
+            began,
+            {"roost.source": effect.source, "roost.experts": len(effect.cells)},
+            found,
+        )
         if found:
             log.warning("rank %d: data read from rank %d is damaged: %s", self._rank, effect.source, found)
         self._report(CellsVerified(effect.batch, wrong))
@@ -246,9 +309,14 @@ class CopyRunner:
         """Return the mismatching tensors of each cell. Runs on a thread."""
         tensors = self._memory.tensors
         pairs = zip(effect.cells, effect.promised, strict=True)
-        return tuple(", ".join(compare(tensors, promised, checksums(self._memory.cell(cell), tensors))) for cell, promised in pairs)
+        return tuple(
+            ", ".join(compare(tensors, promised, checksums(self._memory.cell(cell), tensors)))
+            for cell, promised in pairs
+        )
 
-    def _trace(self, traceparent: str, name: str, began: int, attributes: Attributes, failure: str = "") -> None:
+    def _trace(
+        self, traceparent: str, name: str, began: int, attributes: Attributes, failure: str = ""
+    ) -> None:
         if self._tracing is not None and traceparent:
             self._tracing.stage(traceparent, name, began, attributes, failure)
 

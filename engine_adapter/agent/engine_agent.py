@@ -73,7 +73,15 @@ class Agent:
     """Agent of one rank. `run` publishes until it is cancelled. `joined` is set once the engine may be
     used."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, engine: Engine, identity: AgentIdentity, config: AgentConfig, staging: Staging = _NO_WAYS) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        engine: Engine,
+        identity: AgentIdentity,
+        config: AgentConfig,
+        staging: Staging = _NO_WAYS,
+    ) -> None:
         """staging: means to copy experts, for engines that support handovers."""
         self.joined = asyncio.Event()
         self._bus = bus
@@ -100,9 +108,15 @@ class Agent:
         self._kv = bus.publisher(subjects.kv_events)
         self._metrics = bus.publisher(subjects.kv_metrics)
         self._experts = bus.publisher(subjects.experts(identity.engine))
-        self._dispatching = DispatchReports(bus, subjects, self._about, identity.engine, identity.worker_id, config.experts_seconds)
+        self._dispatching = DispatchReports(
+            bus, subjects, self._about, identity.engine, identity.worker_id, config.experts_seconds
+        )
         self._profiling = self._make_profiling()
-        self.desk = None if engine.experts is None else HandoverAgent(bus, subjects, engine, identity.engine, identity.worker_id, staging)
+        self.desk = (
+            None
+            if engine.experts is None
+            else HandoverAgent(bus, subjects, engine, identity.engine, identity.worker_id, staging)
+        )
         """Handover agent. None: this engine cannot move its experts."""
 
     def _make_profiling(self) -> RequestProfiler | None:
@@ -110,7 +124,9 @@ class Agent:
         about, who = self._about, self._identity
         if about.shape is None or not about.capabilities.experts:
             return None
-        return RequestProfiler(self._bus, self._subjects, about, about.shape, who.engine, who.worker_id, self._config, who.nodes)
+        return RequestProfiler(
+            self._bus, self._subjects, about, about.shape, who.engine, who.worker_id, self._config, who.nodes
+        )
 
     def leaving(self, reason: str | None) -> None:
         """Set the reason for leaving, which goes into `EngineLeft`. None: leave without an event and keep the
@@ -121,17 +137,28 @@ class Agent:
         """Publish until cancelled. NameTaken when another engine has this name."""
         async with AsyncExitStack() as stack:
             if self._about.capabilities.kv_events:
-                subject = self._subjects.kv_snapshot(self._identity.engine, self._identity.worker_id, self._about.rank)
+                subject = self._subjects.kv_snapshot(
+                    self._identity.engine, self._identity.worker_id, self._about.rank
+                )
                 await stack.enter_async_context(self._bus.serve(subject, self._answer_snapshot))
             if self.desk is None:
-                commands = self._subjects.handover(self._identity.engine, self._identity.worker_id, self._about.rank)
+                commands = self._subjects.handover(
+                    self._identity.engine, self._identity.worker_id, self._about.rank
+                )
                 await stack.enter_async_context(self._bus.serve(commands, self._refuse_handover))
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             if self.desk is not None:
-                tasks.create_task(self.desk.run(), name=f"handovers of rank {self._about.rank} of {self._identity.engine}")
-            tasks.create_task(self._report(), name=f"report events of rank {self._about.rank} of {self._identity.engine}")
+                tasks.create_task(
+                    self.desk.run(), name=f"handovers of rank {self._about.rank} of {self._identity.engine}"
+                )
+            tasks.create_task(
+                self._report(), name=f"report events of rank {self._about.rank} of {self._identity.engine}"
+            )
             if self._profiling is not None:
-                tasks.create_task(self._profiling.run(), name=f"profile requests of rank {self._about.rank} of {self._identity.engine}")
+                tasks.create_task(
+                    self._profiling.run(),
+                    name=f"profile requests of rank {self._about.rank} of {self._identity.engine}",
+                )
             if self._about.rank == 0:
                 tasks.create_task(self._membership(), name=f"keep {self._identity.engine} a member")
             else:
@@ -145,7 +172,12 @@ class Agent:
         self._dispatching.begin(self._polled_at)
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(min(self._load_at + self._config.load_seconds, self._experts_at + self._config.experts_seconds)):
+                async with asyncio.timeout_at(
+                    min(
+                        self._load_at + self._config.load_seconds,
+                        self._experts_at + self._config.experts_seconds,
+                    )
+                ):
                     await self._engine.wait_facts()
             facts, placement, now = self._engine.take_facts(), self._engine.placement, clock()
             await self._publish_kv(facts.kv)
@@ -166,11 +198,19 @@ class Agent:
                 self._mirror.apply(change)
             await self._kv.publish(tuple(self._routed(change) for change in changes))
         if self._mirror.forgotten > forgotten:
-            log.warning("rank %d stored more KV blocks than the %d it has; snapshots lack %d", self._about.rank, self._mirror.limit, self._mirror.forgotten)
+            log.warning(
+                "rank %d stored more KV blocks than the %d it has; snapshots lack %d",
+                self._about.rank,
+                self._mirror.limit,
+                self._mirror.forgotten,
+            )
 
     def _routed(self, change: KvChange | Literal["cleared"]) -> RoutedKvEvent:
         self._event_id += 1
-        return RoutedKvEvent(worker_id=self._identity.worker_id, event=KvEvent(event_id=self._event_id, data=change, dp_rank=self._about.rank))
+        return RoutedKvEvent(
+            worker_id=self._identity.worker_id,
+            event=KvEvent(event_id=self._event_id, data=change, dp_rank=self._about.rank),
+        )
 
     async def _publish_load(self, load: RankLoad, now: float) -> None:
         due = now - self._load_at >= self._config.load_seconds
@@ -207,7 +247,11 @@ class Agent:
         if seconds <= 0:
             return
         activations, self._activations, self._experts_at = self._activations, None, until
-        if activations is not None and (activations.tokens or activations.cached_tokens) and self._about.capabilities.experts:
+        if (
+            activations is not None
+            and (activations.tokens or activations.cached_tokens)
+            and self._about.capabilities.experts
+        ):
             await self._experts.publish(
                 ExpertsActivated(
                     engine=self._identity.engine,
@@ -223,7 +267,9 @@ class Agent:
             )
 
     async def _refuse_handover(self, request: Message) -> Message:
-        raise ValueError(f"{self._identity.engine} cannot move its experts: engines of its kind take no part in handovers")
+        raise ValueError(
+            f"{self._identity.engine} cannot move its experts: engines of its kind take no part in handovers"
+        )
 
     async def _answer_snapshot(self, request: Message) -> Message:
         if not isinstance(request, KvSnapshotRequested):
@@ -266,7 +312,11 @@ class Agent:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._leave, claim)
             await self._with_retries(claim.take)
-            await stack.enter_async_context(self._bus.serve(self._subjects.describe_engine(who.engine, who.worker_id), self._answer_description))
+            await stack.enter_async_context(
+                self._bus.serve(
+                    self._subjects.describe_engine(who.engine, who.worker_id), self._answer_description
+                )
+            )
             await self._with_retries(self._announce)
             self.joined.set()
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -316,7 +366,11 @@ class Agent:
         while True:
             handover = self._engine.handover_seconds
             who = self._identity
-            await publisher.publish(EngineHeartbeat(engine=who.engine, worker_id=who.worker_id, epoch=self._epoch, handover_seconds=handover))
+            await publisher.publish(
+                EngineHeartbeat(
+                    engine=who.engine, worker_id=who.worker_id, epoch=self._epoch, handover_seconds=handover
+                )
+            )
             await asyncio.sleep(self._config.heartbeat_seconds)
 
     async def _keep_membership(self, claim: NameClaim) -> None:
@@ -344,10 +398,18 @@ class Agent:
 
     async def _keep_announced(self) -> None:
         """Record the join again if it has expired: a full log drops its oldest messages."""
-        stored = [received async for received in self._bus.replay(self._subjects.membership(self._identity.engine), latest=True, follow=False)]
+        stored = [
+            received
+            async for received in self._bus.replay(
+                self._subjects.membership(self._identity.engine), latest=True, follow=False
+            )
+        ]
         if not stored:
             await self._announce()
-            log.info("the join record of %s had expired from the log; it has announced itself again", self._identity.engine)
+            log.info(
+                "the join record of %s had expired from the log; it has announced itself again",
+                self._identity.engine,
+            )
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[None]]) -> None:
         """Retry until the bus succeeds."""
@@ -365,12 +427,20 @@ class Agent:
         try:
             async with asyncio.timeout(self._config.farewell_seconds):
                 if self.joined.is_set():
-                    left = EngineLeft(engine=self._identity.engine, worker_id=self._identity.worker_id, reason=self._reason)
+                    left = EngineLeft(
+                        engine=self._identity.engine, worker_id=self._identity.worker_id, reason=self._reason
+                    )
                     await self._bus.record(self._subjects.membership(self._identity.engine), left)
                 await claim.release()
         except (BusError, TimeoutError) as error:
-            log.warning("%s left without recording it: %s", self._identity.engine, error or "the bus did not answer")
+            log.warning(
+                "%s left without recording it: %s", self._identity.engine, error or "the bus did not answer"
+            )
 
 
 def _sum(before: Activations, new: Activations) -> Activations:
-    return Activations(counts=before.counts + new.counts, tokens=before.tokens + new.tokens, cached_tokens=before.cached_tokens + new.cached_tokens)
+    return Activations(
+        counts=before.counts + new.counts,
+        tokens=before.tokens + new.tokens,
+        cached_tokens=before.cached_tokens + new.cached_tokens,
+    )

@@ -75,7 +75,9 @@ class Staging:
 class HandoverAgent:
     """Handover agent of one rank. `run` serves until it is cancelled."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, engine: Engine, name: str, worker_id: int, staging: Staging) -> None:
+    def __init__(
+        self, bus: Bus, subjects: Subjects, engine: Engine, name: str, worker_id: int, staging: Staging
+    ) -> None:
         """name: name of the engine. ValueError for an engine that cannot move its experts."""
         if engine.experts is None or engine.placement is None:
             raise ValueError("this engine cannot move its experts: it takes no part in handovers")
@@ -95,7 +97,12 @@ class HandoverAgent:
         self._slots = engine.placement.slots_per_rank
         residency = CellTable(engine.placement.on_rank(self._rank), self._experts.cells, self._memory.cells)
         self.conduct = RankProtocol(
-            worker_id=worker_id, rank=self._rank, placement=engine.placement, residency=residency, tensors=len(self._memory.tensors), config=staging.config
+            worker_id=worker_id,
+            rank=self._rank,
+            placement=engine.placement,
+            residency=residency,
+            tensors=len(self._memory.tensors),
+            config=staging.config,
         )
         self._publisher = bus.publisher(subjects.handovers(name))
         self._last_status: HandoverDescribed | None = None
@@ -124,7 +131,9 @@ class HandoverAgent:
         outside."""
         async with AsyncExitStack() as stack:
             if self._executor is None:
-                threads = ThreadPoolExecutor(1, f"checksums-{self._rank}", _lower_priority, (self._config.niceness,))
+                threads = ThreadPoolExecutor(
+                    1, f"checksums-{self._rank}", _lower_priority, (self._config.niceness,)
+                )
                 self._executor = threads
                 stack.callback(threads.shutdown, wait=False, cancel_futures=True)
             self._copies.executor = self._executor
@@ -132,8 +141,16 @@ class HandoverAgent:
             self._tasks = tasks
             stack.callback(self._end)
             tasks.create_task(self._seal(), name=f"checksums of what rank {self._rank} serves")
-            await stack.enter_async_context(self._bus.serve(self._subjects.handover(self._name, self._worker_id, self._rank), self._command))
-            await stack.enter_async_context(self._bus.serve(self._subjects.leases(self._name, self._worker_id, self._rank), self._answer_reader))
+            await stack.enter_async_context(
+                self._bus.serve(
+                    self._subjects.handover(self._name, self._worker_id, self._rank), self._command
+                )
+            )
+            await stack.enter_async_context(
+                self._bus.serve(
+                    self._subjects.leases(self._name, self._worker_id, self._rank), self._answer_reader
+                )
+            )
             await self._run_protocol()
 
     def _end(self) -> None:
@@ -145,7 +162,9 @@ class HandoverAgent:
         experts until cancelled. EngineFailed when the audit finds a mismatch."""
         residency, tensors = self.conduct.residency, self._memory.tensors
         for resident in tuple(residency.residents()):
-            residency.seal(resident, await self._off_loop(checksums, self._memory.cell(resident.cell), tensors))
+            residency.seal(
+                resident, await self._off_loop(checksums, self._memory.cell(resident.cell), tensors)
+            )
         self._sealed.set()
         if self._config.audit_seconds:
             await MemoryAudit(residency, self._memory, self._config.audit_seconds, self._off_loop).run()
@@ -198,7 +217,10 @@ class HandoverAgent:
 
     def _addressed(self, worker_id: int, rank: int) -> None:
         if (worker_id, rank) != (self._worker_id, self._rank):
-            raise ValueError(f"this is rank {self._rank} of worker {self._worker_id}, not rank {rank} of worker {worker_id}")
+            raise ValueError(
+                f"this is rank {self._rank} of worker {self._worker_id}, not rank {rank} of worker"
+                f" {worker_id}"
+            )
 
     async def _propose(self, command: ProposeHandover) -> CommandVerdict:
         placement: Placement | str = ""
@@ -207,7 +229,13 @@ class HandoverAgent:
         verdict = self.conduct.propose(command, placement, self._now())
         if verdict is CommandVerdict.TAKE:
             self._copies.traceparent = command.traceparent
-            log.info("rank %d stages handover %d to epoch %d (plan %s)", self._rank, command.handover, command.placement.epoch, command.plan)
+            log.info(
+                "rank %d stages handover %d to epoch %d (plan %s)",
+                self._rank,
+                command.handover,
+                command.placement.epoch,
+                command.plan,
+            )
         self._on_event()
         return verdict
 
@@ -236,7 +264,10 @@ class HandoverAgent:
 
     def _lease_out(self, request: LeaseExperts) -> ExpertsLeased:
         if not 0 <= request.reader < self._ranks or request.reader == self._rank:
-            raise ValueError(f"rank {request.reader} asks to read rank {self._rank}; this engine has ranks 0 to {self._ranks - 1}")
+            raise ValueError(
+                f"rank {request.reader} asks to read rank {self._rank}; this engine has ranks 0 to"
+                f" {self._ranks - 1}"
+            )
         if not request.seconds > 0:
             raise ValueError(f"a lease for {request.seconds} s: use more than 0")
         first = self._rank * self._slots
@@ -246,7 +277,12 @@ class HandoverAgent:
         self._notify_backends()
         self._on_event()
         return ExpertsLeased(
-            worker_id=self._worker_id, rank=self._rank, lease=lease.number, memory=self._address(), cells=lease.cells, checksums=lease.checksums
+            worker_id=self._worker_id,
+            rank=self._rank,
+            lease=lease.number,
+            memory=self._address(),
+            cells=lease.cells,
+            checksums=lease.checksums,
         )
 
     def _address(self) -> MemoryAddress:
@@ -282,7 +318,9 @@ class HandoverAgent:
     def _do(self, effect: Effect) -> None:
         match effect:
             case Prepare():
-                self._preparing = self._spawn(self._prepare(effect), f"rank {self._rank} prepares handover {effect.handover}")
+                self._preparing = self._spawn(
+                    self._prepare(effect), f"rank {self._rank} prepares handover {effect.handover}"
+                )
             case Adopt():
                 self._spawn(self._adopt(effect), f"rank {self._rank} adopts handover {effect.handover}")
             case Forget():
@@ -306,7 +344,11 @@ class HandoverAgent:
         except Exception as error:
             log.warning("rank %d cannot prepare handover %d", self._rank, effect.handover, exc_info=True)
             self._trace("prepare", began, {}, str(error))
-            self.conduct.unprepared(effect.handover, f"the engine of rank {self._rank} could not prepare: {error or type(error).__name__}", self._now())
+            self.conduct.unprepared(
+                effect.handover,
+                f"the engine of rank {self._rank} could not prepare: {error or type(error).__name__}",
+                self._now(),
+            )
         else:
             self._trace("prepare", began, {"roost.epoch": effect.placement.epoch})
             if self.conduct.prepared(effect.handover):
@@ -322,7 +364,9 @@ class HandoverAgent:
             return
         self._adoption = None
         self.conduct.adopted(self._now())
-        log.info("rank %d serves epoch %d (handover %d)", self._rank, self.conduct.standing.served, effect.handover)
+        log.info(
+            "rank %d serves epoch %d (handover %d)", self._rank, self.conduct.standing.served, effect.handover
+        )
         self._on_event()
 
     # helpers

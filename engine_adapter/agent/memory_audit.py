@@ -54,6 +54,9 @@ class MemoryAudit:
         if found == promised or self._residency.sealed(resident) != promised:
             return
         damaged = ", ".join(compare(tensors, promised, found))
-        text = f"the memory of expert {resident.layer}/{resident.expert} (cell {resident.cell}: {damaged}) was changed while it was served"
+        text = (
+            f"the memory of expert {resident.layer}/{resident.expert} (cell {resident.cell}: {damaged}) was"
+            " changed while it was served"
+        )
         log.error("ALARM: %s; the engine ends, and restarts with freshly loaded weights", text)
         raise EngineFailed(text)

@@ -155,7 +155,9 @@ class KvCache:
             parent = blocks[index - 1].block_hash if index else None
             known = self._by_hash.get(blocks[index].block_hash)
             if known is None:
-                self._by_hash[blocks[index].block_hash] = self._block_of[table.pages[index]] = _Registered(table.pages[index], blocks[index], parent)
+                self._by_hash[blocks[index].block_hash] = self._block_of[table.pages[index]] = _Registered(
+                    table.pages[index], blocks[index], parent
+                )
                 fresh.append(blocks[index])
             else:
                 self._announce(blocks, index, fresh)
@@ -175,7 +177,10 @@ class KvCache:
         """Drop everything kept for reuse. ValueError while a sequence holds pages, because their registration
         cannot be revoked."""
         if self.held:
-            raise ValueError(f"KV cache: {self.held} pages are held by running sequences; finish or cancel them before clearing")
+            raise ValueError(
+                f"KV cache: {self.held} pages are held by running sequences; finish or cancel them before"
+                " clearing"
+            )
         self._free.extend(self._kept)
         self._kept.clear()
         self._by_hash.clear()
@@ -204,13 +209,22 @@ class KvCache:
         for page in range(self.pages):
             states = (page in free) + (page in self._kept) + (self._holders[page] > 0)
             if states != 1 or holders[page] != self._holders[page]:
-                raise RuntimeError(f"KV cache: page {page} is in {states} states, held {self._holders[page]} times by count and {holders[page]} by tables")
+                raise RuntimeError(
+                    f"KV cache: page {page} is in {states} states, held {self._holders[page]} times by count"
+                    f" and {holders[page]} by tables"
+                )
         if len(free) != len(self._free) or any(page not in self._block_of for page in self._kept):
             raise RuntimeError("KV cache: a page is free twice, or kept without a block")
         for page, entry in self._block_of.items():
             registered = self._by_hash.get(entry.block.block_hash)
-            if registered is not entry or entry.page != page or (entry.parent is not None and entry.parent not in self._by_hash):
-                raise RuntimeError(f"KV cache: the block of page {page} is registered elsewhere or has lost its parent")
+            if (
+                registered is not entry
+                or entry.page != page
+                or (entry.parent is not None and entry.parent not in self._by_hash)
+            ):
+                raise RuntimeError(
+                    f"KV cache: the block of page {page} is registered elsewhere or has lost its parent"
+                )
 
     def _match(self, prefix: Sequence[Block]) -> list[int]:
         """Return the pages of the longest registered prefix. Each parent was compared before, so comparing

@@ -12,7 +12,9 @@ class KvMirror:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.forgotten = 0
-        self._blocks: dict[int, tuple[int, int | None]] = {}  # sequence hash -> (local hash, sequence hash of the parent)
+        self._blocks: dict[
+            int, tuple[int, int | None]
+        ] = {}  # sequence hash -> (local hash, sequence hash of the parent)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -41,8 +43,13 @@ class KvMirror:
                 runs.append((parent, []))
             runs[-1][1].append(KvBlock(block, local))
             last = block
-        changes = (KvChange(stored=KvStored(parent_hash=parent, blocks=tuple(blocks))) for parent, blocks in runs)
-        return tuple(KvEvent(event_id=number, data=change, dp_rank=rank) for number, change in enumerate(changes, start=1))
+        changes = (
+            KvChange(stored=KvStored(parent_hash=parent, blocks=tuple(blocks))) for parent, blocks in runs
+        )
+        return tuple(
+            KvEvent(event_id=number, data=change, dp_rank=rank)
+            for number, change in enumerate(changes, start=1)
+        )
 
     def _store(self, stored: KvStored) -> None:
         parent = stored.parent_hash

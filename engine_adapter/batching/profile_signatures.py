@@ -82,7 +82,10 @@ def request_profiles(
     pairs = tables.counts.sum(axis=(1, 2)).tolist()
     held = placement.on_rank(rank)
     layer, slot = np.nonzero(held != EMPTY)
-    near = (tables.counts[:, layer, held[layer, slot]] @ own_part(placement, node)[layer, rank * placement.slots_per_rank + slot]).tolist()
+    near = (
+        tables.counts[:, layer, held[layer, slot]]
+        @ own_part(placement, node)[layer, rank * placement.slots_per_rank + slot]
+    ).tolist()
     profiles: list[RequestProfile] = []
     top = 0
     for at, (one, own) in enumerate(zip(requests, computed, strict=True)):

@@ -47,7 +47,9 @@ def parse(body: bytes) -> RankRequest:
         return _DECODER.decode(body)
     except msgspec.ValidationError as error:
         place = _PLACE.search(str(error))
-        raise ApiError(400, _PLACE.sub("", str(error)), param=place.group(1) or None if place else None) from error
+        raise ApiError(
+            400, _PLACE.sub("", str(error)), param=place.group(1) or None if place else None
+        ) from error
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -58,21 +60,46 @@ def check(request: RankRequest, model: str) -> None:
     """Check everything that does not depend on the tokenized prompt. ApiError 404 for another model, 400 for
     a value out of range."""
     if request.model is not None and request.model != model:
-        raise ApiError(404, f"the model {request.model!r} is not served here; this rank serves {model!r}", code="model_not_found", param="model")
+        raise ApiError(
+            404,
+            f"the model {request.model!r} is not served here; this rank serves {model!r}",
+            code="model_not_found",
+            param="model",
+        )
     _need(bool(request.prompt), "prompt", "is empty; at least one token is needed")
     _need(request.max_tokens >= 1, "max_tokens", f"{request.max_tokens} is less than 1")
-    _need(0 <= request.temperature <= HOTTEST, "temperature", f"{request.temperature} is outside 0 to {HOTTEST:g}")
+    _need(
+        0 <= request.temperature <= HOTTEST,
+        "temperature",
+        f"{request.temperature} is outside 0 to {HOTTEST:g}",
+    )
     _need(0 < request.top_p <= 1, "top_p", f"{request.top_p} is outside 0 (exclusive) to 1")
     _need(request.top_k >= -1, "top_k", f"{request.top_k} is negative; use 0 for no limit")
     _need(request.n == 1, "n", f"{request.n}: a rank answers once; send several requests")
-    _need(request.logprobs is None or 0 <= request.logprobs <= MOST_LOGPROBS, "logprobs", f"{request.logprobs} is outside 0 to {MOST_LOGPROBS}")
+    _need(
+        request.logprobs is None or 0 <= request.logprobs <= MOST_LOGPROBS,
+        "logprobs",
+        f"{request.logprobs} is outside 0 to {MOST_LOGPROBS}",
+    )
     stops = stop_strings(request)
     _need(len(stops) <= MOST_STOPS, "stop", f"{len(stops)} strings; at most {MOST_STOPS} are allowed")
     _need(all(stops), "stop", "holds an empty string, which would stop everything")
-    _need(request.cache_salt != "", "cache_salt", "is empty; leave it out to share KV with requests that have none")
-    _need(len(request.cache_salt or "") <= MOST_SALT, "cache_salt", f"has {len(request.cache_salt or '')} characters; at most {MOST_SALT} are allowed")
+    _need(
+        request.cache_salt != "",
+        "cache_salt",
+        "is empty; leave it out to share KV with requests that have none",
+    )
+    _need(
+        len(request.cache_salt or "") <= MOST_SALT,
+        "cache_salt",
+        f"has {len(request.cache_salt or '')} characters; at most {MOST_SALT} are allowed",
+    )
     known = len(request.prompt) if isinstance(request.prompt, list) else 1
-    _need(0 <= request.emitted < known, "emitted", f"{request.emitted}: at least one id of a token-id prompt must be the client's own")
+    _need(
+        0 <= request.emitted < known,
+        "emitted",
+        f"{request.emitted}: at least one id of a token-id prompt must be the client's own",
+    )
 
 
 def stop_strings(request: RankRequest) -> tuple[str, ...]:
@@ -88,7 +115,15 @@ def decision_id(header: str | None) -> str:
     return header if header is not None and _DECISION.fullmatch(header) else ""
 
 
-def generation_request(request: RankRequest, prompt: list[int], *, vocabulary: int, max_context: int, seed: int, decision: str = "") -> GenerationRequest:
+def generation_request(
+    request: RankRequest,
+    prompt: list[int],
+    *,
+    vocabulary: int,
+    max_context: int,
+    seed: int,
+    decision: str = "",
+) -> GenerationRequest:
     """Convert a checked request to the engine's form. ApiError 400 for IDs out of vocabulary and for a
     request that exceeds the context."""
     _need(bool(prompt), "prompt", "has no tokens; at least one is needed")
@@ -100,7 +135,13 @@ def generation_request(request: RankRequest, prompt: list[int], *, vocabulary: i
         max_tokens = room
     if max_tokens > room:
         fits = room >= 1
-        raise context_exceeded(max_context, len(prompt), max_tokens if fits else None, prompt="prompt", param="max_tokens" if fits else "prompt")
+        raise context_exceeded(
+            max_context,
+            len(prompt),
+            max_tokens if fits else None,
+            prompt="prompt",
+            param="max_tokens" if fits else "prompt",
+        )
     return GenerationRequest(
         prompt=prompt,
         max_tokens=max_tokens,

@@ -62,7 +62,10 @@ def sample(logits: NDArray[np.float32], draws: Sequence[Draw]) -> NDArray[np.int
     tokens = np.asarray(logits.argmax(axis=1), np.int64)
     peak = logits[np.arange(len(tokens)), tokens]
     if not np.isfinite(peak).all():
-        raise ArithmeticError(f"logits of row {int(np.argmin(np.isfinite(peak)))} peak at {peak.min()}: the forward pass produced no numbers")
+        raise ArithmeticError(
+            f"logits of row {int(np.argmin(np.isfinite(peak)))} peak at {peak.min()}: the forward pass"
+            " produced no numbers"
+        )
     drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     if drawn:
         wishes = [draws[row].sampling for row in drawn]
@@ -72,11 +75,15 @@ def sample(logits: NDArray[np.float32], draws: Sequence[Draw]) -> NDArray[np.int
             np.array([wish.top_k for wish in wishes]),
             np.array([wish.top_p for wish in wishes]),
         )
-        tokens[drawn] = _invert(chances, np.array([uniform(draws[row].sampling.seed, draws[row].position) for row in drawn]))
+        tokens[drawn] = _invert(
+            chances, np.array([uniform(draws[row].sampling.seed, draws[row].position) for row in drawn])
+        )
     return tokens
 
 
-def probabilities(logits: NDArray[Any], temperature: NDArray[Any], top_k: NDArray[Any], top_p: NDArray[Any]) -> NDArray[np.float64]:
+def probabilities(
+    logits: NDArray[Any], temperature: NDArray[Any], top_k: NDArray[Any], top_p: NDArray[Any]
+) -> NDArray[np.float64]:
     """Return the distribution that each row is drawn from, float64 [n, V]: temperature > 0, then top-k, then
     top-p of the rest.
 
@@ -95,13 +102,18 @@ def probabilities(logits: NDArray[Any], temperature: NDArray[Any], top_k: NDArra
     return np.asarray(chances)
 
 
-def logprobs(logits: NDArray[np.float32], tokens: NDArray[np.int64], top: Sequence[int]) -> list[TokenLogprobs]:
+def logprobs(
+    logits: NDArray[np.float32], tokens: NDArray[np.int64], top: Sequence[int]
+) -> list[TokenLogprobs]:
     """Return, for each row of logits [n, V], the log-probability of its token and of the `top` most likely
     tokens."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return [TokenLogprobs(float(row[token]), _best(row, count)) for row, token, count in zip(shifted, tokens, top, strict=True)]
+    return [
+        TokenLogprobs(float(row[token]), _best(row, count))
+        for row, token, count in zip(shifted, tokens, top, strict=True)
+    ]
 
 
 def _best(row: NDArray[np.float64], count: int) -> tuple[tuple[int, float], ...]:

@@ -23,7 +23,10 @@ class Overloaded(Exception):
     """The waiting queue is full. Try another rank, or retry later."""
 
     def __init__(self, max_waiting: int) -> None:
-        super().__init__(f"the rank is full and {max_waiting} requests are waiting, which is the limit (max_waiting); retry later or elsewhere")
+        super().__init__(
+            f"the rank is full and {max_waiting} requests are waiting, which is the limit (max_waiting);"
+            " retry later or elsewhere"
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +79,10 @@ class BatchScheduler:
 
     def __init__(self, cache: KvCache, *, max_batch_tokens: int, max_running: int, max_waiting: int) -> None:
         if max_batch_tokens <= max_running:
-            raise ValueError(f"scheduler: max_batch_tokens {max_batch_tokens} must exceed max_running {max_running}, or prompts starve behind decoding")
+            raise ValueError(
+                f"scheduler: max_batch_tokens {max_batch_tokens} must exceed max_running {max_running}, or"
+                " prompts starve behind decoding"
+            )
         self.cache = cache
         self.max_batch_tokens = max_batch_tokens
         self.max_running = max_running
@@ -101,14 +107,19 @@ class BatchScheduler:
     def uncomputed_prompt_tokens(self) -> int:
         """Tokens in prefill or waiting for it. Possible cache hits of waiting requests are unknown and not
         subtracted."""
-        return sum(one.pending for one in self._running if one.pending > 1) + sum(one.pending for one in self._waiting)
+        return sum(one.pending for one in self._running if one.pending > 1) + sum(
+            one.pending for one in self._waiting
+        )
 
     def submit(self, generation: SequenceState) -> None:
         """Queue a request. Overloaded when `max_waiting` + `max_running` requests are open. ValueError when
         the request can never be served."""
         known, room = len(generation.tokens), self.cache.pages * self.cache.block_size
         if not known or generation.max_new < 1 or known + generation.max_new > room:
-            raise ValueError(f"request of {known} tokens and {generation.max_new} to generate: at least 1 and 1 are needed, and {room} in all fit")
+            raise ValueError(
+                f"request of {known} tokens and {generation.max_new} to generate: at least 1 and 1 are"
+                f" needed, and {room} in all fit"
+            )
         if len(self._waiting) + len(self._running) >= self.max_waiting + self.max_running:
             raise Overloaded(self.max_waiting)
         if not generation.blocks:
@@ -189,7 +200,9 @@ class BatchScheduler:
         return one.blocks[: (len(one.tokens) - 1) // self.cache.block_size]
 
     def _admissible(self, one: SequenceState) -> bool:
-        return self.cache.fits(self._shareable(one), self.cache.blocks_for(len(one.tokens)), spare=len(self._running))
+        return self.cache.fits(
+            self._shareable(one), self.cache.blocks_for(len(one.tokens)), spare=len(self._running)
+        )
 
     def _admit(self, one: SequenceState) -> SequenceState:
         one.table = self.cache.open(self._shareable(one))

@@ -37,7 +37,10 @@ class Arena:
         """slots: slots per layer. ballast_bytes: padding bytes of every expert, never computed with.
         ValueError for invalid numbers. OSError when the system has too little memory."""
         if slots < 1 or ballast_bytes < 0:
-            raise ValueError(f"arena: a rank needs at least 1 slot per layer, not {slots}, and at least 0 bytes of ballast, not {ballast_bytes}")
+            raise ValueError(
+                f"arena: a rank needs at least 1 slot per layer, not {slots}, and at least 0 bytes of"
+                f" ballast, not {ballast_bytes}"
+            )
         self.shape = shape
         self.slots = slots
         self.ballast_bytes = ballast_bytes
@@ -62,14 +65,23 @@ class Arena:
         """Tensors of a cell: gate, up and down, each [I, H], and the ballast if there is any."""
         rows = (self.shape.expert_intermediate, self.shape.hidden)
         each = self.shape.expert_bytes // len(_PARTS)
-        weights = tuple(CellTensor(name, self.shape.dtype, rows, at * each, each) for at, name in enumerate(_PARTS))
+        weights = tuple(
+            CellTensor(name, self.shape.dtype, rows, at * each, each) for at, name in enumerate(_PARTS)
+        )
         if not self.ballast_bytes:
             return weights
-        return (*weights, CellTensor("ballast", "uint8", (self.ballast_bytes,), self.shape.expert_bytes, self.ballast_bytes))
+        return (
+            *weights,
+            CellTensor(
+                "ballast", "uint8", (self.ballast_bytes,), self.shape.expert_bytes, self.ballast_bytes
+            ),
+        )
 
     def first_cells(self) -> NDArray[np.int32]:
         """int32 [layers, slots]: the initial cell of each slot."""
-        return np.arange(self.shape.layers * self.slots, dtype=np.int32).reshape(self.shape.layers, self.slots)
+        return np.arange(self.shape.layers * self.slots, dtype=np.int32).reshape(
+            self.shape.layers, self.slots
+        )
 
     def cell(self, number: int) -> NDArray[np.uint8]:
         """Return a view of the cell's memory, uint8 [cell_bytes]. The engine computes with this memory.
@@ -115,7 +127,9 @@ def _shared_memory(size: int) -> tuple[int, NDArray[np.uint8]]:
     return -1, memory
 
 
-def load_arena(checkpoint: Checkpoint, placement: Placement, rank: int, dtype: str, ballast_bytes: int = 0) -> Arena:
+def load_arena(
+    checkpoint: Checkpoint, placement: Placement, rank: int, dtype: str, ballast_bytes: int = 0
+) -> Arena:
     """Load the arena of a rank with the experts of its slots. Other experts are not read. CheckpointError as
     for `Checkpoint.tensor`.
 
@@ -123,7 +137,9 @@ def load_arena(checkpoint: Checkpoint, placement: Placement, rank: int, dtype: s
     """
     shape = checkpoint.config.shape(dtype)
     if (placement.layers, placement.experts) != (shape.layers, shape.experts):
-        raise ValueError(f"arena: {placement!r} does not fit a model of {shape.layers} layers x {shape.experts} experts")
+        raise ValueError(
+            f"arena: {placement!r} does not fit a model of {shape.layers} layers x {shape.experts} experts"
+        )
     arena = Arena(shape, placement.slots_per_rank, ballast_bytes)
     for cell, layer, expert in _held(placement, rank):
         arena.load_expert(cell, checkpoint.expert(layer, expert, RUN_DTYPES[dtype]))

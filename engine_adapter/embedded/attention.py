@@ -78,16 +78,22 @@ class Rotary:
 
     def __init__(self, config: Qwen3MoeConfig, dtype: torch.dtype) -> None:
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        angles = torch.outer(torch.arange(config.max_positions, dtype=torch.float32), 1.0 / config.rope_theta**half)
+        angles = torch.outer(
+            torch.arange(config.max_positions, dtype=torch.float32), 1.0 / config.rope_theta**half
+        )
         self.cos = torch.cat([angles.cos(), angles.cos()], dim=-1).to(dtype)
         self.sin = torch.cat([-angles.sin(), angles.sin()], dim=-1).to(dtype)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines of int64 [n] positions, each [n, 1, head_dim]."""
-        return self.cos.index_select(0, positions).unsqueeze(1), self.sin.index_select(0, positions).unsqueeze(1)
+        return self.cos.index_select(0, positions).unsqueeze(1), self.sin.index_select(
+            0, positions
+        ).unsqueeze(1)
 
 
-def plan_attention(spans: Sequence[SequenceSpan], rows: int, kv_heads: int, page_tokens: int, rotary: Rotary) -> AttentionPlan:
+def plan_attention(
+    spans: Sequence[SequenceSpan], rows: int, kv_heads: int, page_tokens: int, rotary: Rotary
+) -> AttentionPlan:
     """Prepare a step over the tokens of `spans`, in order, padded to `rows` rows."""
     positions = np.zeros(rows, np.int64)
     cells = np.empty(sum(span.tokens for span in spans), np.int64)
@@ -104,11 +110,19 @@ def plan_attention(spans: Sequence[SequenceSpan], rows: int, kv_heads: int, page
         else:
             here = np.arange(span.start, span.start + span.tokens)
             positions[begin : begin + span.tokens] = here
-            cells[begin : begin + span.tokens] = np.asarray(span.pages, np.int64)[here // page_tokens] * page_tokens + here % page_tokens
+            cells[begin : begin + span.tokens] = (
+                np.asarray(span.pages, np.int64)[here // page_tokens] * page_tokens + here % page_tokens
+            )
             chunks.append(_chunk(span, begin, page_tokens, rotary.cos.dtype))
         begin += span.tokens
-    decodes = tuple(_decodes(single, np.array(single_rows), kv_heads, page_tokens, rotary.cos.dtype)) if single else ()
-    return AttentionPlan(*rotary.at(torch.from_numpy(positions)), torch.from_numpy(cells), decodes, tuple(chunks))
+    decodes = (
+        tuple(_decodes(single, np.array(single_rows), kv_heads, page_tokens, rotary.cos.dtype))
+        if single
+        else ()
+    )
+    return AttentionPlan(
+        *rotary.at(torch.from_numpy(positions)), torch.from_numpy(cells), decodes, tuple(chunks)
+    )
 
 
 def _page_count(span: SequenceSpan, page_tokens: int) -> int:
@@ -121,17 +135,32 @@ def _chunk(span: SequenceSpan, begin: int, page_tokens: int, dtype: torch.dtype)
     return Chunk(begin, begin + span.tokens, pages, mask)
 
 
-def _decodes(spans: Sequence[SequenceSpan], rows: NDArray[np.int64], kv_heads: int, page_tokens: int, dtype: torch.dtype) -> Iterator[Decodes]:
+def _decodes(
+    spans: Sequence[SequenceSpan],
+    rows: NDArray[np.int64],
+    kv_heads: int,
+    page_tokens: int,
+    dtype: torch.dtype,
+) -> Iterator[Decodes]:
     counts = np.array([_page_count(span, page_tokens) for span in spans], np.int64)
-    groups = [np.arange(len(spans))] if counts.max() - counts.min() <= SPAN_PAGES else list(_groups(np.argsort(counts, kind="stable"), counts))
+    groups = (
+        [np.arange(len(spans))]
+        if counts.max() - counts.min() <= SPAN_PAGES
+        else list(_groups(np.argsort(counts, kind="stable"), counts))
+    )
     for group in groups:
         width = int(counts[group].max())
         members = [spans[sequence] for sequence in group.tolist()]
         # Padded with the sequence's own page, so that it never reads another's values, not even to multiply
         # them by zero.
-        table = [[*span.pages[:count], *[span.pages[0]] * (width - count)] for span, count in zip(members, counts[group].tolist(), strict=True)]
+        table = [
+            [*span.pages[:count], *[span.pages[0]] * (width - count)]
+            for span, count in zip(members, counts[group].tolist(), strict=True)
+        ]
         last = torch.tensor([span.start for span in members]).unsqueeze(1)
-        mask = torch.zeros((len(members), width * page_tokens), dtype=dtype).masked_fill_(torch.arange(width * page_tokens) > last, -torch.inf)
+        mask = torch.zeros((len(members), width * page_tokens), dtype=dtype).masked_fill_(
+            torch.arange(width * page_tokens) > last, -torch.inf
+        )
         pages, mask = torch.tensor(table).view(-1), mask.repeat(kv_heads, 1).unsqueeze(1)
         in_order = np.array_equal(rows[group], np.arange(len(members)))
         yield Decodes(None if in_order else torch.from_numpy(rows[group]), len(members), pages, mask)
@@ -171,18 +200,27 @@ class Attention:
         """Compute attention for hidden [rows, H] and return [rows, H]. Writes the tokens' keys and values
         into kv [2 Hk, pages, page tokens, D] first."""
         rows = len(hidden)
-        qkv = F.linear(hidden, self.qkv, self.qkv_bias).view(rows, self.heads + 2 * self.kv_heads, self.head_dim)
+        qkv = F.linear(hidden, self.qkv, self.qkv_bias).view(
+            rows, self.heads + 2 * self.kv_heads, self.head_dim
+        )
         rotated = self.heads + self.kv_heads
         qk = F.rms_norm(qkv[:, :rotated], (self.head_dim,), None, self.rms_eps).mul_(self.qk_norm)
         torch.addcmul(qk * plan.cos, qk.roll(self.head_dim // 2, dims=-1), plan.sin, out=qkv[:, :rotated])
         tokens = len(plan.cells)
-        kv.view(2 * self.kv_heads, -1, self.head_dim).index_copy_(1, plan.cells, qkv[:tokens, self.heads :].transpose(0, 1))
+        kv.view(2 * self.kv_heads, -1, self.head_dim).index_copy_(
+            1, plan.cells, qkv[:tokens, self.heads :].transpose(0, 1)
+        )
         mixed = self._mix(qkv[:, : self.heads], plan, kv)
         return F.linear(mixed, self.out, self.out_bias)
 
     def _mix(self, queries: torch.Tensor, plan: AttentionPlan, kv: torch.Tensor) -> torch.Tensor:
         """Attend with queries [rows, Hq, D] and return [rows, Hq * D]."""
-        if not plan.chunks and len(plan.decodes) == 1 and plan.decodes[0].rows is None and plan.decodes[0].count == len(queries):
+        if (
+            not plan.chunks
+            and len(plan.decodes) == 1
+            and plan.decodes[0].rows is None
+            and plan.decodes[0].count == len(queries)
+        ):
             return self._decode(queries, plan.decodes[0], kv)
         mixed = queries.new_zeros((len(queries), self.heads * self.head_dim))
         for batch in plan.decodes:
@@ -204,7 +242,11 @@ class Attention:
         """Attend with queries [B, Hq, D] of decoding sequences and return [B, Hq * D]."""
         keys, values = self._gather(batch.pages, batch.count, kv)
         span = SPAN_PAGES * kv.shape[2]
-        grouped = queries.view(batch.count, self.kv_heads, -1, self.head_dim).transpose(0, 1).reshape(self.kv_heads * batch.count, -1, self.head_dim)
+        grouped = (
+            queries.view(batch.count, self.kv_heads, -1, self.head_dim)
+            .transpose(0, 1)
+            .reshape(self.kv_heads * batch.count, -1, self.head_dim)
+        )
         scores = torch.baddbmm(batch.mask, grouped, keys.transpose(1, 2), alpha=self.head_dim**-0.5)
         weights = torch.softmax(scores, dim=-1)
         mixed = torch.bmm(weights[..., :span], values[:, :span])
@@ -217,5 +259,7 @@ class Attention:
         keys, values = self._gather(chunk.pages, 1, kv).unsqueeze(2)
         grouped = queries.view(len(queries), self.kv_heads, -1, self.head_dim).permute(1, 2, 0, 3)
         share = grouped.shape[1]
-        mixed = F.scaled_dot_product_attention(grouped, keys.expand(-1, share, -1, -1), values.expand(-1, share, -1, -1), attn_mask=chunk.mask)
+        mixed = F.scaled_dot_product_attention(
+            grouped, keys.expand(-1, share, -1, -1), values.expand(-1, share, -1, -1), attn_mask=chunk.mask
+        )
         return mixed.permute(2, 0, 1, 3).reshape(len(queries), -1)

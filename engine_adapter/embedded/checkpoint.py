@@ -99,7 +99,9 @@ class Checkpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._files.clear()
         self._open.close()
 
@@ -107,7 +109,10 @@ class Checkpoint:
         """Return the `weights.weights_digest` of weights computed as `dtype`. CheckpointError when a file can
         no longer be read."""
         try:
-            return weights_digest({stored.file for stored in self._stored.values()}, f"{self.config} computed as {dtype}, not quantised")
+            return weights_digest(
+                {stored.file for stored in self._stored.values()},
+                f"{self.config} computed as {dtype}, not quantised",
+            )
         except OSError as error:
             raise CheckpointError(f"{self.folder}: cannot read all weights: {error}") from error
 
@@ -153,7 +158,12 @@ def _expected_attention(config: Qwen3MoeConfig, prefix: str) -> Iterator[tuple[s
     yield f"{prefix}.input_layernorm.weight", (config.hidden,)
     yield f"{prefix}.post_attention_layernorm.weight", (config.hidden,)
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    widths = {"q_proj": (queries, config.hidden), "k_proj": (keys, config.hidden), "v_proj": (keys, config.hidden), "o_proj": (config.hidden, queries)}
+    widths = {
+        "q_proj": (queries, config.hidden),
+        "k_proj": (keys, config.hidden),
+        "v_proj": (keys, config.hidden),
+        "o_proj": (config.hidden, queries),
+    }
     for name, shape in widths.items():
         yield f"{prefix}.self_attn.{name}.weight", shape
         if config.attention_bias:
@@ -167,9 +177,14 @@ def expert_count(raw: Mapping[str, Any]) -> int:
     present or two disagree."""
     found = {name: raw[name] for name in _EXPERT_COUNT_NAMES if raw.get(name) is not None}
     if not found:
-        raise CheckpointError(f"config.json: no expert count; expected one of {', '.join(_EXPERT_COUNT_NAMES)}")
+        raise CheckpointError(
+            f"config.json: no expert count; expected one of {', '.join(_EXPERT_COUNT_NAMES)}"
+        )
     if len(set(found.values())) > 1:
-        raise CheckpointError(f"config.json: the expert counts disagree: {', '.join(f'{name}={value}' for name, value in found.items())}")
+        raise CheckpointError(
+            "config.json: the expert counts disagree:"
+            f" {', '.join(f'{name}={value}' for name, value in found.items())}"
+        )
     return _whole(raw, next(iter(found)))
 
 
@@ -178,7 +193,9 @@ def read_config(folder: Path) -> Qwen3MoeConfig:
     field."""
     raw = _read_json(folder / "config.json")
     if raw.get("model_type") != "qwen3_moe":
-        raise CheckpointError(f"config.json: model_type is {raw.get('model_type')!r}; this engine serves 'qwen3_moe'")
+        raise CheckpointError(
+            f"config.json: model_type is {raw.get('model_type')!r}; this engine serves 'qwen3_moe'"
+        )
     _refuse_unsupported(raw)
     hidden, heads = _whole(raw, "hidden_size"), _whole(raw, "num_attention_heads")
     config = Qwen3MoeConfig(
@@ -206,13 +223,22 @@ def read_config(folder: Path) -> Qwen3MoeConfig:
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     dense, sparse_step = raw.get("mlp_only_layers") or [], raw.get("decoder_sparse_step", 1)
     if dense or sparse_step != 1:
-        raise CheckpointError(f"config.json: mlp_only_layers={dense}, decoder_sparse_step={sparse_step}; dense layers are not supported, all must be sparse")
+        raise CheckpointError(
+            f"config.json: mlp_only_layers={dense}, decoder_sparse_step={sparse_step}; dense layers are not"
+            " supported, all must be sparse"
+        )
     if raw.get("use_sliding_window") and raw.get("sliding_window"):
-        raise CheckpointError(f"config.json: sliding_window={raw['sliding_window']}; windows are not supported, only full attention")
+        raise CheckpointError(
+            f"config.json: sliding_window={raw['sliding_window']}; windows are not supported, only full"
+            " attention"
+        )
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"config.json: hidden_act={raw['hidden_act']!r}; only 'silu' is supported")
     if raw.get("quantization_config"):
-        raise CheckpointError("config.json: quantization_config is set; quantised checkpoints are not supported, give the bf16, fp16 or fp32 one")
+        raise CheckpointError(
+            "config.json: quantization_config is set; quantised checkpoints are not supported, give the bf16,"
+            " fp16 or fp32 one"
+        )
 
 
 def _rope_theta(raw: Mapping[str, Any]) -> float:
@@ -222,7 +248,10 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
     scaling = raw.get("rope_scaling") or {}
     kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
     if kind != "default":
-        raise CheckpointError(f"config.json: rope_type is {kind!r}; only 'default' is supported, remove the scaling to serve the original context")
+        raise CheckpointError(
+            f"config.json: rope_type is {kind!r}; only 'default' is supported, remove the scaling to serve"
+            " the original context"
+        )
     return _number(rope, "rope_theta") if "rope_theta" in rope else _number(raw, "rope_theta", 10_000.0)
 
 
@@ -239,11 +268,17 @@ def _eos_ids(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
 
 def _check_proportions(config: Qwen3MoeConfig) -> None:
     if config.heads % config.kv_heads:
-        raise CheckpointError(f"config.json: {config.heads} attention heads are not a multiple of {config.kv_heads} KV heads")
+        raise CheckpointError(
+            f"config.json: {config.heads} attention heads are not a multiple of {config.kv_heads} KV heads"
+        )
     if config.head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim {config.head_dim} is odd; rotary positions need an even one")
+        raise CheckpointError(
+            f"config.json: head_dim {config.head_dim} is odd; rotary positions need an even one"
+        )
     if config.top_k > config.experts:
-        raise CheckpointError(f"config.json: {config.top_k} experts per token, but a layer has {config.experts}")
+        raise CheckpointError(
+            f"config.json: {config.top_k} experts per token, but a layer has {config.experts}"
+        )
 
 
 def _whole(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -264,7 +299,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}; is this a checkpoint folder?") from error
+        raise CheckpointError(
+            f"{path}: cannot be read: {error.strerror}; is this a checkpoint folder?"
+        ) from error
     except ValueError as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from error
     if not isinstance(found, dict):
@@ -282,11 +319,16 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     for file in sorted(set(named.values())):
         if Path(file).name != file:
-            raise CheckpointError(f"{folder / _INDEX}: weight_map names {file!r}; expected a file of the checkpoint folder itself")
+            raise CheckpointError(
+                f"{folder / _INDEX}: weight_map names {file!r}; expected a file of the checkpoint folder"
+                " itself"
+            )
         stored |= _read_header(folder / file)
     for name, file in named.items():
         if name not in stored or stored[name].file.name != file:
-            raise CheckpointError(f"{folder / _INDEX}: tensor {name} is not in {file}, where the index places it")
+            raise CheckpointError(
+                f"{folder / _INDEX}: tensor {name} is not in {file}, where the index places it"
+            )
     return stored
 
 
@@ -313,7 +355,10 @@ def _entry(path: Path, name: str, entry: Any, size: int) -> StoredTensor:
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the header entry of tensor {name} is damaged: {entry!r}") from error
     if end > size:
-        raise CheckpointError(f"{path}: tensor {name} ends at byte {end} of the data, but the file holds {size}; it is cut off, fetch it again")
+        raise CheckpointError(
+            f"{path}: tensor {name} ends at byte {end} of the data, but the file holds {size}; it is cut off,"
+            " fetch it again"
+        )
     return StoredTensor(path, shape, dtype)
 
 
@@ -324,12 +369,21 @@ def _check_tensors(config: Qwen3MoeConfig, stored: Mapping[str, StoredTensor], f
         if found is None:
             raise CheckpointError(f"{folder}: tensor {name} is missing; expected shape {list(shape)}")
         if found.shape != shape:
-            raise CheckpointError(f"{found.file}: tensor {name} has shape {list(found.shape)}; expected {list(shape)} from config.json")
+            raise CheckpointError(
+                f"{found.file}: tensor {name} has shape {list(found.shape)}; expected {list(shape)} from"
+                " config.json"
+            )
         if found.dtype not in _STORED_DTYPES:
-            raise CheckpointError(f"{found.file}: tensor {name} is stored as {found.dtype}; expected one of {', '.join(_STORED_DTYPES)}")
+            raise CheckpointError(
+                f"{found.file}: tensor {name} is stored as {found.dtype}; expected one of"
+                f" {', '.join(_STORED_DTYPES)}"
+            )
     for name, found in stored.items():
         if name not in expected and not _harmless(name):
-            raise CheckpointError(f"{found.file}: unexpected tensor {name} of shape {list(found.shape)}; a Qwen3-MoE of this config.json has none")
+            raise CheckpointError(
+                f"{found.file}: unexpected tensor {name} of shape {list(found.shape)}; a Qwen3-MoE of this"
+                " config.json has none"
+            )
 
 
 def _harmless(name: str) -> bool:

@@ -102,7 +102,11 @@ class Sending:
         if self._chooser.plain[layer]:
             return np.asarray(self._chooser.table[layer][keys])
         pairs, turns = keys.reshape(-1), self._turns[layer]
-        found = self._chooser.cover(layer, keys, turns) if self._cover else self._chooser.choose(layer, pairs, turns).reshape(keys.shape)
+        found = (
+            self._chooser.cover(layer, keys, turns)
+            if self._cover
+            else self._chooser.choose(layer, pairs, turns).reshape(keys.shape)
+        )
         turns += np.bincount(pairs, minlength=len(turns))
         return found
 
@@ -209,21 +213,32 @@ class _Calls:
 
     def close(self, handle: Handle) -> None:
         if not self._open or handle.call != self._made:
-            raise HandleError(f"combine: handle of dispatch {handle.call} is used up or not the latest ({self._made}); combine each once, before the next")
+            raise HandleError(
+                f"combine: handle of dispatch {handle.call} is used up or not the latest ({self._made});"
+                " combine each once, before the next"
+            )
         self._open = False
 
 
 def _check_experts(experts: NDArray[Any], count: int) -> None:
     if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) < count:
         token, at = np.argwhere((experts < 0) | (experts >= count))[0]
-        raise ExpertIndexError(f"dispatch: token {token} names expert {experts[token, at]}; a layer has experts 0 to {count - 1}")
+        raise ExpertIndexError(
+            f"dispatch: token {token} names expert {experts[token, at]}; a layer has experts 0 to {count - 1}"
+        )
 
 
 def _check_step(tokens: int, rank: int, tokens_by_rank: Sequence[int], ranks: int, most: int) -> None:
     if len(tokens_by_rank) != ranks or tokens_by_rank[rank] != tokens:
-        raise DispatchError(f"dispatch: rank {rank} of {ranks} brings {tokens} tokens, but the step headers say {list(tokens_by_rank)}")
+        raise DispatchError(
+            f"dispatch: rank {rank} of {ranks} brings {tokens} tokens, but the step headers say"
+            f" {list(tokens_by_rank)}"
+        )
     if max(tokens_by_rank) > most:
-        raise CapacityError(f"dispatch: {max(tokens_by_rank)} tokens of one rank in a step, {most} are allowed; raise max_tokens or send smaller chunks")
+        raise CapacityError(
+            f"dispatch: {max(tokens_by_rank)} tokens of one rank in a step, {most} are allowed; raise"
+            " max_tokens or send smaller chunks"
+        )
 
 
 class LocalDispatch:
@@ -231,7 +246,9 @@ class LocalDispatch:
 
     def __init__(self, placement: Placement, max_tokens: int) -> None:
         if placement.ranks != 1:
-            raise ValueError(f"dispatch: {placement!r} needs {placement.ranks} ranks; local dispatch is for one")
+            raise ValueError(
+                f"dispatch: {placement!r} needs {placement.ranks} ranks; local dispatch is for one"
+            )
         self._experts = placement.experts
         self._table = self.sending(placement).first
         self._slots = placement.slots_per_rank
@@ -246,7 +263,9 @@ class LocalDispatch:
         _check_experts(experts, self._experts)
         groups = group_by_slot(self._table[layer][experts.reshape(-1)], self._slots)
         rows = x.index_select(0, torch.from_numpy(groups.pair_of_row // experts.shape[1]))
-        return Dispatched(rows, torch.from_numpy(groups.ends), groups.counts, Handle(self._calls.next(), groups.row_of_pair))
+        return Dispatched(
+            rows, torch.from_numpy(groups.ends), groups.counts, Handle(self._calls.next(), groups.row_of_pair)
+        )
 
     def combine(self, results: torch.Tensor, weights: torch.Tensor, handle: Handle) -> torch.Tensor:
         self._calls.close(handle)
@@ -270,7 +289,15 @@ class GlooDispatch:
     larger steps, a token's activations go once to each rank that holds one of its experts.
     """
 
-    def __init__(self, group: RankGroup, placement: Placement, max_tokens: int, *, cover: bool = False, small_gather_bytes: int = SMALL_GATHER_BYTES) -> None:
+    def __init__(
+        self,
+        group: RankGroup,
+        placement: Placement,
+        max_tokens: int,
+        *,
+        cover: bool = False,
+        small_gather_bytes: int = SMALL_GATHER_BYTES,
+    ) -> None:
         """cover: choose replicas so that a token is sent to few ranks (`fleet.dispatch.COVER`). The same on
         every rank."""
         if placement.ranks != group.ranks:
@@ -301,14 +328,18 @@ class GlooDispatch:
         ranks = slots // self._slots
         self.served_by.append(ranks)
         if self._link_seconds:
-            self._wait(self._link_seconds * sent_away(ranks[self._step.home == self._group.rank], self._group.rank))
+            self._wait(
+                self._link_seconds * sent_away(ranks[self._step.home == self._group.rank], self._group.rank)
+            )
         pairs = np.flatnonzero(ranks == self._group.rank)
         tokens = pairs // ids.shape[1]
         if not small:
             everyones_x, tokens = self._fetch(x, ranks, tokens)
         groups = group_by_slot(slots.reshape(-1)[pairs] - self._group.rank * self._slots, self._slots)
         rows = everyones_x.index_select(0, torch.from_numpy(tokens[groups.pair_of_row]))
-        return Dispatched(rows, torch.from_numpy(groups.ends), groups.counts, self._handle(ranks, pairs, groups))
+        return Dispatched(
+            rows, torch.from_numpy(groups.ends), groups.counts, self._handle(ranks, pairs, groups)
+        )
 
     def combine(self, results: torch.Tensor, weights: torch.Tensor, handle: Handle) -> torch.Tensor:
         self._calls.close(handle)
@@ -360,7 +391,13 @@ class GlooDispatch:
         back_order = np.empty(len(own), np.int64)
         back_order[np.argsort(own, kind="stable")] = np.arange(len(own))
         from_ranks = np.bincount(own, minlength=self._group.ranks)
-        return Handle(self._calls.next(), groups.row_of_pair, tuple(computed_for.tolist()), back_order, tuple(from_ranks.tolist()))
+        return Handle(
+            self._calls.next(),
+            groups.row_of_pair,
+            tuple(computed_for.tolist()),
+            back_order,
+            tuple(from_ranks.tolist()),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,14 +79,20 @@ class DispatchLog:
         into.append(into.pop().with_more(new) if into and into[-1].epoch == epoch else new)
 
 
-def counted(epoch: int, steps: Sequence[FinishedStep], rank: int, *, layers: int, top_k: int) -> DispatchCounts:
+def counted(
+    epoch: int, steps: Sequence[FinishedStep], rank: int, *, layers: int, top_k: int
+) -> DispatchCounts:
     """Count what rank `rank` sent and served in steps of one epoch. There must be at least one step."""
     tokens = np.array([step.tokens_by_rank for step in steps])  # [steps, ranks].
     own = int(tokens[:, rank].sum())
     seconds = sum(step.seconds for step in steps)
-    remote, local, served, balanced = _alone(own, len(steps), layers, top_k) if tokens.shape[1] == 1 else _among(steps, tokens, rank)
+    remote, local, served, balanced = (
+        _alone(own, len(steps), layers, top_k) if tokens.shape[1] == 1 else _among(steps, tokens, rank)
+    )
     communication = sum(step.communication_seconds for step in steps)
-    return DispatchCounts(epoch, len(steps), seconds, own, own * top_k, remote, local, served, balanced, communication)
+    return DispatchCounts(
+        epoch, len(steps), seconds, own, own * top_k, remote, local, served, balanced, communication
+    )
 
 
 def _alone(tokens: int, steps: int, layers: int, top_k: int) -> NDArray[np.float64]:
@@ -99,18 +105,41 @@ def _among(steps: Sequence[FinishedStep], tokens: NDArray[np.int64], rank: int) 
     [steps, ranks]."""
     ranks, layers = tokens.shape[1], len(steps[0].served_by)
     every = _by_layer(steps, [slice(None)] * len(steps))
-    place = (np.arange(layers)[:, None] * len(steps) + np.repeat(np.arange(len(steps)), tokens.sum(axis=1))) * ranks
-    loads = np.bincount((place[:, :, None] + every).ravel(), minlength=layers * len(steps) * ranks).reshape(layers, len(steps), ranks)
+    place = (
+        np.arange(layers)[:, None] * len(steps) + np.repeat(np.arange(len(steps)), tokens.sum(axis=1))
+    ) * ranks
+    loads = np.bincount((place[:, :, None] + every).ravel(), minlength=layers * len(steps) * ranks).reshape(
+        layers, len(steps), ranks
+    )
     first = tokens[:, :rank].sum(axis=1)
-    own = _by_layer(steps, [slice(begin, begin + count) for begin, count in zip(first.tolist(), tokens[:, rank].tolist(), strict=True)])
+    own = _by_layer(
+        steps,
+        [
+            slice(begin, begin + count)
+            for begin, count in zip(first.tolist(), tokens[:, rank].tolist(), strict=True)
+        ],
+    )
     reached = np.zeros((*own.shape[:2], ranks), np.bool_)
     np.put_along_axis(reached, own, True, axis=2)
     went = reached.sum(axis=1)  # [layers, ranks] own tokens that reach each rank.
-    return np.stack([went.sum(axis=1) - went[:, rank], (own == rank).sum(axis=(1, 2)), loads[:, :, rank].sum(axis=1), balance(loads).sum(axis=1)])
+    return np.stack(
+        [
+            went.sum(axis=1) - went[:, rank],
+            (own == rank).sum(axis=(1, 2)),
+            loads[:, :, rank].sum(axis=1),
+            balance(loads).sum(axis=1),
+        ]
+    )
 
 
 def _by_layer(steps: Sequence[FinishedStep], rows: Sequence[slice]) -> NDArray[np.int64]:
     """int64 [layers, tokens, k] of these rows of each step, in step order."""
     layers = len(steps[0].served_by)
-    found = np.concatenate([step.served_by[layer][part] for layer in range(layers) for step, part in zip(steps, rows, strict=True)])
+    found = np.concatenate(
+        [
+            step.served_by[layer][part]
+            for layer in range(layers)
+            for step, part in zip(steps, rows, strict=True)
+        ]
+    )
     return found.reshape(layers, -1, found.shape[1])

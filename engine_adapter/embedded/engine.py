@@ -63,7 +63,13 @@ class _Running:
     """Completes with the thread, with the error that ended it."""
 
 
-def _load(config: EmbeddedConfig, rank: int, run_directory: Path | None, build: MachineBuilder, report: Callable[[StepReport], None]) -> _Loaded:
+def _load(
+    config: EmbeddedConfig,
+    rank: int,
+    run_directory: Path | None,
+    build: MachineBuilder,
+    report: Callable[[StepReport], None],
+) -> _Loaded:
     tokenizer = CheckpointTokenizer(Path(config.folder))
     machine = build(config, rank, run_directory)
     facts = FactLog(machine.shape.layers, machine.shape.experts, _FACT_BLOCKS_PER_PAGE * config.kv_blocks)
@@ -86,7 +92,14 @@ def _load(config: EmbeddedConfig, rank: int, run_directory: Path | None, build: 
         weights_digest=machine.weights_digest,
     )
     steps = StepLoop(machine, config, tokenizer.eos, facts, report, rank)
-    return _Loaded(machine, tokenizer, description, facts, steps, None if machine.experts is None else RankExperts(machine.experts, steps))
+    return _Loaded(
+        machine,
+        tokenizer,
+        description,
+        facts,
+        steps,
+        None if machine.experts is None else RankExperts(machine.experts, steps),
+    )
 
 
 class EmbeddedEngine:
@@ -96,11 +109,23 @@ class EmbeddedEngine:
     of one rank creates its own.
     """
 
-    def __init__(self, config: EmbeddedConfig, rank: int = 0, run_directory: Path | None = None, *, build: MachineBuilder = build_machine) -> None:
+    def __init__(
+        self,
+        config: EmbeddedConfig,
+        rank: int = 0,
+        run_directory: Path | None = None,
+        *,
+        build: MachineBuilder = build_machine,
+    ) -> None:
         if not 0 <= rank < config.ranks:
-            raise ValueError(f"embedded engine: rank {rank} of {config.ranks}: ranks run from 0 to {config.ranks - 1}")
+            raise ValueError(
+                f"embedded engine: rank {rank} of {config.ranks}: ranks run from 0 to {config.ranks - 1}"
+            )
         if config.ranks > 1 and run_directory is None:
-            raise ValueError(f"embedded engine: {config.ranks} ranks need a run directory to meet in; name a fresh one, the same for all")
+            raise ValueError(
+                f"embedded engine: {config.ranks} ranks need a run directory to meet in; name a fresh one,"
+                " the same for all"
+            )
         self.config = config
         self._rank = rank
         self._run_directory = run_directory
@@ -152,7 +177,9 @@ class EmbeddedEngine:
         loaded: concurrent.futures.Future[_Loaded] = concurrent.futures.Future()
         ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         name = f"steps of rank {self._rank}"
-        thread = threading.Thread(target=self._thread, args=(asyncio.get_running_loop(), loaded, ended), name=name, daemon=True)
+        thread = threading.Thread(
+            target=self._thread, args=(asyncio.get_running_loop(), loaded, ended), name=name, daemon=True
+        )
         thread.start()
         try:
             self._running = _Running(await asyncio.wrap_future(loaded), thread, asyncio.wrap_future(ended))
@@ -169,7 +196,11 @@ class EmbeddedEngine:
             raise Overloaded(self.config.max_waiting)
         self._check(request)
         answer = AnswerStream(self._cancel)
-        sequence = await asyncio.to_thread(self._new_sequence, request, answer) if len(request.prompt) > _LONG_PROMPT else self._new_sequence(request, answer)
+        sequence = (
+            await asyncio.to_thread(self._new_sequence, request, answer)
+            if len(request.prompt) > _LONG_PROMPT
+            else self._new_sequence(request, answer)
+        )
         self._refuse_if_failed()
         if self._is_over(sequence):
             answer.put(AnswerDelta(outcome=sequence.outcome("stop", sequence.moments.submitted)))
@@ -208,7 +239,12 @@ class EmbeddedEngine:
             await asyncio.wait({running.ended}, timeout=_WATCH_SECONDS)
             since = running.loaded.steps.stepping_since
             if since is not None and time.monotonic() - since > limit:
-                self._fail(EngineFailed(f"rank {self._rank}: a step takes longer than {self.config.step_timeout_seconds:g} s (step_timeout_seconds)"))
+                self._fail(
+                    EngineFailed(
+                        f"rank {self._rank}: a step takes longer than {self.config.step_timeout_seconds:g} s"
+                        " (step_timeout_seconds)"
+                    )
+                )
         self._refuse_if_failed()
 
     async def _stop(self, running: _Running) -> None:
@@ -220,7 +256,11 @@ class EmbeddedEngine:
         if done:
             running.thread.join()  # The thread has already reported its result.
         else:
-            log.warning("rank %d: the step in progress did not end within %g s (stop_timeout_seconds)", self._rank, self.config.stop_timeout_seconds)
+            log.warning(
+                "rank %d: the step in progress did not end within %g s (stop_timeout_seconds)",
+                self._rank,
+                self.config.stop_timeout_seconds,
+            )
 
     @property
     def _started(self) -> _Running:
@@ -239,9 +279,15 @@ class EmbeddedEngine:
     def _check(self, request: GenerationRequest) -> None:
         known, most = len(request.prompt), self.description.max_context
         if not known or request.max_tokens < 1 or known + request.max_tokens > most:
-            raise ValueError(f"request of {known} ids and {request.max_tokens} to generate: at least 1 and 1 are needed, {most} in all fit (max_context)")
+            raise ValueError(
+                f"request of {known} ids and {request.max_tokens} to generate: at least 1 and 1 are needed,"
+                f" {most} in all fit (max_context)"
+            )
         if not 0 <= request.emitted < known:
-            raise ValueError(f"request with {request.emitted} emitted ids of {known}: at least one id of the prompt must be the client's own")
+            raise ValueError(
+                f"request with {request.emitted} emitted ids of {known}: at least one id of the prompt must"
+                " be the client's own"
+            )
         if min(request.prompt) < 0 or max(request.prompt) >= self.vocabulary:
             raise ValueError(f"request with an id outside 0..{self.vocabulary - 1}")
 
@@ -253,7 +299,9 @@ class EmbeddedEngine:
         if request.emitted:
             text.resume(request.prompt[-request.emitted :])
         routed = RoutedTrace(shape.layers, shape.experts, shape.top_k)
-        return EmbeddedSequence(request, answer, generation, text, routed, RequestTimes(submitted=time.time_ns()))
+        return EmbeddedSequence(
+            request, answer, generation, text, routed, RequestTimes(submitted=time.time_ns())
+        )
 
     def _is_over(self, sequence: EmbeddedSequence) -> bool:
         """True if a continuation had already finished before its stream broke."""
@@ -286,7 +334,11 @@ class EmbeddedEngine:
 
     def _on_end(self, ended: "asyncio.Future[None]") -> None:
         error = None if ended.cancelled() else ended.exception()
-        self._fail(error if isinstance(error, EngineFailed) else EngineFailed(f"rank {self._rank}: {error or 'its step thread ended'}"))
+        self._fail(
+            error
+            if isinstance(error, EngineFailed)
+            else EngineFailed(f"rank {self._rank}: {error or 'its step thread ended'}")
+        )
 
     def _fail(self, failure: EngineFailed) -> None:
         """Fail the engine and all open requests. Only the first failure counts."""
@@ -299,10 +351,21 @@ class EmbeddedEngine:
         if self._running is not None and self._running.loaded.experts is not None:
             self._running.loaded.experts.fail(failure)
 
-    def _thread(self, loop: asyncio.AbstractEventLoop, loaded: "concurrent.futures.Future[_Loaded]", ended: "concurrent.futures.Future[None]") -> None:
+    def _thread(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        loaded: "concurrent.futures.Future[_Loaded]",
+        ended: "concurrent.futures.Future[None]",
+    ) -> None:
         """Run the step thread, from loading to its end."""
         try:
-            served = _load(self.config, self._rank, self._run_directory, self._build, lambda report: _notify(loop, self._deliver, report))
+            served = _load(
+                self.config,
+                self._rank,
+                self._run_directory,
+                self._build,
+                lambda report: _notify(loop, self._deliver, report),
+            )
         except Exception as error:
             log.exception("rank %d cannot start", self._rank)
             failure = EngineFailed(f"rank {self._rank} cannot start: {error}")
@@ -338,7 +401,9 @@ def _settle(future: "concurrent.futures.Future[Any]", result: object) -> bool:
     return True
 
 
-def _notify(loop: asyncio.AbstractEventLoop, listener: Callable[[StepReport], None], report: StepReport) -> None:
+def _notify(
+    loop: asyncio.AbstractEventLoop, listener: Callable[[StepReport], None], report: StepReport
+) -> None:
     # The loop is closed: there is no listener, and the process is ending.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(listener, report)

@@ -46,7 +46,9 @@ class RankExperts:
         if self._open is None:
             self._open = self._begin(adoption)
         if self._open[0] is not adoption:
-            raise ValueError(f"experts: epoch {self._open[0].placement.epoch} is still pending; adopt one after the other")
+            raise ValueError(
+                f"experts: epoch {self._open[0].placement.epoch} is still pending; adopt one after the other"
+            )
         await asyncio.shield(self._open[1])
 
     def flipped(self, prepared: PreparedEpoch) -> None:

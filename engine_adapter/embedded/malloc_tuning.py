@@ -18,4 +18,8 @@ def keep_freed_memory() -> bool:
     the demo model.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, _LARGEST_BYTES)) and bool(mallopt(_TRIM_THRESHOLD, KEPT_BYTES))
+    return (
+        mallopt is not None
+        and bool(mallopt(_MMAP_THRESHOLD, _LARGEST_BYTES))
+        and bool(mallopt(_TRIM_THRESHOLD, KEPT_BYTES))
+    )

@@ -121,9 +121,14 @@ class ModelRunner:
         model. cover: as in `GlooDispatch`. ballast_bytes: as in `Arena`.
         """
         if kv_pages < 1 or max_tokens < 1 or dtype not in RUN_DTYPES:
-            raise ValueError(f"runner: kv_pages {kv_pages} and max_tokens {max_tokens} must be at least 1, dtype {dtype!r} one of {', '.join(RUN_DTYPES)}")
+            raise ValueError(
+                f"runner: kv_pages {kv_pages} and max_tokens {max_tokens} must be at least 1, dtype {dtype!r}"
+                f" one of {', '.join(RUN_DTYPES)}"
+            )
         if placement.ranks != (1 if group is None else group.ranks):
-            raise ValueError(f"runner: {placement!r} does not fit {1 if group is None else group.ranks} ranks")
+            raise ValueError(
+                f"runner: {placement!r} does not fit {1 if group is None else group.ranks} ranks"
+            )
         torch.set_num_threads(1)
         keep_freed_memory()
         self.config = checkpoint.config
@@ -132,7 +137,9 @@ class ModelRunner:
         self.kv_pages = kv_pages
         self.max_tokens = max_tokens
         self.arena = load_arena(checkpoint, placement, rank, dtype, ballast_bytes)
-        self._of_cell = [(self.arena.gate_up(cell).t(), self.arena.down(cell)) for cell in range(self.arena.cells)]
+        self._of_cell = [
+            (self.arena.gate_up(cell).t(), self.arena.down(cell)) for cell in range(self.arena.cells)
+        ]
         self._dtype = RUN_DTYPES[dtype]
         self._team = ThreadTeam(threads if group is None else 1)
         # One per thread, since a dispatch is open until its combine. The first one handles whole-step calls.
@@ -148,9 +155,14 @@ class ModelRunner:
         self._head = self._embedding if self.config.tied else checkpoint.tensor("lm_head.weight", self._dtype)
         cells = self.arena.first_cells()
         layers = [self._load_layer(checkpoint, layer, cells[layer]) for layer in range(self.config.layers)]
-        self._served = PreparedEpoch(placement, _frozen(cells), layers, self._dispatches[0].sending(placement))
+        self._served = PreparedEpoch(
+            placement, _frozen(cells), layers, self._dispatches[0].sending(placement)
+        )
         # K heads before V heads. Zeroed, because padding is read (with weight zero).
-        self.kv = torch.zeros((self.config.layers, 2 * self.config.kv_heads, kv_pages, PAGE_TOKENS, self.config.head_dim), dtype=self._dtype)
+        self.kv = torch.zeros(
+            (self.config.layers, 2 * self.config.kv_heads, kv_pages, PAGE_TOKENS, self.config.head_dim),
+            dtype=self._dtype,
+        )
 
     def _load_layer(self, checkpoint: Checkpoint, layer: int, cells: NDArray[np.int32]) -> _Layer:
         config, prefix = self.config, f"model.layers.{layer}"
@@ -164,15 +176,33 @@ class ModelRunner:
             head_dim=config.head_dim,
             rms_eps=config.rms_eps,
             qkv=torch.cat([read(f"self_attn.{name}_proj.weight") for name in "qkv"]),
-            qkv_bias=torch.cat([read(f"self_attn.{name}_proj.bias") for name in "qkv"]) if config.attention_bias else None,
-            qk_norm=torch.cat([read("self_attn.q_norm.weight").expand(config.heads, -1), read("self_attn.k_norm.weight").expand(config.kv_heads, -1)]),
+            qkv_bias=(
+                torch.cat([read(f"self_attn.{name}_proj.bias") for name in "qkv"])
+                if config.attention_bias
+                else None
+            ),
+            qk_norm=torch.cat(
+                [
+                    read("self_attn.q_norm.weight").expand(config.heads, -1),
+                    read("self_attn.k_norm.weight").expand(config.kv_heads, -1),
+                ]
+            ),
             out=read("self_attn.o_proj.weight"),
             out_bias=read("self_attn.o_proj.bias") if config.attention_bias else None,
         )
         gate_up, down = self._matrices(cells)
         gate = read("mlp.gate.weight")
-        block = SparseBlock(layer=layer, gate=gate, gate_up=gate_up, down=down, top_k=config.top_k, normalise=config.normalise_top_k)
-        return _Layer(read("input_layernorm.weight"), attention, read("post_attention_layernorm.weight"), block)
+        block = SparseBlock(
+            layer=layer,
+            gate=gate,
+            gate_up=gate_up,
+            down=down,
+            top_k=config.top_k,
+            normalise=config.normalise_top_k,
+        )
+        return _Layer(
+            read("input_layernorm.weight"), attention, read("post_attention_layernorm.weight"), block
+        )
 
     def _matrices(self, cells: NDArray[np.int32]) -> tuple[GroupedMatrices, GroupedMatrices]:
         """Return gate_up and down of a layer whose slots map to these cells."""
@@ -199,7 +229,10 @@ class ModelRunner:
         served = self._served
         _check_adoption(served.placement, placement, cells, self.arena.cells)
         kept = (cells == served.cells).all(axis=1).tolist()
-        layers = [layer if same else self._with_cells(layer, cells[at]) for at, (layer, same) in enumerate(zip(served.layers, kept, strict=True))]
+        layers = [
+            layer if same else self._with_cells(layer, cells[at])
+            for at, (layer, same) in enumerate(zip(served.layers, kept, strict=True))
+        ]
         return PreparedEpoch(placement, _frozen(cells.copy()), layers, self._dispatches[0].sending(placement))
 
     def adopt(self, prepared: PreparedEpoch) -> None:
@@ -232,10 +265,17 @@ class ModelRunner:
         counts = [len(one.tokens) for one in work]
         self._dispatches[0].begin_step(sum(counts), tokens_by_rank)
         parts = [work[part] for part in share(counts, self._team.threads)]
-        found = self._team.run([partial(self._compute, part, dispatch) for part, dispatch in zip(parts, self._dispatches, strict=False)])
+        found = self._team.run(
+            [
+                partial(self._compute, part, dispatch)
+                for part, dispatch in zip(parts, self._dispatches, strict=False)
+            ]
+        )
         if len(found) == 1:
             return found[0]
-        return Forward(torch.cat([one.logits for one in found]), np.concatenate([one.routed for one in found]))
+        return Forward(
+            torch.cat([one.logits for one in found]), np.concatenate([one.routed for one in found])
+        )
 
     @torch.inference_mode()
     def _compute(self, work: Sequence[SequenceWork], dispatch: Dispatch) -> Forward:
@@ -244,13 +284,17 @@ class ModelRunner:
         rows = max(len(ids), GROUP_ROWS) if ids else 0
         spans = [SequenceSpan(len(one.tokens), one.start, one.pages) for one in work]
         plan = plan_attention(spans, rows, self.config.kv_heads, PAGE_TOKENS, self._rotary)
-        hidden = self._embedding.index_select(0, torch.tensor(ids + [0] * (rows - len(ids)), dtype=torch.int64))
+        hidden = self._embedding.index_select(
+            0, torch.tensor(ids + [0] * (rows - len(ids)), dtype=torch.int64)
+        )
         routed = np.empty((len(ids), self.config.layers, self.config.top_k), self._routed_dtype)
         for layer in range(self.config.layers):
             routed[:, layer] = self._layer(layer, hidden, len(ids), plan, dispatch)
         return Forward(self._logits(hidden, work), routed, dispatch.served_by)
 
-    def _layer(self, at: int, hidden: torch.Tensor, tokens: int, plan: AttentionPlan, dispatch: Dispatch) -> NDArray[Any]:
+    def _layer(
+        self, at: int, hidden: torch.Tensor, tokens: int, plan: AttentionPlan, dispatch: Dispatch
+    ) -> NDArray[Any]:
         """Run one layer on the residual stream [rows, H], in place. Return the chosen experts, [tokens,
         k]."""
         layer = self._served.layers[at]
@@ -276,13 +320,23 @@ class ModelRunner:
         for at, one in enumerate(work):
             end = one.start + len(one.tokens)
             if not one.tokens or one.start < 0 or end > self.config.max_positions:
-                raise WorkError(f"work {at}: positions {one.start} to {end - 1}; a step computes at least one, all below {self.config.max_positions}")
+                raise WorkError(
+                    f"work {at}: positions {one.start} to {end - 1}; a step computes at least one, all below"
+                    f" {self.config.max_positions}"
+                )
             if len(one.pages) * PAGE_TOKENS < end:
-                raise WorkError(f"work {at}: {len(one.pages)} pages do not cover the {end} positions up to its last token")
+                raise WorkError(
+                    f"work {at}: {len(one.pages)} pages do not cover the {end} positions up to its last token"
+                )
             if min(one.tokens) < 0 or max(one.tokens) >= self.config.vocabulary:
-                raise WorkError(f"work {at}: token ids {min(one.tokens)} to {max(one.tokens)}; the vocabulary has {self.config.vocabulary}")
+                raise WorkError(
+                    f"work {at}: token ids {min(one.tokens)} to {max(one.tokens)}; the vocabulary has"
+                    f" {self.config.vocabulary}"
+                )
             if min(one.pages) < 0 or max(one.pages) >= self.kv_pages:
-                raise WorkError(f"work {at}: pages {min(one.pages)} to {max(one.pages)}; there are {self.kv_pages}")
+                raise WorkError(
+                    f"work {at}: pages {min(one.pages)} to {max(one.pages)}; there are {self.kv_pages}"
+                )
 
     def measure_speed(self) -> EngineSpeed:
         """Time this rank's own steps, which takes a few hundred milliseconds for a small model. All ranks
@@ -294,8 +348,15 @@ class ModelRunner:
         sequences = min(_MANY_SEQUENCES, self.kv_pages, self.max_tokens)
         pages = max(1, min(16, self.kv_pages // sequences, self.config.max_positions // PAGE_TOKENS))
         prompt = min(128, self.max_tokens, self.kv_pages * PAGE_TOKENS, self.config.max_positions)
-        prefill = _fastest_seconds(lambda: self.forward([SequenceWork([1] * prompt, 0, range(-(-prompt // PAGE_TOKENS)), wants_logits=True)]), 5)
-        alone, together, longer = self._fastest_steps([self._decodes(1, 1), self._decodes(sequences, 1), self._decodes(sequences, pages)], 15)
+        prefill = _fastest_seconds(
+            lambda: self.forward(
+                [SequenceWork([1] * prompt, 0, range(-(-prompt // PAGE_TOKENS)), wants_logits=True)]
+            ),
+            5,
+        )
+        alone, together, longer = self._fastest_steps(
+            [self._decodes(1, 1), self._decodes(sequences, 1), self._decodes(sequences, pages)], 15
+        )
         sequence = max(0.0, together - alone) / max(1, sequences - 1)
         step = max(0.0, alone - sequence)
         block = max(0.0, longer - together) / max(1, sequences * (pages - 1))
@@ -310,7 +371,10 @@ class ModelRunner:
         )
 
     def _decodes(self, sequences: int, pages: int) -> list[SequenceWork]:
-        return [SequenceWork([1], pages * PAGE_TOKENS - 1, range(at * pages, (at + 1) * pages), wants_logits=True) for at in range(sequences)]
+        return [
+            SequenceWork([1], pages * PAGE_TOKENS - 1, range(at * pages, (at + 1) * pages), wants_logits=True)
+            for at in range(sequences)
+        ]
 
     def _fastest_steps(self, works: Sequence[Sequence[SequenceWork]], times: int) -> list[float]:
         """Minimum seconds of each work, measured in turn. Load that arises meanwhile thus slows all of them,
@@ -326,9 +390,14 @@ class ModelRunner:
         slots = self.placement.slots_per_rank
 
         def compute(rows: int) -> None:
-            block.compute(torch.zeros((rows, self.config.hidden), dtype=self._dtype), torch.full((slots,), rows, dtype=torch.int32))
+            block.compute(
+                torch.zeros((rows, self.config.hidden), dtype=self._dtype),
+                torch.full((slots,), rows, dtype=torch.int32),
+            )
 
-        return _more_seconds(lambda: compute(_FEW_PAIRS), lambda: compute(_MANY_PAIRS), 25) / (_MANY_PAIRS - _FEW_PAIRS)
+        return _more_seconds(lambda: compute(_FEW_PAIRS), lambda: compute(_MANY_PAIRS), 25) / (
+            _MANY_PAIRS - _FEW_PAIRS
+        )
 
     @torch.inference_mode()
     def _read_seconds(self) -> float:
@@ -349,7 +418,9 @@ class ModelRunner:
             for block in blocks:
                 block.compute(rows, ends)
 
-        return _more_seconds(lambda: every_layer(single), lambda: every_layer(spread), 15) / ((slots - 1) * len(blocks))
+        return _more_seconds(lambda: every_layer(single), lambda: every_layer(spread), 15) / (
+            (slots - 1) * len(blocks)
+        )
 
     @torch.inference_mode()
     def _dispatch_seconds(self) -> float:
@@ -362,7 +433,9 @@ class ModelRunner:
         ranks, tokens = self.placement.ranks, self.max_tokens
         if ranks == 1:
             return 0.0
-        here = LocalReplicas.of(self.placement).by_rank(own_part(self.placement, np.zeros(ranks, np.intp))[0], 0)[self.rank]
+        here = LocalReplicas.of(self.placement).by_rank(
+            own_part(self.placement, np.zeros(ranks, np.intp))[0], 0
+        )[self.rank]
         own, away = np.flatnonzero(here == here.max()), np.flatnonzero(here == here.min())
         x = torch.zeros((tokens, self.config.hidden), dtype=self._dtype)
 
@@ -373,7 +446,9 @@ class ModelRunner:
             sent = self._dispatches[0].dispatch(0, x, experts)
             self._dispatches[0].combine(sent.rows, weights, sent.handle)
 
-        return _more_seconds(lambda: there_and_back(own), lambda: there_and_back(away), 25) / (tokens * min(ranks - 1, self.config.top_k))
+        return _more_seconds(lambda: there_and_back(own), lambda: there_and_back(away), 25) / (
+            tokens * min(ranks - 1, self.config.top_k)
+        )
 
 
 def _frozen(cells: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -386,12 +461,19 @@ def _check_adoption(served: Placement, proposed: Placement, cells: NDArray[np.in
     its `count` cells."""
     one, other = ((each.layers, each.experts, each.ranks, each.slots_per_rank) for each in (served, proposed))
     if one != other:
-        raise ValueError(f"runner: {proposed!r} cannot follow {served!r}; it must have the same layers, experts, ranks and slots")
+        raise ValueError(
+            f"runner: {proposed!r} cannot follow {served!r}; it must have the same layers, experts, ranks and"
+            " slots"
+        )
     shape = (served.layers, served.slots_per_rank)
     if cells.shape != shape or cells.dtype != np.int32:
-        raise ValueError(f"runner: cells are {cells.dtype} {cells.shape}; expected int32 {shape}, one per slot")
+        raise ValueError(
+            f"runner: cells are {cells.dtype} {cells.shape}; expected int32 {shape}, one per slot"
+        )
     if cells.min() < 0 or cells.max() >= count or np.bincount(cells.ravel()).max() > 1:
-        raise ValueError(f"runner: every slot needs a cell of its own, from 0 to {count - 1}; given were {cells.tolist()}")
+        raise ValueError(
+            f"runner: every slot needs a cell of its own, from 0 to {count - 1}; given were {cells.tolist()}"
+        )
 
 
 def _more_seconds(less: Callable[[], object], more: Callable[[], object], times: int) -> float:

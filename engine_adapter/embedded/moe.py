@@ -29,7 +29,9 @@ class GroupedMatrices:
     def product(self, rows: torch.Tensor, groups: "NonEmpty") -> torch.Tensor:
         """Multiply rows [n, A], sorted by slot, and return [n, B]."""
         out = rows.new_empty((rows.shape[0], self._width))
-        for slot, given, found in zip(groups.slots, rows.split_with_sizes(groups.sizes), out.split_with_sizes(groups.sizes), strict=True):
+        for slot, given, found in zip(
+            groups.slots, rows.split_with_sizes(groups.sizes), out.split_with_sizes(groups.sizes), strict=True
+        ):
             torch.mm(given, self._each[slot], out=found)
         return out
 
@@ -84,7 +86,9 @@ class SparseBlock:
     top_k: int
     normalise: bool
 
-    def forward(self, hidden: torch.Tensor, tokens: int, dispatch: Dispatch) -> tuple[torch.Tensor, NDArray[Any]]:
+    def forward(
+        self, hidden: torch.Tensor, tokens: int, dispatch: Dispatch
+    ) -> tuple[torch.Tensor, NDArray[Any]]:
         """Compute hidden [rows >= tokens, H], where rows beyond `tokens` are padding. Return fp32 [tokens, H]
         and the chosen experts, int64 [tokens, k]."""
         routing = route(hidden, self.gate, self.top_k, self.normalise)

@@ -40,7 +40,9 @@ class ThreadTeam:
             raise ValueError(f"thread team: {threads} threads; at least 1 must compute")
         self.threads = threads
         # Each worker uses one torch thread. The setting is per thread.
-        self._others = ThreadPoolExecutor(threads - 1, "computes", torch.set_num_threads, (1,)) if threads > 1 else None
+        self._others = (
+            ThreadPoolExecutor(threads - 1, "computes", torch.set_num_threads, (1,)) if threads > 1 else None
+        )
 
     def run(self, calls: Sequence[Callable[[], Result]]) -> list[Result]:
         """Run the calls in parallel, at most one per thread, and return their results in order. All calls

@@ -30,7 +30,9 @@ log = logging.getLogger(__name__)
 class ForwardPass(Protocol):
     """Forward pass of a rank. See `model_runner.ModelRunner`."""
 
-    def forward(self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None) -> Forward: ...
+    def forward(
+        self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None
+    ) -> Forward: ...
 
 
 class MovableExperts(Protocol):
@@ -81,7 +83,11 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
     and ValueError state the reason of a failure. Nothing stays open then.
     """
     with contextlib.ExitStack() as opened:
-        directory = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="roost-"))) if run_directory is None else run_directory
+        directory = (
+            Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="roost-")))
+            if run_directory is None
+            else run_directory
+        )
         group = _join(config, rank, directory, opened)
         lockstep = StepSync(directory, rank, group)
         opened.callback(lockstep.close)
@@ -89,7 +95,14 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
             about = checkpoint.config
             weights = checkpoint.digest(config.dtype) if rank == 0 else None
             size = {"layers": about.layers, "experts": about.experts, "ranks": config.ranks}
-            placement = resumed(directory, initial(None if config.placement is None else Path(config.placement), **size, slots_per_rank=config.slots_per_rank))
+            placement = resumed(
+                directory,
+                initial(
+                    None if config.placement is None else Path(config.placement),
+                    **size,
+                    slots_per_rank=config.slots_per_rank,
+                ),
+            )
             runner = ModelRunner(
                 checkpoint,
                 placement,
@@ -125,16 +138,33 @@ def _with_links(runner: ModelRunner, config: EmbeddedConfig, measured: EngineSpe
     if config.link_seconds:
         runner.slow_links(config.link_seconds)
         measured = msgspec.structs.replace(measured, dispatch=measured.dispatch + config.link_seconds)
-        log.info("sending a token to another rank and back takes %.3g s, including %.3g s of emulated network delay", measured.dispatch, config.link_seconds)
+        log.info(
+            "sending a token to another rank and back takes %.3g s, including %.3g s of emulated network"
+            " delay",
+            measured.dispatch,
+            config.link_seconds,
+        )
     if config.dispatch_seconds is None:
         return measured
-    log.info("sending a token to another rank and back: %.3g s measured; the configured %.3g s are used", measured.dispatch, config.dispatch_seconds)
+    log.info(
+        "sending a token to another rank and back: %.3g s measured; the configured %.3g s are used",
+        measured.dispatch,
+        config.dispatch_seconds,
+    )
     return msgspec.structs.replace(measured, dispatch=config.dispatch_seconds)
 
 
-def _join(config: EmbeddedConfig, rank: int, directory: Path, opened: contextlib.ExitStack) -> RankGroup | None:
+def _join(
+    config: EmbeddedConfig, rank: int, directory: Path, opened: contextlib.ExitStack
+) -> RankGroup | None:
     if config.ranks == 1:
         return None
-    group = RankGroup(directory, rank, config.ranks, step_timeout_s=config.step_timeout_seconds, join_timeout_s=config.join_timeout_seconds)
+    group = RankGroup(
+        directory,
+        rank,
+        config.ranks,
+        step_timeout_s=config.step_timeout_seconds,
+        join_timeout_s=config.join_timeout_seconds,
+    )
     opened.callback(group.close)
     return group

@@ -30,7 +30,14 @@ from engine_adapter.embedded.setup import RankSetup
 from engine_adapter.embedded.step_sync import StepHeader
 from engine_adapter.engine import DispatchCounts, EndedRequest, RankLoad
 from engine_adapter.serving.fact_log import DecodeSteps, FactLog
-from engine_adapter.serving.generation import AnswerDelta, AnswerStream, Ending, GenerationOutcome, RequestTimes, ScoredToken
+from engine_adapter.serving.generation import (
+    AnswerDelta,
+    AnswerStream,
+    Ending,
+    GenerationOutcome,
+    RequestTimes,
+    ScoredToken,
+)
 from fleet.handover import flips
 from fleet.placement import Placement
 from fleet.routings import count_pairs
@@ -81,7 +88,9 @@ class EmbeddedSequence:
         if not len(chosen):
             return None
         blocks = [block.identity for block in self.generation.blocks]
-        return EndedRequest(self.request.decision, len(self.request.prompt) - self.request.emitted, chosen, blocks)
+        return EndedRequest(
+            self.request.decision, len(self.request.prompt) - self.request.emitted, chosen, blocks
+        )
 
 
 @dataclass(slots=True)
@@ -105,14 +114,25 @@ class StepLoop:
     and `stepping_since` are thread-safe."""
 
     def __init__(
-        self, machine: RankSetup, config: EmbeddedConfig, eos: frozenset[int], facts: FactLog, report: Callable[[StepReport], None], rank: int = 0
+        self,
+        machine: RankSetup,
+        config: EmbeddedConfig,
+        eos: frozenset[int],
+        facts: FactLog,
+        report: Callable[[StepReport], None],
+        rank: int = 0,
     ) -> None:
         self._machine = machine
         self._eos = eos
         self._facts = facts
         self._report = report
         self._cache = KvCache(config.kv_blocks, config.block_size)
-        self._scheduler = BatchScheduler(self._cache, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, max_waiting=config.max_waiting)
+        self._scheduler = BatchScheduler(
+            self._cache,
+            max_batch_tokens=config.max_batch_tokens,
+            max_running=config.max_running,
+            max_waiting=config.max_waiting,
+        )
         self._sequences: dict[SequenceState, EmbeddedSequence] = {}
         self._orders: deque[_Order] = deque()
         self._step = 0
@@ -184,7 +204,10 @@ class StepLoop:
         if all(one.count == 1 for one in slices) and max(tokens_by_rank) <= self._scheduler.max_running:
             self._decoding.note(now, seconds)
         communication = self._machine.lockstep.communication_seconds - self._communicated
-        self._sent.add(self.placement.epoch, FinishedStep(seconds, tokens_by_rank, forward.served_by, min(communication, seconds)))
+        self._sent.add(
+            self.placement.epoch,
+            FinishedStep(seconds, tokens_by_rank, forward.served_by, min(communication, seconds)),
+        )
 
     def _order(self, order: _Order) -> None:
         self._orders.append(order)
@@ -200,20 +223,30 @@ class StepLoop:
         Afterwards, all ranks serve the same epoch."""
         leaving, next_up, served = self.leaving, self._ready, self.placement.epoch
         ready = served if next_up is None else next_up.placement.epoch
-        mine = StepHeader(step=self._step, tokens=tokens, flags=LEAVING if leaving else 0, epoch_served=served, epoch_ready=ready)
+        mine = StepHeader(
+            step=self._step,
+            tokens=tokens,
+            flags=LEAVING if leaving else 0,
+            epoch_served=served,
+            epoch_ready=ready,
+        )
         headers = self._machine.lockstep.exchange(mine)
         left = [rank for rank, header in enumerate(headers) if header.flags & LEAVING]
         if leaving:
             return None
         if left:
-            raise PeerLeft(f"rank {left[0]} of this engine stopped; an engine serves with all of its ranks or not at all")
+            raise PeerLeft(
+                f"rank {left[0]} of this engine stopped; an engine serves with all of its ranks or not at all"
+            )
         if next_up is not None and flips(served, tuple(header.epoch_ready for header in headers)):
             self._flip(next_up, report)
         return [header.tokens for header in headers]
 
     def _flip(self, prepared: PreparedEpoch, report: StepReport) -> None:
         if self._machine.experts is None:
-            raise RuntimeError("step loop: cannot switch to another epoch: the experts of this engine cannot be moved")
+            raise RuntimeError(
+                "step loop: cannot switch to another epoch: the experts of this engine cannot be moved"
+            )
         self._machine.experts.adopt(prepared)
         self.placement, self._ready, report.flipped = prepared.placement, None, prepared
 
@@ -233,7 +266,10 @@ class StepLoop:
     def _end(self, sequence: EmbeddedSequence, report: StepReport) -> None:
         """Free everything that a request holds, and report what it computed. Idempotent, because a request
         can finish and be cancelled in the same step."""
-        if self._sequences.pop(sequence.generation, None) is not None and (ended := sequence.ended()) is not None:
+        if (
+            self._sequences.pop(sequence.generation, None) is not None
+            and (ended := sequence.ended()) is not None
+        ):
             self._facts.add_ended(ended)
             report.facts = True
         self._scheduler.remove(sequence.generation)
@@ -269,9 +305,13 @@ class StepLoop:
             if one.generation.cached_tokens:
                 self._facts.add_cached(one.generation.cached_tokens)
 
-    def _advance(self, rows: list[EmbeddedSequence], logits: NDArray[np.float32], now: int, report: StepReport) -> None:
+    def _advance(
+        self, rows: list[EmbeddedSequence], logits: NDArray[np.float32], now: int, report: StepReport
+    ) -> None:
         """Sample a token for each row and report the deltas."""
-        tokens = sample(logits, [Draw(sequence.request.sampling, len(sequence.generation.tokens)) for sequence in rows])
+        tokens = sample(
+            logits, [Draw(sequence.request.sampling, len(sequence.generation.tokens)) for sequence in rows]
+        )
         scored = self._score(rows, logits, tokens)
         for row, (sequence, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
             self._scheduler.append(sequence.generation, token)
@@ -283,14 +323,19 @@ class StepLoop:
             if delta.outcome is not None:
                 self._end(sequence, report)
 
-    def _score(self, rows: list[EmbeddedSequence], logits: NDArray[np.float32], tokens: NDArray[np.int64]) -> dict[int, list[ScoredToken]]:
+    def _score(
+        self, rows: list[EmbeddedSequence], logits: NDArray[np.float32], tokens: NDArray[np.int64]
+    ) -> dict[int, list[ScoredToken]]:
         requested = [(row, sequence.request.sampling.logprobs) for row, sequence in enumerate(rows)]
         counts = {row: count for row, count in requested if count is not None}
         if not counts:
             return {}
         chosen = list(counts)
         found = logprobs(logits[chosen], tokens[chosen], list(counts.values()))
-        return {row: [ScoredToken(int(tokens[row]), one, rows[row].text.decoded)] for row, one in zip(chosen, found, strict=True)}
+        return {
+            row: [ScoredToken(int(tokens[row]), one, rows[row].text.decoded)]
+            for row, one in zip(chosen, found, strict=True)
+        }
 
     def _delta(self, sequence: EmbeddedSequence, token: int, now: int) -> AnswerDelta:
         if token in self._eos and not sequence.request.ignore_eos:
@@ -299,7 +344,9 @@ class StepLoop:
         if not sequence.text.stopped and sequence.generation.generated < sequence.generation.max_new:
             return AnswerDelta([token], text)
         rest = "" if sequence.text.stopped else sequence.text.finish()
-        return AnswerDelta([token], text + rest, outcome=sequence.outcome("stop" if sequence.text.stopped else "length", now))
+        return AnswerDelta(
+            [token], text + rest, outcome=sequence.outcome("stop" if sequence.text.stopped else "length", now)
+        )
 
     def _publish(self, report: StepReport) -> None:
         changes = self._cache.take_changes()

@@ -74,12 +74,29 @@ class StepHeader:
 
     def fields(self) -> list[int]:
         """Return the wire format."""
-        return [self.step, self.tokens, self.flags, self.epoch_served, self.epoch_ready, self.boundary, self.membership, 0]
+        return [
+            self.step,
+            self.tokens,
+            self.flags,
+            self.epoch_served,
+            self.epoch_ready,
+            self.boundary,
+            self.membership,
+            0,
+        ]
 
     @classmethod
     def from_fields(cls, fields: Sequence[int]) -> "StepHeader":
         step, tokens, flags, served, ready, boundary, membership, _ = fields
-        return cls(step=step, tokens=tokens, flags=flags, epoch_served=served, epoch_ready=ready, boundary=boundary, membership=membership)
+        return cls(
+            step=step,
+            tokens=tokens,
+            flags=flags,
+            epoch_served=served,
+            epoch_ready=ready,
+            boundary=boundary,
+            membership=membership,
+        )
 
 
 class RankGroup:
@@ -91,7 +108,13 @@ class RankGroup:
     """
 
     def __init__(
-        self, run_directory: Path, rank: int, ranks: int, *, step_timeout_s: float = STEP_TIMEOUT_SECONDS, join_timeout_s: float = JOIN_TIMEOUT_SECONDS
+        self,
+        run_directory: Path,
+        rank: int,
+        ranks: int,
+        *,
+        step_timeout_s: float = STEP_TIMEOUT_SECONDS,
+        join_timeout_s: float = JOIN_TIMEOUT_SECONDS,
     ) -> None:
         """Join the other ranks at `run_directory`, which belongs to this incarnation of the engine. Returns
         when all ranks are there."""
@@ -102,7 +125,11 @@ class RankGroup:
         self.seconds = 0.0
         """Seconds in collectives so far, waiting for slower ranks included."""
         self._step_timeout_s = step_timeout_s
-        self._group: Any = _translated(lambda: _meet(run_directory, rank, ranks, step_timeout_s, join_timeout_s), f"join of {ranks} ranks", join_timeout_s)
+        self._group: Any = _translated(
+            lambda: _meet(run_directory, rank, ranks, step_timeout_s, join_timeout_s),
+            f"join of {ranks} ranks",
+            join_timeout_s,
+        )
 
     def all_gather(self, mine: torch.Tensor) -> torch.Tensor:
         """Gather all ranks' tensors of the same shape and dtype, in rank order: [ranks, *mine.shape]."""
@@ -117,7 +144,9 @@ class RankGroup:
         source rank."""
         outgoing = bytes_of(rows)
         found = torch.empty((sum(receive), outgoing.shape[1]), dtype=torch.uint8)
-        self._run(lambda: self._group.alltoall_base(found, outgoing, list(receive), list(send)).wait(), "all_to_all")
+        self._run(
+            lambda: self._group.alltoall_base(found, outgoing, list(receive), list(send)).wait(), "all_to_all"
+        )
         return found.view(rows.dtype)
 
     def close(self) -> None:
@@ -159,7 +188,8 @@ def _await_all(store: FileStore, ranks: int, join_timeout_s: float) -> None:
     except RuntimeError as error:
         missing = [str(rank) for rank in range(ranks) if not store.check([f"here/{rank}"])]
         raise PeerTimeout(
-            f"join of {ranks} ranks: rank {', '.join(missing) or '?'} did not arrive within {join_timeout_s:g} s; see why in its own log"
+            f"join of {ranks} ranks: rank {', '.join(missing) or '?'} did not arrive within"
+            f" {join_timeout_s:g} s; see why in its own log"
         ) from error
 
 
@@ -212,10 +242,16 @@ class StepSync:
         found = self._group.all_gather(torch.tensor(header.fields(), dtype=torch.int64))
         headers = tuple(StepHeader.from_fields(fields) for fields in found.tolist())
         if any(other.step != header.step for other in headers):
-            raise StepMismatch(f"rank {self.rank} is at step {header.step}, the ranks at {[other.step for other in headers]}; the engine must be restarted")
+            raise StepMismatch(
+                f"rank {self.rank} is at step {header.step}, the ranks at"
+                f" {[other.step for other in headers]}; the engine must be restarted"
+            )
         if any(other.epoch_served != header.epoch_served for other in headers):
             served = [other.epoch_served for other in headers]
-            raise StepMismatch(f"rank {self.rank} serves epoch {header.epoch_served}, the ranks {served}; the engine must be restarted")
+            raise StepMismatch(
+                f"rank {self.rank} serves epoch {header.epoch_served}, the ranks {served}; the engine must be"
+                " restarted"
+            )
         return headers
 
     def sleep(self, step: int) -> None:
@@ -301,12 +337,18 @@ def _socket_path(run_directory: Path, rank: int) -> str:
 
 def _bind(path: str) -> socket.socket:
     if len(path.encode()) > _LONGEST_SOCKET_PATH:
-        raise StepSyncError(f"{path}: too long for a unix socket ({_LONGEST_SOCKET_PATH} bytes at most); choose a shorter run directory")
+        raise StepSyncError(
+            f"{path}: too long for a unix socket ({_LONGEST_SOCKET_PATH} bytes at most); choose a shorter run"
+            " directory"
+        )
     control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         control.bind(path)
     except OSError as error:
         control.close()
-        raise StepSyncError(f"{path}: cannot bind the control socket: {error.strerror}; every start of an engine needs its own run directory") from error
+        raise StepSyncError(
+            f"{path}: cannot bind the control socket: {error.strerror}; every start of an engine needs its"
+            " own run directory"
+        ) from error
     control.setblocking(False)
     return control

@@ -89,11 +89,18 @@ class CellTable:
     that does not exist.
     """
 
-    def __init__(self, held: NDArray[np.int16], cells: NDArray[np.int32], total: int, now: float = 0.0) -> None:
+    def __init__(
+        self, held: NDArray[np.int16], cells: NDArray[np.int32], total: int, now: float = 0.0
+    ) -> None:
         if held.shape != cells.shape or held.ndim != 2:
-            raise ValueError(f"cells: a table of {cells.shape} for slots of {held.shape}; both must be [layers, slots]")
+            raise ValueError(
+                f"cells: a table of {cells.shape} for slots of {held.shape}; both must be [layers, slots]"
+            )
         if not ((cells >= 0) & (cells < total)).all() or len(np.unique(cells)) != cells.size:
-            raise ValueError(f"cells: {cells.size} slots need as many distinct cells out of {total}; the table is {cells.tolist()}")
+            raise ValueError(
+                f"cells: {cells.size} slots need as many distinct cells out of {total}; the table is"
+                f" {cells.tolist()}"
+            )
         self.held = held.copy()
         """int16 [layers, slots]: the served experts."""
         self.table = cells.astype(np.int32)
@@ -143,7 +150,9 @@ class CellTable:
     def settled(self, cell: int, now: float) -> None:
         """Free a quarantined cell: nothing can land in it any more."""
         if self._records[cell].use is not Cell.QUARANTINED:
-            raise Inconsistent(f"cell {cell} is {self._records[cell].use.value}; only quarantined cells can be settled")
+            raise Inconsistent(
+                f"cell {cell} is {self._records[cell].use.value}; only quarantined cells can be settled"
+            )
         self._move(cell, CellEvent.SETTLED, now)
 
     def drop_staged(self, now: float) -> None:
@@ -160,16 +169,25 @@ class CellTable:
         the cell staged for it. An empty slot keeps its old cell or, where another slot took that cell, gets a
         spare cell of its layer. Inconsistent when an expert is neither held nor staged.
         """
-        staged = {(record.layer, record.slot, record.expert): cell for cell, record in self._in_use(Cell.STAGED)}
+        staged = {
+            (record.layer, record.slot, record.expert): cell for cell, record in self._in_use(Cell.STAGED)
+        }
         table = self.table.copy()
         for layer in np.flatnonzero((held != self.held).any(axis=1)).tolist():
             table[layer] = -1
-            cell_of = {expert: int(cell) for expert, cell in zip(self.held[layer].tolist(), self.table[layer], strict=True) if expert != EMPTY}
+            cell_of = {
+                expert: int(cell)
+                for expert, cell in zip(self.held[layer].tolist(), self.table[layer], strict=True)
+                if expert != EMPTY
+            }
             for slot, expert in enumerate(held[layer].tolist()):
                 if expert != EMPTY:
                     found = cell_of.get(expert, staged.get((layer, slot, expert)))
                     if found is None:
-                        raise Inconsistent(f"layer {layer} slot {slot}: expert {ExpertId(layer, expert)} is neither here nor staged")
+                        raise Inconsistent(
+                            f"layer {layer} slot {slot}: expert {ExpertId(layer, expert)} is neither here nor"
+                            " staged"
+                        )
                     table[layer, slot] = found
             self._assign_empty(layer, table)
         return table
@@ -217,31 +235,59 @@ class CellTable:
         """Return the checksums of a served expert. None while they are unknown, or if the cell has changed
         its use meanwhile."""
         record = self._records[resident.cell]
-        serves = record.use is Cell.LIVE and (record.layer, record.expert) == (resident.layer, resident.expert)
+        serves = record.use is Cell.LIVE and (record.layer, record.expert) == (
+            resident.layer,
+            resident.expert,
+        )
         return (record.checksums or None) if serves else None
 
     # leases
 
-    def lease(self, reader: int, handover: int, experts: Sequence[Wanted], seconds: float, now: float) -> ReadLease:
+    def lease(
+        self, reader: int, handover: int, experts: Sequence[Wanted], seconds: float, now: float
+    ) -> ReadLease:
         """Lease the cells of these experts to a reader for a number of seconds: they do not change until the
         lease ends. A repeated request renews the lease. LeaseRefused when one of the experts is not served
         here."""
         requested = tuple(experts)
-        held = next((one for one in self._leases.values() if (one.reader, one.handover, one.experts) == (reader, handover, requested)), None)
+        held = next(
+            (
+                one
+                for one in self._leases.values()
+                if (one.reader, one.handover, one.experts) == (reader, handover, requested)
+            ),
+            None,
+        )
         if held is None:
             return self._grant(reader, handover, requested, seconds, now)
-        renewed = ReadLease(held.number, reader, handover, requested, held.cells, held.checksums, now + seconds)
+        renewed = ReadLease(
+            held.number, reader, handover, requested, held.cells, held.checksums, now + seconds
+        )
         self._leases[held.number] = renewed
         return renewed
 
-    def _grant(self, reader: int, handover: int, requested: tuple[Wanted, ...], seconds: float, now: float) -> ReadLease:
+    def _grant(
+        self, reader: int, handover: int, requested: tuple[Wanted, ...], seconds: float, now: float
+    ) -> ReadLease:
         if not 0 < len(requested) <= self.held.size or len(set(requested)) < len(requested):
-            raise LeaseRefused(f"a lease of {len(requested)} experts: ask for 1 to {self.held.size}, each once")
+            raise LeaseRefused(
+                f"a lease of {len(requested)} experts: ask for 1 to {self.held.size}, each once"
+            )
         if len(self._leases) >= MOST_LEASES:
-            raise LeaseRefused(f"{MOST_LEASES} leases are open already; ask again when readers have ended theirs")
+            raise LeaseRefused(
+                f"{MOST_LEASES} leases are open already; ask again when readers have ended theirs"
+            )
         cells = tuple(self._cell_of(one) for one in requested)
         self._last_lease += 1
-        lease = ReadLease(self._last_lease, reader, handover, requested, cells, tuple(self._records[cell].checksums for cell in cells), now + seconds)
+        lease = ReadLease(
+            self._last_lease,
+            reader,
+            handover,
+            requested,
+            cells,
+            tuple(self._records[cell].checksums for cell in cells),
+            now + seconds,
+        )
         self._leases[lease.number] = lease
         for cell in cells:
             self._records[cell].readers.add(lease.number)
@@ -251,14 +297,21 @@ class CellTable:
         layer, slot, expert = wanted
         layers, slots = self.held.shape
         if not (0 <= layer < layers and 0 <= slot < slots):
-            raise LeaseRefused(f"layer {layer} slot {slot} of this rank does not exist; it has {layers} layers of {slots}")
+            raise LeaseRefused(
+                f"layer {layer} slot {slot} of this rank does not exist; it has {layers} layers of {slots}"
+            )
         if expert == EMPTY or expert != self.held[layer, slot]:
             found = int(self.held[layer, slot])
             content = "nothing" if found == EMPTY else f"expert {ExpertId(layer, found)}"
-            raise LeaseRefused(f"layer {layer} slot {slot} of this rank holds {content}, not expert {expert}; ask the coordinator for the epoch that is served")
+            raise LeaseRefused(
+                f"layer {layer} slot {slot} of this rank holds {content}, not expert {expert}; ask the"
+                " coordinator for the epoch that is served"
+            )
         cell = int(self.table[layer, slot])
         if not self._records[cell].checksums:
-            raise LeaseRefused(f"expert {ExpertId(layer, expert)} has no checksums yet; ask again in a moment")
+            raise LeaseRefused(
+                f"expert {ExpertId(layer, expert)} has no checksums yet; ask again in a moment"
+            )
         return cell
 
     def end(self, number: int, now: float) -> bool:
@@ -301,7 +354,9 @@ class CellTable:
         """Age in seconds of the oldest quarantined or draining cell. 0: there is none."""
         if not self.count(Cell.QUARANTINED) and not self.count(Cell.DRAINING):
             return 0.0
-        return max(now - record.since for record in self._records if record.use in (Cell.QUARANTINED, Cell.DRAINING))
+        return max(
+            now - record.since for record in self._records if record.use in (Cell.QUARANTINED, Cell.DRAINING)
+        )
 
     def use(self, cell: int) -> Cell:
         return self._records[cell].use
@@ -316,14 +371,20 @@ class CellTable:
         if live != np.sort(self.table, axis=None).tolist():
             raise Inconsistent(f"cells {live} are live, but slots map to {sorted(self.table.flat)}")
         if self._counts != Counter(record.use for record in self._records):
-            raise Inconsistent(f"{self.told()} cells were counted, but the cells are {Counter(record.use for record in self._records)}")
+            raise Inconsistent(
+                f"{self.told()} cells were counted, but the cells are"
+                f" {Counter(record.use for record in self._records)}"
+            )
         leased: dict[int, set[int]] = {}
         for lease in self._leases.values():
             for cell in lease.cells:
                 leased.setdefault(cell, set()).add(lease.number)
         for cell, record in enumerate(self._records):
             if record.readers != leased.get(cell, set()):
-                raise Inconsistent(f"cell {cell} has readers {sorted(record.readers)}, but leases {sorted(leased.get(cell, ()))}")
+                raise Inconsistent(
+                    f"cell {cell} has readers {sorted(record.readers)}, but leases"
+                    f" {sorted(leased.get(cell, ()))}"
+                )
             if record.readers and record.use not in (Cell.LIVE, Cell.DRAINING):
                 raise Inconsistent(f"cell {cell} is {record.use.value}, and leased")
             if record.use is Cell.DRAINING and not record.readers:

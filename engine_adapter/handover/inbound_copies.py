@@ -145,7 +145,16 @@ class CellsVerified(NamedTuple):
     wrong: tuple[str, ...]
 
 
-Report = LeaseGranted | LeaseRenewed | LeaseDenied | ReadLanded | ReadBroken | ReadLate | ReadSettled | CellsVerified
+Report = (
+    LeaseGranted
+    | LeaseRenewed
+    | LeaseDenied
+    | ReadLanded
+    | ReadBroken
+    | ReadLate
+    | ReadSettled
+    | CellsVerified
+)
 
 
 @dataclass(slots=True)
@@ -205,7 +214,9 @@ class _Batch:
 class InboundCopies:
     """Batches of one rank. tensors: number of tensors in a cell, and so of checksums per expert."""
 
-    def __init__(self, residency: CellTable, *, tensors: int, slots_per_rank: int, config: TransferConfig) -> None:
+    def __init__(
+        self, residency: CellTable, *, tensors: int, slots_per_rank: int, config: TransferConfig
+    ) -> None:
         self.effects: list[Effect] = []
         """Effects to execute. The caller clears the list."""
         self.pulls: list[PullTold] = []
@@ -223,9 +234,12 @@ class InboundCopies:
         if len(coming) > free:
             raise CannotStage(
                 StagingFault.ROOM,
-                f"{len(coming)} experts must be copied, but {free} cells are free ({self._residency.told()}): copy less per handover, or wait for cells",
+                f"{len(coming)} experts must be copied, but {free} cells are free ({self._residency.told()}):"
+                " copy less per handover, or wait for cells",
             )
-        self._queue([_IncomingCopy(one, self._residency.reserve(one[:3], now)) for one in coming], handover, until)
+        self._queue(
+            [_IncomingCopy(one, self._residency.reserve(one[:3], now)) for one in coming], handover, until
+        )
         self._begin()
 
     @property
@@ -241,7 +255,10 @@ class InboundCopies:
     @property
     def hindrance(self) -> str:
         """Format the batches that staging waits for."""
-        return "; ".join(f"{batch.stage.value} {len(batch.copies)} experts from rank {batch.source}" for batch in self._expected())
+        return "; ".join(
+            f"{batch.stage.value} {len(batch.copies)} experts from rank {batch.source}"
+            for batch in self._expected()
+        )
 
     def let_go(self, now: float) -> None:
         """Abort the copies of the handover: drop staged cells and stop reads in progress. Idempotent."""
@@ -275,7 +292,12 @@ class InboundCopies:
             case CellsVerified(_, wrong):
                 self._stage(batch, wrong, now)
             case ReadSettled():  # A read that was not given up reports its result, so this one ended early.
-                self._retry_failed(batch, StagingFault.TRANSFER, f"the read from rank {batch.source} ended early; try again", now)
+                self._retry_failed(
+                    batch,
+                    StagingFault.TRANSFER,
+                    f"the read from rank {batch.source} ended early; try again",
+                    now,
+                )
         self._begin()
 
     # Progress of a batch.
@@ -299,16 +321,25 @@ class InboundCopies:
                 busy.add(batch.source)
                 batch.stage = _Stage.LEASING
                 experts = tuple((copy.coming.layer, copy.source, copy.coming.expert) for copy in batch.copies)
-                self.effects.append(RequestLease(batch.number, batch.source, batch.handover, experts, batch.until))
+                self.effects.append(
+                    RequestLease(batch.number, batch.source, batch.handover, experts, batch.until)
+                )
 
     def _read(self, batch: _Batch, answer: ExpertsLeased, now: float) -> None:
         batch.lease = answer.lease
         expected, sums = len(batch.copies), {len(one) for one in answer.checksums}
         if (len(answer.cells), len(answer.checksums)) != (expected, expected) or sums != {self._tensors}:
-            granted = f"{len(answer.cells)} cells with checksums of {len(answer.checksums)} experts, {sorted(sums)} each"
+            granted = (
+                f"{len(answer.cells)} cells with checksums of {len(answer.checksums)} experts, {sorted(sums)}"
+                " each"
+            )
             self.effects.append(ReleaseLease(batch.number, batch.source, batch.lease))
             self._retry_failed(
-                batch, StagingFault.SOURCE, f"rank {batch.source} leased {granted}, not {expected} x {self._tensors}: run one version on all ranks", now
+                batch,
+                StagingFault.SOURCE,
+                f"rank {batch.source} leased {granted}, not {expected} x {self._tensors}: run one version on"
+                " all ranks",
+                now,
             )
             return
         batch.stage, batch.promised = _Stage.READING, answer.checksums
@@ -316,13 +347,21 @@ class InboundCopies:
         self.effects.append(ReadCells(batch.number, batch.source, answer.memory, pulls, batch.until))
 
     def _verify(self, batch: _Batch, report: ReadLanded, now: float) -> None:
-        pull = PullTold(source=batch.source, transfer=report.way, experts=len(batch.copies), bytes=report.bytes, seconds=report.seconds)
+        pull = PullTold(
+            source=batch.source,
+            transfer=report.way,
+            experts=len(batch.copies),
+            bytes=report.bytes,
+            seconds=report.seconds,
+        )
         self.pulls.append(pull)
         for copy in batch.copies:
             self._residency.landed(copy.cell, now)
         batch.stage = _Stage.VERIFYING
         self.effects.append(ReleaseLease(batch.number, batch.source, batch.lease))
-        self.effects.append(VerifyCells(batch.number, batch.source, tuple(copy.cell for copy in batch.copies), batch.promised))
+        self.effects.append(
+            VerifyCells(batch.number, batch.source, tuple(copy.cell for copy in batch.copies), batch.promised)
+        )
 
     def _stage(self, batch: _Batch, wrong: tuple[str, ...], now: float) -> None:
         del self._batches[batch.number]
@@ -334,8 +373,17 @@ class InboundCopies:
             else:
                 self._residency.verified(copy.cell, promised, now)
         if bad:
-            what = f"expert {bad[0].name}, as read from rank {batch.source}, does not match that rank's checksums: {next(filter(None, wrong))}"
-            self._retry(batch, bad, StagingFault.CHECKSUM, f"{what}; check that rank's memory, or restart its engine", now)
+            what = (
+                f"expert {bad[0].name}, as read from rank {batch.source}, does not match that rank's"
+                f" checksums: {next(filter(None, wrong))}"
+            )
+            self._retry(
+                batch,
+                bad,
+                StagingFault.CHECKSUM,
+                f"{what}; check that rank's memory, or restart its engine",
+                now,
+            )
 
     # retries
 
@@ -354,7 +402,16 @@ class InboundCopies:
         self._quarantine(batch, now)
         self._retry(batch, copies, StagingFault.OVERDUE, text, now, same=False)
 
-    def _retry(self, batch: _Batch, copies: list[_IncomingCopy], fault: StagingFault, text: str, now: float, *, same: bool = True) -> None:
+    def _retry(
+        self,
+        batch: _Batch,
+        copies: list[_IncomingCopy],
+        fault: StagingFault,
+        text: str,
+        now: float,
+        *,
+        same: bool = True,
+    ) -> None:
         if not all(copy.another(self._config.retries, same=same) for copy in copies):
             raise CannotStage(fault, text)
         reserved: list[int] = []

@@ -77,30 +77,52 @@ def asked(command: ProposeHandover, proposed: Placement, served: Placement, rank
     shape = (proposed.layers, proposed.experts, proposed.ranks, proposed.slots_per_rank)
     present = (served.layers, served.experts, served.ranks, served.slots_per_rank)
     if shape != present:
-        raise CannotStage(StagingFault.PLACEMENT, f"a placement of (layers, experts, ranks, slots per rank) {shape}, and this engine has {present}; plan anew")
+        raise CannotStage(
+            StagingFault.PLACEMENT,
+            f"a placement of (layers, experts, ranks, slots per rank) {shape}, and this engine has {present};"
+            " plan anew",
+        )
     if not 0 < command.deadline_seconds <= LONGEST_SECONDS:
-        raise CannotStage(StagingFault.DEADLINE, f"{command.deadline_seconds} s for staging: use more than 0, and {LONGEST_SECONDS:.0f} at most")
+        raise CannotStage(
+            StagingFault.DEADLINE,
+            f"{command.deadline_seconds} s for staging: use more than 0, and {LONGEST_SECONDS:.0f} at most",
+        )
     return _coming(proposed, served, rank, _sources(command.copies, proposed, served))
 
 
-def _sources(copies: Sequence[ExpertCopy], proposed: Placement, served: Placement) -> dict[tuple[int, int], int]:
+def _sources(
+    copies: Sequence[ExpertCopy], proposed: Placement, served: Placement
+) -> dict[tuple[int, int], int]:
     """Map each (layer, slot over all ranks) to the slot that it is copied from."""
     sources: dict[tuple[int, int], int] = {}
     layers, slots = proposed.expert_of_slot.shape
     for copy in copies:
         what = f"copy of expert {copy.layer}/{copy.expert} from slot {copy.source} to slot {copy.slot}"
         if not (0 <= copy.layer < layers and 0 <= copy.slot < slots and 0 <= copy.source < slots):
-            raise CannotStage(StagingFault.COPIES, f"{what}: there are {layers} layers of {slots} slots; plan anew")
+            raise CannotStage(
+                StagingFault.COPIES, f"{what}: there are {layers} layers of {slots} slots; plan anew"
+            )
         if copy.expert == EMPTY or int(proposed.expert_of_slot[copy.layer, copy.slot]) != copy.expert:
-            raise CannotStage(StagingFault.COPIES, f"{what}: slot {copy.slot} of the new placement does not hold it; plan anew")
+            raise CannotStage(
+                StagingFault.COPIES,
+                f"{what}: slot {copy.slot} of the new placement does not hold it; plan anew",
+            )
         if int(served.expert_of_slot[copy.layer, copy.source]) != copy.expert:
-            raise CannotStage(StagingFault.COPIES, f"{what}: slot {copy.source} does not hold it in epoch {served.epoch}, which is served; plan anew")
+            raise CannotStage(
+                StagingFault.COPIES,
+                f"{what}: slot {copy.source} does not hold it in epoch {served.epoch}, which is served; plan"
+                " anew",
+            )
         if sources.setdefault((copy.layer, copy.slot), copy.source) != copy.source:
-            raise CannotStage(StagingFault.COPIES, f"{what}: another copy fills slot {copy.slot} too; plan anew")
+            raise CannotStage(
+                StagingFault.COPIES, f"{what}: another copy fills slot {copy.slot} too; plan anew"
+            )
     return sources
 
 
-def _coming(proposed: Placement, served: Placement, rank: int, sources: dict[tuple[int, int], int]) -> ProposalRequest:
+def _coming(
+    proposed: Placement, served: Placement, rank: int, sources: dict[tuple[int, int], int]
+) -> ProposalRequest:
     first = rank * proposed.slots_per_rank
     before, after = served.on_rank(rank), proposed.on_rank(rank)
     coming: list[IncomingExperts] = []
@@ -113,8 +135,14 @@ def _coming(proposed: Placement, served: Placement, rank: int, sources: dict[tup
         source = sources.get((layer, first + slot))
         if source is None:
             raise CannotStage(
-                StagingFault.COPIES, f"expert {ExpertId(layer, expert)} is new in slot {first + slot} of rank {rank}, and no copy names its source; plan anew"
+                StagingFault.COPIES,
+                f"expert {ExpertId(layer, expert)} is new in slot {first + slot} of rank {rank}, and no copy"
+                " names its source; plan anew",
             )
-        others = (holder for holder in np.flatnonzero(served.expert_of_slot[layer] == expert).tolist() if holder != source)
+        others = (
+            holder
+            for holder in np.flatnonzero(served.expert_of_slot[layer] == expert).tolist()
+            if holder != source
+        )
         coming.append(IncomingExperts(layer, slot, expert, (source, *others)))
     return ProposalRequest(tuple(coming), moved)

@@ -86,7 +86,16 @@ class _Open:
 class RankProtocol:
     """Protocol state of one rank. residency: its cell table. tensors: number of tensors of an expert."""
 
-    def __init__(self, *, worker_id: int, rank: int, placement: Placement, residency: CellTable, tensors: int, config: TransferConfig) -> None:
+    def __init__(
+        self,
+        *,
+        worker_id: int,
+        rank: int,
+        placement: Placement,
+        residency: CellTable,
+        tensors: int,
+        config: TransferConfig,
+    ) -> None:
         self.residency = residency
         self.placement = placement
         """The served placement."""
@@ -94,7 +103,9 @@ class RankProtocol:
         self.failure = ""
         """Reason why the open or last handover could not be staged."""
         self.fault = ""
-        self.arrivals = InboundCopies(residency, tensors=tensors, slots_per_rank=placement.slots_per_rank, config=config)
+        self.arrivals = InboundCopies(
+            residency, tensors=tensors, slots_per_rank=placement.slots_per_rank, config=config
+        )
         self._worker_id = worker_id
         self._rank = rank
         self._config = config
@@ -206,13 +217,22 @@ class RankProtocol:
         if self._open is not None and self._stages(self._open.number) and now >= self._open.until:
             what = self.arrivals.hindrance or "the engine prepares"
             seconds = self._open.until - self._open.began
-            self._fail(CannotStage(StagingFault.OVERDUE, f"rank {self._rank} had not staged {seconds:.3g} s after the proposal: {what}"), now)
+            self._fail(
+                CannotStage(
+                    StagingFault.OVERDUE,
+                    f"rank {self._rank} had not staged {seconds:.3g} s after the proposal: {what}",
+                ),
+                now,
+            )
 
     @property
     def wakes(self) -> float:
         """Time at which `tick` is due, in seconds. Infinity: never."""
         staging = self._open is not None and self._stages(self._open.number)
-        return min(self.residency.next_expiry, self._open.until if self._open is not None and staging else float("inf"))
+        return min(
+            self.residency.next_expiry,
+            self._open.until if self._open is not None and staging else float("inf"),
+        )
 
     @property
     def at_rest(self) -> bool:
@@ -229,12 +249,15 @@ class RankProtocol:
         if held > self._config.quarantine_cells:
             raise CannotStage(
                 StagingFault.QUARANTINE,
-                f"{held} cells of rank {self._rank} are quarantined, and the limit is {self._config.quarantine_cells}: reads into them have not settled; check"
-                " the ranks that were read from, and try again",
+                f"{held} cells of rank {self._rank} are quarantined, and the limit is"
+                f" {self._config.quarantine_cells}: reads into them have not settled; check the ranks that"
+                " were read from, and try again",
             )
         open_.placement = placement
         if work.moved:
-            self.arrivals.pulls.append(PullTold(source=self._rank, transfer="local", experts=work.moved, bytes=0, seconds=0.0))
+            self.arrivals.pulls.append(
+                PullTold(source=self._rank, transfer="local", experts=work.moved, bytes=0, seconds=0.0)
+            )
         self.arrivals.expect(work.coming, command.handover, open_.until, now)
 
     def _attempt(self, step: Callable[[], None], now: float) -> None:
@@ -245,7 +268,12 @@ class RankProtocol:
         except CannotStage as error:
             self._fail(error, now)
         self._collect()
-        if self._open is not None and self._stages(self._open.number) and self.arrivals.all_staged and self._open.cells is None:
+        if (
+            self._open is not None
+            and self._stages(self._open.number)
+            and self.arrivals.all_staged
+            and self._open.cells is None
+        ):
             self._open.cells = self.residency.arranged(self._open.placement.on_rank(self._rank))
             self._effects.append(Prepare(self._open.number, self._open.placement, self._open.cells))
 

@@ -26,7 +26,9 @@ log = logging.getLogger(__name__)
 class ClusterSubscriber:
     """Subscriber to the clusters of `model` for an engine of this shape, while `run` runs."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, model: str, shape: ModelShape, look_seconds: float) -> None:
+    def __init__(
+        self, bus: Bus, subjects: Subjects, model: str, shape: ModelShape, look_seconds: float
+    ) -> None:
         """look_seconds: interval of checks for a bus disconnect, and first pause between two requests."""
         self._bus = bus
         self._subjects = subjects
@@ -45,7 +47,10 @@ class ClusterSubscriber:
 
     async def run(self) -> None:
         """Follow publications until cancelled."""
-        async with self._bus.subscribe(self._subjects.clusters, limit=UNREAD) as publications, asyncio.TaskGroup() as tasks:
+        async with (
+            self._bus.subscribe(self._subjects.clusters, limit=UNREAD) as publications,
+            asyncio.TaskGroup() as tasks,
+        ):
             tasks.create_task(self._request_until_known(), name=f"ask for the clusters of {self._name}")
             async for received in publications:
                 await self._receive(received)
@@ -71,7 +76,9 @@ class ClusterSubscriber:
     async def _request(self) -> bool:
         """Request the clusters. True when the tracker replied."""
         try:
-            message = await self._bus.request(self._subjects.describe_profile, DescribeClusters(model=self._name))
+            message = await self._bus.request(
+                self._subjects.describe_profile, DescribeClusters(model=self._name)
+            )
         except BusError as error:
             log.debug("no clusters of %s yet: %s", self._name, error)
             return False
@@ -102,5 +109,8 @@ def _usable(record: ClusterRecord, shape: ModelShape) -> ClusterModel:
     """Build the model of a record, which takes milliseconds for a large one. ValueError when the record is
     invalid or of another shape."""
     if (record.layers, record.experts) != (shape.layers, shape.experts):
-        raise ValueError(f"they have {record.layers} layers of {record.experts} experts, this engine {shape.layers} of {shape.experts}")
+        raise ValueError(
+            f"they have {record.layers} layers of {record.experts} experts, this engine {shape.layers} of"
+            f" {shape.experts}"
+        )
     return ClusterModel.from_record(record)

@@ -10,7 +10,15 @@ from fleet.events import DispatchMeasured
 class DispatchReports:
     """Dispatch reports of one rank. All times are of one clock, in seconds."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, about: EngineDescription, engine: str, worker_id: int, interval: float) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        about: EngineDescription,
+        engine: str,
+        worker_id: int,
+        interval: float,
+    ) -> None:
         """interval: seconds between reports. A change of epoch ends an interval early."""
         self._publisher = bus.publisher(subjects.dispatched(engine))
         self._about = about

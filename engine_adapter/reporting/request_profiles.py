@@ -113,22 +113,34 @@ class RequestProfiler:
             self._work.set()
         if self.lost > 2 * self._logged_lost:
             self._logged_lost = self.lost
-            log.warning("requests of rank %d finish faster than they can be profiled; %d were dropped so far", self._about.rank, self.lost)
+            log.warning(
+                "requests of rank %d finish faster than they can be profiled; %d were dropped so far",
+                self._about.rank,
+                self.lost,
+            )
 
     async def run(self) -> None:
         """Follow the clusters, and profile and publish until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._clusters.run(), name=f"follow the clusters of {self._about.model}")
-            tasks.create_task(self._profile_and_publish(), name=f"profile the requests of rank {self._about.rank} of {self._engine}")
+            tasks.create_task(
+                self._profile_and_publish(),
+                name=f"profile the requests of rank {self._about.rank} of {self._engine}",
+            )
 
     async def _profile_and_publish(self) -> None:
         clock = asyncio.get_running_loop().time
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self._published_at + self._config.experts_seconds if self._batch else None):
+                async with asyncio.timeout_at(
+                    self._published_at + self._config.experts_seconds if self._batch else None
+                ):
                     await self._work.wait()
             await self._profile(clock())
-            if self._batch and (self._batch_bytes >= MESSAGE_BYTES or clock() - self._published_at >= self._config.experts_seconds):
+            if self._batch and (
+                self._batch_bytes >= MESSAGE_BYTES
+                or clock() - self._published_at >= self._config.experts_seconds
+            ):
                 await self._publish()
                 self._published_at = clock()
 
@@ -150,7 +162,14 @@ class RequestProfiler:
         short."""
         turn: list[_Waiting] = []
         limit = self._waiting_bytes - TURN_BYTES
-        while self._waiting and (not turn or (self._waiting_bytes > limit and len(turn) < most and self._waiting[0].placement is turn[0].placement)):
+        while self._waiting and (
+            not turn
+            or (
+                self._waiting_bytes > limit
+                and len(turn) < most
+                and self._waiting[0].placement is turn[0].placement
+            )
+        ):
             turn.append(self._next())
         return turn
 
@@ -159,7 +178,9 @@ class RequestProfiler:
         self._waiting_bytes -= one.ended.nbytes
         return one
 
-    def _read(self, turn: Sequence[_Waiting], sampled: Sequence[bool], model: ClusterModel) -> list[RequestProfile]:
+    def _read(
+        self, turn: Sequence[_Waiting], sampled: Sequence[bool], model: ClusterModel
+    ) -> list[RequestProfile]:
         """Profile one turn. Runs in a thread, one turn at a time."""
         return request_profiles(
             [one.ended for one in turn],

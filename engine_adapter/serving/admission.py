@@ -29,7 +29,9 @@ class RouterAdmission:
         """ApiError 401 unless the request carries the secret or its path is open to all."""
         if self._secret is None or path == HEALTH_PATH:
             return
-        presented = next((value.decode("latin-1") for name, value in headers if name == b"authorization"), None)
+        presented = next(
+            (value.decode("latin-1") for name, value in headers if name == b"authorization"), None
+        )
         if not self._secret.admits(presented):
             raise ApiError(
                 401,

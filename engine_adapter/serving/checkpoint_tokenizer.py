@@ -24,12 +24,20 @@ class CheckpointTokenizer:
         definition = _read_json(folder / "tokenizer.json")
         self._tokenizer = _tokenizer(folder / "tokenizer.json")
         config = _read_json(folder / "config.json")
-        self.vocabulary: int = config.get("vocab_size") or self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.vocabulary: int = config.get("vocab_size") or self._tokenizer.get_vocab_size(
+            with_added_tokens=True
+        )
         """Upper bound (exclusive) of token IDs. This is the number of the model's rows, which may exceed the
         tokenizer's entries."""
         self.eos = _eos(folder, config)
-        self._special = {token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
-        self._bytes = _token_bytes(self._tokenizer, self.vocabulary) if _is_byte_level(definition.get("decoder")) else None
+        self._special = {
+            token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special
+        }
+        self._bytes = (
+            _token_bytes(self._tokenizer, self.vocabulary)
+            if _is_byte_level(definition.get("decoder"))
+            else None
+        )
         self.archive = _archive(folder)
         """Zip archive of tokenizer.json, tokenizer_config.json, and the chat template if it is a separate
         file."""
@@ -98,8 +106,18 @@ def _token_bytes(tokenizer: Tokenizer, vocabulary: int) -> list[bytes]:
     """Bytes of every token ID, as the ByteLevel decoder defines them. Letters of its alphabet stand for
     bytes. A token with other letters is its own UTF-8."""
     letters = byte_letters()
-    spelt = (tokenizer.id_to_token(token) or "" for token in range(max(vocabulary, tokenizer.get_vocab_size(with_added_tokens=True))))
-    return [bytes(letters[letter] for letter in token) if all(letter in letters for letter in token) else token.encode() for token in spelt]
+    spelt = (
+        tokenizer.id_to_token(token) or ""
+        for token in range(max(vocabulary, tokenizer.get_vocab_size(with_added_tokens=True)))
+    )
+    return [
+        (
+            bytes(letters[letter] for letter in token)
+            if all(letter in letters for letter in token)
+            else token.encode()
+        )
+        for token in spelt
+    ]
 
 
 def _archive(folder: Path) -> bytes:
@@ -107,5 +125,7 @@ def _archive(folder: Path) -> bytes:
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in _ARCHIVED:
             if (folder / name).exists():
-                archive.writestr(zipfile.ZipInfo(name, _ARCHIVE_TIME), (folder / name).read_bytes(), zipfile.ZIP_DEFLATED)
+                archive.writestr(
+                    zipfile.ZipInfo(name, _ARCHIVE_TIME), (folder / name).read_bytes(), zipfile.ZIP_DEFLATED
+                )
     return content.getvalue()

@@ -95,7 +95,9 @@ class FactLog:
         with self._lock:
             self._ended.append(ended)
             self._ended_bytes += ended.nbytes
-            while len(self._ended) > MOST_ENDED or (self._ended_bytes > self._ended_limit and len(self._ended) > 1):
+            while len(self._ended) > MOST_ENDED or (
+                self._ended_bytes > self._ended_limit and len(self._ended) > 1
+            ):
                 self._ended_bytes -= self._ended.popleft().nbytes
                 self._ended_lost += 1
 
@@ -110,7 +112,11 @@ class FactLog:
         """Return everything since the last call, with the latest load."""
         with self._lock:
             kv, self._kv, self._blocks = tuple(self._kv), [], 0
-            activations = Activations(self._counts, self._tokens, self._cached_tokens) if self._tokens or self._cached_tokens else None
+            activations = (
+                Activations(self._counts, self._tokens, self._cached_tokens)
+                if self._tokens or self._cached_tokens
+                else None
+            )
             if activations is not None:
                 self._counts, self._tokens, self._cached_tokens = np.zeros_like(self._counts), 0, 0
             ended, lost = tuple(self._ended), self._ended_lost
@@ -122,4 +128,10 @@ class FactLog:
 def _size(change: Change) -> int:
     if change == "cleared":
         return 1
-    return len(change.stored.blocks) if change.stored is not None else len(change.removed.block_hashes) if change.removed is not None else 0
+    return (
+        len(change.stored.blocks)
+        if change.stored is not None
+        else len(change.removed.block_hashes)
+        if change.removed is not None
+        else 0
+    )

@@ -15,12 +15,29 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from engine_adapter.batching.request_validation import GenerationRequest, check, decision_id, generation_request, parse
+from engine_adapter.batching.request_validation import (
+    GenerationRequest,
+    check,
+    decision_id,
+    generation_request,
+    parse,
+)
 from engine_adapter.batching.scheduler import Overloaded
 from engine_adapter.engine import EngineDescription, EngineFailed
 from engine_adapter.serving.admission import HEALTH_PATH, RouterAdmission
 from engine_adapter.serving.generation import AnswerDelta, AnswerStream, GenerationOutcome, ScoredToken
-from fleet.completions import DECISION_HEADER, DONE, ApiError, Choice, Completion, Logprobs, PromptDetails, RankRequest, Usage, sse
+from fleet.completions import (
+    DECISION_HEADER,
+    DONE,
+    ApiError,
+    Choice,
+    Completion,
+    Logprobs,
+    PromptDetails,
+    RankRequest,
+    Usage,
+    sse,
+)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -118,7 +135,12 @@ class _Reply:
 class RankApp:
     """ASGI application of a started engine."""
 
-    def __init__(self, engine: ServedModelInfo, tracing: RankTracing | None = None, admission: RouterAdmission | None = None) -> None:
+    def __init__(
+        self,
+        engine: ServedModelInfo,
+        tracing: RankTracing | None = None,
+        admission: RouterAdmission | None = None,
+    ) -> None:
         """admission: None if the application in front of this one has already authenticated the client."""
         self._engine = engine
         self._admission = admission
@@ -160,7 +182,13 @@ class RankApp:
 
     async def _models(self, scope: Scope, receive: Receive, send: Send) -> None:
         about = self._engine.description
-        model = {"id": about.model, "object": "model", "created": self._started, "owned_by": "roost", "max_model_len": about.max_context}
+        model = {
+            "id": about.model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "roost",
+            "max_model_len": about.max_context,
+        }
         await respond(send, 200, msgspec.json.encode({"object": "list", "data": [model]}))
 
     async def _complete(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -168,11 +196,15 @@ class RankApp:
         model = self._engine.description.model
         check(request, model)
         answer = await self._submit(request, decision_id(_header(scope, DECISION_HEADER.encode())))
-        reply = _Reply(f"cmpl-{uuid.uuid4().hex}", model, int(time.time()), request, self._engine.tokenizer.piece)
+        reply = _Reply(
+            f"cmpl-{uuid.uuid4().hex}", model, int(time.time()), request, self._engine.tokenizer.piece
+        )
         traceparent = _header(scope, b"traceparent")
         failure: ApiError | None = None
         async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(_cancel_when_gone(receive, answer), name=f"watches the client of {reply.id}")
+            watch = tasks.create_task(
+                _cancel_when_gone(receive, answer), name=f"watches the client of {reply.id}"
+            )
             try:
                 await (self._stream if request.stream else self._send_complete)(answer, reply, send)
             except ApiError as error:  # Kept out of the task group, which would wrap it.
@@ -189,10 +221,21 @@ class RankApp:
         engine = self._engine
         prompt = request.prompt
         if isinstance(prompt, str):
-            prompt = await asyncio.to_thread(engine.tokenizer.encode, prompt) if len(prompt) > LONG_TEXT else engine.tokenizer.encode(prompt)
+            prompt = (
+                await asyncio.to_thread(engine.tokenizer.encode, prompt)
+                if len(prompt) > LONG_TEXT
+                else engine.tokenizer.encode(prompt)
+            )
         limits = engine.description
         seed = engine.fresh_seed()
-        generation = generation_request(request, prompt, vocabulary=engine.vocabulary, max_context=limits.max_context, seed=seed, decision=decision)
+        generation = generation_request(
+            request,
+            prompt,
+            vocabulary=engine.vocabulary,
+            max_context=limits.max_context,
+            seed=seed,
+            decision=decision,
+        )
         try:
             return await engine.submit(generation)
         except (EngineFailed, Overloaded) as error:
@@ -201,7 +244,9 @@ class RankApp:
     async def _send_complete(self, answer: AnswerStream, reply: _Reply, send: Send) -> None:
         delta = await _read(answer.rest())
         if delta.outcome is not None:
-            await respond(send, 200, msgspec.json.encode(reply.completion([reply.choice(delta)], _usage(delta.outcome))))
+            await respond(
+                send, 200, msgspec.json.encode(reply.completion([reply.choice(delta)], _usage(delta.outcome)))
+            )
 
     async def _stream(self, answer: AnswerStream, reply: _Reply, send: Send) -> None:
         """Stream the response. The status is sent with the first delta. So an engine failure before it is a
@@ -219,7 +264,9 @@ class RankApp:
         except ApiError as error:
             if not begun:
                 raise
-            await send({"type": "http.response.body", "body": b"data: " + error.body() + b"\n\n", "more_body": False})
+            await send(
+                {"type": "http.response.body", "body": b"data: " + error.body() + b"\n\n", "more_body": False}
+            )
 
 
 async def _read(reading: Awaitable[_Read]) -> _Read:
@@ -234,7 +281,9 @@ async def _read(reading: Awaitable[_Read]) -> _Read:
         task = asyncio.current_task()
         if task is not None:
             task.uncancel()
-        raise ApiError(503, "the rank is stopping", code="engine_failed", retry_after=_RETRY_SECONDS) from None
+        raise ApiError(
+            503, "the rank is stopping", code="engine_failed", retry_after=_RETRY_SECONDS
+        ) from None
 
 
 def _unavailable(error: EngineFailed | Overloaded) -> ApiError:
@@ -288,14 +337,21 @@ async def respond(send: Send, status: int, body: bytes, headers: Headers = ()) -
 
 async def refuse(send: Send, error: ApiError) -> None:
     """Send an error response."""
-    retry = () if error.retry_after is None else ((b"retry-after", str(math.ceil(error.retry_after)).encode()),)
+    retry = (
+        () if error.retry_after is None else ((b"retry-after", str(math.ceil(error.retry_after)).encode()),)
+    )
     await respond(send, error.status, error.body(), retry)
 
 
 def _usage(outcome: GenerationOutcome) -> Usage:
     prompt, completion = outcome.prompt_tokens, outcome.completion_tokens
     details = PromptDetails(cached_tokens=outcome.cached_tokens)
-    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion, prompt_tokens_details=details)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=details,
+    )
 
 
 def _logprobs(scored: Sequence[ScoredToken], piece: Callable[[int], str]) -> Logprobs:

@@ -46,7 +46,13 @@ class EngineDied(EngineFailed):
 class SimulatedEngine:
     """An engine of several ranks. All methods are for one event loop."""
 
-    def __init__(self, config: SimulatedConfig, placement: Placement | None = None, last: PlacementRecord | None = None, name: str = "") -> None:
+    def __init__(
+        self,
+        config: SimulatedConfig,
+        placement: Placement | None = None,
+        last: PlacementRecord | None = None,
+        name: str = "",
+    ) -> None:
         """placement: None for the configured one. ValueError when it is not of the model's shape and the
         engine's ranks.
 
@@ -64,8 +70,14 @@ class SimulatedEngine:
         """Called when the engine is ordered to die, before its open requests fail."""
         self.steps = 0
         """Steps since the engine started."""
-        if (self.placement.layers, self.placement.experts, self.placement.ranks) != (self.tastes.shape.layers, self.tastes.shape.experts, config.ranks):
-            raise ValueError(f"simulated engine: {self.placement!r} is not of {self.tastes.shape} on {config.ranks} ranks")
+        if (self.placement.layers, self.placement.experts, self.placement.ranks) != (
+            self.tastes.shape.layers,
+            self.tastes.shape.experts,
+            config.ranks,
+        ):
+            raise ValueError(
+                f"simulated engine: {self.placement!r} is not of {self.tastes.shape} on {config.ranks} ranks"
+            )
         self.routes = self._routes_of(self.placement)
         self.sums = self._no_steps()
         self.flipping = AdoptionRun(config.ranks, self._routes_of, self.wake)
@@ -89,7 +101,10 @@ class SimulatedEngine:
         if self.config.placement in PLACEMENTS:
             return place(self.tastes, self.config)
         shape = self.tastes.shape
-        file, size = Path(self.config.placement), {"layers": shape.layers, "experts": shape.experts, "ranks": self.config.ranks}
+        file, size = (
+            Path(self.config.placement),
+            {"layers": shape.layers, "experts": shape.experts, "ranks": self.config.ranks},
+        )
         return initial(file, **size, slots_per_rank=self.config.slots_per_rank)
 
     @property
@@ -191,13 +206,18 @@ class SimulatedEngine:
         """Wait until the step is over, including delays by faults, or until the engine fails. Always yields
         to other tasks."""
         await asyncio.sleep(0)
-        while self.failure is None and (end := max(due, self.faults.held_until(self.now))) > self.now + _CLOCK_SECONDS:
+        while (
+            self.failure is None
+            and (end := max(due, self.faults.held_until(self.now))) > self.now + _CLOCK_SECONDS
+        ):
             self._alarm.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(end if end < float("inf") else None):
                     await self._alarm.wait()
 
-    def _book(self, plans: Sequence[StepPlan], by_row: NDArray[np.int64], caused: StepTraffic, lasted: float) -> None:
+    def _book(
+        self, plans: Sequence[StepPlan], by_row: NDArray[np.int64], caused: StepTraffic, lasted: float
+    ) -> None:
         """Record a completed step. A step in which the engine failed has no results. lasted: the simulated
         duration, or longer on a busy machine."""
         if self.failure is not None:
@@ -227,7 +247,11 @@ def _resumed(last: PlacementRecord, first: Placement) -> Placement:
     try:
         return fitting(last, first)
     except ValueError as error:
-        log.warning("the engine starts with its configured placement, not with the last epoch of its previous run: %s", error)
+        log.warning(
+            "the engine starts with its configured placement, not with the last epoch of its previous"
+            " run: %s",
+            error,
+        )
         return first
 
 

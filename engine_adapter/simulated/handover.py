@@ -32,7 +32,9 @@ class AdoptionRun:
     """Pending switches of the engine's ranks. wake: called when a rank becomes ready, because a sleeping
     engine must then take a step."""
 
-    def __init__(self, ranks: int, routes: Callable[[Placement], DispatchModel], wake: Callable[[], None]) -> None:
+    def __init__(
+        self, ranks: int, routes: Callable[[Placement], DispatchModel], wake: Callable[[], None]
+    ) -> None:
         """routes: computes the dispatch model in a thread, which takes a second for many experts and
         ranks."""
         self._routes = routes
@@ -43,7 +45,10 @@ class AdoptionRun:
     async def routes(self, placement: Placement) -> DispatchModel:
         """Return the dispatch model of a placement. Computed once for all ranks."""
         if self._coming is None or self._coming[0] != placement:
-            self._coming = placement, asyncio.get_running_loop().run_in_executor(None, self._routes, placement)
+            self._coming = (
+                placement,
+                asyncio.get_running_loop().run_in_executor(None, self._routes, placement),
+            )
         return await asyncio.shield(self._coming[1])
 
     async def adopt(self, rank: int, prepared: SimulatedEpoch) -> None:
@@ -57,7 +62,11 @@ class AdoptionRun:
         """Return the epochs to switch to at this step, by rank. Empty if no switch is due."""
         ready = [None if one is None else one[0] for one in self._ready]
         complete = [one for one in ready if one is not None]
-        return complete if len(complete) == len(ready) and flips(served, tuple(one.placement.epoch for one in complete)) else ()
+        return (
+            complete
+            if len(complete) == len(ready) and flips(served, tuple(one.placement.epoch for one in complete))
+            else ()
+        )
 
     def done(self) -> None:
         """Complete the switch of all ranks."""
@@ -97,11 +106,19 @@ class SimulatedExperts:
         """Prepare a placement. ValueError when the placement is of another engine, or a slot's cell does not
         hold its expert."""
         now = self._engine.placement
-        if (placement.layers, placement.experts, placement.ranks, placement.slots_per_rank) != (now.layers, now.experts, now.ranks, now.slots_per_rank):
+        if (placement.layers, placement.experts, placement.ranks, placement.slots_per_rank) != (
+            now.layers,
+            now.experts,
+            now.ranks,
+            now.slots_per_rank,
+        ):
             raise ValueError(f"simulated engine: {placement!r} does not follow {now!r}")
         wrong = self.memory.misplaced(placement.on_rank(self._rank), cells)
         if wrong is not None:
-            raise ValueError(f"simulated engine: the cell of layer {wrong[0]} slot {wrong[1]} on rank {self._rank} does not hold that slot's expert")
+            raise ValueError(
+                f"simulated engine: the cell of layer {wrong[0]} slot {wrong[1]} on rank {self._rank} does"
+                " not hold that slot's expert"
+            )
         return SimulatedEpoch(placement, cells.copy(), await self._engine.flipping.routes(placement))
 
     async def adopt(self, adoption: Adoption) -> None:

@@ -14,7 +14,17 @@ from typing import Any
 import msgspec
 
 from engine_adapter.serving.admission import RouterAdmission
-from engine_adapter.serving.http import RankApp, RankTracing, Receive, Scope, Send, ServedModelInfo, read_body, refuse, respond
+from engine_adapter.serving.http import (
+    RankApp,
+    RankTracing,
+    Receive,
+    Scope,
+    Send,
+    ServedModelInfo,
+    read_body,
+    refuse,
+    respond,
+)
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.model.faults import FaultOrder
 from fleet.completions import ApiError
@@ -35,7 +45,13 @@ class SimulatedHttp:
     """ASGI application of all ranks of an engine. ranks: the rank of each port. A connection is broken by
     returning in the middle of a response."""
 
-    def __init__(self, engine: SimulatedEngine, ranks: Mapping[int, int], tracings: Mapping[int, RankTracing] | None, admission: RouterAdmission) -> None:
+    def __init__(
+        self,
+        engine: SimulatedEngine,
+        ranks: Mapping[int, int],
+        tracings: Mapping[int, RankTracing] | None,
+        admission: RouterAdmission,
+    ) -> None:
         self._engine = engine
         self._ranks = dict(ranks)
         self._admission = admission
@@ -78,14 +94,25 @@ class SimulatedHttp:
     def _active(self) -> list[dict[str, Any]]:
         now = self._engine.now
         return [
-            {"fault": one.kind, "rank": one.rank, "share": one.share, "factor": one.factor, "seconds_left": None if math.isinf(one.until) else one.until - now}
+            {
+                "fault": one.kind,
+                "rank": one.rank,
+                "share": one.share,
+                "factor": one.factor,
+                "seconds_left": None if math.isinf(one.until) else one.until - now,
+            }
             for one in self._engine.faults.active(now)
         ]
 
     async def _complete(self, rank: int, scope: Scope, receive: Receive, send: Send) -> None:
         config = self._engine.config
         if self._hit("refuse", rank, config.refuse_share):
-            raise ApiError(503, f"rank {rank} was ordered to reject this request", code="overloaded", retry_after=_RETRY_SECONDS)
+            raise ApiError(
+                503,
+                f"rank {rank} was ordered to reject this request",
+                code="overloaded",
+                retry_after=_RETRY_SECONDS,
+            )
         if self._hit("error", rank, config.error_share):
             raise ApiError(500, f"rank {rank} was ordered to fail this request", code="simulated_error")
         if not self._hit("break_stream", rank, config.break_share):
@@ -121,4 +148,6 @@ def _order(body: bytes) -> FaultOrder:
     try:
         return _ORDERS.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f'{error}; expected e.g. {{"fault": "slow", "rank": 1, "seconds": 10, "factor": 4}}') from error
+        raise ApiError(
+            400, f'{error}; expected e.g. {{"fault": "slow", "rank": 1, "seconds": 10, "factor": 4}}'
+        ) from error

@@ -43,7 +43,13 @@ class SimulatedLinks:
         """Real seconds to read this number of experts."""
         config, node = self._config, self._config.node_of_rank
         speed = config.rank_bytes_per_second if node[reader] == node[source] else config.node_bytes_per_second
-        return config.time_scale * experts * self.expert_bytes / speed * self._faults.factor("slow_reads", reader, now)
+        return (
+            config.time_scale
+            * experts
+            * self.expert_bytes
+            / speed
+            * self._faults.factor("slow_reads", reader, now)
+        )
 
     def fails(self, kind: str, reader: int, now: float) -> bool:
         """Draw whether a fault of this kind hits a rank's read or one of its experts."""

@@ -82,9 +82,16 @@ class SimulatedRank:
         self._config = config
         self._number = number
         self._cache = KvCache(config.kv_blocks, config.block_size)
-        self.scheduler = BatchScheduler(self._cache, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, max_waiting=config.max_waiting)
+        self.scheduler = BatchScheduler(
+            self._cache,
+            max_batch_tokens=config.max_batch_tokens,
+            max_running=config.max_running,
+            max_waiting=config.max_waiting,
+        )
         shape = config.model_shape
-        self._facts = FactLog(shape.layers, shape.experts, _FACT_BLOCKS_PER_PAGE * config.kv_blocks, _ENDED_BYTES)
+        self._facts = FactLog(
+            shape.layers, shape.experts, _FACT_BLOCKS_PER_PAGE * config.kv_blocks, _ENDED_BYTES
+        )
         self._sequences: dict[SequenceState, SimulatedSequence] = {}
         self._open: dict[AnswerStream, SimulatedSequence] = {}
         self._news = asyncio.Event()
@@ -144,7 +151,11 @@ class SimulatedRank:
         self._engine.refuse_if_failed()
         self._check(request)
         answer = AnswerStream(self._cancel)
-        sequence = await asyncio.to_thread(self._new_sequence, request, answer) if len(request.prompt) > _LONG_PROMPT else self._new_sequence(request, answer)
+        sequence = (
+            await asyncio.to_thread(self._new_sequence, request, answer)
+            if len(request.prompt) > _LONG_PROMPT
+            else self._new_sequence(request, answer)
+        )
         self._engine.refuse_if_failed()
         if self._is_over(sequence):
             answer.put(AnswerDelta(outcome=sequence.outcome("stop", time.time_ns())))
@@ -250,9 +261,15 @@ class SimulatedRank:
     def _check(self, request: GenerationRequest) -> None:
         known, most = len(request.prompt), self.description.max_context
         if not known or request.max_tokens < 1 or known + request.max_tokens > most:
-            raise ValueError(f"request of {known} ids and {request.max_tokens} to generate: at least 1 and 1 are needed, {most} in all fit (max_context)")
+            raise ValueError(
+                f"request of {known} ids and {request.max_tokens} to generate: at least 1 and 1 are needed,"
+                f" {most} in all fit (max_context)"
+            )
         if not 0 <= request.emitted < known:
-            raise ValueError(f"request with {request.emitted} emitted ids of {known}: at least one id of the prompt must be the client's own")
+            raise ValueError(
+                f"request with {request.emitted} emitted ids of {known}: at least one id of the prompt must"
+                " be the client's own"
+            )
         if min(request.prompt) < 0 or max(request.prompt) >= VOCABULARY:
             raise ValueError(f"request with an id outside 0..{VOCABULARY - 1}")
 
@@ -266,12 +283,23 @@ class SimulatedRank:
         seed = request.sampling.seed if request.sampling.temperature > 0 else 0
         script = Script(self.tokenizer, own, seed, 0 if request.ignore_eos else self._config.output_tokens)
         trace = RowTrace(self._engine.tastes)
-        return SimulatedSequence(request, answer, generation, text, script, trace, RequestTimes(submitted=time.time_ns()), self.tokenizer.end)
+        return SimulatedSequence(
+            request,
+            answer,
+            generation,
+            text,
+            script,
+            trace,
+            RequestTimes(submitted=time.time_ns()),
+            self.tokenizer.end,
+        )
 
     def _is_over(self, sequence: SimulatedSequence) -> bool:
         """True if a continuation had already finished before its stream broke."""
         request = sequence.request
-        return sequence.text.stopped or bool(request.emitted and not request.ignore_eos and request.prompt[-1] == sequence.end)
+        return sequence.text.stopped or bool(
+            request.emitted and not request.ignore_eos and request.prompt[-1] == sequence.end
+        )
 
     def _advance(self, sequence: SimulatedSequence, now: int) -> None:
         token = sequence.script.token(len(sequence.generation.tokens))

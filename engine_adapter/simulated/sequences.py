@@ -12,7 +12,14 @@ from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.sampling import TokenLogprobs
 from engine_adapter.batching.scheduler import SequenceState
 from engine_adapter.engine import EndedRequest
-from engine_adapter.serving.generation import AnswerDelta, AnswerStream, Ending, GenerationOutcome, RequestTimes, ScoredToken
+from engine_adapter.serving.generation import (
+    AnswerDelta,
+    AnswerStream,
+    Ending,
+    GenerationOutcome,
+    RequestTimes,
+    ScoredToken,
+)
 from engine_adapter.simulated.model.routing_model import RoutingModel
 from engine_adapter.simulated.model.text import Script
 from fleet.events import KvBlock
@@ -55,7 +62,12 @@ class EndedRows(EndedRequest):
     _trace: RowTrace
 
     def __init__(self, decision: str, prompt_tokens: int, trace: RowTrace, blocks: Sequence[KvBlock]) -> None:
-        for name, value in (("decision", decision), ("prompt_tokens", prompt_tokens), ("_trace", trace), ("blocks", blocks)):
+        for name, value in (
+            ("decision", decision),
+            ("prompt_tokens", prompt_tokens),
+            ("_trace", trace),
+            ("blocks", blocks),
+        ):
             object.__setattr__(self, name, value)
 
     @property
@@ -119,11 +131,15 @@ class SimulatedSequence:
         if not self.text.stopped and self.generation.generated < self.generation.max_new:
             return AnswerDelta([token], text, scored)
         rest = "" if self.text.stopped else self.text.finish()
-        return AnswerDelta([token], text + rest, scored, self.outcome("stop" if self.text.stopped else "length", now))
+        return AnswerDelta(
+            [token], text + rest, scored, self.outcome("stop" if self.text.stopped else "length", now)
+        )
 
     def _scored(self, token: int) -> list[ScoredToken]:
         """Score a token with log-probability 0, because no other token was possible."""
         requested = self.request.sampling.logprobs
         if requested is None:
             return []
-        return [ScoredToken(token, TokenLogprobs(0.0, ((token, 0.0),) if requested else ()), self.text.decoded)]
+        return [
+            ScoredToken(token, TokenLogprobs(0.0, ((token, 0.0),) if requested else ()), self.text.decoded)
+        ]

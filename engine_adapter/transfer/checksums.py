@@ -18,7 +18,9 @@ from engine_adapter.engine import CellTensor
 def layout_hash(tensors: Sequence[CellTensor]) -> str:
     """Hash the layout of a cell, as 32 hex digits. Ranks with equal hashes can copy cells byte by byte. The
     hash covers names, dtypes, shapes, offsets, sizes and order."""
-    text = ";".join(f"{one.name}:{one.dtype}:{','.join(map(str, one.shape))}:{one.offset}:{one.bytes}" for one in tensors)
+    text = ";".join(
+        f"{one.name}:{one.dtype}:{','.join(map(str, one.shape))}:{one.offset}:{one.bytes}" for one in tensors
+    )
     return xxh3_128_hexdigest(text.encode())
 
 
@@ -33,4 +35,8 @@ def compare(tensors: Sequence[CellTensor], promised: Sequence[int], found: Seque
     side counts as different."""
     names = [one.name for one in tensors]
     named = zip_longest(names, promised, found)
-    return tuple(name or "a tensor that cells here do not have" for name, expected, got in named if name is None or expected is None or expected != got)
+    return tuple(
+        name or "a tensor that cells here do not have"
+        for name, expected, got in named
+        if name is None or expected is None or expected != got
+    )

@@ -105,7 +105,10 @@ class MemoryTransfer:
         self.asked.append((address.agent, tuple(pulls)))
         fault = self.faults.popleft() if self.faults else PullFault()
         reading = OpenRead()
-        task = asyncio.create_task(self._carry_out(reading, peer, tuple(pulls), fault), name=f"{self.agent} reads from {address.agent}")
+        task = asyncio.create_task(
+            self._carry_out(reading, peer, tuple(pulls), fault),
+            name=f"{self.agent} reads from {address.agent}",
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await reading.wait(seconds, f"reading {len(pulls)} cells from {address.agent}")
@@ -122,7 +125,9 @@ class MemoryTransfer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _carry_out(self, reading: OpenRead, peer: _Rank, pulls: tuple[Pull, ...], fault: PullFault) -> None:
+    async def _carry_out(
+        self, reading: OpenRead, peer: _Rank, pulls: tuple[Pull, ...], fault: PullFault
+    ) -> None:
         began = asyncio.get_running_loop().time()
         try:
             await self._await_running(peer, fault.delay_seconds)

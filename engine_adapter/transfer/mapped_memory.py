@@ -38,7 +38,9 @@ def mapped(name: str, size: int) -> tuple[int, NDArray[np.uint8]]:
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(
+            descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
         memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
     except BaseException:
         os.close(descriptor)
@@ -55,7 +57,9 @@ class MappedCells:
             raise ValueError(f"cells: {cells} of {len(tensors)} tensors: there must be at least one of each")
         self.tensors = tensors
         self.cells = cells
-        self.cell_bytes = -(-max(one.offset + one.bytes for one in tensors) // CELL_ALIGNMENT) * CELL_ALIGNMENT
+        self.cell_bytes = (
+            -(-max(one.offset + one.bytes for one in tensors) // CELL_ALIGNMENT) * CELL_ALIGNMENT
+        )
         self.descriptor, self._memory = mapped("roost-experts", cells * self.cell_bytes)
 
     @property

@@ -55,7 +55,9 @@ class NixlTransfer:
     def address(self, address: MemoryAddress) -> MemoryAddress:
         if not self._worker.opened:
             return address
-        return msgspec.structs.replace(address, agent=self._way.agent_name, metadata=self._way.metadata, kind=_KIND, device=0)
+        return msgspec.structs.replace(
+            address, agent=self._way.agent_name, metadata=self._way.metadata, kind=_KIND, device=0
+        )
 
     def reaches(self, address: MemoryAddress) -> bool:
         return bool(address.agent and address.metadata) and address.kind == _KIND
@@ -64,9 +66,15 @@ class NixlTransfer:
         """Read cells. An empty list only establishes the connection."""
         refuse(address, pulls, self._own)
         if not self.reaches(address):
-            raise AddressRefused(f"agent {address.agent[:64]!r} with memory of kind {address.kind[:64]!r} cannot be read by NIXL here; {_KIND} can")
+            raise AddressRefused(
+                f"agent {address.agent[:64]!r} with memory of kind {address.kind[:64]!r} cannot be read by"
+                f" NIXL here; {_KIND} can"
+            )
         if len(address.metadata) > _MOST_METADATA or len(address.agent) > _MOST_NAME or address.device != 0:
-            raise AddressRefused(f"agent {address.agent[:64]!r}: {len(address.metadata)} bytes of metadata, device {address.device}: not one of ours")
+            raise AddressRefused(
+                f"agent {address.agent[:64]!r}: {len(address.metadata)} bytes of metadata, device"
+                f" {address.device}: not one of ours"
+            )
         return await self._worker.read(address, pulls, seconds)
 
     def forget(self, address: MemoryAddress) -> None:
@@ -110,7 +118,10 @@ class _NixlWay:
                 agent.register_memory([(base, length, 0, "")], _KIND, backends=["UCX"])
             self.metadata = bytes(agent.get_agent_metadata())
         except nixl.errors as error:
-            raise TransferError(f"NIXL has no usable network transport here ({error}): UCX_TLS, if it is set, must name tcp or rc beside self") from error
+            raise TransferError(
+                f"NIXL has no usable network transport here ({error}): UCX_TLS, if it is set, must name tcp"
+                " or rc beside self"
+            ) from error
         self._nixl, self._agent = nixl, agent
         _KEPT_ALIVE.append((agent, memory, self._greeting))
         _log.info("nixl: agent %s of %s, %d MiB registered", self.agent_name, nixl.variant, size >> 20)
@@ -127,15 +138,23 @@ class _NixlWay:
         try:
             added = self._agent.add_remote_agent(address.metadata)
         except self._nixl.unreadable as error:
-            raise AddressRefused(f"metadata of agent {address.agent!r} is not NIXL's ({error}): run one version of NIXL on all ranks") from error
+            raise AddressRefused(
+                f"metadata of agent {address.agent!r} is not NIXL's ({error}): run one version of NIXL on all"
+                " ranks"
+            ) from error
         except self._nixl.errors as error:
             self.disconnect(address)
-            raise PeerGone(f"agent {address.agent} cannot be connected ({error}): it is dead, or out of reach; read another replica") from error
+            raise PeerGone(
+                f"agent {address.agent} cannot be connected ({error}): it is dead, or out of reach; read"
+                " another replica"
+            ) from error
         name = added.decode(errors="replace") if isinstance(added, bytes) else str(added)
         if name != address.agent:
             if name not in self._added:  # The agent of that name may be a peer that is being read from.
                 self._agent.remove_remote_agent(name)
-            raise AddressRefused(f"metadata of agent {address.agent!r} is of {name!r}: the rank that sent it is at fault")
+            raise AddressRefused(
+                f"metadata of agent {address.agent!r} is of {name!r}: the rank that sent it is at fault"
+            )
         self._added.add(name)
         return _Peer(self, address)
 
@@ -155,14 +174,21 @@ class _NixlWay:
                 _log.warning("nixl: agent %s makes no progress: %s", self.agent_name, error)
             self._trouble = str(error)
 
-    def begin(self, agent: str, local: list[tuple[int, int, int]], remote: list[tuple[int, int, int]]) -> object | None:
+    def begin(
+        self, agent: str, local: list[tuple[int, int, int]], remote: list[tuple[int, int, int]]
+    ) -> object | None:
         """Start reading remote (address, bytes, device) ranges of an agent into local ranges of the same
         sizes."""
         try:
-            here, there = (self._agent.get_xfer_descs(np.array(rows, np.uint64), _KIND) for rows in (local, remote))
+            here, there = (
+                self._agent.get_xfer_descs(np.array(rows, np.uint64), _KIND) for rows in (local, remote)
+            )
             request = self._agent.initialize_xfer("READ", here, there, agent, backends=["UCX"])
         except self._nixl.errors as error:
-            raise AddressRefused(f"agent {agent} has no memory at {remote[0][0]:#x} ({error}): the rank that sent the address is at fault") from error
+            raise AddressRefused(
+                f"agent {agent} has no memory at {remote[0][0]:#x} ({error}): the rank that sent the address"
+                " is at fault"
+            ) from error
         try:
             return None if self._done(agent, request, self._agent.transfer(request)) else request
         except self._nixl.errors as error:
@@ -186,7 +212,9 @@ class _NixlWay:
         peer cannot be trusted with the next."""
         if isinstance(error, self._nixl.gone):
             return PeerGone(f"agent {agent} has disappeared ({error}): read another replica")
-        return PeerGone(f"agent {agent} cannot be read ({type(error).__name__}: {error}); the next read reconnects to it")
+        return PeerGone(
+            f"agent {agent} cannot be read ({type(error).__name__}: {error}); the next read reconnects to it"
+        )
 
     def _done(self, agent: str, request: Any, state: str) -> bool:
         if state == "PROC":
@@ -210,7 +238,10 @@ class _Peer:
         return self._way.begin(self._address.agent, here, [(self._address.base, here[0][1], 0)])
 
     def post(self, address: MemoryAddress, parts: Sequence[Part]) -> object | None:
-        there = [(address.base + part.source * address.cell_bytes + part.offset, part.size, address.device) for part in parts]
+        there = [
+            (address.base + part.source * address.cell_bytes + part.offset, part.size, address.device)
+            for part in parts
+        ]
         return self._way.begin(address.agent, [self._way.own(part) for part in parts], there)
 
     def check(self, request: object) -> bool:

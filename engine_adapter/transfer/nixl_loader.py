@@ -51,11 +51,23 @@ def load_nixl() -> Nixl:
             reasons.append(str(error))
             continue
         bindings = api.nixlBind
-        errors = tuple(one for one in vars(bindings).values() if isinstance(one, type) and issubclass(one, Exception))
+        errors = tuple(
+            one for one in vars(bindings).values() if isinstance(one, type) and issubclass(one, Exception)
+        )
         _log.info("nixl: the variant is %s", variant)
         unreadable = (bindings.nixlMismatchError, bindings.nixlInvalidParamError)
-        return Nixl(variant, api.nixl_agent, api.nixl_agent_config, errors, bindings.nixlRemoteDisconnectError, unreadable)
-    raise NixlMissing(f"NIXL cannot be loaded ({'; '.join(reasons)}): install Roost with the extra `nixl`, or set the transfer's way to shared")
+        return Nixl(
+            variant,
+            api.nixl_agent,
+            api.nixl_agent_config,
+            errors,
+            bindings.nixlRemoteDisconnectError,
+            unreadable,
+        )
+    raise NixlMissing(
+        f"NIXL cannot be loaded ({'; '.join(reasons)}): install Roost with the extra `nixl`, or set the"
+        " transfer's way to shared"
+    )
 
 
 def _quietly(module: str) -> ModuleType:

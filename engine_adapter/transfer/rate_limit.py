@@ -37,4 +37,9 @@ def lower_priority(niceness: int) -> None:
         if os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < niceness:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     except OSError as error:
-        _log.warning("thread %s cannot be set to niceness %d (%s); it keeps the niceness of its process", threading.current_thread().name, niceness, error)
+        _log.warning(
+            "thread %s cannot be set to niceness %d (%s); it keeps the niceness of its process",
+            threading.current_thread().name,
+            niceness,
+            error,
+        )

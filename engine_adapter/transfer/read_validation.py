@@ -15,7 +15,9 @@ _MOST_BYTES = 1 << 48
 
 def own_address(memory: ExpertMemory) -> MemoryAddress:
     """Describe this rank's memory for other ranks. Each backend adds what it needs (`Transfer.address`)."""
-    return MemoryAddress(cells=memory.cells, cell_bytes=memory.cell_bytes, layout=layout_hash(memory.tensors), base=memory.base)
+    return MemoryAddress(
+        cells=memory.cells, cell_bytes=memory.cell_bytes, layout=layout_hash(memory.tensors), base=memory.base
+    )
 
 
 def refuse(address: MemoryAddress, pulls: Sequence[Pull], own: MemoryAddress) -> None:
@@ -24,17 +26,33 @@ def refuse(address: MemoryAddress, pulls: Sequence[Pull], own: MemoryAddress) ->
     if (address.layout, address.cell_bytes) != (own.layout, own.cell_bytes):
         theirs = f"{address.cell_bytes} bytes, layout {address.layout[:64]!r}"
         raise AddressRefused(
-            f"the source's cells ({theirs}) differ from ours ({own.cell_bytes} bytes, layout {own.layout!r}): run one version and one dtype on all ranks"
+            f"the source's cells ({theirs}) differ from ours ({own.cell_bytes} bytes, layout {own.layout!r}):"
+            " run one version and one dtype on all ranks"
         )
-    if not (0 < address.base and 0 < address.cells and address.base + address.cells * address.cell_bytes <= _MOST_BYTES):
-        raise AddressRefused(f"{address.cells} cells of {address.cell_bytes} bytes at {address.base:#x} is no valid range: the sending rank is at fault")
+    if not (
+        0 < address.base
+        and 0 < address.cells
+        and address.base + address.cells * address.cell_bytes <= _MOST_BYTES
+    ):
+        raise AddressRefused(
+            f"{address.cells} cells of {address.cell_bytes} bytes at {address.base:#x} is no valid range: the"
+            " sending rank is at fault"
+        )
     for pull in pulls:
         if not 0 <= pull.source < address.cells:
-            raise AddressRefused(f"cell {pull.source} cannot be read, since the source has {address.cells}: the rank that leased it is at fault")
+            raise AddressRefused(
+                f"cell {pull.source} cannot be read, since the source has {address.cells}: the rank that"
+                " leased it is at fault"
+            )
         if not 0 <= pull.cell < own.cells:
-            raise AddressRefused(f"cell {pull.cell} is to be written, and there are {own.cells} here: the caller is at fault")
+            raise AddressRefused(
+                f"cell {pull.cell} is to be written, and there are {own.cells} here: the caller is at fault"
+            )
     if len({pull.cell for pull in pulls}) < len(pulls):
-        raise AddressRefused(f"{len(pulls)} cells are to be read into fewer ({sorted(pull.cell for pull in pulls)}): the caller is at fault")
+        raise AddressRefused(
+            f"{len(pulls)} cells are to be read into fewer ({sorted(pull.cell for pull in pulls)}): the"
+            " caller is at fault"
+        )
 
 
 class OpenRead:
@@ -70,7 +88,10 @@ class OpenRead:
             raise
         if self._ended.done():
             return self._ended.result()
-        raise Overdue(f"{what} took more than {seconds:.3g} s; its cells stay in quarantine until it has settled", self._abandon())
+        raise Overdue(
+            f"{what} took more than {seconds:.3g} s; its cells stay in quarantine until it has settled",
+            self._abandon(),
+        )
 
     def _abandon(self) -> "asyncio.Future[None]":
         self.abandoned = True

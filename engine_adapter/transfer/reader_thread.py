@@ -203,7 +203,9 @@ class ReaderThread:
             async with asyncio.timeout(seconds):
                 await self.open()
         except TimeoutError:
-            raise TransferError(f"{self._way.name} could not be opened within {seconds:.3g} s; nothing was read") from None
+            raise TransferError(
+                f"{self._way.name} could not be opened within {seconds:.3g} s; nothing was read"
+            ) from None
         reading, pulls = OpenRead(), tuple(pulls)
         parts = requests(pulls, self._cell_bytes, self._limit.piece_bytes)
         job = _Job(address, reading, parts, len(pulls) * self._cell_bytes)
@@ -229,7 +231,10 @@ class ReaderThread:
         self._wake.set()
         await asyncio.wait((self._ended,), timeout=_CLOSE_SECONDS)
         if not self._ended.done():
-            _log.warning("%s: abandoned reads have not settled; they keep their memory until the process ends", self._way.name)
+            _log.warning(
+                "%s: abandoned reads have not settled; they keep their memory until the process ends",
+                self._way.name,
+            )
             await asyncio.to_thread(self._leave)
         atexit.unregister(self._leave)
 
@@ -359,7 +364,9 @@ class ReaderThread:
         """Find or create the connection."""
         key = self._way.key(job.address)
         peer = self._peers.get(key)
-        if peer is not None and (peer.failed or self._way.incarnation(peer.address) != self._way.incarnation(job.address)):
+        if peer is not None and (
+            peer.failed or self._way.incarnation(peer.address) != self._way.incarnation(job.address)
+        ):
             peer.failed = peer.failed or "the rank has been restarted"
             if peer.jobs:
                 return _LONGEST_PAUSE  # Reuse a name only once all reads under it have settled.
@@ -381,7 +388,9 @@ class ReaderThread:
         if len(self._peers) >= _MOST_PEERS:
             resting = next((peer for peer in self._peers.values() if not peer.jobs), None)
             if resting is None:
-                raise TransferError(f"{_MOST_PEERS} ranks are being read from already: forget those that are gone")
+                raise TransferError(
+                    f"{_MOST_PEERS} ranks are being read from already: forget those that are gone"
+                )
             self._disconnect(resting)
 
     def _fail(self, job: _Job, error: TransferError, now: float) -> None:

@@ -11,7 +11,9 @@ from engine_adapter.transfer.shared_memory import SharedTransfer, this_host
 _log = logging.getLogger(__name__)
 
 
-async def open_transfers(config: TransferConfig, memory: ExpertMemory, agent: str, *, one_machine: bool) -> tuple[Transfer, ...]:
+async def open_transfers(
+    config: TransferConfig, memory: ExpertMemory, agent: str, *, one_machine: bool
+) -> tuple[Transfer, ...]:
     """Return the transfer backends in order of preference. Those needed from the start are open. The caller
     closes them.
 
@@ -23,7 +25,10 @@ async def open_transfers(config: TransferConfig, memory: ExpertMemory, agent: st
     can_share = memory.descriptor >= 0 and bool(this_host())
     if config.way == "shared":
         if not can_share:
-            raise TransferError("way is set to shared, and this rank's memory cannot be shared (no memfd, or no /proc): set it to nixl, or to auto")
+            raise TransferError(
+                "way is set to shared, and this rank's memory cannot be shared (no memfd, or no /proc): set"
+                " it to nixl, or to auto"
+            )
         _log.info("experts are read through shared memory, and by no other backend")
         return (SharedTransfer(memory, config),)
     over_network = NixlTransfer(memory, config, agent)
@@ -33,7 +38,10 @@ async def open_transfers(config: TransferConfig, memory: ExpertMemory, agent: st
         return (over_network,)
     shared = SharedTransfer(memory, config)
     if can_share and one_machine:
-        _log.info("experts are read through shared memory: all ranks are on this machine; over NIXL only if that fails to reach one")
+        _log.info(
+            "experts are read through shared memory: all ranks are on this machine; over NIXL only if that"
+            " fails to reach one"
+        )
         return shared, over_network
     return await _both(shared, over_network, can_share)
 

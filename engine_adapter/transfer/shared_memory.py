@@ -30,7 +30,8 @@ def this_host() -> str:
     """Identify the group of processes that can map each other's memory: the boot ID of the machine and the
     PID namespace. Empty where the system does not provide them."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{Path('/proc/self/ns/pid').readlink()}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return ""
 
@@ -49,7 +50,9 @@ class SharedTransfer:
         if self._memory.descriptor < 0 or not this_host():
             return address
         inode = os.fstat(self._memory.descriptor).st_ino
-        return msgspec.structs.replace(address, host=this_host(), pid=os.getpid(), descriptor=self._memory.descriptor, inode=inode)
+        return msgspec.structs.replace(
+            address, host=this_host(), pid=os.getpid(), descriptor=self._memory.descriptor, inode=inode
+        )
 
     def reaches(self, address: MemoryAddress) -> bool:
         return bool(this_host()) and address.host == this_host() and address.descriptor >= 0
@@ -57,7 +60,10 @@ class SharedTransfer:
     async def pull(self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float) -> Pulled:
         refuse(address, pulls, self._own)
         if not self.reaches(address) or address.pid < 1:
-            raise AddressRefused(f"memory of process {address.pid} of machine {address.host[:64]!r} cannot be mapped on {this_host()!r}: read it by NIXL")
+            raise AddressRefused(
+                f"memory of process {address.pid} of machine {address.host[:64]!r} cannot be mapped on"
+                f" {this_host()!r}: read it by NIXL"
+            )
         return await self._worker.read(address, pulls, seconds)
 
     def forget(self, address: MemoryAddress) -> None:
@@ -110,7 +116,9 @@ class _Mapping:
         """Copy the parts. NumPy releases the GIL meanwhile."""
         for part in parts:
             first = part.source * address.cell_bytes + part.offset
-            self._memory.cell(part.cell)[part.offset : part.offset + part.size] = self._theirs[first : first + part.size]
+            self._memory.cell(part.cell)[part.offset : part.offset + part.size] = self._theirs[
+                first : first + part.size
+            ]
 
     def check(self, request: object) -> bool:
         """Never called: a copy is done when `post` returns."""
@@ -124,10 +132,13 @@ def _mapped(address: MemoryAddress) -> NDArray[np.uint8]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError) as error:
-        raise PeerGone(f"process {address.pid} has no such memory ({error}): it is dead; read another replica") from error
+        raise PeerGone(
+            f"process {address.pid} has no such memory ({error}): it is dead; read another replica"
+        ) from error
     except PermissionError as error:
         raise AddressRefused(
-            f"{path} may not be opened ({error}): run all ranks as one user and in one container, or set the transfer's way to nixl"
+            f"{path} may not be opened ({error}): run all ranks as one user and in one container, or set the"
+            " transfer's way to nixl"
         ) from error
     except OSError as error:
         raise TransferError(f"{path} cannot be opened: {error}") from error
@@ -135,10 +146,14 @@ def _mapped(address: MemoryAddress) -> NDArray[np.uint8]:
         found = os.fstat(descriptor)
         if found.st_ino != address.inode or found.st_size < size:
             raise PeerGone(
-                f"{path} is another file ({found.st_size} bytes) than announced ({size} bytes): the process that announced it is dead; read another replica"
+                f"{path} is another file ({found.st_size} bytes) than announced ({size} bytes): the process"
+                " that announced it is dead; read another replica"
             )
         if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise AddressRefused(f"{path} may still shrink, which would kill its readers: the rank has to seal its size (`mapped_memory.mapped`)")
+            raise AddressRefused(
+                f"{path} may still shrink, which would kill its readers: the rank has to seal its size"
+                " (`mapped_memory.mapped`)"
+            )
         return np.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ), np.uint8)
     except (OSError, ValueError) as error:
         raise TransferError(f"{path} cannot be mapped: {error}") from error

@@ -38,7 +38,14 @@ from migration.execution.executor import ExecutorBusy, PlanExecutor
 from migration.execution.handover_driver import Unfit
 from migration.execution.leader_lease import LeaderLease
 from migration.loop_state.dispatch_windows import DispatchWindow, DispatchWindows
-from migration.loop_state.engine_loop import DemandShift, EngineLoopState, EngineStanding, grounds, story, withheld
+from migration.loop_state.engine_loop import (
+    DemandShift,
+    EngineLoopState,
+    EngineStanding,
+    grounds,
+    story,
+    withheld,
+)
 from migration.loop_state.plan_history import PlanHistory, PlanStory
 from migration.model.plan import Plan
 from migration.planning.planner import PlannerDecision
@@ -95,7 +102,19 @@ class Controller:
         self._wall = wall
         self._state_store = StateStore(bus, subjects.loop_key, lead.standing)
         self._evaluator = PlanEvaluator(
-            bus, subjects, config, watch, measured, inquiries, conductor, requests, self._state_store, metrics, tracing, clock, wall
+            bus,
+            subjects,
+            config,
+            watch,
+            measured,
+            inquiries,
+            conductor,
+            requests,
+            self._state_store,
+            metrics,
+            tracing,
+            clock,
+            wall,
         )
         self._homes = HomesPublisher(bus, subjects, ledger, watch, metrics, self._under_way)
         self._histories: dict[str, PlanHistory] = {}
@@ -142,13 +161,23 @@ class Controller:
             try:
                 await self._state_store.steer(message.paused, message.reason, self._wall())
             except BusError as error:
-                return RequestRefused(reason=f"the change could not be stored and has no effect: {error}; try again")
-            logger.info("plans of our own: %s", f"paused ({message.reason or 'no reason given'})" if message.paused else "made again")
+                return RequestRefused(
+                    reason=f"the change could not be stored and has no effect: {error}; try again"
+                )
+            logger.info(
+                "plans of our own: %s",
+                f"paused ({message.reason or 'no reason given'})" if message.paused else "made again",
+            )
             for loop in self._loops.values() if not message.paused else ():
                 loop.next_at = self._clock()
                 self._wakeups[loop.engine].set()
         elif not isinstance(message, DescribeLoop):
-            return RequestRefused(reason=f"a {type(message).__name__} is no request for this subject; send a SteerLoop or a DescribeLoop")
+            return RequestRefused(
+                reason=(
+                    f"a {type(message).__name__} is no request for this subject; send a SteerLoop or a"
+                    " DescribeLoop"
+                )
+            )
         return self.described()
 
     def trust(self, engine: str) -> float:
@@ -158,7 +187,11 @@ class Controller:
     def described(self) -> LoopDescribed:
         """Describe the state of the control loop."""
         memory, config, now = self._state_store.memory, self._config, self._clock()
-        here = [(self._loops[engine], entry) for engine, entry in sorted(self._ledger.engines().items()) if engine in self._loops]
+        here = [
+            (self._loops[engine], entry)
+            for engine, entry in sorted(self._ledger.engines().items())
+            if engine in self._loops
+        ]
         return LoopDescribed(
             policy=config.policy,
             automatic=config.automatic,
@@ -174,12 +207,20 @@ class Controller:
     def _standing(self, loop: EngineLoopState, entry: EngineEntry) -> EngineStanding:
         now, memory = self._clock(), self._evaluator.memory(loop.engine).begun(loop.worker_id)
         window = self._window(entry, now)
-        return EngineStanding(entry.epoch, window, memory.at_start, self._evaluator.trust(loop.engine), self._watch.resting(loop.worker_id, now))
+        return EngineStanding(
+            entry.epoch,
+            window,
+            memory.at_start,
+            self._evaluator.trust(loop.engine),
+            self._watch.resting(loop.worker_id, now),
+        )
 
     def _window(self, entry: EngineEntry, now: float) -> DispatchWindow | None:
         """Return the latest measurements, of the served epoch if there are enough."""
         seconds = self._config.window_seconds
-        of_now = self._measured.window(entry.worker_id, entry.layout.boundary, now, epoch=entry.epoch, seconds=seconds)
+        of_now = self._measured.window(
+            entry.worker_id, entry.layout.boundary, now, epoch=entry.epoch, seconds=seconds
+        )
         return of_now or self._measured.window(entry.worker_id, entry.layout.boundary, now, seconds=seconds)
 
     # Reports
@@ -204,7 +245,9 @@ class Controller:
 
     async def _apply(self, event: Message, published_at: float) -> None:
         """Apply one entry of the log of plans, old or new."""
-        if not isinstance(event, MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged):
+        if not isinstance(
+            event, MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged
+        ):
             return
         history = self._histories.get(event.engine)
         if history is None:
@@ -217,18 +260,32 @@ class Controller:
             if (loop := self._loops.get(event.engine)) is not None:
                 self._update(loop, event)
 
-    def _update(self, loop: EngineLoopState, event: MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged) -> None:
+    def _update(
+        self,
+        loop: EngineLoopState,
+        event: MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged,
+    ) -> None:
         """Update the engine after a log entry.
 
         The end of any plan changes the homes, regardless of its origin.
         """
         last = loop.annals.last
-        if isinstance(event, MigrationCommitted | MigrationAborted) and last is not None and last.end is event:
+        if (
+            isinstance(event, MigrationCommitted | MigrationAborted)
+            and last is not None
+            and last.end is event
+        ):
             loop.next_at = self._clock()
             if last.own:
                 self._metrics.plan_ended(last.planned.origin, "committed" if last.whole else "aborted")
-            if last.undoes and isinstance(event, MigrationAborted) and (harmful := loop.annals.to_undo) is not None:
-                loop.undoing_of(harmful).failed(f"that was given up: {event.reason}", self._clock(), self._config.cycle_seconds)
+            if (
+                last.undoes
+                and isinstance(event, MigrationAborted)
+                and (harmful := loop.annals.to_undo) is not None
+            ):
+                loop.undoing_of(harmful).failed(
+                    f"that was given up: {event.reason}", self._clock(), self._config.cycle_seconds
+                )
             if (entry := self._ledger.entry(loop.worker_id)) is not None:
                 self._evaluator.rest(entry, loop.annals)
         self._wakeups[loop.engine].set()
@@ -255,10 +312,14 @@ class Controller:
         for engine, entry in engines.items():
             if engine not in self._loops:
                 history = self._histories.get(engine) or self._begin(engine)
-                loop = self._loops[engine] = EngineLoopState(engine, entry.worker_id, now + self._config.cycle_seconds, history)
+                loop = self._loops[engine] = EngineLoopState(
+                    engine, entry.worker_id, now + self._config.cycle_seconds, history
+                )
                 self._wakeups[engine] = asyncio.Event()
                 self._evaluator.rest(entry, history)
-                self._tasks[engine] = tasks.create_task(self._run_engine(loop), name=f"plan for engine {engine} and evaluate its plans")
+                self._tasks[engine] = tasks.create_task(
+                    self._run_engine(loop), name=f"plan for engine {engine} and evaluate its plans"
+                )
         self._homes.keep_only({entry.worker_id for entry in engines.values()})
         self._expose(now)
 
@@ -272,7 +333,9 @@ class Controller:
             if window is not None:
                 self._metrics.measured(engine, window.measured.figures, window.layers)
             spent = loop.annals.spending.within(now, self._config.budget_seconds)
-            self._metrics.loop(engine, self._evaluator.trust(engine), spent, loop.left_bytes(now, self._config))
+            self._metrics.loop(
+                engine, self._evaluator.trust(engine), spent, loop.left_bytes(now, self._config)
+            )
 
     # Actions
 
@@ -353,7 +416,9 @@ class Controller:
             if last is not None and last.end is not None:
                 loop.next_at = now + _LOOK_SECONDS
             return
-        question = PlanningQuestion(config.policy, loop.left_bytes(now, config), trust=self._evaluator.trust(loop.engine))
+        question = PlanningQuestion(
+            config.policy, loop.left_bytes(now, config), trust=self._evaluator.trust(loop.engine)
+        )
         try:
             decided = await self._plan_queries.decide(entry, question)
         except InvalidPlacementEvent as refusal:
@@ -368,7 +433,9 @@ class Controller:
             return
         await self._decided(loop, decided, answers)
 
-    async def _decided(self, loop: EngineLoopState, decided: PlannerDecision, answers: DemandShift | None) -> None:
+    async def _decided(
+        self, loop: EngineLoopState, decided: PlannerDecision, answers: DemandShift | None
+    ) -> None:
         """Carry out a plan that pays, or state why not."""
         plan, record, paused = decided.plan, decided.record, self._state_store.memory
         if plan is None:
@@ -381,13 +448,22 @@ class Controller:
             return loop.told("others moved experts during planning", self._wall())
         if loop.shift is not None and loop.shift is not answers:
             return loop.told("popularity shifted during planning", self._wall())
-        reason = withheld(loop, record, self._config, paused.paused_reason if paused.paused else None, answers, self._clock())
+        reason = withheld(
+            loop,
+            record,
+            self._config,
+            paused.paused_reason if paused.paused else None,
+            answers,
+            self._clock(),
+        )
         if reason:
             return loop.told(f"{plan.reason}: not carried out, {reason}", self._wall())
         await self._carry_out(loop, entry, decided, answers)
         return None
 
-    async def _carry_out(self, loop: EngineLoopState, entry: EngineEntry, decided: PlannerDecision, answers: DemandShift | None) -> None:
+    async def _carry_out(
+        self, loop: EngineLoopState, entry: EngineEntry, decided: PlannerDecision, answers: DemandShift | None
+    ) -> None:
         plan, record = decided.plan, decided.record
         if plan is None:
             return
@@ -399,7 +475,12 @@ class Controller:
                 raise ValueError("others moved experts meanwhile")  # noqa: TRY301
             # only once it is nearly certain that another plan follows
             if (unjudged := loop.annals.to_judge) is not None:
-                await self._evaluator.judge(loop, entry, unjudged, "demand shifted, and another plan follows before it could be judged")
+                await self._evaluator.judge(
+                    loop,
+                    entry,
+                    unjudged,
+                    "demand shifted, and another plan follows before it could be judged",
+                )
             why = grounds(record, "" if answers is None else answers.traceparent)
             accepted = await self._executor.accept(entry, plan, "planner", why, self._acting)
         except (ValueError, Unfit) as error:
@@ -418,7 +499,11 @@ class Controller:
     def _overtaken(self, loop: EngineLoopState, plan: Plan) -> bool:
         """Return True if the placement that a plan was made for is outdated, or another plan is under way."""
         entry = self._ledger.engines().get(loop.engine)
-        return entry is None or (entry.worker_id, entry.epoch) != (loop.worker_id, plan.base_epoch) or self._under_way(loop.engine)
+        return (
+            entry is None
+            or (entry.worker_id, entry.epoch) != (loop.worker_id, plan.base_epoch)
+            or self._under_way(loop.engine)
+        )
 
     def _under_way(self, engine: str) -> bool:
         """Return True if an engine has an unfinished plan."""
@@ -432,7 +517,9 @@ class Controller:
         """Store the first measurements of this incarnation."""
         memory = self._evaluator.memory(loop.engine).begun(loop.worker_id)
         if memory.at_start is None:
-            window = self._measured.window(loop.worker_id, entry.layout.boundary, now, seconds=self._config.window_seconds)
+            window = self._measured.window(
+                loop.worker_id, entry.layout.boundary, now, seconds=self._config.window_seconds
+            )
             if window is not None:
                 started = msgspec.structs.replace(memory, at_start=window.measured.figures)
                 await self._state_store.keep(self._state_store.memory.remembering(loop.engine, started))

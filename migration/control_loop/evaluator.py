@@ -82,26 +82,46 @@ class PlanEvaluator:
         known = self.memory(engine)
         return recovered(known.trust, self._wall() - known.trust_at, self._config.lifetime_seconds)
 
-    async def begun(self, pilot: EngineLoopState, entry: EngineEntry, plan: str, record: PlanRecord, base_epoch: int) -> None:
-        """Remember the inputs for evaluating a plan that was just accepted. Without them there is no verdict."""
+    async def begun(
+        self, pilot: EngineLoopState, entry: EngineEntry, plan: str, record: PlanRecord, base_epoch: int
+    ) -> None:
+        """Remember the inputs for evaluating a plan that was just accepted. Without them there is no
+        verdict."""
         machines = self._watch.machines(entry.worker_id)
         reckoned = None if machines is None else prices(record, entry.placement.ranks, machines[0].top_k)
         if reckoned is None:
             return
-        window = self._measured.window(entry.worker_id, entry.layout.boundary, self._clock(), epoch=base_epoch, seconds=self._config.judge_seconds)
-        judging = PendingVerdict(plan=plan, prices=reckoned, before=None if window is None else window.measured)
-        await self._remember(pilot.engine, msgspec.structs.replace(self.memory(pilot.engine).begun(pilot.worker_id), judging=judging))
+        window = self._measured.window(
+            entry.worker_id,
+            entry.layout.boundary,
+            self._clock(),
+            epoch=base_epoch,
+            seconds=self._config.judge_seconds,
+        )
+        judging = PendingVerdict(
+            plan=plan, prices=reckoned, before=None if window is None else window.measured
+        )
+        await self._remember(
+            pilot.engine,
+            msgspec.structs.replace(self.memory(pilot.engine).begun(pilot.worker_id), judging=judging),
+        )
 
-    async def judge(self, pilot: EngineLoopState, entry: EngineEntry, tale: PlanStory, disturbed: str = "") -> None:
+    async def judge(
+        self, pilot: EngineLoopState, entry: EngineEntry, tale: PlanStory, disturbed: str = ""
+    ) -> None:
         """Evaluate a plan and record the verdict.
 
         disturbed: reason why an evaluation is not possible any more. Raises BusError if the bus fails; try
         again.
         """
         now, memory, planned = self._clock(), self.memory(pilot.engine), tale.planned
-        judging = memory.judging if memory.judging is not None and memory.judging.plan == planned.plan else None
+        judging = (
+            memory.judging if memory.judging is not None and memory.judging.plan == planned.plan else None
+        )
         since = tale.ended_at + self._config.settle_seconds
-        window = self._measured.window(entry.worker_id, entry.layout.boundary, now, epoch=tale.epoch, since=since)
+        window = self._measured.window(
+            entry.worker_id, entry.layout.boundary, now, epoch=tale.epoch, since=since
+        )
         disturbed = disturbed or _disturbed(pilot, entry, tale)
         regret = None if disturbed or judging is None else await self._regret(entry, tale)
         case = PlanCase(
@@ -109,7 +129,9 @@ class PlanEvaluator:
             predicted_after=planned.after or _NOTHING,
             before=None if judging is None else judging.before,
             after=None if window is None else window.measured,
-            prices=None if judging is None or planned.before is None or planned.after is None else judging.prices,
+            prices=(
+                None if judging is None or planned.before is None or planned.after is None else judging.prices
+            ),
             least_pairs=self._config.least_pairs * entry.placement.experts,
             regret_seconds=None if regret is None else regret.seconds,
             least_regret=0.0 if regret is None else regret.least,
@@ -132,8 +154,14 @@ class PlanEvaluator:
         goal = await self._requests.before(tale.planned)
         plan = await self._requests.undoing(entry, tale.planned, goal, statuses)
         until = HARM_RESTS * self._config.cooldown_seconds
-        harm = Harm.of(tale.planned.plan, self._wall() + until, self._harmed(entry.engine, tale.planned.plan, changed(goal, entry.placement)))
-        await self._executor.accept(entry, plan, "rollback", Grounds(self._config.policy, traceparent=tale.planned.traceparent), still)
+        harm = Harm.of(
+            tale.planned.plan,
+            self._wall() + until,
+            self._harmed(entry.engine, tale.planned.plan, changed(goal, entry.placement)),
+        )
+        await self._executor.accept(
+            entry, plan, "rollback", Grounds(self._config.policy, traceparent=tale.planned.traceparent), still
+        )
         return harm
 
     def _harmed(self, engine: str, plan: str, cells: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -145,8 +173,8 @@ class PlanEvaluator:
         """Remember the experts that must cool down after the rollback of a harmful plan.
 
         This is stored only once the rollback is durable. If the service dies in between, the experts have
-        only the normal cooldown, and the discount factor has already fallen. In the opposite order a crash would
-        freeze the experts where they do harm, for a rollback that does not exist.
+        only the normal cooldown, and the discount factor has already fallen. In the opposite order a crash
+        would freeze the experts where they do harm, for a rollback that does not exist.
         """
         await self._remember(engine, self.memory(engine).harmed(harm, self._wall()))
 
@@ -158,7 +186,11 @@ class PlanEvaluator:
         now, wall, stands = self._clock(), self._wall(), annals.to_undo
         for harm in self.memory(entry.engine).harms:
             cells = harm.resting()
-            if cells is not None and harm.until > wall and (stands is None or stands.planned.plan != harm.plan):
+            if (
+                cells is not None
+                and harm.until > wall
+                and (stands is None or stands.planned.plan != harm.plan)
+            ):
                 self._watch.harmed(entry.worker_id, cells, now + harm.until - wall)
 
     async def _regret(self, entry: EngineEntry, tale: PlanStory) -> Counterfactual | None:
@@ -166,10 +198,17 @@ class PlanEvaluator:
         try:
             return await self._plan_queries.regret(entry, await self._requests.before(tale.planned))
         except (InvalidPlacementEvent, ValueError) as error:
-            logger.info("engine %s: the placement before plan %s cannot be evaluated: %s", entry.engine, tale.planned.plan, error)
+            logger.info(
+                "engine %s: the placement before plan %s cannot be evaluated: %s",
+                entry.engine,
+                tale.planned.plan,
+                error,
+            )
             return None
 
-    async def _record(self, pilot: EngineLoopState, entry: EngineEntry, tale: PlanStory, case: PlanCase, found: Judgement) -> None:
+    async def _record(
+        self, pilot: EngineLoopState, entry: EngineEntry, tale: PlanStory, case: PlanCase, found: Judgement
+    ) -> None:
         verdict = PlanJudged(
             engine=entry.engine,
             worker_id=tale.planned.worker_id,
@@ -186,7 +225,14 @@ class PlanEvaluator:
         )
         await self._bus.record(self._subjects.migrations(entry.engine), verdict)
         pilot.annals.hear(verdict, self._clock(), self._wall())
-        logger.info("plan %s of engine %s: %s; %s; trust %.2f", verdict.plan, verdict.engine, verdict.verdict, verdict.reason, verdict.trust)
+        logger.info(
+            "plan %s of engine %s: %s; %s; trust %.2f",
+            verdict.plan,
+            verdict.engine,
+            verdict.verdict,
+            verdict.reason,
+            verdict.trust,
+        )
         self._metrics.judged(verdict)
         if self._tracing is not None:
             self._tracing.judged(verdict, tale.planned.traceparent)
@@ -197,7 +243,9 @@ class PlanEvaluator:
         known = self.memory(said.engine)
         if at > known.trust_at and 0 < said.trust <= 1:
             judging = None if known.judging is not None and known.judging.plan == said.plan else known.judging
-            await self._remember(said.engine, msgspec.structs.replace(known, trust=said.trust, trust_at=at, judging=judging))
+            await self._remember(
+                said.engine, msgspec.structs.replace(known, trust=said.trust, trust_at=at, judging=judging)
+            )
 
     async def _remember(self, engine: str, memory: EngineMemory) -> None:
         await self._state_store.keep(self._state_store.memory.remembering(engine, memory))
@@ -208,7 +256,10 @@ def changed(before: Placement, after: Placement) -> NDArray[np.bool_]:
     differ."""
     held = [placement.replicas_on_rank > 0 for placement in (before, after)]
     if held[0].shape != held[1].shape:
-        raise ValueError(f"placements of {held[0].shape} and {held[1].shape} (layers, ranks, experts) cannot be compared; plan anew")
+        raise ValueError(
+            f"placements of {held[0].shape} and {held[1].shape} (layers, ranks, experts) cannot be compared;"
+            " plan anew"
+        )
     return np.asarray((held[0] != held[1]).any(axis=1))
 
 

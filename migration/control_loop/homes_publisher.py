@@ -24,7 +24,13 @@ class HomesPublisher:
     """Used on one event loop, on the leader. under_way: returns True if an engine has an unfinished plan."""
 
     def __init__(
-        self, bus: Bus, subjects: Subjects, ledger: PlacementRegistry, watch: DemandWindows, metrics: MigrationMetrics, under_way: Callable[[str], bool]
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        ledger: PlacementRegistry,
+        watch: DemandWindows,
+        metrics: MigrationMetrics,
+        under_way: Callable[[str], bool],
     ) -> None:
         self._ledger = ledger
         self._watch = watch
@@ -43,7 +49,9 @@ class HomesPublisher:
         self._watch.housed(pilot.worker_id, homes)
         await self._publish_changed(entry, homes)
 
-    async def after(self, pilot: EngineLoopState, entry: EngineEntry, homes: PlannedHomes | None, epoch: int) -> None:
+    async def after(
+        self, pilot: EngineLoopState, entry: EngineEntry, homes: PlannedHomes | None, epoch: int
+    ) -> None:
         """Publish the homes valid from the last epoch of the plan just accepted. None: the plan has no homes
         of its own."""
         if homes is not None:
@@ -64,7 +72,11 @@ class HomesPublisher:
             pilot.homes = after
             self._watch.housed(pilot.worker_id, after)
         else:
-            before = after._replace(share=None, clusters=0, note="the plan that they were for was aborted") if pilot.homes is None else pilot.homes
+            before = (
+                after._replace(share=None, clusters=0, note="the plan that they were for was aborted")
+                if pilot.homes is None
+                else pilot.homes
+            )
             await self.now(pilot, entry, before._replace(epoch=entry.epoch))
 
     async def again(self, pilot: EngineLoopState) -> None:

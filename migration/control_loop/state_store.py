@@ -54,7 +54,12 @@ class StateStore:
             async with self._writing:
                 await self._write()
         except BusError:
-            self.memory = msgspec.structs.replace(self.memory, paused=before.paused, paused_reason=before.paused_reason, paused_at=before.paused_at)
+            self.memory = msgspec.structs.replace(
+                self.memory,
+                paused=before.paused,
+                paused_reason=before.paused_reason,
+                paused_at=before.paused_at,
+            )
             raise
 
     async def keep(self, memory: LoopMemory | None = None) -> None:
@@ -76,8 +81,15 @@ class StateStore:
         except BusError as error:
             logger.debug("the state of the control loop cannot be read: %s", error)
             return
-        if self._revision is not None and (claim is None or claim.revision != self._revision) and not self._writing.locked():
-            logger.warning("the stored state of the control loop is gone or was changed by another service; it is written again")
+        if (
+            self._revision is not None
+            and (claim is None or claim.revision != self._revision)
+            and not self._writing.locked()
+        ):
+            logger.warning(
+                "the stored state of the control loop is gone or was changed by another service; it is"
+                " written again"
+            )
             self._written = None
 
     async def _write(self) -> None:
@@ -111,7 +123,9 @@ class StateStore:
         self._revision = None if claim is None else claim.revision
         found = None if claim is None or claim.value in mine else _decoded(claim.value)
         if found is not None:
-            logger.warning("the stored state of the control loop was changed by another leader; its changes are kept")
+            logger.warning(
+                "the stored state of the control loop was changed by another leader; its changes are kept"
+            )
             self.memory = self.memory.with_changes(self._base, found)
             self._base = found
         self._unanswered.clear()
@@ -122,5 +136,9 @@ def _decoded(value: bytes) -> LoopMemory | None:
     try:
         return msgspec.json.decode(value, type=LoopMemory)
     except msgspec.DecodeError as error:
-        logger.warning("the stored state of the control loop cannot be decoded; starting with an empty state, not paused: %s", error)
+        logger.warning(
+            "the stored state of the control loop cannot be decoded; starting with an empty state, not"
+            " paused: %s",
+            error,
+        )
         return None

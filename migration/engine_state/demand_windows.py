@@ -71,7 +71,12 @@ class _Engine:
 
     def demand(self, now: float) -> Demand:
         """Return the current window so far."""
-        return Demand(tuple(rank.counted for rank in self.ranks), np.array([rank.pairs for rank in self.ranks]), now - self.began, self.began)
+        return Demand(
+            tuple(rank.counted for rank in self.ranks),
+            np.array([rank.pairs for rank in self.ranks]),
+            now - self.began,
+            self.began,
+        )
 
 
 class DemandWindows:
@@ -113,7 +118,11 @@ class DemandWindows:
 
         Raises InvalidPlacementEvent if the demand of all engines would exceed the limit.
         """
-        for worker_id in [worker_id for worker_id, engine in self._engines.items() if engine.joined.engine == joined.engine and worker_id != joined.worker_id]:
+        for worker_id in [
+            worker_id
+            for worker_id, engine in self._engines.items()
+            if engine.joined.engine == joined.engine and worker_id != joined.worker_id
+        ]:
             del self._engines[worker_id]
         if joined.worker_id in self._engines:
             return
@@ -123,11 +132,19 @@ class DemandWindows:
         if cells > self._config.most_cells:
             raise InvalidPlacementEvent(
                 PlacementFault.CAPACITY,
-                f"the demand of engine {joined.engine!r} has {np.prod(shape)} cells, {cells} with all others; raise planner.most_cells to plan for it",
+                f"the demand of engine {joined.engine!r} has {np.prod(shape)} cells, {cells} with all others;"
+                " raise planner.most_cells to plan for it",
             )
         nothing = np.zeros(shape[1:], np.float32)
         ranks = [DemandByRank(rates=nothing, counted_at=now) for _ in range(shape[0])]
-        self._engines[joined.worker_id] = _Engine(joined, shape, _nodes(joined, shape[0]), now, ranks, MoveHistory.begin(joined.worker_id, placement))
+        self._engines[joined.worker_id] = _Engine(
+            joined,
+            shape,
+            _nodes(joined, shape[0]),
+            now,
+            ranks,
+            MoveHistory.begin(joined.worker_id, placement),
+        )
 
     def placed(self, worker_id: int, placement: Placement, plan: str | None, now: float) -> None:
         """Record a new epoch of an engine, from one of our plans or (None) from elsewhere.
@@ -140,7 +157,9 @@ class DemandWindows:
             try:
                 engine.history = engine.history.committed(placement, plan, now)
             except ValueError as error:
-                raise InvalidPlacementEvent(PlacementFault.SHAPE, f"engine {engine.joined.engine!r}: {error}") from error
+                raise InvalidPlacementEvent(
+                    PlacementFault.SHAPE, f"engine {engine.joined.engine!r}: {error}"
+                ) from error
             engine.since = engine.since if same_plan else None
 
     def housed(self, worker_id: int, homes: PlannedHomes) -> None:
@@ -175,7 +194,11 @@ class DemandWindows:
     def resting(self, worker_id: int, now: float) -> int:
         """Count the experts of an engine that are in cooldown."""
         engine, config = self._engines.get(worker_id), self._config
-        return 0 if engine is None else int(engine.history.frozen(now, config.cooldown_seconds, config.layer_cooldown_seconds).sum())
+        return (
+            0
+            if engine is None
+            else int(engine.history.frozen(now, config.cooldown_seconds, config.layer_cooldown_seconds).sum())
+        )
 
     def model(self, worker_id: int) -> str:
         """Return the model of an engine; empty: it is not tracked."""
@@ -186,7 +209,12 @@ class DemandWindows:
         """Replace a fresh move history by the one from the log. It is ignored if it does not end at the
         served placement."""
         engine = self._engines.get(worker_id)
-        if engine is not None and history is not None and history.epoch == engine.history.epoch and np.array_equal(history.table, engine.history.table):
+        if (
+            engine is not None
+            and history is not None
+            and history.epoch == engine.history.epoch
+            and np.array_equal(history.table, engine.history.table)
+        ):
             engine.history = replace(history, rests=engine.history.rests)
 
     # Reports
@@ -198,22 +226,31 @@ class DemandWindows:
         if (said.engine, said.model) != (engine.joined.engine, engine.joined.model):
             raise InvalidPlacementEvent(
                 PlacementFault.CONTRADICTION,
-                f"worker {said.worker_id} is engine {engine.joined.engine!r} of model {engine.joined.model!r}, not {said.engine!r} of {said.model!r}",
+                f"worker {said.worker_id} is engine {engine.joined.engine!r} of model"
+                f" {engine.joined.model!r}, not {said.engine!r} of {said.model!r}",
             )
         if said.version <= rank.version:
-            raise InvalidPlacementEvent(PlacementFault.STALE, f"version {said.version} of the demand of {said.engine}/{said.rank}; {rank.version} is known")
+            raise InvalidPlacementEvent(
+                PlacementFault.STALE,
+                f"version {said.version} of the demand of {said.engine}/{said.rank}; {rank.version} is known",
+            )
         if (said.demand.layers, said.demand.experts) != engine.shape[1:]:
             raise InvalidPlacementEvent(
                 PlacementFault.SHAPE,
-                f"a demand of {said.demand.layers} x {said.demand.experts} experts; engine {said.engine!r} has {engine.shape[1]} x {engine.shape[2]}",
+                f"a demand of {said.demand.layers} x {said.demand.experts} experts; engine {said.engine!r}"
+                f" has {engine.shape[1]} x {engine.shape[2]}",
             )
         try:
             rates = said.demand.array()
         except ValueError as error:
-            raise InvalidPlacementEvent(PlacementFault.DEMAND, f"the demand of {said.engine}/{said.rank}: {error}") from error
+            raise InvalidPlacementEvent(
+                PlacementFault.DEMAND, f"the demand of {said.engine}/{said.rank}: {error}"
+            ) from error
         if not 0 <= said.pairs < np.inf:
             raise InvalidPlacementEvent(
-                PlacementFault.DEMAND, f"the demand of {said.engine}/{said.rank} comes of {said.pairs} pairs; it must be finite and not negative"
+                PlacementFault.DEMAND,
+                f"the demand of {said.engine}/{said.rank} comes of {said.pairs} pairs; it must be finite and"
+                " not negative",
             )
         self._count(engine, said.rank, now)
         rank.speak(rates)
@@ -234,9 +271,12 @@ class DemandWindows:
             _bound(self._clusters, model)
 
     def foreseen(self, model: str, reliability: Mapping[str, float]) -> None:
-        """Store the predictability of a model's requests, from the reliability of each source in the tables."""
+        """Store the predictability of a model's requests, from the reliability of each source in the
+        tables."""
         parts = [reliability.get(source, 0.0) for source in SOURCES]
-        self._foreseen[model] = together([min(max(part, 0.0), 1.0) if np.isfinite(part) else 0.0 for part in parts])
+        self._foreseen[model] = together(
+            [min(max(part, 0.0), 1.0) if np.isfinite(part) else 0.0 for part in parts]
+        )
         _bound(self._foreseen, model)
 
     def shifted(self, model: str, now: float) -> None:
@@ -256,7 +296,11 @@ class DemandWindows:
         for engine in self._engines.values():
             if now - engine.began >= self._window_seconds(engine):
                 self._count_all(engine, now)
-                if engine.hurried and now - engine.began < self._config.window_seconds and engine.pairs < self._config.least_pairs * engine.shape[2]:
+                if (
+                    engine.hurried
+                    and now - engine.began < self._config.window_seconds
+                    and engine.pairs < self._config.least_pairs * engine.shape[2]
+                ):
                     continue  # too few requests for such a short window
                 engine.closed = [*engine.closed, engine.demand(now)][-2:]
                 engine.since = engine.since or engine.closed[-1]
@@ -285,7 +329,11 @@ class DemandWindows:
         is known."""
         engine = self._engines.get(entry.worker_id)
         if engine is None or engine.joined.shape is None:
-            raise InvalidPlacementEvent(PlacementFault.UNKNOWN, f"engine {entry.engine!r} is not tracked: it is gone, or its demand exceeds planner.most_cells")
+            raise InvalidPlacementEvent(
+                PlacementFault.UNKNOWN,
+                f"engine {entry.engine!r} is not tracked: it is gone, or its demand exceeds"
+                " planner.most_cells",
+            )
         if entry.layout.targets_are_ranks:
             self._check_known(engine, now)
         self._count_all(engine, now)
@@ -324,13 +372,18 @@ class DemandWindows:
         return (found[-2], found[-1]) if len(found) > 1 and found[-1].told.any() else (found[0], None)
 
     def _check_known(self, engine: _Engine, now: float) -> None:
-        unknown = [number for number, rank in enumerate(engine.ranks) if not (self._holds(rank, now) or self._is_idle(rank, now))]
+        unknown = [
+            number
+            for number, rank in enumerate(engine.ranks)
+            if not (self._holds(rank, now) or self._is_idle(rank, now))
+        ]
         if unknown:
             last = max(engine.ranks[number].heard_at for number in unknown)
             since = "was never reported" if last == -np.inf else f"was not reported for {now - last:.0f} s"
             raise InvalidPlacementEvent(
                 PlacementFault.DEMAND,
-                f"the demand of ranks {_listed(unknown)} of engine {engine.joined.engine!r} {since}: send requests, and check the tracker (roost status)",
+                f"the demand of ranks {_listed(unknown)} of engine {engine.joined.engine!r} {since}: send"
+                " requests, and check the tracker (roost status)",
             )
 
     def _holds(self, rank: DemandByRank, now: float) -> bool:
@@ -338,8 +391,14 @@ class DemandWindows:
 
         A report of zero demand stays valid until the rank reports that it is busy.
         """
-        busy = rank.load is not None and now - rank.load_at <= self._config.stale_seconds and not _idle(rank.load)
-        return now - rank.heard_at <= self._config.stale_seconds or (rank.version >= 0 and not rank.wants and not busy)
+        busy = (
+            rank.load is not None
+            and now - rank.load_at <= self._config.stale_seconds
+            and not _idle(rank.load)
+        )
+        return now - rank.heard_at <= self._config.stale_seconds or (
+            rank.version >= 0 and not rank.wants and not busy
+        )
 
     def _is_idle(self, rank: DemandByRank, now: float) -> bool:
         return rank.load is not None and now - rank.load_at <= self._config.stale_seconds and _idle(rank.load)
@@ -365,9 +424,14 @@ class DemandWindows:
     def _rank(self, worker_id: int, rank: int, what: str) -> tuple[_Engine, DemandByRank]:
         engine = self._engines.get(worker_id)
         if engine is None:
-            raise InvalidPlacementEvent(PlacementFault.UNKNOWN, f"{what}: worker {worker_id} has not joined, or has left")
+            raise InvalidPlacementEvent(
+                PlacementFault.UNKNOWN, f"{what}: worker {worker_id} has not joined, or has left"
+            )
         if not 0 <= rank < len(engine.ranks):
-            raise InvalidPlacementEvent(PlacementFault.SHAPE, f"{what}: rank {rank} of worker {worker_id}, which has ranks 0..{len(engine.ranks) - 1}")
+            raise InvalidPlacementEvent(
+                PlacementFault.SHAPE,
+                f"{what}: rank {rank} of worker {worker_id}, which has ranks 0..{len(engine.ranks) - 1}",
+            )
         return engine, engine.ranks[rank]
 
 
@@ -392,7 +456,11 @@ def _cache(engine: _Engine) -> CacheUse | None:
     """Return the cache use by requests. Blocks that are only kept for prefix reuse can be evicted, so they do
     not count."""
     used = _loads(engine, "active_decode_blocks")
-    return None if used is None else CacheUse(engine.joined.kv_blocks, used, engine.joined.block_size, engine.joined.kv_block_bytes)
+    return (
+        None
+        if used is None
+        else CacheUse(engine.joined.kv_blocks, used, engine.joined.block_size, engine.joined.kv_block_bytes)
+    )
 
 
 def _bound(kept: "OrderedDict[str, Any]", newest: str) -> None:

@@ -33,4 +33,6 @@ class Liveness:
 
     def keep_only(self, worker_ids: set[int]) -> None:
         """Forget the engines that are gone."""
-        self._last_beat = {worker_id: at for worker_id, at in self._last_beat.items() if worker_id in worker_ids}
+        self._last_beat = {
+            worker_id: at for worker_id, at in self._last_beat.items() if worker_id in worker_ids
+        }

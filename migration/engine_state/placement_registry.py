@@ -75,7 +75,11 @@ class PlacementRegistry:
     def engine_of(self, worker_id: int) -> str | None:
         """Return the engine of a known incarnation."""
         entry = self._entries.get(worker_id)
-        return entry.engine if entry is not None else next((engine for engine, present in self._present.items() if present == worker_id), None)
+        return (
+            entry.engine
+            if entry is not None
+            else next((engine for engine, present in self._present.items() if present == worker_id), None)
+        )
 
     def present(self, engine: str) -> bool:
         """Return True if an engine of this name has joined and not left."""
@@ -87,7 +91,11 @@ class PlacementRegistry:
 
     def engines(self) -> dict[str, EngineEntry]:
         """Return the entries of the present engines, by name, without engines that announced no experts."""
-        return {engine: self._entries[worker_id] for engine, worker_id in self._present.items() if worker_id in self._entries}
+        return {
+            engine: self._entries[worker_id]
+            for engine, worker_id in self._present.items()
+            if worker_id in self._entries
+        }
 
     def joined(self, joined: EngineJoined) -> PlacementCommitted | None:
         """Add a present engine. Returns the first epoch that must be recorded for it; None: nothing is to be
@@ -107,7 +115,9 @@ class PlacementRegistry:
         if known is not None:
             _agree(known, placement)
             return None
-        return PlacementCommitted(engine=joined.engine, worker_id=joined.worker_id, layout=layout, placement=joined.placement)
+        return PlacementCommitted(
+            engine=joined.engine, worker_id=joined.worker_id, layout=layout, placement=joined.placement
+        )
 
     def left(self, worker_id: int) -> None:
         """Mark an incarnation as gone; its entry stays readable for some time."""
@@ -123,13 +133,17 @@ class PlacementRegistry:
         try:
             placement = Placement.from_record(committed.placement)
         except ValueError as error:
-            raise InvalidPlacementEvent(PlacementFault.PLACEMENT, f"engine {committed.engine!r}: {error}") from error
+            raise InvalidPlacementEvent(
+                PlacementFault.PLACEMENT, f"engine {committed.engine!r}: {error}"
+            ) from error
         known = self._entries.get(committed.worker_id)
         if known is not None:
             _agree(known, placement)
             if placement.epoch <= known.epoch:
                 return False
-        self._entries[committed.worker_id] = EngineEntry(committed.engine, committed.worker_id, committed.layout, placement)
+        self._entries[committed.worker_id] = EngineEntry(
+            committed.engine, committed.worker_id, committed.layout, placement
+        )
         self._entries.move_to_end(committed.worker_id)
         self._forget()
         return True
@@ -150,7 +164,9 @@ def _checked_join(joined: EngineJoined, record: PlacementRecord) -> tuple[Layout
     name = f"engine {joined.engine!r}"
     if joined.shape is None or joined.layout is None:
         raise InvalidPlacementEvent(
-            PlacementFault.SHAPE, f"{name} states a placement but no {'shape' if joined.shape is None else 'layout'}; its agent must state both"
+            PlacementFault.SHAPE,
+            f"{name} states a placement but no {'shape' if joined.shape is None else 'layout'}; its agent"
+            " must state both",
         )
     try:
         joined.layout.check(joined.shape)
@@ -160,21 +176,36 @@ def _checked_join(joined: EngineJoined, record: PlacementRecord) -> tuple[Layout
         placement = Placement.from_record(record)
     except ValueError as error:
         raise InvalidPlacementEvent(PlacementFault.PLACEMENT, f"{name}: {error}") from error
-    expected = (joined.shape.layers, joined.shape.experts, len(joined.urls) if joined.layout.targets_are_ranks else placement.ranks)
+    expected = (
+        joined.shape.layers,
+        joined.shape.experts,
+        len(joined.urls) if joined.layout.targets_are_ranks else placement.ranks,
+    )
     stated = (placement.layers, placement.experts, placement.ranks)
     if stated != expected:
-        raise InvalidPlacementEvent(PlacementFault.SHAPE, f"{name}: placement of (layers, experts, ranks) {stated}; its model and URLs have {expected}")
+        raise InvalidPlacementEvent(
+            PlacementFault.SHAPE,
+            f"{name}: placement of (layers, experts, ranks) {stated}; its model and URLs have {expected}",
+        )
     return joined.layout, placement
 
 
 def _agree(known: EngineEntry, placement: Placement) -> None:
     """Check that all placements of an incarnation have one shape, and that one epoch has one placement."""
     before = known.placement
-    if (before.layers, before.experts, before.ranks) != (placement.layers, placement.experts, placement.ranks):
+    if (before.layers, before.experts, before.ranks) != (
+        placement.layers,
+        placement.experts,
+        placement.ranks,
+    ):
         raise InvalidPlacementEvent(
-            PlacementFault.SHAPE, f"worker {known.worker_id} of engine {known.engine!r} serves {before}; it cannot change to {placement}"
+            PlacementFault.SHAPE,
+            f"worker {known.worker_id} of engine {known.engine!r} serves {before}; it cannot change to"
+            f" {placement}",
         )
     if before.epoch == placement.epoch and before != placement:
         raise InvalidPlacementEvent(
-            PlacementFault.CONTRADICTION, f"worker {known.worker_id} of engine {known.engine!r} serves another placement at epoch {placement.epoch}"
+            PlacementFault.CONTRADICTION,
+            f"worker {known.worker_id} of engine {known.engine!r} serves another placement at epoch"
+            f" {placement.epoch}",
         )

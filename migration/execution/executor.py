@@ -15,7 +15,14 @@ import msgspec
 from bus import BlobLost, Bus, BusError, Subscription
 from bus.claims import LeaseTaken
 from bus.protocol.subjects import Subjects, engine_of
-from fleet.events import EngineHeartbeat, HandoverDescribed, MigrationAccepted, MigrationPlanned, Origin, PlacementCommitted
+from fleet.events import (
+    EngineHeartbeat,
+    HandoverDescribed,
+    MigrationAccepted,
+    MigrationPlanned,
+    Origin,
+    PlacementCommitted,
+)
 from fleet.handover import CoordinatorState as State
 from migration.config import MigrationConfig
 from migration.engine_state.liveness import Liveness
@@ -24,7 +31,16 @@ from migration.execution.handover_driver import HandoverDriver, Unfit, sane, str
 from migration.execution.leader_lease import LeaderLease
 from migration.execution.migration_log import MigrationLog, OpenPlans, Superseded, Withdrawn
 from migration.handover.coordinator import HandoverSpec, HandoverTimes, begun, taken_over
-from migration.handover.handover_messages import Grounds, accepted, announced, dropped, left_open, next_of, received, unheard_of
+from migration.handover.handover_messages import (
+    Grounds,
+    accepted,
+    announced,
+    dropped,
+    left_open,
+    next_of,
+    received,
+    unheard_of,
+)
 from migration.handover.rank_progress import ENGINE_GONE, HandoverFailure
 from migration.model.plan import Handover, Inapplicable, Plan, applied
 from migration.model.plan_log import PlanRun
@@ -67,10 +83,14 @@ class PlanExecutor:
         self._lead = lead
         self._clock = clock
         self._tracing = tracing
-        self._migration_log = MigrationLog(bus, subjects, ledger, committed, config.retry_seconds, lead.standing)
+        self._migration_log = MigrationLog(
+            bus, subjects, ledger, committed, config.retry_seconds, lead.standing
+        )
         self._log = self._migration_log.chronicle
         self._liveness = Liveness(config.silent_seconds)
-        self._driver = HandoverDriver(bus, subjects, self._migration_log, lead, metrics, self._gone, self._silent, clock)
+        self._driver = HandoverDriver(
+            bus, subjects, self._migration_log, lead, metrics, self._gone, self._silent, clock
+        )
         self._times = HandoverTimes(config.repeat_seconds, _GRACE_SECONDS, config.commit_seconds)
         self._statuses: dict[int, dict[int, HandoverDescribed]] = {}
         """by worker_id and rank: last status report"""
@@ -110,7 +130,12 @@ class PlanExecutor:
     # Requests
 
     async def accept(
-        self, entry: EngineEntry, plan: Plan, origin: Origin, grounds: Grounds | None = None, still: Callable[[], bool] | None = None
+        self,
+        entry: EngineEntry,
+        plan: Plan,
+        origin: Origin,
+        grounds: Grounds | None = None,
+        still: Callable[[], bool] | None = None,
     ) -> MigrationAccepted:
         """Start a plan. It is durable when this returns.
 
@@ -124,7 +149,9 @@ class PlanExecutor:
         engine = entry.engine
         self.refuse_second(engine)
         if plan.base_epoch != entry.epoch:
-            raise ValueError(f"plan is for epoch {plan.base_epoch}, the engine serves {entry.epoch}; plan anew")
+            raise ValueError(
+                f"plan is for epoch {plan.base_epoch}, the engine serves {entry.epoch}; plan anew"
+            )
         self._accepting.add(engine)
         try:
             plan = msgspec.structs.replace(plan, id=self._log.unused(engine, plan.id))
@@ -135,8 +162,20 @@ class PlanExecutor:
             self._plans[engine] = plan
             if trace is not None:
                 self._traces[engine] = trace
-            await self._migration_log.record(announced(entry, plan, origin, blob, answers if trace is None else trace.traceparent, grounds), still)
-            logger.info("plan %s of engine %s: %d handovers from epoch %d, %s", plan.id, engine, len(plan.handovers), plan.base_epoch, plan.reason)
+            await self._migration_log.record(
+                announced(
+                    entry, plan, origin, blob, answers if trace is None else trace.traceparent, grounds
+                ),
+                still,
+            )
+            logger.info(
+                "plan %s of engine %s: %d handovers from epoch %d, %s",
+                plan.id,
+                engine,
+                len(plan.handovers),
+                plan.base_epoch,
+                plan.reason,
+            )
         except Withdrawn:
             self._plans.pop(engine, None)
             if (unused := self._traces.pop(engine, None)) is not None:
@@ -154,18 +193,25 @@ class PlanExecutor:
         if course is not None:
             progress = f"handover {course.next + 1} of {course.planned.handovers}"
             raise ExecutorBusy(
-                f"engine {engine!r} is carrying out plan {course.planned.plan} ({progress}); try again when that has ended (roost events --kind migration)"
+                f"engine {engine!r} is carrying out plan {course.planned.plan} ({progress}); try again when"
+                " that has ended (roost events --kind migration)"
             )
         if engine in self._accepting:
-            raise ExecutorBusy(f"engine {engine!r} is just starting another plan; try again when that has ended")
+            raise ExecutorBusy(
+                f"engine {engine!r} is just starting another plan; try again when that has ended"
+            )
 
-    async def survey(self, entry: EngineEntry, patience: float = 0.0, token: int = 0) -> tuple[HandoverDescribed, ...]:
+    async def survey(
+        self, entry: EngineEntry, patience: float = 0.0, token: int = 0
+    ) -> tuple[HandoverDescribed, ...]:
         """Return the status of every rank.
 
         patience: seconds within which every rank must answer. token: see `DescribeHandover`. Raises Unfit
         naming a rank that takes part in no handovers or does not answer in time.
         """
-        statuses = await self._driver.survey(entry.engine, entry.worker_id, entry.placement.ranks, patience, token)
+        statuses = await self._driver.survey(
+            entry.engine, entry.worker_id, entry.placement.ranks, patience, token
+        )
         for status in statuses:
             self._note(status, self._ledger.entry(status.worker_id))
         return statuses
@@ -214,7 +260,9 @@ class PlanExecutor:
         """Update the watchdog metrics."""
         present = {entry.worker_id for entry in self._ledger.engines().values()}
         self._liveness.keep_only(present)
-        self._statuses = {worker_id: statuses for worker_id, statuses in self._statuses.items() if worker_id in present}
+        self._statuses = {
+            worker_id: statuses for worker_id, statuses in self._statuses.items() if worker_id in present
+        }
         self._fences = {worker_id: token for worker_id, token in self._fences.items() if worker_id in present}
         now = self._clock()
         self._since = {engine: self._since.get(engine, now) for engine in self._log.engines()}
@@ -242,7 +290,9 @@ class PlanExecutor:
         if self._tasks is None or engine in self._attending or engine in self._accepting:
             return
         self._since.setdefault(engine, self._clock())
-        self._attending[engine] = self._tasks.create_task(self._attend(engine), name=f"carry out plans of engine {engine}")
+        self._attending[engine] = self._tasks.create_task(
+            self._attend(engine), name=f"carry out plans of engine {engine}"
+        )
 
     async def _attend(self, engine: str) -> None:
         """Work on an engine until nothing is left to do. Failures are retried: a plan must end, and the log
@@ -272,7 +322,10 @@ class PlanExecutor:
         """Perform one pending action. Returns True if there is none."""
         found = await self._conclude(engine)
         if (second := self._log.second(engine)) is not None:
-            await self._drop(PlanRun(second), HandoverFailure("another plan was under way; try again when that has ended", "busy"))
+            await self._drop(
+                PlanRun(second),
+                HandoverFailure("another plan was under way; try again when that has ended", "busy"),
+            )
             return False
         course = self._log.under_way(engine)
         if course is not None:
@@ -292,32 +345,61 @@ class PlanExecutor:
         left, course = found.open, self._log.course(engine)
         if left is None or left.state is State.IDLE:
             return found
-        logger.info("handover %d of engine %s was left %s by a previous coordinator; resuming it", left.handover, engine, left.state)
-        staged = None if course is None or course.staged is None or course.staged.handover != left.handover else course.staged
+        logger.info(
+            "handover %d of engine %s was left %s by a previous coordinator; resuming it",
+            left.handover,
+            engine,
+            left.state,
+        )
+        staged = (
+            None
+            if course is None or course.staged is None or course.staged.handover != left.handover
+            else course.staged
+        )
         what = left_open(engine, left, staged, self._ledger.entry(left.worker_id), self._config)
-        plan_trace = None if course is None or course.planned.plan != left.plan else self._trace(engine, course)
+        plan_trace = (
+            None if course is None or course.planned.plan != left.plan else self._trace(engine, course)
+        )
         await self._lead.standing()
-        proceeding = taken_over(what, left, self._lead.token, self._times, self._clock(), 0.0 if staged is None else staged.seconds)
-        await self._driver.carry(proceeding, found.revision, None if plan_trace is None else plan_trace.handover(what))
+        proceeding = taken_over(
+            what,
+            left,
+            self._lead.token,
+            self._times,
+            self._clock(),
+            0.0 if staged is None else staged.seconds,
+        )
+        await self._driver.carry(
+            proceeding, found.revision, None if plan_trace is None else plan_trace.handover(what)
+        )
         return await self._migration_log.look(engine)
 
     async def _next(self, engine: str, course: PlanRun, found: OpenPlans) -> None:
         """Carry out the next handover of a plan, or abandon the plan if it cannot continue."""
         entry = self._ledger.engines().get(engine)
         if entry is None or entry.worker_id != course.planned.worker_id:
-            why = f"engine {engine!r} {'has left' if entry is None else 'has restarted'}; plan anew for what it serves then"
+            why = (
+                f"engine {engine!r} {'has left' if entry is None else 'has restarted'}; plan anew for what it"
+                " serves then"
+            )
             return await self._drop(course, HandoverFailure(why, ENGINE_GONE))
         try:
             plan = await self._plan(engine, course)
             placement = await asyncio.to_thread(applied, entry.placement, plan.handovers[course.next])
             found, previous = await self._ready(entry, plan.handovers[course.next], found)
         except (BlobLost, IndexError) as error:
-            return await self._drop(course, HandoverFailure(f"its plan is not stored: {error}; plan anew", "plan"))
+            return await self._drop(
+                course, HandoverFailure(f"its plan is not stored: {error}; plan anew", "plan")
+            )
         except Inapplicable as error:
             return await self._drop(course, HandoverFailure(str(error), error.cause.value))
         except Unfit as unfit:
             return await self._drop(course, unfit.failure)
-        await self._hand_over(next_of(entry, plan, course.next, placement, previous + 1, self._config), found, self._trace(engine, course))
+        await self._hand_over(
+            next_of(entry, plan, course.next, placement, previous + 1, self._config),
+            found,
+            self._trace(engine, course),
+        )
         return None
 
     async def _ready(self, entry: EngineEntry, handover: Handover, found: OpenPlans) -> tuple[OpenPlans, int]:
@@ -334,13 +416,16 @@ class PlanExecutor:
             if status.handover or status.served != entry.epoch:
                 raise Unfit(
                     HandoverFailure(
-                        f"rank {status.rank} serves epoch {status.served}, but the log says {entry.epoch}: restart its engine",
+                        f"rank {status.rank} serves epoch {status.served}, but the log says {entry.epoch}:"
+                        " restart its engine",
                         "epoch",
                         status.rank,
                     )
                 )
         statuses = await self._room(entry, received(handover, entry.placement), statuses)
-        return found, max(0 if found.open is None else found.open.highest, *(status.concluded for status in statuses))
+        return found, max(
+            0 if found.open is None else found.open.highest, *(status.concluded for status in statuses)
+        )
 
     async def _fenced(self, entry: EngineEntry, patience: float = 0.0) -> tuple[HandoverDescribed, ...]:
         """Fence off previous leaders, then return the status of every rank.
@@ -349,17 +434,24 @@ class PlanExecutor:
         reported status alone, even if the store does not know it. Raises Unfit if a rank does not answer.
         """
         highest = max(status.token for status in await self.survey(entry, patience))
-        if highest > self._lead.token or (highest == self._lead.token and self._fences.get(entry.worker_id) != highest):
+        if highest > self._lead.token or (
+            highest == self._lead.token and self._fences.get(entry.worker_id) != highest
+        ):
             # an equal token may belong to another service: tokens restart if the server lost its store
             await self._lead.outbid(highest)
         self._fences[entry.worker_id] = self._lead.token
         return await self.survey(entry, patience, self._lead.token)
 
-    async def _room(self, entry: EngineEntry, needed: list[int], statuses: tuple[HandoverDescribed, ...]) -> tuple[HandoverDescribed, ...]:
+    async def _room(
+        self, entry: EngineEntry, needed: list[int], statuses: tuple[HandoverDescribed, ...]
+    ) -> tuple[HandoverDescribed, ...]:
         """Wait, up to the staging time limit, for cells that are draining or in quarantine. Ranks report a
         remaining lack."""
         until = self._clock() + self._config.stage_seconds
-        while self._clock() < until and any(status.free < needed[status.rank] <= status.free + status.draining + status.quarantined for status in statuses):
+        while self._clock() < until and any(
+            status.free < needed[status.rank] <= status.free + status.draining + status.quarantined
+            for status in statuses
+        ):
             await asyncio.sleep(self._config.repeat_seconds)
             statuses = await self.survey(entry, self._config.stage_seconds)
         return statuses
@@ -370,7 +462,9 @@ class PlanExecutor:
             what = trace.carried_by(what)
         await self._lead.standing()
         proceeding = begun(what, self._lead.token, self._times, self._clock())
-        revision = await self._migration_log.keep(what.engine, proceeding.durable(State.PROPOSING, self._clock()), found.revision)
+        revision = await self._migration_log.keep(
+            what.engine, proceeding.durable(State.PROPOSING, self._clock()), found.revision
+        )
         await self._driver.carry(proceeding, revision, trace)
 
     async def _clear_strays(self, engine: str, found: OpenPlans) -> OpenPlans:
@@ -389,16 +483,27 @@ class PlanExecutor:
             return found
         if open_ is None:
             return found
-        logger.warning("ranks of engine %s have handover %d open, which is not in the store; new state: %s", engine, *open_)
+        logger.warning(
+            "ranks of engine %s have handover %d open, which is not in the store; new state: %s",
+            engine,
+            *open_,
+        )
         left = unheard_of(entry, *open_, self._lead.token, found.open)
         revision = await self._migration_log.keep(engine, left, found.revision)
         what = left_open(engine, left, None, None, self._config)
-        await self._driver.carry(taken_over(what, left, self._lead.token, self._times, self._clock()), revision)
+        await self._driver.carry(
+            taken_over(what, left, self._lead.token, self._times, self._clock()), revision
+        )
         return await self._migration_log.look(engine)
 
     async def _drop(self, course: PlanRun, failure: HandoverFailure) -> None:
         """Abandon the rest of a plan, with no handover open."""
-        logger.warning("plan %s of engine %s is abandoned: %s", course.planned.plan, course.planned.engine, failure.reason)
+        logger.warning(
+            "plan %s of engine %s is abandoned: %s",
+            course.planned.plan,
+            course.planned.engine,
+            failure.reason,
+        )
         await self._migration_log.record(dropped(course, failure))
         self._metrics.dropped(failure.fault)
 

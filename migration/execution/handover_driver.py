@@ -92,17 +92,23 @@ class HandoverDriver:
         if (inbox := self._inboxes.get(said.worker_id)) is not None and not inbox.full():
             inbox.put_nowait(said)
 
-    async def survey(self, engine: str, worker_id: int, ranks: int, patience: float, token: int) -> tuple[HandoverDescribed, ...]:
+    async def survey(
+        self, engine: str, worker_id: int, ranks: int, patience: float, token: int
+    ) -> tuple[HandoverDescribed, ...]:
         """Return the status of every rank. Raises Unfit naming the first that does not answer within
         `patience` seconds."""
         until = self._clock() + patience
-        answers = await asyncio.gather(*(self._status_of(engine, worker_id, rank, until, token) for rank in range(ranks)))
+        answers = await asyncio.gather(
+            *(self._status_of(engine, worker_id, rank, until, token) for rank in range(ranks))
+        )
         for answer in answers:
             if isinstance(answer, HandoverFailure):
                 raise Unfit(answer)
         return tuple(answer for answer in answers if isinstance(answer, HandoverDescribed))
 
-    async def carry(self, proceeding: HandoverState, revision: int | None, trace: HandoverTrace | None = None) -> HandoverState:
+    async def carry(
+        self, proceeding: HandoverState, revision: int | None, trace: HandoverTrace | None = None
+    ) -> HandoverState:
         """Drive a handover until it ends.
 
         Raises Superseded if another service changed its durable state, and LeaseTaken if another service is
@@ -122,7 +128,10 @@ class HandoverDriver:
                             trace.moved(proceeding, move)
                         continue
                     for rank, command in proceeding.due(now):
-                        ask(self._send(inbox, proceeding.what.engine, rank, command), f"send a command to rank {rank} of engine {proceeding.what.engine}")
+                        ask(
+                            self._send(inbox, proceeding.what.engine, rank, command),
+                            f"send a command to rank {rank} of engine {proceeding.what.engine}",
+                        )
                         proceeding = proceeding.asked((rank,), now)
                     proceeding = await self._listen(inbox, proceeding)
         return proceeding
@@ -138,16 +147,24 @@ class HandoverDriver:
             try:
                 proceeding = proceeding.with_token(await self._lead.outbid(proceeding.heard_token))
             except BusError as error:
-                logger.warning("a rank of engine %s has seen token %d: %s", what.engine, proceeding.heard_token, error)
+                logger.warning(
+                    "a rank of engine %s has seen token %d: %s", what.engine, proceeding.heard_token, error
+                )
         return proceeding
 
-    async def _make(self, proceeding: HandoverState, move: Move, revision: int | None, now: float) -> tuple[HandoverState, int]:
+    async def _make(
+        self, proceeding: HandoverState, move: Move, revision: int | None, now: float
+    ) -> tuple[HandoverState, int]:
         """Write the records of a move, then persist the new state."""
         for entry in move.records:
             await self._migration_log.record(entry)
-        kept = await self._migration_log.keep(proceeding.what.engine, proceeding.durable(move.after, now), revision)
+        kept = await self._migration_log.keep(
+            proceeding.what.engine, proceeding.durable(move.after, now), revision
+        )
         after = proceeding.moved(move, now)
-        logger.info("handover %d of engine %s: %s, %s", after.what.handover, after.what.engine, move.cue, after.state)
+        logger.info(
+            "handover %d of engine %s: %s, %s", after.what.handover, after.what.engine, move.cue, after.state
+        )
         self._metrics.moved(after, move, now)
         return after, kept
 
@@ -157,21 +174,32 @@ class HandoverDriver:
         self._metrics.overdue(what.engine, overdue)
         if overdue and not before:
             waiting = listed(proceeding.waiting_for)
-            logger.warning("handover %d of engine %s is decided, but ranks %s do not serve it yet; resending the commit", what.handover, what.engine, waiting)
+            logger.warning(
+                "handover %d of engine %s is decided, but ranks %s do not serve it yet; resending the commit",
+                what.handover,
+                what.engine,
+                waiting,
+            )
         return overdue
 
     async def _listen(self, inbox: asyncio.Queue[Word], proceeding: HandoverState) -> HandoverState:
         """Wait for reports until the next action is due, and apply them."""
         now = self._clock()
         try:
-            async with asyncio.timeout(min(max(proceeding.next_look(now) - now, LEAST_SECONDS), LOOK_SECONDS)):
+            async with asyncio.timeout(
+                min(max(proceeding.next_look(now) - now, LEAST_SECONDS), LOOK_SECONDS)
+            ):
                 reports = [await inbox.get()]
         except TimeoutError:
             return proceeding
         while not inbox.empty():
             reports.append(inbox.get_nowait())
         for report in reports:
-            proceeding = proceeding.declined(report.rank, report.reason) if isinstance(report, CommandsRefused) else proceeding.heard(report)
+            proceeding = (
+                proceeding.declined(report.rank, report.reason)
+                if isinstance(report, CommandsRefused)
+                else proceeding.heard(report)
+            )
         return proceeding
 
     async def _send(self, inbox: asyncio.Queue[Word], engine: str, rank: int, command: Command) -> None:
@@ -185,23 +213,42 @@ class HandoverDriver:
             await inbox.put(answer)
 
     async def _ask(self, engine: str, command: Command, rank: int) -> HandoverDescribed:
-        answer = await self._bus.request(self._subjects.handover(engine, command.worker_id, rank), command, ANSWER_SECONDS)
-        if not isinstance(answer, HandoverDescribed) or (answer.worker_id, answer.rank) != (command.worker_id, rank):
-            raise Declined(f"its answer is an unexpected {type(answer).__name__}; do both sides run the same version?")
+        answer = await self._bus.request(
+            self._subjects.handover(engine, command.worker_id, rank), command, ANSWER_SECONDS
+        )
+        if not isinstance(answer, HandoverDescribed) or (answer.worker_id, answer.rank) != (
+            command.worker_id,
+            rank,
+        ):
+            raise Declined(
+                f"its answer is an unexpected {type(answer).__name__}; do both sides run the same version?"
+            )
         if not sane(answer):
-            raise Declined(f"it reports the invalid handover {answer.handover} or token {answer.token}; restart its engine")
+            raise Declined(
+                f"it reports the invalid handover {answer.handover} or token {answer.token}; restart its"
+                " engine"
+            )
         return answer
 
-    async def _status_of(self, engine: str, worker_id: int, rank: int, until: float, token: int) -> HandoverDescribed | HandoverFailure:
+    async def _status_of(
+        self, engine: str, worker_id: int, rank: int, until: float, token: int
+    ) -> HandoverDescribed | HandoverFailure:
         while True:
             try:
-                return await self._ask(engine, DescribeHandover(worker_id=worker_id, rank=rank, token=token), rank)
+                return await self._ask(
+                    engine, DescribeHandover(worker_id=worker_id, rank=rank, token=token), rank
+                )
             except Declined as refusal:
                 return HandoverFailure(f"rank {rank} takes part in no handover: {refusal}", DECLINED, rank)
             except BusError as error:
                 logger.debug("rank %d does not report its status: %s", rank, error)
                 if self._clock() >= until:
-                    return HandoverFailure(f"rank {rank} does not answer; see its log (roost status shows the state of its engine)", OVERDUE, rank)
+                    return HandoverFailure(
+                        f"rank {rank} does not answer; see its log (roost status shows the state of its"
+                        " engine)",
+                        OVERDUE,
+                        rank,
+                    )
             await asyncio.sleep(_PAUSE_SECONDS)
 
     @contextmanager
@@ -236,7 +283,10 @@ async def _asking() -> AsyncIterator[Callable[[Coroutine[Any, Any, None], str], 
 def sane(said: HandoverDescribed) -> bool:
     """Return True if the numbers in a report are plausible, because tokens and handover numbers are derived
     from them."""
-    return all(0 <= number <= MOST_NUMBER for number in (said.handover, said.concluded, said.flipped, said.token, said.served, said.rank))
+    return all(
+        0 <= number <= MOST_NUMBER
+        for number in (said.handover, said.concluded, said.flipped, said.token, said.served, said.rank)
+    )
 
 
 def stray(told: Sequence[HandoverDescribed]) -> tuple[int, CoordinatorState] | None:
@@ -248,5 +298,7 @@ def stray(told: Sequence[HandoverDescribed]) -> tuple[int, CoordinatorState] | N
     handover = max((said.handover for said in told), default=0)
     if not handover:
         return None
-    decided = any(said.flipped == handover or (said.handover == handover and said.state == "ready") for said in told)
+    decided = any(
+        said.flipped == handover or (said.handover == handover and said.state == "ready") for said in told
+    )
     return handover, CoordinatorState.COMMITTING if decided else CoordinatorState.ABORTING

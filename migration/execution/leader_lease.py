@@ -20,7 +20,13 @@ class LeaderLease:
     """Lease of one service. Used on one event loop. seconds: lease duration; clock: monotonic seconds."""
 
     def __init__(self, bus: Bus, key: str, seconds: float, clock: Callable[[], float]) -> None:
-        self._lease = ClaimLease(bus, key, worker_id=secrets.randbits(64), node=platform.node() or "an unnamed machine", lease=seconds)
+        self._lease = ClaimLease(
+            bus,
+            key,
+            worker_id=secrets.randbits(64),
+            node=platform.node() or "an unnamed machine",
+            lease=seconds,
+        )
         self._seconds = seconds
         self._clock = clock
         self._changing = asyncio.Lock()

@@ -15,7 +15,13 @@ import msgspec
 
 from bus import BlobLost, Bus, BusError, Claim, ClaimLost, StoreFull
 from bus.protocol.subjects import Subjects
-from fleet.events import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged, PlacementCommitted
+from fleet.events import (
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationPlanned,
+    MigrationStaged,
+    PlacementCommitted,
+)
 from migration.engine_state.placement_registry import PlacementRegistry
 from migration.handover.coordinator import OpenHandover
 from migration.model.plan import Plan
@@ -74,7 +80,9 @@ class MigrationLog:
     async def read(self, engine: str = "*") -> None:
         """Read the log of plans. Raises BusError if it cannot be read."""
         async for received in self._bus.replay(self._subjects.migrations(engine), follow=False):
-            if isinstance(received.message, MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted):
+            if isinstance(
+                received.message, MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted
+            ):
                 self.chronicle.heard(received.message)
 
     async def record(self, entry: Recorded, still: Callable[[], bool] | None = None) -> None:
@@ -82,15 +90,21 @@ class MigrationLog:
 
         still: called right before each attempt. Raises Withdrawn once it returns False.
         """
-        subject = (self._subjects.placements if isinstance(entry, PlacementCommitted) else self._subjects.migrations)(entry.engine)
+        subject = (
+            self._subjects.placements if isinstance(entry, PlacementCommitted) else self._subjects.migrations
+        )(entry.engine)
         while not self._has(entry):
             await self._standing()
             if still is not None and not still():
-                raise Withdrawn("it was withdrawn at the last moment (roost migration pause, or planner.automatic)")
+                raise Withdrawn(
+                    "it was withdrawn at the last moment (roost migration pause, or planner.automatic)"
+                )
             try:
                 await self._bus.record(subject, entry)
             except BusError as error:
-                logger.warning("a %s of engine %s is not recorded yet: %s", type(entry).__name__, entry.engine, error)
+                logger.warning(
+                    "a %s of engine %s is not recorded yet: %s", type(entry).__name__, entry.engine, error
+                )
                 await self._find_out(entry)
             else:
                 return self._heard(entry)
@@ -133,7 +147,9 @@ class MigrationLog:
         try:
             return OpenPlans(msgspec.json.decode(claim.value, type=OpenHandover), claim.revision)
         except msgspec.DecodeError as error:
-            logger.warning("the stored handover of engine %s cannot be decoded, and is replaced: %s", engine, error)
+            logger.warning(
+                "the stored handover of engine %s cannot be decoded, and is replaced: %s", engine, error
+            )
             return OpenPlans(None, claim.revision)
 
     async def keep(self, engine: str, state: OpenHandover, revision: int | None) -> int:
@@ -156,7 +172,10 @@ class MigrationLog:
             if now is None:
                 revision = None  # the server has lost its store
             elif now.revision != revision:
-                raise Superseded(f"the handover of engine {engine!r} was changed by another service at revision {now.revision}")
+                raise Superseded(
+                    f"the handover of engine {engine!r} was changed by another service at revision"
+                    f" {now.revision}"
+                )
 
     async def _claim_of(self, key: str, *, at_once: bool) -> Claim | None:
         while True:
@@ -177,18 +196,28 @@ class MigrationLog:
         Equal plans of different engines are stored as separate blobs. Deleting one then does not delete the
         other. Raises BusError if the bus fails.
         """
-        content = await asyncio.to_thread(msgspec.json.encode, {"copy": secrets.token_hex(8), **msgspec.structs.asdict(plan)})
+        content = await asyncio.to_thread(
+            msgspec.json.encode, {"copy": secrets.token_hex(8), **msgspec.structs.asdict(plan)}
+        )
         if len(content) > MOST_PLAN_BYTES:
-            logger.warning("plan %s is not stored, because it has %d bytes of JSON: no other migration service can resume it", plan.id, len(content))
+            logger.warning(
+                "plan %s is not stored, because it has %d bytes of JSON: no other migration service can"
+                " resume it",
+                plan.id,
+                len(content),
+            )
             return ""
         try:
             return await self._bus.put_blob(content)
         except StoreFull as error:
-            logger.warning("plan %s is not stored: no other migration service can resume it: %s", plan.id, error)
+            logger.warning(
+                "plan %s is not stored: no other migration service can resume it: %s", plan.id, error
+            )
             return ""
 
     async def plan(self, digest: str) -> Plan:
-        """Return a stored plan. Raises BlobLost if it is missing or invalid, and BusError if the bus fails."""
+        """Return a stored plan. Raises BlobLost if it is missing or invalid, and BusError if the bus
+        fails."""
         try:
             return await asyncio.to_thread(msgspec.json.decode, await self._bus.get_blob(digest), type=Plan)
         except msgspec.DecodeError as error:

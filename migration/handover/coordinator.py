@@ -29,7 +29,18 @@ from fleet.events import (
 from fleet.handover import CONDUCTING, CoordinatorEvent, CoordinatorState, moved
 from fleet.layout import Layout
 from fleet.placement import PlacementRecord
-from migration.handover.rank_progress import DECLINED, ENGINE_GONE, OVERDUE, REPLACED, HandoverFailure, RankProgress, RankStatus, hopeless, listed, reached
+from migration.handover.rank_progress import (
+    DECLINED,
+    ENGINE_GONE,
+    OVERDUE,
+    REPLACED,
+    HandoverFailure,
+    RankProgress,
+    RankStatus,
+    hopeless,
+    listed,
+    reached,
+)
 
 Command = ProposeHandover | CommitHandover | AbortHandover | DescribeHandover
 Record = MigrationStaged | PlacementCommitted | MigrationCommitted | MigrationAborted
@@ -68,7 +79,10 @@ class HandoverSpec:
         if self.placement is None:
             return ()
         width = self.placement.slots_per_rank
-        return tuple(ExpertArrival(one.layer, one.expert, one.source // width, one.slot // width) for one in self.copies)
+        return tuple(
+            ExpertArrival(one.layer, one.expert, one.source // width, one.slot // width)
+            for one in self.copies
+        )
 
 
 class OpenHandover(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -157,8 +171,12 @@ class HandoverState:
         before = self.told[said.rank]
         progress = max(before.progress, reached(said, self.what.handover))
         pulls = said.pulls if said.handover == self.what.handover and said.pulls else before.pulls
-        status = before._replace(progress=progress, pulls=pulls, declined=before.declined and progress is RankProgress.UNHEARD)
-        after = replace(self, told=_put(self.told, said.rank, status), heard_token=max(self.heard_token, said.token))
+        status = before._replace(
+            progress=progress, pulls=pulls, declined=before.declined and progress is RankProgress.UNHEARD
+        )
+        after = replace(
+            self, told=_put(self.told, said.rank, status), heard_token=max(self.heard_token, said.token)
+        )
         if self.state is not CoordinatorState.PROPOSING or self.failure is not None:
             return after
         return replace(after, failure=hopeless(said, self.what.handover, self.what.epoch))
@@ -166,10 +184,15 @@ class HandoverState:
     def declined(self, rank: int, reason: str) -> "HandoverState":
         """Apply the refusal of a rank to accept any commands."""
         before = self.told[rank]
-        after = replace(self, told=_put(self.told, rank, before._replace(declined=before.progress is RankProgress.UNHEARD)))
+        after = replace(
+            self,
+            told=_put(self.told, rank, before._replace(declined=before.progress is RankProgress.UNHEARD)),
+        )
         if self.state is not CoordinatorState.PROPOSING or self.failure is not None:
             return after
-        return replace(after, failure=HandoverFailure(f"rank {rank} takes part in no handover: {reason}", DECLINED, rank))
+        return replace(
+            after, failure=HandoverFailure(f"rank {rank} takes part in no handover: {reason}", DECLINED, rank)
+        )
 
     def gone(self, why: str) -> "HandoverState":
         """Apply that the engine left, died or came back as another incarnation. why: a clause."""
@@ -192,7 +215,9 @@ class HandoverState:
 
     def with_token(self, token: int) -> "HandoverState":
         """Use a higher fencing token. Every rank becomes due at once."""
-        return replace(self, token=token, told=tuple(status._replace(asked_at=float("-inf")) for status in self.told))
+        return replace(
+            self, token=token, told=tuple(status._replace(asked_at=float("-inf")) for status in self.told)
+        )
 
     def moved(self, move: Move, now: float) -> "HandoverState":
         """Apply a move after it was carried out. Raises IllegalMove if the tables do not allow it."""
@@ -217,13 +242,21 @@ class HandoverState:
     def overdue(self, now: float) -> bool:
         """Return True if the commit takes too long. This only causes a warning; a decided handover is never
         aborted."""
-        return self.state is CoordinatorState.COMMITTING and self.decided is not None and now - self.decided > self.pace.commit
+        return (
+            self.state is CoordinatorState.COMMITTING
+            and self.decided is not None
+            and now - self.decided > self.pace.commit
+        )
 
     def due(self, now: float) -> tuple[tuple[int, Command], ...]:
         """Return the (rank, command) pairs to send now."""
         if self.state is CoordinatorState.IDLE or self.left:
             return ()
-        return tuple((rank, self._command(rank)) for rank in self.waiting_for if now >= self.told[rank].asked_at + self.pace.repeat)
+        return tuple(
+            (rank, self._command(rank))
+            for rank in self.waiting_for
+            if now >= self.told[rank].asked_at + self.pace.repeat
+        )
 
     def next_look(self, now: float) -> float:
         """Return the latest time of the next check; `now` or later."""
@@ -284,10 +317,18 @@ class HandoverState:
         what = self.what
         match self.state:
             case CoordinatorState.COMMITTING:
-                return CommitHandover(worker_id=what.worker_id, rank=rank, token=self.token, handover=what.handover)
+                return CommitHandover(
+                    worker_id=what.worker_id, rank=rank, token=self.token, handover=what.handover
+                )
             case CoordinatorState.ABORTING:
                 reason = "" if self.failure is None else self.failure.reason
-                return AbortHandover(worker_id=what.worker_id, rank=rank, token=self.token, handover=what.handover, reason=reason)
+                return AbortHandover(
+                    worker_id=what.worker_id,
+                    rank=rank,
+                    token=self.token,
+                    handover=what.handover,
+                    reason=reason,
+                )
         if self.told[rank].progress is not RankProgress.UNHEARD or what.placement is None:
             return DescribeHandover(worker_id=what.worker_id, rank=rank, token=self.token)
         return ProposeHandover(
@@ -308,7 +349,11 @@ class HandoverState:
         if self.failure is not None:
             return self.failure
         if self.left:
-            return HandoverFailure(f"engine {self.what.engine!r} is gone: {self.left}; its next incarnation starts from the placement in the log", ENGINE_GONE)
+            return HandoverFailure(
+                f"engine {self.what.engine!r} is gone: {self.left}; its next incarnation starts from the"
+                " placement in the log",
+                ENGINE_GONE,
+            )
         if self.state is CoordinatorState.PROPOSING and now >= self.deadline:
             return self._too_late()
         return None
@@ -317,7 +362,12 @@ class HandoverState:
         silent = [rank for rank in self.waiting_for if self.told[rank].progress is RankProgress.UNHEARD]
         who, did = (silent, "did not answer") if silent else (self.waiting_for, "did not stage")
         named = f"rank {who[0]}" if len(who) == 1 else f"ranks {listed(who)}"
-        return HandoverFailure(f"{named} {did} within {self.what.stage_seconds:g} s; see the log there, or raise planner.stage_seconds", OVERDUE, who[0])
+        return HandoverFailure(
+            f"{named} {did} within {self.what.stage_seconds:g} s; see the log there, or raise"
+            " planner.stage_seconds",
+            OVERDUE,
+            who[0],
+        )
 
     # Records
 
@@ -359,7 +409,15 @@ class HandoverState:
         what = self.what
         placed: tuple[Record, ...] = ()
         if what.placement is not None and what.layout is not None:
-            placed = (PlacementCommitted(engine=what.engine, worker_id=what.worker_id, layout=what.layout, placement=what.placement, plan=what.plan),)
+            placed = (
+                PlacementCommitted(
+                    engine=what.engine,
+                    worker_id=what.worker_id,
+                    layout=what.layout,
+                    placement=what.placement,
+                    plan=what.plan,
+                ),
+            )
         committed = MigrationCommitted(
             engine=what.engine,
             worker_id=what.worker_id,
@@ -395,28 +453,56 @@ class HandoverState:
 def begun(what: HandoverSpec, token: int, pace: HandoverTimes, now: float) -> HandoverState:
     """Start a handover whose first state has just been persisted."""
     return HandoverState(
-        what=what, pace=pace, state=moved(CONDUCTING, CoordinatorState.IDLE, CoordinatorEvent.BEGIN), token=token, begun=now, told=(RankStatus(),) * what.ranks
+        what=what,
+        pace=pace,
+        state=moved(CONDUCTING, CoordinatorState.IDLE, CoordinatorEvent.BEGIN),
+        token=token,
+        begun=now,
+        told=(RankStatus(),) * what.ranks,
     )
 
 
-def taken_over(what: HandoverSpec, found: OpenHandover, token: int, pace: HandoverTimes, now: float, staged_seconds: float = 0.0) -> HandoverState:
+def taken_over(
+    what: HandoverSpec,
+    found: OpenHandover,
+    token: int,
+    pace: HandoverTimes,
+    now: float,
+    staged_seconds: float = 0.0,
+) -> HandoverState:
     """Resume a handover left by a previous coordinator.
 
     Abort it if undecided, commit it if decided, and finish the abort if it was already aborting.
     staged_seconds: duration of its staging, as far as known.
     """
     proceeding = HandoverState(
-        what=what, pace=pace, state=found.state, token=token, begun=now - staged_seconds, told=(RankStatus(),) * what.ranks, decided=None, failure=None
+        what=what,
+        pace=pace,
+        state=found.state,
+        token=token,
+        begun=now - staged_seconds,
+        told=(RankStatus(),) * what.ranks,
+        decided=None,
+        failure=None,
     )
     match found.state:
         case CoordinatorState.PROPOSING:
             return replace(
-                proceeding, failure=HandoverFailure("the migration service that coordinated it ended before the decision; request it again", REPLACED)
+                proceeding,
+                failure=HandoverFailure(
+                    "the migration service that coordinated it ended before the decision; request it again",
+                    REPLACED,
+                ),
             )
         case CoordinatorState.COMMITTING:
             return replace(proceeding, decided=now)
         case CoordinatorState.ABORTING:
-            return replace(proceeding, failure=HandoverFailure(found.reason or "it was aborted", found.fault or REPLACED, found.rank))
+            return replace(
+                proceeding,
+                failure=HandoverFailure(
+                    found.reason or "it was aborted", found.fault or REPLACED, found.rank
+                ),
+            )
     return proceeding
 
 

@@ -2,7 +2,15 @@
 
 from typing import NamedTuple
 
-from fleet.events import ExpertCopy, LoopFigures, MigrationAborted, MigrationAccepted, MigrationPlanned, MigrationStaged, Origin
+from fleet.events import (
+    ExpertCopy,
+    LoopFigures,
+    MigrationAborted,
+    MigrationAccepted,
+    MigrationPlanned,
+    MigrationStaged,
+    Origin,
+)
 from fleet.handover import CoordinatorState
 from fleet.placement import Placement
 from migration.config import MigrationConfig
@@ -31,7 +39,9 @@ class Grounds(NamedTuple):
     """W3C traceparent of the cause, e.g. the span of a demand shift; empty: the plan starts a new trace"""
 
 
-def next_of(entry: EngineEntry, plan: Plan, number: int, placement: Placement, handover: int, config: MigrationConfig) -> HandoverSpec:
+def next_of(
+    entry: EngineEntry, plan: Plan, number: int, placement: Placement, handover: int, config: MigrationConfig
+) -> HandoverSpec:
     """Describe handover `number` of a plan. placement: its result; handover: its number among the engine's
     handovers."""
     what = plan.handovers[number]
@@ -54,7 +64,13 @@ def next_of(entry: EngineEntry, plan: Plan, number: int, placement: Placement, h
     )
 
 
-def left_open(engine: str, left: OpenHandover, staged: MigrationStaged | None, entry: EngineEntry | None, config: MigrationConfig) -> HandoverSpec:
+def left_open(
+    engine: str,
+    left: OpenHandover,
+    staged: MigrationStaged | None,
+    entry: EngineEntry | None,
+    config: MigrationConfig,
+) -> HandoverSpec:
     """Describe a handover that a previous coordinator left open.
 
     staged: log entry of that handover; entry: of that incarnation of the engine. None: not in the log.
@@ -77,7 +93,9 @@ def left_open(engine: str, left: OpenHandover, staged: MigrationStaged | None, e
     )
 
 
-def unheard_of(entry: EngineEntry, handover: int, state: CoordinatorState, token: int, stored: OpenHandover | None) -> OpenHandover:
+def unheard_of(
+    entry: EngineEntry, handover: int, state: CoordinatorState, token: int, stored: OpenHandover | None
+) -> OpenHandover:
     """Build the record for ending a handover that ranks have open but that is not in durable storage.
 
     stored: the record found in durable storage instead.
@@ -129,7 +147,14 @@ def _most_bytes(handover: Handover, placement: Placement) -> int:
 # Events and answers
 
 
-def announced(entry: EngineEntry, plan: Plan, origin: Origin, blob: str, traceparent: str, grounds: Grounds | None = None) -> MigrationPlanned:
+def announced(
+    entry: EngineEntry,
+    plan: Plan,
+    origin: Origin,
+    blob: str,
+    traceparent: str,
+    grounds: Grounds | None = None,
+) -> MigrationPlanned:
     """Announce that the plan is being carried out from now on. grounds: for plans started by the planner."""
     policy, before, after, _ = grounds or Grounds("")
     return MigrationPlanned(

@@ -75,13 +75,25 @@ def hopeless(said: HandoverDescribed, handover: int, epoch: int) -> HandoverFail
     """Return the failure if the report of a rank rules out the proposal; None: it does not."""
     rank, progress = said.rank, reached(said, handover)
     if progress is RankProgress.FAILED:
-        return HandoverFailure(said.failure or f"rank {rank} failed to stage and gave no reason; see its log", said.fault or "unknown", rank)
+        return HandoverFailure(
+            said.failure or f"rank {rank} failed to stage and gave no reason; see its log",
+            said.fault or "unknown",
+            rank,
+        )
     if progress is RankProgress.OVER:
-        return HandoverFailure(f"rank {rank} received an abort from another coordinator; request it again", REPLACED, rank)
+        return HandoverFailure(
+            f"rank {rank} received an abort from another coordinator; request it again", REPLACED, rank
+        )
     if said.verdict == CommandVerdict.BUSY and progress is RankProgress.UNHEARD:
-        return HandoverFailure(f"rank {rank} is busy with handover {said.handover}; try again when that has ended", "busy", rank)
+        return HandoverFailure(
+            f"rank {rank} is busy with handover {said.handover}; try again when that has ended", "busy", rank
+        )
     if said.verdict == CommandVerdict.PAST and progress is RankProgress.UNHEARD:
-        return HandoverFailure(f"rank {rank} serves epoch {said.served}, but the handover creates epoch {epoch}; plan anew", "epoch", rank)
+        return HandoverFailure(
+            f"rank {rank} serves epoch {said.served}, but the handover creates epoch {epoch}; plan anew",
+            "epoch",
+            rank,
+        )
     return None
 
 

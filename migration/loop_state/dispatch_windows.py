@@ -104,7 +104,14 @@ class DispatchWindows:
         return max(longest / (SLICES / 2), 0.9)
 
     def window(
-        self, worker_id: int, first: int, now: float, *, epoch: int | None = None, seconds: float | None = None, since: float | None = None
+        self,
+        worker_id: int,
+        first: int,
+        now: float,
+        *,
+        epoch: int | None = None,
+        seconds: float | None = None,
+        since: float | None = None,
     ) -> DispatchWindow | None:
         """Return the recent measurements of an engine; None: too little was measured.
 
@@ -115,7 +122,9 @@ class DispatchWindows:
         if engine is None:
             return None
         oldest = max(-np.inf if seconds is None else now - seconds, -np.inf if since is None else since)
-        taken = [one for one in engine.slices if one.began >= oldest and (epoch is None or one.epoch == epoch)]
+        taken = [
+            one for one in engine.slices if one.began >= oldest and (epoch is None or one.epoch == epoch)
+        ]
         if len(taken) < LEAST_SLICES or not any(one.sums[2] for one in taken):
             return None
         return _window(taken, engine.ranks, first)
@@ -128,26 +137,52 @@ def _checked(said: DispatchMeasured, engine: _Engine) -> FloatArray:
     """
     who = f"a measurement of {said.engine}/{said.rank}"
     if said.engine != engine.engine:
-        raise InvalidPlacementEvent(PlacementFault.CONTRADICTION, f"{who}: worker {said.worker_id} is engine {engine.engine!r}")
+        raise InvalidPlacementEvent(
+            PlacementFault.CONTRADICTION, f"{who}: worker {said.worker_id} is engine {engine.engine!r}"
+        )
     if not 0 <= said.rank < engine.ranks:
-        raise InvalidPlacementEvent(PlacementFault.SHAPE, f"{who}: rank {said.rank} of an engine of {engine.ranks}")
+        raise InvalidPlacementEvent(
+            PlacementFault.SHAPE, f"{who}: rank {said.rank} of an engine of {engine.ranks}"
+        )
     parts = (said.balance, said.remote_ranks, said.local, said.served)
     if any(len(part) != engine.layers for part in parts):
-        raise InvalidPlacementEvent(PlacementFault.SHAPE, f"{who}: {[len(part) for part in parts]} layers; the engine has {engine.layers}")
+        raise InvalidPlacementEvent(
+            PlacementFault.SHAPE,
+            f"{who}: {[len(part) for part in parts]} layers; the engine has {engine.layers}",
+        )
     numbers = np.array(parts, np.float64)
-    counts = np.array([said.steps, said.tokens, said.pairs, said.epoch, said.seconds, said.step_seconds], np.float64)
-    if not (np.isfinite(numbers).all() and np.isfinite(counts).all()) or (numbers < 0).any() or (counts < 0).any() or said.steps < 1:
-        raise InvalidPlacementEvent(PlacementFault.DEMAND, f"{who}: all numbers must be finite and not negative, and its steps at least 1")
+    counts = np.array(
+        [said.steps, said.tokens, said.pairs, said.epoch, said.seconds, said.step_seconds], np.float64
+    )
+    if (
+        not (np.isfinite(numbers).all() and np.isfinite(counts).all())
+        or (numbers < 0).any()
+        or (counts < 0).any()
+        or said.steps < 1
+    ):
+        raise InvalidPlacementEvent(
+            PlacementFault.DEMAND,
+            f"{who}: all numbers must be finite and not negative, and its steps at least 1",
+        )
     if not said.step_seconds <= said.seconds <= MOST_SECONDS:
         raise InvalidPlacementEvent(
             PlacementFault.DEMAND,
-            f"{who}: steps of {said.step_seconds} s in {said.seconds} s; the steps must fit in the interval, which is at most {MOST_SECONDS:g} s",
+            f"{who}: steps of {said.step_seconds} s in {said.seconds} s; the steps must fit in the interval,"
+            f" which is at most {MOST_SECONDS:g} s",
         )
-    if said.communication_seconds is not None and not 0 <= said.communication_seconds <= said.step_seconds * (1.0 + _TOLERANCE):
-        raise InvalidPlacementEvent(PlacementFault.DEMAND, f"{who}: {said.communication_seconds} s of communication in steps of {said.step_seconds} s")
+    if said.communication_seconds is not None and not 0 <= said.communication_seconds <= said.step_seconds * (
+        1.0 + _TOLERANCE
+    ):
+        raise InvalidPlacementEvent(
+            PlacementFault.DEMAND,
+            f"{who}: {said.communication_seconds} s of communication in steps of {said.step_seconds} s",
+        )
     most = np.array([said.steps, said.tokens * (engine.ranks - 1), said.pairs])[:, None]
     if (numbers[:3] > most * (1.0 + _TOLERANCE) + _TOLERANCE).any():
-        raise InvalidPlacementEvent(PlacementFault.DEMAND, f"{who}: more than its {said.steps} steps, {said.tokens} tokens and {said.pairs} pairs allow")
+        raise InvalidPlacementEvent(
+            PlacementFault.DEMAND,
+            f"{who}: more than its {said.steps} steps, {said.tokens} tokens and {said.pairs} pairs allow",
+        )
     return np.asarray(numbers[:3])
 
 
@@ -173,13 +208,19 @@ def _window(slices: list[_Slice], ranks: int, first: int) -> DispatchWindow:
     total = layers.sum(axis=0)
     return DispatchWindow(
         measured=Measurement(
-            figures=LoopFigures(**{name: mean for name, (mean, _) in means.items()}, tokens=float(tokens.sum())),
+            figures=LoopFigures(
+                **{name: mean for name, (mean, _) in means.items()}, tokens=float(tokens.sum())
+            ),
             errors=LoopFigures(**{name: error for name, (_, error) in means.items()}),
             token_seconds=token[0],
             token_error=token[1],
             pairs=float(pairs.sum()),
         ),
-        layers=LayerFigures(balance=_shares(total[0], steps.sum()), remote_ranks=_shares(total[1], tokens.sum()), local=_shares(total[2], pairs.sum())),
+        layers=LayerFigures(
+            balance=_shares(total[0], steps.sum()),
+            remote_ranks=_shares(total[1], tokens.sum()),
+            local=_shares(total[2], pairs.sum()),
+        ),
     )
 
 

@@ -125,7 +125,8 @@ class EngineLoopState:
         self.shift = None
 
     def answers(self, now: float, config: MigrationConfig) -> DemandShift | None:
-        """Return the shift that a plan made now would respond to; None: it is an ordinary plan of the cycle."""
+        """Return the shift that a plan made now would respond to; None: it is an ordinary plan of the
+        cycle."""
         if self.shift is not None and now - self.shift.at >= SHIFT_LASTS * config.window_seconds:
             self.settled()
         return self.shift
@@ -176,7 +177,9 @@ class EngineStanding(NamedTuple):
     resting: int
 
 
-def story(pilot: EngineLoopState, standing: EngineStanding, config: MigrationConfig, now: float) -> EngineLoop:
+def story(
+    pilot: EngineLoopState, standing: EngineStanding, config: MigrationConfig, now: float
+) -> EngineLoop:
     """Return the report on an engine."""
     homes, window = pilot.homes, standing.window
     return EngineLoop(
@@ -199,7 +202,14 @@ def story(pilot: EngineLoopState, standing: EngineStanding, config: MigrationCon
     )
 
 
-def withheld(pilot: EngineLoopState, record: PlanRecord, config: MigrationConfig, paused: str | None, answers: DemandShift | None, now: float) -> str:
+def withheld(
+    pilot: EngineLoopState,
+    record: PlanRecord,
+    config: MigrationConfig,
+    paused: str | None,
+    answers: DemandShift | None,
+    now: float,
+) -> str:
     """Return the reason for not carrying out a plan that pays; empty: carry it out.
 
     paused: reason for the pause; None: not paused. answers: shift that the plan responds to.
@@ -243,7 +253,10 @@ def foretold(measures: Measures, ceiling: float | None) -> LoopFigures:
 
 def grounds(record: PlanRecord, traceparent: str) -> Grounds:
     """Return the planner's reason and predictions for a plan."""
-    before, after = (None if measures is None else foretold(measures, record.step_ceiling) for measures in (record.before, record.after))
+    before, after = (
+        None if measures is None else foretold(measures, record.step_ceiling)
+        for measures in (record.before, record.after)
+    )
     return Grounds(record.policy, before, after, traceparent)
 
 
@@ -256,4 +269,8 @@ def prices(record: PlanRecord, ranks: int, top_k: int) -> StepPrices | None:
         return None
     figures = foretold(record.before, record.step_ceiling)
     remote = record.before.dispatch_seconds / figures.remote_ranks if figures.remote_ranks else 0.0
-    return StepPrices(experts=record.before.expert_seconds * figures.balance, remote=remote, chance=expected_most(ranks) * sqrt(ranks / top_k))
+    return StepPrices(
+        experts=record.before.expert_seconds * figures.balance,
+        remote=remote,
+        chance=expected_most(ranks) * sqrt(ranks / top_k),
+    )

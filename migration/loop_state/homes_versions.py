@@ -30,7 +30,10 @@ class HomesVersions:
             reason=homes.note,
         )
         before = self._published.get(entry.worker_id)
-        if before is not None and msgspec.structs.replace(before, version=0, reason=message.reason) == message:
+        if (
+            before is not None
+            and msgspec.structs.replace(before, version=0, reason=message.reason) == message
+        ):
             version = before.version
         else:
             version, self._version, self.changes = self._version, self._version + 1, self.changes + 1

@@ -1,6 +1,7 @@
 """Persistent state of the control loop, stored under one key as JSON. Pure; bounded.
 
-It holds the pause, the discount factor on predictions, the harmful plans, and the inputs of the pending evaluations.
+It holds the pause, the discount factor on predictions, the harmful plans, and the inputs of the pending
+evaluations.
 """
 
 import msgspec
@@ -42,14 +43,29 @@ class Harm(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, plan: str, until: float, cells: NDArray[np.bool_]) -> "Harm":
-        return cls(plan=plan, until=until, layers=cells.shape[0], experts=cells.shape[1], cells=np.packbits(cells).tobytes())
+        return cls(
+            plan=plan,
+            until=until,
+            layers=cells.shape[0],
+            experts=cells.shape[1],
+            cells=np.packbits(cells).tobytes(),
+        )
 
     def resting(self) -> NDArray[np.bool_] | None:
         """Return the mask, bool [layers, experts]; None: the stored data is invalid."""
         size = self.layers * self.experts
-        if not (0 < self.layers <= MOST_EXPERTS and 0 < self.experts <= MOST_EXPERTS and size <= MOST_EXPERTS and len(self.cells) == -(-size // 8)):
+        if not (
+            0 < self.layers <= MOST_EXPERTS
+            and 0 < self.experts <= MOST_EXPERTS
+            and size <= MOST_EXPERTS
+            and len(self.cells) == -(-size // 8)
+        ):
             return None
-        return np.unpackbits(np.frombuffer(self.cells, np.uint8), count=size).astype(bool).reshape(self.layers, self.experts)
+        return (
+            np.unpackbits(np.frombuffer(self.cells, np.uint8), count=size)
+            .astype(bool)
+            .reshape(self.layers, self.experts)
+        )
 
 
 class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +87,11 @@ class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     def begun(self, worker_id: int) -> "EngineMemory":
         """Return the state for this incarnation of the engine."""
-        return self if self.worker_id == worker_id else msgspec.structs.replace(self, worker_id=worker_id, at_start=None, judging=None)
+        return (
+            self
+            if self.worker_id == worker_id
+            else msgspec.structs.replace(self, worker_id=worker_id, at_start=None, judging=None)
+        )
 
 
 class LoopMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +115,9 @@ class LoopMemory(msgspec.Struct, frozen=True, kw_only=True):
     def steered(self, paused: bool, reason: str, at: float) -> "LoopMemory":
         """Pause from a time in Unix seconds, or resume. A repeated pause keeps the time of the first."""
         since = (self.paused_at if self.paused else at) if paused else None
-        return msgspec.structs.replace(self, paused=paused, paused_reason=reason[:MOST_REASON] if paused else "", paused_at=since)
+        return msgspec.structs.replace(
+            self, paused=paused, paused_reason=reason[:MOST_REASON] if paused else "", paused_at=since
+        )
 
     def with_changes(self, base: "LoopMemory", theirs: "LoopMemory") -> "LoopMemory":
         """Merge two states derived from `base` (three-way merge).
@@ -103,12 +125,16 @@ class LoopMemory(msgspec.Struct, frozen=True, kw_only=True):
         Keeps this state, with the changes that only `theirs` has. In a conflict, this state wins.
         """
         chosen = theirs if self._pause == base._pause else self
-        engines = {name: its for name, its in theirs.engines.items() if self.engine(name) == base.engine(name)}
+        engines = {
+            name: its for name, its in theirs.engines.items() if self.engine(name) == base.engine(name)
+        }
         merged = self
         for name, its in engines.items():
             if its != base.engine(name):
                 merged = merged.remembering(name, its)
-        return msgspec.structs.replace(merged, paused=chosen.paused, paused_reason=chosen.paused_reason, paused_at=chosen.paused_at)
+        return msgspec.structs.replace(
+            merged, paused=chosen.paused, paused_reason=chosen.paused_reason, paused_at=chosen.paused_at
+        )
 
     @property
     def _pause(self) -> tuple[bool, str, float | None]:

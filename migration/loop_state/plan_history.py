@@ -8,7 +8,14 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from fleet.events import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged, PlanJudged, PlanTold
+from fleet.events import (
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationPlanned,
+    MigrationStaged,
+    PlanJudged,
+    PlanTold,
+)
 from migration.loop_state.byte_budget import ByteBudget
 
 MOST_TALES = 32
@@ -41,7 +48,9 @@ class PlanStory:
     @property
     def own(self) -> bool:
         """True if the planner started the plan automatically. Its own rollbacks name the policy."""
-        return self.planned.origin == "planner" or (self.planned.origin == "rollback" and bool(self.planned.policy))
+        return self.planned.origin == "planner" or (
+            self.planned.origin == "rollback" and bool(self.planned.policy)
+        )
 
     @property
     def whole(self) -> bool:
@@ -61,7 +70,12 @@ class PlanStory:
     @property
     def awaits_judgement(self) -> bool:
         """True if this is an automatic plan that has ended, changed something, and was not evaluated yet."""
-        return self.planned.origin == "planner" and self.end is not None and bool(self.numbers) and self.judged is None
+        return (
+            self.planned.origin == "planner"
+            and self.end is not None
+            and bool(self.numbers)
+            and self.judged is None
+        )
 
     @property
     def outcome(self) -> str:
@@ -72,7 +86,10 @@ class PlanStory:
             case None:
                 return f"under way, {len(self.numbers)} of {self.planned.handovers} handovers done"
             case MigrationAborted() as aborted:
-                return f"aborted after {len(self.numbers)} of {self.planned.handovers} handovers: {aborted.reason}"
+                return (
+                    f"aborted after {len(self.numbers)} of {self.planned.handovers} handovers:"
+                    f" {aborted.reason}"
+                )
         return "committed"
 
 
@@ -128,9 +145,17 @@ class PlanHistory:
 
         Later plans are skipped if they changed nothing, or if they are automatic rollbacks that were aborted.
         """
-        behind = (tale for tale in reversed(self._plans.values()) if not (tale.in_vain or (tale.undoes and isinstance(tale.end, MigrationAborted))))
+        behind = (
+            tale
+            for tale in reversed(self._plans.values())
+            if not (tale.in_vain or (tale.undoes and isinstance(tale.end, MigrationAborted)))
+        )
         newest = next(behind, None)
-        return newest if newest is not None and newest.judged is not None and newest.judged.verdict == "harmful" else None
+        return (
+            newest
+            if newest is not None and newest.judged is not None and newest.judged.verdict == "harmful"
+            else None
+        )
 
     @property
     def epoch(self) -> int:
@@ -143,12 +168,22 @@ class PlanHistory:
         The pause follows the last aborted plan. It lasts `seconds`, doubled for each directly preceding
         aborted plan.
         """
-        failed = list(takewhile(lambda tale: tale.own and isinstance(tale.end, MigrationAborted), reversed(self._plans.values())))
-        return failed[0].ended_at + seconds * 2 ** min(len(failed), MOST_DOUBLINGS) if failed else float("-inf")
+        failed = list(
+            takewhile(
+                lambda tale: tale.own and isinstance(tale.end, MigrationAborted),
+                reversed(self._plans.values()),
+            )
+        )
+        return (
+            failed[0].ended_at + seconds * 2 ** min(len(failed), MOST_DOUBLINGS) if failed else float("-inf")
+        )
 
     def follows(self, tale: PlanStory) -> bool:
         """Return True if a later plan changed something after this one."""
-        return any(later.numbers for later in takewhile(lambda other: other is not tale, reversed(self._plans.values())))
+        return any(
+            later.numbers
+            for later in takewhile(lambda other: other is not tale, reversed(self._plans.values()))
+        )
 
     def told(self) -> tuple[PlanTold, ...]:
         """Return the last plans, newest first."""

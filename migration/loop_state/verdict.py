@@ -57,7 +57,9 @@ class StepPrices(msgspec.Struct, frozen=True, kw_only=True):
 
     def error(self, figures: LoopFigures, errors: LoopFigures) -> float:
         """Return the standard error of the cost."""
-        return hypot(self.experts * errors.balance / max(figures.balance, 1e-9) ** 2, self.remote * errors.remote_ranks)
+        return hypot(
+            self.experts * errors.balance / max(figures.balance, 1e-9) ** 2, self.remote * errors.remote_ranks
+        )
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,8 +126,18 @@ def judged(case: PlanCase, trust: float) -> Judgement:
     summary = _summary(before.figures, after.figures, gain, predicted)
     if worse := _worse(before, after, gain, error):
         if case.regret_seconds is not None and case.regret_seconds > case.least_regret:
-            return Judgement("harmful", realised, now_trusted, f"{worse}, and a step would be {_ms(case.regret_seconds)} shorter as it was before; {summary}")
-        why = "today's demand cannot be judged" if case.regret_seconds is None else "under today's demand it would be no better as it was before"
+            return Judgement(
+                "harmful",
+                realised,
+                now_trusted,
+                f"{worse}, and a step would be {_ms(case.regret_seconds)} shorter as it was before;"
+                f" {summary}",
+            )
+        why = (
+            "today's demand cannot be judged"
+            if case.regret_seconds is None
+            else "under today's demand it would be no better as it was before"
+        )
         return Judgement("kept", realised, now_trusted, f"{worse}, but {why}; {summary}")
     return Judgement("kept", realised, now_trusted, summary)
 
@@ -154,7 +166,10 @@ def _missing(case: PlanCase) -> str:
         if window is None:
             return f"nothing was measured {when}"
         if window.pairs < case.least_pairs:
-            return f"too little was measured {when}: {window.pairs:,.0f} pairs per layer of {case.least_pairs:,.0f}"
+            return (
+                f"too little was measured {when}: {window.pairs:,.0f} pairs per layer of"
+                f" {case.least_pairs:,.0f}"
+            )
     return ""
 
 
@@ -176,8 +191,9 @@ def _worse(before: Measurement, after: Measurement, gain: float, error: float) -
 
 def _summary(before: LoopFigures, after: LoopFigures, gain: float, predicted: float) -> str:
     return (
-        f"remote ranks {before.remote_ranks:.3f} to {after.remote_ranks:.3f}, local {before.local:.1%} to {after.local:.1%}, "
-        f"balance {before.balance:.3f} to {after.balance:.3f}: {_ms(gain)} of a step gained of {_ms(predicted)} predicted"
+        f"remote ranks {before.remote_ranks:.3f} to {after.remote_ranks:.3f}, local {before.local:.1%} to"
+        f" {after.local:.1%}, balance {before.balance:.3f} to {after.balance:.3f}: {_ms(gain)} of a step"
+        f" gained of {_ms(predicted)} predicted"
     )
 
 

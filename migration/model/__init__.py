@@ -1,1 +1,2 @@
-"""Values shared by planning, execution and the control loop: engine, plan, cost model and move history. Pure."""
+"""Values shared by planning, execution and the control loop: engine, plan, cost model and move history.
+Pure."""

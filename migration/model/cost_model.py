@@ -102,7 +102,9 @@ class PricedPlacement(NamedTuple):
     """float64 [layers]: seconds of a step for experts and dispatch"""
 
 
-def judged(placement: Placement, demand: NDArray[Any], terms: CostTerms, memory_seconds: float = 0.0) -> PricedPlacement:
+def judged(
+    placement: Placement, demand: NDArray[Any], terms: CostTerms, memory_seconds: float = 0.0
+) -> PricedPlacement:
     """Evaluate a placement under a demand.
 
     demand: [ranks, layers, experts], (token, k) pairs in any unit, by the rank of their requests.
@@ -114,7 +116,9 @@ def judged(placement: Placement, demand: NDArray[Any], terms: CostTerms, memory_
     even, experts, dispatch = balance(load), expert_seconds(load, terms.speed), sent.seconds(terms.speed)
     tokens, pairs = terms.step_tokens * placement.layers, float(demand.sum(dtype=np.float64))
     found = Figures(
-        seconds=StepSeconds(experts=float(experts.sum()), dispatch=float(dispatch.sum()), memory=memory_seconds),
+        seconds=StepSeconds(
+            experts=float(experts.sum()), dispatch=float(dispatch.sum()), memory=memory_seconds
+        ),
         balance=float(even.mean()),
         least_balance=float(even.min()),
         step_ceiling=step_ceiling(placement.ranks, terms.step_tokens * terms.top_k),
@@ -125,13 +129,16 @@ def judged(placement: Placement, demand: NDArray[Any], terms: CostTerms, memory_
     return PricedPlacement(found, experts + dispatch)
 
 
-def figures(placement: Placement, demand: NDArray[Any], terms: CostTerms, memory_seconds: float = 0.0) -> Figures:
+def figures(
+    placement: Placement, demand: NDArray[Any], terms: CostTerms, memory_seconds: float = 0.0
+) -> Figures:
     """Return the figures of a placement under a demand, over all layers. Arguments as in `judged`."""
     return judged(placement, demand, terms, memory_seconds).figures
 
 
 def balance(load: FloatArray) -> FloatArray:
-    """Return mean rank load / max rank load of a load [layers, ranks], as float64 [layers]; 1 without demand."""
+    """Return mean rank load / max rank load of a load [layers, ranks], as float64 [layers]; 1 without
+    demand."""
     most = load.max(axis=1)
     return np.asarray(np.where(most > 0, load.mean(axis=1) / np.where(most > 0, most, 1.0), 1.0))
 
@@ -175,7 +182,10 @@ class DispatchTraffic(NamedTuple):
     def seconds(self, speed: EngineSpeed) -> FloatArray:
         """Return the time of the busiest rank, float64 [layers]: max of sent and received, summed over the
         link classes."""
-        busiest = [np.maximum(out, into).max(axis=1) for out, into in ((self.ranks_out, self.ranks_in), (self.nodes_out, self.nodes_in))]
+        busiest = [
+            np.maximum(out, into).max(axis=1)
+            for out, into in ((self.ranks_out, self.ranks_in), (self.nodes_out, self.nodes_in))
+        ]
         return np.asarray(speed.dispatch * busiest[0] + speed.dispatch_node * busiest[1])
 
 
@@ -209,7 +219,9 @@ def _nodes_reached(mass: FloatArray, placement: Placement, terms: CostTerms) -> 
     nodes = mass.shape[1]
     if terms.shape is None or not limited(terms.shape) or nodes == 1:
         return _reached(mass, terms.top_k)
-    on_node = np.stack([placement.replicas_on_rank[:, terms.node == at].any(axis=1) for at in range(nodes)], axis=1)
+    on_node = np.stack(
+        [placement.replicas_on_rank[:, terms.node == at].any(axis=1) for at in range(nodes)], axis=1
+    )
     return np.asarray(1.0 - (1.0 - mass.clip(0.0, 1.0)) ** draws_of(terms.shape, on_node)[:, None, None])
 
 
@@ -243,7 +255,10 @@ class LinkSpeeds(msgspec.Struct, frozen=True, kw_only=True):
             if not 0 < getattr(self, name):
                 raise ValueError(f"links: {name} must be above 0 bytes per second, not {getattr(self, name)}")
         if not self.handover_seconds >= 0 or not 0 <= self.contention <= 1:
-            raise ValueError(f"links: handover_seconds {self.handover_seconds} must not be negative, contention {self.contention} must be a share")
+            raise ValueError(
+                f"links: handover_seconds {self.handover_seconds} must not be negative, contention"
+                f" {self.contention} must be a share"
+            )
 
 
 class Transfers(NamedTuple):
@@ -280,7 +295,14 @@ class Payback(msgspec.Struct, frozen=True, kw_only=True):
         return self.after_seconds is not None and self.after_seconds < self.lifetime_seconds
 
 
-def payback(gain_seconds: float, steps_per_second: float, lifetime_seconds: float, transfers: Transfers, node: NDArray[np.intp], links: LinkSpeeds) -> Payback:
+def payback(
+    gain_seconds: float,
+    steps_per_second: float,
+    lifetime_seconds: float,
+    transfers: Transfers,
+    node: NDArray[np.intp],
+    links: LinkSpeeds,
+) -> Payback:
     """Compute the payback of a plan. gain_seconds: reduction of the step time.
 
     A plan without gain never pays. A plan without cost pays at once.
@@ -309,10 +331,20 @@ def transfer_seconds(transfers: Transfers, node: NDArray[np.intp], links: LinkSp
     stored = transfers.source < 0
     crosses = ~stored & (node[transfers.source] != node[transfers.destination])
     slowest = np.zeros(rounds)
-    for chosen, speed in ((~stored & ~crosses, links.same_node), (crosses, links.cross_node), (stored, links.checkpoint)):
+    for chosen, speed in (
+        (~stored & ~crosses, links.same_node),
+        (crosses, links.cross_node),
+        (stored, links.checkpoint),
+    ):
         for end in (transfers.source, transfers.destination):
             taken = chosen & (end >= 0)
-            amount = np.bincount((transfers.handover * ranks + end)[taken], transfers.bytes[taken], rounds * ranks)
+            amount = np.bincount(
+                (transfers.handover * ranks + end)[taken], transfers.bytes[taken], rounds * ranks
+            )
             slowest = np.maximum(slowest, amount.reshape(rounds, ranks).max(axis=1) / speed)
-    arrived = np.bincount(transfers.handover * ranks + transfers.destination, transfers.bytes, rounds * ranks).reshape(rounds, ranks).max(axis=1)
+    arrived = (
+        np.bincount(transfers.handover * ranks + transfers.destination, transfers.bytes, rounds * ranks)
+        .reshape(rounds, ranks)
+        .max(axis=1)
+    )
     return float((slowest + arrived / links.checksum + links.handover_seconds).sum())

@@ -48,10 +48,17 @@ class Demand:
     """
 
     @classmethod
-    def of(cls, rates: NDArray[Any], pairs: NDArray[np.float64], seconds: float = 0.0, began: float = np.inf) -> "Demand":
+    def of(
+        cls, rates: NDArray[Any], pairs: NDArray[np.float64], seconds: float = 0.0, began: float = np.inf
+    ) -> "Demand":
         """Make a demand from rates [ranks, layers, experts] in pairs per second and from the pairs [ranks]
         behind each layer."""
-        return cls(tuple(DemandCounts(None, rank, 0.0, 0.0) for rank in np.asarray(rates, np.float32)), pairs, seconds, began)
+        return cls(
+            tuple(DemandCounts(None, rank, 0.0, 0.0) for rank in np.asarray(rates, np.float32)),
+            pairs,
+            seconds,
+            began,
+        )
 
     @cached_property
     def known(self) -> NDArray[np.float64]:
@@ -156,7 +163,11 @@ class EngineView:
     @cached_property
     def past(self) -> MoveHistory | None:
         """Return the move history, completed with the demand seen since the last plan."""
-        return self.history if self.history is None or self.since is None else self.history.seen(self.since.wanted)
+        return (
+            self.history
+            if self.history is None or self.since is None
+            else self.history.seen(self.since.wanted)
+        )
 
     @property
     def judged(self) -> Demand:

@@ -51,7 +51,9 @@ def node_draws(shape: ModelShape, nodes: int, *, together: bool) -> float:
 
     Independent draws have n = k. Here n is chosen so that even masses reach `expected_nodes`.
     """
-    return log(max(1.0 - expected_nodes(shape, nodes, together=together) / nodes, _LEAST)) / log(1.0 - 1.0 / nodes)
+    return log(max(1.0 - expected_nodes(shape, nodes, together=together) / nodes, _LEAST)) / log(
+        1.0 - 1.0 / nodes
+    )
 
 
 def draws_of(shape: ModelShape, on_node: NDArray[np.bool_]) -> NDArray[np.float64]:

@@ -52,9 +52,18 @@ class MoveHistory:
         """Start the history of an incarnation that begins with this placement."""
         never = np.full((placement.layers, placement.experts), NEVER)
         table = placement.expert_of_slot
-        return cls(worker_id=worker_id, epoch=placement.epoch, table=table, ranks=placement.ranks, moved=never, base=table)
+        return cls(
+            worker_id=worker_id,
+            epoch=placement.epoch,
+            table=table,
+            ranks=placement.ranks,
+            moved=never,
+            base=table,
+        )
 
-    def committed(self, placement: Placement, plan: str | None, at: float, demand: Float32Array | None = None) -> "MoveHistory":
+    def committed(
+        self, placement: Placement, plan: str | None, at: float, demand: Float32Array | None = None
+    ) -> "MoveHistory":
         """Return the history after one more epoch. Old epochs change nothing.
 
         plan: its id. Handovers of one plan count as one, and an epoch without a plan leaves nothing to undo.
@@ -65,7 +74,10 @@ class MoveHistory:
             return self
         table = placement.expert_of_slot
         if table.shape != self.table.shape or placement.ranks != self.ranks:
-            raise ValueError(f"history: {placement} follows {self.table.shape[1]} slots x {self.table.shape[0]} layers on {self.ranks} ranks; begin anew")
+            raise ValueError(
+                f"history: {placement} follows {self.table.shape[1]} slots x {self.table.shape[0]} layers on"
+                f" {self.ranks} ranks; begin anew"
+            )
         same_plan = plan is not None and plan == self.plan
         return replace(
             self,
@@ -99,7 +111,9 @@ class MoveHistory:
             resting = resting | (now < self.rests)
         return np.asarray(resting | (now - self.moved.max(axis=1, keepdims=True) < layer_seconds))
 
-    def without_reversals(self, changes: PlacementChanges, demand: Float32Array, z: float = SIGNIFICANT) -> PlacementChanges:
+    def without_reversals(
+        self, changes: PlacementChanges, demand: Float32Array, z: float = SIGNIFICANT
+    ) -> PlacementChanges:
         """Remove changes that undo the last plan without new evidence, and the later changes of the same
         layers.
 
@@ -120,7 +134,11 @@ class MoveHistory:
                 kept[at] = False
                 continue
             touched = _touched(table[layer], per, *writes)
-            undoes = any(now[layer, rank, expert] != before[layer, rank, expert] and comes == before[layer, rank, expert] for rank, expert, comes in touched)
+            undoes = any(
+                now[layer, rank, expert] != before[layer, rank, expert]
+                and comes == before[layer, rank, expert]
+                for rank, expert, comes in touched
+            )
             if undoes and not any(new[rank % len(new), layer, expert] for rank, expert, _ in touched):
                 kept[at] = False
                 closed.add(layer)
@@ -157,7 +175,11 @@ def retraced(worker_id: int, life: Sequence[tuple[Placement, str | None, float]]
     history: MoveHistory | None = None
     for placement, plan, at in life:
         try:
-            history = MoveHistory.begin(worker_id, placement) if history is None else history.committed(placement, plan, at)
+            history = (
+                MoveHistory.begin(worker_id, placement)
+                if history is None
+                else history.committed(placement, plan, at)
+            )
         except ValueError:
             return None
     return history
@@ -167,7 +189,9 @@ def counted(rates: NDArray[Any], pairs: NDArray[Any]) -> Float32Array:
     """Return the counts of a window from rates [ranks, layers, experts] and the pairs [ranks] behind each
     layer."""
     total = rates.sum(axis=2, dtype=np.float64, keepdims=True)
-    return np.asarray(rates * np.where(total > 0, pairs[:, None, None] / np.where(total > 0, total, 1.0), 0.0), np.float32)
+    return np.asarray(
+        rates * np.where(total > 0, pairs[:, None, None] / np.where(total > 0, total, 1.0), 0.0), np.float32
+    )
 
 
 def differs(before: NDArray[Any], now: NDArray[Any], z: float) -> NDArray[np.bool_]:
@@ -176,13 +200,17 @@ def differs(before: NDArray[Any], now: NDArray[Any], z: float) -> NDArray[np.boo
 
     The standard deviation combines both samples.
     """
-    totals = [np.maximum(counts.sum(axis=-1, keepdims=True, dtype=np.float64), 1.0) for counts in (before, now)]
+    totals = [
+        np.maximum(counts.sum(axis=-1, keepdims=True, dtype=np.float64), 1.0) for counts in (before, now)
+    ]
     shares = [counts / total for counts, total in zip((before, now), totals, strict=True)]
     variance = shares[0] / totals[0] + shares[1] / totals[1]
     return np.asarray((shares[0] - shares[1]) ** 2 > z * z * variance)
 
 
-def _touched(row: SlotTable, per: int, slot: int, expert: int, other_slot: int, other_expert: int) -> list[tuple[int, int, bool]]:
+def _touched(
+    row: SlotTable, per: int, slot: int, expert: int, other_slot: int, other_expert: int
+) -> list[tuple[int, int, bool]]:
     """Return the effects of a change on its ranks: (rank, expert, True if the expert arrives)."""
     writes = [(slot, expert)] if other_slot == NOWHERE else [(slot, expert), (other_slot, other_expert)]
     goes = [(at // per, int(row[at]), False) for at, _ in writes if row[at] != EMPTY]

@@ -63,14 +63,22 @@ class PlacementChanges(NamedTuple):
 COPIES = np.array([1, 2, 1, 0], np.int64)
 """by `ChangeKind`"""
 NONE = PlacementChanges(
-    np.empty(0, np.uint8), np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int16), np.empty(0, np.int32), np.empty(0, np.int16), np.empty(0)
+    np.empty(0, np.uint8),
+    np.empty(0, np.int32),
+    np.empty(0, np.int32),
+    np.empty(0, np.int16),
+    np.empty(0, np.int32),
+    np.empty(0, np.int16),
+    np.empty(0),
 )
 
 
 def made(table: SlotTable, changes: PlacementChanges) -> SlotTable:
     """Return the table after these changes, applied in order. The argument is not modified."""
     after = table.copy()
-    for layer, slot, expert, other_slot, other_expert in zip(*(part.tolist() for part in changes[1:6]), strict=True):
+    for layer, slot, expert, other_slot, other_expert in zip(
+        *(part.tolist() for part in changes[1:6]), strict=True
+    ):
         after[layer, slot] = expert
         if other_slot != NOWHERE:
             after[layer, other_slot] = other_expert
@@ -84,7 +92,11 @@ def taken(changes: PlacementChanges, which: NDArray[np.bool_] | NDArray[np.intp]
 
 def joined(parts: Sequence[PlacementChanges]) -> PlacementChanges:
     """Concatenate several series."""
-    return PlacementChanges._make(np.concatenate(columns) for columns in zip(*parts, strict=True)) if parts else NONE
+    return (
+        PlacementChanges._make(np.concatenate(columns) for columns in zip(*parts, strict=True))
+        if parts
+        else NONE
+    )
 
 
 def within(changes: PlacementChanges, most_copies: int) -> PlacementChanges:
@@ -97,7 +109,14 @@ def within(changes: PlacementChanges, most_copies: int) -> PlacementChanges:
     if not changes or int(changes.copies.sum()) <= most_copies:
         return changes
     chosen = np.zeros(len(changes.kind), bool)
-    runs = sorted((run for layer in np.unique(changes.layer) for run in _runs(changes, np.flatnonzero(changes.layer == layer))), key=lambda run: -run[0])
+    runs = sorted(
+        (
+            run
+            for layer in np.unique(changes.layer)
+            for run in _runs(changes, np.flatnonzero(changes.layer == layer))
+        ),
+        key=lambda run: -run[0],
+    )
     left, closed = most_copies, set[int]()
     for _, members in runs:
         layer = int(changes.layer[members[0]])

@@ -77,14 +77,19 @@ class SplitRecord(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, split: Split, layers: NDArray[np.intp]) -> "SplitRecord":
         """Take these layers of a split."""
-        return cls(layers=tuple(layers.tolist()), **{name: part[layers].astype("<u2").tobytes() for name, part in split._asdict().items()})
+        return cls(
+            layers=tuple(layers.tolist()),
+            **{name: part[layers].astype("<u2").tobytes() for name, part in split._asdict().items()},
+        )
 
     def over(self, split: Split) -> Split:
         """Return a split [layers, slots] with these layers replaced. Raises ValueError if they do not fit."""
         rows, slots = list(self.layers), split.spill.shape[1]
         if any(not 0 <= layer < len(split.spill) for layer in rows):
             raise ValueError(f"split: it names layers {rows}; the placement has 0..{len(split.spill) - 1}")
-        return Split(*(_over(part, rows, getattr(self, name), slots, name) for name, part in split._asdict().items()))
+        return Split(
+            *(_over(part, rows, getattr(self, name), slots, name) for name, part in split._asdict().items())
+        )
 
 
 class Handover(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -151,7 +156,10 @@ def planned(
     """
     series = tuple(handovers)
     table = placement.expert_of_slot
-    digest = blake2b(msgspec.msgpack.encode((placement.epoch, table.shape, table.astype("<i2").tobytes(), series)), digest_size=8).hexdigest()
+    digest = blake2b(
+        msgspec.msgpack.encode((placement.epoch, table.shape, table.astype("<i2").tobytes(), series)),
+        digest_size=8,
+    ).hexdigest()
     return Plan(
         id=digest if name is None else name,
         base_epoch=placement.epoch,
@@ -195,7 +203,9 @@ class Inapplicable(ValueError):
 
     def __init__(self, cause: PlanCause, handover: Handover, step: int | None, detail: str) -> None:
         where = (
-            f"handover to epoch {handover.epoch}" if step is None else f"step {step} ({handover.steps[step].kind}) of the handover to epoch {handover.epoch}"
+            f"handover to epoch {handover.epoch}"
+            if step is None
+            else f"step {step} ({handover.steps[step].kind}) of the handover to epoch {handover.epoch}"
         )
         super().__init__(f"plan: {where}: {detail}")
         self.cause = cause
@@ -212,7 +222,11 @@ def replay(placement: Placement, plan: Plan) -> list[Placement]:
     for handover in plan.handovers:
         if stated != found:
             raise Inapplicable(
-                PlanCause.SHAPE, handover, None, f"made for (layers, experts, ranks, slots per rank) {stated}, the placement has {found}; plan anew"
+                PlanCause.SHAPE,
+                handover,
+                None,
+                f"made for (layers, experts, ranks, slots per rank) {stated}, the placement has {found}; plan"
+                " anew",
             )
         placement = applied(placement, handover)
         series.append(placement)
@@ -222,13 +236,20 @@ def replay(placement: Placement, plan: Plan) -> list[Placement]:
 def applied(placement: Placement, handover: Handover) -> Placement:
     """Return the placement after one handover. Raises Inapplicable with the failing step and the cause."""
     if handover.epoch != placement.epoch + 1:
-        raise Inapplicable(PlanCause.EPOCH, handover, None, f"the placement is of epoch {placement.epoch}; plan anew from what is there")
+        raise Inapplicable(
+            PlanCause.EPOCH,
+            handover,
+            None,
+            f"the placement is of epoch {placement.epoch}; plan anew from what is there",
+        )
     table = placement.expert_of_slot.copy()
     for index, step in enumerate(handover.steps):
         _Check(placement, table, handover, index).carry_out(step)
     try:
         split = None if handover.split is None else handover.split.over(placement.split)
-        return Placement(table, experts=placement.experts, ranks=placement.ranks, epoch=handover.epoch, split=split)
+        return Placement(
+            table, experts=placement.experts, ranks=placement.ranks, epoch=handover.epoch, split=split
+        )
     except ValueError as error:
         raise Inapplicable(PlanCause.PLACEMENT, handover, None, str(error)) from error
 
@@ -250,7 +271,9 @@ class _Check:
             self._copies(step, {})
             return
         if step.slot is None or step.expert is None or not 0 <= step.expert < self.base.experts:
-            raise self._no(PlanCause.SHAPE, f"slot {step.slot}, expert {step.expert}: both must be named, and exist")
+            raise self._no(
+                PlanCause.SHAPE, f"slot {step.slot}, expert {step.expert}: both must be named, and exist"
+            )
         match step.kind:
             case "drop":
                 self._write(step.layer, step.slot, step.expert, EMPTY)
@@ -275,7 +298,11 @@ class _Check:
             raise self._no(PlanCause.SHAPE, f"slot {slot} does not exist")
         found = int(self.table[layer, slot])
         if found != before:
-            raise self._no(PlanCause.SLOT, f"layer {layer} slot {slot} holds {_named(layer, found)}, not {_named(layer, before)}; plan anew")
+            raise self._no(
+                PlanCause.SLOT,
+                f"layer {layer} slot {slot} holds {_named(layer, found)}, not {_named(layer, before)}; plan"
+                " anew",
+            )
         per = self.base.slots_per_rank
         rank = slot // per
         if after != EMPTY and (self.table[layer, rank * per : (rank + 1) * per] == after).any():
@@ -297,7 +324,8 @@ class _Check:
             if held != copy.expert:
                 raise self._no(
                     PlanCause.SOURCE,
-                    f"layer {step.layer} slot {copy.source} holds {_named(step.layer, held)}, not {_named(step.layer, copy.expert)}; plan anew",
+                    f"layer {step.layer} slot {copy.source} holds {_named(step.layer, held)}, not"
+                    f" {_named(step.layer, copy.expert)}; plan anew",
                 )
 
     def _no(self, cause: PlanCause, detail: str) -> Inapplicable:
@@ -312,9 +340,14 @@ def _named(layer: int, expert: int) -> str:
     return "nothing" if expert == EMPTY else f"expert {ExpertId(layer, expert)}"
 
 
-def _over(part: NDArray[np.uint16], rows: list[int], stated: bytes, slots: int, name: str) -> NDArray[np.uint16]:
+def _over(
+    part: NDArray[np.uint16], rows: list[int], stated: bytes, slots: int, name: str
+) -> NDArray[np.uint16]:
     if len(stated) != 2 * len(rows) * slots:
-        raise ValueError(f"split: {len(stated)} bytes of {name}, expected {2 * len(rows) * slots} for [{len(rows)}, {slots}] u16")
+        raise ValueError(
+            f"split: {len(stated)} bytes of {name}, expected {2 * len(rows) * slots} for [{len(rows)},"
+            f" {slots}] u16"
+        )
     after = np.array(part)
     after[rows] = np.frombuffer(stated, "<u2").reshape(len(rows), slots)
     return after

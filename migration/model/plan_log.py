@@ -1,4 +1,5 @@
-"""Fold of the migration log: the unfinished plan of each engine and its progress. Pure; bounded; idempotent."""
+"""Fold of the migration log: the unfinished plan of each engine and its progress. Pure; bounded;
+idempotent."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -49,7 +50,10 @@ class PlanLog:
             else:
                 self._seconds.setdefault(said.engine, {})[said.plan] = said
             return True
-        if isinstance(said, MigrationAborted) and self._seconds.get(said.engine, {}).pop(said.plan, None) is not None:
+        if (
+            isinstance(said, MigrationAborted)
+            and self._seconds.get(said.engine, {}).pop(said.plan, None) is not None
+        ):
             return True
         course = self._courses.get(said.engine)
         if course is None or course.planned.plan != said.plan:

@@ -38,7 +38,9 @@ def expected_most(ranks: int) -> float:
     return float(ndtri((ranks - 0.375) / (ranks + 0.25)))
 
 
-def deviation(load: NDArray[np.float64], replicas: NDArray[Any], ranks: int, pairs: float | NDArray[Any]) -> FloatArray:
+def deviation(
+    load: NDArray[np.float64], replicas: NDArray[Any], ranks: int, pairs: float | NDArray[Any]
+) -> FloatArray:
     """Return the standard deviation, between two windows, of a rank's load over the mean rank load: float64
     [layers].
 
@@ -64,7 +66,9 @@ def scatter(before: NDArray[Any], now: NDArray[Any]) -> float:
     return max(1.0, float((apart**2 / np.maximum(both, 1e-300)).sum()) / free) if free > 0 else 1.0
 
 
-def deviations(shares: NDArray[np.float64], replicas: NDArray[Any], pairs: float | NDArray[Any]) -> NDArray[np.float64]:
+def deviations(
+    shares: NDArray[np.float64], replicas: NDArray[Any], pairs: float | NDArray[Any]
+) -> NDArray[np.float64]:
     """Return the `deviation` of each rank, float64 [layers, ranks].
 
     shares: [layers, ranks, slots of a rank], load of each slot in units of the mean rank load; replicas: of
@@ -72,7 +76,9 @@ def deviations(shares: NDArray[np.float64], replicas: NDArray[Any], pairs: float
     """
     ranks = shares.shape[1]
     alone = (shares / np.maximum(replicas, 1)).sum(axis=2)
-    return np.asarray(np.sqrt(2.0 * ranks * alone / np.maximum(np.broadcast_to(pairs, len(shares)), 1.0)[:, None]))
+    return np.asarray(
+        np.sqrt(2.0 * ranks * alone / np.maximum(np.broadcast_to(pairs, len(shares)), 1.0)[:, None])
+    )
 
 
 def freedom(load: NDArray[np.float64], replicas: NDArray[Any], ranks: int) -> FloatArray:
@@ -88,7 +94,9 @@ def freedom(load: NDArray[np.float64], replicas: NDArray[Any], ranks: int) -> Fl
     return np.asarray(1.0 / (1.0 / ranks + ((alone / total[:, None]) ** 2).sum(axis=1)))
 
 
-def changed(loads: NDArray[np.float64], goal: FloatArray, noise: NDArray[np.float64], free: FloatArray | None = None) -> NDArray[np.bool_]:
+def changed(
+    loads: NDArray[np.float64], goal: FloatArray, noise: NDArray[np.float64], free: FloatArray | None = None
+) -> NDArray[np.bool_]:
     """Return the layers whose rank loads are spread more than sampling noise explains for a good placement,
     bool [layers].
 
@@ -127,6 +135,8 @@ def expected_max(loads: NDArray[np.float64], spread: FloatArray) -> FloatArray:
     """
     most = loads.max(axis=1)
     where = most[:, None] + spread[:, None] * _POINTS  # [layers, points]
-    below = ndtr((where[:, None, :] - loads[:, :, None]) / np.maximum(spread, 1e-12)[:, None, None]).prod(axis=1)
+    below = ndtr((where[:, None, :] - loads[:, :, None]) / np.maximum(spread, 1e-12)[:, None, None]).prod(
+        axis=1
+    )
     step = spread * (_POINTS[1] - _POINTS[0])
     return np.asarray(where[:, -1] - step * (below.sum(axis=1) - 0.5 * (below[:, 0] + below[:, -1])))

@@ -18,13 +18,27 @@ from scipy.sparse import coo_array
 
 from fleet.arrays import BoolArray, FloatArray, SlotTable
 from migration.solvers.load_cap import held_of, split_under
-from migration.solvers.locality_placement import LocalityPlacement, LocalityProblem, located, measured, placed, worth_of
+from migration.solvers.locality_placement import (
+    LocalityPlacement,
+    LocalityProblem,
+    located,
+    measured,
+    placed,
+    worth_of,
+)
 from migration.solvers.specialisation_test import SpecialisationTest, gate
 
 ROUNDS = 6
 _FIRST = 3
 """Rounds from every start; only the best start is continued."""
-_SHUFFLES = (0.6180339887498949, 0.7548776662466927, 0.5698402909980532, 0.8191725133961645, 0.6710436067037893, 0.5497004779019703)
+_SHUFFLES = (
+    0.6180339887498949,
+    0.7548776662466927,
+    0.5698402909980532,
+    0.8191725133961645,
+    0.6710436067037893,
+    0.5497004779019703,
+)
 """Fractions whose multiples are in no order (of the golden ratio and its generalisations). Each gives a
 further start, with clusters in the order of its multiples."""
 _FEW_SHUFFLES, _MANY_RANKS = 1, 16
@@ -56,11 +70,16 @@ class ClusterTraffic:
 
     def __post_init__(self) -> None:
         if self.profiles.ndim != 3 or self.shares.shape != self.profiles.shape[:1]:
-            raise ValueError(f"homes: profiles have shape {self.profiles.shape} and shares {self.shares.shape}; expected [K, layers, experts] and [K]")
+            raise ValueError(
+                f"homes: profiles have shape {self.profiles.shape} and shares {self.shares.shape}; expected"
+                " [K, layers, experts] and [K]"
+            )
         if not 0 <= self.leak <= 1:
             raise ValueError(f"homes: leak must be from 0 to 1, not {self.leak}")
         if self.capacity is not None and self.capacity.sum() < 1.0 - 1e-9:
-            raise ValueError(f"homes: the ranks' capacity adds up to {self.capacity.sum():.3f}; all requests need 1")
+            raise ValueError(
+                f"homes: the ranks' capacity adds up to {self.capacity.sum():.3f}; all requests need 1"
+            )
 
     def room_for(self, ranks: int) -> FloatArray:
         """[ranks]: capacity."""
@@ -75,7 +94,10 @@ class ClusterTraffic:
         even = self.room_for(homes.shape[1]) / self.room_for(homes.shape[1]).sum()
         known = homes.sum(axis=1, keepdims=True) > 0
         where = np.where(known, (1.0 - self.leak) * homes + self.leak * even, even) * shares[:, None]
-        return np.asarray((where.T @ self.profiles.reshape(len(shares), -1)).reshape(-1, *self.profiles.shape[1:]), np.float64)
+        return np.asarray(
+            (where.T @ self.profiles.reshape(len(shares), -1)).reshape(-1, *self.profiles.shape[1:]),
+            np.float64,
+        )
 
     def some(self, layers: NDArray[np.intp]) -> "ClusterTraffic":
         """Return the traffic of some layers."""
@@ -127,23 +149,43 @@ def homes(
     found = None if pairs is None else gate(traffic.profiles, _used_pairs(pairs, traffic), of="clusters")
     saved_before = 0.0 if present is None else _saved_now(traffic, room, before, present)
     if (found is not None and not found.specialised) or (traffic.shares > 0).sum() < 2:
-        reason = found.reason if found is not None and not found.specialised else "a single cluster needs no home"
-        return HomesSearchResult(None, reason, found, traffic.demand(none), None, saved_before, saved_before, 0)
+        reason = (
+            found.reason if found is not None and not found.specialised else "a single cluster needs no home"
+        )
+        return HomesSearchResult(
+            None, reason, found, traffic.demand(none), None, saved_before, saved_before, 0
+        )
     search = _Search(traffic, room, present)
     best, value, turns = search.best(before, rounds)
     nothing = search.saved(none)
     if value < nothing + least:
-        reason = f"homes would save {100 * value:.1f} % of dispatch, the same placement without them {100 * nothing:.1f} %"
-        return HomesSearchResult(None, reason, found, traffic.demand(none), None, saved_before, saved_before, turns)
+        reason = (
+            f"homes would save {100 * value:.1f} % of dispatch, the same placement without them"
+            f" {100 * nothing:.1f} %"
+        )
+        return HomesSearchResult(
+            None, reason, found, traffic.demand(none), None, saved_before, saved_before, turns
+        )
     reason = f"homes save {100 * value:.1f} % of dispatch, placement alone {100 * nothing:.1f} %"
     kept = None if before is None or before.shape != best.shape or not before.any() else search.saved(before)
     if before is not None and kept is not None and value < kept + better:
-        best, reason = before, f"the present homes save {100 * kept:.1f} % of dispatch, the best {100 * value:.1f} %"
+        best, reason = (
+            before,
+            f"the present homes save {100 * kept:.1f} % of dispatch, the best {100 * value:.1f} %",
+        )
     elif present is not None:
-        best = laid_onto(best, search.held(best), held_of(present[search.layers], ranks, traffic.profiles.shape[2]), room, traffic.room_for(ranks))
+        best = laid_onto(
+            best,
+            search.held(best),
+            held_of(present[search.layers], ranks, traffic.profiles.shape[2]),
+            room,
+            traffic.room_for(ranks),
+        )
     demand = traffic.demand(best)
     place = located(demand, room, present)
-    return HomesSearchResult(best, reason, found, demand, place, saved_before, float(place.saved.mean()), turns)
+    return HomesSearchResult(
+        best, reason, found, demand, place, saved_before, float(place.saved.mean()), turns
+    )
 
 
 class FixedPlacementHomes(NamedTuple):
@@ -159,14 +201,18 @@ class FixedPlacementHomes(NamedTuple):
     """Saved by these homes."""
 
 
-def resident(traffic: ClusterTraffic, room: LocalityProblem, present: SlotTable, before: FloatArray | None = None) -> FixedPlacementHomes:
+def resident(
+    traffic: ClusterTraffic, room: LocalityProblem, present: SlotTable, before: FloatArray | None = None
+) -> FixedPlacementHomes:
     """Return the best homes for an unchanged placement. present: int16 [layers, slots]; before: [K,
     ranks]."""
     search = _Search(traffic, room, present)
     held = held_of(present[search.layers], room.ranks, traffic.profiles.shape[2])
     best = search.routed_to(held)
     none = search.saved_by(held, np.zeros_like(best))
-    return FixedPlacementHomes(none, None if before is None else search.saved_by(held, before), best, search.saved_by(held, best))
+    return FixedPlacementHomes(
+        none, None if before is None else search.saved_by(held, before), best, search.saved_by(held, best)
+    )
 
 
 def _used_pairs(pairs: NDArray[Any], traffic: ClusterTraffic) -> NDArray[Any]:
@@ -174,7 +220,9 @@ def _used_pairs(pairs: NDArray[Any], traffic: ClusterTraffic) -> NDArray[Any]:
     return np.where(traffic.shares > 0, pairs, 0.0)
 
 
-def _saved_now(traffic: ClusterTraffic, room: LocalityProblem, before: FloatArray | None, present: SlotTable) -> float:
+def _saved_now(
+    traffic: ClusterTraffic, room: LocalityProblem, before: FloatArray | None, present: SlotTable
+) -> float:
     demand = traffic.demand(np.zeros((len(traffic.shares), room.ranks)) if before is None else before)
     split = split_under(present, demand, room.ranks, room.node, 1.0 / room.balance)
     return float(measured(present, split, demand, room).saved.mean())
@@ -209,7 +257,8 @@ class _Search:
         convergence."""
         used, ranks = np.flatnonzero(self._traffic.shares > 0), self._room.ranks
         shuffled = (
-            used[np.argsort(np.modf(np.arange(len(used)) * step)[0], kind="stable")] for step in _SHUFFLES[: _FEW_SHUFFLES if ranks > _MANY_RANKS else None]
+            used[np.argsort(np.modf(np.arange(len(used)) * step)[0], kind="stable")]
+            for step in _SHUFFLES[: _FEW_SHUFFLES if ranks > _MANY_RANKS else None]
         )
         starts = [chained(self._traffic, ranks), *(laid_along(self._traffic, row, ranks) for row in shuffled)]
         if before is not None and before.shape == starts[0].shape and before.any():
@@ -244,7 +293,13 @@ class _Search:
         rank = rank if several and rank > 0 else 1.0
         value = held * rank
         if several and node > 0:
-            value = value + node * np.stack([held[:, at == number].any(axis=1) for number in range(int(at.max()) + 1)], axis=1)[:, at]
+            value = (
+                value
+                + node
+                * np.stack(
+                    [held[:, at == number].any(axis=1) for number in range(int(at.max()) + 1)], axis=1
+                )[:, at]
+            )
         profiles = self._traffic.profiles.reshape(len(self._traffic.shares), -1)
         local = profiles @ value.transpose(1, 0, 2).reshape(self._room.ranks, -1).T / len(self.layers)
         return routed(local, self._traffic.shares, self._traffic.room_for(self._room.ranks))
@@ -263,9 +318,20 @@ def routed(value: FloatArray, shares: NDArray[Any], capacity: FloatArray) -> Flo
     each = coo_array((np.ones(len(cells)), (cells // ranks, cells)), (clusters, len(cells)))
     full = coo_array((weight[cells // ranks], (cells % ranks, cells)), (ranks, len(cells)))
     objective = -(weight[:, None] * value[used]).ravel()
-    found = linprog(objective, A_ub=full, b_ub=capacity + _ROUNDING, A_eq=each, b_eq=np.ones(clusters), bounds=(0.0, 1.0), method="highs")
+    found = linprog(
+        objective,
+        A_ub=full,
+        b_ub=capacity + _ROUNDING,
+        A_eq=each,
+        b_eq=np.ones(clusters),
+        bounds=(0.0, 1.0),
+        method="highs",
+    )
     if found.status != 0:
-        raise ValueError(f"homes: {clusters} clusters do not fit on ranks of capacity {capacity.round(3).tolist()}: {found.message}")
+        raise ValueError(
+            f"homes: {clusters} clusters do not fit on ranks of capacity {capacity.round(3).tolist()}:"
+            f" {found.message}"
+        )
     homes = np.zeros((len(shares), ranks))
     homes[used] = found.x.reshape(clusters, ranks)
     homes[homes < 1e-9] = 0.0
@@ -300,13 +366,19 @@ def laid_along(traffic: ClusterTraffic, row: NDArray[np.intp], ranks: int) -> Fl
     # Overlap of two partitions of [0, 1]: clusters by share, and ranks by capacity.
     ends = np.cumsum(shares)
     edges = np.cumsum(traffic.room_for(ranks) / traffic.room_for(ranks).sum())
-    overlap = np.minimum(ends[:, None], edges) - np.maximum((ends - shares)[:, None], np.concatenate([[0.0], edges[:-1]]))
+    overlap = np.minimum(ends[:, None], edges) - np.maximum(
+        (ends - shares)[:, None], np.concatenate([[0.0], edges[:-1]])
+    )
     homes = np.zeros((len(traffic.shares), ranks))
     homes[row] = np.maximum(overlap, 0.0) / shares[:, None]
-    return np.asarray(homes / np.where(homes.sum(axis=1, keepdims=True) > 0, homes.sum(axis=1, keepdims=True), 1.0))
+    return np.asarray(
+        homes / np.where(homes.sum(axis=1, keepdims=True) > 0, homes.sum(axis=1, keepdims=True), 1.0)
+    )
 
 
-def laid_onto(found: FloatArray, held: BoolArray, present: BoolArray, room: LocalityProblem, capacity: FloatArray) -> FloatArray:
+def laid_onto(
+    found: FloatArray, held: BoolArray, present: BoolArray, room: LocalityProblem, capacity: FloatArray
+) -> FloatArray:
     """Relabel the ranks of homes [K, ranks] so that `held` overlaps most with `present`; both bool [layers,
     ranks, experts].
 
@@ -314,7 +386,10 @@ def laid_onto(found: FloatArray, held: BoolArray, present: BoolArray, room: Loca
     with equally many ranks, are interchangeable.
     """
     ranks, nodes = room.ranks, int(room.node.max()) + 1
-    common = held.transpose(1, 0, 2).reshape(ranks, -1).astype(np.float32) @ present.transpose(1, 0, 2).reshape(ranks, -1).astype(np.float32).T
+    common = (
+        held.transpose(1, 0, 2).reshape(ranks, -1).astype(np.float32)
+        @ present.transpose(1, 0, 2).reshape(ranks, -1).astype(np.float32).T
+    )
     # Forbid pairs of unequal capacity by a cost that no overlap can outweigh.
     common = np.where(capacity[:, None] == capacity, common, -1e9)
     members = [np.flatnonzero(room.node == at) for at in range(nodes)]

@@ -74,22 +74,39 @@ def steering(view: EngineView, fit: NDArray[Any], judged: NDArray[Any]) -> Routi
     known = _known(view, clusters.clusters)
     profiles = clusters.profiles[:, -layers:]
     if known is None:
-        found = gate(profiles, float(view.demand.pairs.sum()) * np.asarray(clusters.shares, np.float64), of="clusters")
+        found = gate(
+            profiles, float(view.demand.pairs.sum()) * np.asarray(clusters.shares, np.float64), of="clusters"
+        )
         if not found.specialised:
             return found.reason
     shares = [mix_of(window.sum(axis=0), profiles, clusters.shares) for window in (fit, judged)]
     plain = ClusterTraffic(profiles, shares[1])
     held = None if known is None else lived(known, shares[1], plain.room_for(len(view.node)))
     seen = _fresh(view, view.judged) and held is not None
-    part = followed(judged, view.judged.pairs, plain, held, view.foreseen) if seen and held is not None else expected(view.foreseen)
+    part = (
+        followed(judged, view.judged.pairs, plain, held, view.foreseen)
+        if seen and held is not None
+        else expected(view.foreseen)
+    )
     leak = max(LEAST_LEAK, 1.0 - part.part)
     stale = known is not None and not (_fresh(view, view.demand) and _fresh(view, view.judged))
-    return RoutingForecast(ClusterTraffic(profiles, shares[0], leak), ClusterTraffic(profiles, shares[1], leak), part, known, stale)
+    return RoutingForecast(
+        ClusterTraffic(profiles, shares[0], leak),
+        ClusterTraffic(profiles, shares[1], leak),
+        part,
+        known,
+        stale,
+    )
 
 
 def _known(view: EngineView, clusters: int) -> NDArray[np.float64] | None:
     homes = view.homes
-    if homes is None or homes.share is None or homes.share.shape != (clusters, len(view.node)) or homes.epoch > view.placement.epoch:
+    if (
+        homes is None
+        or homes.share is None
+        or homes.share.shape != (clusters, len(view.node))
+        or homes.epoch > view.placement.epoch
+    ):
         return None
     return np.asarray(homes.share, np.float64)
 
@@ -175,7 +192,9 @@ def expected(foreseen: float) -> ForecastDemand:
     return ForecastDemand(STEERED * min(max(foreseen, 0.0), 1.0) ** 0.5, False)
 
 
-def followed(wanted: NDArray[Any], pairs: NDArray[Any], traffic: ClusterTraffic, homes: FloatArray, foreseen: float) -> ForecastDemand:
+def followed(
+    wanted: NDArray[Any], pairs: NDArray[Any], traffic: ClusterTraffic, homes: FloatArray, foreseen: float
+) -> ForecastDemand:
     """Estimate the degree to which the ranks' demand follows the homes: 0 with equal demand on all ranks, 1
     with every request at its home.
 
@@ -189,16 +208,28 @@ def followed(wanted: NDArray[Any], pairs: NDArray[Any], traffic: ClusterTraffic,
     if not (rank > 0).all():
         return before
     weight = rank / rank.sum()
-    seen, would = (_apart(part, weight) for part in (wanted / rank, _own(ClusterTraffic(traffic.profiles, traffic.shares, 0.0, traffic.capacity), homes)))
+    seen, would = (
+        _apart(part, weight)
+        for part in (
+            wanted / rank,
+            _own(ClusterTraffic(traffic.profiles, traffic.shares, 0.0, traffic.capacity), homes),
+        )
+    )
     # Weighted least squares through the origin: `found` = sum(seen * would) / sum(would^2).
     energy = float((weight * would**2).sum())
-    noise = float((weight**2 * would**2 * (wanted / rank) / np.maximum(pairs, 1.0)[:, None, None]).sum()) * REPEATS / wanted.shape[1]
+    noise = (
+        float((weight**2 * would**2 * (wanted / rank) / np.maximum(pairs, 1.0)[:, None, None]).sum())
+        * REPEATS
+        / wanted.shape[1]
+    )
     if energy <= 0.0 or noise <= 0.0:
         return before
     found, precision = float((weight * seen * would).sum()) / energy, energy**2 / noise
     # Precision-weighted mean with the prior, as for two normal estimates.
     doubt = 1.0 / _DOUBT**2
-    return ForecastDemand(min(max((before.part * doubt + found * precision) / (doubt + precision), 0.0), 1.0), precision > doubt)
+    return ForecastDemand(
+        min(max((before.part * doubt + found * precision) / (doubt + precision), 0.0), 1.0), precision > doubt
+    )
 
 
 def _own(traffic: ClusterTraffic, homes: FloatArray) -> FloatArray:

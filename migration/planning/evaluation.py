@@ -39,7 +39,9 @@ class EvaluatedPlan:
         return int(self.candidate.changes.copies.sum())
 
 
-def appraised(found: PlanningProblem, candidate: PlanCandidate, after: PricedPlacement | None = None) -> EvaluatedPlan:
+def appraised(
+    found: PlanningProblem, candidate: PlanCandidate, after: PricedPlacement | None = None
+) -> EvaluatedPlan:
     """Evaluate a candidate.
 
     after: the price of the end placement, where known. Raises Unorderable when no series of handovers can
@@ -49,7 +51,9 @@ def appraised(found: PlanningProblem, candidate: PlanCandidate, after: PricedPla
     placement = candidate.placement(found)
     after = candidate.situation(found).judge(placement) if after is None else after
     # With dead ranks there is no step time before the plan to compare with.
-    by_layer = np.zeros(placement.layers) if found.question.dead else candidate.before(found).seconds - after.seconds
+    by_layer = (
+        np.zeros(placement.layers) if found.question.dead else candidate.before(found).seconds - after.seconds
+    )
     handovers = _handovers(found, candidate, by_layer)
     if len(handovers) > found.config.most_steps:
         return appraised(found, _beginning(found, candidate, by_layer, len(handovers)))
@@ -92,18 +96,28 @@ def least_cost(found: PlanningProblem, candidate: PlanCandidate) -> float:
     if not len(slots):
         return 0.0
     most = float(np.bincount(slots // per).max()) * found.view.shape.expert_bytes
-    return links.contention * (most / max(links.same_node, links.cross_node, links.checkpoint) + most / links.checksum + links.handover_seconds)
+    return links.contention * (
+        most / max(links.same_node, links.cross_node, links.checkpoint)
+        + most / links.checksum
+        + links.handover_seconds
+    )
 
 
-def _beginning(found: PlanningProblem, candidate: PlanCandidate, by_layer: NDArray[np.float64], handovers: int) -> PlanCandidate:
+def _beginning(
+    found: PlanningProblem, candidate: PlanCandidate, by_layer: NDArray[np.float64], handovers: int
+) -> PlanCandidate:
     """Return the best part of a candidate that takes too many handovers."""
     copies = int(candidate.changes.copies.sum()) * found.config.most_steps // (2 * handovers)
     changes = within(_in_seconds(candidate.changes, by_layer), copies)
-    split = None if candidate.split is None else shared(candidate.situation(found), made(found.table, changes))
+    split = (
+        None if candidate.split is None else shared(candidate.situation(found), made(found.table, changes))
+    )
     return candidate._replace(changes=changes, split=split)
 
 
-def _handovers(found: PlanningProblem, candidate: PlanCandidate, by_layer: NDArray[np.float64]) -> tuple[Handover, ...]:
+def _handovers(
+    found: PlanningProblem, candidate: PlanCandidate, by_layer: NDArray[np.float64]
+) -> tuple[Handover, ...]:
     changes = _in_seconds(candidate.changes, by_layer)
     first, whole = found.first, found.view.placement
     split, limits = candidate.split, found.limits
@@ -114,7 +128,13 @@ def _handovers(found: PlanningProblem, candidate: PlanCandidate, by_layer: NDArr
     if first:
         changes = changes._replace(layer=(changes.layer + first).astype(np.int32))
         by_layer = np.concatenate([np.zeros(first), by_layer])
-        split = None if split is None else Split(*(np.concatenate([old[:first], new]) for old, new in zip(whole.split, split, strict=True)))
+        split = (
+            None
+            if split is None
+            else Split(
+                *(np.concatenate([old[:first], new]) for old, new in zip(whole.split, split, strict=True))
+            )
+        )
         least = limits.least_replicas
         if least is not None:
             least = np.concatenate([np.ones((first, whole.experts), np.int64), least])

@@ -40,7 +40,9 @@ class GroupAffinity(NamedTuple):
     reason: str
 
 
-def keep_groups(shape: ModelShape, speed: EngineSpeed, demand: NDArray[Any], room: LocalityProblem) -> GroupAffinity:
+def keep_groups(
+    shape: ModelShape, speed: EngineSpeed, demand: NDArray[Any], room: LocalityProblem
+) -> GroupAffinity:
     """Decide if every group's base copies should be on one node, and on which one.
 
     demand: [ranks, layers, experts] pairs by the rank that serves their requests.
@@ -49,17 +51,27 @@ def keep_groups(shape: ModelShape, speed: EngineSpeed, demand: NDArray[Any], roo
     sizes = np.bincount(room.node)
     fits = nodes > 1 and shape.groups % nodes == 0 and (sizes * room.slots >= shape.experts // nodes).all()
     if not limited(shape) or not fits:
-        reason = "the gate is not group-limited" if not limited(shape) else f"{shape.groups} groups cannot be kept whole on {nodes} nodes"
+        reason = (
+            "the gate is not group-limited"
+            if not limited(shape)
+            else f"{shape.groups} groups cannot be kept whole on {nodes} nodes"
+        )
         return GroupAffinity(False, 0.0, 0.0, float(nodes), float(nodes), None, reason)
     spread, whole = (expected_nodes(shape, nodes, together=together) for together in (False, True))
-    layers = np.unique(np.linspace(0, demand.shape[1] - 1, min(_LAYERS, demand.shape[1])).round().astype(np.intp))
+    layers = np.unique(
+        np.linspace(0, demand.shape[1] - 1, min(_LAYERS, demand.shape[1])).round().astype(np.intp)
+    )
     some = demand[:, layers]
     home = group_homes(demand, room, shape.groups)
     ways = [located(some, replace(room, home=mask)) for mask in (None, home[layers])]
     draws = (node_draws(shape, nodes, together=together) for together in (False, True))
-    apart, together = (_seconds(shape, speed, one, room, number) for one, number in zip(ways, draws, strict=True))
+    apart, together = (
+        _seconds(shape, speed, one, room, number) for one, number in zip(ways, draws, strict=True)
+    )
     keep = together < apart
-    sentence = f"a token costs {1e6 * together:.1f} us with groups whole on nodes, {1e6 * apart:.1f} us without"
+    sentence = (
+        f"a token costs {1e6 * together:.1f} us with groups whole on nodes, {1e6 * apart:.1f} us without"
+    )
     return GroupAffinity(keep, apart, together, spread, whole, home if keep else None, sentence)
 
 
@@ -71,7 +83,11 @@ def group_homes(demand: NDArray[Any], room: LocalityProblem, groups: int) -> Boo
     """
     layers, experts = demand.shape[1:]
     nodes = int(room.node.max()) + 1
-    wanted = np.stack([demand[room.node == at].sum(axis=0, dtype=np.float64) for at in range(nodes)], axis=1).reshape(layers, nodes, groups, -1).sum(axis=3)
+    wanted = (
+        np.stack([demand[room.node == at].sum(axis=0, dtype=np.float64) for at in range(nodes)], axis=1)
+        .reshape(layers, nodes, groups, -1)
+        .sum(axis=3)
+    )
     load = wanted.sum(axis=1)
     fair, rows = load.sum(axis=1) / nodes, np.arange(layers)
     full, room_left = np.zeros((layers, nodes)), np.full((layers, nodes), groups // nodes)
@@ -86,7 +102,9 @@ def group_homes(demand: NDArray[Any], room: LocalityProblem, groups: int) -> Boo
     return np.asarray(of_group.repeat(experts // groups, axis=1)[:, None, :] == room.node[None, :, None])
 
 
-def _seconds(shape: ModelShape, speed: EngineSpeed, found: LocalityPlacement, room: LocalityProblem, draws: float) -> float:
+def _seconds(
+    shape: ModelShape, speed: EngineSpeed, found: LocalityPlacement, room: LocalityProblem, draws: float
+) -> float:
     """Return the cost of a token, all layers: sending it to other ranks and nodes, and the fullest rank's
     excess compute.
 

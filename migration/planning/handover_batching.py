@@ -49,29 +49,50 @@ def ordered(
     the staging room.
     """
     end = made(placement.expert_of_slot, changes)
-    final = even_split(end, placement.experts) if split is None else Placement(end, experts=placement.experts, ranks=placement.ranks, split=split).split
+    final = (
+        even_split(end, placement.experts)
+        if split is None
+        else Placement(end, experts=placement.experts, ranks=placement.ranks, split=split).split
+    )
     queue = PendingChanges(placement, changes, room, limits)
     shares = _Shares(placement, end, final, even=placement.even and split is None)
     series: list[Handover] = []
     alone = shares.only_reweighted(changes)
     if len(alone):
-        steps = tuple(_reweight(int(layer), 0.0 if reweighted is None else float(reweighted[layer])) for layer in alone)
-        series.append(Handover(epoch=placement.epoch + 1, steps=steps, split=shares.after(placement.expert_of_slot, alone)))
+        steps = tuple(
+            _reweight(int(layer), 0.0 if reweighted is None else float(reweighted[layer])) for layer in alone
+        )
+        series.append(
+            Handover(
+                epoch=placement.epoch + 1, steps=steps, split=shares.after(placement.expert_of_slot, alone)
+            )
+        )
     writer = _StepWriter(placement, changes, room, limits, why)
     while queue.waiting:
         steps = writer.steps(queue.round())
         series.append(
-            Handover(epoch=placement.epoch + len(series) + 1, steps=steps, split=None if shares.even else shares.after(writer.table, queue.complete()))
+            Handover(
+                epoch=placement.epoch + len(series) + 1,
+                steps=steps,
+                split=None if shares.even else shares.after(writer.table, queue.complete()),
+            )
         )
     return tuple(series)
 
 
 def transfers(handovers: Sequence[Handover], slots_per_rank: int) -> Transfers:
     """Return the copies of the handovers, for `migration.model.cost_model.payback`."""
-    found = [(number, copy) for number, handover in enumerate(handovers) for step in handover.steps for copy in step.copies]
+    found = [
+        (number, copy)
+        for number, handover in enumerate(handovers)
+        for step in handover.steps
+        for copy in step.copies
+    ]
     return Transfers(
         handover=np.array([number for number, _ in found], np.intp),
-        source=np.array([-1 if copy.source is None else copy.source // slots_per_rank for _, copy in found], np.intp),
+        source=np.array(
+            [-1 if copy.source is None else copy.source // slots_per_rank for _, copy in found], np.intp
+        ),
         destination=np.array([copy.slot // slots_per_rank for _, copy in found], np.intp),
         bytes=np.array([copy.bytes for _, copy in found], np.float64),
     )
@@ -95,7 +116,9 @@ class _Shares:
 
     def only_reweighted(self, changes: PlacementChanges) -> NDArray[np.intp]:
         """Return the layers whose split changes and whose slots do not."""
-        differs = np.logical_or.reduce([(one != other).any(axis=1) for one, other in zip(self._first, self._final, strict=True)])
+        differs = np.logical_or.reduce(
+            [(one != other).any(axis=1) for one, other in zip(self._first, self._final, strict=True)]
+        )
         differs[changes.layer] = False
         return np.flatnonzero(differs)
 
@@ -106,10 +129,20 @@ class _Shares:
         moved = (table != self._table).any(axis=1)
         rows = np.flatnonzero(moved & ~self._done)
         between = self._between(table, rows)
-        now = Split(*(np.where(self._done[:, None], final, before) for final, before in zip(self._final, self._now, strict=True)))
+        now = Split(
+            *(
+                np.where(self._done[:, None], final, before)
+                for final, before in zip(self._final, self._now, strict=True)
+            )
+        )
         for part, meanwhile in zip(now, between, strict=True):
             part[rows] = meanwhile
-        stated = np.flatnonzero(np.logical_or.reduce([(one != other).any(axis=1) for one, other in zip(now, self._now, strict=True)]) | moved)
+        stated = np.flatnonzero(
+            np.logical_or.reduce(
+                [(one != other).any(axis=1) for one, other in zip(now, self._now, strict=True)]
+            )
+            | moved
+        )
         self._now, self._table = now, table.copy()
         return SplitRecord.of(now, stated)
 
@@ -143,13 +176,25 @@ def same_holders(table: SlotTable, other: SlotTable, experts: int) -> NDArray[np
 
 
 def _reweight(layer: int, gain: float) -> PlanStep:
-    return PlanStep(kind="reweight", layer=layer, gain=gain, why="its replicas get new shares, which evens out the ranks and copies nothing")
+    return PlanStep(
+        kind="reweight",
+        layer=layer,
+        gain=gain,
+        why="its replicas get new shares, which evens out the ranks and copies nothing",
+    )
 
 
 class _StepWriter:
     """Conversion of changes to steps: the source of each copy, the replica that gives way, and the reason."""
 
-    def __init__(self, placement: Placement, changes: PlacementChanges, room: StagingRoom, limits: Constraints, why: Sequence[str] | None) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        changes: PlacementChanges,
+        room: StagingRoom,
+        limits: Constraints,
+        why: Sequence[str] | None,
+    ) -> None:
         self._per = placement.slots_per_rank
         self._rows: list[list[int]] = placement.expert_of_slot.tolist()
         self._changes = list(zip(*(part.tolist() for part in changes), strict=True))
@@ -183,7 +228,11 @@ class _StepWriter:
             other_expert=other_expert if kind == ChangeKind.SWAP else None,
             copies=tuple(copies),
             gain=gain,
-            why=self._reason(ChangeKind(kind), layer, slot, expert, other_slot) if self._why is None else self._why[at],
+            why=(
+                self._reason(ChangeKind(kind), layer, slot, expert, other_slot)
+                if self._why is None
+                else self._why[at]
+            ),
         )
         row[slot] = expert
         if other_slot != NOWHERE:
@@ -230,7 +279,9 @@ class _Sources:
             holder = source // self._per
             if self._live[holder]:
                 far = (self._node[holder] != self._node[rank]) + (holder != rank)
-                best = min(best or ((ranks, 0, 0), 0), ((far, self._given[holder], (holder - rank) % ranks), source))
+                best = min(
+                    best or ((ranks, 0, 0), 0), ((far, self._given[holder], (holder - rank) % ranks), source)
+                )
         if best is None:
             return Copy(expert=expert, slot=slot, link="checkpoint", bytes=self._bytes)
         holder = best[1] // self._per

@@ -23,7 +23,14 @@ from migration.planning.demand_forecast import RoutingForecast, lived, spread
 from migration.planning.group_affinity import keep_groups
 from migration.planning.locality_report import none, room_of
 from migration.planning.problem import PlanningProblem
-from migration.planning.strategies import NEARER, NOTICEABLE, PlanCandidate, PredictedEffect, shared, without_reversals
+from migration.planning.strategies import (
+    NEARER,
+    NOTICEABLE,
+    PlanCandidate,
+    PredictedEffect,
+    shared,
+    without_reversals,
+)
 from migration.solvers.locality_placement import located
 from migration.solvers.ordered_diff import toward
 from migration.solvers.split_weights import SLACK
@@ -76,10 +83,13 @@ def settled(found: PlanningProblem) -> EffectiveHomes:
     note = f"homes save {way.saved:.1%} of dispatch under this placement, {way.none:.1%} without them"
     # Hysteresis: young homes stay, and older ones stay unless others save clearly more.
     if known.known is not None and way.kept is not None and way.kept >= way.none + _STILL:
-        young = found.view.homes is not None and found.view.now - found.view.homes.at < found.config.homes_seconds
+        young = (
+            found.view.homes is not None and found.view.now - found.view.homes.at < found.config.homes_seconds
+        )
         if young or way.saved < way.kept + max(_CLEARLY, bar / 4):
             return EffectiveHomes(
-                _completed(known.known, way.homes, traffic), f"the present homes save {way.kept:.1%} of dispatch, {way.none:.1%} without them"
+                _completed(known.known, way.homes, traffic),
+                f"the present homes save {way.kept:.1%} of dispatch, {way.none:.1%} without them",
             )
     if way.saved < way.none + bar:
         return EffectiveHomes(None, note)
@@ -109,12 +119,17 @@ def joint(found: PlanningProblem) -> PlanCandidate:
         goal = located(end.fit, replace(room, home=whole.home), present=found.table).table
     changes = without_reversals(found, toward(found.table, goal, end.fit, room, found.limits))
     base = _before(found, known, stay.share)
-    ways = [_candidate(found, changes, base, one, of) for one, of in _choices(found, known, share, stay.share, end)]
+    ways = [
+        _candidate(found, changes, base, one, of)
+        for one, of in _choices(found, known, share, stay.share, end)
+    ]
     best, seconds = min(ways, key=lambda one: one[1])
     # A plan cut short by limits is still worthwhile if its goal is.
     least = float(base.seconds.sum()) - NOTICEABLE * base.figures.seconds.dispatch
     if seconds > least and not _worth_going_to(goal, end, least):
-        raise ValueError(f"homes and placement would save less than {NOTICEABLE:.0%} of what sending tokens takes")
+        raise ValueError(
+            f"homes and placement would save less than {NOTICEABLE:.0%} of what sending tokens takes"
+        )
     return best
 
 
@@ -124,7 +139,9 @@ def _material(found: PlanningProblem, traffic: ClusterTraffic) -> float:
     return MATERIAL * (1.0 - traffic.leak) * min(1.0, held / _HELD)
 
 
-def at_home(found: PlanningProblem, share: FloatArray | None, note: str, epoch: int | None = None) -> PlannedHomes:
+def at_home(
+    found: PlanningProblem, share: FloatArray | None, note: str, epoch: int | None = None
+) -> PlannedHomes:
     """Return the homes to publish.
 
     epoch: of the placement from which they hold; None: the served one. Homes that hold already keep their
@@ -135,12 +152,20 @@ def at_home(found: PlanningProblem, share: FloatArray | None, note: str, epoch: 
         return none(view, note)
     rounded = share.astype(np.float32)
     if view.homes is not None and view.homes.share is not None and np.array_equal(rounded, view.homes.share):
-        return view.homes._replace(clusters=view.clusters.version, note=note, epoch=view.homes.epoch if epoch is None else epoch)
-    return PlannedHomes(rounded, view.clusters.version, view.placement.epoch if epoch is None else epoch, note, view.now)
+        return view.homes._replace(
+            clusters=view.clusters.version, note=note, epoch=view.homes.epoch if epoch is None else epoch
+        )
+    return PlannedHomes(
+        rounded, view.clusters.version, view.placement.epoch if epoch is None else epoch, note, view.now
+    )
 
 
 def _choices(
-    found: PlanningProblem, known: RoutingForecast, share: FloatArray, stay: FloatArray | None, end: PlanningProblem
+    found: PlanningProblem,
+    known: RoutingForecast,
+    share: FloatArray,
+    stay: FloatArray | None,
+    end: PlanningProblem,
 ) -> list[tuple[FloatArray, PlanningProblem]]:
     """Return the homes to choose from at the end of the plan. A budget or a cooldown may have cut the changes
     short of the placement that the new homes were made for, so the present homes are a choice too."""
@@ -153,18 +178,29 @@ def _worth_going_to(goal: SlotTable, end: PlanningProblem, most: float) -> bool:
     """True if the goal placement takes at most `most` seconds of a step, even if limits allow only a part of
     the way now."""
     start = end.placement
-    whole = Placement(goal, experts=start.experts, ranks=start.ranks, epoch=start.epoch, split=shared(end, goal))
+    whole = Placement(
+        goal, experts=start.experts, ranks=start.ranks, epoch=start.epoch, split=shared(end, goal)
+    )
     return float(end.judge(whole).seconds.sum()) <= most
 
 
 def _candidate(
-    found: PlanningProblem, changes: PlacementChanges, before: PricedPlacement, share: FloatArray, end: PlanningProblem
+    found: PlanningProblem,
+    changes: PlacementChanges,
+    before: PricedPlacement,
+    share: FloatArray,
+    end: PlanningProblem,
 ) -> tuple[PlanCandidate, float]:
     """Return (candidate, seconds of a step at the end)."""
     table: SlotTable = made(found.table, changes)
     predicted = PredictedEffect(end, before, share)
-    ways = [PlanCandidate("homes and placement", changes, shared(end, table, slack), predicted) for slack in (SLACK, NEARER)]
-    return min(((way, float(end.judge(way.placement(found)).seconds.sum())) for way in ways), key=lambda one: one[1])
+    ways = [
+        PlanCandidate("homes and placement", changes, shared(end, table, slack), predicted)
+        for slack in (SLACK, NEARER)
+    ]
+    return min(
+        ((way, float(end.judge(way.placement(found)).seconds.sum())) for way in ways), key=lambda one: one[1]
+    )
 
 
 def _before(found: PlanningProblem, known: RoutingForecast, stay: FloatArray | None) -> PricedPlacement:
@@ -176,7 +212,10 @@ def _before(found: PlanningProblem, known: RoutingForecast, stay: FloatArray | N
 
 def _expected(found: PlanningProblem, known: RoutingForecast, share: FloatArray) -> PlanningProblem:
     """Return the problem under other homes."""
-    fit, judged = (spread(window, traffic, _lived(share, traffic)) for window, traffic in ((found.fit, known.fit), (found.judged, known.later)))
+    fit, judged = (
+        spread(window, traffic, _lived(share, traffic))
+        for window, traffic in ((found.fit, known.fit), (found.judged, known.later))
+    )
     return replace(found, fit=fit, judged=judged)
 
 

@@ -10,7 +10,9 @@ from migration.solvers.locality_placement import LocalityPrices, LocalityProblem
 def room_of(found: PlanningProblem) -> LocalityProblem:
     """Return the slots and links to place on, at the prices of sending tokens."""
     prices = LocalityPrices.of(found.terms.speed, found.terms.top_k, found.node)
-    return LocalityProblem(node=found.node, slots=found.placement.slots_per_rank, prices=prices, most=found.limits.most_replicas)
+    return LocalityProblem(
+        node=found.node, slots=found.placement.slots_per_rank, prices=prices, most=found.limits.most_replicas
+    )
 
 
 def none(view: EngineView, note: str) -> PlannedHomes:
@@ -24,11 +26,18 @@ def as_before(view: EngineView, note: str) -> PlannedHomes:
     Return no homes where they no longer fit the tracker's clusters or the placement.
     """
     homes, kinds = view.homes, view.clusters
-    if homes is None or homes.share is None or homes.epoch > view.placement.epoch or homes.share.shape[1] != len(view.node):
+    if (
+        homes is None
+        or homes.share is None
+        or homes.epoch > view.placement.epoch
+        or homes.share.shape[1] != len(view.node)
+    ):
         return none(view, note)
     if kinds is not None and kinds.clusters != len(homes.share):
         return none(view, note)
-    return homes._replace(clusters=homes.clusters if kinds is None else kinds.version, note=f"{note}; the present homes stay")
+    return homes._replace(
+        clusters=homes.clusters if kinds is None else kinds.version, note=f"{note}; the present homes stay"
+    )
 
 
 def saved(found: PlanningProblem, placement: Placement) -> tuple[float, float]:

@@ -34,10 +34,15 @@ def checked(placement: Placement, plan: Plan) -> Plan:
     if plan.refused or not plan.handovers:
         raise ValueError(f"plan {plan.id} does nothing: {plan.refused or 'it has no handovers'}")
     if plan.base_epoch != placement.epoch:
-        raise ValueError(f"plan is for epoch {plan.base_epoch}, the engine serves {placement.epoch}; plan anew")
+        raise ValueError(
+            f"plan is for epoch {plan.base_epoch}, the engine serves {placement.epoch}; plan anew"
+        )
     unheld = next((copy for copy in plan.copies if copy.source is None), None)
     if unheld is not None:
-        raise ValueError(f"plan {plan.id} reads expert {unheld.expert} from storage, which no engine can do while it serves; restart the engine instead")
+        raise ValueError(
+            f"plan {plan.id} reads expert {unheld.expert} from storage, which no engine can do while it"
+            " serves; restart the engine instead"
+        )
     replay(placement, plan)
     return plan
 
@@ -45,23 +50,33 @@ def checked(placement: Placement, plan: Plan) -> Plan:
 def read(content: bytes, placement: Placement) -> Plan:
     """Parse a plan from JSON. ValueError when it is malformed, or not valid on the placement."""
     if len(content) > MOST_PLAN_BYTES:
-        raise ValueError(f"a plan of {len(content)} bytes exceeds the limit of {MOST_PLAN_BYTES}; apply it in parts")
+        raise ValueError(
+            f"a plan of {len(content)} bytes exceeds the limit of {MOST_PLAN_BYTES}; apply it in parts"
+        )
     try:
         plan = msgspec.json.decode(content, type=Plan)
     except msgspec.DecodeError as error:
         raise ValueError(f"this is no plan ({error}); make one with `roost plan --out`") from error
     if not _ID.fullmatch(plan.id):
-        raise ValueError(f"plan {plan.id[:64]!r}: an id has 1 to 64 letters, digits, '.', '-' or '_'; make the plan with `roost plan --out`")
+        raise ValueError(
+            f"plan {plan.id[:64]!r}: an id has 1 to 64 letters, digits, '.', '-' or '_'; make the plan with"
+            " `roost plan --out`"
+        )
     odd = next((copy for copy in plan.copies if not 0 <= copy.bytes <= MOST_EXPERT_BYTES), None)
     if odd is not None:
-        raise ValueError(f"plan {plan.id}: expert {odd.expert} has {odd.bytes} bytes; they must be 0 to {MOST_EXPERT_BYTES}")
+        raise ValueError(
+            f"plan {plan.id}: expert {odd.expert} has {odd.bytes} bytes; they must be 0 to"
+            f" {MOST_EXPERT_BYTES}"
+        )
     return checked(placement, plan)
 
 
 # One expert
 
 
-def one_expert(placement: Placement, asked: MigrateExpert, room: StagingRoom, wanted: NDArray[Any] | None = None) -> Plan:
+def one_expert(
+    placement: Placement, asked: MigrateExpert, room: StagingRoom, wanted: NDArray[Any] | None = None
+) -> Plan:
     """Plan to bring an expert to a rank. wanted: [ranks, layers, experts] demand of each rank's requests;
     None: unknown.
 
@@ -71,7 +86,13 @@ def one_expert(placement: Placement, asked: MigrateExpert, room: StagingRoom, wa
     """
     change = _Change(placement, asked, room, _load(placement, asked, wanted))
     changes = change.made()
-    handovers = ordered(placement, changes, room, split=_kept_split(placement, made(placement.expert_of_slot, changes)), why=[_reason(asked)])
+    handovers = ordered(
+        placement,
+        changes,
+        room,
+        split=_kept_split(placement, made(placement.expert_of_slot, changes)),
+        why=[_reason(asked)],
+    )
     if asked.source is not None:
         handovers = tuple(_read_from(handover, asked, change.there, room) for handover in handovers)
     return checked(placement, planned(placement, handovers, reason=f"requested: {_reason(asked)}"))
@@ -79,8 +100,16 @@ def one_expert(placement: Placement, asked: MigrateExpert, room: StagingRoom, wa
 
 def _load(placement: Placement, asked: MigrateExpert, wanted: NDArray[Any] | None) -> NDArray[np.float64]:
     """[experts]: demand of the layer, summed over ranks."""
-    fits = wanted is not None and wanted.shape[1:] == (placement.layers, placement.experts) and 0 <= asked.layer < placement.layers
-    return np.asarray(wanted[:, asked.layer].sum(axis=0), np.float64) if wanted is not None and fits else np.zeros(placement.experts)
+    fits = (
+        wanted is not None
+        and wanted.shape[1:] == (placement.layers, placement.experts)
+        and 0 <= asked.layer < placement.layers
+    )
+    return (
+        np.asarray(wanted[:, asked.layer].sum(axis=0), np.float64)
+        if wanted is not None and fits
+        else np.zeros(placement.experts)
+    )
 
 
 def _reason(asked: MigrateExpert) -> str:
@@ -90,7 +119,9 @@ def _reason(asked: MigrateExpert) -> str:
 class _Change:
     """The one change that brings the expert."""
 
-    def __init__(self, placement: Placement, asked: MigrateExpert, room: StagingRoom, load: NDArray[np.float64]) -> None:
+    def __init__(
+        self, placement: Placement, asked: MigrateExpert, room: StagingRoom, load: NDArray[np.float64]
+    ) -> None:
         _check_named(placement, asked)
         self._asked = asked
         self._per = placement.slots_per_rank
@@ -101,9 +132,16 @@ class _Change:
             raise ValueError(f"rank {asked.rank} holds expert {ExpertId(asked.layer, asked.expert)} already")
         if asked.source is not None and asked.source not in holders:
             held = ", ".join(map(str, holders))
-            raise ValueError(f"rank {asked.source} does not hold expert {ExpertId(asked.layer, asked.expert)}; it is on rank {held}")
+            raise ValueError(
+                f"rank {asked.source} does not hold expert {ExpertId(asked.layer, asked.expert)}; it is on"
+                f" rank {held}"
+            )
         node = room.node.tolist()
-        self.source: int = min(holders, key=lambda rank: (node[rank] != node[asked.rank], rank)) if asked.source is None else asked.source
+        self.source: int = (
+            min(holders, key=lambda rank: (node[rank] != node[asked.rank], rank))
+            if asked.source is None
+            else asked.source
+        )
         self.there = self._place(asked.expert, self.source)
         """Slot that the expert is read from."""
 
@@ -117,11 +155,16 @@ class _Change:
             spare = [slot for slot in here if self._row.count(self._row[slot]) > 1]
             slot = min(spare, key=self._least, default=None)
         if slot is not None:
-            return self._one(ChangeKind.MOVE, slot, there, EMPTY) if asked.move else self._one(ChangeKind.REPLICATE, slot, NOWHERE, EMPTY)
+            return (
+                self._one(ChangeKind.MOVE, slot, there, EMPTY)
+                if asked.move
+                else self._one(ChangeKind.REPLICATE, slot, NOWHERE, EMPTY)
+            )
         others = [slot for slot in here if self._row[slot] not in self._held(self.source)]
         if not others:
             raise ValueError(
-                f"rank {asked.rank} has no slot for expert {ExpertId(asked.layer, asked.expert)}, and rank {self.source} can take none of its experts"
+                f"rank {asked.rank} has no slot for expert {ExpertId(asked.layer, asked.expert)}, and rank"
+                f" {self.source} can take none of its experts"
             )
         return self._swap(min(others, key=self._least), there)
 
@@ -129,9 +172,15 @@ class _Change:
         """Return the slot of the expert that `swap` names."""
         asked = self._asked
         if expert not in self._held(asked.rank):
-            raise ValueError(f"rank {asked.rank} does not hold expert {ExpertId(asked.layer, expert)}, so it cannot be swapped")
+            raise ValueError(
+                f"rank {asked.rank} does not hold expert {ExpertId(asked.layer, expert)}, so it cannot be"
+                " swapped"
+            )
         if expert in self._held(self.source):
-            raise ValueError(f"rank {self.source} holds expert {ExpertId(asked.layer, expert)} already; omit swap, and a replica can give way")
+            raise ValueError(
+                f"rank {self.source} holds expert {ExpertId(asked.layer, expert)} already; omit swap, and a"
+                " replica can give way"
+            )
         return self._place(expert, asked.rank)
 
     def _swap(self, slot: int, there: int) -> PlacementChanges:
@@ -160,7 +209,11 @@ class _Change:
 
 def _check_named(placement: Placement, asked: MigrateExpert) -> None:
     """Raise ValueError for numbers out of range."""
-    named = [("layer", asked.layer, placement.layers), ("expert", asked.expert, placement.experts), ("rank", asked.rank, placement.ranks)]
+    named = [
+        ("layer", asked.layer, placement.layers),
+        ("expert", asked.expert, placement.experts),
+        ("rank", asked.rank, placement.ranks),
+    ]
     named += [("rank", asked.source, placement.ranks)] if asked.source is not None else []
     named += [("expert", asked.swap, placement.experts)] if asked.swap is not None else []
     for what, number, most in named:
@@ -174,7 +227,12 @@ def _kept_split(placement: Placement, end: NDArray[np.int16]) -> Split | None:
     if placement.even:
         return None
     same = same_holders(end, placement.expert_of_slot, placement.experts)
-    return Split(*(np.where(same, before, even).astype(np.uint16) for before, even in zip(placement.split, even_split(end, placement.experts), strict=True)))
+    return Split(
+        *(
+            np.where(same, before, even).astype(np.uint16)
+            for before, even in zip(placement.split, even_split(end, placement.experts), strict=True)
+        )
+    )
 
 
 def _read_from(handover: Handover, asked: MigrateExpert, source: int, room: StagingRoom) -> Handover:
@@ -182,7 +240,13 @@ def _read_from(handover: Handover, asked: MigrateExpert, source: int, room: Stag
     return msgspec.structs.replace(
         handover,
         steps=tuple(
-            msgspec.structs.replace(step, copies=tuple(_copy_from(copy, source, asked, room) if copy.slot == step.slot else copy for copy in step.copies))
+            msgspec.structs.replace(
+                step,
+                copies=tuple(
+                    _copy_from(copy, source, asked, room) if copy.slot == step.slot else copy
+                    for copy in step.copies
+                ),
+            )
             for step in handover.steps
         ),
     )
@@ -211,7 +275,11 @@ def undone(log: Iterable[object], plan: str = "") -> MigrationPlanned:
             committed.append(entry.plan)
     if not committed or (plan and plan not in committed):
         known = ", ".join(dict.fromkeys(reversed(committed))) or "none"
-        raise ValueError(f"no plan {plan!r} of which anything was committed; there are: {known}" if plan else "no plan of this engine was ever committed")
+        raise ValueError(
+            f"no plan {plan!r} of which anything was committed; there are: {known}"
+            if plan
+            else "no plan of this engine was ever committed"
+        )
     return plans[plan or committed[-1]]
 
 
@@ -223,8 +291,8 @@ def back(placement: Placement, goal: Placement, undoes: str, room: StagingRoom) 
     now, then = ((one.layers, one.experts, one.ranks, one.slots_per_rank) for one in (placement, goal))
     if now != then:
         raise ValueError(
-            f"the placement before plan {undoes} had (layers, experts, ranks, slots per rank) {then}, the engine has {now}: "
-            "it was restarted with another configuration"
+            f"the placement before plan {undoes} had (layers, experts, ranks, slots per rank) {then}, the"
+            f" engine has {now}: it was restarted with another configuration"
         )
     changes = between(placement.expert_of_slot, goal.expert_of_slot, placement.ranks)
     end = made(placement.expert_of_slot, changes) if changes else placement.expert_of_slot
@@ -232,7 +300,9 @@ def back(placement: Placement, goal: Placement, undoes: str, room: StagingRoom) 
     handovers = ordered(placement, changes if changes else NONE, room, split=split)
     if not handovers:
         raise ValueError(f"the engine serves what it served before plan {undoes} already")
-    return checked(placement, planned(placement, handovers, reason=f"back to epoch {goal.epoch}, before plan {undoes}"))
+    return checked(
+        placement, planned(placement, handovers, reason=f"back to epoch {goal.epoch}, before plan {undoes}")
+    )
 
 
 def _split_of(goal: Placement, end: NDArray[np.int16]) -> Split:
@@ -243,4 +313,9 @@ def _split_of(goal: Placement, end: NDArray[np.int16]) -> Split:
     where[layer, slot // per, goal.expert_of_slot[layer, slot]] = slot
     filled = end != EMPTY
     found = where[np.arange(goal.layers)[:, None], rank, np.where(filled, end, 0)]
-    return Split(*(np.where(filled, np.take_along_axis(part, found, axis=1), 0).astype(np.uint16) for part in goal.split))
+    return Split(
+        *(
+            np.where(filled, np.take_along_axis(part, found, axis=1), 0).astype(np.uint16)
+            for part in goal.split
+        )
+    )

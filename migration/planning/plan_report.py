@@ -37,13 +37,25 @@ def measures(found: PlanningProblem, figures: Figures) -> Measures:
 
 def steps(plan: Plan) -> tuple[StepRecord, ...]:
     """Return records of the plan's first steps."""
-    numbered = ((number, step) for number, handover in enumerate(plan.handovers, start=1) for step in handover.steps)
-    return tuple(_step(number, step, plan.slots_per_rank) for _, (number, step) in zip(range(MOST_STEPS), numbered, strict=False))
+    numbered = (
+        (number, step) for number, handover in enumerate(plan.handovers, start=1) for step in handover.steps
+    )
+    return tuple(
+        _step(number, step, plan.slots_per_rank)
+        for _, (number, step) in zip(range(MOST_STEPS), numbered, strict=False)
+    )
 
 
 def _step(number: int, step: PlanStep, per: int) -> StepRecord:
     return StepRecord(
-        number=number, kind=step.kind, layer=step.layer, copies=len(step.copies), bytes=step.bytes, gain_seconds=step.gain, what=_what(step, per), why=step.why
+        number=number,
+        kind=step.kind,
+        layer=step.layer,
+        copies=len(step.copies),
+        bytes=step.bytes,
+        gain_seconds=step.gain,
+        what=_what(step, per),
+        why=step.why,
     )
 
 
@@ -59,17 +71,30 @@ def _what(step: PlanStep, per: int) -> str:
     instead = "" if step.evicted is None else f" instead of {step.evicted}"
     source = next((copy.source for copy in step.copies if copy.slot == step.slot), None)
     origin = "storage" if source is None else f"rank {source // per}"
-    return f"expert {step.expert} from {origin} to {to}{instead}" + (", where it leaves" if step.kind == "move" and source is not None else "")
+    return f"expert {step.expert} from {origin} to {to}{instead}" + (
+        ", where it leaves" if step.kind == "move" and source is not None else ""
+    )
 
 
 def outcome(found: PlanningProblem, way: EvaluatedPlan) -> str:
     """Describe in a sentence what a candidate would bring."""
     figures, before, paid = way.after.figures, found.before.figures, way.payback
-    bytes_ = f"{way.copies} {'copy' if way.copies == 1 else 'copies'}, {amount(paid.bytes)}" if way.copies else "no bytes"
+    bytes_ = (
+        f"{way.copies} {'copy' if way.copies == 1 else 'copies'}, {amount(paid.bytes)}"
+        if way.copies
+        else "no bytes"
+    )
     even = f"balance {before.balance:.3f} to {figures.balance:.3f}"
     near = f"local {before.local:.1%} to {figures.local:.1%}"
-    worth = f"a step {duration(way.gain_seconds)} shorter" if way.gain_seconds >= 0 else f"a step {duration(-way.gain_seconds)} longer"
-    return f"{way.candidate.name}: {bytes_}; {even}, {near}, {worth}; net gain {way.net_seconds:.3g} s in {paid.lifetime_seconds:.0f} s"
+    worth = (
+        f"a step {duration(way.gain_seconds)} shorter"
+        if way.gain_seconds >= 0
+        else f"a step {duration(-way.gain_seconds)} longer"
+    )
+    return (
+        f"{way.candidate.name}: {bytes_}; {even}, {near}, {worth}; net gain {way.net_seconds:.3g} s in"
+        f" {paid.lifetime_seconds:.0f} s"
+    )
 
 
 def amount(count: float) -> str:
@@ -111,10 +136,16 @@ def named_homes(share: NDArray[np.float32]) -> tuple[tuple[int, tuple[int, ...]]
     """Return (cluster, its ranks, largest share first) for shares [K, ranks], without clusters that have no
     home."""
     order = np.argsort(-share, axis=1, kind="stable")
-    return tuple((cluster, tuple(rank for rank in order[cluster].tolist() if row[rank] >= LEAST_HOME)) for cluster, row in enumerate(share) if row.any())
+    return tuple(
+        (cluster, tuple(rank for rank in order[cluster].tolist() if row[rank] >= LEAST_HOME))
+        for cluster, row in enumerate(share)
+        if row.any()
+    )
 
 
 def listed(numbers: Iterable[int], most: int = 8) -> str:
     """Format the first numbers of a list, and the count of the others."""
     all_of_them = list(numbers)
-    return ", ".join(map(str, all_of_them[:most])) + (f" and {len(all_of_them) - most} more" if len(all_of_them) > most else "")
+    return ", ".join(map(str, all_of_them[:most])) + (
+        f" and {len(all_of_them) - most} more" if len(all_of_them) > most else ""
+    )

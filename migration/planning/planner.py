@@ -140,16 +140,30 @@ class _PlanningRun:
         """Return the first of the policy's strategies that no later one beats by more than noise."""
         found, policy = self._found, self._found.question.policy
         if found.view.later is None:
-            self._reasons.append("only one window of demand so far: plans are judged on the window they are fitted to, which overestimates gains")
+            self._reasons.append(
+                "only one window of demand so far: plans are judged on the window they are fitted to, which"
+                " overestimates gains"
+            )
         if not found.terms.speed.expert_pair:
-            self._reasons.append("the engine reports no compute time per pair (expert_pair 0): even loads save it nothing")
+            self._reasons.append(
+                "the engine reports no compute time per pair (expert_pair 0): even loads save it nothing"
+            )
         # Availability before speed: second replicas of critical experts are planned whatever they gain.
         if (safe := self._safe()) is not None:
             return self._at_home(safe)
         # Stop before any search where steps are as even as their few tokens allow and nothing could become
         # more local.
-        if policy == "roost" and self._at_ceiling() and not self._may_move_nearer() and not self._may_go_home() and not self._may_fill():
-            return self._refused(ReasonCode.NOISE, "no gain beyond sampling noise: loads are as even as the few tokens of a step allow")
+        if (
+            policy == "roost"
+            and self._at_ceiling()
+            and not self._may_move_nearer()
+            and not self._may_go_home()
+            and not self._may_fill()
+        ):
+            return self._refused(
+                ReasonCode.NOISE,
+                "no gain beyond sampling noise: loads are as even as the few tokens of a step allow",
+            )
         best = self._best(WAYS[policy])
         if best is not None:
             return self._at_home(self._decided(best), best)
@@ -157,16 +171,34 @@ class _PlanningRun:
             return self._refused(ReasonCode.UNABLE, f"the policy {policy} cannot plan for this engine")
         if self._gain_too_small or self._worth(self._most_gained) < self._margin:
             least = f"{found.config.least_gain:.2%} of a step"
-            return self._refused(ReasonCode.NOISE, f"no gain beyond sampling noise: no plan makes a step shorter by {least}")
-        return self._refused(ReasonCode.COST, f"nothing pays for itself in the {found.config.lifetime_seconds:.0f} s that the demand is expected to last")
+            return self._refused(
+                ReasonCode.NOISE, f"no gain beyond sampling noise: no plan makes a step shorter by {least}"
+            )
+        return self._refused(
+            ReasonCode.COST,
+            f"nothing pays for itself in the {found.config.lifetime_seconds:.0f} s that the demand is"
+            " expected to last",
+        )
 
     def recovery(self) -> PlannerDecision:
         """Plan for the loss of ranks. The plan is made whether or not it pays."""
         found, dead = self._found, ~np.asarray(self._found.limits.live, bool)
-        way = recover(found.placement, dead, found.load, found.node, found.limits.least_replicas, most_copies=found.limits.most_copies)
-        self._reasons.append(f"without {'rank' if len(found.question.dead) == 1 else 'ranks'} {listed(found.question.dead)}: {way.summary}")
+        way = recover(
+            found.placement,
+            dead,
+            found.load,
+            found.node,
+            found.limits.least_replicas,
+            most_copies=found.limits.most_copies,
+        )
+        self._reasons.append(
+            f"without {'rank' if len(found.question.dead) == 1 else 'ranks'} {listed(found.question.dead)}:"
+            f" {way.summary}"
+        )
         try:
-            split = shared(found, way.table) if way.possible and found.question.policy == "roost" else way.split
+            split = (
+                shared(found, way.table) if way.possible and found.question.policy == "roost" else way.split
+            )
             chosen = appraised(found, PlanCandidate("recovery", way.changes, split))
         except Unorderable as error:
             return self._refused(ReasonCode.UNABLE, str(error))
@@ -185,17 +217,31 @@ class _PlanningRun:
         least = np.where(found.chosen[:, None], found.limits.least_replicas, 1)
         if (found.placement.replicas_on_rank.sum(axis=1) >= np.minimum(least, found.ranks)).all():
             return None
-        way = recover(found.placement, np.zeros(found.ranks, bool), found.load, found.node, least, frozen=found.limits.frozen)
-        changes = way.changes if found.limits.most_copies is None else within(way.changes, found.limits.most_copies)
+        way = recover(
+            found.placement,
+            np.zeros(found.ranks, bool),
+            found.load,
+            found.node,
+            least,
+            frozen=found.limits.frozen,
+        )
+        changes = (
+            way.changes if found.limits.most_copies is None else within(way.changes, found.limits.most_copies)
+        )
         if not changes:
             return None
         try:
             split = None if found.question.policy == "uniform" else shared(found, made(found.table, changes))
             chosen = appraised(found, PlanCandidate("second replicas", changes, split))
         except Unorderable as error:
-            self._reasons.append(f"some experts that must survive the loss of a rank have no second replica: {error}")
+            self._reasons.append(
+                f"some experts that must survive the loss of a rank have no second replica: {error}"
+            )
             return None
-        self._reasons.append(f"{found.config.critical_experts:.0%} of the experts, those of most demand, must survive the loss of a rank")
+        self._reasons.append(
+            f"{found.config.critical_experts:.0%} of the experts, those of most demand, must survive the loss"
+            " of a rank"
+        )
         return self._decided(chosen)
 
     # Which way
@@ -224,7 +270,12 @@ class _PlanningRun:
         more = max(tried.copies - (0 if best is None else best.copies), 0) / max(self._cells, 1)
         spent, layers = found.before.figures.seconds, tried.candidate.changes.layer
         touched = 0.0 if not more else len(np.unique(layers)) / len(found.chosen)
-        return self._worth(max(_DOUBT * more * (spent.experts + spent.dispatch), _SURE * np.sqrt(touched) * found.noise_seconds))
+        return self._worth(
+            max(
+                _DOUBT * more * (spent.experts + spent.dispatch),
+                _SURE * np.sqrt(touched) * found.noise_seconds,
+            )
+        )
 
     @property
     def _cells(self) -> int:
@@ -260,14 +311,20 @@ class _PlanningRun:
         self._reasons.append(outcome(found, tried))
         return tried
 
-    def _cannot_win(self, best: EvaluatedPlan | None, name: str, at_most: Callable[[PlanningProblem], Placement]) -> bool:
+    def _cannot_win(
+        self, best: EvaluatedPlan | None, name: str, at_most: Callable[[PlanningProblem], Placement]
+    ) -> bool:
         """True if a strategy would not be worth its changes even without any limits. Adds a sentence that
         says so."""
         gain = most_gained(self._found, at_most(self._found))
         if best is not None:
             reason = self._enough(best, gain)
         else:
-            reason = f"gains at most {duration(gain)} per step within the budget" if self._worth(gain) < self._margin else ""
+            reason = (
+                f"gains at most {duration(gain)} per step within the budget"
+                if self._worth(gain) < self._margin
+                else ""
+            )
         if reason:
             self._most_gained = max(self._most_gained, gain)
             self._reasons.append(f"{name}: {reason}")
@@ -280,29 +337,52 @@ class _PlanningRun:
         """
         target, name = self._found.limits.target, best.candidate.name
         if self._worth(gain) < best.net_seconds + self._margin:
-            least = "" if gain <= best.gain_seconds else f": the difference is less than {self._found.config.least_gain:.2%} of a step"
+            least = (
+                ""
+                if gain <= best.gain_seconds
+                else f": the difference is less than {self._found.config.least_gain:.2%} of a step"
+            )
             return f"gains {duration(gain)} per step, {name} {duration(best.gain_seconds)}{least}"
         if self._worth(gain) - cost_seconds < best.net_seconds + self._margin:
-            return f"gains {duration(gain)} per step, {name} {duration(best.gain_seconds)}: its copies cost more time than that is worth"
+            return (
+                f"gains {duration(gain)} per step, {name} {duration(best.gain_seconds)}: its copies cost more"
+                " time than that is worth"
+            )
         if best.gain_seconds >= target * gain:
-            return f"not needed, {name} reaches {best.gain_seconds / gain:.1%} of what it would gain (enough is {target:.0%})"
+            return (
+                f"not needed, {name} reaches {best.gain_seconds / gain:.1%} of what it would gain (enough is"
+                f" {target:.0%})"
+            )
         return ""
 
     def _worth(self, gain_seconds: float) -> float:
         """Seconds saved over the lifetime of the demand by a predicted gain per step, discounted by
         `trust`."""
-        return gain_seconds * self._found.question.trust * self._found.steps_per_second * self._found.config.lifetime_seconds
+        return (
+            gain_seconds
+            * self._found.question.trust
+            * self._found.steps_per_second
+            * self._found.config.lifetime_seconds
+        )
 
     @property
     def _margin(self) -> float:
         """Seconds by which a strategy must beat another one that copies less."""
-        return self._found.config.least_gain * self._found.even_step * self._found.steps_per_second * self._found.config.lifetime_seconds
+        return (
+            self._found.config.least_gain
+            * self._found.even_step
+            * self._found.steps_per_second
+            * self._found.config.lifetime_seconds
+        )
 
     def _at_ceiling(self) -> bool:
         """True if every layer's expected balance is as good as the few tokens of a step allow."""
         even = self._found.before.figures.least_balance
         chance = 1.0 / self._found.before.figures.step_ceiling - 1.0
-        return bool(1.0 / (1.0 + np.hypot(1.0 / even - 1.0, chance)) >= self._found.before.figures.step_ceiling - _MARGIN)
+        return bool(
+            1.0 / (1.0 + np.hypot(1.0 / even - 1.0, chance))
+            >= self._found.before.figures.step_ceiling - _MARGIN
+        )
 
     def _may_move_nearer(self) -> bool:
         """True if locality can pay without homes: sending tokens takes time, and ranks demand different
@@ -338,14 +418,19 @@ class _PlanningRun:
     @property
     def _travel_costs(self) -> bool:
         """True if sending tokens takes a noticeable part of a step."""
-        return self._found.before.figures.seconds.dispatch > self._found.config.least_gain * self._found.even_step
+        return (
+            self._found.before.figures.seconds.dispatch
+            > self._found.config.least_gain * self._found.even_step
+        )
 
     # The record
 
     def _decided(self, best: EvaluatedPlan) -> PlannerDecision:
         found, before, after, paid = self._found, self._found.before.figures, best.after.figures, best.payback
         reason = f"{best.candidate.name} gains most for its cost"
-        plan = planned(found.view.placement, best.handovers, before=before, after=after, payback=paid, reason=reason)
+        plan = planned(
+            found.view.placement, best.handovers, before=before, after=after, payback=paid, reason=reason
+        )
         record = msgspec.structs.replace(
             self._common_record(best.placement),
             id=plan.id,
@@ -365,7 +450,11 @@ class _PlanningRun:
         return PlannerDecision(record, none(found.view, ""), plan)
 
     def _refused(self, why: ReasonCode, sentence: str) -> PlannerDecision:
-        return self._at_home(_nothing(self._common_record(self._found.placement), none(self._found.view, sentence), why, sentence))
+        return self._at_home(
+            _nothing(
+                self._common_record(self._found.placement), none(self._found.view, sentence), why, sentence
+            )
+        )
 
     def _at_home(self, decided: PlannerDecision, best: EvaluatedPlan | None = None) -> PlannerDecision:
         """Add the homes of clusters to a decision: those that hold now, and those that hold after the
@@ -373,9 +462,15 @@ class _PlanningRun:
         now, after = self._homes(decided.plan, None if best is None else best.candidate.foretold)
         homes = now if after is None else after
         named = () if homes.share is None else named_homes(homes.share)
-        return decided._replace(record=msgspec.structs.replace(decided.record, homes=named, homes_note=homes.note), homes=now, homes_after=after)
+        return decided._replace(
+            record=msgspec.structs.replace(decided.record, homes=named, homes_note=homes.note),
+            homes=now,
+            homes_after=after,
+        )
 
-    def _homes(self, plan: Plan | None, predicted: PredictedEffect | None) -> tuple[PlannedHomes, PlannedHomes | None]:
+    def _homes(
+        self, plan: Plan | None, predicted: PredictedEffect | None
+    ) -> tuple[PlannedHomes, PlannedHomes | None]:
         """Return (homes now, homes after the plan). While a plan leads to other homes, the present ones
         stay."""
         found = self._found
@@ -392,7 +487,9 @@ class _PlanningRun:
             return now, None
         last = found.view.placement.epoch + len(plan.handovers)
         if predicted is not None:
-            return now, at_home(found, predicted.homes, "they go with the placement that the plan leads to", last)
+            return now, at_home(
+                found, predicted.homes, "they go with the placement that the plan leads to", last
+            )
         return now, now._replace(epoch=last)
 
     def _common_record(self, placement: Placement) -> PlanRecord:
@@ -407,7 +504,11 @@ class _PlanningRun:
             saved_bound=near[1],
             reasons=tuple(self._reasons),
             before=measures(found, found.before.figures),
-            balance_bound=float(bound(found.load, found.ranks, found.placement.slots_per_rank, found.limits.most_replicas).mean()),
+            balance_bound=float(
+                bound(
+                    found.load, found.ranks, found.placement.slots_per_rank, found.limits.most_replicas
+                ).mean()
+            ),
             step_ceiling=found.before.figures.step_ceiling,
             specialisation=found.gate.divergence - found.gate.floor,
             memory=points,
@@ -416,10 +517,23 @@ class _PlanningRun:
     def _memory(self) -> tuple[MemoryPoint, ...]:
         found, present = self._found, self._found.placement.slots_per_rank
         if found.cache is None:
-            self._reasons.append("the value of further slots is unknown: the engine does not report the size or the use of its KV blocks")
+            self._reasons.append(
+                "the value of further slots is unknown: the engine does not report the size or the use of its"
+                " KV blocks"
+            )
             return ()
         slots = range(found.fewest_slots, max(present, found.fewest_slots) + _MOST_SLOTS + 1)
-        return memory(found, curve(found.judged, found.terms, found.cache, slots, present=present, expert_bytes=found.view.shape.expert_bytes))
+        return memory(
+            found,
+            curve(
+                found.judged,
+                found.terms,
+                found.cache,
+                slots,
+                present=present,
+                expert_bytes=found.view.shape.expert_bytes,
+            ),
+        )
 
 
 def _nothing(record: PlanRecord, homes: PlannedHomes, why: ReasonCode, sentence: str) -> PlannerDecision:

@@ -99,7 +99,10 @@ class PlanningProblem:
         later = self.view.later
         if later is None:
             return 1.0
-        first, last = (counted(window.rates[:, self.first :], window.pairs).sum(axis=0, dtype=np.float64) for window in (self.view.demand, later))
+        first, last = (
+            counted(window.rates[:, self.first :], window.pairs).sum(axis=0, dtype=np.float64)
+            for window in (self.view.demand, later)
+        )
         return min(scatter(first, last), _MOST_SCATTER)
 
     @cached_property
@@ -124,7 +127,11 @@ class PlanningProblem:
     @property
     def links(self) -> LinkSpeeds:
         config = self.config
-        return LinkSpeeds(same_node=config.rank_bytes_per_second, cross_node=config.node_bytes_per_second, contention=config.contention)
+        return LinkSpeeds(
+            same_node=config.rank_bytes_per_second,
+            cross_node=config.node_bytes_per_second,
+            contention=config.contention,
+        )
 
     @property
     def room(self) -> StagingRoom:
@@ -142,7 +149,12 @@ class PlanningProblem:
         if cache is None or running is None or not cache.block_bytes:
             return None
         requests = float(running.mean()) + (0.0 if waiting is None else float(waiting.mean()))
-        return KvCacheModel(blocks=float(cache.blocks), block_bytes=cache.block_bytes, used=float(cache.used.mean()), requests=requests)
+        return KvCacheModel(
+            blocks=float(cache.blocks),
+            block_bytes=cache.block_bytes,
+            used=float(cache.used.mean()),
+            requests=requests,
+        )
 
     def step_seconds(self, spent: StepSeconds) -> float:
         """Return the duration of one step at the present load under a placement with these costs."""
@@ -161,7 +173,13 @@ class PlanningProblem:
         """int16 [layers, slots]: the full placement of best balance under the even split."""
         limits, per = self.limits, self.placement.slots_per_rank
         return full(
-            self.load, self.ranks, per, most_replicas=limits.most_replicas, least_replicas=limits.least_replicas, node=self.several_nodes, live=limits.live
+            self.load,
+            self.ranks,
+            per,
+            most_replicas=limits.most_replicas,
+            least_replicas=limits.least_replicas,
+            node=self.several_nodes,
+            live=limits.live,
         )
 
     @cached_property
@@ -178,12 +196,22 @@ class PlanningProblem:
     def few_copies(self) -> PlacementChanges:
         """Changes that bring the balance near to that of `anew`, with freely chosen shares."""
         size, noise = (self.ranks, self.placement.experts), LoadNoise(self.pairs)
-        return weighted(self.table, self.fit, *size, self.limits, goal=self.anew_balance, noise=noise, node=self.several_nodes).changes
+        return weighted(
+            self.table,
+            self.fit,
+            *size,
+            self.limits,
+            goal=self.anew_balance,
+            noise=noise,
+            node=self.several_nodes,
+        ).changes
 
     def _even_loads(self, table: SlotTable) -> NDArray[np.float64]:
         """float64 [layers, ranks]: loads under the even split, regardless of where demand originates."""
         split = even_split(table, self.placement.experts)
-        part = np.where(table >= 0, np.take_along_axis(self.load, np.maximum(table, 0).astype(np.intp), axis=1), 0.0) * (split.spill / FULL)
+        part = np.where(
+            table >= 0, np.take_along_axis(self.load, np.maximum(table, 0).astype(np.intp), axis=1), 0.0
+        ) * (split.spill / FULL)
         return np.asarray(part.reshape(len(table), self.ranks, -1).sum(axis=2))
 
     @cached_property
@@ -214,7 +242,11 @@ class PlanningProblem:
         hold."""
         if self.cache is None:
             return 0.0
-        spare = (self.placement.slots_per_rank - self.fewest_slots) * self.view.placement.layers * self.view.shape.expert_bytes
+        spare = (
+            (self.placement.slots_per_rank - self.fewest_slots)
+            * self.view.placement.layers
+            * self.view.shape.expert_bytes
+        )
         return memory_seconds(self.cache, spare, self.even_step)
 
 
@@ -224,17 +256,32 @@ def situation(view: EngineView, question: PlanningQuestion, config: MigrationCon
     first = view.layout.boundary
     placement = from_layer(view.placement, first)
     fit, judged = (np.asarray(demand.rates[:, first:], np.float64) for demand in (view.demand, view.judged))
-    terms = CostTerms(speed=view.speed, node=view.node, top_k=view.shape.top_k, step_tokens=tokens_of_a_step(view), shape=view.shape)
+    terms = CostTerms(
+        speed=view.speed,
+        node=view.node,
+        top_k=view.shape.top_k,
+        step_tokens=tokens_of_a_step(view),
+        shape=view.shape,
+    )
     limits = _limits(view, question, config, placement, fit.sum(axis=0), judged.sum(axis=0))
     return PlanningProblem(view, question, config, first, placement, fit, judged, terms, limits)
 
 
 def _limits(
-    view: EngineView, question: PlanningQuestion, config: MigrationConfig, placement: Placement, load: NDArray[np.float64], later: NDArray[np.float64]
+    view: EngineView,
+    question: PlanningQuestion,
+    config: MigrationConfig,
+    placement: Placement,
+    load: NDArray[np.float64],
+    later: NDArray[np.float64],
 ) -> Constraints:
     layers, experts = load.shape
     replicas = placement.replicas_on_rank.sum(axis=1) if config.critical_experts else None
-    resting = None if view.history is None else view.history.frozen(view.now, config.cooldown_seconds, config.layer_cooldown_seconds)
+    resting = (
+        None
+        if view.history is None
+        else view.history.frozen(view.now, config.cooldown_seconds, config.layer_cooldown_seconds)
+    )
     frozen = np.zeros(load.shape, bool) if resting is None else resting[view.layout.boundary :]
     if question.layers:
         frozen = frozen | ~np.isin(np.arange(layers) + view.layout.boundary, question.layers)[:, None]
@@ -244,7 +291,11 @@ def _limits(
         most_replicas=config.most_replicas,
         frozen=frozen if frozen.any() else None,
         live=live,
-        least_replicas=None if replicas is None else critical(load, round(config.critical_experts * experts), replicas, later),
+        least_replicas=(
+            None
+            if replicas is None
+            else critical(load, round(config.critical_experts * experts), replicas, later)
+        ),
         target=config.target,
     )
 
@@ -254,7 +305,13 @@ def from_layer(placement: Placement, first: int) -> Placement:
     if not first:
         return placement
     split = None if placement.even else Split(*(part[first:] for part in placement.split))
-    return Placement(placement.expert_of_slot[first:], experts=placement.experts, ranks=placement.ranks, epoch=placement.epoch, split=split)
+    return Placement(
+        placement.expert_of_slot[first:],
+        experts=placement.experts,
+        ranks=placement.ranks,
+        epoch=placement.epoch,
+        split=split,
+    )
 
 
 def tokens_of_a_step(view: EngineView) -> float:

@@ -54,9 +54,18 @@ class Recovery(NamedTuple):
     def summary(self) -> str:
         """Summary in a sentence or two."""
         lost, worst = len(self.lost), int(self.missing.argmax())
-        parts = [f"{lost} experts of {len(np.unique(self.lost[:, 0]))} layers have no live holder" if lost else "every expert has a live holder"]
+        parts = [
+            (
+                f"{lost} experts of {len(np.unique(self.lost[:, 0]))} layers have no live holder"
+                if lost
+                else "every expert has a live holder"
+            )
+        ]
         if self.missing.any():
-            parts.append(f"the survivors lack {self.missing.sum()} slots, {self.missing[worst]} of them in layer {worst}")
+            parts.append(
+                f"the survivors lack {self.missing.sum()} slots, {self.missing[worst]} of them in layer"
+                f" {worst}"
+            )
             parts.append("bring ranks back, or give them more slots")
         elif lost:
             parts.append("all of them are loaded from storage")
@@ -65,7 +74,9 @@ class Recovery(NamedTuple):
         return "; ".join(parts)
 
 
-def critical(load: NDArray[Any], count: int, replicas: NDArray[Any] | None = None, later: NDArray[Any] | None = None) -> NDArray[np.int64]:
+def critical(
+    load: NDArray[Any], count: int, replicas: NDArray[Any] | None = None, later: NDArray[Any] | None = None
+) -> NDArray[np.int64]:
     """int64 [layers, experts], for `Constraints.least_replicas`: 2 for the `count` experts of most demand per
     layer, else 1.
 
@@ -113,7 +124,10 @@ def recover(
     """
     shape = (placement.layers, placement.experts)
     if dead.shape != (placement.ranks,) or node.shape != dead.shape or load.shape != shape:
-        raise ValueError(f"recovery: dead {dead.shape}, node {node.shape}, load {load.shape}; the placement has {placement.ranks} ranks and {shape}")
+        raise ValueError(
+            f"recovery: dead {dead.shape}, node {node.shape}, load {load.shape}; the placement has"
+            f" {placement.ranks} ranks and {shape}"
+        )
     if dead.all():
         raise ValueError("recovery: all ranks are dead; restart the engine")
     least = np.ones(shape, np.int64) if least_replicas is None else np.asarray(least_replicas, np.int64)
@@ -151,9 +165,19 @@ class _Survivors:
     """[layers, experts]."""
 
     @classmethod
-    def of(cls, placement: Placement, dead: NDArray[np.bool_], load: FloatArray, node: NDArray[np.intp], frozen: NDArray[np.bool_] | None) -> "_Survivors":
+    def of(
+        cls,
+        placement: Placement,
+        dead: NDArray[np.bool_],
+        load: FloatArray,
+        node: NDArray[np.intp],
+        frozen: NDArray[np.bool_] | None,
+    ) -> "_Survivors":
         held = (placement.replicas_on_rank > 0) & ~dead[:, None]
-        table, resting = placement.expert_of_slot.copy(), np.zeros(load.shape, bool) if frozen is None else frozen
+        table, resting = (
+            placement.expert_of_slot.copy(),
+            np.zeros(load.shape, bool) if frozen is None else frozen,
+        )
         return cls(table, held.sum(axis=1), held, load, placement.ranks, dead, node, resting)
 
     @property
@@ -213,7 +237,9 @@ class _Survivors:
             if len(layer):
                 rounds.append(self._bring(layer, slot, expert, from_dead=False))
 
-    def even_out(self, layers: NDArray[np.intp], least: NDArray[np.int64], most_copies: int | None) -> PlacementChanges:
+    def even_out(
+        self, layers: NDArray[np.intp], least: NDArray[np.int64], most_copies: int | None
+    ) -> PlacementChanges:
         """Make few copies for the balance of the survivors, in these layers."""
         live, load = ~self.dead, self.load[layers]
         if not len(layers) or live.sum() < 2 or most_copies == 0:
@@ -221,16 +247,26 @@ class _Survivors:
         # A full re-placement of the survivors sets the balance that few copies aim at.
         goal = full(load, self.ranks, self.per, live=live)
         each = load / np.maximum((goal[:, :, None] == np.arange(load.shape[1])).sum(axis=1), 1)
-        served = np.where(goal == EMPTY, 0.0, np.take_along_axis(each, np.where(goal == EMPTY, 0, goal).astype(np.intp), axis=1))
+        served = np.where(
+            goal == EMPTY,
+            0.0,
+            np.take_along_axis(each, np.where(goal == EMPTY, 0, goal).astype(np.intp), axis=1),
+        )
         reach = balance(served.reshape(len(layers), self.ranks, -1).sum(axis=2)[:, live])
         limits = Constraints(most_copies, frozen=self.frozen[layers], live=live, least_replicas=least[layers])
-        found = shortened(self.table[layers], few(self.table[layers], load, self.ranks, limits, goal=reach, node=self.node), self.ranks)
+        found = shortened(
+            self.table[layers],
+            few(self.table[layers], load, self.ranks, limits, goal=reach, node=self.node),
+            self.ranks,
+        )
         found = found._replace(layer=layers[found.layer].astype(np.int32))
         self.table = made(self.table, found)
         self.count[layers] = (self.table[layers][:, :, None] == np.arange(load.shape[1])).sum(axis=1)
         return found
 
-    def _seat(self, layer: NDArray[np.intp], expert: NDArray[np.intp], least: NDArray[np.int64], *, at_need: bool) -> NDArray[np.intp]:
+    def _seat(
+        self, layer: NDArray[np.intp], expert: NDArray[np.intp], least: NDArray[np.int64], *, at_need: bool
+    ) -> NDArray[np.intp]:
         """int [n]: the slot for an expert in each of these layers; NOWHERE: there is none.
 
         The slot is on a live rank without the expert. It is empty, or holds a spare replica that may give
@@ -248,20 +284,29 @@ class _Survivors:
         # A slot may be used if it is empty, or its replica is above the required number, or (at_need) not the
         # last.
         count = self._of_slot(self.count)[layer]
-        empty, spare = table == EMPTY, (count > self._of_slot(least)[layer]) & ~self._of_slot(self.frozen)[layer].astype(bool)
+        empty, spare = (
+            table == EMPTY,
+            (count > self._of_slot(least)[layer]) & ~self._of_slot(self.frozen)[layer].astype(bool),
+        )
         open_to = (lacks & ~self.dead)[:, rank] & (empty | spare | (at_need & (count > 1)))
         # Load of each rank, less what leaves the slot, plus the part that the rank would take over from that
         # expert.
         each = self.load / np.maximum(self.count, 1)
-        carried = np.stack([(each * self.held[:, one]).sum(axis=1) for one in range(self.ranks)], axis=1)[layer][:, rank]
+        carried = np.stack([(each * self.held[:, one]).sum(axis=1) for one in range(self.ranks)], axis=1)[
+            layer
+        ][:, rank]
         leaves = self._of_slot(each)[layer]
         shifted = carried - leaves + leaves / np.maximum(count - 1, 1)
         # Sort keys from least to most important: possible at all, not at need, new node, load, demand of what
         # gives way.
-        first = np.lexsort((leaves, shifted, on_node[:, self.node][:, rank], ~(empty | spare), ~open_to), axis=1)[:, 0]
+        first = np.lexsort(
+            (leaves, shifted, on_node[:, self.node][:, rank], ~(empty | spare), ~open_to), axis=1
+        )[:, 0]
         return np.where(open_to[np.arange(len(layer)), first], first, NOWHERE)
 
-    def _bring(self, layer: NDArray[np.intp], slot: NDArray[np.intp], expert: NDArray[np.intp], *, from_dead: bool) -> PlacementChanges:
+    def _bring(
+        self, layer: NDArray[np.intp], slot: NDArray[np.intp], expert: NDArray[np.intp], *, from_dead: bool
+    ) -> PlacementChanges:
         other = None
         rank, found = slot // self.per, self.table[layer, slot].astype(np.intp)
         gone = found != EMPTY
@@ -273,15 +318,31 @@ class _Survivors:
         self.table[layer, slot] = expert
         self.count[layer, expert] += 1
         self.held[layer, rank, expert] = True
-        return _changes(ChangeKind.MOVE if from_dead else ChangeKind.REPLICATE, layer, slot, expert, other, self.load[layer, expert] / self.mean[layer])
+        return _changes(
+            ChangeKind.MOVE if from_dead else ChangeKind.REPLICATE,
+            layer,
+            slot,
+            expert,
+            other,
+            self.load[layer, expert] / self.mean[layer],
+        )
 
     def _of_slot(self, by_expert: NDArray[Any]) -> NDArray[Any]:
         """[layers, slots] of [layers, experts]; 0 in empty slots."""
         filled = self.table != EMPTY
-        return np.where(filled, np.take_along_axis(by_expert, np.where(filled, self.table, 0).astype(np.intp), axis=1), 0)
+        return np.where(
+            filled, np.take_along_axis(by_expert, np.where(filled, self.table, 0).astype(np.intp), axis=1), 0
+        )
 
 
-def _changes(kind: ChangeKind, layer: NDArray[Any], slot: NDArray[Any], expert: NDArray[Any], other: NDArray[Any] | None, gain: FloatArray) -> PlacementChanges:
+def _changes(
+    kind: ChangeKind,
+    layer: NDArray[Any],
+    slot: NDArray[Any],
+    expert: NDArray[Any],
+    other: NDArray[Any] | None,
+    gain: FloatArray,
+) -> PlacementChanges:
     count = len(layer)
     if not count:
         return NONE

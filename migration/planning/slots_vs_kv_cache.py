@@ -44,7 +44,10 @@ class KvCacheModel(msgspec.Struct, frozen=True, kw_only=True):
             if not 0 <= getattr(self, name) < inf:
                 raise ValueError(f"cache: {name} must be finite and not negative, not {getattr(self, name)}")
         if self.block_bytes < 1:
-            raise ValueError(f"cache: block_bytes must be at least 1, not {self.block_bytes}; without it slots cannot be weighed against blocks")
+            raise ValueError(
+                f"cache: block_bytes must be at least 1, not {self.block_bytes}; without it slots cannot be"
+                " weighed against blocks"
+            )
 
 
 class TradeOffPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +82,9 @@ def waiting_seconds(cache: KvCacheModel, blocks: float, step_seconds: float, gro
     beta = (blocks - used) / (used * sqrt((1.0 + cache.variation) / offered))
     if beta > _FAR:
         return 0.0
-    finds_none = 1.0 / (1.0 + beta * (1.0 - 0.5 * erfc(beta / sqrt(2.0))) * sqrt(2.0 * pi) * exp(0.5 * beta * beta))
+    finds_none = 1.0 / (
+        1.0 + beta * (1.0 - 0.5 * erfc(beta / sqrt(2.0))) * sqrt(2.0 * pi) * exp(0.5 * beta * beta)
+    )
     room = offered * (blocks / used - 1.0)
     return step_seconds * finds_none * 0.5 * (1.0 + cache.variation) / room
 
@@ -95,11 +100,22 @@ def memory_seconds(cache: KvCacheModel, redundant_bytes: float, step_seconds: fl
     redundant_bytes: of replicas, on a rank. Both waiting times are limited to one step: a request waits at
     most as long as it runs, and beyond capacity the model has no answer.
     """
-    with_them, without = (waiting_seconds(cache, blocks, step_seconds) for blocks in (cache.blocks, cache.blocks + redundant_bytes / cache.block_bytes))
+    with_them, without = (
+        waiting_seconds(cache, blocks, step_seconds)
+        for blocks in (cache.blocks, cache.blocks + redundant_bytes / cache.block_bytes)
+    )
     return max(min(with_them, step_seconds) - min(without, step_seconds), 0.0)
 
 
-def curve(demand: NDArray[Any], terms: CostTerms, cache: KvCacheModel, slots: Sequence[int], *, present: int, expert_bytes: int) -> tuple[TradeOffPoint, ...]:
+def curve(
+    demand: NDArray[Any],
+    terms: CostTerms,
+    cache: KvCacheModel,
+    slots: Sequence[int],
+    *,
+    present: int,
+    expert_bytes: int,
+) -> tuple[TradeOffPoint, ...]:
     """Return the expected costs for each number of slots per rank and layer, with a full placement into them.
 
     demand: [ranks, layers, experts], as for `figures`. present: current slots per rank and layer, for which
@@ -111,14 +127,30 @@ def curve(demand: NDArray[Any], terms: CostTerms, cache: KvCacheModel, slots: Se
     load, fewest = demand.sum(axis=0, dtype=np.float64), -(-experts // ranks)
     slot_blocks = layers * expert_bytes / cache.block_bytes
     wanted = sorted({number for number in slots if fewest <= number <= experts} | {min(present, experts)})
-    made = {number: figures(Placement(full(load, ranks, number, node=terms.node), experts=experts, ranks=ranks), demand, terms) for number in wanted}
+    made = {
+        number: figures(
+            Placement(full(load, ranks, number, node=terms.node), experts=experts, ranks=ranks), demand, terms
+        )
+        for number in wanted
+    }
     lasts = {number: terms.step_seconds(found.seconds, layers, cache.used) for number, found in made.items()}
     points = []
     for number in wanted:
         blocks = cache.blocks - (number - present) * slot_blocks
         if blocks >= 1 and (number in slots or number == present):
-            waits = waiting_seconds(cache, blocks, lasts[number], lasts[number] / lasts[min(present, experts)])
-            points.append(_point(number, blocks, made[number], lasts[number], waits, (number - fewest) * layers * expert_bytes))
+            waits = waiting_seconds(
+                cache, blocks, lasts[number], lasts[number] / lasts[min(present, experts)]
+            )
+            points.append(
+                _point(
+                    number,
+                    blocks,
+                    made[number],
+                    lasts[number],
+                    waits,
+                    (number - fewest) * layers * expert_bytes,
+                )
+            )
     return tuple(points)
 
 
@@ -133,7 +165,9 @@ def best(points: Sequence[TradeOffPoint], within: float = 0.0) -> TradeOffPoint 
     return min(near, key=lambda point: point.slots_per_rank, default=None)
 
 
-def _point(number: int, blocks: float, found: Figures, step: float, waits: float, taken: int) -> TradeOffPoint:
+def _point(
+    number: int, blocks: float, found: Figures, step: float, waits: float, taken: int
+) -> TradeOffPoint:
     waiting = waits if isfinite(waits) else None
     return TradeOffPoint(
         slots_per_rank=number,

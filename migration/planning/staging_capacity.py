@@ -77,14 +77,22 @@ class _Series:
 class PendingChanges:
     """The changes that are not yet part of a handover."""
 
-    def __init__(self, placement: Placement, changes: PlacementChanges, room: StagingRoom, limits: Constraints) -> None:
+    def __init__(
+        self, placement: Placement, changes: PlacementChanges, room: StagingRoom, limits: Constraints
+    ) -> None:
         self._ranks = placement.ranks
         self._staging = room.staging or placement.slots_per_rank
-        self._series = {layer: _Series(groups, _worth(groups, changes.gain)) for layer, groups in _groups(placement, changes, limits)}
+        self._series = {
+            layer: _Series(groups, _worth(groups, changes.gain))
+            for layer, groups in _groups(placement, changes, limits)
+        }
         for layer, series in self._series.items():
             for group in series.groups:
                 if not _fits(group, [self._staging] * self._ranks):
-                    detail = f"{len(group.changes)} changes belong together, and bring a rank more than the {self._staging} experts it can stage"
+                    detail = (
+                        f"{len(group.changes)} changes belong together, and bring a rank more than the"
+                        f" {self._staging} experts it can stage"
+                    )
                     raise Unorderable(layer, detail)
 
     @property
@@ -93,14 +101,20 @@ class PendingChanges:
 
     def complete(self) -> NDArray[np.intp]:
         """Layers whose changes are all taken."""
-        return np.array([layer for layer, series in self._series.items() if series.at == len(series.groups)], np.intp)
+        return np.array(
+            [layer for layer, series in self._series.items() if series.at == len(series.groups)], np.intp
+        )
 
     def round(self) -> list[int]:
         """Return the changes of the next handover, in order."""
         left = [self._staging] * self._ranks
         copied: dict[int, set[int]] = {layer: set() for layer in self._series}
         # List scheduling: a heap over layers, by gain per copy of the next group.
-        heads = [(-series.worth[series.at], layer) for layer, series in self._series.items() if series.at < len(series.groups)]
+        heads = [
+            (-series.worth[series.at], layer)
+            for layer, series in self._series.items()
+            if series.at < len(series.groups)
+        ]
         heapify(heads)
         taken: list[int] = []
         while heads:
@@ -145,12 +159,16 @@ def _worth(groups: list[_Group], gain: NDArray[np.float64]) -> list[float]:
     return [total / cost if cost else inf for total, cost, count in runs for _ in range(count)]
 
 
-def _groups(placement: Placement, changes: PlacementChanges, limits: Constraints) -> Iterator[tuple[int, list[_Group]]]:
+def _groups(
+    placement: Placement, changes: PlacementChanges, limits: Constraints
+) -> Iterator[tuple[int, list[_Group]]]:
     """Yield (layer, its changes in groups). Unorderable where a change or the end is not legal."""
     table, per, experts = placement.expert_of_slot, placement.slots_per_rank, placement.experts
     live = np.ones(placement.ranks, bool) if limits.live is None else limits.live
     layer, slot = np.nonzero((table != EMPTY) & live.repeat(per))
-    held = np.bincount(layer * experts + table[layer, slot], minlength=len(table) * experts).reshape(len(table), experts)
+    held = np.bincount(layer * experts + table[layer, slot], minlength=len(table) * experts).reshape(
+        len(table), experts
+    )
     floor = np.minimum(held, 1 if limits.least_replicas is None else limits.least_replicas)
     rows = list(zip(*(part.tolist() for part in changes[:6]), strict=True))
     for one in np.unique(changes.layer).tolist():
@@ -185,13 +203,18 @@ class _Walk:
             for expert in self._make(number, change, together):
                 (short.add if self.held[expert] < self.floor[expert] else short.discard)(expert)
                 if self.held[expert] == 0 < self.floor[expert]:
-                    raise self._no(f"change {number} takes the last live replica of expert {self._named(expert)}")
+                    raise self._no(
+                        f"change {number} takes the last live replica of expert {self._named(expert)}"
+                    )
             if not short:
                 found.append(together)
                 together = _Group([], [], set(), set(), set())
         if short:
             expert = min(short)
-            raise self._no(f"its changes leave expert {self._named(expert)} with {self.held[expert]} live replicas; it must keep {self.floor[expert]}")
+            raise self._no(
+                f"its changes leave expert {self._named(expert)} with {self.held[expert]} live replicas; it"
+                f" must keep {self.floor[expert]}"
+            )
         return found
 
     def _make(self, number: int, change: _Change, group: _Group) -> list[int]:
@@ -217,9 +240,13 @@ class _Walk:
     def _put(self, number: int, slot: int, expert: int) -> None:
         rank = slot // self.per
         if expert in self.row[rank * self.per : (rank + 1) * self.per]:
-            raise self._no(f"change {number} brings expert {self._named(expert)} to rank {rank}, which holds it")
+            raise self._no(
+                f"change {number} brings expert {self._named(expert)} to rank {rank}, which holds it"
+            )
         if not self.live[rank]:
-            raise self._no(f"change {number} brings expert {self._named(expert)} to rank {rank}, which is not live")
+            raise self._no(
+                f"change {number} brings expert {self._named(expert)} to rank {rank}, which is not live"
+            )
         self.row[slot] = expert
         self.held[expert] += 1
 
@@ -228,13 +255,21 @@ class _Walk:
         kind, _, slot, expert, other_slot, other_expert = change
         found = self.row[slot]
         if kind in (ChangeKind.SWAP, ChangeKind.MOVE) and self.row[other_slot] != expert:
-            raise self._no(f"change {number} takes expert {self._named(expert)} from slot {other_slot}, which holds {self.row[other_slot]}")
+            raise self._no(
+                f"change {number} takes expert {self._named(expert)} from slot {other_slot}, which holds"
+                f" {self.row[other_slot]}"
+            )
         if kind == ChangeKind.SWAP and found != other_expert:
-            raise self._no(f"change {number} takes expert {self._named(other_expert)} from slot {slot}, which holds {found}")
+            raise self._no(
+                f"change {number} takes expert {self._named(other_expert)} from slot {slot}, which holds"
+                f" {found}"
+            )
         if kind == ChangeKind.DROP and found == EMPTY:
             raise self._no(f"change {number} drops what slot {slot} holds, which is empty")
         if found == expert:
-            raise self._no(f"change {number} brings expert {self._named(expert)} to slot {slot}, which holds it")
+            raise self._no(
+                f"change {number} brings expert {self._named(expert)} to slot {slot}, which holds it"
+            )
 
     def _named(self, expert: int) -> str:
         return str(ExpertId(self.layer, expert))

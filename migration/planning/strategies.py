@@ -70,7 +70,13 @@ class PlanCandidate(NamedTuple):
     def placement(self, found: PlanningProblem) -> Placement:
         """Return the placement at the end."""
         start = found.placement
-        return Placement(made(start.expert_of_slot, self.changes), experts=start.experts, ranks=start.ranks, epoch=start.epoch, split=self.split)
+        return Placement(
+            made(start.expert_of_slot, self.changes),
+            experts=start.experts,
+            ranks=start.ranks,
+            epoch=start.epoch,
+            split=self.split,
+        )
 
 
 Maker = Callable[[PlanningProblem], PlanCandidate]
@@ -119,7 +125,9 @@ def local(found: PlanningProblem) -> PlanCandidate:
     # Control experiment: judge the same placement on demand that is equal on all ranks. The difference is
     # what locality itself is worth; the rest comes from balance.
     alike = replace(found, judged=np.broadcast_to(found.judged.mean(axis=0), found.judged.shape))
-    gains = [float((one.before.seconds - one.judge(best.placement(found)).seconds).sum()) for one in (found, alike)]
+    gains = [
+        float((one.before.seconds - one.judge(best.placement(found)).seconds).sum()) for one in (found, alike)
+    ]
     if changes and gains[0] - gains[1] < NOTICEABLE * found.before.figures.seconds.dispatch:
         raise ValueError("locality: ranks' requests differ by too little in the next window")
     return best
@@ -141,7 +149,9 @@ def anew_at_most(found: PlanningProblem) -> Placement:
     """Return the end of `anew` without budget and cooldown: known before any of its changes."""
     table = np.where(found.chosen[:, None], found.anew_at_home, found.table)
     start = found.placement
-    return Placement(table, experts=start.experts, ranks=start.ranks, epoch=start.epoch, split=shared(found, table))
+    return Placement(
+        table, experts=start.experts, ranks=start.ranks, epoch=start.epoch, split=shared(found, table)
+    )
 
 
 def eplb(found: PlanningProblem) -> PlanCandidate:
@@ -169,7 +179,11 @@ def _as_mapped(name: str, found: PlanningProblem, raw: NDArray[np.int64]) -> Pla
     goal = as_placement(raw, found.ranks)
     changes = _towards(found, goal)
     end = made(found.table, changes)
-    even, per, experts = even_split(end, found.placement.experts), found.placement.slots_per_rank, found.placement.experts
+    even, per, experts = (
+        even_split(end, found.placement.experts),
+        found.placement.slots_per_rank,
+        found.placement.experts,
+    )
     layer, slot = np.nonzero(goal >= 0)
     # Shares that the raw map implies, by rank and expert, as slots may differ between goal and end.
     part = np.zeros((len(goal), found.ranks, experts))
@@ -179,7 +193,9 @@ def _as_mapped(name: str, found: PlanningProblem, raw: NDArray[np.int64]) -> Pla
     held[layer, slot // per, end[layer, slot]] = True
     # Use the map's shares only in layers that reach it: elsewhere they do not sum to one.
     whole = (held == (part > 0)).all(axis=(1, 2))
-    wanted = np.where(whole[layer], part[layer, slot // per, end[layer, slot]], even.spill[layer, slot] / FULL)
+    wanted = np.where(
+        whole[layer], part[layer, slot // per, end[layer, slot]], even.spill[layer, slot] / FULL
+    )
     # Round a running sum per expert, so that each expert's shares add up to exactly FULL.
     order = np.lexsort((slot, layer * experts + end[layer, slot]))
     spill = np.zeros_like(even.spill)
@@ -188,7 +204,15 @@ def _as_mapped(name: str, found: PlanningProblem, raw: NDArray[np.int64]) -> Pla
 
 
 def _few(found: PlanningProblem) -> PlacementChanges:
-    changes = few(found.table, found.load, found.ranks, found.limits, goal=found.anew_balance, noise=LoadNoise(found.pairs), node=found.several_nodes)
+    changes = few(
+        found.table,
+        found.load,
+        found.ranks,
+        found.limits,
+        goal=found.anew_balance,
+        noise=LoadNoise(found.pairs),
+        node=found.several_nodes,
+    )
     return without_reversals(found, shortened(found.table, changes, found.ranks))
 
 
@@ -224,7 +248,18 @@ def shared(found: PlanningProblem, table: SlotTable, slack: float = SLACK) -> Sp
     In those other layers, experts whose holders changed share evenly. slack: see `reweight`.
     """
     experts, start = found.placement.experts, found.placement
-    new = reweight(table, found.fit, found.ranks, experts, found.several_nodes, pairs=found.pairs, live=found.limits.live, slack=slack)
+    new = reweight(
+        table,
+        found.fit,
+        found.ranks,
+        experts,
+        found.several_nodes,
+        pairs=found.pairs,
+        live=found.limits.live,
+        slack=slack,
+    )
     if found.chosen.all():
         return new
-    return Split(*(np.where(found.chosen[:, None], part, old) for part, old in zip(new, start.split, strict=True)))
+    return Split(
+        *(np.where(found.chosen[:, None], part, old) for part, old in zip(new, start.split, strict=True))
+    )

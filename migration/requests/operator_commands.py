@@ -38,7 +38,14 @@ class RankFull(ValueError):
 class OperatorCommands:
     """Used on one event loop, on the leader."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, ledger: PlacementRegistry, watch: DemandWindows, conductor: PlanExecutor) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        ledger: PlacementRegistry,
+        watch: DemandWindows,
+        conductor: PlanExecutor,
+    ) -> None:
         self._bus = bus
         self._subjects = subjects
         self._ledger = ledger
@@ -49,7 +56,9 @@ class OperatorCommands:
         """Answer a request from the bus."""
         if not isinstance(message, MigrateExpert | ApplyPlan | RollBack):
             kinds = ", ".join(kind.__name__ for kind in (MigrateExpert, ApplyPlan, RollBack))
-            return RequestRefused(reason=f"a {type(message).__name__} is no request for this subject; send one of {kinds}")
+            return RequestRefused(
+                reason=f"a {type(message).__name__} is no request for this subject; send one of {kinds}"
+            )
         try:
             entry = self.movable(message.engine)
             self._executor.refuse_second(entry.engine)
@@ -63,24 +72,47 @@ class OperatorCommands:
         """Return an engine whose experts can be moved. Raises ValueError if there is none of this name."""
         entry = self._ledger.engines().get(engine)
         if entry is None:
-            raise ValueError(f"no engine {engine!r} with experts is present; there are: {', '.join(sorted(self._ledger.engines())) or 'none'}")
+            raise ValueError(
+                f"no engine {engine!r} with experts is present; there are:"
+                f" {', '.join(sorted(self._ledger.engines())) or 'none'}"
+            )
         if not entry.layout.targets_are_ranks or entry.layout.boundary:
-            raise ValueError(f"engine {engine!r} holds experts sharded over its ranks ({entry.layout}); they can move under expert parallelism only")
+            raise ValueError(
+                f"engine {engine!r} holds experts sharded over its ranks ({entry.layout}); they can move"
+                " under expert parallelism only"
+            )
         return entry
 
-    async def _plan(self, entry: EngineEntry, request: MigrateExpert | ApplyPlan | RollBack, statuses: Sequence[HandoverDescribed]) -> tuple[Plan, Origin]:
+    async def _plan(
+        self,
+        entry: EngineEntry,
+        request: MigrateExpert | ApplyPlan | RollBack,
+        statuses: Sequence[HandoverDescribed],
+    ) -> tuple[Plan, Origin]:
         """Make the requested plan. Raises ValueError with the reason if there is none."""
         match request:
             case MigrateExpert():
                 demand = self._watch.wanted(entry.worker_id)
-                return await asyncio.to_thread(one_expert, entry.placement, request, self._room(entry, statuses), demand), "operator"
+                return (
+                    await asyncio.to_thread(
+                        one_expert, entry.placement, request, self._room(entry, statuses), demand
+                    ),
+                    "operator",
+                )
             case ApplyPlan():
                 return await asyncio.to_thread(read, request.plan, entry.placement), "operator"
         planned = undone(await self._log(entry.engine), request.plan)
         return await self.undoing(entry, planned, await self.before(planned), statuses), "rollback"
 
-    async def undoing(self, entry: EngineEntry, planned: MigrationPlanned, goal: Placement, told: Sequence[HandoverDescribed]) -> Plan:
-        """Make the plan that restores the placement before another plan. Raises ValueError if there is none."""
+    async def undoing(
+        self,
+        entry: EngineEntry,
+        planned: MigrationPlanned,
+        goal: Placement,
+        told: Sequence[HandoverDescribed],
+    ) -> Plan:
+        """Make the plan that restores the placement before another plan. Raises ValueError if there is
+        none."""
         return await asyncio.to_thread(back, entry.placement, goal, planned.plan, self._room(entry, told))
 
     def _room(self, entry: EngineEntry, statuses: Sequence[HandoverDescribed]) -> StagingRoom:
@@ -90,18 +122,27 @@ class OperatorCommands:
         """
         machines = self._watch.machines(entry.worker_id)
         if machines is None:
-            raise ValueError(f"engine {entry.engine!r} is not tracked: its demand exceeds planner.most_cells; raise it")
+            raise ValueError(
+                f"engine {entry.engine!r} is not tracked: its demand exceeds planner.most_cells; raise it"
+            )
         shape, node = machines
         least = min(statuses, key=lambda status: status.free)
         if least.free < 1:
             held = f"{least.quarantined} are in quarantine, {least.draining} drain"
-            raise RankFull(f"rank {least.rank} has no free cell to bring an expert into: {held}; wait until they settle, or restart the engine")
+            raise RankFull(
+                f"rank {least.rank} has no free cell to bring an expert into: {held}; wait until they settle,"
+                " or restart the engine"
+            )
         return StagingRoom(node=node, expert_bytes=shape.expert_bytes, staging=least.free)
 
     async def _log(self, engine: str) -> list[Message]:
         """Read the log of an engine's plans."""
         kinds = MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted
-        return [received.message async for received in self._bus.replay(self._subjects.migrations(engine), follow=False) if isinstance(received.message, kinds)]
+        return [
+            received.message
+            async for received in self._bus.replay(self._subjects.migrations(engine), follow=False)
+            if isinstance(received.message, kinds)
+        ]
 
     async def before(self, planned: MigrationPlanned) -> Placement:
         """Return the placement that a plan started from.
@@ -110,6 +151,12 @@ class OperatorCommands:
         """
         async for received in self._bus.replay(self._subjects.placements(planned.engine), follow=False):
             event = received.message
-            if isinstance(event, PlacementCommitted) and (event.worker_id, event.placement.epoch) == (planned.worker_id, planned.base_epoch):
+            if isinstance(event, PlacementCommitted) and (event.worker_id, event.placement.epoch) == (
+                planned.worker_id,
+                planned.base_epoch,
+            ):
                 return Placement.from_record(event.placement)
-        raise ValueError(f"epoch {planned.base_epoch} of engine {planned.engine!r}, before plan {planned.plan}, is not stored any more")
+        raise ValueError(
+            f"epoch {planned.base_epoch} of engine {planned.engine!r}, before plan {planned.plan}, is not"
+            " stored any more"
+        )

@@ -60,7 +60,12 @@ class PlanQueries:
     async def answer(self, message: Message) -> Message:
         """Answer a request from the bus."""
         if not isinstance(message, DescribePlan):
-            return RequestRefused(reason=f"a {type(message).__name__} is no question for this subject; send a {DescribePlan.__name__}")
+            return RequestRefused(
+                reason=(
+                    f"a {type(message).__name__} is no question for this subject; send a"
+                    f" {DescribePlan.__name__}"
+                )
+            )
         try:
             entry, question = self._checked(message)
             self._waiting += 1
@@ -70,8 +75,17 @@ class PlanQueries:
                 self._waiting -= 1
         except ValueError as error:
             return RequestRefused(reason=str(error))
-        plan = b"" if decided.plan is None or decided.plan.refused else await asyncio.to_thread(msgspec.json.encode, decided.plan)
-        return PlanDescribed(engine=entry.engine, worker_id=entry.worker_id, record=msgspec.json.encode(decided.record), plan=plan)
+        plan = (
+            b""
+            if decided.plan is None or decided.plan.refused
+            else await asyncio.to_thread(msgspec.json.encode, decided.plan)
+        )
+        return PlanDescribed(
+            engine=entry.engine,
+            worker_id=entry.worker_id,
+            record=msgspec.json.encode(decided.record),
+            plan=plan,
+        )
 
     async def decide(self, entry: EngineEntry, question: PlanningQuestion) -> PlannerDecision:
         """Plan for one engine. Raises InvalidPlacementEvent if too little is known."""
@@ -81,7 +95,9 @@ class PlanQueries:
             self._metrics.unknown(refusal.fault.value)
             raise
         began = self._clock()
-        decided = await asyncio.get_running_loop().run_in_executor(self._thinking, decide, view, question, self._config)
+        decided = await asyncio.get_running_loop().run_in_executor(
+            self._thinking, decide, view, question, self._config
+        )
         taken = self._clock() - began
         self._metrics.thought(None if decided.why is None else decided.why.value, taken)
         return decided._replace(record=msgspec.structs.replace(decided.record, plan_seconds=taken))
@@ -90,30 +106,53 @@ class PlanQueries:
         """Compare the served placement of an engine with another. Raises InvalidPlacementEvent if too little
         is known."""
         view = self._watch.view(entry, self._clock())
-        return await asyncio.get_running_loop().run_in_executor(self._thinking, regret, view, placement, self._config)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thinking, regret, view, placement, self._config
+        )
 
     def _checked(self, request: DescribePlan) -> tuple[EngineEntry, PlanningQuestion]:
         """Check a request. Raises ValueError naming what is invalid, or if too many requests are waiting."""
         entry = self._ledger.engines().get(request.engine)
         if entry is None:
-            raise ValueError(f"no engine {request.engine!r} with experts is present; there are: {', '.join(sorted(self._ledger.engines())) or 'none'}")
+            raise ValueError(
+                f"no engine {request.engine!r} with experts is present; there are:"
+                f" {', '.join(sorted(self._ledger.engines())) or 'none'}"
+            )
         if self._waiting >= self._config.most_questions:
-            raise ValueError(f"{self._waiting} plan requests are waiting already; try again later, or raise planner.most_questions")
+            raise ValueError(
+                f"{self._waiting} plan requests are waiting already; try again later, or raise"
+                " planner.most_questions"
+            )
         return entry, _question(request, entry, self._config, self._trust(request.engine))
 
 
-def _question(request: DescribePlan, entry: EngineEntry, config: MigrationConfig, trust: float) -> PlanningQuestion:
+def _question(
+    request: DescribePlan, entry: EngineEntry, config: MigrationConfig, trust: float
+) -> PlanningQuestion:
     """Check the parameters of a request. Raises ValueError naming what is invalid."""
     policy = next((policy for policy in POLICIES if policy == (request.policy or config.policy)), None)
     if policy is None:
         raise ValueError(f"no policy {request.policy!r}; there are: {', '.join(POLICIES)}")
     if request.budget_bytes is not None and request.budget_bytes < 0:
         raise ValueError(f"a budget of {request.budget_bytes} bytes; use 0 or more")
-    for what, numbers, most in (("rank", request.dead, entry.placement.ranks), ("layer", request.layers, entry.placement.layers)):
+    for what, numbers, most in (
+        ("rank", request.dead, entry.placement.ranks),
+        ("layer", request.layers, entry.placement.layers),
+    ):
         outside = [number for number in numbers if not 0 <= number < most]
         if outside:
-            raise ValueError(f"engine {request.engine!r} has no {what} {outside[0]}; they run from 0 to {most - 1}")
+            raise ValueError(
+                f"engine {request.engine!r} has no {what} {outside[0]}; they run from 0 to {most - 1}"
+            )
     if len(set(request.dead)) == entry.placement.ranks:
         raise ValueError("all ranks are named as dead; nothing would be left to plan for")
     budget = config.budget_bytes if request.budget_bytes is None else request.budget_bytes
-    return PlanningQuestion(policy, budget, request.memory, tuple(sorted(set(request.dead))), tuple(sorted(set(request.layers))), bounds=True, trust=trust)
+    return PlanningQuestion(
+        policy,
+        budget,
+        request.memory,
+        tuple(sorted(set(request.dead))),
+        tuple(sorted(set(request.layers))),
+        bounds=True,
+        trust=trust,
+    )

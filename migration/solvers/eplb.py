@@ -62,7 +62,10 @@ def _check(experts: int, slots: int, groups: int, nodes: int, ranks: int) -> Non
         ("slots", slots, "ranks", ranks),
     ):
         if few < 1 or many % few:
-            raise ValueError(f"eplb: {many} {what} do not divide by {few} {whose}; the global variant needs one group and one node")
+            raise ValueError(
+                f"eplb: {many} {what} do not divide by {few} {whose}; the global variant needs one group and"
+                " one node"
+            )
     if slots < experts:
         raise ValueError(f"eplb: {slots} slots do not hold {experts} experts")
 
@@ -125,7 +128,9 @@ def raw_shares(raw: NDArray[Any], ranks: int) -> FloatArray:
     layers, slots = raw.shape
     table = np.asarray(raw).reshape(layers, ranks, 1, -1)
     twins = (table == table.swapaxes(2, 3)).sum(axis=3)
-    counts = np.bincount((np.arange(layers)[:, None] * slots + raw).ravel(), minlength=layers * slots).reshape(layers, slots)
+    counts = np.bincount(
+        (np.arange(layers)[:, None] * slots + raw).ravel(), minlength=layers * slots
+    ).reshape(layers, slots)
     share = twins.reshape(layers, slots) / np.take_along_axis(counts, np.asarray(raw), axis=1)
     return np.where(as_placement(raw, ranks) == EMPTY, 0.0, share)
 

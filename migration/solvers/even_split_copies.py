@@ -20,7 +20,14 @@ from fleet.arrays import BoolArray, FloatArray, IndexArray, SlotTable
 from fleet.placement import EMPTY
 from migration.model.constraints import UNLIMITED, Constraints
 from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, taken, within
-from migration.model.sampling_noise import LoadNoise, changed, deviations, expected_max, expected_most, freedom
+from migration.model.sampling_noise import (
+    LoadNoise,
+    changed,
+    deviations,
+    expected_max,
+    expected_most,
+    freedom,
+)
 from migration.solvers.search_state import ENDLESS, SearchState
 from migration.solvers.swap_search import RoundSize, SwapChoice, best
 
@@ -87,7 +94,10 @@ def few(
     if ranks < 1 or slots % ranks:
         raise ValueError(f"few: {slots} slots do not divide into {ranks} ranks")
     if len(load) != layers or np.shape(goal) != (layers,):
-        raise ValueError(f"few: load is {load.shape} and goal {np.shape(goal)}; expected [{layers}, experts] and [{layers}]")
+        raise ValueError(
+            f"few: load is {load.shape} and goal {np.shape(goal)}; expected [{layers}, experts] and"
+            f" [{layers}]"
+        )
     # Relative loads make one set of thresholds valid for all layers.
     state = _state(table, load, ranks, limits, node)
     live = ranks - int(state.away.sum())
@@ -108,7 +118,9 @@ def _pace(live: int, most: float) -> RoundSize:
     return CAREFULLY if most < FAR else CAREFULLY._replace(most=BRISKLY.most)
 
 
-def _state(table: SlotTable, load: NDArray[Any], ranks: int, limits: Constraints, node: IndexArray | None) -> SearchState:
+def _state(
+    table: SlotTable, load: NDArray[Any], ranks: int, limits: Constraints, node: IndexArray | None
+) -> SearchState:
     """Return the search state of the table; caps are 0."""
     layers, slots = table.shape
     experts = load.shape[1]
@@ -118,11 +130,15 @@ def _state(table: SlotTable, load: NDArray[Any], ranks: int, limits: Constraints
     # Holders per expert and replica counts, for constant-time checks of legality.
     held = np.zeros((layers, experts + 1, ranks), bool)
     held[np.arange(layers)[:, None], expert, np.arange(slots) // (slots // ranks)] = True
-    replicas = np.bincount((expert + np.arange(layers)[:, None] * (experts + 1)).ravel(), minlength=layers * (experts + 1)).reshape(layers, -1)[:, :-1]
+    replicas = np.bincount(
+        (expert + np.arange(layers)[:, None] * (experts + 1)).ravel(), minlength=layers * (experts + 1)
+    ).reshape(layers, -1)[:, :-1]
     # Lost experts (no live holder) carry no load here: `planning.rank_loss` brings them back.
     wanted = np.where(replicas > 0, load, 0.0)
     mean = np.maximum(wanted.sum(axis=1, keepdims=True), 1e-300) / max(int((~away).sum()), 1)
-    least = np.ones((layers, experts)) if limits.least_replicas is None else np.maximum(limits.least_replicas, 1)
+    least = (
+        np.ones((layers, experts)) if limits.least_replicas is None else np.maximum(limits.least_replicas, 1)
+    )
     fixed = np.zeros((layers, experts), bool) if limits.frozen is None else np.asarray(limits.frozen, bool)
     # Replicas of critical experts may be spread over nodes on purpose, so they stay.
     if node is not None and len(np.unique(node)) > 1:
@@ -168,7 +184,9 @@ class _Aims:
         """[layers]: standard deviation of a rank's load between windows."""
 
 
-def _aims(state: SearchState, goal: FloatArray, target: float, noise: LoadNoise | None) -> tuple[_Aims, BoolArray]:
+def _aims(
+    state: SearchState, goal: FloatArray, target: float, noise: LoadNoise | None
+) -> tuple[_Aims, BoolArray]:
     """Set each layer's cap; return the targets, and [layers] the layers to improve."""
     alive = state.over[:, ~state.away]
     most = np.maximum(alive.max(axis=1), 1e-9)
@@ -181,7 +199,10 @@ def _aims(state: SearchState, goal: FloatArray, target: float, noise: LoadNoise 
     # Expected maximum over ranks of the sampling noise, which a re-placement does not remove either.
     blur = expected_most(alive.shape[1]) * spread
     # Target part of the gain in throughput (1 / load), but never far behind a full re-placement.
-    aim = np.minimum(1.0 / (target / (least + blur) + (1.0 - target) / most), least * (1.0 + BEHIND) + blur) - MARGIN * spread
+    aim = (
+        np.minimum(1.0 / (target / (least + blur) + (1.0 - target) / most), least * (1.0 + BEHIND) + blur)
+        - MARGIN * spread
+    )
     state.cap = np.maximum(aim - blur + HOPE * spread, np.maximum(least, 1.0 + IDLE * spread))
     if noise is not None and noise.step is not None:
         wanted &= _felt(state, alive, least, noise.step)
@@ -205,7 +226,9 @@ def _deviations(state: SearchState, pairs: float | NDArray[Any]) -> FloatArray:
     """[layers, live ranks]: standard deviations between two counts of this many pairs."""
     at = np.arange(len(state.layer))[:, None]
     shape = (len(at), state.ranks, state.per)
-    shares, replicas = (values[at, state.expert].reshape(shape)[:, ~state.away] for values in (state.each, state.replicas))
+    shares, replicas = (
+        values[at, state.expert].reshape(shape)[:, ~state.away] for values in (state.each, state.replicas)
+    )
     return deviations(shares, replicas, pairs)
 
 
@@ -235,7 +258,11 @@ class _Search:
         while going.any() and turn < ROUNDS and (turn < LONG or going.sum() > few_left):
             # Compact the arrays, but not every round: copying them costs as much as a round.
             if going.mean() < CROWD:
-                self._state, idle, going = self._state.taken(going), idle[going], np.ones(int(going.sum()), bool)
+                self._state, idle, going = (
+                    self._state.taken(going),
+                    idle[going],
+                    np.ones(int(going.sum()), bool),
+                )
             made = self._make(best(self._state, going, pace, PAIRS, turn))
             idle = np.where(made, 0, idle + 1)
             going &= (idle < PATIENCE) & ~self._reached(made)
@@ -285,11 +312,15 @@ class _Search:
         """Return the changes of each layer up to the point of its lowest maximum load: later ones relieved
         other ranks in vain."""
         kind, hot, cold, at_hot, at_cold = (
-            np.concatenate([np.empty(0, np.intp), *(getattr(change, name) for change in self._made)]) for name in ("kind", "hot", "cold", "at_hot", "at_cold")
+            np.concatenate([np.empty(0, np.intp), *(getattr(change, name) for change in self._made)])
+            for name in ("kind", "hot", "cold", "at_hot", "at_cold")
         )
         drop, swap = kind == ChangeKind.DROP, kind == ChangeKind.SWAP
         gone = np.where(swap, cold, self._state.empty)
-        written, other = (np.where(expert == self._state.empty, EMPTY, expert).astype(np.int16) for expert in (np.where(drop, self._state.empty, hot), gone))
+        written, other = (
+            np.where(expert == self._state.empty, EMPTY, expert).astype(np.int16)
+            for expert in (np.where(drop, self._state.empty, hot), gone)
+        )
         layer = np.concatenate([np.empty(0, np.int32), *self._layers]).astype(np.int32)
         gain = np.concatenate([np.empty(0), *self._gains])
         everything = PlacementChanges(
@@ -343,7 +374,12 @@ class _Change(NamedTuple):
     def of(cls, state: SearchState, choice: SwapChoice) -> "_Change":
         """Return the changes worth making; of those of a layer that touch the same expert only the first."""
         some = (choice.worth > LEAST).nonzero()[0]
-        layer, kind, at_hot, at_cold = choice.layer[some], choice.kind[some], choice.hot[some], choice.cold[some]
+        layer, kind, at_hot, at_cold = (
+            choice.layer[some],
+            choice.kind[some],
+            choice.hot[some],
+            choice.cold[some],
+        )
         hot = state.expert[layer, at_hot]
         cold = np.where(kind == DROP, hot, state.expert[layer, at_cold])
         change = cls(layer, kind, at_hot, at_cold, hot, cold, choice.level[some])
@@ -353,7 +389,9 @@ class _Change(NamedTuple):
         by = np.zeros(state.load.size, np.intp)
         # Written in reverse order, so that the first change of an expert wins.
         by[touched[::-1]] = np.arange(len(some))[::-1, None]
-        free = ((by[touched] == np.arange(len(some))[:, None]) | (touched % (state.empty + 1) == state.empty)).all(axis=1)
+        free = (
+            (by[touched] == np.arange(len(some))[:, None]) | (touched % (state.empty + 1) == state.empty)
+        ).all(axis=1)
         return change if free.all() else change.taken(free)
 
     def taken(self, which: BoolArray) -> "_Change":
@@ -369,7 +407,9 @@ class _Change(NamedTuple):
 
     def make(self, state: SearchState) -> None:
         """Apply the changes. The caller then calls `measure`."""
-        to_hot = np.where(self.kind == SWAP, self.cold, np.where(self.kind == REPLICATE, self.hot, state.empty))
+        to_hot = np.where(
+            self.kind == SWAP, self.cold, np.where(self.kind == REPLICATE, self.hot, state.empty)
+        )
         self._write(state, to_hot, self.hot, 1.0)
 
     def undo(self, state: SearchState) -> None:
@@ -378,11 +418,19 @@ class _Change(NamedTuple):
 
     def _write(self, state: SearchState, to_hot: IndexArray, to_cold: IndexArray, sign: float) -> None:
         two = (self.kind != DROP).nonzero()[0]
-        state.put(_joined(self.layer, self.layer[two]), _joined(self.at_hot, self.at_cold[two]), _joined(to_hot, to_cold[two]))
+        state.put(
+            _joined(self.layer, self.layer[two]),
+            _joined(self.at_hot, self.at_cold[two]),
+            _joined(to_hot, to_cold[two]),
+        )
         one = ((self.kind == REPLICATE) | (self.kind == DROP)).nonzero()[0]
         two = (((self.kind == REPLICATE) | (self.kind == MOVE)) & (self.cold != state.empty)).nonzero()[0]
         more = np.where(self.kind[one] == DROP, -sign, sign)
-        state.count(_joined(self.layer[one], self.layer[two]), _joined(self.hot[one], self.cold[two]), _joined(more, np.full(len(two), -sign)))
+        state.count(
+            _joined(self.layer[one], self.layer[two]),
+            _joined(self.hot[one], self.cold[two]),
+            _joined(more, np.full(len(two), -sign)),
+        )
 
     def gains(self, before: FloatArray, after: FloatArray) -> FloatArray:
         """[n]: fall of the most loaded rank's load. before, after: [layers], of a round in which each change

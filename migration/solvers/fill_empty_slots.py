@@ -18,7 +18,9 @@ from migration.model.placement_changes import NOWHERE, ChangeKind, PlacementChan
 from migration.solvers.load_cap import held_of
 
 
-def filled(table: SlotTable, demand: NDArray[Any], ranks: int, limits: Constraints = UNLIMITED) -> PlacementChanges:
+def filled(
+    table: SlotTable, demand: NDArray[Any], ranks: int, limits: Constraints = UNLIMITED
+) -> PlacementChanges:
     """Return replications into empty slots.
 
     table: int16 [layers, slots]; demand: [ranks, layers, experts], any unit. gain: part of its layer's pairs
@@ -26,7 +28,9 @@ def filled(table: SlotTable, demand: NDArray[Any], ranks: int, limits: Constrain
     """
     layers, slots = table.shape
     if demand.shape[:2] != (ranks, layers) or slots % ranks:
-        raise ValueError(f"filling: a table of {table.shape} and demand {demand.shape} do not fit {ranks} ranks")
+        raise ValueError(
+            f"filling: a table of {table.shape} and demand {demand.shape} do not fit {ranks} ranks"
+        )
     held = held_of(table, ranks, demand.shape[2])
     share = demand / np.maximum(demand.sum(axis=(0, 2), dtype=np.float64), 1e-300)[None, :, None]
     open_to = np.ones(held.shape[::2], bool) if limits.frozen is None else ~limits.frozen
@@ -47,7 +51,9 @@ def filled(table: SlotTable, demand: NDArray[Any], ranks: int, limits: Constrain
     return joined(parts)
 
 
-def _replications(layer: NDArray[np.intp], slot: int, expert: NDArray[np.intp], gain: NDArray[np.float64]) -> PlacementChanges:
+def _replications(
+    layer: NDArray[np.intp], slot: int, expert: NDArray[np.intp], gain: NDArray[np.float64]
+) -> PlacementChanges:
     count = len(layer)
     return PlacementChanges(
         kind=np.full(count, ChangeKind.REPLICATE, np.uint8),

@@ -76,7 +76,18 @@ def full(
     if live is not None and not live.all():
         seats = np.flatnonzero(live)
         nodes = None if node is None else np.unique(node[seats], return_inverse=True)[1]
-        return _seated(full(load, len(seats), slots_per_rank, most_replicas=most_replicas, least_replicas=least_replicas, node=nodes), seats, ranks)
+        return _seated(
+            full(
+                load,
+                len(seats),
+                slots_per_rank,
+                most_replicas=most_replicas,
+                least_replicas=least_replicas,
+                node=nodes,
+            ),
+            seats,
+            ranks,
+        )
     wanted = _checked(load, ranks, slots_per_rank)
     bounds = CountBounds.of(wanted, ranks, slots_per_rank, most_replicas, least_replicas)
     even = replica_counts(wanted, bounds)
@@ -85,7 +96,12 @@ def full(
     # Only layers far from the bound pay for the second attempt.
     again = np.flatnonzero(most > (1.0 + NEAR) * lowest)
     if len(again):
-        other = _packed(wanted[again], replica_counts(wanted[again], bounds.of_layers(again), SPARING), ranks, slots_per_rank)
+        other = _packed(
+            wanted[again],
+            replica_counts(wanted[again], bounds.of_layers(again), SPARING),
+            ranks,
+            slots_per_rank,
+        )
         better = other.fullest < most[again]
         table[again[better]] = _table(other, wanted.shape[1])[better]
         most[again[better]] = other.fullest[better]
@@ -104,7 +120,9 @@ def _seated(placed: SlotTable, seats: NDArray[np.intp], ranks: int) -> SlotTable
     return table.reshape(layers, -1)
 
 
-def bound(load: NDArray[Any], ranks: int, slots_per_rank: int, most_replicas: int | None = None) -> FloatArray:
+def bound(
+    load: NDArray[Any], ranks: int, slots_per_rank: int, most_replicas: int | None = None
+) -> FloatArray:
     """float64 [layers]: upper bound of the balance of any placement into these slots under the even split.
 
     Some rank carries at least the mean. Some rank also carries at least the heaviest replica, which is
@@ -122,7 +140,10 @@ def _checked(load: NDArray[Any], ranks: int, slots_per_rank: int) -> FloatArray:
     if wanted.ndim != 2 or not wanted.size:
         raise ValueError(f"placing: load has shape {wanted.shape}; expected [layers, experts]")
     if ranks < 1 or wanted.shape[1] > ranks * slots_per_rank:
-        raise ValueError(f"placing: {wanted.shape[1]} experts do not fit into {slots_per_rank} slots on each of {ranks} ranks; give them more slots")
+        raise ValueError(
+            f"placing: {wanted.shape[1]} experts do not fit into {slots_per_rank} slots on each of {ranks}"
+            " ranks; give them more slots"
+        )
     if not (np.isfinite(wanted).all() and (wanted >= 0).all()):
         raise ValueError("placing: a load is negative or not finite; give counts or rates")
     total = wanted.sum(axis=1, keepdims=True)
@@ -180,13 +201,21 @@ def _dealt(load: FloatArray, counts: IntArray, ranks: int, per_rank: int) -> _Pa
     expert = np.empty((layers, ranks, per_rank), np.int64)
     while True:
         place = _rounds(full_up, ranks, per_rank)
-        weight, loads = _deal(expert, np.take_along_axis(replica, place, axis=1), np.take_along_axis(heavy, place, axis=1), full_up, experts)
+        weight, loads = _deal(
+            expert,
+            np.take_along_axis(replica, place, axis=1),
+            np.take_along_axis(heavy, place, axis=1),
+            full_up,
+            experts,
+        )
         held = np.zeros((layers * ranks, experts + 1), bool)
         np.put_along_axis(held, expert.reshape(-1, per_rank), True, axis=1)
         held[:, experts] = False
         twice = np.flatnonzero((full_up > 0) & (held.reshape(layers, -1).sum(axis=1) < counts.sum(axis=1)))
         if not len(twice):
-            return _Packing(unit, expert, weight.reshape(-1, per_rank).astype(np.float32), loads.ravel(), held)
+            return _Packing(
+                unit, expert, weight.reshape(-1, per_rank).astype(np.float32), loads.ravel(), held
+            )
         # A light expert with several replicas came twice to a rank: deal those layers in the simple order,
         # where that cannot happen.
         full_up[twice] = 0
@@ -201,7 +230,9 @@ def _full_up(heavy: FloatArray, ranks: int) -> IntArray:
     layers = len(heavy)
     together = heavy[:, :ranks] + heavy[:, ranks:][:, ::-1].reshape(layers, ranks, -1).sum(axis=2)
     left = heavy.sum(axis=1, keepdims=True) - together.cumsum(axis=1) + together
-    return np.asarray(np.logical_and.accumulate(together >= left / (ranks - np.arange(ranks)), axis=1).sum(axis=1) % ranks)
+    return np.asarray(
+        np.logical_and.accumulate(together >= left / (ranks - np.arange(ranks)), axis=1).sum(axis=1) % ranks
+    )
 
 
 def _rounds(full_up: IntArray, ranks: int, per_rank: int) -> IntArray:
@@ -218,7 +249,9 @@ def _rounds(full_up: IntArray, ranks: int, per_rank: int) -> IntArray:
     return np.where(turn == 0, at, later).reshape(len(full_up), -1)
 
 
-def _deal(expert: IntArray, replica: IntArray, heavy: FloatArray, full_up: IntArray, experts: int) -> tuple[FloatArray, FloatArray]:
+def _deal(
+    expert: IntArray, replica: IntArray, heavy: FloatArray, full_up: IntArray, experts: int
+) -> tuple[FloatArray, FloatArray]:
     """Deal replicas and their weights, [layers, slots] in dealing order, into `expert`; return weights there,
     and rank loads."""
     layers, ranks, per_rank = expert.shape
@@ -248,11 +281,15 @@ def _turns(loads: FloatArray, taken: NDArray[np.bool_], run: IntArray) -> NDArra
         return np.argsort(loads, axis=1, kind="stable")
     free = np.argsort(np.where(taken, np.inf, loads), axis=1, kind="stable")
     ahead = np.zeros(loads.shape, bool)
-    np.put_along_axis(ahead, free, (np.arange(loads.shape[1]) < run) & taken.any(axis=1, keepdims=True), axis=1)
+    np.put_along_axis(
+        ahead, free, (np.arange(loads.shape[1]) < run) & taken.any(axis=1, keepdims=True), axis=1
+    )
     return np.lexsort((loads, ~ahead), axis=1)
 
 
-def _pairs(loads: FloatArray, layers: NDArray[np.intp], count: int, turn: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def _pairs(
+    loads: FloatArray, layers: NDArray[np.intp], count: int, turn: int
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Return places [n] of heavy ranks and places [n] of their partners, for `count` ranks of each of these
     layers.
 
@@ -261,7 +298,9 @@ def _pairs(loads: FloatArray, layers: NDArray[np.intp], count: int, turn: int) -
     """
     ranks = loads.shape[1]
     order = np.argsort(np.arange(ranks) * _TIE - loads[layers], axis=1)
-    partner = 1 + turn % (ranks - 1) if count == 1 else ranks - 1 - (np.arange(count) + turn) % (ranks - count)
+    partner = (
+        1 + turn % (ranks - 1) if count == 1 else ranks - 1 - (np.arange(count) + turn) % (ranks - count)
+    )
     place = layers[:, None] * ranks
     return (place + order[:, :count]).ravel(), (place + order[:, np.atleast_1d(partner)]).ravel()
 
@@ -271,21 +310,34 @@ def _trade(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp], 
     per_rank = packing.weight.shape[1]
     expert = packing.expert.reshape(-1, per_rank)
     wide = packing.held.shape[1]
-    barred = (packing.held.take(other[:, None] * wide + expert[own]) for own, other in ((heavy, light), (light, heavy)))
-    out, back = (np.where(bar, bad, packing.weight[own]) for bar, bad, own in zip(barred, _NEVER, (heavy, light), strict=True))
+    barred = (
+        packing.held.take(other[:, None] * wide + expert[own])
+        for own, other in ((heavy, light), (light, heavy))
+    )
+    out, back = (
+        np.where(bar, bad, packing.weight[own])
+        for bar, bad, own in zip(barred, _NEVER, (heavy, light), strict=True)
+    )
     aim = (0.5 * (packing.loads[heavy] - packing.loads[light])).astype(np.float32)
     best, missed = _nearest(out, back, aim)
     one = np.flatnonzero(missed < aim - _LEAST)
     if twos:
         first, second = np.triu_indices(per_rank, 1)
         best_two, missed_two = _nearest(out[:, first] + out[:, second], back[:, first] + back[:, second], aim)
-        one, two = np.flatnonzero((missed < aim - _LEAST) & (missed <= missed_two)), np.flatnonzero(missed_two < np.minimum(aim - _LEAST, missed))
+        one, two = (
+            np.flatnonzero((missed < aim - _LEAST) & (missed <= missed_two)),
+            np.flatnonzero(missed_two < np.minimum(aim - _LEAST, missed)),
+        )
         for side in (first, second):
-            _exchange(packing, heavy[two], light[two], *(side[at] for at in np.divmod(best_two[two], len(first))))
+            _exchange(
+                packing, heavy[two], light[two], *(side[at] for at in np.divmod(best_two[two], len(first)))
+            )
     _exchange(packing, heavy[one], light[one], *np.divmod(best[one], per_rank))
 
 
-def _nearest(out: Float32Array, back: Float32Array, aim: Float32Array) -> tuple[NDArray[np.intp], Float32Array]:
+def _nearest(
+    out: Float32Array, back: Float32Array, aim: Float32Array
+) -> tuple[NDArray[np.intp], Float32Array]:
     """[n]: the exchange of weights out [n, gone] against back [n, come] nearest to the target change [n], and
     its distance."""
     off = (out - aim[:, None])[:, :, None] - back[:, None, :]
@@ -294,7 +346,13 @@ def _nearest(out: Float32Array, back: Float32Array, aim: Float32Array) -> tuple[
     return best, missed[np.arange(len(best)), best]
 
 
-def _exchange(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp], gone: NDArray[np.intp], come: NDArray[np.intp]) -> None:
+def _exchange(
+    packing: _Packing,
+    heavy: NDArray[np.intp],
+    light: NDArray[np.intp],
+    gone: NDArray[np.intp],
+    come: NDArray[np.intp],
+) -> None:
     """Exchange the contents of slots `gone` and `come` of places `heavy` and `light`; each place occurs
     once."""
     expert, empty = packing.expert.reshape(-1, packing.weight.shape[1]), packing.held.shape[1] - 1
@@ -314,7 +372,11 @@ def _exchange(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp
 
 
 def _table(packing: _Packing, empty: int) -> SlotTable:
-    return np.where(packing.expert == empty, EMPTY, packing.expert).reshape(len(packing.unit), -1).astype(np.int16)
+    return (
+        np.where(packing.expert == empty, EMPTY, packing.expert)
+        .reshape(len(packing.unit), -1)
+        .astype(np.int16)
+    )
 
 
 def _tried(table: SlotTable, load: FloatArray, bounds: CountBounds, ranks: int) -> SlotTable:
@@ -327,7 +389,9 @@ def _tried(table: SlotTable, load: FloatArray, bounds: CountBounds, ranks: int) 
     experts = load.shape[1]
     totals = range(max(int(bounds.least.sum(axis=1).max()), slots - EMPTIES), slots)
     counts = [replica_counts(load, bounds._replace(slots=total)) for total in totals]
-    starts = np.concatenate([table, *(_table(_packed(load, count, ranks, slots // ranks), experts) for count in counts)])
+    starts = np.concatenate(
+        [table, *(_table(_packed(load, count, ranks, slots // ranks), experts) for count in counts)]
+    )
     loads = np.tile(load, (len(counts) + 1, 1))
     found = polished(starts, loads, ranks, np.tile(bounds.least, (len(counts) + 1, 1)), bounds.most)
     best = fullest(found, loads, ranks).reshape(-1, layers).argmin(axis=0)
@@ -355,7 +419,10 @@ def _spread(table: SlotTable, load: FloatArray, node: NDArray[np.intp]) -> SlotT
     for nth in range(ranks):
         of = order[:, nth]
         experts = sets[rows, of]
-        overlap = (np.take_along_axis(there, experts[:, None, :].astype(np.intp), axis=2) * shared[rows, of][:, None, :]).sum(axis=2)
+        overlap = (
+            np.take_along_axis(there, experts[:, None, :].astype(np.intp), axis=2)
+            * shared[rows, of][:, None, :]
+        ).sum(axis=2)
         chosen = np.where(room > 0, overlap, np.inf).argmin(axis=1)
         home[rows, of] = chosen
         room[rows, chosen] -= 1
@@ -373,7 +440,9 @@ def _reach(table: SlotTable, load: FloatArray, node: NDArray[np.intp]) -> FloatA
     """float64 [layers]: load that finds its expert on a node, summed over nodes."""
     layers, experts = load.shape
     there = np.zeros((layers, int(node.max()) + 1, experts + 1), bool)
-    there[np.arange(layers)[:, None], node[np.arange(table.shape[1]) * len(node) // table.shape[1]], table] = True
+    there[
+        np.arange(layers)[:, None], node[np.arange(table.shape[1]) * len(node) // table.shape[1]], table
+    ] = True
     return np.asarray((there[:, :, :experts].sum(axis=1) * load).sum(axis=1))
 
 

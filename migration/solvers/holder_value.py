@@ -34,7 +34,9 @@ class HolderValue(NamedTuple):
     def of(self, held: BoolArray) -> FloatingArray:
         """float64 [layers]: total worth of a placement."""
         value = (self.own * held).sum(axis=(1, 2))
-        return np.asarray(value if self.flat else value + (self.shared * (self.near(held) > 0)).sum(axis=(1, 2)))
+        return np.asarray(
+            value if self.flat else value + (self.shared * (self.near(held) > 0)).sum(axis=(1, 2))
+        )
 
     def near(self, held: BoolArray) -> NDArray[np.int64]:
         """int64 [layers, nodes, experts]: replicas on each node."""
@@ -48,7 +50,10 @@ class HolderValue(NamedTuple):
         if self.flat:
             return self.own, self.own
         near = self.near(held)
-        return self.own + (self.shared * (near == 0))[:, self.node], self.own + (self.shared * (near == 1))[:, self.node]
+        return (
+            self.own + (self.shared * (near == 0))[:, self.node],
+            self.own + (self.shared * (near == 1))[:, self.node],
+        )
 
     def at(self, layers: NDArray[np.intp]) -> "HolderValue":
         """Return the worth in some layers."""
@@ -65,7 +70,9 @@ def held_by_worth(worth: HolderValue, slots: int, most: int, home: BoolArray | N
     return filled(worth, _one_each(worth, slots, home), slots, most, home)
 
 
-def filled(worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None = None, passes: int = 2) -> BoolArray:
+def filled(
+    worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None = None, passes: int = 2
+) -> BoolArray:
     """Refill every rank in turn: it keeps what only it holds, and fills its other slots with what adds most
     there."""
     held = held.copy()
@@ -103,14 +110,21 @@ def _one_each(worth: HolderValue, slots: int, home: BoolArray | None) -> BoolArr
     value = worth.own if worth.flat else worth.own + worth.shared[:, worth.node]
     value = value if home is None else np.where(home, value, -np.inf)
     layers, ranks, experts = value.shape
-    held, room, left = np.zeros(value.shape, bool), np.full((layers, ranks), slots), np.ones((layers, experts), bool)
+    held, room, left = (
+        np.zeros(value.shape, bool),
+        np.full((layers, ranks), slots),
+        np.ones((layers, experts), bool),
+    )
     while left.any():
         # Full ranks are closed; every remaining expert bids for its best open rank.
         open_to = np.where((room > 0)[:, :, None], value, -np.inf)
         asked = _spread(open_to, left)
         best = np.take_along_axis(open_to, asked[:, None], 1)[:, 0]
         if not np.isfinite(best[left]).all():
-            raise ValueError(f"locality: {experts} experts do not fit where they must be, with {slots} slots on each of {ranks} ranks")
+            raise ValueError(
+                f"locality: {experts} experts do not fit where they must be, with {slots} slots on each of"
+                f" {ranks} ranks"
+            )
         # Regret: distance to the second-best open rank, infinite where there is none.
         np.put_along_axis(open_to, asked[:, None], -np.inf, 1)
         second = open_to.max(axis=1)

@@ -69,7 +69,11 @@ class LoadCap(NamedTuple):
 
     def slots(self, table: SlotTable) -> FloatArray:
         """[layers, slots]: load of each slot, of shared and single replicas."""
-        each = np.where(table == EMPTY, 0.0, np.take_along_axis(self.wants.load, np.where(table == EMPTY, 0, table).astype(np.intp), 1)).reshape(-1)
+        each = np.where(
+            table == EMPTY,
+            0.0,
+            np.take_along_axis(self.wants.load, np.where(table == EMPTY, 0, table).astype(np.intp), 1),
+        ).reshape(-1)
         each[self.parts.slot] = self.each
         return each.reshape(table.shape)
 
@@ -91,7 +95,10 @@ def level(table: SlotTable, demand: NDArray[Any], ranks: int, node: NDArray[np.i
         cell, cells = wants.node[parts.rank % ranks] * parts.groups + parts.group, nodes * parts.groups
         wanted = wants.of_nodes(parts).reshape(-1)
         # Start: every rank serves its own demand, and a node's rest is shared evenly on the node.
-        near = (np.maximum(wanted - np.bincount(cell, own, cells), 0.0) / np.maximum(np.bincount(cell, minlength=cells), 1))[cell]
+        near = (
+            np.maximum(wanted - np.bincount(cell, own, cells), 0.0)
+            / np.maximum(np.bincount(cell, minlength=cells), 1)
+        )[cell]
     far = np.maximum(parts.whole - parts.of_group(own + near), 0.0) / parts.replicas
     width = _PACE / np.maximum(np.bincount(parts.rank, minlength=len(parts.alone)), 1)[parts.rank]
     # Both pools flow in the same field of rank loads.
@@ -103,7 +110,9 @@ def level(table: SlotTable, demand: NDArray[Any], ranks: int, node: NDArray[np.i
     return LoadCap(wants, parts, own + near, own + near + far)
 
 
-def _flowed(pool: FloatArray, height: FloatArray, width: FloatArray, group: NDArray[np.intp], groups: int) -> FloatArray:
+def _flowed(
+    pool: FloatArray, height: FloatArray, width: FloatArray, group: NDArray[np.intp], groups: int
+) -> FloatArray:
     """Move load from slots above their group's mean level to slots below it; each group keeps its sum."""
     total = np.bincount(group, pool, groups)
     mean = np.bincount(group, pool * height, groups) / np.maximum(total, _TINY)
@@ -112,7 +121,9 @@ def _flowed(pool: FloatArray, height: FloatArray, width: FloatArray, group: NDAr
     return np.asarray(flowed * (total / np.maximum(np.bincount(group, flowed, groups), _TINY))[group])
 
 
-def split_under(table: SlotTable, demand: NDArray[Any], ranks: int, node: NDArray[np.intp], cap: float) -> Split:
+def split_under(
+    table: SlotTable, demand: NDArray[Any], ranks: int, node: NDArray[np.intp], cap: float
+) -> Split:
     """Return the split that levels ranks within nodes first; ranks above `cap` times the mean then give away
     local load too."""
     found = level(table, demand, ranks, node)
@@ -147,7 +158,14 @@ class _Layers(NamedTuple):
         self.table[layer, slot] = expert
 
 
-def levelled(table: SlotTable, demand: NDArray[Any], worth: HolderValue, cap: float, most: int, home: BoolArray | None = None) -> SlotTable:
+def levelled(
+    table: SlotTable,
+    demand: NDArray[Any],
+    worth: HolderValue,
+    cap: float,
+    most: int,
+    home: BoolArray | None = None,
+) -> SlotTable:
     """Return the table after exchanges that bring every layer's fullest rank to at most `cap` times the mean
     where possible.
 
@@ -173,16 +191,34 @@ def levelled(table: SlotTable, demand: NDArray[Any], worth: HolderValue, cap: fl
         # After a failure try exchanges only: the load that a further replica takes over is an estimate, and
         # was wrong.
         allowed = np.where(failed[busy] % 2 == 1, 1, most)
-        table[busy] = _exchanged(table[busy], each, load, demand[:, busy], worth.at(busy), cap, allowed, None if home is None else home[busy])
+        table[busy] = _exchanged(
+            table[busy],
+            each,
+            load,
+            demand[:, busy],
+            worth.at(busy),
+            cap,
+            allowed,
+            None if home is None else home[busy],
+        )
     return best
 
 
 def _exchanged(
-    table: SlotTable, each: FloatArray, load: FloatArray, demand: NDArray[Any], worth: HolderValue, cap: float, most: NDArray[np.intp], home: BoolArray | None
+    table: SlotTable,
+    each: FloatArray,
+    load: FloatArray,
+    demand: NDArray[Any],
+    worth: HolderValue,
+    cap: float,
+    most: NDArray[np.intp],
+    home: BoolArray | None,
 ) -> SlotTable:
     """Return the table after a few exchanges in each of these layers; loads are updated as if weights were
     constant."""
-    wanted = demand.transpose(1, 0, 2) / np.maximum(demand.sum(axis=(0, 2)) / len(demand), _TINY)[:, None, None]
+    wanted = (
+        demand.transpose(1, 0, 2) / np.maximum(demand.sum(axis=(0, 2)) / len(demand), _TINY)[:, None, None]
+    )
     held = held_of(table, len(worth.node), wanted.shape[2])
     state = _Layers(table.copy(), held, worth.near(held), held.sum(axis=1), each.copy(), load.copy(), wanted)
     for _ in range(_STEPS):
@@ -190,7 +226,14 @@ def _exchanged(
         if not len(rows):
             break
         pairs = _pairs(state, rows)
-        _make(state, worth, rows, pairs, _swaps(state, worth, pairs, cap, home), _copies(state, worth, pairs, cap, most, home))
+        _make(
+            state,
+            worth,
+            rows,
+            pairs,
+            _swaps(state, worth, pairs, cap, home),
+            _copies(state, worth, pairs, cap, most, home),
+        )
     return state.table
 
 
@@ -227,32 +270,81 @@ def _pairs(state: _Layers, rows: NDArray[np.intp]) -> _Pairs:
     ranks = np.sort(np.argsort(loads, axis=1, kind="stable")[:, :_PARTNERS], axis=1)
     here = full[:, None] * per + np.arange(per)
     there = (ranks[:, :, None] * per + np.arange(per)).reshape(len(rows), -1)
-    at, row, source, target = rows[:, None], rows[:, None, None], full[:, None, None], (there // per)[:, None, :]
-    mine, theirs = state.table[at, here].astype(np.intp)[:, :, None], state.table[at, there].astype(np.intp)[:, None, :]
+    at, row, source, target = (
+        rows[:, None],
+        rows[:, None, None],
+        full[:, None, None],
+        (there // per)[:, None, :],
+    )
+    mine, theirs = (
+        state.table[at, here].astype(np.intp)[:, :, None],
+        state.table[at, there].astype(np.intp)[:, None, :],
+    )
     apart = (target != source) & (mine != EMPTY) & ~state.held[row, target, mine]
     sent, back = state.each[at, here][:, :, None], state.each[at, there][:, None, :]
-    return _Pairs(here, there, row, source, target, mine, theirs, sent, back, state.load[row, source], state.load[row, target], apart, theirs == EMPTY)
+    return _Pairs(
+        here,
+        there,
+        row,
+        source,
+        target,
+        mine,
+        theirs,
+        sent,
+        back,
+        state.load[row, source],
+        state.load[row, target],
+        apart,
+        theirs == EMPTY,
+    )
 
 
-def _swaps(state: _Layers, worth: HolderValue, pairs: _Pairs, cap: float, home: BoolArray | None) -> FloatArray:
+def _swaps(
+    state: _Layers, worth: HolderValue, pairs: _Pairs, cap: float, home: BoolArray | None
+) -> FloatArray:
     """Return the cost of exchanging two slots.
 
     For an expert with several replicas, the local part of its load differs on the new rank.
     """
-    row, source, target, mine, theirs, free = pairs.row, pairs.source, pairs.target, pairs.mine, pairs.theirs, pairs.free
+    row, source, target, mine, theirs, free = (
+        pairs.row,
+        pairs.source,
+        pairs.target,
+        pairs.mine,
+        pairs.theirs,
+        pairs.free,
+    )
     may = pairs.apart & (free | ~state.held[row, source, theirs])
     if home is not None:
-        may &= (~home[row, source, mine] | home[row, target, mine]) & (free | ~home[row, target, theirs] | home[row, source, theirs])
+        may &= (~home[row, source, mine] | home[row, target, mine]) & (
+            free | ~home[row, target, theirs] | home[row, source, theirs]
+        )
     # Half of the difference in local demand moves with a shared expert.
-    pull = (state.demand[row, target, mine] - state.demand[row, source, mine]) * (state.replicas[row, mine] > 1)
-    drag = (state.demand[row, source, theirs] - state.demand[row, target, theirs]) * (state.replicas[row, theirs] > 1)
-    sent, back = np.maximum(pairs.sent + 0.5 * pull, 0.0), np.where(free, 0.0, np.maximum(pairs.back + 0.5 * drag, 0.0))
+    pull = (state.demand[row, target, mine] - state.demand[row, source, mine]) * (
+        state.replicas[row, mine] > 1
+    )
+    drag = (state.demand[row, source, theirs] - state.demand[row, target, theirs]) * (
+        state.replicas[row, theirs] > 1
+    )
+    sent, back = (
+        np.maximum(pairs.sent + 0.5 * pull, 0.0),
+        np.where(free, 0.0, np.maximum(pairs.back + 0.5 * drag, 0.0)),
+    )
     relief = pairs.top - np.maximum(pairs.top - pairs.sent + back, pairs.other - pairs.back + sent)
-    won = _moved(state, worth, row, target, source, mine) + np.where(free, 0.0, _moved(state, worth, row, source, target, theirs))
+    won = _moved(state, worth, row, target, source, mine) + np.where(
+        free, 0.0, _moved(state, worth, row, source, target, theirs)
+    )
     return _cost(-won, relief, pairs.top - cap, may)
 
 
-def _copies(state: _Layers, worth: HolderValue, pairs: _Pairs, cap: float, most: NDArray[np.intp], home: BoolArray | None) -> FloatArray:
+def _copies(
+    state: _Layers,
+    worth: HolderValue,
+    pairs: _Pairs,
+    cap: float,
+    most: NDArray[np.intp],
+    home: BoolArray | None,
+) -> FloatArray:
     """Return the cost of a further replica in place of a spare one; it is assumed to take over half of the
     difference.
 
@@ -266,7 +358,9 @@ def _copies(state: _Layers, worth: HolderValue, pairs: _Pairs, cap: float, most:
     taken_over = np.clip(0.5 * (pairs.top - (pairs.other - pairs.back)), 0.0, pairs.sent)
     may &= pairs.back < taken_over
     relief = pairs.top - np.maximum(pairs.top - taken_over, pairs.other - pairs.back + taken_over)
-    lost = np.where(free, 0.0, _alone(state, worth, row, target, theirs, 1)) - _alone(state, worth, row, target, mine, 0)
+    lost = np.where(free, 0.0, _alone(state, worth, row, target, theirs, 1)) - _alone(
+        state, worth, row, target, mine, 0
+    )
     return _cost(lost, relief, pairs.top - cap, may)
 
 
@@ -289,7 +383,14 @@ def _moved(state: _Layers, worth: HolderValue, row: Any, to: Any, origin: Any, e
         return np.asarray(own)
     here, there = worth.node[origin], worth.node[to]
     last, first = state.near[row, here, expert] == 1, state.near[row, there, expert] == 0
-    return np.asarray(own + np.where(here == there, 0.0, worth.shared[row, there, expert] * first - worth.shared[row, here, expert] * last))
+    return np.asarray(
+        own
+        + np.where(
+            here == there,
+            0.0,
+            worth.shared[row, there, expert] * first - worth.shared[row, here, expert] * last,
+        )
+    )
 
 
 def _alone(state: _Layers, worth: HolderValue, row: Any, rank: Any, expert: Any, beside: int) -> FloatArray:
@@ -305,7 +406,14 @@ def _alone(state: _Layers, worth: HolderValue, row: Any, rank: Any, expert: Any,
     return np.asarray(own + worth.shared[row, at, expert] * (state.near[row, at, expert] == beside))
 
 
-def _make(state: _Layers, worth: HolderValue, rows: NDArray[np.intp], pairs: _Pairs, swap: FloatArray, copy: FloatArray) -> None:
+def _make(
+    state: _Layers,
+    worth: HolderValue,
+    rows: NDArray[np.intp],
+    pairs: _Pairs,
+    swap: FloatArray,
+    copy: FloatArray,
+) -> None:
     """Make the cheaper of the best exchange and the best replica, per layer; update the loads."""
     per, width = pairs.here.shape[1], pairs.there.shape[1]
     for at, row in enumerate(rows.tolist()):

@@ -25,7 +25,9 @@ def cells(table: SlotTable, experts: int, ranks: int) -> int:
     return table.size * (experts + 1) * ranks
 
 
-def polished(table: SlotTable, load: FloatArray, ranks: int, least: NDArray[np.int64], most: int) -> SlotTable:
+def polished(
+    table: SlotTable, load: FloatArray, ranks: int, least: NDArray[np.int64], most: int
+) -> SlotTable:
     """Improve a placement; int16 as `table` [layers, slots], which is not changed.
 
     load: [layers, experts], some of it > 0 in each layer. No expert gets more than `most` replicas, and none
@@ -82,7 +84,9 @@ def _power(loads: FloatArray) -> FloatArray:
     return loads
 
 
-def _step(expert: NDArray[np.intp], part: FloatArray, ranks: int, least: NDArray[np.int64], most: int) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+def _step(
+    expert: NDArray[np.intp], part: FloatArray, ranks: int, least: NDArray[np.int64], most: int
+) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
     """Return the table after the best change of each layer, and the layers that have one."""
     layers, slots = expert.shape
     state = _state(expert, part, ranks)
@@ -138,6 +142,10 @@ def _exchanged(state: _State) -> FloatArray:
     change = weight[:, :, None] - weight[:, None, :]
     load, power = state.loads[:, rank], _power(state.loads)[:, rank]
     moved = _power(load[:, :, None] - change) + _power(load[:, None, :] + change)
-    there = np.take_along_axis(state.held[:, rank], state.expert[:, None, :], axis=2)  # [layers, slots, slots]: the second's expert on the first's rank
+    there = np.take_along_axis(
+        state.held[:, rank], state.expert[:, None, :], axis=2
+    )  # [layers, slots, slots]: the second's expert on the first's rank
     barred = there | there.swapaxes(1, 2) | (rank[:, None] == rank)
-    return np.where(barred, np.inf, state.penalty[:, None, None] - power[:, :, None] - power[:, None, :] + moved)
+    return np.where(
+        barred, np.inf, state.penalty[:, None, None] - power[:, :, None] - power[:, None, :] + moved
+    )

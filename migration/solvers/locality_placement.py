@@ -114,12 +114,18 @@ def worth_of(demand: NDArray[Any], room: LocalityProblem) -> HolderValue:
     rank, node = (price / sum(room.prices) for price in room.prices)
     share = np.ascontiguousarray(demand.transpose(1, 0, 2), np.float64) / total
     if node == 0.0 or int(room.node.max()) == 0:
-        return HolderValue(share * (rank if rank > 0 else 1.0), np.zeros((len(share), 1, share.shape[2])), room.node)
-    of_nodes = np.stack([share[:, room.node == at].sum(axis=1) for at in range(int(room.node.max()) + 1)], axis=1)
+        return HolderValue(
+            share * (rank if rank > 0 else 1.0), np.zeros((len(share), 1, share.shape[2])), room.node
+        )
+    of_nodes = np.stack(
+        [share[:, room.node == at].sum(axis=1) for at in range(int(room.node.max()) + 1)], axis=1
+    )
     return HolderValue(rank * share, node * of_nodes, room.node)
 
 
-def located(demand: NDArray[Any], room: LocalityProblem, present: SlotTable | None = None, stay: float = 0.05) -> LocalityPlacement:
+def located(
+    demand: NDArray[Any], room: LocalityProblem, present: SlotTable | None = None, stay: float = 0.05
+) -> LocalityPlacement:
     """Return the placement that saves most dispatch at the required balance.
 
     demand: [ranks, layers, experts] pairs by the rank that serves their requests. present: int16 [layers,
@@ -128,7 +134,10 @@ def located(demand: NDArray[Any], room: LocalityProblem, present: SlotTable | No
     """
     ranks, _, experts = demand.shape
     if ranks != room.ranks or experts > ranks * room.slots:
-        raise ValueError(f"locality: {experts} experts of {ranks} ranks do not fit on {room.ranks} ranks of {room.slots} slots")
+        raise ValueError(
+            f"locality: {experts} experts of {ranks} ranks do not fit on {room.ranks} ranks of {room.slots}"
+            " slots"
+        )
     worth, start = worth_of(demand, room), None
     if present is not None:
         start = held_of(present, ranks, experts)
@@ -139,13 +148,20 @@ def located(demand: NDArray[Any], room: LocalityProblem, present: SlotTable | No
     return _levelled_figures(table, demand, room)
 
 
-def placed(worth: HolderValue, room: LocalityProblem, rounds: int = 32, start: BoolArray | None = None) -> BoolArray:
+def placed(
+    worth: HolderValue, room: LocalityProblem, rounds: int = 32, start: BoolArray | None = None
+) -> BoolArray:
     """bool [layers, ranks, experts]: placement by worth alone, whatever the load of ranks.
 
     start: a placement to improve; None: from nothing.
     """
     # The present placement is the start only if it is legal under these limits.
-    if start is None or start.sum(axis=2).max() > room.slots or start.sum(axis=1).max() > room.replicas or not _at_home(start, room):
+    if (
+        start is None
+        or start.sum(axis=2).max() > room.slots
+        or start.sum(axis=1).max() > room.replicas
+        or not _at_home(start, room)
+    ):
         held = held_by_worth(worth, room.slots, room.replicas, room.home)
     else:
         held = filled(worth, start, room.slots, room.replicas, room.home, passes=1)
@@ -158,17 +174,23 @@ def _at_home(held: BoolArray, room: LocalityProblem) -> bool:
     return bool((held if room.home is None else held & room.home).any(axis=1).all())
 
 
-def measured(table: SlotTable, split: Split | None, demand: NDArray[Any], room: LocalityProblem) -> LocalityPlacement:
+def measured(
+    table: SlotTable, split: Split | None, demand: NDArray[Any], room: LocalityProblem
+) -> LocalityPlacement:
     """Return the figures of any placement, as `located` does for its own. split: None: the one that levels it
     best."""
     return _levelled_figures(table, demand, room) if split is None else _figures(table, split, demand, room)
 
 
 def _levelled_figures(table: SlotTable, demand: NDArray[Any], room: LocalityProblem) -> LocalityPlacement:
-    return _figures(table, split_under(table, demand, room.ranks, room.node, 1.0 / room.balance), demand, room)
+    return _figures(
+        table, split_under(table, demand, room.ranks, room.node, 1.0 / room.balance), demand, room
+    )
 
 
-def _figures(table: SlotTable, split: Split, demand: NDArray[Any], room: LocalityProblem) -> LocalityPlacement:
+def _figures(
+    table: SlotTable, split: Split, demand: NDArray[Any], room: LocalityProblem
+) -> LocalityPlacement:
     placement = Placement(table, experts=demand.shape[2], ranks=room.ranks, split=split)
     sent = flows(placement, demand, room.node)
     total = np.maximum(demand.sum(axis=(0, 2), dtype=np.float64), _TINY)
@@ -193,16 +215,22 @@ def _on_own_node(placement: Placement, demand: NDArray[Any], room: LocalityProbl
     return found
 
 
-def bound(demand: NDArray[Any], room: LocalityProblem, most_layers: int = 8) -> tuple[NDArray[np.intp], FloatArray]:
+def bound(
+    demand: NDArray[Any], room: LocalityProblem, most_layers: int = 8
+) -> tuple[NDArray[np.intp], FloatArray]:
     """Return (layers, saved): upper bound of the saving (`LocalityPlacement.saved`) of any placement,
     whatever its balance.
 
     This is the optimum of the linear programme, for at most `most_layers` layers, evenly spaced. About 10 ms
     a layer of 256 experts at 8 ranks, 70 ms at 64.
     """
-    layers = np.unique(np.linspace(0, demand.shape[1] - 1, min(most_layers, demand.shape[1])).round().astype(np.intp))
+    layers = np.unique(
+        np.linspace(0, demand.shape[1] - 1, min(most_layers, demand.shape[1])).round().astype(np.intp)
+    )
     worth = worth_of(demand[:, layers], room)
-    return layers, np.array([_optimum(own, shared, room) for own, shared in zip(worth.own, worth.shared, strict=True)])
+    return layers, np.array(
+        [_optimum(own, shared, room) for own, shared in zip(worth.own, worth.shared, strict=True)]
+    )
 
 
 def _optimum(own: FloatArray, shared: FloatArray, room: LocalityProblem) -> float:
@@ -221,10 +249,25 @@ def _optimum(own: FloatArray, shared: FloatArray, room: LocalityProblem) -> floa
     replicas = coo_array((one, (expert, at)), (experts, cells + places))
     node = np.arange(places)
     first = coo_array(
-        (np.r_[np.ones(places), minus], (np.r_[node, room.node[rank] * (nodes > 1) * experts + expert], np.r_[cells + node, at])), (places, cells + places)
+        (
+            np.r_[np.ones(places), minus],
+            (np.r_[node, room.node[rank] * (nodes > 1) * experts + expert], np.r_[cells + node, at]),
+        ),
+        (places, cells + places),
     )
-    limits = np.r_[np.full(ranks, room.slots), np.full(experts, room.replicas), -np.ones(experts), np.zeros(places)]
-    found = linprog(-np.r_[own.ravel(), shared.ravel()], A_ub=vstack([full, replicas, -replicas, first]), b_ub=limits, bounds=(0.0, 1.0), method="highs")
+    limits = np.r_[
+        np.full(ranks, room.slots), np.full(experts, room.replicas), -np.ones(experts), np.zeros(places)
+    ]
+    found = linprog(
+        -np.r_[own.ravel(), shared.ravel()],
+        A_ub=vstack([full, replicas, -replicas, first]),
+        b_ub=limits,
+        bounds=(0.0, 1.0),
+        method="highs",
+    )
     if found.status != 0:
-        raise ValueError(f"locality: no bound for {experts} experts on {ranks} ranks of {room.slots} slots: {found.message}")
+        raise ValueError(
+            f"locality: no bound for {experts} experts on {ranks} ranks of {room.slots} slots:"
+            f" {found.message}"
+        )
     return float(-found.fun)

@@ -30,7 +30,13 @@ _Option = tuple[float, int, int | None]
 """(gain, expert, the expert that makes room for it; None: a slot is free)."""
 
 
-def toward(table: SlotTable, target: SlotTable, demand: NDArray[Any], room: LocalityProblem, limits: Constraints = UNLIMITED) -> PlacementChanges:
+def toward(
+    table: SlotTable,
+    target: SlotTable,
+    demand: NDArray[Any],
+    room: LocalityProblem,
+    limits: Constraints = UNLIMITED,
+) -> PlacementChanges:
     """Return the changes, layer by layer, best first; together they lead to the target as far as limits and
     gains allow.
 
@@ -39,23 +45,41 @@ def toward(table: SlotTable, target: SlotTable, demand: NDArray[Any], room: Loca
     there is one node, and by default). A layer's fullest rank may become as full as `room.balance` allows, or
     as it was. ValueError when shapes contradict each other.
     """
-    if table.shape != target.shape or table.shape[1] != room.ranks * room.slots or demand.shape[:2] != (room.ranks, len(table)):
-        raise ValueError(f"toward: tables {table.shape} and {target.shape} and demand {demand.shape} do not fit {room.ranks} ranks of {room.slots} slots")
+    if (
+        table.shape != target.shape
+        or table.shape[1] != room.ranks * room.slots
+        or demand.shape[:2] != (room.ranks, len(table))
+    ):
+        raise ValueError(
+            f"toward: tables {table.shape} and {target.shape} and demand {demand.shape} do not fit"
+            f" {room.ranks} ranks of {room.slots} slots"
+        )
     wanted, extra = _apart(table, target, demand.shape[2], room, limits)
     found: list[tuple[int, float, _Row]] = []
     for layer in np.flatnonzero(wanted.any(axis=(1, 2))).tolist():
         least = 1 if limits.least_replicas is None else limits.least_replicas[layer]
-        state = _Layer(table[layer], _Value(demand[:, layer], room), wanted[layer], extra[layer], np.broadcast_to(least, demand.shape[2:]), limits.live)
+        state = _Layer(
+            table[layer],
+            _Value(demand[:, layer], room),
+            wanted[layer],
+            extra[layer],
+            np.broadcast_to(least, demand.shape[2:]),
+            limits.live,
+        )
         rows = state.rows()
         # Gains are not monotone: cut at the last point that has nearly all of the gain.
         reached = np.cumsum([0.0, *(gain for gain, _ in rows)])
         end = int(np.flatnonzero(reached >= reached.max() * _WHOLE)[-1])
         found += [(layer, gain, row) for gain, row in rows[:end]]
     changes = _changes(found)
-    return _levelled(table, changes if limits.most_copies is None else within(changes, limits.most_copies), demand, room)
+    return _levelled(
+        table, changes if limits.most_copies is None else within(changes, limits.most_copies), demand, room
+    )
 
 
-def _apart(table: SlotTable, target: SlotTable, experts: int, room: LocalityProblem, limits: Constraints) -> tuple[BoolArray, BoolArray]:
+def _apart(
+    table: SlotTable, target: SlotTable, experts: int, room: LocalityProblem, limits: Constraints
+) -> tuple[BoolArray, BoolArray]:
     """Return (wanted, extra), bool [layers, ranks, experts]: only in the target, and only in the table."""
     have, want = held_of(table, room.ranks, experts), held_of(target, room.ranks, experts)
     wanted, extra = want & ~have, have & ~want
@@ -73,7 +97,9 @@ class _Value:
         nodes = int(room.node.max()) + 1
         rank, node = room.prices if nodes > 1 else (1.0, 0.0)
         self._own: list[list[float]] = (rank * np.asarray(demand, np.float64)).tolist()
-        self._shared: list[list[float]] = [(node * demand[room.node == at].sum(axis=0, dtype=np.float64)).tolist() for at in range(nodes)]
+        self._shared: list[list[float]] = [
+            (node * demand[room.node == at].sum(axis=0, dtype=np.float64)).tolist() for at in range(nodes)
+        ]
         self._node: list[int] = room.node.tolist()
         self._near = [[0] * demand.shape[1] for _ in range(nodes)]
 
@@ -106,11 +132,21 @@ class _Rank(NamedTuple):
 class _Layer:
     """One layer on its way to the target."""
 
-    def __init__(self, row: SlotTable, value: _Value, wanted: BoolArray, extra: BoolArray, least: NDArray[Any], live: NDArray[np.bool_] | None) -> None:
+    def __init__(
+        self,
+        row: SlotTable,
+        value: _Value,
+        wanted: BoolArray,
+        extra: BoolArray,
+        least: NDArray[Any],
+        live: NDArray[np.bool_] | None,
+    ) -> None:
         ranks = len(wanted)
         per = len(row) // ranks
         self._value, self._least = value, least.tolist()
-        self._slot = {(slot // per, expert): slot for slot, expert in enumerate(row.tolist()) if expert != EMPTY}
+        self._slot = {
+            (slot // per, expert): slot for slot, expert in enumerate(row.tolist()) if expert != EMPTY
+        }
         self._count = [0] * wanted.shape[1]
         for rank, expert in self._slot:
             value.count(rank, expert, 1)
@@ -123,13 +159,23 @@ class _Layer:
 
     def _rank(self, row: SlotTable, per: int, rank: int, wanted: BoolArray, extra: BoolArray) -> _Rank:
         free = [slot for slot in range(rank * per, (rank + 1) * per) if row[slot] == EMPTY]
-        take = sorted(np.flatnonzero(wanted).tolist(), key=lambda expert: (self._value.win(rank, expert), -expert))
-        return _Rank(free[::-1], take, sorted(np.flatnonzero(extra).tolist(), key=lambda expert: (self._value.lose(rank, expert), -expert)))
+        take = sorted(
+            np.flatnonzero(wanted).tolist(), key=lambda expert: (self._value.win(rank, expert), -expert)
+        )
+        return _Rank(
+            free[::-1],
+            take,
+            sorted(
+                np.flatnonzero(extra).tolist(), key=lambda expert: (self._value.lose(rank, expert), -expert)
+            ),
+        )
 
     def rows(self) -> list[tuple[float, _Row]]:
         """Return (gain, change) in order."""
         rows: list[tuple[float, _Row]] = []
-        options = {rank: option for rank in range(len(self._ranks)) if (option := self._option(rank)) is not None}
+        options = {
+            rank: option for rank in range(len(self._ranks)) if (option := self._option(rank)) is not None
+        }
         while True:
             if options:
                 rank = max(options, key=lambda at: (options[at][0], -at))
@@ -169,7 +215,11 @@ class _Layer:
         part.wanted.pop()
         slot = part.free.pop() if other is None else self._gone(rank, other)
         self._come(rank, expert, slot)
-        touched = {rank} | self._extra_on.get(expert, set()) | (set() if other is None else self._extra_on.get(other, set()))
+        touched = (
+            {rank}
+            | self._extra_on.get(expert, set())
+            | (set() if other is None else self._extra_on.get(other, set()))
+        )
         return (gain, (int(ChangeKind.REPLICATE), slot, expert, NOWHERE, EMPTY)), touched
 
     def _come(self, rank: int, expert: int, slot: int) -> None:
@@ -196,9 +246,16 @@ class _Layer:
                     wanted = self._ranks[other].wanted
                     # Prefer to give back an expert that the other rank wants too; otherwise any extra that it
                     # lacks.
-                    backs = [back for back in part.extra if back in wanted][-_LOOK:] or [back for back in part.extra if (other, back) not in self._slot][:_LOOK]
+                    backs = [back for back in part.extra if back in wanted][-_LOOK:] or [
+                        back for back in part.extra if (other, back) not in self._slot
+                    ][:_LOOK]
                     for back in backs:
-                        gain = value.win(rank, expert) + value.win(other, back) - value.lose(rank, back) - value.lose(other, expert)
+                        gain = (
+                            value.win(rank, expert)
+                            + value.win(other, back)
+                            - value.lose(rank, back)
+                            - value.lose(other, expert)
+                        )
                         if best is None or gain > best[0]:
                             best = gain, rank, expert, other, back
         if best is None:
@@ -232,14 +289,18 @@ def _changes(found: list[tuple[int, float, _Row]]) -> PlacementChanges:
     )
 
 
-def _levelled(table: SlotTable, changes: PlacementChanges, demand: NDArray[Any], room: LocalityProblem) -> PlacementChanges:
+def _levelled(
+    table: SlotTable, changes: PlacementChanges, demand: NDArray[Any], room: LocalityProblem
+) -> PlacementChanges:
     """Cut the ends of layers' series that make a rank too full for any weights: by a quarter until none
     does."""
     cap = 1.0 / room.balance
     while changes:
         layers = np.unique(changes.layer)
         before, after = table[layers], made(table, changes)[layers]
-        fullest = [level(one, demand[:, layers], room.ranks, room.node).load.max(axis=1) for one in (before, after)]
+        fullest = [
+            level(one, demand[:, layers], room.ranks, room.node).load.max(axis=1) for one in (before, after)
+        ]
         over = layers[fullest[1] > np.maximum(cap, fullest[0]) * (1.0 + 1e-3)]
         if not len(over):
             break

@@ -29,7 +29,15 @@ from fleet.arrays import BoolArray, FloatArray, IndexArray, SlotTable
 from fleet.placement import EMPTY
 from migration.model.constraints import Constraints
 from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, joined
-from migration.solvers.overflow_state import OverflowRanks, OverflowView, admit, crowds_of, over, sight_of, widen
+from migration.solvers.overflow_state import (
+    OverflowRanks,
+    OverflowView,
+    admit,
+    crowds_of,
+    over,
+    sight_of,
+    widen,
+)
 from migration.solvers.split_weights import SplitResult, diffused
 
 SETTLING, LONG = 5, 12
@@ -97,12 +105,18 @@ def _round(crowds: OverflowRanks, before: FloatArray) -> PlacementChanges:
     promised = np.full(len(before), -np.inf)
     np.maximum.at(promised, attempt.row, attempt.promised)
     # Double copies compete where they promise more, or where single ones have failed.
-    attempt = attempt.joined(exchange.taken(np.flatnonzero((crowds.fails[exchange.row] > 0) | (exchange.promised > promised[exchange.row]))))
+    attempt = attempt.joined(
+        exchange.taken(
+            np.flatnonzero((crowds.fails[exchange.row] > 0) | (exchange.promised > promised[exchange.row]))
+        )
+    )
     trial = _tried(crowds, sight, attempt)
     fallen = before[attempt.row] - trial.excess
     # Blame a slot only where a single copy was tried.
     alone = attempt.promise[:, 1] == -np.inf
-    crowds.harm[attempt.row[alone], attempt.element[alone, 0]] += np.maximum(attempt.promise[:, 0] - fallen, 0.0)[alone]
+    crowds.harm[attempt.row[alone], attempt.element[alone, 0]] += np.maximum(
+        attempt.promise[:, 0] - fallen, 0.0
+    )[alone]
     # Proven copies first, then the largest fall; the first of each row is made.
     proven = fallen > np.maximum(PROOF ** (1 + crowds.fails[attempt.row]) * attempt.moved.sum(axis=1), LEAST)
     best = np.lexsort((-fallen, ~proven, attempt.row))
@@ -129,16 +143,24 @@ def _leads(crowds: OverflowRanks, sight: OverflowView, before: FloatArray) -> _L
     rows = np.arange(a)[:, None]
     # Relieve the rank with most excess, counting that of ranks it exchanges load with. With a large excess,
     # and after every second failure, only the rank's own load counts.
-    pressed = np.where(((crowds.fails % 2 == 0) & (before <= LARGE))[:, None], sight.leaving, 0.0) + sight.loads
+    pressed = (
+        np.where(((crowds.fails % 2 == 0) & (before <= LARGE))[:, None], sight.leaving, 0.0) + sight.loads
+    )
     pressed[:, crowds.dead] = -np.inf
     fullest = min(FULLEST, ranks) if (before > LARGE).any() else 1
-    rank = pressed.argmax(axis=1)[:, None] if fullest == 1 else np.argsort(-pressed, axis=1, kind="stable")[:, :fullest]
+    rank = (
+        pressed.argmax(axis=1)[:, None]
+        if fullest == 1
+        else np.argsort(-pressed, axis=1, kind="stable")[:, :fullest]
+    )
     here = crowds.table.reshape(a, ranks, -1)[rows, rank].reshape(a, -1).astype(np.intp)
     rank = np.repeat(rank, here.shape[1] // rank.shape[1], axis=1)
     # Of a sole holder's expert up to the whole load can leave; of a shared one, what its crowded holders
     # serve.
     alone = crowds.replicas[rows, here] == 1
-    flow = np.where(alone, np.minimum(crowds.load[rows, here], sight.leaving[rows, rank]), sight.out[rows, here])
+    flow = np.where(
+        alone, np.minimum(crowds.load[rows, here], sight.leaving[rows, rank]), sight.out[rows, here]
+    )
     allowed = (here != EMPTY) & (crowds.replicas[rows, here] < crowds.most[rows, here]) & ~crowds.dead[rank]
     column = np.broadcast_to(np.arange(here.shape[1]), here.shape)
     # Keep one column per expert, though several of the fullest ranks may hold it.
@@ -167,10 +189,14 @@ class _Attempt(NamedTuple):
     def of(cls, row: IndexArray) -> "_Attempt":
         """Return attempts without copies."""
         shape = (len(row), LANES)
-        return cls(row, np.zeros(shape, np.intp), np.zeros(shape, np.intp), np.zeros(shape), np.full(shape, -np.inf))
+        return cls(
+            row, np.zeros(shape, np.intp), np.zeros(shape, np.intp), np.zeros(shape), np.full(shape, -np.inf)
+        )
 
     def taken(self, which: IndexArray) -> "_Attempt":
-        return _Attempt(self.row[which], self.element[which], self.expert[which], self.moved[which], self.promise[which])
+        return _Attempt(
+            self.row[which], self.element[which], self.expert[which], self.moved[which], self.promise[which]
+        )
 
     @property
     def promised(self) -> FloatArray:
@@ -223,7 +249,12 @@ def _attempts(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before:
         worth = promise[nth, element]
         row, expert, flow, pick = row[nth], expert[nth], flow[nth], pick[nth]
         moved = np.minimum(flow, sight.space[row, element])
-        found.element[at, lane], found.expert[at, lane], found.moved[at, lane], found.promise[at, lane] = element, expert, moved, worth
+        found.element[at, lane], found.expert[at, lane], found.moved[at, lane], found.promise[at, lane] = (
+            element,
+            expert,
+            moved,
+            worth,
+        )
         spent[row] += moved
         # Further copies only where the excess is large and the last round succeeded.
         on = many[row] & (crowds.fails[row] == 0) & (spent[row] < WIDE * before[row])
@@ -236,8 +267,12 @@ def _attempts(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before:
         # elsewhere.
         touched = (leads.rank[row] == leads.rank[row, pick][:, None]) | (leads.expert[row] == expert[:, None])
         gained[row, expert] += 1
-        full = (gained[row, expert] >= crowds.most[row, expert])[:, None] & (leads.expert[row] == expert[:, None])
-        leads.flow[row] = np.where(full, 0.0, leads.flow[row] - np.where(touched, np.minimum(moved[:, None], leads.flow[row]), 0.0))
+        full = (gained[row, expert] >= crowds.most[row, expert])[:, None] & (
+            leads.expert[row] == expert[:, None]
+        )
+        leads.flow[row] = np.where(
+            full, 0.0, leads.flow[row] - np.where(touched, np.minimum(moved[:, None], leads.flow[row]), 0.0)
+        )
     assert found is not None
     return found
 
@@ -252,20 +287,28 @@ def _exchanges(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before
     rows = np.arange(len(crowds.layer))
     # Another rank after each failure.
     rank = _nth_emptiest(crowds, sight, crowds.fails)
-    own, origin = (table.reshape(len(rows), len(crowds.dead) - 1, -1)[rows, rank].astype(np.intp) for table in (crowds.table, crowds.origin))
+    own, origin = (
+        table.reshape(len(rows), len(crowds.dead) - 1, -1)[rows, rank].astype(np.intp)
+        for table in (crowds.table, crowds.origin)
+    )
     small, weight = _smallest(crowds, own)
     row = rows[np.isfinite(weight) & (before <= LARGE)]
     admit(crowds, row, small[row])
     # First half: the slot on a crowded rank that serves least.
     high = sight.loads > crowds.cap[:, None]
     into = np.full(len(rows), NOWHERE)
-    promise = _promises(crowds, row, small[row], np.where(high[row[:, None], crowds.rank[row]], -crowds.served[row], -np.inf))
+    promise = _promises(
+        crowds, row, small[row], np.where(high[row[:, None], crowds.rank[row]], -crowds.served[row], -np.inf)
+    )
     found = promise.max(axis=1, initial=-np.inf) > -np.inf
     row = row[found]
     into[row] = promise[found].argmax(axis=1)
     # Second half: an expert of a crowded rank that the emptiest rank has never held, and that did not just
     # give way.
-    there = (np.concatenate([own, origin, crowds.expert[rows, into][:, None]], axis=1)[:, :, None] == leads.expert[:, None, :]).any(axis=1)
+    there = (
+        np.concatenate([own, origin, crowds.expert[rows, into][:, None]], axis=1)[:, :, None]
+        == leads.expert[:, None, :]
+    ).any(axis=1)
     flow = np.where(there, 0.0, leads.flow)
     lead = flow.argmax(axis=1)
     moved = np.minimum(flow[rows, lead], crowds.cap - sight.loads[rows, rank] + weight)
@@ -277,7 +320,12 @@ def _exchanges(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before
     attempt = _Attempt.of(row)
     out = (crowds.expert[row] == small[row][:, None]).argmax(axis=1)
     attempt.element[:, 0], attempt.expert[:, 0], attempt.promise[:, 0] = into[row], small[row], 0.0
-    attempt.element[:, 1], attempt.expert[:, 1], attempt.moved[:, 1], attempt.promise[:, 1] = out, expert, moved[row], moved[row] - weight[row]
+    attempt.element[:, 1], attempt.expert[:, 1], attempt.moved[:, 1], attempt.promise[:, 1] = (
+        out,
+        expert,
+        moved[row],
+        moved[row] - weight[row],
+    )
     return attempt
 
 
@@ -315,7 +363,12 @@ def _pass_over(flow: FloatArray, fails: IndexArray) -> None:
 
 
 def _promises(
-    crowds: OverflowRanks, row: IndexArray, expert: IndexArray, worth: FloatArray, shut: BoolArray | None = None, parted: BoolArray | None = None
+    crowds: OverflowRanks,
+    row: IndexArray,
+    expert: IndexArray,
+    worth: FloatArray,
+    shut: BoolArray | None = None,
+    parted: BoolArray | None = None,
 ) -> FloatArray:
     """[t, m]: worth [t, m] where an element may give way to the layer's expert [t]; -inf where it must not.
 
@@ -337,7 +390,11 @@ def _promises(
 def _best(promise: FloatArray, most: IndexArray) -> tuple[IndexArray, IndexArray]:
     """Return (row, element) of the best promises of each row, at most `most` [a] of them."""
     width = min(int(most.max()), promise.shape[1])
-    top = np.argpartition(-promise, width - 1, axis=1)[:, :width] if width > 1 else promise.argmax(axis=1)[:, None]
+    top = (
+        np.argpartition(-promise, width - 1, axis=1)[:, :width]
+        if width > 1
+        else promise.argmax(axis=1)[:, None]
+    )
     worth = np.take_along_axis(promise, top, 1)
     order = np.argsort(-worth, axis=1, kind="stable")
     top, worth = np.take_along_axis(top, order, 1), np.take_along_axis(worth, order, 1)
@@ -373,18 +430,24 @@ def _tried(crowds: OverflowRanks, sight: OverflowView, attempt: _Attempt) -> _Tr
         served[n, element] = 0.0
         served[n] += _handed_back(crowds, sight, row[n], element, held[n], served[n], left)
         # The expert's other holders hand over the moved part evenly.
-        served[n] *= np.where(held[n] == expert[:, None], (1.0 - moved / np.maximum(whole[n, expert], _TINY))[:, None], 1.0)
+        served[n] *= np.where(
+            held[n] == expert[:, None], (1.0 - moved / np.maximum(whole[n, expert], _TINY))[:, None], 1.0
+        )
         held[n, element], served[n, element] = expert, moved
     excess = np.empty(t)
     # Longer flow where copies have failed: the estimate of the start was worse there.
     for which, rounds in ((crowds.fails[row] == 0, SETTLING), (crowds.fails[row] > 0, LONG)):
         if which.any():
-            served[which], loads = _flowed(held[which], rank[which], served[which], crowds.alone[row[which]], whole.shape[1], rounds)
+            served[which], loads = _flowed(
+                held[which], rank[which], served[which], crowds.alone[row[which]], whole.shape[1], rounds
+            )
             excess[which] = over(loads, crowds.cap[row[which]], crowds.dead).sum(axis=1)
     return _Trial(served, excess)
 
 
-def _flowed(held: IndexArray, rank: IndexArray, served: FloatArray, alone: FloatArray, experts: int, rounds: int) -> tuple[FloatArray, FloatArray]:
+def _flowed(
+    held: IndexArray, rank: IndexArray, served: FloatArray, alone: FloatArray, experts: int, rounds: int
+) -> tuple[FloatArray, FloatArray]:
     """Return ([t, m] loads of elements, [t, ranks + 1] rank loads) after this many rounds of flow.
 
     held, rank, served: [t, m]; alone: [t, ranks + 1].
@@ -394,13 +457,21 @@ def _flowed(held: IndexArray, rank: IndexArray, served: FloatArray, alone: Float
     # The trials form one large sparse problem: a group is an expert in a trial.
     group, groups = _numbered((held + experts * each).ravel(), t * experts)
     none = np.empty(0, np.intp)
-    parts = SplitResult(none, none, group, (rank + ranks * each).ravel(), np.empty(0), alone.ravel(), groups, none)
+    parts = SplitResult(
+        none, none, group, (rank + ranks * each).ravel(), np.empty(0), alone.ravel(), groups, none
+    )
     after = diffused(parts, served.ravel(), rounds)
     return after.reshape(held.shape), parts.of_rank(after).reshape(-1, ranks)
 
 
 def _handed_back(
-    crowds: OverflowRanks, sight: OverflowView, row: IndexArray, element: IndexArray, held: IndexArray, served: FloatArray, left: FloatArray
+    crowds: OverflowRanks,
+    sight: OverflowView,
+    row: IndexArray,
+    element: IndexArray,
+    held: IndexArray,
+    served: FloatArray,
+    left: FloatArray,
 ) -> FloatArray:
     """[t, m]: immediate change of loads when an element gives up its load `left` [t].
 
@@ -410,7 +481,11 @@ def _handed_back(
     nth, other, rank = np.arange(len(row)), sight.other[row], crowds.rank[row]
     here, there, parallel = rank[nth, element], rank[nth, other[nth, element]], sight.parallel[row, element]
     part = np.where(parallel > 0, np.minimum(left / np.maximum(parallel, _TINY), 1.0), 0.0)
-    both = (rank == there[:, None]) & (rank[nth[:, None], other] == here[:, None]) & (held == held[nth[:, None], other])
+    both = (
+        (rank == there[:, None])
+        & (rank[nth[:, None], other] == here[:, None])
+        & (held == held[nth[:, None], other])
+    )
     handed = np.where(both, served * part[:, None], 0.0)
     handed[nth, other[nth, element]] = 0.0
     return np.asarray(handed[nth[:, None], other] - handed)

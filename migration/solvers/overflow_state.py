@@ -70,7 +70,11 @@ class OverflowRanks:
 
     def taken(self, which: BoolArray) -> "OverflowRanks":
         """Return the state of some of the layers."""
-        return self if which.all() else OverflowRanks(self.dead, *(getattr(self, part.name)[which] for part in fields(self)[1:]))
+        return (
+            self
+            if which.all()
+            else OverflowRanks(self.dead, *(getattr(self, part.name)[which] for part in fields(self)[1:]))
+        )
 
     def loads(self) -> FloatArray:
         """[a, ranks + 1]."""
@@ -89,11 +93,22 @@ def over(loads: FloatArray, cap: FloatArray, dead: BoolArray) -> FloatArray:
 def summed(values: FloatArray, place: IndexArray, places: int) -> FloatArray:
     """[a, places]: values [a, m] added up by place [a, m]."""
     rows = len(values)
-    return np.asarray(np.bincount((place + places * np.arange(rows)[:, None]).ravel(), values.ravel(), rows * places).reshape(rows, places), np.float64)
+    return np.asarray(
+        np.bincount(
+            (place + places * np.arange(rows)[:, None]).ravel(), values.ravel(), rows * places
+        ).reshape(rows, places),
+        np.float64,
+    )
 
 
 def crowds_of(
-    table: SlotTable, load: FloatArray, parts: SplitResult, served: FloatArray, cap: FloatArray, limits: Constraints, node: NDArray[np.intp] | None
+    table: SlotTable,
+    load: FloatArray,
+    parts: SplitResult,
+    served: FloatArray,
+    cap: FloatArray,
+    limits: Constraints,
+    node: NDArray[np.intp] | None,
 ) -> OverflowRanks:
     layers, slots = table.shape
     experts, ranks = load.shape[1], len(parts.alone) // layers
@@ -109,34 +124,64 @@ def crowds_of(
     shape = (layers, width)
     flat = np.zeros(table.size)
     flat[parts.slot] = served
-    slots_at, ranks_at, experts_at, served_at = np.full(shape, NOWHERE, np.intp), np.full(shape, ranks), np.full(shape, experts), np.zeros(shape)
+    slots_at, ranks_at, experts_at, served_at = (
+        np.full(shape, NOWHERE, np.intp),
+        np.full(shape, ranks),
+        np.full(shape, experts),
+        np.zeros(shape),
+    )
     slots_at[layer, column] = slot
     ranks_at[layer, column] = rank[slot]
     experts_at[layer, column] = np.where(table[layer, slot] == EMPTY, experts, table[layer, slot])
     served_at[layer, column] = flat[position]
     # Only live holders count as replicas.
     held = (table != EMPTY) & ~dead[rank]
-    replicas = np.bincount((np.arange(layers)[:, None] * (experts + 1) + table)[held], minlength=layers * (experts + 1)).reshape(layers, experts + 1)
+    replicas = np.bincount(
+        (np.arange(layers)[:, None] * (experts + 1) + table)[held], minlength=layers * (experts + 1)
+    ).reshape(layers, experts + 1)
     least, most = _bounds(replicas, ranks - int(dead[:-1].sum()), limits, node)
     padded = np.pad(load, ((0, 0), (0, 1)))
     alone = np.pad(parts.alone.reshape(layers, ranks), ((0, 0), (0, 1)))
     new, harm, fails = np.zeros(shape, bool), np.zeros(shape), np.zeros(layers, np.intp)
     return OverflowRanks(
-        dead, np.arange(layers), table, table.copy(), padded, cap, replicas, least, most, alone, slots_at, ranks_at, experts_at, served_at, new, harm, fails
+        dead,
+        np.arange(layers),
+        table,
+        table.copy(),
+        padded,
+        cap,
+        replicas,
+        least,
+        most,
+        alone,
+        slots_at,
+        ranks_at,
+        experts_at,
+        served_at,
+        new,
+        harm,
+        fails,
     )
 
 
-def _bounds(replicas: NDArray[np.int64], ranks: int, limits: Constraints, node: NDArray[np.intp] | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _bounds(
+    replicas: NDArray[np.int64], ranks: int, limits: Constraints, node: NDArray[np.intp] | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return (least, most) live holders [layers, experts + 1].
 
     For the placeholder both are such that an empty slot can always be replaced and is never copied. Where
     there are several nodes, replicas of experts that must keep more than one stay where they are: they may be
     spread on purpose.
     """
-    least, most = np.ones_like(replicas), np.full_like(replicas, ranks if limits.most_replicas is None else min(ranks, limits.most_replicas))
+    least, most = (
+        np.ones_like(replicas),
+        np.full_like(replicas, ranks if limits.most_replicas is None else min(ranks, limits.most_replicas)),
+    )
     if limits.least_replicas is not None:
         spread = node is not None and int(node.max()) > 0
-        least[:, :-1] = np.where(spread & (limits.least_replicas > 1), replicas[:, :-1], np.maximum(limits.least_replicas, 1))
+        least[:, :-1] = np.where(
+            spread & (limits.least_replicas > 1), replicas[:, :-1], np.maximum(limits.least_replicas, 1)
+        )
     if limits.frozen is not None:
         least[:, :-1] = np.where(limits.frozen, replicas[:, :-1], least[:, :-1])
         most[:, :-1] = np.where(limits.frozen, 0, most[:, :-1])
@@ -185,7 +230,9 @@ def sight_of(crowds: OverflowRanks) -> OverflowView:
     homeless = np.maximum(y - elsewhere, 0.0)
     left = np.maximum(homeless - further, 0.0)
     back = np.minimum(left, np.maximum(parallel, 0.0))
-    return OverflowView(loads, leaving, out, np.maximum(space - back, 0.0), left - back + HOMELESS * homeless, other, parallel)
+    return OverflowView(
+        loads, leaving, out, np.maximum(space - back, 0.0), left - back + HOMELESS * homeless, other, parallel
+    )
 
 
 def pooled(crowds: OverflowRanks, high: FloatArray) -> FloatArray:
@@ -195,10 +242,20 @@ def pooled(crowds: OverflowRanks, high: FloatArray) -> FloatArray:
     rows = np.arange(len(high))[:, None]
     # Ranks that are joined by a shared expert with load form a component: their excess is common.
     flowing = (crowds.served > _STILL) & (crowds.expert < experts - 1) & (high > 0)[rows, crowds.rank]
-    rank, expert = (crowds.rank + ranks * rows)[flowing], (crowds.expert + experts * rows + high.size)[flowing]
+    rank, expert = (
+        (crowds.rank + ranks * rows)[flowing],
+        (crowds.expert + experts * rows + high.size)[flowing],
+    )
     nodes = high.size + len(high) * experts
     starts = np.concatenate([[0], np.cumsum(np.bincount(rank, minlength=nodes))])
-    pipes = csr_array((np.ones(len(rank)), expert[np.argsort(rank, kind="stable")].astype(np.int32), starts.astype(np.int32)), shape=(nodes, nodes))
+    pipes = csr_array(
+        (
+            np.ones(len(rank)),
+            expert[np.argsort(rank, kind="stable")].astype(np.int32),
+            starts.astype(np.int32),
+        ),
+        shape=(nodes, nodes),
+    )
     pool = connected_components(pipes, directed=False)[1][: high.size]
     return np.asarray(np.bincount(pool, high.ravel())[pool].reshape(high.shape))
 
@@ -210,7 +267,9 @@ def _pairs(crowds: OverflowRanks) -> tuple[IndexArray, FloatArray]:
     column = np.broadcast_to(np.arange(m, dtype=np.float64), (a, m))
     # The partner's column is the sum of the pair's columns less the own one.
     two = crowds.replicas[rows, crowds.expert] == 2
-    other = np.where(two, summed(column, crowds.expert, experts)[rows, crowds.expert] - column, column).astype(np.intp)
+    other = np.where(
+        two, summed(column, crowds.expert, experts)[rows, crowds.expert] - column, column
+    ).astype(np.intp)
     there = crowds.rank[rows, other]
     between = summed(np.where(two, crowds.served, 0.0), crowds.rank * ranks + there, ranks * ranks)
     return other, np.where(two, between[rows, there * ranks + crowds.rank] - crowds.served[rows, other], 0.0)
@@ -225,7 +284,17 @@ def admit(crowds: OverflowRanks, row: IndexArray, expert: IndexArray) -> None:
     slot = ((crowds.table[row] == expert[:, None]) & ~crowds.dead[rank_of]).argmax(axis=1)
     rank = rank_of[slot]
     load = crowds.load[row, expert]
-    crowds.slot[row, column], crowds.rank[row, column], crowds.expert[row, column], crowds.served[row, column] = slot, rank, expert, load
+    (
+        crowds.slot[row, column],
+        crowds.rank[row, column],
+        crowds.expert[row, column],
+        crowds.served[row, column],
+    ) = (
+        slot,
+        rank,
+        expert,
+        load,
+    )
     crowds.alone[row, rank] -= load
 
 
@@ -235,7 +304,16 @@ def widen(crowds: OverflowRanks, room: int) -> None:
     more = used + room - crowds.slot.shape[1]
     if more <= 0:
         return
-    placeholder = {"slot": NOWHERE, "rank": len(crowds.dead) - 1, "expert": crowds.load.shape[1] - 1, "served": 0.0, "new": False, "harm": 0.0}
+    placeholder = {
+        "slot": NOWHERE,
+        "rank": len(crowds.dead) - 1,
+        "expert": crowds.load.shape[1] - 1,
+        "served": 0.0,
+        "new": False,
+        "harm": 0.0,
+    }
     for name, value in placeholder.items():
         part = getattr(crowds, name)
-        setattr(crowds, name, np.concatenate([part, np.full((len(part), more + room), value, part.dtype)], axis=1))
+        setattr(
+            crowds, name, np.concatenate([part, np.full((len(part), more + room), value, part.dtype)], axis=1)
+        )

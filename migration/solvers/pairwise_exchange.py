@@ -19,7 +19,14 @@ _PICKS = 8
 """Hand-overs of a layer between two computations of the gains."""
 
 
-def bettered(worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None = None, rounds: int = 30) -> BoolArray:
+def bettered(
+    worth: HolderValue,
+    held: BoolArray,
+    slots: int,
+    most: int,
+    home: BoolArray | None = None,
+    rounds: int = 30,
+) -> BoolArray:
     """Return a placement worth at least as much as `held`; arguments as for
     `migration.solvers.holder_value.held_by_worth`."""
     held = held.copy()
@@ -56,7 +63,9 @@ def _swapped(worth: HolderValue, held: BoolArray, home: BoolArray | None) -> NDA
     gain[~(sole[:, :, None] & sole[:, None, :])] = -np.inf
     best = gain.argmax(axis=2)
     # Mutually best pairs are disjoint, so all of them can be made at once.
-    mutual = (np.take_along_axis(best, best, 1) == np.arange(best.shape[1])) & (np.take_along_axis(gain, best[:, :, None], 2)[:, :, 0] > _TINY)
+    mutual = (np.take_along_axis(best, best, 1) == np.arange(best.shape[1])) & (
+        np.take_along_axis(gain, best[:, :, None], 2)[:, :, 0] > _TINY
+    )
     layer, expert = np.nonzero(mutual)
     other = best[layer, expert]
     held[layer, where[layer, expert], expert] = False
@@ -64,7 +73,9 @@ def _swapped(worth: HolderValue, held: BoolArray, home: BoolArray | None) -> NDA
     return np.asarray(mutual.any(axis=1))
 
 
-def _handed_over(worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None) -> NDArray[np.bool_]:
+def _handed_over(
+    worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None
+) -> NDArray[np.bool_]:
     """Make hand-overs in place. bool [layers]: layers changed.
 
     A rank takes up an expert and hands its replica of another to a second rank, which gives up a spare one.
@@ -76,7 +87,9 @@ def _handed_over(worth: HolderValue, held: BoolArray, slots: int, most: int, hom
     # Each rank's cheapest spare replica: what it would give up to receive another.
     spares = np.where(held & ~fixed, lose, np.inf)
     spare = spares.argmin(axis=2)
-    given_up = np.where(held.sum(axis=2) < slots, 0.0, np.take_along_axis(spares, spare[:, :, None], 2)[:, :, 0])
+    given_up = np.where(
+        held.sum(axis=2) < slots, 0.0, np.take_along_axis(spares, spare[:, :, None], 2)[:, :, 0]
+    )
     barred = held if home is None else held | (fixed.any(axis=1, keepdims=True) & ~home)
     # For each expert the rank that values a further replica most, net of what it gives up.
     offers = np.where(barred, -np.inf, win - given_up[:, :, None])
@@ -86,7 +99,10 @@ def _handed_over(worth: HolderValue, held: BoolArray, slots: int, most: int, hom
     handed = release.argmin(axis=2)
     wants = np.where(held | (count >= most), -np.inf, win)
     wanted = wants.argmax(axis=2)
-    gain = np.take_along_axis(wants, wanted[:, :, None], 2)[:, :, 0] - np.take_along_axis(release, handed[:, :, None], 2)[:, :, 0]
+    gain = (
+        np.take_along_axis(wants, wanted[:, :, None], 2)[:, :, 0]
+        - np.take_along_axis(release, handed[:, :, None], 2)[:, :, 0]
+    )
     free = held.sum(axis=2) < slots
     changed, ranks = np.zeros(len(held), bool), held.shape[1]
     rows = np.arange(len(held))
@@ -106,7 +122,15 @@ def _handed_over(worth: HolderValue, held: BoolArray, slots: int, most: int, hom
         changed[good] = True
         # Exclude everything that these changes touched until the gains are computed again.
         gain[rows, giver] = gain[rows, to] = -np.inf
-        gain[((wanted == up[:, None]) & (most < ranks)) | (wanted == down[:, None]) | (taker[rows[:, None], handed] == to[:, None])] = -np.inf
-        gain[(taker[rows[:, None], handed] == giver[:, None]) | (handed == up[:, None]) | (handed == down[:, None])] = -np.inf
+        gain[
+            ((wanted == up[:, None]) & (most < ranks))
+            | (wanted == down[:, None])
+            | (taker[rows[:, None], handed] == to[:, None])
+        ] = -np.inf
+        gain[
+            (taker[rows[:, None], handed] == giver[:, None])
+            | (handed == up[:, None])
+            | (handed == down[:, None])
+        ] = -np.inf
         gain[spare[rows[:, None], taker[rows[:, None], handed]] == down[:, None]] = -np.inf
     return changed

@@ -16,7 +16,9 @@ from fleet.arrays import Float32Array, SlotTable
 from fleet.placement import EMPTY
 
 
-def relabelled(before: SlotTable, after: SlotTable, ranks: int, node: NDArray[np.intp] | None = None) -> SlotTable:
+def relabelled(
+    before: SlotTable, after: SlotTable, ranks: int, node: NDArray[np.intp] | None = None
+) -> SlotTable:
     """int16 as `after`: its sets of experts, assigned to the ranks that hold most of them before; kept
     experts keep their slots.
 
@@ -27,8 +29,14 @@ def relabelled(before: SlotTable, after: SlotTable, ranks: int, node: NDArray[np
     layers = np.flatnonzero((before != after).any(axis=1))
     if not len(layers) or ranks == 1:
         return arranged(before, after, ranks)
-    old, new = (_held(table[layers], ranks, int(max(before.max(), after.max())) + 1) for table in (before, after))
-    source = np.stack([_assigned(one) for one in old @ new.swapaxes(1, 2)]) if node is None else _by_node(old, new, np.asarray(node))
+    old, new = (
+        _held(table[layers], ranks, int(max(before.max(), after.max())) + 1) for table in (before, after)
+    )
+    source = (
+        np.stack([_assigned(one) for one in old @ new.swapaxes(1, 2)])
+        if node is None
+        else _by_node(old, new, np.asarray(node))
+    )
     result = after.copy()
     sets = after[layers].reshape(len(layers), ranks, -1)
     result[layers] = np.take_along_axis(sets, source[:, :, None], axis=1).reshape(len(layers), -1)
@@ -65,7 +73,9 @@ def arranged(before: SlotTable, after: SlotTable, ranks: int) -> SlotTable:
 
 def _check(before: SlotTable, after: SlotTable, ranks: int) -> None:
     if before.shape != after.shape or ranks < 1 or before.shape[1] % ranks:
-        raise ValueError(f"relabel: tables of shapes {before.shape} and {after.shape} on {ranks} ranks cannot be compared")
+        raise ValueError(
+            f"relabel: tables of shapes {before.shape} and {after.shape} on {ranks} ranks cannot be compared"
+        )
 
 
 def _held(table: SlotTable, ranks: int, experts: int) -> Float32Array:
@@ -85,7 +95,10 @@ def _by_node(old: Float32Array, new: Float32Array, node: NDArray[np.intp]) -> ND
     nodes of equal size."""
     members = [np.flatnonzero(node == at) for at in range(int(node.max()) + 1)]
     sizes = np.array([len(ranks) for ranks in members])
-    there = [np.stack([held[:, ranks].max(axis=1, initial=0.0) for ranks in members], axis=1) for held in (old, new)]
+    there = [
+        np.stack([held[:, ranks].max(axis=1, initial=0.0) for ranks in members], axis=1)
+        for held in (old, new)
+    ]
     fits = np.where(sizes[:, None] == sizes, 0.0, -1e9).astype(np.float32)
     common = old @ new.swapaxes(1, 2)
     source = np.empty((len(old), len(node)), np.intp)

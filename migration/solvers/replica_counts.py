@@ -27,12 +27,24 @@ class CountBounds(NamedTuple):
     """Of one expert."""
 
     @classmethod
-    def of(cls, load: FloatArray, ranks: int, per_rank: int, most: int | None, least: NDArray[np.integer[Any]] | None) -> "CountBounds":
+    def of(
+        cls,
+        load: FloatArray,
+        ranks: int,
+        per_rank: int,
+        most: int | None,
+        least: NDArray[np.integer[Any]] | None,
+    ) -> "CountBounds":
         """Check and combine the bounds. ValueError when the required replicas do not fit."""
         most = ranks if most is None else min(ranks, most)
-        fewest = np.ones(load.shape, np.int64) if least is None else np.clip(np.asarray(least, np.int64), 1, most)
+        fewest = (
+            np.ones(load.shape, np.int64) if least is None else np.clip(np.asarray(least, np.int64), 1, most)
+        )
         if fewest.sum(axis=1).max() > ranks * per_rank:
-            raise ValueError(f"placing: least_replicas asks for {fewest.sum(axis=1).max()} slots in a layer of {ranks * per_rank}; ask for fewer replicas")
+            raise ValueError(
+                f"placing: least_replicas asks for {fewest.sum(axis=1).max()} slots in a layer of"
+                f" {ranks * per_rank}; ask for fewer replicas"
+            )
         return cls(ranks * per_rank, fewest, most)
 
     def of_layers(self, layers: NDArray[np.intp]) -> "CountBounds":
@@ -51,7 +63,9 @@ def replica_counts(load: FloatArray, bounds: CountBounds, signpost: float = EVEN
     # Equal loads reach t together, and not all of them fit: give the remaining slots one by one.
     while True:
         left = bounds.slots - counts.sum(axis=1, keepdims=True)
-        first = np.argsort(np.where(counts < bounds.most, -load / (counts + signpost), np.inf), axis=1, kind="stable")
+        first = np.argsort(
+            np.where(counts < bounds.most, -load / (counts + signpost), np.inf), axis=1, kind="stable"
+        )
         given = (np.arange(load.shape[1]) < left) & (np.take_along_axis(counts, first, axis=1) < bounds.most)
         if not given.any():
             return counts.astype(np.int64)
@@ -83,7 +97,9 @@ def replicas(weight: FloatArray, counts: IntArray, slots: int) -> tuple[IntArray
     Unused slots hold expert number `experts`, of weight 0.
     """
     layers, experts = weight.shape
-    order = np.concatenate([np.argsort(-weight, axis=1, kind="stable"), np.full((layers, 1), experts)], axis=1)
+    order = np.concatenate(
+        [np.argsort(-weight, axis=1, kind="stable"), np.full((layers, 1), experts)], axis=1
+    )
     times = np.concatenate([counts, slots - counts.sum(axis=1, keepdims=True)], axis=1)
     expert = np.repeat(order.ravel(), np.take_along_axis(times, order, axis=1).ravel()).reshape(layers, slots)
     padded = np.concatenate([weight, np.zeros((layers, 1))], axis=1)

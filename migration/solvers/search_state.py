@@ -95,7 +95,9 @@ class SearchState:
         self.expert[rows, slot] = expert
         self.held[rows, expert, rank] = True
         beside = (rank * self.per)[:, None] + np.arange(self.per)
-        self.fresh[rows, slot] = (expert != self.empty) & (self.first[at, beside] != expert[:, None]).all(axis=1)
+        self.fresh[rows, slot] = (expert != self.empty) & (self.first[at, beside] != expert[:, None]).all(
+            axis=1
+        )
         self.inviting[rows, rank] = self.fresh[at, beside].any(axis=1)
 
     def count(self, rows: IndexArray, expert: IndexArray, more: FloatArray) -> None:
@@ -110,7 +112,9 @@ class SearchState:
         return replace(self, **arrays)
 
 
-PER_LAYER = tuple(field.name for field in fields(SearchState) if field.name not in ("ranks", "per", "most_replicas", "away"))
+PER_LAYER = tuple(
+    field.name for field in fields(SearchState) if field.name not in ("ranks", "per", "most_replicas", "away")
+)
 
 
 def penalty(over: NDArray[Any]) -> NDArray[Any]:

@@ -45,7 +45,9 @@ class SpecialisationTest(NamedTuple):
     reason: str
 
 
-def gate(demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0, of: str = "ranks") -> SpecialisationTest:
+def gate(
+    demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0, of: str = "ranks"
+) -> SpecialisationTest:
     """Test the sources' demand for differences.
 
     demand: [sources, layers, experts], any unit. pairs: [sources] or [sources, layers], (token, k) pairs
@@ -60,7 +62,12 @@ def gate(demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0, 
     if sources < 2 or not enough.any():
         fewest = float(total.mean() / max(1, sources))
         return SpecialisationTest(
-            False, 0.0, 0.0, 0.0, f"insufficient data: {fewest:.0f} pairs per layer from each of {sources} {of}, {FEW * experts:.0f} from two are needed"
+            False,
+            0.0,
+            0.0,
+            0.0,
+            f"insufficient data: {fewest:.0f} pairs per layer from each of {sources} {of},"
+            f" {FEW * experts:.0f} from two are needed",
         )
     # Layers with too few pairs would add noise only.
     counts, total = counts[:, enough], total[enough]
@@ -68,18 +75,29 @@ def gate(demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0, 
     noise = expected_noise(counts)
     floor, spread = float(noise.mean()), float(_spread(counts, noise, total))
     found = float(seen.mean())
-    sentence = f"demand of {sources} {of} diverges by {found:.4f} nats, noise alone by {floor:.4f} +- {spread:.4f}"
+    sentence = (
+        f"demand of {sources} {of} diverges by {found:.4f} nats, noise alone by {floor:.4f} +- {spread:.4f}"
+    )
     if found <= floor + SURE * spread:
         return SpecialisationTest(False, found, floor, spread, f"no specialisation: {sentence}")
     if found - floor < LEAST:
-        return SpecialisationTest(False, found, floor, spread, f"too little specialisation: {sentence}; {LEAST:g} beyond it are needed")
+        return SpecialisationTest(
+            False,
+            found,
+            floor,
+            spread,
+            f"too little specialisation: {sentence}; {LEAST:g} beyond it are needed",
+        )
     return SpecialisationTest(True, found, floor, spread, f"specialised: {sentence}")
 
 
 def _counts(demand: NDArray[Any], pairs: NDArray[Any], dispersion: float) -> FloatArray:
     """[sources, layers, experts]: demand, scaled to effective pairs."""
     if demand.ndim != 3 or np.shape(pairs) not in (demand.shape[:1], demand.shape[:2]):
-        raise ValueError(f"gate: demand has shape {demand.shape} and pairs {np.shape(pairs)}; expected [sources, layers, experts] and [sources(, layers)]")
+        raise ValueError(
+            f"gate: demand has shape {demand.shape} and pairs {np.shape(pairs)}; expected [sources, layers,"
+            " experts] and [sources(, layers)]"
+        )
     if not dispersion >= 1.0:
         raise ValueError(f"gate: dispersion must be at least 1, not {dispersion}")
     known = np.asarray(pairs, np.float64).reshape(len(demand), -1, 1) / dispersion
@@ -131,7 +149,13 @@ def _excess(trials: FloatArray, part: FloatArray) -> FloatArray:
     # Nodes in u = v^2: the integrand falls steeply at 0 where mu is large.
     for node, weight in zip(0.5 * (_NODES + 1.0), 0.5 * _WEIGHTS, strict=True):
         u = node * node
-        exact += 2.0 * node * weight * (-np.expm1((np.maximum(at, 1.0) - 1.0) * np.log1p(-share * u))) / -np.log1p(-u)
+        exact += (
+            2.0
+            * node
+            * weight
+            * (-np.expm1((np.maximum(at, 1.0) - 1.0) * np.log1p(-share * u)))
+            / -np.log1p(-u)
+        )
     mu = at * share
     found = np.array(series)
     found[small] = mu * (exact - np.log(np.maximum(mu, 1e-300)))

@@ -58,13 +58,17 @@ def weighted(
     check(table, demand, ranks, experts)
     wants = DemandPull(demand, ranks, node, limits.live)
     if goal is not None and np.shape(goal) != (len(table),):
-        raise ValueError(f"split: goal has shape {np.shape(goal)}; expected one balance for each of {len(table)} layers")
+        raise ValueError(
+            f"split: goal has shape {np.shape(goal)}; expected one balance for each of {len(table)} layers"
+        )
     aim = np.ones(len(table)) if goal is None else np.clip(np.asarray(goal, np.float64), _TINY, 1.0)
     parts = shared(table, wants.load, ranks, limits.live)
     changes = NONE
     if len(parts.slot) or (table == EMPTY).any():
         served = parts.whole / parts.replicas
-        cap, open_layers = _caps(table, wants.load, parts.of_rank(served).reshape(len(table), ranks), aim, limits, noise)
+        cap, open_layers = _caps(
+            table, wants.load, parts.of_rank(served).reshape(len(table), ranks), aim, limits, noise
+        )
         # Half the rounds suffice here: the search continues from these weights.
         served = diffused(parts, served, ROUNDS // 2)
         above = _alive(parts.of_rank(served).reshape(len(table), ranks), limits).max(axis=1) > cap + NEAR_CAP
@@ -72,7 +76,11 @@ def weighted(
         changes = changes if limits.most_copies is None else within(changes, limits.most_copies)
     after = made(table, changes)
     pairs = None if noise is None else noise.window
-    return SplitCopies(after, reweight(after, demand, ranks, experts, node, pairs=pairs, live=limits.live, slack=slack), changes)
+    return SplitCopies(
+        after,
+        reweight(after, demand, ranks, experts, node, pairs=pairs, live=limits.live, slack=slack),
+        changes,
+    )
 
 
 def _alive(loads: FloatArray, limits: Constraints) -> FloatArray:
@@ -81,7 +89,12 @@ def _alive(loads: FloatArray, limits: Constraints) -> FloatArray:
 
 
 def _caps(
-    table: SlotTable, load: FloatArray, even: FloatArray, goal: FloatArray, limits: Constraints, noise: LoadNoise | None
+    table: SlotTable,
+    load: FloatArray,
+    even: FloatArray,
+    goal: FloatArray,
+    limits: Constraints,
+    noise: LoadNoise | None,
 ) -> tuple[FloatArray, NDArray[np.bool_]]:
     """Return ([layers] acceptable load of the fullest rank, [layers] True where demand has changed). even:
     [layers, ranks] loads under the even split.
@@ -93,10 +106,14 @@ def _caps(
     most, least = np.maximum(alive.max(axis=1, initial=0.0), 1.0), 1.0 / goal
     part = limits.target
     if noise is None:
-        return np.minimum(1.0 / (part / least + (1.0 - part) / most), least + NEARBY), np.ones(len(even), bool)
+        return np.minimum(1.0 / (part / least + (1.0 - part) / most), least + NEARBY), np.ones(
+            len(even), bool
+        )
     held = table != EMPTY
     place = (np.arange(len(table))[:, None] * load.shape[1] + table)[held]
-    spread = deviation(load, np.bincount(place, minlength=load.size).reshape(load.shape), alive.shape[1], noise.window)
+    spread = deviation(
+        load, np.bincount(place, minlength=load.size).reshape(load.shape), alive.shape[1], noise.window
+    )
     blur = expected_most(alive.shape[1]) * spread
     cap = np.clip(1.0 / (part / (least + blur) + (1.0 - part) / most) - blur, least, least + NEARBY)
     return cap, changed(alive, goal, spread)

@@ -73,7 +73,9 @@ class SplitResult:
         return np.asarray(np.bincount(self.group, minlength=self.groups)[self.group], np.float64)
 
 
-def shared(table: SlotTable, load: FloatArray, ranks: int, live: NDArray[np.bool_] | None = None) -> SplitResult:
+def shared(
+    table: SlotTable, load: FloatArray, ranks: int, live: NDArray[np.bool_] | None = None
+) -> SplitResult:
     """Return the part of a table that weights can change.
 
     load: float64 [layers, experts] in units of the mean rank load; live: bool [ranks].
@@ -89,17 +91,34 @@ def shared(table: SlotTable, load: FloatArray, ranks: int, live: NDArray[np.bool
     several = np.bincount(place, minlength=load.size) > 1
     at, number, whole = several[place], np.cumsum(several) - 1, load.ravel()[place]
     alone = np.asarray(np.bincount(where[~at], whole[~at], layers * ranks), np.float64)
-    return SplitResult(flat[at], place[at], number[place[at]], where[at], whole[at], alone, int(several.sum()), np.flatnonzero(held & ~serving))
+    return SplitResult(
+        flat[at],
+        place[at],
+        number[place[at]],
+        where[at],
+        whole[at],
+        alone,
+        int(several.sum()),
+        np.flatnonzero(held & ~serving),
+    )
 
 
-def _serving(held: NDArray[np.bool_], place: IndexArray, alive: NDArray[np.bool_], places: int) -> NDArray[np.bool_]:
+def _serving(
+    held: NDArray[np.bool_], place: IndexArray, alive: NDArray[np.bool_], places: int
+) -> NDArray[np.bool_]:
     """Slots that serve: those of live ranks, and those of dead ranks where an expert has no live holder."""
     here = held & alive
     lost = np.bincount(place[here], minlength=places) == 0
     return np.asarray(here | (held & lost[place]))
 
 
-def diffused(parts: SplitResult, served: FloatArray, rounds: int = ROUNDS, own: FloatArray | None = None, enough: float = 0.0) -> FloatArray:
+def diffused(
+    parts: SplitResult,
+    served: FloatArray,
+    rounds: int = ROUNDS,
+    own: FloatArray | None = None,
+    enough: float = 0.0,
+) -> FloatArray:
     """[n]: load that each slot serves after this many rounds of flow, starting from `served` [n].
 
     own: [n], at most `served`: load that a slot gives away only if its rank is still above `enough` half-way
@@ -175,15 +194,23 @@ def check(table: SlotTable, demand: NDArray[Any], ranks: int, experts: int) -> N
     """Raise ValueError when table [layers, slots] and demand [(ranks,) layers, experts] contradict each
     other."""
     if table.ndim != 2 or ranks < 1 or table.shape[1] % ranks:
-        raise ValueError(f"split: a table of shape {table.shape} does not fit {ranks} ranks; expected [layers, ranks * slots_per_rank]")
+        raise ValueError(
+            f"split: a table of shape {table.shape} does not fit {ranks} ranks; expected [layers, ranks *"
+            " slots_per_rank]"
+        )
     if demand.shape not in ((len(table), experts), (ranks, len(table), experts)):
-        raise ValueError(f"split: demand has shape {demand.shape}; expected {(len(table), experts)} or {(ranks, len(table), experts)}")
+        raise ValueError(
+            f"split: demand has shape {demand.shape}; expected {(len(table), experts)} or"
+            f" {(ranks, len(table), experts)}"
+        )
 
 
 class DemandPull:
     """Demand in units of each layer's mean rank load. demand, node, live: as for `reweight`."""
 
-    def __init__(self, demand: NDArray[Any], ranks: int, node: NDArray[np.intp] | None, live: NDArray[np.bool_] | None) -> None:
+    def __init__(
+        self, demand: NDArray[Any], ranks: int, node: NDArray[np.intp] | None, live: NDArray[np.bool_] | None
+    ) -> None:
         self.ranks = ranks
         self.node = None if node is None or int(node.max()) == 0 else node
         """None: all ranks are equally near to each other."""
@@ -225,7 +252,9 @@ class DemandPull:
             wanted = self.of_nodes(parts).reshape(-1)
             left = np.maximum(wanted - np.bincount(cell, own, len(wanted)), 0.0)
             near = (left / np.maximum(np.bincount(cell, minlength=len(wanted)), 1))[cell]
-        return np.asarray(own + near + np.maximum(parts.whole - parts.of_group(own + near), 0.0) / parts.replicas)
+        return np.asarray(
+            own + near + np.maximum(parts.whole - parts.of_group(own + near), 0.0) / parts.replicas
+        )
 
 
 def trust(parts: SplitResult, start: FloatArray, pairs: float | FloatArray | None, layers: int) -> FloatArray:
@@ -269,7 +298,9 @@ def _in_full(parts: SplitResult, rest: FloatArray) -> NDArray[np.uint16]:
     return found
 
 
-def _near(parts: SplitResult, kept: FloatArray, rest: FloatArray, wants: DemandPull) -> tuple[NDArray[np.uint16], FloatArray]:
+def _near(
+    parts: SplitResult, kept: FloatArray, rest: FloatArray, wants: DemandPull
+) -> tuple[NDArray[np.uint16], FloatArray]:
     """Return (near [n], [n] load served for other nodes' tokens)."""
     assert wants.node is not None
     cell = wants.node[parts.rank % wants.ranks] * parts.groups + parts.group

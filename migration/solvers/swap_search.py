@@ -63,14 +63,23 @@ def best(state: SearchState, going: BoolArray, pace: RoundSize, pairs: int, turn
     looks = max(LOOKS, pairs // max(len(rows.layer), 1))
     hot = _hot(state, rows, int(looks**0.5), turn)
     many = _replicated(state)
-    replicate, move = _one_copy(state, rows, hot, _spare(state, rows, many, max(LOOKS, looks) // hot.slot.shape[1], turn), many)
-    options = (replicate, _swap(state, rows, hot, looks, turn), move, _drop(state, rows, hot, many))  # by Kind
+    replicate, move = _one_copy(
+        state, rows, hot, _spare(state, rows, many, max(LOOKS, looks) // hot.slot.shape[1], turn), many
+    )
+    options = (
+        replicate,
+        _swap(state, rows, hot, looks, turn),
+        move,
+        _drop(state, rows, hot, many),
+    )  # by Kind
     worth, hot_slot, cold_slot = (np.array(parts) for parts in zip(*options, strict=True))
     # A replica above the cap cannot be moved away whole: where replicating it helps, nothing else is
     # considered.
     worth[0] += _bar(hot.has_giant & (worth[0] > 0.0))
     kind, at = worth.argmax(axis=0), np.arange(len(rows.layer))
-    return SwapChoice(rows.layer, kind, worth[kind, at], hot_slot[kind, at], cold_slot[kind, at], hot.level[:, 0])
+    return SwapChoice(
+        rows.layer, kind, worth[kind, at], hot_slot[kind, at], cold_slot[kind, at], hot.level[:, 0]
+    )
 
 
 class _Rows(NamedTuple):
@@ -153,7 +162,11 @@ def _hot(state: SearchState, rows: _Rows, most: int, turn: int) -> _Hot:
     rank = (rows.layer * state.ranks + rows.rank)[:, None]
     level, pays = state.over.take(rank).astype(np.float32), state.pays.take(rank).astype(np.float32)
     barred = _bar(state.fixed.take(expert) | (expert == first + state.empty))
-    replicas, weight, giant = state.replicas.take(expert).astype(np.float32), _weight(state.fresh.take(at)), each > state.cap[rows.layer, None]
+    replicas, weight, giant = (
+        state.replicas.take(expert).astype(np.float32),
+        _weight(state.fresh.take(at)),
+        each > state.cap[rows.layer, None],
+    )
     lighter = each / (replicas + 1.0)
     without, shared = penalty(level - np.array((each, lighter)))
     return _Hot(slot, expert, each, replicas, weight, barred, level, pays, lighter, without, shared, giant)
@@ -202,7 +215,9 @@ def _replicated(state: SearchState) -> _Replicated:
     each, replicas = state.each.take(expert), state.replicas.take(expert)
     more, less = penalty(np.array((level + each / (replicas - 1.0), level - each / (replicas + 1.0))))
     rise, fall = more - now, now - less
-    rising, falling = (np.asarray(np.bincount(expert, values, state.load.size), np.float64) for values in (rise, fall))
+    rising, falling = (
+        np.asarray(np.bincount(expert, values, state.load.size), np.float64) for values in (rise, fall)
+    )
     return _Replicated(slot, rank, expert, each, replicas, rise, rising, falling)
 
 
@@ -243,7 +258,11 @@ def _spare(state: SearchState, rows: _Rows, many: _Replicated, most: int, turn: 
     at = row * shape[1] + column
     of_layer = np.zeros(shape, np.intp)
     of_layer.ravel()[at] = slot - rows.layer[row] * state.expert.shape[1]
-    without, cost, weight = np.zeros(shape, np.float32), np.full(shape, BARRED, np.float32), np.ones(shape, np.float32)
+    without, cost, weight = (
+        np.zeros(shape, np.float32),
+        np.full(shape, BARRED, np.float32),
+        np.ones(shape, np.float32),
+    )
     without.ravel()[at] = state.over.take(rank) - each
     cost.ravel()[at] = many.rising.take(expert) - many.rise[chosen] - state.pays.take(rank)
     weight.ravel()[at] += state.fresh.take(slot) * np.float32(FREE - 1.0)
@@ -269,7 +288,9 @@ def _option(worth: Float32Array, hot: IndexArray, cold: IndexArray) -> _Option:
     return _Option(flat[at, top], hot[at, top // cold.shape[1]], cold[at, top % cold.shape[1]])
 
 
-def _one_copy(state: SearchState, rows: _Rows, hot: _Hot, spare: _Spare, many: _Replicated) -> tuple[_Option, _Option]:
+def _one_copy(
+    state: SearchState, rows: _Rows, hot: _Hot, spare: _Spare, many: _Replicated
+) -> tuple[_Option, _Option]:
     """Return the best replication and the best move into a spare slot."""
     level = spare.without[:, None, :] + hot.each[:, :, None]
     _bar_holders(state, hot, level, spare.slot)
@@ -281,7 +302,13 @@ def _one_copy(state: SearchState, rows: _Rows, hot: _Hot, spare: _Spare, many: _
     move *= hot.weight[:, :, None]
     own = hot.pays - hot.shared
     others = many.falling.take(hot.expert) - own
-    relief = own + others * (hot.replicas > 1.0) - hot.barred - _bar(hot.replicas >= state.most_replicas) - _bar(hot.has_giant[:, None] & ~hot.giant)
+    relief = (
+        own
+        + others * (hot.replicas > 1.0)
+        - hot.barred
+        - _bar(hot.replicas >= state.most_replicas)
+        - _bar(hot.has_giant[:, None] & ~hot.giant)
+    )
     _to_worth(replicate, relief.astype(np.float32), spare.cost, spare.weight)
     return _option(replicate, hot.slot, spare.slot), _option(move, hot.slot, spare.slot)
 
@@ -328,7 +355,11 @@ def _swap(state: SearchState, rows: _Rows, hot: _Hot, looks: int, turn: int) -> 
     expert = state.expert.take(at) + first
     level, each = state.over.take(of_rank), state.each.take(expert)
     # The partner's expert must be movable and new to the relieved rank.
-    stays = state.held.take(expert * state.ranks + rows.rank[:, None]) | (expert == first + state.empty) | state.fixed.take(expert)
+    stays = (
+        state.held.take(expert * state.ranks + rows.rank[:, None])
+        | (expert == first + state.empty)
+        | state.fixed.take(expert)
+    )
     # Penalties of both ranks after the exchange; the same buffer is reused, as it is the largest array of a
     # round.
     after = (level - each).astype(np.float32)[:, None, :] + hot.each[:, :, None]
@@ -336,7 +367,12 @@ def _swap(state: SearchState, rows: _Rows, hot: _Hot, looks: int, turn: int) -> 
     cost = penalty(after)
     np.add((hot.level - hot.each)[:, :, None], each.astype(np.float32)[:, None, :], out=after)
     cost += penalty(after)
-    _to_worth(cost, hot.pays - hot.barred, (_bar(stays) - state.pays.take(of_rank)).astype(np.float32), _weight(state.fresh.take(at)))
+    _to_worth(
+        cost,
+        hot.pays - hot.barred,
+        (_bar(stays) - state.pays.take(of_rank)).astype(np.float32),
+        _weight(state.fresh.take(at)),
+    )
     # A swap copies two experts: worth is per copy.
     cost *= (np.float32(0.5) * hot.weight)[:, :, None]
     return _option(cost, hot.slot, slot)
@@ -345,6 +381,11 @@ def _swap(state: SearchState, rows: _Rows, hot: _Hot, looks: int, turn: int) -> 
 def _drop(state: SearchState, rows: _Rows, hot: _Hot, many: _Replicated) -> _Option:
     """Return the best replica for the rank to drop."""
     own = penalty(hot.level + hot.each / np.maximum(hot.replicas - 1.0, 1.0)) - hot.pays
-    cost = hot.without + (many.rising.take(hot.expert) - own) + hot.barred + _bar(hot.replicas <= state.least.take(hot.expert))
+    cost = (
+        hot.without
+        + (many.rising.take(hot.expert) - own)
+        + hot.barred
+        + _bar(hot.replicas <= state.least.take(hot.expert))
+    )
     worth = (FREE * (hot.pays - cost)).astype(np.float32)
     return _option(worth[:, :, None], hot.slot, hot.slot[:, :1])

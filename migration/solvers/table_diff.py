@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from fleet.arrays import SlotTable
 from fleet.experts import ExpertId
 from fleet.placement import EMPTY
-from migration.model.placement_changes import COPIES, NONE, NOWHERE, ChangeKind, PlacementChanges, joined, made, taken
+from migration.model.placement_changes import (
+    COPIES,
+    NONE,
+    NOWHERE,
+    ChangeKind,
+    PlacementChanges,
+    joined,
+    made,
+    taken,
+)
 
 _Row = tuple[int, int, int, int, int]
 """(kind, slot, expert, other slot, other expert)."""
@@ -29,7 +38,9 @@ none.
 """
 
 
-def between(before: SlotTable, after: SlotTable, ranks: int, gain: NDArray[np.float64] | None = None) -> PlacementChanges:
+def between(
+    before: SlotTable, after: SlotTable, ranks: int, gain: NDArray[np.float64] | None = None
+) -> PlacementChanges:
     """Return changes after which every rank holds what it holds in `after`; experts that stay on a rank keep
     their slots.
 
@@ -39,7 +50,10 @@ def between(before: SlotTable, after: SlotTable, ranks: int, gain: NDArray[np.fl
     missing from one of them.
     """
     if before.shape != after.shape or before.shape[1] % ranks:
-        raise ValueError(f"difference: tables of shapes {before.shape} and {after.shape} on {ranks} ranks cannot be compared")
+        raise ValueError(
+            f"difference: tables of shapes {before.shape} and {after.shape} on {ranks} ranks cannot be"
+            " compared"
+        )
     found = [(layer, row) for layer, one in _layers(before, after, ranks) for row in one.rows()]
     if not found:
         return NONE
@@ -48,7 +62,11 @@ def between(before: SlotTable, after: SlotTable, ranks: int, gain: NDArray[np.fl
     copies = COPIES[kind].astype(np.float64)
     # Layers without copies (drops only) divide the gain among all their changes.
     part = np.where(np.bincount(layers, copies, len(before))[layers] > 0, copies, 1.0)
-    each = np.zeros(len(before)) if gain is None else gain / np.maximum(np.bincount(layers, part, len(before)), 1.0)
+    each = (
+        np.zeros(len(before))
+        if gain is None
+        else gain / np.maximum(np.bincount(layers, part, len(before)), 1.0)
+    )
     slot, expert, other_slot, other_expert = table[:, 2:].T
     return PlacementChanges(
         kind,
@@ -70,7 +88,9 @@ def shortened(table: SlotTable, changes: PlacementChanges, ranks: int) -> Placem
     layers = len(table)
     gain = np.asarray(np.bincount(changes.layer, changes.gain, layers), np.float64)
     others = between(table, made(table, changes), ranks, gain)
-    fewer = np.bincount(others.layer, others.copies, layers) < np.bincount(changes.layer, changes.copies, layers)
+    fewer = np.bincount(others.layer, others.copies, layers) < np.bincount(
+        changes.layer, changes.copies, layers
+    )
     return joined([taken(changes, ~fewer[changes.layer]), taken(others, fewer[others.layer])])
 
 
@@ -84,7 +104,9 @@ def _layers(before: SlotTable, after: SlotTable, ranks: int) -> Iterator[tuple[i
     filled = before != EMPTY
     stays = goal[np.arange(len(before))[:, None], rank, np.where(filled, before, 0)]
     from_layer, from_slot = np.nonzero(filled & ~stays)
-    leaves, unneeded = _matched(layer * experts + expert, from_layer * experts + before[from_layer, from_slot], from_slot)
+    leaves, unneeded = _matched(
+        layer * experts + expert, from_layer * experts + before[from_layer, from_slot], from_slot
+    )
     free = ~filled
     free[from_layer[unneeded], from_slot[unneeded]] = True
     # Slots of each rank that stay empty at the end: trails end there.
@@ -112,11 +134,17 @@ def _check(was: NDArray[np.bool_], goal: NDArray[np.bool_]) -> None:
     missing = np.argwhere(was.any(axis=1) != goal.any(axis=1))
     if len(missing):
         layer, expert = missing[0].tolist()
-        when = "after; every expert needs a replica" if was[layer, :, expert].any() else "before; its weights can be copied from no rank"
+        when = (
+            "after; every expert needs a replica"
+            if was[layer, :, expert].any()
+            else "before; its weights can be copied from no rank"
+        )
         raise ValueError(f"difference: expert {ExpertId(layer, expert)} is nowhere {when}")
 
 
-def _matched(comes: NDArray[np.intp], goes: NDArray[np.intp], slot: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+def _matched(
+    comes: NDArray[np.intp], goes: NDArray[np.intp], slot: NDArray[np.intp]
+) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
     """Match experts that come with slots that the same expert leaves, the nth of a kind with the nth.
 
     Returns ([n] the slot that it leaves; NOWHERE: none) and (bool [m], departures without a match). comes,
@@ -192,7 +220,9 @@ class _Layer:
             slot = leaves
 
     def _bring(self, slot: int, expert: int, leaves: int) -> None:
-        self.made.append((int(ChangeKind.REPLICATE if leaves == NOWHERE else ChangeKind.MOVE), slot, expert, leaves, EMPTY))
+        self.made.append(
+            (int(ChangeKind.REPLICATE if leaves == NOWHERE else ChangeKind.MOVE), slot, expert, leaves, EMPTY)
+        )
         self._put(slot, expert)
         if leaves != NOWHERE:
             self._put(leaves, EMPTY)
@@ -233,7 +263,9 @@ class _Layer:
         """Prefer the edge back to the rank it came from: two ranks that exchange experts copy nothing in
         vain."""
         options = self.edges[ranks[-1]]
-        back = [at for at, (_, leaves) in enumerate(options) if len(ranks) > 1 and leaves // self.per == ranks[-2]]
+        back = [
+            at for at, (_, leaves) in enumerate(options) if len(ranks) > 1 and leaves // self.per == ranks[-2]
+        ]
         return options.pop(back[-1] if back else -1)
 
     def _turn(self, ring: list[int]) -> None:

@@ -1,1 +1,2 @@
-"""Metrics and traces of the migration service. Only these modules import prometheus_client and opentelemetry."""
+"""Metrics and traces of the migration service. Only these modules import prometheus_client and
+opentelemetry."""

@@ -5,7 +5,15 @@ from time import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from fleet.events import HandoverDescribed, LayerFigures, LoopFigures, MigrationAborted, MigrationCommitted, MigrationStaged, PlanJudged
+from fleet.events import (
+    HandoverDescribed,
+    LayerFigures,
+    LoopFigures,
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationStaged,
+    PlanJudged,
+)
 from migration.engine_state.placement_registry import EngineEntry
 from migration.handover.coordinator import HandoverState, Move
 from migration.model.plan_record import PlanRecord
@@ -21,79 +29,213 @@ class MigrationMetrics:
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
-        self.recorded = Counter("roost_migration_placements_recorded", "Placement epochs written to the log", registry=registry)
-        self.recording = Histogram(
-            "roost_migration_record_seconds", "Seconds from join to stored placement, including retries", buckets=_RECORDING, registry=registry
+        self.recorded = Counter(
+            "roost_migration_placements_recorded", "Placement epochs written to the log", registry=registry
         )
-        self.retries = Counter("roost_migration_record_retries", "Failed attempts to record a placement", registry=registry)
-        self._rejected = Counter("roost_migration_rejected", "Rejected joins, placements and reports, by reason", ["reason"], registry=registry)
-        self._epoch = Gauge("roost_migration_epoch", "Placement epoch that the engine serves", ["engine"], registry=registry)
-        self._plans = Counter("roost_planner_plans", "Planning runs, by outcome", ["outcome"], registry=registry)
-        self._refusals = Counter("roost_planner_refusals", "Planning runs without a worthwhile or possible plan, by reason", ["reason"], registry=registry)
-        self.thinking = Histogram("roost_planner_plan_seconds", "Duration of planning runs in seconds", buckets=_THINKING, registry=registry)
-        self.lost = Counter("roost_planner_lost", "Lost messages, counted by gaps in sequence numbers", registry=registry)
+        self.recording = Histogram(
+            "roost_migration_record_seconds",
+            "Seconds from join to stored placement, including retries",
+            buckets=_RECORDING,
+            registry=registry,
+        )
+        self.retries = Counter(
+            "roost_migration_record_retries", "Failed attempts to record a placement", registry=registry
+        )
+        self._rejected = Counter(
+            "roost_migration_rejected",
+            "Rejected joins, placements and reports, by reason",
+            ["reason"],
+            registry=registry,
+        )
+        self._epoch = Gauge(
+            "roost_migration_epoch", "Placement epoch that the engine serves", ["engine"], registry=registry
+        )
+        self._plans = Counter(
+            "roost_planner_plans", "Planning runs, by outcome", ["outcome"], registry=registry
+        )
+        self._refusals = Counter(
+            "roost_planner_refusals",
+            "Planning runs without a worthwhile or possible plan, by reason",
+            ["reason"],
+            registry=registry,
+        )
+        self.thinking = Histogram(
+            "roost_planner_plan_seconds",
+            "Duration of planning runs in seconds",
+            buckets=_THINKING,
+            registry=registry,
+        )
+        self.lost = Counter(
+            "roost_planner_lost", "Lost messages, counted by gaps in sequence numbers", registry=registry
+        )
         self.homes = Counter("roost_planner_homes_changed", "Changes of engines' homes", registry=registry)
         self._figures = {
             name: Gauge(f"roost_planner_{name}", text, ["engine"], registry=registry)
             for name, text in (
                 ("gain_seconds", "Predicted reduction of the step time by the last plan of the cycle"),
-                ("net_seconds", "Predicted gain of the last plan over the expected lifetime of the demand, minus its cost"),
+                (
+                    "net_seconds",
+                    (
+                        "Predicted gain of the last plan over the expected lifetime of the demand, minus its"
+                        " cost"
+                    ),
+                ),
                 ("copied_bytes", "Bytes of weights that the last plan would copy"),
                 ("balance", "Balance of the served placement: mean over layers of mean / highest rank load"),
-                ("local_share", "Predicted share of (token, k) pairs served on the rank of their request, for the served placement"),
+                (
+                    "local_share",
+                    (
+                        "Predicted share of (token, k) pairs served on the rank of their request, for the"
+                        " served placement"
+                    ),
+                ),
             )
         }
-        self._full = Gauge("roost_planner_bus_store_full", "Writes rejected because a store of the bus was full, by store", ["store"], registry=registry)
+        self._full = Gauge(
+            "roost_planner_bus_store_full",
+            "Writes rejected because a store of the bus was full, by store",
+            ["store"],
+            registry=registry,
+        )
         self.stored_bytes = Gauge("roost_planner_stored_bytes", "Bytes of stored demand", registry=registry)
         self._layers = {
             name: Gauge(f"roost_loop_layer_{name}", text, ["engine", "layer"], registry=registry)
             for name, text in (
-                ("balance", "Measured balance of a layer in single steps (mean / highest rank load) in the last window"),
-                ("remote_ranks", "Measured mean of the distinct other ranks that a token was sent to in a layer, in the last window"),
-                ("local_share", "Measured share of a layer's (token, k) pairs served on the rank of their request, in the last window"),
+                (
+                    "balance",
+                    (
+                        "Measured balance of a layer in single steps (mean / highest rank load) in the last"
+                        " window"
+                    ),
+                ),
+                (
+                    "remote_ranks",
+                    (
+                        "Measured mean of the distinct other ranks that a token was sent to in a layer, in"
+                        " the last window"
+                    ),
+                ),
+                (
+                    "local_share",
+                    (
+                        "Measured share of a layer's (token, k) pairs served on the rank of their request, in"
+                        " the last window"
+                    ),
+                ),
             )
         }
         self._loop = {
             name: Gauge(f"roost_loop_{name}", text, ["engine"], registry=registry)
             for name, text in (
-                ("balance", "Measured balance in single steps (mean / highest rank load), mean over layers, in the last window"),
-                ("remote_ranks", "Measured mean of the distinct other ranks that a token was sent to, over all layers, in the last window"),
-                ("local_share", "Measured share of (token, k) pairs served on the rank of their request, in the last window"),
+                (
+                    "balance",
+                    (
+                        "Measured balance in single steps (mean / highest rank load), mean over layers, in"
+                        " the last window"
+                    ),
+                ),
+                (
+                    "remote_ranks",
+                    (
+                        "Measured mean of the distinct other ranks that a token was sent to, over all layers,"
+                        " in the last window"
+                    ),
+                ),
+                (
+                    "local_share",
+                    (
+                        "Measured share of (token, k) pairs served on the rank of their request, in the last"
+                        " window"
+                    ),
+                ),
                 ("step_seconds", "Measured mean step time in the last window"),
-                ("communication_share", "Measured share of the step time spent on communication, including waiting for other ranks, in the last window"),
+                (
+                    "communication_share",
+                    (
+                        "Measured share of the step time spent on communication, including waiting for other"
+                        " ranks, in the last window"
+                    ),
+                ),
                 ("trust", "Discount factor (0-1) applied to predicted plan gains"),
                 ("spent_bytes", "Bytes of weights copied by automatic plans within planner.budget_seconds"),
                 ("left_bytes", "Bytes of weights that automatic plans may still copy"),
             )
         }
-        self._verdicts = Counter("roost_loop_verdicts", "Evaluated automatic plans, by verdict", ["verdict"], registry=registry)
-        self._outcomes = Counter("roost_loop_plans", "Completed plans, by origin and outcome", ["origin", "outcome"], registry=registry)
-        self._realised = Gauge("roost_loop_realised", "Share of the predicted gain realised by the last evaluated plan", ["engine"], registry=registry)
-        self._paused = Gauge("roost_loop_paused", "1 while automatic planning is paused by an operator", registry=registry)
-        self._reloads = Counter("roost_planner_reloads", "Configuration reloads, by outcome", ["outcome"], registry=registry)
+        self._verdicts = Counter(
+            "roost_loop_verdicts", "Evaluated automatic plans, by verdict", ["verdict"], registry=registry
+        )
+        self._outcomes = Counter(
+            "roost_loop_plans",
+            "Completed plans, by origin and outcome",
+            ["origin", "outcome"],
+            registry=registry,
+        )
+        self._realised = Gauge(
+            "roost_loop_realised",
+            "Share of the predicted gain realised by the last evaluated plan",
+            ["engine"],
+            registry=registry,
+        )
+        self._paused = Gauge(
+            "roost_loop_paused", "1 while automatic planning is paused by an operator", registry=registry
+        )
+        self._reloads = Counter(
+            "roost_planner_reloads", "Configuration reloads, by outcome", ["outcome"], registry=registry
+        )
         self._measured: dict[str, int] = {}
         """layer count of each measured engine"""
         self._engines: set[str] = set()
-        self.leader = Gauge("roost_migration_leader", "1 while this service is the leader, 0 while it is on standby", registry=registry)
-        self._ended = Counter("roost_migration_handovers", "Finished handovers, by outcome and fault", ["outcome", "fault"], registry=registry)
-        self._bytes = Counter("roost_migration_moved_bytes", "Bytes of weights copied in committed handovers", registry=registry)
-        self._seconds = Histogram(
-            "roost_migration_handover_seconds", "Duration of handovers in seconds, by phase", ["phase"], buckets=_HANDING, registry=registry
+        self.leader = Gauge(
+            "roost_migration_leader",
+            "1 while this service is the leader, 0 while it is on standby",
+            registry=registry,
         )
-        self._success = Gauge("roost_migration_last_success_timestamp_seconds", "Unix time of the last committed handover", ["engine"], registry=registry)
+        self._ended = Counter(
+            "roost_migration_handovers",
+            "Finished handovers, by outcome and fault",
+            ["outcome", "fault"],
+            registry=registry,
+        )
+        self._bytes = Counter(
+            "roost_migration_moved_bytes", "Bytes of weights copied in committed handovers", registry=registry
+        )
+        self._seconds = Histogram(
+            "roost_migration_handover_seconds",
+            "Duration of handovers in seconds, by phase",
+            ["phase"],
+            buckets=_HANDING,
+            registry=registry,
+        )
+        self._success = Gauge(
+            "roost_migration_last_success_timestamp_seconds",
+            "Unix time of the last committed handover",
+            ["engine"],
+            registry=registry,
+        )
         self._watchdog = {
             name: Gauge(f"roost_migration_{name}", text, ["engine"], registry=registry)
             for name, text in (
                 ("plan_age_seconds", "Seconds since the plan under way was started; 0 without a plan"),
                 ("handovers_pending", "Remaining handovers of the plan under way"),
                 ("layers_pending", "Layers that the remaining handovers change"),
-                ("commit_overdue", "1 while some rank does not serve a decided handover within planner.commit_seconds"),
+                (
+                    "commit_overdue",
+                    "1 while some rank does not serve a decided handover within planner.commit_seconds",
+                ),
             )
         }
         self._cells = Gauge(
-            "roost_migration_cells", "Cells of expert memory that serve no expert, over all ranks, by state", ["engine", "state"], registry=registry
+            "roost_migration_cells",
+            "Cells of expert memory that serve no expert, over all ranks, by state",
+            ["engine", "state"],
+            registry=registry,
         )
-        self._oldest = Gauge("roost_migration_cells_oldest_seconds", "Age of the oldest cell that is draining or in quarantine", ["engine"], registry=registry)
+        self._oldest = Gauge(
+            "roost_migration_cells_oldest_seconds",
+            "Age of the oldest cell that is draining or in quarantine",
+            ["engine"],
+            registry=registry,
+        )
 
     def bus_full(self, counts: Mapping[str, int]) -> None:
         for store, count in counts.items():
@@ -116,7 +258,11 @@ class MigrationMetrics:
 
     def figures(self, record: PlanRecord) -> None:
         """Publish the figures of an engine from the last cycle."""
-        current = {"gain_seconds": record.gain_seconds, "net_seconds": record.net_seconds, "copied_bytes": float(record.copied_bytes)}
+        current = {
+            "gain_seconds": record.gain_seconds,
+            "net_seconds": record.net_seconds,
+            "copied_bytes": float(record.copied_bytes),
+        }
         if record.before is not None:
             current.update(balance=record.before.balance_mean, local_share=record.before.local_share)
         if record.engine in self._engines:
@@ -126,7 +272,15 @@ class MigrationMetrics:
     def serving(self, engines: dict[str, EngineEntry]) -> None:
         """Publish the epochs of the present engines and remove the series of all others."""
         for engine in self._engines - engines.keys():
-            for gauge in (self._epoch, self._success, self._oldest, self._realised, *self._figures.values(), *self._watchdog.values(), *self._loop.values()):
+            for gauge in (
+                self._epoch,
+                self._success,
+                self._oldest,
+                self._realised,
+                *self._figures.values(),
+                *self._watchdog.values(),
+                *self._loop.values(),
+            ):
                 gauge.remove(engine)
             for layer in range(self._measured.pop(engine, 0)):
                 for gauge in self._layers.values():
@@ -143,13 +297,22 @@ class MigrationMetrics:
         """Publish the measurements of an engine's last window."""
         if engine not in self._engines:
             return
-        current = {"balance": figures.balance, "remote_ranks": figures.remote_ranks, "local_share": figures.local, "step_seconds": figures.step_seconds}
+        current = {
+            "balance": figures.balance,
+            "remote_ranks": figures.remote_ranks,
+            "local_share": figures.local,
+            "step_seconds": figures.step_seconds,
+        }
         if figures.communication is not None:
             current["communication_share"] = figures.communication
         for name, value in current.items():
             self._loop[name].labels(engine).set(value)
         self._measured[engine] = len(layers.balance)
-        for name, values in (("balance", layers.balance), ("remote_ranks", layers.remote_ranks), ("local_share", layers.local)):
+        for name, values in (
+            ("balance", layers.balance),
+            ("remote_ranks", layers.remote_ranks),
+            ("local_share", layers.local),
+        ):
             for layer, value in enumerate(values):
                 self._layers[name].labels(engine, str(layer)).set(value)
 
@@ -201,7 +364,11 @@ class MigrationMetrics:
 
     def pending(self, engine: str, age: float, handovers: int, layers: int) -> None:
         """Publish the progress of an engine's plan; all 0 if there is none."""
-        for name, value in (("plan_age_seconds", age), ("handovers_pending", handovers), ("layers_pending", layers)):
+        for name, value in (
+            ("plan_age_seconds", age),
+            ("handovers_pending", handovers),
+            ("layers_pending", layers),
+        ):
             self._set(self._watchdog[name], engine, value)
 
     def cells(self, engine: str, told: Sequence[HandoverDescribed]) -> None:

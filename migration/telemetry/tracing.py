@@ -45,23 +45,50 @@ class MigrationTracing:
     def create(cls, provider: TracerProvider | None = None) -> "MigrationTracing | None":
         """Create the tracer with the given provider or the process's own. Returns None if that is a no-op."""
         provider = trace.get_tracer_provider() if provider is None else provider
-        return None if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider) else cls(provider)
+        return (
+            None
+            if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider)
+            else cls(provider)
+        )
 
     def plan(self, engine: str, plan: Plan, origin: str, parent: str = "") -> "PlanTrace":
         """Start the span of a plan. parent: traceparent of the cause; without a valid one the plan starts a
         new trace."""
-        about: Attributes = {"roost.plan": plan.id, "roost.engine": engine, "roost.origin": origin, "roost.bytes": plan.bytes}
+        about: Attributes = {
+            "roost.plan": plan.id,
+            "roost.engine": engine,
+            "roost.origin": origin,
+            "roost.bytes": plan.bytes,
+        }
         about |= {"roost.handovers": len(plan.handovers), "roost.epoch.base": plan.base_epoch}
         return PlanTrace(self, self.span("roost.plan", about, self._context(parent)))
 
     def resumed(self, planned: MigrationPlanned) -> "PlanTrace":
         """Start the span of a plan resumed from a previous coordinator."""
-        about: Attributes = {"roost.plan": planned.plan, "roost.engine": planned.engine, "roost.origin": planned.origin, "roost.bytes": planned.bytes}
-        return PlanTrace(self, self.span("roost.plan.resumed", about, self._context(planned.traceparent), self._links(planned.traceparent)))
+        about: Attributes = {
+            "roost.plan": planned.plan,
+            "roost.engine": planned.engine,
+            "roost.origin": planned.origin,
+            "roost.bytes": planned.bytes,
+        }
+        return PlanTrace(
+            self,
+            self.span(
+                "roost.plan.resumed",
+                about,
+                self._context(planned.traceparent),
+                self._links(planned.traceparent),
+            ),
+        )
 
     def judged(self, verdict: PlanJudged, parent: str) -> None:
         """Record the verdict on a plan. parent: traceparent of the plan, whose span ended long ago."""
-        about: Attributes = {"roost.plan": verdict.plan, "roost.engine": verdict.engine, "roost.epoch": verdict.epoch, "roost.verdict": verdict.verdict}
+        about: Attributes = {
+            "roost.plan": verdict.plan,
+            "roost.engine": verdict.engine,
+            "roost.epoch": verdict.epoch,
+            "roost.verdict": verdict.verdict,
+        }
         about |= {"roost.trust": verdict.trust, "roost.reason": verdict.reason}
         if verdict.realised is not None:
             about["roost.realised"] = verdict.realised
@@ -69,7 +96,9 @@ class MigrationTracing:
             about |= _figures(when.replace("_", "."), getattr(verdict, when))
         self.span("roost.plan.judged", about, self._context(parent), self._links(parent)).end()
 
-    def span(self, name: str, about: Mapping[str, str | int | float], below: Context, links: Sequence[Link] = ()) -> Span:
+    def span(
+        self, name: str, about: Mapping[str, str | int | float], below: Context, links: Sequence[Link] = ()
+    ) -> Span:
         """Start a span. below: context of the parent."""
         return self._tracer.start_span(name, below, attributes=dict(about), links=links)
 
@@ -109,7 +138,13 @@ class PlanTrace:
         below = trace.set_span_in_context(self._span, Context())
         span = self._tracing.span("roost.handover", about, below, (Link(self._span.get_span_context()),))
         if what.arrivals:
-            span.set_attribute("roost.experts", [f"{one.layer}/{one.expert}: {one.source} -> {one.rank}" for one in what.arrivals[:MOST_EXPERTS]])
+            span.set_attribute(
+                "roost.experts",
+                [
+                    f"{one.layer}/{one.expert}: {one.source} -> {one.rank}"
+                    for one in what.arrivals[:MOST_EXPERTS]
+                ],
+            )
         span.add_event("proposed")
         return HandoverTrace(span, self._tracing.traceparent(span))
 
@@ -144,7 +179,12 @@ class HandoverTrace:
 def _figures(prefix: str, figures: LoopFigures | None) -> Attributes:
     if figures is None:
         return {}
-    values = {"remote_ranks": figures.remote_ranks, "local": figures.local, "balance": figures.balance, "step_seconds": figures.step_seconds}
+    values = {
+        "remote_ranks": figures.remote_ranks,
+        "local": figures.local,
+        "balance": figures.balance,
+        "step_seconds": figures.step_seconds,
+    }
     return {f"roost.{prefix}.{name}": value for name, value in values.items()}
 
 

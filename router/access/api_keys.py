@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 from fleet.completions import ApiError
 
-INFER, ROUTE, METRICS, DOCS, ADMIN, ANY_TENANT, TRACE = "infer", "route", "metrics", "docs", "admin", "any_tenant", "trace"
+INFER, ROUTE, METRICS, DOCS, ADMIN, ANY_TENANT, TRACE = (
+    "infer",
+    "route",
+    "metrics",
+    "docs",
+    "admin",
+    "any_tenant",
+    "trace",
+)
 RIGHTS = {
     INFER: "chat and completions, and the other routes of OpenAI's API",
     ROUTE: "/v1/route, reservations, and /v1/decisions of its tenant",
@@ -78,7 +86,9 @@ class Caller(NamedTuple):
         if ANY_TENANT not in self.rights or not self.tenant:
             return self
         if not is_tenant(tenant):
-            raise ApiError(400, f"the tenant header must be {TENANT_FORM}, not {tenant[:64]!r}", code="invalid_value")
+            raise ApiError(
+                400, f"the tenant header must be {TENANT_FORM}, not {tenant[:64]!r}", code="invalid_value"
+            )
         return self._replace(tenant=tenant, rights=self.rights - {ANY_TENANT})
 
 
@@ -115,7 +125,10 @@ class ClientKeys:
         """Describe the number of keys that were added, removed or changed since `old`."""
         mine, before = self._callers, old._callers
         other = sum(mine[digest] != before[digest] for digest in mine.keys() & before.keys())
-        return f"{len(mine.keys() - before.keys())} added, {len(before.keys() - mine.keys())} removed, {other} changed"
+        return (
+            f"{len(mine.keys() - before.keys())} added, {len(before.keys() - mine.keys())} removed, {other}"
+            " changed"
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ClientKeys) and self._callers == other._callers
@@ -124,7 +137,10 @@ class ClientKeys:
         return hash(frozenset(self._callers))
 
     def __repr__(self) -> str:
-        return f"{len(self._callers)} keys of {len({caller.tenant for caller in self._callers.values()})} tenants"
+        return (
+            f"{len(self._callers)} keys of {len({caller.tenant for caller in self._callers.values()})}"
+            " tenants"
+        )
 
 
 def parse_keys(text: str, classes: Sequence[str], default_class: str) -> ClientKeys:
@@ -144,26 +160,38 @@ def parse_keys(text: str, classes: Sequence[str], default_class: str) -> ClientK
             raise ValueError(f"lines {lines[digest]} and {number} are the same key; remove one")
         callers[digest], lines[digest] = caller, number
     if not callers:
-        raise ValueError("no API key is given; add one with `roost key new TENANT`, or leave api_key_file unset to ask for none")
+        raise ValueError(
+            "no API key is given; add one with `roost key new TENANT`, or leave api_key_file unset to ask for"
+            " none"
+        )
     return ClientKeys(callers)
 
 
 def _parse_line(number: int, line: str, classes: Sequence[str], default_class: str) -> tuple[bytes, Caller]:
     if not line.startswith(_SCHEME):
         instead = key_line(line, "default", None, _FORMERLY)
-        raise ValueError(f"line {number} holds a key in clear; put this line instead (with the tenant's name for 'default'): {instead}")
+        raise ValueError(
+            f"line {number} holds a key in clear; put this line instead (with the tenant's name for"
+            f" 'default'): {instead}"
+        )
     hashed, *words = line.split()
     match = _HASHED.fullmatch(hashed)
     if match is None:
         raise ValueError(f"line {number}: after sha256: come the 64 hexadecimal digits of the key's SHA-256")
     if not 1 <= len(words) <= 3:
-        raise ValueError(f"line {number} must be: sha256:HEX tenant [class] [rights,...]; it has {len(words)} words after sha256:HEX")
+        raise ValueError(
+            f"line {number} must be: sha256:HEX tenant [class] [rights,...]; it has {len(words)} words after"
+            " sha256:HEX"
+        )
     tenant, *rest = words
     if not is_tenant(tenant):
         raise ValueError(f"line {number}: a tenant's name is {TENANT_FORM}; not {tenant[:64]!r}")
     chosen = rest.pop(0) if len(rest) == 2 or (rest and not _are_rights(rest[0])) else None
     if chosen is not None and chosen not in classes:
-        raise ValueError(f"line {number}: {chosen[:64]!r} is neither a class ({', '.join(classes)}) nor rights ({', '.join((*RIGHTS, ALL))}), split by commas")
+        raise ValueError(
+            f"line {number}: {chosen[:64]!r} is neither a class ({', '.join(classes)}) nor rights"
+            f" ({', '.join((*RIGHTS, ALL))}), split by commas"
+        )
     rights = parse_rights(rest[0], f"line {number}: ") if rest else DEFAULT_RIGHTS
     return bytes.fromhex(match[1]), Caller(tenant, chosen or default_class, rights)
 

@@ -51,7 +51,13 @@ def with_salt(body: bytes, salt: str) -> bytes:
     """
     if SALT_FIELD not in body and (end := body.rstrip())[-1:] == b"}":  # avoids parsing large bodies again
         inside = end[:-1].rstrip()
-        return inside + (b"" if inside[-1:] == b"{" else b",") + b'"cache_salt":' + msgspec.json.encode(salt) + b"}"
+        return (
+            inside
+            + (b"" if inside[-1:] == b"{" else b",")
+            + b'"cache_salt":'
+            + msgspec.json.encode(salt)
+            + b"}"
+        )
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

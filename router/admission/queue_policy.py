@@ -126,9 +126,17 @@ class _Line(Generic[Kind]):
 
     def placed(self, waiter: Kind, aged_before: float) -> None:
         """Remove an admitted request, and count whether it passed over an aged one."""
-        oldest = min((waiting[0] for urgency, waiting in self.lists.items() if urgency != CONTINUES), key=_arrival, default=None)
+        oldest = min(
+            (waiting[0] for urgency, waiting in self.lists.items() if urgency != CONTINUES),
+            key=_arrival,
+            default=None,
+        )
         if waiter.urgency != CONTINUES:
-            self.passed = self.passed + 1 if oldest is not None and oldest is not waiter and oldest.came <= aged_before else 0
+            self.passed = (
+                self.passed + 1
+                if oldest is not None and oldest is not waiter and oldest.came <= aged_before
+                else 0
+            )
         self.remove(waiter)
 
     def in_order(self, aged_before: float) -> Iterator[Kind]:
@@ -136,7 +144,9 @@ class _Line(Generic[Kind]):
         are aged.
         """
         yield from self.lists.get(CONTINUES, ())
-        heads = [(waiting[0], iter(waiting[1:])) for urgency, waiting in self.lists.items() if urgency != CONTINUES]
+        heads = [
+            (waiting[0], iter(waiting[1:])) for urgency, waiting in self.lists.items() if urgency != CONTINUES
+        ]
         passed = self.passed
         while heads:
             oldest = min(range(len(heads)), key=lambda at: _arrival(heads[at][0]))
@@ -226,12 +236,18 @@ class PriorityQueue(Generic[Kind]):
         aged.
         """
         line = self._lines.get(model)
-        return line is not None and any(other <= urgency or waiting[0].came <= aged_before for other, waiting in line.lists.items())
+        return line is not None and any(
+            other <= urgency or waiting[0].came <= aged_before for other, waiting in line.lists.items()
+        )
 
     def ahead(self, model: str, urgency: int) -> int:
         """Return the number of requests ahead of a new one of this urgency, without regard to ageing."""
         line = self._lines.get(model)
-        return 0 if line is None else sum(len(waiting) for other, waiting in line.lists.items() if other <= urgency)
+        return (
+            0
+            if line is None
+            else sum(len(waiting) for other, waiting in line.lists.items() if other <= urgency)
+        )
 
     def ended(self, now: float) -> list[Kind]:
         """Remove and return the requests whose deadline has passed."""
@@ -266,13 +282,16 @@ class PriorityQueue(Generic[Kind]):
 
     def _least_urgent(self, than: int) -> Iterator[Kind]:
         """Yield the requests of less urgent classes: the least urgent first, of these the youngest."""
-        for urgency in sorted({one for line in self._lines.values() for one in line.lists if one > than}, reverse=True):
+        for urgency in sorted(
+            {one for line in self._lines.values() for one in line.lists if one > than}, reverse=True
+        ):
             lists = [reversed(line.lists.get(urgency, [])) for line in self._lines.values()]
             yield from heapq.merge(*lists, key=_arrival, reverse=True)
 
 
 class Rate:
-    """Recent events per second: an exponentially decaying count, corrected for the time since its creation."""
+    """Recent events per second: an exponentially decaying count, corrected for the time since its
+    creation."""
 
     __slots__ = ("_at", "_began", "_count")
 
@@ -314,4 +333,9 @@ def class_of(named: str | int | None, classes: Sequence[str], default: str) -> i
     if isinstance(named, int) or _INTEGER.fullmatch(named):
         return min(max(classes.index(default) + int(named), 0), len(classes) - 1)
     allowed = f"{', '.join(classes)}, or an integer (0: {default}, lower is more urgent)"
-    raise ApiError(400, f"priority {named[:64]!r} is no class of requests here; use {allowed}", param="priority", code="invalid_value")
+    raise ApiError(
+        400,
+        f"priority {named[:64]!r} is no class of requests here; use {allowed}",
+        param="priority",
+        code="invalid_value",
+    )

@@ -53,7 +53,12 @@ class RouterApp(FastAPI):
         """Return the document served at /openapi.json."""
         if self.openapi_schema is None:
             self.openapi_schema = with_hot_routes(
-                super().openapi(), chat_path=CHAT_PATH, text_path=TEXT_PATH, route_path=ROUTE_PATH, reserve_path=RESERVE_PATH, release_path=RELEASE_PATH
+                super().openapi(),
+                chat_path=CHAT_PATH,
+                text_path=TEXT_PATH,
+                route_path=ROUTE_PATH,
+                reserve_path=RESERVE_PATH,
+                release_path=RELEASE_PATH,
             )
         return self.openapi_schema
 
@@ -62,12 +67,21 @@ class RouterApp(FastAPI):
         if serve is not None:
             await serve(scope, receive, send)
             return
-        if scope["type"] == "http" and (route := self.edge.passes(scope["method"], scope["path"])) is not None and not self._is_own(scope):
+        if (
+            scope["type"] == "http"
+            and (route := self.edge.passes(scope["method"], scope["path"])) is not None
+            and not self._is_own(scope)
+        ):
             await self.edge.pass_on(route, scope, receive, send)
             return
         if scope["type"] == "http" and _asks_for_websocket(scope):
-            message = f"{scope['path']}: WebSocket connections are not passed on; ask over HTTP, with stream: true for a stream"
-            await AsgiResponse(send, lambda: None).error(ApiError(501, message, code="websocket_unsupported"), [(b"connection", b"close")])
+            message = (
+                f"{scope['path']}: WebSocket connections are not passed on; ask over HTTP, with stream: true"
+                " for a stream"
+            )
+            await AsgiResponse(send, lambda: None).error(
+                ApiError(501, message, code="websocket_unsupported"), [(b"connection", b"close")]
+            )
             return
         await super().__call__(scope, receive, send)
 
@@ -86,11 +100,21 @@ def create_app(service: RouterService, *, tracer_provider: Provider | None = Non
     """
     edge = HotRoutes(service, RouterTracing.create(tracer_provider))
     # `router.telemetry.tracing` makes the spans; FastAPI's own would trace every request a second time.
-    app = RouterApp(title=_TITLE, openapi_url=None, telemetry={"tracing": False, "metrics": False, "logs": False})
+    app = RouterApp(
+        title=_TITLE, openapi_url=None, telemetry={"tracing": False, "metrics": False, "logs": False}
+    )
     app.edge = edge
-    app.hot = {CHAT_PATH: edge.chat, TEXT_PATH: edge.text, ROUTE_PATH: edge.route, RESERVE_PATH: edge.reserve, RELEASE_PATH: edge.release}
+    app.hot = {
+        CHAT_PATH: edge.chat,
+        TEXT_PATH: edge.text,
+        ROUTE_PATH: edge.route,
+        RESERVE_PATH: edge.reserve,
+        RELEASE_PATH: edge.release,
+    }
     for path, serve in app.hot.items():
-        app.router.routes.append(Route(path, _Hot(serve), methods=["POST"]))  # so that other methods are answered 405
+        app.router.routes.append(
+            Route(path, _Hot(serve), methods=["POST"])
+        )  # so that other methods are answered 405
     _add_reading_routes(app, service)
     _add_documentation(app, service)
     app.add_exception_handler(ApiError, _api_error)
@@ -106,7 +130,8 @@ def _admit(request: Request, service: RouterService, right: str) -> Caller:
 
 
 def _add_documentation(app: FastAPI, service: RouterService) -> None:
-    """Serve the documentation pages, which FastAPI would show to everyone, to callers with the right `docs`."""
+    """Serve the documentation pages, which FastAPI would show to everyone, to callers with the right
+    `docs`."""
 
     @app.get(_DOCUMENT, include_in_schema=False)
     async def document(request: Request) -> Response:
@@ -129,7 +154,9 @@ def _add_reading_routes(app: FastAPI, service: RouterService) -> None:
     async def models(request: Request) -> Response:
         """List the models that a live engine serves, in OpenAI's form."""
         _admit(request, service, INFER)
-        return _json({"object": "list", "data": [_model(service, name) for name in service.view.models(live=True)]})
+        return _json(
+            {"object": "list", "data": [_model(service, name) for name in service.view.models(live=True)]}
+        )
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
@@ -161,7 +188,9 @@ def _add_reading_routes(app: FastAPI, service: RouterService) -> None:
         try:
             drain_request = msgspec.json.decode(await _small_body(request), type=DrainRequest)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ApiError(400, f'the body must be {{"draining": true, "reason": ""}}: {error}', code="invalid_value") from error
+            raise ApiError(
+                400, f'the body must be {{"draining": true, "reason": ""}}: {error}', code="invalid_value"
+            ) from error
         return _json(drain_backend(service, name, drain_request))
 
     @app.get("/health")
@@ -203,7 +232,13 @@ def _model(service: RouterService, name: str) -> dict[str, Any]:
     card = service.backends.card(name)
     if card is not None:
         return card
-    return {"id": name, "object": "model", "created": service.started_at, "owned_by": "roost", "max_model_len": service.view.roster(name).largest_context}
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started_at,
+        "owned_by": "roost",
+        "max_model_len": service.view.roster(name).largest_context,
+    }
 
 
 def _json(content: Any, status: int = 200) -> Response:
@@ -220,4 +255,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Answer unknown paths and methods in the same form as every other error."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return Response(ApiError(error.status_code, message).body(), error.status_code, error.headers, media_type=_JSON)
+    return Response(
+        ApiError(error.status_code, message).body(), error.status_code, error.headers, media_type=_JSON
+    )

@@ -22,9 +22,13 @@ def drain_backend(service: RouterService, name: str, request: DrainRequest) -> B
     about = next((about for about in service.backends.known() if about[0] == name), None)
     if about is None:
         names = ", ".join(known for known, *_ in service.backends.known()) or "none"
-        raise ApiError(404, f"no backend {name[:256]!r}; backends of this router: {names}", code="backend_not_found")
+        raise ApiError(
+            404, f"no backend {name[:256]!r}; backends of this router: {names}", code="backend_not_found"
+        )
     if about[3] is None:
-        raise ApiError(409, f"backend {name} has not answered yet, so that it gets no requests anyway", code="not_ready")
+        raise ApiError(
+            409, f"backend {name} has not answered yet, so that it gets no requests anyway", code="not_ready"
+        )
     worker_id, health = about[2], service.picker.health
     if request.draining:
         health.drain(worker_id, None, request.reason)
@@ -34,11 +38,24 @@ def drain_backend(service: RouterService, name: str, request: DrainRequest) -> B
     return _status(service, *about)
 
 
-def _status(service: RouterService, name: str, url: str, worker_id: int, state: EngineState | None) -> BackendStatus:
+def _status(
+    service: RouterService, name: str, url: str, worker_id: int, state: EngineState | None
+) -> BackendStatus:
     limit = service.config.max_requests_per_rank
     if state is None:
-        nothing = BackendSpeed(source="not measured", prompt_tokens_per_second=None, output_tokens_per_second=None)
-        return BackendStatus(name=name, url=url, state="has not answered yet", models=[], requests=0, prefill_tokens=0, max_requests=limit, speed=nothing)
+        nothing = BackendSpeed(
+            source="not measured", prompt_tokens_per_second=None, output_tokens_per_second=None
+        )
+        return BackendStatus(
+            name=name,
+            url=url,
+            state="has not answered yet",
+            models=[],
+            requests=0,
+            prefill_tokens=0,
+            max_requests=limit,
+            speed=nothing,
+        )
     now, key = service.clock(), (worker_id, 0)
     roster = service.view.roster(state.joined.model)
     load = service.picker.reservations.load(roster.rows, now)
@@ -59,7 +76,11 @@ def _status(service: RouterService, name: str, url: str, worker_id: int, state: 
 
 def _speed(service: RouterService, state: EngineState, at: int | None) -> BackendSpeed:
     if at is None:  # it is unavailable: its measured speed applies again when it returns
-        speed, factors, known = state.joined.speed or REFERENCE, (1.0, 1.0), (state.joined.speed is not None,) * 2
+        speed, factors, known = (
+            state.joined.speed or REFERENCE,
+            (1.0, 1.0),
+            (state.joined.speed is not None,) * 2,
+        )
     else:
         roster = service.view.roster(state.joined.model)
         measured = service.picker.speeds.known(roster).measured
@@ -68,7 +89,9 @@ def _speed(service: RouterService, state: EngineState, at: int | None) -> Backen
     return BackendSpeed(
         source="stated" if state.joined.speed is not None else "measured" if any(known) else "not measured",
         prompt_tokens_per_second=_per_second(speed.prefill_token * factors[0]) if known[0] else None,
-        output_tokens_per_second=_per_second((speed.step + speed.decode_sequence) * factors[1]) if known[1] else None,
+        output_tokens_per_second=(
+            _per_second((speed.step + speed.decode_sequence) * factors[1]) if known[1] else None
+        ),
     )
 
 

@@ -9,7 +9,14 @@ import msgspec
 from bus import Bus, Message
 from bus.protocol.subjects import Subjects
 from fleet.completions import ApiError
-from fleet.events import DecisionDescribed, DescribeDecision, RequestRefused, RouteDecided, RouteReleased, RouteRequested
+from fleet.events import (
+    DecisionDescribed,
+    DescribeDecision,
+    RequestRefused,
+    RouteDecided,
+    RouteReleased,
+    RouteRequested,
+)
 from router.api.library import Decider
 from router.scheduling.what_if import supposed
 
@@ -77,9 +84,15 @@ class BusApi:
             return _refused(message, DescribeDecision)
         kept = self._decider.service.kept(message.id, message.tenant)
         if kept is None:
-            return RequestRefused(reason=f"it is not among the last {self._decider.service.config.kept_decisions} that router made")
+            return RequestRefused(
+                reason=(
+                    f"it is not among the last {self._decider.service.config.kept_decisions} that router made"
+                )
+            )
         return DecisionDescribed(record=msgspec.json.encode(kept.record()))
 
 
 def _refused(message: Message, expected: type) -> RequestRefused:
-    return RequestRefused(reason=f"a {type(message).__name__} is no request for this subject; send a {expected.__name__}")
+    return RequestRefused(
+        reason=f"a {type(message).__name__} is no request for this subject; send a {expected.__name__}"
+    )

@@ -1,4 +1,5 @@
-"""The client's side of a request: reading the body, and detecting a disconnect before the answer is complete."""
+"""The client's side of a request: reading the body, and detecting a disconnect before the answer is
+complete."""
 
 import asyncio
 from collections import deque
@@ -47,7 +48,9 @@ class ClientWatch:
 
     def begin(self) -> None:
         if self._receive is not None:
-            self._task = asyncio.create_task(_until_gone(self._receive), name=f"watches the client of request {self._request_id}")
+            self._task = asyncio.create_task(
+                _until_gone(self._receive), name=f"watches the client of request {self._request_id}"
+            )
             self._task.add_done_callback(self._gone)
 
     def _gone(self, task: asyncio.Task[None]) -> None:

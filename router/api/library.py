@@ -67,7 +67,13 @@ class Decider:
     outcomes exist for forwarded requests only. Use it on one event loop.
     """
 
-    def __init__(self, service: RouterService, running: "asyncio.Task[None] | None" = None, *, tracer_provider: Provider | None = None) -> None:
+    def __init__(
+        self,
+        service: RouterService,
+        running: "asyncio.Task[None] | None" = None,
+        *,
+        tracer_provider: Provider | None = None,
+    ) -> None:
         """Wrap a service that runs elsewhere. running: the task that runs it, to detect its end.
 
         tracer_provider: None means the process's own, as it is now.
@@ -79,7 +85,9 @@ class Decider:
 
     @classmethod
     @asynccontextmanager
-    async def running(cls, bus: Bus | None, subjects: Subjects, config: RouterConfig | None = None) -> AsyncIterator["Decider"]:
+    async def running(
+        cls, bus: Bus | None, subjects: Subjects, config: RouterConfig | None = None
+    ) -> AsyncIterator["Decider"]:
         """Run a service of its own while the context lasts, and yield its decider. bus: None probes
         `config.backends` only.
 
@@ -104,9 +112,18 @@ class Decider:
                     self._check()
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError as error:
-            raise TimeoutError(f"not ready after {seconds:g} s for want of {'; '.join(self.service.missing)}") from error
+            raise TimeoutError(
+                f"not ready after {seconds:g} s for want of {'; '.join(self.service.missing)}"
+            ) from error
 
-    async def decide(self, body: Body, *, without: Sequence[str] = (), gone: Sequence[str] = (), **who: Unpack[RequestIdentity]) -> DecisionRecord:
+    async def decide(
+        self,
+        body: Body,
+        *,
+        without: Sequence[str] = (),
+        gone: Sequence[str] = (),
+        **who: Unpack[RequestIdentity],
+    ) -> DecisionRecord:
         """Return the decision that this request would get now, without booking it.
 
         without: terms to leave out of the cost. gone: ranks ("engine/rank") or engines to treat as absent.
@@ -114,12 +131,16 @@ class Decider:
         """
         return (await self.choose(body, supposed=supposed(without, gone), **who)).record()
 
-    async def reserve(self, body: Body, *, wait: bool = False, **who: Unpack[RequestIdentity]) -> ReservedRecord:
+    async def reserve(
+        self, body: Body, *, wait: bool = False, **who: Unpack[RequestIdentity]
+    ) -> ReservedRecord:
         """Decide and book the load of a request. wait: when every rank is saturated, wait in turn with the
         requests that this router forwards itself. ApiError as in `decide`.
         """
         decision = await self.choose(body, reserve=True, wait=wait, **who)
-        return reserved(decision.record(), decision.target.url, self.service.reserved.seconds, decision.cache_salt)
+        return reserved(
+            decision.record(), decision.target.url, self.service.reserved.seconds, decision.cache_salt
+        )
 
     def release(self, decision_id: str, *, first_token: bool = False) -> ReleaseRecord:
         """End a reservation, or (first_token) report that its prompt is computed. Idempotent; an unknown id
@@ -140,20 +161,35 @@ class Decider:
         """Return the decision itself; counted, logged and traced as a request of its own."""
         self._check()
         service, path = self.service, RESERVE_PATH if reserve else ROUTE_PATH
-        exchange = RequestLog(who.get("request_id") or service.new_request_id(), service.new_decision_id(), path, service.clock())
+        exchange = RequestLog(
+            who.get("request_id") or service.new_request_id(),
+            service.new_decision_id(),
+            path,
+            service.clock(),
+        )
         exchange.session, exchange.tenant = who.get("session") or None, who.get("tenant") or None
         exchange.asked_priority = who.get("priority") or None
-        if service.credentials.clients is not None:  # callers of the library or the bus are trusted to name tenants
+        if (
+            service.credentials.clients is not None
+        ):  # callers of the library or the bus are trusted to name tenants
             exchange.caller = Caller(exchange.tenant or "", None, ALL_RIGHTS)
         if self._tracing is not None:
-            exchange.trace = self._tracing.asked_elsewhere(asked_over, path, who.get("traceparent") or "", time.time_ns())
+            exchange.trace = self._tracing.asked_elsewhere(
+                asked_over, path, who.get("traceparent") or "", time.time_ns()
+            )
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         outcome = RequestEnd.FAILED
         try:
             decision = await self._edge.choose(exchange, data, reserve=reserve, wait=wait, supposed=supposed)
         except ApiError as error:
             exchange.status, exchange.detail = error.status, error.message
-            outcome = RequestEnd.SATURATED if error.status == 429 else RequestEnd.REFUSED if error.status < 500 else RequestEnd.UNAVAILABLE
+            outcome = (
+                RequestEnd.SATURATED
+                if error.status == 429
+                else RequestEnd.REFUSED
+                if error.status < 500
+                else RequestEnd.UNAVAILABLE
+            )
             raise
         else:
             exchange.status, outcome = 200, RequestEnd.ANSWERED
@@ -165,4 +201,6 @@ class Decider:
         """RuntimeError when the service has ended, because its view is then out of date."""
         if self._running is not None and self._running.done():
             why = None if self._running.cancelled() else self._running.exception()
-            raise RuntimeError(f"the decider's service has ended ({why or 'it was stopped'}); start another") from why
+            raise RuntimeError(
+                f"the decider's service has ended ({why or 'it was stopped'}); start another"
+            ) from why

@@ -29,7 +29,13 @@ from router.foreign_api.routes import CHAT_ROUTE, ForeignRoute, RouteKind, route
 from router.http.asgi_response import AsgiResponse, Headers, Receive, Scope, Send
 from router.http.body_budget import BodyShare
 from router.openai_api.completion_state import CompletionState
-from router.openai_api.request_schema import DEFAULT_COMPLETION_TOKENS, ChatRequest, Request, SamplingSettings, sampling
+from router.openai_api.request_schema import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatRequest,
+    Request,
+    SamplingSettings,
+    sampling,
+)
 from router.openai_api.response_format import ResponseHead, answer_for
 from router.openai_api.unserved_fields import NO_FIELDS, PassedFields
 from router.passthrough.direct import DirectRequests
@@ -60,9 +66,12 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TIMEOUT_MS = re.compile(r"[0-9]{1,10}")
 SESSION, TENANT, PRIORITY = "session", "tenant", "priority"
 """Internal names of the configured headers that identify a conversation, a tenant and a priority class."""
-_READ = {b"authorization": "authorization", b"traceparent": "traceparent", b"tracestate": "tracestate", b"x-request-id": "x-request-id"} | {
-    TIMEOUT_HEADER.encode(): TIMEOUT_HEADER
-}
+_READ = {
+    b"authorization": "authorization",
+    b"traceparent": "traceparent",
+    b"tracestate": "tracestate",
+    b"x-request-id": "x-request-id",
+} | {TIMEOUT_HEADER.encode(): TIMEOUT_HEADER}
 
 
 class HotRoutes:
@@ -75,7 +84,11 @@ class HotRoutes:
         self._unstreamed, self._located = UnstreamedAnswers(service), ObjectLocations()
         self._direct = DirectRequests(service, self._located)
         config = service.config
-        self._read = _READ | {config.session_header.encode(): SESSION, config.tenant_header.encode(): TENANT, config.priority_header.encode(): PRIORITY}
+        self._read = _READ | {
+            config.session_header.encode(): SESSION,
+            config.tenant_header.encode(): TENANT,
+            config.priority_header.encode(): PRIORITY,
+        }
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve `POST /v1/chat/completions`."""
@@ -89,7 +102,9 @@ class HotRoutes:
         """Serve `POST /v1/route`: decide and explain a chat or completions body. Nothing runs and nothing is
         booked. The query string may pose a what-if.
         """
-        await self._serve(scope, receive, send, ROUTE_PATH, partial(self._explain, scope.get("query_string", b"")))
+        await self._serve(
+            scope, receive, send, ROUTE_PATH, partial(self._explain, scope.get("query_string", b""))
+        )
 
     async def reserve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve `POST /v1/route/reserve`: as route, but book the load at the chosen rank until its release or
@@ -103,8 +118,11 @@ class HotRoutes:
         await self._serve(scope, receive, send, RELEASE_PATH, self._release)
 
     def passes(self, method: str, path: str) -> ForeignRoute | None:
-        """Return the passthrough route of a request that is none of Roost's own; None: it is not forwarded."""
-        return route_of(method, path, self.service.config.passthrough_admin) if self._has_text_servers else None
+        """Return the passthrough route of a request that is none of Roost's own; None: it is not
+        forwarded."""
+        return (
+            route_of(method, path, self.service.config.passthrough_admin) if self._has_text_servers else None
+        )
 
     @property
     def _has_text_servers(self) -> bool:
@@ -115,7 +133,9 @@ class HotRoutes:
     async def pass_on(self, route: ForeignRoute, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a passthrough route."""
         right = ADMIN if route.administers else INFER
-        await self._serve(scope, receive, send, scope["path"], partial(self._answer_other, route, scope["method"]), right)
+        await self._serve(
+            scope, receive, send, scope["path"], partial(self._answer_other, route, scope["method"]), right
+        )
 
     # One request, from its first byte to its log line
 
@@ -132,7 +152,11 @@ class HotRoutes:
         path's right.
         """
         service = self.service
-        headers = {name: value.decode("latin-1") for raw, value in scope["headers"] if (name := self._read.get(raw)) is not None}
+        headers = {
+            name: value.decode("latin-1")
+            for raw, value in scope["headers"]
+            if (name := self._read.get(raw)) is not None
+        }
         exchange = self._begin(path, headers)
         exchange.client_headers, exchange.query = scope["headers"], scope.get("query_string", b"")
         exchange.address = _address(scope)
@@ -164,7 +188,12 @@ class HotRoutes:
                 await _break_off(exchange, reply, fixed)
         except Exception:
             log.exception("request %s: a fault of the router", exchange.request_id)
-            if await _refuse(exchange, reply, fixed, ApiError(500, "the router failed; its log says why", code="internal_error")):
+            if await _refuse(
+                exchange,
+                reply,
+                fixed,
+                ApiError(500, "the router failed; its log says why", code="internal_error"),
+            ):
                 outcome = RequestEnd.FAILED
         finally:
             watch.stop()
@@ -213,15 +242,21 @@ class HotRoutes:
 
     # The routes
 
-    async def _answer_chat(self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes) -> None:
+    async def _answer_chat(
+        self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
+    ) -> None:
         if not self._has_text_servers or not await self._passed_on(exchange, reply, headers, body):
             await self._answer(exchange, reply, headers, body, "chat")
 
-    async def _answer_text(self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes) -> None:
+    async def _answer_text(
+        self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
+    ) -> None:
         if not self._has_text_servers or not await self._passed_on(exchange, reply, headers, body):
             await self._answer(exchange, reply, headers, body, "text")
 
-    async def _passed_on(self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes) -> bool:
+    async def _passed_on(
+        self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
+    ) -> bool:
         """Forward the request if it is for servers that speak text, without validation: those servers
         validate it. Return true if so.
         """
@@ -234,30 +269,64 @@ class HotRoutes:
         await self._relay(CHAT_ROUTE, exchange, reply, headers, body, fields)
         return True
 
-    async def _answer_other(self, route: ForeignRoute, method: str, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes) -> None:
+    async def _answer_other(
+        self,
+        route: ForeignRoute,
+        method: str,
+        exchange: RequestLog,
+        reply: AsgiResponse,
+        headers: Headers,
+        body: bytes,
+    ) -> None:
         """Forward a request that only servers that speak text understand."""
         if route.kind is not RouteKind.INFERENCE:
-            await self._direct.run(route, exchange, reply, headers, UpstreamRequest(method, "", _target(exchange), [], body))
+            await self._direct.run(
+                route, exchange, reply, headers, UpstreamRequest(method, "", _target(exchange), [], body)
+            )
             return
         fields = await self._for_text_servers(exchange, body)
         exchange.body_bytes = len(body)
-        if fields is None or (await self.service.waiting.live_roster(exchange, exchange.model)).dialect != "text":
-            message = f"the engines of this fleet serve chat and completions; no server behind this router takes {exchange.path}"
-            raise ApiError(404, f"{message} for {exchange.model!r}" if exchange.model else message, code="route_not_found")
+        if (
+            fields is None
+            or (await self.service.waiting.live_roster(exchange, exchange.model)).dialect != "text"
+        ):
+            message = (
+                "the engines of this fleet serve chat and completions; no server behind this router takes"
+                f" {exchange.path}"
+            )
+            raise ApiError(
+                404,
+                f"{message} for {exchange.model!r}" if exchange.model else message,
+                code="route_not_found",
+            )
         await self._relay(route, exchange, reply, headers, body, fields)
 
-    async def _relay(self, route: ForeignRoute, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes, fields: LenientRequest) -> None:
+    async def _relay(
+        self,
+        route: ForeignRoute,
+        exchange: RequestLog,
+        reply: AsgiResponse,
+        headers: Headers,
+        body: bytes,
+        fields: LenientRequest,
+    ) -> None:
         exchange.stream = fields.stream and route.generates
         only = None
         if fields.refers_to is not None and route.creates:
             kind = "responses" if exchange.path == "/v1/responses" else "files"
-            only = (await self._direct.find(fields.refers_to, f"/v1/{kind}/{fields.refers_to}", exchange)).rank
+            only = (
+                await self._direct.find(fields.refers_to, f"/v1/{kind}/{fields.refers_to}", exchange)
+            ).rank
         request = ForwardedRequest(
             "POST",
             _target(exchange),
             exchange.client_headers,
             body,
-            fields if fields.stream == exchange.stream else msgspec.structs.replace(fields, stream=exchange.stream),
+            (
+                fields
+                if fields.stream == exchange.stream
+                else msgspec.structs.replace(fields, stream=exchange.stream)
+            ),
             self._expected(fields.max_tokens) if route.generates else 1,
             own_credentials=self.service.credentials.clients is None,
             repeatable=route.repeatable,
@@ -272,7 +341,9 @@ class HotRoutes:
         """
         if not self._has_text_servers:
             return None
-        fields = await self.service.bodies.read_passthrough(exchange.client, body, value_of(exchange.client_headers, b"content-type"))
+        fields = await self.service.bodies.read_passthrough(
+            exchange.client, body, value_of(exchange.client_headers, b"content-type")
+        )
         model = self._text_model(fields.model)
         if model is None:
             return None
@@ -280,9 +351,21 @@ class HotRoutes:
         exchange.session = exchange.session or fields.session
         exchange.tenant = exchange.tenant or fields.user
         exchange.salt = self.service.credentials.cache_salt(exchange.caller.tenant, fields.cache_salt)
-        self._rank(exchange, fields.priority if type(fields.priority) is int or fields.priority in self.service.config.classes else None)
+        self._rank(
+            exchange,
+            (
+                fields.priority
+                if type(fields.priority) is int or fields.priority in self.service.config.classes
+                else None
+            ),
+        )
         if exchange.trace is not None:
-            settings = {"max_tokens": fields.max_tokens, "temperature": fields.temperature, "top_p": fields.top_p, "stream": fields.stream}
+            settings = {
+                "max_tokens": fields.max_tokens,
+                "temperature": fields.temperature,
+                "top_p": fields.top_p,
+                "stream": fields.stream,
+            }
             exchange.trace.asked(model, settings)
         return fields
 
@@ -299,7 +382,9 @@ class HotRoutes:
         live = sum(len(state.joined.urls) for state in view.engines() if state.obstacle is None)
         return default if len(view.roster(default).targets) == live else named
 
-    async def _answer(self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes, kind: BodyKind) -> None:
+    async def _answer(
+        self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes, kind: BodyKind
+    ) -> None:
         decoded = await self.service.bodies.read(exchange.client, kind, body)
         request = decoded.request
         self._note(exchange, request)
@@ -307,38 +392,70 @@ class HotRoutes:
         roster = await self.service.waiting.live_roster(exchange, request.model)
         settings = sampling(request, self.service.config.max_choices, passes_fields=roster.passes_fields)
         prompt_ids = await self._tokenise(exchange, decoded, settings, roster)
-        fields = await self.service.bodies.passed_fields(exchange.client, decoded) if roster.passes_fields else NO_FIELDS
+        fields = (
+            await self.service.bodies.passed_fields(exchange.client, decoded)
+            if roster.passes_fields
+            else NO_FIELDS
+        )
         courses = self._courses(request, settings, roster, prompt_ids, fields)
         exchange.prompt_tokens = sum(len(ids) for ids in prompt_ids)
         prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
         exchange.answer_id = f"{prefix}-{exchange.decision_id}"
         head = ResponseHead(id=exchange.answer_id, model=request.model, created=int(time.time()))
         answer = answer_for(request, head, len(courses))
-        await TokenStream(self.service, exchange, reply, headers, answer, courses, settings.n, roster.tokenizer).run()
+        await TokenStream(
+            self.service, exchange, reply, headers, answer, courses, settings.n, roster.tokenizer
+        ).run()
 
-    async def _explain(self, query: bytes, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes) -> None:
+    async def _explain(
+        self, query: bytes, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
+    ) -> None:
         decision = await self.choose(exchange, body, supposed=asked(query))
         answer = msgspec.json.encode(decision.record())
         await reply.whole(200, [*headers, *_about(decision)], answer)
 
-    async def _reserve(self, wait: bool | None, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes) -> None:
+    async def _reserve(
+        self, wait: bool | None, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
+    ) -> None:
         if wait is None:
-            raise ApiError(400, "what can be asked here is ?wait=true or ?wait=false", param="wait", code="invalid_value")
+            raise ApiError(
+                400, "what can be asked here is ?wait=true or ?wait=false", param="wait", code="invalid_value"
+            )
         decision = await self.choose(exchange, body, reserve=True, wait=wait)
-        answer = msgspec.json.encode(reserved(decision.record(), decision.target.url, self.service.reserved.seconds, decision.cache_salt))
+        answer = msgspec.json.encode(
+            reserved(
+                decision.record(), decision.target.url, self.service.reserved.seconds, decision.cache_salt
+            )
+        )
         await reply.whole(200, [*headers, *_about(decision)], answer)
 
-    async def _release(self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes) -> None:
+    async def _release(
+        self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
+    ) -> None:
         if len(body) > _MOST_RELEASE_BYTES:
-            raise ApiError(413, f"a release is longer than {_MOST_RELEASE_BYTES} bytes", code="body_too_large")
+            raise ApiError(
+                413, f"a release is longer than {_MOST_RELEASE_BYTES} bytes", code="body_too_large"
+            )
         try:
             release = msgspec.json.decode(body, type=ReleaseRequest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(400, f'the body must be {{"id": "...", "first_token": false}}: {error}', code="invalid_value") from error
-        answer = msgspec.json.encode(self.service.released(release.id, first_token=release.first_token, tenant=exchange.caller.sees))
+            raise ApiError(
+                400, f'the body must be {{"id": "...", "first_token": false}}: {error}', code="invalid_value"
+            ) from error
+        answer = msgspec.json.encode(
+            self.service.released(release.id, first_token=release.first_token, tenant=exchange.caller.sees)
+        )
         await reply.whole(200, [*headers, (b"content-type", b"application/json")], answer)
 
-    async def choose(self, exchange: RequestLog, body: bytes, *, reserve: bool = False, wait: bool = False, supposed: Supposed = NOTHING) -> Decision:
+    async def choose(
+        self,
+        exchange: RequestLog,
+        body: bytes,
+        *,
+        reserve: bool = False,
+        wait: bool = False,
+        supposed: Supposed = NOTHING,
+    ) -> Decision:
         """Return the decision that the first prompt of a chat or completions body would get now, under the
         what-if `supposed`.
 
@@ -347,10 +464,16 @@ class HotRoutes:
         alive.
         """
         if reserve and supposed != NOTHING:
-            raise ApiError(400, "a reservation is for what is, not for what is supposed: leave out `without` and `gone`", code="invalid_value")
+            raise ApiError(
+                400,
+                "a reservation is for what is, not for what is supposed: leave out `without` and `gone`",
+                code="invalid_value",
+            )
         need = msgspec.structs.replace(await self._need(exchange, body), supposed=supposed, external=reserve)
         if reserve:
-            exchange.decision, booking = await self.service.waiting.admit(exchange, need, "", FIRST_TRY, begun=False, wait=wait)
+            exchange.decision, booking = await self.service.waiting.admit(
+                exchange, need, "", FIRST_TRY, begun=False, wait=wait
+            )
             self.service.hold(exchange.decision, booking)
         else:
             exchange.decision = self.service.decide(need, exchange.decision_id)
@@ -359,11 +482,23 @@ class HotRoutes:
     async def _need(self, exchange: RequestLog, body: bytes) -> RoutingRequest:
         """Return the routing request of serving the first prompt once."""
         lenient = await self._for_text_servers(exchange, body)
-        known = lenient is not None and lenient.model in (None, exchange.model)  # nothing is forwarded here, so no server would judge an unknown name
+        known = lenient is not None and lenient.model in (
+            None,
+            exchange.model,
+        )  # nothing is forwarded here, so no server would judge an unknown name
         if lenient is not None and known and self.service.picker.roster(exchange.model).dialect == "text":
             keys = exchange.keys(CHAT_PATH if lenient.is_chat else TEXT_PATH)
             text = TextPrompt(lenient.prompt, exchange.model, exchange.block_seed, lenient.prompt_bytes)
-            return RoutingRequest(exchange.model, text, 0, self._expected(lenient.max_tokens), None, exchange.request_id, keys, owner=exchange.owner)
+            return RoutingRequest(
+                exchange.model,
+                text,
+                0,
+                self._expected(lenient.max_tokens),
+                None,
+                exchange.request_id,
+                keys,
+                owner=exchange.owner,
+            )
         decoded = await self.service.bodies.read(exchange.client, "either", body)
         request = decoded.request
         self._note(exchange, request)
@@ -371,7 +506,11 @@ class HotRoutes:
         keys = exchange.keys(CHAT_PATH if isinstance(request, ChatRequest) else TEXT_PATH)
         settings = sampling(request, self.service.config.max_choices, passes_fields=roster.passes_fields)
         prompt_ids = await self._tokenise(exchange, decoded, settings, roster)
-        fields = await self.service.bodies.passed_fields(exchange.client, decoded) if roster.passes_fields else NO_FIELDS
+        fields = (
+            await self.service.bodies.passed_fields(exchange.client, decoded)
+            if roster.passes_fields
+            else NO_FIELDS
+        )
         course = self._courses(request, settings, roster, prompt_ids, fields)[0]
         exchange.prompt_tokens = len(course.prompt)
         context = len(course.prompt) + course.max_tokens
@@ -397,7 +536,13 @@ class HotRoutes:
         self._rank(exchange, request.priority)
         if exchange.trace is not None:
             exchange.trace.asked(
-                request.model, {"max_tokens": request.max_tokens, "temperature": request.temperature, "top_p": request.top_p, "stream": request.stream}
+                request.model,
+                {
+                    "max_tokens": request.max_tokens,
+                    "temperature": request.temperature,
+                    "top_p": request.top_p,
+                    "stream": request.stream,
+                },
             )
 
     def _rank(self, exchange: RequestLog, priority: str | int | None) -> None:
@@ -408,7 +553,10 @@ class HotRoutes:
         exchange.priority = config.classes[exchange.urgency]
         if exchange.asked_timeout is not None:
             if not _TIMEOUT_MS.fullmatch(exchange.asked_timeout) or not int(exchange.asked_timeout):
-                message = f"{TIMEOUT_HEADER} must be a whole number of milliseconds above 0, not {exchange.asked_timeout[:64]!r}"
+                message = (
+                    f"{TIMEOUT_HEADER} must be a whole number of milliseconds above 0, not"
+                    f" {exchange.asked_timeout[:64]!r}"
+                )
                 raise ApiError(400, message, param=TIMEOUT_HEADER, code="invalid_value")
             exchange.give_up_at = exchange.started + int(exchange.asked_timeout) / 1000.0
 
@@ -419,28 +567,46 @@ class HotRoutes:
 
     # Prompts as ids
 
-    async def _tokenise(self, exchange: RequestLog, decoded: Decoded, settings: SamplingSettings, roster: TargetTable) -> list[list[int]]:
+    async def _tokenise(
+        self, exchange: RequestLog, decoded: Decoded, settings: SamplingSettings, roster: TargetTable
+    ) -> list[list[int]]:
         """Return the token ids of each prompt."""
         tokenizer, service = self.service.tokenizer(roster.tokenizer), self.service
         if tokenizer is None or roster.tokenizer is None:
-            raise ApiError(503, "the model's tokenizer has not been loaded yet", code="not_ready", retry_after=1.0)
+            raise ApiError(
+                503, "the model's tokenizer has not been loaded yet", code="not_ready", retry_after=1.0
+            )
         started = time.perf_counter()
         room = PromptBounds(roster.largest_context, max(1, service.config.max_choices // settings.n))
-        found = await service.bodies.ids(exchange.client, decoded, tokenizer, roster.tokenizer, room, exchange.salt)
+        found = await service.bodies.ids(
+            exchange.client, decoded, tokenizer, roster.tokenizer, room, exchange.salt
+        )
         service.metrics.tokenise.observe(time.perf_counter() - started)
         return found
 
     def _courses(
-        self, request: Request, settings: SamplingSettings, roster: TargetTable, prompt_ids: list[list[int]], fields: PassedFields
+        self,
+        request: Request,
+        settings: SamplingSettings,
+        roster: TargetTable,
+        prompt_ids: list[list[int]],
+        fields: PassedFields,
     ) -> list[CompletionState]:
         """Create one completion state per choice of each prompt; choice i samples with seed + i."""
         most = self.service.config.max_choices
         if len(prompt_ids) * settings.n > most:
-            raise ApiError(400, f"{len(prompt_ids)} prompts with n = {settings.n} are more than {most} choices", param="prompt", code="invalid_value")
+            raise ApiError(
+                400,
+                f"{len(prompt_ids)} prompts with n = {settings.n} are more than {most} choices",
+                param="prompt",
+                code="invalid_value",
+            )
         seed = self.service.draw_seed() if settings.seed is None else settings.seed
         limits = [_max_tokens(request, settings, len(ids), roster.largest_context) for ids in prompt_ids]
         return [
-            CompletionState(at * settings.n + choice, ids, settings, limit, _wrapped(seed + choice), request.model, fields)
+            CompletionState(
+                at * settings.n + choice, ids, settings, limit, _wrapped(seed + choice), request.model, fields
+            )
             for at, (ids, limit) in enumerate(zip(prompt_ids, limits, strict=True))
             for choice in range(settings.n)
         ]
@@ -473,7 +639,12 @@ async def _break_off(exchange: RequestLog, reply: AsgiResponse, headers: Headers
     task = asyncio.current_task()
     if task is not None:
         task.uncancel()
-    await _refuse(exchange, reply, headers, _stopping("the router is stopping, and could not finish this answer in time; ask again"))
+    await _refuse(
+        exchange,
+        reply,
+        headers,
+        _stopping("the router is stopping, and could not finish this answer in time; ask again"),
+    )
 
 
 async def _refuse(exchange: RequestLog, reply: AsgiResponse, headers: Headers, error: ApiError) -> RequestEnd:
@@ -505,14 +676,19 @@ def _outcome(status: int) -> RequestEnd:
 
 
 def _max_tokens(request: Request, settings: SamplingSettings, prompt_tokens: int, context: int) -> int:
-    """Return the limit of emitted tokens. ApiError 400 context_length_exceeded when the request does not fit."""
+    """Return the limit of emitted tokens. ApiError 400 context_length_exceeded when the request does not
+    fit."""
     room, prompt = context - prompt_tokens, "messages" if isinstance(request, ChatRequest) else "prompt"
     if room < 1:
         raise context_exceeded(context, prompt_tokens, None, prompt=prompt, param=prompt)
     if settings.max_tokens is None:
         return room if isinstance(request, ChatRequest) else min(room, DEFAULT_COMPLETION_TOKENS)
     if settings.max_tokens > room:
-        param = "max_completion_tokens" if isinstance(request, ChatRequest) and request.max_completion_tokens is not None else "max_tokens"
+        param = (
+            "max_completion_tokens"
+            if isinstance(request, ChatRequest) and request.max_completion_tokens is not None
+            else "max_tokens"
+        )
         raise context_exceeded(context, prompt_tokens, settings.max_tokens, prompt=prompt, param=param)
     return settings.max_tokens
 

@@ -67,7 +67,10 @@ class TokenStream:
         try:
             async with asyncio.TaskGroup() as choices:
                 for course in self._courses:
-                    choices.create_task(self._follow(course), name=f"answers choice {course.index} of request {self._exchange.request_id}")
+                    choices.create_task(
+                        self._follow(course),
+                        name=f"answers choice {course.index} of request {self._exchange.request_id}",
+                    )
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
 
@@ -97,7 +100,9 @@ class TokenStream:
             self._service.may_retry(failed.how, begun=bool(course.emitted or self._reply.status))
             attempt, replaces = attempt + 1, decision.id
 
-    async def _try(self, course: CompletionState, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
+    async def _try(
+        self, course: CompletionState, attempt: int, replaces: str | None
+    ) -> tuple[Decision, UpstreamFailed | None]:
         """Make one attempt at one rank. Its booking and its span end here in every case."""
         prompt = TokenPrompt(course.prompt + course.emitted if course.emitted else course.prompt, self._seed)
         decision, booking = await self._decide(course, prompt, attempt, replaces)
@@ -121,7 +126,9 @@ class TokenStream:
             if span is not None:
                 span.end(ended)
 
-    async def _decide(self, course: CompletionState, prompt: TokenPrompt, attempt: int, replaces: str | None) -> tuple[Decision, Booking]:
+    async def _decide(
+        self, course: CompletionState, prompt: TokenPrompt, attempt: int, replaces: str | None
+    ) -> tuple[Decision, Booking]:
         left = course.max_tokens - len(course.emitted)
         need = RoutingRequest(
             model=self._exchange.model,
@@ -138,22 +145,32 @@ class TokenStream:
         suffix = (f"-c{course.index}" if course.index else "") + (f"-a{attempt}" if attempt > 1 else "")
         begun = bool(course.emitted or self._reply.status)
         attempted = Attempt(attempt, replaces, tuple(course.failures))
-        decision, booking = await self._service.waiting.admit(self._exchange, need, suffix, attempted, begun=begun)
+        decision, booking = await self._service.waiting.admit(
+            self._exchange, need, suffix, attempted, begun=begun
+        )
         if course.index == 0 or self._exchange.decision is None:
             self._exchange.decision = decision
         return decision, booking
 
-    async def _attempt(self, course: CompletionState, decision: Decision, booking: Booking, span: AttemptTrace | None) -> None:
+    async def _attempt(
+        self, course: CompletionState, decision: Decision, booking: Booking, span: AttemptTrace | None
+    ) -> None:
         headers: Headers = []
         for name, value in (self._exchange.pass_on if span is None else span.headers).items():
             headers.append((name.encode(), value.encode("latin-1", "replace")))
-        headers += (b"x-request-id", self._exchange.request_id.encode()), (_DECISION_HEADER, decision.id.encode()), *self._service.credentials.for_ranks
+        headers += (
+            (b"x-request-id", self._exchange.request_id.encode()),
+            (_DECISION_HEADER, decision.id.encode()),
+            *self._service.credentials.for_ranks,
+        )
         passes = decision.target.engine.capabilities.passes_fields
         body = rank_body(course.request(decision.cache_salt), course.fields.values if passes else {})
         async with self._service.upstream.call(decision.target.url, "/v1/completions", body, headers) as call:
             await self._stream(course, booking, call, span)
 
-    async def _stream(self, course: CompletionState, booking: Booking, call: Call, span: AttemptTrace | None) -> None:
+    async def _stream(
+        self, course: CompletionState, booking: Booking, call: Call, span: AttemptTrace | None
+    ) -> None:
         """Forward a rank's stream to its end. After the finish reason only usage is missing, which is not
         worth a retry.
         """
@@ -211,14 +228,19 @@ class TokenStream:
         headers = [*self._headers, (b"content-type", self._answer.content_type)]
         if decided is not None:
             headers.append((_DECISION_HEADER, decided.id.encode()))
-        headers.append((b"cache-control", b"no-cache") if length is None else (b"content-length", str(length).encode()))
+        headers.append(
+            (b"cache-control", b"no-cache") if length is None else (b"content-length", str(length).encode())
+        )
         await self._reply.start(200, headers)
 
     def _usage(self) -> Usage:
-        """Return the usage of the client's own prompts; each prompt counts once, for any number of choices."""
+        """Return the usage of the client's own prompts; each prompt counts once, for any number of
+        choices."""
         completion = sum(len(course.emitted) for course in self._courses)
         prompt = self._exchange.prompt_tokens
-        cached = self._exchange.cached_tokens = sum(course.cached_tokens for course in self._courses[:: self._per_prompt])
+        cached = self._exchange.cached_tokens = sum(
+            course.cached_tokens for course in self._courses[:: self._per_prompt]
+        )
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -227,7 +249,9 @@ class TokenStream:
         )
 
 
-def _taken(course: CompletionState, splitter: EventSplitter, data: bytes) -> tuple[list[Choice], bool, UpstreamFailed | None]:
+def _taken(
+    course: CompletionState, splitter: EventSplitter, data: bytes
+) -> tuple[list[Choice], bool, UpstreamFailed | None]:
     """Add new bytes to a choice. Return its new pieces, true when the stream is over, and the failure that
     ended it after them.
     """
@@ -241,7 +265,11 @@ def _taken(course: CompletionState, splitter: EventSplitter, data: bytes) -> tup
             if choice is not None:
                 choices.append(choice)
     except msgspec.ValidationError:
-        return choices, True, UpstreamFailed(AttemptFailure.BROKEN, f"the rank answered {api_error(500, event).message!r}")
+        return (
+            choices,
+            True,
+            UpstreamFailed(AttemptFailure.BROKEN, f"the rank answered {api_error(500, event).message!r}"),
+        )
     except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
         return choices, True, UpstreamFailed(AttemptFailure.BROKEN, str(error))
     return choices, not data, None

@@ -74,10 +74,18 @@ class FairTurns:
 
     def _refuse(self, client: str) -> None:
         if len(self._queues.get(client, ())) >= self._most_per_client:
-            message = f"{self._most_per_client} {self._name} of yours wait already; ask again when some of them are answered"
+            message = (
+                f"{self._most_per_client} {self._name} of yours wait already; ask again when some of them are"
+                " answered"
+            )
             raise ApiError(429, message, code="too_many_large_requests", retry_after=_RETRY_SECONDS)
         if self.waiting >= self._most_waiting:
-            raise ApiError(503, f"{self.waiting} {self._name} wait already; ask again", code="too_many_large_requests", retry_after=_RETRY_SECONDS)
+            raise ApiError(
+                503,
+                f"{self.waiting} {self._name} wait already; ask again",
+                code="too_many_large_requests",
+                retry_after=_RETRY_SECONDS,
+            )
 
     def _leave(self, client: str, turn: "asyncio.Future[None]") -> None:
         queue = self._queues.get(client)

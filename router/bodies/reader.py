@@ -102,7 +102,15 @@ class BodyReader:
             return with_salt(body, salt)
         return await self.workers.with_salt(client, body, salt)
 
-    async def ids(self, client: str, decoded: Decoded, tokenizer: ModelTokenizer, digest: str, room: PromptBounds, scope: str = "") -> list[list[int]]:
+    async def ids(
+        self,
+        client: str,
+        decoded: Decoded,
+        tokenizer: ModelTokenizer,
+        digest: str,
+        room: PromptBounds,
+        scope: str = "",
+    ) -> list[list[int]]:
         """Return the token ids of each prompt. scope: of texts whose cached ids may be reused
         (`ModelTokenizer.within`).
 

@@ -10,7 +10,14 @@ import msgspec
 
 from fleet.completions import ApiError, context_exceeded
 from router.foreign_api import lenient_fields
-from router.openai_api.request_schema import ChatRequest, Request, RequestDecoder, TextRequest, prompts, text_messages
+from router.openai_api.request_schema import (
+    ChatRequest,
+    Request,
+    RequestDecoder,
+    TextRequest,
+    prompts,
+    text_messages,
+)
 from router.tokenization.tokenizer import ModelTokenizer
 
 Kind = Literal["chat", "text", "either"]
@@ -47,8 +54,15 @@ def read(kind: Kind, body: bytes) -> Request:
     same validation. ApiError 400 names the field.
     """
     request = decode(kind, body)
-    if isinstance(request, ChatRequest) and len(request.chat_template_kwargs or ()) > _MOST_KEPT:  # every name is checked later
-        raise ApiError(400, f"chat_template_kwargs may have at most {_MOST_KEPT} names", param="chat_template_kwargs", code="invalid_value")
+    if (
+        isinstance(request, ChatRequest) and len(request.chat_template_kwargs or ()) > _MOST_KEPT
+    ):  # every name is checked later
+        raise ApiError(
+            400,
+            f"chat_template_kwargs may have at most {_MOST_KEPT} names",
+            param="chat_template_kwargs",
+            code="invalid_value",
+        )
     fields = {name: _abridged(getattr(request, name), _DEEPEST_KEPT) for name in request.__struct_fields__}
     if isinstance(request, ChatRequest):
         fields["messages"] = [{"role": "user", "content": ""}]
@@ -60,8 +74,14 @@ def read(kind: Kind, body: bytes) -> Request:
 def read_passthrough(content_type: str, body: bytes) -> lenient_fields.LenientRequest:
     """Read as `lenient_fields.read`, with the prompt and long strings cut."""
     found = lenient_fields.read(body, content_type)
-    cut: dict[str, Any] = {name: abridged(value) for name, value in msgspec.structs.asdict(found).items() if isinstance(value, str)}
-    return msgspec.structs.replace(found, prompt=found.prompt[:MOST_PREFIX_BYTES], prompt_bytes=len(found.prompt), **cut)
+    cut: dict[str, Any] = {
+        name: abridged(value)
+        for name, value in msgspec.structs.asdict(found).items()
+        if isinstance(value, str)
+    }
+    return msgspec.structs.replace(
+        found, prompt=found.prompt[:MOST_PREFIX_BYTES], prompt_bytes=len(found.prompt), **cut
+    )
 
 
 def abridged(value: str) -> str:
@@ -81,7 +101,10 @@ def _abridged(value: _Value, depth: int) -> _Value | Any:
     if isinstance(value, list):
         return [_abridged(one, depth - 1) for one in value[:most]]
     if isinstance(value, dict):
-        return {abridged(key): _abridged(one, depth - 1) for (key, one), _ in zip(value.items(), range(most), strict=False)}
+        return {
+            abridged(key): _abridged(one, depth - 1)
+            for (key, one), _ in zip(value.items(), range(most), strict=False)
+        }
     return value
 
 
@@ -97,7 +120,12 @@ def ids_of(request: Request, tokenizer: ModelTokenizer, room: PromptBounds) -> l
         if not ids:
             raise ApiError(400, "the prompt has no tokens", param="prompt", code="invalid_value")
         if max(ids) >= tokenizer.vocabulary:
-            raise ApiError(400, f"prompt: token id {max(ids)} is outside the vocabulary of {tokenizer.vocabulary}", param="prompt", code="invalid_value")
+            raise ApiError(
+                400,
+                f"prompt: token id {max(ids)} is outside the vocabulary of {tokenizer.vocabulary}",
+                param="prompt",
+                code="invalid_value",
+            )
     return found
 
 
@@ -133,7 +161,9 @@ def _refuse_many(request: TextRequest, room: PromptBounds) -> None:
         refuse_longer(len(prompt), room, "prompt")
         return
     if len(prompt) > room.prompts:
-        raise ApiError(400, f"{len(prompt)} prompts are more than {room.prompts}", param="prompt", code="invalid_value")
+        raise ApiError(
+            400, f"{len(prompt)} prompts are more than {room.prompts}", param="prompt", code="invalid_value"
+        )
     for one in prompt:
         if isinstance(one, list):
             refuse_longer(len(one), room, "prompt")
@@ -145,7 +175,9 @@ def refuse_longer(tokens: int, room: PromptBounds, param: str, *, at_least: bool
         return
     error = context_exceeded(room.context, tokens, None, prompt=param, param=param)
     if at_least:
-        error = ApiError(400, error.message.replace("resulted in", "resulted in at least"), param=param, code=error.code)
+        error = ApiError(
+            400, error.message.replace("resulted in", "resulted in at least"), param=param, code=error.code
+        )
     raise error
 
 

@@ -67,7 +67,15 @@ class BodyWorker:
         except ApiError as error:
             return TaskRefused(error.status, error.message, error.param, error.code), b""
         except MemoryError:
-            return TaskRefused(413, "reading the body needs more memory than one request may have", None, "body_too_large"), b""
+            return (
+                TaskRefused(
+                    413,
+                    "reading the body needs more memory than one request may have",
+                    None,
+                    "body_too_large",
+                ),
+                b"",
+            )
         except Exception:
             log.exception("a large body could not be read")
             return TaskRefused(500, "the router failed; its log says why", None, "internal_error"), b""
@@ -92,7 +100,11 @@ class BodyWorker:
                 return Done(), with_salt(blob, request.salt)
             case Encode():
                 tokenizer = self._known[request.digest].within(request.scope)
-                ids = tasks.ids_of(tasks.decode(request.kind, blob), tokenizer, tasks.PromptBounds(request.context, request.prompts))
+                ids = tasks.ids_of(
+                    tasks.decode(request.kind, blob),
+                    tokenizer,
+                    tasks.PromptBounds(request.context, request.prompts),
+                )
                 return Ids(tuple(map(len, ids))), b"".join(array("I", one).tobytes() for one in ids)
 
     def _load(self, request: LoadTokenizer, archive: bytes) -> None:
@@ -123,10 +135,16 @@ def main() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("the router is gone already")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the router decides when this process ends
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole process group; the router decides when this process ends
     os.nice(_NICENESS)
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # no threads: the worker encodes one text at a time
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     logging.basicConfig(level=logging.WARNING)
-    with socket.socket(fileno=0) as connection, connection.makefile("rb") as incoming, connection.makefile("wb") as outgoing:
+    with (
+        socket.socket(fileno=0) as connection,
+        connection.makefile("rb") as incoming,
+        connection.makefile("wb") as outgoing,
+    ):
         serve(incoming, outgoing)

@@ -63,7 +63,9 @@ class WorkerDied(Exception):
 class WorkerProcess:
     """One process and the socket to it. Created by `start`."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -88,7 +90,8 @@ class WorkerProcess:
         return self._process.pid
 
     async def call(self, task: Task, blob: bytes) -> tuple[Answer, bytes]:
-        """Execute a task. WorkerDied when the process ends; after a cancellation the process must be killed."""
+        """Execute a task. WorkerDied when the process ends; after a cancellation the process must be
+        killed."""
         try:
             self._writer.write(head(task, blob))
             view = memoryview(blob)
@@ -99,7 +102,9 @@ class WorkerProcess:
             message = await self._reader.readexactly(message_bytes)
             return answer(message), await self._reader.readexactly(blob_bytes)
         except (asyncio.IncompleteReadError, OSError) as error:
-            raise WorkerDied(f"the process for large bodies {self.pid} ended in the middle of a task") from error
+            raise WorkerDied(
+                f"the process for large bodies {self.pid} ended in the middle of a task"
+            ) from error
 
     async def kill(self) -> None:
         """Kill the process and wait for its end."""
@@ -171,7 +176,10 @@ class BodyWorkers:
     async def read_passed(self, client: str, kind: Kind, body: bytes) -> dict[str, msgspec.Raw]:
         """Return the values of `request_schema.passed_fields`. ApiError as in `read`."""
         _, blob = await self._run(client, ReadPassed(kind), body)
-        return {name: msgspec.Raw(value) for name, value in msgspec.msgpack.decode(blob, type=dict[str, bytes]).items()}
+        return {
+            name: msgspec.Raw(value)
+            for name, value in msgspec.msgpack.decode(blob, type=dict[str, bytes]).items()
+        }
 
     async def read_passthrough(self, client: str, content_type: str, body: bytes) -> LenientRequest:
         """Read the fields that routing uses, as `tasks.read_passthrough`. ApiError when too many wait, or the
@@ -186,7 +194,9 @@ class BodyWorkers:
         _, blob = await self._run(client, WriteSalt(salt), body)
         return blob
 
-    async def encode(self, client: str, kind: Kind, body: bytes, digest: str, room: PromptBounds, scope: str = "") -> list[list[int]]:
+    async def encode(
+        self, client: str, kind: Kind, body: bytes, digest: str, room: PromptBounds, scope: str = ""
+    ) -> list[list[int]]:
         """Tokenise, as `tasks.ids_of` with `ModelTokenizer.within` the scope. ApiError as in `read`."""
         ids, blob = await self._run(client, Encode(kind, digest, room.context, room.prompts, scope), body)
         assert isinstance(ids, Ids)
@@ -242,9 +252,15 @@ class BodyWorkers:
             if isinstance(error, WorkerDied):
                 self.died += 1
                 log.warning("%s", error)
-                raise ApiError(503, "the process that read this body failed", code="body_worker_failed") from error
+                raise ApiError(
+                    503, "the process that read this body failed", code="body_worker_failed"
+                ) from error
             if isinstance(error, TimeoutError):
-                raise ApiError(503, f"this body takes longer than {_MOST_SECONDS:g} s to be read", code="body_worker_failed") from error
+                raise ApiError(
+                    503,
+                    f"this body takes longer than {_MOST_SECONDS:g} s to be read",
+                    code="body_worker_failed",
+                ) from error
             raise
         self._idle.append(worker)
         return result
@@ -254,14 +270,18 @@ class BodyWorkers:
             worker = await WorkerProcess.start(self._memory_bytes)
         except OSError as error:
             log.error("no process can be started for large bodies: %s", error)  # noqa: TRY400 the text says it all
-            raise ApiError(503, "no process can be started to read this body", code="body_worker_failed", retry_after=2.0) from error
+            raise ApiError(
+                503, "no process can be started to read this body", code="body_worker_failed", retry_after=2.0
+            ) from error
         self.started += 1
         return worker
 
     async def _load(self, worker: WorkerProcess, digest: str) -> None:
         archive = self._archive(digest)
         if archive is None:
-            raise ApiError(503, "the model's tokenizer has not been loaded yet", code="not_ready", retry_after=1.0)
+            raise ApiError(
+                503, "the model's tokenizer has not been loaded yet", code="not_ready", retry_after=1.0
+            )
         keep = (*self._digests(), digest)
         loaded, _ = await worker.call(LoadTokenizer(digest, self._seen_bytes, keep), archive)
         if isinstance(loaded, Done):

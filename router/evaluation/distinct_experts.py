@@ -70,11 +70,17 @@ class ClusterMixes:
         None if the version is outdated.
         """
         mix = self._mixes.get(worker_id)
-        if mix is None or clusters > mix.clusters or (clusters == mix.clusters and len(weights) != len(mix.sum)):
+        if (
+            mix is None
+            or clusters > mix.clusters
+            or (clusters == mix.clusters and len(weights) != len(mix.sum))
+        ):
             mix = self._mixes[worker_id] = _Mix(clusters, len(weights))
         return MixShare(mix, weights) if clusters == mix.clusters else None
 
-    def changed(self, worker_id: int, sequences: int, model: ClusterModel, *, told: bool) -> FloatArray | None:
+    def changed(
+        self, worker_id: int, sequences: int, model: ClusterModel, *, told: bool
+    ) -> FloatArray | None:
         """Return the number of an engine's `sequences` in each cluster, float64 [K], or None if it is about
         the same as at the last call. told: False if the result of the last call was lost, which forces a new
         result.
@@ -83,7 +89,11 @@ class ClusterMixes:
         if mix is None or mix.clusters != model.version or len(mix.sum) != model.clusters:
             mix = self._mixes[worker_id] = _Mix(model.version, model.clusters)
         tokens = mix.sum + max(sequences - mix.bookings, 0) * model.shares.astype(np.float64)
-        if told and mix.priced is not None and np.abs(tokens - mix.priced).sum() <= max(LEAST_CHANGE, NOTICEABLE * float(tokens.sum())):
+        if (
+            told
+            and mix.priced is not None
+            and np.abs(tokens - mix.priced).sum() <= max(LEAST_CHANGE, NOTICEABLE * float(tokens.sum()))
+        ):
             return None
         mix.priced = tokens
         return tokens
@@ -123,4 +133,6 @@ class DistinctReads(NamedTuple):
 def read(misses: NDArray[np.float32], mixes: Sequence[FloatArray]) -> DistinctReads:
     """Compute the distinct reads of some engines. mixes: [engines] of float64 [K] sequences."""
     tokens = np.stack(mixes)
-    return DistinctReads(expected_distinct_experts(misses, tokens), np.maximum(added_distinct_experts(misses, tokens), 0.0))
+    return DistinctReads(
+        expected_distinct_experts(misses, tokens), np.maximum(added_distinct_experts(misses, tokens), 0.0)
+    )

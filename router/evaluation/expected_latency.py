@@ -52,7 +52,9 @@ def first_token(decision: Decision, surcharge: Surcharge = NONE) -> FirstToken:
     uncached = int(decision.uncached[decision.chosen])
     load: list[int] = decision.load[:, decision.chosen].tolist()
     tokens = uncached + load[PREFILL]
-    prefill = speed.prefill_token * tokens + speed.prefill_pair * uncached * (decision.ask.prompt_tokens - 0.5 * uncached)
+    prefill = speed.prefill_token * tokens + speed.prefill_pair * uncached * (
+        decision.ask.prompt_tokens - 0.5 * uncached
+    )
     chunks = -(-tokens // max(engine.max_batch_tokens, 1))
     reading = chunks * (surcharge.of_chunk(min(tokens, engine.max_batch_tokens)) - surcharge.reading)
     steps = (chunks + _UNTIL_A_STEP_ENDS) * _step(speed, load, surcharge, rank)
@@ -69,7 +71,9 @@ def step(decision: Decision, surcharge: Surcharge = NONE) -> float:
 
 def _step(speed: EngineSpeed, load: list[int], surcharge: Surcharge, rank: int) -> float:
     sequence = speed.decode_sequence + surcharge.of_token(rank)
-    return speed.step + surcharge.reading + sequence * (load[SEQUENCES] + 1) + speed.decode_block * load[BLOCKS]
+    return (
+        speed.step + surcharge.reading + sequence * (load[SEQUENCES] + 1) + speed.decode_block * load[BLOCKS]
+    )
 
 
 class ExpectedStepTime:
@@ -83,5 +87,7 @@ class ExpectedStepTime:
 
     def reported(self, rank: int, running: int, blocks: int, surcharge: Surcharge = NONE) -> float:
         """Record the sequences and KV blocks of a rank. Return the expected seconds of a step."""
-        self._added[rank] = (self._speed.decode_sequence + surcharge.of_token(rank)) * running + self._speed.decode_block * blocks
+        self._added[rank] = (
+            self._speed.decode_sequence + surcharge.of_token(rank)
+        ) * running + self._speed.decode_block * blocks
         return self._speed.step + surcharge.reading + max(self._added)

@@ -47,7 +47,17 @@ def repriced_ms(decision: Decision, truth: Truth, prices: PriceList) -> NDArray[
     if truth.cached_tokens is not None:
         uncached[at[decision.chosen]] = max(ask.prompt_tokens - truth.cached_tokens, 1)
     expected = _expected(decision, truth, prices)
-    scores = score(roster, truth.load, uncached, ask.prompt_tokens, ask.output_tokens, decision.weights, expected, None, truth.factors)
+    scores = score(
+        roster,
+        truth.load,
+        uncached,
+        ask.prompt_tokens,
+        ask.output_tokens,
+        decision.weights,
+        expected,
+        None,
+        truth.factors,
+    )
     return np.asarray(scores.total[at] + decision.scores.terms[_HANDOVER])
 
 

@@ -65,7 +65,9 @@ class ActiveClusterMix:
             self._sending(state)
             reading = self._reading(state)
             if reading is None:
-                self._surcharges[state.joined.worker_id] = Surcharge(token=self.surcharge(state.joined.worker_id).token)
+                self._surcharges[state.joined.worker_id] = Surcharge(
+                    token=self.surcharge(state.joined.worker_id).token
+                )
             else:
                 key = (state.joined.model, reading.top_k, reading.boundary)
                 readings[key] = reading
@@ -74,27 +76,48 @@ class ActiveClusterMix:
                     due[key].append((state, tokens))
         self._misses = {key: known for key, known in self._misses.items() if key in readings}
         for key, engines in due.items():
-            found = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, key, readings[key], [tokens for _, tokens in engines])
+            found = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._read, key, readings[key], [tokens for _, tokens in engines]
+            )
             for (state, _), reads, added in zip(engines, found.now, found.added, strict=True):
                 self._update(state, readings[key], float(reads), added)
 
     def _sending(self, state: EngineState) -> None:
         """Update the cost for each rank to send a token of the traffic's mix to other ranks and nodes."""
-        worker_id, speed, clusters = state.joined.worker_id, state.joined.speed, self._view.clusters(state.joined.model)
+        worker_id, speed, clusters = (
+            state.joined.worker_id,
+            state.joined.speed,
+            self._view.clusters(state.joined.model),
+        )
         prices = None if state.locality is None else state.locality.prices
         known = self._sent.get(worker_id)
         if known is not None and known[0] is prices and known[1] is clusters:
             return
         self._sent[worker_id] = prices, clusters
         seconds: tuple[float, ...] = ()
-        if prices is not None and clusters is not None and speed is not None and prices.remote.shape[1] == clusters.clusters:
-            seconds = tuple(((speed.dispatch * prices.remote + speed.dispatch_node * prices.nodes) @ clusters.shares).tolist())
+        if (
+            prices is not None
+            and clusters is not None
+            and speed is not None
+            and prices.remote.shape[1] == clusters.clusters
+        ):
+            seconds = tuple(
+                (
+                    (speed.dispatch * prices.remote + speed.dispatch_node * prices.nodes) @ clusters.shares
+                ).tolist()
+            )
         self._surcharges[worker_id] = self.surcharge(worker_id)._replace(token=seconds)
 
     def _reading(self, state: EngineState) -> ReadingGroup | None:
         """Return the engine's reading group; None: its distinct experts have no price."""
         joined, clusters = state.joined, self._view.clusters(state.joined.model)
-        if joined.speed is None or not joined.speed.expert_read or not state.reads or joined.shape is None or clusters is None:
+        if (
+            joined.speed is None
+            or not joined.speed.expert_read
+            or not state.reads
+            or joined.shape is None
+            or clusters is None
+        ):
             return None
         if clusters.profiles.shape[1:] != (joined.shape.layers, joined.shape.experts):
             return None
@@ -103,19 +126,27 @@ class ActiveClusterMix:
     def _changed(self, state: EngineState, reading: ReadingGroup, now: float) -> FloatArray | None:
         load = self._reservations.load(np.array(state.rows, np.intp), now)
         sequences = int(load[SEQUENCES].sum())
-        return self._mixes.changed(state.joined.worker_id, sequences, reading.clusters, told=state.distinct is not None)
+        return self._mixes.changed(
+            state.joined.worker_id, sequences, reading.clusters, told=state.distinct is not None
+        )
 
-    def _read(self, key: tuple[str, int, int], reading: ReadingGroup, mixes: list[FloatArray]) -> DistinctReads:
+    def _read(
+        self, key: tuple[str, int, int], reading: ReadingGroup, mixes: list[FloatArray]
+    ) -> DistinctReads:
         """Compute expected reads in a thread. No other task touches `key` meanwhile."""
         known = self._misses.get(key)
         if known is None or known[0] != reading:
             known = self._misses[key] = reading, reading.misses()
         return read(known[1], mixes)
 
-    def _update(self, state: EngineState, reading: ReadingGroup, reads: float, added: NDArray[np.float64]) -> None:
+    def _update(
+        self, state: EngineState, reading: ReadingGroup, reads: float, added: NDArray[np.float64]
+    ) -> None:
         worker_id, speed = state.joined.worker_id, state.joined.speed
         if speed is not None and self._view.engine(worker_id) is state:
             self._view.set_distinct(worker_id, added)
             shape, seconds = reading.clusters.profiles.shape, speed.expert_read * state.reads
             everything, hit = seconds * (shape[1] - reading.boundary) * shape[2], reading.top_k / shape[2]
-            self._surcharges[worker_id] = self.surcharge(worker_id)._replace(reading=seconds * reads, all_experts=everything, hit=hit)
+            self._surcharges[worker_id] = self.surcharge(worker_id)._replace(
+                reading=seconds * reads, all_experts=everything, hit=hit
+            )

@@ -62,7 +62,13 @@ class DecisionFeedback:
     """State: open bookings, step times of engines, probes. bus None: no request profiles arrive."""
 
     def __init__(
-        self, picker: Scheduler, metrics: RouterMetrics, threads: ThreadPoolExecutor, clock: Callable[[], float], bus: Bus | None, subjects: Subjects
+        self,
+        picker: Scheduler,
+        metrics: RouterMetrics,
+        threads: ThreadPoolExecutor,
+        clock: Callable[[], float],
+        bus: Bus | None,
+        subjects: Subjects,
     ) -> None:
         self._picker = picker
         self._view = picker.view
@@ -104,7 +110,10 @@ class DecisionFeedback:
         A rough guess if the speed is neither stated nor measured: good enough for when a prompt counts as
         computed, but not for display or refusal.
         """
-        expected, (prefill, decode) = first_token(decision, self._mixing.surcharge(decision.target.key[0])), self._factors(decision)
+        expected, (prefill, decode) = (
+            first_token(decision, self._mixing.surcharge(decision.target.key[0])),
+            self._factors(decision),
+        )
         return prefill * expected.prefill + decode * expected.beside
 
     # Events of requests
@@ -129,8 +138,12 @@ class DecisionFeedback:
             expected, observed = first_token(decision, surcharge), now - booking.booked_at
             prefill, decode = self._factors(decision)
             if decision.is_measured(decision.chosen):
-                self._metrics.first_token(decision.ask.model, prefill * expected.prefill + decode * expected.beside, observed)
-            self._picker.speeds.prefilled(decision.target, self._row(decision), expected.prefill, decode * expected.beside, observed)
+                self._metrics.first_token(
+                    decision.ask.model, prefill * expected.prefill + decode * expected.beside, observed
+                )
+            self._picker.speeds.prefilled(
+                decision.target, self._row(decision), expected.prefill, decode * expected.beside, observed
+            )
 
     def emitted(self, booking: Booking, tokens: int, now: float) -> None:
         """Record tokens that arrived since the last call. This measures the speed of engines that do not
@@ -143,7 +156,9 @@ class DecisionFeedback:
             decision, seconds = watched.decision, (now - watched.last_at) / tokens
             expected = step(decision, self._mixing.surcharge(decision.target.key[0]))
             weight, engine = min(tokens / _A_FEW_TOKENS, 1.0), decision.target.engine
-            self._picker.speeds.stepped(decision.target.key, self._row(decision), expected, seconds, weight, pool=_pool(engine))
+            self._picker.speeds.stepped(
+                decision.target.key, self._row(decision), expected, seconds, weight, pool=_pool(engine)
+            )
         watched.last_at = now
 
     def released(self, booking: Booking) -> None:
@@ -161,11 +176,24 @@ class DecisionFeedback:
             raise ValueError(f"worker {load.worker_id} rank {load.dp_rank} reports steps of {seconds} s")
         pace = self._paces.get(load.worker_id)
         if pace is None:
-            pace = self._paces[load.worker_id] = ExpectedStepTime(state.joined.speed or REFERENCE, len(state.rows))
-        predicted = pace.reported(load.dp_rank, load.running or 0, load.active_decode_blocks or 0, self._mixing.surcharge(load.worker_id))
+            pace = self._paces[load.worker_id] = ExpectedStepTime(
+                state.joined.speed or REFERENCE, len(state.rows)
+            )
+        predicted = pace.reported(
+            load.dp_rank,
+            load.running or 0,
+            load.active_decode_blocks or 0,
+            self._mixing.surcharge(load.worker_id),
+        )
         if not load.running:
             return  # the step times belong to a load that has ended
-        self._picker.speeds.stepped((load.worker_id, load.dp_rank), state.rows[load.dp_rank], predicted, seconds, pool=_pool(state.joined))
+        self._picker.speeds.stepped(
+            (load.worker_id, load.dp_rank),
+            state.rows[load.dp_rank],
+            predicted,
+            seconds,
+            pool=_pool(state.joined),
+        )
 
     def forget_worker(self, worker_id: int) -> None:
         """Drop the state of an incarnation that will not return."""
@@ -203,7 +231,9 @@ class DecisionFeedback:
             self._probe = None
             rows, engine = probe.decision.roster.rows, probe.decision.target.engine
             load = (probe.load + self._picker.reservations.surprise(rows)).clip(0)
-            probe = probe._replace(load=load, factors=self._picker.speeds.known(probe.decision.roster).factors)
+            probe = probe._replace(
+                load=load, factors=self._picker.speeds.known(probe.decision.roster).factors
+            )
             if self._bus is not None and engine.shape is not None and engine.capabilities.experts:
                 self._waiting.add(probe)
             else:
@@ -215,7 +245,11 @@ class DecisionFeedback:
         decision, outlook = probe.decision, probe.decision.outlook
         truth = Truth(probe.load, probe.factors)
         if profile is not None:
-            if outlook is not None and outlook.forecast.clusters == clusters and len(profile.signature) == PACKED:
+            if (
+                outlook is not None
+                and outlook.forecast.clusters == clusters
+                and len(profile.signature) == PACKED
+            ):
                 truth = truth._replace(weights=unpack(profile.signature, outlook.forecast.shares))
             if 0 <= profile.cached_tokens <= decision.ask.prompt_tokens:
                 truth = truth._replace(cached_tokens=profile.cached_tokens)
@@ -224,7 +258,9 @@ class DecisionFeedback:
     # Request profiles from ranks
 
     async def _listen(self, bus: Bus) -> None:
-        async with bus.subscribe(self._subjects.requests_profiled(), self._subjects.requests_read, limit=_PROFILES_WAITING) as subscription:
+        async with bus.subscribe(
+            self._subjects.requests_profiled(), self._subjects.requests_read, limit=_PROFILES_WAITING
+        ) as subscription:
             dropped = 0
             async for received in subscription:
                 if isinstance(received.message, RequestsProfiled):
@@ -243,7 +279,12 @@ class DecisionFeedback:
                 continue
             self._metrics.profiled("ours")
             outlook, at = decision.outlook, decision.chosen
-            if outlook is not None and outlook.priced[at] and profile.local is not None and 0 <= profile.local <= 1:
+            if (
+                outlook is not None
+                and outlook.priced[at]
+                and profile.local is not None
+                and 0 <= profile.local <= 1
+            ):
                 heaviest = int(outlook.forecast.weights.argmax())
                 self._metrics.locality(decision.ask.model, heaviest, float(outlook.local[at]), profile.local)
             probe = self._waiting.take(profile.decision)
@@ -265,11 +306,18 @@ class DecisionFeedback:
         return int(decision.roster.rows[decision.at[decision.chosen]])
 
     def _ranks(self) -> Iterator[RankNow]:
-        """Yield the state of every rank that can be chosen, once: under its base model if it serves several."""
+        """Yield the state of every rank that can be chosen, once: under its base model if it serves
+        several."""
         now = self._clock()
         for model in self._view.models(live=True):
             roster = self._view.roster(model)
             loads = self._picker.reservations.load(roster.rows, now).T.tolist()
             for at, (target, load) in enumerate(zip(roster.targets, loads, strict=True)):
                 if target.engine.model == model:
-                    yield RankNow(model, *target.key, tuple(load), *self._picker.speeds.of(roster, at), stated=target.engine.speed is not None)
+                    yield RankNow(
+                        model,
+                        *target.key,
+                        tuple(load),
+                        *self._picker.speeds.of(roster, at),
+                        stated=target.engine.speed is not None,
+                    )

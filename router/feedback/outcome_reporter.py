@@ -35,7 +35,9 @@ class OutcomeReporter:
     interval, and at once when BATCH requests wait.
     """
 
-    def __init__(self, bus: Bus, subjects: Subjects, metrics: RouterMetrics, *, seconds: float, most: int) -> None:
+    def __init__(
+        self, bus: Bus, subjects: Subjects, metrics: RouterMetrics, *, seconds: float, most: int
+    ) -> None:
         self._publisher = bus.publisher(subjects.requests_finished)
         self._metrics = metrics
         self._seconds = seconds
@@ -73,7 +75,9 @@ class OutcomeReporter:
             outcomes = _outcomes(list(group))
             model, tables, clusters = about
             try:
-                await self._publisher.publish(RequestsFinished(model=model, tables=tables, clusters=clusters, requests=outcomes))
+                await self._publisher.publish(
+                    RequestsFinished(model=model, tables=tables, clusters=clusters, requests=outcomes)
+                )
             except BusError as error:
                 log.warning("%d outcomes could not be reported: %s", len(outcomes), error)
                 self._metrics.outcomes_dropped.inc(len(outcomes))
@@ -84,7 +88,11 @@ class OutcomeReporter:
 def _about(ended: _Ended) -> tuple[str, int, int]:
     """Return model, tables version and cluster version; versions 0: there were no tables."""
     outlook = ended.decision.outlook
-    return (ended.decision.ask.model, 0, 0) if outlook is None else (ended.decision.ask.model, outlook.forecast.tables, outlook.forecast.clusters)
+    return (
+        (ended.decision.ask.model, 0, 0)
+        if outlook is None
+        else (ended.decision.ask.model, outlook.forecast.tables, outlook.forecast.clusters)
+    )
 
 
 def _outcomes(ended: list[_Ended]) -> tuple[RequestOutcome, ...]:

@@ -43,7 +43,15 @@ class RoutedExpertsReporter:
     publishes. The queue is bounded; what does not fit is dropped and counted.
     """
 
-    def __init__(self, bus: Bus, subjects: Subjects, view: FleetView, metrics: RouterMetrics, threads: ThreadPoolExecutor, most_event_bytes: int) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        view: FleetView,
+        metrics: RouterMetrics,
+        threads: ThreadPoolExecutor,
+        most_event_bytes: int,
+    ) -> None:
         self._imports = bus.publisher(subjects.imports)
         self._profiles = bus.publisher(subjects.requests_read)
         self._view = view
@@ -60,7 +68,11 @@ class RoutedExpertsReporter:
         experts are unknown.
         """
         engine = decision.target.engine
-        return None if engine.shape is None or engine.capabilities.experts else RoutedExpertsParser(self._most_event_bytes)
+        return (
+            None
+            if engine.shape is None or engine.capabilities.experts
+            else RoutedExpertsParser(self._most_event_bytes)
+        )
 
     def note(self, decision: Decision, tap: RoutedExpertsParser, usage: TokenUsage) -> bool:
         """Queue the routing of a completed answer. True when it contained any and will be reported."""
@@ -104,7 +116,9 @@ class RoutedExpertsReporter:
             await self._imports.publish(reports[0])
             await self._profiles.publish(reports[1])
         except BusError as error:
-            log.warning("the experts that engine %s activated could not be reported: %s", engine.engine, error)
+            log.warning(
+                "the experts that engine %s activated could not be reported: %s", engine.engine, error
+            )
             self._metrics.routings("dropped")
         else:
             self._metrics.routings("told")
@@ -120,7 +134,9 @@ class RoutedExpertsReporter:
         return True
 
 
-def _reports(passed: _Passed, shape: ModelShape, clusters: ClusterModel | None, sampled: bool) -> tuple[CountsImported, RequestsProfiled] | None:
+def _reports(
+    passed: _Passed, shape: ModelShape, clusters: ClusterModel | None, sampled: bool
+) -> tuple[CountsImported, RequestsProfiled] | None:
     """Return the reports of one answer; None when nothing was computed. Pure, and slow enough for a thread.
     ValueError as in `counted`.
     """
@@ -131,20 +147,36 @@ def _reports(passed: _Passed, shape: ModelShape, clusters: ClusterModel | None, 
     worker_id, rank = decision.target.key
     engine = decision.target.engine
     counts = ExpertCounts.of(found.prompt + found.completion)
-    imported = CountsImported(model=engine.model, digest=f"answer {decision.id}", tokens=found.tokens, counts=counts)
+    imported = CountsImported(
+        model=engine.model, digest=f"answer {decision.id}", tokens=found.tokens, counts=counts
+    )
     fits = clusters is not None and clusters.profiles.shape[1:] == (shape.layers, shape.experts)
     profile = RequestProfile(
         decision=decision.id,
         tokens=found.tokens,
         cached_tokens=found.cached,
         signature=_signature(found, clusters if fits else None),
-        sample=SampledProfile(prompt=ExpertCounts.of(found.prompt), completion=ExpertCounts.of(found.completion)) if sampled else None,
+        sample=(
+            SampledProfile(prompt=ExpertCounts.of(found.prompt), completion=ExpertCounts.of(found.completion))
+            if sampled
+            else None
+        ),
     )
     version = clusters.version if clusters is not None and fits else 0
-    return imported, RequestsProfiled(engine=engine.engine, worker_id=worker_id, rank=rank, model=engine.model, epoch=0, clusters=version, requests=(profile,))
+    return imported, RequestsProfiled(
+        engine=engine.engine,
+        worker_id=worker_id,
+        rank=rank,
+        model=engine.model,
+        epoch=0,
+        clusters=version,
+        requests=(profile,),
+    )
 
 
 def _signature(found: RoutedCounts, clusters: ClusterModel | None) -> bytes:
     """Return the packed signature; without clusters a neutral one."""
-    weights = np.zeros(1, np.float32) if clusters is None else clusters.signature(found.prompt + found.completion)
+    weights = (
+        np.zeros(1, np.float32) if clusters is None else clusters.signature(found.prompt + found.completion)
+    )
     return pack(weights).tobytes()

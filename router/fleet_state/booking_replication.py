@@ -115,7 +115,9 @@ class RemoteBookings:
 
     def booked(self, decision_id: str) -> int | None:
         """Return the router that made this booking, if it is known."""
-        return next((router for router, known in self._routers.items() if decision_id in known.bookings), None)
+        return next(
+            (router for router, known in self._routers.items() if decision_id in known.bookings), None
+        )
 
     def hear(self, publisher_id: int, sequence: int, said: ReservationsChanged, now: float) -> ReplicaEffect:
         """Apply one message of another router. Duplicates have no effect. Neither have late messages, whose
@@ -153,7 +155,11 @@ class RemoteBookings:
             return router is None
         router.heard_at, router.doubtful = now, False
         named = {load.id for load in described.booked}
-        for decision_id in [one for one, known in router.bookings.items() if one not in named and known.named_in <= described.sequence]:
+        for decision_id in [
+            one
+            for one, known in router.bookings.items()
+            if one not in named and known.named_in <= described.sequence
+        ]:
             self._end(router, decision_id)
         for load in described.booked:
             if load.id not in router.ended:
@@ -169,13 +175,19 @@ class RemoteBookings:
         """End bookings whose router is silent or whose time is over. Return the routers that should be
         queried.
         """
-        for name in [name for name, router in self._routers.items() if now - router.heard_at > SILENT_SECONDS]:
+        for name in [
+            name for name, router in self._routers.items() if now - router.heard_at > SILENT_SECONDS
+        ]:
             self.forget(name)
         for router in self._routers.values():
             while router.bookings and next(iter(router.bookings.values())).expires_at < now:
                 self._release(router.bookings.popitem(last=False)[1])
                 self.expired += 1
-        doubtful = [name for name, router in self._routers.items() if now - router.heard_at > DOUBTFUL_SECONDS and not router.doubtful]
+        doubtful = [
+            name
+            for name, router in self._routers.items()
+            if now - router.heard_at > DOUBTFUL_SECONDS and not router.doubtful
+        ]
         for name in doubtful:
             router = self._routers[name]
             router.doubtful, router.missed = True, router.next if router.missed is None else router.missed
@@ -201,25 +213,38 @@ class RemoteBookings:
             return
         if load.prefill_tokens == 0 and not load.held:
             self._reservations.first_token(foreign.booking)
-        self._reservations.emitted(foreign.booking, max(foreign.booking.amounts[STEPS] - max(load.steps, 0), 0))
+        self._reservations.emitted(
+            foreign.booking, max(foreign.booking.amounts[STEPS] - max(load.steps, 0), 0)
+        )
         foreign.expires_at, foreign.named_in = now + self._keep, max(foreign.named_in, sequence)
         router.bookings.move_to_end(load.id)
 
     def _book(self, load: BookedLoad, now: float) -> Booking | None:
         amounts = (load.prefill_tokens, 1, load.blocks, load.steps)
-        if min(amounts) < 0 or max(amounts) >= _ABSURD or not load.age_seconds >= 0 or len(load.id) > LONGEST_ID or self.open >= MOST_BOOKINGS:
+        if (
+            min(amounts) < 0
+            or max(amounts) >= _ABSURD
+            or not load.age_seconds >= 0
+            or len(load.id) > LONGEST_ID
+            or self.open >= MOST_BOOKINGS
+        ):
             return None
         if not 0 <= load.session < 2**64 or len(load.prefix) % 8 or len(load.prefix) > 8 * MOST_PREFIX_BLOCKS:
             return None
         try:
-            booking = self._reservations.book((load.worker_id, load.rank), amounts, now - load.age_seconds, external=load.external)
+            booking = self._reservations.book(
+                (load.worker_id, load.rank), amounts, now - load.age_seconds, external=load.external
+            )
         except KeyError:
             return None  # its engine has not joined here yet, or has left
         if load.external and not load.held:
             self._reservations.first_token(booking)
         self.open += 1
         if load.session or load.prefix:
-            self._learnt((load.worker_id, load.rank), BookingMessage(load.session, np.frombuffer(load.prefix, "<u8").tolist()))
+            self._learnt(
+                (load.worker_id, load.rank),
+                BookingMessage(load.session, np.frombuffer(load.prefix, "<u8").tolist()),
+            )
         return booking
 
     def _end(self, router: _Router, decision_id: str) -> None:
@@ -277,12 +302,15 @@ class OwnBookings:
     def has_news(self) -> bool:
         return bool(self._news or self._ended or self._forgotten or self._computed)
 
-    def booked(self, decision_id: str, key: RankKey, booking: Booking, word: BookingMessage = NOTHING) -> None:
+    def booked(
+        self, decision_id: str, key: RankKey, booking: Booking, word: BookingMessage = NOTHING
+    ) -> None:
         own = _Own(decision_id, key, booking, booking.amounts[STEPS], word.session, word.prefix)
         self._open[booking] = self._news[booking] = own
 
     def first_token(self, booking: Booking) -> None:
-        """Record a first token, before or after `Reservations.first_token`. Published with the next message."""
+        """Record a first token, before or after `Reservations.first_token`. Published with the next
+        message."""
         own = self._open.get(booking)
         if own is not None:
             self._news[booking] = own

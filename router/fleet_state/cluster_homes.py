@@ -42,15 +42,26 @@ def homes_of(said: HomesPublished, ranks: int) -> ClusterHomes:
     if said.ranks != ranks:
         raise ValueError(f"homes of engine {said.engine!r} on {said.ranks} ranks; it has {ranks}")
     if said.version < 0 or said.epoch < 0:
-        raise ValueError(f"homes of engine {said.engine!r}: version {said.version} and epoch {said.epoch} must not be negative")
+        raise ValueError(
+            f"homes of engine {said.engine!r}: version {said.version} and epoch {said.epoch} must not be"
+            " negative"
+        )
     if not said.homes:
         return ClusterHomes(said.version, said.epoch, None)
     if not 1 <= said.count <= MOST_CLUSTERS or len(said.homes) != 4 * said.count * ranks:
-        raise ValueError(f"homes of engine {said.engine!r}: {len(said.homes)} bytes do not make shares of {said.count} clusters on {ranks} ranks")
+        raise ValueError(
+            f"homes of engine {said.engine!r}: {len(said.homes)} bytes do not make shares of {said.count}"
+            f" clusters on {ranks} ranks"
+        )
     share = np.frombuffer(said.homes, "<f4").reshape(said.count, ranks).astype(np.float64)
     total = share.sum(axis=1, keepdims=True)
-    if not (np.isfinite(share).all() and (share >= 0).all() and ((np.abs(total - 1) < 1e-3) | (total == 0)).all()):
-        raise ValueError(f"homes of engine {said.engine!r}: shares must be probabilities, or all 0 for a cluster without a home")
+    if not (
+        np.isfinite(share).all() and (share >= 0).all() and ((np.abs(total - 1) < 1e-3) | (total == 0)).all()
+    ):
+        raise ValueError(
+            f"homes of engine {said.engine!r}: shares must be probabilities, or all 0 for a cluster without a"
+            " home"
+        )
     lift = np.where(total > 0, ranks * share / np.where(total > 0, total, 1.0), 1.0)
     return ClusterHomes(said.version, said.epoch, np.ascontiguousarray(lift.T, np.float32))
 

@@ -58,7 +58,11 @@ class DispatchInputs(NamedTuple):
 
 
 def locality(
-    nodes: tuple[int, ...], shape: ModelShape | None, layout: Layout | None, placement: Placement | None, clusters: ClusterModel | None
+    nodes: tuple[int, ...],
+    shape: ModelShape | None,
+    layout: Layout | None,
+    placement: Placement | None,
+    clusters: ClusterModel | None,
 ) -> DispatchCost:
     """Price one engine's placement (`DispatchInputs`).
 
@@ -76,11 +80,17 @@ def locality(
     if clusters is None:
         return DispatchCost(None, "no clusters of this model yet: experts are not priced")
     if clusters.profiles.shape[1:] != (shape.layers, shape.experts):
-        return DispatchCost(None, f"the clusters are of another shape: {clusters.profiles.shape[1:]}; experts are not priced")
-    return DispatchCost(_prices(clusters, placement, layout.boundary, shape.top_k, np.array(nodes)), None, clusters.version)
+        return DispatchCost(
+            None, f"the clusters are of another shape: {clusters.profiles.shape[1:]}; experts are not priced"
+        )
+    return DispatchCost(
+        _prices(clusters, placement, layout.boundary, shape.top_k, np.array(nodes)), None, clusters.version
+    )
 
 
-def _prices(clusters: ClusterModel, placement: Placement, boundary: int, top_k: int, node: NDArray[np.intp]) -> DispatchPrices:
+def _prices(
+    clusters: ClusterModel, placement: Placement, boundary: int, top_k: int, node: NDArray[np.intp]
+) -> DispatchPrices:
     """Compute the prices. Clusters without traffic get the price of the mean, which they represent until they
     are used.
     """
@@ -88,5 +98,8 @@ def _prices(clusters: ClusterModel, placement: Placement, boundary: int, top_k: 
     profiles = np.concatenate([clusters.profiles[used], clusters.mean[None]])
     which = np.full(clusters.clusters, len(used))
     which[used] = np.arange(len(used))
-    found = *expected_remote(profiles, placement, top_k, node, boundary), expected_local_share(profiles, placement, node, boundary)
+    found = (
+        *expected_remote(profiles, placement, top_k, node, boundary),
+        expected_local_share(profiles, placement, node, boundary),
+    )
     return DispatchPrices(*(np.ascontiguousarray(table[which].T) for table in found))

@@ -18,11 +18,20 @@ from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from router.fleet_state.cluster_homes import EngineHomes
 from router.fleet_state.dispatch_cost import DispatchCost, DispatchPrices
-from router.fleet_state.target_table import MOST_REQUESTS, REFERENCE, Dialect, Excluded, RankKey, Target, TargetTable
+from router.fleet_state.target_table import (
+    MOST_REQUESTS,
+    REFERENCE,
+    Dialect,
+    Excluded,
+    RankKey,
+    Target,
+    TargetTable,
+)
 
 
 class EngineStatus(StrEnum):
-    """Status of an engine. Only a live engine is routed to. The value is the reason given for its exclusion."""
+    """Status of an engine. Only a live engine is routed to. The value is the reason given for its
+    exclusion."""
 
     UNHEARD = "no heartbeat received yet"
     LIVE = "live"
@@ -60,17 +69,26 @@ class EngineState:
         """
         self.heard_at, self.blocked, self.handover_seconds = old.heard_at, old.blocked, old.handover_seconds
         self.standing = EngineStatus.UNHEARD if old.standing is EngineStatus.LEFT else old.standing
-        if old.placement is not None and (self.placement is None or old.placement.epoch > self.placement.epoch):
+        if old.placement is not None and (
+            self.placement is None or old.placement.epoch > self.placement.epoch
+        ):
             self.placement, self.layout = old.placement, old.layout
         if len(old.joined.urls) == len(self.joined.urls):
             self.homes = old.homes
-            if (old.layout, old.nodes, old.joined.shape, old.joined.model) == (self.layout, self.nodes, self.joined.shape, self.joined.model):
+            if (old.layout, old.nodes, old.joined.shape, old.joined.model) == (
+                self.layout,
+                self.nodes,
+                self.joined.shape,
+                self.joined.model,
+            ):
                 self.locality, self.priced_epoch = old.locality, old.priced_epoch
 
     @property
     def contexts(self) -> dict[str, int]:
         """Token limits of a request, by the name of each served model."""
-        return {one.name: one.max_context for one in self.joined.models} or {self.joined.model: self.joined.max_context}
+        return {one.name: one.max_context for one in self.joined.models} or {
+            self.joined.model: self.joined.max_context
+        }
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -148,7 +166,12 @@ class PriceList:
         float64 [targets] each.
         """
         found, targets = (self.flat @ weights).astype(np.float64), len(self.priced)
-        return found[:targets], found[targets : 2 * targets], found[2 * targets : 3 * targets], found[3 * targets :].take(self._engine)
+        return (
+            found[:targets],
+            found[targets : 2 * targets],
+            found[2 * targets : 3 * targets],
+            found[3 * targets :].take(self._engine),
+        )
 
     def home(self, weights: Float32Array) -> FloatArray | None:
         """Return the planned share of each target as a multiple of its even share, for weights [K], float64
@@ -193,7 +216,13 @@ def _unfit(state: EngineState, model: str, dialect: Dialect, tokenizer: str | No
     return None
 
 
-def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[EngineState], excluded: tuple[Excluded, ...]) -> TargetTable:
+def _columns(
+    model: str,
+    dialect: Dialect,
+    tokenizer: str | None,
+    engines: list[EngineState],
+    excluded: tuple[Excluded, ...],
+) -> TargetTable:
     ranks = [(state, rank) for state in engines for rank in range(state.ranks)]
     speeds = [state.joined.speed or REFERENCE for state, _ in ranks]
     members = np.array([state.ranks for state in engines], np.intp)
@@ -220,10 +249,14 @@ def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[
         step_s=column(speed.step for speed in speeds),
         decode_sequence_s=column(speed.decode_sequence for speed in speeds),
         decode_block_s=column(speed.decode_block for speed in speeds),
-        decode_token_block_s=column(speed.decode_block / size for speed, size in zip(speeds, sizes, strict=True)),
+        decode_token_block_s=column(
+            speed.decode_block / size for speed, size in zip(speeds, sizes, strict=True)
+        ),
         dispatch_s=column(speed.dispatch for speed in speeds),
         dispatch_node_s=column(speed.dispatch_node for speed in speeds),
-        expert_read_s=column(speed.expert_read * state.reads for speed, (state, _) in zip(speeds, ranks, strict=True)),
+        expert_read_s=column(
+            speed.expert_read * state.reads for speed, (state, _) in zip(speeds, ranks, strict=True)
+        ),
         engine=engine,
         first=first,
         group=np.stack([engine, engine + len(engines)]),
@@ -268,14 +301,20 @@ def note(state: EngineState) -> str | None:
     return state.locality.note
 
 
-def price_list(roster: TargetTable, engines: Mapping[int, EngineState], clusters: ClusterModel | None) -> PriceList:
+def price_list(
+    roster: TargetTable, engines: Mapping[int, EngineState], clusters: ClusterModel | None
+) -> PriceList:
     """Build the prices of a table's targets, as far as they are known. engines: by worker_id."""
     found = PriceList(roster, 0 if clusters is None else clusters.clusters)
     for at, target in enumerate(roster.targets):
         state = engines[target.key[0]]
         prices = _prices(state, target.rank, clusters)
         if prices is not None:
-            found.remote[at], found.nodes[at], found.local[at] = prices.remote[target.rank], prices.nodes[target.rank], prices.local[target.rank]
+            found.remote[at], found.nodes[at], found.local[at] = (
+                prices.remote[target.rank],
+                prices.nodes[target.rank],
+                prices.local[target.rank],
+            )
             found.priced[at] = True
         if state.distinct is not None and len(state.distinct) == found.clusters:
             found.distinct[roster.engine[at]] = state.distinct
@@ -296,7 +335,9 @@ def _versions(roster: TargetTable, engines: Mapping[int, EngineState]) -> Versio
     return found
 
 
-def _homes(roster: TargetTable, engines: Mapping[int, EngineState], clusters: ClusterModel) -> NDArray[np.float32] | None:
+def _homes(
+    roster: TargetTable, engines: Mapping[int, EngineState], clusters: ClusterModel
+) -> NDArray[np.float32] | None:
     """Return the homes, float32 [targets, K]; None if no engine has any. Clusters keep their meaning across
     versions, unless their number changes.
     """
@@ -316,6 +357,11 @@ def _prices(state: EngineState, rank: int, clusters: ClusterModel | None) -> Dis
     rank of a request is not known.
     """
     prices = None if state.locality is None or state.is_one_of_many else state.locality.prices
-    if prices is None or clusters is None or rank >= len(prices.remote) or prices.remote.shape[1] != clusters.clusters:
+    if (
+        prices is None
+        or clusters is None
+        or rank >= len(prices.remote)
+        or prices.remote.shape[1] != clusters.clusters
+    ):
         return None
     return prices

@@ -53,7 +53,20 @@ class Booking:
 class _Rank:
     """One rank's sums, each [AMOUNTS]."""
 
-    __slots__ = ("beside", "held", "open", "others", "own", "reported", "reported_at", "row", "since", "stale_at", "watched", "young")
+    __slots__ = (
+        "beside",
+        "held",
+        "open",
+        "others",
+        "own",
+        "reported",
+        "reported_at",
+        "row",
+        "since",
+        "stale_at",
+        "watched",
+        "young",
+    )
 
     def __init__(self, row: int) -> None:
         self.row = row
@@ -237,7 +250,8 @@ class Reservations:
         return sum(len(rank.open) for rank in self._ranks.values())
 
     def _settle_held(self, booking: Booking, rank: _Rank) -> None:
-        """Move an external booking after its first token: the last report may contain it, the next one does."""
+        """Move an external booking after its first token: the last report may contain it, the next one
+        does."""
         _add(rank.held, [-amount for amount in booking.amounts])
         _add(rank.young, booking.amounts)
         booking.counted_in = rank.young
@@ -274,7 +288,9 @@ class Reservations:
             if -inf < rank.stale_at < now:
                 rank.stale_at = -inf
                 self._write(rank)
-        self._first_stale = min((rank.stale_at for rank in self._ranks.values() if rank.stale_at > -inf), default=inf)
+        self._first_stale = min(
+            (rank.stale_at for rank in self._ranks.values() if rank.stale_at > -inf), default=inf
+        )
 
     def _grow(self) -> None:
         """Double the columns."""

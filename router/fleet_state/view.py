@@ -19,7 +19,15 @@ from fleet.signatures import ClusterModel
 from fleet.timing import MOST_SECONDS
 from router.fleet_state.cluster_homes import ClusterHomes
 from router.fleet_state.dispatch_cost import DispatchCost
-from router.fleet_state.engine_state import EngineState, EngineStatus, PriceList, build, column, note, price_list
+from router.fleet_state.engine_state import (
+    EngineState,
+    EngineStatus,
+    PriceList,
+    build,
+    column,
+    note,
+    price_list,
+)
 from router.fleet_state.reservations import Reservations
 from router.fleet_state.target_table import TargetTable
 
@@ -58,17 +66,26 @@ class FleetView:
         if not joined.urls:
             raise ValueError(f"engine {joined.engine!r} joined without any url")
         if joined.nodes and len(joined.nodes) != len(joined.urls):
-            raise ValueError(f"engine {joined.engine!r} names {len(joined.nodes)} nodes for {len(joined.urls)} ranks; one per rank, or none, is allowed")
+            raise ValueError(
+                f"engine {joined.engine!r} names {len(joined.nodes)} nodes for {len(joined.urls)} ranks; one"
+                " per rank, or none, is allowed"
+            )
         placement = None if joined.placement is None else Placement.from_record(joined.placement)
         old = self._engines.get(joined.worker_id)
         state = EngineState(joined, now, placement, joined.layout, probed=probed)
         if old is not None:
             state.resume(old)
-        superseded = [worker for worker, other in self._engines.items() if other.joined.engine == joined.engine and worker != joined.worker_id]
+        superseded = [
+            worker
+            for worker, other in self._engines.items()
+            if other.joined.engine == joined.engine and worker != joined.worker_id
+        ]
         for worker in superseded:
             self.forget(worker)
         self._engines[joined.worker_id] = state
-        state.rows = [self._reservations.add_rank((joined.worker_id, rank)) for rank in range(len(joined.urls))]
+        state.rows = [
+            self._reservations.add_rank((joined.worker_id, rank)) for rank in range(len(joined.urls))
+        ]
         self._changed()
         return superseded
 
@@ -94,7 +111,9 @@ class FleetView:
         if state is not None and state.standing is EngineStatus.LIVE:
             self._stand(worker_id, EngineStatus.UNREACHABLE)
 
-    def sweep(self, now: float, dead_after: float, forget_after: float, audible_since: float = -inf) -> list[int]:
+    def sweep(
+        self, now: float, dead_after: float, forget_after: float, audible_since: float = -inf
+    ) -> list[int]:
         """Declare silent engines dead, and forget those silent for long. Return the forgotten worker_ids.
         Silence before `audible_since` does not count, since no heartbeats could arrive then.
         """
@@ -102,8 +121,16 @@ class FleetView:
             silent = not state.probed and now - max(state.heard_at, audible_since) > dead_after
             if silent and state.standing in (EngineStatus.LIVE, EngineStatus.UNREACHABLE):
                 self._stand(worker, EngineStatus.DEAD)
-        quiet = (worker for worker, state in self._engines.items() if now - max(state.heard_at, audible_since) > forget_after)
-        old = [worker for worker in quiet if not self._engines[worker].probed or self._engines[worker].standing is not EngineStatus.LIVE]
+        quiet = (
+            worker
+            for worker, state in self._engines.items()
+            if now - max(state.heard_at, audible_since) > forget_after
+        )
+        old = [
+            worker
+            for worker in quiet
+            if not self._engines[worker].probed or self._engines[worker].standing is not EngineStatus.LIVE
+        ]
         for worker in old:
             self.forget(worker)
         return old
@@ -200,7 +227,10 @@ class FleetView:
         there is none. ValueError for an impossible cost.
         """
         if not 0 <= seconds <= MOST_SECONDS:
-            raise ValueError(f"worker {worker_id}: a handover must cost finite seconds >= 0 (and at most {MOST_SECONDS:g}), not {seconds}")
+            raise ValueError(
+                f"worker {worker_id}: a handover must cost finite seconds >= 0 (and at most"
+                f" {MOST_SECONDS:g}), not {seconds}"
+            )
         state = self._engines.get(worker_id)
         if state is not None and state.handover_seconds != seconds:
             state.handover_seconds = seconds
@@ -228,7 +258,14 @@ class FleetView:
 
     def models(self, *, live: bool) -> list[str]:
         """Return the names of models, sorted: those of live engines, or of all engines not yet forgotten."""
-        return sorted({model for state in self._engines.values() if not live or state.obstacle is None for model in state.contexts})
+        return sorted(
+            {
+                model
+                for state in self._engines.values()
+                if not live or state.obstacle is None
+                for model in state.contexts
+            }
+        )
 
     @property
     def serves_text(self) -> bool:
@@ -242,7 +279,11 @@ class FleetView:
         """Return the model for requests that name none: the base model that most live engines serve as text,
         the first by name among equals.
         """
-        live = (state.joined.model for state in self._engines.values() if state.obstacle is None and state.dialect == "text")
+        live = (
+            state.joined.model
+            for state in self._engines.values()
+            if state.obstacle is None and state.dialect == "text"
+        )
         counts = Counter(model for model in live if self.roster(model).dialect == "text")
         return min(counts, key=lambda model: (-counts[model], model), default=None)
 

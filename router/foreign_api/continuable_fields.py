@@ -48,7 +48,9 @@ _PROMPT_ONLY = frozenset(
     }
 )
 """Fields that only shape the prompt, whose ids are known."""
-_HARMLESS = frozenset({"metadata", "store", "request_id", "max_tokens", "max_completion_tokens", "return_token_ids"})
+_HARMLESS = frozenset(
+    {"metadata", "store", "request_id", "max_tokens", "max_completion_tokens", "return_token_ids"}
+)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -109,7 +111,11 @@ def obstacle(fields: Mapping[str, Any], *, chat: bool) -> str | None:
     """Return the first reason why the rest of the answer would not be exact at another server, or None."""
     for name, value in fields.items():
         known = name in GOES_ON or name in _PROMPT_ONLY or name in _HARMLESS
-        if not known and value is not None and not any(type(value) is type(one) and value == one for one in _NEUTRAL.get(name, ())):
+        if (
+            not known
+            and value is not None
+            and not any(type(value) is type(one) and value == one for one in _NEUTRAL.get(name, ()))
+        ):
             return f"{name} cannot be continued exactly"
     if not fields:
         return "its body cannot be read"
@@ -117,7 +123,9 @@ def obstacle(fields: Mapping[str, Any], *, chat: bool) -> str | None:
         return "the random numbers of its seed would start over"
     if any(value for name, value in (fields.get("stream_options") or {}).items() if name != "include_usage"):
         return "stream_options has more than include_usage"
-    if type(fields.get("return_token_ids", True)) is not bool or any(_odd(fields, name) for name in ("max_tokens", "max_completion_tokens")):
+    if type(fields.get("return_token_ids", True)) is not bool or any(
+        _odd(fields, name) for name in ("max_tokens", "max_completion_tokens")
+    ):
         return "a field has an unusual type"
     if not fields.get("messages" if chat else "prompt"):
         return "its messages contain more than text" if chat else "it has several prompts"

@@ -179,7 +179,14 @@ class Continuable:
             self.obstacle = "the server sent more tokens than requested"
         self._parts.append(text)
         self._characters += len(text)
-        if text and ids is not None and len(ids) == 1 and text == _own_text(choice) and not self._stops and not text.endswith(_HALF):
+        if (
+            text
+            and ids is not None
+            and len(ids) == 1
+            and text == _own_text(choice)
+            and not self._stops
+            and not text.endswith(_HALF)
+        ):
             self._mark = _Mark(len(self.ids), self._characters)
         self.finished = self.finished or choice.finish_reason is not None
 
@@ -213,7 +220,9 @@ class Continuable:
         return self._piece(text, fresh, choice) if text or fresh or choice.finish_reason is not None else b""
 
     def _piece(self, text: str, ids: list[int], choice: _Choice) -> bytes:
-        about: dict[str, Any] = {"index": 0, "delta": {"content": text}} if self._chat else {"index": 0, "text": text}
+        about: dict[str, Any] = (
+            {"index": 0, "delta": {"content": text}} if self._chat else {"index": 0, "text": text}
+        )
         about |= {"logprobs": None, "finish_reason": choice.finish_reason}
         if choice.finish_reason is not None or not self._chat:
             about["stop_reason"] = choice.stop_reason
@@ -287,12 +296,16 @@ class Continuable:
             self._given[mark.ids :] if self._shows_ids else [],
         )
         if (again_text or again_ids) and self._fields.get("temperature") != 0:
-            raise InexactContinuation("it is sampled, and no position is known where the client's text ends with a complete token")
+            raise InexactContinuation(
+                "it is sampled, and no position is known where the client's text ends with a complete token"
+            )
         if self.finished or mark.ids >= limit:
             return None
         self._known_text, self._known_ids = again_text, again_ids
         self.ids, self._base, self._continued, self.broken = self.ids[: mark.ids], mark.ids, True, None
-        fields = {name: value for name, value in self._fields.items() if name in GOES_ON and value is not None}
+        fields = {
+            name: value for name, value in self._fields.items() if name in GOES_ON and value is not None
+        }
         return msgspec.json.encode(
             {
                 **fields,
@@ -306,7 +319,11 @@ class Continuable:
         """Return the end of an answer whose tokens have all arrived."""
         end = b"" if self.finished else self._piece("", [], _Choice(finish_reason="length"))
         options = self._fields.get("stream_options") or {}
-        counted = self._usage(len(self.ids) - self._base) if options.get("include_usage") and not self._counted else b""
+        counted = (
+            self._usage(len(self.ids) - self._base)
+            if options.get("include_usage") and not self._counted
+            else b""
+        )
         return end + counted + b"data: [DONE]\n\n"
 
     @property
@@ -323,7 +340,11 @@ class Continuable:
                 return value
         if not self._chat:
             return _TEXT_DEFAULT
-        return None if self._context >= UNKNOWN_CONTEXT or self.prompt is None else self._context - len(self.prompt)
+        return (
+            None
+            if self._context >= UNKNOWN_CONTEXT or self.prompt is None
+            else self._context - len(self.prompt)
+        )
 
 
 def _own_text(choice: _Choice) -> str:

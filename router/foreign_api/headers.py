@@ -39,7 +39,11 @@ def to_server(client: Headers, own: Headers, *, credentials: bool) -> Headers:
     """
     never = _NEVER_TO_SERVER if credentials else _NEVER_WITHOUT_KEY
     replaced = _replaced(client, own)
-    kept = [field for field in client if field[0] not in never and field[0] not in replaced and not field[0].startswith(_OURS)]
+    kept = [
+        field
+        for field in client
+        if field[0] not in never and field[0] not in replaced and not field[0].startswith(_OURS)
+    ]
     return kept + own
 
 

@@ -131,7 +131,14 @@ def _as_usual(fields: _Usual) -> LenientRequest:
         model=fields.model or None,
         stream=bool(fields.stream),
         max_tokens=limit,
-        prompt=b"".join((fields.tools, fields.system, fields.instructions, "".join(texts).encode("utf-8", "surrogatepass"))),
+        prompt=b"".join(
+            (
+                fields.tools,
+                fields.system,
+                fields.instructions,
+                "".join(texts).encode("utf-8", "surrogatepass"),
+            )
+        ),
         user=fields.user or fields.safety_identifier or None,
         session=fields.prompt_cache_key or None,
         priority=fields.priority,
@@ -149,7 +156,10 @@ def _leniently(body: bytes) -> LenientRequest:
         fields = _FIELDS.decode(body)
     except _FAULTS:
         return LenientRequest()
-    limits = (_count(_value(raw)) for raw in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens))
+    limits = (
+        _count(_value(raw))
+        for raw in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens)
+    )
     references = (_text(_value(raw)) for raw in (fields.previous_response_id, fields.input_file_id))
     priority = _value(fields.priority)
     return LenientRequest(

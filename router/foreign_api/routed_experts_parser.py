@@ -107,9 +107,20 @@ def counted(said: list[bytes], shape: ModelShape, usage: TokenUsage) -> RoutedCo
             continue
         if answer.prompt_routed_experts is not None:
             prompt = _decoded(answer.prompt_routed_experts, shape, usage.prompt)
-        held = next((one.routed_experts for one in (answer.sglext, answer.meta_info, answer.nvext) if one and one.routed_experts is not None), None)
+        held = next(
+            (
+                one.routed_experts
+                for one in (answer.sglext, answer.meta_info, answer.nvext)
+                if one and one.routed_experts is not None
+            ),
+            None,
+        )
         # Only the first choice counts, since each of several choices contains the prompt again.
-        held = held if held is not None else next((one.routed_experts for one in answer.choices if one.routed_experts is not None), None)
+        held = (
+            held
+            if held is not None
+            else next((one.routed_experts for one in answer.choices if one.routed_experts is not None), None)
+        )
         if held is not None:
             whole.append(_decoded(held, shape, max(0, usage.prompt + usage.completion - 1)))
     if prompt is None and not whole:
@@ -131,9 +142,14 @@ def _read(event: bytes) -> _Answer | None:
 
 
 def _decoded(held: Any, shape: ModelShape, rows: int) -> NDArray[np.int32]:
-    """Decode any of the forms, int32 [tokens, layers, k]. rows: tokens of a complete sequence; 0: not stated."""
+    """Decode any of the forms, int32 [tokens, layers, k]. rows: tokens of a complete sequence; 0: not
+    stated."""
     if isinstance(held, str):
-        chosen = from_vllm(held, shape.experts) if held.startswith(NPY) else from_sglang(held, _all_layers(held, shape, rows), shape.top_k, shape.experts)
+        chosen = (
+            from_vllm(held, shape.experts)
+            if held.startswith(NPY)
+            else from_sglang(held, _all_layers(held, shape, rows), shape.top_k, shape.experts)
+        )
     else:
         chosen = _from_lists(held, shape.experts)
     if chosen.shape[2] != shape.top_k:
@@ -156,9 +172,14 @@ def _from_lists(held: Any, experts: int) -> NDArray[np.int32]:
     except ValueError as error:
         raise ValueError("routed_experts: lists of different lengths") from error
     if table.ndim != 3 or table.dtype.kind not in "iu":
-        raise ValueError(f"routed_experts: {type(held).__name__} of shape {table.shape}; expected text or integers [tokens, layers, k]")
+        raise ValueError(
+            f"routed_experts: {type(held).__name__} of shape {table.shape}; expected text or integers"
+            " [tokens, layers, k]"
+        )
     if table.size and (table.min() < 0 or table.max() >= experts):
-        raise ValueError(f"routed_experts: ids run from {table.min()} to {table.max()}; expected 0 to {experts - 1}")
+        raise ValueError(
+            f"routed_experts: ids run from {table.min()} to {table.max()}; expected 0 to {experts - 1}"
+        )
     return table.astype(np.int32)
 
 
@@ -169,7 +190,10 @@ def _with_experts(chosen: NDArray[np.int32], layers: int) -> NDArray[np.int32]:
     dense = (chosen == chosen[:, :, :1]).all(axis=(0, 2)) if chosen.shape[2] > 1 else ~chosen.any(axis=(0, 2))
     kept = chosen[:, ~dense]
     if kept.shape[1] != layers:
-        raise ValueError(f"routed_experts: {chosen.shape[1]} layers, {int(dense.sum())} of them dense; the engine has {layers} with experts")
+        raise ValueError(
+            f"routed_experts: {chosen.shape[1]} layers, {int(dense.sum())} of them dense; the engine has"
+            f" {layers} with experts"
+        )
     return kept
 
 
@@ -180,12 +204,22 @@ def _split(chosen: NDArray[np.int32], shape: ModelShape, usage: TokenUsage) -> R
     start = max(0, usage.prompt + usage.completion - 1 - len(chosen)) if usage.prompt else 0
     reused = min(max(0, usage.cached - start), len(chosen))
     border = max(reused, len(chosen) - max(0, usage.completion - 1))
-    prompt, completion = count_pairs(chosen[reused:border], shape.experts), count_pairs(chosen[border:], shape.experts)
+    prompt, completion = (
+        count_pairs(chosen[reused:border], shape.experts),
+        count_pairs(chosen[border:], shape.experts),
+    )
     return RoutedCounts(len(chosen) - reused, usage.cached, prompt, completion)
 
 
-def _together(prompt: NDArray[np.int32], completion: NDArray[np.int32], shape: ModelShape, usage: TokenUsage) -> RoutedCounts:
+def _together(
+    prompt: NDArray[np.int32], completion: NDArray[np.int32], shape: ModelShape, usage: TokenUsage
+) -> RoutedCounts:
     """Count separate arrays of prompt and completion."""
     reused = min(max(0, usage.cached - max(0, usage.prompt - len(prompt))), len(prompt))
     tokens = len(prompt) - reused + len(completion)
-    return RoutedCounts(tokens, usage.cached, count_pairs(prompt[reused:], shape.experts), count_pairs(completion, shape.experts))
+    return RoutedCounts(
+        tokens,
+        usage.cached,
+        count_pairs(prompt[reused:], shape.experts),
+        count_pairs(completion, shape.experts),
+    )

@@ -54,7 +54,10 @@ _INFERENCE = (
     dict.fromkeys(_OTHER_INFERENCE, ForeignRoute(RouteKind.INFERENCE))
     | dict.fromkeys(_GENERATING, ForeignRoute(RouteKind.INFERENCE, generates=True))
     | {"/v1/responses": ForeignRoute(RouteKind.INFERENCE, generates=True, creates=True)}
-    | {path: ForeignRoute(RouteKind.INFERENCE, creates=True, repeatable=False) for path in ("/v1/files", "/v1/batches")}
+    | {
+        path: ForeignRoute(RouteKind.INFERENCE, creates=True, repeatable=False)
+        for path in ("/v1/files", "/v1/batches")
+    }
 )
 _OBJECT = re.compile(rf"/v1/({'|'.join(_OBJECTS)})/(?P<id>[A-Za-z0-9_-]{{1,256}})(?P<part>/[a-z_]{{1,32}})?")
 _OBJECT_METHODS = {"GET": (None, "/content", "/input_items"), "DELETE": (None,), "POST": ("/cancel",)}

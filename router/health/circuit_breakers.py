@@ -71,7 +71,17 @@ NO_BARS = Exclusions({}, {}, {})
 class _Rank(OutlierDetector):
     """Breaker and observations of one rank."""
 
-    __slots__ = ("ejected_until", "ejections", "failures", "level", "openings", "probe", "probe_until", "returned_at", "until")
+    __slots__ = (
+        "ejected_until",
+        "ejections",
+        "failures",
+        "level",
+        "openings",
+        "probe",
+        "probe_until",
+        "returned_at",
+        "until",
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +143,9 @@ class CircuitBreakers:
         ValueError beyond MOST_DRAINS.
         """
         if sum(map(len, self._drains.values())) >= MOST_DRAINS:
-            raise ValueError(f"more than {MOST_DRAINS} drains are remembered already: the one of worker {worker_id} is not")
+            raise ValueError(
+                f"more than {MOST_DRAINS} drains are remembered already: the one of worker {worker_id} is not"
+            )
         self._drains.setdefault(worker_id, {})[rank] = reason[:REASON_CHARACTERS]
         self._version += 1
 
@@ -245,9 +257,17 @@ class CircuitBreakers:
         kept = self._exclusions.get(roster.model)
         if kept is not None and kept[0] is roster and kept[1] == self._version:
             return kept[2]
-        found = {target.key: bar for target in roster.targets if (bar := self._exclusion(target.key, now)) is not None}
+        found = {
+            target.key: bar
+            for target in roster.targets
+            if (bar := self._exclusion(target.key, now)) is not None
+        }
         hard = {key: bar.reason for key, bar in found.items() if bar.kind is ExclusionKind.DRAIN}
-        bars = Exclusions({key: bar.reason for key, bar in found.items()}, hard, {key: bar.kind for key, bar in found.items()})
+        bars = Exclusions(
+            {key: bar.reason for key, bar in found.items()},
+            hard,
+            {key: bar.kind for key, bar in found.items()},
+        )
         self._exclusions[roster.model] = roster, self._version, bars
         return bars
 
@@ -284,14 +304,22 @@ class CircuitBreakers:
 
     def _next_change(self, now: float) -> float:
         ranks = [self._ranks[key] for key in self._opened | self._ejected]
-        times = [time for rank in ranks for time in (rank.until, rank.probe_until if rank.probe is not None else None, rank.ejected_until)]
+        times = [
+            time
+            for rank in ranks
+            for time in (rank.until, rank.probe_until if rank.probe is not None else None, rank.ejected_until)
+        ]
         return min((time for time in times if time is not None and time > now), default=inf)
 
     # Outliers
 
     def _judge(self, ranks: Sequence[RankKey], now: float) -> None:
         most = int(self._config.max_ejected_share * len(ranks) + 1e-9)
-        out = sorted((key for key in ranks if key in self._ejected), key=lambda key: self._ranks[key].ejected_until or now, reverse=True)
+        out = sorted(
+            (key for key in ranks if key in self._ejected),
+            key=lambda key: self._ranks[key].ejected_until or now,
+            reverse=True,
+        )
         for number, key in enumerate(out):
             if number >= most or (self._ranks[key].ejected_until or now) <= now:
                 self._return(key, now)
@@ -338,12 +366,22 @@ class CircuitBreakers:
         if rank.until is not None:
             if now < rank.until:
                 seconds = self._config.breaker_seconds * 2.0 ** min(rank.level - 1, DOUBLINGS)
-                return Exclusion(ExclusionKind.BREAKER, f"its breaker is open: too many failures in a row; excluded for {seconds:g} s")
+                return Exclusion(
+                    ExclusionKind.BREAKER,
+                    f"its breaker is open: too many failures in a row; excluded for {seconds:g} s",
+                )
             if _probing(rank, now):
-                return Exclusion(ExclusionKind.BREAKER, "its breaker is half open: one probe request tests if it works again")
+                return Exclusion(
+                    ExclusionKind.BREAKER,
+                    "its breaker is half open: one probe request tests if it works again",
+                )
         if rank.ejected_until is not None and now < rank.ejected_until:
             seconds = EJECTION_SECONDS * min(rank.ejections, LONGEST_EJECTION)
-            return Exclusion(ExclusionKind.OUTLIER, f"an outlier of its model: far slower than predicted, or failing far more often; ejected for {seconds:g} s")
+            return Exclusion(
+                ExclusionKind.OUTLIER,
+                "an outlier of its model: far slower than predicted, or failing far more often; ejected for"
+                f" {seconds:g} s",
+            )
         return None
 
 

@@ -97,7 +97,11 @@ def slow(ranks: Mapping[RankKey, OutlierDetector], factor: float, now: float) ->
         bound = factor * _median(ordered, without=at)
         if max(longest, 0.0 if at is None else ordered[at]) < bound:
             continue  # the usual case
-        late = [ratio for visit in islice(waiting.values(), KEPT) if (ratio := visit.ratio(now)) >= bound] if longest >= bound else []
+        late = (
+            [ratio for visit in islice(waiting.values(), KEPT) if (ratio := visit.ratio(now)) >= bound]
+            if longest >= bound
+            else []
+        )
         known = sorted(ratios + late)
         if len(known) >= LEAST and _median(known) >= bound:
             found[key] = _median(known) / bound
@@ -109,7 +113,10 @@ def failing(ranks: Mapping[RankKey, OutlierDetector]) -> dict[RankKey, float]:
     Values: excess over margin.
     """
     ends = {key: (sum(rank.ends.values), len(rank.ends.values)) for key, rank in ranks.items()}
-    all_failed, all_ended = sum(failed for failed, _ in ends.values()), sum(ended for _, ended in ends.values())
+    all_failed, all_ended = (
+        sum(failed for failed, _ in ends.values()),
+        sum(ended for _, ended in ends.values()),
+    )
     found: dict[RankKey, float] = {}
     for key, (failed, ended) in ends.items():
         others_failed, others_ended = all_failed - failed, all_ended - ended

@@ -27,7 +27,10 @@ class AsgiResponse:
     @property
     def streams_events(self) -> bool:
         """True when the response that has started is a stream of server-sent events."""
-        return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self._headers)
+        return any(
+            name == b"content-type" and value.startswith(b"text/event-stream")
+            for name, value in self._headers
+        )
 
     async def start(self, status: int, headers: Headers) -> None:
         self.status, self._headers = status, headers

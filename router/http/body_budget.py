@@ -83,5 +83,8 @@ class BodyShare:
 
     def _refuse(self) -> None:
         self._budget.refused += 1
-        message = f"no memory is left for this body: the router holds {self._budget.held} bytes of bodies, of at most {self._budget.total}"
+        message = (
+            f"no memory is left for this body: the router holds {self._budget.held} bytes of bodies, of at"
+            f" most {self._budget.total}"
+        )
         raise ApiError(503, message, code=BODIES_FULL, retry_after=_RETRY_SECONDS)

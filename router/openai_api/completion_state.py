@@ -44,7 +44,14 @@ class CompletionState:
     """One choice of one request. `emitted`: ids so far, in order, from all ranks."""
 
     def __init__(
-        self, index: int, prompt: list[int], sampling: SamplingSettings, max_tokens: int, seed: int, model: str, fields: PassedFields = NO_FIELDS
+        self,
+        index: int,
+        prompt: list[int],
+        sampling: SamplingSettings,
+        max_tokens: int,
+        seed: int,
+        model: str,
+        fields: PassedFields = NO_FIELDS,
     ) -> None:
         self.index = index
         self.prompt = prompt
@@ -122,7 +129,11 @@ class CompletionState:
         """
         sent = "".join(self.sent_text)
         self.finish_reason = "length"
-        return Choice(index=self.index, text=whole_text[len(sent) :] if whole_text.startswith(sent) else "", finish_reason="length")
+        return Choice(
+            index=self.index,
+            text=whole_text[len(sent) :] if whole_text.startswith(sent) else "",
+            finish_reason="length",
+        )
 
 
 def other_weights(begun: BegunAnswer, roster: TargetTable) -> dict[RankKey, str]:
@@ -130,7 +141,10 @@ def other_weights(begun: BegunAnswer, roster: TargetTable) -> dict[RankKey, str]
     with, with reasons.
     """
     return {
-        target.key: f"it serves {_named(target.engine.weights_digest)}; this answer was begun with {_named(begun.weights)}"
+        target.key: (
+            f"it serves {_named(target.engine.weights_digest)}; this answer was begun with"
+            f" {_named(begun.weights)}"
+        )
         for target in roster.targets
         if target.engine.weights_digest != begun.weights
     }
@@ -140,7 +154,9 @@ def _named(weights: str | None) -> str:
     return "weights that it does not name" if weights is None else f"weights {weights[:12]}"
 
 
-def to_avoid(failures: Iterable[tuple[RankKey, AttemptFailure]], roster: TargetTable) -> list[frozenset[RankKey]]:
+def to_avoid(
+    failures: Iterable[tuple[RankKey, AttemptFailure]], roster: TargetTable
+) -> list[frozenset[RankKey]]:
     """Return the ranks to avoid after these failures, strictest choice first. The caller takes the first that
     leaves a candidate.
 

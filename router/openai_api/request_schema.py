@@ -8,7 +8,15 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from fleet.completions import ApiError, RankRequest, StreamOptions
-from router.openai_api.unserved_fields import CHAT, RESERVED_TEMPLATE_NAMES, SAMPLING, TEXT, PassedFields, passed, with_fields
+from router.openai_api.unserved_fields import (
+    CHAT,
+    RESERVED_TEMPLATE_NAMES,
+    SAMPLING,
+    TEXT,
+    PassedFields,
+    passed,
+    with_fields,
+)
 
 MAX_STOPS = 4
 """Same limit as OpenAI and the ranks."""
@@ -74,7 +82,13 @@ _Kind = TypeVar("_Kind", ChatRequest, TextRequest)
 _CHAT_BODY = with_fields(ChatRequest, (*SAMPLING.neutral, *CHAT.neutral))
 _TEXT_BODY = with_fields(TextRequest, (*SAMPLING.neutral, *TEXT.neutral))
 """Without the refused fields, which are not part of the documented forms."""
-_TAKEN = {*ChatRequest.__struct_fields__, *TextRequest.__struct_fields__, *CHAT.neutral, *TEXT.neutral, *RankRequest.__struct_fields__}
+_TAKEN = {
+    *ChatRequest.__struct_fields__,
+    *TextRequest.__struct_fields__,
+    *CHAT.neutral,
+    *TEXT.neutral,
+    *RankRequest.__struct_fields__,
+}
 _READ = frozenset(_TAKEN - SAMPLING.neutral.keys())
 """Fields that are never forwarded unchanged to an engine."""
 
@@ -111,7 +125,9 @@ class RequestDecoder:
             if not isinstance(message.get("role"), str):
                 _refuse(f"messages[{at}].role must be a string such as 'user'", f"messages[{at}].role")
             if not isinstance(message.get("content"), str | list | None):
-                _refuse(f"messages[{at}].content must be a string or a list of parts", f"messages[{at}].content")
+                _refuse(
+                    f"messages[{at}].content must be a string or a list of parts", f"messages[{at}].content"
+                )
         return request
 
     def text(self, body: bytes) -> TextRequest:
@@ -152,7 +168,12 @@ def _wrong_field(complaint: str) -> ApiError:
         field = f"{field}.{missing[1]}" if field else missing[1]
         return ApiError(400, f"you must provide {field}", param=field, code="missing_field")
     message = _PATH.sub("", complaint)
-    return ApiError(400, f"{field or 'the body'}: {message[:1].lower()}{message[1:]}", param=field or None, code="invalid_type")
+    return ApiError(
+        400,
+        f"{field or 'the body'}: {message[:1].lower()}{message[1:]}",
+        param=field or None,
+        code="invalid_type",
+    )
 
 
 def _refuse(message: str, param: str, code: str = "invalid_value") -> NoReturn:
@@ -165,7 +186,9 @@ def sampling(request: Request, max_choices: int, *, passes_fields: bool = False)
     (`passed_fields`).
     """
     _refuse_unserved(request, passes_fields=passes_fields)
-    temperature = 1.0 if request.temperature is None else _between(request.temperature, "temperature", 0.0, 2.0)
+    temperature = (
+        1.0 if request.temperature is None else _between(request.temperature, "temperature", 0.0, 2.0)
+    )
     top_p = 1.0 if request.top_p is None else _between(request.top_p, "top_p", 0.0, 1.0)
     if top_p == 0.0:
         _refuse("top_p must be above 0 and at most 1", "top_p")
@@ -237,20 +260,36 @@ def passed_fields(request: Request, body: bytes) -> PassedFields:
 
 
 def binding_fields(request: Request) -> tuple[str, ...]:
-    """Return the names of the fields that change the answer and that only engines with `passes_fields` serve."""
+    """Return the names of the fields that change the answer and that only engines with `passes_fields`
+    serve."""
     return tuple(SAMPLING.asked_by(request))
 
 
 def _refuse_unserved(request: Request, *, passes_fields: bool) -> None:
-    """Refuse fields that are not served. Ignoring them silently would produce another answer than requested."""
+    """Refuse fields that are not served. Ignoring them silently would produce another answer than
+    requested."""
     effective = (CHAT if isinstance(request, ChatRequest) else TEXT).asked_by(request)
     for name in effective or (() if passes_fields else SAMPLING.asked_by(request)):
-        _refuse(f"{name} is not supported by the engines that serve this model", name, "unsupported_parameter")
+        _refuse(
+            f"{name} is not supported by the engines that serve this model", name, "unsupported_parameter"
+        )
     if isinstance(request, ChatRequest):
-        for name in sorted(RESERVED_TEMPLATE_NAMES & request.chat_template_kwargs.keys()) if request.chat_template_kwargs else ():
-            _refuse(f"chat_template_kwargs may not set {name}", f"chat_template_kwargs.{name}", "unsupported_parameter")
+        for name in (
+            sorted(RESERVED_TEMPLATE_NAMES & request.chat_template_kwargs.keys())
+            if request.chat_template_kwargs
+            else ()
+        ):
+            _refuse(
+                f"chat_template_kwargs may not set {name}",
+                f"chat_template_kwargs.{name}",
+                "unsupported_parameter",
+            )
     elif request.best_of not in (None, 1, request.n):
-        _refuse("best_of is not supported by the engines that serve this model", "best_of", "unsupported_parameter")
+        _refuse(
+            "best_of is not supported by the engines that serve this model",
+            "best_of",
+            "unsupported_parameter",
+        )
 
 
 def prompts(request: TextRequest) -> list[str | list[int]]:
@@ -268,7 +307,12 @@ def prompts(request: TextRequest) -> list[str | list[int]]:
         return [prompt]
     if all(isinstance(one, list) and one and all(_is_id(token) for token in one) for one in prompt):
         return prompt
-    _refuse("prompt must be a string, a list of strings, a list of token ids (0 to 4294967295), or a list of such lists", "prompt", "invalid_type")
+    _refuse(
+        "prompt must be a string, a list of strings, a list of token ids (0 to 4294967295), or a list of such"
+        " lists",
+        "prompt",
+        "invalid_type",
+    )
 
 
 def _is_id(value: object) -> bool:
@@ -279,7 +323,10 @@ def text_messages(request: ChatRequest) -> list[dict[str, Any]]:
     """Return messages whose content is text, as templates expect: parts of text are joined by line ends.
     ApiError 400 for other parts.
     """
-    return [message if isinstance(message.get("content"), str) else {**message, "content": _flat(at, message)} for at, message in enumerate(request.messages)]
+    return [
+        message if isinstance(message.get("content"), str) else {**message, "content": _flat(at, message)}
+        for at, message in enumerate(request.messages)
+    ]
 
 
 def _flat(at: int, message: dict[str, Any]) -> str:
@@ -287,7 +334,11 @@ def _flat(at: int, message: dict[str, Any]) -> str:
     for number, part in enumerate(parts):
         field = f"messages[{at}].content[{number}]"
         if not isinstance(part, dict) or part.get("type") != "text":
-            _refuse(f"{field}: only parts of type 'text' can be read by the engines that serve this model", field, "unsupported_content")
+            _refuse(
+                f"{field}: only parts of type 'text' can be read by the engines that serve this model",
+                field,
+                "unsupported_content",
+            )
         if not isinstance(part.get("text"), str):
             _refuse(f"{field}.text must be a string", f"{field}.text", "invalid_type")
     return "\n".join(part["text"] for part in parts)

@@ -46,8 +46,15 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
             return None
         return cls(
             content=[
-                TokenLogprob(token=token, logprob=value, bytes=token_bytes(token), top_logprobs=[_top(*one) for one in top.items()])
-                for token, value, top in zip(given.tokens, given.token_logprobs, given.top_logprobs, strict=True)
+                TokenLogprob(
+                    token=token,
+                    logprob=value,
+                    bytes=token_bytes(token),
+                    top_logprobs=[_top(*one) for one in top.items()],
+                )
+                for token, value, top in zip(
+                    given.tokens, given.token_logprobs, given.top_logprobs, strict=True
+                )
             ]
         )
 
@@ -175,17 +182,36 @@ class StreamedChat(_Streamed):
         if not choice.text and choice.finish_reason is None and choice.logprobs is None:
             return begin
         delta = ChatDelta(content=choice.text or None)
-        return begin + self._chunk(ChatChunkChoice(index=index, delta=delta, logprobs=ChatLogprobs.of(choice.logprobs), finish_reason=choice.finish_reason))
+        return begin + self._chunk(
+            ChatChunkChoice(
+                index=index,
+                delta=delta,
+                logprobs=ChatLogprobs.of(choice.logprobs),
+                finish_reason=choice.finish_reason,
+            )
+        )
 
     def end(self, usage: Usage) -> bytes:
         last = b"" if self._usage is msgspec.UNSET else self._last(usage)
         return last + b"data: [DONE]\n\n"
 
     def _last(self, usage: Usage) -> bytes:
-        return sse(ChatChunk(id=self._head.id, created=self._head.created, model=self._head.model, choices=[], usage=usage))
+        return sse(
+            ChatChunk(
+                id=self._head.id, created=self._head.created, model=self._head.model, choices=[], usage=usage
+            )
+        )
 
     def _chunk(self, choice: ChatChunkChoice) -> bytes:
-        return sse(ChatChunk(id=self._head.id, created=self._head.created, model=self._head.model, choices=[choice], usage=self._usage))
+        return sse(
+            ChatChunk(
+                id=self._head.id,
+                created=self._head.created,
+                model=self._head.model,
+                choices=[choice],
+                usage=self._usage,
+            )
+        )
 
 
 class StreamedText(_Streamed):
@@ -194,13 +220,34 @@ class StreamedText(_Streamed):
         self._token_ids = token_ids
 
     def add(self, index: int, choice: Choice) -> bytes:
-        if not choice.text and choice.finish_reason is None and choice.logprobs is None and not self._token_ids:
+        if (
+            not choice.text
+            and choice.finish_reason is None
+            and choice.logprobs is None
+            and not self._token_ids
+        ):
             return b""
-        text = TextChoice(index=index, text=choice.text, logprobs=choice.logprobs, finish_reason=choice.finish_reason, token_ids=self._ids(choice))
-        return sse(TextChunk(id=self._head.id, created=self._head.created, model=self._head.model, choices=[text], usage=self._usage))
+        text = TextChoice(
+            index=index,
+            text=choice.text,
+            logprobs=choice.logprobs,
+            finish_reason=choice.finish_reason,
+            token_ids=self._ids(choice),
+        )
+        return sse(
+            TextChunk(
+                id=self._head.id,
+                created=self._head.created,
+                model=self._head.model,
+                choices=[text],
+                usage=self._usage,
+            )
+        )
 
     def end(self, usage: Usage) -> bytes:
-        last = TextChunk(id=self._head.id, created=self._head.created, model=self._head.model, choices=[], usage=usage)
+        last = TextChunk(
+            id=self._head.id, created=self._head.created, model=self._head.model, choices=[], usage=usage
+        )
         return (b"" if self._usage is msgspec.UNSET else sse(last)) + b"data: [DONE]\n\n"
 
     def _ids(self, choice: Choice) -> list[int] | msgspec.UnsetType:
@@ -259,10 +306,23 @@ class _Whole:
 class ChatWhole(_Whole):
     def end(self, usage: Usage) -> bytes:
         choices = [
-            ChatChoice(index=at, message=Message(content=one.text), logprobs=ChatLogprobs.of(one.joined_logprobs), finish_reason=one.finish_reason)
+            ChatChoice(
+                index=at,
+                message=Message(content=one.text),
+                logprobs=ChatLogprobs.of(one.joined_logprobs),
+                finish_reason=one.finish_reason,
+            )
             for at, one in enumerate(self._choices)
         ]
-        return msgspec.json.encode(ChatCompletion(id=self._head.id, created=self._head.created, model=self._head.model, choices=choices, usage=usage))
+        return msgspec.json.encode(
+            ChatCompletion(
+                id=self._head.id,
+                created=self._head.created,
+                model=self._head.model,
+                choices=choices,
+                usage=usage,
+            )
+        )
 
 
 class TextWhole(_Whole):
@@ -281,7 +341,15 @@ class TextWhole(_Whole):
             )
             for at, one in enumerate(self._choices)
         ]
-        return msgspec.json.encode(TextChunk(id=self._head.id, created=self._head.created, model=self._head.model, choices=choices, usage=usage))
+        return msgspec.json.encode(
+            TextChunk(
+                id=self._head.id,
+                created=self._head.created,
+                model=self._head.model,
+                choices=choices,
+                usage=usage,
+            )
+        )
 
 
 def answer_for(request: Request, head: ResponseHead, choices: int) -> ClientResponse:
@@ -290,4 +358,8 @@ def answer_for(request: Request, head: ResponseHead, choices: int) -> ClientResp
     if isinstance(request, ChatRequest):
         return StreamedChat(head, include_usage) if request.stream else ChatWhole(head, choices)
     token_ids = bool(request.return_token_ids)
-    return StreamedText(head, include_usage, token_ids) if request.stream else TextWhole(head, choices, token_ids)
+    return (
+        StreamedText(head, include_usage, token_ids)
+        if request.stream
+        else TextWhole(head, choices, token_ids)
+    )

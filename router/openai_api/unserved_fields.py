@@ -34,7 +34,9 @@ class FieldGroup:
         if values.count(None) == len(values):
             return ()  # the usual case
         return [
-            name for value, (name, neutral) in zip(values, self.neutral.items(), strict=True) if value is not None and not any(value == one for one in neutral)
+            name
+            for value, (name, neutral) in zip(values, self.neutral.items(), strict=True)
+            if value is not None and not any(value == one for one in neutral)
         ]
 
 
@@ -122,7 +124,16 @@ TEXT = FieldGroup({"echo": (False,), "suffix": ("",), "prompt_embeds": _NONE, "a
 """Fields of completions, likewise."""
 RESERVED_TEMPLATE_NAMES = frozenset(
     {
-        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "additional_special_tokens"),
+        *(
+            "bos_token",
+            "eos_token",
+            "unk_token",
+            "sep_token",
+            "pad_token",
+            "cls_token",
+            "mask_token",
+            "additional_special_tokens",
+        ),
         *("messages", "tools", "add_generation_prompt", "continue_final_message"),
     }
 )

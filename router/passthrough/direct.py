@@ -31,7 +31,14 @@ class DirectRequests:
         self._service = service
         self._located = located
 
-    async def run(self, route: ForeignRoute, exchange: RequestLog, reply: AsgiResponse, headers: Headers, sent: UpstreamRequest) -> None:
+    async def run(
+        self,
+        route: ForeignRoute,
+        exchange: RequestLog,
+        reply: AsgiResponse,
+        headers: Headers,
+        sent: UpstreamRequest,
+    ) -> None:
         """Forward a request. sent: without a URL. ApiError 404 for an object that no server has, 400 when a
         server must be named, 503 when the server is unavailable.
         """
@@ -66,14 +73,23 @@ class DirectRequests:
             return place
         for server in self._servers():
             try:
-                async with self._call(server, exchange, UpstreamRequest("GET", "", path, [], b""), _ASK_SECONDS) as call:
+                async with self._call(
+                    server, exchange, UpstreamRequest("GET", "", path, [], b""), _ASK_SECONDS
+                ) as call:
                     if call.status == 200:
                         return ObjectLocation((server.joined.worker_id, 0), exchange.caller.tenant)
             except (UpstreamFailed, ApiError):
                 continue
         raise _no_object(object_id)
 
-    async def _ask_all(self, route: ForeignRoute, exchange: RequestLog, reply: AsgiResponse, headers: Headers, sent: UpstreamRequest) -> None:
+    async def _ask_all(
+        self,
+        route: ForeignRoute,
+        exchange: RequestLog,
+        reply: AsgiResponse,
+        headers: Headers,
+        sent: UpstreamRequest,
+    ) -> None:
         """Forward the answer of the first server that neither answers 404 nor fails."""
         servers = self._servers()
         for number, server in enumerate(servers, 1):
@@ -89,7 +105,11 @@ class DirectRequests:
 
     def _servers(self) -> list[EngineState]:
         """Return the live servers that speak text, at most MOST_ASKED."""
-        live = (state for state in self._service.view.engines() if state.dialect == "text" and state.obstacle is None)
+        live = (
+            state
+            for state in self._service.view.engines()
+            if state.dialect == "text" and state.obstacle is None
+        )
         return sorted(live, key=lambda state: state.joined.engine)[:MOST_ASKED]
 
     def _named(self, name: str, caller: Caller) -> EngineState:
@@ -103,7 +123,8 @@ class DirectRequests:
         sees = caller.rights & {METRICS, ADMIN}  # server names are often addresses
         raise ApiError(
             400,
-            f"{problem}: name it in the header {SERVER_HEADER}" + (f"; there are {_listed(servers)}" if sees else ""),
+            f"{problem}: name it in the header {SERVER_HEADER}"
+            + (f"; there are {_listed(servers)}" if sees else ""),
             param=SERVER_HEADER,
             code="server_needed",
         )
@@ -119,25 +140,35 @@ class DirectRequests:
             )
         return state
 
-    def _call(self, server: EngineState, exchange: RequestLog, sent: UpstreamRequest, seconds: float | None = None) -> Call:
+    def _call(
+        self, server: EngineState, exchange: RequestLog, sent: UpstreamRequest, seconds: float | None = None
+    ) -> Call:
         """Prepare the upstream call. seconds: timeout of the complete answer; None: the timeout of any
         unstreamed answer.
         """
         credentials, url = self._service.credentials, server.joined.urls[0]
         key = credentials.backend_key_of(url)
-        own: Headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in exchange.pass_on.items()]
+        own: Headers = [
+            (name.encode(), value.encode("latin-1", "replace")) for name, value in exchange.pass_on.items()
+        ]
         own.append((b"x-request-id", exchange.request_id.encode()))
         if exchange.caller.tenant:
             own.append((self._service.config.tenant_header.encode(), exchange.caller.tenant.encode()))
         if key is not None:
             own.append((b"authorization", f"Bearer {key}".encode("latin-1", "replace")))
-        headers = to_server(exchange.client_headers, own, credentials=key is None and credentials.clients is None)
+        headers = to_server(
+            exchange.client_headers, own, credentials=key is None and credentials.clients is None
+        )
         patience = None if seconds is None else Patience(math.inf, seconds, seconds)
-        return self._service.upstream.forward(msgspec.structs.replace(sent, url=url, headers=headers), stream=False, patience=patience)
+        return self._service.upstream.forward(
+            msgspec.structs.replace(sent, url=url, headers=headers), stream=False, patience=patience
+        )
 
     async def _pass(self, call: Call, reply: AsgiResponse, headers: Headers) -> None:
         """Pass the answer on piece by piece, as it arrives."""
-        length = [(b"content-length", value) for name, value in call.headers if name.lower() == b"content-length"]
+        length = [
+            (b"content-length", value) for name, value in call.headers if name.lower() == b"content-length"
+        ]
         await reply.start(call.status, to_client(call.headers, [*headers, *length]))
         while data := await call.read():
             await reply.write(data)

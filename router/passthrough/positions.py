@@ -1,4 +1,5 @@
-"""Search for the position at which another server can continue a stream: the server detokenises the last ids."""
+"""Search for the position at which another server can continue a stream: the server detokenises the last
+ids."""
 
 import logging
 
@@ -24,7 +25,9 @@ class _Detokenized(msgspec.Struct):
 _DETOKENIZED: msgspec.json.Decoder[_Detokenized] = msgspec.json.Decoder(_Detokenized)
 
 
-async def find_position(course: Continuable, upstream: Upstream, url: str, headers: Headers, model: str) -> None:
+async def find_position(
+    course: Continuable, upstream: Upstream, url: str, headers: Headers, model: str
+) -> None:
     """Query the server until the client's text is found. If the server cannot detokenise, the known position
     is kept.
     """
@@ -42,7 +45,9 @@ async def _text_of(ids: list[int], upstream: Upstream, url: str, headers: Header
     """Return the text of ids. ValueError when the server's /detokenize returns no text; UpstreamFailed or
     ApiError when it does not answer.
     """
-    sent = UpstreamRequest("POST", url, "/detokenize", headers, msgspec.json.encode({"model": model, "tokens": ids}))
+    sent = UpstreamRequest(
+        "POST", url, "/detokenize", headers, msgspec.json.encode({"model": model, "tokens": ids})
+    )
     async with upstream.forward(sent, stream=False, patience=Patience(_SECONDS, _SECONDS, _SECONDS)) as call:
         answer = b""
         while data := await call.read():

@@ -65,7 +65,9 @@ class Relay:
         self._request = request
         self._unstreamed = unstreamed
         self._located = located
-        self._prompt = TextPrompt(request.asked.prompt, exchange.model, exchange.block_seed, request.asked.prompt_bytes)
+        self._prompt = TextPrompt(
+            request.asked.prompt, exchange.model, exchange.block_seed, request.asked.prompt_bytes
+        )
         self._failures: tuple[tuple[RankKey, AttemptFailure], ...] = ()
         self._reported = False
         """the answer contained its expert routing"""
@@ -92,7 +94,9 @@ class Relay:
                     await self._broken(f"no other server could continue it: {error.message}", error)
                 if refused is None:
                     raise
-                await self._refuse(refused)  # the server's own error is more precise than the router's summary
+                await self._refuse(
+                    refused
+                )  # the server's own error is more precise than the router's summary
                 return
             if failed is None:
                 return
@@ -119,12 +123,19 @@ class Relay:
         """
         if not self._reply.status:
             return None
-        return "this answer cannot be continued by another server" if self._course is None else self._course.why_not()
+        return (
+            "this answer cannot be continued by another server"
+            if self._course is None
+            else self._course.why_not()
+        )
 
     async def _again(self, failed: UpstreamFailed, attempts: int, refused: UpstreamRefusal | None) -> bool:
-        """Return true to try another server, or false after sending the client the last server's own error."""
+        """Return true to try another server, or false after sending the client the last server's own
+        error."""
         try:
-            if attempts >= self._service.config.max_attempts or not (self._request.repeatable or failed.how is AttemptFailure.CONNECT):
+            if attempts >= self._service.config.max_attempts or not (
+                self._request.repeatable or failed.how is AttemptFailure.CONNECT
+            ):
                 raise failed.refusal(attempts)
             self._service.may_retry(failed.how, begun=bool(self._reply.status))
         except ApiError as error:
@@ -140,7 +151,9 @@ class Relay:
         """Raise ApiError for an answer that has begun and cannot be finished."""
         if self._events is not None and self._events.separator():
             await self._reply.write(self._events.separator())
-        raise _Ended(502, f"the server broke off its answer ({why}); ask again", code="upstream_failed") from cause
+        raise _Ended(
+            502, f"the server broke off its answer ({why}); ask again", code="upstream_failed"
+        ) from cause
 
     async def _try(self, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
         """Make one attempt at one server. Its booking and its span end here in every case."""
@@ -162,7 +175,9 @@ class Relay:
             begun=self._begun if begun else None,
         )
         suffix = f"-a{attempt}" if attempt > 1 else ""
-        decision, booking = await self._service.waiting.admit(self._exchange, need, suffix, Attempt(attempt, replaces, self._failures), begun=begun)
+        decision, booking = await self._service.waiting.admit(
+            self._exchange, need, suffix, Attempt(attempt, replaces, self._failures), begun=begun
+        )
         self._exchange.decision = decision
         span: AttemptTrace | None = None
         ended: str | None = "abandoned"
@@ -209,7 +224,9 @@ class Relay:
             body = course.body()
         if decision.cache_salt and request.is_json:
             body = await self._service.bodies.with_salt(self._exchange.client, body, decision.cache_salt)
-        sent = UpstreamRequest(request.method, decision.target.url, target, self._sent_headers(decision, span), body)
+        sent = UpstreamRequest(
+            request.method, decision.target.url, target, self._sent_headers(decision, span), body
+        )
         streams = request.asked.stream
         call = self._service.upstream.forward(sent, stream=streams)
         if not streams:
@@ -255,7 +272,9 @@ class Relay:
         try:
             if course.positions():
                 headers = self._sent_headers(decision, None)
-                await find_position(course, self._service.upstream, decision.target.url, headers, self._exchange.model)
+                await find_position(
+                    course, self._service.upstream, decision.target.url, headers, self._exchange.model
+                )
             return course.request()
         except InexactContinuation as inexact:
             await self._broken(str(inexact), inexact)
@@ -275,14 +294,21 @@ class Relay:
         if exchange.caller.tenant:  # a server may trust this header, so it must name the tenant of the key
             own.append((self._service.config.tenant_header.encode(), exchange.caller.tenant.encode()))
         if self._reply.status:
-            own.append((b"content-type", b"application/json"))  # a continuation is a request of the router's own
+            own.append(
+                (b"content-type", b"application/json")
+            )  # a continuation is a request of the router's own
         if key is not None:
             own.append((b"authorization", f"Bearer {key}".encode("latin-1", "replace")))
-        return to_server(self._request.headers, own, credentials=key is None and self._request.own_credentials)
+        return to_server(
+            self._request.headers, own, credentials=key is None and self._request.own_credentials
+        )
 
     def _own_key(self, decision: Decision) -> bool:
         """True when the chosen server validates the client's own key."""
-        return self._request.own_credentials and self._service.credentials.backend_key_of(decision.target.url) is None
+        return (
+            self._request.own_credentials
+            and self._service.credentials.backend_key_of(decision.target.url) is None
+        )
 
     async def _judge(self, decision: Decision, call: Call) -> None:
         """Classify an error status. UpstreamFailed when another server may succeed.
@@ -292,7 +318,9 @@ class Relay:
         """
         busy, own_fault = call.status in _BUSY, call.status >= 500 or bool(self._reply.status)
         if call.status == 401 and not self._own_key(decision):
-            detail = f"{decision.target.url}: HTTP 401: the server refused the router's key; set backend_key_file"
+            detail = (
+                f"{decision.target.url}: HTTP 401: the server refused the router's key; set backend_key_file"
+            )
             raise UpstreamFailed(AttemptFailure.SERVER_ERROR, detail)
         if busy or (own_fault and self._request.repeatable):
             body = await call.error_body()
@@ -321,7 +349,9 @@ class Relay:
             while data := await call.read():
                 ready = held + stream.feed(data) if course is None else held + course.take(stream.feed(data))
                 if course is not None and not course.begun and not course.broken:
-                    held = ready  # until there is more than a role: up to here another server can start afresh
+                    held = (
+                        ready  # until there is more than a role: up to here another server can start afresh
+                    )
                     continue
                 held = b""
                 if ready and waiting:
@@ -419,7 +449,9 @@ class Relay:
         if usage is not None:
             self._exchange.prompt_tokens = usage.prompt_tokens
             self._exchange.output_tokens = usage.completion_tokens
-            self._exchange.cached_tokens = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+            self._exchange.cached_tokens = (
+                usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+            )
 
 
 def _length(server: Headers) -> Headers:

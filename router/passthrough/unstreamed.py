@@ -87,4 +87,6 @@ class UnstreamedAnswers:
         ended the open connection breaks.
         """
         state = self._service.view.engine(key[0])
-        return self._service.backends.is_silent(key[0]) or (state is not None and state.standing is EngineStatus.DEAD)
+        return self._service.backends.is_silent(key[0]) or (
+            state is not None and state.standing is EngineStatus.DEAD
+        )

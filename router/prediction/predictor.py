@@ -40,7 +40,9 @@ NO_KEYS = PredictionKeys()
 def keys_of(session: str | None, tenant: str | None, model: str, path: str) -> PredictionKeys:
     """Compute the keys; see the module docstring. Empty names count as none."""
     who = tenant or ""
-    return PredictionKeys(_hash("session", who, session) if session else 0, _hash("tenant", who, "lora", model, "route", path))
+    return PredictionKeys(
+        _hash("session", who, session) if session else 0, _hash("tenant", who, "lora", model, "route", path)
+    )
 
 
 def _hash(*parts: str) -> int:
@@ -86,14 +88,23 @@ class Forecast(NamedTuple):
         return SOURCES[best] if self.evidence[best] > 0 else "mix"
 
     def record(self, clusters: ClusterModel | None) -> "PredictionRecord":
-        """Return the form for readers. clusters: those used for the prediction, if they are still in memory."""
+        """Return the form for readers. clusters: those used for the prediction, if they are still in
+        memory."""
         heaviest = np.argsort(-self.weights, kind="stable")[:NAMED_CLUSTERS].tolist()
         sources = zip(SOURCES, self.evidence, self.confidences, strict=True)
         return PredictionRecord(
-            clusters=[ClusterWeight(cluster=at, weight=float(self.weights[at])) for at in heaviest if self.weights[at] > 0],
+            clusters=[
+                ClusterWeight(cluster=at, weight=float(self.weights[at]))
+                for at in heaviest
+                if self.weights[at] > 0
+            ],
             known_blocks=self.blocks,
             prefix=str(self.prefix) if self.prefix else None,
-            sources=[SourceRecord(source=name, evidence_tokens=seen, confidence=sure) for name, seen, sure in sources if seen > 0],
+            sources=[
+                SourceRecord(source=name, evidence_tokens=seen, confidence=sure)
+                for name, seen, sure in sources
+                if seen > 0
+            ],
             best=self.best,
             confidence=self.confidence,
             gain=self.gain,
@@ -109,8 +120,14 @@ def likely_experts(clusters: ClusterModel, weights: Float32Array) -> "list[Layer
     named = np.argpartition(-expected, min(NAMED_EXPERTS, expected.shape[1]) - 1, axis=1)[:, :NAMED_EXPERTS]
     chances = np.take_along_axis(expected, named, axis=1)
     order = np.argsort(-chances, axis=1, kind="stable")
-    sorted_pair = np.take_along_axis(named, order, axis=1).tolist(), np.take_along_axis(chances, order, axis=1).tolist()
-    return [LayerExperts(layer=layer, experts=ids, shares=of) for layer, (ids, of) in enumerate(zip(*sorted_pair, strict=True))]
+    sorted_pair = (
+        np.take_along_axis(named, order, axis=1).tolist(),
+        np.take_along_axis(chances, order, axis=1).tolist(),
+    )
+    return [
+        LayerExperts(layer=layer, experts=ids, shares=of)
+        for layer, (ids, of) in enumerate(zip(*sorted_pair, strict=True))
+    ]
 
 
 class ClusterWeight(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,7 +186,14 @@ class Predictor:
         found = predict(tables, query)
         known = found.known
         facts = known.blocks, known.hash, known.looked_up, known.evidence, found.reliabilities
-        return Forecast(found.weights, tables.shares, tables.gain_of(found.weights), tables.version, tables.clusters, *facts)
+        return Forecast(
+            found.weights,
+            tables.shares,
+            tables.gain_of(found.weights),
+            tables.version,
+            tables.clusters,
+            *facts,
+        )
 
     def replica(self, model: str) -> TableReplica | None:
         return self._replicas.get(model)

@@ -66,11 +66,15 @@ def read(published: TablesPublished) -> TableChange:
     """
     shares = _floats("shares", published.shares, "<f4").astype(np.float64)
     if not 1 <= len(shares) <= MOST_CLUSTERS or (shares < 0).any() or shares.sum() <= 0:
-        raise ValueError(f"tables: {len(shares)} shares that are no probabilities; 1 to {MOST_CLUSTERS} are allowed")
+        raise ValueError(
+            f"tables: {len(shares)} shares that are no probabilities; 1 to {MOST_CLUSTERS} are allowed"
+        )
     if not 0.0 <= published.gain <= 1.0:
         raise ValueError(f"tables: a gain of {published.gain}; it must be in [0, 1]")
     if published.version < 0 or published.buckets < 0:
-        raise ValueError(f"tables: version {published.version} and {published.buckets} buckets must not be negative")
+        raise ValueError(
+            f"tables: version {published.version} and {published.buckets} buckets must not be negative"
+        )
     rows, ratios = _token_rows(published, len(shares))
     return TableChange(
         version=published.version,
@@ -110,13 +114,16 @@ def _by_source(name: str, given: dict[str, float], most: float) -> NDArray[np.fl
 
 
 def _trust(published: TablesPublished) -> NDArray[np.float32]:
-    """Return the trust, float32 [PATTERNS, sources], or [sources] if it does not depend on the other sources."""
+    """Return the trust, float32 [PATTERNS, sources], or [sources] if it does not depend on the other
+    sources."""
     trust = _by_source("trust", published.trust, MOST_TRUST)
     if not published.trusts:
         return trust
     trusts = _floats("trusts", published.trusts, "<f4")
     if len(trusts) != PATTERNS * len(SOURCES) or (trusts < 0).any() or (trusts > MOST_TRUST).any():
-        raise ValueError(f"tables: {len(trusts)} trusts; {PATTERNS} x {len(SOURCES)} in [0, {MOST_TRUST:g}] are allowed")
+        raise ValueError(
+            f"tables: {len(trusts)} trusts; {PATTERNS} x {len(SOURCES)} in [0, {MOST_TRUST:g}] are allowed"
+        )
     return trusts.reshape(PATTERNS, len(SOURCES))
 
 
@@ -125,7 +132,9 @@ def _gains(published: TablesPublished, clusters: int) -> NDArray[np.float32] | N
         return None
     gains = _floats("gains", published.gains, "<f4")
     if len(gains) != clusters or (gains < 0).any() or (gains > 1).any():
-        raise ValueError(f"tables: {len(gains)} gains of {clusters} clusters; one in [0, 1] of each, or none, are allowed")
+        raise ValueError(
+            f"tables: {len(gains)} gains of {clusters} clusters; one in [0, 1] of each, or none, are allowed"
+        )
     return gains
 
 
@@ -143,7 +152,10 @@ def _token_rows(published: TablesPublished, clusters: int) -> tuple[NDArray[np.i
 
 def _keyed(name: str, part: KeyedRows) -> KeyedChange:
     if len(part.keys) % 8 or len(part.rows) != len(part.keys) // 8 * ROW:
-        raise ValueError(f"tables: {len(part.keys)} bytes of keys and {len(part.rows)} of rows in {name} do not belong together (8 and {ROW} each)")
+        raise ValueError(
+            f"tables: {len(part.keys)} bytes of keys and {len(part.rows)} of rows in {name} do not belong"
+            f" together (8 and {ROW} each)"
+        )
     return KeyedChange(np.frombuffer(part.keys, "<u8"), np.frombuffer(part.rows, np.uint8).reshape(-1, ROW))
 
 
@@ -188,10 +200,16 @@ class TableReplica:
         """
         size = 4 * change.buckets * len(change.shares)
         if size > self._budget // 2:
-            raise ValueError(f"tables: a token table of {size} bytes is more than half of the {self._budget} that a model's tables may take")
+            raise ValueError(
+                f"tables: a token table of {size} bytes is more than half of the {self._budget} that a"
+                " model's tables may take"
+            )
         new = TableReplica(self._budget)
         sessions, tenants = int(SESSIONS_SHARE * self._budget), int(TENANTS_SHARE * self._budget)
-        new._sessions, new._tenants = RowTable(sessions, len(change.sessions.keys)), RowTable(tenants, len(change.tenants.keys))
+        new._sessions, new._tenants = (
+            RowTable(sessions, len(change.sessions.keys)),
+            RowTable(tenants, len(change.tenants.keys)),
+        )
         new._blocks = RowTable(self._budget - size - sessions - tenants, len(change.blocks.keys))
         new._tokens = np.zeros((change.buckets, len(change.shares)), np.float32)
         for at in range(0, max(change.rows, 1), SLICE):
@@ -206,15 +224,22 @@ class TableReplica:
         """Return a copy with room for a change. May run in a thread, as long as nothing is applied here."""
         new = TableReplica(self._budget)
         new._blocks, new._sessions, new._tenants = (
-            rows.grown(len(part.keys)) if rows.crowded_by(len(part.keys)) else rows for rows, part in self._parts(change)
+            rows.grown(len(part.keys)) if rows.crowded_by(len(part.keys)) else rows
+            for rows, part in self._parts(change)
         )
         new._tokens = self._tokens
         if self.tables is not None:
-            new.tables = replace(self.tables, blocks=new._blocks, sessions=new._sessions, tenants=new._tenants)
+            new.tables = replace(
+                self.tables, blocks=new._blocks, sessions=new._sessions, tenants=new._tenants
+            )
         return new
 
     def _parts(self, change: TableChange) -> tuple[tuple[RowTable, KeyedChange], ...]:
-        return (self._blocks, change.blocks), (self._sessions, change.sessions), (self._tenants, change.tenants)
+        return (
+            (self._blocks, change.blocks),
+            (self._sessions, change.sessions),
+            (self._tenants, change.tenants),
+        )
 
     def take(self, change: TableChange, at: int = 0) -> None:
         """Apply rows `at` to `at + SLICE` of a change; with the last rows, its version too. Call `judge`

@@ -114,7 +114,11 @@ class BlockHashChain(Sequence[int]):
         if isinstance(at, slice):
             positions = range(*at.indices(self._length))
             reached = self.reach(max(positions[0], positions[-1]) + 1) if positions else []
-            return reached[positions.start : positions.stop] if positions.step == 1 else [reached[one] for one in positions]
+            return (
+                reached[positions.start : positions.stop]
+                if positions.step == 1
+                else [reached[one] for one in positions]
+            )
         if 0 <= at < len(self._chained):
             return self._chained[at]
         if not 0 <= at < self._length:

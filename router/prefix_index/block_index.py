@@ -183,7 +183,9 @@ class BlockIndex:
             if child is None:
                 continue
             some = child if isinstance(child, set) else (child,)
-            if not self._gappy & bit and (len(some) > _MOST_CHILDREN or any((self._look_up(one) or 0) & bit for one in some)):
+            if not self._gappy & bit and (
+                len(some) > _MOST_CHILDREN or any((self._look_up(one) or 0) & bit for one in some)
+            ):
                 self._gappy |= bit
             if self._look_up(block) is None:
                 del self._children[block]
@@ -216,13 +218,21 @@ class BlockIndex:
             found = self.leading(prompt.chained(size))
             if found is not None:
                 depths = found.take(self._of(roster))
-                overlap = depths if len(roster.block_sizes) == 1 else np.where(roster.block_size == size, depths, overlap)
+                overlap = (
+                    depths
+                    if len(roster.block_sizes) == 1
+                    else np.where(roster.block_size == size, depths, overlap)
+                )
         return overlap
 
     def overlaps(self, prompt: Reachable) -> dict[RankKey, int]:
         """Return the leading blocks of a prompt by rank, for readers. Ranks without any are left out."""
         found = self.leading(prompt)
-        return {} if found is None else {rank: int(found[slot.number]) for rank, slot in self._slots.items() if found[slot.number]}
+        return (
+            {}
+            if found is None
+            else {rank: int(found[slot.number]) for rank, slot in self._slots.items() if found[slot.number]}
+        )
 
     def _of(self, roster: TargetTable) -> NDArray[np.intp]:
         """Return the slot of each target, intp [targets]; the unused slot for targets that hold nothing."""
@@ -231,7 +241,11 @@ class BlockIndex:
             if len(self._slot_tables) >= _MOST_MODELS:
                 self._slot_tables.clear()
             slots = (self._slots.get(target.key) for target in roster.targets)
-            known = roster, self.version, np.array([NOBODY if slot is None else slot.number for slot in slots], np.intp)
+            known = (
+                roster,
+                self.version,
+                np.array([NOBODY if slot is None else slot.number for slot in slots], np.intp),
+            )
             self._slot_tables[roster.model] = known
         return known[2]
 
@@ -310,7 +324,9 @@ class BlockIndex:
 
     def _begin(self) -> bool:
         """Start a sweep once it is worthwhile, so that it costs a few steps per stale entry."""
-        if self._left_entries < max(_FEW_LEFT, len(self._masks) // 4) and len(self._left) < max(_FEW_SLOTS, len(self._slots)):
+        if self._left_entries < max(_FEW_LEFT, len(self._masks) // 4) and len(self._left) < max(
+            _FEW_SLOTS, len(self._slots)
+        ):
             return False
         self._swept, self._left, self._left_entries = self._left, [], 0
         self._old, self._masks, self._shared = self._masks, {}, {}

@@ -73,24 +73,37 @@ class KvEventIndex:
         elif change.removed is not None and change.stored is None:
             self._remove(rank, change.removed.block_hashes)
         else:
-            raise BadKvEvent(f"worker {rank[0]} rank {rank[1]}: event {event.event_id} must contain exactly one of stored and removed")
+            raise BadKvEvent(
+                f"worker {rank[0]} rank {rank[1]}: event {event.event_id} must contain exactly one of stored"
+                " and removed"
+            )
 
     def _store(self, rank: RankKey, stored: KvStored) -> None:
         names = self._names.get(rank, {})
         parent = stored.parent_hash
         if parent is not None:
             if not 0 <= parent <= _MOST:
-                raise BadKvEvent(f"worker {rank[0]} rank {rank[1]}: parent {parent}; it must be unsigned 64-bit")
+                raise BadKvEvent(
+                    f"worker {rank[0]} rank {rank[1]}: parent {parent}; it must be unsigned 64-bit"
+                )
             parent = names.get(parent, parent)
             if not self.holders.holds(rank, parent):
-                raise OrphanBlock(f"worker {rank[0]} rank {rank[1]}: block stored after {stored.parent_hash}, which it does not hold")
+                raise OrphanBlock(
+                    f"worker {rank[0]} rank {rank[1]}: block stored after {stored.parent_hash}, which it does"
+                    " not hold"
+                )
         blocks, other = _read(rank, parent, stored.blocks)
         if max(self.holders.held(rank), len(names)) + len(blocks) > MOST_BLOCKS:
-            raise BadKvEvent(f"worker {rank[0]} rank {rank[1]}: more than {MOST_BLOCKS} blocks of one rank are not credible")
+            raise BadKvEvent(
+                f"worker {rank[0]} rank {rank[1]}: more than {MOST_BLOCKS} blocks of one rank are not"
+                " credible"
+            )
         self._call(rank, names, blocks, other)
         self.holders.store(rank, parent, blocks)
 
-    def _call(self, rank: RankKey, names: dict[int, int], blocks: Sequence[int], other: dict[int, int]) -> None:
+    def _call(
+        self, rank: RankKey, names: dict[int, int], blocks: Sequence[int], other: dict[int, int]
+    ) -> None:
         for block in blocks if names else ():
             names.pop(block, None)
         if other:
@@ -113,7 +126,10 @@ def _read(rank: RankKey, parent: int | None, stored: Sequence[KvBlock]) -> tuple
     for block in stored:
         name, local = block.block_hash, block.tokens_hash
         if not (0 <= name <= _MOST and 0 <= local <= _MOST):
-            raise BadKvEvent(f"worker {rank[0]} rank {rank[1]}: block {name} with local hash {local}; both must be unsigned 64-bit")
+            raise BadKvEvent(
+                f"worker {rank[0]} rank {rank[1]}: block {name} with local hash {local}; both must be"
+                " unsigned 64-bit"
+            )
         parent = chain(parent, local)
         if parent == name:
             parent = name  # share one int object

@@ -65,7 +65,12 @@ class TokenPrompt(_Blocked):
 
     def _chain(self, block_size: int) -> BlockHashChain:
         ids = self._ids
-        return BlockHashChain(lambda start, stop: words(ids[start * block_size : stop * block_size]), 4 * block_size, len(ids) // block_size, self._seed)
+        return BlockHashChain(
+            lambda start, stop: words(ids[start * block_size : stop * block_size]),
+            4 * block_size,
+            len(ids) // block_size,
+            self._seed,
+        )
 
 
 class TextPrompt(_Blocked):
@@ -90,4 +95,6 @@ class TextPrompt(_Blocked):
 
     def _chain(self, block_size: int) -> BlockHashChain:
         text, width = self._scope + self._text, block_size * BYTES_PER_TOKEN
-        return BlockHashChain(lambda start, stop: text[start * width : stop * width], width, len(text) // width, self._seed)
+        return BlockHashChain(
+            lambda start, stop: text[start * width : stop * width], width, len(text) // width, self._seed
+        )

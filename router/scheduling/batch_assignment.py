@@ -181,7 +181,11 @@ class _Table:
         if batch.full(load, target):
             self._forbidden[target] = _NEVER
         left, engine = slice(self._first_left, self._requests), self._engines[target]
-        np.add(self._pricing.prices(left, engine, load), self._forbidden[engine, left], out=self._costs[engine, left])
+        np.add(
+            self._pricing.prices(left, engine, load),
+            self._forbidden[engine, left],
+            out=self._costs[engine, left],
+        )
         return place
 
 
@@ -208,16 +212,30 @@ class LoadPrices:
         `cost.score`.
         """
         self.engine = roster.engine
-        self._queue_ms, self._decode_ms, self._lockstep_ms = 1000.0 * np.array([weights.queue, weights.decode, weights.lockstep])
+        self._queue_ms, self._decode_ms, self._lockstep_ms = 1000.0 * np.array(
+            [weights.queue, weights.decode, weights.lockstep]
+        )
         self._outputs = outputs
         factors = np.ones((2, len(roster.targets))) if factors is None else factors
         self._token_s = (roster.prefill_token_s * factors[0])[:, None]
-        self._sequence_s, self._block_s = (roster.decode_sequence_s * factors[1])[:, None], (roster.decode_block_s * factors[1])[:, None]
-        token_block_s, pair_s = (roster.decode_token_block_s * factors[1])[:, None], (roster.prefill_pair_s * factors[0])[:, None]
+        self._sequence_s, self._block_s = (
+            (roster.decode_sequence_s * factors[1])[:, None],
+            (roster.decode_block_s * factors[1])[:, None],
+        )
+        token_block_s, pair_s = (
+            (roster.decode_token_block_s * factors[1])[:, None],
+            (roster.prefill_pair_s * factors[0])[:, None],
+        )
         self._prefill = prefill_seconds(self._token_s, pair_s, uncached.T, prompts)
         self._own = own_seconds(self._sequence_s, token_block_s, prompts + outputs, outputs)
-        self._together = None if roster.together is None or not weights.lockstep else self._lockstep_ms * roster.together[:, None]
-        self._engines = [slice(first, end) for first, end in pairwise([*roster.first.tolist(), len(roster.targets)])]
+        self._together = (
+            None
+            if roster.together is None or not weights.lockstep
+            else self._lockstep_ms * roster.together[:, None]
+        )
+        self._engines = [
+            slice(first, end) for first, end in pairwise([*roster.first.tolist(), len(roster.targets)])
+        ]
         self._fixed = costs.T - self._loaded(slice(0, len(outputs)), slice(0, len(roster.targets)), load)
 
     def prices(self, requests: slice, targets: slice, load: IntArray) -> FloatArray:
@@ -228,13 +246,22 @@ class LoadPrices:
         there = load[:, targets, None].astype(np.float64)
         queue = queue_seconds(self._token_s[targets], there[PREFILL])
         outputs = self._outputs[requests]
-        running = running_seconds(self._sequence_s[targets], self._block_s[targets], there[SEQUENCES], there[BLOCKS], there[STEPS], outputs)
+        running = running_seconds(
+            self._sequence_s[targets],
+            self._block_s[targets],
+            there[SEQUENCES],
+            there[BLOCKS],
+            there[STEPS],
+            outputs,
+        )
         costs = self._decode_ms * running
         costs += self._queue_ms * queue
         if self._together is not None:
             for engine in self._engines if targets.stop - targets.start == len(self.engine) else [targets]:
                 at = slice(engine.start - targets.start, engine.stop - targets.start)
-                lost = _lockstep(queue[at], running[at], self._prefill[engine, requests], self._own[engine, requests])
+                lost = _lockstep(
+                    queue[at], running[at], self._prefill[engine, requests], self._own[engine, requests]
+                )
                 lost *= self._together[engine]
                 costs[at] += lost
         return np.asarray(costs, np.float64)
@@ -254,7 +281,11 @@ def _lockstep(queue: FloatArray, running: FloatArray, prefill: FloatArray, own: 
 
 
 def order_of(
-    decisions: Sequence[Decision], load: IntArray, limits: SaturationLimits, factors: NDArray[np.float64] | None = None, prices: QueuePrices | None = None
+    decisions: Sequence[Decision],
+    load: IntArray,
+    limits: SaturationLimits,
+    factors: NDArray[np.float64] | None = None,
+    prices: QueuePrices | None = None,
 ) -> list[int]:
     """Return the order in which to decide anew for requests that were each decided alone, so that their total
     cost is low. Requests without a place are left out. Arguments as in `gathered`.
@@ -263,7 +294,11 @@ def order_of(
 
 
 def gathered(
-    decisions: Sequence[Decision], load: IntArray, limits: SaturationLimits, factors: NDArray[np.float64] | None = None, prices: QueuePrices | None = None
+    decisions: Sequence[Decision],
+    load: IntArray,
+    limits: SaturationLimits,
+    factors: NDArray[np.float64] | None = None,
+    prices: QueuePrices | None = None,
 ) -> tuple[BatchAssignment, LoadPrices]:
     """Combine requests that were each decided alone at the same load, int64 [AMOUNTS, targets], over the same
     target table. factors: float64 [2, targets], as in `cost.score`; prices: as in `candidates`.
@@ -273,7 +308,11 @@ def gathered(
     shape = len(decisions), len(roster.targets)
     may, costs, uncached = np.zeros(shape, np.bool_), np.full(shape, _NEVER), np.ones(shape, np.int64)
     for at, decision in enumerate(decisions):
-        may[at, decision.at], costs[at, decision.at], uncached[at, decision.at] = True, decision.scores.total, decision.uncached
+        may[at, decision.at], costs[at, decision.at], uncached[at, decision.at] = (
+            True,
+            decision.scores.total,
+            decision.uncached,
+        )
     prompts = np.array([decision.ask.prompt_tokens for decision in decisions])
     outputs = np.array([decision.ask.output_tokens for decision in decisions])
     batch = BatchAssignment(

@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import IntArray
-from fleet.timing import dispatch_seconds, distinct_seconds, lockstep_seconds, own_seconds, prefill_seconds, queue_seconds, running_seconds
+from fleet.timing import (
+    dispatch_seconds,
+    distinct_seconds,
+    lockstep_seconds,
+    own_seconds,
+    prefill_seconds,
+    queue_seconds,
+    running_seconds,
+)
 from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS
 from router.fleet_state.target_table import TargetTable, columns
 
@@ -84,7 +92,9 @@ class Scores(msgspec.Struct, frozen=True):
         return Scores(columns(self.terms, at), columns(self.total, at), columns(self.promised, at))
 
 
-def uncached_tokens(prompt_tokens: int, overlap_blocks: NDArray[np.int64], block_size: NDArray[np.int64]) -> NDArray[np.int64]:
+def uncached_tokens(
+    prompt_tokens: int, overlap_blocks: NDArray[np.int64], block_size: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """Return the prompt tokens a rank must compute, int64 [targets]. At least 1: the last token's logits are
     always computed.
     """
@@ -117,9 +127,20 @@ def score(
     work, added = np.empty((2, targets)), np.empty((2, targets))
     promised, tokens = load.astype(np.float64), uncached.astype(np.float64)
     work[0] = queue_seconds(roster.prefill_token_s, promised[PREFILL])
-    work[1] = running_seconds(roster.decode_sequence_s, roster.decode_block_s, promised[SEQUENCES], promised[BLOCKS], promised[STEPS], output)
-    added[0] = prefill_seconds(roster.prefill_token_s, roster.prefill_pair_s if roster.pairs else None, tokens, float(prompt_tokens))
-    added[1] = own_seconds(roster.decode_sequence_s, roster.decode_token_block_s, float(prompt_tokens + output_tokens), output)
+    work[1] = running_seconds(
+        roster.decode_sequence_s,
+        roster.decode_block_s,
+        promised[SEQUENCES],
+        promised[BLOCKS],
+        promised[STEPS],
+        output,
+    )
+    added[0] = prefill_seconds(
+        roster.prefill_token_s, roster.prefill_pair_s if roster.pairs else None, tokens, float(prompt_tokens)
+    )
+    added[1] = own_seconds(
+        roster.decode_sequence_s, roster.decode_token_block_s, float(prompt_tokens + output_tokens), output
+    )
     steps = output * roster.step_s
     if factors is not None:
         work *= factors
@@ -131,9 +152,13 @@ def score(
         tokens += output
         tokens *= expected.gain
         node_s = roster.dispatch_node_s if roster.far else None
-        terms[_EXPERTS] = dispatch_seconds(roster.dispatch_s, node_s, tokens, expected.remote_ranks, expected.remote_nodes)
+        terms[_EXPERTS] = dispatch_seconds(
+            roster.dispatch_s, node_s, tokens, expected.remote_ranks, expected.remote_nodes
+        )
     if expected is not None and roster.reads:
-        terms[_DISTINCT] = distinct_seconds(roster.expert_read_s, expected.added_experts, expected.gain * output)
+        terms[_DISTINCT] = distinct_seconds(
+            roster.expert_read_s, expected.added_experts, expected.gain * output
+        )
     if roster.together is not None:
         terms[_LOCKSTEP] = lockstep_seconds(work, added, roster.group_first, roster.group)
         if roster.apart:

@@ -1,4 +1,5 @@
-"""One routing decision: a value that can be read back, term by term. Pure; randomness comes in as a number."""
+"""One routing decision: a value that can be read back, term by term. Pure; randomness comes in as a
+number."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,11 +17,34 @@ from router.fleet_state.cluster_homes import at_home
 from router.fleet_state.engine_state import Versions
 from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS
 from router.fleet_state.target_table import Excluded, RankKey, Target, TargetTable, columns
-from router.prediction.predictor import NO_GAIN, NO_KEYS, UNKNOWN_MODEL, Forecast, PredictionKeys, PredictionRecord
+from router.prediction.predictor import (
+    NO_GAIN,
+    NO_KEYS,
+    UNKNOWN_MODEL,
+    Forecast,
+    PredictionKeys,
+    PredictionRecord,
+)
 from router.scheduling.cost import TERMS, ExpectedLoad, Scores, Weights, score, uncached_tokens
-from router.scheduling.decision_record import Candidate, DecisionRecord, Epochs, HomesEpoch, PromisedLoad, Supposed, Terms
+from router.scheduling.decision_record import (
+    Candidate,
+    DecisionRecord,
+    Epochs,
+    HomesEpoch,
+    PromisedLoad,
+    Supposed,
+    Terms,
+)
 from router.scheduling.filters import Candidates
-from router.scheduling.policies import CandidateFacts, HomeRanks, PolicyChoice, PolicyRules, Unit, choose, scored
+from router.scheduling.policies import (
+    CandidateFacts,
+    HomeRanks,
+    PolicyChoice,
+    PolicyRules,
+    Unit,
+    choose,
+    scored,
+)
 
 NOTHING = Supposed()
 Homecoming = Literal["reached", "passed", "unheeded", "none"]
@@ -52,7 +76,8 @@ UNKNOWN_OWNER = Owner()
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """The request, as far as it determines the price. `output_tokens` is the expected number, not the limit."""
+    """The request, as far as it determines the price. `output_tokens` is the expected number, not the
+    limit."""
 
     decision_id: str
     seed: int
@@ -118,10 +143,22 @@ class Outlook(NamedTuple):
     def of(self, at: NDArray[np.intp]) -> "Outlook":
         """Return the outlook for some of the candidates."""
         remote, nodes, local, prior, added = (
-            columns(column, at) for column in (self.remote_ranks, self.remote_nodes, self.local, self.prior_local, self.added)
+            columns(column, at)
+            for column in (self.remote_ranks, self.remote_nodes, self.local, self.prior_local, self.added)
         )
         home = None if self.home is None else columns(self.home, at)
-        return Outlook(self.forecast, remote, nodes, local, prior, added, columns(self.priced, at), home, self.versions, self.clusters)
+        return Outlook(
+            self.forecast,
+            remote,
+            nodes,
+            local,
+            prior,
+            added,
+            columns(self.priced, at),
+            home,
+            self.versions,
+            self.clusters,
+        )
 
 
 class Conditions(msgspec.Struct, frozen=True):
@@ -220,7 +257,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if self.measured is None:
             return [*terms]
         known = self.measured[:, candidate].tolist()
-        return [term if kind is None or known[kind] else None for term, kind in zip(terms, _SPEED_OF, strict=True)]
+        return [
+            term if kind is None or known[kind] else None for term, kind in zip(terms, _SPEED_OF, strict=True)
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -244,7 +283,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """Outcome of home placement for this request."""
         if self.home is not None and self.home.at.any():
             return "reached" if self.home.at[self.chosen] else "passed"
-        return "unheeded" if self.home is None and self.outlook is not None and self.outlook.home is not None else "none"
+        return (
+            "unheeded"
+            if self.home is None and self.outlook is not None and self.outlook.home is not None
+            else "none"
+        )
 
     def name(self, candidate: int) -> str:
         """Return engine/rank of a candidate."""
@@ -254,16 +297,30 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """Return the candidate that would have been chosen without a term (policy cost)."""
         total = np.add.reduce(np.delete(self.scores.terms, TERMS.index(term), axis=0), axis=0)
         home = None if term == "experts" else self.home
-        return choose(self.rules, total, self.unit, total, self.scores.promised, self.ask.seed, self.held, home).chosen
+        return choose(
+            self.rules, total, self.unit, total, self.scores.promised, self.ask.seed, self.held, home
+        ).chosen
 
     def if_gone(self) -> int | None:
-        """Return the candidate that would have been chosen without the chosen rank; None: there is no other."""
+        """Return the candidate that would have been chosen without the chosen rank; None: there is no
+        other."""
         left = np.delete(np.arange(len(self.at)), self.chosen)
         if not len(left):
             return None
-        held = None if self.held is None or self.held == self.chosen else self.held - (self.held > self.chosen)
+        held = (
+            None if self.held is None or self.held == self.chosen else self.held - (self.held > self.chosen)
+        )
         home = None if self.home is None else self.home.of(left)
-        choice = choose(self.rules, self.score[left], self.unit, self.scores.total[left], self.scores.promised[left], self.ask.seed, held, home)
+        choice = choose(
+            self.rules,
+            self.score[left],
+            self.unit,
+            self.scores.total[left],
+            self.scores.promised[left],
+            self.ask.seed,
+            held,
+            home,
+        )
         return int(left[choice.chosen])
 
     def record(self, most: int | None = None) -> DecisionRecord:
@@ -290,7 +347,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             margin=self.margin,
             tied=self.choice.tied,
             seed=str(self.ask.seed),
-            without={term: self.name(self.without(term)) for term in TERMS if weights[term]} if self.rules.policy == "cost" else {},
+            without=(
+                {term: self.name(self.without(term)) for term in TERMS if weights[term]}
+                if self.rules.policy == "cost"
+                else {}
+            ),
             if_gone=None if gone is None else self.name(gone),
             supposed=None if self.ask.supposed == NOTHING else self.ask.supposed,
             session_rank=None if self.held is None else self.name(self.held),
@@ -310,11 +371,20 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         )
 
     def _epochs(self) -> Epochs:
-        forecast, versions = (None, None) if self.outlook is None else (self.outlook.forecast, self.outlook.versions)
+        forecast, versions = (
+            (None, None) if self.outlook is None else (self.outlook.forecast, self.outlook.versions)
+        )
         return Epochs(
             placement={target.engine.engine: target.epoch for target in self.roster.targets},
             prices={} if versions is None else versions.prices,
-            homes={} if versions is None else {engine: HomesEpoch(version=of, epoch=epoch) for engine, (of, epoch) in versions.homes.items()},
+            homes=(
+                {}
+                if versions is None
+                else {
+                    engine: HomesEpoch(version=of, epoch=epoch)
+                    for engine, (of, epoch) in versions.homes.items()
+                }
+            ),
             tables=None if forecast is None else forecast.tables,
             clusters=None if forecast is None else forecast.clusters,
             view=self.view_version,
@@ -331,18 +401,36 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             return UNKNOWN_MODEL
         forecast, versions = self.outlook.forecast, self.outlook.versions
         if self.outlook.home is None:
-            waits = [] if versions is None else [f"{engine}'s wait for epoch {epoch}" for engine, (_, epoch) in versions.coming.items()]
+            waits = (
+                []
+                if versions is None
+                else [f"{engine}'s wait for epoch {epoch}" for engine, (_, epoch) in versions.coming.items()]
+            )
             return f"no cluster has a home{': ' if waits else ''}{', '.join(waits)}"
         if not self.rules.steers:
-            return f"ignored: the policy {self.rules.policy} with its weights does not depend on expert placement"
+            return (
+                f"ignored: the policy {self.rules.policy} with its weights does not depend on expert"
+                " placement"
+            )
         if self.home is None:
-            return f"ignored: the prediction has a confidence of {forecast.confidence:.3f}; {self.rules.home_confidence:g} is required"
-        return None if self.home.at.any() else "no rank is planned to get clearly more than its even share of such requests"
+            return (
+                f"ignored: the prediction has a confidence of {forecast.confidence:.3f};"
+                f" {self.rules.home_confidence:g} is required"
+            )
+        return (
+            None
+            if self.home.at.any()
+            else "no rank is planned to get clearly more than its even share of such requests"
+        )
 
     def _candidates(self, at: list[int]) -> list[Candidate]:
         """Return the records of these candidates, in this order."""
         outlook = self.outlook
-        predicted = None if outlook is None else (outlook.remote_ranks, outlook.remote_nodes, outlook.local, outlook.added)
+        predicted = (
+            None
+            if outlook is None
+            else (outlook.remote_ranks, outlook.remote_nodes, outlook.local, outlook.added)
+        )
         experts = [(None,) * 4] * len(at) if predicted is None else np.stack(predicted)[:, at].T.tolist()
         columns = zip(
             at,
@@ -355,7 +443,15 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         )
         return [self._candidate(*column) for column in columns]
 
-    def _candidate(self, at: int, score: float, terms: list[float], load: list[int], tokens: list[int], experts: "list[float] | tuple[None, ...]") -> Candidate:
+    def _candidate(
+        self,
+        at: int,
+        score: float,
+        terms: list[float],
+        load: list[int],
+        tokens: list[int],
+        experts: "list[float] | tuple[None, ...]",
+    ) -> Candidate:
         target = self.roster.targets[int(self.at[at])]
         remote_ranks, remote_nodes, local, added = experts
         priced = self.outlook is not None and bool(self.outlook.priced[at])
@@ -365,16 +461,26 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             worker_id=str(target.key[0]),
             score=score,
             terms_ms=Terms(**dict(zip(TERMS, self._known_terms(at, terms), strict=True))),
-            speed="stated" if bool(self.roster.stated[self.at[at]]) else "measured" if self.is_measured(at) else "not measured",
+            speed=(
+                "stated"
+                if bool(self.roster.stated[self.at[at]])
+                else "measured"
+                if self.is_measured(at)
+                else "not measured"
+            ),
             overlap_blocks=tokens[0],
             overlap_approximate=bool(self.roster.approximate[self.at[at]]),
             uncached_tokens=tokens[1],
-            load=PromisedLoad(prefill_tokens=load[PREFILL], requests=load[SEQUENCES], blocks=load[BLOCKS], steps=load[STEPS]),
+            load=PromisedLoad(
+                prefill_tokens=load[PREFILL], requests=load[SEQUENCES], blocks=load[BLOCKS], steps=load[STEPS]
+            ),
             remote_ranks=remote_ranks if priced else None,
             remote_nodes=remote_nodes if priced else None,
             local_share=local if priced else None,
             added_experts=added,
-            home_lift=None if self.outlook is None or self.outlook.home is None else float(self.outlook.home[at]),
+            home_lift=(
+                None if self.outlook is None or self.outlook.home is None else float(self.outlook.home[at])
+            ),
             experts_note=self._note(at),
         )
 
@@ -406,11 +512,24 @@ def decide(
     """
     at = found.at
     if not len(at):
-        raise ValueError(f"decision {ask.decision_id}: no candidate among {len(roster.targets)} ranks of the model {ask.model!r}")
+        raise ValueError(
+            f"decision {ask.decision_id}: no candidate among {len(roster.targets)} ranks of the model"
+            f" {ask.model!r}"
+        )
     load = conditions.load
     uncached = uncached_tokens(ask.prompt_tokens, overlap_blocks, roster.block_size)
     expected = None if outlook is None else outlook.expected
-    scores = score(roster, load, uncached, ask.prompt_tokens, ask.output_tokens, rules.weights, expected, conditions.handover, conditions.factors)
+    scores = score(
+        roster,
+        load,
+        uncached,
+        ask.prompt_tokens,
+        ask.output_tokens,
+        rules.weights,
+        expected,
+        conditions.handover,
+        conditions.factors,
+    )
     if len(at) != len(uncached):
         scores, uncached, load, overlap_blocks = scores.of(at), uncached[at], load[:, at], overlap_blocks[at]
         outlook = None if outlook is None else outlook.of(at)
@@ -444,7 +563,13 @@ def decide(
 
 
 def _home(
-    outlook: Outlook, rules: PolicyRules, scores: Scores, roster: TargetTable, at: NDArray[np.intp], uncached: NDArray[np.int64], output_tokens: int
+    outlook: Outlook,
+    rules: PolicyRules,
+    scores: Scores,
+    roster: TargetTable,
+    at: NDArray[np.intp],
+    uncached: NDArray[np.int64],
+    output_tokens: int,
 ) -> HomeRanks | None:
     """Return the homes of a request; None: it has none, or they are ignored. The confidence of the request's
     own prediction decides if homes apply, and scales the expected saving of a home. The calibration earned by
@@ -464,7 +589,13 @@ def _home(
     if gain > _LEAST_GAIN:
         return HomeRanks(at_home(outlook.home), scores.terms[_EXPERTS] * (-sure / gain))
     node_s = roster.dispatch_node_s[at] if roster.far else None
-    costs = dispatch_seconds(roster.dispatch_s[at], node_s, uncached + np.float64(output_tokens), outlook.remote_ranks, outlook.remote_nodes)
+    costs = dispatch_seconds(
+        roster.dispatch_s[at],
+        node_s,
+        uncached + np.float64(output_tokens),
+        outlook.remote_ranks,
+        outlook.remote_nodes,
+    )
     return HomeRanks(at_home(outlook.home), costs * (-1000.0 * sure * rules.weights.experts))
 
 

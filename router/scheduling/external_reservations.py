@@ -50,7 +50,12 @@ def waits(query: bytes) -> bool | None:
 
 
 def reserved(record: DecisionRecord, url: str, expires_seconds: float, cache_salt: str) -> ReservedRecord:
-    return ReservedRecord(**msgspec.structs.asdict(record), url=url, expires_seconds=expires_seconds, cache_salt=cache_salt or None)
+    return ReservedRecord(
+        **msgspec.structs.asdict(record),
+        url=url,
+        expires_seconds=expires_seconds,
+        cache_salt=cache_salt or None,
+    )
 
 
 class _Held(NamedTuple):

@@ -36,7 +36,11 @@ class SaturationLimits(NamedTuple):
         """Return the number of held KV blocks beyond which each rank is saturated, float64 [targets]; inf: no
         limit.
         """
-        return np.full(len(roster.targets), np.inf) if self.kv_share >= 1 else np.asarray(self.kv_share * roster.kv_blocks)
+        return (
+            np.full(len(roster.targets), np.inf)
+            if self.kv_share >= 1
+            else np.asarray(self.kv_share * roster.kv_blocks)
+        )
 
 
 class QueuePrices(NamedTuple):
@@ -112,7 +116,13 @@ def candidates(
     load: int64 [AMOUNTS, targets]. prices None: as declared by the engines.
     """
     prices = prices or QueuePrices.stated(roster)
-    if not avoid and not barred and not said_busy and needed_context <= roster.smallest_context and _none_saturated(roster, load, limits, prices):
+    if (
+        not avoid
+        and not barred
+        and not said_busy
+        and needed_context <= roster.smallest_context
+        and _none_saturated(roster, load, limits, prices)
+    ):
         return Candidates(roster.all_at, roster.excluded, False, 0.0)
     small, busy = roster.max_context < needed_context, saturated(roster, load, limits, said_busy, prices)
     failed = np.zeros(len(small), np.bool_)
@@ -121,24 +131,47 @@ def candidates(
     only_busy = busy & ~small & ~failed
     excluded: Sequence[Excluded] = roster.excluded
     if out.any():
-        excluded = ExclusionReasons(partial(_exclusions, roster, load, needed_context, limits, avoid, barred, said_busy, np.flatnonzero(out)))
+        excluded = ExclusionReasons(
+            partial(
+                _exclusions,
+                roster,
+                load,
+                needed_context,
+                limits,
+                avoid,
+                barred,
+                said_busy,
+                np.flatnonzero(out),
+            )
+        )
     wait = float(queue_seconds(prices.token_s, load[PREFILL])[only_busy].min()) if only_busy.any() else 0.0
     return Candidates(np.flatnonzero(~out), excluded, bool(only_busy.any()), wait)
 
 
 def saturated(
-    roster: TargetTable, load: IntArray, limits: SaturationLimits, said_busy: frozenset[RankKey] = frozenset(), prices: QueuePrices | None = None
+    roster: TargetTable,
+    load: IntArray,
+    limits: SaturationLimits,
+    said_busy: frozenset[RankKey] = frozenset(),
+    prices: QueuePrices | None = None,
 ) -> NDArray[np.bool_]:
     """Return the ranks that accept no further request, bool [targets]. Arguments as in `candidates`."""
     prices = prices or QueuePrices.stated(roster)
     queue = queue_seconds(prices.token_s, load[PREFILL])
-    busy: NDArray[np.bool_] = (load[SEQUENCES] >= limits.most_requests(roster)) | (queue > limits.queue_seconds) | (load[BLOCKS] > limits.blocks(roster))
+    busy: NDArray[np.bool_] = (
+        (load[SEQUENCES] >= limits.most_requests(roster))
+        | (queue > limits.queue_seconds)
+        | (load[BLOCKS] > limits.blocks(roster))
+    )
     busy[[roster.index[key] for key in said_busy if key in roster.index]] = True
     return busy
 
 
-def _none_saturated(roster: TargetTable, load: IntArray, limits: SaturationLimits, prices: QueuePrices) -> bool:
-    """Recognise the usual case, no saturated rank, by maxima. May return False although no rank is saturated."""
+def _none_saturated(
+    roster: TargetTable, load: IntArray, limits: SaturationLimits, prices: QueuePrices
+) -> bool:
+    """Recognise the usual case, no saturated rank, by maxima. May return False although no rank is
+    saturated."""
     if not len(roster.targets):
         return True
     most: list[int] = np.maximum.reduce(load, axis=1).tolist()
@@ -174,12 +207,17 @@ def _exclusions(
     return tuple(found)
 
 
-def _reason(roster: TargetTable, load: IntArray, needed_context: int, limits: SaturationLimits, at: int) -> str:
+def _reason(
+    roster: TargetTable, load: IntArray, needed_context: int, limits: SaturationLimits, at: int
+) -> str:
     if roster.max_context[at] < needed_context:
         return f"its context of {roster.max_context[at]} tokens is too small for {needed_context}"
     most = min(limits.requests, int(roster.max_requests[at]))
     if load[SEQUENCES, at] >= most:
         return f"saturated: {load[SEQUENCES, at]} requests of at most {most}"
     if load[BLOCKS, at] > limits.blocks(roster)[at]:
-        return f"saturated: {load[BLOCKS, at]} of {roster.kv_blocks[at]:.0f} KV blocks are held by requests, more than a share of {limits.kv_share:g}"
+        return (
+            f"saturated: {load[BLOCKS, at]} of {roster.kv_blocks[at]:.0f} KV blocks are held by requests,"
+            f" more than a share of {limits.kv_share:g}"
+        )
     return f"saturated: {load[PREFILL, at]} prompt tokens wait, more than {limits.queue_seconds:g} s of work"

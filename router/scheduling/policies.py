@@ -53,7 +53,9 @@ class PolicyRules:
     @property
     def steers(self) -> bool:
         """True if expert placement affects these rules. If not, homes do not count either."""
-        return self.weights.experts > 0 if self.policy == "cost" else self.policy == "classic" and self.beta > 0
+        return (
+            self.weights.experts > 0 if self.policy == "cost" else self.policy == "classic" and self.beta > 0
+        )
 
     @classmethod
     def of(cls, config: RouterConfig) -> "PolicyRules":
@@ -67,7 +69,14 @@ class PolicyRules:
             config.handover_weight,
         )
         classic = (config.classic_alpha, config.classic_beta, config.classic_gamma)
-        return cls(config.policy, weights, *classic, config.temperature_ms, config.session_affinity_ms, config.home_confidence)
+        return cls(
+            config.policy,
+            weights,
+            *classic,
+            config.temperature_ms,
+            config.session_affinity_ms,
+            config.home_confidence,
+        )
 
     def without(self, terms: tuple[str, ...]) -> "PolicyRules":
         """Return the rules without these terms."""
@@ -114,7 +123,9 @@ class HomeRanks(NamedTuple):
         homes = self.at.nonzero()[0]
         lowest, costs = float(score[cheapest]), score[homes]
         rounding = _SAME * max(1.0, lowest)
-        homes = homes[costs <= lowest + rounding + np.maximum(self.saves[homes] - self.saves[cheapest], _ZERO)]
+        homes = homes[
+            costs <= lowest + rounding + np.maximum(self.saves[homes] - self.saves[cheapest], _ZERO)
+        ]
         if len(homes) < 2:
             return np.asarray(homes)
         costs = score[homes]
@@ -145,7 +156,14 @@ def scored(rules: PolicyRules, facts: CandidateFacts) -> tuple[FloatArray, Unit]
 
 
 def choose(
-    rules: PolicyRules, score: FloatArray, unit: Unit, total: FloatArray, promised: FloatArray, seed: int, held: int | None, home: HomeRanks | None = None
+    rules: PolicyRules,
+    score: FloatArray,
+    unit: Unit,
+    total: FloatArray,
+    promised: FloatArray,
+    seed: int,
+    held: int | None,
+    home: HomeRanks | None = None,
 ) -> PolicyChoice:
     """Pick a candidate by its score [candidates].
 
@@ -180,7 +198,9 @@ def choose(
 
 
 def _classic(rules: PolicyRules, facts: CandidateFacts) -> FloatArray:
-    score = rules.alpha * facts.uncached / facts.prompt_tokens + rules.gamma * _relative(facts.scores.promised)
+    score = rules.alpha * facts.uncached / facts.prompt_tokens + rules.gamma * _relative(
+        facts.scores.promised
+    )
     return score if facts.remote_share is None else np.asarray(score + rules.beta * facts.remote_share)
 
 

@@ -26,7 +26,16 @@ from router.prefix_index.approximate_index import ApproximateIndex
 from router.prefix_index.kv_event_index import KvEventIndex
 from router.prefix_index.prompt import Prompt
 from router.scheduling.batch_assignment import order_of
-from router.scheduling.decision import NOTHING, UNKNOWN_OWNER, Ask, Conditions, Decision, Outlook, Owner, decide
+from router.scheduling.decision import (
+    NOTHING,
+    UNKNOWN_OWNER,
+    Ask,
+    Conditions,
+    Decision,
+    Outlook,
+    Owner,
+    decide,
+)
 from router.scheduling.decision_record import Supposed
 from router.scheduling.filters import Candidates, SaturationLimits, candidates, saturated
 from router.scheduling.policies import PolicyRules
@@ -86,7 +95,14 @@ class Scheduler:
     the same `holders`. `foresight` predicts which experts a request activates.
     """
 
-    def __init__(self, view: FleetView, reservations: Reservations, kv: KvEventIndex, prefixes: ApproximateIndex, config: RouterConfig) -> None:
+    def __init__(
+        self,
+        view: FleetView,
+        reservations: Reservations,
+        kv: KvEventIndex,
+        prefixes: ApproximateIndex,
+        config: RouterConfig,
+    ) -> None:
         self.view = view
         self.reservations = reservations
         self.kv = kv
@@ -95,7 +111,9 @@ class Scheduler:
         self.health = CircuitBreakers(config)
         self.speeds = TargetSpeeds(config.correction_limit)
         self._config = config
-        self._limits = SaturationLimits(config.max_requests_per_rank, config.max_queue_seconds, config.max_kv_share)
+        self._limits = SaturationLimits(
+            config.max_requests_per_rank, config.max_queue_seconds, config.max_kv_share
+        )
         self._rules = PolicyRules.of(config)
         self._affinity = SessionAffinity(config.session_affinity_seconds)
         self._busy_until: dict[RankKey, float] = {}
@@ -108,16 +126,21 @@ class Scheduler:
     def reconfigure(self, config: RouterConfig) -> None:
         """Apply these settings from now on."""
         self._config = config
-        self._limits = SaturationLimits(config.max_requests_per_rank, config.max_queue_seconds, config.max_kv_share)
+        self._limits = SaturationLimits(
+            config.max_requests_per_rank, config.max_queue_seconds, config.max_kv_share
+        )
         self._rules = PolicyRules.of(config)
         self._affinity.set_seconds(config.session_affinity_seconds)
         self.health.reconfigure(config)
         self.speeds.reconfigure(config.correction_limit)
-        self.reservations.reconfigure(settle_seconds=config.settle_seconds, stale_seconds=config.stale_load_seconds)
+        self.reservations.reconfigure(
+            settle_seconds=config.settle_seconds, stale_seconds=config.stale_load_seconds
+        )
 
     @property
     def expected_steps_left(self) -> int:
-        """Tokens still expected from a request known only to a rank: on average half of its output has come."""
+        """Tokens still expected from a request known only to a rank: on average half of its output has
+        come."""
         return -(-self._config.expected_output_tokens // 2)
 
     def roster(self, model: str) -> TargetTable:
@@ -130,19 +153,42 @@ class Scheduler:
             if not known:
                 raise ApiError(503, "no engine has joined yet", code="no_engine", retry_after=2.0)
             if model not in known:
-                message = f"the model {shortened(model, MOST_NAME)!r} does not exist; models served here: {', '.join(known)}"
+                message = (
+                    f"the model {shortened(model, MOST_NAME)!r} does not exist; models served here:"
+                    f" {', '.join(known)}"
+                )
                 raise ApiError(404, message, code="model_not_found", param="model")
-            reasons = "; ".join(sorted({out.reason for out in roster.excluded if not out.reason.startswith("serves another")}))
-            raise Saturated(503, f"no engine of model {model!r} is live at present ({reasons})", code="no_engine", retry_after=2.0)
+            reasons = "; ".join(
+                sorted({out.reason for out in roster.excluded if not out.reason.startswith("serves another")})
+            )
+            raise Saturated(
+                503,
+                f"no engine of model {model!r} is live at present ({reasons})",
+                code="no_engine",
+                retry_after=2.0,
+            )
         return roster
 
-    def decide(self, need: RoutingRequest, decision_id: str, seed: int, now: float, attempt: Attempt = FIRST_TRY, lap: Lap | None = None) -> Decision:
+    def decide(
+        self,
+        need: RoutingRequest,
+        decision_id: str,
+        seed: int,
+        now: float,
+        attempt: Attempt = FIRST_TRY,
+        lap: Lap | None = None,
+    ) -> Decision:
         """Choose a rank. `lap` is called after each part. ApiError 404, 503 (no live engine, or all failed
         this request) or 429 (all saturated), the last two with Retry-After.
         """
         roster = self.roster(need.model)
         if roster.tokenizer != need.tokenizer:
-            raise ApiError(503, "the remaining engines use another tokenizer; send the request again", code="upstream_failed", retry_after=1.0)
+            raise ApiError(
+                503,
+                "the remaining engines use another tokenizer; send the request again",
+                code="upstream_failed",
+                retry_after=1.0,
+            )
         load = self.reservations.load(roster.rows, now)
         found = self._candidates(roster, load, need, attempt, now)
         if lap is not None:
@@ -169,7 +215,14 @@ class Scheduler:
             lap("predict")
         known = self.speeds.known(roster)
         held = self._affinity.rank(need.keys.session, now)
-        conditions = Conditions(load, self.view.handovers(roster), known.factors, held, self._turns.get(need.model, 0), known.measured)
+        conditions = Conditions(
+            load,
+            self.view.handovers(roster),
+            known.factors,
+            held,
+            self._turns.get(need.model, 0),
+            known.measured,
+        )
         rules = self._rules_for(need.supposed)
         decision = decide(ask, roster, found, overlap, conditions, rules, self.view.version, outlook)
         if lap is not None:
@@ -184,7 +237,9 @@ class Scheduler:
         if not roster.targets:
             return None
         load, bars = self.reservations.load(roster.rows, now), self.health.bars(roster, now)
-        full = saturated(roster, load, self._limits, self._reported_busy(now), self.speeds.known(roster).queue)
+        full = saturated(
+            roster, load, self._limits, self._reported_busy(now), self.speeds.known(roster).queue
+        )
         free = np.where(full, 0, self._limits.most_requests(roster) - load[SEQUENCES])
         for barred in (bars.every, bars.hard):
             allowed = np.ones(len(free), np.bool_)
@@ -201,9 +256,13 @@ class Scheduler:
         if len(decisions) < 2 or any(decision.roster is not roster for decision in decisions):
             return list(range(len(decisions)))
         known = self.speeds.known(roster)
-        return order_of(decisions, self.reservations.load(roster.rows, now), self._limits, known.factors, known.queue)
+        return order_of(
+            decisions, self.reservations.load(roster.rows, now), self._limits, known.factors, known.queue
+        )
 
-    def book(self, decision: Decision, prompt: Prompt, now: float, *, external: bool = False, timed: bool = True) -> Booking:
+    def book(
+        self, decision: Decision, prompt: Prompt, now: float, *, external: bool = False, timed: bool = True
+    ) -> Booking:
         """Add the request's load to the chosen rank, index the prompt if KV events will not, and keep the
         decision for reading back. external: another data plane sends the request. timed: the time of its
         first token will be known.
@@ -213,7 +272,9 @@ class Scheduler:
         blocks = -(-(ask.prompt_tokens + ask.output_tokens) // size)
         if not target.engine.capabilities.kv_events:
             chain = prompt.chained(size)
-            self.prefixes.routed(target.key, chain.reach(len(chain), self.kv.holders.runs), target.engine.kv_blocks or None)
+            self.prefixes.routed(
+                target.key, chain.reach(len(chain), self.kv.holders.runs), target.engine.kv_blocks or None
+            )
         self._keep(decision)
         self._turns[ask.model] = self._turns.get(ask.model, 0) + 1
         self._affinity.went(ask.keys.session, target.key, now)
@@ -272,7 +333,9 @@ class Scheduler:
         self._busy_until = {key: until for key, until in self._busy_until.items() if until > now}
         return frozenset(self._busy_until)
 
-    def _candidates(self, roster: TargetTable, load: NDArray[np.int64], need: RoutingRequest, attempt: Attempt, now: float) -> Candidates:
+    def _candidates(
+        self, roster: TargetTable, load: NDArray[np.int64], need: RoutingRequest, attempt: Attempt, now: float
+    ) -> Candidates:
         """Return the candidates. Breakers and ejections are ignored if no other rank is left; drains never
         are.
         """
@@ -284,39 +347,73 @@ class Scheduler:
             bars = bars.beside(others)
         if need.only is not None:
             if need.only not in roster.index:
-                raise ApiError(503, "the server that stores the objects of this request does not answer at present", code="no_engine", retry_after=2.0)
-            bars = bars.beside({target.key: _ELSEWHERE for target in roster.targets if target.key != need.only})
+                raise ApiError(
+                    503,
+                    "the server that stores the objects of this request does not answer at present",
+                    code="no_engine",
+                    retry_after=2.0,
+                )
+            bars = bars.beside(
+                {target.key: _ELSEWHERE for target in roster.targets if target.key != need.only}
+            )
         if need.passes_fields:
             plain = [target.key for target in roster.targets if not target.engine.capabilities.passes_fields]
             bars = bars.beside(dict.fromkeys(plain, READS_ONLY))
         said_busy, prices = self._reported_busy(now), self.speeds.known(roster).queue
-        avoided = to_avoid([failure for failure in attempt.failures if failure[1] is not AttemptFailure.BUSY], roster) if attempt.failures else _NOBODY_TO_AVOID
+        avoided = (
+            to_avoid(
+                [failure for failure in attempt.failures if failure[1] is not AttemptFailure.BUSY], roster
+            )
+            if attempt.failures
+            else _NOBODY_TO_AVOID
+        )
         busy: Candidates | None = None
         for barred in (bars.every, bars.hard) if len(bars.every) > len(bars.hard) else (bars.every,):
             for avoid in avoided:
                 found = candidates(roster, load, need.context, self._limits, avoid, barred, said_busy, prices)
                 if len(found.at):
-                    return found if barred is bars.every else msgspec.structs.replace(found, ignored=_ignored(roster, bars))
+                    return (
+                        found
+                        if barred is bars.every
+                        else msgspec.structs.replace(found, ignored=_ignored(roster, bars))
+                    )
                 busy = found if found.busy else busy
             if busy is not None:
                 break
         if busy is not None:
             wait = max(1.0, busy.wait_seconds)
-            raise Saturated(429, "every rank that serves this model is saturated; try again later", code="saturated", retry_after=wait)
+            raise Saturated(
+                429,
+                "every rank that serves this model is saturated; try again later",
+                code="saturated",
+                retry_after=wait,
+            )
         if others:
             at = roster.index[next(iter(others))]
             reason = f"{roster.targets[at].name}: {next(iter(others.values()))}"
-            message = f"the answer broke off and cannot be continued: no rank with its weights is left ({reason})"
+            message = (
+                f"the answer broke off and cannot be continued: no rank with its weights is left ({reason})"
+            )
             raise ApiError(503, message, code="weights_changed", retry_after=1.0)
         if attempt.failures:
-            message = f"every rank that serves this model failed this request, the last with {attempt.failures[-1][1].value}"
+            message = (
+                "every rank that serves this model failed this request, the last with"
+                f" {attempt.failures[-1][1].value}"
+            )
             raise ApiError(503, message, code="upstream_failed", retry_after=2.0)
         if len(bars.hard) == len(roster.targets):
-            message = f"every rank that serves the model {need.model!r} is draining; undo it with: roost drain ENGINE --undo"
+            message = (
+                f"every rank that serves the model {need.model!r} is draining; undo it with: roost drain"
+                " ENGINE --undo"
+            )
             raise ApiError(503, message, code="draining", retry_after=5.0)
-        raise ApiError(503, "no rank that serves this model can take this request now", code="no_engine", retry_after=2.0)
+        raise ApiError(
+            503, "no rank that serves this model can take this request now", code="no_engine", retry_after=2.0
+        )
 
-    def _outlook(self, roster: TargetTable, need: RoutingRequest, overlap: NDArray[np.int64]) -> Outlook | None:
+    def _outlook(
+        self, roster: TargetTable, need: RoutingRequest, overlap: NDArray[np.int64]
+    ) -> Outlook | None:
         """Return the outlook of all targets. A prompt known only as text is predicted by its sender alone,
         since its hashes are not those of token blocks.
 
@@ -327,7 +424,9 @@ class Scheduler:
             return None
         size, prompt = _block_size(roster), need.prompt
         prefix = prompt.chained(size) if prompt.ids else ()
-        forecast = self.foresight.predict(need.model, Query(prefix, prompt.ids, size, *need.keys, int(overlap[overlap.argmax()])))
+        forecast = self.foresight.predict(
+            need.model, Query(prefix, prompt.ids, size, *need.keys, int(overlap[overlap.argmax()]))
+        )
         if forecast is None:
             return None
         prices, clusters = self.view.prices(need.model), self.view.clusters(need.model)
@@ -338,7 +437,9 @@ class Scheduler:
             return Outlook(forecast, nothing, nothing, nothing, nothing, nothing, unpriced, clusters=used)
         remote, nodes, local, added = prices.of(forecast.weights)
         prior, home = prices.prior_local(forecast.shares), prices.home(forecast.weights)
-        return Outlook(forecast, remote, nodes, local, prior, added, prices.priced, home, prices.versions, used)
+        return Outlook(
+            forecast, remote, nodes, local, prior, added, prices.priced, home, prices.versions, used
+        )
 
 
 def _block_size(roster: TargetTable) -> int:
@@ -360,4 +461,8 @@ def _first_token_seconds(decision: Decision) -> float | None:
         return None
     prefill, queue = decision.scores.terms[:2, decision.chosen].tolist()  # the first two of TERMS
     weights = decision.weights
-    return (prefill / weights.prefill + queue / weights.queue) / 1000.0 if weights.prefill and weights.queue else None
+    return (
+        (prefill / weights.prefill + queue / weights.queue) / 1000.0
+        if weights.prefill and weights.queue
+        else None
+    )

@@ -108,9 +108,15 @@ class SpeedCorrection:
 
     def of(self, row: int) -> tuple[float, float]:
         """Return the same for one rank."""
-        return (float(self._factors[0, row]), float(self._factors[1, row])) if row < self._factors.shape[1] else (1.0, 1.0)
+        return (
+            (float(self._factors[0, row]), float(self._factors[1, row]))
+            if row < self._factors.shape[1]
+            else (1.0, 1.0)
+        )
 
-    def prefilled(self, key: RankKey, row: int, predicted_s: float, beside_s: float, observed_s: float) -> None:
+    def prefilled(
+        self, key: RankKey, row: int, predicted_s: float, beside_s: float, observed_s: float
+    ) -> None:
         """Record a first token that came after observed_s. predicted_s: the uncorrected model's time of this
         prefill and of the prefill ahead of it; beside_s: everything else that passes until a first token
         comes. Its error is one of the ratio times beside_s / predicted_s, so an observation weighs as the
@@ -120,7 +126,9 @@ class SpeedCorrection:
             ratio = log(max(observed_s - beside_s, _LEAST_SHARE * observed_s) / predicted_s)
             self._add(PREFILL_SPEED, key, row, ratio, (predicted_s / (predicted_s + beside_s)) ** 2)
 
-    def stepped(self, key: RankKey, row: int, predicted_s: float, observed_s: float, weight: float = 1.0) -> None:
+    def stepped(
+        self, key: RankKey, row: int, predicted_s: float, observed_s: float, weight: float = 1.0
+    ) -> None:
         """Record a decode step that took observed_s; the uncorrected model predicts predicted_s. weight: in
         (0, 1].
         """
@@ -164,7 +172,9 @@ class SpeedCorrection:
         self._row_of[key] = row
         column = self._engine_at.get(key[0])
         if column is None:
-            column = self._engine_at[key[0]] = self._free_engines.pop() if self._free_engines else len(self._engine_at) + 1
+            column = self._engine_at[key[0]] = (
+                self._free_engines.pop() if self._free_engines else len(self._engine_at) + 1
+            )
             self._engines.reserve(column + 1)
         self._engine_of[row] = column
 

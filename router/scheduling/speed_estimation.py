@@ -80,7 +80,9 @@ class SpeedEstimation:
         self._pool_of: dict[RankKey, str] = {}
         self._aged_at: float | None = None
 
-    def first_token(self, pool: str, server: RankKey, predicted_s: float, beside_s: float, observed_s: float) -> None:
+    def first_token(
+        self, pool: str, server: RankKey, predicted_s: float, beside_s: float, observed_s: float
+    ) -> None:
         """Record a first token that came after observed_s. predicted_s: this prefill and the prefill ahead of
         it; beside_s: everything else that passes until a first token comes. The observation weighs as the
         square of the prefill's share (inverse variance).
@@ -89,7 +91,9 @@ class SpeedEstimation:
             ratio = log(max(observed_s - beside_s, _LEAST_SHARE * observed_s) / predicted_s)
             self._add(PREFILL_KIND, pool, server, ratio, (predicted_s / (predicted_s + beside_s)) ** 2)
 
-    def step(self, pool: str, server: RankKey, predicted_s: float, observed_s: float, weight: float = 1.0) -> None:
+    def step(
+        self, pool: str, server: RankKey, predicted_s: float, observed_s: float, weight: float = 1.0
+    ) -> None:
         """Record a decode step. weight: in (0, 1]."""
         if predicted_s > 0 and observed_s > 0:
             self._add(DECODE_KIND, pool, server, log(observed_s / predicted_s), weight)

@@ -33,7 +33,8 @@ class TargetSpeeds:
     """
 
     def __init__(self, limit: float) -> None:
-        """limit: a stated speed is corrected by at most this factor, in either direction; 1: no correction."""
+        """limit: a stated speed is corrected by at most this factor, in either direction; 1: no
+        correction."""
         self._stated = SpeedCorrection(limit)
         self._learnt = SpeedEstimation()
         self._known: dict[str, tuple[TargetTable, KnownSpeeds]] = {}
@@ -50,11 +51,14 @@ class TargetSpeeds:
         return found[1]
 
     def of(self, roster: TargetTable, target: int) -> tuple[float, float]:
-        """Return the factors of predicted prefill and decode seconds of one target, an index into the table."""
+        """Return the factors of predicted prefill and decode seconds of one target, an index into the
+        table."""
         factors = self.known(roster).factors
         return (1.0, 1.0) if factors is None else (float(factors[0, target]), float(factors[1, target]))
 
-    def prefilled(self, target: Target, row: int, predicted_s: float, beside_s: float, observed_s: float) -> None:
+    def prefilled(
+        self, target: Target, row: int, predicted_s: float, beside_s: float, observed_s: float
+    ) -> None:
         """Record a first token, as `SpeedCorrection.prefilled` and `SpeedEstimation.first_token`. row: of the
         load tables.
         """
@@ -63,7 +67,16 @@ class TargetSpeeds:
         else:
             self._learnt.first_token(target.engine.model, target.key, predicted_s, beside_s, observed_s)
 
-    def stepped(self, key: RankKey, row: int, predicted_s: float, observed_s: float, weight: float = 1.0, *, pool: str | None) -> None:
+    def stepped(
+        self,
+        key: RankKey,
+        row: int,
+        predicted_s: float,
+        observed_s: float,
+        weight: float = 1.0,
+        *,
+        pool: str | None,
+    ) -> None:
         """Record a decode step. pool: base model of a server that states no speed; None: the server states
         one.
         """
@@ -97,7 +110,11 @@ class TargetSpeeds:
                 found = self._learnt.of(target.engine.model, target.key)
                 for kind, (factor, known) in enumerate(found):
                     factors[kind, at], measured[kind, at] = factor if known else guess[kind], known
-        return KnownSpeeds(factors, None if measured is None or measured.all() else measured, _queue_prices(roster, factors, measured))
+        return KnownSpeeds(
+            factors,
+            None if measured is None or measured.all() else measured,
+            _queue_prices(roster, factors, measured),
+        )
 
 
 def _guess(roster: TargetTable, factors: NDArray[np.float64]) -> tuple[float, float]:
@@ -108,11 +125,18 @@ def _guess(roster: TargetTable, factors: NDArray[np.float64]) -> tuple[float, fl
     if not len(stated):
         return 1.0, 1.0
     at = int(stated[0])
-    step = float(roster.step_s[at] + roster.decode_sequence_s[at]) / (REFERENCE.step + REFERENCE.decode_sequence)
-    return float(factors[0, at] * roster.prefill_token_s[at]) / REFERENCE.prefill_token, float(factors[1, at]) * step
+    step = float(roster.step_s[at] + roster.decode_sequence_s[at]) / (
+        REFERENCE.step + REFERENCE.decode_sequence
+    )
+    return (
+        float(factors[0, at] * roster.prefill_token_s[at]) / REFERENCE.prefill_token,
+        float(factors[1, at]) * step,
+    )
 
 
-def _queue_prices(roster: TargetTable, factors: NDArray[np.float64] | None, measured: NDArray[np.bool_] | None) -> QueuePrices:
+def _queue_prices(
+    roster: TargetTable, factors: NDArray[np.float64] | None, measured: NDArray[np.bool_] | None
+) -> QueuePrices:
     """Return the queue prices. A queued token is free where the speed was not measured, so nothing is refused
     for it.
     """

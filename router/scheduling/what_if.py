@@ -20,13 +20,26 @@ def asked(query: bytes) -> Supposed:
     ApiError 400 for anything else.
     """
     try:
-        pairs = parse_qsl(query.decode("ascii"), keep_blank_values=True, strict_parsing=True, max_num_fields=MOST_NAMES) if query else []
+        pairs = (
+            parse_qsl(
+                query.decode("ascii"), keep_blank_values=True, strict_parsing=True, max_num_fields=MOST_NAMES
+            )
+            if query
+            else []
+        )
     except ValueError as error:
-        raise ApiError(400, f"the query string cannot be read ({error}); {_USE}", code="invalid_value") from error
+        raise ApiError(
+            400, f"the query string cannot be read ({error}); {_USE}", code="invalid_value"
+        ) from error
     for name, _ in pairs:
         if name not in ("without", "gone"):
-            raise ApiError(400, f"unknown query parameter {name!r}; {_USE}", param=name, code="unknown_parameter")
-    return supposed((value for name, value in pairs if name == "without"), (value for name, value in pairs if name == "gone"))
+            raise ApiError(
+                400, f"unknown query parameter {name!r}; {_USE}", param=name, code="unknown_parameter"
+            )
+    return supposed(
+        (value for name, value in pairs if name == "without"),
+        (value for name, value in pairs if name == "gone"),
+    )
 
 
 _USE = "allowed here are ?without=TERM and ?gone=ENGINE/RANK, each any number of times"
@@ -39,9 +52,19 @@ def supposed(without: Iterable[str], gone: Iterable[str]) -> Supposed:
     terms, ranks = tuple(dict.fromkeys(without)), tuple(dict.fromkeys(gone))
     for term in terms:
         if term not in TERMS:
-            raise ApiError(400, f"there is no term {term!r} that could be left out; terms: {', '.join(TERMS)}", param="without", code="invalid_value")
+            raise ApiError(
+                400,
+                f"there is no term {term!r} that could be left out; terms: {', '.join(TERMS)}",
+                param="without",
+                code="invalid_value",
+            )
     if len(ranks) > MOST_NAMES:
-        raise ApiError(400, f"{len(ranks)} ranks are assumed to be gone, at most {MOST_NAMES} are allowed", param="gone", code="invalid_value")
+        raise ApiError(
+            400,
+            f"{len(ranks)} ranks are assumed to be gone, at most {MOST_NAMES} are allowed",
+            param="gone",
+            code="invalid_value",
+        )
     return Supposed(without=terms, gone=ranks)
 
 
@@ -53,10 +76,20 @@ def barred(gone: tuple[str, ...], roster: TargetTable) -> dict[RankKey, str]:
     for name in gone:
         keys = [target.key for target in roster.targets if name in (target.name, target.engine.engine)]
         if not keys:
-            raise ApiError(400, f"no rank or engine {name!r} serves the model {roster.model!r}; ranks: {_listed(roster)}", param="gone", code="invalid_value")
+            raise ApiError(
+                400,
+                f"no rank or engine {name!r} serves the model {roster.model!r}; ranks: {_listed(roster)}",
+                param="gone",
+                code="invalid_value",
+            )
         found |= dict.fromkeys(keys, GONE)
     if found and len(found) == len(roster.targets):
-        raise ApiError(400, f"every rank that serves the model {roster.model!r} is assumed to be gone: keep at least one", param="gone", code="invalid_value")
+        raise ApiError(
+            400,
+            f"every rank that serves the model {roster.model!r} is assumed to be gone: keep at least one",
+            param="gone",
+            code="invalid_value",
+        )
     return found
 
 

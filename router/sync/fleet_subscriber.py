@@ -10,7 +10,16 @@ from bus import Bus, BusError, Message, Received, Subscription
 from bus.joins import holds_its_name, vouched
 from bus.protocol.subjects import Subjects
 from fleet.dispatch import numbered
-from fleet.events import DescribeEngine, EngineHeartbeat, EngineJoined, EngineLeft, HomesPublished, KvMetrics, PlacementCommitted, RankDrained
+from fleet.events import (
+    DescribeEngine,
+    EngineHeartbeat,
+    EngineJoined,
+    EngineLeft,
+    HomesPublished,
+    KvMetrics,
+    PlacementCommitted,
+    RankDrained,
+)
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from router.fleet_state.cluster_homes import homes_of
@@ -59,7 +68,11 @@ class FleetSubscriber:
         self._forget = forget
         self._reported = reported
         self._changed = changed
-        self.behind = {subjects.membership(): "joins", subjects.placements(): "placements", subjects.drains(): "drains"}
+        self.behind = {
+            subjects.membership(): "joins",
+            subjects.placements(): "placements",
+            subjects.drains(): "drains",
+        }
         """subjects whose stored messages have not all been read yet"""
         self.acquainted = asyncio.Event()
         """set once the stored joins have been read"""
@@ -74,8 +87,12 @@ class FleetSubscriber:
         subjects = self._subjects
         async with AsyncExitStack() as stack:
             kv = await stack.enter_async_context(self._bus.subscribe(subjects.kv_events))
-            beats = await stack.enter_async_context(self._bus.subscribe(subjects.heartbeats(), subjects.kv_metrics, subjects.homes))
-            tables = await stack.enter_async_context(self._bus.subscribe(subjects.clusters, subjects.tables, limit=_TABLES_WAITING))
+            beats = await stack.enter_async_context(
+                self._bus.subscribe(subjects.heartbeats(), subjects.kv_metrics, subjects.homes)
+            )
+            tables = await stack.enter_async_context(
+                self._bus.subscribe(subjects.clusters, subjects.tables, limit=_TABLES_WAITING)
+            )
             self.listening.set()
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             tasks.create_task(self._follow(subjects.membership()), name="follows joins and leaves")
@@ -83,7 +100,10 @@ class FleetSubscriber:
             tasks.create_task(self._follow(subjects.drains()), name="follows drains")
             tasks.create_task(self._listen(beats), name="listens to heartbeats and loads")
             tasks.create_task(self._listen_kv(kv), name="listens to KV events")
-            tasks.create_task(self._watch_drops(kv, beats, tables), name="counts dropped messages, and measures the replicas")
+            tasks.create_task(
+                self._watch_drops(kv, beats, tables),
+                name="counts dropped messages, and measures the replicas",
+            )
             tasks.create_task(self._meet(), name="describes unknown engines")
             tasks.create_task(self._price(), name="prices placements")
             tasks.create_task(self.tracker.listen(tables), name="applies the tracker's tables and clusters")
@@ -111,7 +131,9 @@ class FleetSubscriber:
     def _stored(self, subject: str, *, follow: bool) -> AsyncIterator[Received]:
         """Replay the stored messages; of joins, only those that hold their engine's name."""
         stored = self._bus.replay(subject, latest=True, follow=follow)
-        return vouched(self._bus, self._subjects, stored) if subject == self._subjects.membership() else stored
+        return (
+            vouched(self._bus, self._subjects, stored) if subject == self._subjects.membership() else stored
+        )
 
     async def _listen(self, subscription: Subscription) -> None:
         async for received in subscription:
@@ -162,7 +184,10 @@ class FleetSubscriber:
         """
         known, named = self._view.engine(getattr(message, "worker_id", -1)), getattr(message, "engine", None)
         if known is not None and named is not None and known.joined.engine != named:
-            raise ValueError(f"it is of engine {named!r} and names worker {known.joined.worker_id}, which is engine {known.joined.engine!r}")
+            raise ValueError(
+                f"it is of engine {named!r} and names worker {known.joined.worker_id}, which is engine"
+                f" {known.joined.engine!r}"
+            )
 
     def joined(self, joined: EngineJoined) -> None:
         """Apply the join of an engine. ValueError when it is inconsistent."""
@@ -170,7 +195,12 @@ class FleetSubscriber:
         if known is not None and known.joined == joined and known.standing is not EngineStatus.LEFT:
             return
         for superseded in self._view.join(joined, self._clock()):
-            log.info("engine %s came back as worker %d; worker %d is forgotten", joined.engine, joined.worker_id, superseded)
+            log.info(
+                "engine %s came back as worker %d; worker %d is forgotten",
+                joined.engine,
+                joined.worker_id,
+                superseded,
+            )
             self._forget(superseded)
         if joined.tokenizer is not None and joined.capabilities.token_ids:
             self._view.block(joined.worker_id, self._lexicon.want(joined.tokenizer))
@@ -204,7 +234,9 @@ class FleetSubscriber:
                     self._unpriced.ask(state.joined.worker_id)
 
     def _placed(self, committed: PlacementCommitted) -> None:
-        if self._view.place(committed.worker_id, Placement.from_record(committed.placement), committed.layout):
+        if self._view.place(
+            committed.worker_id, Placement.from_record(committed.placement), committed.layout
+        ):
             self._unpriced.ask(committed.worker_id)
 
     def _homes(self, published: HomesPublished) -> None:
@@ -212,8 +244,12 @@ class FleetSubscriber:
         engine.
         """
         state = self._view.engine(published.worker_id)
-        if state is not None and self._view.settle(published.worker_id, homes_of(published, len(state.joined.urls))):
-            log.debug("homes of engine %s, version %d: %s", published.engine, published.version, published.reason)
+        if state is not None and self._view.settle(
+            published.worker_id, homes_of(published, len(state.joined.urls))
+        ):
+            log.debug(
+                "homes of engine %s, version %d: %s", published.engine, published.version, published.reason
+            )
 
     def _drained(self, drained: RankDrained) -> None:
         """Apply an operator's drain. It may arrive before the engine's join, or name an incarnation that has
@@ -225,7 +261,15 @@ class FleetSubscriber:
         else:
             health.undrain(drained.worker_id, drained.rank)
         where = f"engine {drained.engine}" if drained.rank is None else f"{drained.engine}/{drained.rank}"
-        log.info("%s %s", where, f"takes no new requests: {drained.reason or 'drained'}" if drained.draining else "takes requests again")
+        log.info(
+            "%s %s",
+            where,
+            (
+                f"takes no new requests: {drained.reason or 'drained'}"
+                if drained.draining
+                else "takes requests again"
+            ),
+        )
 
     async def _meet(self) -> None:
         """Request the join of engines that send heartbeats but whose join was missed, or whose placement has
@@ -234,19 +278,36 @@ class FleetSubscriber:
         while True:
             engine, worker_id = await self._unknown.next()
             try:
-                answer = await self._bus.request(self._subjects.describe_engine(engine, worker_id), DescribeEngine(worker_id=worker_id))
-                held = isinstance(answer, EngineJoined) and await holds_its_name(self._bus, self._subjects, answer)
+                answer = await self._bus.request(
+                    self._subjects.describe_engine(engine, worker_id), DescribeEngine(worker_id=worker_id)
+                )
+                held = isinstance(answer, EngineJoined) and await holds_its_name(
+                    self._bus, self._subjects, answer
+                )
             except BusError as error:
                 log.debug("worker %d did not describe itself: %s", worker_id, error)
                 await asyncio.sleep(_DESCRIBE_PAUSE_SECONDS)
                 continue
-            if isinstance(answer, EngineJoined) and (answer.engine, answer.worker_id) == (engine, worker_id) and held:
+            if (
+                isinstance(answer, EngineJoined)
+                and (answer.engine, answer.worker_id) == (engine, worker_id)
+                and held
+            ):
                 self._introduced(answer)
 
     def _introduced(self, joined: EngineJoined) -> None:
         for state in self._view.engines():
-            if state.joined.engine == joined.engine and state.joined.worker_id != joined.worker_id and state.standing is EngineStatus.LIVE:
-                log.warning("worker %d claims to be engine %s, which is alive as worker %d; ignored", joined.worker_id, joined.engine, state.joined.worker_id)
+            if (
+                state.joined.engine == joined.engine
+                and state.joined.worker_id != joined.worker_id
+                and state.standing is EngineStatus.LIVE
+            ):
+                log.warning(
+                    "worker %d claims to be engine %s, which is alive as worker %d; ignored",
+                    joined.worker_id,
+                    joined.engine,
+                    state.joined.worker_id,
+                )
                 return
         self._handle(joined)
         self._view.heard(joined.worker_id, self._clock())
@@ -262,7 +323,13 @@ class FleetSubscriber:
             if state is None:
                 continue
             placement = state.placement
-            work = DispatchInputs(numbered(state.nodes), state.joined.shape, state.layout, placement, self._view.clusters(state.joined.model))
+            work = DispatchInputs(
+                numbered(state.nodes),
+                state.joined.shape,
+                state.layout,
+                placement,
+                self._view.clusters(state.joined.model),
+            )
             if last is None or not last[0].same_as(work):
                 last = work, await asyncio.get_running_loop().run_in_executor(self._threads, locality, *work)
             self._view.price(worker_id, None if placement is None else placement.epoch, last[1])

@@ -102,7 +102,11 @@ class KvEventSubscriber:
             return
         rank = (batch[0].worker_id, batch[0].event.dp_rank)
         if any((one.worker_id, one.event.dp_rank) != rank for one in batch):
-            log.warning("kv-events message %d of publisher %d mixes ranks; it is not used", received.sequence, received.publisher_id)
+            log.warning(
+                "kv-events message %d of publisher %d mixes ranks; it is not used",
+                received.sequence,
+                received.publisher_id,
+            )
             self._metrics.bus_refused.inc()
             return
         feed = self._feeds.get(rank)
@@ -117,7 +121,9 @@ class KvEventSubscriber:
         """Repair feeds until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for turn in range(_ASKING):
-                tasks.create_task(self._repair(), name=f"repairs KV feeds by snapshots ({turn + 1} of {_ASKING})")
+                tasks.create_task(
+                    self._repair(), name=f"repairs KV feeds by snapshots ({turn + 1} of {_ASKING})"
+                )
 
     def _take(self, rank: RankKey, feed: _Feed, publisher_id: int, sequence: int, batch: Batch) -> None:
         if feed.late is not None:
@@ -158,7 +164,11 @@ class KvEventSubscriber:
             feed.late = deque()
             self._ask(rank, "orphan")
         except BadKvEvent as error:
-            log.warning("a KV event is invalid, and the events after it in the message are skipped: %s; asking for a snapshot", error)
+            log.warning(
+                "a KV event is invalid, and the events after it in the message are skipped: %s; asking for a"
+                " snapshot",
+                error,
+            )
             self._metrics.bus_refused.inc()
             feed.late = deque()
             self._metrics.kv_snapshots.labels("bad_event").inc()
@@ -166,8 +176,16 @@ class KvEventSubscriber:
         else:
             self._metrics.kv_events.inc(len(batch))
 
-    def _lost(self, rank: RankKey, feed: _Feed, reason: str, publisher_id: int, sequence: int, batch: Batch) -> None:
-        log.info("KV events of worker %d rank %d: %s at message %d, expected %d; asking for a snapshot", *rank, reason, sequence, feed.next)
+    def _lost(
+        self, rank: RankKey, feed: _Feed, reason: str, publisher_id: int, sequence: int, batch: Batch
+    ) -> None:
+        log.info(
+            "KV events of worker %d rank %d: %s at message %d, expected %d; asking for a snapshot",
+            *rank,
+            reason,
+            sequence,
+            feed.next,
+        )
         self._wait(feed, publisher_id, sequence, batch)
         self._ask(rank, reason)
 
@@ -193,9 +211,14 @@ class KvEventSubscriber:
         inconsistent.
         """
         request = KvSnapshotRequested(worker_id=rank[0], rank=rank[1], after=feed.missed)
-        answer = await self._bus.request(self._subjects.kv_snapshot(feed.engine, *rank), request, _SNAPSHOT_SECONDS)
+        answer = await self._bus.request(
+            self._subjects.kv_snapshot(feed.engine, *rank), request, _SNAPSHOT_SECONDS
+        )
         if not isinstance(answer, KvSnapshot) or (answer.worker_id, answer.rank) != rank:
-            raise BusError(f"asked worker {rank[0]} rank {rank[1]} for a snapshot and got a {type(answer).__name__} of something else")
+            raise BusError(
+                f"asked worker {rank[0]} rank {rank[1]} for a snapshot and got a {type(answer).__name__} of"
+                " something else"
+            )
         if self._feeds.get(rank) is not feed:
             return  # forgotten during the request
         self._index.clear(rank)
@@ -208,7 +231,11 @@ class KvEventSubscriber:
 
     def _resume(self, rank: RankKey, feed: _Feed, answer: KvSnapshot) -> None:
         """Continue after the snapshot, and process the messages held back as if they arrived now."""
-        feed.publisher_id, feed.next, feed.pause = answer.publisher_id, answer.sequence + 1, _FIRST_PAUSE_SECONDS
+        feed.publisher_id, feed.next, feed.pause = (
+            answer.publisher_id,
+            answer.sequence + 1,
+            _FIRST_PAUSE_SECONDS,
+        )
         for publisher_id, sequence, batch in self._let_go(feed):
             if publisher_id == answer.publisher_id:
                 self._take(rank, feed, publisher_id, sequence, batch)

@@ -13,9 +13,22 @@ from contextlib import AsyncExitStack
 
 from bus import Bus, BusError, BusTimeout, Message, Subscription
 from bus.protocol.subjects import Subjects
-from fleet.events import DecisionDescribed, DescribeDecision, DescribeReservations, ReservationsChanged, ReservationsDescribed
+from fleet.events import (
+    DecisionDescribed,
+    DescribeDecision,
+    DescribeReservations,
+    ReservationsChanged,
+    ReservationsDescribed,
+)
 from router.config import RouterConfig
-from router.fleet_state.booking_replication import MOST_PREFIX_BLOCKS, MOST_ROUTERS, BookingMessage, Learnt, OwnBookings, RemoteBookings
+from router.fleet_state.booking_replication import (
+    MOST_PREFIX_BLOCKS,
+    MOST_ROUTERS,
+    BookingMessage,
+    Learnt,
+    OwnBookings,
+    RemoteBookings,
+)
 from router.fleet_state.reservations import Booking, Reservations
 from router.keyed_queue import KeyedQueue
 from router.prefix_index.prompt import Prompt
@@ -94,7 +107,9 @@ class PeerRouters:
         target = decision.target
         send_prefix = bool(self._ledger.routers) and not target.engine.capabilities.kv_events
         prefix = prompt.chained(target.engine.block_size)[:MOST_PREFIX_BLOCKS] if send_prefix else ()
-        self._diary.booked(decision.id, target.key, booking, BookingMessage(decision.ask.keys.session, prefix))
+        self._diary.booked(
+            decision.id, target.key, booking, BookingMessage(decision.ask.keys.session, prefix)
+        )
         self._changed()
 
     def first_token(self, booking: Booking) -> None:
@@ -124,7 +139,9 @@ class PeerRouters:
         """End bookings that have outlived their router or their time. Call it a few times a second."""
         for router in self._ledger.sweep(self._clock()):
             self._due.ask(router)
-        self._metrics.peers(len(self._ledger.routers), self._ledger.open, self._ledger.expired, self._ledger.refused)
+        self._metrics.peers(
+            len(self._ledger.routers), self._ledger.open, self._ledger.expired, self._ledger.refused
+        )
 
     @property
     def bus_silent(self) -> bool:
@@ -140,7 +157,9 @@ class PeerRouters:
         (None: any). BusError when the router does not answer, or no longer keeps the decision.
         """
         try:
-            answer = await self._bus.request(self._subjects.decision(tag), DescribeDecision(id=decision_id, tenant=tenant), _ANSWER_SECONDS)
+            answer = await self._bus.request(
+                self._subjects.decision(tag), DescribeDecision(id=decision_id, tenant=tenant), _ANSWER_SECONDS
+            )
         except BusTimeout as error:
             raise BusError(f"it does not answer within {_ANSWER_SECONDS:g} s; it may be gone") from error
         if not isinstance(answer, DecisionDescribed):
@@ -157,7 +176,9 @@ class PeerRouters:
         subjects = self._subjects
         async with AsyncExitStack() as stack:
             changes = await stack.enter_async_context(self._bus.subscribe(subjects.reservations))
-            await stack.enter_async_context(self._bus.serve(subjects.describe_reservations(self.router), self._describe))
+            await stack.enter_async_context(
+                self._bus.serve(subjects.describe_reservations(self.router), self._describe)
+            )
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             tasks.create_task(self._publish(), name="publishes the bookings made here")
             tasks.create_task(self._listen(changes), name="listens to other routers")
@@ -178,7 +199,9 @@ class PeerRouters:
             if self._no_peers:
                 self._diary.hush(self._clock())
             try:
-                await self._publisher.publish(self._diary.take(self._clock()) or ReservationsChanged(router=self.router))
+                await self._publisher.publish(
+                    self._diary.take(self._clock()) or ReservationsChanged(router=self.router)
+                )
             except BusError as error:
                 log.warning("the bookings made here could not be published: %s", error)
             if self._diary.has_news:
@@ -206,7 +229,8 @@ class PeerRouters:
         if change.ended:
             self._freed()
         if outcome.newcomer:
-            self._diary.tell_all()  # a new router needs the present state at once; without peers nothing was published
+            # A new router needs the present state at once; without peers nothing was published.
+            self._diary.tell_all()
             self._news.set()
         if outcome.incomplete:
             self._metrics.peer_gaps.inc()
@@ -216,12 +240,20 @@ class PeerRouters:
         while True:
             router = await self._due.next()
             try:
-                answer = await self._bus.request(self._subjects.describe_reservations(router), DescribeReservations(router=self.router), _ANSWER_SECONDS)
+                answer = await self._bus.request(
+                    self._subjects.describe_reservations(router),
+                    DescribeReservations(router=self.router),
+                    _ANSWER_SECONDS,
+                )
             except BusError as error:
                 log.debug("router %016x does not describe its bookings: %s", router, error)
                 complete = False
             else:
-                complete = isinstance(answer, ReservationsDescribed) and answer.router == router and self._ledger.replace(answer, self._clock())
+                complete = (
+                    isinstance(answer, ReservationsDescribed)
+                    and answer.router == router
+                    and self._ledger.replace(answer, self._clock())
+                )
             if not complete and router in self._ledger.routers:
                 asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._due.ask, router)
 
@@ -233,7 +265,12 @@ class PeerRouters:
 
     async def _describe(self, _: Message) -> Message:
         own = self._publisher
-        return ReservationsDescribed(router=self.router, publisher_id=own.publisher_id, sequence=own.sequence - 1, booked=self._diary.all(self._clock()))
+        return ReservationsDescribed(
+            router=self.router,
+            publisher_id=own.publisher_id,
+            sequence=own.sequence - 1,
+            booked=self._diary.all(self._clock()),
+        )
 
     @property
     def _no_peers(self) -> bool:

@@ -43,8 +43,16 @@ class Readiness:
         """Return descriptions of the missing state; empty once the wait is over."""
         if self.over or self._feeds is None or self._peers is None:
             return []
-        live = {state.joined.worker_id: state.joined for state in self._view.engines() if state.standing is EngineStatus.LIVE}
-        unheard = [state.joined.engine for state in self._view.engines() if state.standing is EngineStatus.UNHEARD and not self._late_engines]
+        live = {
+            state.joined.worker_id: state.joined
+            for state in self._view.engines()
+            if state.standing is EngineStatus.LIVE
+        }
+        unheard = [
+            state.joined.engine
+            for state in self._view.engines()
+            if state.standing is EngineStatus.UNHEARD and not self._late_engines
+        ]
         snapshots = sum(rank[0] in live for rank in self._feeds.kv.out_of_step())
         tables = sorted(self._feeds.tracker.unanswered() & {joined.model for joined in live.values()})
         return [

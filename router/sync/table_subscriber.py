@@ -124,7 +124,9 @@ class TableSubscriber:
         for model, replica in self._foresight.models().items():
             feed = self._feeds.get(model)
             if feed is not None and replica.tables is not None:
-                self._metrics.replica(model, replica.tables, replica.stored_bytes, self._clock() - feed.taken_at)
+                self._metrics.replica(
+                    model, replica.tables, replica.stored_bytes, self._clock() - feed.taken_at
+                )
 
     async def _ask(self, model: str, feed: _Feed) -> None:
         describe = self._subjects.describe_profile
@@ -152,7 +154,9 @@ class TableSubscriber:
             if feed is None:
                 return
             try:
-                clusters = await self._off_loop(len(published.record.profiles), ClusterModel.from_record, published.record)
+                clusters = await self._off_loop(
+                    len(published.record.profiles), ClusterModel.from_record, published.record
+                )
             except ValueError as error:
                 self._refuse(published.model, error)
                 return
@@ -175,7 +179,9 @@ class TableSubscriber:
                 except ValueError as error:
                     self._refuse(one.model, error)
 
-    async def _whole(self, feed: _Feed, model: str, change: TableChange, *, requested: bool) -> Iterable[TablesPublished]:
+    async def _whole(
+        self, feed: _Feed, model: str, change: TableChange, *, requested: bool
+    ) -> Iterable[TablesPublished]:
         """Apply a snapshot, and return the deltas that were held back for it.
 
         The answer to the router's own request is taken with any version: its tracker may have been reset.
@@ -210,7 +216,12 @@ class TableSubscriber:
                         await asyncio.sleep(0)
                 feed.taken_at = self._clock()
             case ChangeVerdict.GAP:
-                log.info("tables of model %s: a delta to version %s, which is not the local one; asking for a snapshot", published.model, change.base)
+                log.info(
+                    "tables of model %s: a delta to version %s, which is not the local one; asking for a"
+                    " snapshot",
+                    published.model,
+                    change.base,
+                )
                 feed.late = deque([published], maxlen=_LATE_CHANGES)
                 self._metrics.tables_asked.inc()
                 self._due.ask(published.model)

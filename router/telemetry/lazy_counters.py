@@ -59,7 +59,9 @@ class VectorSums:
     exposition.
     """
 
-    def __init__(self, name: str, text: str, key: str, part: str, parts: tuple[str, ...], *, unit: float = 1.0) -> None:
+    def __init__(
+        self, name: str, text: str, key: str, part: str, parts: tuple[str, ...], *, unit: float = 1.0
+    ) -> None:
         self.name, self.text, self.names, self._parts, self._unit = name, text, (key, part), parts, unit
         self._sums: dict[str, NDArray[Any]] = {}
         self._counts: defaultdict[str, int] = defaultdict(int)

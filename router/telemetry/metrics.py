@@ -11,7 +11,13 @@ from time import perf_counter
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
@@ -23,7 +29,25 @@ from router.telemetry.lazy_counters import Histogram, LazyCounter, VectorSums
 
 _OVERHEAD = (1e-5, 25e-6, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2)
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
+_BETWEEN_TOKENS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    1,
+    2.5,
+)
 _LAG = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _REGRET = (1e-5, 1e-4, 1e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -102,29 +126,59 @@ class RouterMetrics:
         self._requests = self._tally("requests", "Requests by outcome", "model", "outcome")
         self.in_flight = 0
         self._in_flight = self._tally("requests_in_flight", "Requests being answered", goes_down=True)
-        self.loop_lag = self._histogram("loop_lag_seconds", "Delay of event loop wake-ups, sampled four times a second", _LAG).labels()
-        self.ttft = self._histogram("time_to_first_token_seconds", "From request to first token", _LATENCY, "model")
+        self.loop_lag = self._histogram(
+            "loop_lag_seconds", "Delay of event loop wake-ups, sampled four times a second", _LAG
+        ).labels()
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds", "From request to first token", _LATENCY, "model"
+        )
         text = "Mean time between the tokens of a choice after its first, per request"
         self.tpot = self._histogram("time_per_output_token_seconds", text, _BETWEEN_TOKENS, "model")
         self.duration = self._histogram("request_seconds", "From request to end of answer", _LATENCY, "model")
         self.output = self._tally("output_tokens", "Tokens sent to clients", "model")
-        self._characters = self._tally("conversation_characters", "Characters of conversations, by whether their token ids were cached", "ids")
-        self._tenant_requests = self._tally("tenant_requests", "Requests by tenant and outcome; other: tenants without a key", "tenant", "outcome")
-        self._tenant_tokens = self._tally("tenant_tokens", "Tokens of a tenant's requests: prompt, cached (of the prompt), output", "tenant", "kind")
-        self._shared_cache = self._counter("shared_cache_requests", "Requests with a cache salt at an engine that does not isolate tenants", "model")
+        self._characters = self._tally(
+            "conversation_characters",
+            "Characters of conversations, by whether their token ids were cached",
+            "ids",
+        )
+        self._tenant_requests = self._tally(
+            "tenant_requests",
+            "Requests by tenant and outcome; other: tenants without a key",
+            "tenant",
+            "outcome",
+        )
+        self._tenant_tokens = self._tally(
+            "tenant_tokens",
+            "Tokens of a tenant's requests: prompt, cached (of the prompt), output",
+            "tenant",
+            "kind",
+        )
+        self._shared_cache = self._counter(
+            "shared_cache_requests",
+            "Requests with a cache salt at an engine that does not isolate tenants",
+            "model",
+        )
         self._tenants: frozenset[str] = frozenset()
-        self.cached_reported = self._counter("cached_tokens_reported", "Prompt tokens that engines reported as cached", "model")
+        self.cached_reported = self._counter(
+            "cached_tokens_reported", "Prompt tokens that engines reported as cached", "model"
+        )
 
     def _about_decisions(self) -> None:
         """Define the metrics of decisions: choice, cost and overhead."""
         self._decisions = self._tally("decisions", "Decisions by chosen rank", *_RANK)
         self._prompt = self._tally("prompt_tokens", "Prompt tokens routed", "model")
-        self._cached = self._tally("cached_tokens", "Prompt tokens expected to be cached at the chosen rank", "model")
-        self._lost = self._tally("overlap_blocks_lost", "Cached blocks forgone because another cost term outweighed them", "model")
+        self._cached = self._tally(
+            "cached_tokens", "Prompt tokens expected to be cached at the chosen rank", "model"
+        )
+        self._lost = self._tally(
+            "overlap_blocks_lost", "Cached blocks forgone because another cost term outweighed them", "model"
+        )
         text = "Weighted cost of the chosen rank, by term, for ranks of known speed"
         self._terms = VectorSums("roost_router_term_seconds", text, "model", "term", TERMS, unit=1e-3)
         self._tallies.sums.append(self._terms)
-        self._overhead = self._histogram("overhead_seconds", "Time spent deciding, by stage", _OVERHEAD, "stage")
+        self._overhead = self._histogram(
+            "overhead_seconds", "Time spent deciding, by stage", _OVERHEAD, "stage"
+        )
         self.tokenise = self._overhead.labels("tokenise")
         self.deciding = self._overhead.labels("decide")
         self._stages = {stage: self._overhead.labels(stage) for stage in STAGES}
@@ -132,36 +186,91 @@ class RouterMetrics:
 
     def _about_hindsight(self) -> None:
         """Define the metrics that compare predictions with observations."""
-        regret = self._histogram("regret_seconds", "Cost of the choice above the best one, both at the observed state", _REGRET, "model")
+        regret = self._histogram(
+            "regret_seconds",
+            "Cost of the choice above the best one, both at the observed state",
+            _REGRET,
+            "model",
+        )
         self.in_hindsight = (
             regret,
-            self._histogram("predicted_first_token_seconds", "From decision to first token, as predicted", _LATENCY, "model"),
-            self._histogram("observed_first_token_seconds", "From decision to first token, as observed, of the same requests", _LATENCY, "model"),
-            self._histogram("locality_predicted", "Share of routed pairs that the chosen rank was expected to serve locally", _SHARES, "model"),
-            self._histogram("locality_observed", "Share of routed pairs that the chosen rank served locally, of the same requests", _SHARES, "model"),
+            self._histogram(
+                "predicted_first_token_seconds",
+                "From decision to first token, as predicted",
+                _LATENCY,
+                "model",
+            ),
+            self._histogram(
+                "observed_first_token_seconds",
+                "From decision to first token, as observed, of the same requests",
+                _LATENCY,
+                "model",
+            ),
+            self._histogram(
+                "locality_predicted",
+                "Share of routed pairs that the chosen rank was expected to serve locally",
+                _SHARES,
+                "model",
+            ),
+            self._histogram(
+                "locality_observed",
+                "Share of routed pairs that the chosen rank served locally, of the same requests",
+                _SHARES,
+                "model",
+            ),
         )
-        self._profiles = self._counter("profiles_heard", "Request profiles received from ranks, by outcome", "outcome")
+        self._profiles = self._counter(
+            "profiles_heard", "Request profiles received from ranks, by outcome", "outcome"
+        )
 
     def _about_waiting(self) -> None:
         """Define the metrics of the wait queue."""
         self._queued = self._gauge("queue_requests", "Requests in the wait queue", "class")
-        self._queue_wait = self._histogram("queue_wait_seconds", "Time in the wait queue, of requests that were not admitted at once", _LATENCY, "class")
-        self._refused = self._counter("refused", "Requests refused for lack of capacity, by class and error code", "class", "code")
+        self._queue_wait = self._histogram(
+            "queue_wait_seconds",
+            "Time in the wait queue, of requests that were not admitted at once",
+            _LATENCY,
+            "class",
+        )
+        self._refused = self._counter(
+            "refused", "Requests refused for lack of capacity, by class and error code", "class", "code"
+        )
 
     def _about_bodies(self) -> None:
         """Define the metrics of body memory and of the worker processes for large bodies."""
         self._bodies_bytes = self._gauge("bodies_bytes", "Memory held by the bodies of open requests")
-        self._large_bodies = self._gauge("large_bodies_waiting", "Large bodies that wait for a worker process")
-        self._bodies_counted = self._tally("bodies", "Bodies refused for lack of memory; worker processes started, and died during a task", "event")
+        self._large_bodies = self._gauge(
+            "large_bodies_waiting", "Large bodies that wait for a worker process"
+        )
+        self._bodies_counted = self._tally(
+            "bodies",
+            "Bodies refused for lack of memory; worker processes started, and died during a task",
+            "event",
+        )
 
     def _about_failures(self) -> None:
         self._retries = self._counter("retries", "Failed attempts, by cause", "cause")
-        self.retries_refused = self._counter("retries_refused", "Failures passed on to clients because the retry budget was exhausted")
-        self.in_panic = self._counter("decisions_in_panic", "Decisions that ignored circuit breakers and outlier ejection because no other rank remained")
-        self.breakers_opened = self._counter("breakers_opened", "Circuit breakers opened after consecutive failures of a rank")
+        self.retries_refused = self._counter(
+            "retries_refused", "Failures passed on to clients because the retry budget was exhausted"
+        )
+        self.in_panic = self._counter(
+            "decisions_in_panic",
+            "Decisions that ignored circuit breakers and outlier ejection because no other rank remained",
+        )
+        self.breakers_opened = self._counter(
+            "breakers_opened", "Circuit breakers opened after consecutive failures of a rank"
+        )
         self.reloads = self._counter("config_reloads", "Reloads of the settings, by outcome", "outcome")
-        self._connections_cut = self._tally("connections_cut", "Client connections closed because they exceeded a limit, by cause", "cause")
-        self._left_alone = self._tally("rank_left_alone", "1 while a rank is excluded from new requests, by cause", *_RANK, "cause", goes_down=True)
+        self._connections_cut = self._tally(
+            "connections_cut", "Client connections closed because they exceeded a limit, by cause", "cause"
+        )
+        self._left_alone = self._tally(
+            "rank_left_alone",
+            "1 while a rank is excluded from new requests, by cause",
+            *_RANK,
+            "cause",
+            goes_down=True,
+        )
 
     def _about_listening(self) -> None:
         """Define the metrics of messages on the bus."""
@@ -169,38 +278,84 @@ class RouterMetrics:
         self.kv_events = self._counter("kv_events_applied", "KV events applied to the index")
         self.kv_snapshots = self._counter("kv_snapshots", "KV snapshots requested, by reason", "reason")
         self.bus_refused = self._counter("bus_messages_refused", "Invalid messages received")
-        self.bus_dropped = self._gauge("bus_messages_dropped", "Messages dropped because the router consumed them too slowly")
-        self.bus_full = self._gauge("bus_store_full", "Writes refused because a store was full, by store", "store")
-        self.outcomes_published = self._counter("outcomes_published", "Finished requests reported to the tracker")
-        self.outcomes_dropped = self._counter("outcomes_dropped", "Finished requests that could not be reported")
-        self._routings = self._counter("foreign_routings", "Answers of engines that contain their expert routing, by outcome", "outcome")
+        self.bus_dropped = self._gauge(
+            "bus_messages_dropped", "Messages dropped because the router consumed them too slowly"
+        )
+        self.bus_full = self._gauge(
+            "bus_store_full", "Writes refused because a store was full, by store", "store"
+        )
+        self.outcomes_published = self._counter(
+            "outcomes_published", "Finished requests reported to the tracker"
+        )
+        self.outcomes_dropped = self._counter(
+            "outcomes_dropped", "Finished requests that could not be reported"
+        )
+        self._routings = self._counter(
+            "foreign_routings", "Answers of engines that contain their expert routing, by outcome", "outcome"
+        )
 
     def _about_others(self) -> None:
         """Define the metrics of other routers, and of other data planes that use this one."""
         self._peers = self._gauge("peers", "Other routers that are alive")
         self._peer_bookings = self._gauge("peer_bookings", "Open bookings of other routers, replicated here")
-        self._peer_bookings_over = self._tally("peer_bookings_not_ended", "Bookings of other routers that expired, or could not be stored", "cause")
-        self.peer_gaps = self._counter("peer_gaps", "Missed messages of other routers, each repaired by a request")
-        self.bus_silent = self._gauge("bus_silent", "1 while the bus delivers nothing, so that missing heartbeats say nothing about engines")
+        self._peer_bookings_over = self._tally(
+            "peer_bookings_not_ended",
+            "Bookings of other routers that expired, or could not be stored",
+            "cause",
+        )
+        self.peer_gaps = self._counter(
+            "peer_gaps", "Missed messages of other routers, each repaired by a request"
+        )
+        self.bus_silent = self._gauge(
+            "bus_silent",
+            "1 while the bus delivers nothing, so that missing heartbeats say nothing about engines",
+        )
         self._reservations = self._gauge("reservations_open", "Open reservations of other data planes")
-        self._reservations_over = self._tally("reservations_ended", "Ended reservations of other data planes, by how they ended", "how")
+        self._reservations_over = self._tally(
+            "reservations_ended", "Ended reservations of other data planes, by how they ended", "how"
+        )
 
     def _about_prediction(self) -> None:
         """Define the metrics of predictions, and of the tables that they come from."""
-        self._predictions = self._tally("predictions", "Booked decisions by the source with the largest share of the prediction", "source")
+        self._predictions = self._tally(
+            "predictions", "Booked decisions by the source with the largest share of the prediction", "source"
+        )
         for source in (*SOURCES, "mix", "none"):
             self._predictions.values[source,] = 0
-        self.tables_asked = self._counter("tables_gaps", "Prediction tables requested again because a delta was missed")
-        self._gain = self._gauge("prediction_gain", "Calibration factor of the expert term", "model")
-        self._cluster_gain = self._tally("prediction_cluster_gain", "Calibration factor of the expert term, per cluster", *_CLUSTER, goes_down=True)
-        self._by_cluster = (
-            self._tally("cluster_requests", "Requests with a profile from their rank, by their heaviest predicted cluster", *_CLUSTER),
-            self._tally("cluster_local_predicted", "Sum over these requests of the predicted share of locally served pairs", *_CLUSTER),
-            self._tally("cluster_local_observed", "Sum over these requests of the observed share of locally served pairs", *_CLUSTER),
+        self.tables_asked = self._counter(
+            "tables_gaps", "Prediction tables requested again because a delta was missed"
         )
-        self._homes = self._tally("homes", "Booked decisions by whether the request was routed to its home", "model", "outcome")
+        self._gain = self._gauge("prediction_gain", "Calibration factor of the expert term", "model")
+        self._cluster_gain = self._tally(
+            "prediction_cluster_gain",
+            "Calibration factor of the expert term, per cluster",
+            *_CLUSTER,
+            goes_down=True,
+        )
+        self._by_cluster = (
+            self._tally(
+                "cluster_requests",
+                "Requests with a profile from their rank, by their heaviest predicted cluster",
+                *_CLUSTER,
+            ),
+            self._tally(
+                "cluster_local_predicted",
+                "Sum over these requests of the predicted share of locally served pairs",
+                *_CLUSTER,
+            ),
+            self._tally(
+                "cluster_local_observed",
+                "Sum over these requests of the observed share of locally served pairs",
+                *_CLUSTER,
+            ),
+        )
+        self._homes = self._tally(
+            "homes", "Booked decisions by whether the request was routed to its home", "model", "outcome"
+        )
         self._tables_version = self._gauge("tables_version", "Version of the prediction tables", "model")
-        self._tables_age = self._gauge("tables_age_seconds", "Time since the last update of the prediction tables", "model")
+        self._tables_age = self._gauge(
+            "tables_age_seconds", "Time since the last update of the prediction tables", "model"
+        )
         self._tables_bytes = self._gauge("tables_bytes", "Memory of the prediction tables", "model")
 
     # Events
@@ -228,7 +383,8 @@ class RouterMetrics:
         self.deciding.observe(seconds)
 
     def lap(self) -> Callable[[str], None] | None:
-        """Return a callback for the end of each of the STAGES, for one decision of LAPS; None for the others."""
+        """Return a callback for the end of each of the STAGES, for one decision of LAPS; None for the
+        others."""
         self._laps += 1
         if self._laps % LAPS:
             return None
@@ -293,7 +449,13 @@ class RouterMetrics:
         self._requests.values[self._known(model).label, outcome] += 1
 
     def answered(
-        self, model: str, output_tokens: int, seconds: float, first_token_seconds: float | None, seconds_per_token: float | None, cached_tokens: int
+        self,
+        model: str,
+        output_tokens: int,
+        seconds: float,
+        first_token_seconds: float | None,
+        seconds_per_token: float | None,
+        cached_tokens: int,
     ) -> None:
         """Observe one answer, or the part of it that arrived. None: unknown, because the answer was not
         streamed or too short.
@@ -315,7 +477,9 @@ class RouterMetrics:
         """Set the tenants with series of their own: those with a key, the first _KNOWN_TENANTS by name."""
         self._tenants = names if len(names) <= _KNOWN_TENANTS else frozenset(sorted(names)[:_KNOWN_TENANTS])
 
-    def finished_for(self, tenant: str, outcome: str, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> None:
+    def finished_for(
+        self, tenant: str, outcome: str, prompt_tokens: int, cached_tokens: int, output_tokens: int
+    ) -> None:
         """Count one request of a tenant with its outcome. Requests without a key belong to no tenant."""
         if not tenant:
             return
@@ -325,7 +489,8 @@ class RouterMetrics:
             self._tenant_tokens.values[name, kind] += tokens
 
     def left_alone(self, ranks: Mapping[RankLabels, str]) -> None:
-        """Set the ranks that are excluded from new requests, and the cause of each; all others are cleared."""
+        """Set the ranks that are excluded from new requests, and the cause of each; all others are
+        cleared."""
         self._left_alone.values = defaultdict(float, {(*labels, cause): 1 for labels, cause in ranks.items()})
 
     def peers(self, routers: int, bookings: int, expired: int, refused: int) -> None:
@@ -384,8 +549,15 @@ class RouterMetrics:
         self._in_flight.values[()] = self.in_flight
         return generate_latest(self._registry)
 
-    def _about_tables(self, version: float = 0, gain: float = 0, stored_bytes: float = 0, age: float = 0) -> tuple[tuple[Gauge, float], ...]:
-        return ((self._tables_version, version), (self._gain, gain), (self._tables_bytes, stored_bytes), (self._tables_age, age))
+    def _about_tables(
+        self, version: float = 0, gain: float = 0, stored_bytes: float = 0, age: float = 0
+    ) -> tuple[tuple[Gauge, float], ...]:
+        return (
+            (self._tables_version, version),
+            (self._gain, gain),
+            (self._tables_bytes, stored_bytes),
+            (self._tables_age, age),
+        )
 
     def _series(self, model: str) -> "_ModelSeries":
         series = self._models.get(model)
@@ -435,7 +607,9 @@ class _Tallies(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for tally in self.tallies:
-            family = (GaugeMetricFamily if tally.goes_down else CounterMetricFamily)(tally.name, tally.text, labels=tally.labels)
+            family = (GaugeMetricFamily if tally.goes_down else CounterMetricFamily)(
+                tally.name, tally.text, labels=tally.labels
+            )
             for labels, value in tally.values.items():
                 family.add_metric([str(label) for label in labels], value)
             yield family
@@ -459,7 +633,9 @@ class _Ranks(Collector):
 
     def collect(self) -> Iterator[Metric]:
         loads = [GaugeMetricFamily(f"roost_router_rank_{name}", text, labels=_RANK) for name, text in _LOADS]
-        factors = GaugeMetricFamily("roost_router_speed_factor", "Measured over modelled seconds", labels=[*_RANK, "of"])
+        factors = GaugeMetricFamily(
+            "roost_router_speed_factor", "Measured over modelled seconds", labels=[*_RANK, "of"]
+        )
         for rank in self._metrics.ranks():
             labels = [rank.model, str(rank.worker_id), str(rank.rank)]
             for family, amount in zip(loads, rank.load, strict=True):
@@ -478,7 +654,11 @@ class _DroppedLines(Collector):
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily("roost_router_log_lines_dropped", "Log lines dropped because their reader was too slow, by logger", labels=["logger"])
+        family = CounterMetricFamily(
+            "roost_router_log_lines_dropped",
+            "Log lines dropped because their reader was too slow, by logger",
+            labels=["logger"],
+        )
         for name, lines in self._metrics.dropped_lines().items():
             family.add_metric([name], lines)
         yield family

@@ -149,12 +149,18 @@ class RequestLog:
         ttft = None if self.first_token_at is None or self.whole else self.first_token_at - self.started
         tpot = self.time_per_output_token(now)
         if answered:
-            metrics.answered(self.model, self.output_tokens, now - self.started, ttft, tpot, self.cached_tokens)
+            metrics.answered(
+                self.model, self.output_tokens, now - self.started, ttft, tpot, self.cached_tokens
+            )
         metrics.finished(self.model, ended)
-        metrics.finished_for(self.caller.tenant, ended, self.prompt_tokens, self.cached_tokens, self.output_tokens)
+        metrics.finished_for(
+            self.caller.tenant, ended, self.prompt_tokens, self.cached_tokens, self.output_tokens
+        )
         if access.isEnabledFor(logging.INFO):
             line = msgspec.json.encode(self._line(ended, now, ttft, tpot)).decode()
-            access.handle(logging.LogRecord(access.name, logging.INFO, "", 0, line, (), None))  # info() would search the stack for its caller
+            access.handle(
+                logging.LogRecord(access.name, logging.INFO, "", 0, line, (), None)
+            )  # info() would search the stack for its caller
         if self.trace is not None:
             self.trace.end(
                 self.status,

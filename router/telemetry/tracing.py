@@ -43,9 +43,15 @@ class RouterTracing:
     def create(cls, provider: TracerProvider | None = None) -> "RouterTracing | None":
         """Use the given provider, or the process's own. None when that is a no-op."""
         provider = trace.get_tracer_provider() if provider is None else provider
-        return None if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider) else cls(provider)
+        return (
+            None
+            if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider)
+            else cls(provider)
+        )
 
-    def request(self, operation: str, path: str, headers: Mapping[str, str], start_ns: int, *, trusted: bool = True) -> "RequestTrace":
+    def request(
+        self, operation: str, path: str, headers: Mapping[str, str], start_ns: int, *, trusted: bool = True
+    ) -> "RequestTrace":
         """Begin a trace, or continue the trace in the client's `traceparent`.
 
         An untrusted client gets a new trace, sampled by the router's settings, with a link to the trace that
@@ -55,18 +61,34 @@ class RouterTracing:
         links = []
         if not trusted:
             links, parent = [trace.Link(trace.get_current_span(parent).get_span_context())], Context()
-        attributes = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "roost", "http.request.method": "POST", "url.path": path}
-        span = self._tracer.start_span(operation, parent, SpanKind.SERVER, attributes, links, start_time=start_ns)
+        attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "roost",
+            "http.request.method": "POST",
+            "url.path": path,
+        }
+        span = self._tracer.start_span(
+            operation, parent, SpanKind.SERVER, attributes, links, start_time=start_ns
+        )
         return RequestTrace(self, span, operation)
 
-    def asked_elsewhere(self, asked_over: AskedOver, path: str, traceparent: str, start_ns: int) -> "RequestTrace":
+    def asked_elsewhere(
+        self, asked_over: AskedOver, path: str, traceparent: str, start_ns: int
+    ) -> "RequestTrace":
         """Begin a trace for a decision requested over NATS or by a program. path: of the equivalent HTTP
         route.
         """
         parent = self._propagator.extract({"traceparent": traceparent}, context=Context())
-        attributes = {"gen_ai.operation.name": "route", "gen_ai.provider.name": "roost", "roost.asked_over": asked_over, "url.path": path}
+        attributes = {
+            "gen_ai.operation.name": "route",
+            "gen_ai.provider.name": "roost",
+            "roost.asked_over": asked_over,
+            "url.path": path,
+        }
         kind = SpanKind.SERVER if asked_over == "nats" else SpanKind.INTERNAL
-        return RequestTrace(self, self._tracer.start_span("route", parent, kind, attributes, start_time=start_ns), "route")
+        return RequestTrace(
+            self, self._tracer.start_span("route", parent, kind, attributes, start_time=start_ns), "route"
+        )
 
     def child(self, name: str, within: Context, kind: SpanKind, start_ns: int | None = None) -> Span:
         return self._tracer.start_span(name, within, kind, start_time=start_ns)
@@ -175,7 +197,11 @@ def _candidate_attributes(candidate: Candidate) -> dict[str, Value]:
         "roost.candidate": f"{candidate.engine}/{candidate.rank}",
         "roost.worker_id": candidate.worker_id,
         "roost.score": candidate.score,
-        **{f"roost.term.{term}_ms": value for term in TERMS if (value := getattr(candidate.terms_ms, term)) is not None},
+        **{
+            f"roost.term.{term}_ms": value
+            for term in TERMS
+            if (value := getattr(candidate.terms_ms, term)) is not None
+        },
         "roost.speed": candidate.speed,
         "roost.overlap_blocks": candidate.overlap_blocks,
         "roost.uncached_tokens": candidate.uncached_tokens,
@@ -196,21 +222,38 @@ def _decision_attributes(decision: Decision, record: DecisionRecord) -> dict[str
         "roost.expected_output_tokens": record.expected_output_tokens,
         "roost.attempt": record.attempt,
         "roost.epoch.view": record.epochs.view,
-        "roost.epoch.placement": [f"{engine}:{epoch}" for engine, epoch in record.epochs.placement.items() if epoch is not None],
-        "roost.excluded": [f"{out.engine}/{out.rank}: {out.reason}" for out in record.excluded[:MOST_CANDIDATES]],
-        "roost.ignored": [f"{out.engine}/{out.rank}: {out.reason}" for out in record.ignored[:MOST_CANDIDATES]],
+        "roost.epoch.placement": [
+            f"{engine}:{epoch}" for engine, epoch in record.epochs.placement.items() if epoch is not None
+        ],
+        "roost.excluded": [
+            f"{out.engine}/{out.rank}: {out.reason}" for out in record.excluded[:MOST_CANDIDATES]
+        ],
+        "roost.ignored": [
+            f"{out.engine}/{out.rank}: {out.reason}" for out in record.ignored[:MOST_CANDIDATES]
+        ],
     }
     notes = sorted({candidate.experts_note for candidate in record.candidates if candidate.experts_note})
     optional: dict[str, Value | None] = {
         "roost.runner_up": record.runner_up,
         "roost.margin": record.margin,
         "roost.if_gone": record.if_gone,
-        "roost.without": [f"{term}:{name}" for term, name in record.without.items() if name != record.chosen] or None,
+        "roost.without": (
+            [f"{term}:{name}" for term, name in record.without.items() if name != record.chosen] or None
+        ),
         "roost.session_rank": record.session_rank,
         "roost.home_ranks": record.home_ranks or None,
         "roost.homes_note": record.homes_note,
-        "roost.epoch.prices": [f"{engine}:{epoch}" for engine, epoch in record.epochs.prices.items() if epoch is not None] or None,
-        "roost.epoch.homes": [f"{engine}:{homes.epoch} (version {homes.version})" for engine, homes in record.epochs.homes.items()] or None,
+        "roost.epoch.prices": (
+            [f"{engine}:{epoch}" for engine, epoch in record.epochs.prices.items() if epoch is not None]
+            or None
+        ),
+        "roost.epoch.homes": (
+            [
+                f"{engine}:{homes.epoch} (version {homes.version})"
+                for engine, homes in record.epochs.homes.items()
+            ]
+            or None
+        ),
         "roost.epoch.tables": record.epochs.tables,
         "roost.epoch.clusters": record.epochs.clusters,
         "roost.replaces": record.replaces,
@@ -227,7 +270,13 @@ def _prediction_attributes(record: PredictionRecord) -> dict[str, Value | None]:
         "roost.prediction.clusters": [f"{one.cluster}:{one.weight:.3f}" for one in record.clusters],
         "roost.prediction.known_blocks": record.known_blocks,
         "roost.prediction.prefix": record.prefix,
-        "roost.prediction.sources": [f"{one.source}: {one.evidence_tokens:g} tokens, confidence {one.confidence:.3f}" for one in record.sources] or None,
+        "roost.prediction.sources": (
+            [
+                f"{one.source}: {one.evidence_tokens:g} tokens, confidence {one.confidence:.3f}"
+                for one in record.sources
+            ]
+            or None
+        ),
         "roost.prediction.experts": [_experts_of(one) for one in record.experts] or None,
         "roost.prediction.best": record.best,
         "roost.prediction.confidence": record.confidence,
@@ -237,4 +286,6 @@ def _prediction_attributes(record: PredictionRecord) -> dict[str, Value | None]:
 
 def _experts_of(one: LayerExperts) -> str:
     """Format as text, because OpenTelemetry has no lists of lists."""
-    return f"{one.layer}: " + ", ".join(f"{expert} {share:.1%}" for expert, share in zip(one.experts, one.shares, strict=True))
+    return f"{one.layer}: " + ", ".join(
+        f"{expert} {share:.1%}" for expert, share in zip(one.experts, one.shares, strict=True)
+    )

@@ -61,7 +61,11 @@ _ALTERNATIVES = (
     r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
     r"\s*[\r\n]+",
     # o200k, and Mistral's without endings
-    *(f"{_BEFORE}{word}{ending}" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*") for ending in ("", f"(?i:{_ENDINGS})?", f"(?:{_ANY_ENDINGS})?")),
+    *(
+        f"{_BEFORE}{word}{ending}"
+        for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")
+        for ending in ("", f"(?i:{_ENDINGS})?", f"(?:{_ANY_ENDINGS})?")
+    ),
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
     # DeepSeek-V3
     "[一-龥\u3040-ゟ\u30a0-ヿ]+",
@@ -73,7 +77,29 @@ _ONE = "|".join(re.escape(one) for one in sorted(_ALTERNATIVES, key=len, reverse
 _KNOWN = re.compile(f"(?:{_ONE})(?:\\|(?:{_ONE}))*")
 _ENDS_IN_SPACES = r"|\s+"
 _SNIPPETS = (
-    *("a", "word", "Word", "WORD", "camelCase", "ABc", "it's", "'s", "'S", "we'LL", "don't'", "'", "x'", "1", "12345", "a1", "1a", "3.14", "½", "é", "e\u0301"),
+    *(
+        "a",
+        "word",
+        "Word",
+        "WORD",
+        "camelCase",
+        "ABc",
+        "it's",
+        "'s",
+        "'S",
+        "we'LL",
+        "don't'",
+        "'",
+        "x'",
+        "1",
+        "12345",
+        "a1",
+        "1a",
+        "3.14",
+        "½",
+        "é",
+        "e\u0301",
+    ),
     *(
         "\u0301",
         "\u200d",
@@ -99,7 +125,26 @@ _SNIPPETS = (
         "a/",
         ",\n",
     ),
-    *("", " ", "\n", "\n\n", "\r\n", "\t", "x\n", "\n x", "\u3000", "\u00a0", "\u2028", "\x85", "x\u2003", "\x00", "\ufffd", "\x7f", "words " * 3, "q" * 70),
+    *(
+        "",
+        " ",
+        "\n",
+        "\n\n",
+        "\r\n",
+        "\t",
+        "x\n",
+        "\n x",
+        "\u3000",
+        "\u00a0",
+        "\u2028",
+        "\x85",
+        "x\u2003",
+        "\x00",
+        "\ufffd",
+        "\x7f",
+        "words " * 3,
+        "q" * 70,
+    ),
 )
 """Texts that pre-tokenizers treat in special ways. Probes put single spaces between every two of them."""
 
@@ -107,17 +152,35 @@ _SNIPPETS = (
 def why_not(tokenizer: Tokenizer) -> str | None:
     """Return the reason why a tokenizer is not proven to cut before spaces; None if it is."""
     model = tokenizer.model
-    if not isinstance(model, models.BPE) or model.dropout or model.unk_token or model.continuing_subword_prefix or model.end_of_word_suffix:
+    if (
+        not isinstance(model, models.BPE)
+        or model.dropout
+        or model.unk_token
+        or model.continuing_subword_prefix
+        or model.end_of_word_suffix
+    ):
         return "its model is not plain byte-level BPE"
-    if model.byte_fallback or any(model.token_to_id(byte) is None for byte in pre_tokenizers.ByteLevel.alphabet()):
+    if model.byte_fallback or any(
+        model.token_to_id(byte) is None for byte in pre_tokenizers.ByteLevel.alphabet()
+    ):
         return "its vocabulary does not have every byte"
     if not (tokenizer.normalizer is None or isinstance(tokenizer.normalizer, normalizers.NFC)):
         return "its normalizer may change spaces"
     unchanged = leaves_unchanged(tokenizer)
     for token in tokenizer.get_added_tokens_decoder().values():
-        if token.lstrip or token.rstrip or token.single_word or re.search(r"\S ", token.content) or not unchanged(token.content):
+        if (
+            token.lstrip
+            or token.rstrip
+            or token.single_word
+            or re.search(r"\S ", token.content)
+            or not unchanged(token.content)
+        ):
             return f"its token {token.content!r} may reach across a space or be written in more than one way"
-    return None if _cuts(tokenizer.pre_tokenizer) else "its pre-tokenizer is none of those known to cut before spaces"
+    return (
+        None
+        if _cuts(tokenizer.pre_tokenizer)
+        else "its pre-tokenizer is none of those known to cut before spaces"
+    )
 
 
 def byte_sizes(tokenizer: Tokenizer) -> "array[int]":
@@ -140,7 +203,9 @@ def leaves_unchanged(tokenizer: Tokenizer) -> Callable[[str], bool]:
     return lambda text: bool(normalizer.normalize_str(text) == text)
 
 
-def first_wrong(encode: Callable[[str], list[int]], sizes: "array[int]", unchanged: Callable[[str], bool]) -> str | None:
+def first_wrong(
+    encode: Callable[[str], list[int]], sizes: "array[int]", unchanged: Callable[[str], bool]
+) -> str | None:
     """Return a probe whose ids differ if it is encoded word by word, or whose ids do not stand for its number
     of bytes; None without such a probe.
     """
@@ -151,7 +216,9 @@ def first_wrong(encode: Callable[[str], list[int]], sizes: "array[int]", unchang
         for word in cut:
             if word not in words:
                 words[word] = encode(word)
-        if [one for word in cut for one in words[word]] != ids or (unchanged(text) and sum(sizes[one] for one in ids) != len(text.encode())):
+        if [one for word in cut for one in words[word]] != ids or (
+            unchanged(text) and sum(sizes[one] for one in ids) != len(text.encode())
+        ):
             return text
     return None
 
@@ -172,7 +239,9 @@ def _cuts(pre_tokenizer: pre_tokenizers.PreTokenizer | None) -> bool:
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") is not False:
         return False
     patterns = [_pattern(member) for member in first]
-    return None not in patterns and (last.get("use_regex") is True or any(f"|{pattern}".endswith(_ENDS_IN_SPACES) for pattern in patterns))
+    return None not in patterns and (
+        last.get("use_regex") is True or any(f"|{pattern}".endswith(_ENDS_IN_SPACES) for pattern in patterns)
+    )
 
 
 def _pattern(member: Mapping[str, Any]) -> str | None:
@@ -181,6 +250,10 @@ def _pattern(member: Mapping[str, Any]) -> str | None:
         return r"\p{N}" if member.get("individual_digits") is True else r"\p{N}+"
     pattern = member.get("pattern")
     regex = pattern.get("Regex") if isinstance(pattern, dict) else None
-    if member.get("type") != "Split" or member.get("behavior") != "Isolated" or member.get("invert") is not False:
+    if (
+        member.get("type") != "Split"
+        or member.get("behavior") != "Isolated"
+        or member.get("invert") is not False
+    ):
         return None
     return regex if isinstance(regex, str) and _KNOWN.fullmatch(regex) else None

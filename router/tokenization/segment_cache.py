@@ -54,7 +54,9 @@ class Cutter:
         """ValueError without tokens to cut at."""
         if not at or not all(found):
             raise ValueError("a cutter needs tokens to cut at, and none that is empty")
-        self._pattern = re.compile("|".join(re.escape(token) for token in sorted(found, key=lambda token: (-len(token), token))))
+        self._pattern = re.compile(
+            "|".join(re.escape(token) for token in sorted(found, key=lambda token: (-len(token), token)))
+        )
         self._at = None if set(found) == set(at) else frozenset(at)
 
     def cut(self, text: str) -> list[str]:

@@ -19,9 +19,16 @@ _NEVER_IN_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 def longest_token(tokenizer: Tokenizer) -> int | None:
     """Return the most UTF-8 bytes of a text that one id can stand for; None if there is no limit."""
     model, normalizer = tokenizer.model, tokenizer.normalizer
-    if not isinstance(model, models.BPE) or model.unk_token or model.continuing_subword_prefix or model.end_of_word_suffix:
+    if (
+        not isinstance(model, models.BPE)
+        or model.unk_token
+        or model.continuing_subword_prefix
+        or model.end_of_word_suffix
+    ):
         return None
-    if not (normalizer is None or isinstance(normalizer, normalizers.NFC)) or not _only_cuts(tokenizer.pre_tokenizer):
+    if not (normalizer is None or isinstance(normalizer, normalizers.NFC)) or not _only_cuts(
+        tokenizer.pre_tokenizer
+    ):
         return None
     added = list(tokenizer.get_added_tokens_decoder().values())
     if any(token.lstrip or token.rstrip for token in added):
@@ -52,4 +59,6 @@ def _bytes() -> list[tuple[str, str]]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     chars = {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
-    return [(chr(byte) if byte < 0x80 else "", chars[byte]) for byte in range(256) if byte not in _NEVER_IN_UTF8]
+    return [
+        (chr(byte) if byte < 0x80 else "", chars[byte]) for byte in range(256) if byte not in _NEVER_IN_UTF8
+    ]

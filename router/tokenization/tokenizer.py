@@ -33,7 +33,27 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PROBED_TOKENS = 12
 """Special tokens with which a vocabulary is probed. More of one kind behave alike."""
-_PROBES = ("", " ", "\n", "\n\n", "a", " a", "a ", "A\tb", "'s", "12345", "é", "e\u0301", "\u200d", "\u2581", "漢字", "🐣", "<|", "\x00", "  two  words  ")
+_PROBES = (
+    "",
+    " ",
+    "\n",
+    "\n\n",
+    "a",
+    " a",
+    "a ",
+    "A\tb",
+    "'s",
+    "12345",
+    "é",
+    "e\u0301",
+    "\u200d",
+    "\u2581",
+    "漢字",
+    "🐣",
+    "<|",
+    "\x00",
+    "  two  words  ",
+)
 """Text before and after a special token in probes: cases that normalizers and pre-tokenizers treat in special
 ways.
 """
@@ -68,8 +88,11 @@ def _today(form: str) -> str:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment that chat templates expect: whitespace as in transformers, no access to Python."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_RenderedByAssistant, jinja2.ext.loopcontrols])
+    """Return the environment that chat templates expect: whitespace as in transformers, no access to
+    Python."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_RenderedByAssistant, jinja2.ext.loopcontrols]
+    )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _refuse_rendering
     environment.globals["strftime_now"] = _today
@@ -81,16 +104,28 @@ class ModelTokenizer:
     event loop.
     """
 
-    def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any], template: str | None, seen: SegmentCache | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        settings: Mapping[str, Any],
+        template: str | None,
+        seen: SegmentCache | None = None,
+    ) -> None:
         """`seen` caches the ids of segments; None: no cache. BadTokenizer if the chat template cannot be
         compiled.
         """
         self._tokenizer = tokenizer
-        self._special = {name: _token_text(settings.get(name)) for name in _SPECIAL if settings.get(name) is not None}
+        self._special = {
+            name: _token_text(settings.get(name)) for name in _SPECIAL if settings.get(name) is not None
+        }
         self._vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._longest = longest_token(tokenizer)
         self._adds_special = settings.get("add_bos_token") is not False
-        self._bos = self._tokenizer.token_to_id(self._special["bos_token"]) if settings.get("add_bos_token") and "bos_token" in self._special else None
+        self._bos = (
+            self._tokenizer.token_to_id(self._special["bos_token"])
+            if settings.get("add_bos_token") and "bos_token" in self._special
+            else None
+        )
         self._owner = next(_owners)
         self._seen = seen
         self._scope = ""
@@ -124,19 +159,49 @@ class ModelTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         apart = found.get("chat_template.jinja")
-        return cls(tokenizer, settings, _template_text(settings.get("chat_template")) if apart is None else apart.decode(), seen)
+        return cls(
+            tokenizer,
+            settings,
+            _template_text(settings.get("chat_template")) if apart is None else apart.decode(),
+            seen,
+        )
 
     def render(self, messages: list[dict[str, Any]], extra: Mapping[str, Any] | None = None) -> str:
         """Return the prompt of a conversation, ready for the assistant's answer. ApiError 400 if the template
         refuses it or is missing.
         """
         if self._template is None:
-            raise ApiError(400, "this model has no chat template; send a prompt to /v1/completions", param="messages", code="no_chat_template")
+            raise ApiError(
+                400,
+                "this model has no chat template; send a prompt to /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
         try:
-            values = {**self._special, "tools": None, "documents": None, **(extra or {}), "messages": messages, "add_generation_prompt": True}
+            values = {
+                **self._special,
+                "tools": None,
+                "documents": None,
+                **(extra or {}),
+                "messages": messages,
+                "add_generation_prompt": True,
+            }
             return self._template.render(values)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
-            raise ApiError(400, f"messages do not fit the model's chat template: {error}", param="messages", code="template_error") from error
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            ArithmeticError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise ApiError(
+                400,
+                f"messages do not fit the model's chat template: {error}",
+                param="messages",
+                code="template_error",
+            ) from error
 
     def within(self, scope: str) -> "ModelTokenizer":
         """Return a copy that reuses ids of known texts only within this scope; "" is the scope of all callers
@@ -206,7 +271,9 @@ class ModelTokenizer:
             reason = "it has no special token that is found before texts are normalised"
         if reason is None:
             cutter = Cutter(found, cut_at)
-            wrong = first_difference(lambda text: self._ids(text, special=False), cutter, cut_at[:_PROBED_TOKENS])
+            wrong = first_difference(
+                lambda text: self._ids(text, special=False), cutter, cut_at[:_PROBED_TOKENS]
+            )
             if wrong is None:
                 return cutter
             reason = f"{wrong!r} has other ids in pieces than as a whole"
@@ -219,7 +286,11 @@ class ModelTokenizer:
         """
         reason = why_not(self._tokenizer)
         if reason is None:
-            encode, sizes, unchanged = partial(self._ids, special=False), byte_sizes(self._tokenizer), leaves_unchanged(self._tokenizer)
+            encode, sizes, unchanged = (
+                partial(self._ids, special=False),
+                byte_sizes(self._tokenizer),
+                leaves_unchanged(self._tokenizer),
+            )
             wrong = first_wrong(encode, sizes, unchanged)
             if wrong is None:
                 return WordEncoder(encode, sizes, unchanged, seen.words, self._owner)
@@ -260,7 +331,11 @@ def _plain_tokens(tokenizer: Tokenizer) -> tuple[dict[str, bool], str | None]:
     """
     if getattr(tokenizer.model, "dropout", None):
         return {}, "its ids are drawn by chance (dropout)"
-    raw = [token for token in tokenizer.get_added_tokens_decoder().values() if not token.normalized and token.content]
+    raw = [
+        token
+        for token in tokenizer.get_added_tokens_decoder().values()
+        if not token.normalized and token.content
+    ]
     odd = next((token for token in raw if token.lstrip or token.rstrip or token.single_word), None)
     if odd is not None:
         return {}, f"its token {odd.content!r} takes the spaces around it or depends on them"
@@ -299,6 +374,10 @@ def _token_text(token: Any) -> str:
 def _template_text(template: Any) -> str | None:
     """Return the template, or from a list of named ones the one named "default" (else the first)."""
     if isinstance(template, list):
-        named = {one["name"]: one["template"] for one in template if isinstance(one, dict) and "template" in one and "name" in one}
+        named = {
+            one["name"]: one["template"]
+            for one in template
+            if isinstance(one, dict) and "template" in one and "name" in one
+        }
         template = named.get("default", next(iter(named.values()), None))
     return template if isinstance(template, str) else None

@@ -72,7 +72,9 @@ class TokenizerRegistry:
     async def _fetch(self, bus: Bus, digest: str) -> None:
         try:
             archive = await bus.get_blob(digest)
-            self._known[digest] = await asyncio.get_running_loop().run_in_executor(self._threads, ModelTokenizer.from_archive, archive, self.seen)
+            self._known[digest] = await asyncio.get_running_loop().run_in_executor(
+                self._threads, ModelTokenizer.from_archive, archive, self.seen
+            )
         except BusError as error:
             log.warning("tokenizer %s cannot be fetched yet: %s", digest, error)
             self._changed(digest, f"its tokenizer cannot be fetched: {error}")

@@ -99,7 +99,14 @@ class WordEncoder:
     non-ASCII texts.
     """
 
-    def __init__(self, encode: Callable[[str], list[int]], sizes: "array[int]", unchanged: Callable[[str], bool], kept: WordCache, owner: int) -> None:
+    def __init__(
+        self,
+        encode: Callable[[str], list[int]],
+        sizes: "array[int]",
+        unchanged: Callable[[str], bool],
+        kept: WordCache,
+        owner: int,
+    ) -> None:
         self._encode = encode
         self._sizes = sizes
         self._unchanged = unchanged
@@ -125,7 +132,9 @@ class WordEncoder:
         if made is None:
             return self._encode(text), len(text)
         new = iter(made)
-        return list(chain.from_iterable(next(new) if known is None else known for known in found)), len(joined)
+        return list(chain.from_iterable(next(new) if known is None else known for known in found)), len(
+            joined
+        )
 
     def _is_new(self, words: list[str]) -> bool:
         """Return True if most of these words are unknown, so that looking up the rest would not pay."""

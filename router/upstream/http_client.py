@@ -50,11 +50,22 @@ class Origin(NamedTuple):
         """Parse a URL. ValueError if it is not an http(s) URL."""
         parts = urlsplit(url)
         tls = parts.scheme == "https"
-        if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or any(sign in url for sign in " \r\n\t"):
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or not url.isascii()
+            or any(sign in url for sign in " \r\n\t")
+        ):
             raise ValueError(f"{url!r} is no http:// or https:// URL")
         name = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         port = parts.port or (443 if tls else 80)
-        return cls(parts.hostname, port, tls, parts.path.rstrip("/"), (f"{name}:{parts.port}" if parts.port else name).encode())
+        return cls(
+            parts.hostname,
+            port,
+            tls,
+            parts.path.rstrip("/"),
+            (f"{name}:{parts.port}" if parts.port else name).encode(),
+        )
 
 
 class Connection(asyncio.Protocol):
@@ -150,7 +161,13 @@ class Connection(asyncio.Protocol):
     @property
     def reusable(self) -> bool:
         """True if the answer is complete and the server keeps the connection open."""
-        return self.complete and self._keep and not self._overrun and self._lost is None and not self._transport.is_closing()
+        return (
+            self.complete
+            and self._keep
+            and not self._overrun
+            and self._lost is None
+            and not self._transport.is_closing()
+        )
 
     def _wake(self) -> None:
         self._silent_at = math.inf
@@ -228,7 +245,9 @@ class Connection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if status >= 200 and not self.complete:
             self.status = status
-            self._until_closed = b"content-length" not in self.headers and b"transfer-encoding" not in self.headers
+            self._until_closed = (
+                b"content-length" not in self.headers and b"transfer-encoding" not in self.headers
+            )
             self._keep = self._parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
@@ -315,7 +334,9 @@ class HttpClient:
         async with asyncio.timeout(seconds) as limit:
             excuse = _Excuse(loop, limit)
             try:
-                _, connection = await loop.create_connection(Connection, origin.host, origin.port, ssl=self._tls if origin.tls else None)
+                _, connection = await loop.create_connection(
+                    Connection, origin.host, origin.port, ssl=self._tls if origin.tls else None
+                )
             finally:
                 excuse.end()
         return connection
@@ -359,12 +380,31 @@ def _verifying(ca: FilePath | None) -> ssl.SSLContext:
     return context
 
 
-def request_bytes(method: str, origin: Origin, path: str, headers: Mapping[str, str] | Sequence[tuple[bytes, bytes]], body: bytes) -> bytes:
+def request_bytes(
+    method: str,
+    origin: Origin,
+    path: str,
+    headers: Mapping[str, str] | Sequence[tuple[bytes, bytes]],
+    body: bytes,
+) -> bytes:
     """Encode a request for the wire. Headers that would break the framing (line ends in a value) are left
     out.
     """
-    lines = [f"{method} {origin.path}{path} HTTP/1.1\r\nhost: ".encode(), origin.header, b"\r\ncontent-length: ", str(len(body)).encode(), b"\r\n"]
+    lines = [
+        f"{method} {origin.path}{path} HTTP/1.1\r\nhost: ".encode(),
+        origin.header,
+        b"\r\ncontent-length: ",
+        str(len(body)).encode(),
+        b"\r\n",
+    ]
     if isinstance(headers, Mapping):
-        headers = [(name.encode("latin-1", "replace"), value.encode("latin-1", "replace")) for name, value in headers.items()]
-    lines += [b"%b: %b\r\n" % header for header in headers if not (b"\r" in header[1] or b"\n" in header[1] or b"\0" in header[1])]
+        headers = [
+            (name.encode("latin-1", "replace"), value.encode("latin-1", "replace"))
+            for name, value in headers.items()
+        ]
+    lines += [
+        b"%b: %b\r\n" % header
+        for header in headers
+        if not (b"\r" in header[1] or b"\n" in header[1] or b"\0" in header[1])
+    ]
     return b"".join([*lines, b"\r\n", body])

@@ -43,8 +43,15 @@ class UpstreamFailed(Exception):
     def refusal(self, attempts: int) -> ApiError:
         """Return the client's error when no other rank is tried: 429 if ranks were busy, else 503."""
         if self.how is AttemptFailure.BUSY:
-            return ApiError(429, f"{attempts} ranks are saturated; try again later", code="saturated", retry_after=2.0)
-        return ApiError(503, f"{attempts} ranks failed this request, the last with {self.how.value}", code="upstream_failed", retry_after=2.0)
+            return ApiError(
+                429, f"{attempts} ranks are saturated; try again later", code="saturated", retry_after=2.0
+            )
+        return ApiError(
+            503,
+            f"{attempts} ranks failed this request, the last with {self.how.value}",
+            code="upstream_failed",
+            retry_after=2.0,
+        )
 
 
 class _ErrorBody(msgspec.Struct):
@@ -69,7 +76,12 @@ class EventSplitter:
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the data of every event that is now complete. Comments and other fields are left out."""
-        if not self._rest and data.startswith(_LEAN) and data.find(b"\n") == len(data) - 2 and data.endswith(b"\n\n"):
+        if (
+            not self._rest
+            and data.startswith(_LEAN)
+            and data.find(b"\n") == len(data) - 2
+            and data.endswith(b"\n\n")
+        ):
             return [data[len(_LEAN) : -2]]  # one complete event, as ranks write it
         if self._rest:
             data = self._rest + data
@@ -78,7 +90,11 @@ class EventSplitter:
         *blocks, self._rest = data.split(b"\n\n")
         if len(self._rest) > self._most:
             raise ValueError(f"a server-sent event exceeds {self._most} bytes")
-        return [block[5:].lstrip() if block.startswith(_DATA) and b"\n" not in block else _event_data(block) for block in blocks if _DATA in block]
+        return [
+            block[5:].lstrip() if block.startswith(_DATA) and b"\n" not in block else _event_data(block)
+            for block in blocks
+            if _DATA in block
+        ]
 
 
 def _event_data(block: bytes) -> bytes:
@@ -114,7 +130,9 @@ class Call:
     answer may have any status.
     """
 
-    def __init__(self, client: HttpClient, sent: UpstreamRequest, connect_seconds: float, patience: Patience) -> None:
+    def __init__(
+        self, client: HttpClient, sent: UpstreamRequest, connect_seconds: float, patience: Patience
+    ) -> None:
         self.loop = client.loop
         self._client = client
         self._sent = sent
@@ -133,18 +151,24 @@ class Call:
             self._origin = self._client.origin(self._url)
             self._connection = await self._client.connect(self._origin, self._connect_seconds)
         except TimeoutError as error:
-            raise UpstreamFailed(AttemptFailure.CONNECT, f"{self._url}: no connection within {self._connect_seconds:g} s") from error
+            raise UpstreamFailed(
+                AttemptFailure.CONNECT, f"{self._url}: no connection within {self._connect_seconds:g} s"
+            ) from error
         except (OSError, ValueError) as error:
             # The router is out of file descriptors, which is not the rank's fault.
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 message = "the router has no file descriptor left for a connection; try again later"
                 raise ApiError(503, message, code="out_of_descriptors", retry_after=1.0) from error
-            raise UpstreamFailed(AttemptFailure.CONNECT, f"{self._url}: {error or type(error).__name__}") from error
+            raise UpstreamFailed(
+                AttemptFailure.CONNECT, f"{self._url}: {error or type(error).__name__}"
+            ) from error
         self._connected = True
         try:
             sent = self._sent
             self._deadline = self.loop.time() + self._patience.total
-            self._connection.send(request_bytes(sent.method, self._origin, sent.path, sent.headers, sent.body))
+            self._connection.send(
+                request_bytes(sent.method, self._origin, sent.path, sent.headers, sent.body)
+            )
             while not self._connection.status:
                 await self._more(AttemptFailure.DISCONNECTED)
             if self._connection.status >= 400:
@@ -154,7 +178,9 @@ class Call:
             raise
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None and self._clean and not self._connection.complete:
             await self._drain()
         self._client.give_back(self._origin, self._connection)
@@ -191,7 +217,8 @@ class Call:
         return data
 
     def whole(self) -> None:
-        """Mark the answer as complete. Only the end of the stream remains, and the connection may be reused."""
+        """Mark the answer as complete. Only the end of the stream remains, and the connection may be
+        reused."""
         self._clean = True
 
     async def _more(self, how: AttemptFailure) -> None:
@@ -206,9 +233,15 @@ class Call:
             raise UpstreamFailed(how, f"{self._url}: {error}") from error
         if connection.fell_silent:
             if self.loop.time() >= self._deadline:
-                message = f"no complete answer within {patience.total:g} s ([router] answer_seconds); stream it, or request fewer tokens"
+                message = (
+                    f"no complete answer within {patience.total:g} s ([router] answer_seconds); stream it, or"
+                    " request fewer tokens"
+                )
                 raise ApiError(504, message, code="answer_timeout")
-            raise UpstreamFailed(AttemptFailure.STALLED if self._read_any else AttemptFailure.FIRST_TOKEN_TIMEOUT, f"{self._url}: silent for too long")
+            raise UpstreamFailed(
+                AttemptFailure.STALLED if self._read_any else AttemptFailure.FIRST_TOKEN_TIMEOUT,
+                f"{self._url}: silent for too long",
+            )
 
     async def _drain(self) -> None:
         try:
@@ -237,9 +270,14 @@ class RankCall(Call):
         if status == 429 or refused.code == "overloaded":
             raise UpstreamFailed(AttemptFailure.BUSY, f"{self._url}: {refused.message}")
         if status >= 500:
-            raise UpstreamFailed(AttemptFailure.SERVER_ERROR, f"{self._url}: HTTP {status}: {refused.message}")
+            raise UpstreamFailed(
+                AttemptFailure.SERVER_ERROR, f"{self._url}: HTTP {status}: {refused.message}"
+            )
         if status in (401, 403):
-            raise UpstreamFailed(AttemptFailure.SERVER_ERROR, f"{self._url}: HTTP {status}: the rank refused the router's key; set fleet_secret_file")
+            raise UpstreamFailed(
+                AttemptFailure.SERVER_ERROR,
+                f"{self._url}: HTTP {status}: the rank refused the router's key; set fleet_secret_file",
+            )
         raise refused
 
 
@@ -251,7 +289,9 @@ def api_error(status: int, body: bytes) -> ApiError:
         return ApiError(status, body[:500].decode(errors="replace") or f"HTTP {status}")
     error = answer.error
     if isinstance(error, _ErrorBody):
-        return ApiError(status, error.message, code=None if error.code is None else str(error.code), param=error.param)
+        return ApiError(
+            status, error.message, code=None if error.code is None else str(error.code), param=error.param
+        )
     return ApiError(status, str(error or answer.detail or f"HTTP {status}"))
 
 
@@ -268,7 +308,9 @@ class Upstream:
         self._client = HttpClient(self._config.keepalive_seconds, self._config.upstream_ca)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -296,9 +338,16 @@ class Upstream:
         first token; otherwise it comes at once, with only a total limit. patience: replaces the limits of the
         settings.
         """
-        return Call(self._opened, sent, self._config.connect_seconds, patience or (self._streamed if stream else self._whole))
+        return Call(
+            self._opened,
+            sent,
+            self._config.connect_seconds,
+            patience or (self._streamed if stream else self._whole),
+        )
 
-    async def get(self, url: str, path: str, headers: Mapping[str, str], *, seconds: float, most_bytes: int) -> bytes:
+    async def get(
+        self, url: str, path: str, headers: Mapping[str, str], *, seconds: float, most_bytes: int
+    ) -> bytes:
         """Return the body of a GET. OSError (also for statuses other than 200), TimeoutError, or ValueError
         if the body is too long.
         """

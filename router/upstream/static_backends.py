@@ -79,7 +79,12 @@ class StaticBackends:
     """
 
     def __init__(
-        self, config: RouterConfig, key: Callable[[str], str | None], view: FleetView, clock: Callable[[], float], forget: Callable[[int], None]
+        self,
+        config: RouterConfig,
+        key: Callable[[str], str | None],
+        view: FleetView,
+        clock: Callable[[], float],
+        forget: Callable[[int], None],
     ) -> None:
         """key: returns the current bearer token for the server of a base URL; None: none."""
         urls = dict.fromkeys(base_url(url) for url in config.backends)
@@ -141,14 +146,20 @@ class StaticBackends:
         """Probe until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for server in self._servers.values():
-                tasks.create_task(self._watch(upstream, server, probe_seconds, timeout_seconds), name=f"probes {server.url}")
+                tasks.create_task(
+                    self._watch(upstream, server, probe_seconds, timeout_seconds), name=f"probes {server.url}"
+                )
 
-    async def _watch(self, upstream: Upstream, server: _Server, probe_seconds: float, timeout_seconds: float) -> None:
+    async def _watch(
+        self, upstream: Upstream, server: _Server, probe_seconds: float, timeout_seconds: float
+    ) -> None:
         while True:
             try:
                 key = self._key(server.url)
                 headers = {} if key is None else {"authorization": f"Bearer {key}"}
-                body = await upstream.get(server.url, "/v1/models", headers, seconds=timeout_seconds, most_bytes=_LIST_BYTES)
+                body = await upstream.get(
+                    server.url, "/v1/models", headers, seconds=timeout_seconds, most_bytes=_LIST_BYTES
+                )
                 cards = msgspec.json.decode(body, type=_Models).data
                 models = msgspec.convert(cards, tuple[_Model, ...])
             except (OSError, TimeoutError, ValueError, RecursionError, ApiError) as error:
@@ -159,7 +170,9 @@ class StaticBackends:
 
     def _answered(self, server: _Server, cards: tuple[Card, ...], models: tuple[_Model, ...]) -> None:
         if not server.reported:
-            log.info("backend %s serves %s", server.url, ", ".join(model.id for model in models) or "no model")
+            log.info(
+                "backend %s serves %s", server.url, ", ".join(model.id for model in models) or "no model"
+            )
         server.misses, server.missing, server.reported, server.cards = 0, False, True, cards
         known = self._view.engine(server.worker_id)
         if not models:
@@ -186,14 +199,18 @@ class StaticBackends:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return True if no process listens there: the connection was refused at every address of the host name."""
-    return isinstance(error, ConnectionRefusedError) or (isinstance(error, OSError) and f"[Errno {errno.ECONNREFUSED}]" in str(error))
+    """Return True if no process listens there: the connection was refused at every address of the host
+    name."""
+    return isinstance(error, ConnectionRefusedError) or (
+        isinstance(error, OSError) and f"[Errno {errno.ECONNREFUSED}]" in str(error)
+    )
 
 
 def _name(url: str) -> str:
     """Return the name of a server without a [backends.NAME]: host, port and path, without slashes."""
     parts = urlsplit(url)
-    return f"{parts.hostname or ''}{'' if parts.port is None else f':{parts.port}'}{parts.path.replace('/', '~')}"
+    port = "" if parts.port is None else f":{parts.port}"
+    return f"{parts.hostname or ''}{port}{parts.path.replace('/', '~')}"
 
 
 def _server(settings: BackendConfig) -> _Server:
@@ -209,7 +226,11 @@ def _as_engine(server: _Server, models: tuple[_Model, ...], block_size: int) -> 
         engine=server.settings.name,
         worker_id=server.worker_id,
         model=base,
-        models=tuple(ServedModel(name=name, max_context=context) for name, context in contexts.items()) if len(contexts) > 1 else (),
+        models=(
+            tuple(ServedModel(name=name, max_context=context) for name, context in contexts.items())
+            if len(contexts) > 1
+            else ()
+        ),
         node=urlsplit(server.url).hostname or server.url,
         urls=(server.url,),
         block_size=block_size,
@@ -229,4 +250,9 @@ def _stated_speed(settings: BackendConfig) -> EngineSpeed | None:
     alone = 1.0 / settings.output_tokens_per_second
     sequence = _SEQUENCE_SHARE * alone if settings.sequence_ms is None else settings.sequence_ms / 1000.0
     step = max(alone - sequence, 0.0)
-    return EngineSpeed(prefill_token=1.0 / settings.prompt_tokens_per_second, step=step, decode_sequence=sequence, decode_block=0.0)
+    return EngineSpeed(
+        prefill_token=1.0 / settings.prompt_tokens_per_second,
+        step=step,
+        decode_sequence=sequence,
+        decode_block=0.0,
+    )

@@ -1,4 +1,5 @@
-"""The watch over the event loop sees what holds it up, names it, and leaves waiting, tests and threads alone."""
+"""The watch over the event loop sees what holds it up, names it, and leaves waiting, tests and threads
+alone."""
 
 import asyncio
 import pkgutil
@@ -38,7 +39,9 @@ async def test_a_callback_that_takes_long_is_named_by_the_code_that_took_it() ->
     watch, code = LoopWatch(), busy("router/invented")
     with watch.watching():
         await asyncio.create_task(code.answer(0.1))  # type: ignore[attr-defined]
-    assert [offence.stack for offence in watch.offences] == [("router.invented.Busy.answer", "router.invented.Busy.spin")]
+    assert [offence.stack for offence in watch.offences] == [
+        ("router.invented.Busy.answer", "router.invented.Busy.spin")
+    ]
     assert watch.offences[0].seconds >= 0.1
     said = complaint(watch.offences, Counter())
     assert said is not None
@@ -55,7 +58,9 @@ async def test_waiting_other_threads_and_a_tests_own_work_hold_nothing_up() -> N
     assert watch.offences == []
 
 
-async def test_what_is_known_is_let_be_and_what_is_short_counts_when_it_comes_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_known_is_let_be_and_what_is_short_counts_when_it_comes_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     watch, code = LoopWatch(), busy("router/invented")
     with watch.watching():
         for _ in range(TIMES):

@@ -13,7 +13,18 @@ PACKAGES = ("fleet", "bus", "tracker", "router", "migration", "engine_adapter", 
 DRAWERS = {"utils", "util", "common", "helpers", "core", "shared", "manager", "misc"}
 MOST_FILES = 25
 FLEET_THIRD_PARTY = {"numpy", "msgspec", "xxhash"}
-FLEET_FORBIDDEN = {"asyncio", "time", "random", "os", "logging", "threading", "socket", "pathlib", "subprocess", "datetime"}
+FLEET_FORBIDDEN = {
+    "asyncio",
+    "time",
+    "random",
+    "os",
+    "logging",
+    "threading",
+    "socket",
+    "pathlib",
+    "subprocess",
+    "datetime",
+}
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -39,14 +50,20 @@ def test_every_fleet_module_is_imported_by_at_least_two_parts() -> None:
             for name in imported_modules(path):
                 users[name].add(part)
     modules = [path.stem for path in python_files("fleet") if path.stem != "__init__"]
-    lonely = {module: sorted(users[f"fleet.{module}"]) for module in modules if len(users[f"fleet.{module}"]) < 2}
+    lonely = {
+        module: sorted(users[f"fleet.{module}"]) for module in modules if len(users[f"fleet.{module}"]) < 2
+    }
     assert not lonely, f"fleet is no drawer; move these to their only user: {lonely}"
 
 
 def test_fleet_imports_only_its_three_libraries_and_pure_standard_modules() -> None:
     for path in python_files("fleet"):
         tops = {name.split(".")[0] for name in imported_modules(path)}
-        foreign = {top for top in tops if top not in sys.stdlib_module_names and top not in FLEET_THIRD_PARTY | {"fleet"}}
+        foreign = {
+            top
+            for top in tops
+            if top not in sys.stdlib_module_names and top not in FLEET_THIRD_PARTY | {"fleet"}
+        }
         assert not foreign, f"{path.name} imports {foreign}"
         assert not tops & FLEET_FORBIDDEN, f"{path.name} imports {tops & FLEET_FORBIDDEN}"
 
@@ -59,13 +76,19 @@ def test_the_product_never_imports_transformers_outside_the_training_scripts() -
 
 def test_nixl_is_loaded_by_its_one_door() -> None:
     """By name, so import-linter does not see it."""
-    doors = [path.relative_to(ROOT) for path in python_files(*PACKAGES) if '"nixl_cu12"' in path.read_text() or imported_modules(path) & {"nixl", "nixl_cu12"}]
+    doors = [
+        path.relative_to(ROOT)
+        for path in python_files(*PACKAGES)
+        if '"nixl_cu12"' in path.read_text() or imported_modules(path) & {"nixl", "nixl_cu12"}
+    ]
     assert doors == [Path("engine_adapter/transfer/nixl_loader.py")]
 
 
 def test_only_the_composition_root_reads_the_environment() -> None:
     for path in python_files(*PACKAGES[:-1]):
-        names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        names = {
+            node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+        }
         assert not names & {"environ", "getenv"}, f"{path} reads the environment; pass the value from deploy"
 
 
@@ -77,18 +100,27 @@ def test_no_script_bears_a_standard_library_name(folder: str) -> None:
 
 def test_no_module_is_a_drawer() -> None:
     shared_memory = ROOT / "engine_adapter/transfer/shared_memory.py"  # named after the thing itself
-    named = [path for path in python_files(*PACKAGES, "benchmarks") if path.stem in DRAWERS or set(path.parent.parts) & DRAWERS]
+    named = [
+        path
+        for path in python_files(*PACKAGES, "benchmarks")
+        if path.stem in DRAWERS or set(path.parent.parts) & DRAWERS
+    ]
     assert named in ([], [shared_memory])
 
 
 def test_no_folder_holds_more_than_a_shelf_of_files() -> None:
-    counts = Counter(path.parent.relative_to(ROOT) for path in python_files(*PACKAGES, "tests", "benchmarks", "docs"))
+    counts = Counter(
+        path.parent.relative_to(ROOT) for path in python_files(*PACKAGES, "tests", "benchmarks", "docs")
+    )
     heaps = {str(folder): count for folder, count in counts.items() if count > MOST_FILES}
     assert not heaps, f"split these folders, so that none holds more than {MOST_FILES} Python files: {heaps}"
 
 
 def test_tests_lie_in_the_rooms_of_what_they_test() -> None:
-    rooms = {path.parent.relative_to(ROOT / "tests") for path in python_files(*(f"tests/{part}" for part in PACKAGES))}
+    rooms = {
+        path.parent.relative_to(ROOT / "tests")
+        for path in python_files(*(f"tests/{part}" for part in PACKAGES))
+    }
     strange = [str(room) for room in rooms if not (ROOT / room).is_dir()]
     assert not strange, f"no folder of the product has these names: {strange}"
 
@@ -105,7 +137,11 @@ def test_a_class_name_means_one_thing_in_the_product() -> None:
 
 def test_every_room_has_its_line_in_the_architecture() -> None:
     told = (ROOT / "docs/architecture.md").read_text()
-    rooms = {path.parent for path in python_files(*PACKAGES[1:]) if path.name == "__init__.py" and path.parent.parent.name in PACKAGES}
+    rooms = {
+        path.parent
+        for path in python_files(*PACKAGES[1:])
+        if path.name == "__init__.py" and path.parent.parent.name in PACKAGES
+    }
     missing = sorted(str(room.relative_to(ROOT)) for room in rooms if f"| `{room.name}/`" not in told)
     assert not missing, f"docs/architecture.md says nothing of these rooms: {missing}"
 

@@ -16,7 +16,16 @@ from fleet.events import STORED, AnyEvent, KvMetrics, RoutedKvEvent
 from fleet.experts import ModelShape
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-NO_CHANNELS = {"published", "namespace", "everything", "stored", "claim", "coordinator", "handover_key", "loop_key"}
+NO_CHANNELS = {
+    "published",
+    "namespace",
+    "everything",
+    "stored",
+    "claim",
+    "coordinator",
+    "handover_key",
+    "loop_key",
+}
 """Members of Subjects that are patterns, or keys of claims."""
 SHAPE = ModelShape(layers=2, experts=8, top_k=2, hidden=4, expert_intermediate=8)
 """A shape validates its own numbers, so examples need a valid one."""
@@ -89,17 +98,37 @@ def problems(document: dict[str, Any], schema: dict[str, Any], value: Any, at: s
                 for name, inner in value.items():
                     yield from problems(document, stated, inner, f"{at}.{name}")
             case "items":
-                pairs = zip(stated, value, strict=False) if isinstance(stated, list) else ((stated, one) for one in value)
+                pairs = (
+                    zip(stated, value, strict=False)
+                    if isinstance(stated, list)
+                    else ((stated, one) for one in value)
+                )
                 for number, (inner, one) in enumerate(pairs):
                     yield from problems(document, inner, one, f"{at}[{number}]")
-            case "enum" | "type" | "minimum" | "minItems" | "maxItems" | "additionalItems" | "description" | "default" | "format":
+            case (
+                "enum"
+                | "type"
+                | "minimum"
+                | "minItems"
+                | "maxItems"
+                | "additionalItems"
+                | "description"
+                | "default"
+                | "format"
+            ):
                 pass
             case _:
                 yield f"{at}: keyword {keyword}"
 
 
 def is_type(stated: str, form: str | None, value: Any) -> bool:
-    plain = {"object": dict, "array": list, "boolean": bool, "null": type(None), "string": bytes if form == "binary" else str}
+    plain = {
+        "object": dict,
+        "array": list,
+        "boolean": bool,
+        "null": type(None),
+        "string": bytes if form == "binary" else str,
+    }
     if stated in plain:
         return isinstance(value, plain[stated])
     return isinstance(value, int if stated == "integer" else int | float) and not isinstance(value, bool)
@@ -114,7 +143,9 @@ def example(about: Any, *, full: bool) -> Any:
         case kinds.StructType() if about.cls is ModelShape:
             return SHAPE
         case kinds.StructType():
-            fields = {field.name: example(field.type, full=full) for field in about.fields if full or field.required}
+            fields = {
+                field.name: example(field.type, full=full) for field in about.fields if full or field.required
+            }
             return about.cls(**fields)
         case kinds.UnionType():
             ordered = sorted(about.types, key=lambda one: full == isinstance(one, kinds.NoneType))
@@ -131,23 +162,41 @@ def example(about: Any, *, full: bool) -> Any:
             return (1 << 64) - 1 if full else 0
         case kinds.BytesType():
             return b"\x00\xff"
-    return {kinds.FloatType: 0.5, kinds.BoolType: True, kinds.StrType: "text", kinds.AnyType: None, kinds.NoneType: None}[type(about)]
+    return {
+        kinds.FloatType: 0.5,
+        kinds.BoolType: True,
+        kinds.StrType: "text",
+        kinds.AnyType: None,
+        kinds.NoneType: None,
+    }[type(about)]
 
 
 def test_the_file_is_what_its_script_writes(script: dict[str, Any]) -> None:
-    assert (DOCS / "asyncapi.yaml").read_text(encoding="utf-8") == script["text"](), "write it anew: python docs/make_asyncapi.py"
+    assert (DOCS / "asyncapi.yaml").read_text(encoding="utf-8") == script["text"](), (
+        "write it anew: python docs/make_asyncapi.py"
+    )
 
 
 def test_every_subject_is_a_channel_and_the_other_way_round(document: dict[str, Any]) -> None:
     members = {name for name in vars(Subjects) if not name.startswith("_")} - NO_CHANNELS
     assert set(document["channels"]) == members | {"answers"}
     for name, channel in document["channels"].items():
-        assert set(re.findall(r"{(\w+)}", channel["address"] or "")) == set(channel.get("parameters", {})), name
+        assert set(re.findall(r"{(\w+)}", channel["address"] or "")) == set(channel.get("parameters", {})), (
+            name
+        )
     subjects = Subjects("roost")
-    assert document["channels"]["heartbeats"]["address"].format(namespace="roost", engine="e") == subjects.heartbeats("e")
-    assert document["channels"]["migrations"]["address"].format(namespace="roost", engine="e") == subjects.migrations("e")
-    assert document["channels"]["handover"]["address"].format(namespace="roost", engine="e", worker_id=5, rank=1) == subjects.handover("e", 5, 1)
-    assert document["channels"]["drains"]["address"].format(namespace="roost", engine="e", drained="all") == subjects.drains("e", None)
+    assert document["channels"]["heartbeats"]["address"].format(
+        namespace="roost", engine="e"
+    ) == subjects.heartbeats("e")
+    assert document["channels"]["migrations"]["address"].format(
+        namespace="roost", engine="e"
+    ) == subjects.migrations("e")
+    assert document["channels"]["handover"]["address"].format(
+        namespace="roost", engine="e", worker_id=5, rank=1
+    ) == subjects.handover("e", 5, 1)
+    assert document["channels"]["drains"]["address"].format(
+        namespace="roost", engine="e", drained="all"
+    ) == subjects.drains("e", None)
 
 
 def test_every_kind_is_said_or_asked_somewhere_and_what_is_stored_is_marked(document: dict[str, Any]) -> None:
@@ -155,13 +204,22 @@ def test_every_kind_is_said_or_asked_somewhere_and_what_is_stored_is_marked(docu
     assert set(messages) == {kind.__name__ for kind in KINDS} | {"KvEvents"}
     named = {name for channel in document["channels"].values() for name in channel["messages"]}
     assert named == set(messages)
-    assert {name for name, message in messages.items() if message.get("x-stored")} == {kind.__name__ for kind in STORED}
-    in_stored = {name for channel in document["channels"].values() if channel.get("x-stored") for name in channel["messages"]}
+    assert {name for name, message in messages.items() if message.get("x-stored")} == {
+        kind.__name__ for kind in STORED
+    }
+    in_stored = {
+        name
+        for channel in document["channels"].values()
+        if channel.get("x-stored")
+        for name in channel["messages"]
+    }
     assert in_stored == {kind.__name__ for kind in STORED}
     marked = [name for name, channel in document["channels"].items() if channel.get("x-stored")]
     subjects = Subjects("roost")
     wild = dict.fromkeys(("engine", "drained", "part", "rank"), "*")
-    assert {document["channels"][name]["address"].format(namespace="roost", **wild) for name in marked} == set(subjects.stored)
+    assert {
+        document["channels"][name]["address"].format(namespace="roost", **wild) for name in marked
+    } == set(subjects.stored)
 
 
 def test_it_holds_together_as_asyncapi_3(document: dict[str, Any]) -> None:
@@ -181,12 +239,17 @@ def test_every_message_and_nearly_every_field_is_described(document: dict[str, A
     assert all("description" in schema for schema in document["components"]["schemas"].values())
     staged = document["components"]["schemas"]["MigrationStaged"]["properties"]
     assert staged["number"]["description"] == "index of the handover in the plan, from 0"
-    assert "address in the process" in document["components"]["schemas"]["MemoryAddress"]["properties"]["base"]["description"]
+    assert (
+        "address in the process"
+        in document["components"]["schemas"]["MemoryAddress"]["properties"]["base"]["description"]
+    )
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["the least", "everything"])
 @pytest.mark.parametrize("kind", [*KINDS, RoutedKvEvent], ids=lambda kind: kind.__name__)
-def test_messages_as_they_travel_are_as_the_file_says(document: dict[str, Any], kind: type, full: bool) -> None:
+def test_messages_as_they_travel_are_as_the_file_says(
+    document: dict[str, Any], kind: type, full: bool
+) -> None:
     one = example(msgspec.inspect.type_info(kind), full=full)
     name, topic, message = kind.__name__, "some-topic", one
     if kind is RoutedKvEvent:

@@ -29,7 +29,9 @@ def claim_of(worker_id: int, revision: int) -> Claim:
         (claim_of(1, 5), claim_of(1, 5), 0.0, 2, ClaimStep.WAIT),
     ],
 )
-def test_the_verdict_on_a_claim(seen: Claim | None, now: Claim | None, watched: float, replaces: int | None, verdict: ClaimStep) -> None:
+def test_the_verdict_on_a_claim(
+    seen: Claim | None, now: Claim | None, watched: float, replaces: int | None, verdict: ClaimStep
+) -> None:
     assert judge(seen, now, watched, replaces=replaces) is verdict
 
 
@@ -43,7 +45,15 @@ def broker() -> MemoryBroker:
 
 
 def claimant(broker: MemoryBroker, worker_id: int, replaces: int | None = None) -> NameClaim:
-    return NameClaim(MemoryBus(broker), KEY, "a", worker_id=worker_id, node=f"node-{worker_id}", replaces=replaces, lease=0.6)
+    return NameClaim(
+        MemoryBus(broker),
+        KEY,
+        "a",
+        worker_id=worker_id,
+        node=f"node-{worker_id}",
+        replaces=replaces,
+        lease=0.6,
+    )
 
 
 async def beat(claim: NameClaim) -> None:
@@ -66,12 +76,16 @@ async def test_the_name_of_a_living_engine_is_refused_with_holder_and_remedy(bro
     first = claimant(broker, 1)
     await first.take()
     beating = asyncio.create_task(beat(first))
-    with pytest.raises(NameTaken, match=r"the engine name 'a' is taken: worker 1 on node-1 .* another name \(--name\)"):
+    with pytest.raises(
+        NameTaken, match=r"the engine name 'a' is taken: worker 1 on node-1 .* another name \(--name\)"
+    ):
         await claimant(broker, 2).take()
     beating.cancel()
 
 
-async def test_the_name_of_a_silent_engine_is_taken_over_and_its_old_holder_learns_it(broker: MemoryBroker) -> None:
+async def test_the_name_of_a_silent_engine_is_taken_over_and_its_old_holder_learns_it(
+    broker: MemoryBroker,
+) -> None:
     first, second = claimant(broker, 1), claimant(broker, 2)
     await first.take()
     await second.take()
@@ -122,7 +136,9 @@ async def test_tokens_grow_from_holder_to_holder_and_refreshing_leaves_them(brok
     assert second.token > token
 
 
-async def test_a_token_above_what_others_have_heard_is_kept_for_whoever_comes_next(broker: MemoryBroker) -> None:
+async def test_a_token_above_what_others_have_heard_is_kept_for_whoever_comes_next(
+    broker: MemoryBroker,
+) -> None:
     first, second = claimant(broker, 1), claimant(broker, 2)
     await first.take()
     await first.outbid(first.token - 1)

@@ -56,18 +56,31 @@ async def works(servers: Any, config: BusConfig) -> bool:
         await bus.close()
 
 
-async def test_the_login_of_a_file_is_used_and_a_wrong_one_is_named_as_the_cause(tmp_path: Path, server_of: Any) -> None:
+async def test_the_login_of_a_file_is_used_and_a_wrong_one_is_named_as_the_cause(
+    tmp_path: Path, server_of: Any
+) -> None:
     server = server_of(USERS % "right")
-    assert await works(server.url, replace(CONFIG, credentials_file=credentials(tmp_path, user="me", password="right")))
-    for config in (CONFIG, replace(CONFIG, credentials_file=credentials(tmp_path, user="me", password="wr0ng"))):
+    assert await works(
+        server.url, replace(CONFIG, credentials_file=credentials(tmp_path, user="me", password="right"))
+    )
+    for config in (
+        CONFIG,
+        replace(CONFIG, credentials_file=credentials(tmp_path, user="me", password="wr0ng")),
+    ):
         with pytest.raises(BusError, match=r"refuses this user .*bus\.credentials_file") as caught:
             await NatsBus.connect(server.url, Subjects(), replace(config, connect_seconds=0.5))
         assert "wr0ng" not in str(caught.value)
 
 
-async def test_a_changed_secret_is_used_at_the_next_connection_without_a_restart(tmp_path: Path, server_of: Any) -> None:
+async def test_a_changed_secret_is_used_at_the_next_connection_without_a_restart(
+    tmp_path: Path, server_of: Any
+) -> None:
     server, subjects = server_of(USERS % "first"), Subjects("rotation")
-    bus = await NatsBus.connect(server.url, subjects, replace(CONFIG, credentials_file=credentials(tmp_path, user="me", password="first")))
+    bus = await NatsBus.connect(
+        server.url,
+        subjects,
+        replace(CONFIG, credentials_file=credentials(tmp_path, user="me", password="first")),
+    )
     try:
         (tmp_path / "other.conf").write_text(USERS % "second")
         credentials(tmp_path, user="me", password="second")
@@ -79,29 +92,67 @@ async def test_a_changed_secret_is_used_at_the_next_connection_without_a_restart
 
 
 @pytest.mark.parametrize("text", ["", "me:secret", '{"user": "me"}', "-----BEGIN NATS USER JWT-----\nsecret"])
-async def test_a_file_that_holds_no_login_is_refused_with_the_form_it_should_have_and_is_not_quoted(text: str, tmp_path: Path) -> None:
+async def test_a_file_that_holds_no_login_is_refused_with_the_form_it_should_have_and_is_not_quoted(
+    text: str, tmp_path: Path
+) -> None:
     (tmp_path / "login.json").write_text(text)
     with pytest.raises(BusError, match=r'login\.json .*\{"user": "\.\.\.", "password": "\.\.\."\}') as caught:
-        await NatsBus.connect("nats://127.0.0.1:1", Subjects(), replace(CONFIG, credentials_file=tmp_path / "login.json"))
+        await NatsBus.connect(
+            "nats://127.0.0.1:1", Subjects(), replace(CONFIG, credentials_file=tmp_path / "login.json")
+        )
     assert "secret" not in str(caught.value)
     with pytest.raises(BusError, match=r"missing\.json cannot be read: No such file"):
-        await NatsBus.connect("nats://127.0.0.1:1", Subjects(), replace(CONFIG, credentials_file=tmp_path / "missing.json"))
+        await NatsBus.connect(
+            "nats://127.0.0.1:1", Subjects(), replace(CONFIG, credentials_file=tmp_path / "missing.json")
+        )
 
 
 def signed(folder: Path, name: str, *, by: str | None = None) -> tuple[Path, Path]:
     """Return a certificate for 127.0.0.1 and its key, made with the openssl program."""
     key, cert = folder / f"{name}.key", folder / f"{name}.pem"
-    ca = ["-CA", str(folder / f"{by}.pem"), "-CAkey", str(folder / f"{by}.key"), "-addext", "subjectAltName=IP:127.0.0.1,DNS:bus.example"] if by else []
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", f"/CN={name}"]
+    ca = (
+        [
+            "-CA",
+            str(folder / f"{by}.pem"),
+            "-CAkey",
+            str(folder / f"{by}.key"),
+            "-addext",
+            "subjectAltName=IP:127.0.0.1,DNS:bus.example",
+        ]
+        if by
+        else []
+    )
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        f"/CN={name}",
+    ]
     subprocess.run([*command, "-keyout", str(key), "-out", str(cert), *ca], check=True, capture_output=True)
     return key, cert
 
 
-async def test_tls_checks_the_server_presents_our_certificate_and_sends_nothing_to_a_server_without(tmp_path: Path, server_of: Any, nats_server: Any) -> None:
+async def test_tls_checks_the_server_presents_our_certificate_and_sends_nothing_to_a_server_without(
+    tmp_path: Path, server_of: Any, nats_server: Any
+) -> None:
     signed(tmp_path, "ca")
-    (server_key, server_cert), (key, cert) = signed(tmp_path, "server", by="ca"), signed(tmp_path, "client", by="ca")
+    (server_key, server_cert), (key, cert) = (
+        signed(tmp_path, "server", by="ca"),
+        signed(tmp_path, "client", by="ca"),
+    )
     ca = tmp_path / "ca.pem"
-    server = server_of(USERS % "right" + f'tls {{ cert_file: "{server_cert}", key_file: "{server_key}", ca_file: "{ca}", verify: true }}\n')
+    server = server_of(
+        USERS % "right"
+        + f'tls {{ cert_file: "{server_cert}", key_file: "{server_key}", ca_file: "{ca}", verify: true }}\n'
+    )
     login = credentials(tmp_path, user="me", password="right")
     config = replace(CONFIG, credentials_file=login, tls_ca=ca, tls_cert=cert, tls_key=key)
     assert await works(server.url, config)
@@ -122,7 +173,10 @@ async def test_files_of_tls_that_cannot_be_used_are_named(tmp_path: Path) -> Non
     (tmp_path / "nonsense.pem").write_text("nonsense")
     for fields, named in (
         ({"tls_ca": tmp_path / "nonsense.pem"}, r"bus\.tls_ca .*nonsense\.pem cannot be used"),
-        ({"tls_cert": tmp_path / "nonsense.pem", "tls_key": tmp_path / "missing"}, r"bus\.tls_cert .*nonsense\.pem .* cannot be used"),
+        (
+            {"tls_cert": tmp_path / "nonsense.pem", "tls_key": tmp_path / "missing"},
+            r"bus\.tls_cert .*nonsense\.pem .* cannot be used",
+        ),
     ):
         with pytest.raises(BusError, match=named):
             await NatsBus.connect("nats://127.0.0.1:1", Subjects(), replace(CONFIG, **fields))  # type: ignore[arg-type]
@@ -135,12 +189,18 @@ async def test_a_server_of_the_list_that_is_away_does_not_keep_us_from_the_other
         assert await works(servers, CONFIG)
 
 
-async def test_more_replicas_than_the_cluster_has_servers_are_refused_with_the_remedy(nats_server: Any) -> None:
-    with pytest.raises(BusError, match=r"few-stored cannot be kept 3 times .*start more of them, or lower bus\.replicas"):
+async def test_more_replicas_than_the_cluster_has_servers_are_refused_with_the_remedy(
+    nats_server: Any,
+) -> None:
+    with pytest.raises(
+        BusError, match=r"few-stored cannot be kept 3 times .*start more of them, or lower bus\.replicas"
+    ):
         await NatsBus.connect(nats_server.url, Subjects("few"), replace(CONFIG, replicas=3))
 
 
-async def test_streams_made_with_fewer_replicas_are_used_and_the_operator_is_told_how_to_raise_them(nats_server: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_streams_made_with_fewer_replicas_are_used_and_the_operator_is_told_how_to_raise_them(
+    nats_server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     assert await works(nats_server.url, CONFIG)
     assert await works(nats_server.url, replace(CONFIG, replicas=3))
     for stream in ("login-stored", "KV_login-claims", "OBJ_login-blobs", "OBJ_login-parcels"):
@@ -148,11 +208,17 @@ async def test_streams_made_with_fewer_replicas_are_used_and_the_operator_is_tol
 
 
 @pytest.mark.slow
-async def test_with_three_replicas_log_and_claims_survive_the_loss_of_any_one_server(tmp_path: Path, server_of: Any, nats_server: Any) -> None:
+async def test_with_three_replicas_log_and_claims_survive_the_loss_of_any_one_server(
+    tmp_path: Path, server_of: Any, nats_server: Any
+) -> None:
     routes = [type(nats_server)(tmp_path).port for _ in range(3)]
     listed = ", ".join(f'"nats://127.0.0.1:{port}"' for port in routes)
     servers = [
-        server_of(f'server_name: s{number}\ncluster {{ name: c, listen: "127.0.0.1:{port}", routes: [{listed}] }}\njetstream: enabled\n', f"s{number}")
+        server_of(
+            f'server_name: s{number}\ncluster {{ name: c, listen: "127.0.0.1:{port}", routes: [{listed}]'
+            " }\njetstream: enabled\n",
+            f"s{number}",
+        )
         for number, port in enumerate(routes)
     ]
     subjects, urls = Subjects("cluster"), [server.url for server in servers]
@@ -163,12 +229,18 @@ async def test_with_three_replicas_log_and_claims_survive_the_loss_of_any_one_se
         for number, server in enumerate(servers):
             await bus.record(subjects.membership("e"), EngineLeft(engine="e", worker_id=number, reason=""))
             server.stop(signal.SIGKILL)
-            await bus.record(subjects.membership("e"), EngineLeft(engine="e", worker_id=10 + number, reason=""))
+            await bus.record(
+                subjects.membership("e"), EngineLeft(engine="e", worker_id=10 + number, reason="")
+            )
             held = await bus.read_claim("engine.e")
             assert held is not None
             assert held.revision == revision
             await asyncio.to_thread(server.start)
-        said = [one.message.worker_id async for one in bus.replay(subjects.membership(), follow=False) if isinstance(one.message, EngineLeft)]
+        said = [
+            one.message.worker_id
+            async for one in bus.replay(subjects.membership(), follow=False)
+            if isinstance(one.message, EngineLeft)
+        ]
         assert said == [0, 10, 1, 11, 2, 12]
     finally:
         await bus.close()

@@ -75,7 +75,9 @@ async def until(condition: Any, seconds: float = 10.0) -> None:
 async def test_without_a_server_connecting_ends_in_time_and_says_where_it_looked(nats_server: Any) -> None:
     nats_server.stop()
     with pytest.raises(BusError, match=nats_server.url):
-        await asyncio.wait_for(NatsBus.connect(nats_server.url, Subjects(), replace(CONFIG, connect_seconds=0.3)), 3)
+        await asyncio.wait_for(
+            NatsBus.connect(nats_server.url, Subjects(), replace(CONFIG, connect_seconds=0.3)), 3
+        )
 
 
 @pytest.mark.parametrize("url", ["nats://", "nats://host:port", "http//nowhere"])
@@ -124,7 +126,14 @@ async def test_what_exists_with_other_limits_is_used_and_gets_the_subjects_it_la
     subjects = Subjects("older")
     async with stranger(nats_url) as connection:
         js = connection.jetstream()
-        await js.add_stream(api.StreamConfig(name="older-stored", subjects=[subjects.membership(), "older.extra"], max_msgs=50, storage=api.StorageType.MEMORY))
+        await js.add_stream(
+            api.StreamConfig(
+                name="older-stored",
+                subjects=[subjects.membership(), "older.extra"],
+                max_msgs=50,
+                storage=api.StorageType.MEMORY,
+            )
+        )
         await js.create_key_value(bucket="older-claims", history=3)
         async with connected(nats_url, subjects) as bus:
             await bus.record(subjects.membership("e"), left(1))
@@ -135,7 +144,9 @@ async def test_what_exists_with_other_limits_is_used_and_gets_the_subjects_it_la
         assert set(config.subjects or []) == {*subjects.stored, "older.extra"}
 
 
-async def test_everything_recorded_is_there_once_and_in_order_however_often_the_server_is_killed(nats_server: Any) -> None:
+async def test_everything_recorded_is_there_once_and_in_order_however_often_the_server_is_killed(
+    nats_server: Any,
+) -> None:
     subjects = Subjects()
     async with connected(nats_server.url, subjects) as writer, connected(nats_server.url, subjects) as reader:
         following = asyncio.create_task(numbers(reader.replay(subjects.membership()), 300))
@@ -233,20 +244,31 @@ class Proxy:
         self._writers[-1].write(line)
 
 
-async def test_a_connection_that_the_server_ends_for_good_is_replaced_with_all_its_subscriptions(nats_server: Any) -> None:
+async def test_a_connection_that_the_server_ends_for_good_is_replaced_with_all_its_subscriptions(
+    nats_server: Any,
+) -> None:
     subjects, proxy = Subjects(), Proxy(nats_server.port)
 
     async def echo(message: Any) -> Any:
         return message
 
-    async with proxy.open() as url, connected(url, subjects) as bus, connected(nats_server.url, subjects) as other:
-        async with bus.subscribe(subjects.heartbeats()) as subscription, bus.serve(subjects.describe_profile, echo):
+    async with (
+        proxy.open() as url,
+        connected(url, subjects) as bus,
+        connected(nats_server.url, subjects) as other,
+    ):
+        async with (
+            bus.subscribe(subjects.heartbeats()) as subscription,
+            bus.serve(subjects.describe_profile, echo),
+        ):
             following = asyncio.create_task(numbers(bus.replay(subjects.membership()), 2))
             await bus.record(subjects.membership("e"), left(1))
             before = bus._link.client
             proxy.say(b"-ERR 'User Authentication Revoked'\r\n")
             await until(lambda: bus._link.client is not before and bus.connected)
-            await other.publisher(subjects.heartbeats("e")).publish(EngineHeartbeat(engine="e", worker_id=1, epoch=3))
+            await other.publisher(subjects.heartbeats("e")).publish(
+                EngineHeartbeat(engine="e", worker_id=1, epoch=3)
+            )
             async with asyncio.timeout(5):
                 assert (await anext(aiter(subscription))).message.epoch == 3
             assert await other.request(subjects.describe_profile, left(5)) == left(5)
@@ -262,9 +284,13 @@ async def test_nonsense_in_the_servers_name_does_not_end_the_bus(nats_server: An
         assert await numbers(bus.replay(subjects.membership(), follow=False)) == [1]
 
 
-async def test_a_server_that_stands_still_is_noticed_and_blocks_neither_publishing_nor_closing(nats_server: Any) -> None:
+async def test_a_server_that_stands_still_is_noticed_and_blocks_neither_publishing_nor_closing(
+    nats_server: Any,
+) -> None:
     subjects = Subjects()
-    async with connected(nats_server.url, subjects, replace(CONFIG, ping_seconds=0.1, unsent_bytes=2_000_000)) as bus:
+    async with connected(
+        nats_server.url, subjects, replace(CONFIG, ping_seconds=0.1, unsent_bytes=2_000_000)
+    ) as bus:
         publisher = bus.publisher(subjects.heartbeats("e"))
         nats_server.send(signal.SIGSTOP)
         async with asyncio.timeout(2):
@@ -286,13 +312,17 @@ async def test_a_server_that_stands_still_is_noticed_and_blocks_neither_publishi
     gc.collect()  # a socket left open would now be an error
 
 
-async def test_a_cancellation_that_arrives_together_with_an_answer_still_ends_the_reader(nats_url: str) -> None:
+async def test_a_cancellation_that_arrives_together_with_an_answer_still_ends_the_reader(
+    nats_url: str,
+) -> None:
     """nats-py waits with asyncio.wait_for. Before Python 3.12 that loses a cancellation which arrives with
     the answer.
     """
     async with connected(nats_url, Subjects("cancelled")) as bus:
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        asking = asyncio.create_task(bus._link.until_done("asking", 5.0, lambda: asyncio.wait_for(answer, 4.0)))
+        asking = asyncio.create_task(
+            bus._link.until_done("asking", 5.0, lambda: asyncio.wait_for(answer, 4.0))
+        )
         await asyncio.sleep(0.05)
         answer.set_result(1)
         asking.cancel()
@@ -310,18 +340,26 @@ async def test_followers_end_at_once_whenever_they_are_cancelled(nats_url: str) 
             assert following.cancelled(), attempt
 
 
-async def test_a_full_bucket_for_passing_messages_is_an_alarm_and_large_answers_flow_all_the_same(nats_url: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_full_bucket_for_passing_messages_is_an_alarm_and_large_answers_flow_all_the_same(
+    nats_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     subjects = Subjects("fullparcels")
 
     async def large(_: Message) -> Message:
         return left(1, "x" * 3_000_000)
 
-    async with connected(nats_url, subjects) as speaker, connected(nats_url, subjects) as asker, speaker.serve(subjects.loop, large):
+    async with (
+        connected(nats_url, subjects) as speaker,
+        connected(nats_url, subjects) as asker,
+        speaker.serve(subjects.loop, large),
+    ):
         publisher = speaker.publisher(subjects.heartbeats("e"))
         for number in range(6):  # 12 MB into 8 MB
             await publisher.publish(EngineHeartbeat(engine=f"{number}" * 2_000_000, worker_id=1, epoch=0))
         assert speaker.full["parcels"] >= 1
-        assert [record.levelname for record in caplog.records if "ALARM" in record.message] == ["ERROR"], "once a minute"
+        assert [record.levelname for record in caplog.records if "ALARM" in record.message] == ["ERROR"], (
+            "once a minute"
+        )
         parcels = next(use for use in await asker.stores() if use.store == "parcels")
         assert parcels.refuses
         assert parcels.used > 0.7 * parcels.most

@@ -19,7 +19,10 @@ def message(text: str) -> Message:
 
 
 def content_of(answers: PartedAnswers, offer: PartsOffer) -> bytes | None:
-    parts = [answers.part(PartWanted(publisher_id=1, answer=offer.answer, part=number)) for number in range(offer.parts)]
+    parts = [
+        answers.part(PartWanted(publisher_id=1, answer=offer.answer, part=number))
+        for number in range(offer.parts)
+    ]
     return None if None in parts else b"".join(part for part in parts if part is not None)
 
 
@@ -81,7 +84,9 @@ async def test_what_everybody_has_fetched_makes_room_at_once() -> None:
     answers.clear()
 
 
-def test_a_full_store_is_an_error_in_the_log_once_a_minute_and_counted_each_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_store_is_an_error_in_the_log_once_a_minute_and_counted_each_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     now = [0.0]
     full = FullStores(lambda: now[0])
     with caplog.at_level(logging.ERROR):

@@ -11,7 +11,17 @@ import pytest
 from bus import Bus, Message
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
-from fleet.events import DescribeTables, KeyedRows, KvBlock, KvChange, KvEvent, KvSnapshot, KvSnapshotRequested, KvStored, TablesPublished
+from fleet.events import (
+    DescribeTables,
+    KeyedRows,
+    KvBlock,
+    KvChange,
+    KvEvent,
+    KvSnapshot,
+    KvSnapshotRequested,
+    KvStored,
+    TablesPublished,
+)
 from fleet.prediction import ROW
 
 BLOCKS = 32_768
@@ -42,7 +52,9 @@ class Rank:
     async def answer(self, _: Message) -> KvSnapshot:
         self.answered += 1
         known = self._snapshot
-        return KvSnapshot(worker_id=1, rank=known.rank, publisher_id=7, sequence=self.answered, events=known.events)
+        return KvSnapshot(
+            worker_id=1, rank=known.rank, publisher_id=7, sequence=self.answered, events=known.events
+        )
 
 
 def tables(model: str) -> TablesPublished:
@@ -93,10 +105,14 @@ async def ask_for_snapshots(connect: Connect, count: int) -> list[KvSnapshot]:
         async def ask(router: Bus) -> None:
             for number in wanted:
                 rank = number % RANKS
-                answer = await router.request(subjects.kv_snapshot("e", 1, rank), KvSnapshotRequested(worker_id=1, rank=rank), 20.0)
+                answer = await router.request(
+                    subjects.kv_snapshot("e", 1, rank), KvSnapshotRequested(worker_id=1, rank=rank), 20.0
+                )
                 assert isinstance(answer, KvSnapshot)
                 assert (answer.rank, len(answer.events[0].data.stored.blocks)) == (rank, BLOCKS)  # type: ignore[union-attr]
-                found.append(KvSnapshot(worker_id=1, rank=rank, publisher_id=7, sequence=answer.sequence, events=()))
+                found.append(
+                    KvSnapshot(worker_id=1, rank=rank, publisher_id=7, sequence=answer.sequence, events=())
+                )
 
         await asyncio.gather(*(ask(router) for router in routers for _ in range(AT_ONCE)))
         assert sum(engine.full.values()) == 0
@@ -106,7 +122,9 @@ async def ask_for_snapshots(connect: Connect, count: int) -> list[KvSnapshot]:
 
 async def test_more_snapshots_flow_than_the_bucket_had_room_for(connect: Connect) -> None:
     found = await ask_for_snapshots(connect, 100)
-    assert sorted((one.rank, one.sequence) for one in found) == [(rank, number) for rank in range(RANKS) for number in range(1, 26)]
+    assert sorted((one.rank, one.sequence) for one in found) == [
+        (rank, number) for rank in range(RANKS) for number in range(1, 26)
+    ]
 
 
 @pytest.mark.slow
@@ -117,7 +135,9 @@ async def test_snapshots_of_a_thousand_ranks_flow(connect: Connect) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_two_routers_that_start_beside_four_models_get_the_whole_tables_of_each(connect: Connect) -> None:
+async def test_two_routers_that_start_beside_four_models_get_the_whole_tables_of_each(
+    connect: Connect,
+) -> None:
     said = {model: tables(model) for model in ("a", "b", "c", "d")}
 
     async def answer(request: Message) -> Message:
@@ -126,7 +146,11 @@ async def test_two_routers_that_start_beside_four_models_get_the_whole_tables_of
 
     async with connect() as tracker, connect() as first, connect() as second:
         async with tracker.serve(Subjects().describe_profile, answer):
-            asked = [router.request(Subjects().describe_profile, DescribeTables(model=model), 60.0) for router in (first, second) for model in said]
+            asked = [
+                router.request(Subjects().describe_profile, DescribeTables(model=model), 60.0)
+                for router in (first, second)
+                for model in said
+            ]
             answers = await asyncio.gather(*asked)
         assert answers == [*said.values(), *said.values()]
         assert sum(tracker.full.values()) == 0

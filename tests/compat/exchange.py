@@ -11,7 +11,12 @@ from tests.compat.requests import Asked
 _OWN_HEADERS = re.compile("date|server|content-length|transfer-encoding|connection|x-request-id|x-roost-.*")
 """Of a connection, of a moment, or added by Roost; everything else must be equal."""
 _VARYING = (
-    (re.compile(rb'"((?:call_|chatcmpl-|cmpl-|resp_|msg_|rs_|embd-|modelperm-|tokenize-)?[0-9a-f-]{12,}[^"]*)"'), b'"ID"'),
+    (
+        re.compile(
+            rb'"((?:call_|chatcmpl-|cmpl-|resp_|msg_|rs_|embd-|modelperm-|tokenize-)?[0-9a-f-]{12,}[^"]*)"'
+        ),
+        b'"ID"',
+    ),
     (re.compile(rb'"(?:resp|msg|rs|call|chatcmpl|cmpl|msg_resp)[-_][0-9A-Za-z_-]+"'), b'"ID"'),
     (re.compile(rb'"((?:created|completed)(?:_at)?)": ?[0-9.]+'), rb'"\1":0'),
     (re.compile(rb'"(cached_tokens|cache_read_input_tokens)": ?\d+'), rb'"\1":0'),
@@ -47,6 +52,10 @@ def neutral(body: bytes) -> bytes:
 
 async def ask(client: httpx.AsyncClient, base: str, asked: Asked) -> Answer:
     """Send one request and read its answer as it comes. httpx.HTTPError when there is none."""
-    async with client.stream(asked.method, base + asked.path, content=asked.body, headers=asked.headers) as response:
+    async with client.stream(
+        asked.method, base + asked.path, content=asked.body, headers=asked.headers
+    ) as response:
         parts: Sequence[bytes] = [part async for part in response.aiter_raw()]
-        return Answer(response.status_code, tuple(response.headers.items()), b"".join(parts), tuple(map(len, parts)))
+        return Answer(
+            response.status_code, tuple(response.headers.items()), b"".join(parts), tuple(map(len, parts))
+        )

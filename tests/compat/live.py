@@ -1,10 +1,11 @@
-"""The door before a real vLLM: every request of `requests.ALL` and two clients, directly and through `roost router`.
+"""The door before a real vLLM: every request of `requests.ALL` and two clients, directly and through `roost
+router`.
 
     make test-vllm                  # differences are printed; the status is 1 when there are any
     make record-vllm                # writes vllm-VERSION.json anew instead
 
-vLLM runs on the CPU in an environment of its own (.venv-vllm: some 1.5 GB, made once), because what it pins does
-not agree with what Roost pins. LiteLLM is installed there, too, for the same reason.
+vLLM runs on the CPU in an environment of its own (.venv-vllm: some 1.5 GB, made once), because what it pins
+does not agree with what Roost pins. LiteLLM is installed there, too, for the same reason.
 """
 
 import asyncio
@@ -35,7 +36,8 @@ _CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 """Pulled in by vLLM, and broken beside a CPU build of torch: without them it starts."""
 _START_SECONDS = 240.0
 TRIES = 8
-"""How a stream is cut into events, and in which order its choices take turns, is chance: equal once is equal."""
+"""How a stream is cut into events, and in which order its choices take turns, is chance: equal once is
+equal."""
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -45,7 +47,19 @@ _ENVIRONMENT = {
 }
 _LITELLM = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 """Else it asks the internet for prices before the first call."""
-_OPTIONS = ["--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32"]
+_OPTIONS = [
+    "--served-model-name",
+    MODEL,
+    "--dtype",
+    "float32",
+    "--enforce-eager",
+    "--max-model-len",
+    "1024",
+    "--max-num-seqs",
+    "16",
+    "--block-size",
+    "32",
+]
 
 
 def install() -> None:
@@ -54,20 +68,29 @@ def install() -> None:
         return
     print(f"making {FOLDER} with {VLLM}, LiteLLM and OpenAI's client", file=sys.stderr)
     subprocess.run([sys.executable, "-m", "venv", str(FOLDER)], check=True)
-    for words in (["install", _TORCH], ["install", VLLM, "litellm", "openai"], ["uninstall", "-y", *_CUDA_BUILDS]):
+    for words in (
+        ["install", _TORCH],
+        ["install", VLLM, "litellm", "openai"],
+        ["uninstall", "-y", *_CUDA_BUILDS],
+    ):
         subprocess.run([str(PYTHON), "-m", "pip", "-q", "--disable-pip-version-check", *words], check=True)
     (FOLDER / ".installed").touch()
 
 
 @contextlib.contextmanager
 def child(arguments: list[str], url: str, environment: dict[str, str]) -> Iterator[None]:
-    """A process that answers `url`; ended with the context. RuntimeError when it ends first or takes too long."""
-    started = subprocess.Popen(arguments, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
+    """A process that answers `url`; ended with the context. RuntimeError when it ends first or takes too
+    long."""
+    started = subprocess.Popen(
+        arguments, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.DEVNULL
+    )
     try:
         deadline = monotonic() + _START_SECONDS
         while not _answers(url):
             if started.poll() is not None or monotonic() > deadline:
-                raise RuntimeError(f"{' '.join(arguments[:4])} ... does not answer at {url}; status {started.poll()}")
+                raise RuntimeError(
+                    f"{' '.join(arguments[:4])} ... does not answer at {url}; status {started.poll()}"
+                )
             sleep(0.5)
         yield
     finally:
@@ -88,7 +111,16 @@ async def vllm() -> AsyncIterator[str]:
     """A vLLM that serves the demo model; its base URL."""
     base = f"http://127.0.0.1:{free_port()}"
     model = "deploy/demo_model/checkpoint"
-    server = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", base.rpartition(":")[2], *_OPTIONS]
+    server = [
+        str(PYTHON),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        model,
+        "--port",
+        base.rpartition(":")[2],
+        *_OPTIONS,
+    ]
     with child(server, f"{base}/v1/models", _ENVIRONMENT | {"PYTHONPATH": ""}):
         yield base
 
@@ -106,7 +138,9 @@ async def differences(server: str, router: str) -> list[str]:
                 found.append(f"{asked.name}\n    direct {direct.comparable}\n    routed {routed.comparable}")
     for name in ("openai", "litellm"):
         direct, routed = returned(name, server), returned(name, router)
-        found += [f"{name}: {one}\n    routed {two}" for one, two in zip(direct, routed, strict=True) if one != two]
+        found += [
+            f"{name}: {one}\n    routed {two}" for one, two in zip(direct, routed, strict=True) if one != two
+        ]
         print(f"{name}: {len(direct)} calls compared")
     return found
 
@@ -114,7 +148,13 @@ async def differences(server: str, router: str) -> list[str]:
 def returned(client: str, base: str) -> list[str]:
     """What each call of a client returned or raised, without ids and times."""
     environment = {**os.environ, **_LITELLM}
-    out = subprocess.run([str(PYTHON), "-m", "tests.compat.clients", client, base], cwd=ROOT, check=True, stdout=subprocess.PIPE, env=environment).stdout
+    out = subprocess.run(
+        [str(PYTHON), "-m", "tests.compat.clients", client, base],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.PIPE,
+        env=environment,
+    ).stdout
     return neutral(out).decode().splitlines()
 
 
@@ -125,7 +165,16 @@ async def main(*, recording: bool) -> int:
             RECORDED.write_text(await record.main(server), encoding="utf-8")
             return 0
         router = f"http://127.0.0.1:{free_port()}"
-        roost = [sys.executable, "-c", "from deploy.cli import main; main()", "router", "--port", router.rpartition(":")[2], "--backend", server]
+        roost = [
+            sys.executable,
+            "-c",
+            "from deploy.cli import main; main()",
+            "router",
+            "--port",
+            router.rpartition(":")[2],
+            "--backend",
+            server,
+        ]
         with child(roost, f"{router}/ready", {}):
             found = await differences(server, router)
     print(f"{len(ALL)} requests compared with {VLLM}; {len(found)} differ")

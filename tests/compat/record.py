@@ -1,4 +1,5 @@
-"""Record what a vLLM answers to `requests.ALL`, with and without the ids that Roost asks for beside a client's own fields.
+"""Record what a vLLM answers to `requests.ALL`, with and without the ids that Roost asks for beside a
+client's own fields.
 
     python -m tests.compat.record http://127.0.0.1:8000 tests/compat/vllm-0.32.0.json
 
@@ -18,20 +19,36 @@ from tests.compat.requests import ALL, Asked
 
 
 def with_ids(asked: Asked) -> Asked | None:
-    """The same request with `return_token_ids: true`; None where it has no JSON object, or says something of them itself."""
+    """The same request with `return_token_ids: true`; None where it has no JSON object, or says something of
+    them itself."""
     try:
         body = json.loads(asked.body)
     except (ValueError, UnicodeDecodeError):
         return None
     if not isinstance(body, dict) or "return_token_ids" in body or not asked.path.endswith("/completions"):
         return None
-    return Asked(asked.name, asked.path, json.dumps({**body, "return_token_ids": True}).encode(), asked.method, asked.headers)
+    return Asked(
+        asked.name,
+        asked.path,
+        json.dumps({**body, "return_token_ids": True}).encode(),
+        asked.method,
+        asked.headers,
+    )
 
 
 def as_record(answer: Answer) -> dict[str, Any]:
     """An answer as JSON."""
-    headers = [[name, value] for name, value in answer.headers if name not in ("date", "transfer-encoding", "connection")]
-    return {"status": answer.status, "headers": headers, "body": answer.body.decode("utf-8"), "pieces": list(answer.pieces)}
+    headers = [
+        [name, value]
+        for name, value in answer.headers
+        if name not in ("date", "transfer-encoding", "connection")
+    ]
+    return {
+        "status": answer.status,
+        "headers": headers,
+        "body": answer.body.decode("utf-8"),
+        "pieces": list(answer.pieces),
+    }
 
 
 async def main(base: str) -> str:

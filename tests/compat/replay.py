@@ -43,7 +43,9 @@ class Replay:
 
     async def _answer(self, http: web.Request) -> web.StreamResponse:
         body = await http.read()
-        asked = Asked("", http.path, body, http.method, {name.lower(): value for name, value in http.headers.items()})
+        asked = Asked(
+            "", http.path, body, http.method, {name.lower(): value for name, value in http.headers.items()}
+        )
         found = self._answers.get(_key(asked))
         if found is None:
             self.unknown.append(f"{http.method} {http.path} {body[:200]!r}")
@@ -52,19 +54,22 @@ class Replay:
 
 
 def _is_stream(answer: dict[str, Any]) -> bool:
-    return any(name == "content-type" and value.startswith("text/event-stream") for name, value in answer["headers"])
+    return any(
+        name == "content-type" and value.startswith("text/event-stream") for name, value in answer["headers"]
+    )
 
 
 def _without_ids(answer: dict[str, Any]) -> dict[str, Any]:
-    """The stream that was recorded with ids as vLLM writes it without. The plain recording has the same text, but which steps go out together
-    is chance, and differs between two runs."""
+    """The stream that was recorded with ids as vLLM writes it without. The plain recording has the same text,
+    but which steps go out together is chance, and differs between two runs."""
     events = re.sub(r'"((?:prompt_)?token_ids)":\[[0-9,]*\]', r'"\1":null', answer["body"]).split("\n\n")[:-1]
     whole = [f"{event}\n\n" for event in events]
     return answer | {"body": "".join(whole), "pieces": [len(event.encode()) for event in whole]}
 
 
 def _key(asked: Asked) -> tuple[str, str, bytes, str | None]:
-    """Bodies are equal as JSON, wherever they are JSON; a chosen rank and a kind of body that is not JSON count, too."""
+    """Bodies are equal as JSON, wherever they are JSON; a chosen rank and a kind of body that is not JSON
+    count, too."""
     try:
         body = json.dumps(json.loads(asked.body), sort_keys=True).encode()
     except ValueError:

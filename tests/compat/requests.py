@@ -1,4 +1,5 @@
-"""Requests as clients of vLLM send them: accepted ones, refused ones, and routes beside chat and completions."""
+"""Requests as clients of vLLM send them: accepted ones, refused ones, and routes beside chat and
+completions."""
 
 import json
 from dataclasses import dataclass, field
@@ -20,19 +21,31 @@ class Asked:
 
 
 def _json(name: str, path: str, body: object, **headers: str) -> Asked:
-    given = {"content-type": "application/json", **{key.replace("_", "-"): value for key, value in headers.items()}}
+    given = {
+        "content-type": "application/json",
+        **{key.replace("_", "-"): value for key, value in headers.items()},
+    }
     return Asked(name, path, json.dumps(body).encode(), headers=given)
 
 
 def chat(name: str, **fields: Any) -> Asked:
     """A short greedy chat; None leaves a default out."""
-    base = {"model": MODEL, "messages": [{"role": "user", "content": "Tell me about Debian."}], "max_tokens": 12, "temperature": 0}
+    base = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Tell me about Debian."}],
+        "max_tokens": 12,
+        "temperature": 0,
+    }
     return _json(f"chat {name}", CHAT, _merged(base, fields))
 
 
 def text(name: str, **fields: Any) -> Asked:
     """A short greedy completion; None leaves a default out."""
-    return _json(f"text {name}", TEXT, _merged({"model": MODEL, "prompt": "import os\n", "max_tokens": 12, "temperature": 0}, fields))
+    return _json(
+        f"text {name}",
+        TEXT,
+        _merged({"model": MODEL, "prompt": "import os\n", "max_tokens": 12, "temperature": 0}, fields),
+    )
 
 
 def _merged(base: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
@@ -40,8 +53,16 @@ def _merged(base: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in {**base, **fields}.items() if key not in absent}
 
 
-_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}
-_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["a"], "additionalProperties": False}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
+}
+_SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 
 ACCEPTED = (
     chat("plain"),

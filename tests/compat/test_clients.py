@@ -1,4 +1,5 @@
-"""OpenAI's own client before a recorded vLLM: it returns and raises the same through a real `roost router` process as without it."""
+"""OpenAI's own client before a recorded vLLM: it returns and raises the same through a real `roost router`
+process as without it."""
 
 import asyncio
 import sys
@@ -18,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 async def returned(client: str, base: str) -> list[str]:
     """What each call of a client returned or raised, a line each, without ids and times."""
-    child = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.compat.clients", client, base, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.compat.clients", client, base, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+    )
     out, _ = await child.communicate()
     assert child.returncode == 0
     return neutral(out).decode().splitlines()
@@ -28,7 +31,16 @@ async def returned(client: str, base: str) -> list[str]:
 async def router_before(server: str) -> AsyncIterator[str]:
     """The router as it is run, on its own event loop; its base URL."""
     url = f"http://127.0.0.1:{free_port()}"
-    roost = [sys.executable, "-c", "from deploy.cli import main; main()", "router", "--port", url.rpartition(":")[2], "--backend", server]
+    roost = [
+        sys.executable,
+        "-c",
+        "from deploy.cli import main; main()",
+        "router",
+        "--port",
+        url.rpartition(":")[2],
+        "--backend",
+        server,
+    ]
     child = await asyncio.create_subprocess_exec(*roost, "--access-log", "none", cwd=ROOT)
     try:
         async with asyncio.timeout(30), httpx.AsyncClient() as client:

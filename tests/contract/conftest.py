@@ -159,7 +159,11 @@ class NatsHouse:
 
     async def parcels(self) -> int:
         async with self.stranger() as connection:
-            return int((await connection.jetstream().stream_info(f"OBJ_{self.subjects.namespace}-parcels")).state.messages)
+            return int(
+                (
+                    await connection.jetstream().stream_info(f"OBJ_{self.subjects.namespace}-parcels")
+                ).state.messages
+            )
 
     async def fail(self) -> None:
         self.server.stop(signal.SIGKILL)
@@ -183,7 +187,9 @@ class NatsHouse:
 @pytest.fixture(params=["memory", "nats"])
 async def house(request: pytest.FixtureRequest) -> AsyncIterator[House]:
     """Each implementation, undisturbed."""
-    built: House = MemoryHouse() if request.param == "memory" else NatsHouse(None, request.getfixturevalue("nats_url"))
+    built: House = (
+        MemoryHouse() if request.param == "memory" else NatsHouse(None, request.getfixturevalue("nats_url"))
+    )
     yield built
     await built.close()
 

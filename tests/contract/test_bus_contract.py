@@ -10,9 +10,37 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from bus import BlobLost, Bus, BusError, BusTimeout, ClaimLost, Declined, Message, NobodyThere, Received, StoreFull
-from bus.protocol.codec import BLOB_TOPIC, LARGE, PART_TOPIC, PART_WANTED_TOPIC, PARTS_TOPIC, BlobReference, PartWanted, seal, unseal
-from fleet.events import DescribeProfile, EngineHeartbeat, EngineLeft, KvMetrics, ProfilePublished, RequestRefused
+from bus import (
+    BlobLost,
+    Bus,
+    BusError,
+    BusTimeout,
+    ClaimLost,
+    Declined,
+    Message,
+    NobodyThere,
+    Received,
+    StoreFull,
+)
+from bus.protocol.codec import (
+    BLOB_TOPIC,
+    LARGE,
+    PART_TOPIC,
+    PART_WANTED_TOPIC,
+    PARTS_TOPIC,
+    BlobReference,
+    PartWanted,
+    seal,
+    unseal,
+)
+from fleet.events import (
+    DescribeProfile,
+    EngineHeartbeat,
+    EngineLeft,
+    KvMetrics,
+    ProfilePublished,
+    RequestRefused,
+)
 from fleet.popularity import ExpertTable
 
 T = TypeVar("T")
@@ -21,19 +49,39 @@ GARBAGE = (
     b"\xc1",
     b"\x00" * 100,
     b"not an envelope",
-    msgspec.msgpack.encode({"publisher_id": -1, "sequence": 0, "published_at": 0, "topic": "x", "payload": b""}),
+    msgspec.msgpack.encode(
+        {"publisher_id": -1, "sequence": 0, "published_at": 0, "topic": "x", "payload": b""}
+    ),
     seal(1, 0, 0.0, "heartbeat", b"\xff\xff"),
     seal(1, 1, 0.0, "heartbeat", msgspec.msgpack.encode({"kind": "FromTheFuture", "field": 1})),
     seal(1, 2, 0.0, "heartbeat", msgspec.msgpack.encode({"kind": "EngineHeartbeat", "engine": 7})),
     seal(1, 3, 0.0, "kv-events", msgspec.msgpack.encode([{"worker_id": "x"}])),
-    seal(1, 4, 0.0, BLOB_TOPIC, msgspec.msgpack.encode(BlobReference(topic="heartbeat", digest="0" * 64, size=10))),
-    seal(1, 5, 0.0, BLOB_TOPIC, msgspec.msgpack.encode(BlobReference(topic="heartbeat", digest="../../etc", size=1 << 62))),
+    seal(
+        1,
+        4,
+        0.0,
+        BLOB_TOPIC,
+        msgspec.msgpack.encode(BlobReference(topic="heartbeat", digest="0" * 64, size=10)),
+    ),
+    seal(
+        1,
+        5,
+        0.0,
+        BLOB_TOPIC,
+        msgspec.msgpack.encode(BlobReference(topic="heartbeat", digest="../../etc", size=1 << 62)),
+    ),
     seal(1, 6, 0.0, "heartbeat", b"\x91" * 100_000),
 )
 PART_GARBAGE = (
     seal(1, 7, 0.0, PART_WANTED_TOPIC, b"\xc1"),
     seal(1, 8, 0.0, PART_WANTED_TOPIC, msgspec.msgpack.encode({"publisher_id": 1, "answer": -1, "part": 0})),
-    seal(1, 9, 0.0, PART_WANTED_TOPIC, msgspec.msgpack.encode(PartWanted(publisher_id=1, answer=1 << 63, part=1 << 63))),
+    seal(
+        1,
+        9,
+        0.0,
+        PART_WANTED_TOPIC,
+        msgspec.msgpack.encode(PartWanted(publisher_id=1, answer=1 << 63, part=1 << 63)),
+    ),
 )
 """Raw bytes a stranger may send; each must be refused and counted, none may be fatal."""
 
@@ -64,7 +112,11 @@ async def take(iterator: AsyncIterator[T], count: int) -> list[T]:
 async def collected(replay: AsyncIterator[Received]) -> list[int]:
     """worker_id of each EngineLeft of a replay that ends."""
     async with asyncio.timeout(10):
-        return [received.message.worker_id async for received in replay if isinstance(received.message, EngineLeft)]
+        return [
+            received.message.worker_id
+            async for received in replay
+            if isinstance(received.message, EngineLeft)
+        ]
 
 
 async def nothing_more(iterator: AsyncIterator[Any], bus: Bus, house: Any) -> bool:
@@ -76,7 +128,9 @@ async def nothing_more(iterator: AsyncIterator[Any], bus: Bus, house: Any) -> bo
 # Publishing and subscribing
 
 
-async def test_a_message_of_one_engine_on_the_subject_of_another_is_refused_and_counted_wherever_it_comes_from(house: Any) -> None:
+async def test_a_message_of_one_engine_on_the_subject_of_another_is_refused_and_counted_wherever_it_comes_from(
+    house: Any,
+) -> None:
     bus = await house.client()
     async with bus.subscribe(house.subjects.heartbeats()) as subscription:
         await bus.publisher(house.subjects.heartbeats("e")).publish(beat(1, "victim"))
@@ -99,7 +153,9 @@ async def test_a_message_arrives_with_subject_identity_sequence_and_time(house: 
     assert [received.message for received in heard] == [beat(0), beat(1), beat(2)]
     assert [received.sequence for received in heard] == [0, 1, 2]
     assert publisher.sequence == 3
-    assert {(received.subject, received.publisher_id) for received in heard} == {(house.subjects.heartbeats("e"), publisher.publisher_id)}
+    assert {(received.subject, received.publisher_id) for received in heard} == {
+        (house.subjects.heartbeats("e"), publisher.publisher_id)
+    }
     assert 0 <= heard[2].published_at - heard[0].published_at < 60
 
 
@@ -108,11 +164,16 @@ async def test_every_publisher_has_an_identity_of_its_own(house: Any) -> None:
     assert len({bus.publisher(house.subjects.heartbeats("e")).publisher_id for _ in range(50)}) == 50
 
 
-async def test_telemetry_is_not_stored_and_every_listener_hears_it_also_the_speaker_itself(house: Any) -> None:
+async def test_telemetry_is_not_stored_and_every_listener_hears_it_also_the_speaker_itself(
+    house: Any,
+) -> None:
     speaker, listener = await house.client(), await house.client()
     publisher = speaker.publisher(house.subjects.heartbeats("e"))
     await publisher.publish(beat(1))
-    async with speaker.subscribe(house.subjects.heartbeats()) as own, listener.subscribe(house.subjects.heartbeats()) as other:
+    async with (
+        speaker.subscribe(house.subjects.heartbeats()) as own,
+        listener.subscribe(house.subjects.heartbeats()) as other,
+    ):
         await publisher.publish(beat(2))
         assert (await take(aiter(own), 1))[0].message == beat(2)
         assert (await take(aiter(other), 1))[0].message == beat(2)
@@ -134,14 +195,20 @@ async def test_a_star_matches_one_token_and_an_arrow_the_rest(house: Any) -> Non
         for tail in ("a.end", "b.end", "a.b.end", "end", "a.other"):
             await bus.publisher(f"{base}.{tail}").publish(beat())
         await bus.publisher(base).publish(beat())
-        assert [received.subject for received in await take(aiter(star), 2)] == [f"{base}.a.end", f"{base}.b.end"]
+        assert [received.subject for received in await take(aiter(star), 2)] == [
+            f"{base}.a.end",
+            f"{base}.b.end",
+        ]
         assert len(await take(aiter(arrow), 5)) == 5
 
 
 async def test_the_oldest_messages_are_dropped_and_counted_when_the_reader_is_too_slow(house: Any) -> None:
     speaker, listener = await house.client(), await house.client()
     publisher = speaker.publisher(house.subjects.heartbeats("e"))
-    async with listener.subscribe(house.subjects.heartbeats(), limit=10) as slow, listener.subscribe(house.subjects.heartbeats()) as quick:
+    async with (
+        listener.subscribe(house.subjects.heartbeats(), limit=10) as slow,
+        listener.subscribe(house.subjects.heartbeats()) as quick,
+    ):
         for epoch in range(100):
             await publisher.publish(beat(epoch))
         await take(aiter(quick), 100)
@@ -153,7 +220,10 @@ async def test_the_oldest_messages_are_dropped_and_counted_when_the_reader_is_to
 async def test_a_subscription_holds_no_more_bytes_than_it_may(house: Any) -> None:
     bus = await house.client(replace(house.config, queue_bytes=1_000_000))
     publisher = bus.publisher(house.subjects.membership("e"))
-    async with bus.subscribe(house.subjects.membership()) as slow, bus.subscribe(house.subjects.kv_metrics) as quick:
+    async with (
+        bus.subscribe(house.subjects.membership()) as slow,
+        bus.subscribe(house.subjects.kv_metrics) as quick,
+    ):
         for number in range(10):
             await publisher.publish(EngineLeft(engine="e", worker_id=number, reason="x" * 300_000))
         await bus.publisher(house.subjects.kv_metrics).publish(KvMetrics(worker_id=1))
@@ -216,7 +286,9 @@ async def test_a_message_that_can_never_be_sent_is_the_callers_error(house: Any)
     with pytest.raises(BusError, match="kv_metrics"):
         await bus.publisher(house.subjects.heartbeats("e")).publish(KvMetrics(worker_id=1))
     with pytest.raises(BusError, match="encoded"):
-        await bus.publisher(house.subjects.heartbeats("e")).publish(EngineHeartbeat(engine="e", worker_id=1 << 64, epoch=0))
+        await bus.publisher(house.subjects.heartbeats("e")).publish(
+            EngineHeartbeat(engine="e", worker_id=1 << 64, epoch=0)
+        )
     for subject in ("", "a..b", "a b", "a.*", "a.>", "a\r\nPUB b 0\r\n"):
         with pytest.raises(BusError, match="subject"):
             bus.publisher(subject)
@@ -246,13 +318,22 @@ async def test_a_large_message_whose_content_was_damaged_is_refused_and_counted(
 
 async def empty_profile(message: Message) -> Message:
     assert isinstance(message, DescribeProfile)
-    return ProfilePublished(model=message.model, version=0, tokens=0.0, profile=ExpertTable(layers=0, experts=0, values=b""))
+    return ProfilePublished(
+        model=message.model, version=0, tokens=0.0, profile=ExpertTable(layers=0, experts=0, values=b"")
+    )
 
 
 async def test_a_request_is_answered(house: Any) -> None:
     asker, server = await house.client(), await house.client()
     async with server.serve(house.subjects.describe_profile, empty_profile):
-        answers = await soon(asyncio.gather(*(asker.request(house.subjects.describe_profile, DescribeProfile(model=str(n))) for n in range(50))))
+        answers = await soon(
+            asyncio.gather(
+                *(
+                    asker.request(house.subjects.describe_profile, DescribeProfile(model=str(n)))
+                    for n in range(50)
+                )
+            )
+        )
     assert [answer.model for answer in answers] == [str(n) for n in range(50)]
 
 
@@ -268,7 +349,9 @@ async def test_serving_is_live_before_its_context_is_entered_and_over_after_it(h
 async def test_a_request_that_nobody_serves_times_out(house: Any) -> None:
     bus = await house.client()
     with pytest.raises(NobodyThere, match="describe"):
-        await soon(bus.request(house.subjects.describe_profile, DescribeProfile(model="m"), seconds=0.3), seconds=2.0)
+        await soon(
+            bus.request(house.subjects.describe_profile, DescribeProfile(model="m"), seconds=0.3), seconds=2.0
+        )
 
 
 async def test_a_request_times_out_when_the_answer_takes_too_long(house: Any) -> None:
@@ -280,7 +363,10 @@ async def test_a_request_times_out_when_the_answer_takes_too_long(house: Any) ->
 
     async with bus.serve(house.subjects.describe_profile, never):
         with pytest.raises(BusTimeout, match=r"0\.2 s") as late:
-            await soon(bus.request(house.subjects.describe_profile, DescribeProfile(model="m"), seconds=0.2), seconds=2.0)
+            await soon(
+                bus.request(house.subjects.describe_profile, DescribeProfile(model="m"), seconds=0.2),
+                seconds=2.0,
+            )
     assert not isinstance(late.value, NobodyThere), "it was heard, and may be done yet"
 
 
@@ -294,7 +380,9 @@ async def test_a_slow_answer_does_not_hold_up_the_others(house: Any) -> None:
         return await empty_profile(message)
 
     async with bus.serve(house.subjects.describe_profile, first_waits):
-        slow = asyncio.create_task(bus.request(house.subjects.describe_profile, DescribeProfile(model="slow"), seconds=10))
+        slow = asyncio.create_task(
+            bus.request(house.subjects.describe_profile, DescribeProfile(model="slow"), seconds=10)
+        )
         await bus.request(house.subjects.describe_profile, DescribeProfile(model="quick"))
         assert not slow.done()
         gate.set()
@@ -315,7 +403,11 @@ async def test_a_refusal_and_an_exception_of_the_server_reach_the_asker_with_the
         return await empty_profile(message)
 
     async with bus.serve(house.subjects.describe_profile, difficult):
-        for model, reason in (("refused", "ask for another model"), ("broken", "no such thing"), ("unsendable", "cannot be sent")):
+        for model, reason in (
+            ("refused", "ask for another model"),
+            ("broken", "no such thing"),
+            ("unsendable", "cannot be sent"),
+        ):
             with pytest.raises(BusError, match=reason):
                 await bus.request(house.subjects.describe_profile, DescribeProfile(model=model))
         await bus.request(house.subjects.describe_profile, DescribeProfile(model="fine"))
@@ -323,11 +415,18 @@ async def test_a_refusal_and_an_exception_of_the_server_reach_the_asker_with_the
 
 def profile_of(length: int, fill: bytes = b"\0") -> ProfilePublished:
     """An answer of some more than `length` bytes."""
-    return ProfilePublished(model="m", version=1, tokens=1.0, profile=ExpertTable(layers=1, experts=length // 4, values=fill * (length // 4 * 4)))
+    return ProfilePublished(
+        model="m",
+        version=1,
+        tokens=1.0,
+        profile=ExpertTable(layers=1, experts=length // 4, values=fill * (length // 4 * 4)),
+    )
 
 
 @pytest.mark.parametrize("length", [10, 2_000_000])
-async def test_an_answer_about_another_engine_than_the_subjects_is_refused_whatever_its_size(house: Any, length: int) -> None:
+async def test_an_answer_about_another_engine_than_the_subjects_is_refused_whatever_its_size(
+    house: Any, length: int
+) -> None:
     asker, server = await house.client(), await house.client()
 
     async def of_another(_: Message) -> Message:
@@ -346,7 +445,9 @@ async def test_an_answer_of_any_size_arrives_whole_and_lies_in_no_bucket(house: 
         return profile_of(length, b"\x3f")
 
     async with server.serve(house.subjects.describe_profile, large):
-        assert await soon(asker.request(house.subjects.describe_profile, DescribeProfile(model="m"))) == profile_of(length, b"\x3f")
+        assert await soon(
+            asker.request(house.subjects.describe_profile, DescribeProfile(model="m"))
+        ) == profile_of(length, b"\x3f")
     assert await house.parcels() == 0
 
 
@@ -365,7 +466,9 @@ async def test_a_part_of_an_answer_that_gets_lost_is_asked_for_again(house: Any)
 
     house.lose(loses)
     async with server.serve(house.subjects.describe_profile, large):
-        assert await soon(asker.request(house.subjects.describe_profile, DescribeProfile(model="m"))) == profile_of(3_000_000, b"\x3f")
+        assert await soon(
+            asker.request(house.subjects.describe_profile, DescribeProfile(model="m"))
+        ) == profile_of(3_000_000, b"\x3f")
     assert len(lost) == -(-3_000_000 // LARGE) + 1, "every part once, and the lost one once more"
 
 
@@ -378,7 +481,10 @@ async def test_an_answer_whose_parts_never_come_ends_in_time(house: Any) -> None
     house.lose(lambda raw: unseal(raw).topic == PART_TOPIC)
     async with bus.serve(house.subjects.describe_profile, large):
         with pytest.raises(BusTimeout, match="part"):
-            await soon(bus.request(house.subjects.describe_profile, DescribeProfile(model="m"), seconds=0.2), seconds=3.0)
+            await soon(
+                bus.request(house.subjects.describe_profile, DescribeProfile(model="m"), seconds=0.2),
+                seconds=3.0,
+            )
 
 
 async def test_parts_come_from_the_server_that_answered_though_others_serve_the_subject(house: Any) -> None:
@@ -390,8 +496,13 @@ async def test_parts_come_from_the_server_that_answered_though_others_serve_the_
                 return profile_of(2_000_000, fill)
 
             await stack.enter_async_context(server.serve(house.subjects.describe_profile, large))
-        answers = [await soon(asker.request(house.subjects.describe_profile, DescribeProfile(model="m"))) for _ in range(6)]
-    assert {bytes(answer.profile.values) for answer in answers} <= {bytes([number]) * 2_000_000 for number in range(3)}
+        answers = [
+            await soon(asker.request(house.subjects.describe_profile, DescribeProfile(model="m")))
+            for _ in range(6)
+        ]
+    assert {bytes(answer.profile.values) for answer in answers} <= {
+        bytes([number]) * 2_000_000 for number in range(3)
+    }
 
 
 async def test_one_message_that_answers_many_is_kept_once(house: Any) -> None:
@@ -403,7 +514,10 @@ async def test_one_message_that_answers_many_is_kept_once(house: Any) -> None:
         return same
 
     async with server.serve(house.subjects.describe_profile, large):
-        ask = [asker.request(house.subjects.describe_profile, DescribeProfile(model="m"), seconds=10) for _ in range(8)]
+        ask = [
+            asker.request(house.subjects.describe_profile, DescribeProfile(model="m"), seconds=10)
+            for _ in range(8)
+        ]
         assert await soon(asyncio.gather(*ask), seconds=20) == [same] * 8
 
 
@@ -419,7 +533,9 @@ async def test_answers_that_find_no_room_are_refused_with_a_word_and_counted(hou
             await soon(asker.request(house.subjects.describe_profile, DescribeProfile(model="m")))
         house.lose(lambda raw: unseal(raw).topic == PARTS_TOPIC)
         with pytest.raises(BusTimeout):
-            await soon(asker.request(house.subjects.describe_profile, DescribeProfile(model="m"), seconds=0.2))
+            await soon(
+                asker.request(house.subjects.describe_profile, DescribeProfile(model="m"), seconds=0.2)
+            )
         house.lose(lambda raw: False)
         with pytest.raises(Declined, match=r"ask again.*answers_bytes"):
             await soon(asker.request(house.subjects.describe_profile, DescribeProfile(model="m")))
@@ -500,7 +616,9 @@ async def test_a_followed_replay_gives_the_past_and_then_what_is_new(house: Any)
     await replay.aclose()
 
 
-async def test_a_replay_of_the_latest_gives_the_last_of_each_subject_and_then_everything_new(house: Any) -> None:
+async def test_a_replay_of_the_latest_gives_the_last_of_each_subject_and_then_everything_new(
+    house: Any,
+) -> None:
     bus = await house.client()
     for number, engine in enumerate(["a", "b", "a", "c", "b"]):
         await bus.record(house.subjects.membership(engine), left(number, engine))
@@ -520,8 +638,12 @@ async def test_a_replay_since_leaves_out_what_is_older(house: Any) -> None:
     await asyncio.sleep(0.6)
     await bus.record(house.subjects.membership("new"), left(2, "new"))
     for latest in (False, True):
-        assert await collected(bus.replay(house.subjects.membership(), since=0.5, latest=latest, follow=False)) == [2]
-        assert await collected(bus.replay(house.subjects.membership(), since=60, latest=latest, follow=False)) == [1, 2]
+        assert await collected(
+            bus.replay(house.subjects.membership(), since=0.5, latest=latest, follow=False)
+        ) == [2]
+        assert await collected(
+            bus.replay(house.subjects.membership(), since=60, latest=latest, follow=False)
+        ) == [1, 2]
 
 
 async def test_what_is_recorded_is_also_heard_live(house: Any) -> None:
@@ -545,7 +667,9 @@ async def test_a_large_record_is_stored_whole(house: Any) -> None:
     bus = await house.client()
     big = EngineLeft(engine="e", worker_id=1, reason="x" * 800_000)
     await bus.record(house.subjects.membership("e"), big)
-    assert [received.message async for received in bus.replay(house.subjects.membership(), follow=False)] == [big]
+    assert [received.message async for received in bus.replay(house.subjects.membership(), follow=False)] == [
+        big
+    ]
 
 
 async def test_the_log_keeps_no_more_of_a_subject_than_it_may(house: Any) -> None:
@@ -606,7 +730,10 @@ async def test_a_key_that_nobody_holds_cannot_be_replaced(house: Any) -> None:
 
 async def test_of_many_who_claim_at_once_exactly_one_wins(house: Any) -> None:
     clients = [await house.client() for _ in range(5)]
-    outcomes = await asyncio.gather(*(client.claim("engine.a", str(n).encode()) for n, client in enumerate(clients)), return_exceptions=True)
+    outcomes = await asyncio.gather(
+        *(client.claim("engine.a", str(n).encode()) for n, client in enumerate(clients)),
+        return_exceptions=True,
+    )
     winners = [n for n, outcome in enumerate(outcomes) if isinstance(outcome, int)]
     assert len(winners) == 1
     assert sum(isinstance(outcome, ClaimLost) for outcome in outcomes) == 4
@@ -626,7 +753,9 @@ async def test_a_key_that_cannot_be_one_is_refused(house: Any) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"small", bytes(range(256)) * 8000], ids=["empty", "small", "2 MB"])
-async def test_a_blob_is_kept_under_its_digest_and_putting_it_again_changes_nothing(house: Any, content: bytes) -> None:
+async def test_a_blob_is_kept_under_its_digest_and_putting_it_again_changes_nothing(
+    house: Any, content: bytes
+) -> None:
     first, second = await house.client(), await house.client()
     digest = await first.put_blob(content)
     assert digest == hashlib.sha256(content).hexdigest()
@@ -671,8 +800,13 @@ async def test_how_full_a_store_is_can_be_seen_and_a_nearly_full_one_is_alarming
     assert 950_000 <= blobs.used <= 1_000_000
 
 
-async def test_a_blob_that_was_dropped_is_unknown_gives_its_room_back_and_may_be_put_again(house: Any) -> None:
-    first, second = await house.client(replace(house.config, blobs_bytes=1_000_000)), await house.client(replace(house.config, blobs_bytes=1_000_000))
+async def test_a_blob_that_was_dropped_is_unknown_gives_its_room_back_and_may_be_put_again(
+    house: Any,
+) -> None:
+    first, second = (
+        await house.client(replace(house.config, blobs_bytes=1_000_000)),
+        await house.client(replace(house.config, blobs_bytes=1_000_000)),
+    )
     kept = await first.put_blob(b"kept")
     for number in range(3):
         digest = await first.put_blob(bytes([number]) * 700_000)
@@ -690,7 +824,9 @@ async def test_a_blob_that_was_dropped_is_unknown_gives_its_room_back_and_may_be
 # The connection
 
 
-async def test_publishing_while_disconnected_neither_blocks_nor_raises_and_the_sequence_shows_it(shaky_house: Any) -> None:
+async def test_publishing_while_disconnected_neither_blocks_nor_raises_and_the_sequence_shows_it(
+    shaky_house: Any,
+) -> None:
     bus = await shaky_house.client()
     assert bus.connected
     publisher = bus.publisher(shaky_house.subjects.heartbeats("e"))
@@ -742,12 +878,17 @@ async def test_recording_gives_up_in_bounded_time_and_says_what_to_do(shaky_hous
     await bus.record(shaky_house.subjects.membership("e"), left(2))
 
 
-async def test_a_replay_that_begins_in_an_outage_waits_when_it_follows_and_raises_when_it_does_not(shaky_house: Any) -> None:
+async def test_a_replay_that_begins_in_an_outage_waits_when_it_follows_and_raises_when_it_does_not(
+    shaky_house: Any,
+) -> None:
     bus = await shaky_house.client(replace(shaky_house.config, record_seconds=0.2))
     subjects = shaky_house.subjects
     await bus.record(subjects.membership("e"), left(1))
     await shaky_house.fail()
-    following = [asyncio.create_task(take(bus.replay(subjects.membership(), latest=latest), 1)) for latest in (False, True)]
+    following = [
+        asyncio.create_task(take(bus.replay(subjects.membership(), latest=latest), 1))
+        for latest in (False, True)
+    ]
     with pytest.raises(BusError):
         await collected(bus.replay(subjects.membership(), follow=False))
     await asyncio.sleep(0.3)
@@ -756,12 +897,17 @@ async def test_a_replay_that_begins_in_an_outage_waits_when_it_follows_and_raise
         assert [received.message for received in await soon(task)] == [left(1)]
 
 
-async def test_requests_while_disconnected_end_in_time_and_serving_goes_on_afterwards(shaky_house: Any) -> None:
+async def test_requests_while_disconnected_end_in_time_and_serving_goes_on_afterwards(
+    shaky_house: Any,
+) -> None:
     asker, server = await shaky_house.client(), await shaky_house.client()
     async with server.serve(shaky_house.subjects.describe_profile, empty_profile):
         await shaky_house.fail()
         with pytest.raises(BusError):
-            await soon(asker.request(shaky_house.subjects.describe_profile, DescribeProfile(model="m"), seconds=0.2), seconds=2.0)
+            await soon(
+                asker.request(shaky_house.subjects.describe_profile, DescribeProfile(model="m"), seconds=0.2),
+                seconds=2.0,
+            )
         await shaky_house.recover()
         await asker.request(shaky_house.subjects.describe_profile, DescribeProfile(model="m"))
 

@@ -1,4 +1,5 @@
-"""What every engine of ours promises behind the Engine port: one suite over the embedded engine (tiny random weights) and the simulated one."""
+"""What every engine of ours promises behind the Engine port: one suite over the embedded engine (tiny random
+weights) and the simulated one."""
 
 import asyncio
 import functools
@@ -61,7 +62,9 @@ class Tried:
         return await (await self.submit(prompt, max_tokens, **more)).rest()
 
     async def submit(self, prompt: Sequence[int] = PROMPT, max_tokens: int = 12, **more: Any) -> AnswerStream:
-        answer: AnswerStream = await self.engine.submit(GenerationRequest(prompt=list(prompt), max_tokens=max_tokens, ignore_eos=True, **more))
+        answer: AnswerStream = await self.engine.submit(
+            GenerationRequest(prompt=list(prompt), max_tokens=max_tokens, ignore_eos=True, **more)
+        )
         return answer
 
     def take(self) -> RankFacts:
@@ -90,7 +93,9 @@ Starter = Callable[..., AbstractAsyncContextManager[Tried]]
 
 
 @asynccontextmanager
-async def serving(engine: Any, tasks: Iterable["asyncio.Task[None]"], fail: Callable[[], None], ranks: Sequence[Any] = ()) -> AsyncIterator[Tried]:
+async def serving(
+    engine: Any, tasks: Iterable["asyncio.Task[None]"], fail: Callable[[], None], ranks: Sequence[Any] = ()
+) -> AsyncIterator[Tried]:
     runs = list(tasks)
     await asyncio.sleep(0)
     try:
@@ -104,12 +109,19 @@ async def serving(engine: Any, tasks: Iterable["asyncio.Task[None]"], fail: Call
 @asynccontextmanager
 async def simulated(**settings: Any) -> AsyncIterator[Tried]:
     """The second of two ranks; hundred times as fast as it says."""
-    config = SimulatedConfig(**{**SMALL, "ranks": 2, "time_scale": 0.01, "max_context": 256, "activity_seconds": 0.01} | settings)
+    config = SimulatedConfig(
+        **{**SMALL, "ranks": 2, "time_scale": 0.01, "max_context": 256, "activity_seconds": 0.01} | settings
+    )
     engine = SimulatedEngine(config)
     for rank in engine.ranks:
         await rank.start()
-    runs = [asyncio.create_task(rank.run(), name=f"rank {number} under test") for number, rank in enumerate(engine.ranks)]
-    async with serving(engine.ranks[1], runs, lambda: engine.order(FaultOrder(fault="die")), engine.ranks) as tried:
+    runs = [
+        asyncio.create_task(rank.run(), name=f"rank {number} under test")
+        for number, rank in enumerate(engine.ranks)
+    ]
+    async with serving(
+        engine.ranks[1], runs, lambda: engine.order(FaultOrder(fault="die")), engine.ranks
+    ) as tried:
         yield tried
 
 
@@ -153,7 +165,9 @@ async def embedded(checkpoint: Path, **settings: Any) -> AsyncIterator[Tried]:
     def fail() -> None:
         failing.told = True
 
-    async with serving(engine, [asyncio.create_task(engine.run(), name="the engine under test")], fail) as tried:
+    async with serving(
+        engine, [asyncio.create_task(engine.run(), name="the engine under test")], fail
+    ) as tried:
         yield tried
 
 
@@ -162,7 +176,9 @@ def start(request: pytest.FixtureRequest) -> Starter:
     """`async with start(kv_blocks=8) as tried:` a rank that serves until the block ends."""
     if request.param == "simulated":
         return simulated
-    request.getfixturevalue("monkeypatch").setattr(ModelRunner, "measure_speed", lambda _: EngineSpeed())  # most of the time that a tiny engine needs to start
+    request.getfixturevalue("monkeypatch").setattr(
+        ModelRunner, "measure_speed", lambda _: EngineSpeed()
+    )  # most of the time that a tiny engine needs to start
     return functools.partial(embedded, request.getfixturevalue("tiny_checkpoint"))
 
 
@@ -182,7 +198,9 @@ def held_after(changes: Sequence[KvChange | str], limit: int) -> set[int]:
         if change.stored is not None:
             assert change.stored.parent_hash is None or change.stored.parent_hash in held
             names = [block.block_hash for block in change.stored.blocks]
-            assert names == sequence_hashes([block.tokens_hash for block in change.stored.blocks], change.stored.parent_hash)
+            assert names == sequence_hashes(
+                [block.tokens_hash for block in change.stored.blocks], change.stored.parent_hash
+            )
             assert not held.intersection(names)
             held.update(names)
         if change.removed is not None:
@@ -201,14 +219,21 @@ async def test_the_first_rank_names_the_weights_that_it_serves(start: Starter) -
 async def test_requests_share_kv_under_one_salt_only(tried: Tried) -> None:
     assert tried.engine.description.capabilities.isolates_tenants
     reused = len(PROMPT) // BLOCK * BLOCK
-    cached = [(await tried.ask(salt=salt)).outcome.cached_tokens for salt in ("", "ours", "theirs", "ours", "")]
+    cached = [
+        (await tried.ask(salt=salt)).outcome.cached_tokens for salt in ("", "ours", "theirs", "ours", "")
+    ]
     assert cached == [0, 0, 0, reused, reused]
 
 
 async def test_salted_blocks_are_told_under_salted_hashes_which_routers_compute_too(tried: Tried) -> None:
     await tried.ask(salt="ours")
     await tried.idle()
-    stored = [block for change in tried.kv if not isinstance(change, str) and change.stored is not None for block in change.stored.blocks]
+    stored = [
+        block
+        for change in tried.kv
+        if not isinstance(change, str) and change.stored is not None
+        for block in change.stored.blocks
+    ]
     local = local_hashes(PROMPT, BLOCK, salted_seed("ours"))
     assert [block.tokens_hash for block in stored][: len(local)] == local
     assert [block.block_hash for block in stored][: len(local)] == sequence_hashes(local)
@@ -217,7 +242,9 @@ async def test_salted_blocks_are_told_under_salted_hashes_which_routers_compute_
     assert not {block.tokens_hash for block in stored} & set(local_hashes(PROMPT, BLOCK))
 
 
-async def test_an_answer_does_not_depend_on_the_salt_nor_do_the_experts_that_it_activates(start: Starter) -> None:
+async def test_an_answer_does_not_depend_on_the_salt_nor_do_the_experts_that_it_activates(
+    start: Starter,
+) -> None:
     answers, counts = [], []
     for salt in ("", "ours"):
         async with start() as tried:
@@ -228,8 +255,11 @@ async def test_an_answer_does_not_depend_on_the_salt_nor_do_the_experts_that_it_
     assert counts[0] == counts[1]
 
 
-async def test_a_collision_of_block_hashes_shares_no_kv(tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hashes are 64 bits without a key: whoever finds two prompts of one hash must not be answered out of the other's KV."""
+async def test_a_collision_of_block_hashes_shares_no_kv(
+    tried: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashes are 64 bits without a key: whoever finds two prompts of one hash must not be answered out of the
+    other's KV."""
     other = [token % 200 + 1 for token in PROMPT]
     expected = (await tried.ask(other)).token_ids
     monkeypatch.setattr(kv_cache, "chain", lambda parent, local: 1 if parent is None else parent + 1)
@@ -239,11 +269,17 @@ async def test_a_collision_of_block_hashes_shares_no_kv(tried: Tried, monkeypatc
     assert collided.token_ids == expected
 
 
-async def test_kv_facts_come_in_order_and_conserve_blocks_through_eviction_preemption_and_cancels(tried: Tried) -> None:
+async def test_kv_facts_come_in_order_and_conserve_blocks_through_eviction_preemption_and_cancels(
+    tried: Tried,
+) -> None:
     dice = np.random.default_rng(5)
     stems = [dice.integers(1, 256, 40).tolist() for _ in range(3)]
     for _ in range(4):
-        prompts = [stems[dice.integers(3)][: dice.integers(1, 41)] + dice.integers(1, 256, dice.integers(1, 60)).tolist() for _ in range(8)]
+        prompts = [
+            stems[dice.integers(3)][: dice.integers(1, 41)]
+            + dice.integers(1, 256, dice.integers(1, 60)).tolist()
+            for _ in range(8)
+        ]
         answers = [await tried.submit(prompt, int(dice.integers(1, 40))) for prompt in prompts]
         for answer in answers[:2]:
             await anext(answer, None)
@@ -295,12 +331,18 @@ async def test_activations_count_every_computed_token_in_every_layer_and_no_cach
     outcomes = [(await tried.ask(prompt, 9)).outcome for prompt in (PROMPT, PROMPT, PROMPT[:33], [9, 9, 9])]
     await tried.idle()
     assert all(outcome is not None for outcome in outcomes)
-    computed = sum(one.prompt_tokens - one.cached_tokens + one.completion_tokens - 1 for one in outcomes if one is not None)
+    computed = sum(
+        one.prompt_tokens - one.cached_tokens + one.completion_tokens - 1
+        for one in outcomes
+        if one is not None
+    )
     assert tried.tokens == computed
     assert tried.cached == sum(one.cached_tokens for one in outcomes if one is not None) > 0
     assert tried.counts.shape == (shape.layers, shape.experts)
     assert tried.counts.sum(axis=1).tolist() == [computed * shape.top_k] * shape.layers
-    used = np.array([one.routed.counts() for one in outcomes if one is not None])  # by request, written down apart
+    used = np.array(
+        [one.routed.counts() for one in outcomes if one is not None]
+    )  # by request, written down apart
     assert np.array_equal(tried.counts, used.sum(axis=0))
     assert used.max() <= computed  # a token's experts are distinct: it goes to each at most once in a layer
 
@@ -322,7 +364,9 @@ async def test_an_ended_request_is_named_by_its_decision_and_shows_what_each_tok
         assert all(len(set(row)) == shape.top_k for row in table[cached:].reshape(-1, shape.top_k).tolist())
         assert [block.block_hash for block in one.blocks][:3] == sequence_hashes(local_hashes(PROMPT, BLOCK))
         assert one.nbytes > 0
-    counted = sum(np.bincount(one.routed[one.routed != UNKNOWN].ravel(), minlength=shape.experts) for one in tried.ended)
+    counted = sum(
+        np.bincount(one.routed[one.routed != UNKNOWN].ravel(), minlength=shape.experts) for one in tried.ended
+    )
     assert counted.tolist() == tried.counts.sum(axis=0).tolist()
 
 
@@ -379,7 +423,9 @@ async def test_more_sequences_than_pages_are_all_answered_in_turn(start: Starter
         GenerationRequest(prompt=[1, 2], max_tokens=1, emitted=2),
     ],
 )
-async def test_a_request_out_of_bounds_is_a_value_error_and_leaves_nothing(tried: Tried, request_: GenerationRequest) -> None:
+async def test_a_request_out_of_bounds_is_a_value_error_and_leaves_nothing(
+    tried: Tried, request_: GenerationRequest
+) -> None:
     with pytest.raises(ValueError, match="request"):
         await tried.engine.submit(request_)
     assert (await tried.idle()).load.waiting == 0
@@ -419,19 +465,30 @@ async def test_a_repeated_prompt_is_found_in_the_cache(tried: Tried) -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), SAMPLED], ids=["greedy", "sampled"])
-async def test_a_continuation_goes_on_with_exactly_the_same_tokens_and_text(tried: Tried, sampling: Sampling) -> None:
+async def test_a_continuation_goes_on_with_exactly_the_same_tokens_and_text(
+    tried: Tried, sampling: Sampling
+) -> None:
     whole = await tried.ask(max_tokens=24, sampling=sampling)
     for emitted in (1, 7, 23):
-        rest = await tried.ask([*PROMPT, *whole.token_ids[:emitted]], 24 - emitted, emitted=emitted, sampling=sampling)
+        rest = await tried.ask(
+            [*PROMPT, *whole.token_ids[:emitted]], 24 - emitted, emitted=emitted, sampling=sampling
+        )
         assert rest.token_ids == whole.token_ids[emitted:]
         assert whole.text.endswith(rest.text)
         assert rest.outcome is not None
         assert rest.outcome.prompt_tokens == len(PROMPT)
 
 
-async def test_the_placement_is_that_of_the_model_on_all_ranks_and_no_handover_is_under_way(tried: Tried) -> None:
+async def test_the_placement_is_that_of_the_model_on_all_ranks_and_no_handover_is_under_way(
+    tried: Tried,
+) -> None:
     about, placement = tried.engine.description, tried.engine.placement
-    assert (placement.layers, placement.experts, placement.ranks, placement.epoch) == (about.shape.layers, about.shape.experts, about.ranks, 0)
+    assert (placement.layers, placement.experts, placement.ranks, placement.epoch) == (
+        about.shape.layers,
+        about.shape.experts,
+        about.ranks,
+        0,
+    )
     assert tried.engine.handover_seconds == 0
     about.layout.check(about.shape)
 
@@ -440,7 +497,8 @@ async def test_the_placement_is_that_of_the_model_on_all_ranks_and_no_handover_i
 
 
 async def adopt_next(tried: Tried) -> None:
-    """Every rank goes over to an epoch in which two experts of its layer 0 have changed slots, one of them through a free cell."""
+    """Every rank goes over to an epoch in which two experts of its layer 0 have changed slots, one of them
+    through a free cell."""
     now = tried.engine.placement
     per = now.slots_per_rank
     table = now.expert_of_slot.copy()
@@ -455,13 +513,17 @@ async def adopt_next(tried: Tried) -> None:
         cells[0, :2] = free, cells[0, 0]
         adoptions.append(await rank.experts.prepare(placement, cells))
         assert rank.placement == now
-    await asyncio.gather(*(rank.experts.adopt(adoption) for rank, adoption in zip(tried.ranks, adoptions, strict=True)))
+    await asyncio.gather(
+        *(rank.experts.adopt(adoption) for rank, adoption in zip(tried.ranks, adoptions, strict=True))
+    )
     for rank, adoption in zip(tried.ranks, adoptions, strict=True):
         assert rank.placement == adoption.placement == placement
         assert rank.experts.cells[0, 0] in range(memory.cells)
 
 
-async def test_the_cells_of_a_rank_are_more_than_its_slots_and_each_slot_is_in_one_of_its_own(tried: Tried) -> None:
+async def test_the_cells_of_a_rank_are_more_than_its_slots_and_each_slot_is_in_one_of_its_own(
+    tried: Tried,
+) -> None:
     memory, placement = tried.engine.experts.memory, tried.engine.placement
     cells = tried.engine.experts.cells
     assert cells.shape == (placement.layers, placement.slots_per_rank)
@@ -473,7 +535,9 @@ async def test_the_cells_of_a_rank_are_more_than_its_slots_and_each_slot_is_in_o
     assert ends[-1] <= memory.cell_bytes
 
 
-async def test_ranks_go_over_to_another_epoch_while_they_serve_and_not_one_token_changes(tried: Tried) -> None:
+async def test_ranks_go_over_to_another_epoch_while_they_serve_and_not_one_token_changes(
+    tried: Tried,
+) -> None:
     before = await tried.ask(max_tokens=60)
     answer = await tried.submit(max_tokens=60)
     await anext(answer)
@@ -485,7 +549,9 @@ async def test_ranks_go_over_to_another_epoch_while_they_serve_and_not_one_token
     assert (await tried.ask(max_tokens=60)).token_ids == before.token_ids
 
 
-async def test_where_tokens_were_sent_is_told_once_per_epoch_and_adds_up_to_what_was_computed(tried: Tried) -> None:
+async def test_where_tokens_were_sent_is_told_once_per_epoch_and_adds_up_to_what_was_computed(
+    tried: Tried,
+) -> None:
     placement, top_k = tried.engine.placement, tried.engine.description.shape.top_k
     answer = await tried.submit(max_tokens=60)
     await anext(answer)
@@ -498,7 +564,9 @@ async def test_where_tokens_were_sent_is_told_once_per_epoch_and_adds_up_to_what
     assert sum(one.tokens for one in sent) == tried.tokens == len(PROMPT) + 59
     for one in sent:
         assert one.pairs == top_k * one.tokens
-        assert {len(column) for column in (one.remote_ranks, one.local, one.served, one.balance)} == {placement.layers}
+        assert {len(column) for column in (one.remote_ranks, one.local, one.served, one.balance)} == {
+            placement.layers
+        }
         assert (one.balance <= one.steps + 1e-9).all()
         assert (one.local + one.remote_ranks <= one.pairs * (1 + 1e-6)).all()
         assert (one.served >= one.local * (1 - 1e-6)).all()

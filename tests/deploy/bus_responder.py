@@ -1,4 +1,5 @@
-"""Somebody on a NATS server who answers, in a thread, for commands that run in a test as they do in a shell."""
+"""Somebody on a NATS server who answers, in a thread, for commands that run in a test as they do in a
+shell."""
 
 import asyncio
 import threading
@@ -12,7 +13,9 @@ from bus.protocol.subjects import Subjects
 
 
 @contextmanager
-def on_nats(url: str, namespace: str, serving: Callable[[Bus, Subjects], AbstractAsyncContextManager[None]]) -> Iterator[None]:
+def on_nats(
+    url: str, namespace: str, serving: Callable[[Bus, Subjects], AbstractAsyncContextManager[None]]
+) -> Iterator[None]:
     """While the context lasts that of `serving` does, on a bus and a loop of its own."""
     ready, over, loop = threading.Event(), asyncio.Event(), asyncio.new_event_loop()
 

@@ -16,7 +16,13 @@ def script(tmp_path: Path) -> Callable[..., Command]:
 
     def command(code: str, name: str = "child", keep: tuple[int, ...] = ()) -> Command:
         arguments = [sys.executable, "-S", "-u", "-c", code]
-        return Command(name=name, arguments=arguments, log=tmp_path / f"{name}.log", environment=dict(os.environ), keep=keep)
+        return Command(
+            name=name,
+            arguments=arguments,
+            log=tmp_path / f"{name}.log",
+            environment=dict(os.environ),
+            keep=keep,
+        )
 
     return command
 

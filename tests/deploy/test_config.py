@@ -62,7 +62,11 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_default
     )
     assert configuration.part(Door) == Door(host="c", port=2, seconds=1.0)
     found = sources(configuration)
-    assert (found["door.host"], found["door.port"], found["bell.volume"]) == ("--host", "ROOST_DOOR_PORT", "default")
+    assert (found["door.host"], found["door.port"], found["bell.volume"]) == (
+        "--host",
+        "ROOST_DOOR_PORT",
+        "default",
+    )
     assert found["door.seconds"] == f"{tmp_path / 'roost.toml'}:4"
 
 
@@ -75,7 +79,9 @@ def test_values_in_the_environment_are_read_by_the_type_of_their_key(tmp_path: P
         ROOST_DOOR_SECONDS="7",
         ROOST_DOOR_MODE="safe",
     )
-    assert configuration.part(Door) == Door(strict=True, backends=("http://a", "http://b"), key_file=Path("/keys"), seconds=7.0, mode="safe")
+    assert configuration.part(Door) == Door(
+        strict=True, backends=("http://a", "http://b"), key_file=Path("/keys"), seconds=7.0, mode="safe"
+    )
     assert read(tmp_path, ROOST_DOOR_KEY_FILE="").part(Door).key_file is None
 
 
@@ -84,7 +90,10 @@ def test_values_in_the_environment_are_read_by_the_type_of_their_key(tmp_path: P
     [
         ("[door]\nprot = 1\n", ("roost.toml:2", "'prot'", "did you mean port?")),
         ("[dor]\nport = 1\n", ("roost.toml:1", "[dor]", "did you mean door?")),
-        ('[bell]\nvolume = 3\n[door]\n\nport = "many"\n', ("roost.toml:5", "door.port", "expected int", "'many'")),
+        (
+            '[bell]\nvolume = 3\n[door]\n\nport = "many"\n',
+            ("roost.toml:5", "door.port", "expected int", "'many'"),
+        ),
         ("[door]\nport = true\n", ("roost.toml:2", "number", "true")),
         ('[door]\nmode = "slow"\n', ("roost.toml:2", "door.mode", "'slow'")),
         ("[door]\nport = 99999\n", ("[door]", "port must be 0..65535", "roost.toml:2")),
@@ -93,7 +102,9 @@ def test_values_in_the_environment_are_read_by_the_type_of_their_key(tmp_path: P
         ("door.prot = 3\n", ("roost.toml", "'prot'", "port")),
     ],
 )
-def test_a_bad_file_is_refused_with_place_and_remedy(tmp_path: Path, text: str, parts: tuple[str, ...]) -> None:
+def test_a_bad_file_is_refused_with_place_and_remedy(
+    tmp_path: Path, text: str, parts: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, text).check()
     for part in parts:
@@ -108,7 +119,9 @@ def test_a_bad_file_is_refused_with_place_and_remedy(tmp_path: Path, text: str, 
         ("ROOST_DOOR_STRICT", "perhaps", ("ROOST_DOOR_STRICT", "expected bool")),
     ],
 )
-def test_a_bad_variable_is_refused_by_name(tmp_path: Path, variable: str, value: str, parts: tuple[str, ...]) -> None:
+def test_a_bad_variable_is_refused_by_name(
+    tmp_path: Path, variable: str, value: str, parts: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, **{variable: value})
     for part in parts:
@@ -127,7 +140,9 @@ def test_a_wrong_flag_value_names_the_flag(tmp_path: Path) -> None:
         read(tmp_path).with_flags({("door", "port"): ("--port", "x")})
 
 
-def test_the_printed_configuration_says_where_each_key_comes_from_and_marks_unset_ones(tmp_path: Path) -> None:
+def test_the_printed_configuration_says_where_each_key_comes_from_and_marks_unset_ones(
+    tmp_path: Path,
+) -> None:
     printed = read(tmp_path, "[door]\nport = 1\n").as_toml()
     assert f"port = 1  # {tmp_path / 'roost.toml'}:2\n" in printed
     assert "# key_file is unset  # default\n" in printed
@@ -138,13 +153,36 @@ def test_the_printed_configuration_says_where_each_key_comes_from_and_marks_unse
 text_values = st.text(st.characters(exclude_categories=("Cs",)))
 
 
-@given(host=text_values, backends=st.lists(text_values).map(tuple), seconds=st.floats(allow_nan=False), strict=st.booleans(), port=st.integers(0, 65535))
-def test_what_is_printed_reads_back_as_the_same_configuration(host: str, backends: tuple[str, ...], seconds: float, strict: bool, port: int) -> None:
-    values = {"host": host, "backends": backends, "seconds": seconds, "strict": strict, "port": port, "key_file": Path("/k")}
-    before = load(SECTIONS, file=None, environment={}, directory=Path("/nowhere")).with_flags({("door", key): ("--x", value) for key, value in values.items()})
+@given(
+    host=text_values,
+    backends=st.lists(text_values).map(tuple),
+    seconds=st.floats(allow_nan=False),
+    strict=st.booleans(),
+    port=st.integers(0, 65535),
+)
+def test_what_is_printed_reads_back_as_the_same_configuration(
+    host: str, backends: tuple[str, ...], seconds: float, strict: bool, port: int
+) -> None:
+    values = {
+        "host": host,
+        "backends": backends,
+        "seconds": seconds,
+        "strict": strict,
+        "port": port,
+        "key_file": Path("/k"),
+    }
+    before = load(SECTIONS, file=None, environment={}, directory=Path("/nowhere")).with_flags(
+        {("door", key): ("--x", value) for key, value in values.items()}
+    )
     for sourced in (True, False):
         again = tomllib.loads(before.as_toml(sources=sourced, secrets=True))
-        assert Door(**{**again["door"], "backends": tuple(again["door"]["backends"]), "key_file": Path(again["door"]["key_file"])}) == before.part(Door)
+        assert Door(
+            **{
+                **again["door"],
+                "backends": tuple(again["door"]["backends"]),
+                "key_file": Path(again["door"]["key_file"]),
+            }
+        ) == before.part(Door)
 
 
 def test_children_do_not_inherit_settings_that_would_beat_their_file() -> None:
@@ -198,12 +236,16 @@ def test_named_sections_outlive_being_written_and_read_again(tmp_path: Path) -> 
         ("[house]\nwindows = []\n", "no key 'windows' in [house]"),
     ],
 )
-def test_what_is_wrong_in_a_named_section_is_refused_with_its_place(tmp_path: Path, text: str, complaint: str) -> None:
+def test_what_is_wrong_in_a_named_section_is_refused_with_its_place(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(complaint)):
         read_house(tmp_path, text).check()
 
 
-@pytest.mark.parametrize(("key", "remedy"), [("checkpoint", "name an existing folder"), ("placement", "name an existing file")])
+@pytest.mark.parametrize(
+    ("key", "remedy"), [("checkpoint", "name an existing folder"), ("placement", "name an existing file")]
+)
 def test_files_that_an_engine_begins_with_must_exist(tmp_path: Path, key: str, remedy: str) -> None:
     (tmp_path / "roost.toml").write_text(f'[engine]\n{key} = "/nowhere"\n')
     settings = read_settings(None, {}, tmp_path)

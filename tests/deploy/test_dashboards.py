@@ -17,7 +17,12 @@ DASHBOARDS = Path(deploy.__file__).parent / "dashboards"
 
 
 def families(*parts: RouterMetrics | MigrationMetrics | TrackerMetrics) -> set[str]:
-    return {line.split()[2] for part in parts for line in part.exposition().decode().splitlines() if line.startswith("# TYPE")}
+    return {
+        line.split()[2]
+        for part in parts
+        for line in part.exposition().decode().splitlines()
+        if line.startswith("# TYPE")
+    }
 
 
 def board(name: str) -> dict[str, Any]:
@@ -33,11 +38,18 @@ def asked(name: str) -> set[str]:
     return {found for target in targets(name) for found in re.findall(r"roost_\w+", target["expr"])}
 
 
-@pytest.mark.parametrize(("name", "parts"), [("router", (RouterMetrics(),)), ("loop", (MigrationMetrics(), TrackerMetrics(), RouterMetrics()))])
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [("router", (RouterMetrics(),)), ("loop", (MigrationMetrics(), TrackerMetrics(), RouterMetrics()))],
+)
 def test_every_metric_of_a_dashboard_exists(name: str, parts: tuple[Any, ...]) -> None:
     known, wanted = families(*parts), asked(name)
     assert len(wanted) > 20
-    assert not {found for found in wanted if found not in known and re.sub(r"_(bucket|sum|count)$", "", found) not in known}
+    assert not {
+        found
+        for found in wanted
+        if found not in known and re.sub(r"_(bucket|sum|count)$", "", found) not in known
+    }
     panels = board(name)["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
@@ -46,7 +58,11 @@ def test_every_metric_of_a_dashboard_exists(name: str, parts: tuple[Any, ...]) -
 
 
 def test_what_the_loop_is_told_by_is_on_its_dashboard() -> None:
-    loop = {found for found in families(MigrationMetrics()) if found.startswith("roost_loop_") and not found.endswith("_created")}
+    loop = {
+        found
+        for found in families(MigrationMetrics())
+        if found.startswith("roost_loop_") and not found.endswith("_created")
+    }
     assert loop <= asked("loop")
 
 

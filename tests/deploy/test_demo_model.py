@@ -1,4 +1,5 @@
-"""The demo model: it loads everywhere unchanged, its data is what its manifest says, its routings are its own."""
+"""The demo model: it loads everywhere unchanged, its data is what its manifest says, its routings are its
+own."""
 
 import hashlib
 import json
@@ -24,10 +25,27 @@ transformers = pytest.importorskip("transformers")
 
 from deploy.demo_model import corpus, heldout  # noqa: E402  (they need no torch, but the rest below does)
 from deploy.demo_model.architecture import load_model, router_outputs, write_checkpoint  # noqa: E402
-from deploy.demo_model.corpus import CorpusError, Document, NearCopies, gather, middle, strip_roff  # noqa: E402
-from deploy.demo_model.evaluate import control_model, losses_by_domain, losses_by_position, measure_skew  # noqa: E402
+from deploy.demo_model.corpus import (  # noqa: E402
+    CorpusError,
+    Document,
+    NearCopies,
+    gather,
+    middle,
+    strip_roff,
+)
+from deploy.demo_model.evaluate import (  # noqa: E402
+    control_model,
+    losses_by_domain,
+    losses_by_position,
+    measure_skew,
+)
 from deploy.demo_model.optimiser import orthogonalise  # noqa: E402
-from deploy.demo_model.record_routings import PROMPT_TOKENS, REQUEST_TOKENS, chosen_experts, windows  # noqa: E402
+from deploy.demo_model.record_routings import (  # noqa: E402
+    PROMPT_TOKENS,
+    REQUEST_TOKENS,
+    chosen_experts,
+    windows,
+)
 from deploy.demo_model.train import WINDOW, balance_loss, rate, train, window_length  # noqa: E402
 
 TEST, FIT = "test", "fit"
@@ -63,18 +81,29 @@ def documents() -> list[Document]:
 
 def test_asking_for_the_paths_imports_nothing_heavy() -> None:
     heavy = {"torch", "transformers", "numpy", "typer"}
-    code = f"import sys, deploy.demo_model as m; m.checkpoint_path(); sys.exit(bool({heavy!r} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
+    code = (
+        f"import sys, deploy.demo_model as m; m.checkpoint_path(); sys.exit(bool({heavy!r} &"
+        " set(sys.modules)))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode
+        == 0
+    )
 
 
-@pytest.mark.parametrize(("path", "limit"), [(checkpoint_path(), 12_000_000), (heldout_path(), 400_000), (routings_path(), 2_000_000)])
+@pytest.mark.parametrize(
+    ("path", "limit"),
+    [(checkpoint_path(), 12_000_000), (heldout_path(), 400_000), (routings_path(), 2_000_000)],
+)
 def test_what_is_committed_stays_small(path: Path, limit: int) -> None:
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     assert 0 < sum(file.stat().st_size for file in files) <= limit
 
 
 def test_the_checkpoint_loads_in_transformers_unchanged() -> None:
-    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(checkpoint_path(), output_loading_info=True)
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint_path(), output_loading_info=True
+    )
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
     assert sum(parameter.numel() for parameter in loaded.parameters()) == 5_285_824
     assert not any(report.values())
@@ -83,7 +112,11 @@ def test_the_checkpoint_loads_in_transformers_unchanged() -> None:
 def test_the_stated_shape_is_legal_for_four_ranks_and_replicates_kv_heads() -> None:
     config = json.loads((checkpoint_path() / "config.json").read_text("ascii"))
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (8, 2, 32)
-    assert (config["num_hidden_layers"], config["num_local_experts"], config["num_experts_per_tok"]) == (4, 32, 4)
+    assert (config["num_hidden_layers"], config["num_local_experts"], config["num_experts_per_tok"]) == (
+        4,
+        32,
+        4,
+    )
     assert config["norm_topk_prob"] is True
     assert config["tie_word_embeddings"] is True
 
@@ -91,7 +124,10 @@ def test_the_stated_shape_is_legal_for_four_ranks_and_replicates_kv_heads() -> N
 def test_every_file_states_the_same_context_length() -> None:
     stated = [
         json.loads((checkpoint_path() / name).read_text("ascii"))[key]
-        for name, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length"))
+        for name, key in (
+            ("config.json", "max_position_embeddings"),
+            ("tokenizer_config.json", "model_max_length"),
+        )
     ]
     assert stated == [CONTEXT_LENGTH, CONTEXT_LENGTH]
     assert f"{CONTEXT_LENGTH} tokens" in (checkpoint_path() / "README.md").read_text("utf-8")
@@ -115,7 +151,9 @@ def test_any_text_becomes_its_bytes_and_comes_back(tokenizer: Tokenizer, text: s
 
 @given(raw=st.binary())
 def test_any_tokens_become_text_as_their_bytes_do(tokenizer: Tokenizer, raw: bytes) -> None:
-    assert tokenizer.decode(list(raw), skip_special_tokens=False).count("\ufffd") == raw.decode("utf-8", "replace").count("\ufffd")
+    assert tokenizer.decode(list(raw), skip_special_tokens=False).count("\ufffd") == raw.decode(
+        "utf-8", "replace"
+    ).count("\ufffd")
 
 
 def test_transformers_reads_the_same_tokenizer_with_byte_zero_as_its_end() -> None:
@@ -129,10 +167,16 @@ def test_transformers_reads_the_same_tokenizer_with_byte_zero_as_its_end() -> No
 def test_the_chat_template_is_ascii_and_opens_the_reply_only_when_asked() -> None:
     template = json.loads((checkpoint_path() / "tokenizer_config.json").read_text("ascii"))["chat_template"]
     render = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(template).render
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hello?"}]}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hello?"}]},
+    ]
     assert template.isascii()
     assert render(messages=messages) == "system: Be brief.\nuser: Hello?\n"
-    assert render(messages=messages, add_generation_prompt=True) == "system: Be brief.\nuser: Hello?\nassistant: "
+    assert (
+        render(messages=messages, add_generation_prompt=True)
+        == "system: Be brief.\nuser: Hello?\nassistant: "
+    )
 
 
 # The held-out documents
@@ -140,7 +184,11 @@ def test_the_chat_template_is_ascii_and_opens_the_reply_only_when_asked() -> Non
 
 def test_the_manifest_lists_every_file_and_nothing_else() -> None:
     listed = {entry["file"]: entry for entry in heldout.read_manifest() if entry["part"] == TEST}
-    found = {str(file.relative_to(heldout_path())) for domain in DOMAINS for file in (heldout_path() / domain).iterdir()}
+    found = {
+        str(file.relative_to(heldout_path()))
+        for domain in DOMAINS
+        for file in (heldout_path() / domain).iterdir()
+    }
     assert set(listed) == found
     for name, entry in listed.items():
         content = (heldout_path() / name).read_bytes()
@@ -163,7 +211,9 @@ def test_every_domain_is_held_out() -> None:
 
 
 def test_no_document_is_in_both_halves() -> None:
-    by_part = {part: [entry for entry in heldout.read_manifest() if entry["part"] == part] for part in (TEST, FIT)}
+    by_part = {
+        part: [entry for entry in heldout.read_manifest() if entry["part"] == part] for part in (TEST, FIT)
+    }
     for key in ("source", "sha256"):
         assert not {entry[key] for entry in by_part[TEST]} & {entry[key] for entry in by_part[FIT]}
 
@@ -179,28 +229,42 @@ def test_routings_are_well_formed(routings: dict[str, npt.NDArray[Any]]) -> None
     assert routings["experts"].dtype == np.uint8
     assert routings["prompt"] == PROMPT_TOKENS
     assert tuple(routings["domains"]) == DOMAINS
-    assert (np.diff(np.sort(routings["experts"], axis=-1), axis=-1) > 0).all(), "a token chose one expert twice"
+    assert (np.diff(np.sort(routings["experts"], axis=-1), axis=-1) > 0).all(), (
+        "a token chose one expert twice"
+    )
     assert routings["experts"].max() < 32
 
 
 def test_routings_are_split_by_document_as_the_manifest_is(routings: dict[str, npt.NDArray[Any]]) -> None:
     manifest = {entry["sha256"]: entry for entry in heldout.read_manifest()}
-    used = {part: set(routings["document"][routings["part"] == number]) for number, part in enumerate((FIT, TEST))}
+    used = {
+        part: set(routings["document"][routings["part"] == number]) for number, part in enumerate((FIT, TEST))
+    }
     assert not used[FIT] & used[TEST]
     for row in range(len(routings["tokens"])):
         entry = manifest[str(routings["documents"][routings["document"][row]])]
-        assert (entry["part"], entry["domain"]) == ((FIT, TEST)[routings["part"][row]], DOMAINS[routings["domain"][row]])
+        assert (entry["part"], entry["domain"]) == (
+            (FIT, TEST)[routings["part"][row]],
+            DOMAINS[routings["domain"][row]],
+        )
 
 
-def test_prompts_and_unsampled_continuations_are_the_documents_own(routings: dict[str, npt.NDArray[Any]], documents: list[Document]) -> None:
+def test_prompts_and_unsampled_continuations_are_the_documents_own(
+    routings: dict[str, npt.NDArray[Any]], documents: list[Document]
+) -> None:
     texts = {document.digest: document.text for document in documents}
     for row in np.flatnonzero(routings["part"] == 1):
-        start, length = int(routings["start"][row]), PROMPT_TOKENS if routings["sampled"][row] else REQUEST_TOKENS
+        start, length = (
+            int(routings["start"][row]),
+            PROMPT_TOKENS if routings["sampled"][row] else REQUEST_TOKENS,
+        )
         text = texts[str(routings["documents"][routings["document"][row]])]
         assert routings["tokens"][row, :length].tobytes() == text[start : start + length]
 
 
-def test_recorded_routings_are_what_the_model_chooses_now(model: Any, routings: dict[str, npt.NDArray[Any]]) -> None:
+def test_recorded_routings_are_what_the_model_chooses_now(
+    model: Any, routings: dict[str, npt.NDArray[Any]]
+) -> None:
     rows = np.arange(0, len(routings["tokens"]), 60)
     tokens = routings["tokens"][rows]
     with torch.no_grad(), router_outputs(model) as routed:
@@ -210,13 +274,20 @@ def test_recorded_routings_are_what_the_model_chooses_now(model: Any, routings: 
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, recorded, value=True)
         worst_chosen = logits.masked_fill(~chosen, torch.inf).amin(1)
         best_left = logits.masked_fill(chosen, -torch.inf).amax(1)
-        assert (worst_chosen - best_left).min() > -1e-3, f"layer {layer}: an expert was recorded that is not among the best four"
+        assert (worst_chosen - best_left).min() > -1e-3, (
+            f"layer {layer}: an expert was recorded that is not among the best four"
+        )
 
 
-def test_requests_of_one_domain_route_alike_and_more_so_than_untrained(routings: dict[str, npt.NDArray[Any]]) -> None:
+def test_requests_of_one_domain_route_alike_and_more_so_than_untrained(
+    routings: dict[str, npt.NDArray[Any]],
+) -> None:
     part = slice(160, 224)
     rows = np.arange(0, len(routings["tokens"]), 2)
-    some = {name: array[rows] if array.ndim and len(array) == len(routings["tokens"]) else array for name, array in routings.items()}
+    some = {
+        name: array[rows] if array.ndim and len(array) == len(routings["tokens"]) else array
+        for name, array in routings.items()
+    }
     some |= {"prompt": np.array(32), "experts": some["experts"][:, part]}
     trained = measure_skew(some)
     control = measure_skew({**some, "experts": chosen_experts(control_model(), some["tokens"][:, part])})
@@ -229,7 +300,9 @@ def test_requests_of_one_domain_route_alike_and_more_so_than_untrained(routings:
 
 
 def test_it_has_learnt_every_domain(model: Any, documents: list[Document]) -> None:
-    some = [Document(document.domain, document.source, document.text[: 2 * WINDOW]) for document in documents[::3]]
+    some = [
+        Document(document.domain, document.source, document.text[: 2 * WINDOW]) for document in documents[::3]
+    ]
     losses = losses_by_domain(model, some)
     assert set(losses) == set(DOMAINS)
     assert max(losses.values()) < 0.5 * np.log(256)
@@ -253,7 +326,9 @@ def test_a_machine_without_text_is_told_what_to_install(monkeypatch: pytest.Monk
     assert len(lines) == len(DOMAINS)
 
 
-def test_held_out_text_and_near_copies_of_it_are_not_trained_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_held_out_text_and_near_copies_of_it_are_not_trained_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     held_out = " ".join(f"word{number}" for number in range(400))
     (tmp_path / "copy.html").write_text(held_out.replace("word7 ", "other "))
     (tmp_path / "fresh.html").write_text(held_out.replace("word", "term"))
@@ -271,7 +346,10 @@ def test_near_copies_are_noticed_both_ways_round() -> None:
 
 
 def test_roff_markup_goes_and_its_words_stay() -> None:
-    page = '.\\" comment\n.TH X 1\n.SH NOM\nun \\fBx\\fR \\- d\\(:ef\n.B gras\nsuite\\*(Aqun\n.PP\n.nf\na\n b\n.fi\nfin\n'
+    page = (
+        '.\\" comment\n.TH X 1\n.SH NOM\nun \\fBx\\fR \\- d\\(:ef\n.B gras\nsuite\\*(Aqun\n.PP\n.nf\na\n'
+        " b\n.fi\nfin\n"
+    )
     assert strip_roff(page) == "NOM\nun x - d\u00ebf gras suite'un\na\n b\nfin\n"
 
 
@@ -321,4 +399,7 @@ def test_the_same_seed_trains_the_same_model_and_its_checkpoint_loads(tmp_path: 
     assert all(torch.equal(first[name], second[name]) for name in first)
     write_checkpoint(runs[0], tmp_path / "again")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    assert all(torch.equal(parameter, first[name].to(torch.bfloat16)) for name, parameter in loaded.named_parameters())
+    assert all(
+        torch.equal(parameter, first[name].to(torch.bfloat16))
+        for name, parameter in loaded.named_parameters()
+    )

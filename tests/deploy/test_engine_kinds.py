@@ -24,7 +24,9 @@ def settings(tmp_path: Path, text: str):
 def test_the_kind_of_engine_decides_whose_ranks_and_model_are_meant(tmp_path: Path) -> None:
     embedded = settings(tmp_path, '[simulated]\nranks = 8\nshape = "deepseek-v3"\n')
     assert (engine_ranks(embedded), served_model(embedded)) == (2, "roost-demo")
-    simulated = settings(tmp_path, '[worker]\nengine = "simulated"\n[simulated]\nranks = 8\nshape = "deepseek-v3"\n')
+    simulated = settings(
+        tmp_path, '[worker]\nengine = "simulated"\n[simulated]\nranks = 8\nshape = "deepseek-v3"\n'
+    )
     assert (engine_ranks(simulated), served_model(simulated)) == (8, "deepseek-v3")
 
 
@@ -36,16 +38,30 @@ def test_an_unknown_kind_is_refused_with_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("up", "--model-shape", "demo"), "--model-shape belongs to --engine simulated, and these engines are embedded"),
-        (("up", "--engine", "simulated", "--model", "."), "--model belongs to --engine embedded, and these engines are simulated"),
-        (("up", "--engine", "simulated", "--model-shape", "gpt-5"), "shape = 'gpt-5': use one of deepseek-v3, qwen3-235b, demo (shape from --model-shape)"),
+        (
+            ("up", "--model-shape", "demo"),
+            "--model-shape belongs to --engine simulated, and these engines are embedded",
+        ),
+        (
+            ("up", "--engine", "simulated", "--model", "."),
+            "--model belongs to --engine embedded, and these engines are simulated",
+        ),
+        (
+            ("up", "--engine", "simulated", "--model-shape", "gpt-5"),
+            "shape = 'gpt-5': use one of deepseek-v3, qwen3-235b, demo (shape from --model-shape)",
+        ),
         (("up", "--engine", "simulated", "--ranks", "99"), "ranks = 99: use 1 to 32"),
         (("worker", "--engine", "simulated", "--ranks", "99"), "ranks = 99: use 1 to 32"),
-        (("worker", "--engine", "openai", "--url", "http://x", "--model-shape", "demo"), "--model-shape belongs to --engine simulated"),
+        (
+            ("worker", "--engine", "openai", "--url", "http://x", "--model-shape", "demo"),
+            "--model-shape belongs to --engine simulated",
+        ),
         (("worker", "--engine", "simulated", "--url", "http://x"), "--url belongs to --engine openai"),
     ],
 )
-def test_what_belongs_to_another_kind_of_engine_is_refused(arguments: tuple[str, ...], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_belongs_to_another_kind_of_engine_is_refused(
+    arguments: tuple[str, ...], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == 2
@@ -53,7 +69,12 @@ def test_what_belongs_to_another_kind_of_engine_is_refused(arguments: tuple[str,
 
 
 async def test_a_simulated_engine_is_one_process_with_all_sockets(tmp_path: Path) -> None:
-    launcher = EngineLauncher("sim", 3, WorkerConfig(engine="simulated"), FleetFiles(RunDirectory(tmp_path), tmp_path / "roost.toml", {}))
+    launcher = EngineLauncher(
+        "sim",
+        3,
+        WorkerConfig(engine="simulated"),
+        FleetFiles(RunDirectory(tmp_path), tmp_path / "roost.toml", {}),
+    )
     incarnation = await launcher.launch()
     try:
         (command,) = incarnation.commands

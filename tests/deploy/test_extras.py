@@ -24,12 +24,22 @@ importlib.util.find_spec = lambda name, package=None: None if name in {"torch", 
 
 def without_extras(code: str) -> "subprocess.CompletedProcess[str]":
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", WITHOUT + code], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT + code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def test_router_tracker_planner_and_commands_need_no_extra() -> None:
     parts = "router, tracker, planner, plain, simulated"
-    done = without_extras(f"import deploy.cli.app\nfrom deploy.parts import {parts}\nprint(sorted({{'torch', 'safetensors', 'dynamo'}} & set(sys.modules)))")
+    done = without_extras(
+        f"import deploy.cli.app\nfrom deploy.parts import {parts}\nprint(sorted({{'torch', 'safetensors',"
+        " 'dynamo'} & set(sys.modules)))"
+    )
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 

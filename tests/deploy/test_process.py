@@ -29,7 +29,9 @@ sys.exit(run(part(), expected=()))
 
 async def told(how: str, *signals: signal.Signals) -> tuple[int, str]:
     """Exit status and output of a part that gets these signals."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", PROGRAM, how, stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PROGRAM, how, stdout=asyncio.subprocess.PIPE
+    )
     assert process.stdout is not None
     output = b""
     for number in signals:
@@ -63,7 +65,9 @@ sys.exit(run(part(), expected=()))
 
 
 async def test_a_part_that_can_takes_a_hangup_for_a_wish_to_read_its_settings_again(tmp_path: Path) -> None:
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", RELOADING, tmp_path / "end", stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", RELOADING, tmp_path / "end", stdout=asyncio.subprocess.PIPE
+    )
     assert process.stdout is not None
     assert await process.stdout.readline() == b"up\n"
     for _ in range(2):
@@ -101,7 +105,9 @@ def test_expected_errors_are_told_in_words(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_errors_that_would_come_again_have_a_status_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    group = ExceptionGroup("tasks", [ValueError("other"), ExceptionGroup("inner", [Refusal("the name is taken")])])
+    group = ExceptionGroup(
+        "tasks", [ValueError("other"), ExceptionGroup("inner", [Refusal("the name is taken")])]
+    )
     assert run(raising(group), expected=(OSError,), final=(Refusal,)) == FINAL
     assert capsys.readouterr().err == "roost: the name is taken\n"
 

@@ -51,11 +51,16 @@ def test_router_and_planner_each_take_their_own_settings_of_one_file(read: Setti
         ("[tracker]\nclusters = 8\n", "these settings need a restart: tracker.clusters"),
         ("[router]\nqueue_weight = -1.0\n", "queue_weight must be at least 0, not -1.0"),
         ("[up]\nengines = 3\n", "these settings need a restart: up.engines"),
-        ("[planner]\nlease_seconds = 7.0\n", "these settings need a restart: lease_seconds (now 3.0, asked for 7.0)"),
+        (
+            "[planner]\nlease_seconds = 7.0\n",
+            "these settings need a restart: lease_seconds (now 3.0, asked for 7.0)",
+        ),
         ("[planner]\ncycle_seconds = 0.0\n", "planner.cycle_seconds must be finite and above 0"),
     ],
 )
-def test_a_fleet_refuses_what_needs_a_restart_and_what_cannot_be(read: Settings, text: str, says: str) -> None:
+def test_a_fleet_refuses_what_needs_a_restart_and_what_cannot_be(
+    read: Settings, text: str, says: str
+) -> None:
     old = read("")
     with pytest.raises(ConfigError) as refusal:
         check(old, read(text))

@@ -31,7 +31,9 @@ def base(tmp_path: Path) -> Path:
 
 
 def holder(base: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(base)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(base)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     return process
@@ -98,10 +100,15 @@ def test_of_the_dead_only_the_newest_few_are_kept(base: Path) -> None:
     assert kept == [f"run-{10_000_000 + number}" for number in range(3, KEPT + 3)]
 
 
-def test_meeting_folders_have_paths_short_enough_for_sockets_and_are_removed_with_the_run(tmp_path: Path) -> None:
+def test_meeting_folders_have_paths_short_enough_for_sockets_and_are_removed_with_the_run(
+    tmp_path: Path,
+) -> None:
     with run_directory(tmp_path / ("long" * 20)) as run:
         folders = [run.meeting_folder(name) for name in ("a", "b")]
-        assert all(len(str(folder)) <= LONGEST_SOCKET_FOLDER and folder.stat().st_mode & 0o077 == 0 for folder in folders)
+        assert all(
+            len(str(folder)) <= LONGEST_SOCKET_FOLDER and folder.stat().st_mode & 0o077 == 0
+            for folder in folders
+        )
         run.drop("a")
         assert [folder.exists() for folder in folders] == [False, True]
     assert not folders[1].exists()
@@ -130,7 +137,9 @@ def test_a_log_that_grew_too_long_is_moved_aside(base: Path, monkeypatch: pytest
         assert run.log("router").with_suffix(".log.old").read_text() == "0123456789 and more\n"
 
 
-def test_lines_that_come_while_a_long_log_is_moved_aside_are_not_lost(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_come_while_a_long_log_is_moved_aside_are_not_lost(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("deploy.run_directory.LOG_BYTES", 10)
     with run_directory(base) as run, run.log("router").open("a") as log:
         log.write("0123456789 and more\n")
@@ -147,7 +156,10 @@ def test_lines_that_come_while_a_long_log_is_moved_aside_are_not_lost(base: Path
         run.shorten_logs()
         log.write("new\n")
         log.flush()
-        assert run.log("router").with_suffix(".log.old").read_text() + run.log("router").read_text() == "0123456789 and more\nmeanwhile\nnew\n"
+        assert (
+            run.log("router").with_suffix(".log.old").read_text() + run.log("router").read_text()
+            == "0123456789 and more\nmeanwhile\nnew\n"
+        )
 
 
 def test_the_place_follows_the_state_variable_when_it_is_absolute() -> None:

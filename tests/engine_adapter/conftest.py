@@ -1,4 +1,5 @@
-"""Tokenizer folders (the demo model's bytes, a trained BPE with merges, one that is not byte-level), and an engine without weights."""
+"""Tokenizer folders (the demo model's bytes, a trained BPE with merges, one that is not byte-level), and an
+engine without weights."""
 
 import asyncio
 import json
@@ -35,7 +36,8 @@ SENTENCES = [
 
 
 def byte_letters() -> list[str]:
-    """Letter of each byte in the byte-level alphabet, taken from the library rather than from the code under test."""
+    """Letter of each byte in the byte-level alphabet, taken from the library rather than from the code under
+    test."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     plain = {chr(byte): byte for byte in range(256) if chr(byte) in alphabet}
     others = iter(byte for byte in range(256) if chr(byte) not in plain)
@@ -47,7 +49,9 @@ def write_folder(folder: Path, tokenizer: Tokenizer, eos: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text("{}")
-    (folder / "config.json").write_text(json.dumps({"vocab_size": tokenizer.get_vocab_size() + 3, "eos_token_id": eos}))
+    (folder / "config.json").write_text(
+        json.dumps({"vocab_size": tokenizer.get_vocab_size() + 3, "eos_token_id": eos})
+    )
     return folder
 
 
@@ -71,7 +75,12 @@ def merging_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<end>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(SENTENCES, trainer)
     return write_folder(tmp_path_factory.mktemp("merges"), tokenizer, 0)
 
@@ -80,17 +89,26 @@ def merging_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fallback_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A SentencePiece-like tokenizer: words with a leading mark, unknown characters as byte tokens."""
     words = ["\u2581", "\u2581the", "\u2581engine", "s", "t", "e", "\u2581a", "."]
-    vocabulary = {"</s>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)} | {word: 257 + index for index, word in enumerate(words)}
+    vocabulary = (
+        {"</s>": 0}
+        | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
+        | {word: 257 + index for index, word in enumerate(words)}
+    )
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     tokenizer.add_special_tokens(["</s>"])
     return write_folder(tmp_path_factory.mktemp("fallback"), tokenizer, 0)
 
 
 @dataclass
 class PretendRunner:
-    """A forward pass without weights: logits are a hash of the tokens it finds in the pages, so wrong pages give wrong tokens."""
+    """A forward pass without weights: logits are a hash of the tokens it finds in the pages, so wrong pages
+    give wrong tokens."""
 
     vocabulary: int
     shape: ModelShape
@@ -118,10 +136,14 @@ class PretendRunner:
         return Forward(torch.tensor(np.array(rows, np.float32).reshape(-1, self.vocabulary)), experts)
 
     def _seen(self, one: SequenceWork) -> list[int]:
-        return [self.memory[one.pages[position // 16], position % 16] for position in range(one.start + len(one.tokens))]
+        return [
+            self.memory[one.pages[position // 16], position % 16]
+            for position in range(one.start + len(one.tokens))
+        ]
 
     def logits(self, seen: Sequence[int]) -> list[float]:
-        """One row: the hash of the tokens seen picks a letter; the others follow at a distance that leaves sampling a choice."""
+        """One row: the hash of the tokens seen picks a letter; the others follow at a distance that leaves
+        sampling a choice."""
         dice = np.random.default_rng(xxhash.xxh3_64_intdigest(np.asarray(seen, np.uint32).tobytes()))
         row = dice.normal(-6, 1, self.vocabulary)
         row[list(self.letters)] = dice.normal(0, 1, len(self.letters))
@@ -129,7 +151,10 @@ class PretendRunner:
 
     def routing(self, token: int) -> list[list[int]]:
         """[layers, k] distinct experts that depend on the token."""
-        return [[(token + layer + k) % self.shape.experts for k in range(self.shape.top_k)] for layer in range(self.shape.layers)]
+        return [
+            [(token + layer + k) % self.shape.experts for k in range(self.shape.top_k)]
+            for layer in range(self.shape.layers)
+        ]
 
     def alone(self, prompt: Sequence[int], count: int) -> list[int]:
         """The greedy continuation, without any engine."""
@@ -153,10 +178,13 @@ EngineStarter = Callable[..., AbstractAsyncContextManager[Started]]
 
 @pytest.fixture
 def pretend_engine(byte_folder: Path, tmp_path: Path) -> EngineStarter:
-    """`async with pretend_engine(kv_blocks=8) as started:` an engine of one rank that serves until the block ends."""
+    """`async with pretend_engine(kv_blocks=8) as started:` an engine of one rank that serves until the block
+    ends."""
 
     @asynccontextmanager
-    async def start(context: int = 512, letters: bytes = b"abcdefgh", **settings: Any) -> AsyncIterator[Started]:
+    async def start(
+        context: int = 512, letters: bytes = b"abcdefgh", **settings: Any
+    ) -> AsyncIterator[Started]:
         shape = ModelShape(layers=2, experts=8, top_k=2, hidden=4, expert_intermediate=4)
         runner = PretendRunner(256, shape, letters=letters)
 
@@ -173,11 +201,17 @@ def pretend_engine(byte_folder: Path, tmp_path: Path) -> EngineStarter:
                 close=lockstep.close,
             )
 
-        config = EmbeddedConfig(checkpoint=byte_folder, **{"kv_blocks": 64, "max_batch_tokens": 64, "max_running": 8, "seed": 1, "model": "pretend"} | settings)
+        config = EmbeddedConfig(
+            checkpoint=byte_folder,
+            **{"kv_blocks": 64, "max_batch_tokens": 64, "max_running": 8, "seed": 1, "model": "pretend"}
+            | settings,
+        )
         engine = EmbeddedEngine(config, build=build)
         await engine.start()
         run = asyncio.create_task(engine.run(), name="the engine under test")
-        await asyncio.sleep(0)  # a task that is cancelled before its first turn never stops what it supervises
+        await asyncio.sleep(
+            0
+        )  # a task that is cancelled before its first turn never stops what it supervises
         try:
             yield Started(engine, runner, run)
         finally:

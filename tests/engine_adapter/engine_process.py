@@ -1,10 +1,13 @@
-"""A process that is one rank of a real engine, and after that one of the next; driven over stdin and stdout, a JSON object a line.
+"""A process that is one rank of a real engine, and after that one of the next; driven over stdin and stdout,
+a JSON object a line.
 
-{"start": {rank, run_directory, settings}} loads a rank, meets the others and says {"ready": true}. Then {"ask": {prompts, max_tokens}}
-says {"begun": true} at the first id and {"answers": [{ids, cached, preemptions}, ...]} at the end of all, which ran together;
-{"ready_for": epoch} says that it waits to serve what it serves under that epoch, and {"epoch": true} which one it serves then, or why it never
-will; {"work": true} says what the forward passes since the start were asked to do; {"cpu": seconds} the share of a core used meanwhile;
-{"stop": true} leaves the engine and says {"stopped": true}. An engine that cannot start or go on says {"failed": reason}.
+{"start": {rank, run_directory, settings}} loads a rank, meets the others and says {"ready": true}. Then
+{"ask": {prompts, max_tokens}} says {"begun": true} at the first id and {"answers": [{ids, cached,
+preemptions}, ...]} at the end of all, which ran together; {"ready_for": epoch} says that it waits to serve
+what it serves under that epoch, and {"epoch": true} which one it serves then, or why it never will; {"work":
+true} says what the forward passes since the start were asked to do; {"cpu": seconds} the share of a core used
+meanwhile; {"stop": true} leaves the engine and says {"stopped": true}. An engine that cannot start or go on
+says {"failed": reason}.
 """
 
 import asyncio
@@ -80,7 +83,9 @@ class RankUnderOrders:
         self._engine = EmbeddedEngine(config, job["rank"], Path(job["run_directory"]), build=self._build)
         await self._engine.start()
         self._running = asyncio.create_task(self._engine.run(), name=f"rank {job['rank']}")
-        await asyncio.sleep(0)  # a task that is cancelled before its first turn never stops what it supervises
+        await asyncio.sleep(
+            0
+        )  # a task that is cancelled before its first turn never stops what it supervises
         say(ready=True)
 
     def _build(self, config: EmbeddedConfig, rank: int, run_directory: Path | None) -> RankSetup:
@@ -96,13 +101,19 @@ class RankUnderOrders:
         async def one(prompt: list[int]) -> dict[str, Any]:
             nonlocal begun
             whole = AnswerDelta()
-            async for delta in await engine.submit(GenerationRequest(prompt=prompt, max_tokens=wanted["max_tokens"], ignore_eos=True)):
+            async for delta in await engine.submit(
+                GenerationRequest(prompt=prompt, max_tokens=wanted["max_tokens"], ignore_eos=True)
+            ):
                 if not begun:
                     begun = True
                     say(begun=True)
                 whole.absorb(delta)
             assert whole.outcome is not None
-            return {"ids": whole.token_ids, "cached": whole.outcome.cached_tokens, "preemptions": whole.outcome.preemptions}
+            return {
+                "ids": whole.token_ids,
+                "cached": whole.outcome.cached_tokens,
+                "preemptions": whole.outcome.preemptions,
+            }
 
         say(answers=await asyncio.gather(*(one(prompt) for prompt in wanted["prompts"])))
 
@@ -111,7 +122,9 @@ class RankUnderOrders:
         experts, served = self._engine.experts, self._engine.placement
         assert experts is not None
         wanted = Placement(served.expert_of_slot, experts=served.experts, ranks=served.ranks, epoch=epoch)
-        self._adopting = asyncio.create_task(experts.adopt(await experts.prepare(wanted, experts.cells)), name=f"epoch {epoch}")
+        self._adopting = asyncio.create_task(
+            experts.adopt(await experts.prepare(wanted, experts.cells)), name=f"epoch {epoch}"
+        )
         await asyncio.sleep(0)
         say(waits=self._engine.placement.epoch)
 
@@ -139,7 +152,9 @@ class RankUnderOrders:
 
 async def main() -> None:
     orders = asyncio.StreamReader(LINE_BYTES)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(orders), sys.stdin
+    )
     rank = RankUnderOrders()
     while line := await orders.readline():
         try:

@@ -1,7 +1,9 @@
-"""An engine of a few ranks without steps, whose experts lie in real cells and can be handed over; and a coordinator that says what a test says.
+"""An engine of a few ranks without steps, whose experts lie in real cells and can be handed over; and a
+coordinator that says what a test says.
 
-A rank's part is the product's (`HandoverAgent` over a bus and transfers through memory); only the engine behind it is made up: a placement, a table of
-cells, and one moment at which all ranks go over, once all have adopted.
+A rank's part is the product's (`HandoverAgent` over a bus and transfers through memory); only the engine
+behind it is made up: a placement, a table of cells, and one moment at which all ranks go over, once all have
+adopted.
 """
 
 import asyncio
@@ -21,7 +23,15 @@ from engine_adapter.config import TransferConfig
 from engine_adapter.engine import EngineDescription
 from engine_adapter.transfer.in_process import MemoryFabric, MemoryTransfer
 from engine_adapter.transfer.mapped_memory import MappedCells, laid_out
-from fleet.events import AbortHandover, Capabilities, CommitHandover, DescribeHandover, ExpertCopy, HandoverDescribed, ProposeHandover
+from fleet.events import (
+    AbortHandover,
+    Capabilities,
+    CommitHandover,
+    DescribeHandover,
+    ExpertCopy,
+    HandoverDescribed,
+    ProposeHandover,
+)
 from fleet.experts import ModelShape
 from fleet.handover import RankState
 from fleet.layout import EP
@@ -76,7 +86,9 @@ class StandingExperts:
         self.rank = rank
         for (layer, slot), expert in np.ndenumerate(placement.on_rank(rank)):
             if expert != EMPTY:
-                self.memory.cell(int(self.cells[layer, slot]))[: len(weights(0, 0))] = weights(layer, int(expert))
+                self.memory.cell(int(self.cells[layer, slot]))[: len(weights(0, 0))] = weights(
+                    layer, int(expert)
+                )
 
     async def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> Adopted:
         self.prepared += 1
@@ -94,7 +106,9 @@ class StandingExperts:
         for (layer, slot), expert in np.ndenumerate(self._group.placement.on_rank(self.rank)):
             if expert != EMPTY:
                 found = self.memory.cell(int(self.cells[layer, slot]))[: len(weights(0, 0))]
-                assert (found == weights(layer, int(expert))).all(), f"rank {self.rank} layer {layer} slot {slot} does not hold expert {expert}"
+                assert (found == weights(layer, int(expert))).all(), (
+                    f"rank {self.rank} layer {layer} slot {slot} does not hold expert {expert}"
+                )
 
 
 class StandingRank:
@@ -102,7 +116,9 @@ class StandingRank:
 
     def __init__(self, group: "Group", rank: int) -> None:
         placement = group.placement
-        shape = ModelShape(layers=placement.layers, experts=placement.experts, top_k=1, hidden=8, expert_intermediate=4)
+        shape = ModelShape(
+            layers=placement.layers, experts=placement.experts, top_k=1, hidden=8, expert_intermediate=4
+        )
         self.description = EngineDescription(
             model="m", rank=rank, ranks=placement.ranks, block_size=16, kv_blocks=64, max_context=512, max_batch_tokens=128,
             capabilities=Capabilities(), shape=shape, layout=EP,
@@ -151,7 +167,13 @@ class Group:
 
     # as a coordinator
 
-    def proposal(self, rank: int, placement: Placement, copies: Sequence[ExpertCopy] | None = None, deadline: float = 30.0) -> ProposeHandover:
+    def proposal(
+        self,
+        rank: int,
+        placement: Placement,
+        copies: Sequence[ExpertCopy] | None = None,
+        deadline: float = 30.0,
+    ) -> ProposeHandover:
         """Of the present handover. copies: None: from the first holder each."""
         return ProposeHandover(
             engine="a", worker_id=WORKER, rank=rank, token=self.token, handover=self.handover, plan="p", placement=placement.record(),
@@ -163,22 +185,36 @@ class Group:
         assert isinstance(answer, HandoverDescribed)
         return answer
 
-    async def propose(self, placement: Placement, copies: Sequence[ExpertCopy] | None = None, deadline: float = 30.0) -> list[HandoverDescribed]:
+    async def propose(
+        self, placement: Placement, copies: Sequence[ExpertCopy] | None = None, deadline: float = 30.0
+    ) -> list[HandoverDescribed]:
         """A new handover, to every rank."""
         self.handover += 1
-        return [await self.tell(rank, self.proposal(rank, placement, copies, deadline)) for rank in range(placement.ranks)]
+        return [
+            await self.tell(rank, self.proposal(rank, placement, copies, deadline))
+            for rank in range(placement.ranks)
+        ]
 
     async def commit(self, rank: int) -> HandoverDescribed:
-        return await self.tell(rank, CommitHandover(worker_id=WORKER, rank=rank, token=self.token, handover=self.handover))
+        return await self.tell(
+            rank, CommitHandover(worker_id=WORKER, rank=rank, token=self.token, handover=self.handover)
+        )
 
     async def abort(self, rank: int, handover: int | None = None) -> HandoverDescribed:
         number = self.handover if handover is None else handover
-        return await self.tell(rank, AbortHandover(worker_id=WORKER, rank=rank, token=self.token, handover=number, reason="a test wants it"))
+        return await self.tell(
+            rank,
+            AbortHandover(
+                worker_id=WORKER, rank=rank, token=self.token, handover=number, reason="a test wants it"
+            ),
+        )
 
     async def describe(self, rank: int) -> HandoverDescribed:
         return await self.tell(rank, DescribeHandover(worker_id=WORKER, rank=rank))
 
-    async def until(self, rank: int, wanted: Callable[[HandoverDescribed], bool], seconds: float = 60.0) -> HandoverDescribed:
+    async def until(
+        self, rank: int, wanted: Callable[[HandoverDescribed], bool], seconds: float = 60.0
+    ) -> HandoverDescribed:
         """Look until a rank says something like that; time is virtual."""
         async with asyncio.timeout(seconds):
             while True:
@@ -189,14 +225,19 @@ class Group:
     async def reaches(self, rank: int, state: RankState) -> HandoverDescribed:
         return await self.until(rank, lambda described: described.state == state)
 
-    async def hand_over(self, placement: Placement, copies: Sequence[ExpertCopy] | None = None) -> list[HandoverDescribed]:
+    async def hand_over(
+        self, placement: Placement, copies: Sequence[ExpertCopy] | None = None
+    ) -> list[HandoverDescribed]:
         """The whole of it; where every rank is then."""
         await self.propose(placement, copies)
         for rank in range(placement.ranks):
             await self.reaches(rank, RankState.STAGED)
         for rank in range(placement.ranks):
             await self.commit(rank)
-        return [await self.until(rank, lambda described: described.served == placement.epoch) for rank in range(placement.ranks)]
+        return [
+            await self.until(rank, lambda described: described.served == placement.epoch)
+            for rank in range(placement.ranks)
+        ]
 
     def check(self) -> None:
         """Every rank's books agree, and every slot holds what it shall."""
@@ -233,7 +274,9 @@ def after(placement: Placement, *changes: tuple[int, int, int]) -> Placement:
 
 
 @asynccontextmanager
-async def standing(placement: Placement, config: TransferConfig = CONFIG, *, tracing: Any = None) -> AsyncIterator[Group]:
+async def standing(
+    placement: Placement, config: TransferConfig = CONFIG, *, tracing: Any = None
+) -> AsyncIterator[Group]:
     """A group whose desks serve until the block ends; then nothing of them is left."""
     group = Group(placement, MemoryBroker(SUBJECTS), config)
     before = asyncio.all_tasks()
@@ -248,7 +291,9 @@ async def standing(placement: Placement, config: TransferConfig = CONFIG, *, tra
         for one, way in zip(group.ranks, group.ways, strict=True):
             staging = Staging(ways=(way,), config=config, tracing=tracing, executor=Inline())
             group.desks.append(HandoverAgent(MemoryBus(group.broker), SUBJECTS, one, "a", WORKER, staging))  # type: ignore[arg-type]
-        running = [asyncio.create_task(desk.run(), name=f"desk {rank}") for rank, desk in enumerate(group.desks)]
+        running = [
+            asyncio.create_task(desk.run(), name=f"desk {rank}") for rank, desk in enumerate(group.desks)
+        ]
         stack.push_async_callback(_stop, running)
         group.running = running
         await asyncio.sleep(0.01)

@@ -1,7 +1,8 @@
 """One rank of an engine in a process of its own, and the greedy loop that tests drive a runner with.
 
-`python rank_process.py JOB.json RANK` does what the job says: "generate" writes RANK.npz into the job's folder, "exchange" steps until it
-fails and says how. Tests load the functions by `runpy`, so that one process and several run the same code.
+`python rank_process.py JOB.json RANK` does what the job says: "generate" writes RANK.npz into the job's
+folder, "exchange" steps until it fails and says how. Tests load the functions by `runpy`, so that one process
+and several run the same code.
 """
 
 import json
@@ -34,7 +35,9 @@ class Sequence:
         if not self.left:
             return None
         tokens = self.tokens[self.computed : self.computed + self.chunk]
-        return SequenceWork(tokens, self.computed, self.pages, self.computed + len(tokens) == len(self.tokens))
+        return SequenceWork(
+            tokens, self.computed, self.pages, self.computed + len(tokens) == len(self.tokens)
+        )
 
     def take(self, work, logits):
         self.computed += len(work.tokens)
@@ -52,7 +55,8 @@ def shuffled_pages(count, seed=0):
 
 
 def run_sequences(runner, sequences, exchange=None):
-    """Compute all sequences to their end, batched together; `exchange` tells this step's tokens to the other ranks."""
+    """Compute all sequences to their end, batched together; `exchange` tells this step's tokens to the other
+    ranks."""
     while True:
         batch = [(sequence, work) for sequence in sequences if (work := sequence.work())]
         tokens = sum(len(work.tokens) for _, work in batch)
@@ -65,13 +69,16 @@ def run_sequences(runner, sequences, exchange=None):
 
 
 def greedy(runner, prompts, count, chunk=48, exchange=None):
-    """Greedy continuations of all prompts: int64 [prompts, count] tokens and fp32 [prompts, count, vocabulary] logits behind them."""
+    """Greedy continuations of all prompts: int64 [prompts, count] tokens and fp32 [prompts, count,
+    vocabulary] logits behind them."""
     free = shuffled_pages(runner.kv_pages)
     sequences = [Sequence(prompt, count, free, chunk) for prompt in prompts]
     run_sequences(runner, sequences, exchange)
     vocabulary = runner.config.vocabulary
     tokens = np.array([one.tokens[-count:] for one in sequences], np.int64).reshape(-1, count)
-    return tokens, np.array([np.stack(one.logits) for one in sequences], np.float32).reshape(-1, count, vocabulary)
+    return tokens, np.array([np.stack(one.logits) for one in sequences], np.float32).reshape(
+        -1, count, vocabulary
+    )
 
 
 def counting_exchange(lockstep):
@@ -92,13 +99,31 @@ def generate(job, rank, group, folder):
         config = checkpoint.config
         if "slots" in job:
             split = Split(*(np.array(part, np.uint16) for part in job["split"])) if job["split"] else None
-            placement = Placement(np.array(job["slots"]), experts=config.experts, ranks=job["ranks"], split=split)
+            placement = Placement(
+                np.array(job["slots"]), experts=config.experts, ranks=job["ranks"], split=split
+            )
         else:
             placement = linear(layers=config.layers, experts=config.experts, ranks=job["ranks"])
-        runner = ModelRunner(checkpoint, placement, rank=rank, group=group, kv_pages=job["kv_pages"], cover=job.get("cover", False))
-    tokens, logits = greedy(runner, job["prompts"][rank :: job["ranks"]], job["count"], exchange=counting_exchange(lockstep))
+        runner = ModelRunner(
+            checkpoint,
+            placement,
+            rank=rank,
+            group=group,
+            kv_pages=job["kv_pages"],
+            cover=job.get("cover", False),
+        )
+    tokens, logits = greedy(
+        runner, job["prompts"][rank :: job["ranks"]], job["count"], exchange=counting_exchange(lockstep)
+    )
     speed = runner.measure_speed()
-    np.savez(folder / f"{rank}.npz", tokens=tokens, logits=logits, step_seconds=speed.step, dispatch_seconds=speed.dispatch, pair_seconds=speed.expert_pair)
+    np.savez(
+        folder / f"{rank}.npz",
+        tokens=tokens,
+        logits=logits,
+        step_seconds=speed.step,
+        dispatch_seconds=speed.dispatch,
+        pair_seconds=speed.expert_pair,
+    )
     lockstep.exchange(StepHeader(step=10**6))  # nobody leaves while another still needs it
     lockstep.close()
     group.close()
@@ -117,7 +142,9 @@ def exchange_until_it_fails(rank, group, folder):
                 (folder / f"{rank}.stepping").touch()
             time.sleep(0.001)
     except StepSyncError as error:
-        (folder / f"{rank}.json").write_text(json.dumps({"error": type(error).__name__, "seconds": time.monotonic() - begin}))
+        (folder / f"{rank}.json").write_text(
+            json.dumps({"error": type(error).__name__, "seconds": time.monotonic() - begin})
+        )
 
 
 def main(job_path, rank):

@@ -58,7 +58,13 @@ def test_a_file_of_another_model_or_without_a_placement_is_refused_by_name(tmp_p
         initial(file, **(SIZE | {"ranks": 4}), slots_per_rank=None)
     with pytest.raises(ValueError, match="17 slots per rank"):
         with_slots(read(file), 16)
-    for content in (b"", b"{}", b"\xff\xfe", b'{"epoch": 0}', msgspec.json.encode(msgspec.structs.replace(turned().record(), slots=b"abc"))):
+    for content in (
+        b"",
+        b"{}",
+        b"\xff\xfe",
+        b'{"epoch": 0}',
+        msgspec.json.encode(msgspec.structs.replace(turned().record(), slots=b"abc")),
+    ):
         (tmp_path / "odd.json").write_bytes(content)
         with pytest.raises(ValueError, match=r"odd\.json: no placement"):
             read(tmp_path / "odd.json")
@@ -68,10 +74,19 @@ def test_a_file_of_another_model_or_without_a_placement_is_refused_by_name(tmp_p
 
 def test_a_simulated_engine_begins_with_the_file_and_the_slots_it_is_given(tmp_path: Path) -> None:
     file = written(tmp_path / "placement.json", turned())
-    assert SimulatedEngine(SimulatedConfig(placement=str(file), slots_per_rank=18)).placement.slots_per_rank == 18
+    assert (
+        SimulatedEngine(SimulatedConfig(placement=str(file), slots_per_rank=18)).placement.slots_per_rank
+        == 18
+    )
     assert SimulatedEngine(SimulatedConfig(slots_per_rank=17)).placement.slots_per_rank == 17
-    assert SimulatedEngine(SimulatedConfig(placement="aligned", slots_per_rank=17)).placement.slots_per_rank == 17
-    for wrong, words in (({"placement": "aligend"}, "name a file"), ({"slots_per_rank": 15}, "use 16 or more")):
+    assert (
+        SimulatedEngine(SimulatedConfig(placement="aligned", slots_per_rank=17)).placement.slots_per_rank
+        == 17
+    )
+    for wrong, words in (
+        ({"placement": "aligend"}, "name a file"),
+        ({"slots_per_rank": 15}, "use 16 or more"),
+    ):
         with pytest.raises(ValueError, match=words):
             SimulatedConfig(**wrong)
     with pytest.raises(ValueError, match="no placement"):
@@ -86,9 +101,13 @@ def test_a_rank_of_the_embedded_engine_has_room_for_replicas(monkeypatch: pytest
     assert (machine.placement.slots_per_rank, machine.placement.experts) == (40, 32)
 
 
-def test_a_rank_that_begins_with_the_last_epoch_holds_its_experts_and_computes_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_rank_that_begins_with_the_last_epoch_holds_its_experts_and_computes_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(ModelRunner, "measure_speed", lambda self: EngineSpeed())
-    config = EmbeddedConfig(checkpoint=DEMO_CHECKPOINT, slots_per_rank=33, kv_blocks=64, max_batch_tokens=65, threads=1)
+    config = EmbeddedConfig(
+        checkpoint=DEMO_CHECKPOINT, slots_per_rank=33, kv_blocks=64, max_batch_tokens=65, threads=1
+    )
     table = np.stack([np.random.default_rng(layer).permutation([*range(32), EMPTY]) for layer in range(4)])
     last = Placement(table, experts=32, ranks=1, epoch=9)
     logits = []
@@ -97,7 +116,9 @@ def test_a_rank_that_begins_with_the_last_epoch_holds_its_experts_and_computes_t
         if logits:
             leave_last(meeting, last.record())
         machine = build_machine(config, 0, meeting)
-        logits.append(machine.runner.forward([SequenceWork(list(b"the same words"), 0, [3], wants_logits=True)]).logits)
+        logits.append(
+            machine.runner.forward([SequenceWork(list(b"the same words"), 0, [3], wants_logits=True)]).logits
+        )
         machine.close()
     assert machine.placement == last
     assert torch.equal(*logits)

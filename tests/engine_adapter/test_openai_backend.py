@@ -16,7 +16,10 @@ class Server:
     """A list of models, or whatever answer a test sets."""
 
     def __init__(self) -> None:
-        self.models: list[dict[str, object]] = [{"id": "m-1", "object": "model", "max_model_len": 4096}, {"id": "m-2"}]
+        self.models: list[dict[str, object]] = [
+            {"id": "m-1", "object": "model", "max_model_len": 4096},
+            {"id": "m-2"},
+        ]
         self.status = 200
         self.raw: bytes | None = None
         self.keys: list[str | None] = []
@@ -43,12 +46,25 @@ async def server() -> AsyncIterator[Server]:
     await runner.cleanup()
 
 
-def engine(server: Server, *, url: str | None = None, model: str | None = None, api_key: str | None = None) -> BackendAgent:
-    return BackendAgent(BackendAgentConfig(url=url or server.url, model=model, api_key=api_key, probe_seconds=0.02, answer_seconds=0.5, misses=2))
+def engine(
+    server: Server, *, url: str | None = None, model: str | None = None, api_key: str | None = None
+) -> BackendAgent:
+    return BackendAgent(
+        BackendAgentConfig(
+            url=url or server.url,
+            model=model,
+            api_key=api_key,
+            probe_seconds=0.02,
+            answer_seconds=0.5,
+            misses=2,
+        )
+    )
 
 
 @pytest.mark.parametrize("tail", ["", "/", "/v1", "/v1/"])
-async def test_it_describes_what_the_server_lists_and_declares_what_it_cannot_report(server: Server, tail: str) -> None:
+async def test_it_describes_what_the_server_lists_and_declares_what_it_cannot_report(
+    server: Server, tail: str
+) -> None:
     plain = engine(server, url=server.url + tail)
     await plain.start()
     about = plain.description
@@ -88,7 +104,9 @@ async def test_the_key_is_sent_and_never_shown(server: Server) -> None:
         (200, b" " * 2_000_000, "longer than 1048576 bytes"),
     ],
 )
-async def test_a_server_that_is_none_is_refused_with_the_reason(server: Server, status: int, raw: bytes, says: str) -> None:
+async def test_a_server_that_is_none_is_refused_with_the_reason(
+    server: Server, status: int, raw: bytes, says: str
+) -> None:
     server.status, server.raw = status, raw
     with pytest.raises(EngineFailed, match=says):
         await engine(server).start()

@@ -1,4 +1,5 @@
-"""Engine spans: children of the caller's span as far as a request came when somebody records, nothing at all otherwise."""
+"""Engine spans: children of the caller's span as far as a request came when somebody records, nothing at all
+otherwise."""
 
 import asyncio
 import json
@@ -56,9 +57,11 @@ def test_a_request_has_three_spans_end_to_end_under_its_caller(recorded: InMemor
         ("roost.engine.prefill", 20, 50),
         ("roost.engine.decode", 50, 90),
     ]
-    assert {(span.parent.span_id, span.context.trace_id) for span in spans if span.parent is not None and span.context is not None} == {
-        (0xB7AD6B7169203331, 0x0AF7651916CD43DD8448EB211C80319C)
-    }
+    assert {
+        (span.parent.span_id, span.context.trace_id)
+        for span in spans
+        if span.parent is not None and span.context is not None
+    } == {(0xB7AD6B7169203331, 0x0AF7651916CD43DD8448EB211C80319C)}
     together: dict[str, object] = {}
     for span in spans:
         together.update(span.attributes or {})
@@ -81,13 +84,17 @@ def test_what_nobody_traces_makes_no_span(recorded: InMemorySpanExporter, caller
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "failed"])
-@pytest.mark.parametrize(("admitted", "first_token", "begins"), [(0, 0, [10]), (20, 0, [10, 20]), (20, 50, [10, 20, 50])])
+@pytest.mark.parametrize(
+    ("admitted", "first_token", "begins"), [(0, 0, [10]), (20, 0, [10, 20]), (20, 50, [10, 20, 50])]
+)
 def test_a_request_that_ends_early_has_spans_as_far_as_it_came(
     recorded: InMemorySpanExporter, reason: Ending, admitted: int, first_token: int, begins: list[int]
 ) -> None:
     EngineTracing(engine="one", rank=0, model="demo").record(CALLER, outcome(reason, admitted, first_token))
     spans = recorded.get_finished_spans()
-    assert [(span.name, span.start_time, span.end_time) for span in spans] == list(zip(STAGES, begins, [*begins[1:], 90], strict=False))
+    assert [(span.name, span.start_time, span.end_time) for span in spans] == list(
+        zip(STAGES, begins, [*begins[1:], 90], strict=False)
+    )
     assert outcomes_of(spans) == [None] * (len(begins) - 1) + [reason]
     assert all(span.status.is_ok or span.status.is_unset for span in spans[:-1])
     assert (spans[-1].status.description, (spans[-1].attributes or {}).get("error.type")) == (
@@ -113,8 +120,12 @@ def traced(engine: Any) -> RankApp:
 
 
 async def post(app: RankApp, **body: Any) -> httpx.Response:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://rank", timeout=10) as client:
-        return await client.post("/v1/completions", json={"prompt": "a prompt", **body}, headers={"traceparent": CALLER})
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://rank", timeout=10
+    ) as client:
+        return await client.post(
+            "/v1/completions", json={"prompt": "a prompt", **body}, headers={"traceparent": CALLER}
+        )
 
 
 async def somebody_waits(engine: Any) -> None:
@@ -127,11 +138,20 @@ class Vanishing:
     """A client that closes the connection when told to."""
 
     def __init__(self, app: RankApp, **body: Any) -> None:
-        self._messages: list[dict[str, Any]] = [{"type": "http.request", "body": json.dumps({"prompt": "a prompt", **body}).encode()}]
+        self._messages: list[dict[str, Any]] = [
+            {"type": "http.request", "body": json.dumps({"prompt": "a prompt", **body}).encode()}
+        ]
         self._gone = asyncio.Event()
         self.answered = asyncio.Event()
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"traceparent", CALLER.encode())]}
-        self._served = asyncio.create_task(app(scope, self._receive, self._send), name="serves a client that vanishes")
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "headers": [(b"traceparent", CALLER.encode())],
+        }
+        self._served = asyncio.create_task(
+            app(scope, self._receive, self._send), name="serves a client that vanishes"
+        )
 
     async def _receive(self) -> dict[str, Any]:
         if self._messages:
@@ -148,7 +168,9 @@ class Vanishing:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_that_is_read_to_its_end_leaves_its_spans_once(pretend_engine: Starter, recorded: InMemorySpanExporter, stream: bool) -> None:
+async def test_an_answer_that_is_read_to_its_end_leaves_its_spans_once(
+    pretend_engine: Starter, recorded: InMemorySpanExporter, stream: bool
+) -> None:
     async with pretend_engine() as started:
         assert (await post(traced(started.engine), max_tokens=5, stream=stream)).status_code == 200
     spans = recorded.get_finished_spans()
@@ -156,7 +178,9 @@ async def test_an_answer_that_is_read_to_its_end_leaves_its_spans_once(pretend_e
     assert outcomes_of(spans) == [None, None, "length"]
 
 
-async def test_clients_that_vanish_leave_spans_of_what_was_done_for_them(pretend_engine: Starter, recorded: InMemorySpanExporter) -> None:
+async def test_clients_that_vanish_leave_spans_of_what_was_done_for_them(
+    pretend_engine: Starter, recorded: InMemorySpanExporter
+) -> None:
     async with pretend_engine(max_running=1) as started:
         app = traced(started.engine)
         served = Vanishing(app, max_tokens=400, stream=True)
@@ -174,7 +198,9 @@ async def test_clients_that_vanish_leave_spans_of_what_was_done_for_them(pretend
     assert int((while_decoding[-1].attributes or {})["gen_ai.usage.output_tokens"]) > 0  # type: ignore[arg-type]
 
 
-async def test_a_failing_engine_leaves_spans_that_say_why(pretend_engine: Starter, recorded: InMemorySpanExporter) -> None:
+async def test_a_failing_engine_leaves_spans_that_say_why(
+    pretend_engine: Starter, recorded: InMemorySpanExporter
+) -> None:
     async with pretend_engine(max_running=1) as started:
         app = traced(started.engine)
         served = Vanishing(app, max_tokens=400, stream=True)
@@ -192,7 +218,9 @@ async def test_a_failing_engine_leaves_spans_that_say_why(pretend_engine: Starte
     assert all("no numbers" in (span.status.description or "") for span in ended_in)
 
 
-async def test_a_request_that_its_first_forward_pass_fails_ended_in_prefill(pretend_engine: Starter, recorded: InMemorySpanExporter) -> None:
+async def test_a_request_that_its_first_forward_pass_fails_ended_in_prefill(
+    pretend_engine: Starter, recorded: InMemorySpanExporter
+) -> None:
     async with pretend_engine() as started:
         started.runner.failure = ArithmeticError("no numbers")
         assert (await post(traced(started.engine), max_tokens=5)).status_code == 503
@@ -200,7 +228,9 @@ async def test_a_request_that_its_first_forward_pass_fails_ended_in_prefill(pret
     assert outcomes_of(recorded.get_finished_spans()) == [None, "failed"]
 
 
-def test_a_part_of_staging_is_a_span_under_its_handover_and_says_what_went_wrong(recorded: InMemorySpanExporter) -> None:
+def test_a_part_of_staging_is_a_span_under_its_handover_and_says_what_went_wrong(
+    recorded: InMemorySpanExporter,
+) -> None:
     tracing = HandoverTracing(engine="one", rank=1)
     tracing.stage(CALLER, "pull", 10, {"roost.source": 0, "roost.bytes": 99}, "the source is gone")
     tracing.stage(CALLER, "prepare", 20, {}, "")
@@ -210,5 +240,8 @@ def test_a_part_of_staging_is_a_span_under_its_handover_and_says_what_went_wrong
     assert pull.attributes == {"roost.engine": "one", "roost.rank": 1, "roost.source": 0, "roost.bytes": 99}
     assert pull.parent is not None
     assert pull.parent.span_id == 0xB7AD6B7169203331
-    assert (pull.status.status_code, pull.status.description) == (trace.StatusCode.ERROR, "the source is gone")
+    assert (pull.status.status_code, pull.status.description) == (
+        trace.StatusCode.ERROR,
+        "the source is gone",
+    )
     assert prepare.status.is_unset

@@ -23,7 +23,8 @@ TINY = {
 
 
 def write_tiny(folder, dtype=torch.float32, shard="1GB", **changes):
-    """Save a random model into `folder`, with every weight (router, norms, biases) away from zero and one; returns it as transformers reads it, in fp32."""
+    """Save a random model into `folder`, with every weight (router, norms, biases) away from zero and one;
+    returns it as transformers reads it, in fp32."""
     torch.manual_seed(11)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(TINY | changes)))
     with torch.no_grad():

@@ -1,13 +1,17 @@
 """A process that is one rank of transfers; driven over stdin and stdout, a JSON object a line.
 
-Its argument is a JSON object: {way: shared or nixl, cells, cell_bytes, agent, ...TransferConfig}. It says {"address": MemoryAddress} and then obeys orders,
-each with an `id` that its answers repeat:
+Its argument is a JSON object: {way: shared or nixl, cells, cell_bytes, agent, ...TransferConfig}. It says
+{"address": MemoryAddress} and then obeys orders, each with an `id` that its answers repeat:
 
-- pull {address, pulls, seconds}: {"pulled": bytes, "seconds", "ticks": turns of the event loop meanwhile}; or {"failed": class, "detail"}; or
-  {"overdue": detail}, and later {"settled": true}. With {"cancel": seconds} it is cancelled after so long: {"cancelled": true}, where nothing was landing.
-- fill {cell, seed}; put {cell, offset, value}; sums {cell}: {"sums": checksums of its tensors}; zeros {cell}: {"zeros": share of its bytes that are zero}
-- overwrite {address, cell, offset, value}: write into the memory of another, as anybody can who has its address and NIXL
-- busy {active}; forget {address}; held: {"held": [descriptors, mappings of expert memory, threads]}; cpu {seconds}: {"cpu": share of a core}
+- pull {address, pulls, seconds}: {"pulled": bytes, "seconds", "ticks": turns of the event loop meanwhile}; or
+  {"failed": class, "detail"}; or {"overdue": detail}, and later {"settled": true}. With {"cancel": seconds}
+  it is cancelled after so long: {"cancelled": true}, where nothing was landing.
+- fill {cell, seed}; put {cell, offset, value}; sums {cell}: {"sums": checksums of its tensors}; zeros {cell}:
+  {"zeros": share of its bytes that are zero}
+- overwrite {address, cell, offset, value}: write into the memory of another, as anybody can who has its
+  address and NIXL
+- busy {active}; forget {address}; held: {"held": [descriptors, mappings of expert memory, threads]}; cpu
+  {seconds}: {"cpu": share of a core}
 - close: {"closed": true}
 """
 
@@ -50,7 +54,11 @@ class RankUnderOrders:
         self.memory = MappedCells(tensors_of(job["cell_bytes"]), job.pop("cells"))
         self.cell_bytes = job.pop("cell_bytes")
         config = TransferConfig(way=way, **job)
-        self.transfer: Transfer = SharedTransfer(self.memory, config) if way == "shared" else NixlTransfer(self.memory, config, agent)
+        self.transfer: Transfer = (
+            SharedTransfer(self.memory, config)
+            if way == "shared"
+            else NixlTransfer(self.memory, config, agent)
+        )
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -60,7 +68,9 @@ class RankUnderOrders:
 
     def obey(self, order: dict[str, Any]) -> None:
         number = order.pop("id")
-        task = asyncio.create_task(self._obey(number, getattr(self, order.pop("do")), order), name=f"order {number}")
+        task = asyncio.create_task(
+            self._obey(number, getattr(self, order.pop("do")), order), name=f"order {number}"
+        )
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
@@ -76,8 +86,12 @@ class RankUnderOrders:
         else:
             say(id=number, **(answer or {"done": True}))
 
-    async def pull(self, address: dict[str, Any], pulls: list[list[int]], seconds: float, cancel: float | None = None) -> dict[str, Any]:
-        reading = asyncio.create_task(self.transfer.pull(addressed(address), [Pull(*one) for one in pulls], seconds), name="a pull")
+    async def pull(
+        self, address: dict[str, Any], pulls: list[list[int]], seconds: float, cancel: float | None = None
+    ) -> dict[str, Any]:
+        reading = asyncio.create_task(
+            self.transfer.pull(addressed(address), [Pull(*one) for one in pulls], seconds), name="a pull"
+        )
         if cancel is not None:
             await asyncio.sleep(cancel)
             reading.cancel()
@@ -159,7 +173,9 @@ async def main() -> None:
         say(failed=str(error))
         return
     orders = asyncio.StreamReader(2**20)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(orders), sys.stdin
+    )
     while line := await orders.readline():
         rank.obey(json.loads(line))
     for task in tuple(rank.tasks):

@@ -1,4 +1,5 @@
-"""Ranks that read each other: processes of their own for the ways that there are, and in-process twins for `transfer.memory`, under one face."""
+"""Ranks that read each other: processes of their own for the ways that there are, and in-process twins for
+`transfer.memory`, under one face."""
 
 import asyncio
 import importlib.util
@@ -47,7 +48,9 @@ class Way:
     """a killed source's memory cannot be read any more"""
 
     def skip_unless_possible(self) -> None:
-        if self.transfer == "nixl" and not any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl")):
+        if self.transfer == "nixl" and not any(
+            importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl")
+        ):
             pytest.skip("NIXL is not installed: the extra `nixl`")
 
 
@@ -82,7 +85,9 @@ class ChildRank:
         job = {"way": way.transfer, "cells": cells, "cell_bytes": cell_bytes, "agent": agent, **config}
         command = [sys.executable, "-m", "tests.engine_adapter.transfer_process", json.dumps(job)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **way.environment}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment
+        )
         self._waiting: list[Answer] = []
         self._read = b""
         self._address: Answer | None = None
@@ -140,7 +145,9 @@ class ChildRank:
         more = os.read(self.process.stdout.fileno(), 1 << 16)
         assert more, f"the rank ended with {self.process.wait(PATIENCE)}; {self._waiting}"
         *lines, self._read = (self._read + more).split(b"\n")
-        self._waiting += [json.loads(line) for line in lines if line.startswith(b"{")]  # UCX writes there too, when a connection is refused
+        self._waiting += [
+            json.loads(line) for line in lines if line.startswith(b"{")
+        ]  # UCX writes there too, when a connection is refused
 
 
 class TwinRank:
@@ -159,7 +166,9 @@ class TwinRank:
         number = next(_numbers)
 
         async def begin() -> None:
-            self._tasks[number] = asyncio.create_task(getattr(self, f"_{do}")(number, **order), name=f"order {number}")
+            self._tasks[number] = asyncio.create_task(
+                getattr(self, f"_{do}")(number, **order), name=f"order {number}"
+            )
             await asyncio.sleep(0)
 
         self.runner.run(begin())
@@ -190,8 +199,17 @@ class TwinRank:
         self.runner.run(self.transfer.close())
         self.memory.close()
 
-    async def _pull(self, number: int, address: Answer, pulls: list[list[int]], seconds: float, cancel: float | None = None) -> Answer:
-        reading = asyncio.create_task(self.transfer.pull(addressed(address), [Pull(*one) for one in pulls], seconds), name="a pull")
+    async def _pull(
+        self,
+        number: int,
+        address: Answer,
+        pulls: list[list[int]],
+        seconds: float,
+        cancel: float | None = None,
+    ) -> Answer:
+        reading = asyncio.create_task(
+            self.transfer.pull(addressed(address), [Pull(*one) for one in pulls], seconds), name="a pull"
+        )
         if cancel is not None:
             await asyncio.sleep(cancel)
             reading.cancel()

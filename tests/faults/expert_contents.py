@@ -20,7 +20,9 @@ RANKS = 3
 SLOTS = 4
 """per rank and layer: two more than it takes, for replicas; the hole is of as many cells"""
 CELLS = (SHAPE.layers + 1) * SLOTS
-TENSORS: tuple[CellTensor, ...] = laid_out((("gate_up", "uint8", (2, 128, 256)), ("down", "uint8", (128, 256)), ("scales", "float32", (3, 128))))
+TENSORS: tuple[CellTensor, ...] = laid_out(
+    (("gate_up", "uint8", (2, 128, 256)), ("down", "uint8", (128, 256)), ("scales", "float32", (3, 128)))
+)
 EXPERT_BYTES = sum(tensor.bytes for tensor in TENSORS)
 POISON = 0xA5
 
@@ -35,7 +37,10 @@ def content(layer: int, expert: int) -> NDArray[np.uint8]:
 def lies_there(cell: NDArray[np.uint8], layer: int, expert: int) -> bool:
     """Whether a cell holds an expert to the last bit."""
     known = content(layer, expert)
-    return all(np.array_equal(cell[one.offset : one.offset + one.bytes], known[one.offset : one.offset + one.bytes]) for one in TENSORS)
+    return all(
+        np.array_equal(cell[one.offset : one.offset + one.bytes], known[one.offset : one.offset + one.bytes])
+        for one in TENSORS
+    )
 
 
 @contextmanager
@@ -51,7 +56,8 @@ def memory_of(pid: int, descriptor: int, cell_bytes: int) -> Iterator[NDArray[np
 
 
 def first_placement() -> Placement:
-    """Two experts of each layer on every rank, and of two of the experts a replica; two slots of a rank are empty or one."""
+    """Two experts of each layer on every rank, and of two of the experts a replica; two slots of a rank are
+    empty or one."""
     rows = []
     for layer in range(SHAPE.layers):
         row = np.full((RANKS, SLOTS), -1, np.int16)

@@ -1,4 +1,5 @@
-"""Engines of ranks without a model, coordinators and a NATS server, each in a process of its own: to be killed, stopped, and judged by what is left."""
+"""Engines of ranks without a model, coordinators and a NATS server, each in a process of its own: to be
+killed, stopped, and judged by what is left."""
 
 import asyncio
 import contextlib
@@ -43,14 +44,32 @@ ROOT = Path(__file__).resolve().parents[2]
 RANK = Path(__file__).with_name("rank_alone.py")
 START_SECONDS = 30.0
 LOOK_SECONDS = 0.02
-TRANSFER = {"way": "nixl", "bytes_per_second": 1_000_000, "piece_bytes": 8192, "least_seconds": 1.0, "lease_seconds": 2.0, "retries": 1, "niceness": 0}
+TRANSFER = {
+    "way": "nixl",
+    "bytes_per_second": 1_000_000,
+    "piece_bytes": 8192,
+    "least_seconds": 1.0,
+    "lease_seconds": 2.0,
+    "retries": 1,
+    "niceness": 0,
+}
 """An expert takes a tenth of a second, in a dozen pieces: time for something to go wrong"""
-PLANNER = {"lease_seconds": 0.6, "silent_seconds": 1.0, "repeat_seconds": 0.2, "retry_seconds": 0.2, "stage_seconds": 3.0}
+PLANNER = {
+    "lease_seconds": 0.6,
+    "silent_seconds": 1.0,
+    "repeat_seconds": 0.2,
+    "retry_seconds": 0.2,
+    "stage_seconds": 3.0,
+}
 AGENT = {"heartbeat_seconds": 0.25, "lease_seconds": 0.8}
 Found = TypeVar("Found")
 
 
-async def until(condition: Callable[[], Awaitable[Found | None] | Found | None], what: str | Callable[[], str], seconds: float) -> Found:
+async def until(
+    condition: Callable[[], Awaitable[Found | None] | Found | None],
+    what: str | Callable[[], str],
+    seconds: float,
+) -> Found:
     """Look until something is true, and return it: other processes have no event to wait for."""
     deadline = asyncio.get_running_loop().time() + seconds
     while True:
@@ -76,7 +95,11 @@ class Process:
         self._asking = asyncio.Lock()
 
     async def start(self, *command: str, environment: dict[str, str] | None = None) -> None:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("ROOST_", "OTEL_", "UCX_"))}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("ROOST_", "OTEL_", "UCX_"))
+        }
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *wrapped([sys.executable, *command], os.getpid()),
@@ -110,7 +133,9 @@ class Process:
             async with asyncio.timeout(seconds):
                 said = await self.running.stdout.readline()
         except TimeoutError:
-            raise AssertionError(f"{self.name} says nothing within {seconds} s; its log ends:\n{self.tail}") from None
+            raise AssertionError(
+                f"{self.name} says nothing within {seconds} s; its log ends:\n{self.tail}"
+            ) from None
         assert said, f"{self.name} has ended; its log ends:\n{self.tail}"
         return said.decode()
 
@@ -143,7 +168,10 @@ class Process:
     @property
     def token(self) -> int:
         """With which it led last, if it is a coordinator; 0: it never did."""
-        return max(map(int, re.findall(r"leading, with token (\d+)", self.log.read_text(errors="replace"))), default=0)
+        return max(
+            map(int, re.findall(r"leading, with token (\d+)", self.log.read_text(errors="replace"))),
+            default=0,
+        )
 
     @property
     def tail(self) -> str:
@@ -187,19 +215,34 @@ class House:
     async def add_coordinator(self, **settings: Any) -> Process:
         """Another migration service, serving when this returns (as leader or not)."""
         number = next(self._numbers)
-        ready, config = self.folder / f"coordinator-{number}.ready", self.folder / f"coordinator-{number}.toml"
+        ready, config = (
+            self.folder / f"coordinator-{number}.ready",
+            self.folder / f"coordinator-{number}.toml",
+        )
         config.write_text(self._settings(settings).as_toml(sources=False))
         process = Process(f"coordinator {number}", self.folder / f"coordinator-{number}.log")
-        await process.start("-P", "-m", "deploy", msgspec.json.encode(LaunchSpec(part="planner", config=str(config), ready=str(ready))).decode())
+        await process.start(
+            "-P",
+            "-m",
+            "deploy",
+            msgspec.json.encode(LaunchSpec(part="planner", config=str(config), ready=str(ready))).decode(),
+        )
         self.coordinators.append(process)
-        await until(lambda: ready.exists() or not process.alive, lambda: f"{process.name} is ready:\n{process.tail}", START_SECONDS)
+        await until(
+            lambda: ready.exists() or not process.alive,
+            lambda: f"{process.name} is ready:\n{process.tail}",
+            START_SECONDS,
+        )
         assert process.alive, f"{process.name} ended with {process.running.returncode}:\n{process.tail}"
         return process
 
     def check(self) -> None:
         """AssertionError when a coordinator has ended by itself."""
         for one in self.coordinators:
-            assert one.alive or one.ended, f"{one.name} has ended by itself, with status {one.running.returncode}; its log ends:\n{one.tail}"
+            assert one.alive or one.ended, (
+                f"{one.name} has ended by itself, with status {one.running.returncode}; its log"
+                f" ends:\n{one.tail}"
+            )
 
     @property
     def leader(self) -> Process:
@@ -208,15 +251,24 @@ class House:
         return max((one for one in self.coordinators if one.alive), key=lambda one: one.token)
 
     def _settings(self, planner: dict[str, Any]) -> Configuration:
-        environment = {"ROOST_BUS_URL": self.nats.url, "ROOST_BUS_NAMESPACE": self.namespace, "ROOST_BUS_RECONNECT_MOST_SECONDS": "0.2"}
-        environment |= {f"ROOST_PLANNER_{name.upper()}": str(value) for name, value in (PLANNER | planner).items()}
+        environment = {
+            "ROOST_BUS_URL": self.nats.url,
+            "ROOST_BUS_NAMESPACE": self.namespace,
+            "ROOST_BUS_RECONNECT_MOST_SECONDS": "0.2",
+        }
+        environment |= {
+            f"ROOST_PLANNER_{name.upper()}": str(value) for name, value in (PLANNER | planner).items()
+        }
         return read_settings(None, environment, self.folder)
 
 
 class Engine:
-    """One engine of the house through its lives. Ranks are processes; all of one life are started and ended together."""
+    """One engine of the house through its lives. Ranks are processes; all of one life are started and ended
+    together."""
 
-    def __init__(self, house: House, name: str, *, ucx: str = "", transfer: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, house: House, name: str, *, ucx: str = "", transfer: dict[str, Any] | None = None
+    ) -> None:
         """ucx: which of UCX's transports; empty: all there are. transfer: beside TRANSFER."""
         self.name = name
         self.house = house
@@ -235,7 +287,9 @@ class Engine:
         before, self.worker_id = self.worker_id or None, secrets.randbits(63) + 1
         self._lives += 1
         stem = f"{self.name}-{self._lives}"
-        placement = await last_life(self.house.bus, self.house.subjects, self.name) or first_placement().record()
+        placement = (
+            await last_life(self.house.bus, self.house.subjects, self.name) or first_placement().record()
+        )
         self.ranks = []
         for rank in range(RANKS):
             life = Life(
@@ -284,7 +338,9 @@ class Engine:
 
     async def command(self, command: ProposeHandover | CommitHandover | AbortHandover) -> HandoverDescribed:
         """What a rank answers to a command, from whoever it is."""
-        answer = await self.house.bus.request(self.house.subjects.handover(self.name, self.worker_id, command.rank), command)
+        answer = await self.house.bus.request(
+            self.house.subjects.handover(self.name, self.worker_id, command.rank), command
+        )
         assert isinstance(answer, HandoverDescribed)
         return answer
 
@@ -292,7 +348,9 @@ class Engine:
         """Where a rank says it is; None: it does not answer."""
         try:
             answer = await self.house.bus.request(
-                self.house.subjects.handover(self.name, self.worker_id, rank), DescribeHandover(worker_id=self.worker_id, rank=rank), 1.0
+                self.house.subjects.handover(self.name, self.worker_id, rank),
+                DescribeHandover(worker_id=self.worker_id, rank=rank),
+                1.0,
             )
         except BusError:
             return None

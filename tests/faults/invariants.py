@@ -1,4 +1,5 @@
-"""What has to hold after every fault, judged from outside: by the ranks' memory itself, by what is stored, and by what each process holds open."""
+"""What has to hold after every fault, judged from outside: by the ranks' memory itself, by what is stored,
+and by what each process holds open."""
 
 import asyncio
 from collections import Counter
@@ -16,7 +17,8 @@ from tests.faults.fleet_fixture import Engine, Process, until
 
 SETTLE_SECONDS = 15.0
 CONNECTIONS = 4 * (RANKS - 1)
-"""descriptors that a process may come to have beside those of its first moment: of connections to the others, made when they are first needed"""
+"""descriptors that a process may come to have beside those of its first moment: of connections to the others,
+made when they are first needed"""
 FREE = CELLS - SHAPE.layers * SLOTS
 
 
@@ -26,14 +28,18 @@ def shared_memory() -> set[str]:
 
 
 def at_rest(said: HandoverDescribed | None, states: Sequence[RankState]) -> bool:
-    """Nothing is under way, and every cell that is not served from is free, or staged where that is so for long."""
+    """Nothing is under way, and every cell that is not served from is free, or staged where that is so for
+    long."""
     if said is None or said.state not in states or said.quarantined or said.draining:
         return False
     return said.free == FREE or said.state in (RankState.STAGED, RankState.READY)
 
 
-async def settle(engine: Engine, ranks: Sequence[int] = range(RANKS), *, states: Sequence[RankState] = (RankState.SERVING,)) -> list[HandoverDescribed]:
-    """Wait until these ranks have nothing under way any more, and every cell is accounted for: served from, or free."""
+async def settle(
+    engine: Engine, ranks: Sequence[int] = range(RANKS), *, states: Sequence[RankState] = (RankState.SERVING,)
+) -> list[HandoverDescribed]:
+    """Wait until these ranks have nothing under way any more, and every cell is accounted for: served from,
+    or free."""
     said: dict[int, HandoverDescribed | None] = {}
 
     async def resting() -> bool:
@@ -47,17 +53,24 @@ async def settle(engine: Engine, ranks: Sequence[int] = range(RANKS), *, states:
 
 
 async def judge(engine: Engine) -> Placement:
-    """All ranks serve the last placement on record, every expert from bytes that are its own. The placement."""
+    """All ranks serve the last placement on record, every expert from bytes that are its own. The
+    placement."""
     engine.house.check()
     await settle(engine)
     latest = await until(lambda: _agreed(engine), f"{engine.name} serves what is on record", SETTLE_SECONDS)
     found = await asyncio.gather(*(process.ask() for process in engine.ranks))
     held: Counter[tuple[int, int]] = Counter()
     for rank, (process, standing) in enumerate(zip(engine.ranks, found, strict=True)):
-        assert standing["epoch"] == standing["served"] == latest.epoch, f"{process.name}: {standing}, on record is epoch {latest.epoch}"
-        assert np.array_equal(standing["slots"], latest.on_rank(rank)), f"{process.name} serves {standing['slots']}, on record is {latest.on_rank(rank)}"
+        assert standing["epoch"] == standing["served"] == latest.epoch, (
+            f"{process.name}: {standing}, on record is epoch {latest.epoch}"
+        )
+        assert np.array_equal(standing["slots"], latest.on_rank(rank)), (
+            f"{process.name} serves {standing['slots']}, on record is {latest.on_rank(rank)}"
+        )
         held.update(judge_memory(process, standing))
-    assert len(held) == SHAPE.layers * SHAPE.experts, f"{engine.name}: experts without a holder; there are {sorted(held)}"
+    assert len(held) == SHAPE.layers * SHAPE.experts, (
+        f"{engine.name}: experts without a holder; there are {sorted(held)}"
+    )
     flips = {tuple(map(tuple, standing["flips"])) for standing in found}
     assert len(flips) == 1, f"{engine.name}: ranks flipped at different steps: {flips}"
     return latest
@@ -74,9 +87,15 @@ def judge_memory(process: Process, standing: dict[str, Any]) -> list[tuple[int, 
     """The (layer, expert) that a rank serves, each of which lies in its cell to the last bit."""
     cells, slots = np.array(standing["cells"]), np.array(standing["slots"])
     assert len(np.unique(cells)) == cells.size, f"{process.name}: two slots are in one cell: {cells}"
-    held = [(layer, int(expert), int(cells[layer, slot])) for (layer, slot), expert in np.ndenumerate(slots) if expert != EMPTY]
+    held = [
+        (layer, int(expert), int(cells[layer, slot]))
+        for (layer, slot), expert in np.ndenumerate(slots)
+        if expert != EMPTY
+    ]
     with memory_of(process.pid, standing["descriptor"], standing["cell_bytes"]) as memory:
-        wrong = [(layer, expert) for layer, expert, cell in held if not lies_there(memory[cell], layer, expert)]
+        wrong = [
+            (layer, expert) for layer, expert, cell in held if not lies_there(memory[cell], layer, expert)
+        ]
     assert not wrong, f"{process.name} serves experts {wrong} from bytes that are not theirs"
     return [(layer, expert) for layer, expert, _ in held]
 
@@ -94,14 +113,22 @@ class Belongings:
             now, descriptors = await self._until_it_is_as_before(process)
             before, first = self._before.setdefault(process.pid, (now, descriptors))
             assert now == before, f"{process.name} has {now}, and had {before}"
-            assert descriptors <= first + CONNECTIONS, f"{process.name} has {descriptors} descriptors open, and had {first}"
-        await until(lambda: not shared_memory() - self._shared, lambda: f"shared memory is as before: {shared_memory() - self._shared}", SETTLE_SECONDS)
+            assert descriptors <= first + CONNECTIONS, (
+                f"{process.name} has {descriptors} descriptors open, and had {first}"
+            )
+        await until(
+            lambda: not shared_memory() - self._shared,
+            lambda: f"shared memory is as before: {shared_memory() - self._shared}",
+            SETTLE_SECONDS,
+        )
 
     async def _until_it_is_as_before(self, process: Process) -> tuple[dict[str, Any], int]:
         """What it has, and how many descriptors: tasks that answer a question take a moment to end."""
         for _ in range(50):
             standing = await process.ask("belongings")
-            assert len(set(standing["threads"])) == len(standing["threads"]), f"{process.name} has a thread twice: {standing['threads']}"
+            assert len(set(standing["threads"])) == len(standing["threads"]), (
+                f"{process.name} has a thread twice: {standing['threads']}"
+            )
             now = {name: standing[name] for name in ("tasks", "requests", "leases")}
             if self._before.get(process.pid, (now, 0))[0] == now:
                 break

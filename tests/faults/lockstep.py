@@ -1,7 +1,9 @@
-"""Steps of ranks without a model: each begins with a header of every rank, as in a real engine, and nothing is computed in it.
+"""Steps of ranks without a model: each begins with a header of every rank, as in a real engine, and nothing
+is computed in it.
 
-The headers are in a file that all ranks map: two rows per rank, used in turn, so that what a rank says for a step stays readable until all have
-read it. A rank that is stopped or dead stops the others' steps, as it would in an engine.
+The headers are in a file that all ranks map: two rows per rank, used in turn, so that what a rank says for a
+step stays readable until all have read it. A rank that is stopped or dead stops the others' steps, as it
+would in an engine.
 """
 
 import asyncio
@@ -18,7 +20,8 @@ _STEP, _READY = 0, 1
 
 
 def headers(file: Path, ranks: int) -> NDArray[np.int64]:
-    """int64 [2, ranks, 2]: step and epoch ready, of even steps and of odd ones. The file is made by whoever comes first."""
+    """int64 [2, ranks, 2]: step and epoch ready, of even steps and of odd ones. The file is made by whoever
+    comes first."""
     size = 2 * ranks * 2 * 8
     with file.open("a+b") as opened:
         opened.truncate(size)

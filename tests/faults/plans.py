@@ -14,8 +14,16 @@ class Impossible(Exception):
     """There is no such plan."""
 
 
-def series(placement: Placement, dice: np.random.Generator, handovers: int, *, source: int | None = None, target: int | None = None) -> Plan:
-    """So many handovers of one copy or two (a swap) each. source, target: ranks; None: any. Impossible when the one has nothing for the other."""
+def series(
+    placement: Placement,
+    dice: np.random.Generator,
+    handovers: int,
+    *,
+    source: int | None = None,
+    target: int | None = None,
+) -> Plan:
+    """So many handovers of one copy or two (a swap) each. source, target: ranks; None: any. Impossible when
+    the one has nothing for the other."""
     found, now = [], placement
     for _ in range(handovers):
         step = _step(now, dice, source, target)
@@ -26,43 +34,84 @@ def series(placement: Placement, dice: np.random.Generator, handovers: int, *, s
 
 
 def copies(placement: Placement, target: int, count: int) -> Plan | None:
-    """One handover that brings so many experts to one rank at once, into whatever slots; None: it has no slots for so many."""
+    """One handover that brings so many experts to one rank at once, into whatever slots; None: it has no
+    slots for so many."""
     steps, table, per = [], placement.expert_of_slot.copy(), placement.slots_per_rank
     for layer in range(placement.layers):
         for slot in range(target * per, (target + 1) * per):
             if len(steps) < count and _is_spare(table, layer, slot):
-                comes = [one for one in _replicable(placement, layer, target) if one not in table[layer, target * per : (target + 1) * per]]
+                comes = [
+                    one
+                    for one in _replicable(placement, layer, target)
+                    if one not in table[layer, target * per : (target + 1) * per]
+                ]
                 if comes:
                     steps.append(_replicate(placement, table, layer, comes[0], slot))
     if len(steps) < count:
         return None
-    return planned(placement, [Handover(epoch=placement.epoch + 1, steps=tuple(steps))], reason="a test of room", name=f"plan-{uuid.uuid4().hex[:12]}")
+    return planned(
+        placement,
+        [Handover(epoch=placement.epoch + 1, steps=tuple(steps))],
+        reason="a test of room",
+        name=f"plan-{uuid.uuid4().hex[:12]}",
+    )
 
 
 def swaps(placement: Placement, dice: np.random.Generator, count: int) -> Plan:
-    """One handover of so many swaps between ranks 0 and 1: each of the two has to bring in as many experts."""
+    """One handover of so many swaps between ranks 0 and 1: each of the two has to bring in as many
+    experts."""
     steps = []
     for layer in range(placement.layers):
-        mine, theirs = ([int(one) for one in placement.on_rank(rank)[layer] if one != EMPTY] for rank in (0, 1))
-        pairs = zip(dice.permutation([one for one in mine if one not in theirs]), dice.permutation([one for one in theirs if one not in mine]), strict=False)
+        mine, theirs = (
+            [int(one) for one in placement.on_rank(rank)[layer] if one != EMPTY] for rank in (0, 1)
+        )
+        pairs = zip(
+            dice.permutation([one for one in mine if one not in theirs]),
+            dice.permutation([one for one in theirs if one not in mine]),
+            strict=False,
+        )
         for expert, back in list(pairs)[: -(-count // placement.layers)]:
-            old, slot = (int(np.flatnonzero(placement.expert_of_slot[layer] == one)[0]) for one in (expert, back))
+            old, slot = (
+                int(np.flatnonzero(placement.expert_of_slot[layer] == one)[0]) for one in (expert, back)
+            )
             both = (_copy(int(expert), old, slot), _copy(int(back), slot, old))
-            steps.append(PlanStep(kind="swap", layer=layer, slot=slot, expert=int(expert), other_slot=old, other_expert=int(back), copies=both, why="a test"))
-    return planned(placement, [Handover(epoch=placement.epoch + 1, steps=tuple(steps))], reason="a test of room", name=f"plan-{uuid.uuid4().hex[:12]}")
+            steps.append(
+                PlanStep(
+                    kind="swap",
+                    layer=layer,
+                    slot=slot,
+                    expert=int(expert),
+                    other_slot=old,
+                    other_expert=int(back),
+                    copies=both,
+                    why="a test",
+                )
+            )
+    return planned(
+        placement,
+        [Handover(epoch=placement.epoch + 1, steps=tuple(steps))],
+        reason="a test of room",
+        name=f"plan-{uuid.uuid4().hex[:12]}",
+    )
 
 
-def _step(placement: Placement, dice: np.random.Generator, source: int | None, target: int | None) -> PlanStep:
+def _step(
+    placement: Placement, dice: np.random.Generator, source: int | None, target: int | None
+) -> PlanStep:
     for _ in range(100):
         layer = int(dice.integers(placement.layers))
         a, b = (int(rank) for rank in dice.permutation(placement.ranks)[:2])
-        found = _between(placement, dice, layer, a if source is None else source, b if target is None else target)
+        found = _between(
+            placement, dice, layer, a if source is None else source, b if target is None else target
+        )
         if found is not None:
             return found
     raise Impossible(f"nothing can be moved from rank {source} to rank {target} in {placement!r}")
 
 
-def _between(placement: Placement, dice: np.random.Generator, layer: int, source: int, target: int) -> PlanStep | None:
+def _between(
+    placement: Placement, dice: np.random.Generator, layer: int, source: int, target: int
+) -> PlanStep | None:
     table, per = placement.expert_of_slot.copy(), placement.slots_per_rank
     mine, theirs = (table[layer, rank * per : (rank + 1) * per] for rank in (source, target))
     comes = [int(expert) for expert in mine if expert != EMPTY and expert not in theirs]
@@ -73,9 +122,19 @@ def _between(placement: Placement, dice: np.random.Generator, layer: int, source
     room = [target * per + int(slot) for slot in np.flatnonzero(theirs == EMPTY)]
     if room and dice.random() < 0.7:
         copy = _copy(expert, old, int(dice.choice(room)))
-        return PlanStep(kind="move", layer=layer, slot=copy.slot, expert=expert, other_slot=old, copies=(copy,), why="a test")
+        return PlanStep(
+            kind="move",
+            layer=layer,
+            slot=copy.slot,
+            expert=expert,
+            other_slot=old,
+            copies=(copy,),
+            why="a test",
+        )
     spare = (
-        [] if (table[layer] != EMPTY).sum() > placement.experts else [slot for slot in range(target * per, (target + 1) * per) if _is_spare(table, layer, slot)]
+        []
+        if (table[layer] != EMPTY).sum() > placement.experts
+        else [slot for slot in range(target * per, (target + 1) * per) if _is_spare(table, layer, slot)]
     )
     if spare and dice.random() < 0.5:
         return _replicate(placement, table, layer, expert, int(dice.choice(spare)), old)
@@ -85,15 +144,39 @@ def _between(placement: Placement, dice: np.random.Generator, layer: int, source
     back = int(dice.choice(goes))
     slot = target * per + int(np.flatnonzero(theirs == back)[0])
     both = (_copy(expert, old, slot), _copy(back, slot, old))
-    return PlanStep(kind="swap", layer=layer, slot=slot, expert=expert, other_slot=old, other_expert=back, copies=both, why="a test")
+    return PlanStep(
+        kind="swap",
+        layer=layer,
+        slot=slot,
+        expert=expert,
+        other_slot=old,
+        other_expert=back,
+        copies=both,
+        why="a test",
+    )
 
 
-def _replicate(placement: Placement, table: NDArray[np.int16], layer: int, expert: int, slot: int, source: int | None = None) -> PlanStep:
+def _replicate(
+    placement: Placement,
+    table: NDArray[np.int16],
+    layer: int,
+    expert: int,
+    slot: int,
+    source: int | None = None,
+) -> PlanStep:
     held = np.flatnonzero(placement.expert_of_slot[layer] == expert)
     evicted = int(table[layer, slot])
     table[layer, slot] = expert
     copy = _copy(expert, int(held[0]) if source is None else source, slot)
-    return PlanStep(kind="replicate", layer=layer, slot=slot, expert=expert, evicted=None if evicted == EMPTY else evicted, copies=(copy,), why="a test")
+    return PlanStep(
+        kind="replicate",
+        layer=layer,
+        slot=slot,
+        expert=expert,
+        evicted=None if evicted == EMPTY else evicted,
+        copies=(copy,),
+        why="a test",
+    )
 
 
 def _is_spare(table: NDArray[np.int16], layer: int, slot: int) -> bool:
@@ -102,7 +185,9 @@ def _is_spare(table: NDArray[np.int16], layer: int, slot: int) -> bool:
 
 
 def _replicable(placement: Placement, layer: int, target: int) -> list[int]:
-    return [expert for expert in range(placement.experts) if not placement.replicas_on_rank[layer, target, expert]]
+    return [
+        expert for expert in range(placement.experts) if not placement.replicas_on_rank[layer, target, expert]
+    ]
 
 
 def _copy(expert: int, source: int, slot: int) -> Copy:

@@ -1,8 +1,9 @@
 """A rank without a model, in a process of its own: everything that handovers need of one, and nothing else.
 
-`python rank_alone.py LIFE.json` lives until its standard input ends. Real: the bus, the agent with its part in handovers, the books of the cells, the
-transfer, the memory. Not: steps compute nothing (`lockstep`), and experts are bytes that everybody knows (`contents`). Asked by a line on its
-standard input, it says in a line of JSON how it stands.
+`python rank_alone.py LIFE.json` lives until its standard input ends. Real: the bus, the agent with its part
+in handovers, the books of the cells, the transfer, the memory. Not: steps compute nothing (`lockstep`), and
+experts are bytes that everybody knows (`contents`). Asked by a line on its standard input, it says in a line
+of JSON how it stands.
 """
 
 import asyncio
@@ -153,16 +154,21 @@ def belongings(desk: HandoverAgent) -> dict[str, Any]:
 async def answer_questions(engine: RankAlone, desk: HandoverAgent, say: Callable[[str], object]) -> None:
     """Until standard input ends: a line asks how the rank stands."""
     reader = asyncio.StreamReader()
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
     try:
         while question := await reader.readline():
-            say(json.dumps(belongings(desk) if question == b"belongings\n" else standing(engine, desk)) + "\n")
+            say(
+                json.dumps(belongings(desk) if question == b"belongings\n" else standing(engine, desk)) + "\n"
+            )
     finally:
         transport.close()
 
 
 def own_voice() -> Callable[[str], object]:
-    """Says lines on what standard output was: libraries write to it as they like, and are in the log from now on."""
+    """Says lines on what standard output was: libraries write to it as they like, and are in the log from now
+    on."""
     said = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return said.write
@@ -171,7 +177,10 @@ def own_voice() -> Callable[[str], object]:
 async def live(life: Life) -> None:
     say = own_voice()
     set_up_logging("info")
-    config, subjects = BusConfig(url=life.nats, namespace=life.namespace, reconnect_most_seconds=0.2), Subjects(life.namespace)
+    config, subjects = (
+        BusConfig(url=life.nats, namespace=life.namespace, reconnect_most_seconds=0.2),
+        Subjects(life.namespace),
+    )
     async with AsyncExitStack() as stack:
         bus = await NatsBus.connect(config.url, subjects, config, name=f"{life.engine}/{life.rank}")
         stack.push_async_callback(bus.close)
@@ -184,16 +193,22 @@ async def live(life: Life) -> None:
             replaces=life.replaces,
         )
         transfer = TransferConfig(**life.transfer)
-        ways = await open_transfers(transfer, engine.experts.memory, agent_name(life.engine, life.rank), one_machine=False)
+        ways = await open_transfers(
+            transfer, engine.experts.memory, agent_name(life.engine, life.rank), one_machine=False
+        )
         for way in ways:
             stack.push_async_callback(way.close)
-        agent = Agent(bus, subjects, engine, who, AgentConfig(**life.agent), Staging(config=transfer, ways=ways))
+        agent = Agent(
+            bus, subjects, engine, who, AgentConfig(**life.agent), Staging(config=transfer, ways=ways)
+        )
         assert agent.desk is not None
         stepping = await stack.enter_async_context(alongside(engine.run(), "steps"))
         speaking = await stack.enter_async_context(alongside(agent.run(), "agent"))
         await until_ready(agent.joined, stepping, speaking)
         say("joined\n")
-        asked = await stack.enter_async_context(alongside(answer_questions(engine, agent.desk, say), "answers the judge"))
+        asked = await stack.enter_async_context(
+            alongside(answer_questions(engine, agent.desk, say), "answers the judge")
+        )
         await asyncio.wait([stepping, speaking, asked], return_when=asyncio.FIRST_COMPLETED)
         if not asked.done():
             await first_failure([stepping, speaking])

@@ -38,7 +38,11 @@ class History:
 
     def end_of(self, plan: str) -> Ended | None:
         """What ended a plan; None: it goes on."""
-        ends = [one for one in self.of(plan) if isinstance(one, MigrationAborted) or (isinstance(one, MigrationCommitted) and one.last)]
+        ends = [
+            one
+            for one in self.of(plan)
+            if isinstance(one, MigrationAborted) or (isinstance(one, MigrationCommitted) and one.last)
+        ]
         return ends[-1] if ends else None
 
     @property
@@ -67,7 +71,11 @@ class Records:
     async def follow(self) -> None:
         """Read for ever."""
         async with asyncio.TaskGroup() as tasks:
-            for subject in (self.subjects.placements(), self.subjects.migrations(), self.subjects.membership()):
+            for subject in (
+                self.subjects.placements(),
+                self.subjects.migrations(),
+                self.subjects.membership(),
+            ):
                 tasks.create_task(self._remember(subject), name=f"remembers {subject}")
 
     async def _remember(self, subject: str) -> None:
@@ -78,15 +86,21 @@ class Records:
                     self.history(said.engine).placements.append(said)
                 case EngineJoined():
                     self.history(said.engine).joins.append(said)
-                case MigrationPlanned() | MigrationStaged() | MigrationCommitted() | MigrationAborted() | PlanJudged():
+                case (
+                    MigrationPlanned()
+                    | MigrationStaged()
+                    | MigrationCommitted()
+                    | MigrationAborted()
+                    | PlanJudged()
+                ):
                     self.history(said.engine).migrations.append(said)
 
     def history(self, engine: str) -> History:
         return self.histories.setdefault(engine, History())
 
     async def order(self, engine: str, plan: Plan, seconds: float = 20.0, *, patiently: bool = True) -> None:
-        """Have a plan carried out; asked again while nobody answers. patiently: and while it is declined. Declined when it is refused; BusError when nobody
-        takes it."""
+        """Have a plan carried out; asked again while nobody answers. patiently: and while it is declined.
+        Declined when it is refused; BusError when nobody takes it."""
         deadline = asyncio.get_running_loop().time() + seconds
         request = ApplyPlan(engine=engine, plan=msgspec.json.encode(plan))
         unanswered = False

@@ -1,8 +1,10 @@
-"""Tier 1: everything that a handover needs of ranks, coordinators and NATS, in processes of their own, and each fault at twenty random moments.
+"""Tier 1: everything that a handover needs of ranks, coordinators and NATS, in processes of their own, and
+each fault at twenty random moments.
 
-After every fault: processes that were not killed live on; what was given up is quarantined, and then settles; all ranks serve one epoch, the one on record,
-and flipped to it at the same step; every expert lies with each of its holders to the last bit; and nothing is left over: cells, shared memory,
-transfers, tasks, threads, descriptors.
+After every fault: processes that were not killed live on; what was given up is quarantined, and then settles;
+all ranks serve one epoch, the one on record, and flipped to it at the same step; every expert lies with each
+of its holders to the last bit; and nothing is left over: cells, shared memory, transfers, tasks, threads,
+descriptors.
 """
 
 import asyncio
@@ -27,7 +29,12 @@ from tests.faults.invariants import FREE, Belongings, judge, judge_memory, settl
 from tests.faults.plans import Impossible, copies, series
 
 TIMES = 20
-LANES = {"nixl": {}, "nixl-over-tcp": {"ucx": "tcp,self"}, "shared": {"transfer": {"way": "shared"}}, "nixl-again": {}}
+LANES = {
+    "nixl": {},
+    "nixl-over-tcp": {"ucx": "tcp,self"},
+    "shared": {"transfer": {"way": "shared"}},
+    "nixl-again": {},
+}
 """Engines that go through it side by side, each a part of the twenty times"""
 SPAN_SECONDS = 0.5
 """a fault comes so long after a plan was ordered, at most: a plan of two handovers takes about as long"""
@@ -62,7 +69,8 @@ class Fleet:
         await self.belongings.check(engine)
 
     async def each(self, name: str, fault: Fault) -> None:
-        """Let it happen TIMES times, among the engines side by side; each is judged, and serves on, after each."""
+        """Let it happen TIMES times, among the engines side by side; each is judged, and serves on, after
+        each."""
         async with asyncio.TaskGroup() as tasks:
             for number, engine in enumerate(self.engines):
                 tasks.create_task(self._some(engine, name, number, fault), name=f"{name} on {engine.name}")
@@ -75,7 +83,8 @@ class Fleet:
             await self.belongings.check(engine)
 
     async def together(self, name: str, fault: Callable[[np.random.Generator], Awaitable[None]]) -> None:
-        """Let it happen half of TIMES times, each while all engines have a plan under way: each of them is hit so often."""
+        """Let it happen half of TIMES times, each while all engines have a plan under way: each of them is
+        hit so often."""
         for time in range(TIMES // 2):
             dice = np.random.default_rng((zlib.crc32(name.encode()), time))
             engines = self.engines
@@ -109,7 +118,11 @@ async def fleet(whole: Fleet) -> Fleet:
 
 async def outcome(engine: Engine, plan: Plan) -> MigrationCommitted | MigrationAborted:
     """How a plan ends."""
-    return await until(lambda: engine.history.end_of(plan.id), lambda: f"{engine.name}: an end of {plan.id}; so far {engine.history.of(plan.id)}", END_SECONDS)
+    return await until(
+        lambda: engine.history.end_of(plan.id),
+        lambda: f"{engine.name}: an end of {plan.id}; so far {engine.history.of(plan.id)}",
+        END_SECONDS,
+    )
 
 
 async def serves_on(engine: Engine, dice: np.random.Generator) -> None:
@@ -136,9 +149,17 @@ async def reborn(engine: Engine) -> None:
 def between(engine: Engine, dice: np.random.Generator, handovers: int) -> tuple[Plan, dict[str, int]]:
     """A plan, and what the ranks are in it: source, target, bystander."""
     while True:
-        ranks = {role: int(rank) for role, rank in zip(("source", "target", "bystander"), dice.permutation(RANKS), strict=True)}
+        ranks = {
+            role: int(rank)
+            for role, rank in zip(("source", "target", "bystander"), dice.permutation(RANKS), strict=True)
+        }
         with contextlib.suppress(Impossible):
-            return series(engine.history.latest, dice, handovers, source=ranks["source"], target=ranks["target"]), ranks
+            return (
+                series(
+                    engine.history.latest, dice, handovers, source=ranks["source"], target=ranks["target"]
+                ),
+                ranks,
+            )
 
 
 # ranks
@@ -159,8 +180,9 @@ async def test_a_rank_is_killed(fleet: Fleet, role: str) -> None:
 
 
 async def survive(engine: Engine, ranks: list[int]) -> None:
-    """Ranks whose peer is gone: they live, nothing of theirs is landing any more, and what they serve is as it was. What was staged may stay so: without
-    the peer nothing is decided, and the engine fails as a unit."""
+    """Ranks whose peer is gone: they live, nothing of theirs is landing any more, and what they serve is as
+    it was. What was staged may stay so: without the peer nothing is decided, and the engine fails as a unit.
+    """
     waiting = (RankState.SERVING, RankState.STAGED, RankState.READY, RankState.FAILED)
     await settle(engine, ranks, states=waiting)
     for rank in ranks:
@@ -193,7 +215,8 @@ async def test_a_source_is_stopped_for_longer_than_it_may_take(fleet: Fleet) -> 
 
 @pytest.mark.parametrize("tensor", ["scales", "gate_up"])
 async def test_bytes_of_a_source_are_spoilt(fleet: Fleet, tensor: str) -> None:
-    """One byte of what is read. Every second time before anything is read; else at any moment, when it may be too late to matter."""
+    """One byte of what is read. Every second time before anything is read; else at any moment, when it may be
+    too late to matter."""
     faults: Counter[str] = Counter()
     about = next(one for one in TENSORS if one.name == tensor)
 
@@ -245,7 +268,8 @@ async def test_there_is_no_room_for_what_comes(fleet: Fleet) -> None:
 
 
 async def test_the_coordinator_is_killed(fleet: Fleet) -> None:
-    """One that stood by takes the lead when the dead one's lease is over; meanwhile another begins, and stands by."""
+    """One that stood by takes the lead when the dead one's lease is over; meanwhile another begins, and
+    stands by."""
     await fleet.house.add_coordinator()
 
     async def fault(dice: np.random.Generator) -> None:
@@ -290,14 +314,20 @@ async def test_nats_is_killed(fleet: Fleet) -> None:
 
 
 async def test_a_plan_for_a_past_epoch_comes_while_another_is_carried_out(fleet: Fleet) -> None:
-    """To the coordinator; and straight to the ranks, as from a coordinator that missed everything. Nothing of it is heeded, and the other plan is done."""
+    """To the coordinator; and straight to the ranks, as from a coordinator that missed everything. Nothing of
+    it is heeded, and the other plan is done."""
     verdicts: Counter[str] = Counter()
 
     async def fault(engine: Engine, dice: np.random.Generator) -> None:
         if engine.history.latest.epoch == 0:
             await serves_on(engine, dice)  # so that there is a past
         placement = engine.history.latest
-        past = Placement(placement.expert_of_slot, experts=placement.experts, ranks=RANKS, epoch=max(placement.epoch - int(dice.integers(1, 4)), 0))
+        past = Placement(
+            placement.expert_of_slot,
+            experts=placement.experts,
+            ranks=RANKS,
+            epoch=max(placement.epoch - int(dice.integers(1, 4)), 0),
+        )
         late, plan = series(past, dice, 1), series(placement, dice, 2)
         await engine.order(plan)
         await asyncio.sleep(float(dice.uniform(0, SPAN_SECONDS)))
@@ -314,14 +344,22 @@ async def test_a_plan_for_a_past_epoch_comes_while_another_is_carried_out(fleet:
 
 
 async def said_late(engine: Engine, rank: int, plan: Plan, placement: Placement) -> list[str]:
-    """What a rank makes of commands of handovers that are over, and of a new one from an epoch that is past."""
+    """What a rank makes of commands of handovers that are over, and of a new one from an epoch that is
+    past."""
     said = await engine.described(rank)
     assert said is not None
     who = {"worker_id": engine.worker_id, "rank": rank, "token": said.token}
-    record = Placement(placement.expert_of_slot, experts=placement.experts, ranks=RANKS, epoch=placement.epoch + 1).record()
+    record = Placement(
+        placement.expert_of_slot, experts=placement.experts, ranks=RANKS, epoch=placement.epoch + 1
+    ).record()
     about = {"engine": engine.name, "plan": plan.id, "placement": record, "deadline_seconds": 1.0}
-    proposals = [ProposeHandover(**who, **about, handover=number) for number in (said.concluded, said.concluded + 1000)]
+    proposals = [
+        ProposeHandover(**who, **about, handover=number) for number in (said.concluded, said.concluded + 1000)
+    ]
     found = [f"propose {(await engine.command(one)).verdict}" for one in proposals]
     found.append(f"commit {(await engine.command(CommitHandover(**who, handover=said.concluded))).verdict}")
-    found.append(f"abort {(await engine.command(AbortHandover(**who, handover=said.concluded, reason='late'))).verdict}")
+    found.append(
+        "abort"
+        f" {(await engine.command(AbortHandover(**who, handover=said.concluded, reason='late'))).verdict}"
+    )
     return found

@@ -1,7 +1,8 @@
-"""Tier 1 of the closed loop: the planner plans by itself over real NATS, for ranks in processes of their own, and is killed at every stage of that.
+"""Tier 1 of the closed loop: the planner plans by itself over real NATS, for ranks in processes of their own,
+and is killed at every stage of that.
 
-Whoever takes the lead goes on where it ended: a plan under way is carried out, one that is over is judged, once; a pause holds; and what was spent
-of the budget stays spent.
+Whoever takes the lead goes on where it ended: a plan under way is carried out, one that is over is judged,
+once; a pause holds; and what was spent of the budget stays spent.
 """
 
 import asyncio
@@ -54,7 +55,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.asyncio(lo
 
 
 class Traffic:
-    """Says for ever what a tracker and the ranks of an engine would say: few of the experts are wanted, and time and again others."""
+    """Says for ever what a tracker and the ranks of an engine would say: few of the experts are wanted, and
+    time and again others."""
 
     def __init__(self, house: House, engine: Engine) -> None:
         self._house = house
@@ -67,7 +69,10 @@ class Traffic:
 
     async def speak(self) -> None:
         bus, subjects, dice = self._house.bus, self._house.subjects, np.random.default_rng(5)
-        demand, load, sent = (bus.publisher(subject) for subject in (subjects.demand, subjects.kv_metrics, subjects.dispatched(self._engine.name)))
+        demand, load, sent = (
+            bus.publisher(subject)
+            for subject in (subjects.demand, subjects.kv_metrics, subjects.dispatched(self._engine.name))
+        )
         version = 0
         while True:
             version += 1
@@ -77,9 +82,24 @@ class Traffic:
             about: dict[str, Any] = {"engine": self._engine.name, "worker_id": worker_id, "model": "bytes"}
             for rank in range(RANKS):
                 table = ExpertTable.of(500.0 * rates)
-                await demand.publish(DemandPublished(rank=rank, version=version, tokens_per_second=1.0, demand=table, pairs=2e5, **about))
-                await load.publish(KvMetrics(worker_id=worker_id, dp_rank=rank, running=64, waiting=0, active_prefill_tokens=0, active_decode_blocks=4))
-                await sent.publish(DispatchMeasured(rank=rank, epoch=epoch, seconds=SAY_SECONDS, **served(dice), **about))
+                await demand.publish(
+                    DemandPublished(
+                        rank=rank, version=version, tokens_per_second=1.0, demand=table, pairs=2e5, **about
+                    )
+                )
+                await load.publish(
+                    KvMetrics(
+                        worker_id=worker_id,
+                        dp_rank=rank,
+                        running=64,
+                        waiting=0,
+                        active_prefill_tokens=0,
+                        active_decode_blocks=4,
+                    )
+                )
+                await sent.publish(
+                    DispatchMeasured(rank=rank, epoch=epoch, seconds=SAY_SECONDS, **served(dice), **about)
+                )
             await asyncio.sleep(SAY_SECONDS)
 
 
@@ -122,18 +142,34 @@ class Loop:
 
     async def _told(self) -> EngineLoop | None:
         described = await self.described()
-        return next((one for one in described.engines if one.engine == self.engine.name), None) if described else None
+        return (
+            next((one for one in described.engines if one.engine == self.engine.name), None)
+            if described
+            else None
+        )
 
     @property
     def own(self) -> list[MigrationPlanned]:
         said = self.engine.history.migrations
-        return list({one.plan: one for one in said if isinstance(one, MigrationPlanned) and one.origin == "planner"}.values())
+        return list(
+            {
+                one.plan: one for one in said if isinstance(one, MigrationPlanned) and one.origin == "planner"
+            }.values()
+        )
 
     @property
     def copied(self) -> int:
         """Bytes, by plans of the planner's own and by what undid them."""
-        plans = {one.plan for one in self.engine.history.migrations if isinstance(one, MigrationPlanned) and one.policy}
-        handovers = {(one.plan, one.number): one for one in self.engine.history.migrations if isinstance(one, MigrationCommitted) and one.plan in plans}
+        plans = {
+            one.plan
+            for one in self.engine.history.migrations
+            if isinstance(one, MigrationPlanned) and one.policy
+        }
+        handovers = {
+            (one.plan, one.number): one
+            for one in self.engine.history.migrations
+            if isinstance(one, MigrationCommitted) and one.plan in plans
+        }
         return sum(one.bytes for one in handovers.values())
 
     def verdicts(self, plan: str) -> list[PlanJudged]:
@@ -142,7 +178,11 @@ class Loop:
     def nothing_between(self, plan: str) -> None:
         """Between the end of a plan and its judgement no other was begun."""
         said = self.engine.history.migrations
-        ended = next(at for at, one in enumerate(said) if one.plan == plan and isinstance(one, MigrationCommitted) and one.last)
+        ended = next(
+            at
+            for at, one in enumerate(said)
+            if one.plan == plan and isinstance(one, MigrationCommitted) and one.last
+        )
         judged = next(at for at, one in enumerate(said) if one.plan == plan and isinstance(one, PlanJudged))
         assert not any(isinstance(one, MigrationPlanned) for one in said[ended:judged]), said[ended:judged]
 
@@ -150,7 +190,12 @@ class Loop:
         """Of the planner's own; traffic turns until there is one."""
         known = len(self.own)
         self.traffic.turn()
-        return await until(lambda: self.own[known:], lambda: f"a plan of its own:\n{self.house.leader.tail}", END_SECONDS) and self.own[known]
+        return (
+            await until(
+                lambda: self.own[known:], lambda: f"a plan of its own:\n{self.house.leader.tail}", END_SECONDS
+            )
+            and self.own[known]
+        )
 
     async def change_of_lead(self) -> Process:
         """The one that leads is killed; who leads then."""
@@ -164,7 +209,13 @@ class Loop:
         return next((one for one in living if one.token > dead.token), None)
 
     async def judged(self, plan: str) -> PlanJudged:
-        return (await until(lambda: self.verdicts(plan), lambda: f"{plan} is judged:\n{self.house.leader.tail}", END_SECONDS))[0]
+        return (
+            await until(
+                lambda: self.verdicts(plan),
+                lambda: f"{plan} is judged:\n{self.house.leader.tail}",
+                END_SECONDS,
+            )
+        )[0]
 
     async def balanced(self) -> None:
         """What is said to be spent is what was copied; and it is within the budget."""
@@ -197,8 +248,12 @@ async def test_a_planner_that_dies_as_its_own_plan_begins_is_followed_by_one_tha
         planned = await loop.next_plan()
         await asyncio.sleep(float(dice.uniform(0, 0.4)))
         await loop.change_of_lead()
-        end = await until(lambda plan=planned.plan: loop.engine.history.end_of(plan), "the plan ends", END_SECONDS)
-        carried_out = isinstance(end, MigrationCommitted)  # or nothing of it: its only handover had just been proposed
+        end = await until(
+            lambda plan=planned.plan: loop.engine.history.end_of(plan), "the plan ends", END_SECONDS
+        )
+        carried_out = isinstance(
+            end, MigrationCommitted
+        )  # or nothing of it: its only handover had just been proposed
         if carried_out:
             await loop.judged(planned.plan)
         await loop.balanced()
@@ -206,9 +261,15 @@ async def test_a_planner_that_dies_as_its_own_plan_begins_is_followed_by_one_tha
     await judge(loop.engine)
 
 
-async def test_a_planner_that_dies_when_its_own_plan_is_staged_is_followed_by_one_that_carries_it_out_and_judges_it_once(loop: Loop) -> None:
+async def test_a_planner_that_dies_when_its_own_plan_is_staged_is_followed_by_one_that_carries_it_out_and_judges_it_once(
+    loop: Loop,
+) -> None:
     planned = await loop.next_plan()
-    await until(lambda: any(isinstance(one, MigrationStaged) for one in loop.engine.history.of(planned.plan)), "it is staged", END_SECONDS)
+    await until(
+        lambda: any(isinstance(one, MigrationStaged) for one in loop.engine.history.of(planned.plan)),
+        "it is staged",
+        END_SECONDS,
+    )
     await loop.change_of_lead()
     end = await until(lambda: loop.engine.history.end_of(planned.plan), "the plan ends", END_SECONDS)
     assert isinstance(end, MigrationCommitted), end
@@ -237,30 +298,46 @@ async def test_a_pause_holds_though_the_planner_dies_and_ends_when_it_is_told_so
         assert paused.paused
         await until(lambda: loop.described(), "it answers", END_SECONDS)
         open_plans = {one.plan for one in loop.own if loop.engine.history.end_of(one.plan) is None}
-        await until(lambda plans=open_plans: all(loop.engine.history.end_of(plan) for plan in plans), "what was begun is carried out", END_SECONDS)
+        await until(
+            lambda plans=open_plans: all(loop.engine.history.end_of(plan) for plan in plans),
+            "what was begun is carried out",
+            END_SECONDS,
+        )
         known = [one.plan for one in loop.own]
         count = len(known)
         loop.traffic.turn()
         await loop.change_of_lead()
-        told = await until(lambda: withheld(loop), lambda: f"a plan is withheld:\n{loop.house.leader.tail}", END_SECONDS)
+        told = await until(
+            lambda: withheld(loop), lambda: f"a plan is withheld:\n{loop.house.leader.tail}", END_SECONDS
+        )
         assert told.paused
         assert told.paused_reason == f"reason {time}"
         assert [one.plan for one in loop.own] == known
         await steered(loop, paused=False, reason="")
-        await until(lambda count=count: len(loop.own) > count, lambda: f"it plans again:\n{loop.house.leader.tail}", END_SECONDS)
+        await until(
+            lambda count=count: len(loop.own) > count,
+            lambda: f"it plans again:\n{loop.house.leader.tail}",
+            END_SECONDS,
+        )
         await loop.balanced()
 
 
 async def withheld(loop: Loop) -> LoopDescribed | None:
     """Once it says that a plan would pay, and is not carried out because of the pause."""
     described = await loop.described()
-    return described if described and any("it is paused" in engine.decided for engine in described.engines) else None
+    return (
+        described
+        if described and any("it is paused" in engine.decided for engine in described.engines)
+        else None
+    )
 
 
 async def steered(loop: Loop, *, paused: bool, reason: str) -> LoopDescribed:
     async def tried() -> LoopDescribed | None:
         try:
-            answer = await loop.house.bus.request(loop.house.subjects.loop, SteerLoop(paused=paused, reason=reason), 2.0)
+            answer = await loop.house.bus.request(
+                loop.house.subjects.loop, SteerLoop(paused=paused, reason=reason), 2.0
+            )
         except BusError:
             return None
         assert isinstance(answer, LoopDescribed), answer

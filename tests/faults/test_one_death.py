@@ -1,4 +1,5 @@
-"""The quick one of these tests: an expert goes over NIXL between processes, one of which is killed while the next one goes."""
+"""The quick one of these tests: an expert goes over NIXL between processes, one of which is killed while the
+next one goes."""
 
 import asyncio
 from pathlib import Path
@@ -12,7 +13,9 @@ from tests.faults.invariants import Belongings, judge
 from tests.faults.plans import series
 
 
-async def test_experts_move_between_processes_and_the_death_of_one_leaves_a_serving_engine(tmp_path: Path) -> None:
+async def test_experts_move_between_processes_and_the_death_of_one_leaves_a_serving_engine(
+    tmp_path: Path,
+) -> None:
     dice, belongings = np.random.default_rng(1), Belongings()
     async with House(tmp_path).open() as house:
         engine = Engine(house, "one")
@@ -21,7 +24,10 @@ async def test_experts_move_between_processes_and_the_death_of_one_leaves_a_serv
         await belongings.check(engine)
         first = series(await judge(engine), dice, 2, source=0, target=1)
         await engine.order(first)
-        assert isinstance(await until(lambda: engine.history.end_of(first.id), "the plan is carried out", 20), MigrationCommitted)
+        assert isinstance(
+            await until(lambda: engine.history.end_of(first.id), "the plan is carried out", 20),
+            MigrationCommitted,
+        )
         placement = await judge(engine)
         assert placement.epoch == 2
         await belongings.check(engine)

@@ -58,7 +58,9 @@ class Broken(Exception):
     """An invariant is violated. The text gives the invariant and the counterexample."""
 
     def __init__(self, promise: str, story: list[str]) -> None:
-        super().__init__("\n".join([promise, *(f"{number:3}. {sentence}" for number, sentence in enumerate(story, 1))]))
+        super().__init__(
+            "\n".join([promise, *(f"{number:3}. {sentence}" for number, sentence in enumerate(story, 1))])
+        )
         self.promise = promise
         self.story = story
 
@@ -117,7 +119,10 @@ def explore(model: Model[State], *, most: int) -> Explored[State]:
             onward.append(index)
         if not due:
             if not model.ended(state):
-                raise Broken("something is left open, and nothing that is due will ever end it", _story(model, order, parent, at))
+                raise Broken(
+                    "something is left open, and nothing that is due will ever end it",
+                    _story(model, order, parent, at),
+                )
             found.ends += 1
         successors.append(onward)
         at += 1

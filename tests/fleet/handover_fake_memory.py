@@ -53,7 +53,14 @@ class Seat:
         self.residency = CellTable(held, self.cells, len(self.memory))
         for resident in self.residency.residents():
             self.residency.seal(resident, (checksum(resident.expert),))
-        self.conduct = RankProtocol(worker_id=life, rank=rank, placement=placement, residency=self.residency, tensors=1, config=TRANSFER)
+        self.conduct = RankProtocol(
+            worker_id=life,
+            rank=rank,
+            placement=placement,
+            residency=self.residency,
+            tensors=1,
+            config=TRANSFER,
+        )
         self.served = placement
         """the placement that its steps serve"""
         self.prepared: Prepare | None = None

@@ -31,7 +31,22 @@ from typing import Any
 from fleet.handover import CONDUCTING, Cell, CoordinatorEvent, CoordinatorState, RankState, moved
 from tests.fleet.exploration import Kind, Step, Told
 from tests.fleet.handover_ranks import Ranks
-from tests.fleet.handover_world import ABORT, ABORTED_BIT, COMMIT, COMMITTED_BIT, FLIPPED, GIVEN_UP, NAMES, PROPOSE, STAGED, Rank, Size, State, World, fact_of
+from tests.fleet.handover_world import (
+    ABORT,
+    ABORTED_BIT,
+    COMMIT,
+    COMMITTED_BIT,
+    FLIPPED,
+    GIVEN_UP,
+    NAMES,
+    PROPOSE,
+    STAGED,
+    Rank,
+    Size,
+    State,
+    World,
+    fact_of,
+)
 
 
 class Handovers(Ranks):
@@ -64,7 +79,8 @@ class Handovers(Ranks):
             rank.standing is not None
             and rank.standing.state is RankState.SERVING
             and not rank.flows
-            and sorted(use for use, _ in rank.cells) == sorted([Cell.LIVE] + [Cell.FREE] * (self.size.cells - 1))
+            and sorted(use for use, _ in rank.cells)
+            == sorted([Cell.LIVE] + [Cell.FREE] * (self.size.cells - 1))
             for rank in ranks
         )
         return at_rest and world.key[0] is CoordinatorState.IDLE
@@ -86,7 +102,9 @@ class Handovers(Ranks):
             said &= self._ranks[rank].said
         known = self._known.get(("conducted", number, said))
         if known is None:
-            known = self._known["conducted", number, said] = [(kind, told, self._world(after)) for kind, told, after in self._coordinators(world, said)]
+            known = self._known["conducted", number, said] = [
+                (kind, told, self._world(after)) for kind, told, after in self._coordinators(world, said)
+            ]
         for kind, told, after in known:
             yield Step(kind, told, (after, *ranks))
         alive = all(self._ranks[rank].standing is not None for rank in ranks)
@@ -98,14 +116,25 @@ class Handovers(Ranks):
         handover = len(world.handovers) + 1
         begun = world._replace(handovers=(*world.handovers, (world.life, epoch)), decided=(*world.decided, 0))
         told = "a coordinator makes handover {} to epoch {} durable, and proposes it", (handover, epoch)
-        return told, self._stored(begun, moved(CONDUCTING, CoordinatorState.IDLE, CoordinatorEvent.BEGIN), handover)
+        return told, self._stored(
+            begun, moved(CONDUCTING, CoordinatorState.IDLE, CoordinatorEvent.BEGIN), handover
+        )
 
     def _coordinators(self, world: World, said: int) -> Iterator[tuple[Kind, Told, World]]:
         """Yield steps of coordinators. said: the facts that all ranks have reported."""
         if world.left.leaders:
             left = world.left._replace(leaders=world.left.leaders - 1)
-            told = "coordinator {} takes over; the one before has crashed, or does not know it yet", (world.coordinators + 1,)
-            yield Kind.FAULT, told, self._sending(world._replace(coordinators=world.coordinators + 1, left=left), world.coordinators + 1)
+            told = (
+                "coordinator {} takes over; the one before has crashed, or does not know it yet",
+                (world.coordinators + 1,),
+            )
+            yield (
+                Kind.FAULT,
+                told,
+                self._sending(
+                    world._replace(coordinators=world.coordinators + 1, left=left), world.coordinators + 1
+                ),
+            )
         state, handover = world.key
         if state is not CoordinatorState.IDLE:
             yield from ((Kind.DUE, told, after) for told, after in self._next(world, said, state, handover))
@@ -113,16 +142,32 @@ class Handovers(Ranks):
             if (state, handover) != (CoordinatorState.PROPOSING, earlier):
                 yield from ((Kind.MAY, told, after) for told, after in self._belated(world, said, earlier))
 
-    def _next(self, world: World, said: int, state: CoordinatorState, handover: int) -> Iterator[tuple[Told, World]]:
+    def _next(
+        self, world: World, said: int, state: CoordinatorState, handover: int
+    ) -> Iterator[tuple[Told, World]]:
         """Yield steps of a coordinator that knows the durable state."""
         gone = self.gone(world, handover)
-        if state is CoordinatorState.PROPOSING and said & fact_of(STAGED, handover) and not world.staged & 1 << handover:
+        if (
+            state is CoordinatorState.PROPOSING
+            and said & fact_of(STAGED, handover)
+            and not world.staged & 1 << handover
+        ):
             yield self._recording(world, handover)
-        if state is CoordinatorState.COMMITTING and (said & fact_of(FLIPPED, handover) or gone) and world.placed < handover:
-            yield ("a coordinator records the placement of handover {}", (handover,)), world._replace(placed=handover)
+        if (
+            state is CoordinatorState.COMMITTING
+            and (said & fact_of(FLIPPED, handover) or gone)
+            and world.placed < handover
+        ):
+            yield (
+                ("a coordinator records the placement of handover {}", (handover,)),
+                world._replace(placed=handover),
+            )
         for cue in self._cues(world, said, state, handover, gone):
             after = moved(CONDUCTING, state, cue)
-            told = "a coordinator, {} handover {}: {}; it makes durable: {}", (state.value, handover, cue.value, after.value)
+            told = (
+                "a coordinator, {} handover {}: {}; it makes durable: {}",
+                (state.value, handover, cue.value, after.value),
+            )
             yield told, self._stored(self._decided(world, handover, state, after), after, handover)
 
     def _belated(self, world: World, said: int, handover: int) -> Iterator[tuple[Told, World]]:
@@ -133,17 +178,30 @@ class Handovers(Ranks):
             (text, gaps), after = self._recording(world, handover)
             yield (text + ", late", gaps), after
         if self.decides_blindly:
-            told = "a coordinator that was asleep since handover {} was proposed decides to commit it", (handover,)
+            told = (
+                "a coordinator that was asleep since handover {} was proposed decides to commit it",
+                (handover,),
+            )
             yield (
                 told,
-                self._stored(self._decided(world, handover, CoordinatorState.PROPOSING, CoordinatorState.COMMITTING), CoordinatorState.COMMITTING, handover),
+                self._stored(
+                    self._decided(world, handover, CoordinatorState.PROPOSING, CoordinatorState.COMMITTING),
+                    CoordinatorState.COMMITTING,
+                    handover,
+                ),
             )
 
     def _recording(self, world: World, handover: int) -> tuple[Told, World]:
-        return ("a coordinator records that handover {} is staged", (handover,)), world._replace(staged=world.staged | 1 << handover)
+        return ("a coordinator records that handover {} is staged", (handover,)), world._replace(
+            staged=world.staged | 1 << handover
+        )
 
-    def _cues(self, world: World, said: int, state: CoordinatorState, handover: int, gone: bool) -> Iterator[CoordinatorEvent]:
-        recorded = world.staged & 1 << handover if state is CoordinatorState.PROPOSING else world.placed >= handover
+    def _cues(
+        self, world: World, said: int, state: CoordinatorState, handover: int, gone: bool
+    ) -> Iterator[CoordinatorEvent]:
+        recorded = (
+            world.staged & 1 << handover if state is CoordinatorState.PROPOSING else world.placed >= handover
+        )
         match state:
             case CoordinatorState.PROPOSING:
                 if said & fact_of(STAGED, handover) and recorded:
@@ -156,8 +214,16 @@ class Handovers(Ranks):
         if gone and (recorded or state is not CoordinatorState.COMMITTING):
             yield CoordinatorEvent.ENGINE_GONE
 
-    def _decided(self, world: World, handover: int, state: CoordinatorState, after: CoordinatorState) -> World:
-        bit = COMMITTED_BIT if after is CoordinatorState.COMMITTING else ABORTED_BIT if state is CoordinatorState.PROPOSING else 0
+    def _decided(
+        self, world: World, handover: int, state: CoordinatorState, after: CoordinatorState
+    ) -> World:
+        bit = (
+            COMMITTED_BIT
+            if after is CoordinatorState.COMMITTING
+            else ABORTED_BIT
+            if state is CoordinatorState.PROPOSING
+            else 0
+        )
         decided = list(world.decided)
         decided[handover - 1] |= bit
         return world._replace(decided=tuple(decided))
@@ -172,7 +238,11 @@ class Handovers(Ranks):
         """Send the commands that follow from the durable state, and abort earlier handovers found open."""
         (state, handover), sent = world.key, world.sent
         if state is not CoordinatorState.IDLE:
-            kind = {CoordinatorState.PROPOSING: PROPOSE, CoordinatorState.COMMITTING: COMMIT, CoordinatorState.ABORTING: ABORT}[state]
+            kind = {
+                CoordinatorState.PROPOSING: PROPOSE,
+                CoordinatorState.COMMITTING: COMMIT,
+                CoordinatorState.ABORTING: ABORT,
+            }[state]
             sent |= 1 << self._bit(kind, token, handover)
         for over in range(1, (handover + (state is CoordinatorState.IDLE)) if self.clears_strays else 0):
             sent |= 1 << self._bit(ABORT, token, over)
@@ -188,9 +258,14 @@ class Handovers(Ranks):
         if self._ranks[rank].standing is None:
             return
         for due, kind, token, handover, epoch in self._letters(state[0]):
-            after = self._after_command(rank, kind, token, handover, epoch, self._offer(state[1 + (at - 1) % self.size.ranks]))
+            after = self._after_command(
+                rank, kind, token, handover, epoch, self._offer(state[1 + (at - 1) % self.size.ranks])
+            )
             if after != rank:
-                told = "rank {} hears {} of handover {} from coordinator {}", (at, NAMES[kind], handover, token)
+                told = (
+                    "rank {} hears {} of handover {} from coordinator {}",
+                    (at, NAMES[kind], handover, token),
+                )
                 yield Step(due, told, (*state[: 1 + at], after, *state[2 + at :]))
 
     def _letters(self, number: int) -> list[tuple[Kind, int, int, int, int]]:
@@ -204,15 +279,20 @@ class Handovers(Ranks):
                 for handover, (_, epoch) in enumerate(world.handovers, 1)
                 for token in range(1, newest + 1)
                 for kind in (PROPOSE, COMMIT, ABORT)
-                if world.sent >> self._bit(kind, token, handover) & 1 and self.addressed(world, kind, handover)
+                if world.sent >> self._bit(kind, token, handover) & 1
+                and self.addressed(world, kind, handover)
             ]
         return known
 
-    def _after_command(self, number: int, kind: int, token: int, handover: int, epoch: int, offer: tuple[int, int]) -> int:
+    def _after_command(
+        self, number: int, kind: int, token: int, handover: int, epoch: int, offer: tuple[int, int]
+    ) -> int:
         key = ("command", number, kind, token, handover, epoch, offer)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._rank(self.obeyed(self._ranks[number], kind, token, handover, epoch, offer))
+            known = self._known[key] = self._rank(
+                self.obeyed(self._ranks[number], kind, token, handover, epoch, offer)
+            )
         return known
 
     # --- autonomous steps of ranks and transfers ---
@@ -224,7 +304,11 @@ class Handovers(Ranks):
         known = self._known.get(key)
         if known is None:
             rank = self._ranks[state[1 + at]]
-            own = [] if rank.standing is None else list(self.own(rank, rank.standing, self._offer(before), self._readers(behind)))
+            own = (
+                []
+                if rank.standing is None
+                else list(self.own(rank, rank.standing, self._offer(before), self._readers(behind)))
+            )
             known = self._known[key] = [(one, self._rank(one.after)) for one in own]
         for one, after in known:
             new = state[0]
@@ -233,11 +317,17 @@ class Handovers(Ranks):
                 if not allowed:
                     continue
                 new = self._world(world._replace(left=world.left._replace(**{one.fault: allowed - 1})))
-            yield Step(one.kind, (one.told, (at, (at - 1) % count)), (new, *state[1 : 1 + at], after, *state[2 + at :]))
+            yield Step(
+                one.kind,
+                (one.told, (at, (at - 1) % count)),
+                (new, *state[1 : 1 + at], after, *state[2 + at :]),
+            )
 
     def _offer(self, number: int) -> tuple[int, int]:
         """Return the rank's readable (cell, epoch); (-1, -1): none, it is dead."""
-        live = [(cell, epoch) for cell, (use, epoch) in enumerate(self._ranks[number].cells) if use is Cell.LIVE]
+        live = [
+            (cell, epoch) for cell, (use, epoch) in enumerate(self._ranks[number].cells) if use is Cell.LIVE
+        ]
         return live[0] if live else (-1, -1)
 
     def _readers(self, number: int) -> int:
@@ -252,16 +342,28 @@ class Handovers(Ranks):
             yield Step(Kind.DUE, *self._restarted(world, ranks))
         elif flipping := self._flipping(state[1:], ranks):
             after = [
-                self._rank(rank._replace(steps=rank.steps + 1, made=rank.standing.handover)) if at in flipping and rank.standing else state[1 + at]
+                (
+                    self._rank(rank._replace(steps=rank.steps + 1, made=rank.standing.handover))
+                    if at in flipping and rank.standing
+                    else state[1 + at]
+                )
                 for at, rank in enumerate(ranks)
             ]
-            yield Step(Kind.DUE, ("the step begins: {} over to the next epoch", (_names(flipping),)), (state[0], *after))
+            yield Step(
+                Kind.DUE,
+                ("the step begins: {} over to the next epoch", (_names(flipping),)),
+                (state[0], *after),
+            )
         if world.left.deaths:
             left = self._world(world._replace(left=world.left._replace(deaths=world.left.deaths - 1)))
             for at, rank in enumerate(ranks):
                 if rank.standing is not None:
                     dead = self._rank(Rank(None, 0, 0, (), (), rank.said))
-                    yield Step(Kind.FAULT, ("rank {} dies", (at,)), (left, *state[1 : 1 + at], dead, *state[2 + at :]))
+                    yield Step(
+                        Kind.FAULT,
+                        ("rank {} dies", (at,)),
+                        (left, *state[1 : 1 + at], dead, *state[2 + at :]),
+                    )
 
     def _flipping(self, numbers: tuple[int, ...], ranks: list[Rank]) -> list[int]:
         return self.flipping(ranks) if any(self.ready(rank) > rank.steps for rank in ranks) else []
@@ -270,7 +372,10 @@ class Handovers(Ranks):
         made = self.last_decided(world)
         epoch = world.handovers[made - 1][1] if made else 0
         born = [self._rank(self.born(epoch, made, rank.said)) for rank in ranks]
-        return ("the engine begins a new life, with epoch {}", (epoch,)), (self._world(world._replace(life=world.life + 1)), *born)
+        return ("the engine begins a new life, with epoch {}", (epoch,)), (
+            self._world(world._replace(life=world.life + 1)),
+            *born,
+        )
 
     # --- invariants ---
 
@@ -284,7 +389,11 @@ class Handovers(Ranks):
         world = self._worlds[state[0]]
         if COMMITTED_BIT | ABORTED_BIT in world.decided:
             return "a handover is both committed and aborted"
-        served = {rank.made for rank in (self._ranks[number] for number in state[1:]) if rank.made and rank.standing is not None}
+        served = {
+            rank.made
+            for rank in (self._ranks[number] for number in state[1:])
+            if rank.made and rank.standing is not None
+        }
         if any(not world.decided[made - 1] & COMMITTED_BIT for made in served):
             return "an epoch is served that was never decided"
         return ""
@@ -297,12 +406,19 @@ class Handovers(Ranks):
             landing = [here for here, _ in rank.flows]
             if len(set(landing)) < len(landing):
                 return "a cell is used again while bytes of an earlier read still land in it"
-            if any(rank.cells[here][0] not in (Cell.PULLING, Cell.QUARANTINED, Cell.FREE) for here in landing):
+            if any(
+                rank.cells[here][0] not in (Cell.PULLING, Cell.QUARANTINED, Cell.FREE) for here in landing
+            ):
                 return "bytes land in a cell that is in use"
             if set(landing) & {there for _, there in ranks[(at + 1) % len(ranks)].flows}:
                 return "a cell is used again while another rank still reads from it"
         if len(alive) == len(ranks):
-            held = {(at - epoch) % len(ranks) for at, rank in enumerate(ranks) for use, epoch in rank.cells if use in (Cell.LIVE, Cell.STAGED)}
+            held = {
+                (at - epoch) % len(ranks)
+                for at, rank in enumerate(ranks)
+                for use, epoch in rank.cells
+                if use in (Cell.LIVE, Cell.STAGED)
+            }
             if len(held) < len(ranks):
                 return "the last verified copy of an expert is gone"
         return ""
@@ -318,7 +434,9 @@ class Handovers(Ranks):
     def _shrunk(self, earlier: Rank, later: Rank) -> bool:
         if earlier.standing is None or later.standing is None:
             return False
-        return later.steps < earlier.steps or any(now < then for now, then in zip(later.standing[1:3], earlier.standing[1:3], strict=True))
+        return later.steps < earlier.steps or any(
+            now < then for now, then in zip(later.standing[1:3], earlier.standing[1:3], strict=True)
+        )
 
     # --- numbers for values, so that states are small ---
 

@@ -49,9 +49,29 @@ from fleet.placement import EMPTY, Placement
 from migration.config import MigrationConfig
 from migration.engine_state.placement_registry import EngineEntry
 from migration.execution.handover_driver import stray
-from migration.handover.coordinator import Command, HandoverSpec, HandoverState, HandoverTimes, Move, begun, taken_over
+from migration.handover.coordinator import (
+    Command,
+    HandoverSpec,
+    HandoverState,
+    HandoverTimes,
+    Move,
+    begun,
+    taken_over,
+)
 from migration.handover.handover_messages import left_open, unheard_of
-from tests.fleet.handover_fake_memory import EXPERTS, FIRST, LEASE_SECONDS, MEMORY, RANKS, SLOTS, STAGE_SECONDS, TORN, Flow, Seat, checksum
+from tests.fleet.handover_fake_memory import (
+    EXPERTS,
+    FIRST,
+    LEASE_SECONDS,
+    MEMORY,
+    RANKS,
+    SLOTS,
+    STAGE_SECONDS,
+    TORN,
+    Flow,
+    Seat,
+    checksum,
+)
 from tests.fleet.handover_store import Store
 
 PACE = HandoverTimes(repeat=0.5, grace=1.0, commit=5.0)
@@ -103,8 +123,15 @@ class World(Store):
         """Start the engine with the last decided state (`deploy.parts.resume`)."""
         found = self.open
         last = next((one for one in reversed(self.log) if not isinstance(one, PlacementCommitted)), None)
-        decided = isinstance(last, MigrationStaged) and found is not None and found.state is CoordinatorState.COMMITTING and found.handover == last.handover
-        record = last_decided(self.committed(), last if decided and isinstance(last, MigrationStaged) else None)
+        decided = (
+            isinstance(last, MigrationStaged)
+            and found is not None
+            and found.state is CoordinatorState.COMMITTING
+            and found.handover == last.handover
+        )
+        record = last_decided(
+            self.committed(), last if decided and isinstance(last, MigrationStaged) else None
+        )
         placement = FIRST if record is None else Placement.from_record(record)
         self.life += 1
         self.errands, self.flows = [], []
@@ -148,16 +175,24 @@ class World(Store):
             record = move.records[leader.recorded]
             if not any(_same(record, one) for one in self.log):
                 self.log.append(record)
-                self.tell(f"coordinator {leader.token} records {type(record).__name__} (handover {proceeding.what.handover})")
+                self.tell(
+                    f"coordinator {leader.token} records {type(record).__name__} (handover"
+                    f" {proceeding.what.handover})"
+                )
             leader.recorded += 1
             return
         leader.recorded = 0
         if not self.claim(proceeding.durable(move.after, self.now), leader.revision):
-            self.tell(f"coordinator {leader.token} finds that handover {proceeding.what.handover} was changed by somebody else")
+            self.tell(
+                f"coordinator {leader.token} finds that handover {proceeding.what.handover} was changed by"
+                " somebody else"
+            )
             leader.forget()
             return
         leader.revision = self.revision
-        self.tell(f"coordinator {leader.token}: handover {proceeding.what.handover}: {move.cue}, {move.after}")
+        self.tell(
+            f"coordinator {leader.token}: handover {proceeding.what.handover}: {move.cue}, {move.after}"
+        )
         leader.proceeding = proceeding.moved(move, self.now)
         if move.after is CoordinatorState.IDLE:
             leader.forget()
@@ -167,7 +202,13 @@ class World(Store):
         leader.revision = None if left is None else self.revision
         if left is not None and left.state is not CoordinatorState.IDLE:
             staged = next(
-                (one for one in self.log if isinstance(one, MigrationStaged) and (one.worker_id, one.handover) == (left.worker_id, left.handover)), None
+                (
+                    one
+                    for one in self.log
+                    if isinstance(one, MigrationStaged)
+                    and (one.worker_id, one.handover) == (left.worker_id, left.handover)
+                ),
+                None,
             )
             what = replace(left_open("a", left, staged, None, MigrationConfig()), layout=EP)
             leader.proceeding = taken_over(what, left, leader.token, PACE, self.now)
@@ -193,7 +234,9 @@ class World(Store):
         left = unheard_of(self.entry, *found, leader.token, self.open)
         if self.claim(left, leader.revision):
             leader.revision = self.revision
-            leader.proceeding = taken_over(left_open("a", left, None, None, MigrationConfig()), left, leader.token, PACE, self.now)
+            leader.proceeding = taken_over(
+                left_open("a", left, None, None, MigrationConfig()), left, leader.token, PACE, self.now
+            )
             self.tell(f"coordinator {leader.token} clears handover {found[0]}: {found[1]}")
 
     def _begin(self, leader: Leader, last: int) -> None:
@@ -224,7 +267,10 @@ class World(Store):
         proceeding = begun(what, leader.token, PACE, self.now)
         if self.claim(proceeding.durable(CoordinatorState.PROPOSING, self.now), leader.revision):
             leader.proceeding, leader.revision, leader.recorded = proceeding, self.revision, 0
-            self.tell(f"coordinator {leader.token} begins handover {handover} to epoch {placement.epoch}: {placement.expert_of_slot.tolist()}")
+            self.tell(
+                f"coordinator {leader.token} begins handover {handover} to epoch {placement.epoch}:"
+                f" {placement.expert_of_slot.tolist()}"
+            )
 
     def another(self, present: Placement) -> tuple[Placement, tuple[ExpertCopy, ...]]:
         """Return a placement in which one or two slots changed, with the necessary copies."""
@@ -233,7 +279,9 @@ class World(Store):
             slot, expert = self.dice.randrange(table.size), self.dice.randrange(EXPERTS)
             rank = slot // SLOTS
             given_up = int(table[0, slot])
-            if expert in table[0, rank * SLOTS : (rank + 1) * SLOTS] or (given_up != EMPTY and (table == given_up).sum() == 1):
+            if expert in table[0, rank * SLOTS : (rank + 1) * SLOTS] or (
+                given_up != EMPTY and (table == given_up).sum() == 1
+            ):
                 continue
             table[0, slot] = expert
         copies = []
@@ -262,8 +310,14 @@ class World(Store):
                 seat.conduct.asked(command.token)
                 verdict = None
         if verdict is not None:
-            self.tell(f"rank {seat.rank}: {type(command).__name__} {command.handover} of coordinator {command.token}: {verdict}")
-        asked = leader.proceeding is not None and getattr(command, "handover", 0) == leader.proceeding.what.handover
+            self.tell(
+                f"rank {seat.rank}: {type(command).__name__} {command.handover} of coordinator"
+                f" {command.token}: {verdict}"
+            )
+        asked = (
+            leader.proceeding is not None
+            and getattr(command, "handover", 0) == leader.proceeding.what.handover
+        )
         self.answers.append((leader, seat.conduct.describe(self.now, verdict if asked else None)))
         self.carry_out(seat)
 
@@ -306,7 +360,9 @@ class World(Store):
                 self.errands.append((seat, lambda: self._prepare(seat, effect)))
             case Adopt():
                 if seat.prepared is None or seat.prepared.handover != effect.handover:
-                    raise self.unsafe(f"rank {seat.rank} adopts handover {effect.handover}, which it has not prepared")
+                    raise self.unsafe(
+                        f"rank {seat.rank} adopts handover {effect.handover}, which it has not prepared"
+                    )
                 seat.ready = seat.prepared
             case Forget():
                 seat.prepared = None
@@ -326,7 +382,14 @@ class World(Store):
         source = self.seats[effect.source]
         wanted = [(layer, slot - effect.source * SLOTS, expert) for layer, slot, expert in effect.experts]
         lease = source.residency.lease(seat.rank, effect.handover, wanted, LEASE_SECONDS, self.now)
-        return ExpertsLeased(worker_id=self.life, rank=effect.source, lease=lease.number, memory=MEMORY, cells=lease.cells, checksums=lease.checksums)
+        return ExpertsLeased(
+            worker_id=self.life,
+            rank=effect.source,
+            lease=lease.number,
+            memory=MEMORY,
+            cells=lease.cells,
+            checksums=lease.checksums,
+        )
 
     def _end_lease(self, effect: ReleaseLease) -> None:
         source = self.seats[effect.source]
@@ -334,7 +397,10 @@ class World(Store):
             source.residency.end(effect.lease, self.now)
 
     def _verify(self, seat: Seat, effect: VerifyCells) -> None:
-        wrong = tuple("" if (seat.memory[cell],) == promised else "torn" for cell, promised in zip(effect.cells, effect.promised, strict=True))
+        wrong = tuple(
+            "" if (seat.memory[cell],) == promised else "torn"
+            for cell, promised in zip(effect.cells, effect.promised, strict=True)
+        )
         self.report(seat, CellsVerified(effect.batch, wrong))
 
     def _prepare(self, seat: Seat, effect: Prepare) -> None:
@@ -360,19 +426,29 @@ class World(Store):
         if flow.late:
             self.report(seat, ReadSettled(flow.batch))
         else:
-            self.report(seat, ReadBroken(flow.batch, "it is gone") if lost else ReadLanded(flow.batch, "shared", 64, 0.1))
+            self.report(
+                seat,
+                ReadBroken(flow.batch, "it is gone") if lost else ReadLanded(flow.batch, "shared", 64, 0.1),
+            )
 
     def delay(self, flow: Flow) -> None:
         flow.late = True
-        self.tell(f"rank {flow.reader.rank}: a read from rank {flow.source.rank} into {[here for _, here in flow.pulls]} is late")
+        self.tell(
+            f"rank {flow.reader.rank}: a read from rank {flow.source.rank} into"
+            f" {[here for _, here in flow.pulls]} is late"
+        )
         self.report(flow.reader, ReadLate(flow.batch, "it takes long"))
 
     def _check_landing(self, seat: Seat, pulls: tuple[tuple[int, int], ...]) -> None:
         for _, here in pulls:
             if seat.residency.use(here) not in (Cell.PULLING, Cell.QUARANTINED):
-                raise self.unsafe(f"bytes land in cell {here} of rank {seat.rank}, which is {seat.residency.use(here)}")
+                raise self.unsafe(
+                    f"bytes land in cell {here} of rank {seat.rank}, which is {seat.residency.use(here)}"
+                )
             if any(flow.source is seat and here in [there for there, _ in flow.pulls] for flow in self.flows):
-                raise self.unsafe(f"bytes land in cell {here} of rank {seat.rank}, while another rank reads it")
+                raise self.unsafe(
+                    f"bytes land in cell {here} of rank {seat.rank}, while another rank reads it"
+                )
 
     # The whole engine
 
@@ -384,8 +460,15 @@ class World(Store):
         for seat in going:
             assert seat.ready is not None
             if CoordinatorState.COMMITTING not in self.decided[self.life, seat.ready.handover]:
-                raise self.unsafe(f"rank {seat.rank} flips to handover {seat.ready.handover}, which was not decided")
-            seat.served, seat.cells, seat.ready, seat.prepared = seat.ready.placement, seat.ready.cells, None, None
+                raise self.unsafe(
+                    f"rank {seat.rank} flips to handover {seat.ready.handover}, which was not decided"
+                )
+            seat.served, seat.cells, seat.ready, seat.prepared = (
+                seat.ready.placement,
+                seat.ready.cells,
+                None,
+                None,
+            )
             self.errands.append((seat, lambda seat=seat: self._adopted(seat)))  # type: ignore[misc]
         if going:
             self.flips += 1
@@ -395,7 +478,11 @@ class World(Store):
     def going(self) -> list[Seat]:
         """Return the ranks that flip at this step."""
         headers = [seat.headers for seat in self.seats]
-        return [seat for seat, (served, _) in zip(self.seats, headers, strict=True) if flips(served, tuple(ready for _, ready in headers))]
+        return [
+            seat
+            for seat, (served, _) in zip(self.seats, headers, strict=True)
+            if flips(served, tuple(ready for _, ready in headers))
+        ]
 
     def _adopted(self, seat: Seat) -> None:
         seat.conduct.adopted(self.now)
@@ -409,7 +496,10 @@ class World(Store):
         for seat in alive:
             for expert, cell in zip(seat.served.on_rank(seat.rank).flat, seat.cells.flat, strict=True):
                 if expert != EMPTY and seat.memory[cell] != checksum(expert):
-                    raise self.unsafe(f"rank {seat.rank} serves expert {expert} from cell {cell}, in which lies {seat.memory[cell]}")
+                    raise self.unsafe(
+                        f"rank {seat.rank} serves expert {expert} from cell {cell}, in which lies"
+                        f" {seat.memory[cell]}"
+                    )
 
     def wait(self, seconds: float) -> None:
         """Advance time: leases are renewed, deadlines pass."""

@@ -1,14 +1,40 @@
-"""Steps of the model's ranks, each on its own: receive commands, read, verify, adopt. See `handover_model`."""
+"""Steps of the model's ranks, each on its own: receive commands, read, verify, adopt. See
+`handover_model`."""
 
 from collections.abc import Iterator
 
-from fleet.handover import Cell, CellEvent, CommandVerdict, ProtocolState, RankState, aborted, committed, flipped, heard, proposed, staged
+from fleet.handover import (
+    Cell,
+    CellEvent,
+    CommandVerdict,
+    ProtocolState,
+    RankState,
+    aborted,
+    committed,
+    flipped,
+    heard,
+    proposed,
+    staged,
+)
 from tests.fleet.exploration import Kind
-from tests.fleet.handover_world import ABORT, COMMIT, FLIPPED, GIVEN_UP, PROPOSE, STAGED, Own, Rank, Rules, Size, fact_of
+from tests.fleet.handover_world import (
+    ABORT,
+    COMMIT,
+    FLIPPED,
+    GIVEN_UP,
+    PROPOSE,
+    STAGED,
+    Own,
+    Rank,
+    Rules,
+    Size,
+    fact_of,
+)
 
 
 class Ranks(Rules):
-    """Steps of a rank. offer: the readable (cell, epoch) of the rank before it; (-1, -1): none, it is dead."""
+    """Steps of a rank. offer: the readable (cell, epoch) of the rank before it; (-1, -1): none, it is
+    dead."""
 
     def __init__(self, size: Size) -> None:
         self.size = size
@@ -17,14 +43,20 @@ class Ranks(Rules):
         cells = ((Cell.LIVE, epoch), *[(Cell.FREE, 0)] * (self.size.cells - 1))
         return Rank(ProtocolState(RankState.SERVING, epoch), epoch, made, cells, (), said)
 
-    def obeyed(self, rank: Rank, kind: int, token: int, handover: int, epoch: int, offer: tuple[int, int]) -> Rank:
+    def obeyed(
+        self, rank: Rank, kind: int, token: int, handover: int, epoch: int, offer: tuple[int, int]
+    ) -> Rank:
         standing = rank.standing
         assert standing is not None
         handover, token = self.meant(standing, kind, handover, epoch), self.fenced(standing, token)
         verdict = self.heed(standing, kind, token, handover, epoch)
         if verdict is CommandVerdict.FENCED:
             return rank
-        said = rank.said | (fact_of(GIVEN_UP, handover) if kind == ABORT and verdict in (CommandVerdict.TAKE, CommandVerdict.REPEAT) else 0)
+        said = rank.said | (
+            fact_of(GIVEN_UP, handover)
+            if kind == ABORT and verdict in (CommandVerdict.TAKE, CommandVerdict.REPEAT)
+            else 0
+        )
         rank = rank._replace(standing=heard(standing, token), said=said)
         if verdict is not CommandVerdict.TAKE:
             return rank
@@ -32,26 +64,45 @@ class Ranks(Rules):
             return self._reading(rank._replace(standing=proposed(standing, token, handover)), offer)
         if kind == COMMIT:
             return rank._replace(standing=committed(standing, token))
-        return (self.dropped(rank) if handover == standing.handover else rank)._replace(standing=aborted(standing, token, handover))
+        return (self.dropped(rank) if handover == standing.handover else rank)._replace(
+            standing=aborted(standing, token, handover)
+        )
 
     def dropped(self, rank: Rank) -> Rank:
-        given_up = {Cell.PULLING: CellEvent.OVERDUE, Cell.VERIFYING: CellEvent.OVERDUE, Cell.STAGED: CellEvent.DROPPED}
-        cells = tuple((self.cell_after(use, given_up[use]), 0) if use in given_up else (use, epoch) for use, epoch in rank.cells)
+        given_up = {
+            Cell.PULLING: CellEvent.OVERDUE,
+            Cell.VERIFYING: CellEvent.OVERDUE,
+            Cell.STAGED: CellEvent.DROPPED,
+        }
+        cells = tuple(
+            (self.cell_after(use, given_up[use]), 0) if use in given_up else (use, epoch)
+            for use, epoch in rank.cells
+        )
         return rank._replace(cells=cells)
 
     def own(self, rank: Rank, standing: ProtocolState, offer: tuple[int, int], readers: int) -> Iterator[Own]:
         if standing.state is RankState.READY and rank.steps > standing.served:
-            yield Own(Kind.DUE, "the agent of rank {} hears that it flipped: the old cell drains", self._adopted(rank, standing, readers))
+            yield Own(
+                Kind.DUE,
+                "the agent of rank {} hears that it flipped: the old cell drains",
+                self._adopted(rank, standing, readers),
+            )
         if standing.state is RankState.STAGED:
             alone = self.gives_up(rank, standing)
             if alone is not None:
                 yield Own(Kind.MAY, "rank {} has waited long enough, and gives up", alone)
-        if standing.state is RankState.STAGING and not any(use in (Cell.PULLING, Cell.VERIFYING) for use, _ in rank.cells):
+        if standing.state is RankState.STAGING and not any(
+            use in (Cell.PULLING, Cell.VERIFYING) for use, _ in rank.cells
+        ):
             yield from self._beginning(rank, standing, offer)
         for cell, (use, _) in enumerate(rank.cells):
             yield from self._transferring(rank, standing, cell, use, alive=offer[0] >= 0)
             if use is Cell.DRAINING and self.drained(readers, cell):
-                yield Own(Kind.DUE, f"nobody reads cell {cell} of rank {{}} any more: it is free", self._used(rank, cell, CellEvent.SETTLED))
+                yield Own(
+                    Kind.DUE,
+                    f"nobody reads cell {cell} of rank {{}} any more: it is free",
+                    self._used(rank, cell, CellEvent.SETTLED),
+                )
 
     def _beginning(self, rank: Rank, standing: ProtocolState, offer: tuple[int, int]) -> Iterator[Own]:
         uses = [use for use, _ in rank.cells]
@@ -59,7 +110,11 @@ class Ranks(Rules):
         if reading is not rank:
             yield Own(Kind.DUE, "rank {} tries again, and reads its expert of rank {}", reading)
         if reading is rank or Cell.QUARANTINED in uses:
-            yield Own(Kind.DUE, "rank {} cannot stage, and says so", rank._replace(standing=staged(standing, failed=True)))
+            yield Own(
+                Kind.DUE,
+                "rank {} cannot stage, and says so",
+                rank._replace(standing=staged(standing, failed=True)),
+            )
 
     def _reading(self, rank: Rank, offer: tuple[int, int]) -> Rank:
         """Start to read if source and a free cell exist; otherwise unchanged."""
@@ -69,9 +124,13 @@ class Ranks(Rules):
         if Cell.FREE not in uses or offer[1] != rank.standing.served:
             return rank
         cell = uses.index(Cell.FREE)
-        return self._used(rank, cell, CellEvent.RESERVED, rank.standing.served + 1)._replace(flows=(*rank.flows, (cell, offer[0])))
+        return self._used(rank, cell, CellEvent.RESERVED, rank.standing.served + 1)._replace(
+            flows=(*rank.flows, (cell, offer[0]))
+        )
 
-    def _transferring(self, rank: Rank, standing: ProtocolState, cell: int, use: Cell, *, alive: bool) -> Iterator[Own]:
+    def _transferring(
+        self, rank: Rank, standing: ProtocolState, cell: int, use: Cell, *, alive: bool
+    ) -> Iterator[Own]:
         under_way = any(here == cell for here, _ in rank.flows)
         settled = rank._replace(flows=tuple(flow for flow in rank.flows if flow[0] != cell))
         match use:
@@ -82,24 +141,51 @@ class Ranks(Rules):
                 else:
                     yield Own(Kind.DUE, f"all bytes have landed in cell {cell} of rank {{}}", landed)
                 overdue = self._used(rank, cell, CellEvent.OVERDUE)
-                yield Own(Kind.FAULT, f"the read into cell {cell} of rank {{}} is overdue, and given up", overdue, "overdue")
+                yield Own(
+                    Kind.FAULT,
+                    f"the read into cell {cell} of rank {{}} is overdue, and given up",
+                    overdue,
+                    "overdue",
+                )
             case Cell.PULLING:
-                yield Own(Kind.DUE, f"the read into cell {cell} of rank {{}} breaks", self._used(settled, cell, CellEvent.BROKEN))
+                yield Own(
+                    Kind.DUE,
+                    f"the read into cell {cell} of rank {{}} breaks",
+                    self._used(settled, cell, CellEvent.BROKEN),
+                )
             case Cell.VERIFYING:
                 verified = self._used(rank, cell, CellEvent.VERIFIED)._replace(standing=staged(standing))
-                yield Own(Kind.DUE, f"rank {{}} has verified cell {cell}, and says that it has staged", self._telling(verified, STAGED, standing.handover))
+                yield Own(
+                    Kind.DUE,
+                    f"rank {{}} has verified cell {cell}, and says that it has staged",
+                    self._telling(verified, STAGED, standing.handover),
+                )
                 refused = self._used(rank, cell, CellEvent.REFUSED)
-                yield Own(Kind.FAULT, f"the checksums of cell {cell} of rank {{}} are not those promised", refused, "corrupted")
+                yield Own(
+                    Kind.FAULT,
+                    f"the checksums of cell {cell} of rank {{}} are not those promised",
+                    refused,
+                    "corrupted",
+                )
             case Cell.QUARANTINED:
-                yield Own(Kind.DUE, f"nothing lands any more in cell {cell} of rank {{}}", self._used(settled, cell, CellEvent.SETTLED))
+                yield Own(
+                    Kind.DUE,
+                    f"nothing lands any more in cell {cell} of rank {{}}",
+                    self._used(settled, cell, CellEvent.SETTLED),
+                )
             case _ if under_way:
                 yield Own(Kind.DUE, f"nothing lands any more in cell {cell} of rank {{}}", settled)
 
     def _adopted(self, rank: Rank, standing: ProtocolState, readers: int) -> Rank:
         """Drain the old cell; without readers it is free at once."""
         swap = {Cell.LIVE: CellEvent.EVICTED, Cell.STAGED: CellEvent.ADOPTED}
-        cells = tuple((self.cell_after(use, swap[use]), epoch) if use in swap else (use, epoch) for use, epoch in rank.cells)
-        rank = self._telling(rank._replace(standing=flipped(standing), cells=cells), FLIPPED, standing.handover)
+        cells = tuple(
+            (self.cell_after(use, swap[use]), epoch) if use in swap else (use, epoch)
+            for use, epoch in rank.cells
+        )
+        rank = self._telling(
+            rank._replace(standing=flipped(standing), cells=cells), FLIPPED, standing.handover
+        )
         for cell, (use, _) in enumerate(cells):
             if use is Cell.DRAINING and self.drained(readers, cell):
                 rank = self._used(rank, cell, CellEvent.SETTLED)

@@ -1,4 +1,5 @@
-"""Random walks through the world of `handover_parties`: first any events, then only those that must happen."""
+"""Random walks through the world of `handover_parties`: first any events, then only those that must
+happen."""
 
 import random
 from typing import Any
@@ -14,13 +15,25 @@ class Walk:
     def __init__(self, seed: int, world: type[World] = World) -> None:
         dice = random.Random(seed)
         self.world, self._dice = world(dice), dice
-        self.deaths, self._leaders, self._silences = dice.choice((0.0, 0.002)), dice.choice((0.0, 0.004)), dice.choice((0.0, 0.005, 0.05))
-        self._late, self._settled, self._again = dice.choice((0.0, 0.2, 0.6)), dice.choice((0.004, 0.3)), dice.choice((0.1, 0.3))
+        self.deaths, self._leaders, self._silences = (
+            dice.choice((0.0, 0.002)),
+            dice.choice((0.0, 0.004)),
+            dice.choice((0.0, 0.005, 0.05)),
+        )
+        self._late, self._settled, self._again = (
+            dice.choice((0.0, 0.2, 0.6)),
+            dice.choice((0.004, 0.3)),
+            dice.choice((0.1, 0.3)),
+        )
         self._often = tuple(dice.choice((most, most, 1)) for most in (4, 6, 6, 8, 4, 3, 1))
 
     def whatever(self, pieces: int) -> None:
         """Draw frequencies of events per walk, so that rare events coincide."""
-        deaths, leaders, silences = self.deaths, self.deaths + self._leaders, self.deaths + self._leaders + self._silences
+        deaths, leaders, silences = (
+            self.deaths,
+            self.deaths + self._leaders,
+            self.deaths + self._leaders + self._silences,
+        )
         for _ in range(pieces):
             world, chance = self.world, self._dice.random()
             if chance < deaths and world.whole:
@@ -29,14 +42,24 @@ class Walk:
                 world.leaders = [*world.leaders[-2:], Leader(world.leaders[-1].token + 1)]
                 world.tell(f"coordinator {world.leaders[-1].token} takes over")
             elif chance < silences and world.leaders[-1].proceeding is not None:
-                world.leaders[-1].proceeding = world.leaders[-1].proceeding.listened(silent=self._dice.random() < 0.5)
+                world.leaders[-1].proceeding = world.leaders[-1].proceeding.listened(
+                    silent=self._dice.random() < 0.5
+                )
             else:
                 self._piece(self._dice.choices(PIECES, self._chances())[0])
             world.check_served()
 
     def _chances(self) -> list[int]:
         world = self.world
-        possible = (True, world.commands, world.answers, world.errands, world.flows, any(seat.ready for seat in world.seats), True)
+        possible = (
+            True,
+            world.commands,
+            world.answers,
+            world.errands,
+            world.flows,
+            any(seat.ready for seat in world.seats),
+            True,
+        )
         return [often if can else 0 for often, can in zip(self._often, possible, strict=True)]
 
     def _piece(self, what: str) -> None:
@@ -115,5 +138,9 @@ class Walk:
 
     def _open(self) -> str:
         world = self.world
-        ranks = "; ".join(f"rank {seat.rank} {seat.conduct.standing}, {seat.residency.told()}, {seat.residency.leases} leases" for seat in world.seats)
+        ranks = "; ".join(
+            f"rank {seat.rank} {seat.conduct.standing}, {seat.residency.told()}, {seat.residency.leases}"
+            " leases"
+            for seat in world.seats
+        )
         return f"the key says {world.open}; {ranks}; {len(world.flows)} reads, {len(world.errands)} errands"

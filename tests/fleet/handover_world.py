@@ -160,4 +160,6 @@ class Rules:
     def ready(self, rank: Rank) -> int:
         """Return the ready epoch in its step headers."""
         standing = rank.standing
-        return standing.served + 1 if standing is not None and standing.state is RankState.READY else rank.steps
+        return (
+            standing.served + 1 if standing is not None and standing.state is RankState.READY else rank.steps
+        )

@@ -6,8 +6,11 @@ from numpy.typing import NDArray
 from fleet.placement import EMPTY, FULL, Split
 
 
-def random_table(dice: np.random.Generator, layers: int, ranks: int, experts: int, spare: int) -> NDArray[np.int16]:
-    """Return int16 [layers, slots]: every expert at least once, with random further replicas and empty slots."""
+def random_table(
+    dice: np.random.Generator, layers: int, ranks: int, experts: int, spare: int
+) -> NDArray[np.int16]:
+    """Return int16 [layers, slots]: every expert at least once, with random further replicas and empty
+    slots."""
     slots = -(-experts // ranks) + spare
     table = np.full((layers, ranks, slots), EMPTY, np.int16)
     for layer in range(layers):
@@ -24,7 +27,10 @@ def random_table(dice: np.random.Generator, layers: int, ranks: int, experts: in
 def random_split(dice: np.random.Generator, table: NDArray[np.int16], experts: int, *, nodes: bool) -> Split:
     """Return a random valid split. Extremes are as likely as intermediate values."""
     held = table != EMPTY
-    keep, near = (np.where(held, dice.choice([0, 1, FULL // 3, FULL - 1, FULL], table.shape), 0).astype(np.uint16) for _ in range(2))
+    keep, near = (
+        np.where(held, dice.choice([0, 1, FULL // 3, FULL - 1, FULL], table.shape), 0).astype(np.uint16)
+        for _ in range(2)
+    )
     spill = np.zeros(table.shape, np.uint16)
     for layer, expert in np.ndindex(len(table), experts):
         at = np.flatnonzero(table[layer] == expert)

@@ -22,8 +22,13 @@ names = st.text(max_size=40)
 
 
 @given(tokens, st.sampled_from([1, 16, 64]), names, names)
-def test_salted_local_hashes_equal_those_of_dynamo(ids: list[int], size: int, adapter: str, namespace: str) -> None:
-    theirs = [value % 2**64 for value in compute_block_hash_for_seq(ids, size, lora_name=adapter, cache_namespace=namespace)]
+def test_salted_local_hashes_equal_those_of_dynamo(
+    ids: list[int], size: int, adapter: str, namespace: str
+) -> None:
+    theirs = [
+        value % 2**64
+        for value in compute_block_hash_for_seq(ids, size, lora_name=adapter, cache_namespace=namespace)
+    ]
     assert blocks.local_hashes(ids, size, blocks.salted_seed(namespace, adapter)) == theirs
 
 
@@ -65,7 +70,9 @@ def test_ids_beyond_32_bits_are_refused() -> None:
 def test_dynamos_index_matches_our_local_hashes() -> None:
     ids = list(range(64))
     local = blocks.local_hashes(ids)
-    stored = KvStored(blocks=tuple(KvBlock(s, h) for s, h in zip(blocks.sequence_hashes(local), local, strict=True)))
+    stored = KvStored(
+        blocks=tuple(KvBlock(s, h) for s, h in zip(blocks.sequence_hashes(local), local, strict=True))
+    )
     tree = RadixTree()
     tree.apply_event(2**63 + 5, json.encode(KvEvent(event_id=1, data=KvChange(stored=stored))))
     assert tree.find_matches([*local[:3], 1]).scores == {(2**63 + 5, 0): 3}

@@ -1,4 +1,5 @@
-"""Replica selection for all experts of a token together: against an exhaustive search, and within the shares."""
+"""Replica selection for all experts of a token together: against an exhaustive search, and within the
+shares."""
 
 from itertools import product
 
@@ -21,10 +22,16 @@ def asked(draw: st.DrawFn, most: int = 5) -> tuple[Placement, NDArray[np.int64],
     split = random_split(dice, table, experts, nodes=False) if draw(st.booleans()) else None
     tokens, k = draw(st.integers(0, 12)), draw(st.integers(1, min(experts, most)))
     chosen = np.array([dice.permutation(experts)[:k] for _ in range(tokens)], np.int64).reshape(tokens, k)
-    return Placement(table, experts=experts, ranks=ranks, split=split), dice.integers(0, ranks, tokens), chosen
+    return (
+        Placement(table, experts=experts, ranks=ranks, split=split),
+        dice.integers(0, ranks, tokens),
+        chosen,
+    )
 
 
-def both(placement: Placement, home: NDArray[np.int64], experts: NDArray[np.int64], turn: int = 3) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def both(
+    placement: Placement, home: NDArray[np.int64], experts: NDArray[np.int64], turn: int = 3
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the slots by split and by cover, [n, k] each."""
     chooser = Chooser(placement, range(placement.ranks), np.zeros(placement.ranks, np.intp))
     wanted = home[:, None] * placement.experts + experts
@@ -37,7 +44,9 @@ def test_each_pair_goes_to_a_holder_with_a_share_and_no_token_reaches_more_ranks
     placement, home, experts = case
     split, cover = both(placement, home, experts)
     assert (placement.expert_of_slot[0, cover] == experts).all()
-    part = np.stack([shares(placement, rank, np.zeros(placement.ranks, np.intp))[0] for rank in range(placement.ranks)])
+    part = np.stack(
+        [shares(placement, rank, np.zeros(placement.ranks, np.intp))[0] for rank in range(placement.ranks)]
+    )
     assert (part[home[:, None], cover] > 0).all()
     by_split, by_cover = (reached(slots // placement.slots_per_rank, home) for slots in (split, cover))
     assert (by_cover <= by_split).all()
@@ -47,7 +56,10 @@ def test_each_pair_goes_to_a_holder_with_a_share_and_no_token_reaches_more_ranks
 def least(placement: Placement, home: int, experts: NDArray[np.int64]) -> int:
     """Return the minimum number of other ranks that a token reaches, by exhaustive search."""
     part = shares(placement, home, np.zeros(placement.ranks, np.intp))[0]
-    held = [np.flatnonzero((placement.expert_of_slot[0] == expert) & (part > 0)) // placement.slots_per_rank for expert in experts]
+    held = [
+        np.flatnonzero((placement.expert_of_slot[0] == expert) & (part > 0)) // placement.slots_per_rank
+        for expert in experts
+    ]
     return min(len({*ranks} - {home}) for ranks in product(*(one.tolist() for one in held)))
 
 

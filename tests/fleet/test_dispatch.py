@@ -25,15 +25,23 @@ def placed(draw: st.DrawFn) -> tuple[Placement, NDArray[np.intp]]:
     nodes = draw(st.integers(1, ranks))
     table = random_table(dice, layers, ranks, experts, draw(st.integers(0, 3)))
     node = np.concatenate([np.arange(nodes), dice.integers(nodes, size=ranks - nodes)])
-    split = random_split(dice, table, experts, nodes=nodes > 1 or draw(st.booleans())) if draw(st.booleans()) else None
+    split = (
+        random_split(dice, table, experts, nodes=nodes > 1 or draw(st.booleans()))
+        if draw(st.booleans())
+        else None
+    )
     return Placement(table, experts=experts, ranks=ranks, split=split), dice.permutation(node)
 
 
-def walked(placement: Placement, layer: int, expert: int, home: int, node: NDArray[np.intp]) -> dict[int, Fraction]:
+def walked(
+    placement: Placement, layer: int, expert: int, home: int, node: NDArray[np.intp]
+) -> dict[int, Fraction]:
     """Evaluate the rule literally: the exact share of each slot of a token of `home` for the expert."""
     slots = [slot for slot, held in enumerate(placement.expert_of_slot[layer].tolist()) if held == expert]
     rank = {slot: slot // placement.slots_per_rank for slot in slots}
-    keep, spill, near = ({slot: Fraction(int(part[layer, slot]), FULL) for slot in slots} for part in placement.split)
+    keep, spill, near = (
+        {slot: Fraction(int(part[layer, slot]), FULL) for slot in slots} for part in placement.split
+    )
     part = dict.fromkeys(slots, Fraction(0))
     left = Fraction(1)
     for slot in slots:
@@ -53,7 +61,9 @@ def walked(placement: Placement, layer: int, expert: int, home: int, node: NDArr
 
 @given(placed())
 @settings(max_examples=60, deadline=None)
-def test_the_shares_of_each_home_are_those_of_the_rule_in_words(case: tuple[Placement, NDArray[np.intp]]) -> None:
+def test_the_shares_of_each_home_are_those_of_the_rule_in_words(
+    case: tuple[Placement, NDArray[np.intp]],
+) -> None:
     placement, node = case
     own = own_part(placement, node)
     for home in range(placement.ranks):
@@ -64,12 +74,16 @@ def test_the_shares_of_each_home_are_those_of_the_rule_in_words(case: tuple[Plac
         for layer, expert in np.ndindex(placement.layers, placement.experts):
             expected = walked(placement, layer, expert, home, node)
             assert sum(expected.values()) == 1
-            assert [found[layer, slot] for slot in expected] == pytest.approx([float(part) for part in expected.values()], abs=1e-12)
+            assert [found[layer, slot] for slot in expected] == pytest.approx(
+                [float(part) for part in expected.values()], abs=1e-12
+            )
 
 
 @given(placed())
 @settings(max_examples=25, deadline=None)
-def test_what_is_sent_on_goes_where_the_rule_in_words_sends_it(case: tuple[Placement, NDArray[np.intp]]) -> None:
+def test_what_is_sent_on_goes_where_the_rule_in_words_sends_it(
+    case: tuple[Placement, NDArray[np.intp]],
+) -> None:
     placement, node = case
     found, held = onward(placement, node), LocalReplicas.of(placement)
     for home, layer in np.ndindex(placement.ranks, placement.layers):
@@ -78,14 +92,20 @@ def test_what_is_sent_on_goes_where_the_rule_in_words_sends_it(case: tuple[Place
         for expert in range(placement.experts):
             walk = walked(placement, layer, expert, home, node)
             kept = sum(keep[slot] for slot in walk if held.rank[0, slot] == home)
-            assert [(1.0 - kept) * part[slot] + kept * (held.rank[0, slot] == home) for slot in walk] == pytest.approx([float(each) for each in walk.values()])
+            assert [
+                (1.0 - kept) * part[slot] + kept * (held.rank[0, slot] == home) for slot in walk
+            ] == pytest.approx([float(each) for each in walk.values()])
 
 
 @given(placed(), st.integers(0, 2**32 - 1))
 @settings(max_examples=40, deadline=None)
-def test_flows_are_the_walks_of_all_tokens_and_nothing_is_lost(case: tuple[Placement, NDArray[np.intp]], seed: int) -> None:
+def test_flows_are_the_walks_of_all_tokens_and_nothing_is_lost(
+    case: tuple[Placement, NDArray[np.intp]], seed: int
+) -> None:
     placement, node = case
-    demand = np.random.default_rng(seed).integers(0, 9, (placement.ranks, placement.layers, placement.experts))
+    demand = np.random.default_rng(seed).integers(
+        0, 9, (placement.ranks, placement.layers, placement.experts)
+    )
     expected = np.zeros(placement.expert_of_slot.shape)
     for home, layer, expert in np.ndindex(*demand.shape):
         for slot, part in walked(placement, layer, expert, home, node).items():
@@ -95,25 +115,37 @@ def test_flows_are_the_walks_of_all_tokens_and_nothing_is_lost(case: tuple[Place
     assert all((part >= 0).all() for part in found)
     between = served_by(placement, demand, node)
     for home in range(placement.ranks):
-        own = shares(placement, home, node) * np.take_along_axis(demand[home], np.maximum(placement.expert_of_slot, 0), axis=1)
-        assert between[:, :, home] == pytest.approx(own.reshape(placement.layers, placement.ranks, -1).sum(axis=2), abs=1e-9)
+        own = shares(placement, home, node) * np.take_along_axis(
+            demand[home], np.maximum(placement.expert_of_slot, 0), axis=1
+        )
+        assert between[:, :, home] == pytest.approx(
+            own.reshape(placement.layers, placement.ranks, -1).sum(axis=2), abs=1e-9
+        )
     by_rank = loads(placement, demand, node)
     assert by_rank.sum(axis=1) == pytest.approx(demand.sum(axis=(0, 2)))
-    assert by_rank == pytest.approx(expected.reshape(placement.layers, placement.ranks, -1).sum(axis=2), abs=1e-9)
+    assert by_rank == pytest.approx(
+        expected.reshape(placement.layers, placement.ranks, -1).sum(axis=2), abs=1e-9
+    )
 
 
 @given(placed(), st.integers(0, 2**32 - 1))
 @settings(max_examples=25, deadline=None)
-def test_equal_demand_on_all_ranks_loads_the_replicas_of_the_even_split_evenly(case: tuple[Placement, NDArray[np.intp]], seed: int) -> None:
+def test_equal_demand_on_all_ranks_loads_the_replicas_of_the_even_split_evenly(
+    case: tuple[Placement, NDArray[np.intp]], seed: int
+) -> None:
     even, node = Placement(case[0].expert_of_slot, experts=case[0].experts, ranks=case[0].ranks), case[1]
     load = np.random.default_rng(seed).random((even.layers, even.experts))
     served = flows(even, np.repeat(load[None], even.ranks, axis=0), node).served
     for layer, expert in np.ndindex(load.shape):
         at = even.expert_of_slot[layer] == expert
-        assert served[layer, at] == pytest.approx(np.full(at.sum(), even.ranks * load[layer, expert] / at.sum()), rel=1e-4)
+        assert served[layer, at] == pytest.approx(
+            np.full(at.sum(), even.ranks * load[layer, expert] / at.sum()), rel=1e-4
+        )
 
 
-def sent(chooser: Chooser, layer: int, wanted: NDArray[Any], steps: NDArray[Any], experts: int) -> NDArray[np.int64]:
+def sent(
+    chooser: Chooser, layer: int, wanted: NDArray[Any], steps: NDArray[Any], experts: int
+) -> NDArray[np.int64]:
     """Return the slots of the pairs of these steps, counted as an engine counts them."""
     turns = np.zeros(experts, np.int64)
     found = []
@@ -126,12 +158,20 @@ def sent(chooser: Chooser, layer: int, wanted: NDArray[Any], steps: NDArray[Any]
 
 @given(placed(), st.integers(0, 2**32 - 1), st.integers(1, 400))
 @settings(max_examples=60, deadline=None)
-def test_single_tokens_keep_to_the_shares_over_any_steps(case: tuple[Placement, NDArray[np.intp]], seed: int, count: int) -> None:
+def test_single_tokens_keep_to_the_shares_over_any_steps(
+    case: tuple[Placement, NDArray[np.intp]], seed: int, count: int
+) -> None:
     placement, node = case
     dice = np.random.default_rng(seed)
     home, layer = int(dice.integers(placement.ranks)), int(dice.integers(placement.layers))
     wanted = dice.choice(placement.experts, count, p=dice.dirichlet(np.ones(placement.experts)))
-    found = sent(Chooser(placement, (home,), node), layer, wanted, np.sort(dice.integers(0, 20, count)), placement.experts)
+    found = sent(
+        Chooser(placement, (home,), node),
+        layer,
+        wanted,
+        np.sort(dice.integers(0, 20, count)),
+        placement.experts,
+    )
     assert (placement.expert_of_slot[layer, found] == wanted).all()
     part = shares(placement, home, node)[layer]
     for expert in np.unique(wanted):
@@ -147,7 +187,8 @@ def test_single_tokens_keep_to_the_shares_over_any_steps(case: tuple[Placement, 
 
 def test_at_no_moment_is_a_share_off_by_more_than_a_few_tokens() -> None:
     split = even_split(np.array([[0, 1, 0, 1]], np.int16), 2)._replace(
-        keep=np.zeros((1, 4), np.uint16), spill=np.array([[20_000, 50_000, FULL - 20_000, FULL - 50_000]], np.uint16)
+        keep=np.zeros((1, 4), np.uint16),
+        spill=np.array([[20_000, 50_000, FULL - 20_000, FULL - 50_000]], np.uint16),
     )
     placement = Placement(np.array([[0, 1, 0, 1]]), experts=2, ranks=2, split=split)
     chooser = Chooser(placement, (0,), np.zeros(2, np.intp))
@@ -155,12 +196,20 @@ def test_at_no_moment_is_a_share_off_by_more_than_a_few_tokens() -> None:
     found = sent(chooser, 0, wanted, np.arange(1000) // 3, 2)
     for slot in range(4):
         mine = wanted == slot % 2
-        assert np.abs(np.cumsum(found[mine] == slot) - np.arange(1, mine.sum() + 1) * split.spill[0, slot] / FULL).max() < 3
+        assert (
+            np.abs(
+                np.cumsum(found[mine] == slot) - np.arange(1, mine.sum() + 1) * split.spill[0, slot] / FULL
+            ).max()
+            < 3
+        )
 
 
 def test_a_step_is_spread_well_by_a_number_of_steps_too_and_the_same_each_time() -> None:
     placement = Placement(
-        np.array([[0, 0, 0]]), experts=1, ranks=3, split=even_split(np.array([[0, 0, 0]], np.int16), 1)._replace(keep=np.zeros((1, 3), np.uint16))
+        np.array([[0, 0, 0]]),
+        experts=1,
+        ranks=3,
+        split=even_split(np.array([[0, 0, 0]], np.int16), 1)._replace(keep=np.zeros((1, 3), np.uint16)),
     )
     chooser = Chooser(placement, (2,), np.zeros(3, np.intp))
     for turn in (0, 7, 2**40 + 5):
@@ -173,8 +222,15 @@ def test_a_step_is_spread_well_by_a_number_of_steps_too_and_the_same_each_time()
 def test_single_tokens_of_several_ranks_do_not_go_the_same_way() -> None:
     table = np.array([[0, 1, 0, 1, *([EMPTY] * 12)]], np.int16)
     placement = Placement(table, experts=2, ranks=8)
-    assert [Chooser(placement, (home,), np.zeros(8, np.intp)).plain for home in (0, 1, 2)] == [(True,), (True,), (False,)]
-    first = [int(Chooser(placement, (home,), np.zeros(8, np.intp)).choose(0, np.array([0]), 0)[0]) for home in range(2, 8)]
+    assert [Chooser(placement, (home,), np.zeros(8, np.intp)).plain for home in (0, 1, 2)] == [
+        (True,),
+        (True,),
+        (False,),
+    ]
+    first = [
+        int(Chooser(placement, (home,), np.zeros(8, np.intp)).choose(0, np.array([0]), 0)[0])
+        for home in range(2, 8)
+    ]
     assert sorted(first) == [0, 0, 0, 2, 2, 2]
 
 
@@ -193,7 +249,10 @@ def test_several_homes_at_once_are_each_alone(case: tuple[Placement, NDArray[np.
     together = Chooser(placement, homes, node)
     for layer in range(placement.layers):
         found = together.choose(layer, at * placement.experts + experts, turns.ravel())
-        alone = [Chooser(placement, (home,), node).choose(layer, experts[at == nth], turns[nth]) for nth, home in enumerate(homes)]
+        alone = [
+            Chooser(placement, (home,), node).choose(layer, experts[at == nth], turns[nth])
+            for nth, home in enumerate(homes)
+        ]
         assert found.tolist() == np.concatenate(alone).tolist()
 
 

@@ -22,12 +22,16 @@ def counted(profiles: list[list[float]], clusters: list[int], top_k: int) -> flo
     return total
 
 
-@pytest.mark.parametrize(("clusters", "top_k"), [([0], 1), ([0], 2), ([1], 3), ([0, 1], 2), ([0, 0, 1], 2), ([1, 1], 3)])
+@pytest.mark.parametrize(
+    ("clusters", "top_k"), [([0], 1), ([0], 2), ([1], 3), ([0, 1], 2), ([0, 0, 1], 2), ([1, 1], 3)]
+)
 def test_it_is_what_all_possible_outcomes_say(clusters: list[int], top_k: int) -> None:
     profiles = [[0.7, 0.2, 0.1], [0.05, 0.15, 0.8]]
     misses = log_misses(np.array(profiles)[:, None], top_k)
     tokens = np.bincount(clusters, minlength=2)
-    assert expected_distinct_experts(misses, tokens) == pytest.approx(counted(profiles, clusters, top_k), rel=1e-5)
+    assert expected_distinct_experts(misses, tokens) == pytest.approx(
+        counted(profiles, clusters, top_k), rel=1e-5
+    )
     for more in (0, 1):
         added = counted(profiles, [*clusters, more], top_k) - counted(profiles, clusters, top_k)
         assert added_distinct_experts(misses, tokens)[more] == pytest.approx(added, rel=1e-4, abs=1e-6)

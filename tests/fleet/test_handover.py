@@ -43,7 +43,9 @@ TABLES: list[tuple[Table, type[StrEnum], type[StrEnum], str, set[StrEnum]]] = [
     (RANK, RankState, RankEvent, "rank", {RankState.SERVING}),
     (CELL, Cell, CellEvent, "cell", {Cell.FREE, Cell.LIVE}),
 ]
-each_table = pytest.mark.parametrize(("table", "states", "events", "role", "rest"), TABLES, ids=[role for *_, role, _ in TABLES])
+each_table = pytest.mark.parametrize(
+    ("table", "states", "events", "role", "rest"), TABLES, ids=[role for *_, role, _ in TABLES]
+)
 
 
 @each_table
@@ -65,7 +67,9 @@ def _closure(edges: Mapping[StrEnum, set[StrEnum]], start: set[StrEnum]) -> set[
 
 
 @each_table
-def test_every_event_is_allowed_somewhere(table: Table, states: type[StrEnum], events: type[StrEnum], role: str, rest: set[StrEnum]) -> None:
+def test_every_event_is_allowed_somewhere(
+    table: Table, states: type[StrEnum], events: type[StrEnum], role: str, rest: set[StrEnum]
+) -> None:
     assert {event for _, event in table} == set(events)
 
 
@@ -80,7 +84,9 @@ def test_a_move_that_the_table_lacks_is_refused_by_role_state_and_event(
                 continue
             with pytest.raises(IllegalMove) as refused:
                 moved(table, state, event)
-            assert str(refused.value).startswith(f"a {role} that is {state.value!r} cannot take {event.value!r}; allowed: ")
+            assert str(refused.value).startswith(
+                f"a {role} that is {state.value!r} cannot take {event.value!r}; allowed: "
+            )
             assert all(repr(allowed.value) in str(refused.value) for of, allowed in table if of is state)
 
 
@@ -91,7 +97,9 @@ def test_nothing_leaves_live_memory_but_by_draining_and_nothing_enters_it_but_ve
 
 
 def test_after_the_decision_there_is_no_way_to_abort() -> None:
-    assert CoordinatorState.ABORTING not in {after for (of, _), after in CONDUCTING.items() if of is CoordinatorState.COMMITTING}
+    assert CoordinatorState.ABORTING not in {
+        after for (of, _), after in CONDUCTING.items() if of is CoordinatorState.COMMITTING
+    }
     assert (RankState.READY, RankEvent.ABORT) not in RANK
 
 
@@ -99,7 +107,9 @@ COMMANDS = st.tuples(st.sampled_from(["propose", "commit", "abort"]), st.integer
 OWN = st.tuples(st.sampled_from(["stage", "fail", "flip"]), st.just(0), st.just(0))
 
 
-def _acts(rank: ProtocolState, what: str, token: int, handover: int) -> tuple[ProtocolState, CommandVerdict | None]:
+def _acts(
+    rank: ProtocolState, what: str, token: int, handover: int
+) -> tuple[ProtocolState, CommandVerdict | None]:
     """One command, or one autonomous step of the rank."""
     match what:
         case "propose":
@@ -119,13 +129,17 @@ def _acts(rank: ProtocolState, what: str, token: int, handover: int) -> tuple[Pr
 
 
 @given(st.lists(st.one_of(COMMANDS, OWN), max_size=40))
-def test_whatever_comes_in_whatever_order_a_rank_keeps_its_promises(story: list[tuple[str, int, int]]) -> None:
+def test_whatever_comes_in_whatever_order_a_rank_keeps_its_promises(
+    story: list[tuple[str, int, int]],
+) -> None:
     rank, over = ProtocolState(RankState.SERVING, served=0), set[int]()
     for what, token, handover in story:
         after, verdict = _acts(rank, what, token, handover)
         assert after.token >= rank.token
         assert after.concluded >= rank.concluded
-        assert after.served == rank.served + (rank.state is RankState.READY and after.state is RankState.SERVING)
+        assert after.served == rank.served + (
+            rank.state is RankState.READY and after.state is RankState.SERVING
+        )
         assert (after.handover == 0) == (after.state is RankState.SERVING)
         if verdict is not None and verdict is not CommandVerdict.TAKE:
             assert after == heard(rank, token)
@@ -143,7 +157,9 @@ def test_whatever_comes_in_whatever_order_a_rank_keeps_its_promises(story: list[
 
 
 @given(st.lists(st.one_of(COMMANDS, OWN), max_size=25), COMMANDS)
-def test_a_command_that_was_taken_is_not_taken_again(story: list[tuple[str, int, int]], command: tuple[str, int, int]) -> None:
+def test_a_command_that_was_taken_is_not_taken_again(
+    story: list[tuple[str, int, int]], command: tuple[str, int, int]
+) -> None:
     rank = ProtocolState(RankState.SERVING, served=0)
     for step in story:
         rank, _ = _acts(rank, *step)
@@ -164,9 +180,15 @@ def test_an_abort_of_a_handover_that_comes_later_leaves_the_open_one_open() -> N
     assert heed_propose(rank, 1, 9, 5) is CommandVerdict.PAST
 
 
-def test_a_late_command_about_a_handover_that_is_over_is_told_from_one_about_a_handover_never_heard_of() -> None:
-    rank = aborted(flipped(committed(staged(proposed(ProtocolState(RankState.SERVING, served=0), 1, 2)), 1)), 1, 3)
-    verdicts = {handover: (heed_commit(rank, 1, handover), heed_abort(rank, 1, handover)) for handover in (1, 2, 3, 4)}
+def test_a_late_command_about_a_handover_that_is_over_is_told_from_one_about_a_handover_never_heard_of() -> (
+    None
+):
+    rank = aborted(
+        flipped(committed(staged(proposed(ProtocolState(RankState.SERVING, served=0), 1, 2)), 1)), 1, 3
+    )
+    verdicts = {
+        handover: (heed_commit(rank, 1, handover), heed_abort(rank, 1, handover)) for handover in (1, 2, 3, 4)
+    }
     assert verdicts == {
         1: (CommandVerdict.PAST, CommandVerdict.REPEAT),
         2: (CommandVerdict.REPEAT, CommandVerdict.PREMATURE),

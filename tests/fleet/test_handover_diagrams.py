@@ -10,7 +10,9 @@ from fleet.handover import CELL, Cell
 
 def test_the_diagrams_on_the_page_are_those_of_the_tables() -> None:
     page = PAGE.read_text()
-    assert page == drawn(page), f"the tables have changed: run python docs/make_diagrams.py, which rewrites docs/{PAGE.name}"
+    assert page == drawn(page), (
+        f"the tables have changed: run python docs/make_diagrams.py, which rewrites docs/{PAGE.name}"
+    )
 
 
 def test_a_diagram_has_every_move_of_its_table_and_nothing_else() -> None:

@@ -24,7 +24,14 @@ LATE = "something is left open, and nothing that is due will ever end it"
         (Size(2, 2, 2, Faults(corrupted=1)), 1_000),
         (Size(2, 2, 2, Faults(deaths=1, overdue=1)), 5_000),
     ],
-    ids=["3 ranks", "3 ranks, two coordinators, a death", "two coordinators", "an overdue transfer", "a corrupted transfer", "a death and an overdue transfer"],
+    ids=[
+        "3 ranks",
+        "3 ranks, two coordinators, a death",
+        "two coordinators",
+        "an overdue transfer",
+        "a corrupted transfer",
+        "a death and an overdue transfer",
+    ],
 )
 def test_every_promise_holds_in_every_state_and_every_run_ends(size: Size, least: int) -> None:
     assert explore(Handovers(size), most=MOST).states > least, "the model does less than it should"
@@ -63,7 +70,14 @@ def test_an_abort_need_not_wait_for_ranks_that_are_silent_if_they_are_told_later
         Size(2, 2, 2, Faults(leaders=2, deaths=1), verified_at_once=True),
         Size(2, 3, 3, Faults(overdue=1), verified_at_once=True),
     ],
-    ids=["3 ranks, two coordinators, a death", "3 ranks, a death, an overdue read", "3 ranks, two deaths", "all of it", "3 coordinators", "3 handovers"],
+    ids=[
+        "3 ranks, two coordinators, a death",
+        "3 ranks, a death, an overdue read",
+        "3 ranks, two deaths",
+        "all of it",
+        "3 coordinators",
+        "3 handovers",
+    ],
 )
 def test_with_several_faults_together_every_promise_holds_and_every_run_ends(size: Size) -> None:
     assert explore(Handovers(size), most=MOST).states > 40_000
@@ -164,29 +178,63 @@ class _MakesRoomFirst(Handovers):
     """The old expert is evicted before the new one has arrived."""
 
     def with_room(self, rank: Rank) -> Rank:
-        cells = tuple((moved(CELL, moved(CELL, use, CellEvent.EVICTED), CellEvent.SETTLED), 0) if use is Cell.LIVE else (use, of) for use, of in rank.cells)
+        cells = tuple(
+            (
+                (moved(CELL, moved(CELL, use, CellEvent.EVICTED), CellEvent.SETTLED), 0)
+                if use is Cell.LIVE
+                else (use, of)
+            )
+            for use, of in rank.cells
+        )
         return rank._replace(cells=cells)
 
 
 @pytest.mark.parametrize(
     ("broken", "size", "promise", "ending"),
     [
-        (_NoLease, SMALL._replace(cells=3, faults=Faults(overdue=1)), "a cell is used again while another rank still reads from it", "hears the proposal"),
+        (
+            _NoLease,
+            SMALL._replace(cells=3, faults=Faults(overdue=1)),
+            "a cell is used again while another rank still reads from it",
+            "hears the proposal",
+        ),
         (_NoBarrier, SMALL, "ranks serve different epochs in one step", "the step begins: rank 0 goes over"),
-        (_ReuseBeforeSettled, SMALL._replace(faults=Faults(overdue=1)), "a cell is used again while bytes of an earlier read still land in it", "tries again"),
+        (
+            _ReuseBeforeSettled,
+            SMALL._replace(faults=Faults(overdue=1)),
+            "a cell is used again while bytes of an earlier read still land in it",
+            "tries again",
+        ),
         (_StaleCommit, SMALL._replace(faults=Faults(deaths=1)), LATE, "hears the commit of handover 1"),
         (_StaleAbort, SMALL, LATE, "hears the abort of handover 1"),
         (_EveryLife, SMALL._replace(faults=Faults(deaths=1, leaders=1)), LATE, "says that it has staged"),
         (_ForgetsWhatIsOver, SMALL._replace(faults=Faults(leaders=1)), LATE, "says that it has staged"),
-        (_DecidesBlindly, SMALL, "a handover is both committed and aborted", "that was asleep since handover 1 was proposed"),
+        (
+            _DecidesBlindly,
+            SMALL,
+            "a handover is both committed and aborted",
+            "that was asleep since handover 1 was proposed",
+        ),
         (_TakesSilenceForDeath, SMALL._replace(faults=Faults(leaders=1)), LATE, "says that it has staged"),
         (_LeavesStrays, SMALL._replace(faults=Faults(leaders=1)), LATE, "says that it has staged"),
-        (_TakesStagedForDecided, SMALL._replace(faults=Faults(deaths=1)), "an epoch is served that was never decided", "begins a new life"),
+        (
+            _TakesStagedForDecided,
+            SMALL._replace(faults=Faults(deaths=1)),
+            "an epoch is served that was never decided",
+            "begins a new life",
+        ),
         (_GivesUpAlone, SMALL, LATE, "gives up"),
-        (_MakesRoomFirst, SMALL._replace(cells=1), "the last verified copy of an expert is gone", "hears the proposal"),
+        (
+            _MakesRoomFirst,
+            SMALL._replace(cells=1),
+            "the last verified copy of an expert is gone",
+            "hears the proposal",
+        ),
     ],
 )
-def test_a_protocol_that_lacks_a_rule_is_caught_and_how_it_fails_is_told(broken: type[Handovers], size: Size, promise: str, ending: str) -> None:
+def test_a_protocol_that_lacks_a_rule_is_caught_and_how_it_fails_is_told(
+    broken: type[Handovers], size: Size, promise: str, ending: str
+) -> None:
     with pytest.raises(Broken) as found:
         explore(broken(size), most=MOST)
     assert found.value.promise == promise
@@ -215,7 +263,9 @@ class _NoFencing(Handovers):
         return max(token, rank.token)
 
 
-def test_while_the_store_is_consistent_numbers_and_compare_and_set_suffice_and_tokens_are_a_second_line() -> None:
+def test_while_the_store_is_consistent_numbers_and_compare_and_set_suffice_and_tokens_are_a_second_line() -> (
+    None
+):
     explore(_NoFencing(SMALL._replace(faults=Faults(leaders=1))), most=MOST)
 
 

@@ -64,7 +64,11 @@ class _LosesItsStore(World):
     def claim(self, value: OpenHandover, revision: int | None) -> bool:
         this = value.worker_id, value.handover
         if self.accepts(revision) and this in self.known and value.state is not CoordinatorState.COMMITTING:
-            self.decided[this] -= {CoordinatorState.COMMITTING} if value.state is CoordinatorState.ABORTING else set(CoordinatorState)
+            self.decided[this] -= (
+                {CoordinatorState.COMMITTING}
+                if value.state is CoordinatorState.ABORTING
+                else set(CoordinatorState)
+            )
         return super().claim(value, revision)
 
     def lose(self) -> None:
@@ -100,7 +104,10 @@ class _TrustsTies(_LosesItsStore):
     """A token that ranks know counts as the coordinator's own if it is equal."""
 
     def survey(self, leader: Leader) -> list[HandoverDescribed]:
-        leader.token, leader.fenced = max(leader.token, *(seat.conduct.standing.token for seat in self.seats)), self.life
+        leader.token, leader.fenced = (
+            max(leader.token, *(seat.conduct.standing.token for seat in self.seats)),
+            self.life,
+        )
         return super().survey(leader)
 
 
@@ -127,7 +134,10 @@ class _NoHeaders(World):
 @pytest.mark.parametrize(
     ("world", "promise"),
     [
-        (_AnybodyWrites, "is both committed and aborted|goes on, though|was not decided|does not come to rest"),
+        (
+            _AnybodyWrites,
+            "is both committed and aborted|goes on, though|was not decided|does not come to rest",
+        ),
         (_NoHeaders, "in one step"),
     ],
 )
@@ -137,7 +147,11 @@ def test_a_walk_notices_when_the_world_lacks_a_rule(world: type[World], promise:
 
 
 def _without_quarantine(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cell_table, "CELL", {**CELL, (Cell.PULLING, CellEvent.OVERDUE): Cell.FREE, (Cell.FREE, CellEvent.SETTLED): Cell.FREE})
+    patch.setattr(
+        cell_table,
+        "CELL",
+        {**CELL, (Cell.PULLING, CellEvent.OVERDUE): Cell.FREE, (Cell.FREE, CellEvent.SETTLED): Cell.FREE},
+    )
     patch.setattr(CellTable, "settled", lambda *_: None)
 
 
@@ -155,7 +169,9 @@ def _staged_by_most(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HandoverState, "waiting_for", property(lambda self: tuple(real(self))[1:]))
 
 
-@pytest.mark.parametrize("broken", [_without_quarantine, _staged_by_most, pytest.param(_without_draining, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "broken", [_without_quarantine, _staged_by_most, pytest.param(_without_draining, marks=pytest.mark.slow)]
+)
 def test_a_walk_notices_when_a_part_lacks_a_rule(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)
     with pytest.raises((Unsafe, Inconsistent)):

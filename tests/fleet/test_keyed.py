@@ -9,8 +9,12 @@ from fleet.keyed import KeySets
 U64 = st.integers(1, (1 << 64) - 1)
 
 
-@given(st.lists(U64, unique=True, max_size=60), st.lists(U64, max_size=20), st.integers(1, 40), st.integers(1, 8))
-def test_a_key_lies_in_one_of_its_places_and_is_found_there_and_no_other_is(put: list[int], others: list[int], sets: int, ways: int) -> None:
+@given(
+    st.lists(U64, unique=True, max_size=60), st.lists(U64, max_size=20), st.integers(1, 40), st.integers(1, 8)
+)
+def test_a_key_lies_in_one_of_its_places_and_is_found_there_and_no_other_is(
+    put: list[int], others: list[int], sets: int, ways: int
+) -> None:
     index, lies = KeySets(sets, ways), dict[int, int]()
     for key in put:
         (places,) = index.places(np.array([key], np.uint64))

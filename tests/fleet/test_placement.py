@@ -31,22 +31,34 @@ def test_a_placement_survives_the_wire(placement: Placement) -> None:
 
 def with_split(placement: Placement, seed: int) -> Placement:
     split = random_split(np.random.default_rng(seed), placement.expert_of_slot, placement.experts, nodes=True)
-    return Placement(placement.expert_of_slot, experts=placement.experts, ranks=placement.ranks, epoch=placement.epoch, split=split)
+    return Placement(
+        placement.expert_of_slot,
+        experts=placement.experts,
+        ranks=placement.ranks,
+        epoch=placement.epoch,
+        split=split,
+    )
 
 
 @given(placements(), st.integers(0, 2**32 - 1))
 @settings(max_examples=40)
 def test_any_legal_split_survives_the_wire(even: Placement, seed: int) -> None:
     placement = with_split(even, seed)
-    again = Placement.from_record(msgspec.msgpack.decode(msgspec.msgpack.encode(placement.record()), type=PlacementRecord))
+    again = Placement.from_record(
+        msgspec.msgpack.decode(msgspec.msgpack.encode(placement.record()), type=PlacementRecord)
+    )
     assert again == placement
-    assert (again == even) == placement.serves_as(even) == all(map(np.array_equal, placement.split, even.split))
+    assert (
+        (again == even) == placement.serves_as(even) == all(map(np.array_equal, placement.split, even.split))
+    )
     assert placement.keeps_all == (placement.split.keep[even.expert_of_slot != EMPTY] == FULL).all()
 
 
 @given(placements())
 @settings(max_examples=30)
-def test_the_even_split_keeps_what_is_its_own_and_shares_the_rest_to_within_one_part(placement: Placement) -> None:
+def test_the_even_split_keeps_what_is_its_own_and_shares_the_rest_to_within_one_part(
+    placement: Placement,
+) -> None:
     held = placement.expert_of_slot != EMPTY
     assert placement.keeps_all
     assert not placement.split.near.any()
@@ -72,18 +84,23 @@ HALVES = Placement(np.array([[0, 1, -1, 0, 1, -1]]), experts=2, ranks=2, epoch=3
         ("near", 2, 1, "layer 0 slot 2 is empty but has near 1"),
     ],
 )
-def test_an_illegal_split_is_refused_and_the_offender_named(part: str, slot: int, value: int, message: str) -> None:
+def test_an_illegal_split_is_refused_and_the_offender_named(
+    part: str, slot: int, value: int, message: str
+) -> None:
     wrong = HALVES.split._replace(**{part: getattr(HALVES.split, part).copy()})
     getattr(wrong, part)[0, slot] = value
     with pytest.raises(ValueError, match=message):
         Placement(HALVES.expert_of_slot, experts=2, ranks=2, split=wrong)
-    sent = msgspec.structs.replace(HALVES.record(), **{name: each.astype("<u2").tobytes() for name, each in wrong._asdict().items()})
+    sent = msgspec.structs.replace(
+        HALVES.record(), **{name: each.astype("<u2").tobytes() for name, each in wrong._asdict().items()}
+    )
     with pytest.raises(ValueError, match=message):
         Placement.from_record(sent)
 
 
 @pytest.mark.parametrize(
-    ("keep", "spill", "near", "named"), [(12, 12, 11, "11 bytes of near"), (0, 12, 12, "0 bytes of keep"), (12, 24, 12, "24 bytes of spill")]
+    ("keep", "spill", "near", "named"),
+    [(12, 12, 11, "11 bytes of near"), (0, 12, 12, "0 bytes of keep"), (12, 24, 12, "24 bytes of spill")],
 )
 def test_a_split_of_the_wrong_length_is_refused(keep: int, spill: int, near: int, named: str) -> None:
     record = msgspec.structs.replace(HALVES.record(), keep=bytes(keep), spill=bytes(spill), near=bytes(near))
@@ -94,7 +111,12 @@ def test_a_split_of_the_wrong_length_is_refused(keep: int, spill: int, near: int
 @pytest.mark.parametrize(("shape", "dtype"), [((1, 5), np.uint16), ((2, 6), np.uint16), ((1, 6), np.int32)])
 def test_a_split_of_another_shape_or_kind_is_refused(shape: tuple[int, int], dtype: type) -> None:
     with pytest.raises(ValueError, match=r"keep is .* expected uint16 \(1, 6\), one number per slot"):
-        Placement(HALVES.expert_of_slot, experts=2, ranks=2, split=HALVES.split._replace(keep=np.zeros(shape, dtype)))
+        Placement(
+            HALVES.expert_of_slot,
+            experts=2,
+            ranks=2,
+            split=HALVES.split._replace(keep=np.zeros(shape, dtype)),
+        )
 
 
 def test_a_split_is_copied_and_cannot_be_changed() -> None:
@@ -107,7 +129,13 @@ def test_a_split_is_copied_and_cannot_be_changed() -> None:
 
 
 def test_placements_that_differ_in_their_split_alone_differ() -> None:
-    other = Placement(HALVES.expert_of_slot, experts=2, ranks=2, epoch=3, split=HALVES.split._replace(near=HALVES.split.keep))
+    other = Placement(
+        HALVES.expert_of_slot,
+        experts=2,
+        ranks=2,
+        epoch=3,
+        split=HALVES.split._replace(near=HALVES.split.keep),
+    )
     assert other != HALVES
     assert not other.serves_as(HALVES)
     later = Placement(HALVES.expert_of_slot, experts=2, ranks=2, epoch=4)
@@ -119,7 +147,10 @@ def test_placements_that_differ_in_their_split_alone_differ() -> None:
 def test_inverse_maps_agree_with_the_slots(placement: Placement) -> None:
     for layer in range(placement.layers):
         for expert in range(placement.experts):
-            seen = {int(slot) // placement.slots_per_rank for slot in np.flatnonzero(placement.expert_of_slot[layer] == expert)}
+            seen = {
+                int(slot) // placement.slots_per_rank
+                for slot in np.flatnonzero(placement.expert_of_slot[layer] == expert)
+            }
             assert placement.holders(ExpertId(layer, expert)) == sorted(seen)
 
 
@@ -150,7 +181,9 @@ def test_an_illegal_placement_is_refused_and_the_offender_named(slots: list[list
 
 def test_truncated_wire_bytes_are_refused() -> None:
     record = linear(layers=2, experts=4, ranks=2).record()
-    damaged = type(record)(**{**{f: getattr(record, f) for f in record.__struct_fields__}, "slots": record.slots[:-1]})
+    damaged = type(record)(
+        **{**{f: getattr(record, f) for f in record.__struct_fields__}, "slots": record.slots[:-1]}
+    )
     with pytest.raises(ValueError, match="bytes of slots"):
         Placement.from_record(damaged)
 

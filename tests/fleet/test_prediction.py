@@ -64,10 +64,20 @@ def speaks_for(cluster: int, tokens: float = 1000.0, weight: float = 0.9) -> byt
     return row(pack(weights).tobytes(), tokens)
 
 
-weights = st.lists(st.floats(0, 1), min_size=K, max_size=K).map(lambda found: np.array(found) + 1e-3).map(lambda found: found / found.sum())
+weights = (
+    st.lists(st.floats(0, 1), min_size=K, max_size=K)
+    .map(lambda found: np.array(found) + 1e-3)
+    .map(lambda found: found / found.sum())
+)
 rows = st.builds(lambda found, tokens: row(pack(found).tobytes(), tokens), weights, st.integers(0, 10**6))
-shares = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]), min_size=K, max_size=K).filter(any).map(lambda found: np.array(found) / sum(found))
-ratio_tables = st.integers(0, 2**32).map(lambda seed: np.random.default_rng(seed).normal(scale=3, size=(7, K)))
+shares = (
+    st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]), min_size=K, max_size=K)
+    .filter(any)
+    .map(lambda found: np.array(found) / sum(found))
+)
+ratio_tables = st.integers(0, 2**32).map(
+    lambda seed: np.random.default_rng(seed).normal(scale=3, size=(7, K))
+)
 learnt = st.builds(
     tables,
     trust=st.lists(st.floats(0, 2), min_size=4, max_size=4),
@@ -90,7 +100,9 @@ queries = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(learnt, queries)
-def test_a_prediction_is_a_distribution_over_the_clusters_in_use_and_its_confidence_is_a_share(found: Tables, query: Query) -> None:
+def test_a_prediction_is_a_distribution_over_the_clusters_in_use_and_its_confidence_is_a_share(
+    found: Tables, query: Query
+) -> None:
     prediction = predict(found, query)
     assert prediction.weights.shape == (K,)
     assert prediction.weights.dtype == np.float32
@@ -128,12 +140,23 @@ EVIDENCE = Query(prefix=(11,), tokens=range(40), session=5, tenant=6)
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 3), st.lists(st.floats(0, 2), min_size=4, max_size=4), st.floats(0, 1))
-def test_the_more_a_source_is_trusted_the_more_the_prediction_is_what_it_says(source: int, trust: list[float], more: float) -> None:
+def test_the_more_a_source_is_trusted_the_more_the_prediction_is_what_it_says(
+    source: int, trust: list[float], more: float
+) -> None:
     ratios = np.tile(np.where(np.arange(K) == TOKENS, 0.1, 0.0), (3, 1))
-    found = tables(trust=trust, tokens=ratios, blocks={11: speaks_for(PREFIX)}, sessions={5: speaks_for(SESSION)}, tenants={6: speaks_for(TENANT)})
+    found = tables(
+        trust=trust,
+        tokens=ratios,
+        blocks={11: speaks_for(PREFIX)},
+        sessions={5: speaks_for(SESSION)},
+        tenants={6: speaks_for(TENANT)},
+    )
     raised = list(trust)
     raised[source] += more
-    before, after = (predict(one, EVIDENCE).weights for one in (found, Tables(**{**vars_of(found), "trust": np.array(raised, np.float32)})))
+    before, after = (
+        predict(one, EVIDENCE).weights
+        for one in (found, Tables(**{**vars_of(found), "trust": np.array(raised, np.float32)}))
+    )
     assert after[source] >= before[source] - 1e-6
 
 
@@ -147,7 +170,9 @@ def test_more_evidence_says_more_and_little_is_shrunk_to_the_mix(few: int, more:
     assert found[1].weights[2] <= 0.91
     share = few / (few + SHRINK[SESSION]) * (1 - FLOOR)
     expected = share * 0.9 + (1 - share) / K
-    assert found[0].weights[2] == pytest.approx(expected, abs=0.01), "alone and with trust 1 a source is believed as far as it is shrunk"
+    assert found[0].weights[2] == pytest.approx(expected, abs=0.01), (
+        "alone and with trust 1 a source is believed as far as it is shrunk"
+    )
 
 
 def test_no_cluster_in_use_is_ever_called_impossible() -> None:
@@ -180,18 +205,25 @@ def test_the_tokens_after_the_known_prefix_are_looked_up_and_no_more_than_256_of
 def test_token_ids_beyond_the_table_share_its_rows() -> None:
     ratios = np.arange(3)[:, None] * np.ones(K)
     known = know(tables(tokens=ratios), Query(tokens=[2**32 - 1, 5, 7]))
-    assert known.ratios[TOKENS] == pytest.approx(np.full(K, ((2**32 - 1) % 3 + 2 + 1) * SHRINK[TOKENS] / (SHRINK[TOKENS] + 3)))
+    assert known.ratios[TOKENS] == pytest.approx(
+        np.full(K, ((2**32 - 1) % 3 + 2 + 1) * SHRINK[TOKENS] / (SHRINK[TOKENS] + 3))
+    )
 
 
 def test_one_query_says_the_same_of_tuples_lists_and_ranges() -> None:
     ratios = np.random.default_rng(0).normal(size=(50, K))
-    found = [predict(tables(tokens=ratios), Query(tokens=ids)).weights for ids in (list(range(30)), tuple(range(30)), range(30))]
+    found = [
+        predict(tables(tokens=ratios), Query(tokens=ids)).weights
+        for ids in (list(range(30)), tuple(range(30)), range(30))
+    ]
     assert (found[0] == found[1]).all()
     assert (found[0] == found[2]).all()
 
 
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(0, 400))
-def test_the_longest_known_prefix_is_found_whatever_its_length_and_the_guess(length: int, known: int, guess: int) -> None:
+def test_the_longest_known_prefix_is_found_whatever_its_length_and_the_guess(
+    length: int, known: int, guess: int
+) -> None:
     prefix = list(range(1000, 1000 + length))
     blocks = {block: speaks_for(0, at + 1) for at, block in enumerate(prefix[:known])}
     depth = 0  # block by block
@@ -201,7 +233,9 @@ def test_the_longest_known_prefix_is_found_whatever_its_length_and_the_guess(len
 
 
 @given(st.sets(st.integers(0, 60)), st.integers(0, 60), st.integers(0, 70))
-def test_a_store_with_holes_gives_a_prefix_whose_end_is_known(held: set[int], length: int, guess: int) -> None:
+def test_a_store_with_holes_gives_a_prefix_whose_end_is_known(
+    held: set[int], length: int, guess: int
+) -> None:
     blocks = {block: speaks_for(0, block + 1) for block in held}
     depth, found = longest_known(blocks, range(length), guess)
     assert found == (blocks[depth - 1] if depth else None)
@@ -244,7 +278,9 @@ def test_a_row_is_a_packed_signature_and_its_tokens() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(shares, st.lists(st.integers(0, 255), min_size=PACKED, max_size=PACKED), st.integers(1, 10**6))
-def test_a_source_says_the_log_ratio_of_its_shrunk_weights_to_the_mix(mix: Any, packed: list[int], tokens: int) -> None:
+def test_a_source_says_the_log_ratio_of_its_shrunk_weights_to_the_mix(
+    mix: Any, packed: list[int], tokens: int
+) -> None:
     found = tables(shares=mix, sessions={5: row(bytes(packed), tokens)})
     ratios = know(found, Query(session=5)).ratios[SESSION]
     believed = tokens / (tokens + SHRINK[SESSION]) * (1 - FLOOR)
@@ -273,5 +309,7 @@ def test_a_share_next_to_nothing_divides_nothing() -> None:
 
 def test_the_confidence_of_all_sources_is_that_of_their_confidences_together() -> None:
     reliabilities, evidence = (0.5, 0.1, 0.9, 0.3), (10.0, 0.0, 128.0, 5.0)
-    assert confidence(reliabilities, evidence) == pytest.approx(together(confidences(reliabilities, evidence)))
+    assert confidence(reliabilities, evidence) == pytest.approx(
+        together(confidences(reliabilities, evidence))
+    )
     assert confidence((0.9,) * 4, (0.0,) * 4) == 0.0

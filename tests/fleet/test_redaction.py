@@ -20,14 +20,19 @@ from fleet.redaction import without_secrets
 from router.config import RouterConfig
 
 SECRET = "s3cr3t"
-words = st.text(st.characters(min_codepoint=33, max_codepoint=126, exclude_characters="@/:,'\"#?[]"), min_size=1)
-secrets = st.text(st.characters(min_codepoint=33, max_codepoint=0x2FF, exclude_categories=("Zs", "Cc", "Zl", "Zp")), min_size=6).filter(
-    lambda text: "://" not in text and not set(text) <= set("*@:/")
+words = st.text(
+    st.characters(min_codepoint=33, max_codepoint=126, exclude_characters="@/:,'\"#?[]"), min_size=1
 )
+secrets = st.text(
+    st.characters(min_codepoint=33, max_codepoint=0x2FF, exclude_categories=("Zs", "Cc", "Zl", "Zp")),
+    min_size=6,
+).filter(lambda text: "://" not in text and not set(text) <= set("*@:/"))
 
 
 @given(user=words, password=secrets, host=words, before=words, after=words)
-def test_no_password_is_left_in_any_text_around_any_url(user: str, password: str, host: str, before: str, after: str) -> None:
+def test_no_password_is_left_in_any_text_around_any_url(
+    user: str, password: str, host: str, before: str, after: str
+) -> None:
     shown = without_secrets(f"{before} nats://{user}:{password}@{host}:4222 {after}")
     assert shown == f"{before} nats://***@{host}:4222 {after}"
 
@@ -45,7 +50,9 @@ def test_text_without_a_user_in_a_url_stays_as_it_is(one: str, other: str) -> No
 
 
 @pytest.mark.parametrize("url", [f"nats://roost:{SECRET}@127.0.0.1:1", f"nats://{SECRET}@127.0.0.1:1"])
-async def test_a_server_that_is_not_there_is_named_without_the_password(url: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_server_that_is_not_there_is_named_without_the_password(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG)
     with pytest.raises(BusError, match=r"nats://\*\*\*@127\.0\.0\.1:1") as caught:
         await NatsBus.connect(url, Subjects(), BusConfig(connect_seconds=0.2))
@@ -53,7 +60,10 @@ async def test_a_server_that_is_not_there_is_named_without_the_password(url: str
 
 
 def test_the_printed_configuration_hides_passwords_and_the_file_for_children_has_them(tmp_path: Path) -> None:
-    text = f'[bus]\nurl = "nats://roost:{SECRET}@h:1"\nurls = ["nats://a:{SECRET}@h:1", "nats://b:{SECRET}@i:1"]\n[up]\nnats = "nats://me:{SECRET}@h"\n'
+    text = (
+        f'[bus]\nurl = "nats://roost:{SECRET}@h:1"\nurls = ["nats://a:{SECRET}@h:1",'
+        f' "nats://b:{SECRET}@i:1"]\n[up]\nnats = "nats://me:{SECRET}@h"\n'
+    )
     (tmp_path / "roost.toml").write_text(text)
     settings = read_settings(None, {}, tmp_path)
     for printed in (settings.as_toml(), settings.as_toml(sources=False), settings.as_json()):
@@ -82,7 +92,15 @@ def test_log_lines_and_their_tracebacks_show_no_password_whoever_wrote_them() ->
     try:
         raise OSError(f"cannot reach nats://me:{SECRET}@h")  # noqa: TRY301
     except OSError as error:
-        record = logging.LogRecord("other.library", logging.ERROR, "x.py", 1, "lost %s", (f"nats://me:{SECRET}@h",), (OSError, error, error.__traceback__))
+        record = logging.LogRecord(
+            "other.library",
+            logging.ERROR,
+            "x.py",
+            1,
+            "lost %s",
+            (f"nats://me:{SECRET}@h",),
+            (OSError, error, error.__traceback__),
+        )
     shown = WithoutSecrets("%(message)s").format(record)
     assert "lost nats://***@h" in shown
     assert SECRET not in shown

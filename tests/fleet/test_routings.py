@@ -15,7 +15,11 @@ from hypothesis.extra import numpy as npst
 from fleet.routings import MOST_EXPERTS, UNKNOWN, count_pairs, from_sglang, from_vllm, read_npy
 
 SHAPES = npst.array_shapes(min_dims=3, max_dims=3, max_side=6)
-IDS = npst.arrays(st.sampled_from([np.uint8, np.uint16, np.int32, np.dtype(">i4"), np.int64]), SHAPES, elements=st.integers(0, 31))
+IDS = npst.arrays(
+    st.sampled_from([np.uint8, np.uint16, np.int32, np.dtype(">i4"), np.int64]),
+    SHAPES,
+    elements=st.integers(0, 31),
+)
 
 
 NPY_DTYPES = st.sampled_from(["?", "u1", "<i2", ">i4", "<f4", ">f8", "<c8", "<U3", "S2", "<M8[s]"])
@@ -48,7 +52,10 @@ def test_what_sglang_writes_is_read_back_by_layers_and_experts_per_token(table: 
     np.testing.assert_array_equal(read, table)
 
 
-@given(npst.arrays(NPY_DTYPES, npst.array_shapes(min_dims=0, max_dims=4, max_side=4), fill=st.nothing()), st.booleans())
+@given(
+    npst.arrays(NPY_DTYPES, npst.array_shapes(min_dims=0, max_dims=4, max_side=4), fill=st.nothing()),
+    st.booleans(),
+)
 def test_any_npy_file_is_read_as_numpy_reads_it(table: np.ndarray, fortran: bool) -> None:
     out = io.BytesIO()
     np.save(out, np.asfortranarray(table) if fortran else table, allow_pickle=False)
@@ -58,7 +65,10 @@ def test_any_npy_file_is_read_as_numpy_reads_it(table: np.ndarray, fortran: bool
     assert read.tobytes() == expected.tobytes()
 
 
-@given(st.text("()[]{}',:'\"\\0123456789 \n\tdescrfotan_shapTFulei<", max_size=120), st.sampled_from([b"\x01\x00", b"\x02\x00", b"\x03\x00", b"\x09\x00"]))
+@given(
+    st.text("()[]{}',:'\"\\0123456789 \n\tdescrfotan_shapTFulei<", max_size=120),
+    st.sampled_from([b"\x01\x00", b"\x02\x00", b"\x03\x00", b"\x09\x00"]),
+)
 def test_a_header_of_nonsense_is_refused(header: str, version: bytes) -> None:
     size = len(header).to_bytes(2 if version == b"\x01\x00" else 4, "little")
     with pytest.raises(ValueError, match="header"):
@@ -67,7 +77,13 @@ def test_a_header_of_nonsense_is_refused(header: str, version: bytes) -> None:
 
 @given(npst.arrays(np.int32, SHAPES, elements=st.integers(UNKNOWN, 7)))
 def test_pairs_are_counted_one_by_one_and_unknown_ones_left_out(table: np.ndarray) -> None:
-    counted = Counter((layer, int(expert)) for token in table for layer, chosen in enumerate(token) for expert in chosen if expert != UNKNOWN)
+    counted = Counter(
+        (layer, int(expert))
+        for token in table
+        for layer, chosen in enumerate(token)
+        for expert in chosen
+        if expert != UNKNOWN
+    )
     counts = count_pairs(table, 8)
     assert counts.shape == (table.shape[1], 8)
     assert counts.sum() == counted.total()
@@ -76,7 +92,9 @@ def test_pairs_are_counted_one_by_one_and_unknown_ones_left_out(table: np.ndarra
         np.testing.assert_array_equal(count_pairs(table.astype(np.uint8), 8), counts)
 
 
-@given(st.text(max_size=300) | st.binary(max_size=300).map(lambda content: base64.b64encode(content).decode()))
+@given(
+    st.text(max_size=300) | st.binary(max_size=300).map(lambda content: base64.b64encode(content).decode())
+)
 def test_garbage_is_refused_and_never_anything_else(text: str) -> None:
     for read in (lambda: from_vllm(text), lambda: from_sglang(text, 3, 2, 8)):
         try:
@@ -88,7 +106,9 @@ def test_garbage_is_refused_and_never_anything_else(text: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Reading `.npy`")  # of a header in the style of Python 2
 @given(IDS, st.data())
-def test_a_damaged_array_is_refused_or_is_still_an_array_of_experts(table: np.ndarray, data: st.DataObject) -> None:
+def test_a_damaged_array_is_refused_or_is_still_an_array_of_experts(
+    table: np.ndarray, data: st.DataObject
+) -> None:
     content = bytearray(base64.b64decode(npy(table)))
     content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
     try:
@@ -105,7 +125,10 @@ class _Evil:
 
 
 def test_nothing_pickled_is_ever_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    for text in (npy(np.array([[[_Evil()]]], dtype=object)), base64.b64encode(pickle.dumps(_Evil())).decode()):
+    for text in (
+        npy(np.array([[[_Evil()]]], dtype=object)),
+        base64.b64encode(pickle.dumps(_Evil())).decode(),
+    ):
         with pytest.raises(ValueError, match=r"not the base64 of a \.npy"):
             from_vllm(text)
     assert "it ran" not in capsys.readouterr().out
@@ -136,7 +159,9 @@ def test_bytes_that_make_no_whole_rows_are_refused(layers: int, top_k: int) -> N
 
 def test_an_array_that_claims_to_be_huge_is_refused_without_the_memory_for_it() -> None:
     out = io.BytesIO()
-    np.lib.format.write_array_header_1_0(out, {"descr": "<i4", "fortran_order": False, "shape": (1 << 40, 1 << 10, 8)})
+    np.lib.format.write_array_header_1_0(
+        out, {"descr": "<i4", "fortran_order": False, "shape": (1 << 40, 1 << 10, 8)}
+    )
     with pytest.raises(ValueError, match="routed_experts"):
         from_vllm(base64.b64encode(out.getvalue()).decode())
 

@@ -15,10 +15,14 @@ from fleet.signatures import MOST_CLUSTERS, NAMED, PACKED, ClusterModel, pack, p
 def simplex(clusters: int, zeros: bool = False) -> st.SearchStrategy[Any]:
     """Draw float32 [clusters] with sum 1; with `zeros`, some may be 0."""
     parts = hnp.arrays(np.float64, clusters, elements=st.floats(0 if zeros else 1e-3, 1))
-    return parts.map(lambda found: found + (found.sum() == 0)).map(lambda found: (found / found.sum()).astype(np.float32))
+    return parts.map(lambda found: found + (found.sum() == 0)).map(
+        lambda found: (found / found.sum()).astype(np.float32)
+    )
 
 
-pairs = st.integers(1, MOST_CLUSTERS).flatmap(lambda k: st.tuples(simplex(k, zeros=True), simplex(k, zeros=True)))
+pairs = st.integers(1, MOST_CLUSTERS).flatmap(
+    lambda k: st.tuples(simplex(k, zeros=True), simplex(k, zeros=True))
+)
 
 
 @given(pairs)
@@ -64,7 +68,9 @@ def test_what_nobody_is_named_for_goes_to_all_by_their_shares() -> None:
     assert unpack([0] * PACKED, shares).tolist() == shares.tolist()
     half = unpack([2, 102, 0, 0, 0, 0, 0, 0], shares)  # 0.4 named
     assert half == pytest.approx(0.6 * shares + np.array([0, 0, 0.4]))
-    assert unpack([9, 255, 0, 0, 0, 0, 0, 0], shares) == pytest.approx(shares), "a cluster that is no more says nothing"
+    assert unpack([9, 255, 0, 0, 0, 0, 0, 0], shares) == pytest.approx(shares), (
+        "a cluster that is no more says nothing"
+    )
 
 
 def model(sharpness: float = 0.5) -> ClusterModel:
@@ -86,14 +92,19 @@ def test_a_signature_is_the_tempered_posterior_of_its_counts() -> None:
     clusters = model(0.3)
     counts = np.random.default_rng(1).integers(0, 5, size=(4, 2, 6))
     for at in range(4):
-        likely = clusters.shares * np.exp(0.3 * (counts[at] * np.log(clusters.profiles / clusters.mean)).sum(axis=(1, 2)))
+        likely = clusters.shares * np.exp(
+            0.3 * (counts[at] * np.log(clusters.profiles / clusters.mean)).sum(axis=(1, 2))
+        )
         assert clusters.signature(counts)[at] == pytest.approx(likely / likely.sum(), rel=1e-4)
 
 
 def test_a_cluster_without_a_share_is_never_found() -> None:
     weights = posterior(np.array([0.0, 1.0], np.float32), np.array([500.0, 0.0]))
     assert weights.tolist() == [0.0, 1.0]
-    assert posterior(np.array([0.5, 0.5], np.float32), np.array([[5000.0, 0.0], [0.0, 0.0]])).tolist() == [[1.0, 0.0], [0.5, 0.5]]
+    assert posterior(np.array([0.5, 0.5], np.float32), np.array([[5000.0, 0.0], [0.0, 0.0]])).tolist() == [
+        [1.0, 0.0],
+        [0.5, 0.5],
+    ]
 
 
 @given(st.integers(1, 500), st.integers(0, 1000))
@@ -102,7 +113,9 @@ def test_pairs_of_a_long_text_speak_less_each(copies: int, seed: int) -> None:
     plain, counts = model(), np.random.default_rng(seed).integers(0, 5, model().mean.shape)
     tempered = ClusterModel(plain.version, plain.profiles, plain.shares, plain.sharpness, saturation=0.01)
     many = copies * counts
-    equal = posterior(plain.shares, plain.sharpness * many.ravel() / (1 + 0.01 * many.sum()) @ plain.log_ratios)
+    equal = posterior(
+        plain.shares, plain.sharpness * many.ravel() / (1 + 0.01 * many.sum()) @ plain.log_ratios
+    )
     assert tempered.signature(many) == pytest.approx(equal, abs=1e-5)
     assert tempered.signature(np.stack([many, counts]))[0] == pytest.approx(equal, abs=1e-5)
 
@@ -121,7 +134,9 @@ def test_expected_profiles_are_mixtures() -> None:
 
 def test_a_model_comes_through_the_bus_within_half_precision() -> None:
     clusters = model()
-    again = ClusterModel.from_record(msgspec.msgpack.decode(msgspec.msgpack.encode(clusters.record()), type=type(clusters.record())))
+    again = ClusterModel.from_record(
+        msgspec.msgpack.decode(msgspec.msgpack.encode(clusters.record()), type=type(clusters.record()))
+    )
     assert again.version == 8
     assert again.sharpness == 0.5
     assert again.shares == pytest.approx(clusters.shares)
@@ -156,16 +171,33 @@ def test_nonsense_is_refused_with_its_reason(wrong: dict[str, Any], said: str) -
 
 
 def test_shares_too_large_for_their_sum_in_single_precision_are_read() -> None:
-    found = ClusterModel.from_record(msgspec.structs.replace(model().record(), shares=np.array([3e38, 3e38, 3e38], "<f4").tobytes()))
+    found = ClusterModel.from_record(
+        msgspec.structs.replace(model().record(), shares=np.array([3e38, 3e38, 3e38], "<f4").tobytes())
+    )
     assert found.shares == pytest.approx(np.full(3, 1 / 3))
 
 
 @settings(max_examples=200)
-@given(st.integers(-1, 3), st.integers(-1, 3), st.integers(-1, 70), st.floats(), st.binary(max_size=300), st.binary(max_size=300))
+@given(
+    st.integers(-1, 3),
+    st.integers(-1, 3),
+    st.integers(-1, 70),
+    st.floats(),
+    st.binary(max_size=300),
+    st.binary(max_size=300),
+)
 def test_arbitrary_records_are_read_or_refused_and_nothing_else(
     layers: int, experts: int, count: int, sharpness: float, shares: bytes, profiles: bytes
 ) -> None:
-    record = msgspec.structs.replace(model().record(), layers=layers, experts=experts, clusters=count, sharpness=sharpness, shares=shares, profiles=profiles)
+    record = msgspec.structs.replace(
+        model().record(),
+        layers=layers,
+        experts=experts,
+        clusters=count,
+        sharpness=sharpness,
+        shares=shares,
+        profiles=profiles,
+    )
     try:
         found = ClusterModel.from_record(record)
     except ValueError:

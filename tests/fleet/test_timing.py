@@ -13,7 +13,14 @@ from fleet.dispatch import LocalReplicas, shares
 from fleet.experts import ExpertId
 from fleet.placement import EMPTY, FULL, Placement, linear
 from fleet.popularity import ExpertTable, profile, uniform
-from fleet.timing import EngineSpeed, expected_local_share, expected_remote, running_seconds, step_seconds, surplus_pairs
+from fleet.timing import (
+    EngineSpeed,
+    expected_local_share,
+    expected_remote,
+    running_seconds,
+    step_seconds,
+    surplus_pairs,
+)
 from tests.fleet.splits import random_split, random_table
 
 
@@ -21,7 +28,9 @@ def expected_remote_ranks(profile: NDArray[Any], placement: Placement, top_k: in
     return expected_remote(profile, placement, top_k, np.zeros(placement.ranks, np.intp))[0]
 
 
-def expected_remote_nodes(profile: NDArray[Any], placement: Placement, top_k: int, node: NDArray[np.intp]) -> NDArray[np.float64]:
+def expected_remote_nodes(
+    profile: NDArray[Any], placement: Placement, top_k: int, node: NDArray[np.intp]
+) -> NDArray[np.float64]:
     return expected_remote(profile, placement, top_k, node)[1]
 
 
@@ -52,7 +61,9 @@ def _with_replicas(rng: np.random.Generator, layers: int, experts: int, ranks: i
     for layer in range(layers):
         table[layer, :, : experts // ranks] = rng.permutation(experts).reshape(ranks, -1)
         for rank in range(ranks):
-            table[layer, rank, experts // ranks :] = rng.choice(np.setdiff1d(np.arange(experts), table[layer, rank]), extra, replace=False)
+            table[layer, rank, experts // ranks :] = rng.choice(
+                np.setdiff1d(np.arange(experts), table[layer, rank]), extra, replace=False
+            )
     return Placement(table.reshape(layers, -1), experts=experts, ranks=ranks)
 
 
@@ -62,7 +73,10 @@ def test_many_profiles_are_priced_at_once_as_each_alone_and_by_the_definition(ex
     profiles = rng.dirichlet(np.ones(12), size=(5, 3))
     placement = _with_replicas(rng, 3, 12, 4, extra)
     share = shared_out(placement)
-    remote, local = expected_remote_ranks(profiles, placement, 4), expected_local_share(profiles, placement, np.zeros(4, np.intp))
+    remote, local = (
+        expected_remote_ranks(profiles, placement, 4),
+        expected_local_share(profiles, placement, np.zeros(4, np.intp)),
+    )
     assert remote.shape == local.shape == (5, 4)
     for at, home in itertools.product(range(5), range(4)):
         held = share[:, home] > 0
@@ -73,7 +87,9 @@ def test_many_profiles_are_priced_at_once_as_each_alone_and_by_the_definition(ex
 
 
 @pytest.mark.parametrize("nodes", [(0, 0, 1), (0, 1, 0), (0, 1, 2), (0, 0, 0)])
-def test_expected_remote_nodes_equal_the_exhaustive_count_of_independent_draws(nodes: tuple[int, ...]) -> None:
+def test_expected_remote_nodes_equal_the_exhaustive_count_of_independent_draws(
+    nodes: tuple[int, ...],
+) -> None:
     rng = np.random.default_rng(5)
     wanted = rng.dirichlet(np.ones(5), size=2)
     placement = linear(layers=2, experts=5, ranks=3)
@@ -105,9 +121,14 @@ def test_expected_remote_nodes_equal_what_drawn_tokens_reach(extra: int) -> None
         assert found[home] == pytest.approx(float(np.mean(reached)), abs=0.02)
 
 
-@pytest.mark.parametrize(("seed", "nodes"), [(0, (0, 0, 0)), (1, (0, 1, 0)), (2, (1, 0, 2)), (3, (0, 1, 1)), (4, (0, 0, 1))])
-def test_any_split_reaches_what_the_exhaustive_count_of_the_rule_says(seed: int, nodes: tuple[int, ...]) -> None:
-    """Enumerate two draws of an expert and the slots that serve it. Layers below the boundary do not count."""
+@pytest.mark.parametrize(
+    ("seed", "nodes"), [(0, (0, 0, 0)), (1, (0, 1, 0)), (2, (1, 0, 2)), (3, (0, 1, 1)), (4, (0, 0, 1))]
+)
+def test_any_split_reaches_what_the_exhaustive_count_of_the_rule_says(
+    seed: int, nodes: tuple[int, ...]
+) -> None:
+    """Enumerate two draws of an expert and the slots that serve it. Layers below the boundary do not
+    count."""
     rng, node = np.random.default_rng(seed), np.array(nodes)
     table = random_table(rng, 3, 3, 5, 2)
     placement = Placement(table, experts=5, ranks=3, split=random_split(rng, table, 5, nodes=seed > 0))
@@ -118,7 +139,10 @@ def test_any_split_reaches_what_the_exhaustive_count_of_the_rule_says(seed: int,
         part = shares(placement, home, node)
         ranks = nodes_reached = own = 0.0
         for layer in (1, 2):
-            chance = [float(wanted[at, layer, expert] * part[layer, slot]) if expert != EMPTY else 0.0 for slot, expert in enumerate(table[layer])]
+            chance = [
+                float(wanted[at, layer, expert] * part[layer, slot]) if expert != EMPTY else 0.0
+                for slot, expert in enumerate(table[layer])
+            ]
             rank = [slot // placement.slots_per_rank for slot in range(len(chance))]
             own += sum(each for each, server in zip(chance, rank, strict=True) if server == home) / 2
             for one, two in itertools.product(range(len(chance)), repeat=2):
@@ -133,8 +157,19 @@ def test_a_step_waits_for_the_fullest_rank_of_each_layer() -> None:
     served = np.array([[[4.0, 0.0, 2.0], [1.0, 1.0, 1.0]], [[0.0, 9.0, 0.0], [3.0, 0.0, 0.0]]])
     assert surplus_pairs(served).tolist() == [2.0, 8.0]
     nothing, speed = np.zeros(3), EngineSpeed(step=1.0, expert_pair=0.5)
-    names = ("prefill_tokens", "prefill_pairs", "sequences", "blocks", "remote_ranks", "remote_nodes", "distinct_experts")
-    assert step_seconds(speed, **dict.fromkeys(names, nothing), surplus=float(surplus_pairs(served[1]))).tolist() == [5.0] * 3
+    names = (
+        "prefill_tokens",
+        "prefill_pairs",
+        "sequences",
+        "blocks",
+        "remote_ranks",
+        "remote_nodes",
+        "distinct_experts",
+    )
+    assert (
+        step_seconds(speed, **dict.fromkeys(names, nothing), surplus=float(surplus_pairs(served[1]))).tolist()
+        == [5.0] * 3
+    )
 
 
 def test_nodes_are_reached_less_often_than_ranks_and_one_node_reaches_nobody() -> None:
@@ -149,13 +184,20 @@ def test_nodes_are_reached_less_often_than_ranks_and_one_node_reaches_nobody() -
 def test_uniform_demand_over_nodes_reaches_about_the_published_number_of_them() -> None:
     """k = 8 of E = 256: one remote node of two, 2.71 of four."""
     for ranks, nodes, published in ((16, 2, 1.00), (32, 4, 2.71)):
-        found = expected_remote_nodes(uniform(1, 256), linear(layers=1, experts=256, ranks=ranks), 8, np.repeat(np.arange(nodes), ranks // nodes))
+        found = expected_remote_nodes(
+            uniform(1, 256),
+            linear(layers=1, experts=256, ranks=ranks),
+            8,
+            np.repeat(np.arange(nodes), ranks // nodes),
+        )
         assert found == pytest.approx(np.full(ranks, published), rel=0.01)
 
 
 @settings(deadline=None, max_examples=50)
 @given(alike=st.integers(1, 9), left=st.integers(0, 30), blocks=st.integers(0, 40), output=st.integers(1, 30))
-def test_what_runs_adds_to_each_step_until_it_is_done(alike: int, left: int, blocks: int, output: int) -> None:
+def test_what_runs_adds_to_each_step_until_it_is_done(
+    alike: int, left: int, blocks: int, output: int
+) -> None:
     """Equal sequences, step by step."""
     step_by_step = sum(alike * (2e-3 + 1e-5 * blocks) for step in range(output) if step < left)
     columns = (np.array([float(value)]) for value in (2e-3, 1e-5, alike, alike * blocks, alike * left))
@@ -164,7 +206,9 @@ def test_what_runs_adds_to_each_step_until_it_is_done(alike: int, left: int, blo
 
 def test_one_rank_reaches_nobody_and_more_ranks_cost_more() -> None:
     assert expected_remote_ranks(uniform(4, 32), linear(layers=4, experts=32, ranks=1), 4).max() == 0
-    two, four = (expected_remote_ranks(uniform(4, 32), linear(layers=4, experts=32, ranks=r), 4)[0] for r in (2, 4))
+    two, four = (
+        expected_remote_ranks(uniform(4, 32), linear(layers=4, experts=32, ranks=r), 4)[0] for r in (2, 4)
+    )
     assert 0 < two < four
 
 

@@ -1,4 +1,5 @@
-"""A server to attack: the HTTP face that routers and ranks have, over an application that remembers what reached it."""
+"""A server to attack: the HTTP face that routers and ranks have, over an application that remembers what
+reached it."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -39,7 +40,8 @@ def quick_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def start(quick_sweep: None) -> AsyncIterator[StartTarget]:
-    """Start a server: `await start(head_seconds=0.1, ...)`, with these limits and otherwise the default ones."""
+    """Start a server: `await start(head_seconds=0.1, ...)`, with these limits and otherwise the default
+    ones."""
     async with AsyncExitStack() as stack:
 
         async def begin(**limits: float) -> Target:
@@ -49,7 +51,9 @@ async def start(quick_sweep: None) -> AsyncIterator[StartTarget]:
             def count(cause: str) -> None:
                 cut[cause] += 1
 
-            face = await stack.enter_async_context(HttpServer(app, door, drain_seconds=1, limits=HttpLimits(**limits), count=count))
+            face = await stack.enter_async_context(
+                HttpServer(app, door, drain_seconds=1, limits=HttpLimits(**limits), count=count)
+            )
             return Target(url, app, face, cut)
 
         yield begin

@@ -47,7 +47,12 @@ async def _backend(error: str) -> AsyncIterator[str]:
     ids=["model", "priority", "field", "text model"],
 )
 async def test_long_names_make_small_answers_log_lines_and_spans(
-    open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes, caplog: pytest.LogCaptureFixture, body: dict[str, object], status: int
+    open_house: OpenHouse,
+    serve_rank: Serve,
+    byte_archive: bytes,
+    caplog: pytest.LogCaptureFixture,
+    body: dict[str, object],
+    status: int,
 ) -> None:
     """Before, a model's name of 8 MB came back in the answer, and made 17 MB of log."""
     caplog.set_level(logging.INFO)
@@ -67,7 +72,9 @@ async def test_long_names_make_small_answers_log_lines_and_spans(
         assert max(len(str(value)) for value in (span.attributes or {}).values()) < SMALL
 
 
-async def test_a_servers_long_error_makes_short_log_lines(open_house: OpenHouse, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_servers_long_error_makes_short_log_lines(
+    open_house: OpenHouse, caplog: pytest.LogCaptureFixture
+) -> None:
     """Such texts may quote the prompt."""
     caplog.set_level(logging.INFO)
     async with _backend("quoted " * 8000) as backend:
@@ -75,7 +82,9 @@ async def test_a_servers_long_error_makes_short_log_lines(open_house: OpenHouse,
         await until(lambda: house.service.view.models(live=True))
         answer = await house.post(CHAT, chat())
     assert answer.status >= 500
-    lines = [record.getMessage() for record in caplog.records if record.name in ("roost.access", "router.service")]
+    lines = [
+        record.getMessage() for record in caplog.records if record.name in ("roost.access", "router.service")
+    ]
     assert any("quoted" in line for line in lines)
     assert max(map(len, lines)) < SMALL
     access = [json.loads(record.getMessage()) for record in caplog.records if record.name == "roost.access"]

@@ -1,4 +1,5 @@
-"""On a real nats-server: without credentials nothing, and with those of a role what the role does, and no more."""
+"""On a real nats-server: without credentials nothing, and with those of a role what the role does, and no
+more."""
 
 import asyncio
 import json
@@ -19,7 +20,16 @@ from bus.nats import NatsBus
 from bus.protocol.roles import ROLES
 from bus.protocol.subjects import Subjects
 from deploy.security.credentials import ServerCredentials
-from fleet.events import DescribeLoop, EngineHeartbeat, EngineLeft, KvMetrics, MigrationAborted, RankDrained, RequestRefused, SteerLoop
+from fleet.events import (
+    DescribeLoop,
+    EngineHeartbeat,
+    EngineLeft,
+    KvMetrics,
+    MigrationAborted,
+    RankDrained,
+    RequestRefused,
+    SteerLoop,
+)
 
 SUBJECTS = Subjects()
 CONFIG = BusConfig(connect_seconds=2.0, request_seconds=1.0, record_seconds=3.0, reconnect_most_seconds=0.2)
@@ -35,7 +45,9 @@ class Server:
     @asynccontextmanager
     async def bus(self, user: str) -> AsyncIterator[NatsBus]:
         """Roost's own client, as a user."""
-        bus = await NatsBus.connect(self.url, SUBJECTS, replace(CONFIG, credentials_file=self.credentials.folder / f"{user}.json"))
+        bus = await NatsBus.connect(
+            self.url, SUBJECTS, replace(CONFIG, credentials_file=self.credentials.folder / f"{user}.json")
+        )
         try:
             yield bus
         finally:
@@ -50,7 +62,13 @@ class Server:
         async def on_error(error: Exception) -> None:
             refused.append(str(error))
 
-        client = await nats.connect(self.url, user=said["user"], password=said["password"], inbox_prefix=said["inbox_prefix"], error_cb=on_error)
+        client = await nats.connect(
+            self.url,
+            user=said["user"],
+            password=said["password"],
+            inbox_prefix=said["inbox_prefix"],
+            error_cb=on_error,
+        )
         try:
             yield Stranger(client, refused)
         finally:
@@ -94,7 +112,12 @@ def server(tmp_path_factory: pytest.TempPathFactory, nats_server_type: Any) -> I
 async def furnished(server: Server) -> Server:
     """With streams and buckets, and something stored."""
     async with server.bus("planner") as bus:
-        await bus.record(SUBJECTS.migrations("a"), MigrationAborted(engine="a", worker_id=1, plan="p", handover=1, number=0, epoch=1, reason="", fault="room"))
+        await bus.record(
+            SUBJECTS.migrations("a"),
+            MigrationAborted(
+                engine="a", worker_id=1, plan="p", handover=1, number=0, epoch=1, reason="", fault="room"
+            ),
+        )
     return server
 
 
@@ -106,11 +129,15 @@ async def test_without_credentials_or_with_wrong_ones_nobody_gets_in(server: Ser
     (tmp_path / "guess.json").write_text('{"user": "operator", "password": "guess"}')
     for file in (None, tmp_path / "guess.json"):
         with pytest.raises(BusError, match="refuses this user"):
-            await NatsBus.connect(server.url, SUBJECTS, replace(CONFIG, connect_seconds=0.5, credentials_file=file))
+            await NatsBus.connect(
+                server.url, SUBJECTS, replace(CONFIG, connect_seconds=0.5, credentials_file=file)
+            )
 
 
 @pytest.mark.parametrize("user", ["engine", "engine-a", "router", "tracker", "planner", "operator"])
-async def test_every_part_may_begin_alone_with_an_empty_server(user: str, tmp_path: Path, nats_server_type: Any) -> None:
+async def test_every_part_may_begin_alone_with_an_empty_server(
+    user: str, tmp_path: Path, nats_server_type: Any
+) -> None:
     credentials = ServerCredentials(tmp_path, SUBJECTS, ("a",))
     (tmp_path / "nats.conf").write_text(f"jetstream: enabled\n{credentials.authorization()}")
     running = nats_server_type(tmp_path / "store", "-c", str(tmp_path / "nats.conf"))
@@ -132,14 +159,18 @@ async def test_a_subscriber_hears_and_replays_what_is_said_openly(furnished: Ser
             assert await reader.may_listen(subject), subject
         heard = await reader.client.subscribe(SUBJECTS.heartbeats("a"))
         await reader.client.flush()
-        await engine.publisher(SUBJECTS.heartbeats("a")).publish(EngineHeartbeat(engine="a", worker_id=1, epoch=0))
+        await engine.publisher(SUBJECTS.heartbeats("a")).publish(
+            EngineHeartbeat(engine="a", worker_id=1, epoch=0)
+        )
         assert (await heard.next_msg(5)).subject == SUBJECTS.heartbeats("a")
         stored = await reader.client.jetstream().subscribe(SUBJECTS.migrations(), ordered_consumer=True)
         assert (await stored.next_msg(5)).subject == SUBJECTS.migrations("a")
         assert reader.refused == []
 
 
-async def test_a_subscriber_says_steers_and_removes_nothing_and_reads_neither_claims_nor_questions(furnished: Server) -> None:
+async def test_a_subscriber_says_steers_and_removes_nothing_and_reads_neither_claims_nor_questions(
+    furnished: Server,
+) -> None:
     async with furnished.stranger("subscriber") as reader:
         for subject in (
             *(subject.replace("*", "x") for subject in SUBJECTS.published),
@@ -149,7 +180,10 @@ async def test_a_subscriber_says_steers_and_removes_nothing_and_reads_neither_cl
             SUBJECTS.describe_engine("a", 1),
             "$KV.roost-claims.engine.a",
             "$O.roost-blobs.C.x",
-            *(f"$JS.API.STREAM.{what}.roost-stored" for what in ("PURGE", "DELETE", "UPDATE", "CREATE", "MSG.GET", "MSG.DELETE")),
+            *(
+                f"$JS.API.STREAM.{what}.roost-stored"
+                for what in ("PURGE", "DELETE", "UPDATE", "CREATE", "MSG.GET", "MSG.DELETE")
+            ),
             *(f"$JS.API.STREAM.{what}.KV_roost-claims" for what in ("PURGE", "DELETE", "INFO", "MSG.GET")),
             "$JS.API.DIRECT.GET.KV_roost-claims.$KV.roost-claims.engine.a",
             "$JS.API.CONSUMER.CREATE.KV_roost-claims",
@@ -183,22 +217,33 @@ async def test_a_subscriber_cannot_pause_the_planner_and_is_told_why_not_at_once
         asked.append(message)
         return RequestRefused(reason="it came through")
 
-    async with furnished.bus("planner") as planner, planner.serve(SUBJECTS.loop, answer), furnished.bus("operator") as operator:
+    async with (
+        furnished.bus("planner") as planner,
+        planner.serve(SUBJECTS.loop, answer),
+        furnished.bus("operator") as operator,
+    ):
         with pytest.raises(BusError, match="it came through"):
             await operator.request(SUBJECTS.loop, DescribeLoop())
         async with furnished.bus("tracker") as other:
-            with pytest.raises(BusError, match=r"user 'tracker' may not publish on .*migration\.loop; .*roost bus permissions"):
+            with pytest.raises(
+                BusError,
+                match=r"user 'tracker' may not publish on .*migration\.loop; .*roost bus permissions",
+            ):
                 await other.request(SUBJECTS.loop, SteerLoop(paused=True, reason="hostile"), 0.5)
     assert asked == [DescribeLoop()]
 
 
-async def test_nonsense_that_a_subscriber_has_a_server_write_into_a_claim_ends_no_engine(furnished: Server) -> None:
-    """A server sends its answers wherever a question names, whatever the asker may publish on (nats-server 2.15): the claim is overwritten with the
-    answer, and its holder writes it anew."""
+async def test_nonsense_that_a_subscriber_has_a_server_write_into_a_claim_ends_no_engine(
+    furnished: Server,
+) -> None:
+    """A server sends its answers wherever a question names, whatever the asker may publish on (nats-server
+    2.15): the claim is overwritten with the answer, and its holder writes it anew."""
     async with furnished.bus("engine-b") as bus, furnished.stranger("subscriber") as hostile:
         claim = ClaimLease(bus, SUBJECTS.claim("b"), worker_id=7, node="n")
         await claim.take()
-        await hostile.client.publish("$JS.API.STREAM.INFO.roost-stored", b"", reply="$KV.roost-claims.engine.b")
+        await hostile.client.publish(
+            "$JS.API.STREAM.INFO.roost-stored", b"", reply="$KV.roost-claims.engine.b"
+        )
         async with asyncio.timeout(5):
             while (await read(bus, "engine.b")).startswith(b'{"worker_id":7'):  # noqa: ASYNC110 the server tells nobody
                 await asyncio.sleep(0.01)
@@ -219,12 +264,28 @@ async def read(bus: NatsBus, key: str) -> bytes:
 async def test_an_engine_speaks_answers_and_claims_under_its_own_name_alone(furnished: Server) -> None:
     async with furnished.stranger("engine-b") as hostile:
         own, other = (
-            [getattr(SUBJECTS, name)(engine) for name in ("membership", "heartbeats", "experts", "dispatched", "requests_profiled", "handovers")]
+            [
+                getattr(SUBJECTS, name)(engine)
+                for name in (
+                    "membership",
+                    "heartbeats",
+                    "experts",
+                    "dispatched",
+                    "requests_profiled",
+                    "handovers",
+                )
+            ]
             for engine in ("b", "a")
         )
         for subject in (*own, SUBJECTS.kv_events, SUBJECTS.kv_metrics, "$KV.roost-claims.engine.b"):
             assert await hostile.may_publish(subject, b"x"), subject
-        for subject in (*other, "$KV.roost-claims.engine.a", SUBJECTS.leases("a", 1, 0), SUBJECTS.handover("a", 1, 0), SUBJECTS.handover("b", 1, 0)):
+        for subject in (
+            *other,
+            "$KV.roost-claims.engine.a",
+            SUBJECTS.leases("a", 1, 0),
+            SUBJECTS.handover("a", 1, 0),
+            SUBJECTS.handover("b", 1, 0),
+        ):
             assert not await hostile.may_publish(subject), subject
         for subject in (
             SUBJECTS.describe_engine("a", 1),
@@ -238,11 +299,17 @@ async def test_an_engine_speaks_answers_and_claims_under_its_own_name_alone(furn
             ">",
         ):
             assert not await hostile.may_listen(subject), subject
-        for subject in (SUBJECTS.describe_engine("b", "*"), SUBJECTS.handover("b", "*", "*"), SUBJECTS.clusters):
+        for subject in (
+            SUBJECTS.describe_engine("b", "*"),
+            SUBJECTS.handover("b", "*", "*"),
+            SUBJECTS.clusters,
+        ):
             assert await hostile.may_listen(subject), subject
 
 
-async def test_an_engine_records_no_placements_drains_or_verdicts_and_leaves_leads_and_streams_alone(furnished: Server) -> None:
+async def test_an_engine_records_no_placements_drains_or_verdicts_and_leaves_leads_and_streams_alone(
+    furnished: Server,
+) -> None:
     async with furnished.stranger("engine-b") as hostile:
         for subject in (
             SUBJECTS.placements("b"),
@@ -257,7 +324,11 @@ async def test_an_engine_records_no_placements_drains_or_verdicts_and_leaves_lea
             "$KV.roost-claims.migration.coordinator",
             "$KV.roost-claims.migration.loop",
             "$KV.roost-claims.handover.b",
-            *(f"$JS.API.STREAM.{what}.{stream}" for what in ("PURGE", "DELETE", "UPDATE") for stream in ("roost-stored", "KV_roost-claims", "OBJ_roost-blobs")),
+            *(
+                f"$JS.API.STREAM.{what}.{stream}"
+                for what in ("PURGE", "DELETE", "UPDATE")
+                for stream in ("roost-stored", "KV_roost-claims", "OBJ_roost-blobs")
+            ),
             "_INBOX.router.x",
         ):
             assert not await hostile.may_publish(subject), subject
@@ -294,19 +365,83 @@ async def test_the_claim_of_another_engine_cannot_be_taken(furnished: Server) ->
     [
         (
             "router",
-            (SUBJECTS.membership("a"), SUBJECTS.placements("a"), SUBJECTS.drains("a", 0), SUBJECTS.loop, SUBJECTS.migrate, SUBJECTS.handover("a", 1, 0)),
+            (
+                SUBJECTS.membership("a"),
+                SUBJECTS.placements("a"),
+                SUBJECTS.drains("a", 0),
+                SUBJECTS.loop,
+                SUBJECTS.migrate,
+                SUBJECTS.handover("a", 1, 0),
+            ),
         ),
-        ("router", ("$KV.roost-claims.engine.a", "$KV.roost-claims.migration.coordinator", "$JS.API.STREAM.PURGE.roost-stored", SUBJECTS.kv_events)),
-        ("tracker", (SUBJECTS.membership("a"), SUBJECTS.kv_metrics, SUBJECTS.homes, SUBJECTS.loop, SUBJECTS.reservations)),
-        ("tracker", ("$KV.roost-claims.engine.a", "$JS.API.STREAM.PURGE.roost-stored", "$JS.API.STREAM.DELETE.KV_roost-claims")),
-        ("planner", (SUBJECTS.membership("a"), SUBJECTS.kv_metrics, SUBJECTS.drains("a", 0), SUBJECTS.reservations, SUBJECTS.tables, SUBJECTS.loop)),
-        ("planner", ("$KV.roost-claims.engine.a", "$JS.API.STREAM.PURGE.roost-stored", "$JS.API.STREAM.DELETE.roost-stored")),
-        ("operator", (SUBJECTS.membership("a"), SUBJECTS.heartbeats("a"), SUBJECTS.kv_metrics, SUBJECTS.placements("a"), SUBJECTS.homes)),
+        (
+            "router",
+            (
+                "$KV.roost-claims.engine.a",
+                "$KV.roost-claims.migration.coordinator",
+                "$JS.API.STREAM.PURGE.roost-stored",
+                SUBJECTS.kv_events,
+            ),
+        ),
+        (
+            "tracker",
+            (
+                SUBJECTS.membership("a"),
+                SUBJECTS.kv_metrics,
+                SUBJECTS.homes,
+                SUBJECTS.loop,
+                SUBJECTS.reservations,
+            ),
+        ),
+        (
+            "tracker",
+            (
+                "$KV.roost-claims.engine.a",
+                "$JS.API.STREAM.PURGE.roost-stored",
+                "$JS.API.STREAM.DELETE.KV_roost-claims",
+            ),
+        ),
+        (
+            "planner",
+            (
+                SUBJECTS.membership("a"),
+                SUBJECTS.kv_metrics,
+                SUBJECTS.drains("a", 0),
+                SUBJECTS.reservations,
+                SUBJECTS.tables,
+                SUBJECTS.loop,
+            ),
+        ),
+        (
+            "planner",
+            (
+                "$KV.roost-claims.engine.a",
+                "$JS.API.STREAM.PURGE.roost-stored",
+                "$JS.API.STREAM.DELETE.roost-stored",
+            ),
+        ),
+        (
+            "operator",
+            (
+                SUBJECTS.membership("a"),
+                SUBJECTS.heartbeats("a"),
+                SUBJECTS.kv_metrics,
+                SUBJECTS.placements("a"),
+                SUBJECTS.homes,
+            ),
+        ),
     ],
 )
-async def test_what_is_not_a_parts_own_is_refused(furnished: Server, user: str, forbidden: tuple[str, ...]) -> None:
+async def test_what_is_not_a_parts_own_is_refused(
+    furnished: Server, user: str, forbidden: tuple[str, ...]
+) -> None:
     async with furnished.stranger(user) as part:
-        for subject in (*forbidden, "namespace.other.component.router.route", "anything", "$SYS.REQ.SERVER.PING"):
+        for subject in (
+            *forbidden,
+            "namespace.other.component.router.route",
+            "anything",
+            "$SYS.REQ.SERVER.PING",
+        ):
             assert not await part.may_publish(subject), subject
         assert not await part.may_listen(">")
         assert not await part.may_listen(f"_INBOX.{'router' if user != 'router' else 'planner'}.>")
@@ -319,9 +454,13 @@ async def test_a_refusal_is_an_error_with_its_cause_wherever_the_bus_is_used(fur
         with pytest.raises(BusError, match=r"user 'tracker' may not listen to .*kv_metrics"):
             async with bus.subscribe(SUBJECTS.kv_metrics):
                 pass
-        await bus.publisher(SUBJECTS.kv_metrics).publish(KvMetrics(worker_id=1))  # telemetry: dropped, and the log says why
+        await bus.publisher(SUBJECTS.kv_metrics).publish(
+            KvMetrics(worker_id=1)
+        )  # telemetry: dropped, and the log says why
     async with furnished.bus("operator") as operator:
-        await operator.record(SUBJECTS.drains("a", 0), RankDrained(engine="a", worker_id=1, rank=0, draining=True))
+        await operator.record(
+            SUBJECTS.drains("a", 0), RankDrained(engine="a", worker_id=1, rank=0, draining=True)
+        )
 
 
 async def test_every_role_has_a_login_of_its_own_that_only_its_owner_reads(server: Server) -> None:
@@ -335,7 +474,9 @@ async def test_every_role_has_a_login_of_its_own_that_only_its_owner_reads(serve
 async def test_another_user_cannot_make_the_log_anew_with_other_rules(furnished: Server) -> None:
     async with furnished.stranger("engine-b") as hostile:
         with pytest.raises(nats.errors.Error):
-            await hostile.client.jetstream(timeout=1).add_stream(api.StreamConfig(name="roost-stored", subjects=["elsewhere"], max_msgs=1))
+            await hostile.client.jetstream(timeout=1).add_stream(
+                api.StreamConfig(name="roost-stored", subjects=["elsewhere"], max_msgs=1)
+            )
     async with furnished.bus("planner") as bus:
         assert [one async for one in bus.replay(SUBJECTS.migrations(), follow=False)] != []
 
@@ -351,12 +492,18 @@ async def test_another_user_cannot_make_the_log_anew_with_other_rules(furnished:
         ("planner", "operator", SUBJECTS.describe_plan),
     ],
 )
-async def test_large_answers_flow_within_the_rights_of_each_role(furnished: Server, server_user: str, asker: str, subject: str) -> None:
+async def test_large_answers_flow_within_the_rights_of_each_role(
+    furnished: Server, server_user: str, asker: str, subject: str
+) -> None:
     async def answer(_: Message) -> Message:
         return large
 
     large = EngineLeft(engine="a", worker_id=1, reason="x" * 3_000_000)
-    async with furnished.bus(server_user) as server, furnished.bus(asker) as client, server.serve(subject, answer):
+    async with (
+        furnished.bus(server_user) as server,
+        furnished.bus(asker) as client,
+        server.serve(subject, answer),
+    ):
         assert await client.request(subject, RequestRefused(reason="of any kind"), 10.0) == large
 
 

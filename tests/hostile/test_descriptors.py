@@ -1,4 +1,5 @@
-"""Connections in great number, and no descriptors left: silent ones make room, and who is served goes on being served."""
+"""Connections in great number, and no descriptors left: silent ones make room, and who is served goes on
+being served."""
 
 import asyncio
 import os
@@ -32,10 +33,14 @@ async def test_silent_connections_make_room_for_a_client_that_asks(start: StartT
         assert target.cut == {"shed": 3}
 
 
-async def test_what_is_shed_first_is_silence_then_idleness_then_an_unfinished_head_and_never_a_request(start: StartTarget) -> None:
+async def test_what_is_shed_first_is_silence_then_idleness_then_an_unfinished_head_and_never_a_request(
+    start: StartTarget,
+) -> None:
     target = await start(connections=4)
     async with AsyncExitStack() as stack:
-        served, unfinished, idle, silent = [await stack.enter_async_context(raw_client(target.url)) for _ in range(4)]
+        served, unfinished, idle, silent = [
+            await stack.enter_async_context(raw_client(target.url)) for _ in range(4)
+        ]
         served.send(SLOW)
         unfinished.send(b"GET / HT")
         idle.send(ASK)
@@ -47,7 +52,11 @@ async def test_what_is_shed_first_is_silence_then_idleness_then_an_unfinished_he
             await asyncio.sleep(0.11)  # then the others are looked through again
         refused = await stack.enter_async_context(raw_client(target.url))
         answer = RawAnswer(await refused.rest())
-        assert (answer.status, answer.json["error"]["code"], answer.headers["connection"]) == (503, "too_many_connections", "close")
+        assert (answer.status, answer.json["error"]["code"], answer.headers["connection"]) == (
+            503,
+            "too_many_connections",
+            "close",
+        )
         target.app.go.set()
         assert (await served.answer()).status == 200
     assert target.cut == {"shed": 3, "too_many_connections": 1}
@@ -75,9 +84,23 @@ async def _router(soft: int, hard: int) -> AsyncIterator[str]:
     """`roost router` with these limits of open files; its URL."""
     with listen("127.0.0.1", 0) as door:
         address = url_of(door)
-    script = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard})); from deploy.cli import main; main()"
-    command = [sys.executable, "-c", script, "router", "--backend", "http://127.0.0.1:1", "--port", address.rpartition(":")[2]]
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE)
+    script = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard})); from deploy.cli"
+        " import main; main()"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        script,
+        "router",
+        "--backend",
+        "http://127.0.0.1:1",
+        "--port",
+        address.rpartition(":")[2],
+    ]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
     try:
         assert process.stderr is not None
         async with asyncio.timeout(30):
@@ -90,21 +113,28 @@ async def _router(soft: int, hard: int) -> AsyncIterator[str]:
 
 
 async def test_a_router_with_few_descriptors_is_not_closed_by_silent_connections() -> None:
-    """Before, the seventieth client of a router with 64 descriptors was reset, as were all after it, and nothing said so."""
+    """Before, the seventieth client of a router with 64 descriptors was reset, as were all after it, and
+    nothing said so."""
     async with _router(40, 64) as address, AsyncExitStack() as stack:
         for _ in range(100):
             await stack.enter_async_context(raw_client(address))
         asking = await stack.enter_async_context(raw_client(address))
         asking.send(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
         figures = (await asking.answer()).body.decode()
-        shed = next(line for line in figures.splitlines() if line.startswith('roost_router_connections_cut_total{cause="shed"}'))
+        shed = next(
+            line
+            for line in figures.splitlines()
+            if line.startswith('roost_router_connections_cut_total{cause="shed"}')
+        )
         assert float(shed.split(" ")[1]) >= 80
         assert "process_max_fds 64.0" in figures  # the soft limit was raised
         opened = next(line for line in figures.splitlines() if line.startswith("process_open_fds "))
         assert 5 < float(opened.split(" ")[1]) < 64
 
 
-async def test_descriptors_that_run_out_are_the_routers_fault_and_no_ranks(quick_sweep: None, open_house: OpenHouse, caplog: pytest.LogCaptureFixture) -> None:
+async def test_descriptors_that_run_out_are_the_routers_fault_and_no_ranks(
+    quick_sweep: None, open_house: OpenHouse, caplog: pytest.LogCaptureFixture
+) -> None:
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "demo", "object": "model"}]})
 

@@ -67,11 +67,17 @@ async def test_a_rank_answers_no_stranger_but_says_that_it_lives(open_house: Ope
                         "invalid_api_key",
                     ), (method, path, header)
             assert (await stranger.get(f"{url}/health")).json() == {"status": "ok"}
-            assert (await stranger.post(f"{url}/v1/completions", json=PROMPT, headers={"authorization": f"Bearer {OLD}"})).status_code == 200
+            assert (
+                await stranger.post(
+                    f"{url}/v1/completions", json=PROMPT, headers={"authorization": f"Bearer {OLD}"}
+                )
+            ).status_code == 200
         assert (await house.post("/v1/chat/completions", ASK)).status == 200
 
 
-async def test_a_router_without_the_secret_gets_no_answer_and_says_why(open_house: OpenHouse, files: Files, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_router_without_the_secret_gets_no_answer_and_says_why(
+    open_house: OpenHouse, files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
     house = await open_house()
     async with simulated_engine(house.bus, house.subjects, admission=RouterAdmission(files.rank)):
         await serving(house)
@@ -80,7 +86,9 @@ async def test_a_router_without_the_secret_gets_no_answer_and_says_why(open_hous
     assert OLD not in caplog.text
 
 
-async def test_the_secret_changes_while_requests_are_served(open_house: OpenHouse, files: Files, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_secret_changes_while_requests_are_served(
+    open_house: OpenHouse, files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("DEBUG")
     house, admission = await open_house(fleet_secret_file=files.router), RouterAdmission(files.rank)
     async with (
@@ -91,7 +99,9 @@ async def test_the_secret_changes_while_requests_are_served(open_house: OpenHous
 
         async def status(secret: str) -> int:
             headers = {"authorization": f"Bearer {secret}"}
-            return (await client.post(f"{host.identity.urls[0]}/v1/completions", json=PROMPT, headers=headers)).status_code
+            return (
+                await client.post(f"{host.identity.urls[0]}/v1/completions", json=PROMPT, headers=headers)
+            ).status_code
 
         async def works() -> bool:
             return (await house.post("/v1/chat/completions", ASK)).status == 200
@@ -123,7 +133,9 @@ async def test_the_secret_changes_while_requests_are_served(open_house: OpenHous
         (f"{OLD}\nwith some blanks in it", "secret 2 must be"),
     ],
 )
-def test_a_file_that_is_no_secret_is_refused_without_repeating_it(text: str, complaint: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_secret_is_refused_without_repeating_it(
+    text: str, complaint: str, tmp_path: Path
+) -> None:
     file = tmp_path / "secret"
     file.write_text(text)
     with pytest.raises(NoSecret, match=complaint) as refused:

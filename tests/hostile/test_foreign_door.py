@@ -14,7 +14,9 @@ from tests.router.router_fixture import OpenHouse, chat
 CHAT = "/v1/chat/completions"
 
 
-async def test_a_client_cannot_take_the_routers_own_headers_away_by_naming_them_in_connection(open_house: OpenHouse, tmp_path: Path) -> None:
+async def test_a_client_cannot_take_the_routers_own_headers_away_by_naming_them_in_connection(
+    open_house: OpenHouse, tmp_path: Path
+) -> None:
     key = tmp_path / "key"
     key.write_text("routers-own")
     async with serving(ForeignServer("one", saying({}))) as server:
@@ -47,7 +49,9 @@ async def test_a_chunked_body_reaches_the_server_with_one_length_and_no_other_fr
         assert server.requests[0].body.endswith(b"GET /sleep HTTP/1.1\r\n\r\n")
 
 
-async def test_a_tenant_cannot_pose_as_another_one_before_the_server(open_house: OpenHouse, tmp_path: Path) -> None:
+async def test_a_tenant_cannot_pose_as_another_one_before_the_server(
+    open_house: OpenHouse, tmp_path: Path
+) -> None:
     keys = tmp_path / "keys"
     keys.write_text(key_line("secret", "acme", None, parse_rights("infer")))
     async with serving(ForeignServer("one", saying({}))) as server:
@@ -91,7 +95,9 @@ async def test_no_path_of_an_object_leads_to_another_route(open_house: OpenHouse
     ],
     ids=["deep list", "deep object", "no UTF-8", "huge number", "huge digits"],
 )
-async def test_bodies_made_to_break_a_reader_are_the_servers_to_refuse(open_house: OpenHouse, body: bytes) -> None:
+async def test_bodies_made_to_break_a_reader_are_the_servers_to_refuse(
+    open_house: OpenHouse, body: bytes
+) -> None:
     read(body, "application/json")
     async with serving(ForeignServer("one", saying({"detail": "bad"}, 400))) as server:
         house = await in_front_of(open_house, server)
@@ -100,7 +106,9 @@ async def test_bodies_made_to_break_a_reader_are_the_servers_to_refuse(open_hous
 
 
 def test_a_server_that_never_stops_sending_ids_fills_no_memory() -> None:
-    course = Continuable(CHAT, json.dumps({**chat(), "stream": True, "temperature": 0, "max_tokens": 10}).encode(), 4096)
+    course = Continuable(
+        CHAT, json.dumps({**chat(), "stream": True, "temperature": 0, "max_tokens": 10}).encode(), 4096
+    )
     many = json.dumps(
         {
             "choices": [{"index": 0, "delta": {"content": "x" * 1000}, "token_ids": [1] * 1000}],

@@ -1,4 +1,5 @@
-"""Strangers on the bus who say that they are an engine of the fleet, or speak of another one: they get no request, and take nobody's place."""
+"""Strangers on the bus who say that they are an engine of the fleet, or speak of another one: they get no
+request, and take nobody's place."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -35,7 +36,9 @@ class Fleet:
         self.broker = MemoryBroker()
         self.bus = MemoryBus(self.broker)
         self.subjects = self.broker.subjects
-        self.router = RouterService(MemoryBus(self.broker), self.subjects, RouterConfig(), asyncio.get_running_loop().time)
+        self.router = RouterService(
+            MemoryBus(self.broker), self.subjects, RouterConfig(), asyncio.get_running_loop().time
+        )
 
     async def says(self, joined: EngineJoined) -> None:
         """It records a join, and beats once it may have been read."""
@@ -80,7 +83,9 @@ async def test_a_join_without_the_claim_of_its_name_does_not_supersede_the_engin
         assert fleet.known() == {"a": 1}
 
 
-@pytest.mark.parametrize(("after", "counts"), [(0.0, True), (CLAIM_SECONDS - 0.5, True), (CLAIM_SECONDS + 0.5, False)])
+@pytest.mark.parametrize(
+    ("after", "counts"), [(0.0, True), (CLAIM_SECONDS - 0.5, True), (CLAIM_SECONDS + 0.5, False)]
+)
 async def test_a_claim_that_is_seen_after_the_join_is_waited_for(after: float, counts: bool) -> None:
     async with listening() as fleet:
         late = engine("a", 1)
@@ -99,7 +104,9 @@ async def test_others_are_heard_while_a_join_waits_and_the_end_of_a_replay_waits
         await bus.record(subjects.membership(joined.engine), joined)
     clock = asyncio.get_running_loop().time
     began = clock()
-    passed = [one.message async for one in vouched(bus, subjects, bus.replay(subjects.membership(), follow=False))]
+    passed = [
+        one.message async for one in vouched(bus, subjects, bus.replay(subjects.membership(), follow=False))
+    ]
     assert (passed, clock() - began) == ([engine("b", 2)], 0.0)
 
 
@@ -147,12 +154,17 @@ async def test_an_engine_with_a_name_of_its_own_can_name_the_worker_of_another_i
             await claim_name(fleet.bus, joined)
         await fleet.says(honest)
         await fleet.says(impostor)
-        await fleet.bus.record(fleet.subjects.membership("b"), EngineLeft(engine="b", worker_id=1, reason="forged"))
+        await fleet.bus.record(
+            fleet.subjects.membership("b"), EngineLeft(engine="b", worker_id=1, reason="forged")
+        )
         await asyncio.sleep(4)
         for _ in range(3):
             await fleet.beats(impostor)
         (state,) = fleet.router.view.engines()
-        assert (state.joined, state.standing.name) == (honest, "DEAD"), "the beats of another do not keep it alive, and nothing makes it leave"
+        assert (state.joined, state.standing.name) == (
+            honest,
+            "DEAD",
+        ), "the beats of another do not keep it alive, and nothing makes it leave"
 
 
 async def test_the_tracker_counts_nothing_that_one_engine_reports_for_another() -> None:
@@ -165,7 +177,15 @@ async def test_the_tracker_counts_nothing_that_one_engine_reports_for_another() 
     await bus.record(subjects.membership("a"), engine("a", 1))
     await asyncio.sleep(0.1)
     said = ExpertsActivated(
-        engine="b", worker_id=1, rank=0, model="demo", epoch=0, seconds=1.0, tokens=1, cached_tokens=0, counts=ExpertCounts.of(np.ones((1, 1), np.int64))
+        engine="b",
+        worker_id=1,
+        rank=0,
+        model="demo",
+        epoch=0,
+        seconds=1.0,
+        tokens=1,
+        cached_tokens=0,
+        counts=ExpertCounts.of(np.ones((1, 1), np.int64)),
     )
     await bus.publisher(subjects.experts("b")).publish(said)
     await bus.record(subjects.membership("b"), EngineLeft(engine="b", worker_id=1, reason="forged"))

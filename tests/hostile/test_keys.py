@@ -33,7 +33,9 @@ def bearer(key: str, **more: str) -> dict[str, str]:
 
 
 @pytest.fixture
-async def guarded(open_house: OpenHouse, tmp_path: Path, serve_rank: Serve, byte_archive: bytes) -> tuple[House, MockRank]:
+async def guarded(
+    open_house: OpenHouse, tmp_path: Path, serve_rank: Serve, byte_archive: bytes
+) -> tuple[House, MockRank]:
     """A router whose key "KIND" belongs to the tenant of that name: with one right each, `all`, and `low` of
     the least urgent class."""
     lines = [key_line(right, right, None, frozenset({right})) for right in sorted(ALL_RIGHTS)]
@@ -63,7 +65,9 @@ async def test_every_route_but_health_needs_a_valid_key(guarded: tuple[House, Mo
         answers += [await house.post(path, chat(), headers=headers) for path in POSTED]
         assert {answer.status for answer in answers} == {401}
         assert {answer.headers["www-authenticate"] for answer in answers} == {"Bearer"}
-        assert {answer.headers["connection"] for answer in answers} == {"close"}  # nobody uploads without a key
+        assert {answer.headers["connection"] for answer in answers} == {
+            "close"
+        }  # nobody uploads without a key
         assert {answer.json["error"]["code"] for answer in answers} == {"invalid_api_key"}
     assert (await house.get("/health")).json == {"status": "alive"}
     assert not rank.requests
@@ -76,7 +80,11 @@ async def test_each_route_needs_its_right_and_no_other(guarded: tuple[House, Moc
             answer = await house.get(path, headers=bearer(right))
             assert (answer.status == 403) == (needed != right), (path, right, answer.body)
         for path, needed in POSTED.items():
-            body = chat() if path == CHAT or needed == "route" else {"model": "demo", "prompt": "abc", "max_tokens": 3}
+            body = (
+                chat()
+                if path == CHAT or needed == "route"
+                else {"model": "demo", "prompt": "abc", "max_tokens": 3}
+            )
             answer = await house.post(path, body, headers=bearer(right))
             assert (answer.status == 403) == (needed != right), (path, right, answer.body)
             if needed != right:
@@ -97,7 +105,9 @@ async def test_ready_says_no_more_than_that_to_those_without_the_right(
     }
 
 
-async def test_a_key_calls_itself_no_other_tenant_and_no_more_urgent_class(guarded: tuple[House, MockRank], caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_key_calls_itself_no_other_tenant_and_no_more_urgent_class(
+    guarded: tuple[House, MockRank], caplog: pytest.LogCaptureFixture
+) -> None:
     house, _ = guarded
     caplog.set_level("INFO", logger="roost.access")
     asked = [
@@ -109,9 +119,15 @@ async def test_a_key_calls_itself_no_other_tenant_and_no_more_urgent_class(guard
     ]
     for key, priority, granted in asked:
         caplog.clear()
-        answer = await house.post(CHAT, chat(user="other"), headers=bearer(key, **{"x-tenant-id": "other", "x-priority": priority}))
+        answer = await house.post(
+            CHAT, chat(user="other"), headers=bearer(key, **{"x-tenant-id": "other", "x-priority": priority})
+        )
         assert answer.status == 200
-        (line,) = (msgspec.json.decode(record.getMessage()) for record in caplog.records if record.name == "roost.access")
+        (line,) = (
+            msgspec.json.decode(record.getMessage())
+            for record in caplog.records
+            if record.name == "roost.access"
+        )
         assert line["priority"] == granted
 
 
@@ -121,14 +137,21 @@ async def test_ids_and_seeds_do_not_come_from_the_generator_whose_numbers_are_sh
         return RouterService(MemoryBus(broker), broker.subjects, RouterConfig(), chance=random.Random(7))
 
     one, other = service(), service()
-    drawn = [(at.new_request_id(), at.new_decision_id().removeprefix(at.tag), at.draw_seed()) for at in (one, other)]
+    drawn = [
+        (at.new_request_id(), at.new_decision_id().removeprefix(at.tag), at.draw_seed())
+        for at in (one, other)
+    ]
     assert all(first != second for first, second in zip(*drawn, strict=True))
     assert (len(drawn[0][0]), len(drawn[0][1]), len(one.tag)) == (24, 12, 8)
     assert 0 <= drawn[0][2] < 2**63
 
 
 async def test_no_secret_is_in_a_log_line_an_answer_a_span_a_metric_or_a_record(
-    open_house: OpenHouse, tmp_path: Path, serve_rank: Serve, byte_archive: bytes, caplog: pytest.LogCaptureFixture
+    open_house: OpenHouse,
+    tmp_path: Path,
+    serve_rank: Serve,
+    byte_archive: bytes,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("DEBUG")
     known, unknown, fleet = "rk_9f1d-a-known-key", "rk_77aa-not-a-known-key", "3c0e-secret-of-the-fleet"
@@ -144,17 +167,23 @@ async def test_no_secret_is_in_a_log_line_an_answer_a_span_a_metric_or_a_record(
     for key in (known, unknown):
         answers = [await house.post(path, chat(), headers=bearer(key)) for path in POSTED]
         decision = answers[0].headers.get("x-roost-decision-id", "x")
-        answers += [await house.get(path, headers=bearer(key)) for path in (*READ, f"/v1/decisions/{decision}")]
+        answers += [
+            await house.get(path, headers=bearer(key)) for path in (*READ, f"/v1/decisions/{decision}")
+        ]
         assert answers[0].status == (200 if key is known else 401)
         shown += [f"{answer.headers} {answer.body.decode()}" for answer in answers]
     await house.service.reload(lambda: house.service.config)
     shown += [span.to_json() for span in spans.get_finished_spans()]
     assert len(spans.get_finished_spans()) > len(POSTED)
     assert not any(secret in text for secret in (known, unknown, fleet) for text in (*shown, caplog.text))
-    assert [headers["Authorization"] for headers in rank.headers] == [f"Bearer {fleet}"]  # and not the client's key
+    assert [headers["Authorization"] for headers in rank.headers] == [
+        f"Bearer {fleet}"
+    ]  # and not the client's key
 
 
-async def test_keys_are_revoked_and_added_by_a_reload(guarded: tuple[House, MockRank], caplog: pytest.LogCaptureFixture) -> None:
+async def test_keys_are_revoked_and_added_by_a_reload(
+    guarded: tuple[House, MockRank], caplog: pytest.LogCaptureFixture
+) -> None:
     house, _ = guarded
     caplog.set_level("DEBUG")
     file = house.service.config.api_key_file
@@ -163,11 +192,20 @@ async def test_keys_are_revoked_and_added_by_a_reload(guarded: tuple[House, Mock
     file.write_text(f"{old}\n{new}\n")
     assert (await house.get("/metrics", headers=bearer("rk_new-secret"))).status == 401
     assert (await house.service.reload(lambda: house.service.config)).refused is None
-    assert [(await house.get("/metrics", headers=bearer(key))).status for key in ("all", "rk_new-secret")] == [200, 200]  # both, while clients change
+    assert [
+        (await house.get("/metrics", headers=bearer(key))).status for key in ("all", "rk_new-secret")
+    ] == [
+        200,
+        200,
+    ]  # both, while clients change
     file.write_text(new)
     report = await house.service.reload(lambda: house.service.config)
-    assert report.changed == {"api_key_file contents": ("2 keys of 2 tenants", "1 keys of 1 tenants: 0 added, 1 removed, 0 changed")}
-    assert [(await house.get("/metrics", headers=bearer(key))).status for key in ("all", "rk_new-secret")] == [401, 200]
+    assert report.changed == {
+        "api_key_file contents": ("2 keys of 2 tenants", "1 keys of 1 tenants: 0 added, 1 removed, 0 changed")
+    }
+    assert [
+        (await house.get("/metrics", headers=bearer(key))).status for key in ("all", "rk_new-secret")
+    ] == [401, 200]
     for broken in ("rk_new-secret\n", ""):
         file.write_text(broken)
         report = await house.service.reload(lambda: house.service.config)

@@ -1,4 +1,5 @@
-"""Bodies that take long to decode, render or tokenise: the loop's thread does next to nothing of it, and others do not wait for it."""
+"""Bodies that take long to decode, render or tokenise: the loop's thread does next to nothing of it, and
+others do not wait for it."""
 
 import asyncio
 import contextlib
@@ -34,9 +35,11 @@ CHAT, TEXT, ROUTE = "/v1/chat/completions", "/v1/completions", "/v1/route"
 LARGE = 7_900_000
 """bytes; 8 MiB is the limit"""
 MOST_CALLBACK_SECONDS = 0.04
-"""Processor time of the loop's thread in one callback; before bodies were read elsewhere some of these took 0.1 to 0.5 s."""
+"""Processor time of the loop's thread in one callback; before bodies were read elsewhere some of these took
+0.1 to 0.5 s."""
 MOST_PROCESS_SECONDS = 1.0
-"""Processor time of all threads of the router's process for one body, its client among them; tokenising one of these takes several."""
+"""Processor time of all threads of the router's process for one body, its client among them; tokenising one
+of these takes several."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -67,7 +70,9 @@ def callbacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[CallbackTimes]:
 
 
 def user(text: str) -> bytes:
-    return json.dumps({"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": text}]}).encode()
+    return json.dumps(
+        {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": text}]}
+    ).encode()
 
 
 def words(size: int) -> str:
@@ -86,21 +91,31 @@ ATTACKS: dict[str, tuple[str, bytes, int]] = {
     "tiny messages": (CHAT, tiny_messages(130_000), 400),
     "ids": (TEXT, b'{"model": "demo", "prompt": [' + b"7,7," * 1_300_000 + b"7]}", 400),
     "prompts": (TEXT, b'{"model": "demo", "prompt": [' + b'"a",' * 1_300_000 + b'"a"]}', 400),
-    "empty lists": (TEXT, b'{"model": "demo", "max_tokens": 1, "prompt": "a", "x": [' + b"[]," * 2_600_000 + b"[]]}", 200),
+    "empty lists": (
+        TEXT,
+        b'{"model": "demo", "max_tokens": 1, "prompt": "a", "x": [' + b"[]," * 2_600_000 + b"[]]}",
+        200,
+    ),
 }
 
 
 def post(house: House, path: str, body: bytes, source: str = "127.0.0.1") -> tuple[int, dict[str, Any]]:
     """A request from a thread of its own, whose processor time is not the loop's."""
-    connection = http.client.HTTPConnection(urlsplit(house.url).netloc, timeout=60, source_address=(source, 0))
+    connection = http.client.HTTPConnection(
+        urlsplit(house.url).netloc, timeout=60, source_address=(source, 0)
+    )
     with contextlib.closing(connection):
         connection.request("POST", path, body, {"content-type": "application/json"})
         answer = connection.getresponse()
         return answer.status, json.loads(answer.read())
 
 
-async def attacked(house: House, path: str, body: bytes, callbacks: CallbackTimes) -> tuple[int, dict[str, Any]]:
-    await asyncio.to_thread(post, house, "/v1/route/release", b'{"id": "whatever is made at the first request is made now"}')
+async def attacked(
+    house: House, path: str, body: bytes, callbacks: CallbackTimes
+) -> tuple[int, dict[str, Any]]:
+    await asyncio.to_thread(
+        post, house, "/v1/route/release", b'{"id": "whatever is made at the first request is made now"}'
+    )
     callbacks.longest, spent = 0.0, time.process_time()
     status, answer = await asyncio.to_thread(post, house, path, body)
     assert callbacks.longest < MOST_CALLBACK_SECONDS, callbacks.what
@@ -109,7 +124,9 @@ async def attacked(house: House, path: str, body: bytes, callbacks: CallbackTime
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-async def test_no_body_keeps_the_loop(open_house: OpenHouse, serve_rank: Serve, bpe_archive: bytes, callbacks: CallbackTimes, attack: str) -> None:
+async def test_no_body_keeps_the_loop(
+    open_house: OpenHouse, serve_rank: Serve, bpe_archive: bytes, callbacks: CallbackTimes, attack: str
+) -> None:
     house, rank = await open_house(), await serve_rank(MockRank(bpe_archive))
     await house.join("alone", [rank.url], bpe_archive)
     path, body, expected = ATTACKS[attack]
@@ -118,7 +135,9 @@ async def test_no_body_keeps_the_loop(open_house: OpenHouse, serve_rank: Serve, 
         assert status == expected, answer
         if attack in ("one word", "special tokens", "distinct words", "ids"):
             assert answer["error"]["code"] == "context_length_exceeded"
-            assert answer["error"]["message"].startswith("This model's maximum context length is 4096 tokens. However, ")
+            assert answer["error"]["message"].startswith(
+                "This model's maximum context length is 4096 tokens. However, "
+            )
 
 
 class _Served(http.server.BaseHTTPRequestHandler):
@@ -132,7 +151,10 @@ class _Served(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.bodies.append(self.rfile.read(int(self.headers["content-length"])))
         streamed = b'"stream": true' in self.bodies[-1][:100]
-        self._answer(b"data: [DONE]\n\n" if streamed else b'{"choices": []}', "text/event-stream" if streamed else "application/json")
+        self._answer(
+            b"data: [DONE]\n\n" if streamed else b'{"choices": []}',
+            "text/event-stream" if streamed else "application/json",
+        )
 
     def _answer(self, body: bytes, kind: str = "application/json") -> None:
         self.send_response(200)
@@ -169,8 +191,12 @@ async def test_no_body_keeps_the_loop_before_servers_that_are_asked_in_text(
     assert (await attacked(house, ROUTE, body, callbacks))[0] == 200
 
 
-async def test_a_salt_is_not_written_on_the_loop_into_a_large_body_that_names_one(open_house: OpenHouse, text_server: str, callbacks: CallbackTimes) -> None:
-    house = await open_house(named_backends=(BackendConfig(name="one", url=text_server, isolates_tenants=True),), bus=False)
+async def test_a_salt_is_not_written_on_the_loop_into_a_large_body_that_names_one(
+    open_house: OpenHouse, text_server: str, callbacks: CallbackTimes
+) -> None:
+    house = await open_house(
+        named_backends=(BackendConfig(name="one", url=text_server, isolates_tenants=True),), bus=False
+    )
     await until(lambda: house.service.ready)
     fields = b",".join(b'"field %d": 0' % number for number in range(400_000))
     body = b'{"model": "demo", "prompt": "a", "cache_salt": "mine", ' + fields + b"}"
@@ -196,13 +222,23 @@ async def test_a_large_stream_from_a_server_that_returns_ids_is_not_read_on_the_
     assert _Served.bodies == [body]
 
 
-async def test_a_large_prompt_that_fits_has_the_ids_of_the_same_prompt_in_a_small_body(open_house: OpenHouse, serve_rank: Serve, bpe_archive: bytes) -> None:
+async def test_a_large_prompt_that_fits_has_the_ids_of_the_same_prompt_in_a_small_body(
+    open_house: OpenHouse, serve_rank: Serve, bpe_archive: bytes
+) -> None:
     house, rank = await open_house(large_body_bytes=2000), await serve_rank(MockRank(bpe_archive))
     await house.join("alone", [rank.url], bpe_archive)
-    messages = [{"role": "user", "content": "words in a row; naïve façade, 東京タワー 🐣 " * 12}, {"role": "user", "content": "hi"}]
+    messages = [
+        {"role": "user", "content": "words in a row; naïve façade, 東京タワー 🐣 " * 12},
+        {"role": "user", "content": "hi"},
+    ]
     bodies = [chat(messages=messages, **extra) for extra in ({}, {"x": "y" * 3000})]
     answers = [await house.post(CHAT, body) for body in bodies]
-    texts = [await house.post(TEXT, {"model": "demo", "max_tokens": 3, "prompt": ["some text", "another"], **extra}) for extra in ({}, {"x": "y" * 3000})]
+    texts = [
+        await house.post(
+            TEXT, {"model": "demo", "max_tokens": 3, "prompt": ["some text", "another"], **extra}
+        )
+        for extra in ({}, {"x": "y" * 3000})
+    ]
     assert [answer.status for answer in answers + texts] == [200] * 4
     small, large, *prompts = [request.prompt for request in rank.requests]
     assert small == large
@@ -223,11 +259,19 @@ async def test_a_large_prompt_that_fits_has_the_ids_of_the_same_prompt_in_a_smal
         ({"seed": 10**40}, "seed"),
         ({"guided_json": {"type": "object"}}, "guided_json"),
         ({"min_tokens": 5}, "min_tokens"),
-        ({"chat_template_kwargs": {**{f"n{at}": at for at in range(63)}, "bos_token": "x"}}, "chat_template_kwargs.bos_token"),
-        ({"chat_template_kwargs": {**{f"n{at}": at for at in range(64)}, "bos_token": "x"}}, "chat_template_kwargs"),
+        (
+            {"chat_template_kwargs": {**{f"n{at}": at for at in range(63)}, "bos_token": "x"}},
+            "chat_template_kwargs.bos_token",
+        ),
+        (
+            {"chat_template_kwargs": {**{f"n{at}": at for at in range(64)}, "bos_token": "x"}},
+            "chat_template_kwargs",
+        ),
     ],
 )
-async def test_a_large_body_is_refused_for_what_is_wrong_with_it(open_house: OpenHouse, byte_archive: bytes, change: dict[str, Any], param: str) -> None:
+async def test_a_large_body_is_refused_for_what_is_wrong_with_it(
+    open_house: OpenHouse, byte_archive: bytes, change: dict[str, Any], param: str
+) -> None:
     house = await open_house()
     await house.join("alone", ["http://127.0.0.1:1"], byte_archive)
     answer = await house.post(CHAT, chat(**{"padding": "x" * 200_000, **change}))
@@ -235,9 +279,13 @@ async def test_a_large_body_is_refused_for_what_is_wrong_with_it(open_house: Ope
     assert len(answer.body) < 10_000
 
 
-async def test_a_release_that_is_longer_than_any_can_be_is_refused_unread(open_house: OpenHouse, callbacks: CallbackTimes) -> None:
+async def test_a_release_that_is_longer_than_any_can_be_is_refused_unread(
+    open_house: OpenHouse, callbacks: CallbackTimes
+) -> None:
     house = await open_house()
-    status, _ = await attacked(house, "/v1/route/release", b'{"id": "a", "x": [' + b"[]," * 2_000_000 + b"[]]}", callbacks)
+    status, _ = await attacked(
+        house, "/v1/route/release", b'{"id": "a", "x": [' + b"[]," * 2_000_000 + b"[]]}", callbacks
+    )
     assert status == 413
 
 
@@ -245,9 +293,13 @@ async def test_fields_of_a_large_body_go_on_to_engines_that_take_them(
     open_house: OpenHouse, serve_rank: Serve, bpe_archive: bytes, callbacks: CallbackTimes
 ) -> None:
     house, rank = await open_house(), await serve_rank(MockRank(bpe_archive))
-    await house.join("vllm", [rank.url], bpe_archive, capabilities=Capabilities(kv_events=False, passes_fields=True))
+    await house.join(
+        "vllm", [rank.url], bpe_archive, capabilities=Capabilities(kv_events=False, passes_fields=True)
+    )
     lists = b"[" + b"[]," * 250_000 + b"[]]"
-    status, _ = await attacked(house, CHAT, json.dumps(chat(min_p=0.5)).encode()[:-1] + b', "vendor": ' + lists + b"}", callbacks)
+    status, _ = await attacked(
+        house, CHAT, json.dumps(chat(min_p=0.5)).encode()[:-1] + b', "vendor": ' + lists + b"}", callbacks
+    )
     assert status == 200
     assert b'"vendor":' + lists in rank.bodies[0]
     assert b'"min_p":0.5' in rank.bodies[0]
@@ -267,14 +319,24 @@ BUSY_SECONDS = 0.4
 @contextlib.asynccontextmanager
 async def workers(processes: int = 1, memory_bytes: int = 4 * 2**30, per_client: int = 4):
     async with BodyWorkers(
-        processes, 8, per_client, memory_bytes=memory_bytes, seen_bytes=0, archive=lambda digest: ARCHIVE, digests=lambda: ("d",)
+        processes,
+        8,
+        per_client,
+        memory_bytes=memory_bytes,
+        seen_bytes=0,
+        archive=lambda digest: ARCHIVE,
+        digests=lambda: ("d",),
     ) as started:
         yield started
 
 
 def children(parent: int) -> list[int]:
     """Worker processes of a process."""
-    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split() if b"router.bodies.worker" in command(int(pid))]
+    return [
+        int(pid)
+        for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        if b"router.bodies.worker" in command(int(pid))
+    ]
 
 
 def command(pid: int) -> bytes:
@@ -313,7 +375,10 @@ async def test_a_process_that_is_killed_in_the_middle_fails_its_request_alone_an
 async def test_the_work_of_a_client_that_leaves_is_dropped_whether_it_waits_or_runs() -> None:
     async with workers() as pool:
         task = await running(pool)
-        pid, waiting = children(os.getpid())[0], [asyncio.create_task(pool.read("a", "chat", user(f"{at}"))) for at in range(3)]
+        pid, waiting = (
+            children(os.getpid())[0],
+            [asyncio.create_task(pool.read("a", "chat", user(f"{at}"))) for at in range(3)],
+        )
         other = asyncio.create_task(pool.read("b", "chat", user("mine")))
         await until(lambda: pool.waiting == 4)
         for one in (task, *waiting):
@@ -324,7 +389,9 @@ async def test_the_work_of_a_client_that_leaves_is_dropped_whether_it_waits_or_r
 
 async def test_a_large_request_does_not_wait_for_the_huge_ones_of_others() -> None:
     async with workers(processes=2, per_client=8) as pool:
-        huge = [await running(pool)] + [asyncio.create_task(pool.encode("a", "chat", LONG, "d", HOURS)) for _ in range(3)]
+        huge = [await running(pool)] + [
+            asyncio.create_task(pool.encode("a", "chat", LONG, "d", HOURS)) for _ in range(3)
+        ]
         await asyncio.wait_for(pool.encode("b", "chat", user("x" * 200_000), "d", HOURS), 10.0)
         assert not any(one.done() for one in huge)
         for one in huge:
@@ -333,7 +400,9 @@ async def test_a_large_request_does_not_wait_for_the_huge_ones_of_others() -> No
 
 async def test_a_body_that_needs_more_memory_than_a_process_has_is_refused_and_the_next_is_served() -> None:
     async with workers(memory_bytes=170 * 2**20) as pool:
-        lists = b'{"model": "demo", "messages": [{"role": "user", "content": [' + b"[[[]]]," * 600_000 + b"[]]}]}"
+        lists = (
+            b'{"model": "demo", "messages": [{"role": "user", "content": [' + b"[[[]]]," * 600_000 + b"[]]}]}"
+        )
         with pytest.raises(ApiError) as refused:
             await pool.read("a", "chat", lists)
         assert (refused.value.status, pool.died) == (413, 0)
@@ -359,7 +428,9 @@ asyncio.run(main())
 
 
 def test_processes_end_with_a_router_that_is_killed() -> None:
-    router = subprocess.Popen([sys.executable, "-c", ROUTER], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    router = subprocess.Popen(
+        [sys.executable, "-c", ROUTER], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     deadline = time.monotonic() + 20
     while not any(processor_seconds(pid) > BUSY_SECONDS for pid in children(router.pid)):
         assert router.poll() is None
@@ -379,12 +450,19 @@ def test_processes_end_with_a_router_that_is_killed() -> None:
 def withholding(house: House, size: int, source: str = "127.0.0.1") -> socket.socket:
     """A client that sends a body but for its last byte."""
     netloc = urlsplit(house.url)
-    client = socket.create_connection((netloc.hostname or "", netloc.port or 0), timeout=10, source_address=(source, 0))
-    client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size + b" " * (size - 1))
+    client = socket.create_connection(
+        (netloc.hostname or "", netloc.port or 0), timeout=10, source_address=(source, 0)
+    )
+    client.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size
+        + b" " * (size - 1)
+    )
     return client
 
 
-async def test_clients_that_withhold_the_last_byte_hold_no_more_than_their_share(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_clients_that_withhold_the_last_byte_hold_no_more_than_their_share(
+    open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes
+) -> None:
     house, rank = await open_house(bodies_bytes=4_000_000), await serve_rank(MockRank(byte_archive))
     await house.join("alone", [rank.url], byte_archive)
     budget = house.service.body_budget
@@ -403,14 +481,22 @@ async def test_clients_that_withhold_the_last_byte_hold_no_more_than_their_share
         await asyncio.sleep(0.01)
 
 
-async def test_a_body_of_unknown_length_is_cut_as_soon_as_there_is_no_memory_for_it(open_house: OpenHouse, byte_archive: bytes) -> None:
+async def test_a_body_of_unknown_length_is_cut_as_soon_as_there_is_no_memory_for_it(
+    open_house: OpenHouse, byte_archive: bytes
+) -> None:
     house = await open_house(bodies_bytes=1_000_000)
     await house.join("alone", ["http://127.0.0.1:1"], byte_archive)
 
     def chunked() -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection(urlsplit(house.url).netloc, timeout=10)
         with contextlib.suppress(ConnectionError):
-            connection.request("POST", CHAT, iter([b" " * 50_000] * 40), {"transfer-encoding": "chunked"}, encode_chunked=True)
+            connection.request(
+                "POST",
+                CHAT,
+                iter([b" " * 50_000] * 40),
+                {"transfer-encoding": "chunked"},
+                encode_chunked=True,
+            )
         with contextlib.closing(connection):
             return connection.getresponse()
 

@@ -1,4 +1,5 @@
-"""Requests sent behind others, expectations, upgrades and old versions: answered in order, or refused, and nothing goes on for a client that left."""
+"""Requests sent behind others, expectations, upgrades and old versions: answered in order, or refused, and
+nothing goes on for a client that left."""
 
 import asyncio
 
@@ -14,13 +15,17 @@ SLOW = b"POST /slow HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nhi"
 async def test_pipelined_requests_are_answered_in_order(start: StartTarget) -> None:
     target = await start()
     async with raw_client(target.url) as client:
-        client.send(b"".join(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\n%d" % at for at in range(8)))
+        client.send(
+            b"".join(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\n%d" % at for at in range(8))
+        )
         for _ in range(8):
             assert (await client.answer()).body == b"hello"
     assert target.app.bodies == [b"%d" % at for at in range(8)]
 
 
-async def test_a_flood_of_pipelined_requests_ends_the_connection_after_the_answer_under_way(start: StartTarget) -> None:
+async def test_a_flood_of_pipelined_requests_ends_the_connection_after_the_answer_under_way(
+    start: StartTarget,
+) -> None:
     target = await start()
     async with raw_client(target.url) as client:
         client.send(SLOW)
@@ -46,7 +51,9 @@ async def test_nonsense_behind_a_request_does_not_get_into_its_answer(start: Sta
     assert target.cut == {"malformed": 1}
 
 
-async def test_a_request_that_is_answered_ends_when_its_client_leaves_though_another_one_was_read_behind_it(start: StartTarget) -> None:
+async def test_a_request_that_is_answered_ends_when_its_client_leaves_though_another_one_was_read_behind_it(
+    start: StartTarget,
+) -> None:
     target = await start()
     async with raw_client(target.url) as client:
         client.send(b"POST /flood HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n" + ASK)
@@ -55,10 +62,15 @@ async def test_a_request_that_is_answered_ends_when_its_client_leaves_though_ano
 
 
 @pytest.mark.parametrize("path", ["/", "/unread"])
-async def test_a_client_that_expects_to_be_told_to_go_on_is_told_so_or_refused(start: StartTarget, path: str) -> None:
+async def test_a_client_that_expects_to_be_told_to_go_on_is_told_so_or_refused(
+    start: StartTarget, path: str
+) -> None:
     target = await start()
     async with raw_client(target.url) as client:
-        client.send(b"POST %s HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 3\r\n\r\n" % path.encode())
+        client.send(
+            b"POST %s HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 3\r\n\r\n"
+            % path.encode()
+        )
         first = await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), 5)
         if path == "/":
             assert first == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -72,7 +84,9 @@ async def test_a_client_that_expects_to_be_told_to_go_on_is_told_so_or_refused(s
             assert b"connection: close" in first
 
 
-async def test_a_client_that_expects_to_be_told_to_go_on_and_then_says_nothing_is_cut(start: StartTarget) -> None:
+async def test_a_client_that_expects_to_be_told_to_go_on_and_then_says_nothing_is_cut(
+    start: StartTarget,
+) -> None:
     target = await start(body_seconds=0.1)
     async with raw_client(target.url) as client:
         client.send(b"POST / HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 3\r\n\r\n")
@@ -90,10 +104,15 @@ BODIES = {
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 @pytest.mark.parametrize("pieces", [1, 2])
-async def test_upgrades_are_declined_by_answering_as_usual_body_and_all(start: StartTarget, body: bytes, pieces: int) -> None:
+async def test_upgrades_are_declined_by_answering_as_usual_body_and_all(
+    start: StartTarget, body: bytes, pieces: int
+) -> None:
     """Java's HttpClient asks so by default; before, such a request arrived without its body."""
     target = await start()
-    asked = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n" + body
+    asked = (
+        b"POST / HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade:"
+        b" h2c\r\nhttp2-settings: AAMAAABk\r\n" + body
+    )
     async with raw_client(target.url) as client:
         for _ in range(2):  # and once more on the same connection
             for piece in (asked[: len(asked) // pieces - 2], asked[len(asked) // pieces - 2 :]):

@@ -1,4 +1,5 @@
-"""Clients that send slowly, say nothing, or do not read: cut after a limit, and nothing stays held for them."""
+"""Clients that send slowly, say nothing, or do not read: cut after a limit, and nothing stays held for
+them."""
 
 import asyncio
 import json
@@ -29,8 +30,12 @@ async def _trickle(client: RawClient, first: bytes, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
 
-@pytest.mark.parametrize("head", [HEAD + b"content-length: 1000000\r\n\r\n", HEAD + b"transfer-encoding: chunked\r\n\r\nfffff\r\n"])
-async def test_a_body_that_trickles_is_cut_with_408_and_its_request_ends(start: StartTarget, head: bytes) -> None:
+@pytest.mark.parametrize(
+    "head", [HEAD + b"content-length: 1000000\r\n\r\n", HEAD + b"transfer-encoding: chunked\r\n\r\nfffff\r\n"]
+)
+async def test_a_body_that_trickles_is_cut_with_408_and_its_request_ends(
+    start: StartTarget, head: bytes
+) -> None:
     target = await start(body_seconds=0.15)
     async with raw_client(target.url) as client:
         trickling = asyncio.create_task(_trickle(client, head, 0.02))
@@ -48,13 +53,17 @@ async def test_a_new_connection_that_says_nothing_is_closed(start: StartTarget) 
     assert not target.cut
 
 
-async def test_a_connection_kept_alive_is_closed_when_no_request_follows_and_not_before(start: StartTarget) -> None:
+async def test_a_connection_kept_alive_is_closed_when_no_request_follows_and_not_before(
+    start: StartTarget,
+) -> None:
     target = await start(head_seconds=0.1, idle_seconds=0.4)
     async with raw_client(target.url) as client:
         for _ in range(2):
             client.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             assert (await client.answer()).status == 200
-            await asyncio.sleep(0.2)  # longer than a head may take: silence between requests is something else
+            await asyncio.sleep(
+                0.2
+            )  # longer than a head may take: silence between requests is something else
         before = asyncio.get_running_loop().time()
         assert await client.rest() == b""
         assert asyncio.get_running_loop().time() - before < 5
@@ -89,7 +98,9 @@ async def test_a_client_that_reads_slowly_is_served_as_long_as_it_reads(start: S
     assert not target.cut
 
 
-async def test_an_answer_that_is_refused_before_its_body_came_closes_the_connection(start: StartTarget) -> None:
+async def test_an_answer_that_is_refused_before_its_body_came_closes_the_connection(
+    start: StartTarget,
+) -> None:
     """Else whoever has no key could upload for ever."""
     target = await start()
     async with raw_client(target.url) as client:
@@ -100,7 +111,13 @@ async def test_an_answer_that_is_refused_before_its_body_came_closes_the_connect
 
 async def test_half_requests_are_forgotten_when_their_client_leaves(start: StartTarget) -> None:
     target = await start()
-    for half in (b"", b"GET", HEAD, HEAD + b"content-length: 10\r\n\r\nabc", HEAD + b"transfer-encoding: chunked\r\n\r\nff\r\nabc"):
+    for half in (
+        b"",
+        b"GET",
+        HEAD,
+        HEAD + b"content-length: 10\r\n\r\nabc",
+        HEAD + b"transfer-encoding: chunked\r\n\r\nff\r\nabc",
+    ):
         async with raw_client(target.url) as client:
             client.send(half)
             await asyncio.sleep(0.01)
@@ -108,7 +125,9 @@ async def test_half_requests_are_forgotten_when_their_client_leaves(start: Start
     assert target.app.bodies == []
 
 
-async def test_a_stream_that_is_not_read_gives_its_booking_back(quick_sweep: None, open_house: OpenHouse) -> None:
+async def test_a_stream_that_is_not_read_gives_its_booking_back(
+    quick_sweep: None, open_house: OpenHouse
+) -> None:
     """Before, three such streams stayed booked for as long as their clients pleased."""
     left = asyncio.Event()
 
@@ -132,13 +151,19 @@ async def test_a_stream_that_is_not_read_gives_its_booking_back(quick_sweep: Non
         await until(lambda: house.service.view.models(live=True))
         async with raw_client(house.url, limit=1024) as client:
             body = json.dumps(chat(stream=True)).encode()
-            client.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            client.send(
+                b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+                + body
+            )
             await client.reader.readexactly(1000)
             assert await _figure(house, "rank_sequences") == 1
             await asyncio.wait_for(left.wait(), 10)
             while await _figure(house, "rank_sequences"):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            assert 'roost_router_connections_cut_total{cause="unread_answer"} 1.0' in (await house.get("/metrics")).body.decode()
+            assert (
+                'roost_router_connections_cut_total{cause="unread_answer"} 1.0'
+                in (await house.get("/metrics")).body.decode()
+            )
 
 
 async def _figure(house: House, name: str) -> float:

@@ -51,7 +51,9 @@ async def simulated_house(house: House) -> AsyncIterator[str]:
 @asynccontextmanager
 async def embedded_house(house: House, checkpoint: Path, archive: bytes) -> AsyncIterator[str]:
     async with AsyncExitStack() as stack:
-        tried = await stack.enter_async_context(embedded(checkpoint, kv_blocks=200, max_context=512, model="demo"))
+        tried = await stack.enter_async_context(
+            embedded(checkpoint, kv_blocks=200, max_context=512, model="demo")
+        )
         url = await stack.enter_async_context(served_app(RankApp(tried.engine)))  # type: ignore[arg-type]
         about = {"block_size": 16, "shape": None, "placement": None, "layout": None}
         await house.join(
@@ -72,11 +74,15 @@ async def attacked(request: pytest.FixtureRequest, guarded: House) -> AsyncItera
             yield guarded
         return
     request.getfixturevalue("monkeypatch").setattr(ModelRunner, "measure_speed", lambda _: EngineSpeed())
-    async with embedded_house(guarded, request.getfixturevalue("tiny_checkpoint"), request.getfixturevalue("byte_archive")):
+    async with embedded_house(
+        guarded, request.getfixturevalue("tiny_checkpoint"), request.getfixturevalue("byte_archive")
+    ):
         yield guarded
 
 
-async def cached(house: House, key: str, dollars: int, headers: dict[str, str] | None = None, **more: Any) -> int:
+async def cached(
+    house: House, key: str, dollars: int, headers: dict[str, str] | None = None, **more: Any
+) -> int:
     """`cached_tokens` of an answer to a prompt that names a price."""
     body = {"model": "demo", "prompt": PROMPT.format(dollars), "max_tokens": 2, **more}
     answer = await house.post("/v1/completions", body, headers=bearer(key) | (headers or {}))
@@ -86,7 +92,9 @@ async def cached(house: House, key: str, dollars: int, headers: dict[str, str] |
 
 async def overlap(house: House, key: str) -> int:
     """Blocks of the prompt that names 41 dollars that the cheapest rank is believed to hold for a tenant."""
-    record = await house.post("/v1/route", {"model": "demo", "prompt": PROMPT.format(41)}, headers=bearer(key))
+    record = await house.post(
+        "/v1/route", {"model": "demo", "prompt": PROMPT.format(41)}, headers=bearer(key)
+    )
     return int(record.json["candidates"][0]["overlap_blocks"])
 
 
@@ -121,12 +129,20 @@ async def test_a_gateway_that_may_speak_for_a_tenant_uses_that_tenants_cache(att
 
 
 @pytest.fixture
-async def two_routers(open_house: OpenHouse, guarded: House, serve_rank: Serve, byte_archive: bytes) -> AsyncIterator[tuple[House, House]]:
+async def two_routers(
+    open_house: OpenHouse, guarded: House, serve_rank: Serve, byte_archive: bytes
+) -> AsyncIterator[tuple[House, House]]:
     """Two routers with the same keys on one bus, before one rank."""
     rank = await serve_rank(MockRank(byte_archive))
     other = await open_house(broker=guarded.broker, api_key_file=guarded.service.config.api_key_file)
     joined = await guarded.join("alone", [rank.url], byte_archive)
-    await until(lambda: other.service.view.engine(joined.worker_id) is not None and other.service.ready and guarded.service.ready)
+    await until(
+        lambda: (
+            other.service.view.engine(joined.worker_id) is not None
+            and other.service.ready
+            and guarded.service.ready
+        )
+    )
     async with asyncio.TaskGroup() as tasks:
         asked = [BusApi(house.bus, house.subjects, Decider(house.service)) for house in (guarded, other)]
         running = [tasks.create_task(one.run(), name="answers over the bus") for one in asked]
@@ -141,12 +157,17 @@ async def test_another_tenants_decision_is_as_unknown_as_one_that_never_was(
     two_routers: tuple[House, House],
 ) -> None:
     one, other = two_routers
-    made = (await one.post("/v1/chat/completions", chat(), headers=bearer("acme"))).headers["x-roost-decision-id"]
+    made = (await one.post("/v1/chat/completions", chat(), headers=bearer("acme"))).headers[
+        "x-roost-decision-id"
+    ]
     never = made[:-4] + "0000"
     for house in (one, other):
         assert (await house.get(f"/v1/decisions/{made}", headers=bearer("acme"))).json["tenant"] == "acme"
         assert (await house.get(f"/v1/decisions/{made}", headers=bearer("gateway"))).status == 200
-        answers = [await house.get(f"/v1/decisions/{decision}", headers=bearer("rival")) for decision in (made, never)]
+        answers = [
+            await house.get(f"/v1/decisions/{decision}", headers=bearer("rival"))
+            for decision in (made, never)
+        ]
         assert [answer.status for answer in answers] == [404, 404]
         assert answers[0].body.replace(made.encode(), never.encode()) == answers[1].body
 
@@ -159,44 +180,81 @@ async def test_another_tenants_reservation_cannot_be_released_here_or_through_an
     await until(lambda: other.service.peers is not None and other.service.peers.booked_elsewhere(held))
     for first_token in (True, False):
         body = {"id": held, "first_token": first_token}
-        assert (await one.post("/v1/route/release", body, headers=bearer("rival"))).json["outcome"] == "unknown"
+        assert (await one.post("/v1/route/release", body, headers=bearer("rival"))).json[
+            "outcome"
+        ] == "unknown"
         never = {"id": held[:-4] + "0000", "first_token": first_token}
-        answers = [await other.post("/v1/route/release", each, headers=bearer("rival")) for each in (body, never)]
+        answers = [
+            await other.post("/v1/route/release", each, headers=bearer("rival")) for each in (body, never)
+        ]
         assert [answer.json["outcome"] for answer in answers] == ["passed_on", "passed_on"]
     marker = (await one.post("/v1/route/reserve", chat(), headers=bearer("rival"))).json["id"]
     await until(lambda: other.service.peers is not None and other.service.peers.booked_elsewhere(marker))
     await other.post("/v1/route/release", {"id": marker}, headers=bearer("rival"))
     await until(lambda: len(one.service.reserved) == 1)  # what was passed on before it has arrived, too
-    assert (await other.post("/v1/route/release", {"id": held}, headers=bearer("acme"))).json["outcome"] == "passed_on"
+    assert (await other.post("/v1/route/release", {"id": held}, headers=bearer("acme"))).json[
+        "outcome"
+    ] == "passed_on"
     await until(lambda: len(one.service.reserved) == 0)
 
 
 async def test_metrics_name_tenants_with_a_key_and_no_others(two_routers: tuple[House, House]) -> None:
     house, _ = two_routers
     for tenant in ("acme", *(f"unknown-{number}" for number in range(5))):
-        assert (await house.post("/v1/chat/completions", chat(), headers=bearer("gateway") | {"x-tenant-id": tenant})).status == 200
+        assert (
+            await house.post(
+                "/v1/chat/completions", chat(), headers=bearer("gateway") | {"x-tenant-id": tenant}
+            )
+        ).status == 200
     lines = house.service.metrics.exposition().decode().splitlines()
-    counted = dict(line.rsplit(" ", 1) for line in lines if line.startswith("roost_router_tenant_requests_total{"))
+    counted = dict(
+        line.rsplit(" ", 1) for line in lines if line.startswith("roost_router_tenant_requests_total{")
+    )
     assert {name: float(value) for name, value in counted.items()} == {
         'roost_router_tenant_requests_total{outcome="answered",tenant="acme"}': 1.0,
         'roost_router_tenant_requests_total{outcome="answered",tenant="other"}': 5.0,
     }
 
 
-async def test_an_engine_that_does_not_isolate_tenants_is_marked(two_routers: tuple[House, House], caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_engine_that_does_not_isolate_tenants_is_marked(
+    two_routers: tuple[House, House], caplog: pytest.LogCaptureFixture
+) -> None:
     house, _ = two_routers
-    decisions = [(await house.post("/v1/chat/completions", chat(), headers=bearer("acme"))).headers["x-roost-decision-id"] for _ in range(2)]
-    assert {(await house.get(f"/v1/decisions/{one}", headers=bearer("acme"))).json["cache"] for one in decisions} == {"shared"}
-    assert len([record for record in caplog.records if "engine alone does not isolate tenants" in record.getMessage()]) == 1
-    assert 'roost_router_shared_cache_requests_total{model="demo"} 2.0' in house.service.metrics.exposition().decode()
+    decisions = [
+        (await house.post("/v1/chat/completions", chat(), headers=bearer("acme"))).headers[
+            "x-roost-decision-id"
+        ]
+        for _ in range(2)
+    ]
+    assert {
+        (await house.get(f"/v1/decisions/{one}", headers=bearer("acme"))).json["cache"] for one in decisions
+    } == {"shared"}
+    assert (
+        len(
+            [
+                record
+                for record in caplog.records
+                if "engine alone does not isolate tenants" in record.getMessage()
+            ]
+        )
+        == 1
+    )
+    assert (
+        'roost_router_shared_cache_requests_total{model="demo"} 2.0'
+        in house.service.metrics.exposition().decode()
+    )
 
 
-async def test_a_router_that_comes_later_learns_salted_blocks_from_snapshots(guarded: House, open_house: OpenHouse) -> None:
+async def test_a_router_that_comes_later_learns_salted_blocks_from_snapshots(
+    guarded: House, open_house: OpenHouse
+) -> None:
     async with simulated_house(guarded):
         await cached(guarded, "acme", 41)
         late = await open_house(broker=guarded.broker, api_key_file=guarded.service.config.api_key_file)
         await until(lambda: late.service.ready)
-        await cached(guarded, "rival", 40)  # a snapshot that was made for another router may be older; events that follow show it
+        await cached(
+            guarded, "rival", 40
+        )  # a snapshot that was made for another router may be older; events that follow show it
         await until_overlap(late, "acme")
         assert await overlap(late, "rival") == 0
 

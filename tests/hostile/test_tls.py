@@ -95,7 +95,9 @@ async def test_a_connection_under_tls_is_kept_for_the_next_request(made: Certifi
         first.cut("the test is over")
 
 
-async def test_a_stranger_with_a_certificate_of_his_own_is_not_sent_a_request(made: Certificate, tmp_path: Path) -> None:
+async def test_a_stranger_with_a_certificate_of_his_own_is_not_sent_a_request(
+    made: Certificate, tmp_path: Path
+) -> None:
     (tmp_path / "other").mkdir()
     forged = certificate(tmp_path / "other", "127.0.0.1")
     misnamed = ServerTls(*_pair(certificate(_folder(tmp_path / "name"), "elsewhere.example")))
@@ -123,7 +125,9 @@ async def test_a_certificate_is_renewed_while_connections_are_open(made: Certifi
             renewed = made.renew("127.0.0.1")
             tls.check()
             tls.load()
-            assert await upstream.get(url, "/", {}, seconds=5, most_bytes=100) == b"https "  # on the kept connection
+            assert (
+                await upstream.get(url, "/", {}, seconds=5, most_bytes=100) == b"https "
+            )  # on the kept connection
         assert await answered(url, renewed.ca) == b"https hello"
 
 
@@ -197,7 +201,9 @@ async def test_a_connection_may_be_closed_twice_under_tls(made: Certificate) -> 
 
 
 @pytest.mark.parametrize("sent", [b"", bytes.fromhex("16030100f4010000f00303")])
-async def test_a_handshake_that_does_not_go_on_is_cut_like_a_slow_head(made: Certificate, sent: bytes) -> None:
+async def test_a_handshake_that_does_not_go_on_is_cut_like_a_slow_head(
+    made: Certificate, sent: bytes
+) -> None:
     async with served(ServerTls(made.cert, made.key), HttpLimits(head_seconds=0.2)) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(sent)

@@ -19,7 +19,12 @@ SHAPE = ModelShape(layers=2, experts=8, top_k=2, hidden=4, expert_intermediate=8
 FIRST = linear(layers=2, experts=8, ranks=2)
 
 
-def joined(worker_id: int = 1, engine: str = "a", placement: Placement | PlacementRecord | None = FIRST, **fields: Any) -> EngineJoined:
+def joined(
+    worker_id: int = 1,
+    engine: str = "a",
+    placement: Placement | PlacementRecord | None = FIRST,
+    **fields: Any,
+) -> EngineJoined:
     record = placement.record() if isinstance(placement, Placement) else placement
     plain: dict[str, Any] = {
         "model": "m",
@@ -36,10 +41,14 @@ def joined(worker_id: int = 1, engine: str = "a", placement: Placement | Placeme
 
 
 @asynccontextmanager
-async def leading(bus: Bus, config: MigrationConfig, thinking: Executor | None = None) -> AsyncIterator[MigrationService]:
+async def leading(
+    bus: Bus, config: MigrationConfig, thinking: Executor | None = None
+) -> AsyncIterator[MigrationService]:
     """Run a service as the leader or on standby, and stop it at the end. thinking: executor for planning
     runs."""
-    service = MigrationService(bus, Subjects(), config, clock=asyncio.get_running_loop().time, thinking=thinking)
+    service = MigrationService(
+        bus, Subjects(), config, clock=asyncio.get_running_loop().time, thinking=thinking
+    )
     running = asyncio.create_task(service.run())
     try:
         await asyncio.wait_for(service.ready.wait(), 20)

@@ -37,7 +37,14 @@ SUBJECTS = Subjects()
 SHAPE = ModelShape(layers=2, experts=16, top_k=2, hidden=8, expert_intermediate=8)
 FIRST = linear(layers=2, experts=16, ranks=4, slots_per_rank=6)
 SPEED = EngineSpeed(step=1e-3, decode_sequence=1e-5, expert_pair=1e-5, dispatch=0.0)
-CONFIG = MigrationConfig(cycle_seconds=6.0, window_seconds=10.0, stale_seconds=6.0, judge_seconds=12.0, settle_seconds=2.0, cooldown_seconds=40.0)
+CONFIG = MigrationConfig(
+    cycle_seconds=6.0,
+    window_seconds=10.0,
+    stale_seconds=6.0,
+    judge_seconds=12.0,
+    settle_seconds=2.0,
+    cooldown_seconds=40.0,
+)
 SKEWED = np.array([8.0] * 4 + [1.0] * 12)
 """Rank 0 holds the experts with the highest demand."""
 EVEN = np.ones(16)
@@ -45,14 +52,22 @@ EVEN = np.ones(16)
 
 def of_four(worker_id: int, engine: str, **fields: Any) -> EngineJoined:
     """Return the join of an engine of four ranks."""
-    plain: dict[str, Any] = {"urls": tuple(f"http://{rank}" for rank in range(4)), "kv_blocks": 64, "shape": SHAPE, "placement": FIRST, "speed": SPEED}
+    plain: dict[str, Any] = {
+        "urls": tuple(f"http://{rank}" for rank in range(4)),
+        "kv_blocks": 64,
+        "shape": SHAPE,
+        "placement": FIRST,
+        "speed": SPEED,
+    }
     return joined(worker_id, engine, **{**plain, **fields})
 
 
 class Flight:
     """Environment of the service: an engine of four ranks, the demand on it, and its measurements."""
 
-    def __init__(self, broker: MemoryBroker, name: str = "a", worker_id: int = 1, speed: EngineSpeed = SPEED) -> None:
+    def __init__(
+        self, broker: MemoryBroker, name: str = "a", worker_id: int = 1, speed: EngineSpeed = SPEED
+    ) -> None:
         self.bus = MemoryBus(broker)
         self.ranks = Ranks(self.bus, SUBJECTS, FIRST, engine=name, worker_id=worker_id)
         self.rates = SKEWED
@@ -63,7 +78,10 @@ class Flight:
         self.noise = np.random.default_rng(7)
         self.name, self.worker_id = name, worker_id
         self._speed = speed
-        self._demand, self._load, self._sent = (self.bus.publisher(subject) for subject in (SUBJECTS.demand, SUBJECTS.kv_metrics, SUBJECTS.dispatched(name)))
+        self._demand, self._load, self._sent = (
+            self.bus.publisher(subject)
+            for subject in (SUBJECTS.demand, SUBJECTS.kv_metrics, SUBJECTS.dispatched(name))
+        )
         self._version = self._seconds = 0
         self._log: Counter[type[Any]] = Counter()
         self._newest: dict[type[Any], Any] = {}
@@ -87,8 +105,21 @@ class Flight:
         self._seconds += 1
         for rank in range(4) if self._seconds % 3 == 1 else ():
             self._version += 1
-            await self._demand.publish(DemandPublished(rank=rank, version=self._version, tokens_per_second=1.0, demand=table, pairs=2e5, **about))
-            await self._load.publish(KvMetrics(worker_id=self.worker_id, dp_rank=rank, running=64, waiting=0, active_prefill_tokens=0, active_decode_blocks=20))
+            await self._demand.publish(
+                DemandPublished(
+                    rank=rank, version=self._version, tokens_per_second=1.0, demand=table, pairs=2e5, **about
+                )
+            )
+            await self._load.publish(
+                KvMetrics(
+                    worker_id=self.worker_id,
+                    dp_rank=rank,
+                    running=64,
+                    waiting=0,
+                    active_prefill_tokens=0,
+                    active_decode_blocks=20,
+                )
+            )
 
     def measured(self, rank: int, **fields: Any) -> DispatchMeasured:
         """Return the measurement of one rank for one second."""
@@ -106,7 +137,9 @@ class Flight:
             "served": (2.0 * tokens,) * 2,
             "balance": (min(steps * self.balance * wobble, steps),) * 2,
         }
-        return DispatchMeasured(engine=self.name, worker_id=self.worker_id, rank=rank, model="m", **{**plain, **fields})
+        return DispatchMeasured(
+            engine=self.name, worker_id=self.worker_id, rank=rank, model="m", **{**plain, **fields}
+        )
 
     async def last(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -114,7 +147,8 @@ class Flight:
             await asyncio.sleep(1)
 
     async def until(self, kind: type[Any], seconds: int = 200, after: int = 0) -> Any:
-        """Continue until more than `after` entries of a kind are recorded for this engine; return the newest."""
+        """Continue until more than `after` entries of a kind are recorded for this engine; return the
+        newest."""
         for _ in range(seconds):
             if self._log[kind] > after:
                 return self._newest[kind]
@@ -135,7 +169,11 @@ async def flight(broker: MemoryBroker, **fields: Any) -> AsyncIterator[Flight]:
 
 async def recorded(bus: Bus, kind: type[Any], name: str = "a") -> list[Any]:
     """Return the entries of a kind in the log of an engine's plans."""
-    return [one.message async for one in bus.replay(SUBJECTS.migrations(name), follow=False) if isinstance(one.message, kind)]
+    return [
+        one.message
+        async for one in bus.replay(SUBJECTS.migrations(name), follow=False)
+        if isinstance(one.message, kind)
+    ]
 
 
 async def loop(bus: Bus) -> LoopDescribed:

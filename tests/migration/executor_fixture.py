@@ -31,7 +31,9 @@ def leading(bus: Bus, config: MigrationConfig = CONFIG) -> AbstractAsyncContextM
 
 
 @asynccontextmanager
-async def engine(broker: MemoryBroker, worker_id: int = 1, name: str = "a", placement: Placement = FIRST) -> AsyncIterator[Ranks]:
+async def engine(
+    broker: MemoryBroker, worker_id: int = 1, name: str = "a", placement: Placement = FIRST
+) -> AsyncIterator[Ranks]:
     """Yield an engine that has joined and whose ranks follow the protocol."""
     bus = MemoryBus(broker)
     ranks = Ranks(bus, SUBJECTS, placement, engine=name, worker_id=worker_id)
@@ -46,8 +48,22 @@ def replicating(base: Placement = FIRST, handovers: int = 3) -> Plan:
     for at in range(handovers):
         slot = 10 + at % 2
         copy = Copy(expert=at, slot=slot, source=at, link="same-node", bytes=384)
-        steps.append(PlanStep(kind="replicate", layer=0, slot=slot, expert=at, evicted=None if at < 2 else at - 2, copies=(copy,), why="so"))
-    plan = planned(base, [Handover(epoch=base.epoch + at + 1, steps=(step,)) for at, step in enumerate(steps)], reason="test")
+        steps.append(
+            PlanStep(
+                kind="replicate",
+                layer=0,
+                slot=slot,
+                expert=at,
+                evicted=None if at < 2 else at - 2,
+                copies=(copy,),
+                why="so",
+            )
+        )
+    plan = planned(
+        base,
+        [Handover(epoch=base.epoch + at + 1, steps=(step,)) for at, step in enumerate(steps)],
+        reason="test",
+    )
     replay(base, plan)
     return plan
 
@@ -71,7 +87,11 @@ async def log(bus: Bus, name: str = "a") -> list[Any]:
 def told(entries: list[Any]) -> list[str]:
     """Describe the log in words; placements with worker and epoch."""
     return [
-        f"{entry.worker_id}@{entry.placement.epoch}" if isinstance(entry, PlacementCommitted) else type(entry).__name__.removeprefix("Migration")
+        (
+            f"{entry.worker_id}@{entry.placement.epoch}"
+            if isinstance(entry, PlacementCommitted)
+            else type(entry).__name__.removeprefix("Migration")
+        )
         for entry in entries
     ]
 
@@ -85,4 +105,6 @@ def key(broker: MemoryBroker, name: str = "a") -> OpenHandover | None:
 def at_rest(broker: MemoryBroker, ranks: Ranks) -> bool:
     """Return True if no handover is open, neither in the store nor on any rank."""
     standing = key(broker)
-    return (standing is None or standing.state is CoordinatorState.IDLE) and all(one.state is RankState.SERVING for one in ranks.standing)
+    return (standing is None or standing.state is CoordinatorState.IDLE) and all(
+        one.state is RankState.SERVING for one in ranks.standing
+    )

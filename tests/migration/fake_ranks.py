@@ -17,14 +17,36 @@ from fleet.events import (
     PullTold,
     RequestRefused,
 )
-from fleet.handover import CommandVerdict, ProtocolState, RankState, aborted, committed, flipped, heard, heed_abort, heed_commit, heed_propose, proposed, staged
+from fleet.handover import (
+    CommandVerdict,
+    ProtocolState,
+    RankState,
+    aborted,
+    committed,
+    flipped,
+    heard,
+    heed_abort,
+    heed_commit,
+    heed_propose,
+    proposed,
+    staged,
+)
 from fleet.placement import Placement
 
 
 class Ranks:
     """Ranks of one engine. `served` lists every epoch served by all ranks at once: they flip together."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, placement: Placement, *, engine: str = "a", worker_id: int = 1, free: int = 4) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        placement: Placement,
+        *,
+        engine: str = "a",
+        worker_id: int = 1,
+        free: int = 4,
+    ) -> None:
         self.placement = placement
         self.standing = [ProtocolState(RankState.SERVING, placement.epoch) for _ in range(placement.ranks)]
         self.served = [placement.epoch]
@@ -53,7 +75,11 @@ class Ranks:
     async def serving(self) -> AsyncIterator["Ranks"]:
         async with AsyncExitStack() as stack:
             for rank in range(self.placement.ranks):
-                await stack.enter_async_context(self._bus.serve(self._subjects.handover(self._engine, self._worker_id, rank), self._answering(rank)))
+                await stack.enter_async_context(
+                    self._bus.serve(
+                        self._subjects.handover(self._engine, self._worker_id, rank), self._answering(rank)
+                    )
+                )
             beating = asyncio.create_task(self._beat())
             try:
                 yield self
@@ -73,7 +99,9 @@ class Ranks:
     async def _beat(self) -> None:
         while True:
             if self.alive:
-                await self._heart.publish(EngineHeartbeat(engine=self._engine, worker_id=self._worker_id, epoch=self.served[-1]))
+                await self._heart.publish(
+                    EngineHeartbeat(engine=self._engine, worker_id=self._worker_id, epoch=self.served[-1])
+                )
             await asyncio.sleep(1)
 
     def _answering(self, rank: int) -> Answer:
@@ -156,7 +184,11 @@ class Ranks:
             verdict=verdict,
             failure=failure,
             fault=fault,
-            pulls=(PullTold(source=0, transfer="memory", experts=1, bytes=384, seconds=0.01),) if now.state is RankState.STAGED else (),
+            pulls=(
+                (PullTold(source=0, transfer="memory", experts=1, bytes=384, seconds=0.01),)
+                if now.state is RankState.STAGED
+                else ()
+            ),
             free=self.free,
             draining=self.draining,
         )

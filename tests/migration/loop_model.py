@@ -44,7 +44,12 @@ def recorded() -> tuple[Routings, NDArray[np.intp], NDArray[np.intp], tuple[str,
     """Return (routings, domain of each request, split of each request, domain names) of the demo model."""
     with np.load(Path(deploy.demo_model.__file__).parent / "routings.npz") as found:
         experts, domain, part, names = (found[name] for name in ("experts", "domain", "part", "domains"))
-    return experts.astype(np.int64), domain.astype(np.intp), part.astype(np.intp), tuple(str(name) for name in names)
+    return (
+        experts.astype(np.int64),
+        domain.astype(np.intp),
+        part.astype(np.intp),
+        tuple(str(name) for name in names),
+    )
 
 
 def counted(routings: Routings) -> NDArray[np.float64]:
@@ -94,7 +99,9 @@ class Loop:
     config: MigrationConfig = field(default_factory=MigrationConfig)
     clusters: ClusterModel | None = None
     speed: EngineSpeed = SPEED
-    placement: Placement = field(default_factory=lambda: linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS, slots_per_rank=SLOTS))
+    placement: Placement = field(
+        default_factory=lambda: linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS, slots_per_rank=SLOTS)
+    )
     now: float = 0.0
 
     def __post_init__(self) -> None:
@@ -133,7 +140,9 @@ class Loop:
     def mean(self, last: int) -> Reached:
         """Return the mean over several cycles."""
         part = self.reached[-last:]
-        return Reached(*(float(np.mean([getattr(one, name) for one in part])) for name in Reached.__struct_fields__))
+        return Reached(
+            *(float(np.mean([getattr(one, name) for one in part])) for name in Reached.__struct_fields__)
+        )
 
     def _arrivals(self) -> tuple[NDArray[np.intp], Routings]:
         routings, domains, part, _ = recorded()
@@ -142,7 +151,8 @@ class Loop:
         return domain, routings[rows]
 
     def _routed(self, domain: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Choose ranks, [requests]: the home of a predicted request if it has room, else the emptiest rank."""
+        """Choose ranks, [requests]: the home of a predicted request if it has room, else the emptiest
+        rank."""
         load, most = np.zeros(RANKS), 1.15 * len(domain) / RANKS
         rank = np.empty(len(domain), np.intp)
         share = None if self.homes is None else self.homes.share
@@ -208,4 +218,6 @@ def measured(placement: Placement, rows: Routings, rank: NDArray[np.intp]) -> Re
         remote.append(reached(served, home).mean())
         load[layer] = np.bincount(served.ravel(), minlength=RANKS)
         local.append(float((served == home[:, None]).mean()))
-    return Reached(float(np.mean(remote)), float(np.mean(local)), float((load.mean(axis=1) / load.max(axis=1)).mean()))
+    return Reached(
+        float(np.mean(remote)), float(np.mean(local)), float((load.mean(axis=1) / load.max(axis=1)).mean())
+    )

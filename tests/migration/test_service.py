@@ -64,9 +64,14 @@ async def test_the_placement_of_an_engine_that_joined_is_recorded_and_can_be_rea
         await join(bus, 2, "after")
         await asyncio.sleep(0.1)
         assert await recorded(bus) == [("before", 1, 0), ("after", 2, 0)]
-        assert {engine: entry.epoch for engine, entry in service.ledger.engines().items()} == {"before": 0, "after": 0}
+        assert {engine: entry.epoch for engine, entry in service.ledger.engines().items()} == {
+            "before": 0,
+            "after": 0,
+        }
         assert b'roost_migration_epoch{engine="after"} 0.0' in service.metrics.exposition()
-    (message,) = [received.message async for received in bus.replay(SUBJECTS.placements("after"), follow=False)]
+    (message,) = [
+        received.message async for received in bus.replay(SUBJECTS.placements("after"), follow=False)
+    ]
     assert isinstance(message, PlacementCommitted)
     assert Placement.from_record(message.placement) == FIRST
     assert message.layout == EP
@@ -94,11 +99,17 @@ async def test_later_epochs_in_the_log_are_read_back_at_start_and_followed() -> 
         await join(bus)
         await asyncio.sleep(0.1)
     moved = Placement(FIRST.expert_of_slot[:, ::-1].copy(), experts=8, ranks=2, epoch=1)
-    await bus.record(SUBJECTS.placements("a"), PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=moved.record()))
+    await bus.record(
+        SUBJECTS.placements("a"),
+        PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=moved.record()),
+    )
     async with serving(bus) as service:
         assert service.ledger.engines()["a"].placement == moved
         third = Placement(FIRST.expert_of_slot, experts=8, ranks=2, epoch=2)
-        await bus.record(SUBJECTS.placements("a"), PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=third.record()))
+        await bus.record(
+            SUBJECTS.placements("a"),
+            PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=third.record()),
+        )
         await asyncio.sleep(0.1)
         assert service.ledger.engines()["a"].epoch == 2
         assert b'roost_migration_epoch{engine="a"} 2.0' in service.metrics.exposition()
@@ -138,7 +149,9 @@ class Introducing:
         async with AsyncExitStack() as stack:
             for worker_id in worker_ids:
                 name = self._engines[worker_id].engine if worker_id in self._engines else "a"
-                await stack.enter_async_context(self._bus.serve(SUBJECTS.describe_engine(name, worker_id), self._answer))
+                await stack.enter_async_context(
+                    self._bus.serve(SUBJECTS.describe_engine(name, worker_id), self._answer)
+                )
             yield
 
     async def _answer(self, request: Message) -> Message:
@@ -154,7 +167,9 @@ class Introducing:
 
 
 @pytest.mark.looptime
-async def test_an_engine_whose_join_was_pushed_out_of_the_log_is_known_before_anything_of_it_is_ended_and_a_dead_one_is_not() -> None:
+async def test_an_engine_whose_join_was_pushed_out_of_the_log_is_known_before_anything_of_it_is_ended_and_a_dead_one_is_not() -> (
+    None
+):
     broker = MemoryBroker()
     bus = MemoryBus(broker)
     async with serving(bus):
@@ -172,7 +187,9 @@ async def test_an_engine_whose_join_was_pushed_out_of_the_log_is_known_before_an
 
 
 @pytest.mark.looptime
-async def test_an_engine_that_beats_though_nothing_is_stored_of_it_is_asked_who_it_is_and_recorded_once() -> None:
+async def test_an_engine_that_beats_though_nothing_is_stored_of_it_is_asked_who_it_is_and_recorded_once() -> (
+    None
+):
     broker = MemoryBroker()
     bus = MemoryBus(broker)
     served = Placement(FIRST.expert_of_slot, experts=8, ranks=2, epoch=7)
@@ -183,7 +200,11 @@ async def test_an_engine_that_beats_though_nothing_is_stored_of_it_is_asked_who_
 
     for engine in (joined(1, "a", served), joined(3, "c")):
         await claim_name(bus, engine)
-    async with engines.living(1, 2), bus.serve(SUBJECTS.describe_engine("c", 2), somebody_else), serving(bus) as service:
+    async with (
+        engines.living(1, 2),
+        bus.serve(SUBJECTS.describe_engine("c", 2), somebody_else),
+        serving(bus) as service,
+    ):
         await engines.beat("a", 1, 4)
         assert service.ledger.engines()["a"].placement == served
         assert await recorded(bus) == [("a", 1, 7)]
@@ -224,7 +245,10 @@ async def test_a_placement_in_the_log_that_cannot_be_is_left_out_and_the_service
     moved = Placement(FIRST.expert_of_slot[:, ::-1].copy(), experts=8, ranks=2, epoch=1)
     broken = msgspec.structs.replace(moved.record(), slots=b"short")
     for record in (broken, msgspec.structs.replace(broken, epoch=2), moved.record()):
-        await bus.record(SUBJECTS.placements("a"), PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=record, plan="p"))
+        await bus.record(
+            SUBJECTS.placements("a"),
+            PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=record, plan="p"),
+        )
     async with serving(bus) as service:
         assert service.ledger.engines()["a"].placement == moved
         history = service.watch._engines[1].history
@@ -237,7 +261,11 @@ async def test_impossible_joins_and_garbage_are_counted_and_the_service_lives_on
     broker = MemoryBroker()
     bus = MemoryBus(broker)
     async with serving(bus) as service:
-        for subject in (SUBJECTS.membership("a"), SUBJECTS.placements("a"), SUBJECTS.membership("x")[:-1] + "ä"):
+        for subject in (
+            SUBJECTS.membership("a"),
+            SUBJECTS.placements("a"),
+            SUBJECTS.membership("x")[:-1] + "ä",
+        ):
             for raw in (b"", b"\xc1", b"\xff" * 300):
                 broker.deliver(subject, raw)
         await join(bus, 1, "a", urls=("http://x",))
@@ -245,9 +273,14 @@ async def test_impossible_joins_and_garbage_are_counted_and_the_service_lives_on
         await join(bus, 3, "c", placement=msgspec.structs.replace(FIRST.record(), experts=1 << 50))
         await bus.record(SUBJECTS.membership("d"), joined(4, "another name"))
         await bus.record(SUBJECTS.membership("e"), joined(5, "f"))
-        await bus.record(SUBJECTS.membership("g"), PlacementCommitted(engine="g", worker_id=6, layout=EP, placement=FIRST.record()))
+        await bus.record(
+            SUBJECTS.membership("g"),
+            PlacementCommitted(engine="g", worker_id=6, layout=EP, placement=FIRST.record()),
+        )
         await bus.record(SUBJECTS.placements("g"), EngineLeft(engine="g", worker_id=6, reason="test"))
-        await bus.publisher(SUBJECTS.membership("h")).publish(EngineHeartbeat(engine="h", worker_id=7, epoch=0))
+        await bus.publisher(SUBJECTS.membership("h")).publish(
+            EngineHeartbeat(engine="h", worker_id=7, epoch=0)
+        )
         await join(bus, 8, "good")
         await asyncio.sleep(0.1)
         assert await recorded(bus) == [("good", 8, 0)]
@@ -274,7 +307,9 @@ class Forgetful(MemoryBus):
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("fates", [[True], [False], [False, False, True], [False, False, False]])
-async def test_a_write_whose_answer_is_lost_is_not_repeated_when_it_arrived_and_is_when_it_did_not(fates: list[bool]) -> None:
+async def test_a_write_whose_answer_is_lost_is_not_repeated_when_it_arrived_and_is_when_it_did_not(
+    fates: list[bool],
+) -> None:
     broker = MemoryBroker()
     bus = Forgetful(broker, fates)
     await join(MemoryBus(broker))
@@ -300,7 +335,9 @@ async def test_an_outage_delays_the_record_and_nothing_else() -> None:
         assert await recorded(bus) == [("a", 1, 0)]
 
 
-async def test_over_nats_every_incarnation_is_recorded_once_though_the_server_is_killed(nats_server: Any) -> None:
+async def test_over_nats_every_incarnation_is_recorded_once_though_the_server_is_killed(
+    nats_server: Any,
+) -> None:
     config = BusConfig(record_seconds=1.0, request_seconds=0.5, reconnect_most_seconds=0.2)
     bus = await NatsBus.connect(nats_server.url, SUBJECTS, config)
     try:
@@ -310,7 +347,10 @@ async def test_over_nats_every_incarnation_is_recorded_once_though_the_server_is
             await asyncio.to_thread(nats_server.start)
             await join(bus, 2, "b")
             async with asyncio.timeout(20):
-                while set(service.ledger.engines()) != {"a", "b"}:  # noqa: ASYNC110 the ledger is pure and has no event
+                while set(service.ledger.engines()) != {  # noqa: ASYNC110 the ledger is pure and has no event
+                    "a",
+                    "b",
+                }:
                     await asyncio.sleep(0.02)
         async with serving(bus):
             assert sorted(await recorded(bus)) == [("a", 1, 0), ("b", 2, 0)]

@@ -26,7 +26,10 @@ def removed(local: Sequence[int], which: Sequence[int], worker: int = WORKER, ra
     """Of the prompt with these local hashes, some blocks are gone."""
     chained = sequence_hashes(local)
     hashes = tuple(chained[at] for at in which)
-    return RoutedKvEvent(worker_id=worker, event=KvEvent(event_id=1, dp_rank=rank, data=KvChange(removed=KvRemoved(block_hashes=hashes))))
+    return RoutedKvEvent(
+        worker_id=worker,
+        event=KvEvent(event_id=1, dp_rank=rank, data=KvChange(removed=KvRemoved(block_hashes=hashes))),
+    )
 
 
 def cleared(worker: int = WORKER, rank: int = 0) -> RoutedKvEvent:

@@ -12,7 +12,18 @@ from bus.memory import MemoryBroker, MemoryBus
 from router.api.app import create_app
 from router.config import RouterConfig
 from router.service import RouterService
-from tests.router.router_fixture import TEMPLATE, House, MockRank, OpenHouse, Serve, archive, bpe, running, served_app, served_web
+from tests.router.router_fixture import (
+    TEMPLATE,
+    House,
+    MockRank,
+    OpenHouse,
+    Serve,
+    archive,
+    bpe,
+    running,
+    served_app,
+    served_web,
+)
 
 
 @pytest.fixture(scope="session")
@@ -41,17 +52,30 @@ async def serve_rank() -> AsyncIterator[Serve]:
 
 @pytest.fixture
 async def open_house() -> AsyncIterator[OpenHouse]:
-    """Start a router: `await open_house(setting=value, ...)`; bus=False for one without a bus, broker=... for one on another's bus."""
+    """Start a router: `await open_house(setting=value, ...)`; bus=False for one without a bus, broker=... for
+    one on another's bus."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(*, bus: bool = True, broker: MemoryBroker | None = None, tracer_provider: Any = None, **settings: Any) -> House:
+        async def start(
+            *,
+            bus: bool = True,
+            broker: MemoryBroker | None = None,
+            tracer_provider: Any = None,
+            **settings: Any,
+        ) -> House:
             settings = {"dead_after_seconds": 60.0, "connect_seconds": 1.0} | settings
             config = RouterConfig(**settings)
             broker = broker or MemoryBroker()
             speaker = MemoryBus(broker)
             service = RouterService(MemoryBus(broker) if bus else None, broker.subjects, config)
             await stack.enter_async_context(running(service))
-            url = await stack.enter_async_context(served_app(create_app(service, tracer_provider=tracer_provider), config, service.metrics.connection_cut))
+            url = await stack.enter_async_context(
+                served_app(
+                    create_app(service, tracer_provider=tracer_provider),
+                    config,
+                    service.metrics.connection_cut,
+                )
+            )
             http = await stack.enter_async_context(aiohttp.ClientSession())
             return House(service, url, speaker, broker, broker.subjects, http)
 

@@ -31,7 +31,13 @@ def view_of(*engines: dict[str, Any], clusters: ClusterModel | None = None) -> t
     for number, about in enumerate(engines):
         ranks = about.pop("ranks", 2)
         tokenizer = about.pop("tokenizer", "f" * 64)
-        joined = engine_joined(f"e{number}", [f"http://h:{9000 + 10 * number + rank}" for rank in range(ranks)], tokenizer, worker_id=number + 1, **about)
+        joined = engine_joined(
+            f"e{number}",
+            [f"http://h:{9000 + 10 * number + rank}" for rank in range(ranks)],
+            tokenizer,
+            worker_id=number + 1,
+            **about,
+        )
         view.join(joined, 0.0)
         view.heard(joined.worker_id, 0.0)
         state = view.engine(joined.worker_id)
@@ -70,11 +76,31 @@ def decided(
     )
 
 
-def foretold(remote: Any, gain: float = 1.0, local: Any = None, priced: Any = None, nodes: Any = None, added: Any = None) -> Outlook:
+def foretold(
+    remote: Any,
+    gain: float = 1.0,
+    local: Any = None,
+    priced: Any = None,
+    nodes: Any = None,
+    added: Any = None,
+) -> Outlook:
     """An outlook with these expected remote ranks per target, and so on."""
     remote = np.asarray(remote, np.float64)
     local = np.zeros(len(remote)) if local is None else np.asarray(local, np.float64)
-    forecast = Forecast(np.array([0.8, 0.2], np.float32), np.full(2, 0.5, np.float32), gain, 7, 3, 2, 2**64 - 5, slice(8, 264), (8.0, 0, 0, 0), [0.75, 0, 0, 0])
-    nodes, added = (np.zeros(len(remote)) if table is None else np.asarray(table, np.float64) for table in (nodes, added))
+    forecast = Forecast(
+        np.array([0.8, 0.2], np.float32),
+        np.full(2, 0.5, np.float32),
+        gain,
+        7,
+        3,
+        2,
+        2**64 - 5,
+        slice(8, 264),
+        (8.0, 0, 0, 0),
+        [0.75, 0, 0, 0],
+    )
+    nodes, added = (
+        np.zeros(len(remote)) if table is None else np.asarray(table, np.float64) for table in (nodes, added)
+    )
     priced = np.ones(len(remote), np.bool_) if priced is None else np.asarray(priced)
     return Outlook(forecast, remote, nodes, local, local, added, priced)

@@ -49,7 +49,10 @@ class ForeignServer:
 
     async def list(self, _: web.Request) -> web.Response:
         await self.listing.wait()
-        data = [{"id": model, "max_model_len": self.max_model_len, "owned_by": self.owned_by} for model in self.models]
+        data = [
+            {"id": model, "max_model_len": self.max_model_len, "owned_by": self.owned_by}
+            for model in self.models
+        ]
         return web.json_response({"object": "list", "data": data})
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
@@ -116,12 +119,16 @@ def streaming(*pieces: bytes, broken: bool = False) -> Handler:
 
 async def in_front_of(open_house: OpenHouse, *servers: ForeignServer, **settings: Any) -> House:
     """A router before these servers, once it knows what they serve."""
-    house = await open_house(bus=False, backends=tuple(server.url for server in servers), **({"probe_seconds": 0.05} | settings))
+    house = await open_house(
+        bus=False, backends=tuple(server.url for server in servers), **({"probe_seconds": 0.05} | settings)
+    )
     wanted = {(server.url, model) for server in servers for model in server.models}
 
     def known() -> bool:
         view = house.service.view
-        return {(target.url, model) for model in view.models(live=True) for target in view.roster(model).targets} >= wanted
+        return {
+            (target.url, model) for model in view.models(live=True) for target in view.roster(model).targets
+        } >= wanted
 
     await until(known)
     return house

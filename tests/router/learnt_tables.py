@@ -1,4 +1,5 @@
-"""What a tracker would say, made by hand: clusters that each want their own experts, and tables that know a few prefixes."""
+"""What a tracker would say, made by hand: clusters that each want their own experts, and tables that know a
+few prefixes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,9 @@ Rows = Mapping[int, tuple[Sequence[float], float]]
 def clusters(profiles: Any, shares: Sequence[float] | None = None, version: int = 1) -> ClusterModel:
     """profiles: [K, layers, experts], any positive numbers; shares: even unless given."""
     table = np.asarray(profiles, np.float32)
-    mix = np.full(len(table), 1 / len(table), np.float32) if shares is None else np.asarray(shares, np.float32)
+    mix = (
+        np.full(len(table), 1 / len(table), np.float32) if shares is None else np.asarray(shares, np.float32)
+    )
     return ClusterModel(version, table / table.sum(axis=2, keepdims=True), mix, 0.1)
 
 

@@ -1,4 +1,5 @@
-"""A whole router in one process: its service, its HTTP face under uvicorn, mock ranks, and engines that speak on a MemoryBus."""
+"""A whole router in one process: its service, its HTTP face under uvicorn, mock ranks, and engines that speak
+on a MemoryBus."""
 
 import asyncio
 import contextlib
@@ -23,7 +24,16 @@ from deploy.http.sockets import listen, url_of
 from deploy.parts.router import http_limits
 from fleet.blocks import sequence_hashes
 from fleet.completions import Choice, Completion, Logprobs, PromptDetails, RankRequest, Usage
-from fleet.events import Capabilities, EngineHeartbeat, EngineJoined, KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent
+from fleet.events import (
+    Capabilities,
+    EngineHeartbeat,
+    EngineJoined,
+    KvBlock,
+    KvChange,
+    KvEvent,
+    KvStored,
+    RoutedKvEvent,
+)
 from fleet.experts import ModelShape
 from fleet.layout import EP, Layout
 from fleet.placement import linear
@@ -56,13 +66,19 @@ def bpe(vocabulary: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator([SCRIPT * 3, "user: assistant: words words row"], trainer)
     return tokenizer
 
 
 class MockRank:
-    """Speaks `fleet.completions` as a rank does. The next id depends on prompt, seed and position alone, so any rank can continue."""
+    """Speaks `fleet.completions` as a rank does. The next id depends on prompt, seed and position alone, so
+    any rank can continue."""
 
     def __init__(self, packed: bytes) -> None:
         self.tokenizer = ModelTokenizer.from_archive(packed)
@@ -117,7 +133,10 @@ class MockRank:
         self.headers.append(dict(http.headers))
         self.asked.set()
         if self.answer_status != 200:
-            return web.json_response({"error": {"message": "mock says no", "type": "x", "param": "prompt", "code": "mock"}}, status=self.answer_status)
+            return web.json_response(
+                {"error": {"message": "mock says no", "type": "x", "param": "prompt", "code": "mock"}},
+                status=self.answer_status,
+            )
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         try:
             await self._stream(request, response, http)
@@ -148,7 +167,9 @@ class MockRank:
         prompt = request.prompt[: len(request.prompt) - request.emitted]
         total = request.emitted + request.max_tokens
         ids = self.ids(prompt, request.seed or 0, total)
-        assert ids[: request.emitted] == request.prompt[len(prompt) :], "continued with other ids than were emitted"
+        assert ids[: request.emitted] == request.prompt[len(prompt) :], (
+            "continued with other ids than were emitted"
+        )
         sent = _settled(self.tokenizer.decode(ids[: request.emitted]))
         for at in range(request.emitted, total):
             last = at == total - 1
@@ -157,10 +178,22 @@ class MockRank:
             finish = "length" if last and not self.forget_finish else None
             logprobs = None
             if request.logprobs is not None:
-                logprobs = Logprobs(tokens=[f"t{ids[at]}"], token_logprobs=[-0.5], top_logprobs=[{f"t{ids[at]}": -0.5, "é": -2.0}], text_offset=[at])
-            yield self._completion([Choice(text=text[len(sent) :], token_ids=[ids[at]], logprobs=logprobs, finish_reason=finish)])
+                logprobs = Logprobs(
+                    tokens=[f"t{ids[at]}"],
+                    token_logprobs=[-0.5],
+                    top_logprobs=[{f"t{ids[at]}": -0.5, "é": -2.0}],
+                    text_offset=[at],
+                )
+            yield self._completion(
+                [Choice(text=text[len(sent) :], token_ids=[ids[at]], logprobs=logprobs, finish_reason=finish)]
+            )
             sent = text
-        usage = Usage(prompt_tokens=len(prompt), completion_tokens=request.max_tokens, total_tokens=0, prompt_tokens_details=PromptDetails(self.cached_tokens))
+        usage = Usage(
+            prompt_tokens=len(prompt),
+            completion_tokens=request.max_tokens,
+            total_tokens=0,
+            prompt_tokens_details=PromptDetails(self.cached_tokens),
+        )
         yield self._completion([], usage)
 
     def _completion(self, choices: list[Choice], usage: Usage | None = None) -> Completion:
@@ -169,7 +202,13 @@ class MockRank:
 
 def chat(content: str = "hello there", **more: Any) -> dict[str, Any]:
     """A chat body."""
-    return {"model": "demo", "messages": [{"role": "user", "content": content}], "max_tokens": 12, "seed": 5, **more}
+    return {
+        "model": "demo",
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 12,
+        "seed": 5,
+        **more,
+    }
 
 
 def rendered(content: str) -> str:
@@ -177,12 +216,19 @@ def rendered(content: str) -> str:
     return f"user: {content}\nassistant: "
 
 
-def stored(local: Sequence[int], behind: Sequence[int] = (), worker: int = WORKER, rank: int = 0) -> RoutedKvEvent:
+def stored(
+    local: Sequence[int], behind: Sequence[int] = (), worker: int = WORKER, rank: int = 0
+) -> RoutedKvEvent:
     """Blocks with these local hashes, behind a prefix given by its local hashes."""
     chained = sequence_hashes([*behind, *local])
     blocks = tuple(KvBlock(block, own) for block, own in zip(chained[len(behind) :], local, strict=True))
     parent = chained[len(behind) - 1] if behind else None
-    return RoutedKvEvent(worker_id=worker, event=KvEvent(event_id=1, dp_rank=rank, data=KvChange(stored=KvStored(blocks=blocks, parent_hash=parent))))
+    return RoutedKvEvent(
+        worker_id=worker,
+        event=KvEvent(
+            event_id=1, dp_rank=rank, data=KvChange(stored=KvStored(blocks=blocks, parent_hash=parent))
+        ),
+    )
 
 
 def _settled(text: str) -> str:
@@ -207,11 +253,15 @@ async def served_web(app: web.Application, port: int = 0) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def served_app(app: FastAPI, config: RouterConfig | None = None, count: Count | None = None) -> AsyncIterator[str]:
+async def served_app(
+    app: FastAPI, config: RouterConfig | None = None, count: Count | None = None
+) -> AsyncIterator[str]:
     """The router's application on 127.0.0.1, as it runs for real."""
     door = listen("127.0.0.1", 0)
     url = url_of(door)
-    async with HttpServer(app, door, drain_seconds=1, limits=http_limits(config or RouterConfig()), count=count):
+    async with HttpServer(
+        app, door, drain_seconds=1, limits=http_limits(config or RouterConfig()), count=count
+    ):
         yield url
 
 
@@ -234,26 +284,46 @@ class House:
     http: aiohttp.ClientSession
     digests: dict[bytes, str] = field(default_factory=dict)
 
-    async def join(self, engine: str, urls: Sequence[str], packed: bytes | None, **about: Any) -> EngineJoined:
+    async def join(
+        self, engine: str, urls: Sequence[str], packed: bytes | None, **about: Any
+    ) -> EngineJoined:
         """An engine joins, beats once, and is waited for."""
-        joined = engine_joined(engine, urls, None if packed is None else await self.bus.put_blob(packed), **about)
+        joined = engine_joined(
+            engine, urls, None if packed is None else await self.bus.put_blob(packed), **about
+        )
         await self.bus.record(self.subjects.membership(engine), joined)
         await self.beat(joined)
-        await until(lambda: (state := self.service.view.engine(joined.worker_id)) is not None and state.obstacle is None and state.locality is not None)
+        await until(
+            lambda: (
+                (state := self.service.view.engine(joined.worker_id)) is not None
+                and state.obstacle is None
+                and state.locality is not None
+            )
+        )
         return joined
 
     async def beat(self, joined: EngineJoined) -> None:
-        await self.bus.publisher(self.subjects.heartbeats(joined.engine)).publish(EngineHeartbeat(engine=joined.engine, worker_id=joined.worker_id, epoch=0))
+        await self.bus.publisher(self.subjects.heartbeats(joined.engine)).publish(
+            EngineHeartbeat(engine=joined.engine, worker_id=joined.worker_id, epoch=0)
+        )
 
     async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> "Answered":
         """A request, read to its end."""
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         async with self.http.post(self.url + path, data=data, headers=headers) as response:
-            return Answered(response.status, {name.lower(): value for name, value in response.headers.items()}, await response.read())
+            return Answered(
+                response.status,
+                {name.lower(): value for name, value in response.headers.items()},
+                await response.read(),
+            )
 
     async def get(self, path: str, headers: dict[str, str] | None = None) -> "Answered":
         async with self.http.get(self.url + path, headers=headers) as response:
-            return Answered(response.status, {name.lower(): value for name, value in response.headers.items()}, await response.read())
+            return Answered(
+                response.status,
+                {name.lower(): value for name, value in response.headers.items()},
+                await response.read(),
+            )
 
 
 @dataclass(frozen=True)
@@ -274,7 +344,9 @@ class Answered:
         return [json.loads(event) for event in events[:-1]]
 
 
-def engine_joined(engine: str, urls: Sequence[str], tokenizer: str | None, *, worker_id: int = 0, **about: Any) -> EngineJoined:
+def engine_joined(
+    engine: str, urls: Sequence[str], tokenizer: str | None, *, worker_id: int = 0, **about: Any
+) -> EngineJoined:
     """What an engine says of itself; capabilities default to load and ids, without KV events."""
     layout: Layout = about.pop("layout", EP)
     values: dict[str, Any] = {
@@ -290,7 +362,14 @@ def engine_joined(engine: str, urls: Sequence[str], tokenizer: str | None, *, wo
         "capabilities": Capabilities(kv_events=False),
         **about,
     }
-    return EngineJoined(engine=engine, worker_id=worker_id or 2**64 - 1 - sum(engine.encode()), node="here", urls=tuple(urls), tokenizer=tokenizer, **values)
+    return EngineJoined(
+        engine=engine,
+        worker_id=worker_id or 2**64 - 1 - sum(engine.encode()),
+        node="here",
+        urls=tuple(urls),
+        tokenizer=tokenizer,
+        **values,
+    )
 
 
 @contextlib.asynccontextmanager

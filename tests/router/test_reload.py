@@ -17,7 +17,16 @@ NAMES = {field.name for field in fields(RouterConfig)}
 
 def test_every_reloadable_setting_exists_and_secrets_and_sockets_are_not_among_them() -> None:
     assert NAMES >= RELOADABLE
-    assert not RELOADABLE & {"host", "port", "api_key_file", "backends", "backend_key_file", "processes", "replicas", "session_header"}
+    assert not RELOADABLE & {
+        "host",
+        "port",
+        "api_key_file",
+        "backends",
+        "backend_key_file",
+        "processes",
+        "replicas",
+        "session_header",
+    }
 
 
 def test_differences_are_reported_as_toml_writes_them() -> None:
@@ -36,25 +45,37 @@ def test_one_setting_that_needs_a_restart_refuses_all() -> None:
     old = RouterConfig()
     said = reloaded(old, replace(old, port=9000, queue_weight=2.0), 7)
     assert said.changed == {}
-    assert said.refused == "these settings need a restart: port (now 8600, asked for 9000); nothing was changed"
+    assert (
+        said.refused == "these settings need a restart: port (now 8600, asked for 9000); nothing was changed"
+    )
 
 
 async def recorded(house: House) -> list[ConfigChanged]:
-    return [received.message async for received in house.bus.replay(house.subjects.config(), follow=False) if isinstance(received.message, ConfigChanged)]
+    return [
+        received.message
+        async for received in house.bus.replay(house.subjects.config(), follow=False)
+        if isinstance(received.message, ConfigChanged)
+    ]
 
 
 def reading(config: RouterConfig) -> Callable[[], RouterConfig]:
     return lambda: config
 
 
-async def test_a_reload_changes_the_next_decision_and_is_recorded(house: House, serve_rank: Serve, bpe_archive: bytes) -> None:
+async def test_a_reload_changes_the_next_decision_and_is_recorded(
+    house: House, serve_rank: Serve, bpe_archive: bytes
+) -> None:
     rank = await serve_rank(MockRank(bpe_archive))
     await house.join("alone", [rank.url], bpe_archive)
     before = (await house.post("/v1/route", chat())).json
     new = replace(house.service.config, queue_weight=0.0, policy="least_loaded", max_requests_per_rank=1)
     said = await house.service.reload(reading(new))
     assert said.refused is None
-    assert said.changed == {"policy": ('"cost"', '"least_loaded"'), "queue_weight": ("1.0", "0.0"), "max_requests_per_rank": ("512", "1")}
+    assert said.changed == {
+        "policy": ('"cost"', '"least_loaded"'),
+        "queue_weight": ("1.0", "0.0"),
+        "max_requests_per_rank": ("512", "1"),
+    }
     after = (await house.post("/v1/route", chat())).json
     assert (before["policy"], after["policy"]) == ("cost", "least_loaded")
     assert (before["weights"]["queue"], after["weights"]["queue"]) == (1.0, 0.0)
@@ -86,7 +107,9 @@ async def test_settings_of_every_part_take_effect(house: House) -> None:
     assert opened
 
 
-async def test_a_setting_that_needs_a_restart_changes_nothing_and_is_recorded(house: House, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_setting_that_needs_a_restart_changes_nothing_and_is_recorded(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
     old = house.service.config
     said = await house.service.reload(reading(replace(old, host="0.0.0.0", queue_weight=3.0)))
     assert said.refused is not None
@@ -121,15 +144,22 @@ async def test_a_reload_without_differences_is_reported_too(house: House) -> Non
     assert await recorded(house) == [said]
 
 
-async def test_limits_queue_and_classes_are_those_of_the_new_settings(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_limits_queue_and_classes_are_those_of_the_new_settings(
+    open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes
+) -> None:
     house = await open_house(max_requests_per_rank=1, queue_requests=0)
     rank = await serve_rank(MockRank(byte_archive))
     await house.join("alone", [rank.url], byte_archive)
     target = house.service.view.roster("demo").targets[0]
     taken = house.service.picker.reservations.book(target.key, (0, 1, 0, 0), house.service.clock())
     assert (await house.post("/v1/chat/completions", chat())).status == 429
-    await house.service.reload(reading(replace(house.service.config, queue_requests=4, classes=("gold", "tin"), default_class="tin")))
-    waiting = [asyncio.create_task(house.post("/v1/chat/completions", chat(), {"x-priority": name})) for name in ("tin", "gold")]
+    await house.service.reload(
+        reading(replace(house.service.config, queue_requests=4, classes=("gold", "tin"), default_class="tin"))
+    )
+    waiting = [
+        asyncio.create_task(house.post("/v1/chat/completions", chat(), {"x-priority": name}))
+        for name in ("tin", "gold")
+    ]
     await until(lambda: len(house.service.waiting) == 2)
     house.service.release(taken)
     assert [answer.status for answer in await asyncio.gather(*waiting)] == [200, 200]

@@ -54,7 +54,15 @@ class Front:
             exchange.give_up_at = self.now + timeout
         return exchange
 
-    async def admit(self, name: str, priority: str = "normal", *, begun: bool = False, context: int = 0, timeout: float | None = None) -> RequestLog:
+    async def admit(
+        self,
+        name: str,
+        priority: str = "normal",
+        *,
+        begun: bool = False,
+        context: int = 0,
+        timeout: float | None = None,
+    ) -> RequestLog:
         """Get a slot, and hold it until `release`."""
         exchange = self.exchange(name, priority, timeout)
         need = RoutingRequest("demo", TextPrompt(name.encode() * 8, "demo"), context, 10, None, name)
@@ -77,7 +85,9 @@ class Front:
 
     def samples(self, family: str) -> dict[str, float]:
         text = self.service.metrics.exposition().decode()
-        lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith(f"roost_router_{family}")]
+        lines = [
+            line.rsplit(" ", 1) for line in text.splitlines() if line.startswith(f"roost_router_{family}")
+        ]
         return {name.removeprefix(f"roost_router_{family}"): float(value) for name, value in lines}
 
 
@@ -89,10 +99,14 @@ def opened() -> Opened:
     """Call `opened(ranks=1, places=1, **settings)` for a service on the loop's clock, with one engine."""
 
     def start(*, ranks: int = 1, engine: bool = True, **settings: Any) -> Front:
-        config = RouterConfig(**{"max_requests_per_rank": 1, "max_queue_seconds": 1e6, "lockstep_weight": 0.0} | settings)
+        config = RouterConfig(
+            **{"max_requests_per_rank": 1, "max_queue_seconds": 1e6, "lockstep_weight": 0.0} | settings
+        )
         broker = MemoryBroker()
         loop = asyncio.get_running_loop()
-        service = RouterService(MemoryBus(broker), broker.subjects, config, clock=loop.time, chance=random.Random(7))
+        service = RouterService(
+            MemoryBus(broker), broker.subjects, config, clock=loop.time, chance=random.Random(7)
+        )
         front = Front(service)
         service.view.join(joined(ranks), loop.time())
         if engine:
@@ -103,7 +117,15 @@ def opened() -> Opened:
 
 
 def joined(ranks: int = 1, **about: Any) -> Any:
-    return engine_joined("e", [f"http://h:{rank}" for rank in range(ranks)], None, worker_id=1, shape=None, placement=None, **about)
+    return engine_joined(
+        "e",
+        [f"http://h:{rank}" for rank in range(ranks)],
+        None,
+        worker_id=1,
+        shape=None,
+        placement=None,
+        **about,
+    )
 
 
 async def settled() -> None:
@@ -144,14 +166,26 @@ async def test_a_released_slot_goes_to_a_waiting_request(opened: Opened) -> None
 async def test_classes_come_in_order_and_continuations_first(opened: Opened) -> None:
     front = opened()
     await front.admit("running")
-    tasks = [front.begin(name, name.split("-")[0]) for name in ("low-1", "normal-1", "high-1", "low-2", "high-2", "normal-2")]
+    tasks = [
+        front.begin(name, name.split("-")[0])
+        for name in ("low-1", "normal-1", "high-1", "low-2", "high-2", "normal-2")
+    ]
     await settled()
     tasks.append(front.begin("low-begun", "low", begun=True))
     await settled()
     for name in ("running", "low-begun", "high-1", "high-2", "normal-1", "normal-2", "low-1"):
         front.release(name)
         await settled()
-    assert front.order == ["running", "low-begun", "high-1", "high-2", "normal-1", "normal-2", "low-1", "low-2"]
+    assert front.order == [
+        "running",
+        "low-begun",
+        "high-1",
+        "high-2",
+        "normal-1",
+        "normal-2",
+        "low-1",
+        "low-2",
+    ]
     assert all(task.done() for task in tasks)
 
 
@@ -192,10 +226,15 @@ async def test_when_the_queue_has_no_room_the_answer_is_429_at_once(opened: Open
     assert front.samples("refused_total") == {'{class="normal",code="saturated"}': 1.0}
 
 
-async def test_a_full_queue_sheds_the_least_urgent_and_refuses_those_of_no_higher_class(opened: Opened) -> None:
+async def test_a_full_queue_sheds_the_least_urgent_and_refuses_those_of_no_higher_class(
+    opened: Opened,
+) -> None:
     front = opened(queue_requests=2)
     await front.admit("running")
-    tasks = {name: front.begin(name, name.split("-")[0]) for name in ("low-1", "low-2", "normal-1", "low-3", "normal-2", "normal-3", "high-1")}
+    tasks = {
+        name: front.begin(name, name.split("-")[0])
+        for name in ("low-1", "low-2", "normal-1", "low-3", "normal-2", "normal-3", "high-1")
+    }
     await settled()
     assert await refusal(tasks["low-2"]) == ("shed", 429)
     assert await refusal(tasks["low-3"]) == ("saturated", 429)
@@ -282,7 +321,9 @@ async def test_queued_requests_wait_two_seconds_when_all_engines_die(opened: Ope
     assert not waiting.done()
     front.service.view.leave(1)
     assert await refusal(lucky) == await refusal(waiting) == ("no_engine", 503)
-    assert front.now == pytest.approx(10.0, abs=0.2)  # at their own deadline, which is sooner than two seconds from then
+    assert front.now == pytest.approx(
+        10.0, abs=0.2
+    )  # at their own deadline, which is sooner than two seconds from then
 
 
 async def test_an_unknown_model_is_refused_at_once(opened: Opened) -> None:
@@ -317,7 +358,10 @@ async def test_an_error_of_deciding_is_raised_in_its_own_request(opened: Opened)
 
 async def test_a_prompt_that_fits_nowhere_yet_blocks_no_other_request(opened: Opened) -> None:
     front = opened()
-    front.service.view.join(engine_joined("small", ["http://h:9"], None, worker_id=2, shape=None, placement=None, max_context=50), 0.0)
+    front.service.view.join(
+        engine_joined("small", ["http://h:9"], None, worker_id=2, shape=None, placement=None, max_context=50),
+        0.0,
+    )
     front.service.view.heard(2, 0.0)
     await front.admit("long-1", context=100)
     await front.admit("short-1")
@@ -365,7 +409,8 @@ async def test_the_wait_is_in_metrics_and_gauges_return_to_zero(opened: Opened) 
 
 @pytest.mark.parametrize("turns", range(8))
 async def test_cancelled_at_any_moment_nothing_stays_behind(opened: Opened, turns: int) -> None:
-    """The client disconnects `turns` turns of the event loop after the slot that it waits for becomes free."""
+    """The client disconnects `turns` turns of the event loop after the slot that it waits for becomes
+    free."""
     front = opened()
     await front.admit("running")
     waiting = front.begin("b")
@@ -438,7 +483,10 @@ async def test_a_burst_of_a_thousand_is_answered_in_class_order_and_each_once(op
     names = [f"{chance.choice(('high', 'normal', 'low'))}-{number}" for number in range(1000)]
     async with asyncio.TaskGroup() as tasks:
         for name in names:
-            tasks.create_task(front.visit(name, name.split("-")[0], seconds=chance.uniform(0.5, 1.5)), name=f"request {name}")
+            tasks.create_task(
+                front.visit(name, name.split("-")[0], seconds=chance.uniform(0.5, 1.5)),
+                name=f"request {name}",
+            )
         await settled()
         assert len(front.service.waiting) == 1000 - 16
         assert max(count for count in counts(front).values()) == 4
@@ -449,7 +497,9 @@ async def test_a_burst_of_a_thousand_is_answered_in_class_order_and_each_once(op
     assert classes == sorted(classes, key=("high", "normal", "low").index)
     for name in ("high", "normal", "low"):
         numbers = [int(one.split("-")[1]) for one in waited if one.startswith(name)]
-        assert sum(later < earlier for earlier, later in pairwise(numbers)) <= len(numbers) // 4  # requests admitted together may swap
+        assert (
+            sum(later < earlier for earlier, later in pairwise(numbers)) <= len(numbers) // 4
+        )  # requests admitted together may swap
     assert front.samples("refused_total") == {}
 
 
@@ -470,9 +520,13 @@ def test_whatever_arrives_leaves_or_breaks_no_request_is_lost_and_nothing_stays_
 
     async def story() -> None:
         loop = asyncio.get_running_loop()
-        config = RouterConfig(max_requests_per_rank=2, queue_requests=12, queue_wait_seconds=4.0, lockstep_weight=0.0)
+        config = RouterConfig(
+            max_requests_per_rank=2, queue_requests=12, queue_wait_seconds=4.0, lockstep_weight=0.0
+        )
         broker = MemoryBroker()
-        front = Front(RouterService(MemoryBus(broker), broker.subjects, config, clock=loop.time, chance=chance))
+        front = Front(
+            RouterService(MemoryBus(broker), broker.subjects, config, clock=loop.time, chance=chance)
+        )
         front.service.view.join(joined(3), 0.0)
         front.service.view.heard(1, 0.0)
         answers: dict[str, str] = {}
@@ -480,7 +534,9 @@ def test_whatever_arrives_leaves_or_breaks_no_request_is_lost_and_nothing_stays_
         async def one(name: str) -> None:
             await asyncio.sleep(chance.uniform(0, 12))
             try:
-                await front.visit(name, chance.choice(config.classes), chance.uniform(0.1, 3), begun=chance.random() < 0.1)
+                await front.visit(
+                    name, chance.choice(config.classes), chance.uniform(0.1, 3), begun=chance.random() < 0.1
+                )
             except ApiError as error:
                 answers[name] = str(error.code)
             except asyncio.CancelledError:
@@ -520,9 +576,13 @@ async def test_a_request_that_does_not_wait_passes_none_that_does(opened: Opened
     front.service.picker.reservations.release(front.open["running"])  # frees capacity without an event
     need = RoutingRequest("demo", TextPrompt(b"x", "demo"), 0, 10, None)
     for priority, code in (("normal", "saturated"), ("low", "saturated")):
-        asked = front.service.waiting.admit(front.exchange("now", priority), need, "", FIRST_TRY, begun=False, wait=False)
+        asked = front.service.waiting.admit(
+            front.exchange("now", priority), need, "", FIRST_TRY, begun=False, wait=False
+        )
         assert await refusal(asked) == (code, 429)
-    await front.service.waiting.admit(front.exchange("now", "high"), need, "", FIRST_TRY, begun=False, wait=False)
+    await front.service.waiting.admit(
+        front.exchange("now", "high"), need, "", FIRST_TRY, begun=False, wait=False
+    )
     waiting.cancel()
 
 

@@ -74,14 +74,22 @@ class Asked:
                 "logprobs": None,
                 "finish_reason": None,
             }
-            yield self._event({"choices": [role], "prompt_token_ids": self.given if self.ids else None, "prompt_text": None})
+            yield self._event(
+                {"choices": [role], "prompt_token_ids": self.given if self.ids else None, "prompt_text": None}
+            )
         steps, number, first = list(self.pieces()), 0, True
         while steps:
             together, steps = steps[: sizes[number % len(sizes)]], steps[sizes[number % len(sizes)] :]
             number += 1
             ids = [one for step in together for one in step[0]]
             emitted += len(ids)
-            yield self._event({"choices": [self._choice(ids, "".join(step[1] for step in together), together[-1][2], first)]})
+            yield self._event(
+                {
+                    "choices": [
+                        self._choice(ids, "".join(step[1] for step in together), together[-1][2], first)
+                    ]
+                }
+            )
             first = False
         if (self.fields.get("stream_options") or {}).get("include_usage"):
             usage = {
@@ -93,7 +101,9 @@ class Asked:
         yield b"data: [DONE]\n\n"
 
     def _choice(self, ids: list[int], text: str, finish: str | None, first: bool) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "delta": {"content": text}} if self.chat else {"index": 0, "text": text}
+        choice: dict[str, Any] = (
+            {"index": 0, "delta": {"content": text}} if self.chat else {"index": 0, "text": text}
+        )
         choice |= {"logprobs": None, "finish_reason": finish}
         if finish is not None or not self.chat:
             choice["stop_reason"] = None
@@ -104,7 +114,11 @@ class Asked:
     def _event(self, more: dict[str, Any]) -> bytes:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         head = {"id": "x-1", "object": kind, "created": 7, "model": self.fields.get("model")}
-        return b"data: " + json.dumps({**head, **more}, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+        return (
+            b"data: "
+            + json.dumps({**head, **more}, separators=(",", ":"), ensure_ascii=False).encode()
+            + b"\n\n"
+        )
 
 
 def summary(stream: bytes) -> dict[str, Any]:

@@ -26,6 +26,12 @@ def fleet() -> Iterator[Fleet]:
 @pytest.fixture(scope="session")
 def pair() -> Iterator[Fleet]:
     """Two engines of two ranks each, with a short step time-out."""
-    fleet = Fleet(new_home(ROOST_ENGINE_STEP_TIMEOUT_SECONDS="2.0", ROOST_ENGINE_KV_BLOCKS="256"), "--ranks", "2", "--engines", "2")
+    fleet = Fleet(
+        new_home(ROOST_ENGINE_STEP_TIMEOUT_SECONDS="2.0", ROOST_ENGINE_KV_BLOCKS="256"),
+        "--ranks",
+        "2",
+        "--engines",
+        "2",
+    )
     yield fleet
     leave_nothing(fleet)

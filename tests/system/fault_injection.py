@@ -1,7 +1,7 @@
 """What goes wrong in a running fleet, at times and places that a seed decides; each mishap says what it did.
 
-The supervisor gives a unit up that ends seven times in a row within half a minute of its start, as it should. A unit that was killed is therefore
-left alone until it has run for longer than that.
+The supervisor gives a unit up that ends seven times in a row within half a minute of its start, as it should.
+A unit that was killed is therefore left alone until it has run for longer than that.
 """
 
 import asyncio
@@ -35,7 +35,8 @@ PAUSE_SECONDS = (3.0, 12.0)
 PARTS = ("planner", "tracker", "router-0", "router-1", "nats")
 GENTLE = "router stopped gently"
 SPARED_AT_FIRST = ("engine-1", "tracker", "router-1")
-"""Nobody kills these in the first half of the time, nor the others in the second: so each lives long enough to show whether it grows."""
+"""Nobody kills these in the first half of the time, nor the others in the second: so each lives long enough
+to show whether it grows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,8 @@ class Mischief:
         drain_seconds: float,
         simulated: bool,
     ) -> None:
-        """told: what users get. drain_seconds: a router's. simulated: all ranks of an engine are one process."""
+        """told: what users get. drain_seconds: a router's. simulated: all ranks of an engine are one
+        process."""
         self.happened = Happened()
         self._fleet = fleet
         self._http = http
@@ -126,7 +128,10 @@ class Mischief:
         """by engine that was killed: joins on record before that"""
         self._began = asyncio.get_running_loop().time()
         self.kinds: Mapping[str, tuple[float, Callable[[], Awaitable[tuple[str, str] | None]]]] = {
-            "engine killed" if simulated else "rank killed": (3.0, self._kill_an_engine if simulated else self._kill_a_rank),
+            "engine killed" if simulated else "rank killed": (
+                3.0,
+                self._kill_an_engine if simulated else self._kill_a_rank,
+            ),
             GENTLE: (2.5, self._stop_a_router),
             "planner killed": (2.0, lambda: self._kill("planner")),
             "tracker killed": (1.5, lambda: self._kill("tracker")),
@@ -155,14 +160,19 @@ class Mischief:
                 break
             await asyncio.sleep(pause)
             name = str(self._dice.choice(names, p=weights / weights.sum()))
-            lone = self._dice.random() < LONE_SHARE and name != GENTLE  # which takes minutes, and other things go wrong meanwhile
+            lone = (
+                self._dice.random() < LONE_SHARE and name != GENTLE
+            )  # which takes minutes, and other things go wrong meanwhile
             began = self.now
             found = await self.kinds[name][1]()
             if found is None:
                 continue  # its victim is spared at present
             whole = await self.wholeness(name) if lone else None
             self.happened.mishaps.append(Mishap(began, name, found[0], found[1], whole))
-            say(f"{began:7.1f} s  {name}: {' '.join(found)}{'' if whole is None else f'; whole again after {whole:.1f} s'}")
+            say(
+                f"{began:7.1f} s  {name}:"
+                f" {' '.join(found)}{'' if whole is None else f'; whole again after {whole:.1f} s'}"
+            )
         if self._seeing_off is not None:
             await self._seeing_off
         await self.wholeness("everything")
@@ -172,7 +182,10 @@ class Mischief:
         began = self.now
         while not await self._whole():
             if self.now - began > SETTLED_SECONDS:
-                said = f"{began:.1f} s: not whole {SETTLED_SECONDS:.0f} s after {what}; processes: {sorted(self._fleet.processes())}"
+                said = (
+                    f"{began:.1f} s: not whole {SETTLED_SECONDS:.0f} s after {what}; processes:"
+                    f" {sorted(self._fleet.processes())}"
+                )
                 self.happened.wrong.append(said)
                 break
             await asyncio.sleep(0.2)
@@ -180,7 +193,11 @@ class Mischief:
 
     async def _whole(self) -> bool:
         there = set(await asyncio.to_thread(self._fleet.processes))
-        ranks = {engine if self._simulated else f"{engine}/{rank}" for engine in self._engines for rank in range(self._ranks)}
+        ranks = {
+            engine if self._simulated else f"{engine}/{rank}"
+            for engine in self._engines
+            for rank in range(self._ranks)
+        }
         if not {*PARTS, *ranks} - self._stopping <= there:
             return False
         if any(len(self._records.history(engine).joins) <= joins for engine, joins in self._lives.items()):
@@ -190,8 +207,13 @@ class Mischief:
                 if f"router-{number}" in self._stopping:
                     continue
                 limit = aiohttp.ClientTimeout(total=LOOK_SECONDS)
-                async with self._http.post(f"{url}/v1/route", json=self._fleet.body(), timeout=limit) as answer:
-                    if answer.status != 200 or len((await answer.json())["candidates"]) != len(self._engines) * self._ranks:
+                async with self._http.post(
+                    f"{url}/v1/route", json=self._fleet.body(), timeout=limit
+                ) as answer:
+                    if (
+                        answer.status != 200
+                        or len((await answer.json())["candidates"]) != len(self._engines) * self._ranks
+                    ):
                         return False
         except (aiohttp.ClientError, TimeoutError):
             return False
@@ -219,7 +241,9 @@ class Mischief:
         """What the decisions' ids of a router process begin with; empty when it does not say."""
         limit = aiohttp.ClientTimeout(total=LOOK_SECONDS)
         try:
-            async with self._http.post(f"{self._fleet.routers[number]}/v1/route", json=self._fleet.body(), timeout=limit) as answer:
+            async with self._http.post(
+                f"{self._fleet.routers[number]}/v1/route", json=self._fleet.body(), timeout=limit
+            ) as answer:
                 return str((await answer.json())["id"])[:TAG_LENGTH] if answer.status == 200 else ""
         except (aiohttp.ClientError, TimeoutError, KeyError):
             return ""
@@ -235,7 +259,8 @@ class Mischief:
         return found
 
     async def _stop_a_router(self) -> tuple[str, str] | None:
-        """Ask one to stop, and look at what becomes of the streams that it answers. The other one serves meanwhile."""
+        """Ask one to stop, and look at what becomes of the streams that it answers. The other one serves
+        meanwhile."""
         number = int(self._dice.integers(2))
         name, other = f"router-{number}", f"router-{1 - number}"
         process = (await asyncio.to_thread(self._fleet.processes)).get(name)
@@ -261,7 +286,9 @@ class Mischief:
         try:
             await asyncio.to_thread(process.wait, limit)
         except psutil.TimeoutExpired:
-            self.happened.wrong.append(f"{stop.router} (pid {process.pid}) had not ended {limit:.0f} s after it was asked to stop")
+            self.happened.wrong.append(
+                f"{stop.router} (pid {process.pid}) had not ended {limit:.0f} s after it was asked to stop"
+            )
         stop.gone_after = asyncio.get_running_loop().time() - stop.at
         self._killed[stop.router] = self.now
         self._stopping.discard(stop.router)
@@ -269,7 +296,11 @@ class Mischief:
     async def _kill_a_rank(self) -> tuple[str, str] | None:
         engine, rank = str(self._dice.choice(self._engines)), int(self._dice.integers(self._ranks))
         process = (await asyncio.to_thread(self._fleet.processes)).get(f"{engine}/{rank}")
-        others_young = any(self.now - self._killed.get(other, -1e9) < Policy().steady_seconds for other in self._engines if other != engine)
+        others_young = any(
+            self.now - self._killed.get(other, -1e9) < Policy().steady_seconds
+            for other in self._engines
+            if other != engine
+        )
         if process is None or others_young or not self._may(engine):
             return None  # the other one may not serve yet: two at once is a fleet that is down
         self._lives[engine] = len(self._records.history(engine).joins)
@@ -280,7 +311,11 @@ class Mischief:
         """All ranks of a simulated engine at once: they are one process."""
         engine = str(self._dice.choice(self._engines))
         process = (await asyncio.to_thread(self._fleet.processes)).get(engine)
-        others_young = any(self.now - self._killed.get(other, -1e9) < Policy().steady_seconds for other in self._engines if other != engine)
+        others_young = any(
+            self.now - self._killed.get(other, -1e9) < Policy().steady_seconds
+            for other in self._engines
+            if other != engine
+        )
         if process is None or others_young or not self._may(engine):
             return None
         self._lives[engine] = len(self._records.history(engine).joins)
@@ -298,7 +333,9 @@ class Mischief:
         try:
             secret = SharedSecret.parse((self._fleet.run_directory / FLEET_SECRET).read_text())
             headers = {"authorization": secret.authorization}
-            async with self._http.post(f"{joins[-1].urls[0]}/simulate", json=order, headers=headers, timeout=limit) as answer:
+            async with self._http.post(
+                f"{joins[-1].urls[0]}/simulate", json=order, headers=headers, timeout=limit
+            ) as answer:
                 return engine, f"status {answer.status}"
         except (aiohttp.ClientError, TimeoutError) as error:
             return engine, f"not told: {error!r}"
@@ -313,7 +350,9 @@ class Mischief:
         store.rename(lost)
         await asyncio.to_thread(shutil.rmtree, lost)
         self.happened.stores_lost.append(asyncio.get_running_loop().time())
-        self.happened.forgotten |= {said.plan for history in self._records.histories.values() for said in history.migrations}
+        self.happened.forgotten |= {
+            said.plan for history in self._records.histories.values() for said in history.migrations
+        }
         return found
 
     # the planner's work
@@ -330,7 +369,9 @@ class Mischief:
         await asyncio.sleep(seconds)
         begun = {engine: self._own_plans(engine) - known[engine] for engine in self._engines}
         if any(begun.values()) and lost == len(self.happened.stores_lost):
-            self.happened.wrong.append(f"{self.now:.1f} s: while the loop was paused, plans were begun: {begun}")
+            self.happened.wrong.append(
+                f"{self.now:.1f} s: while the loop was paused, plans were begun: {begun}"
+            )
         resumed = await self.steer(paused=False)
         return "planner", f"for {seconds:.1f} s{'' if resumed else '; nobody answered when it was to go on'}"
 
@@ -339,18 +380,26 @@ class Mischief:
         deadline = self.now + ORDER_SECONDS
         while self.now < deadline:
             try:
-                answer = await self._records.bus.request(self._records.subjects.loop, SteerLoop(paused=paused, reason="the soak says so"), 3.0)
+                answer = await self._records.bus.request(
+                    self._records.subjects.loop, SteerLoop(paused=paused, reason="the soak says so"), 3.0
+                )
             except BusError:
                 await asyncio.sleep(0.5)
                 continue
             if isinstance(answer, LoopDescribed) and answer.paused == paused:
                 return answer
-            self.happened.wrong.append(f"{self.now:.1f} s: asked for paused = {paused}, the planner answers {answer!r}"[:500])
+            self.happened.wrong.append(
+                f"{self.now:.1f} s: asked for paused = {paused}, the planner answers {answer!r}"[:500]
+            )
             return None
         return None
 
     def _own_plans(self, engine: str) -> frozenset[str]:
-        return frozenset(one.plan for one in self._records.history(engine).migrations if isinstance(one, MigrationPlanned) and one.origin == "planner")
+        return frozenset(
+            one.plan
+            for one in self._records.history(engine).migrations
+            if isinstance(one, MigrationPlanned) and one.origin == "planner"
+        )
 
     async def _move(self) -> tuple[str, str] | None:
         engine, handovers = str(self._dice.choice(self._engines)), int(self._dice.integers(1, 5))

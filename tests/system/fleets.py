@@ -51,7 +51,15 @@ class Home:
 
     def run(self, *arguments: str, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
         """A command that ends by itself."""
-        return subprocess.run(self.command(*arguments), env=self.environ, cwd=self.state, capture_output=True, text=True, timeout=seconds, check=False)
+        return subprocess.run(
+            self.command(*arguments),
+            env=self.environ,
+            cwd=self.state,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
 
     def told(self, *arguments: str) -> str:
         """What a command prints that works."""
@@ -64,7 +72,15 @@ class Home:
         log = self.state / f"{arguments[0]}-{time.monotonic_ns()}.out"
         with log.open("wb") as out:
             command = wrapped(self.command(*arguments), os.getpid())
-            process = subprocess.Popen(command, env=self.environ, cwd=self.state, stdout=out, stderr=out, stdin=subprocess.DEVNULL, process_group=0)
+            process = subprocess.Popen(
+                command,
+                env=self.environ,
+                cwd=self.state,
+                stdout=out,
+                stderr=out,
+                stdin=subprocess.DEVNULL,
+                process_group=0,
+            )
         return Running(process, log)
 
 
@@ -81,7 +97,11 @@ class Running:
 
     def says(self, text: str, seconds: float = START_SECONDS) -> None:
         """Wait until it has printed something."""
-        until(lambda: text in self.output or self.process.poll() is not None, f"{text!r}; it says:\n{self.output}", seconds)
+        until(
+            lambda: text in self.output or self.process.poll() is not None,
+            f"{text!r}; it says:\n{self.output}",
+            seconds,
+        )
         assert text in self.output, self.output
 
     def children(self) -> list[psutil.Process]:
@@ -112,7 +132,9 @@ class Fleet:
 
     def bus_config(self, user: str = "operator", **settings: Any) -> BusConfig:
         """How a user of its NATS server connects."""
-        return BusConfig(urls=(self.nats,), credentials_file=self.run_directory / "bus" / f"{user}.json", **settings)
+        return BusConfig(
+            urls=(self.nats,), credentials_file=self.run_directory / "bus" / f"{user}.json", **settings
+        )
 
     def log_of(self, name: str) -> Path:
         return next((self.home.state / "roost").glob(f"run-*/{name}.log"))
@@ -138,11 +160,19 @@ class Fleet:
             elif order["part"] == "simulated":
                 found[order["rank"]["engine"]] = process
             else:
-                found[order["part"] if order.get("number") is None else f"{order['part']}-{order['number']}"] = process
+                found[
+                    order["part"] if order.get("number") is None else f"{order['part']}-{order['number']}"
+                ] = process
         return found
 
     def body(self, content: str = "Tell me about Debian.", **more: Any) -> dict[str, Any]:
-        return {"model": MODEL, "temperature": 0, "max_tokens": 24, "messages": [{"role": "user", "content": content}], **more}
+        return {
+            "model": MODEL,
+            "temperature": 0,
+            "max_tokens": 24,
+            "messages": [{"role": "user", "content": content}],
+            **more,
+        }
 
     def chat(self, content: str = "Tell me about Debian.", **more: Any) -> httpx.Response:
         """An answer that must be good."""
@@ -155,7 +185,9 @@ class Fleet:
 
     @contextmanager
     def stream(self, content: str, **more: Any) -> Iterator["Stream"]:
-        with self.http.stream("POST", "/v1/chat/completions", json=self.body(content, stream=True, **more)) as answer:
+        with self.http.stream(
+            "POST", "/v1/chat/completions", json=self.body(content, stream=True, **more)
+        ) as answer:
             assert answer.status_code == 200, answer.read()
             yield Stream(answer)
 
@@ -167,7 +199,9 @@ class Fleet:
 
     def status(self) -> dict[str, Any]:
         """By engine name, as `roost status` tells it."""
-        return {engine["engine"]: engine for engine in json.loads(self.home.told("status", "--json"))["engines"]}
+        return {
+            engine["engine"]: engine for engine in json.loads(self.home.told("status", "--json"))["engines"]
+        }
 
     def serving(self, engines: int, ranks: int) -> bool:
         """Whether the router would use so many ranks now."""

@@ -1,4 +1,5 @@
-"""Who watches a fleet over a long time: how much memory each process has, whether any is left over, and whether epochs only go forward."""
+"""Who watches a fleet over a long time: how much memory each process has, whether any is left over, and
+whether epochs only go forward."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,7 +11,13 @@ from numpy.typing import NDArray
 
 from bus import Bus, Received
 from bus.protocol.subjects import Subjects
-from fleet.events import ExpertsActivated, MigrationAborted, MigrationCommitted, MigrationPlanned, PlacementCommitted
+from fleet.events import (
+    ExpertsActivated,
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationPlanned,
+    PlacementCommitted,
+)
 from fleet.placement import Placement
 from tests.system.fleets import Fleet
 
@@ -20,7 +27,8 @@ HOUR = 3600.0
 
 @dataclass
 class Life:
-    """One process from its start to its end: when it was looked at, in seconds since the beginning, and its resident memory in bytes."""
+    """One process from its start to its end: when it was looked at, in seconds since the beginning, and its
+    resident memory in bytes."""
 
     name: str
     pid: int
@@ -65,12 +73,18 @@ def growth(life: Life) -> Growth:
     at, resident = np.array(life.at), np.array(life.resident, np.float64)
     half, three = len(at) // 2, len(at) * 3 // 4
     return Growth(
-        life.name, life.pid, life.seconds, float(np.median(resident[half:three])), float(np.median(resident[three:])), theil_sen(at[half:], resident[half:])
+        life.name,
+        life.pid,
+        life.seconds,
+        float(np.median(resident[half:three])),
+        float(np.median(resident[three:])),
+        theil_sen(at[half:], resident[half:]),
     )
 
 
 def theil_sen(at: NDArray[np.float64], value: NDArray[np.float64]) -> float:
-    """The median of the slopes of all pairs of points, per hour. Sen, "Estimates of the regression coefficient based on Kendall's tau", 1968."""
+    """The median of the slopes of all pairs of points, per hour. Sen, "Estimates of the regression
+    coefficient based on Kendall's tau", 1968."""
     if len(at) > 400:
         chosen = np.linspace(0, len(at) - 1, 400).astype(int)
         at, value = at[chosen], value[chosen]
@@ -118,7 +132,12 @@ def strays(fleet: Fleet) -> list[str]:
     found = []
     for process in psutil.process_iter(["pid", "cmdline"]):
         command = " ".join(process.info["cmdline"] or ())
-        if str(fleet.run_directory) in command and process.pid not in ours and process.is_running() and process.pid not in _below(fleet):
+        if (
+            str(fleet.run_directory) in command
+            and process.pid not in ours
+            and process.is_running()
+            and process.pid not in _below(fleet)
+        ):
             found.append(f"pid {process.pid}: {command[:200]}")
     return found
 
@@ -150,7 +169,10 @@ class Epochs:
                 for layer in range(placement.layers):
                     missing = set(range(placement.experts)) - set(placement.expert_of_slot[layer].tolist())
                     if missing:
-                        self.wrong.append(f"epoch {placement.epoch} of {committed.engine}, layer {layer}: nobody has experts {sorted(missing)}")
+                        self.wrong.append(
+                            f"epoch {placement.epoch} of {committed.engine}, layer {layer}: nobody has"
+                            f" experts {sorted(missing)}"
+                        )
 
     def _forward(self, key: tuple[int, int], epoch: int, engine: str) -> None:
         before = self.highest.get(key, -1)
@@ -182,5 +204,9 @@ Plans = Sequence[MigrationPlanned | MigrationCommitted | MigrationAborted | obje
 def unended(said: Plans) -> list[str]:
     """Plans of one engine that began, and of which nothing says that they ended."""
     begun = [one.plan for one in said if isinstance(one, MigrationPlanned)]
-    ended = {one.plan for one in said if isinstance(one, MigrationAborted) or (isinstance(one, MigrationCommitted) and one.last)}
+    ended = {
+        one.plan
+        for one in said
+        if isinstance(one, MigrationAborted) or (isinstance(one, MigrationCommitted) and one.last)
+    }
     return [plan for plan in dict.fromkeys(begun) if plan not in ended]

@@ -1,9 +1,11 @@
-"""Virtual users of a fleet: they come when they come, change their subject, and know what they should be told.
+"""Virtual users of a fleet: they come when they come, change their subject, and know what they should be
+told.
 
-The rule that every request is held to: it is answered whole, or it is refused before any of its answer with a status that says to come again
-(429, 503) and answered when it does. A connection may break only when the router process behind it was killed; then the client asks again,
-as a load balancer would. A router that is stopped gently may refuse what it was not asked yet, and breaks nothing off. Anything else (an error
-within a stream, another status, a wrong token, no answer in time) is a lost request.
+The rule that every request is held to: it is answered whole, or it is refused before any of its answer with a
+status that says to come again (429, 503) and answered when it does. A connection may break only when the
+router process behind it was killed; then the client asks again, as a load balancer would. A router that is
+stopped gently may refuse what it was not asked yet, and breaks nothing off. Anything else (an error within a
+stream, another status, a wrong token, no answer in time) is a lost request.
 """
 
 import asyncio
@@ -64,9 +66,14 @@ class Prompts(Protocol):
 
 def documents() -> dict[str, list[list[int]]]:
     """Texts that the demo model has never seen, as tokens, by domain."""
-    tokenizer, found = Tokenizer.from_file(str(DEMO_CHECKPOINT / "tokenizer.json")), dict[str, list[list[int]]]()
+    tokenizer, found = (
+        Tokenizer.from_file(str(DEMO_CHECKPOINT / "tokenizer.json")),
+        dict[str, list[list[int]]](),
+    )
     for document in read_documents("test"):
-        found.setdefault(document.domain, []).append(list(tokenizer.encode(document.text.decode("utf-8", "replace")).ids))
+        found.setdefault(document.domain, []).append(
+            list(tokenizer.encode(document.text.decode("utf-8", "replace")).ids)
+        )
     return found
 
 
@@ -77,7 +84,11 @@ class Library:
         several, numbers = documents(), itertools.count()
         self.domains = tuple(several)
         self._prompts = [
-            [Prompt(next(numbers), at, ids[begin : begin + PROMPT_TOKENS]) for ids in texts for begin in BEGINNINGS]
+            [
+                Prompt(next(numbers), at, ids[begin : begin + PROMPT_TOKENS])
+                for ids in texts
+                for begin in BEGINNINGS
+            ]
             for at, texts in enumerate(several.values())
         ]
 
@@ -180,7 +191,8 @@ class Told:
     turned_away: int = 0
     """users who found too many others, and never asked"""
     refused: Counter[int] = field(default_factory=Counter)
-    """by status: refusals that said to come again; each such request was answered later, or is among the lost"""
+    """by status: refusals that said to come again; each such request was answered later, or is among the
+    lost"""
     broken: list[Break] = field(default_factory=list)
     open: set[Open] = field(default_factory=set)
     """tries that are under way"""
@@ -210,7 +222,14 @@ class _NotWhole(Exception):
 class Crowd:
     """Open arrivals at a rate, while `come` runs."""
 
-    def __init__(self, http: aiohttp.ClientSession, library: Prompts, course: Sequence[Tide], per_second: float, dice: np.random.Generator) -> None:
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        library: Prompts,
+        course: Sequence[Tide],
+        per_second: float,
+        dice: np.random.Generator,
+    ) -> None:
         self.told = Told()
         self._http = http
         self._library = library
@@ -229,9 +248,13 @@ class Crowd:
             while now - began < seconds:
                 self.told.came += 1
                 if self._open < MOST_OPEN:
-                    domain = int(self._dice.choice(len(self._library.domains), p=shares_at(self._course, now - began)))
+                    domain = int(
+                        self._dice.choice(len(self._library.domains), p=shares_at(self._course, now - began))
+                    )
                     prompt = self._library.any_of(domain, self._dice)
-                    users.create_task(self._ask(prompt, bool(self._dice.integers(2))), name=f"asks prompt {prompt.number}")
+                    users.create_task(
+                        self._ask(prompt, bool(self._dice.integers(2))), name=f"asks prompt {prompt.number}"
+                    )
                 else:
                     self.told.turned_away += 1
                 now += float(self._dice.exponential(1.0 / self._per_second))
@@ -244,7 +267,11 @@ class Crowd:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 answer = await self._insist(prompt, stream)
         except (_NotWhole, aiohttp.ClientError, TimeoutError) as error:
-            self.told.lost.append(f"prompt {prompt.number}, {'streamed' if stream else 'plain'}, asked at {began:.1f}: {error!r}"[:500])
+            self.told.lost.append(
+                f"prompt {prompt.number}, {'streamed' if stream else 'plain'}, asked at {began:.1f}: {error!r}"[
+                    :500
+                ]
+            )
         else:
             self.told.answered += 1
             self.told.streamed += stream
@@ -269,7 +296,10 @@ class Crowd:
                 cause, pause = "refused", refusal.seconds
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
                 attempt.outcome = "broken"
-                cause, pause = "not connected" if isinstance(error, aiohttp.ClientConnectorError) else "broken", 0.1
+                cause, pause = (
+                    "not connected" if isinstance(error, aiohttp.ClientConnectorError) else "broken",
+                    0.1,
+                )
                 self.told.broken.append(Break(attempt.asked, clock(), attempt.tag, cause))
             except BaseException:
                 attempt.outcome = "broken"
@@ -319,9 +349,19 @@ class Crowd:
         expected = self._library.expected(prompt)
         if expected is not None:
             self.told.compared += 1
-            apart = next((at for at, pair in enumerate(zip(expected, answer.tokens, strict=True)) if pair[0] != pair[1]), None)
+            apart = next(
+                (
+                    at
+                    for at, pair in enumerate(zip(expected, answer.tokens, strict=True))
+                    if pair[0] != pair[1]
+                ),
+                None,
+            )
             if apart is not None:
-                self.told.wrong.append(f"prompt {prompt.number}, token {apart} of {prompt.tokens}: {answer.tokens[apart]}, not {expected[apart]}")
+                self.told.wrong.append(
+                    f"prompt {prompt.number}, token {apart} of {prompt.tokens}: {answer.tokens[apart]}, not"
+                    f" {expected[apart]}"
+                )
             return
         known = self._known.get(prompt.number)
         if known is None:
@@ -329,18 +369,35 @@ class Crowd:
                 self._known[prompt.number] = answer
             return
         self.told.compared += 1
-        apart = next((at for at, pair in enumerate(zip(known.tokens, answer.tokens, strict=True)) if pair[0] != pair[1]), None)
+        apart = next(
+            (
+                at
+                for at, pair in enumerate(zip(known.tokens, answer.tokens, strict=True))
+                if pair[0] != pair[1]
+            ),
+            None,
+        )
         if apart is None:
             return
         if known.margins[apart] > MARGIN:
-            said = f"prompt {prompt.number}, token {apart}: {answer.tokens[apart]}, not {known.tokens[apart]}; margin {known.margins[apart]:.4f}"
+            said = (
+                f"prompt {prompt.number}, token {apart}: {answer.tokens[apart]}, not {known.tokens[apart]};"
+                f" margin {known.margins[apart]:.4f}"
+            )
             self.told.wrong.append(said)
         else:
             self.told.close += 1
 
 
 def _body(prompt: Prompt) -> dict[str, Any]:
-    return {"model": MODEL, "prompt": prompt.ids, "max_tokens": prompt.tokens, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    return {
+        "model": MODEL,
+        "prompt": prompt.ids,
+        "max_tokens": prompt.tokens,
+        "temperature": 0,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
 
 
 async def _must_be_good(said: aiohttp.ClientResponse) -> None:

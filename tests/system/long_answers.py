@@ -1,4 +1,5 @@
-"""Users of simulated engines: long prompts that fill large KV caches, answers of seconds up to minutes, each token of which is known beforehand."""
+"""Users of simulated engines: long prompts that fill large KV caches, answers of seconds up to minutes, each
+token of which is known beforehand."""
 
 import itertools
 from collections.abc import Sequence
@@ -34,7 +35,8 @@ LENGTHS = (Length(0.60, 16, 60), Length(0.25, 150, 400), Length(0.15, 700, 1300)
 
 
 class LongLibrary:
-    """Prompts and answers of many lengths. The simulated engine's tokens follow from prompt and position, whoever computes them."""
+    """Prompts and answers of many lengths. The simulated engine's tokens follow from prompt and position,
+    whoever computes them."""
 
     domains = DOMAINS
 
@@ -46,8 +48,14 @@ class LongLibrary:
         self._tokenizer = WordTokenizer()
 
     def any_of(self, domain: int, dice: np.random.Generator) -> Prompt:
-        shared = _ids(dice, DOCUMENT_TOKENS) if dice.random() < FRESH_SHARE else self._documents[domain][int(dice.integers(DOCUMENTS))]
-        chosen = self._lengths[int(dice.choice(len(self._lengths), p=[length.share for length in self._lengths]))]
+        shared = (
+            _ids(dice, DOCUMENT_TOKENS)
+            if dice.random() < FRESH_SHARE
+            else self._documents[domain][int(dice.integers(DOCUMENTS))]
+        )
+        chosen = self._lengths[
+            int(dice.choice(len(self._lengths), p=[length.share for length in self._lengths]))
+        ]
         tokens = int(dice.integers(chosen.least, chosen.most + 1))
         return Prompt(next(self._numbers), domain, shared + _ids(dice, OWN_TOKENS), tokens)
 

@@ -46,7 +46,15 @@ class Answer(NamedTuple):
 
 async def answer(http: aiohttp.ClientSession, prompt: list[int], count: int) -> Answer:
     """What the fleet says at temperature 0; anything but a full answer is an error."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": count, "temperature": 0, "logprobs": 2, "return_token_ids": True, "ignore_eos": True}
+    body = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": count,
+        "temperature": 0,
+        "logprobs": 2,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
     async with http.post("/v1/completions", json=body) as said:
         assert said.status == 200, f"{said.status}: {await said.text()}"
         choice: dict[str, Any] = (await said.json())["choices"][0]
@@ -77,7 +85,10 @@ class Told:
     """requests that got none"""
 
     def __str__(self) -> str:
-        return f"{self.answers} answers of {self.tokens} tokens, {self.exact} exact; close misses {self.misses}, wrong {len(self.wrong)}, lost {len(self.gone)}"
+        return (
+            f"{self.answers} answers of {self.tokens} tokens, {self.exact} exact; close misses {self.misses},"
+            f" wrong {len(self.wrong)}, lost {len(self.gone)}"
+        )
 
 
 class Clients:
@@ -127,20 +138,29 @@ class Clients:
             self.told.gone.append(repr(error)[:500])
 
     async def _look_closer(self, at: int, tokens: list[int]) -> None:
-        """Where it differs for the first time, and from there on again with the reference's token in its place."""
+        """Where it differs for the first time, and from there on again with the reference's token in its
+        place."""
         whole, begun = self._whole[at], 0
         while True:
-            apart = next((place for place in range(begun, TOKENS) if tokens[place - begun] != whole.tokens[place]), None)
+            apart = next(
+                (place for place in range(begun, TOKENS) if tokens[place - begun] != whole.tokens[place]),
+                None,
+            )
             if apart is None:
                 return
             if whole.margins[apart] > MARGIN:
-                self.told.wrong.append(f"prompt {at}, token {apart}: {tokens[apart - begun]}, not {whole.tokens[apart]}; margin {whole.margins[apart]:.4f}")
+                self.told.wrong.append(
+                    f"prompt {at}, token {apart}: {tokens[apart - begun]}, not {whole.tokens[apart]}; margin"
+                    f" {whole.margins[apart]:.4f}"
+                )
                 return
             self.told.misses += 1
             begun = apart + 1
             if begun == TOKENS:
                 return
-            tokens = (await answer(self._http, self._prompts[at] + whole.tokens[:begun], TOKENS - begun)).tokens
+            tokens = (
+                await answer(self._http, self._prompts[at] + whole.tokens[:begun], TOKENS - begun)
+            ).tokens
 
 
 class Movers:
@@ -164,7 +184,11 @@ class Movers:
 
     async def end(self, engine: str, plan: Plan) -> Ended:
         history = self.records.history(engine)
-        end = await until(lambda: history.end_of(plan.id), lambda: f"an end of {plan.id} of {engine}: {history.of(plan.id)}", 60)
+        end = await until(
+            lambda: history.end_of(plan.id),
+            lambda: f"an end of {plan.id} of {engine}: {history.of(plan.id)}",
+            60,
+        )
         self.committed += sum(isinstance(one, MigrationCommitted) for one in history.of(plan.id))
         self.ends.append(end)
         return end
@@ -176,11 +200,17 @@ class Movers:
         for rank in range(len(joined.urls)):
             try:
                 said = await self.records.bus.request(
-                    self.records.subjects.handover(engine, joined.worker_id, rank), DescribeHandover(worker_id=joined.worker_id, rank=rank), 1.0
+                    self.records.subjects.handover(engine, joined.worker_id, rank),
+                    DescribeHandover(worker_id=joined.worker_id, rank=rank),
+                    1.0,
                 )
             except Exception:  # noqa: BLE001 whatever it is, it does not answer
                 return []
-            if isinstance(said, HandoverDescribed) and (said.state, said.quarantined, said.draining) == ("serving", 0, 0):
+            if isinstance(said, HandoverDescribed) and (said.state, said.quarantined, said.draining) == (
+                "serving",
+                0,
+                0,
+            ):
                 found.append(said.served)
         return found if len(found) == len(joined.urls) else []
 
@@ -195,7 +225,9 @@ async def clients_and_movers(fleet: Fleet) -> AsyncIterator[tuple[Clients, Mover
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with (
             alongside(records.follow(), "reads what is stored"),
-            aiohttp.ClientSession(fleet.router, timeout=aiohttp.ClientTimeout(total=60), connector=connector) as http,
+            aiohttp.ClientSession(
+                fleet.router, timeout=aiohttp.ClientTimeout(total=60), connector=connector
+            ) as http,
         ):
             yield Clients(http), Movers(records)
     finally:

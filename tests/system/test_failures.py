@@ -30,7 +30,8 @@ def whole(pair: Fleet) -> Fleet:
 
 
 def broken_stream(fleet: Fleet, breaks: Callable[[str, int], None]) -> tuple[str, str]:
-    """A stream during which `breaks(engine, rank)` is called with where it is served: the text, and the decision's id."""
+    """A stream during which `breaks(engine, rank)` is called with where it is served: the text, and the
+    decision's id."""
     with fleet.stream(STORY, max_tokens=TOKENS) as stream:
         engine, rank = fleet.decision(stream.decision_id)["chosen"].split("/")
         pieces: list[str] = []
@@ -46,14 +47,20 @@ def retries(fleet: Fleet, decision_id: str) -> int:
     """How often the router went on elsewhere, by its log."""
 
     def line() -> dict[str, int] | None:
-        lines = [json.loads(text) for text in fleet.log_of("router").read_text().splitlines() if decision_id in text and text.startswith("{")]
+        lines = [
+            json.loads(text)
+            for text in fleet.log_of("router").read_text().splitlines()
+            if decision_id in text and text.startswith("{")
+        ]
         return lines[0] if lines else None
 
     return int(until(line, "the request's log line", 5)["retries"])
 
 
 @pytest.mark.parametrize("victim", BOTH)
-def test_a_killed_rank_breaks_no_stream_and_its_engine_comes_back_as_a_new_incarnation(whole: Fleet, victim: str) -> None:
+def test_a_killed_rank_breaks_no_stream_and_its_engine_comes_back_as_a_new_incarnation(
+    whole: Fleet, victim: str
+) -> None:
     unbroken, before = whole.text(STORY, max_tokens=TOKENS), whole.status()
     lost: list[str] = []
 
@@ -64,12 +71,18 @@ def test_a_killed_rank_breaks_no_stream_and_its_engine_comes_back_as_a_new_incar
     text, decision_id = broken_stream(whole, kill)
     assert text == unbroken
     assert retries(whole, decision_id) == 1
-    until(lambda: not whole.serving(2, 2) or whole.log_of(f"{lost[0]}-0").read_text().count(" serves on ") > 1, "the loss to be noticed", 10)
+    until(
+        lambda: not whole.serving(2, 2) or whole.log_of(f"{lost[0]}-0").read_text().count(" serves on ") > 1,
+        "the loss to be noticed",
+        10,
+    )
     until(lambda: whole.serving(2, 2), "four ranks to serve again", 60)
     after = whole.status()
     for name, engine in after.items():
         assert (engine["worker_id"] != before[name]["worker_id"]) == (name in lost)
-        assert ([rank["url"] for rank in engine["ranks"]] != [rank["url"] for rank in before[name]["ranks"]]) == (name in lost)
+        assert (
+            [rank["url"] for rank in engine["ranks"]] != [rank["url"] for rank in before[name]["ranks"]]
+        ) == (name in lost)
 
 
 @pytest.mark.slow
@@ -101,14 +114,25 @@ def test_many_streams_survive_a_killed_engine(whole: Fleet) -> None:
 
     with ThreadPoolExecutor(len(prompts)) as threads:
         futures = [threads.submit(streamed, prompt) for prompt in prompts]
-        until(lambda: any(load["running"] for load in whole.status()["engine-0"]["ranks"]) or all(future.done() for future in futures), "running streams", 20)
+        until(
+            lambda: (
+                any(load["running"] for load in whole.status()["engine-0"]["ranks"])
+                or all(future.done() for future in futures)
+            ),
+            "running streams",
+            20,
+        )
         victim.send_signal(signal.SIGKILL)
         assert [future.result() for future in futures] == unbroken
 
 
 @pytest.mark.slow
 def test_nats_restarted_while_serving_loses_nothing_that_was_promised(fleet: Fleet) -> None:
-    joins = [line for line in fleet.home.told("events", "--since", "1h", "--no-follow", "--json").splitlines() if "EngineJoined" in line]
+    joins = [
+        line
+        for line in fleet.home.told("events", "--since", "1h", "--no-follow", "--json").splitlines()
+        if "EngineJoined" in line
+    ]
     unbroken = fleet.text(STORY, max_tokens=200)
     with fleet.stream(STORY, max_tokens=200) as stream:
         pieces = stream.pieces()
@@ -131,7 +155,9 @@ def test_killed_router_tracker_and_planner_come_back_and_no_connection_is_refuse
     for name in ("router", "tracker", "planner"):
         before[name].send_signal(signal.SIGKILL)
     psutil.wait_procs([before[name] for name in ("router", "tracker", "planner")], timeout=10)
-    with httpx.Client(base_url=fleet.router, timeout=60, trust_env=False) as client:  # its connections wait for the next router
+    with httpx.Client(
+        base_url=fleet.router, timeout=60, trust_env=False
+    ) as client:  # its connections wait for the next router
         until(lambda: client.get("/ready").status_code == 200, "the router to know its engine again", 30)
     assert fleet.text("Still there?")
     until(lambda: {"router", "tracker", "planner"} <= fleet.processes().keys(), "all parts", 10)
@@ -155,13 +181,25 @@ def test_garbage_on_every_subject_disturbs_nobody(fleet: Fleet) -> None:
                 subjects.experts("engine-0"),
                 subjects.describe_profile,
             ),
-            "router": (subjects.describe_engine("engine-0", worker), subjects.kv_snapshot("engine-0", worker, 0)),
+            "router": (
+                subjects.describe_engine("engine-0", worker),
+                subjects.kv_snapshot("engine-0", worker, 0),
+            ),
             "tracker": (subjects.profiles, subjects.demand),
             "planner": (subjects.placements("engine-0"),),
         }.items():
-            client = await nats.connect(fleet.nats, **json.loads((fleet.run_directory / "bus" / f"{user}.json").read_text(), object_hook=_login))
+            client = await nats.connect(
+                fleet.nats,
+                **json.loads((fleet.run_directory / "bus" / f"{user}.json").read_text(), object_hook=_login),
+            )
             for subject in reached:
-                for garbage in (b"", b"\xff" * 100, b"\x85", b'{"kind": "EngineLeft"}', bytes(range(256)) * 8):
+                for garbage in (
+                    b"",
+                    b"\xff" * 100,
+                    b"\x85",
+                    b'{"kind": "EngineLeft"}',
+                    bytes(range(256)) * 8,
+                ):
                     await client.publish(subject, garbage)
             await client.flush()
             assert client.last_error is None, "it was refused"
@@ -178,7 +216,9 @@ def test_garbage_on_every_subject_disturbs_nobody(fleet: Fleet) -> None:
 @pytest.mark.slow
 def test_a_second_engine_of_one_name_is_refused_and_the_first_serves_on(fleet: Fleet, home: Home) -> None:
     home.environment["ROOST_WORKER_NAME"] = "engine-0"
-    home.environment["ROOST_BUS_CREDENTIALS_FILE"] = str(fleet.run_directory / "bus" / "engine.json")  # it is another user's home
+    home.environment["ROOST_BUS_CREDENTIALS_FILE"] = str(
+        fleet.run_directory / "bus" / "engine.json"
+    )  # it is another user's home
     done = home.run("worker", "--ranks", "1", "--nats", fleet.nats)
     assert done.returncode == 1
     assert "the engine name 'engine-0' is taken: worker" in done.stderr
@@ -190,4 +230,8 @@ def test_a_second_engine_of_one_name_is_refused_and_the_first_serves_on(fleet: F
 def test_a_client_that_vanishes_frees_its_rank(fleet: Fleet) -> None:
     with fleet.stream(STORY, max_tokens=1500) as stream:
         next(stream.pieces())
-    until(lambda: [rank["running"] for rank in fleet.status()["engine-0"]["ranks"]] == [0, 0], "no running sequence", 10)
+    until(
+        lambda: [rank["running"] for rank in fleet.status()["engine-0"]["ranks"]] == [0, 0],
+        "no running sequence",
+        10,
+    )

@@ -1,4 +1,5 @@
-"""Real processes that die or fail while many requests are answered: none is lost, none is answered otherwise than undisturbed."""
+"""Real processes that die or fail while many requests are answered: none is lost, none is answered otherwise
+than undisturbed."""
 
 import asyncio
 import itertools
@@ -32,7 +33,9 @@ def fleet(home: Home) -> Iterator[Fleet]:
 
 
 def body(number: int, *, stream: bool) -> dict[str, Any]:
-    messages = [{"role": "user", "content": f"Tell story number {number} about the river and the old bridge."}]
+    messages = [
+        {"role": "user", "content": f"Tell story number {number} about the river and the old bridge."}
+    ]
     return {"model": "demo", "seed": number, "max_tokens": TOKENS, "stream": stream, "messages": messages}
 
 
@@ -63,12 +66,17 @@ class Told:
 
 
 async def under_load(fleet: Fleet, seconds: float, disturb: Callable[[], Awaitable[None]]) -> Told:
-    """Ask from many clients for so long while something is disturbed, and compare each answer with the undisturbed one."""
+    """Ask from many clients for so long while something is disturbed, and compare each answer with the
+    undisturbed one."""
     told, numbers = Told(), itertools.count()
     limits = aiohttp.ClientTimeout(total=60)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)  # each request may meet the other router
     async with aiohttp.ClientSession(fleet.router, timeout=limits, connector=connector) as http:
-        whole = dict(enumerate(await asyncio.gather(*(text_of(http, number, stream=False) for number in range(PROMPTS)))))
+        whole = dict(
+            enumerate(
+                await asyncio.gather(*(text_of(http, number, stream=False) for number in range(PROMPTS)))
+            )
+        )
         assert {status for status, _ in whole.values()} == {200}
         assert len({text for _, text in whole.values()}) == PROMPTS
         end = time.monotonic() + seconds
@@ -95,7 +103,12 @@ async def under_load(fleet: Fleet, seconds: float, disturb: Callable[[], Awaitab
 def counted(fleet: Fleet, family: str) -> float:
     """A counter, over both routers."""
     routers = json.loads(next((fleet.home.state / "roost").glob("run-*/running.json")).read_text())["routers"]
-    samples = [line.split() for url in routers for line in fleet.http.get(f"{url}/metrics").text.splitlines() if line.startswith(f"roost_router_{family}")]
+    samples = [
+        line.split()
+        for url in routers
+        for line in fleet.http.get(f"{url}/metrics").text.splitlines()
+        if line.startswith(f"roost_router_{family}")
+    ]
     return sum(float(value) for _, value in samples)
 
 
@@ -109,17 +122,28 @@ def test_an_engine_killed_every_five_seconds_for_half_a_minute_loses_no_request(
         killed.append(victim)
 
     told = asyncio.run(under_load(fleet, 31.0, kill))
-    print(f"{told.answers} answers, {len(told.wrong)} wrong, {len(killed)} kills, {counted(fleet, 'retries_total'):.0f} retries")  # noqa: T201
+    print(  # noqa: T201
+        f"{told.answers} answers, {len(told.wrong)} wrong, {len(killed)} kills,"
+        f" {counted(fleet, 'retries_total'):.0f} retries"
+    )
     assert not told.wrong, told.wrong[:5]
     assert len(killed) >= 5
     assert told.answers > 100
     assert counted(fleet, "retries_total") > 0
     assert counted(fleet, "retries_refused_total") == 0
-    until(lambda: len(fleet.http.post("/v1/route", json=body(0, stream=False)).json()["candidates"]) == 8, "all engines to be back", 30)
+    until(
+        lambda: len(fleet.http.post("/v1/route", json=body(0, stream=False)).json()["candidates"]) == 8,
+        "all engines to be back",
+        30,
+    )
 
 
 def test_a_tenth_of_all_forwards_failing_before_two_routers_loses_no_request(fleet: Fleet) -> None:
-    urls = [line.split()[1] for line in fleet.up.output.splitlines() if line.strip().startswith("engine-") and "http" in line]
+    urls = [
+        line.split()[1]
+        for line in fleet.up.output.splitlines()
+        if line.strip().startswith("engine-") and "http" in line
+    ]
     assert len(urls) == 4
     begun = False
 
@@ -128,7 +152,11 @@ def test_a_tenth_of_all_forwards_failing_before_two_routers_loses_no_request(fle
         for url in urls if not begun else ():
             for fault in ("error", "break_stream"):
                 order = {"fault": fault, "share": 0.05}
-                assert (await asyncio.to_thread(fleet.http.post, f"{url}/simulate", json=order, headers=fleet.to_ranks)).status_code == 200
+                assert (
+                    await asyncio.to_thread(
+                        fleet.http.post, f"{url}/simulate", json=order, headers=fleet.to_ranks
+                    )
+                ).status_code == 200
         begun = True
         await asyncio.sleep(1)
 

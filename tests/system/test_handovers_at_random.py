@@ -1,7 +1,8 @@
-"""Coordinators, ranks and their reads together, as the product has them, in one process and in virtual time: experts are asked for at random while everything
-that can fail fails at random, and then stops failing.
+"""Coordinators, ranks and their reads together, as the product has them, in one process and in virtual time:
+experts are asked for at random while everything that can fail fails at random, and then stops failing.
 
-Only the bus, the wire between the ranks and the engine's steps are stand-ins. Memory is real, so what is served can be compared with what it should be.
+Only the bus, the wire between the ranks and the engine's steps are stand-ins. Memory is real, so what is
+served can be compared with what it should be.
 """
 
 import asyncio
@@ -56,13 +57,17 @@ class Trial:
     async def beat(self) -> None:
         heart = self.group.bus.publisher(SUBJECTS.heartbeats("a"))
         while True:
-            await heart.publish(EngineHeartbeat(engine="a", worker_id=WORKER, epoch=self.group.placement.epoch))
+            await heart.publish(
+                EngineHeartbeat(engine="a", worker_id=WORKER, epoch=self.group.placement.epoch)
+            )
             await asyncio.sleep(1.0)
 
     async def begin_service(self) -> None:
         stack = AsyncExitStack()
         self._stacks.append(stack)
-        self.services.append(await stack.enter_async_context(leading(MemoryBus(self.group.broker), CONDUCTING)))
+        self.services.append(
+            await stack.enter_async_context(leading(MemoryBus(self.group.broker), CONDUCTING))
+        )
 
     async def end_service(self) -> None:
         self.services.pop(0)
@@ -105,7 +110,11 @@ class Trial:
         self.group.fabric.resume(way)
 
     async def bad_reads(self) -> None:
-        kinds = (PullFault(corrupt=SCALE), PullFault(broken=True), PullFault(delay_seconds=self.dice.uniform(0.1, 3.0)))
+        kinds = (
+            PullFault(corrupt=SCALE),
+            PullFault(broken=True),
+            PullFault(delay_seconds=self.dice.uniform(0.1, 3.0)),
+        )
         for way in self.group.ways:
             way.faults.append(self.dice.choice(kinds))
 
@@ -124,7 +133,13 @@ class Trial:
 
     @property
     def troubles(self) -> tuple[Callable[[], Awaitable[None]], ...]:
-        return (self.stopped_rank, self.bad_reads, self.bus_away, self.new_coordinator, self.second_coordinator)
+        return (
+            self.stopped_rank,
+            self.bad_reads,
+            self.bus_away,
+            self.new_coordinator,
+            self.second_coordinator,
+        )
 
     # the end
 
@@ -145,8 +160,14 @@ class Trial:
             return False
         entries = await log(self.group.bus)
         planned = {entry.plan for entry in entries if isinstance(entry, MigrationPlanned)}
-        ended = {entry.plan for entry in entries if isinstance(entry, MigrationAborted) or (isinstance(entry, MigrationCommitted) and entry.last)}
-        described = [await self.group.tell(rank, DescribeHandover(worker_id=WORKER, rank=rank)) for rank in range(3)]
+        ended = {
+            entry.plan
+            for entry in entries
+            if isinstance(entry, MigrationAborted) or (isinstance(entry, MigrationCommitted) and entry.last)
+        }
+        described = [
+            await self.group.tell(rank, DescribeHandover(worker_id=WORKER, rank=rank)) for rank in range(3)
+        ]
         return planned == ended and all(_rests(one) for one in described)
 
 
@@ -158,7 +179,9 @@ async def _run(seed: int) -> int:
     """The epoch that was reached."""
     async with standing(FIRST, READING) as group, AsyncExitStack() as stack:
         trial = Trial(group, seed)
-        await group.bus.record(SUBJECTS.membership("a"), joined(WORKER, "a", FIRST, urls=("http://x", "http://y", "http://z")))
+        await group.bus.record(
+            SUBJECTS.membership("a"), joined(WORKER, "a", FIRST, urls=("http://x", "http://y", "http://z"))
+        )
         beating = asyncio.create_task(trial.beat(), name="heartbeats")
         stack.callback(beating.cancel)
         stack.push_async_callback(trial.close)
@@ -189,7 +212,9 @@ async def _is_whole(group: Group, trial: Trial) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_whatever_fails_the_engine_serves_what_it_says_and_handovers_go_on_afterwards(seed: int) -> None:
+async def test_whatever_fails_the_engine_serves_what_it_says_and_handovers_go_on_afterwards(
+    seed: int,
+) -> None:
     assert await _run(seed) > 0
 
 

@@ -1,4 +1,5 @@
-"""The loop closes on a real fleet, with nobody touching it: requests of two kinds part, experts move to where theirs live, and a change is followed."""
+"""The loop closes on a real fleet, with nobody touching it: requests of two kinds part, experts move to where
+theirs live, and a change is followed."""
 
 import asyncio
 import contextlib
@@ -115,7 +116,13 @@ class World:
         """One thing after another, of all kinds in turn."""
         for number in itertools.count(int(dice.integers(2))):
             kind = self.kinds[number % len(self.kinds)]
-            body = {"model": MODEL, "prompt": self.texts.prompt(kind, dice), "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+            body = {
+                "model": MODEL,
+                "prompt": self.texts.prompt(kind, dice),
+                "max_tokens": TOKENS,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
             async with self.http.post("/v1/completions", json=body) as said:
                 assert said.status == 200, await said.text()
                 await said.read()
@@ -130,24 +137,35 @@ class World:
         return sum(one for one, _ in taken) / max(sum(tokens for _, tokens in taken), 1.0)
 
     def apart(self) -> float:
-        """Of the last requests of the two kinds: the share that would have to move for both to be served alike, from 0 to 1."""
+        """Of the last requests of the two kinds: the share that would have to move for both to be served
+        alike, from 0 to 1."""
         shares = []
         for kind in self.kinds:
             ranks = Counter([rank for one, rank in self.served if one == kind][-LAST:])
             shares.append({rank: count / max(ranks.total(), 1) for rank, count in ranks.items()})
-        return 0.5 * sum(abs(shares[0].get(rank, 0.0) - shares[-1].get(rank, 0.0)) for rank in {*shares[0], *shares[-1]})
+        return 0.5 * sum(
+            abs(shares[0].get(rank, 0.0) - shares[-1].get(rank, 0.0)) for rank in {*shares[0], *shares[-1]}
+        )
 
     async def look(self) -> None:
         """For ever: at what the planner says that it decided."""
         while True:
             with contextlib.suppress(BusError):
                 answer = await self.records.bus.request(self.records.subjects.loop, DescribeLoop(), 2.0)
-                if isinstance(answer, LoopDescribed) and answer.engines and (told := answer.engines[0]).decided_at is not None:
+                if (
+                    isinstance(answer, LoopDescribed)
+                    and answer.engines
+                    and (told := answer.engines[0]).decided_at is not None
+                ):
                     self.decided[told.decided_at] = told.decided
             await asyncio.sleep(0.5)
 
     def own(self) -> list[MigrationPlanned]:
-        return [one for one in self.records.history("engine-0").migrations if isinstance(one, MigrationPlanned) and one.origin == "planner"]
+        return [
+            one
+            for one in self.records.history("engine-0").migrations
+            if isinstance(one, MigrationPlanned) and one.origin == "planner"
+        ]
 
     def committed(self, plans: list[MigrationPlanned]) -> MigrationPlanned | None:
         ends = ((plan, self.records.history("engine-0").end_of(plan.plan)) for plan in plans)
@@ -164,7 +182,9 @@ async def living(fleet: Fleet) -> AsyncIterator[World]:
     try:
         async with (
             bus.subscribe(subjects.dispatched(), subjects.homes, subjects.shifts) as heard,
-            aiohttp.ClientSession(fleet.router, timeout=aiohttp.ClientTimeout(total=60), connector=connector) as http,
+            aiohttp.ClientSession(
+                fleet.router, timeout=aiohttp.ClientTimeout(total=60), connector=connector
+            ) as http,
             alongside(records.follow(), "reads what is stored"),
         ):
             world = World(http, records, await asyncio.to_thread(Texts), KINDS)
@@ -173,14 +193,27 @@ async def living(fleet: Fleet) -> AsyncIterator[World]:
                 async for received in heard:
                     match received.message:
                         case DispatchMeasured() as said if said.tokens:
-                            world.sent.append((loop.time(), sum(said.remote_ranks) / len(said.remote_ranks) / said.tokens, said.tokens))
+                            world.sent.append(
+                                (
+                                    loop.time(),
+                                    sum(said.remote_ranks) / len(said.remote_ranks) / said.tokens,
+                                    said.tokens,
+                                )
+                            )
                         case HomesPublished() as said:
                             world.homes = said
                         case PopularityShifted() as said:
                             world.shifts.append(said)
 
-            async with alongside(hear(), "hears"), alongside(world.look(), "looks"), asyncio.TaskGroup() as users:
-                asking = [users.create_task(world.ask(np.random.default_rng(number)), name=f"user {number}") for number in range(AT_ONCE)]
+            async with (
+                alongside(hear(), "hears"),
+                alongside(world.look(), "looks"),
+                asyncio.TaskGroup() as users,
+            ):
+                asking = [
+                    users.create_task(world.ask(np.random.default_rng(number)), name=f"user {number}")
+                    for number in range(AT_ONCE)
+                ]
                 yield world
                 for task in asking:
                     task.cancel()
@@ -189,8 +222,13 @@ async def living(fleet: Fleet) -> AsyncIterator[World]:
 
 
 def above(fleet: Fleet, plan: MigrationPlanned) -> dict[str, set[str]]:
-    """The spans of a plan's trace by name, and the names of those right above them, as the fleet has exported them."""
-    spans = [span for line in fleet.spans.read_text().splitlines() if (span := json.loads(line))["trace_id"] == trace_of(plan.traceparent)]
+    """The spans of a plan's trace by name, and the names of those right above them, as the fleet has exported
+    them."""
+    spans = [
+        span
+        for line in fleet.spans.read_text().splitlines()
+        if (span := json.loads(line))["trace_id"] == trace_of(plan.traceparent)
+    ]
     names = {span["span_id"]: span["name"] for span in spans}
     found: dict[str, set[str]] = {}
     for span in spans:
@@ -202,34 +240,62 @@ def trace_of(traceparent: str) -> str:
     return traceparent.split("-")[1] if traceparent else ""
 
 
-async def test_kinds_of_requests_part_and_their_experts_move_and_a_change_is_followed_in_one_trace(fleet: Fleet) -> None:
+async def test_kinds_of_requests_part_and_their_experts_move_and_a_change_is_followed_in_one_trace(
+    fleet: Fleet,
+) -> None:
     loop = asyncio.get_running_loop()
     async with living(fleet) as world:
         # 1. As it begins: every rank holds what a linear placement gives it, and requests live anywhere.
         await until(lambda: len(world.served) >= 4 * AT_ONCE, lambda: story(world), STAGE_SECONDS)
         first = world.remote(0.0, loop.time())
 
-        # 2. Two kinds of requests: homes and experts are moved, kinds part, and tokens are sent to fewer ranks.
+        # 2. Two kinds of requests: homes and experts are moved, kinds part, and tokens are sent to fewer
+        # ranks.
         def closed() -> bool:
-            return world.committed(world.own()) is not None and world.apart() > APART and lately(world) < FEWER * first
+            return (
+                world.committed(world.own()) is not None
+                and world.apart() > APART
+                and lately(world) < FEWER * first
+            )
 
-        await until(closed, lambda: f"the loop closes: {story(world)}; remote ranks {first:.3f} at first", STAGE_SECONDS)
+        await until(
+            closed,
+            lambda: f"the loop closes: {story(world)}; remote ranks {first:.3f} at first",
+            STAGE_SECONDS,
+        )
 
-        # 3. Others, once the tracker knows what chance does: the shift is noticed, and what is done about it hangs below it.
-        await until(lambda: knows_noise(world), lambda: f"the tracker knows what is noise: {story(world)}", STAGE_SECONDS)
+        # 3. Others, once the tracker knows what chance does: the shift is noticed, and what is done about it
+        # hangs below it.
+        await until(
+            lambda: knows_noise(world),
+            lambda: f"the tracker knows what is noise: {story(world)}",
+            STAGE_SECONDS,
+        )
         known, world.kinds = len(world.own()), OTHERS
 
         def answering() -> MigrationPlanned | None:
             shifts = {trace_of(shift.traceparent) for shift in world.shifts if not shift.settled}
-            return world.committed([plan for plan in world.own()[known:] if trace_of(plan.traceparent) in shifts])
+            return world.committed(
+                [plan for plan in world.own()[known:] if trace_of(plan.traceparent) in shifts]
+            )
 
-        plan = await until(answering, lambda: f"a plan answers a shift, of {len(world.shifts)}: {story(world)}", STAGE_SECONDS)
-        await until(lambda: CHAIN.items() <= above(fleet, plan).items(), lambda: f"one trace: {above(fleet, plan)}", STAGE_SECONDS)
+        plan = await until(
+            answering,
+            lambda: f"a plan answers a shift, of {len(world.shifts)}: {story(world)}",
+            STAGE_SECONDS,
+        )
+        await until(
+            lambda: CHAIN.items() <= above(fleet, plan).items(),
+            lambda: f"one trace: {above(fleet, plan)}",
+            STAGE_SECONDS,
+        )
 
 
 async def knows_noise(world: World) -> bool:
     """Whether a change of subject would stand out of it."""
-    described = await world.records.bus.request(world.records.subjects.describe_profile, DescribePopularity(model=MODEL), 5.0)
+    described = await world.records.bus.request(
+        world.records.subjects.describe_profile, DescribePopularity(model=MODEL), 5.0
+    )
     return isinstance(described, PopularityDescribed) and (described.threshold or 1.0) < PLAIN
 
 
@@ -243,5 +309,6 @@ def story(world: World) -> str:
     """For whoever has to find out why."""
     plans = [(plan.reason, plan.bytes) for plan in world.own()]
     return (
-        f"{len(world.served)} served, apart {world.apart():.2f}, remote ranks {lately(world):.3f}; plans {plans}; decided {list(world.decided.values())[-5:]}"
+        f"{len(world.served)} served, apart {world.apart():.2f}, remote ranks {lately(world):.3f}; plans"
+        f" {plans}; decided {list(world.decided.values())[-5:]}"
     )

@@ -43,7 +43,10 @@ def test_a_repeated_prompt_goes_where_its_prefix_is_cached(fleet: Fleet) -> None
 def test_a_served_decision_reads_back_term_by_term(fleet: Fleet) -> None:
     decision = fleet.decision(fleet.chat(PROMPT).headers["x-roost-decision-id"])
     assert decision["model"] == MODEL
-    assert {f"{candidate['engine']}/{candidate['rank']}" for candidate in decision["candidates"]} == {"engine-0/0", "engine-0/1"}
+    assert {f"{candidate['engine']}/{candidate['rank']}" for candidate in decision["candidates"]} == {
+        "engine-0/0",
+        "engine-0/1",
+    }
     for candidate in decision["candidates"]:
         assert sum(candidate["terms_ms"].values()) == pytest.approx(candidate["score"], abs=1e-9)
     scores = [candidate["score"] for candidate in decision["candidates"]]
@@ -53,11 +56,17 @@ def test_a_served_decision_reads_back_term_by_term(fleet: Fleet) -> None:
 
 def test_one_trace_runs_from_the_client_through_the_router_into_the_engine(fleet: Fleet) -> None:
     trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-    answer = fleet.http.post("/v1/chat/completions", json=fleet.body(PROMPT), headers={"traceparent": f"00-{trace}-{parent}-01"})
+    answer = fleet.http.post(
+        "/v1/chat/completions", json=fleet.body(PROMPT), headers={"traceparent": f"00-{trace}-{parent}-01"}
+    )
     decision = fleet.decision(answer.headers["x-roost-decision-id"])
 
     def spans_of_the_trace() -> dict[str, Any] | None:
-        spans = {span["name"]: span for line in fleet.spans.read_text().splitlines() if (span := json.loads(line))["trace_id"] == trace}
+        spans = {
+            span["name"]: span
+            for line in fleet.spans.read_text().splitlines()
+            if (span := json.loads(line))["trace_id"] == trace
+        }
         return spans if {"roost.engine.decode", f"chat {MODEL}"} <= spans.keys() else None
 
     spans = until(spans_of_the_trace, "the spans of router and rank", 10)
@@ -66,13 +75,20 @@ def test_one_trace_runs_from_the_client_through_the_router_into_the_engine(fleet
     assert decide["parent_id"] == forward["parent_id"] == server["span_id"]
     engine = [spans[f"roost.engine.{phase}"] for phase in ("queue", "prefill", "decode")]
     assert {span["parent_id"] for span in engine} == {forward["span_id"]}
-    assert [span["service"] for span in (server, *engine)] == ["roost-router", "roost-engine", "roost-engine", "roost-engine"]
+    assert [span["service"] for span in (server, *engine)] == [
+        "roost-router",
+        "roost-engine",
+        "roost-engine",
+        "roost-engine",
+    ]
     assert forward["start_ns"] <= engine[0]["start_ns"]
     assert engine[0]["end_ns"] == engine[1]["start_ns"]
     assert engine[2]["end_ns"] <= forward["end_ns"]
     assert len(decide["events"]) == len(decision["candidates"])
     for event, candidate in zip(decide["events"], decision["candidates"], strict=True):
-        terms = [value for name, value in event["attributes"].items() if re.fullmatch(r"roost\.term\.\w+", name)]
+        terms = [
+            value for name, value in event["attributes"].items() if re.fullmatch(r"roost\.term\.\w+", name)
+        ]
         assert sum(terms) == pytest.approx(candidate["score"], abs=1e-6), event["attributes"]
 
 
@@ -87,7 +103,9 @@ def test_a_dry_run_decides_without_running(fleet: Fleet) -> None:
 
 def test_explain_reads_a_served_decision_back(fleet: Fleet) -> None:
     decision_id = fleet.chat(PROMPT).headers["x-roost-decision-id"]
-    assert json.loads(fleet.home.told("explain", "--id", decision_id, "--json")) == fleet.decision(decision_id)
+    assert json.loads(fleet.home.told("explain", "--id", decision_id, "--json")) == fleet.decision(
+        decision_id
+    )
     done = fleet.home.run("explain", "--id", "nonsense")
     assert (done.returncode, "no decision 'nonsense'" in done.stderr) == (1, True)
 
@@ -112,7 +130,10 @@ def test_placement_shows_which_expert_is_where(fleet: Fleet) -> None:
 
 
 def test_stored_events_are_replayed_and_telemetry_is_followed(fleet: Fleet) -> None:
-    replayed = [json.loads(line) for line in fleet.home.told("events", "--since", "1h", "--no-follow", "--json").splitlines()]
+    replayed = [
+        json.loads(line)
+        for line in fleet.home.told("events", "--since", "1h", "--no-follow", "--json").splitlines()
+    ]
     assert {"EngineJoined", "PlacementCommitted"} <= {event["kind"] for event in replayed}
     following = fleet.home.start("events", "--json", "--kind", "ExpertsActivated", "--kind", "KvEvents")
 
@@ -125,8 +146,18 @@ def test_stored_events_are_replayed_and_telemetry_is_followed(fleet: Fleet) -> N
 
 
 def test_the_tracker_publishes_what_was_activated(fleet: Fleet) -> None:
-    following = fleet.home.start("events", "--json", "--kind", "ProfilePublished", "--kind", "DemandPublished")
-    until(lambda: fleet.chat(PROMPT) and "ProfilePublished" in following.output and "DemandPublished" in following.output, "a profile and a demand", 20)
+    following = fleet.home.start(
+        "events", "--json", "--kind", "ProfilePublished", "--kind", "DemandPublished"
+    )
+    until(
+        lambda: (
+            fleet.chat(PROMPT)
+            and "ProfilePublished" in following.output
+            and "DemandPublished" in following.output
+        ),
+        "a profile and a demand",
+        20,
+    )
     following.stop()
 
 
@@ -141,7 +172,9 @@ def test_a_router_that_starts_late_knows_what_the_caches_hold(fleet: Fleet) -> N
     def cached() -> bool:
         done = fleet.home.run("explain", prompt, "--router", found[1], "--json")
         candidates = json.loads(done.stdout)["candidates"] if done.returncode == 0 else []
-        return [f"{one['engine']}/{one['rank']}" for one in candidates if one["overlap_blocks"] > 3] == [chosen]
+        return [f"{one['engine']}/{one['rank']}" for one in candidates if one["overlap_blocks"] > 3] == [
+            chosen
+        ]
 
     until(cached, "the overlap of a prompt served before the router started", 20)
     assert late.stop() == 0
@@ -149,6 +182,11 @@ def test_a_router_that_starts_late_knows_what_the_caches_hold(fleet: Fleet) -> N
 
 def test_the_effective_configuration_names_the_variable(fleet: Fleet) -> None:
     done = subprocess.run(
-        fleet.home.command("config"), env={**fleet.home.environ, "ROOST_ENGINE_RANKS": "4"}, cwd=fleet.home.state, capture_output=True, text=True, check=True
+        fleet.home.command("config"),
+        env={**fleet.home.environ, "ROOST_ENGINE_RANKS": "4"},
+        cwd=fleet.home.state,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "ranks = 4  # ROOST_ENGINE_RANKS" in done.stdout

@@ -1,4 +1,5 @@
-"""Tier 2: experts move between the ranks of embedded engines under load, and everything fails that can: no request is lost, and no token is another."""
+"""Tier 2: experts move between the ranks of embedded engines under load, and everything fails that can: no
+request is lost, and no token is another."""
 
 import asyncio
 import contextlib
@@ -193,7 +194,9 @@ async def stop_one_coordinator_of_two(scene: Scene) -> None:
         before = lead(planners[0].read_text())
         leader.suspend()
         try:
-            await until(lambda: lead(second.output) > before, lambda: f"the other leads:\n{second.output}", 20)
+            await until(
+                lambda: lead(second.output) > before, lambda: f"the other leads:\n{second.output}", 20
+            )
             await scene.moment()
         finally:
             leader.resume()
@@ -239,8 +242,13 @@ async def test_a_fault_while_experts_move_loses_no_request_and_leaves_one_epoch(
     await until(lambda: moving.serving(2, 2), "both engines serve", 60)
     async with clients.asking(AT_ONCE) as told:
         for time, engine in enumerate(ENGINES):
-            scene = Scene(moving, movers, engine, np.random.default_rng((zlib.crc32(fault.__name__.encode()), time)))
-            before = {name: (movers.records.history(name).latest.epoch, len(movers.records.history(name).joins)) for name in ENGINES}
+            scene = Scene(
+                moving, movers, engine, np.random.default_rng((zlib.crc32(fault.__name__.encode()), time))
+            )
+            before = {
+                name: (movers.records.history(name).latest.epoch, len(movers.records.history(name).joins))
+                for name in ENGINES
+            }
             await fault(scene)
             if scene.plan is not None:
                 await movers.end(engine, scene.plan)
@@ -248,14 +256,17 @@ async def test_a_fault_while_experts_move_loses_no_request_and_leaves_one_epoch(
             for name, (epoch, lives) in before.items():
                 for joined in movers.records.history(name).joins[lives:]:
                     assert joined.placement is not None
-                    assert joined.placement.epoch >= epoch, f"{name} began anew at epoch {joined.placement.epoch}, and had served {epoch}"
+                    assert joined.placement.epoch >= epoch, (
+                        f"{name} began anew at epoch {joined.placement.epoch}, and had served {epoch}"
+                    )
     assert not told.wrong, told.wrong[:5]
     assert not told.gone, told.gone[:5]
     assert told.answers > 0
 
 
 async def settled(fleet: Fleet, movers: Movers) -> bool:
-    """Every rank of the present lives is at rest, and serves the epoch that is on record; and the router uses all of them."""
+    """Every rank of the present lives is at rest, and serves the epoch that is on record; and the router uses
+    all of them."""
     for engine in ENGINES:
         history = movers.records.history(engine)
         served = await movers.served(engine)
@@ -268,7 +279,10 @@ def standing(fleet: Fleet, movers: Movers) -> str:
     """For whoever has to find out why that is not so."""
     histories = [movers.records.history(engine) for engine in ENGINES]
     on_record = [(one.latest.epoch, one.known, one.migrations[-1:]) for one in histories]
-    return f"both engines serve what is on record: {on_record}, {fleet.processes().keys()}; the fleet says:\n{fleet.up.output[-2000:]}"
+    return (
+        f"both engines serve what is on record: {on_record}, {fleet.processes().keys()}; the fleet"
+        f" says:\n{fleet.up.output[-2000:]}"
+    )
 
 
 # bytes
@@ -278,18 +292,31 @@ def expert_bytes(layer: int, expert: int) -> NDArray[np.uint8]:
     """uint8 [bytes]: an expert as engines of fp32 hold it."""
     with Checkpoint(DEMO_CHECKPOINT) as checkpoint:
         weights = checkpoint.expert(layer, expert, RUN_DTYPES["float32"])
-    return np.concatenate([part.contiguous().numpy().reshape(-1).view(np.uint8) for part in (weights.gate, weights.up, weights.down.t())])
+    return np.concatenate(
+        [
+            part.contiguous().numpy().reshape(-1).view(np.uint8)
+            for part in (weights.gate, weights.up, weights.down.t())
+        ]
+    )
 
 
 def cell_of(process: psutil.Process, layer: int, expert: int) -> NDArray[np.uint8]:
     """uint8 [bytes]: where a rank has an expert, to be spoilt."""
     known = expert_bytes(layer, expert)
     memory = memory_of(process.pid)
-    at = next(begin for begin in range(0, len(memory) - len(known) + 1, len(known)) if np.array_equal(memory[begin : begin + len(known)], known))
+    at = next(
+        begin
+        for begin in range(0, len(memory) - len(known) + 1, len(known))
+        if np.array_equal(memory[begin : begin + len(known)], known)
+    )
     return memory[at : at + len(known)]
 
 
 def memory_of(pid: int) -> NDArray[np.uint8]:
     """uint8 [bytes]: a rank's memory for experts itself."""
-    found = next(number for number in os.listdir(f"/proc/{pid}/fd") if "roost-experts" in os.readlink(f"/proc/{pid}/fd/{number}"))
+    found = next(
+        number
+        for number in os.listdir(f"/proc/{pid}/fd")
+        if "roost-experts" in os.readlink(f"/proc/{pid}/fd/{number}")
+    )
     return np.memmap(f"/proc/{pid}/fd/{found}", np.uint8, "r+")

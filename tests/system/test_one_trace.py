@@ -1,6 +1,8 @@
-"""From the shift of popularity to the placement that answers it, and the verdict on it, everything is one trace: tracker, planner and ranks say so together.
+"""From the shift of popularity to the placement that answers it, and the verdict on it, everything is one
+trace: tracker, planner and ranks say so together.
 
-In one process and in virtual time. The spans are the product's; the tracker's noticing, the traffic and the engine's steps are stand-ins.
+In one process and in virtual time. The spans are the product's; the tracker's noticing, the traffic and the
+engine's steps are stand-ins.
 """
 
 import asyncio
@@ -16,7 +18,13 @@ from opentelemetry.trace import SpanContext, format_span_id
 
 from bus.memory import MemoryBroker, MemoryBus
 from engine_adapter.tracing import HandoverTracing
-from fleet.events import MigrationCommitted, MigrationPlanned, PlacementCommitted, PlanJudged, PopularityShifted
+from fleet.events import (
+    MigrationCommitted,
+    MigrationPlanned,
+    PlacementCommitted,
+    PlanJudged,
+    PopularityShifted,
+)
 from fleet.placement import Placement
 from tests.engine_adapter.rank_fixture import WORKER, Group, standing
 from tests.migration.builders import leading
@@ -65,7 +73,9 @@ async def world_of(group: Group) -> AsyncIterator[Flight]:
 
 async def say_shift(broker: MemoryBroker) -> None:
     """As the tracker does."""
-    shift = PopularityShifted(model="m", version=1, settled=False, divergence=0.3, threshold=0.01, layers=(0, 1))
+    shift = PopularityShifted(
+        model="m", version=1, settled=False, divergence=0.3, threshold=0.01, layers=(0, 1)
+    )
     with ShiftTracing().saying(shift) as said:
         await MemoryBus(broker).publisher(SUBJECTS.shifts).publish(said)
 
@@ -77,7 +87,10 @@ def context_of(span: ReadableSpan) -> SpanContext:
 
 
 async def test_from_the_shift_to_the_verdict_everything_is_one_trace(spans: InMemorySpanExporter) -> None:
-    async with standing(FIRST, tracing=HandoverTracing(engine="a", rank=0)) as group, world_of(group) as world:
+    async with (
+        standing(FIRST, tracing=HandoverTracing(engine="a", rank=0)) as group,
+        world_of(group) as world,
+    ):
         world.rates = EVEN
         async with leading(MemoryBus(group.broker), CONFIG):
             await world.last(30)
@@ -87,26 +100,49 @@ async def test_from_the_shift_to_the_verdict_everything_is_one_trace(spans: InMe
             planned = await world.until(MigrationPlanned)
             world.balance = 0.9
             judged = await world.until(PlanJudged)
-            committed = [one.message async for one in world.bus.replay(SUBJECTS.placements("a"), follow=False)]
+            committed = [
+                one.message async for one in world.bus.replay(SUBJECTS.placements("a"), follow=False)
+            ]
             await asyncio.sleep(1)
     assert judged.plan == planned.plan
-    assert {one.plan for one in committed if isinstance(one, PlacementCommitted) and one.placement.epoch} == {planned.plan}
+    assert {one.plan for one in committed if isinstance(one, PlacementCommitted) and one.placement.epoch} == {
+        planned.plan
+    }
     named: dict[str, list[ReadableSpan]] = {}
     for span in spans.get_finished_spans():
         named.setdefault(span.name, []).append(span)
-    (shift,), (plan,), (verdict,) = named["roost.popularity.shift"], named["roost.plan"], named["roost.plan.judged"]
+    (shift,), (plan,), (verdict,) = (
+        named["roost.popularity.shift"],
+        named["roost.plan"],
+        named["roost.plan.judged"],
+    )
     handovers = named["roost.handover"]
-    assert {context_of(span).trace_id for these in named.values() for span in these} == {context_of(shift).trace_id}
+    assert {context_of(span).trace_id for these in named.values() for span in these} == {
+        context_of(shift).trace_id
+    }
     assert shift.parent is None
     assert planned.traceparent.split("-")[2] == format_span_id(context_of(plan).span_id)
-    assert len(handovers) == planned.handovers == max(one.placement.epoch for one in committed if isinstance(one, PlacementCommitted))
-    for below, above in (([plan], [shift]), ([*handovers, verdict], [plan]), ([*named["roost.handover.pull"], *named["roost.handover.prepare"]], handovers)):
-        assert {span.parent.span_id for span in below if span.parent is not None} == {context_of(span).span_id for span in above}
+    assert (
+        len(handovers)
+        == planned.handovers
+        == max(one.placement.epoch for one in committed if isinstance(one, PlacementCommitted))
+    )
+    for below, above in (
+        ([plan], [shift]),
+        ([*handovers, verdict], [plan]),
+        ([*named["roost.handover.pull"], *named["roost.handover.prepare"]], handovers),
+    ):
+        assert {span.parent.span_id for span in below if span.parent is not None} == {
+            context_of(span).span_id for span in above
+        }
     assert dict(verdict.attributes or {})["roost.verdict"] == judged.verdict
 
 
 async def test_a_plan_of_the_cycle_is_a_trace_of_its_own(spans: InMemorySpanExporter) -> None:
-    async with standing(FIRST, tracing=HandoverTracing(engine="a", rank=0)) as group, world_of(group) as world:
+    async with (
+        standing(FIRST, tracing=HandoverTracing(engine="a", rank=0)) as group,
+        world_of(group) as world,
+    ):
         async with leading(MemoryBus(group.broker), CONFIG):
             await world.until(MigrationCommitted)
             await asyncio.sleep(1)

@@ -10,7 +10,12 @@ import pytest
 from tests.system.fleets import Fleet, Home, leave_nothing, until
 
 pytestmark = pytest.mark.slow
-ASK: dict[str, Any] = {"model": "demo", "seed": 5, "max_tokens": 200, "messages": [{"role": "user", "content": "Tell me about the river."}]}
+ASK: dict[str, Any] = {
+    "model": "demo",
+    "seed": 5,
+    "max_tokens": 200,
+    "messages": [{"role": "user", "content": "Tell me about the river."}],
+}
 
 
 @pytest.fixture
@@ -25,7 +30,9 @@ def fleet(home: Home) -> Iterator[Fleet]:
 
 
 def routers(fleet: Fleet) -> list[str]:
-    urls: list[str] = json.loads(next((fleet.home.state / "roost").glob("run-*/running.json")).read_text())["routers"]
+    urls: list[str] = json.loads(next((fleet.home.state / "roost").glob("run-*/running.json")).read_text())[
+        "routers"
+    ]
     return urls
 
 
@@ -37,7 +44,9 @@ def decided(url: str) -> dict[str, Any]:
 
 
 def test_a_drained_engine_gets_nothing_new_from_any_router_and_finishes_what_it_has(fleet: Fleet) -> None:
-    with fleet.http.stream("POST", "/v1/chat/completions", json=ASK | {"stream": True, "max_tokens": 60}) as stream:
+    with fleet.http.stream(
+        "POST", "/v1/chat/completions", json=ASK | {"stream": True, "max_tokens": 60}
+    ) as stream:
         lines = stream.iter_lines()
         next(lines)
         engine = fleet.decision(stream.headers["x-roost-decision-id"])["chosen"].split("/")[0]
@@ -45,7 +54,9 @@ def test_a_drained_engine_gets_nothing_new_from_any_router_and_finishes_what_it_
         assert f"{engine} takes no new requests; undo it with: roost drain {engine} --undo" in told
         for url in routers(fleet):
             until(lambda url=url: len(decided(url)["excluded"]) == 2, "every router to have heard of it", 5)
-            assert {(out["engine"], out["reason"]) for out in decided(url)["excluded"]} == {(engine, "draining: new fan")}
+            assert {(out["engine"], out["reason"]) for out in decided(url)["excluded"]} == {
+                (engine, "draining: new fan")
+            }
         assert list(lines)[-2] == "data: [DONE]"
     idle = fleet.home.run("drain", engine, "--wait", "20", "--reason", "new fan", "--json")
     assert (idle.returncode, json.loads(idle.stdout)["idle"]) == (0, True)
@@ -62,7 +73,10 @@ def test_settings_are_read_again_by_every_router_or_refused_and_both_can_be_read
     pids = {name: process.pid for name, process in fleet.processes().items()}
     file.write_text('[router]\nqueue_weight = 2.5\npolicy = "kv"\n')
     assert sorted(fleet.home.told("reload").splitlines()) == sorted(
-        [*(2 * ['router: policy = "kv"  (was "cost")', "router: queue_weight = 2.5  (was 1.0)"]), "planner: nothing differs"],
+        [
+            *(2 * ['router: policy = "kv"  (was "cost")', "router: queue_weight = 2.5  (was 1.0)"]),
+            "planner: nothing differs",
+        ],
     )
     for url in routers(fleet):
         assert (decided(url)["policy"], decided(url)["weights"]["queue"]) == ("kv", 2.5)
@@ -73,7 +87,12 @@ def test_settings_are_read_again_by_every_router_or_refused_and_both_can_be_read
     assert "these settings need a restart: tracker.clusters" in refused.stderr
     for url in routers(fleet):
         assert decided(url)["weights"]["queue"] == 2.5
-    events = [json.loads(line)["message"] for line in fleet.home.told("events", "--kind", "config", "--since", "1h", "--no-follow", "--json").splitlines()]
+    events = [
+        json.loads(line)["message"]
+        for line in fleet.home.told(
+            "events", "--kind", "config", "--since", "1h", "--no-follow", "--json"
+        ).splitlines()
+    ]
     assert sorted((event["part"], bool(event["changed"]), event["refused"] is None) for event in events) == [
         ("planner", False, True),
         ("router", True, True),

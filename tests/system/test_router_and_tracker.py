@@ -1,6 +1,8 @@
-"""The closed loop of prediction in one process: a router and a tracker on a memory bus, before an engine that is played.
+"""The closed loop of prediction in one process: a router and a tracker on a memory bus, before an engine that
+is played.
 
-Requests are of two kinds that write with different words and want different experts; each kind's experts live on one rank.
+Requests are of two kinds that write with different words and want different experts; each kind's experts live
+on one rank.
 """
 
 import asyncio
@@ -13,7 +15,15 @@ import pytest
 
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.blocks import local_hashes, sequence_hashes
-from fleet.events import Capabilities, ClustersPublished, EngineHeartbeat, EngineJoined, RequestProfile, RequestsProfiled, SampledProfile
+from fleet.events import (
+    Capabilities,
+    ClustersPublished,
+    EngineHeartbeat,
+    EngineJoined,
+    RequestProfile,
+    RequestsProfiled,
+    SampledProfile,
+)
 from fleet.experts import ModelShape
 from fleet.layout import EP
 from fleet.placement import linear
@@ -74,7 +84,8 @@ class Loop:
         return [int(word) for word in np.where(self.chance.random(64) < 1 / 3, shared, own)]
 
     async def serve(self, count: int) -> float:
-        """Decide, run and report so many new requests; the share of them that went where their experts live."""
+        """Decide, run and report so many new requests; the share of them that went where their experts
+        live."""
         at_home = 0
         for start in range(0, count, BATCH):
             profiles: dict[int, list[RequestProfile]] = {0: [], 1: []}
@@ -85,7 +96,15 @@ class Loop:
                 profiles[decision.target.rank].append(profile)
             for rank, found in profiles.items():
                 version = 0 if self.clusters is None else self.clusters.version
-                said = RequestsProfiled(engine="e", worker_id=ENGINE.worker_id, rank=rank, model="demo", epoch=0, clusters=version, requests=tuple(found))
+                said = RequestsProfiled(
+                    engine="e",
+                    worker_id=ENGINE.worker_id,
+                    rank=rank,
+                    model="demo",
+                    epoch=0,
+                    clusters=version,
+                    requests=tuple(found),
+                )
                 await self.bus.publisher(self.bus.broker.subjects.requests_profiled("e")).publish(said)
             await asyncio.sleep(0.02)
         return at_home / count
@@ -93,16 +112,22 @@ class Loop:
     def _one(self, kind: int) -> tuple[Decision, RequestProfile]:
         self.asked += 1
         ids = self.prompt(kind)
-        prompt, exchange = TokenPrompt(ids), RequestLog(f"r{self.asked}", f"d{self.asked}", "/v1/completions", 0.0)
+        prompt, exchange = (
+            TokenPrompt(ids),
+            RequestLog(f"r{self.asked}", f"d{self.asked}", "/v1/completions", 0.0),
+        )
         exchange.model = "demo"
-        decision, booking = self.router.book(exchange, RoutingRequest("demo", prompt, 100, 32, None, keys=exchange.keys()), "", Attempt())
+        decision, booking = self.router.book(
+            exchange, RoutingRequest("demo", prompt, 100, 32, None, keys=exchange.keys()), "", Attempt()
+        )
         profile = self._run(kind, decision, ids)
         self.router.finished(decision, booking, prompt)
         self.router.release(booking)
         return decision, profile
 
     def _run(self, kind: int, decision: Decision, ids: list[int]) -> RequestProfile:
-        """What the rank would report: 64 prompt and 32 further tokens, four fifths of their pairs on the kind's own half of the experts."""
+        """What the rank would report: 64 prompt and 32 further tokens, four fifths of their pairs on the
+        kind's own half of the experts."""
         wanted = np.full(8, 0.05)
         wanted[4 * kind : 4 * kind + 4] = 0.2
         prompt, completion = (self.chance.multinomial(2 * tokens, wanted, size=4) for tokens in (64, 32))
@@ -118,7 +143,9 @@ class Loop:
             signature=pack(uniform if model is None else model.signature(counts)).tobytes(),
             local=float(counts[:, held].sum() / counts.sum()),
             blocks=np.array(hashes, "<u8").tobytes(),
-            block_signatures=b"".join(pack(uniform if model is None else model.signature(prompt // 4)).tobytes() for _ in hashes),
+            block_signatures=b"".join(
+                pack(uniform if model is None else model.signature(prompt // 4)).tobytes() for _ in hashes
+            ),
             block_size=16,
             sample=SampledProfile(prompt=ExpertCounts.of(prompt), completion=ExpertCounts.of(completion)),
         )
@@ -137,15 +164,27 @@ class Loop:
 async def closed_loop(kind: type[Loop] = Loop) -> AsyncIterator[tuple[Loop, TrackerService]]:
     broker = MemoryBroker()
     bus = MemoryBus(broker)
-    router = RouterService(MemoryBus(broker), broker.subjects, RouterConfig(outcome_seconds=0.02, dead_after_seconds=60.0))
-    tracker = TrackerService(MemoryBus(broker), broker.subjects, TrackerConfig(clusters=4, publish_seconds=0.05, refine_seconds=0.1))
+    router = RouterService(
+        MemoryBus(broker), broker.subjects, RouterConfig(outcome_seconds=0.02, dead_after_seconds=60.0)
+    )
+    tracker = TrackerService(
+        MemoryBus(broker),
+        broker.subjects,
+        TrackerConfig(clusters=4, publish_seconds=0.05, refine_seconds=0.1),
+    )
     loop = kind(router, bus)
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(tracker.run()), tasks.create_task(router.run()), tasks.create_task(loop.follow_clusters())]
+        running = [
+            tasks.create_task(tracker.run()),
+            tasks.create_task(router.run()),
+            tasks.create_task(loop.follow_clusters()),
+        ]
         await bus.record(broker.subjects.membership("e"), ENGINE)
         async with asyncio.timeout(10):
             while not router.ready or not router.view.prices("demo").priced.all():
-                await bus.publisher(broker.subjects.heartbeats("e")).publish(EngineHeartbeat(engine="e", worker_id=ENGINE.worker_id, epoch=0))
+                await bus.publisher(broker.subjects.heartbeats("e")).publish(
+                    EngineHeartbeat(engine="e", worker_id=ENGINE.worker_id, epoch=0)
+                )
                 await asyncio.sleep(0.02)
         yield loop, tracker
         for task in running:

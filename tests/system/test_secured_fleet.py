@@ -1,4 +1,5 @@
-"""A whole fleet that other machines may reach: keys, the fleet's secret and TLS on every door, and not one secret to be seen."""
+"""A whole fleet that other machines may reach: keys, the fleet's secret and TLS on every door, and not one
+secret to be seen."""
 
 import re
 import ssl
@@ -13,7 +14,11 @@ from tests.certificates import Certificate, certificate
 from tests.system.fleets import Home, Running, until
 
 pytestmark = pytest.mark.slow
-ASK = {"model": "demo", "max_tokens": 8, "messages": [{"role": "user", "content": "Tell me about the river."}]}
+ASK = {
+    "model": "demo",
+    "max_tokens": 8,
+    "messages": [{"role": "user", "content": "Tell me about the river."}],
+}
 
 
 @dataclass
@@ -37,7 +42,8 @@ class Secured:
         return found[1]
 
     def status(self, url: str, key: str | None, body: object = None) -> int:
-        """Of an answer, over a connection of its own, to a client that trusts the authority as its file says now."""
+        """Of an answer, over a connection of its own, to a client that trusts the authority as its file says
+        now."""
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         context = ssl.create_default_context(cafile=str(self.certificate.ca))
         with httpx.Client(verify=context, trust_env=False, timeout=30, headers=headers) as client:
@@ -49,7 +55,10 @@ def secured(home: Home, tmp_path: Path) -> Iterator[Secured]:
     made = certificate(tmp_path, "127.0.0.1")
     keys = tmp_path / "keys"
     doors = f'tls_cert = "{made.cert}"\ntls_key = "{made.key}"\n'
-    settings = f'[router]\nhost = "0.0.0.0"\nupstream_ca = "{made.ca}"\napi_key_file = "{keys}"\n{doors}[worker]\n{doors}'
+    settings = (
+        f'[router]\nhost = "0.0.0.0"\nupstream_ca = "{made.ca}"\napi_key_file ='
+        f' "{keys}"\n{doors}[worker]\n{doors}'
+    )
     (home.state / "roost.toml").write_text(settings)
     key = home.told("key", "new", "acme", "--rights", "all").strip()
     up = home.start("up", "--engine", "simulated", "--ranks", "2", "--port", "0")
@@ -67,7 +76,16 @@ def test_every_door_speaks_tls_to_those_who_may_come_in_and_shows_no_secret(secu
     assert secured.status(f"{router}/v1/chat/completions", None, ASK) == 401
     assert secured.status(f"{router}/v1/chat/completions", secured.secret, ASK) == 401
     (secured.home.state / "key").write_text(secured.key)
-    explained = secured.home.told("explain", "the river", "--router", router, "--api-key-file", "key", "--ca", str(secured.certificate.ca))
+    explained = secured.home.told(
+        "explain",
+        "the river",
+        "--router",
+        router,
+        "--api-key-file",
+        "key",
+        "--ca",
+        str(secured.certificate.ca),
+    )
     assert "engine-0/" in explained
     assert secured.status(f"{rank}/v1/models", None) == 401
     assert secured.status(f"{rank}/simulate", secured.key) == 401
@@ -79,10 +97,18 @@ def test_every_door_speaks_tls_to_those_who_may_come_in_and_shows_no_secret(secu
     new = secured.home.told("key", "new", "acme").strip()
     assert secured.status(f"{router}/v1/models", new) == 401
     assert "api_key_file contents" in secured.home.told("reload")
-    assert secured.status(f"{router}/v1/models", new) == secured.status(f"{router}/v1/models", secured.key) == 200
+    assert (
+        secured.status(f"{router}/v1/models", new)
+        == secured.status(f"{router}/v1/models", secured.key)
+        == 200
+    )
 
     seen = [secured.up.output, secured.home.told("config"), secured.home.told("config", "--running")]
-    seen += [file.read_text() for file in secured.directory.rglob("*") if file.is_file() and file.suffix in (".log", ".json", ".toml")]
+    seen += [
+        file.read_text()
+        for file in secured.directory.rglob("*")
+        if file.is_file() and file.suffix in (".log", ".json", ".toml")
+    ]
     seen += [" ".join(process.cmdline()) for process in secured.up.children()]
     assert not [text for text in seen if any(one in text for one in (secured.key, new, secured.secret))]
     for file in (secured.keys, secured.directory / "fleet.secret"):
@@ -97,7 +123,9 @@ def test_certificates_of_router_and_ranks_are_renewed_by_a_reload(secured: Secur
     secured.home.told("reload")
     for url in (router, rank):
         until(lambda url=url: _answers(secured, f"{url}/health"), f"{url} to show the new certificate")
-    assert secured.status(f"{router}/v1/chat/completions", secured.key, ASK) == 200  # the router believes the ranks' new authority, too
+    assert (
+        secured.status(f"{router}/v1/chat/completions", secured.key, ASK) == 200
+    )  # the router believes the ranks' new authority, too
 
 
 def _answers(secured: Secured, url: str) -> bool:

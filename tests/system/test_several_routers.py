@@ -21,7 +21,9 @@ def twins() -> Iterator[Fleet]:
 def asked(fleet: Fleet, url: str) -> dict[str, float]:
     """Requests that one process has answered, by outcome."""
     text = httpx.get(f"{url}/metrics", trust_env=False).text
-    lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("roost_router_requests_total")]
+    lines = [
+        line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("roost_router_requests_total")
+    ]
     return {name.split('outcome="')[1].split('"')[0]: float(value) for name, value in lines}
 
 
@@ -31,8 +33,12 @@ def test_connections_spread_and_every_process_knows_every_decision(twins: Fleet)
     assert json.loads(twins.home.told("status", "--json"))["routers"] == twins.routers
     decisions = []
     for number in range(20):
-        with httpx.Client(base_url=twins.router, timeout=60, trust_env=False) as client:  # a connection of its own
-            answer = client.post("/v1/chat/completions", json=twins.body(f"Number {number}?", max_tokens=1, model="demo"))
+        with httpx.Client(
+            base_url=twins.router, timeout=60, trust_env=False
+        ) as client:  # a connection of its own
+            answer = client.post(
+                "/v1/chat/completions", json=twins.body(f"Number {number}?", max_tokens=1, model="demo")
+            )
             assert answer.status_code == 200, answer.text
             decisions.append(answer.headers["x-roost-decision-id"])
     assert all(asked(twins, url).get("answered", 0) >= 1 for url in twins.routers)
@@ -49,9 +55,19 @@ def test_one_process_dies_and_it_alone_is_started_again(twins: Fleet) -> None:
     psutil.wait_procs([before["router-0"]], timeout=10)
     for number in range(12):
         with httpx.Client(base_url=twins.router, timeout=60, trust_env=False) as client:
-            assert client.post("/v1/chat/completions", json=twins.body(f"Still there, {number}?", max_tokens=1, model="demo")).status_code == 200
+            assert (
+                client.post(
+                    "/v1/chat/completions",
+                    json=twins.body(f"Still there, {number}?", max_tokens=1, model="demo"),
+                ).status_code
+                == 200
+            )
     until(lambda: "router-0" in twins.processes(), "the process to be there again", 20)
-    until(lambda: httpx.get(f"{twins.routers[0]}/ready", trust_env=False).status_code == 200, "it to be ready", 20)
+    until(
+        lambda: httpx.get(f"{twins.routers[0]}/ready", trust_env=False).status_code == 200,
+        "it to be ready",
+        20,
+    )
     after = twins.processes()
     assert after["router-0"].pid != before["router-0"].pid
     assert after["router-1"].pid == before["router-1"].pid

@@ -1,4 +1,5 @@
-"""Simulated engines on a NATS server before a router: what a client gets, also when an engine dies under its request."""
+"""Simulated engines on a NATS server before a router: what a client gets, also when an engine dies under its
+request."""
 
 import asyncio
 import itertools
@@ -22,7 +23,12 @@ from tests.router.router_fixture import running, served_app, until
 from tests.simulated_engines import simulated_engine
 from tests.system.fleets import Fleet, Home
 
-ASK = {"model": "demo", "seed": 5, "max_tokens": 60, "messages": [{"role": "user", "content": "Tell me about the river and the old bridge."}]}
+ASK = {
+    "model": "demo",
+    "seed": 5,
+    "max_tokens": 60,
+    "messages": [{"role": "user", "content": "Tell me about the river and the old bridge."}],
+}
 _numbers = itertools.count()
 
 
@@ -65,7 +71,10 @@ async def house(nats_url: str) -> AsyncIterator[House]:
             return client
 
         settings = {"time_scale": 1.0, "drain_seconds": 0.2}
-        hosts = {name: await stack.enter_async_context(simulated_engine(await bus(), subjects, name, **settings)) for name in ("left", "right")}
+        hosts = {
+            name: await stack.enter_async_context(simulated_engine(await bus(), subjects, name, **settings))
+            for name in ("left", "right")
+        }
         config = RouterConfig()
         service = RouterService(await bus(), subjects, config)
         await stack.enter_async_context(running(service))
@@ -106,13 +115,24 @@ async def test_an_answer_goes_on_elsewhere_word_for_word_when_its_engine_dies(ho
 
 @pytest.mark.slow
 def test_a_simulated_fleet_starts_answers_survives_a_death_and_leaves_nothing(home: Home) -> None:
-    fleet = Fleet(home, "--engine", "simulated", "--engines", "2", "--ranks", "2", "--model-shape", "qwen3-235b")
+    fleet = Fleet(
+        home, "--engine", "simulated", "--engines", "2", "--ranks", "2", "--model-shape", "qwen3-235b"
+    )
     try:
         ask = ASK | {"model": "qwen3-235b", "max_tokens": 8}
         assert fleet.http.post("/v1/chat/completions", json=ask).status_code == 200
-        url = next(line.split()[1] for line in fleet.up.output.splitlines() if line.strip().startswith("engine-1 http"))
+        url = next(
+            line.split()[1]
+            for line in fleet.up.output.splitlines()
+            if line.strip().startswith("engine-1 http")
+        )
         assert httpx.post(f"{url}/simulate", json={"fault": "die"}, trust_env=False).status_code == 401
-        assert httpx.post(f"{url}/simulate", json={"fault": "die"}, headers=fleet.to_ranks, trust_env=False).status_code == 200
+        assert (
+            httpx.post(
+                f"{url}/simulate", json={"fault": "die"}, headers=fleet.to_ranks, trust_env=False
+            ).status_code
+            == 200
+        )
         fleet.up.says("engine-1 serves again")
         assert fleet.http.post("/v1/chat/completions", json=ask).status_code == 200
     finally:

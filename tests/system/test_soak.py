@@ -1,13 +1,15 @@
-"""A fleet for a long time: experts and requests move by themselves, users come and change their subject, and everything fails that can.
+"""A fleet for a long time: experts and requests move by themselves, users come and change their subject, and
+everything fails that can.
 
-    make soak                                            two hours of simulated engines: large KV caches, answers of minutes
-    make soak ARGS="--soak-engine embedded"              of the embedded engine: real experts, short answers
-    pytest -m slow tests/system/test_soak.py --soak-seconds 600 --soak-seed 7 -s
+    make soak                                            two hours of simulated engines: large KV caches,
+    answers of minutes make soak ARGS="--soak-engine embedded"              of the embedded engine: real
+    experts, short answers pytest -m slow tests/system/test_soak.py --soak-seconds 600 --soak-seed 7 -s
 
-What is asserted: no request is lost (`tests.system.load_clients` has the rule); a router that is stopped gently breaks no stream; what is said and stored
-of epochs never goes back within a life of an engine, and every expert is somewhere in every placement that is stored; plans end; the fleet is whole
-again after every mishap; no process grows, and none is left over. It may run beside other work: what is silent for want of a processor is not
-dead for a quarter of a minute, and nothing is judged by how fast it is.
+What is asserted: no request is lost (`tests.system.load_clients` has the rule); a router that is stopped
+gently breaks no stream; what is said and stored of epochs never goes back within a life of an engine, and
+every expert is somewhere in every placement that is stored; plans end; the fleet is whole again after every
+mishap; no process grows, and none is left over. It may run beside other work: what is silent for want of a
+processor is not dead for a quarter of a minute, and nothing is judged by how fast it is.
 """
 
 import asyncio
@@ -58,9 +60,11 @@ MEMORY = "memory: "
 """what is wrong with memory begins so"""
 REST_SECONDS = 240.0
 BROKEN_SECONDS = 30.0
-"""connections may break within this time after a router was killed: those that waited for the next one included"""
+"""connections may break within this time after a router was killed: those that waited for the next one
+included"""
 REFUSED_SECONDS = 5.0
-"""a router that was asked to stop may close connections within this time that it had not read a request from"""
+"""a router that was asked to stop may close connections within this time that it had not read a request
+from"""
 COMMON = {
     "ROOST_PLANNER_LEASE_SECONDS": "3.0",
     "ROOST_PLANNER_REPEAT_SECONDS": "0.5",
@@ -76,7 +80,9 @@ COMMON = {
     "ROOST_TRACKER_SLOW_SECONDS": "120.0",
     "ROOST_ROUTER_DEAD_AFTER_SECONDS": "15.0",  # a busy machine is not dead
     "ROOST_AGENT_LEASE_SECONDS": "15.0",
-    "ROOST_ROUTER_NO_ENGINE_WAIT_SECONDS": "180.0",  # an engine that is killed while the other one starts is waited for
+    "ROOST_ROUTER_NO_ENGINE_WAIT_SECONDS": (
+        "180.0"
+    ),  # an engine that is killed while the other one starts is waited for
     "ROOST_ROUTER_QUEUE_WAIT_SECONDS": "180.0",
     "ROOST_ROUTER_FIRST_TOKEN_SECONDS": "240.0",
     "ROOST_ROUTER_BETWEEN_TOKENS_SECONDS": "120.0",
@@ -140,7 +146,9 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 def fleet(kind: Kind) -> Iterator[Fleet]:
     """Two engines before two router processes; a loop that is in a hurry."""
     home = new_home(**COMMON, **kind.settings)
-    fleet = Fleet(home, *kind.options, "--ranks", str(kind.ranks), "--engines", str(ENGINES), "--processes", "2")
+    fleet = Fleet(
+        home, *kind.options, "--ranks", str(kind.ranks), "--engines", str(ENGINES), "--processes", "2"
+    )
     yield fleet
     fleet.http.close()
     leave_nothing(fleet)
@@ -171,17 +179,24 @@ class Soak:
     def line(self) -> str:
         """How it goes."""
         told, happened = self.crowd.told, self.mischief.happened
-        epochs = {name: max((one.placement.epoch for one in self.records.history(name).placements), default=-1) for name in self.engines}
+        epochs = {
+            name: max((one.placement.epoch for one in self.records.history(name).placements), default=-1)
+            for name in self.engines
+        }
         resident = {life.name: life.resident[-1] // MIB for life in self.memories.lives if life.resident}
         return (
-            f"{time.monotonic() - self.began:7.1f} s  {told.answered} of {told.came} answered, {told.asked_again.total()} when asked again, "
-            f"{len(told.lost)} lost, {len(told.wrong)} wrong, {len(told.open)} open; epochs {epochs}; {len(happened.mishaps)} mishaps; "
-            f"{len(happened.gentle_stops)} gentle stops broke {len(self._streams_broken())} streams; MiB {resident}"
+            f"{time.monotonic() - self.began:7.1f} s  {told.answered} of {told.came} answered,"
+            f" {told.asked_again.total()} when asked again, {len(told.lost)} lost, {len(told.wrong)} wrong,"
+            f" {len(told.open)} open; epochs {epochs}; {len(happened.mishaps)} mishaps;"
+            f" {len(happened.gentle_stops)} gentle stops broke {len(self._streams_broken())} streams; MiB"
+            f" {resident}"
         )
 
     def note(self) -> None:
         """How far users are."""
-        self.progress.append((round(time.monotonic() - self.began, 3), self.crowd.told.came, self.crowd.told.answered))
+        self.progress.append(
+            (round(time.monotonic() - self.began, 3), self.crowd.told.came, self.crowd.told.answered)
+        )
 
     # what must be so
 
@@ -200,18 +215,28 @@ class Soak:
         ]
 
     def _breaks(self) -> list[str]:
-        """Connections that broke though the router behind them had not been killed, and streams that a gentle stop broke off."""
+        """Connections that broke though the router behind them had not been killed, and streams that a gentle
+        stop broke off."""
         alone = [one for one in self.crowd.told.broken if not self._is_excused(one)]
-        found = [f"{len(alone)} connections broke, and their router had not been killed: {alone[:5]}"] if alone else []
+        found = (
+            [f"{len(alone)} connections broke, and their router had not been killed: {alone[:5]}"]
+            if alone
+            else []
+        )
         return found + [f"gentle stop at {at:.1f} s: {said}" for at, said in self._streams_broken()]
 
     def _is_excused(self, one: Break) -> bool:
         happened = self.mischief.happened
         for kill in happened.router_kills:
-            if kill.at - 1.0 <= one.at <= kill.at + BROKEN_SECONDS and (not one.tag or not kill.tag or one.tag == kill.tag):
+            if kill.at - 1.0 <= one.at <= kill.at + BROKEN_SECONDS and (
+                not one.tag or not kill.tag or one.tag == kill.tag
+            ):
                 return True
         # a request that had not been read when the router stopped reading: nothing of an answer had come
-        return not one.tag and any(stop.at - 1.0 <= one.asked <= one.at <= stop.at + REFUSED_SECONDS for stop in happened.gentle_stops)
+        return not one.tag and any(
+            stop.at - 1.0 <= one.asked <= one.at <= stop.at + REFUSED_SECONDS
+            for stop in happened.gentle_stops
+        )
 
     def _streams_broken(self) -> list[tuple[float, str]]:
         """Seconds since the beginning, and which."""
@@ -225,11 +250,17 @@ class Soak:
 
     def _killed_meanwhile(self, stop: GentleStop) -> bool:
         """Nobody kills a router that is stopping; this would be the test's own fault."""
-        return any(stop.at <= kill.at <= stop.at + (stop.gone_after or DRAIN_SECONDS) and kill.tag == stop.tag for kill in self.mischief.happened.router_kills)
+        return any(
+            stop.at <= kill.at <= stop.at + (stop.gone_after or DRAIN_SECONDS) and kill.tag == stop.tag
+            for kill in self.mischief.happened.router_kills
+        )
 
     def _stuck(self) -> list[str]:
         forgotten = self.mischief.happened.forgotten
-        left = {name: [plan for plan in unended(self.records.history(name).migrations) if plan not in forgotten] for name in self.engines}
+        left = {
+            name: [plan for plan in unended(self.records.history(name).migrations) if plan not in forgotten]
+            for name in self.engines
+        }
         return [f"plans of {name} that never ended: {plans}" for name, plans in left.items() if plans]
 
     def report(self, domains: tuple[str, ...]) -> dict[str, Any]:
@@ -239,7 +270,13 @@ class Soak:
         return {
             "seconds": self.seconds,
             "seed": self.seed,
-            "fleet": {"engines": ENGINES, "ranks": self.kind.ranks, "routers": 2, "simulated": self.kind.simulated, "settings": self.kind.settings},
+            "fleet": {
+                "engines": ENGINES,
+                "ranks": self.kind.ranks,
+                "routers": 2,
+                "simulated": self.kind.simulated,
+                "settings": self.kind.settings,
+            },
             "requests": {
                 "came": told.came,
                 "answered": told.answered,
@@ -259,8 +296,14 @@ class Soak:
                 "seconds_99": float(np.quantile(told.seconds, 0.99)) if told.seconds else None,
                 "streams_by_length": by_length(told.streamed_seconds),
             },
-            "progress": dict(zip(("at", "came", "answered"), map(list, zip(*self.progress, strict=True)), strict=True)),
-            "epochs": {"heard": self.epochs.heard, "stored": self.epochs.committed, "went_back": len(self.epochs.wrong)},
+            "progress": dict(
+                zip(("at", "came", "answered"), map(list, zip(*self.progress, strict=True)), strict=True)
+            ),
+            "epochs": {
+                "heard": self.epochs.heard,
+                "stored": self.epochs.committed,
+                "went_back": len(self.epochs.wrong),
+            },
             "plans": {
                 **Counter(f"{one.origin}" for one in said if isinstance(one, MigrationPlanned)),
                 "handovers": sum(isinstance(one, MigrationCommitted) for one in said),
@@ -282,8 +325,19 @@ class Soak:
                 for stop in happened.gentle_stops
             ],
             "mishaps": [asdict(one) for one in happened.mishaps],
-            "tides": [{"kind": one.kind, "seconds": one.seconds, "last": dict(zip(domains, one.last.round(3).tolist(), strict=True))} for one in self.course],
-            "memory": [{"name": life.name, "pid": life.pid, **thinned(life)} for life in self.memories.lives if life.at],
+            "tides": [
+                {
+                    "kind": one.kind,
+                    "seconds": one.seconds,
+                    "last": dict(zip(domains, one.last.round(3).tolist(), strict=True)),
+                }
+                for one in self.course
+            ],
+            "memory": [
+                {"name": life.name, "pid": life.pid, **thinned(life)}
+                for life in self.memories.lives
+                if life.at
+            ],
             "fill_seconds": FILL_SECONDS,
             "growth": [asdict(one) for one in grown(self.memories.lives)],
             "growth_by_kind": by_kind(grown(self.memories.lives)),
@@ -297,9 +351,12 @@ def grown(lives: list[Life]) -> list[Growth]:
 
 
 def rejudged(report: dict[str, Any]) -> dict[str, Any]:
-    """A report of a run that judged memory from the beginning of each life on, judged as it is now: from what the report keeps of memory. What was
-    said of growth then stays, as "superseded"."""
-    lives = [Life(life["name"], life["pid"], life["at"], [round(mib * MIB) for mib in life["mib"]]) for life in report["memory"]]
+    """A report of a run that judged memory from the beginning of each life on, judged as it is now: from what
+    the report keeps of memory. What was said of growth then stays, as "superseded"."""
+    lives = [
+        Life(life["name"], life["pid"], life["at"], [round(mib * MIB) for mib in life["mib"]])
+        for life in report["memory"]
+    ]
     old = [failure for failure in report["failures"] if failure.startswith(MEMORY)]
     return {
         **report,
@@ -312,7 +369,8 @@ def rejudged(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_kind(growths: list[Growth]) -> dict[str, dict[str, float]]:
-    """Of the processes of one kind: how many lives were judged, bytes at their ends, and bytes per hour; medians, and the worst slope."""
+    """Of the processes of one kind: how many lives were judged, bytes at their ends, and bytes per hour;
+    medians, and the worst slope."""
     found: dict[str, list[Growth]] = {}
     for one in growths:
         found.setdefault(one.name.split("-")[0], []).append(one)
@@ -336,30 +394,50 @@ def by_length(seconds: list[float]) -> dict[str, int]:
 def growing(lives: list[Life]) -> list[str]:
     """Lives that used more and more memory, or too much."""
     found = [
-        f"{MEMORY}{one.name} (pid {one.pid}) grows by {one.slope / MIB:.1f} MiB an hour, and by {one.grown / MIB:.1f} MiB from the third quarter of its "
-        f"{one.seconds:.0f} s to the last"
+        f"{MEMORY}{one.name} (pid {one.pid}) grows by {one.slope / MIB:.1f} MiB an hour, and by"
+        f" {one.grown / MIB:.1f} MiB from the third quarter of its {one.seconds:.0f} s to the last"
         for one in grown(lives)
         if one.slope > MOST_SLOPE and one.grown > MOST_GROWN * min(1.0, one.seconds / 3600.0)
     ]
     large = [(life, max(life.resident)) for life in lives if life.resident]
-    return found + [f"{MEMORY}{life.name} (pid {life.pid}) had {most / MIB:.0f} MiB" for life, most in large if most > MOST_RESIDENT]
+    return found + [
+        f"{MEMORY}{life.name} (pid {life.pid}) had {most / MIB:.0f} MiB"
+        for life, most in large
+        if most > MOST_RESIDENT
+    ]
 
 
 def thinned(life: Life) -> dict[str, list[float]]:
     """About one look a minute: seconds, and MiB."""
     every = max(1, round(SAY_SECONDS / LOOK_SECONDS))
-    return {"at": [round(at) for at in life.at[::every]], "mib": [round(resident / MIB, 1) for resident in life.resident[::every]]}
+    return {
+        "at": [round(at) for at in life.at[::every]],
+        "mib": [round(resident / MIB, 1) for resident in life.resident[::every]],
+    }
 
 
-async def soak(fleet: Fleet, kind: Kind, seconds: float, seed: int, say: Callable[[str], None], keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """What happened; under "failures" what should not have. keep: takes what has happened so far, now and then."""
+async def soak(
+    fleet: Fleet,
+    kind: Kind,
+    seconds: float,
+    seed: int,
+    say: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """What happened; under "failures" what should not have. keep: takes what has happened so far, now and
+    then."""
     subjects = Subjects("roost")
-    bus = await NatsBus.connect(fleet.nats, subjects, fleet.bus_config(reconnect_most_seconds=0.2), name="soak")
+    bus = await NatsBus.connect(
+        fleet.nats, subjects, fleet.bus_config(reconnect_most_seconds=0.2), name="soak"
+    )
     dice = [np.random.default_rng((seed, part)) for part in range(3)]
     library = await asyncio.to_thread(kind.library, seed)
     course = tides(len(library.domains), seconds, dice[0])
     records, memories, epochs = Records(bus, subjects), Memories(fleet), Epochs()
-    limits, connector = aiohttp.ClientTimeout(total=ONE_TRY_SECONDS), aiohttp.TCPConnector(limit=0, force_close=True)
+    limits, connector = (
+        aiohttp.ClientTimeout(total=ONE_TRY_SECONDS),
+        aiohttp.TCPConnector(limit=0, force_close=True),
+    )
     try:
         async with (
             alongside(records.follow(), "reads what is stored") as reading,
@@ -380,7 +458,19 @@ async def soak(fleet: Fleet, kind: Kind, seconds: float, seed: int, say: Callabl
                 drain_seconds=DRAIN_SECONDS,
                 simulated=kind.simulated,
             )
-            running = Soak(kind, seconds, seed, course, crowd, mischief, memories, epochs, records, Movers(records), time.monotonic())
+            running = Soak(
+                kind,
+                seconds,
+                seed,
+                course,
+                crowd,
+                mischief,
+                memories,
+                epochs,
+                records,
+                Movers(records),
+                time.monotonic(),
+            )
 
             async def tell() -> None:
                 known: set[str] = set()
@@ -388,7 +478,10 @@ async def soak(fleet: Fleet, kind: Kind, seconds: float, seed: int, say: Callabl
                     await asyncio.sleep(SAY_SECONDS)
                     running.note()
                     say(running.line())
-                    keep(running.report(library.domains) | {"so_far_seconds": round(time.monotonic() - running.began)})
+                    keep(
+                        running.report(library.domains)
+                        | {"so_far_seconds": round(time.monotonic() - running.began)}
+                    )
                     for sentence in running.failures(over=False):
                         if sentence not in known:
                             known.add(sentence)
@@ -396,7 +489,9 @@ async def soak(fleet: Fleet, kind: Kind, seconds: float, seed: int, say: Callabl
 
             async with alongside(tell(), "says how it goes"), asyncio.TaskGroup() as tasks:
                 tasks.create_task(crowd.come(seconds), name="users")
-                tasks.create_task(mischief.go_on(min(MISHAP_EVERY_SECONDS, seconds / 20), say), name="mishaps")
+                tasks.create_task(
+                    mischief.go_on(min(MISHAP_EVERY_SECONDS, seconds / 20), say), name="mishaps"
+                )
             running.note()
             await come_to_rest(running)
             for watching in (reading, listening, looking):
@@ -408,14 +503,27 @@ async def soak(fleet: Fleet, kind: Kind, seconds: float, seed: int, say: Callabl
 
 
 async def come_to_rest(running: Soak) -> None:
-    """Nothing new from the loop; every plan ends, every rank serves what is stored, and an operator can still move experts."""
+    """Nothing new from the loop; every plan ends, every rank serves what is stored, and an operator can still
+    move experts."""
     if await running.mischief.steer(paused=True) is None:
         running.mischief.happened.wrong.append("the loop cannot be paused in the end: nobody answers")
     for engine in running.engines:
         try:
-            await until(lambda name=engine: rests(running, name), lambda name=engine: standing(running, name), REST_SECONDS)
-            await until(lambda name=engine: moves(running, name), lambda name=engine: f"{name} takes a plan: {running.mischief.happened.orders}", REST_SECONDS)
-            await until(lambda name=engine: rests(running, name), lambda name=engine: standing(running, name), REST_SECONDS)
+            await until(
+                lambda name=engine: rests(running, name),
+                lambda name=engine: standing(running, name),
+                REST_SECONDS,
+            )
+            await until(
+                lambda name=engine: moves(running, name),
+                lambda name=engine: f"{name} takes a plan: {running.mischief.happened.orders}",
+                REST_SECONDS,
+            )
+            await until(
+                lambda name=engine: rests(running, name),
+                lambda name=engine: standing(running, name),
+                REST_SECONDS,
+            )
         except AssertionError as error:
             running.mischief.happened.wrong.append(f"in the end: {error}")
 
@@ -436,11 +544,19 @@ async def moves(running: Soak, engine: str) -> bool:
 
 def standing(running: Soak, engine: str) -> str:
     history = running.records.history(engine)
-    return f"{engine} rests: on record {history.latest.epoch}, known {history.known}, open plans {unended(history.migrations)}, last {history.migrations[-3:]}"
+    return (
+        f"{engine} rests: on record {history.latest.epoch}, known {history.known}, open plans"
+        f" {unended(history.migrations)}, last {history.migrations[-3:]}"
+    )
 
 
-def test_a_fleet_in_trouble_loses_no_request_and_no_epoch_and_does_not_grow(fleet: Fleet, kind: Kind, request: pytest.FixtureRequest) -> None:
-    seconds, seed = float(request.config.getoption("--soak-seconds")), int(request.config.getoption("--soak-seed"))
+def test_a_fleet_in_trouble_loses_no_request_and_no_epoch_and_does_not_grow(
+    fleet: Fleet, kind: Kind, request: pytest.FixtureRequest
+) -> None:
+    seconds, seed = (
+        float(request.config.getoption("--soak-seconds")),
+        int(request.config.getoption("--soak-seed")),
+    )
     file = request.config.getoption("--soak-report")
     assert math.isfinite(seconds), seconds
     assert seconds >= 30, seconds

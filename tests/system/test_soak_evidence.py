@@ -30,17 +30,38 @@ def soak_of(told: Told, happened: Happened) -> Soak:
         "records": SimpleNamespace(history=lambda _: SimpleNamespace(migrations=[])),
         "movers": None,
     }
-    soak = Soak(KINDS["simulated"], 1200.0, 6, [TIDE], epochs=Epochs(heard=9, committed=4), began=0.0, **cast("Any", parts))
+    soak = Soak(
+        KINDS["simulated"],
+        1200.0,
+        6,
+        [TIDE],
+        epochs=Epochs(heard=9, committed=4),
+        began=0.0,
+        **cast("Any", parts),
+    )
     soak.progress += [(60.0, 70, 60), (1200.0, 1500, 1499)]
     return soak
 
 
 def reported(lost: list[str]) -> dict[str, Any]:
     happened = Happened(
-        [Mishap(60.0, "NATS killed", "nats", "pid 7", 0.25), Mishap(90.0, "loop paused", "planner"), Mishap(80.0, "NATS killed", "nats", "", 1.5)],
-        gentle_stops=[GentleStop(200.0, "router-1", "aa", [streamed("finished"), streamed("finished")], [], 33.0)],
+        [
+            Mishap(60.0, "NATS killed", "nats", "pid 7", 0.25),
+            Mishap(90.0, "loop paused", "planner"),
+            Mishap(80.0, "NATS killed", "nats", "", 1.5),
+        ],
+        gentle_stops=[
+            GentleStop(200.0, "router-1", "aa", [streamed("finished"), streamed("finished")], [], 33.0)
+        ],
     )
-    told = Told(came=1500, answered=1499, seconds=[1.0], refused=Counter({503: 2}), lost=lost, streamed_seconds=[2.0, 30.0, 90.0, 95.0])
+    told = Told(
+        came=1500,
+        answered=1499,
+        seconds=[1.0],
+        refused=Counter({503: 2}),
+        lost=lost,
+        streamed_seconds=[2.0, 30.0, 90.0, 95.0],
+    )
     told.asked_again.update({"broken": 3, "refused": 2})
     return soak_of(told, happened).report(DOMAINS)
 
@@ -53,7 +74,9 @@ def test_a_stream_that_a_gentle_stop_breaks_off_is_a_failure() -> None:
     stop = GentleStop(200.0, "router-1", "aa", [streamed("finished"), streamed("broken")], [], 33.0)
     soak = soak_of(Told(), Happened(gentle_stops=[stop]))
     assert soak.failures() == ["gentle stop at 200.0 s: a stream of router-1 broke after 7 tokens"]
-    assert [(one["streams_open"], one["finished"], one["broken"]) for one in soak.report(DOMAINS)["gentle_stops"]] == [(2, 1, 1)]
+    assert [
+        (one["streams_open"], one["finished"], one["broken"]) for one in soak.report(DOMAINS)["gentle_stops"]
+    ] == [(2, 1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -68,8 +91,12 @@ def test_a_stream_that_a_gentle_stop_breaks_off_is_a_failure() -> None:
         (Break(500.0, 500.5, "cc", "broken"), False),  # it was being answered
     ],
 )
-def test_a_connection_may_break_with_a_killed_router_or_before_it_was_read(broken: Break, excused: bool) -> None:
-    happened = Happened(router_kills=[RouterKill(300.0, "aa")], gentle_stops=[GentleStop(500.0, "router-1", "cc", [], [])])
+def test_a_connection_may_break_with_a_killed_router_or_before_it_was_read(
+    broken: Break, excused: bool
+) -> None:
+    happened = Happened(
+        router_kills=[RouterKill(300.0, "aa")], gentle_stops=[GentleStop(500.0, "router-1", "cc", [], [])]
+    )
     assert bool(soak_of(Told(broken=[broken]), happened).failures()) != excused
 
 
@@ -82,7 +109,10 @@ def test_the_report_of_a_soak_becomes_a_page_and_a_picture(tmp_path: Path, lost:
     assert ("Nothing failed" in page) != bool(lost)
     assert "| NATS killed | 2 | 1.5 s |\n| loop paused | 1 | - |" in page
     assert "| of these answered, each whole | 1,499 |" in page
-    assert "| answered when asked again: the router behind it was killed, or closed the connection before it had read the request | 3 |" in page
+    assert (
+        "| answered when asked again: the router behind it was killed, or closed the connection before it had"
+        " read the request | 3 |" in page
+    )
     assert "| answered when asked again: refused with a status that says so | 2 |" in page
     assert "| answered at once | 1,494 |" in page
     assert "| 200 s | router-1 | 2 | 2 | 0 | 33 s |" in page
@@ -94,14 +124,20 @@ def test_the_report_of_a_soak_becomes_a_page_and_a_picture(tmp_path: Path, lost:
     assert "</svg>" in drawn
     kept = json.loads((tmp_path / "soak.json").read_text())
     tell_soak(tmp_path / "soak.json", tmp_path)
-    again = json.loads((tmp_path / "soak.json").read_text()), (tmp_path / "soak.md").read_text(), (tmp_path / "soak.svg").read_text()
+    again = (
+        json.loads((tmp_path / "soak.json").read_text()),
+        (tmp_path / "soak.md").read_text(),
+        (tmp_path / "soak.svg").read_text(),
+    )
     assert again == (kept, page, drawn), "all of it can be written anew from what was kept"
 
 
 def filling(minutes: int, full_after: int, leak: float) -> Life:
     """A process that fills to 300 MiB, then leaks some MiB an hour. Looked at every five seconds."""
     looks = np.arange(0.0, minutes, 1 / 12)
-    resident = 100 + 200 * np.minimum(1.0, looks / full_after) + leak * np.maximum(0.0, looks - full_after) / 60
+    resident = (
+        100 + 200 * np.minimum(1.0, looks / full_after) + leak * np.maximum(0.0, looks - full_after) / 60
+    )
     return Life("engine-0", 9, (60.0 * looks).tolist(), (resident * MIB).astype(int).tolist())
 
 
@@ -114,7 +150,9 @@ def filling(minutes: int, full_after: int, leak: float) -> Life:
         (filling(100, 90, 0.0), True),  # no cache fills for so long
     ],
 )
-def test_memory_is_judged_once_caches_may_be_full_also_of_what_was_reported_before(life: Life, grows: bool) -> None:
+def test_memory_is_judged_once_caches_may_be_full_also_of_what_was_reported_before(
+    life: Life, grows: bool
+) -> None:
     assert bool(growing([life])) == grows
     before = reported(["lost"]) | {"memory": [{"name": life.name, "pid": life.pid, **thinned(life)}]}
     before["failures"] = ["lost: lost", "memory: engine-0 (pid 9) grows by 99 MiB an hour"]

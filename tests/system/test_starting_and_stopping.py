@@ -88,7 +88,9 @@ def test_a_checkpoint_that_is_broken_is_told_with_the_tensor(home: Home, tmp_pat
     checkpoint = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
     for file in checkpoint.iterdir():
         content = file.read_bytes()
-        (tmp_path / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
+        (tmp_path / file.name).write_bytes(
+            content[: len(content) // 2] if file.suffix == ".safetensors" else content
+        )
     done = home.run("up", "--ranks", "1", "--port", "0", "--model", str(tmp_path))
     assert done.returncode == 1
     assert "model.safetensors" in done.stderr
@@ -98,7 +100,9 @@ def test_a_checkpoint_that_is_broken_is_told_with_the_tensor(home: Home, tmp_pat
 
 @pytest.mark.slow
 def test_a_worker_joins_a_fleet_and_leaves_it(fleet: Fleet, home: Home) -> None:
-    home.environment["ROOST_BUS_CREDENTIALS_FILE"] = str(fleet.run_directory / "bus" / "engine.json")  # it is another user's home
+    home.environment["ROOST_BUS_CREDENTIALS_FILE"] = str(
+        fleet.run_directory / "bus" / "engine.json"
+    )  # it is another user's home
     worker = home.start("worker", "--name", "guest", "--ranks", "1", "--nats", fleet.nats)
     worker.says("guest is ready")
     until(lambda: fleet.serving(1, 3), "three ranks in all", 10)
@@ -107,8 +111,17 @@ def test_a_worker_joins_a_fleet_and_leaves_it(fleet: Fleet, home: Home) -> None:
     assert gone(children)
     assert "guest" not in fleet.status()
     until(lambda: fleet.serving(1, 2), "two ranks", 10)
-    left = [json.loads(line) for line in fleet.home.told("events", "--since", "1h", "--no-follow", "--json", "--kind", "EngineLeft").splitlines()]
-    assert [(event["message"]["engine"], event["message"]["reason"]) for event in left if event["message"]["engine"] == "guest"] == [("guest", "stopped")]
+    left = [
+        json.loads(line)
+        for line in fleet.home.told(
+            "events", "--since", "1h", "--no-follow", "--json", "--kind", "EngineLeft"
+        ).splitlines()
+    ]
+    assert [
+        (event["message"]["engine"], event["message"]["reason"])
+        for event in left
+        if event["message"]["engine"] == "guest"
+    ] == [("guest", "stopped")]
     assert state(home) == []
 
 
@@ -119,10 +132,15 @@ def test_a_plain_server_joins_a_fleet_by_url(fleet: Fleet, home: Home) -> None:
     plain.says("Ctrl-C stops everything")
     router = re.search(r"router +(http://\S+)", plain.output)
     assert router is not None
-    worker = home.start("worker", "--engine", "openai", "--url", fleet.router, "--name", "plain", "--nats", nats_of(plain))
+    worker = home.start(
+        "worker", "--engine", "openai", "--url", fleet.router, "--name", "plain", "--nats", nats_of(plain)
+    )
     with httpx.Client(base_url=router[1], timeout=30, trust_env=False) as client:
         until(lambda: client.get("/ready").status_code == 200, "the plain engine to join", 20)
-        assert client.post("/v1/chat/completions", json=fleet.body()).json()["choices"] == fleet.chat().json()["choices"]
+        assert (
+            client.post("/v1/chat/completions", json=fleet.body()).json()["choices"]
+            == fleet.chat().json()["choices"]
+        )
         worker.stop(signal.SIGTERM)
         until(lambda: client.get("/ready").status_code == 503, "the plain engine to leave", 10)
     plain.stop()
@@ -142,7 +160,10 @@ def test_a_router_stands_before_plain_servers_without_nats(fleet: Fleet, home: H
     with httpx.Client(base_url=found[1], timeout=30, trust_env=False) as client:
         until(lambda: client.get("/ready").status_code == 200, "the backend to be probed", 20)
         assert [model["id"] for model in client.get("/v1/models").json()["data"]] == [MODEL]
-        assert client.post("/v1/chat/completions", json=fleet.body()).json()["choices"] == fleet.chat().json()["choices"]
+        assert (
+            client.post("/v1/chat/completions", json=fleet.body()).json()["choices"]
+            == fleet.chat().json()["choices"]
+        )
     said = home.told("explain", "hello", "--router", found[1])
     assert "chosen" in said
     assert router.stop(signal.SIGTERM) == 0
@@ -153,14 +174,18 @@ def test_a_router_that_is_stopped_alone_finishes_its_streams_and_another_takes_i
     (home.state / "roost.toml").write_text(f'[simulated]\nstep = 0.05\nmodel = "{MODEL}"\n')
     small = Fleet(home, "--engine", "simulated", "--ranks", "1")
     try:
-        with small.stream("A long story.", max_tokens=600) as stream:  # 30 s, twice as long as health probes take to give a process up
+        with small.stream(
+            "A long story.", max_tokens=600
+        ) as stream:  # 30 s, twice as long as health probes take to give a process up
             pieces = stream.pieces()
             next(pieces)
             router = small.processes()["router"]
             router.terminate()
             assert len(list(pieces)) > 400
         router.wait(10)
-        until(lambda: small.processes().get("router") is not None and small.serving(1, 1), "another router", 20)
+        until(
+            lambda: small.processes().get("router") is not None and small.serving(1, 1), "another router", 20
+        )
         assert "no answer to" not in small.up.output
     finally:
         small.stop()

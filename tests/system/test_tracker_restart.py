@@ -22,7 +22,10 @@ def learnt(fleet: Fleet) -> dict[str, Any] | None:
 @pytest.mark.slow
 def test_a_tracker_that_is_ended_and_started_again_goes_on_with_what_it_knew(fleet: Fleet) -> None:
     fleet.chat("Which experts does this need?")
-    before, first = until(lambda: learnt(fleet), "the tracker to hear of the request"), fleet.processes()["tracker"]
+    before, first = (
+        until(lambda: learnt(fleet), "the tracker to hear of the request"),
+        fleet.processes()["tracker"],
+    )
     first.terminate()
     until(lambda: fleet.processes().get("tracker", first).pid != first.pid, "the tracker to be started again")
     after = until(lambda: popularity(fleet), "the tracker to answer again")

@@ -96,9 +96,13 @@ class Clocks:
 
 
 @asynccontextmanager
-async def serving(bus: MemoryBus, fitting: Executor | None = None, **settings: Any) -> AsyncIterator[TrackerService]:
+async def serving(
+    bus: MemoryBus, fitting: Executor | None = None, **settings: Any
+) -> AsyncIterator[TrackerService]:
     clocks = Clocks()
-    service = TrackerService(bus, SUBJECTS, TrackerConfig(**settings), clocks.monotonic, clocks.wall, Inline(), fitting or Inline())
+    service = TrackerService(
+        bus, SUBJECTS, TrackerConfig(**settings), clocks.monotonic, clocks.wall, Inline(), fitting or Inline()
+    )
     running = asyncio.create_task(service.run())
     try:
         async with asyncio.timeout(5):
@@ -147,7 +151,9 @@ def profiled(random: np.random.Generator, number: int, clusters: ClusterModel) -
         block_size=16,
         sample=SampledProfile(prompt=ExpertCounts.of(prompt), completion=ExpertCounts.of(completion)),
     )
-    return RequestsProfiled(engine="a", worker_id=1, rank=0, model="m", epoch=0, clusters=clusters.version, requests=(profile,))
+    return RequestsProfiled(
+        engine="a", worker_id=1, rank=0, model="m", epoch=0, clusters=clusters.version, requests=(profile,)
+    )
 
 
 def finished(number: int, clusters: ClusterModel) -> RequestsFinished:
@@ -178,14 +184,26 @@ async def learn(bus: MemoryBus, count: int, seconds: float = 0.25) -> None:
     random = np.random.default_rng(1)
     ranks, routers = bus.publisher(SUBJECTS.requests_profiled("a")), bus.publisher(SUBJECTS.requests_finished)
     for number in range(count):
-        clusters = ClusterModel.from_record((await asked(bus, DescribeClusters(model="m"), ClustersPublished)).record)
+        clusters = ClusterModel.from_record(
+            (await asked(bus, DescribeClusters(model="m"), ClustersPublished)).record
+        )
         await ranks.publish(profiled(random, number, clusters))
         await routers.publish(finished(number, clusters))
         await asyncio.sleep(seconds)
 
 
 def report(counts: np.ndarray, tokens: int, rank: int = 0) -> ExpertsActivated:
-    return ExpertsActivated(engine="a", worker_id=1, rank=rank, model="m", epoch=0, seconds=1.0, tokens=tokens, cached_tokens=0, counts=ExpertCounts.of(counts))
+    return ExpertsActivated(
+        engine="a",
+        worker_id=1,
+        rank=rank,
+        model="m",
+        epoch=0,
+        seconds=1.0,
+        tokens=tokens,
+        cached_tokens=0,
+        counts=ExpertCounts.of(counts),
+    )
 
 
 async def latest(subscription: Subscription, kind: type[T], count: int = 1) -> T:
@@ -214,7 +232,11 @@ async def shift_told(bus: MemoryBus) -> PopularityShifted:
 async def test_clusters_and_tables_are_there_as_soon_as_a_models_shape_is_known() -> None:
     bus = MemoryBus()
     async with serving(bus), bus.subscribe(SUBJECTS.clusters) as told:
-        for question in (DescribeClusters(model="m"), DescribeTables(model="m"), DescribePopularity(model="m")):
+        for question in (
+            DescribeClusters(model="m"),
+            DescribeTables(model="m"),
+            DescribePopularity(model="m"),
+        ):
             with pytest.raises(BusError, match="'m'"):
                 await bus.request(SUBJECTS.describe_profile, question)
         await bus.record(SUBJECTS.membership("a"), joined())
@@ -232,7 +254,9 @@ async def test_kinds_of_requests_become_clusters_and_what_is_learnt_is_told_as_c
     async with serving(bus) as service, bus.subscribe(SUBJECTS.tables) as told:
         await learn(bus, 160)
         await asyncio.sleep(5)
-        model = ClusterModel.from_record((await asked(bus, DescribeClusters(model="m"), ClustersPublished)).record)
+        model = ClusterModel.from_record(
+            (await asked(bus, DescribeClusters(model="m"), ClustersPublished)).record
+        )
         assert (model.shares > 0.1).sum() == 2
         random = np.random.default_rng(9)
         signatures = [model.signature(drawn(random, kind, 100)) for kind in (0, 1)]
@@ -254,7 +278,11 @@ async def test_kinds_of_requests_become_clusters_and_what_is_learnt_is_told_as_c
         assert len(found.clusters) == (model.shares > 0).sum()
         assert {source.source: source.requests for source in found.sources}["tokens"] > 100
         exposed = service.metrics.exposition()
-        for line in (b"roost_tracker_profiled_total 160.0", b"roost_tracker_finished_total 160.0", b'roost_tracker_outcomes{model="m"} 1'):
+        for line in (
+            b"roost_tracker_profiled_total 160.0",
+            b"roost_tracker_finished_total 160.0",
+            b'roost_tracker_outcomes{model="m"} 1',
+        ):
             assert line in exposed, exposed.decode()
 
 
@@ -266,7 +294,9 @@ async def test_requests_that_cannot_be_learnt_from_are_counted_and_a_repeated_me
         await learn(bus, 40)
         await asyncio.sleep(5)
         before = (await asked(bus, DescribePopularity(model="m"), PopularityDescribed)).stored_blocks
-        clusters = ClusterModel.from_record((await asked(bus, DescribeClusters(model="m"), ClustersPublished)).record)
+        clusters = ClusterModel.from_record(
+            (await asked(bus, DescribeClusters(model="m"), ClustersPublished)).record
+        )
         random = np.random.default_rng(2)
         good = profiled(random, 100, clusters)
         publisher = bus.publisher(SUBJECTS.requests_profiled("a"))
@@ -281,13 +311,17 @@ async def test_requests_that_cannot_be_learnt_from_are_counted_and_a_repeated_me
         sample = structs.replace(
             good.requests[0],
             decision="y",
-            sample=SampledProfile(prompt=ExpertCounts.of(np.ones((1, 1), int)), completion=ExpertCounts.of(np.ones((1, 1), int))),
+            sample=SampledProfile(
+                prompt=ExpertCounts.of(np.ones((1, 1), int)), completion=ExpertCounts.of(np.ones((1, 1), int))
+            ),
         )
         await publisher.publish(structs.replace(good, requests=(bad, sample)))
         await publisher.publish(structs.replace(good, model="nobody's"))
         outcomes = bus.publisher(SUBJECTS.requests_finished)
         outcome = finished(0, clusters)
-        await outcomes.publish(structs.replace(outcome, requests=(structs.replace(outcome.requests[0], predicted=b""),)))
+        await outcomes.publish(
+            structs.replace(outcome, requests=(structs.replace(outcome.requests[0], predicted=b""),))
+        )
         await asyncio.sleep(3)
         found = await asked(bus, DescribePopularity(model="m"), PopularityDescribed)
         assert found.stored_blocks == before + 1
@@ -307,24 +341,35 @@ async def test_what_is_remote_follows_the_newest_placement() -> None:
     await bus.record(SUBJECTS.membership("a"), joined())
     counts = np.zeros((LAYERS, EXPERTS), int)
     counts[:, 0] = 20
-    turned = Placement(np.tile(np.roll(np.arange(EXPERTS), 8), (LAYERS, 1)), experts=EXPERTS, ranks=2, epoch=1)
+    turned = Placement(
+        np.tile(np.roll(np.arange(EXPERTS), 8), (LAYERS, 1)), experts=EXPERTS, ranks=2, epoch=1
+    )
     async with serving(bus), bus.subscribe(SUBJECTS.demand) as demands:
         reports = bus.publisher(SUBJECTS.experts("a"))
         await reports.publish(report(counts, 10))
         assert (await latest(demands, DemandPublished)).remote == pytest.approx(0.0)
-        await bus.record(SUBJECTS.placements("a"), PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=turned.record()))
+        await bus.record(
+            SUBJECTS.placements("a"),
+            PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=turned.record()),
+        )
         await asyncio.sleep(0)
         await reports.publish(report(counts, 10))
         assert (await latest(demands, DemandPublished)).remote == pytest.approx(1.0)
         (rank,) = (await asked(bus, DescribePopularity(model="m"), PopularityDescribed)).ranks
-        assert [(layer, expert) for layer, expert, _ in rank.wanted_remote] == [(layer, 0) for layer in range(LAYERS)]
+        assert [(layer, expert) for layer, expert, _ in rank.wanted_remote] == [
+            (layer, 0) for layer in range(LAYERS)
+        ]
 
 
 async def test_a_placement_that_contradicts_itself_is_counted_and_ignored() -> None:
     bus = MemoryBus()
-    broken = msgspec.structs.replace(Placement(np.arange(4)[None], experts=4, ranks=2).record(), slots=b"12345678")
+    broken = msgspec.structs.replace(
+        Placement(np.arange(4)[None], experts=4, ranks=2).record(), slots=b"12345678"
+    )
     async with serving(bus) as service:
-        await bus.record(SUBJECTS.placements("a"), PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=broken))
+        await bus.record(
+            SUBJECTS.placements("a"), PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=broken)
+        )
         await asyncio.sleep(3)
         assert b'rejected_total{reason="placement"} 1.0' in service.metrics.exposition()
 
@@ -361,7 +406,9 @@ async def test_a_flip_of_the_mix_is_told_as_a_shift() -> None:
 async def test_answers_come_while_clusters_are_being_fitted() -> None:
     bus, fitting = MemoryBus(), Held()  # while work waits for an executor, looptime lets real time pass
     async with serving(bus, fitting, publish_seconds=0.1, refine_seconds=0.1) as service:
-        await bus.publisher(SUBJECTS.experts("a")).publish(report(drawn(np.random.default_rng(1), 0, 100), 100))
+        await bus.publisher(SUBJECTS.experts("a")).publish(
+            report(drawn(np.random.default_rng(1), 0, 100), 100)
+        )
         await asyncio.sleep(0.1)
         await learn(bus, 15, seconds=0.02)
         assert len(fitting.waiting) == 1
@@ -371,7 +418,9 @@ async def test_answers_come_while_clusters_are_being_fitted() -> None:
         assert b"roost_tracker_refit_seconds_count 1.0" in service.metrics.exposition()
 
 
-async def told_of_everything(bus: MemoryBus) -> tuple[ProfilePublished, TablesPublished, ClustersPublished, PopularityDescribed]:
+async def told_of_everything(
+    bus: MemoryBus,
+) -> tuple[ProfilePublished, TablesPublished, ClustersPublished, PopularityDescribed]:
     return (
         await asked(bus, DescribeProfile(model="m"), ProfilePublished),
         await asked(bus, DescribeTables(model="m"), TablesPublished),
@@ -448,7 +497,9 @@ async def test_after_a_crash_the_state_is_that_of_a_while_ago(tmp_path: Path) ->
     assert after.tokens == pytest.approx(before.tokens, rel=0.001)
 
 
-async def test_a_state_file_that_cannot_be_written_or_used_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_state_file_that_cannot_be_written_or_used_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     bus, file = MemoryBus(), tmp_path / "state"
     file.write_bytes(b"foreign")
     await bus.record(SUBJECTS.membership("a"), joined())
@@ -460,7 +511,9 @@ async def test_a_state_file_that_cannot_be_written_or_used_stops_nothing(tmp_pat
         assert b'roost_tracker_saves_total{outcome="failed"} 1.0' in service.metrics.exposition()
 
 
-async def test_what_was_learnt_over_other_settings_is_learnt_anew_and_the_rest_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_was_learnt_over_other_settings_is_learnt_anew_and_the_rest_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     bus, file, counts = MemoryBus(), tmp_path / "state", np.ones((LAYERS, EXPERTS), int)
     await bus.record(SUBJECTS.membership("a"), joined())
     async with serving(bus, state_file=file):
@@ -493,7 +546,9 @@ async def test_a_part_of_the_state_that_cannot_be_used_begins_afresh(
     assert saved is not None
     write(file, msgspec.structs.replace(saved, **damage))
     async with serving(bus, state_file=file):
-        assert (await asked(bus, DescribeProfile(model="m"), ProfilePublished)).tokens == pytest.approx(tokens, rel=0.01)
+        assert (await asked(bus, DescribeProfile(model="m"), ProfilePublished)).tokens == pytest.approx(
+            tokens, rel=0.01
+        )
         assert (await asked(bus, DescribePopularity(model="m"), PopularityDescribed)).outcomes == 0
     assert says in caplog.text
 
@@ -503,12 +558,31 @@ async def test_a_part_of_the_state_that_cannot_be_used_begins_afresh(
 
 def large_tables(version: int, base: int | None, rows: int) -> TablesPublished:
     keyed = KeyedRows(keys=bytes(8 * rows), rows=bytes(ROW * rows))
-    about: dict[str, Any] = {"clusters": 1, "shares": b"", "trust": {}, "reliability": {}, "gain": 0.5, "buckets": 4}
-    return TablesPublished(model="m", version=version, base=base, blocks=keyed, token_rows=bytes(8), token_ratios=bytes(4), **about)
+    about: dict[str, Any] = {
+        "clusters": 1,
+        "shares": b"",
+        "trust": {},
+        "reliability": {},
+        "gain": 0.5,
+        "buckets": 4,
+    }
+    return TablesPublished(
+        model="m",
+        version=version,
+        base=base,
+        blocks=keyed,
+        token_rows=bytes(8),
+        token_ratios=bytes(4),
+        **about,
+    )
 
 
-@pytest.mark.parametrize(("base", "rows", "whole"), [(None, 100_000, False), (None, 10, True), (6, 20_000, True)])
-async def test_large_whole_tables_are_announced_as_a_change_to_themselves_without_rows(base: int | None, rows: int, whole: bool) -> None:
+@pytest.mark.parametrize(
+    ("base", "rows", "whole"), [(None, 100_000, False), (None, 10, True), (6, 20_000, True)]
+)
+async def test_large_whole_tables_are_announced_as_a_change_to_themselves_without_rows(
+    base: int | None, rows: int, whole: bool
+) -> None:
     tables = large_tables(7, base, rows)
     said = announced(tables)
     assert (said == tables) == whole

@@ -51,7 +51,15 @@ def joined(worker_id: int = 1, engine: str = "a") -> EngineJoined:
 def report(worker_id: int = 1, rank: int = 0, expert: int = 0, **fields: Any) -> ExpertsActivated:
     counts = np.zeros((2, 4))
     counts[:, expert] = 20
-    plain = {"engine": "a", "model": "m", "epoch": 0, "seconds": 1.0, "tokens": 10, "cached_tokens": 0, "counts": ExpertCounts.of(np.asarray(counts, np.int64))}
+    plain = {
+        "engine": "a",
+        "model": "m",
+        "epoch": 0,
+        "seconds": 1.0,
+        "tokens": 10,
+        "cached_tokens": 0,
+        "counts": ExpertCounts.of(np.asarray(counts, np.int64)),
+    }
     return ExpertsActivated(worker_id=worker_id, rank=rank, **{**plain, **fields})
 
 
@@ -70,7 +78,9 @@ class Inline(Executor):
 @asynccontextmanager
 async def serving(bus: MemoryBus, **settings: Any) -> AsyncIterator[TrackerService]:
     time = asyncio.get_running_loop().time
-    service = TrackerService(bus, SUBJECTS, TrackerConfig(**settings), time, lambda: time() + 1e9, Inline(), Inline())
+    service = TrackerService(
+        bus, SUBJECTS, TrackerConfig(**settings), time, lambda: time() + 1e9, Inline(), Inline()
+    )
     running = asyncio.create_task(service.run())
     try:
         async with asyncio.timeout(5):
@@ -86,7 +96,11 @@ async def serving(bus: MemoryBus, **settings: Any) -> AsyncIterator[TrackerServi
 async def test_reports_become_profiles_and_demands_on_the_bus() -> None:
     bus = MemoryBus()
     await bus.record(SUBJECTS.membership("a"), joined())
-    async with serving(bus, prior_pairs=1e-6), bus.subscribe(SUBJECTS.profiles) as profiles, bus.subscribe(SUBJECTS.demand) as demands:
+    async with (
+        serving(bus, prior_pairs=1e-6),
+        bus.subscribe(SUBJECTS.profiles) as profiles,
+        bus.subscribe(SUBJECTS.demand) as demands,
+    ):
         reports = bus.publisher(SUBJECTS.experts("a"))
         for second in range(4):
             await reports.publish(report(expert=second % 2))
@@ -193,7 +207,12 @@ async def test_garbage_and_impossible_reports_are_counted_and_the_tracker_lives_
     await bus.record(SUBJECTS.membership("a"), joined())
     async with serving(bus) as service:
         reports = bus.publisher(SUBJECTS.experts("a"))
-        for subject in (SUBJECTS.experts("a"), SUBJECTS.heartbeats("a"), SUBJECTS.membership("a"), SUBJECTS.describe_profile):
+        for subject in (
+            SUBJECTS.experts("a"),
+            SUBJECTS.heartbeats("a"),
+            SUBJECTS.membership("a"),
+            SUBJECTS.describe_profile,
+        ):
             for raw in (b"", b"\xc1", b"\xff" * 300, msgspec.msgpack.encode({"publisher_id": 1})):
                 broker.deliver(subject, raw)
         await reports.publish(report(seconds=float("nan")))
@@ -239,7 +258,9 @@ async def envelopes(count: int) -> list[tuple[str, bytes]]:
     broker.deliver = lambda subject, raw: sent.append((subject, raw))  # type: ignore[method-assign]
     publishers = [bus.publisher(SUBJECTS.experts("a")) for _ in range(2)]
     for number in range(count):
-        await publishers[number % 2].publish(report(rank=number % 2, expert=number % 4, tokens=10 + number, seconds=0.5 + number % 3))
+        await publishers[number % 2].publish(
+            report(rank=number % 2, expert=number % 4, tokens=10 + number, seconds=0.5 + number % 3)
+        )
     return sent
 
 

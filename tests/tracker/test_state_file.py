@@ -10,7 +10,12 @@ import pytest
 from tracker.state_file import MAGIC, SavedState, read, write
 
 SAVED = SavedState(
-    saved_at=1e9, now=12.5, meaning_from=7, activity=(("departed", [1, 2]), ("model", ["m", {"counts": b"\x00\xff"}])), learnt={"m": {"a": 1.5}}, drifts={}
+    saved_at=1e9,
+    now=12.5,
+    meaning_from=7,
+    activity=(("departed", [1, 2]), ("model", ["m", {"counts": b"\x00\xff"}])),
+    learnt={"m": {"a": 1.5}},
+    drifts={},
 )
 
 
@@ -24,7 +29,10 @@ def test_what_was_written_is_read(path: Path) -> None:
     found = read(path)
     assert found is not None
     assert (found.saved_at, found.now, found.meaning_from, found.learnt) == (1e9, 12.5, 7, {"m": {"a": 1.5}})
-    assert [(kind, piece) for kind, piece in found.activity] == [("departed", [1, 2]), ("model", ["m", {"counts": b"\x00\xff"}])]
+    assert [(kind, piece) for kind, piece in found.activity] == [
+        ("departed", [1, 2]),
+        ("model", ["m", {"counts": b"\x00\xff"}]),
+    ]
     assert [entry.name for entry in path.parent.iterdir()] == ["tracker.state"]
     assert path.stat().st_mode & 0o077 == 0, "for its owner alone"
 
@@ -46,7 +54,9 @@ def test_without_a_file_nothing_is_known(path: Path, caplog: pytest.LogCaptureFi
         (lambda raw: b"something else altogether", "not written by this version"),
     ],
 )
-def test_a_damaged_or_foreign_file_is_set_aside_and_the_log_says_so(damage: object, says: str, path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_or_foreign_file_is_set_aside_and_the_log_says_so(
+    damage: object, says: str, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write(path, SAVED)
     path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
     with caplog.at_level(logging.WARNING):
@@ -66,7 +76,9 @@ def test_bytes_that_are_whole_but_say_something_else_are_set_aside(path: Path) -
     assert path.with_name("tracker.state.unusable").exists()
 
 
-def test_a_file_that_cannot_be_read_leaves_the_tracker_to_start_afresh(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_cannot_be_read_leaves_the_tracker_to_start_afresh(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path.mkdir(parents=True)
     assert read(path) is None
     assert "cannot be read" in caplog.text

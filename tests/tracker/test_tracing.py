@@ -15,7 +15,14 @@ from tracker.tracing import ShiftTracing
 
 
 def shift(model: str = "m", settled: bool = False) -> PopularityShifted:
-    return PopularityShifted(model=model, version=7, settled=settled, divergence=0.25, threshold=0.125, layers=() if settled else (3, 1))
+    return PopularityShifted(
+        model=model,
+        version=7,
+        settled=settled,
+        divergence=0.25,
+        threshold=0.125,
+        layers=() if settled else (3, 1),
+    )
 
 
 @pytest.fixture
@@ -38,7 +45,9 @@ def context_of(span: ReadableSpan) -> SpanContext:
 
 def traceparent(span: ReadableSpan) -> str:
     context = context_of(span)
-    return f"00-{format_trace_id(context.trace_id)}-{format_span_id(context.span_id)}-{context.trace_flags:02x}"
+    return (
+        f"00-{format_trace_id(context.trace_id)}-{format_span_id(context.span_id)}-{context.trace_flags:02x}"
+    )
 
 
 def say(spans: ShiftTracing, what: PopularityShifted) -> PopularityShifted:
@@ -46,11 +55,23 @@ def say(spans: ShiftTracing, what: PopularityShifted) -> PopularityShifted:
         return said
 
 
-def test_a_shift_is_the_first_span_of_a_trace_and_its_end_is_below_it(provider: TracerProvider, spans: InMemorySpanExporter) -> None:
+def test_a_shift_is_the_first_span_of_a_trace_and_its_end_is_below_it(
+    provider: TracerProvider, spans: InMemorySpanExporter
+) -> None:
     said = ShiftTracing(provider)
-    messages = [say(said, shift()), say(said, shift("other")), say(said, shift(settled=True)), say(said, shift())]
+    messages = [
+        say(said, shift()),
+        say(said, shift("other")),
+        say(said, shift(settled=True)),
+        say(said, shift()),
+    ]
     first, other, settled, again = spans.get_finished_spans()
-    assert [span.name.rpartition(".")[2] for span in (first, other, settled, again)] == ["shift", "shift", "settled", "shift"]
+    assert [span.name.rpartition(".")[2] for span in (first, other, settled, again)] == [
+        "shift",
+        "shift",
+        "settled",
+        "shift",
+    ]
     assert dict(first.attributes or {}) == {
         "roost.model": "m",
         "roost.version": 7,
@@ -58,7 +79,9 @@ def test_a_shift_is_the_first_span_of_a_trace_and_its_end_is_below_it(provider: 
         "roost.threshold": 0.125,
         "roost.layers": (3, 1),
     }
-    assert [message.traceparent for message in messages] == [traceparent(span) for span in (first, other, settled, again)]
+    assert [message.traceparent for message in messages] == [
+        traceparent(span) for span in (first, other, settled, again)
+    ]
     assert [span.parent for span in (first, other, again)] == [None] * 3
     assert settled.parent == context_of(first)
     assert len({context_of(span).trace_id for span in (first, other, settled, again)}) == 3
@@ -69,7 +92,12 @@ def test_a_settling_whose_beginning_nobody_remembers_is_a_trace_of_its_own(
 ) -> None:
     monkeypatch.setattr(tracing, "MOST_SHIFTS", 1)
     said = ShiftTracing(provider)
-    for message in (shift("first"), shift("second"), shift("first", settled=True), shift("second", settled=True)):
+    for message in (
+        shift("first"),
+        shift("second"),
+        shift("first", settled=True),
+        shift("second", settled=True),
+    ):
         say(said, message)
     *_, forgotten, remembered = spans.get_finished_spans()
     assert forgotten.parent is None

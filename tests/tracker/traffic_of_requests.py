@@ -38,12 +38,29 @@ def of_the_demo_model(pieces: int = 8) -> Requests:
     table = np.zeros((requests, len(cuts) - 1, layers * experts), np.float32)
     for number, (start, end) in enumerate(pairwise(cuts)):
         flat = places[:, start:end].reshape(requests, -1) + layers * experts * np.arange(requests)[:, None]
-        table[:, number] = np.bincount(flat.ravel(), minlength=requests * layers * experts).reshape(requests, -1)
+        table[:, number] = np.bincount(flat.ravel(), minlength=requests * layers * experts).reshape(
+            requests, -1
+        )
     tokens = np.broadcast_to(np.diff(cuts).astype(np.float64), (requests, len(cuts) - 1))
-    return Requests(table, tokens, tuple(np.flatnonzero(domain == number) for number in range(len(DOMAINS))), layers, experts)
+    return Requests(
+        table,
+        tokens,
+        tuple(np.flatnonzero(domain == number) for number in range(len(DOMAINS))),
+        layers,
+        experts,
+    )
 
 
-def synthetic(chance: np.random.Generator, layers: int, experts: int, domains: int, *, apart: float = 1.0, per_domain: int = 24, pieces: int = 4) -> Requests:
+def synthetic(
+    chance: np.random.Generator,
+    layers: int,
+    experts: int,
+    domains: int,
+    *,
+    apart: float = 1.0,
+    per_domain: int = 24,
+    pieces: int = 4,
+) -> Requests:
     """Log-normal popularity (sigma 0.5), domains `apart`, requests 0.5 from their domain, log-normal lengths,
     draws of top 8.
     """
@@ -54,15 +71,25 @@ def synthetic(chance: np.random.Generator, layers: int, experts: int, domains: i
         for _ in range(per_domain):
             logits = of_domain + 0.5 * chance.standard_normal((layers, experts))
             likely = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-            sizes = np.maximum(8, np.array([400.0, *[400.0 / pieces] * pieces]) * np.exp(0.7 * chance.standard_normal())).astype(np.int64)
+            sizes = np.maximum(
+                8, np.array([400.0, *[400.0 / pieces] * pieces]) * np.exp(0.7 * chance.standard_normal())
+            ).astype(np.int64)
             tables.append([chance.poisson(8 * size * likely).ravel() for size in sizes])
             tokens.append(sizes)
     numbers = np.arange(domains * per_domain).reshape(domains, per_domain)
-    return Requests(np.array(tables, np.float32), np.array(tokens, np.float64), tuple(numbers), layers, experts)
+    return Requests(
+        np.array(tables, np.float32), np.array(tokens, np.float64), tuple(numbers), layers, experts
+    )
 
 
 def seconds_of(
-    requests: Requests, mix: Mix, rate: Callable[[float], float], seconds: int, chance: np.random.Generator, shortest: float = 5.0, longest: float = 20.0
+    requests: Requests,
+    mix: Mix,
+    rate: Callable[[float], float],
+    seconds: int,
+    chance: np.random.Generator,
+    shortest: float = 5.0,
+    longest: float = 20.0,
 ) -> Iterator[tuple[int, NDArray[np.float64], float]]:
     """Yield second, counts [layers, experts] and tokens computed in it: Poisson arrivals, prompts at once,
     the rest over 5 to 20 s.
@@ -71,21 +98,30 @@ def seconds_of(
     flat, sizes = requests.pieces.reshape(-1, requests.pieces.shape[2]), requests.tokens.ravel()
     begun = np.repeat(np.arange(seconds), chance.poisson([rate(second) for second in range(seconds)]))
     shares = np.cumsum([mix(second) for second in range(seconds)], axis=1)
-    domains = np.minimum((chance.random(len(begun))[:, None] >= shares[begun]).sum(axis=1), len(requests.of_domain) - 1)
+    domains = np.minimum(
+        (chance.random(len(begun))[:, None] >= shares[begun]).sum(axis=1), len(requests.of_domain) - 1
+    )
     known = np.array([len(numbers) for numbers in requests.of_domain])
     first = np.cumsum(known) - known
-    chosen = np.concatenate(requests.of_domain)[first[domains] + (chance.random(len(begun)) * known[domains]).astype(np.int64)]
+    chosen = np.concatenate(requests.of_domain)[
+        first[domains] + (chance.random(len(begun)) * known[domains]).astype(np.int64)
+    ]
     lasting = chance.uniform(shortest, longest, len(begun))[:, None] * np.arange(pieces) / max(1, pieces - 1)
     at = np.floor(begun[:, None] + chance.random(len(begun))[:, None] + lasting).ravel()
     rows = (chosen[:, None] * pieces + np.arange(pieces)).ravel()[np.argsort(at, kind="stable")]
     ends = np.searchsorted(np.sort(at), np.arange(seconds + 1))
     for second in range(seconds):
         now = rows[ends[second] : ends[second + 1]]
-        yield second, flat[now].sum(axis=0, dtype=np.float64).reshape(requests.layers, requests.experts), float(sizes[now].sum())
+        yield (
+            second,
+            flat[now].sum(axis=0, dtype=np.float64).reshape(requests.layers, requests.experts),
+            float(sizes[now].sum()),
+        )
 
 
 class Course(NamedTuple):
-    """Output of a detector: (second, shift), and per second its divergence and threshold (nan: no verdict)."""
+    """Output of a detector: (second, shift), and per second its divergence and threshold (nan: no
+    verdict)."""
 
     said: list[tuple[int, PopularityShift]]
     divergence: NDArray[np.float64]
@@ -100,7 +136,9 @@ class Course(NamedTuple):
         return [second for second, shift in self.said if shift.settled]
 
 
-def watch(drift: DriftDetector, traffic: Iterator[tuple[int, NDArray[np.float64], float]], judge_every: int = 2) -> Course:
+def watch(
+    drift: DriftDetector, traffic: Iterator[tuple[int, NDArray[np.float64], float]], judge_every: int = 2
+) -> Course:
     """Run a detector on traffic."""
     said, divergences, thresholds = [], [], []
     for second, counts, tokens in traffic:

@@ -61,7 +61,9 @@ class WindowReport:
         """
         found = self._weighed.get((constant, reference))
         if found is None:
-            found = self._weighed[constant, reference] = weight_of(self.seconds, self.end, constant, reference)
+            found = self._weighed[constant, reference] = weight_of(
+                self.seconds, self.end, constant, reference
+            )
         return found
 
 
@@ -121,7 +123,8 @@ class DecayWindow:
         """end and length of the newest report"""
 
     def observe(self, report: WindowReport) -> None:
-        """Add a report. Reports may arrive in any order, each once. Their counts must not change afterwards."""
+        """Add a report. Reports may arrive in any order, each once. Their counts must not change
+        afterwards."""
         self._began = min(self._began, report.end - report.seconds)
         if report.end >= self._newest[0]:
             self._newest = max(self._newest, (report.end, report.seconds))
@@ -179,7 +182,8 @@ class DecayWindow:
         return sums.tokens * sums.fade(max(now, self._newest[0]))
 
     def rates(self, level: int, now: float) -> Float32Array:
-        """Return tokens per second to each expert: float32 [layers, experts]; zeros before the first report."""
+        """Return tokens per second to each expert: float32 [layers, experts]; zeros before the first
+        report."""
         self._add_up()
         sums, judged = self._sums[level], self._judged(now)
         return sums.counts * np.float32(sums.fade(judged) / self._exposure(sums, judged))
@@ -190,7 +194,8 @@ class DecayWindow:
         return sums.tokens * sums.fade(judged) / self._exposure(sums, judged)
 
     def _judged(self, now: float) -> float:
-        """Return the time up to which activity is known: the end of the newest report plus certain idle time."""
+        """Return the time up to which activity is known: the end of the newest report plus certain idle
+        time."""
         end, seconds = self._newest
         return end + max(0.0, now - end - PATIENCE * seconds) if end > -inf else now
 
@@ -203,7 +208,9 @@ class DecayWindow:
 
     @property
     def stored_bytes(self) -> int:
-        return sum(sums.counts.nbytes for sums in self._sums) + sum(report.counts.nbytes for report in self._waiting)
+        return sum(sums.counts.nbytes for sums in self._sums) + sum(
+            report.counts.nbytes for report in self._waiting
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the complete state, for msgpack."""
@@ -213,7 +220,10 @@ class DecayWindow:
             "sources": self.sources,
             "began": self._began,
             "newest": list(self._newest),
-            "sums": [[sums.reference, sums.tokens, sums.own, sums.lost, sums.counts.astype("<f4").tobytes()] for sums in self._sums],
+            "sums": [
+                [sums.reference, sums.tokens, sums.own, sums.lost, sums.counts.astype("<f4").tobytes()]
+                for sums in self._sums
+            ],
         }
 
     @classmethod
@@ -231,6 +241,9 @@ class DecayWindow:
                 sums.counts = np.frombuffer(counts, "<f4").reshape(layers, experts).astype(np.float32)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no state of a window: {error}") from error
-        if not all(np.isfinite(sums.counts).all() and min(sums.counts.min(), sums.tokens, sums.own, sums.lost) >= 0 for sums in window._sums):
+        if not all(
+            np.isfinite(sums.counts).all() and min(sums.counts.min(), sums.tokens, sums.own, sums.lost) >= 0
+            for sums in window._sums
+        ):
             raise ValueError("no state of a window: sums must be finite and not negative")
         return window

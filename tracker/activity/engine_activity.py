@@ -9,7 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import Float32Array
-from fleet.events import CountsImported, DemandPublished, EngineJoined, ExpertsActivated, ProfilePublished, RankPopularity
+from fleet.events import (
+    CountsImported,
+    DemandPublished,
+    EngineJoined,
+    ExpertsActivated,
+    ProfilePublished,
+    RankPopularity,
+)
 from fleet.popularity import ExpertTable, profile
 from tracker.activity.decay_window import FAST, SLOW, DecayWindow, WindowReport
 from tracker.activity.local_supply import LocalSupply
@@ -103,13 +110,18 @@ class EngineActivity:
     @property
     def stored_bytes(self) -> int:
         """Bytes of all windows and placements."""
-        windows = sum(rank.window.stored_bytes for worker in self._workers.values() for rank in worker.windows.values())
+        windows = sum(
+            rank.window.stored_bytes for worker in self._workers.values() for rank in worker.windows.values()
+        )
         models = sum(model.window.stored_bytes for model in self._models.values())
         return windows + models + sum(supply.held.nbytes for supply in self._supplies.values())
 
     def ages(self, now: float) -> dict[str, float | None]:
         """Return the seconds since the last report for each model; None: no report."""
-        return {name: None if model.reported_at is None else now - model.reported_at for name, model in self._models.items()}
+        return {
+            name: None if model.reported_at is None else now - model.reported_at
+            for name, model in self._models.items()
+        }
 
     # Membership and placements
 
@@ -122,21 +134,33 @@ class EngineActivity:
         """Add an incarnation of an engine, which replaces the previous one. Repetitions have no effect."""
         if joined.worker_id in self._departed:
             return
-        for worker_id in [worker_id for worker_id, worker in self._workers.items() if worker.engine == joined.engine and worker_id != joined.worker_id]:
+        for worker_id in [
+            worker_id
+            for worker_id, worker in self._workers.items()
+            if worker.engine == joined.engine and worker_id != joined.worker_id
+        ]:
             self.left(worker_id)
         worker = self._workers.setdefault(joined.worker_id, _Worker(joined.engine, joined.model, now))
-        worker.engine, worker.model, worker.seen_at, worker.ranks = joined.engine, joined.model, now, len(joined.urls)
+        worker.engine, worker.model, worker.seen_at, worker.ranks = (
+            joined.engine,
+            joined.model,
+            now,
+            len(joined.urls),
+        )
         if joined.shape is not None:
             self._shaped(joined.model, joined.shape.layers, joined.shape.experts, now)
 
     def placed(self, worker_id: int, supply: LocalSupply) -> None:
-        """Record a worker's placement; only the newest epoch counts. InvalidReport if it exceeds the limits."""
+        """Record a worker's placement; only the newest epoch counts. InvalidReport if it exceeds the
+        limits."""
         if worker_id in self._departed:
             return
         ranks, layers, experts = supply.held.shape
         if ranks > self._config.most_ranks or layers * experts > self._config.most_cells:
             raise InvalidReport(
-                ReportFault.CAPACITY, f"a placement of {ranks} ranks, {layers} x {experts} experts; raise tracker.most_ranks or most_cells to follow it"
+                ReportFault.CAPACITY,
+                f"a placement of {ranks} ranks, {layers} x {experts} experts; raise tracker.most_ranks or"
+                " most_cells to follow it",
             )
         known = self._supplies.get(worker_id)
         if known is not None and known.epoch >= supply.epoch:
@@ -161,14 +185,20 @@ class EngineActivity:
 
     def forget_silent(self, now: float) -> list[int]:
         """Drop and return the workers silent for too long. A new report brings a worker back."""
-        silent = [worker_id for worker_id, worker in self._workers.items() if now - worker.seen_at > self._config.forget_seconds]
+        silent = [
+            worker_id
+            for worker_id, worker in self._workers.items()
+            if now - worker.seen_at > self._config.forget_seconds
+        ]
         for worker_id in silent:
             del self._workers[worker_id]
         return silent
 
     # Activations
 
-    def report(self, report: ExpertsActivated, now: float, publisher: int = 0, sequence: int | None = None) -> ReportedCounts:
+    def report(
+        self, report: ExpertsActivated, now: float, publisher: int = 0, sequence: int | None = None
+    ) -> ReportedCounts:
         """Add a report whose interval ends now. Reports may arrive in any order, each only once.
 
         publisher, sequence: of the message; None: losses are not tracked. InvalidReport if it is unusable,
@@ -187,7 +217,10 @@ class EngineActivity:
         rank = worker.windows.get(report.rank)
         if rank is None:
             rank = worker.windows[report.rank] = _Rank(DecayWindow(layers, experts, self._constants))
-            model.window.sources = max(model.window.sources, sum(len(each.windows) for each in self._workers.values() if each.model == report.model))
+            model.window.sources = max(
+                model.window.sources,
+                sum(len(each.windows) for each in self._workers.values() if each.model == report.model),
+            )
         worker.seen_at = model.used_at = model.reported_at = now
         rank.reported = model.changed = True
         if sequence is not None:
@@ -202,7 +235,10 @@ class EngineActivity:
         they are unusable.
         """
         if not 1 <= len(imported.digest) <= DIGEST:
-            raise InvalidReport(ReportFault.COUNTS, f"an import's digest must have 1 to {DIGEST} characters, not {len(imported.digest)}")
+            raise InvalidReport(
+                ReportFault.COUNTS,
+                f"an import's digest must have 1 to {DIGEST} characters, not {len(imported.digest)}",
+            )
         if imported.digest in self._imports:
             return False
         counts = checked_counts(imported.counts, imported.tokens, 0, self._config.most_cells)
@@ -218,24 +254,41 @@ class EngineActivity:
 
     def _check_origin(self, report: ExpertsActivated, worker: _Worker | None) -> None:
         if report.worker_id in self._departed:
-            raise InvalidReport(ReportFault.DEPARTED, f"worker {report.worker_id} of engine {report.engine!r} has left")
+            raise InvalidReport(
+                ReportFault.DEPARTED, f"worker {report.worker_id} of engine {report.engine!r} has left"
+            )
         if worker is not None and worker.model != report.model:
-            raise InvalidReport(ReportFault.MODEL, f"worker {report.worker_id} joined with model {worker.model!r} and reports for {report.model!r}")
+            raise InvalidReport(
+                ReportFault.MODEL,
+                f"worker {report.worker_id} joined with model {worker.model!r} and reports for"
+                f" {report.model!r}",
+            )
         ranks = self._config.most_ranks if worker is None or worker.ranks is None else worker.ranks
         if not 0 <= report.rank < ranks:
-            raise InvalidReport(ReportFault.RANK, f"worker {report.worker_id} has ranks 0..{ranks - 1} and reports for rank {report.rank}")
+            raise InvalidReport(
+                ReportFault.RANK,
+                f"worker {report.worker_id} has ranks 0..{ranks - 1} and reports for rank {report.rank}",
+            )
         least, most = self._config.shortest_interval_seconds, self._config.longest_interval_seconds
         if not least <= report.seconds <= most:
-            raise InvalidReport(ReportFault.INTERVAL, f"an interval of {report.seconds} s; it must be between {least} and {most} s")
+            raise InvalidReport(
+                ReportFault.INTERVAL,
+                f"an interval of {report.seconds} s; it must be between {least} and {most} s",
+            )
 
     def _check_room(self) -> None:
         if self.ranks >= self._config.most_ranks:
-            raise InvalidReport(ReportFault.CAPACITY, f"{self.ranks} ranks are followed already; raise tracker.most_ranks to follow more")
+            raise InvalidReport(
+                ReportFault.CAPACITY,
+                f"{self.ranks} ranks are followed already; raise tracker.most_ranks to follow more",
+            )
 
     def _check_shape(self, name: str, model: _Model, layers: int, experts: int) -> None:
         if (model.window.layers, model.window.experts) != (layers, experts):
             known = f"[{model.window.layers}, {model.window.experts}]"
-            raise InvalidReport(ReportFault.SHAPE, f"counts have shape [{layers}, {experts}]; model {name!r} has {known}")
+            raise InvalidReport(
+                ReportFault.SHAPE, f"counts have shape [{layers}, {experts}]; model {name!r} has {known}"
+            )
 
     def _shaped(self, name: str, layers: int, experts: int, now: float) -> _Model:
         """Return the model of this name and shape. A different shape is a different model, which starts
@@ -245,7 +298,10 @@ class EngineActivity:
         if known is not None and (known.window.layers, known.window.experts) == (layers, experts):
             return known
         if layers * experts > self._config.most_cells:
-            raise InvalidReport(ReportFault.CAPACITY, f"model {name!r} has {layers} x {experts} experts; raise tracker.most_cells to follow it")
+            raise InvalidReport(
+                ReportFault.CAPACITY,
+                f"model {name!r} has {layers} x {experts} experts; raise tracker.most_cells to follow it",
+            )
         if known is None and len(self._models) >= self._config.most_models:
             self._evict_model()
         for worker in self._workers.values():
@@ -258,7 +314,10 @@ class EngineActivity:
         served = {worker.model for worker in self._workers.values()}
         idle = [name for name in self._models if name not in served]
         if not idle:
-            raise InvalidReport(ReportFault.CAPACITY, f"{len(self._models)} models are followed already; raise tracker.most_models to follow more")
+            raise InvalidReport(
+                ReportFault.CAPACITY,
+                f"{len(self._models)} models are followed already; raise tracker.most_models to follow more",
+            )
         del self._models[min(idle, key=lambda name: self._models[name].used_at)]
 
     # Publishing
@@ -271,7 +330,12 @@ class EngineActivity:
         if model is None:
             return None
         table = profile(model.window.counts(SLOW, now), self._config.prior_pairs)
-        return ProfilePublished(model=name, version=model.version, tokens=model.window.tokens(SLOW, now), profile=ExpertTable.of(table))
+        return ProfilePublished(
+            model=name,
+            version=model.version,
+            tokens=model.window.tokens(SLOW, now),
+            profile=ExpertTable.of(table),
+        )
 
     def fast_profile(self, name: str, now: float) -> ExpertTable | None:
         """Return the present popularity, shrunk towards the slow profile by `prior_pairs` per layer; None for
@@ -306,9 +370,14 @@ class EngineActivity:
         """Return True if the rank reported since the last publication, or its demand fell noticeably; once
         when it reaches zero.
         """
-        return rank.reported or (rank.published_rate > 0 and rank.window.tokens_per_second(FAST, now) < (1 - self._config.change) * rank.published_rate)
+        return rank.reported or (
+            rank.published_rate > 0
+            and rank.window.tokens_per_second(FAST, now) < (1 - self._config.change) * rank.published_rate
+        )
 
-    def _demand(self, worker_id: int, worker: _Worker, number: int, rank: _Rank, now: float) -> DemandPublished:
+    def _demand(
+        self, worker_id: int, worker: _Worker, number: int, rank: _Rank, now: float
+    ) -> DemandPublished:
         speed, rates = self._demand_rates(rank, now)
         pairs = float(rank.window.counts(FAST, now).sum(dtype=np.float64)) / len(rates) if speed else 0.0
         rank.reported, rank.published_rate = False, speed
@@ -328,22 +397,34 @@ class EngineActivity:
     def _demand_rates(self, rank: _Rank, now: float) -> tuple[float, Float32Array]:
         """Return the tokens per second of a rank, in total and to each expert."""
         speed, rates = rank.window.tokens_per_second(FAST, now), rank.window.rates(FAST, now)
-        return (speed, rates) if speed >= self._config.least_tokens_per_second else (0.0, np.zeros_like(rates))
+        return (
+            (speed, rates) if speed >= self._config.least_tokens_per_second else (0.0, np.zeros_like(rates))
+        )
 
     def _supply(self, worker_id: int, worker: _Worker, rank: int, window: DecayWindow) -> LocalSupply | None:
         """Return a worker's placement, if it is known and has matching ranks and experts."""
         supply = self._supplies.get(worker_id)
-        if supply is None or rank >= len(supply.held) or supply.held.shape[1:] != (window.layers, window.experts):
+        if (
+            supply is None
+            or rank >= len(supply.held)
+            or supply.held.shape[1:] != (window.layers, window.experts)
+        ):
             return None
         return supply if worker.ranks in (None, len(supply.held)) else None
 
     def rank_keys(self, name: str) -> list[RankKey]:
         """Return the ranks that serve a model and have reported, by engine and number."""
-        found = [(worker.engine, number, worker_id) for worker_id, worker in self._workers.items() if worker.model == name for number in worker.windows]
+        found = [
+            (worker.engine, number, worker_id)
+            for worker_id, worker in self._workers.items()
+            if worker.model == name
+            for number in worker.windows
+        ]
         return [RankKey(worker_id, number) for _, number, worker_id in sorted(found)]
 
     def rank_popularity(self, key: RankKey, now: float) -> RankPopularity | None:
-        """Compare the demand of one rank's requests with its placement; None if the rank has left meanwhile."""
+        """Compare the demand of one rank's requests with its placement; None if the rank has left
+        meanwhile."""
         worker = self._workers.get(key.worker_id)
         rank = None if worker is None else worker.windows.get(key.rank)
         if worker is None or rank is None:
@@ -377,18 +458,28 @@ class EngineActivity:
         yield "departed", list(self._departed)
         yield "imports", list(self._imports)
         for name, model in list(self._models.items()):
-            yield "model", [name, model.window.state(), model.used_at, model.reported_at, model.changed, model.version]
+            yield (
+                "model",
+                [name, model.window.state(), model.used_at, model.reported_at, model.changed, model.version],
+            )
         for worker_id, worker in list(self._workers.items()):
             yield "worker", [worker_id, worker.engine, worker.model, worker.seen_at, worker.ranks]
             for number, rank in list(worker.windows.items()):
                 publishers = [[publisher, gaps.state()] for publisher, gaps in rank.publishers.items()]
-                yield "rank", [worker_id, number, rank.window.state(), publishers, rank.reported, rank.published_rate]
+                yield (
+                    "rank",
+                    [worker_id, number, rank.window.state(), publishers, rank.reported, rank.published_rate],
+                )
 
     def restore(self, pieces: Iterable[tuple[str, Any]]) -> None:
         """Restore a state. ValueError if it is invalid or exceeds the limits; then this object must not be
         used.
         """
-        kinds: dict[str, Callable[..., None]] = {"model": self._restore_model, "worker": self._restore_worker, "rank": self._restore_rank}
+        kinds: dict[str, Callable[..., None]] = {
+            "model": self._restore_model,
+            "worker": self._restore_worker,
+            "rank": self._restore_rank,
+        }
         try:
             for kind, piece in pieces:
                 if kind == "constants":
@@ -402,27 +493,60 @@ class EngineActivity:
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no state of activity: {error}") from error
         if self.ranks > self._config.most_ranks or len(self._models) > self._config.most_models:
-            raise ValueError(f"state of {self.ranks} ranks and {len(self._models)} models; tracker.most_ranks and most_models allow fewer")
+            raise ValueError(
+                f"state of {self.ranks} ranks and {len(self._models)} models; tracker.most_ranks and"
+                " most_models allow fewer"
+            )
 
     def _check_constants(self, fast: float, slow: float) -> None:
         if (fast, slow) != self._constants:
-            raise ValueError(f"counts faded with time constants of {fast} and {slow} s; the settings are {self._constants}")
+            raise ValueError(
+                f"counts faded with time constants of {fast} and {slow} s; the settings are {self._constants}"
+            )
 
-    def _restore_model(self, name: str, window: dict[str, Any], used_at: float, reported_at: float | None, changed: bool, version: int) -> None:
+    def _restore_model(
+        self,
+        name: str,
+        window: dict[str, Any],
+        used_at: float,
+        reported_at: float | None,
+        changed: bool,
+        version: int,
+    ) -> None:
         restored = DecayWindow.restore(self._constants, window)
         if restored.layers * restored.experts > self._config.most_cells:
             raise ValueError(f"model {name!r} is larger than tracker.most_cells allows")
-        self._models[str(name)] = _Model(restored, float(used_at), None if reported_at is None else float(reported_at), bool(changed), int(version))
+        self._models[str(name)] = _Model(
+            restored,
+            float(used_at),
+            None if reported_at is None else float(reported_at),
+            bool(changed),
+            int(version),
+        )
 
-    def _restore_worker(self, worker_id: int, engine: str, model: str, seen_at: float, ranks: int | None) -> None:
-        self._workers[int(worker_id)] = _Worker(str(engine), str(model), float(seen_at), None if ranks is None else int(ranks))
+    def _restore_worker(
+        self, worker_id: int, engine: str, model: str, seen_at: float, ranks: int | None
+    ) -> None:
+        self._workers[int(worker_id)] = _Worker(
+            str(engine), str(model), float(seen_at), None if ranks is None else int(ranks)
+        )
 
-    def _restore_rank(self, worker_id: int, number: int, window: dict[str, Any], publishers: list[Any], reported: bool, published_rate: float) -> None:
+    def _restore_rank(
+        self,
+        worker_id: int,
+        number: int,
+        window: dict[str, Any],
+        publishers: list[Any],
+        reported: bool,
+        published_rate: float,
+    ) -> None:
         worker = self._workers[worker_id]
         restored, model = DecayWindow.restore(self._constants, window), self._models[worker.model].window
         if (restored.layers, restored.experts) != (model.layers, model.experts):
             raise ValueError(f"rank {number} of worker {worker_id} has another shape than its model")
-        heard = OrderedDict((int(publisher), ReportGaps.restore(gaps)) for publisher, gaps in publishers[-PUBLISHERS:])
+        heard = OrderedDict(
+            (int(publisher), ReportGaps.restore(gaps)) for publisher, gaps in publishers[-PUBLISHERS:]
+        )
         worker.windows[int(number)] = _Rank(restored, heard, bool(reported), float(published_rate))
 
     def heard(self) -> Iterator[tuple[int, int]]:

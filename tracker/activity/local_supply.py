@@ -50,7 +50,9 @@ class LocalSupply:
         total = float(wanted.sum(dtype=np.float64))
         if total <= 0.0:
             return None
-        return min(1.0, max(0.0, 1.0 - float(wanted[self.held[rank, self.boundary :]].sum(dtype=np.float64)) / total))
+        return min(
+            1.0, max(0.0, 1.0 - float(wanted[self.held[rank, self.boundary :]].sum(dtype=np.float64)) / total)
+        )
 
     def wanted_remote(self, rank: int, rates: NDArray[Any], pairs: NDArray[Any]) -> Named:
         """Return the experts in demand here but placed elsewhere, highest demand first.

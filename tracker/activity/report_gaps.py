@@ -70,7 +70,11 @@ class ReportGaps:
 
     def state(self) -> list[Any]:
         """Return the complete state, for msgpack."""
-        return [self._first and list(self._first), list(self._last), [[low, *gap] for low, gap in self._open.items()]]
+        return [
+            self._first and list(self._first),
+            list(self._last),
+            [[low, *gap] for low, gap in self._open.items()],
+        ]
 
     @classmethod
     def restore(cls, state: list[Any]) -> "ReportGaps":
@@ -80,7 +84,10 @@ class ReportGaps:
             first, last, spans = state
             gaps._first = None if first is None else (int(first[0]), float(first[1]))
             gaps._last = (int(last[0]), float(last[1]))
-            gaps._open = OrderedDict((int(low), (int(high), float(since), float(until))) for low, high, since, until in spans[-MOST:])
+            gaps._open = OrderedDict(
+                (int(low), (int(high), float(since), float(until)))
+                for low, high, since, until in spans[-MOST:]
+            )
         except (IndexError, TypeError, ValueError) as error:
             raise ValueError(f"no state of gaps: {error}") from error
         return gaps

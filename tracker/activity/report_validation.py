@@ -41,7 +41,9 @@ class InvalidReport(ValueError):
         self.fault = fault
 
 
-def checked_counts(told: ExpertCounts, tokens: int, cached_tokens: int, most_cells: int) -> NDArray[np.unsignedinteger[Any]]:
+def checked_counts(
+    told: ExpertCounts, tokens: int, cached_tokens: int, most_cells: int
+) -> NDArray[np.unsignedinteger[Any]]:
     """Return the counts in place: unsigned [layers, experts]. InvalidReport if they are impossible or exceed
     `most_cells`.
     """
@@ -49,11 +51,16 @@ def checked_counts(told: ExpertCounts, tokens: int, cached_tokens: int, most_cel
         if not 0 <= value <= MOST:
             raise InvalidReport(ReportFault.COUNTS, f"{name} must be a count, not {value}")
     if told.layers * told.experts > most_cells:
-        raise InvalidReport(ReportFault.CAPACITY, f"a table of {told.layers} x {told.experts}; raise tracker.most_cells to follow such a model")
+        raise InvalidReport(
+            ReportFault.CAPACITY,
+            f"a table of {told.layers} x {told.experts}; raise tracker.most_cells to follow such a model",
+        )
     try:
         counts = told.array()
     except ValueError as error:
         raise InvalidReport(ReportFault.COUNTS, str(error)) from error
     if (told.width == 8 and counts.max() > MOST) or (tokens == 0 and counts.any()):
-        raise InvalidReport(ReportFault.COUNTS, f"{tokens} tokens cannot have activated experts {counts.sum():g} times")
+        raise InvalidReport(
+            ReportFault.COUNTS, f"{tokens} tokens cannot have activated experts {counts.sum():g} times"
+        )
     return counts

@@ -84,7 +84,9 @@ class FitSample:
     @cached_property
     def temper(self) -> Float32Array:
         """Weight of each prompt's evidence, before sharpness: float32 [n, 1]."""
-        return np.asarray(1.0 / (1.0 + saturation(self.layers) * self.prompt.sum(axis=1, keepdims=True)), np.float32)
+        return np.asarray(
+            1.0 / (1.0 + saturation(self.layers) * self.prompt.sum(axis=1, keepdims=True)), np.float32
+        )
 
     @cached_property
     def scale(self) -> Float32Array:
@@ -99,7 +101,9 @@ class FitSample:
     @cached_property
     def prior(self) -> Float32Array:
         """Profile of the traffic: float32 [layers * experts]."""
-        return _probabilities(self.total, np.full_like(self.total, self.layers / len(self.total)), self.prior_pairs, self.layers)
+        return _probabilities(
+            self.total, np.full_like(self.total, self.layers / len(self.total)), self.prior_pairs, self.layers
+        )
 
     @cached_property
     def trusted(self) -> FloatArray:
@@ -119,24 +123,37 @@ class FitSample:
     def pooled(self, members: NDArray[np.intp], prior: Float32Array) -> Float32Array:
         """Return the common profile of some requests, shrunk to `prior`: float32 [layers * experts]."""
         scale = self.scale[members]
-        return _probabilities(scale @ self.prompt[members] + scale @ self.completion[members], prior, self.prior_pairs, self.layers)
+        return _probabilities(
+            scale @ self.prompt[members] + scale @ self.completion[members],
+            prior,
+            self.prior_pairs,
+            self.layers,
+        )
 
-    def profiles(self, labels: NDArray[np.intp], clusters: int, among: NDArray[np.bool_] | None = None) -> Float32Array:
+    def profiles(
+        self, labels: NDArray[np.intp], clusters: int, among: NDArray[np.bool_] | None = None
+    ) -> Float32Array:
         """Return the profiles of labelled requests (of those in `among`), shrunk to the traffic's: float32
         [clusters, layers * experts].
         """
         chosen = np.zeros((clusters, len(labels)), np.float32)
         chosen[labels, np.arange(len(labels))] = self.scale if among is None else self.scale * among
-        return _probabilities(chosen @ self.prompt + chosen @ self.completion, self.prior, self.prior_pairs, self.layers)
+        return _probabilities(
+            chosen @ self.prompt + chosen @ self.completion, self.prior, self.prior_pairs, self.layers
+        )
 
 
-def _probabilities(pooled: Float32Array, prior: Float32Array, prior_pairs: float, layers: int) -> Float32Array:
+def _probabilities(
+    pooled: Float32Array, prior: Float32Array, prior_pairs: float, layers: int
+) -> Float32Array:
     wide = (pooled + np.float32(prior_pairs) * prior).reshape(*pooled.shape[:-1], layers, -1)
     wide = wide / wide.sum(axis=-1, keepdims=True)
     return np.asarray(wide.reshape(pooled.shape), np.float32)
 
 
-def nearest(gram: Float32Array, labels: NDArray[np.intp], weight: FloatArray, clusters: int) -> NDArray[np.intp]:
+def nearest(
+    gram: Float32Array, labels: NDArray[np.intp], weight: FloatArray, clusters: int
+) -> NDArray[np.intp]:
     """Do one round of k-means: intp [n], the cluster with the nearest mean; never an empty one."""
     return np.asarray(_distances(gram, labels, weight, clusters).argmin(axis=1))
 
@@ -170,7 +187,9 @@ def likeliest(requests: FitSample, profiles: Float32Array, used: NDArray[np.intp
     return np.asarray(used[(requests.prompt @ logs + requests.completion @ logs).argmax(axis=1)])
 
 
-def settle(gram: Float32Array, labels: NDArray[np.intp], weight: FloatArray, clusters: int, rounds: int = 10) -> NDArray[np.intp]:
+def settle(
+    gram: Float32Array, labels: NDArray[np.intp], weight: FloatArray, clusters: int, rounds: int = 10
+) -> NDArray[np.intp]:
     """Run k-means from the given labels: intp [n]."""
     for _ in range(rounds):
         moved = nearest(gram, labels, weight, clusters)
@@ -213,7 +232,9 @@ class FitGain(NamedTuple):
     certainty: float
 
 
-def gain(requests: FitSample, parts: tuple[NDArray[np.intp], NDArray[np.intp]], judged: NDArray[np.intp]) -> FloatArray:
+def gain(
+    requests: FitSample, parts: tuple[NDArray[np.intp], NDArray[np.intp]], judged: NDArray[np.intp]
+) -> FloatArray:
     """Return the nats by which two profiles predict each completion better than one: float64 [LEVELS,
     judged].
 
@@ -226,7 +247,10 @@ def gain(requests: FitSample, parts: tuple[NDArray[np.intp], NDArray[np.intp]], 
     together = requests.pooled(np.concatenate(parts), requests.prior)
     two = np.stack([requests.pooled(part, together) for part in parts])
     ratios = (np.log(np.maximum(two, LEAST)) - np.log(np.maximum(masses @ two, LEAST))).T
-    prompts, completions = requests.temper[judged] * (requests.prompt[judged] @ ratios), requests.completion[judged] @ ratios
+    prompts, completions = (
+        requests.temper[judged] * (requests.prompt[judged] @ ratios),
+        requests.completion[judged] @ ratios,
+    )
     weights = posterior(masses, np.multiply.outer(np.array(LEVELS, np.float32), prompts))
     return np.asarray((weights * completions).sum(axis=2) * _worth(requests)[judged], np.float64)
 
@@ -271,7 +295,8 @@ def _crossed(requests: FitSample, members: NDArray[np.intp], axis: int) -> FitGa
 
 
 def _folds(members: NDArray[np.intp]) -> tuple[tuple[NDArray[np.intp], NDArray[np.intp]], ...]:
-    """Return the even and odd members as halves, in both orders. Their random order makes this a fair split."""
+    """Return the even and odd members as halves, in both orders. Their random order makes this a fair
+    split."""
     return (members[::2], members[1::2]), (members[1::2], members[::2])
 
 
@@ -280,7 +305,9 @@ def apart(requests: FitSample, first: NDArray[np.intp], second: NDArray[np.intp]
     if min(len(first), len(second)) < 2:
         return None
     pairs = zip(_folds(first), _folds(second), strict=True)
-    return _judged([gain(requests, (here[0], there[0]), np.concatenate([here[1], there[1]])) for here, there in pairs])
+    return _judged(
+        [gain(requests, (here[0], there[0]), np.concatenate([here[1], there[1]])) for here, there in pairs]
+    )
 
 
 def neighbours(gram: Float32Array, labels: NDArray[np.intp], weight: FloatArray, clusters: int) -> FloatArray:
@@ -311,11 +338,21 @@ class MixtureJudge:
         for slot in np.unique(labels):
             fold[np.flatnonzero(labels == slot)[::2]] = True
         folds = ((fitted, self.judged[~fitted[self.judged]]) for fitted in (fold, ~fold))
-        self._folds = [self._prepared(chosen, requests.profiles(labels, len(shares), fitted)) for fitted, chosen in folds]
+        self._folds = [
+            self._prepared(chosen, requests.profiles(labels, len(shares), fitted)) for fitted, chosen in folds
+        ]
 
-    def _prepared(self, chosen: NDArray[np.intp], profiles: Float32Array) -> tuple[NDArray[np.intp], Float32Array, Float32Array]:
+    def _prepared(
+        self, chosen: NDArray[np.intp], profiles: Float32Array
+    ) -> tuple[NDArray[np.intp], Float32Array, Float32Array]:
         ratios = np.log(np.maximum(profiles, LEAST)) - self._floor
-        return chosen, profiles, np.asarray(self._requests.temper[chosen] * (self._requests.prompt[chosen] @ ratios.T), np.float32)
+        return (
+            chosen,
+            profiles,
+            np.asarray(
+                self._requests.temper[chosen] * (self._requests.prompt[chosen] @ ratios.T), np.float32
+            ),
+        )
 
     def likelihood(self, sharpness: float) -> float:
         """Return the gain in nats of completions under their prompts' signatures, compared with the traffic's
@@ -325,7 +362,9 @@ class MixtureJudge:
             self._known[sharpness] = sum(self._nats(sharpness, *fold) for fold in self._folds)
         return self._known[sharpness]
 
-    def _nats(self, sharpness: float, chosen: NDArray[np.intp], profiles: Float32Array, prompts: Float32Array) -> float:
+    def _nats(
+        self, sharpness: float, chosen: NDArray[np.intp], profiles: Float32Array, prompts: Float32Array
+    ) -> float:
         weights = posterior(self._shares, sharpness * prompts)
         ratios = np.log(np.maximum(weights @ profiles, LEAST)) - self._floor
         nats: FloatArray = (self._requests.completion[chosen] * ratios).sum(axis=1)

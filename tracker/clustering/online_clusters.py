@@ -55,12 +55,22 @@ class OnlineClusters:
     def __init__(self, config: TrackerConfig, layers: int, experts: int, first_version: int = 1) -> None:
         self._config = config
         cells = layers * experts
-        capacity = min(config.cluster_samples, max(2 * FEWEST, config.cluster_bytes // (2 * cells + OVERHEAD)))
+        capacity = min(
+            config.cluster_samples, max(2 * FEWEST, config.cluster_bytes // (2 * cells + OVERHEAD))
+        )
         self._reservoir = Reservoir(capacity, cells, config.slow_seconds)
         first = np.zeros(config.clusters)
         first[0] = 1.0
-        flat = np.broadcast_to(uniform(layers, experts).astype(np.float32), (config.clusters, layers, experts))
-        self._model = ClusterModel(first_version, np.ascontiguousarray(flat), first.astype(np.float32), first_sharpness(layers), saturation(layers))
+        flat = np.broadcast_to(
+            uniform(layers, experts).astype(np.float32), (config.clusters, layers, experts)
+        )
+        self._model = ClusterModel(
+            first_version,
+            np.ascontiguousarray(flat),
+            first.astype(np.float32),
+            first_sharpness(layers),
+            saturation(layers),
+        )
         self._sampled = first
         self._tokens = np.zeros(config.clusters)
         self._mixed_at: float | None = None
@@ -93,13 +103,23 @@ class OnlineClusters:
         """
         shape = self._model.profiles.shape[1:]
         if prompt.shape != shape or completion.shape != shape:
-            raise ValueError(f"sampled profile: shapes {prompt.shape} and {completion.shape}; the model has {shape}")
+            raise ValueError(
+                f"sampled profile: shapes {prompt.shape} and {completion.shape}; the model has {shape}"
+            )
         self._reservoir.learn(prompt, completion, now)
 
     def mixed(self, weights: Float32Array, tokens: float, now: float) -> None:
         """Add the signature [K] of a finished request. ValueError if it is invalid."""
-        if weights.shape != self._tokens.shape or not np.isfinite(weights).all() or weights.min() < 0 or not 0 <= tokens < 1e12:
-            raise ValueError(f"signature: expected {len(self._tokens)} weights >= 0 and a number of tokens, got shape {weights.shape} and {tokens}")
+        if (
+            weights.shape != self._tokens.shape
+            or not np.isfinite(weights).all()
+            or weights.min() < 0
+            or not 0 <= tokens < 1e12
+        ):
+            raise ValueError(
+                f"signature: expected {len(self._tokens)} weights >= 0 and a number of tokens, got shape"
+                f" {weights.shape} and {tokens}"
+            )
         if self._mixed_at is not None:
             self._tokens *= exp(-max(now - self._mixed_at, 0.0) / self._config.slow_seconds)
         self._mixed_at = now
@@ -124,7 +144,14 @@ class OnlineClusters:
         kept = [sample for sample, weight in zip(samples, weights, strict=True) if weight >= FADED]
         used = frozenset(np.flatnonzero(self._sampled > 0).tolist())
         self._fitted_at, self._fitted_samples = now, self._reservoir.heard
-        return Refit(tuple(kept), weights[weights >= FADED], dict(self._labels), self._model, used, self._config.cluster_prior_pairs)
+        return Refit(
+            tuple(kept),
+            weights[weights >= FADED],
+            dict(self._labels),
+            self._model,
+            used,
+            self._config.cluster_prior_pairs,
+        )
 
     def adopt(self, fitted: RefitResult | None, now: float) -> list[ClusterSplit | ClusterMerge]:
         """Adopt a refit's result (None: there was none), update the published model if it has changed enough,
@@ -137,7 +164,11 @@ class OnlineClusters:
             return []
         self._labels = fitted.labels
         for change, moved in zip(fitted.changes, fitted.moved, strict=True):
-            into, out = (change.child, change.parent) if isinstance(change, ClusterSplit) else (change.kept, change.freed)
+            into, out = (
+                (change.child, change.parent)
+                if isinstance(change, ClusterSplit)
+                else (change.kept, change.freed)
+            )
             mass = moved * self._tokens[out]
             self._tokens[out] -= mass
             self._tokens[into] += mass
@@ -174,7 +205,9 @@ class OnlineClusters:
         try:
             return cls._restored(config, state)
         except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as error:
-            raise ValueError(f"clusters: this snapshot cannot be restored ({error!r}); remove it to start from scratch") from error
+            raise ValueError(
+                f"clusters: this snapshot cannot be restored ({error!r}); remove it to start from scratch"
+            ) from error
 
     @classmethod
     def _restored(cls, config: TrackerConfig, state: Mapping[str, Any]) -> "OnlineClusters":
@@ -183,7 +216,9 @@ class OnlineClusters:
             raise ValueError(f"the snapshot has {slots}, tracker.clusters is {config.clusters}")
         clusters = cls(config, layers, experts)
         clusters._model = _model(state, (slots, layers, experts))
-        clusters._sampled, clusters._tokens = (np.frombuffer(state[name], "<f8").copy() for name in ("sampled", "tokens"))
+        clusters._sampled, clusters._tokens = (
+            np.frombuffer(state[name], "<f8").copy() for name in ("sampled", "tokens")
+        )
         for name, masses in (("sampled", clusters._sampled), ("tokens", clusters._tokens)):
             if masses.shape != (slots,) or not np.isfinite(masses).all() or masses.min() < 0:
                 raise ValueError(f"{name} must be {slots} finite numbers >= 0")
@@ -194,7 +229,8 @@ class OnlineClusters:
         if any(not 0 <= slot < slots for slot in clusters._labels.values()):
             raise ValueError(f"a label is no slot; slots are 0 to {slots - 1}")
         clusters._mixed_at, clusters._fitted_at, clusters._published_at = (
-            None if state[name] is None else float(state[name]) for name in ("mixed_at", "fitted_at", "told_at")
+            None if state[name] is None else float(state[name])
+            for name in ("mixed_at", "fitted_at", "told_at")
         )
         clusters._fitted_samples = int(state["fitted_samples"])
         return clusters
@@ -217,11 +253,20 @@ class OnlineClusters:
 
 
 def _model(state: Mapping[str, Any], shape: tuple[int, int, int]) -> ClusterModel:
-    profiles, shares = np.frombuffer(state["profiles"], "<f4").reshape(shape), np.frombuffer(state["told"], "<f4")
-    if shares.shape != shape[:1] or not (np.isfinite(shares).all() and shares.min() >= 0 and abs(shares.sum() - 1) < 1e-3):
+    profiles, shares = (
+        np.frombuffer(state["profiles"], "<f4").reshape(shape),
+        np.frombuffer(state["told"], "<f4"),
+    )
+    if shares.shape != shape[:1] or not (
+        np.isfinite(shares).all() and shares.min() >= 0 and abs(shares.sum() - 1) < 1e-3
+    ):
         raise ValueError(f"shares must be {shape[0]} probabilities")
-    if not (np.isfinite(profiles).all() and profiles.min() >= 0 and np.abs(profiles.sum(axis=2) - 1).max() < 1e-3):
+    if not (
+        np.isfinite(profiles).all() and profiles.min() >= 0 and np.abs(profiles.sum(axis=2) - 1).max() < 1e-3
+    ):
         raise ValueError("profiles must be probabilities")
     if not 0 < state["sharpness"] < float("inf"):
         raise ValueError(f"sharpness must be finite and above 0, not {state['sharpness']}")
-    return ClusterModel(int(state["version"]), profiles.copy(), shares.copy(), float(state["sharpness"]), saturation(shape[1]))
+    return ClusterModel(
+        int(state["version"]), profiles.copy(), shares.copy(), float(state["sharpness"]), saturation(shape[1])
+    )

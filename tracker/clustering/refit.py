@@ -7,7 +7,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.signatures import LEAST, ClusterModel
-from tracker.clustering.mixture_fit import DOUBTFUL, FitSample, apart, likeliest, neighbours, settle, sharpest, split
+from tracker.clustering.mixture_fit import (
+    DOUBTFUL,
+    FitSample,
+    apart,
+    likeliest,
+    neighbours,
+    settle,
+    sharpest,
+    split,
+)
 from tracker.clustering.reservoir import Sample, counts
 
 ROUNDS = 6
@@ -95,7 +104,13 @@ class _Fit:
         used = np.array(sorted(self._job.used))
         known = self._job.labels
         guessed = likeliest(self._requests, flat, used)
-        labels = np.array([known.get(sample.number, guess) for sample, guess in zip(self._job.samples, guessed, strict=True)], np.intp)
+        labels = np.array(
+            [
+                known.get(sample.number, guess)
+                for sample, guess in zip(self._job.samples, guessed, strict=True)
+            ],
+            np.intp,
+        )
         alive = np.unique(labels)
         for slot in np.setdiff1d(used, alive):
             alike = np.sqrt(flat[alive]) @ np.sqrt(flat[slot])
@@ -189,9 +204,19 @@ class _Fit:
         if self._made_room:
             return False
         distances = neighbours(self._requests.gram, self._labels, self._requests.trusted, self._clusters)
-        pairs = {(min(one, two), max(one, two)) for one in np.unique(self._labels).tolist() for two in [int(distances[one].argmin())]}
-        losses = {pair: apart(self._requests, self._members(pair[0]), self._members(pair[1])) for pair in pairs if slot not in pair}
-        cheapest = min(((loss.total, pair) for pair, loss in losses.items() if loss is not None), default=None)
+        pairs = {
+            (min(one, two), max(one, two))
+            for one in np.unique(self._labels).tolist()
+            for two in [int(distances[one].argmin())]
+        }
+        losses = {
+            pair: apart(self._requests, self._members(pair[0]), self._members(pair[1]))
+            for pair in pairs
+            if slot not in pair
+        }
+        cheapest = min(
+            ((loss.total, pair) for pair, loss in losses.items() if loss is not None), default=None
+        )
         if cheapest is None or gain <= MUCH_MORE * max(cheapest[0], 0.0):
             return False
         self._made_room = True
@@ -223,10 +248,22 @@ class _Fit:
 
     def fitted(self) -> RefitResult:
         self._sharpen()
-        profiles = self._requests.profiles(self._labels, self._clusters).reshape(self._job.model.profiles.shape)
-        labels = {sample.number: int(slot) for sample, slot in zip(self._job.samples, self._labels, strict=True)}
+        profiles = self._requests.profiles(self._labels, self._clusters).reshape(
+            self._job.model.profiles.shape
+        )
+        labels = {
+            sample.number: int(slot) for sample, slot in zip(self._job.samples, self._labels, strict=True)
+        }
         shares = self._shares()
-        return RefitResult(labels, self._changes, self._moved, profiles, shares, self._sharpness, _divergence(profiles, self._job.model.profiles, shares))
+        return RefitResult(
+            labels,
+            self._changes,
+            self._moved,
+            profiles,
+            shares,
+            self._sharpness,
+            _divergence(profiles, self._job.model.profiles, shares),
+        )
 
 
 def _divergence(new: NDArray[np.float32], old: NDArray[np.float32], shares: NDArray[np.float64]) -> float:

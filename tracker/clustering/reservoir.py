@@ -91,7 +91,10 @@ class Reservoir:
         """
         halves = np.stack([np.asarray(half, np.float64).ravel() for half in (prompt, completion)])
         if halves.shape[1] != self.cells or not np.isfinite(halves).all() or halves.min(initial=0.0) < 0:
-            raise ValueError(f"sampled profile: expected {self.cells} finite counts >= 0 in each half, got {halves.shape[1]}")
+            raise ValueError(
+                f"sampled profile: expected {self.cells} finite counts >= 0 in each half, got"
+                f" {halves.shape[1]}"
+            )
         self._advance(now)
         if not halves.any():
             return
@@ -107,7 +110,9 @@ class Reservoir:
 
     def _keep(self, roots: bytes, pairs: tuple[float, float]) -> None:
         self._number += 1
-        sample = Sample(self._time / self._seconds + self._gumbel(roots, pairs), self._number, self._time, roots, pairs)
+        sample = Sample(
+            self._time / self._seconds + self._gumbel(roots, pairs), self._number, self._time, roots, pairs
+        )
         if len(self._samples) < self.capacity:
             heappush(self._samples, sample)
         elif sample > self._samples[0]:
@@ -116,7 +121,12 @@ class Reservoir:
             self._threshold = max(self._threshold, sample.key)
 
     def _gumbel(self, roots: bytes, pairs: tuple[float, float]) -> float:
-        digest = blake2b(roots, digest_size=8, salt=b"reservoir", person=np.array([pairs[0] + self._time, pairs[1]]).tobytes()).digest()
+        digest = blake2b(
+            roots,
+            digest_size=8,
+            salt=b"reservoir",
+            person=np.array([pairs[0] + self._time, pairs[1]]).tobytes(),
+        ).digest()
         return -log(-log((int.from_bytes(digest, "little") + 0.5) / 2.0**64))
 
     def state(self) -> dict[str, Any]:

@@ -99,7 +99,10 @@ class _Faded:
         self.shared += doubt
 
     def state(self) -> dict[str, Any]:
-        return {"counts": self.counts.astype("<f8").tobytes(), "sums": [self.tokens, self.squares, self.shared]}
+        return {
+            "counts": self.counts.astype("<f8").tobytes(),
+            "sums": [self.tokens, self.squares, self.shared],
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.counts = array(state["counts"], self.counts.shape)
@@ -225,7 +228,11 @@ class DriftDetector:
         fast = self._fast
         if fast.tokens <= 0.0 or slow.tokens <= 0.0:
             return None
-        doubt = fast.squares / fast.tokens**2 + slow.squares / slow.tokens**2 - 2.0 * slow.shared / (fast.tokens * slow.tokens)
+        doubt = (
+            fast.squares / fast.tokens**2
+            + slow.squares / slow.tokens**2
+            - 2.0 * slow.shared / (fast.tokens * slow.tokens)
+        )
         # While the slow window holds little more than the fast one, they do not differ.
         if doubt < 0.25 * fast.squares / fast.tokens**2:
             return None
@@ -239,7 +246,9 @@ class DriftDetector:
         """
         interval = self._config.fast_seconds / SAMPLES
         since = self._observed if self._reference is None else self._since_alarm
-        if since < YOUNG * self._config.fast_seconds or (self._sampled_at is not None and now - self._sampled_at < interval):
+        if since < YOUNG * self._config.fast_seconds or (
+            self._sampled_at is not None and now - self._sampled_at < interval
+        ):
             return
         against = compared if self._reference is None else self._compare(self._reference)
         if against is None or not against[0].any():
@@ -284,7 +293,10 @@ class DriftDetector:
             return False
         if self._above_since is None:
             self._above_since = now
-        return self.divergence > FAR * self.threshold or now - self._above_since >= LASTING * self._config.fast_seconds
+        return (
+            self.divergence > FAR * self.threshold
+            or now - self._above_since >= LASTING * self._config.fast_seconds
+        )
 
     def _is_new(self) -> bool:
         """Return True if the fast profile also differs from the traffic since the last alarm, and that alarm
@@ -311,7 +323,10 @@ class DriftDetector:
 
     def _has_settled(self, evidence: float, now: float) -> bool:
         assert self.divergence is not None
-        usual = max(self._config.shift_floor, self._noise.usual_ratio(self._config.shift_sigmas) * self._noise.mean / evidence)
+        usual = max(
+            self._config.shift_floor,
+            self._noise.usual_ratio(self._config.shift_sigmas) * self._noise.mean / evidence,
+        )
         early = self._fresh is not None or self._since_alarm < self._config.shift_cooldown_seconds
         if early or self.divergence > self._config.shift_settle * usual:
             self._calm_since = None
@@ -321,8 +336,12 @@ class DriftDetector:
         return now - self._calm_since >= self._config.fast_seconds
 
     def _moved(self, by_layer: NDArray[np.float64], evidence: float) -> tuple[int, ...]:
-        """Return the layers whose divergence exceeds their own noise by the same ratio, largest change first."""
-        limit = np.maximum(self._config.shift_floor, self._noise.ratio(self._config.shift_sigmas) * self._noise.by_layer / evidence)
+        """Return the layers whose divergence exceeds their own noise by the same ratio, largest change
+        first."""
+        limit = np.maximum(
+            self._config.shift_floor,
+            self._noise.ratio(self._config.shift_sigmas) * self._noise.by_layer / evidence,
+        )
         order = np.argsort(-by_layer, kind="stable")
         return tuple(int(layer) for layer in order if by_layer[layer] > limit[layer])
 
@@ -368,7 +387,9 @@ class DriftDetector:
         self.shifted = bool(state["shifted"])
         (self._lumps,) = numbers([state["lumps"]], 1)
         self._observed, self._since_alarm, self._at = numbers(state["seconds"], 3)
-        self._reported_at, self._calm_since, self._above_since, self._sampled_at = (None if at is None else float(at) for at in state["moments"])
+        self._reported_at, self._calm_since, self._above_since, self._sampled_at = (
+            None if at is None else float(at) for at in state["moments"]
+        )
         self._samples.extend((float(at), array(raw, (self.layers,))) for at, raw in state["samples"])
 
 

@@ -46,7 +46,10 @@ class DriftNoise:
         self.weight = weight
 
     def state(self) -> dict[str, Any]:
-        return {"sums": [self.weight, self.mean, self.mean_log], "by_layer": self.by_layer.astype("<f8").tobytes()}
+        return {
+            "sums": [self.weight, self.mean, self.mean_log],
+            "by_layer": self.by_layer.astype("<f8").tobytes(),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.weight, self.mean, self.mean_log = numbers(state["sums"], 3, signed=True)

@@ -30,7 +30,15 @@ from fleet.arrays import AnyArray
 from fleet.routings import read_npy
 from tracker.importers.torch_files import MAGIC, read_torch_file
 
-LOAD_NAMES = ("logical_count", "weight", "expert_load", "load", "counts", "physical_count", "global_physical_count")
+LOAD_NAMES = (
+    "logical_count",
+    "weight",
+    "expert_load",
+    "load",
+    "counts",
+    "physical_count",
+    "global_physical_count",
+)
 """Names of load matrices, in order of preference."""
 MAP_NAMES = ("physical_to_logical_map", "last_physical_to_logical_map")
 MOST_BYTES = 1 << 30
@@ -84,7 +92,9 @@ def read_load(name: str, content: bytes) -> ExpertLoads:
     if suffix is None:
         raise ValueError(f"{name}: a name that ends in {', '.join(SUFFIXES)} is expected")
     if len(content) > MOST_BYTES:
-        raise ValueError(f"{name}: {len(content)} bytes; at most {MOST_BYTES} are read. Dump shorter recordings")
+        raise ValueError(
+            f"{name}: {len(content)} bytes; at most {MOST_BYTES} are read. Dump shorter recordings"
+        )
     try:
         return _READERS[suffix](content)
     except ValueError as error:
@@ -97,7 +107,11 @@ def _recorded(content: bytes) -> ExpertLoads:
     if isinstance(found, np.ndarray):
         return _load(found, None, "a tensor")
     if isinstance(found, dict):
-        return _passes(found["records"], _map_in(found)) if isinstance(found.get("records"), list) else _named(found, "an SGLang recording")
+        return (
+            _passes(found["records"], _map_in(found))
+            if isinstance(found.get("records"), list)
+            else _named(found, "an SGLang recording")
+        )
     raise ValueError(f"a {type(found).__name__} was saved; expected a recorder's dict")
 
 
@@ -112,7 +126,10 @@ def _passes(records: list[Any], mapping: AnyArray | None) -> ExpertLoads:
             raise ValueError(f"record {number} has no global_physical_count")
         counts = _numbers(record["global_physical_count"], f"global_physical_count of record {number}")
         if counts.ndim != 2 or (total is not None and counts.shape != total.shape):
-            raise ValueError(f"global_physical_count of record {number} has shape {counts.shape}; expected one [layers, slots] for all")
+            raise ValueError(
+                f"global_physical_count of record {number} has shape {counts.shape}; expected one [layers,"
+                " slots] for all"
+            )
         total = counts if total is None else total + counts
         if "topk_ids_of_layer" in record:
             top_k = max(top_k or 1, _top_k(record["topk_ids_of_layer"]))
@@ -126,7 +143,9 @@ def _top_k(chosen: Any) -> int:
     """Return the experts per token in [layers, tokens, k] ids, -1 for no expert."""
     ids = np.asarray(chosen)
     if ids.ndim != 3 or ids.dtype.kind not in "iu":
-        raise ValueError(f"topk_ids_of_layer has shape {ids.shape} of {ids.dtype}; expected integers [layers, tokens, k]")
+        raise ValueError(
+            f"topk_ids_of_layer has shape {ids.shape} of {ids.dtype}; expected integers [layers, tokens, k]"
+        )
     return int((ids >= 0).sum(axis=2).max(initial=1))
 
 
@@ -142,7 +161,9 @@ def _archive(content: bytes) -> ExpertLoads:
                 name = entry.filename.removesuffix(".npy")
                 if name in (*LOAD_NAMES, *MAP_NAMES) or len(archive.infolist()) == 1:
                     if entry.file_size > MOST_BYTES:
-                        raise ValueError(f"array {name!r} takes {entry.file_size} bytes; at most {MOST_BYTES} are read")
+                        raise ValueError(
+                            f"array {name!r} takes {entry.file_size} bytes; at most {MOST_BYTES} are read"
+                        )
                     arrays[name] = _npy(archive.read(entry))
             if not arrays:
                 _nothing_found(entry.filename.removesuffix(".npy") for entry in archive.infolist())
@@ -166,7 +187,11 @@ def _text(content: bytes) -> ExpertLoads:
         found = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from error
-    return _named(found, "a matrix") if isinstance(found, dict) else _load(_nested(found, "the list"), None, "a matrix")
+    return (
+        _named(found, "a matrix")
+        if isinstance(found, dict)
+        else _load(_nested(found, "the list"), None, "a matrix")
+    )
 
 
 def _rows(content: bytes) -> ExpertLoads:
@@ -185,7 +210,10 @@ def _rows(content: bytes) -> ExpertLoads:
     rows = [row[skipped:] for row in cells[has_head:]]
     for number, row in enumerate(rows):
         if len(row) != len(rows[0]) or not all(_is_number(cell) for cell in row):
-            raise ValueError(f"line {number + 1 + has_head} has {len(row)} columns; expected {len(rows[0])} numbers in each")
+            raise ValueError(
+                f"line {number + 1 + has_head} has {len(row)} columns; expected {len(rows[0])} numbers in"
+                " each"
+            )
     return _load(np.array([[float(cell) for cell in row] for row in rows]), None, "a matrix")
 
 
@@ -210,7 +238,10 @@ def _named(found: Mapping[str, Any], form: str) -> ExpertLoads:
 
 
 def _nothing_found(names: Iterable[Any]) -> NoReturn:
-    raise ValueError(f"it names {', '.join(sorted(str(name) for name in names)[:12]) or 'nothing'}; expected one of {', '.join(LOAD_NAMES)}")
+    raise ValueError(
+        f"it names {', '.join(sorted(str(name) for name in names)[:12]) or 'nothing'}; expected one of"
+        f" {', '.join(LOAD_NAMES)}"
+    )
 
 
 def _map_in(found: Mapping[str, Any]) -> AnyArray | None:
@@ -227,7 +258,10 @@ def _nested(found: Any, name: str) -> AnyArray:
     except ValueError as error:
         raise ValueError(f"{name} is no table: its rows differ in length") from error
     if table.dtype.kind not in "iuf":
-        raise ValueError(f"{name} holds {'text' if table.dtype.kind in 'US' else 'something else than numbers'}; expected a table of numbers")
+        raise ValueError(
+            f"{name} holds {'text' if table.dtype.kind in 'US' else 'something else than numbers'}; expected"
+            " a table of numbers"
+        )
     return table
 
 
@@ -239,7 +273,9 @@ def _numbers(found: Any, name: str) -> NDArray[np.float64]:
         raise ValueError(f"{name} holds {table.size} numbers; at most {MOST_CELLS} are read")
     wide = table.astype(np.float64)
     if not np.isfinite(wide).all() or (wide < 0).any():
-        raise ValueError(f"{name} has values that are negative or not finite; loads are counts or shares >= 0")
+        raise ValueError(
+            f"{name} has values that are negative or not finite; loads are counts or shares >= 0"
+        )
     return wide
 
 
@@ -247,7 +283,9 @@ def _load(table: AnyArray, mapping: AnyArray | None, form: str) -> ExpertLoads:
     """Return counts by logical expert, summed over steps, without layers that have no activation."""
     wide = _numbers(table, form)
     if wide.ndim not in (2, 3) or 0 in wide.shape:
-        raise ValueError(f"{form} has shape {wide.shape}; expected [layers, experts] or [steps, layers, experts]")
+        raise ValueError(
+            f"{form} has shape {wide.shape}; expected [layers, experts] or [steps, layers, experts]"
+        )
     steps = wide.shape[0] if wide.ndim == 3 else 1
     summed = wide.sum(axis=0) if wide.ndim == 3 else wide
     logical = summed if mapping is None else by_logical_expert(summed, mapping)
@@ -264,10 +302,16 @@ def by_logical_expert(counts: NDArray[np.float64], mapping: AnyArray) -> NDArray
     mapping: [layers, slots], -1: an empty slot.
     """
     if mapping.shape != counts.shape or mapping.dtype.kind not in "iu":
-        raise ValueError(f"physical_to_logical_map has shape {mapping.shape} of {mapping.dtype}; expected integers of the counts' shape {counts.shape}")
+        raise ValueError(
+            f"physical_to_logical_map has shape {mapping.shape} of {mapping.dtype}; expected integers of the"
+            f" counts' shape {counts.shape}"
+        )
     most = int(mapping.max())
     if mapping.min() < -1 or most < 0 or most >= counts.shape[1]:
-        raise ValueError(f"physical_to_logical_map runs from {mapping.min()} to {most}; expected -1 to {counts.shape[1] - 1}")
+        raise ValueError(
+            f"physical_to_logical_map runs from {mapping.min()} to {most}; expected -1 to"
+            f" {counts.shape[1] - 1}"
+        )
     logical = np.zeros((len(counts), most + 1))
     layers, slots = np.nonzero(mapping >= 0)
     np.add.at(logical, (layers, mapping[layers, slots]), counts[layers, slots])

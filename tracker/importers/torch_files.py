@@ -41,7 +41,17 @@ def read_torch_file(content: bytes) -> Any:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             return _read(archive, len(content))
-    except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, KeyError, IndexError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+    except (
+        zipfile.BadZipFile,
+        pickle.UnpicklingError,
+        EOFError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        MemoryError,
+    ) as error:
         raise ValueError(f"damaged, or no file of tensors: {error}") from error
     except NotImplementedError as error:
         raise ValueError(f"compressed or encrypted, which torch.save never does: {error}") from error
@@ -57,8 +67,12 @@ def _read(archive: zipfile.ZipFile, size: int) -> Any:
             raise ValueError(f"entry {entry.filename!r} is compressed, which torch.save never does")
     pickled = archive.getinfo(f"{stems[0]}/data.pkl")
     if pickled.file_size > MOST_PICKLE_BYTES:
-        raise ValueError(f"its structure takes {pickled.file_size} bytes; at most {MOST_PICKLE_BYTES} are read")
-    order = archive.read(f"{stems[0]}/byteorder") if f"{stems[0]}/byteorder" in archive.namelist() else b"little"
+        raise ValueError(
+            f"its structure takes {pickled.file_size} bytes; at most {MOST_PICKLE_BYTES} are read"
+        )
+    order = (
+        archive.read(f"{stems[0]}/byteorder") if f"{stems[0]}/byteorder" in archive.namelist() else b"little"
+    )
     return _Reader(archive, stems[0], ">" if order == b"big" else "<", pickled).load()
 
 
@@ -78,14 +92,19 @@ class _Reader(pickle.Unpickler):
             return _no_hooks
         if module == "torch" and name in _STORAGES:
             return _Kind(_STORAGES[name])
-        raise pickle.UnpicklingError(f"it names {module}.{name}; only numbers, text, lists, dicts and tensors of plain numbers are read")
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}; only numbers, text, lists, dicts and tensors of plain numbers are"
+            " read"
+        )
 
     def persistent_load(self, pid: Any) -> NDArray[Any]:
         """Return a storage: ("storage", kind, key, device, elements)."""
         word, kind, key, _, elements = pid
         if word != "storage" or not isinstance(kind, _Kind) or not isinstance(key, str):
             raise pickle.UnpicklingError(f"it refers to {word!r}; expected a storage of plain numbers")
-        values = np.frombuffer(self._archive.read(f"{self._stem}/data/{key}"), np.dtype(self._order + kind.code))
+        values = np.frombuffer(
+            self._archive.read(f"{self._stem}/data/{key}"), np.dtype(self._order + kind.code)
+        )
         if len(values) != elements:
             raise ValueError(f"storage {key!r} has {len(values)} numbers; {elements} are named")
         return values
@@ -106,7 +125,9 @@ def _no_hooks() -> dict[str, Any]:
     return {}
 
 
-def _tensor(storage: NDArray[Any], offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> NDArray[Any]:
+def _tensor(
+    storage: NDArray[Any], offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any
+) -> NDArray[Any]:
     """Return the array that a tensor views in its storage. ValueError if it exceeds the storage."""
     if not isinstance(storage, np.ndarray) or storage.ndim != 1:
         raise ValueError("a tensor without a storage")
@@ -119,7 +140,9 @@ def _tensor(storage: NDArray[Any], offset: int, shape: tuple[int, ...], strides:
     if last >= len(storage):
         raise ValueError(f"a tensor of shape {shape} reaches to {last} in a storage of {len(storage)}")
     width = storage.dtype.itemsize
-    view = np.lib.stride_tricks.as_strided(storage[offset:], shape, tuple(width * stride for stride in strides), writeable=False)
+    view = np.lib.stride_tricks.as_strided(
+        storage[offset:], shape, tuple(width * stride for stride in strides), writeable=False
+    )
     if view.size > len(storage):
         raise ValueError(f"a tensor of shape {shape} is larger than its storage of {len(storage)}")
     return view

@@ -79,7 +79,15 @@ class Calibration:
         """Requests whose predicted locality was compared with the observed one."""
         return self._outcomes
 
-    def learn(self, predicted: float, prior: float, observed: float, weight: float, spread: float | None = None, of: Float32Array | None = None) -> None:
+    def learn(
+        self,
+        predicted: float,
+        prior: float,
+        observed: float,
+        weight: float,
+        spread: float | None = None,
+        of: Float32Array | None = None,
+    ) -> None:
         """Learn from one outcome: shares of local pairs on the chosen rank, and its weight, in (0, 1].
 
         spread: advantage of the nearest rank. of: [K], the predicted cluster weights.
@@ -88,10 +96,14 @@ class Calibration:
         self._outcomes += 1
         keep = 1.0 - 1.0 / self._memory
         self._sums = self._sums * keep + weight * np.array((1.0, weight, x, y, x * x, x * y, y * y))
-        self._spreads = self._spreads * (1.0 - 1.0 / min(self._memory, SPREADS_MEMORY)) + weight * np.array((1.0, x * x if spread is None else spread * spread))
+        self._spreads = self._spreads * (1.0 - 1.0 / min(self._memory, SPREADS_MEMORY)) + weight * np.array(
+            (1.0, x * x if spread is None else spread * spread)
+        )
         if of is not None:
             part = weight * of.astype(np.float64)
-            self._by_cluster = self._by_cluster * keep + part * np.stack((np.ones(len(of)), part, *np.full((3, len(of)), [[x], [x * x], [x * y]])))
+            self._by_cluster = self._by_cluster * keep + part * np.stack(
+                (np.ones(len(of)), part, *np.full((3, len(of)), [[x], [x * x], [x * y]]))
+            )
 
     def move(self, source: int, target: int, share: float) -> None:
         """Move this share of a cluster's statistics to another one."""
@@ -164,7 +176,11 @@ class Calibration:
 
     def state(self) -> dict[str, Any]:
         """Return the complete state, for msgpack."""
-        sums = {"sums": self._sums.tolist(), "spreads": self._spreads.tolist(), "by_cluster": self._by_cluster.ravel().tolist()}
+        sums = {
+            "sums": self._sums.tolist(),
+            "spreads": self._spreads.tolist(),
+            "by_cluster": self._by_cluster.ravel().tolist(),
+        }
         return {"outcomes": self._outcomes, "recalls": self._recalls.tolist()} | sums
 
     def take_over(self, state: dict[str, Any]) -> None:
@@ -174,7 +190,12 @@ class Calibration:
         for name, size in sizes.items():
             if read[name].shape != (size,) or not np.isfinite(read[name]).all():
                 raise ValueError(f"calibration: {read[name].size} {name}; expected {size} finite numbers")
-        self._outcomes, self._sums, self._recalls, self._spreads = int(state["outcomes"]), read["sums"], read["recalls"], read["spreads"]
+        self._outcomes, self._sums, self._recalls, self._spreads = (
+            int(state["outcomes"]),
+            read["sums"],
+            read["recalls"],
+            read["spreads"],
+        )
         self._by_cluster = read["by_cluster"].reshape(self._by_cluster.shape)
 
 

@@ -49,7 +49,9 @@ def carried(packed: ByteArray, change: SlotChange) -> ByteArray:
         return after
     slots, weights = after[:, 0::2], after[:, 1::2]
     place = ((slots == change.source) & (weights > 0)).argmax(axis=1)
-    lines = np.flatnonzero((slots[np.arange(len(after)), place] == change.source) & (weights[np.arange(len(after)), place] > 0))
+    lines = np.flatnonzero(
+        (slots[np.arange(len(after)), place] == change.source) & (weights[np.arange(len(after)), place] > 0)
+    )
     place = place[lines]
     part = np.floor(change.share * weights[lines, place] + 0.5).astype(np.uint8)
     weights[lines, place] -= part
@@ -82,9 +84,14 @@ class RemapHistory:
         shape.
         """
         known = self.model
-        if known is not None and (model.version < known.version or model.profiles.shape != known.profiles.shape):
+        if known is not None and (
+            model.version < known.version or model.profiles.shape != known.profiles.shape
+        ):
             here, there = (known.version, known.profiles.shape), (model.version, model.profiles.shape)
-            raise ValueError(f"cluster model: version and shape {there} cannot follow {here}; start learning anew for another shape")
+            raise ValueError(
+                f"cluster model: version and shape {there} cannot follow {here}; start learning anew for"
+                " another shape"
+            )
         moves = [_slot_change(model, change) for change in changes]
         self._changes.extend(moves)
         while len(self._changes) > MOST_CHANGES:
@@ -99,7 +106,10 @@ class RemapHistory:
         versions.
         """
         if self.model is None or version > self.model.version:
-            raise ValueError(f"clusters: version {version} is not known here; report over the version that was published last")
+            raise ValueError(
+                f"clusters: version {version} is not known here; report over the version that was published"
+                " last"
+            )
         if self._oldest is None or version < self._oldest:
             return None
         return [change for change in self._changes if change.version > version]
@@ -110,7 +120,10 @@ class RemapHistory:
 
     def take_over(self, state: dict[str, Any]) -> None:
         """Restore a state."""
-        self._changes = deque(SlotChange(int(version), int(source), int(target), float(share)) for version, source, target, share in state["changes"])
+        self._changes = deque(
+            SlotChange(int(version), int(source), int(target), float(share))
+            for version, source, target, share in state["changes"]
+        )
         self._oldest = None if state["oldest"] is None else int(state["oldest"])
 
 

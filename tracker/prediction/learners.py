@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fleet.events import ClusterPopularity, ClustersPublished, RequestProfile, RequestsFinished, RequestsProfiled, SourceQuality, TablesPublished
+from fleet.events import (
+    ClusterPopularity,
+    ClustersPublished,
+    RequestProfile,
+    RequestsFinished,
+    RequestsProfiled,
+    SourceQuality,
+    TablesPublished,
+)
 from fleet.signatures import ClusterModel, unpack
 from tracker.clustering.online_clusters import OnlineClusters
 from tracker.clustering.refit import Refit, RefitResult
@@ -57,7 +65,9 @@ class Learners:
     signatures over older cluster models have a different meaning.
     """
 
-    def __init__(self, config: TrackerConfig, first_version: int = 1, meaning_from: int | None = None) -> None:
+    def __init__(
+        self, config: TrackerConfig, first_version: int = 1, meaning_from: int | None = None
+    ) -> None:
         self.meaning_from = first_version if meaning_from is None else meaning_from
         self._config = config
         self._first_version = first_version
@@ -73,7 +83,11 @@ class Learners:
         for name, (layers, experts) in shapes.items():
             if name not in self._learners:
                 clusters = OnlineClusters(self._config, layers, experts, self._first_version)
-                self._add(name, (layers, experts), _Learner(clusters, ModelLearner(self._config, self._first_version)))
+                self._add(
+                    name,
+                    (layers, experts),
+                    _Learner(clusters, ModelLearner(self._config, self._first_version)),
+                )
 
     def _add(self, name: str, shape: tuple[int, int], learner: _Learner) -> None:
         learner.learning.adopt(learner.clusters.model, [])
@@ -99,10 +113,14 @@ class Learners:
             except ValueError:
                 refused[SAMPLE] += 1
 
-    def _mixed(self, learner: _Learner, version: int, profile: RequestProfile, now: float, refused: Counter[str]) -> None:
+    def _mixed(
+        self, learner: _Learner, version: int, profile: RequestProfile, now: float, refused: Counter[str]
+    ) -> None:
         try:
             learner.learning.profiled(profile, version, now)
-            learner.clusters.mixed(unpack(profile.signature, learner.clusters.model.shares), profile.tokens, now)
+            learner.clusters.mixed(
+                unpack(profile.signature, learner.clusters.model.shares), profile.tokens, now
+            )
         except ValueError:
             refused[SIGNATURE] += 1
 
@@ -121,8 +139,11 @@ class Learners:
     # Fitting: a job is created here, run in any thread, and its result returned
 
     def due(self, now: float) -> list[tuple[str, OnlineClusters, Refit | None]]:
-        """Return each model's refit, if one is due. The job is immutable; the clusters are only for `adopt`."""
-        return [(name, learner.clusters, learner.clusters.due(now)) for name, learner in self._learners.items()]
+        """Return each model's refit, if one is due. The job is immutable; the clusters are only for
+        `adopt`."""
+        return [
+            (name, learner.clusters, learner.clusters.due(now)) for name, learner in self._learners.items()
+        ]
 
     def adopt(self, name: str, clusters: OnlineClusters, fitted: RefitResult | None, now: float) -> None:
         """Adopt a refit (None: none was due), unless its clusters have been dropped meanwhile."""
@@ -149,7 +170,9 @@ class Learners:
     def clusters(self, name: str) -> ClustersPublished | None:
         """Return a model's clusters; None for an untracked model."""
         learner = self._learners.get(name)
-        return None if learner is None else ClustersPublished(model=name, record=learner.clusters.model.record())
+        return (
+            None if learner is None else ClustersPublished(model=name, record=learner.clusters.model.record())
+        )
 
     def tables(self, name: str) -> TablesPublished | None:
         """Return a model's snapshot of tables; None for an untracked model."""
@@ -183,14 +206,19 @@ class Learners:
 
     def state(self) -> dict[str, Any]:
         """Return the complete state by model, for msgpack."""
-        return {name: {"clusters": learner.clusters.state(), "learning": learner.learning.state()} for name, learner in self._learners.items()}
+        return {
+            name: {"clusters": learner.clusters.state(), "learning": learner.learning.state()}
+            for name, learner in self._learners.items()
+        }
 
     def restore(self, name: str, shape: tuple[int, int], state: dict[str, Any]) -> None:
         """Restore one model from `state`. ValueError if that fails; the model is then learnt from scratch."""
         try:
             # A version above all published ones: versions published after the state was saved are not known
             # any more.
-            clusters = OnlineClusters.restore(self._config, {**state["clusters"], "version": self._first_version})
+            clusters = OnlineClusters.restore(
+                self._config, {**state["clusters"], "version": self._first_version}
+            )
             learning = ModelLearner.restore(self._config, state["learning"], self._first_version)
         except (KeyError, TypeError) as error:
             raise ValueError(f"no state of what was learnt: {error}") from error
@@ -206,7 +234,11 @@ def popularity(model: ClusterModel) -> tuple[ClusterPopularity, ...]:
         ClusterPopularity(
             cluster=int(slot),
             share=float(model.shares[slot]),
-            distance=float(divergence_by_layer(model.profiles[slot].astype(np.float64), model.mean.astype(np.float64)).mean()),
+            distance=float(
+                divergence_by_layer(
+                    model.profiles[slot].astype(np.float64), model.mean.astype(np.float64)
+                ).mean()
+            ),
         )
         for slot in used
         if model.shares[slot] > 0

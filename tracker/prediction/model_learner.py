@@ -51,7 +51,12 @@ class _Head(NamedTuple):
     """[K]"""
 
     def near(self, other: "_Head") -> bool:
-        pairs = ((self.shares, other.shares), (self.trusts, other.trusts), (self.reliability, other.reliability), (self.gains, other.gains))
+        pairs = (
+            (self.shares, other.shares),
+            (self.trusts, other.trusts),
+            (self.reliability, other.reliability),
+            (self.gains, other.gains),
+        )
         moved = max(abs(self.gain - other.gain), *(float(np.abs(one - two).max()) for one, two in pairs))
         return self.clusters == other.clusters and moved < HEAD
 
@@ -122,7 +127,10 @@ class ModelLearner:
     def sources(self) -> tuple[SourceQuality, ...]:
         """Return for each source: outcomes with evidence, weight, reliability."""
         parts = zip(SOURCES, self._trust.spoken, self.trust.tolist(), self.reliability.tolist(), strict=True)
-        return tuple(SourceQuality(source=source, requests=spoken, trust=trust, reliability=reliability) for source, spoken, trust, reliability in parts)
+        return tuple(
+            SourceQuality(source=source, requests=spoken, trust=trust, reliability=reliability)
+            for source, spoken, trust, reliability in parts
+        )
 
     @property
     def version(self) -> int:
@@ -161,7 +169,9 @@ class ModelLearner:
         ValueError if it is older than the previous one, or has another shape.
         """
         if model.clusters != self._config.clusters:
-            raise ValueError(f"cluster model: {model.clusters} clusters; tracker.clusters is {self._config.clusters}")
+            raise ValueError(
+                f"cluster model: {model.clusters} clusters; tracker.clusters is {self._config.clusters}"
+            )
         for change in self._history.adopt(model, changes):
             self._carry(change)
 
@@ -224,7 +234,9 @@ class ModelLearner:
             return
         tokens = 0.0 if above is None else float(above["tokens"])
         before = 0.0 if above is None else unpack(above["packed"].tobytes(), self._shares) * tokens
-        summed = before + blocks.size * np.cumsum(dense(_through(blocks.signatures, since), self._shares), axis=0, dtype=np.float64)
+        summed = before + blocks.size * np.cumsum(
+            dense(_through(blocks.signatures, since), self._shares), axis=0, dtype=np.float64
+        )
         behind = tokens + blocks.size * np.arange(1, len(blocks.keys) + 1)
         cells = np.zeros(len(blocks.keys), cell(0))
         cells["packed"] = pack(summed / behind[:, None])
@@ -247,7 +259,9 @@ class ModelLearner:
         if since is None or not profile.tokens:
             self.stale += since is None
             return
-        observed = unpack(_through(np.frombuffer(profile.signature, np.uint8)[None], since).tobytes(), self._shares)
+        observed = unpack(
+            _through(np.frombuffer(profile.signature, np.uint8)[None], since).tobytes(), self._shares
+        )
         weight = profile.tokens / (profile.tokens + HALF)
         ids = np.frombuffer(outcome.tokens, "<u4").astype(np.int64) % self._tokens.buckets
         buckets, places, repeats = np.unique(ids, return_inverse=True, return_counts=True)
@@ -257,7 +271,15 @@ class ModelLearner:
         self._trust.learn(tables.log_shares, known, observed, weight)
         self._judge(profile, outcome, weight)
         self._tokens.learn(buckets, repeats, observed, weight, now)
-        self._follow(((self._sessions, outcome.session, SESSION_TOKENS), (self._tenants, outcome.tenant, TENANT_TOKENS)), observed, profile.tokens, now)
+        self._follow(
+            (
+                (self._sessions, outcome.session, SESSION_TOKENS),
+                (self._tenants, outcome.tenant, TENANT_TOKENS),
+            ),
+            observed,
+            profile.tokens,
+            now,
+        )
         self._blocks.touch(outcome.prefix, now)
 
     def _tables(self, ratios: NDArray[np.float32]) -> Tables:
@@ -279,13 +301,21 @@ class ModelLearner:
         nothing is predicted).
         """
         predicted = unpack(outcome.predicted, self._shares)
-        if profile.local is not None and outcome.predicted_local is not None and outcome.prior_local is not None:
-            self._calibration.learn(outcome.predicted_local, outcome.prior_local, profile.local, weight, outcome.spread, predicted)
+        if (
+            profile.local is not None
+            and outcome.predicted_local is not None
+            and outcome.prior_local is not None
+        ):
+            self._calibration.learn(
+                outcome.predicted_local, outcome.prior_local, profile.local, weight, outcome.spread, predicted
+            )
         if profile.sample:
             counts = np.frombuffer(profile.sample, "<u4").reshape(self._model.mean.shape)
             self._calibration.sampled(counts, self._model.expected(predicted), self._model.mean)
 
-    def _follow(self, followed: Sequence[tuple[RowCache, int, float]], observed: Float32Array, tokens: int, now: float) -> None:
+    def _follow(
+        self, followed: Sequence[tuple[RowCache, int, float]], observed: Float32Array, tokens: int, now: float
+    ) -> None:
         """Update the rows of a session and a tenant: means of their requests' signatures, with limited weight
         of the past.
         """
@@ -294,7 +324,11 @@ class ModelLearner:
         for line, (_, _, most, before) in enumerate(named):
             old = 0.0 if before is None else min(float(before["tokens"]), most)
             new = min(float(tokens), most)
-            weights[line] = observed if before is None else (_weights(before[None])[0] * old + observed * new) / (old + new)
+            weights[line] = (
+                observed
+                if before is None
+                else (_weights(before[None])[0] * old + observed * new) / (old + new)
+            )
             behind.append(old + new)
         cells = _cells(weights, np.array(behind))
         for line, (table, key, _, _) in enumerate(named):
@@ -306,7 +340,10 @@ class ModelLearner:
         """Return the tables as last published. ValueError before clusters were adopted."""
         head = self._head = self._head or self._now()
         buckets, ratios = self._tokens.told()
-        rows = [KeyedRows(keys=keys.tobytes(), rows=rows.tobytes()) for keys, rows in (table.all() for table in self._keyed)]
+        rows = [
+            KeyedRows(keys=keys.tobytes(), rows=rows.tobytes())
+            for keys, rows in (table.all() for table in self._keyed)
+        ]
         return self._message(name, head, None, buckets, ratios, rows)
 
     def change(self, name: str) -> TablesPublished | None:
@@ -318,7 +355,12 @@ class ModelLearner:
             return self._all_anew(name, head)
         taken = [table.take() for table in self._keyed]
         buckets, ratios = self._tokens.change(self._config.most_token_changes)
-        if self._head is not None and self._head.near(head) and not len(buckets) and not any(len(keys) for keys, _ in taken):
+        if (
+            self._head is not None
+            and self._head.near(head)
+            and not len(buckets)
+            and not any(len(keys) for keys, _ in taken)
+        ):
             return None
         self._head = head
         self._version += 1
@@ -338,10 +380,18 @@ class ModelLearner:
         return self._blocks, self._sessions, self._tenants
 
     def _now(self) -> _Head:
-        return _Head(self._model.version, self._shares, self._trust.table, self.reliability, self.gain, self.gains)
+        return _Head(
+            self._model.version, self._shares, self._trust.table, self.reliability, self.gain, self.gains
+        )
 
     def _message(
-        self, name: str, head: _Head, base: int | None, buckets: NDArray[np.uint32], ratios: NDArray[np.float16], rows: list[KeyedRows]
+        self,
+        name: str,
+        head: _Head,
+        base: int | None,
+        buckets: NDArray[np.uint32],
+        ratios: NDArray[np.float16],
+        rows: list[KeyedRows],
     ) -> TablesPublished:
         return TablesPublished(
             model=name,
@@ -365,7 +415,9 @@ class ModelLearner:
     # Saving and restoring
 
     @property
-    def _parts(self) -> dict[str, RowCache | TokenTable | ReportJoin | SourceWeights | Calibration | RemapHistory]:
+    def _parts(
+        self,
+    ) -> dict[str, RowCache | TokenTable | ReportJoin | SourceWeights | Calibration | RemapHistory]:
         return {
             "blocks": self._blocks,
             "sessions": self._sessions,
@@ -380,10 +432,14 @@ class ModelLearner:
     def state(self) -> dict[str, Any]:
         """Return the complete state without the cluster model, for msgpack."""
         counted = [self.repeated, self.orphans, self.stale]
-        return {"format": _FORMAT, "version": self._version, "counted": counted} | {name: part.state() for name, part in self._parts.items()}
+        return {"format": _FORMAT, "version": self._version, "counted": counted} | {
+            name: part.state() for name, part in self._parts.items()
+        }
 
     @classmethod
-    def restore(cls, config: TrackerConfig, state: dict[str, Any], first_version: int = 0, later: float = 0.0) -> "ModelLearner":
+    def restore(
+        cls, config: TrackerConfig, state: dict[str, Any], first_version: int = 0, later: float = 0.0
+    ) -> "ModelLearner":
         """Restore a learner. Adopt the cluster model next; then a snapshot is published.
 
         first_version: of the tables, if above the saved one. later: seconds by which this clock is ahead of

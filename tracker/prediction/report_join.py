@@ -75,7 +75,9 @@ class ReportJoin:
 
     def state(self) -> dict[str, Any]:
         """Return the complete state, for msgpack."""
-        waiting = [(decision, side, at, list(part)) for decision, (side, at, _, part) in self._waiting.items()]
+        waiting = [
+            (decision, side, at, list(part)) for decision, (side, at, _, part) in self._waiting.items()
+        ]
         return {"waiting": waiting, "paired": list(self._paired), "given_up": self.given_up}
 
     def take_over(self, state: dict[str, Any], later: float = 0.0) -> None:
@@ -86,6 +88,11 @@ class ReportJoin:
         for decision, side, at, part in state["waiting"]:
             if not isinstance(decision, str) or side not in range(SIDES) or len(part) != self._fields[side]:
                 raise ValueError(f"pairing: decision {decision!r} of side {side!r} with {len(part)} fields")
-            waiting[decision] = (side, at + later, OVERHEAD + sum(len(field) for field in part if isinstance(field, bytes)), tuple(part))
+            waiting[decision] = (
+                side,
+                at + later,
+                OVERHEAD + sum(len(field) for field in part if isinstance(field, bytes)),
+                tuple(part),
+            )
         self._waiting, self._paired = waiting, OrderedDict.fromkeys(state["paired"])
         self._bytes, self.given_up = sum(size for _, _, size, _ in waiting.values()), int(state["given_up"])

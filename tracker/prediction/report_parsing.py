@@ -55,7 +55,9 @@ class Blocks(NamedTuple):
     size: int
 
 
-def profile_of(report: RequestProfile, version: int, clusters: int, shape: tuple[int, int]) -> tuple[PendingProfile, Blocks]:
+def profile_of(
+    report: RequestProfile, version: int, clusters: int, shape: tuple[int, int]
+) -> tuple[PendingProfile, Blocks]:
     """Validate a rank's report, over `clusters` clusters of shape [layers, experts]. ValueError names the
     invalid field.
     """
@@ -64,7 +66,9 @@ def profile_of(report: RequestProfile, version: int, clusters: int, shape: tuple
     _check_within("cached_tokens", report.cached_tokens, 0, MOST_COUNT)
     _check_share("local", report.local)
     signature = packed("signature", report.signature, 1, clusters)
-    return PendingProfile(signature.tobytes(), version, report.tokens, report.local, _pairs(report.sample, shape)), _blocks(report, clusters)
+    return PendingProfile(
+        signature.tobytes(), version, report.tokens, report.local, _pairs(report.sample, shape)
+    ), _blocks(report, clusters)
 
 
 def outcome_of(report: RequestOutcome, clusters: int) -> PendingOutcome:
@@ -81,7 +85,9 @@ def outcome_of(report: RequestOutcome, clusters: int) -> PendingOutcome:
     _check_share("prior_local", report.prior_local)
     _check_share("spread", report.spread)
     shares = report.predicted_local, report.prior_local, report.spread
-    return PendingOutcome(report.prefix, report.tokens, report.session, report.tenant, report.predicted, *shares)
+    return PendingOutcome(
+        report.prefix, report.tokens, report.session, report.tenant, report.predicted, *shares
+    )
 
 
 def packed(field: str, raw: bytes, count: int, clusters: int) -> ByteArray:
@@ -112,7 +118,12 @@ def _blocks(report: RequestProfile, clusters: int) -> Blocks:
     distinct = {*keys.tolist(), report.parent or 0}
     if 0 in keys or len(distinct) != count + 1:
         raise ValueError(f"blocks: {count} hashes with their parent must all differ, and none be 0")
-    return Blocks(keys, packed("block_signatures", report.block_signatures, count, clusters), report.parent, report.block_size)
+    return Blocks(
+        keys,
+        packed("block_signatures", report.block_signatures, count, clusters),
+        report.parent,
+        report.block_size,
+    )
 
 
 def _pairs(sample: SampledProfile | None, shape: tuple[int, int]) -> bytes:
@@ -122,7 +133,10 @@ def _pairs(sample: SampledProfile | None, shape: tuple[int, int]) -> bytes:
     counted = np.zeros(shape, np.float64)
     for name, counts in (("prompt", sample.prompt), ("completion", sample.completion)):
         if (counts.layers, counts.experts) != shape:
-            raise ValueError(f"sample.{name}: counts of shape [{counts.layers}, {counts.experts}]; the clusters have {list(shape)}")
+            raise ValueError(
+                f"sample.{name}: counts of shape [{counts.layers}, {counts.experts}]; the clusters have"
+                f" {list(shape)}"
+            )
         try:
             counted += counts.array()
         except ValueError as error:

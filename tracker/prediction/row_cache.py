@@ -56,7 +56,9 @@ class RowCache(Mapping[int, bytes]):
         one_set = WAYS * (8 + self._cell.itemsize + 4 + 2 + 1)
         self._sets = (budget - budget // RESERVE - OVERHEAD - 8 * self._log) // one_set
         if self._sets < 1:
-            raise ValueError(f"a budget of {budget} bytes holds no rows; allow at least {2 * (OVERHEAD + one_set)}")
+            raise ValueError(
+                f"a budget of {budget} bytes holds no rows; allow at least {2 * (OVERHEAD + one_set)}"
+            )
         slots = self._sets * WAYS
         self._index = KeySets(self._sets, WAYS)
         self._cell_bytes = bytearray(self._cell.itemsize * slots)
@@ -342,18 +344,39 @@ class RowCache(Mapping[int, bytes]):
         any change.
         """
         if (state["sets"], state["width"]) != (self._sets, self._cell.itemsize):
-            raise ValueError(f"rows: a table of {state['sets']} sets of {state['width']} bytes; this one has {self._sets} of {self._cell.itemsize}")
+            raise ValueError(
+                f"rows: a table of {state['sets']} sets of {state['width']} bytes; this one has {self._sets}"
+                f" of {self._cell.itemsize}"
+            )
         slots = np.frombuffer(state["slots"], "<u4").astype(np.int64)
         keys, cells = np.frombuffer(state["keys"], "<u8"), np.frombuffer(state["cells"], self._cell)
-        parents, touched, uses = (np.frombuffer(state[name], kind) for name, kind in (("parents", "<u4"), ("touched", "<u2"), ("uses", "u1")))
-        if any(len(part) != len(slots) for part in (keys, cells, parents, touched, uses)) or not (keys != 0).all():
-            raise ValueError(f"rows: {len(slots)} places do not go with {len(keys)} keys and {len(cells)} rows")
-        if len(slots) and (slots.max() >= self.capacity or parents.max() > self.capacity or (self._index.places(keys)[:, 0] != slots // WAYS * WAYS).any()):
+        parents, touched, uses = (
+            np.frombuffer(state[name], kind)
+            for name, kind in (("parents", "<u4"), ("touched", "<u2"), ("uses", "u1"))
+        )
+        if (
+            any(len(part) != len(slots) for part in (keys, cells, parents, touched, uses))
+            or not (keys != 0).all()
+        ):
+            raise ValueError(
+                f"rows: {len(slots)} places do not go with {len(keys)} keys and {len(cells)} rows"
+            )
+        if len(slots) and (
+            slots.max() >= self.capacity
+            or parents.max() > self.capacity
+            or (self._index.places(keys)[:, 0] != slots // WAYS * WAYS).any()
+        ):
             raise ValueError("rows: keys lie where they cannot")
         changes, changed = np.frombuffer(state["changes"], "<u8"), int(state["changed"])
         if len(changes) > self._log or len(changes) != min(changed, self._log):
             raise ValueError(f"rows: {len(changes)} changes of {changed}; at most {self._log} are remembered")
-        for target, values in ((self._keys, keys), (self._cells, cells), (self._parents, parents), (self._touched, touched), (self._uses, uses)):
+        for target, values in (
+            (self._keys, keys),
+            (self._cells, cells),
+            (self._parents, parents),
+            (self._touched, touched),
+            (self._uses, uses),
+        ):
             target[:] = np.zeros((), target.dtype)
             target[slots] = values
         self._changes[: len(changes)] = changes

@@ -82,7 +82,9 @@ class SourceWeights:
         gone = 1.0 - self._excess / np.maximum(self._prior_excess, _LEAST)
         return np.asarray(np.clip(gone, 0.0, 1.0) * self._weight / (self._weight + SURE), np.float32)
 
-    def learn(self, log_shares: NDArray[np.float32], known: SourceEvidence, observed: Float32Array, weight: float) -> None:
+    def learn(
+        self, log_shares: NDArray[np.float32], known: SourceEvidence, observed: Float32Array, weight: float
+    ) -> None:
         """Learn from one outcome: the mix [K], the prior evidence of the sources, the observed weights [K],
         and its weight.
         """
@@ -101,7 +103,9 @@ class SourceWeights:
         between = 0.5 * (likely + seen)
         means, slopes = between @ ratios.T, (likely - seen) @ ratios.T
         both = [0, who]
-        curvature = (ratios * between[_FITTED, None]) @ ratios.T - means[_FITTED, :, None] * means[_FITTED, None]
+        curvature = (ratios * between[_FITTED, None]) @ ratios.T - means[_FITTED, :, None] * means[
+            _FITTED, None
+        ]
         pull = (curvature @ self._together[both, :, None])[..., 0] - slopes[_FITTED]
         self._curvature[both] = keep * self._curvature[both] + weight * curvature
         self._pull[both] = keep * self._pull[both] + weight * pull
@@ -109,7 +113,9 @@ class SourceWeights:
         spread = (ratios * ratios * between[: len(FIRST)]).sum(axis=1) - means.diagonal() ** 2
         self._fit_alone(spread, slopes.diagonal(), keeps, weight)
 
-    def _predicted(self, log_shares: NDArray[np.float32], ratios: NDArray[np.float64], who: int) -> NDArray[np.float64]:
+    def _predicted(
+        self, log_shares: NDArray[np.float32], ratios: NDArray[np.float64], who: int
+    ) -> NDArray[np.float64]:
         """Return predictions by each source alone, by all with the common and with this set's trusts, and by
         none.
 
@@ -122,11 +128,21 @@ class SourceWeights:
         likely = np.exp(logits - logits.max(axis=1, keepdims=True))
         return np.asarray(likely / likely.sum(axis=1, keepdims=True))
 
-    def _judge(self, likely: NDArray[np.float64], seen: NDArray[np.float64], keep: NDArray[np.float64], weight: NDArray[np.float64]) -> None:
+    def _judge(
+        self,
+        likely: NDArray[np.float64],
+        seen: NDArray[np.float64],
+        keep: NDArray[np.float64],
+        weight: NDArray[np.float64],
+    ) -> None:
         """Judge prequentially: with the trusts before this outcome."""
         hindsight = float(seen @ np.log(np.maximum(seen, _LEAST)))
         excess = np.maximum(hindsight - np.log(np.maximum(likely, _LEAST)) @ seen, 0.0)
-        for total, new in ((self._excess, excess[: len(FIRST)]), (self._prior_excess, excess[_PRIOR]), (self._weight, 1.0)):
+        for total, new in (
+            (self._excess, excess[: len(FIRST)]),
+            (self._prior_excess, excess[_PRIOR]),
+            (self._weight, 1.0),
+        ):
             total *= keep
             total += weight * new
 
@@ -137,9 +153,17 @@ class SourceWeights:
         free = np.linalg.solve(curvature, pull[..., None])[..., 0]
         for line, row in enumerate(both):
             inside = free[line].min() >= 0.0 and free[line].max() <= MOST
-            self._together[row] = free[line] if inside else _bounded_minimum(curvature[line], pull[line], self._together[row])
+            self._together[row] = (
+                free[line] if inside else _bounded_minimum(curvature[line], pull[line], self._together[row])
+            )
 
-    def _fit_alone(self, curvature: NDArray[np.float64], slope: NDArray[np.float64], keep: NDArray[np.float64], weight: float) -> None:
+    def _fit_alone(
+        self,
+        curvature: NDArray[np.float64],
+        slope: NDArray[np.float64],
+        keep: NDArray[np.float64],
+        weight: float,
+    ) -> None:
         self._alone_curvature *= keep
         self._alone_curvature += weight * curvature
         self._alone_pull *= keep
@@ -181,7 +205,9 @@ class SourceWeights:
             values[...] = read[name].reshape(values.shape)
 
 
-def _bounded_minimum(curvature: NDArray[np.float64], pull: NDArray[np.float64], start: NDArray[np.float64]) -> NDArray[np.float64]:
+def _bounded_minimum(
+    curvature: NDArray[np.float64], pull: NDArray[np.float64], start: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """Return the t in [0, MOST]^n that minimises t'At/2 - b't (A is positive definite), by coordinate
     descent.
     """

@@ -36,7 +36,10 @@ class TokenTable:
     def __init__(self, budget: int, clusters: int, seconds: float) -> None:
         self.buckets = min(budget // (6 * clusters + 5), 1 << 24)
         if self.buckets < 1:
-            raise ValueError(f"a budget of {budget} bytes holds no row of {clusters} clusters; allow at least {6 * clusters + 5}")
+            raise ValueError(
+                f"a budget of {budget} bytes holds no row of {clusters} clusters; allow at least"
+                f" {6 * clusters + 5}"
+            )
         self.clusters = clusters
         self._counts = np.zeros((self.buckets, clusters), np.float32)
         self._totals = np.zeros(self.buckets, np.float32)
@@ -59,7 +62,14 @@ class TokenTable:
         """Bytes of the buckets up to the highest one used."""
         return self.nbytes // self.buckets * self._top
 
-    def learn(self, buckets: NDArray[np.int64], repeats: NDArray[np.int64], weights: NDArray[np.float32], weight: float, now: float) -> None:
+    def learn(
+        self,
+        buckets: NDArray[np.int64],
+        repeats: NDArray[np.int64],
+        weights: NDArray[np.float32],
+        weight: float,
+        now: float,
+    ) -> None:
         """Add a request with signature weights [K]. weight: of each token.
 
         buckets: [n], ascending and different. repeats: [n], tokens in each.
@@ -107,7 +117,10 @@ class TokenTable:
         self._dirty[self._revisit : min(self._revisit + REVISITED, self._top)] = True
         self._revisit += REVISITED
         dirty = np.flatnonzero(self._dirty[: self._top])
-        moved = np.concatenate([self._moved(dirty[start : start + _CHUNK]) for start in range(0, len(dirty), _CHUNK)] or [np.zeros(0, np.float32)])
+        moved = np.concatenate(
+            [self._moved(dirty[start : start + _CHUNK]) for start in range(0, len(dirty), _CHUNK)]
+            or [np.zeros(0, np.float32)]
+        )
         self._dirty[dirty[moved < LEAST_CHANGE]] = False
         dirty, moved = dirty[moved >= LEAST_CHANGE], moved[moved >= LEAST_CHANGE]
         seen = self._totals[dirty]  # a rare token matters less: few prompts contain it
@@ -167,17 +180,38 @@ class TokenTable:
         any change.
         """
         if (state["clusters"], state["buckets"]) != (self.clusters, self.buckets):
-            raise ValueError(f"token table: [{state['buckets']}, {state['clusters']}]; this one is [{self.buckets}, {self.clusters}]")
+            raise ValueError(
+                f"token table: [{state['buckets']}, {state['clusters']}]; this one is [{self.buckets},"
+                f" {self.clusters}]"
+            )
         used, top = np.frombuffer(state["used"], "<u4").astype(np.int64), int(state["top"])
         counts = np.frombuffer(state["counts"], "<f4").reshape(len(used), self.clusters)
         totals, dirty = np.frombuffer(state["totals"], "<f4"), np.frombuffer(state["dirty"], bool)
         told = np.frombuffer(state["told"], "<f2").reshape(len(used), self.clusters)
         mass, scale = np.frombuffer(state["mass"], "<f8"), float(state["scale"])
-        if len(totals) != len(used) or len(dirty) != len(used) or len(mass) != self.clusters or (len(used) and not used.max() < top <= self.buckets):
-            raise ValueError(f"token table: {len(used)} buckets up to {top} do not go with {len(totals)} totals and {len(mass)} clusters")
-        if not (np.isfinite(counts).all() and (counts >= 0).all() and np.isfinite(mass).all() and 0 < scale < float("inf")):
+        if (
+            len(totals) != len(used)
+            or len(dirty) != len(used)
+            or len(mass) != self.clusters
+            or (len(used) and not used.max() < top <= self.buckets)
+        ):
+            raise ValueError(
+                f"token table: {len(used)} buckets up to {top} do not go with {len(totals)} totals and"
+                f" {len(mass)} clusters"
+            )
+        if not (
+            np.isfinite(counts).all()
+            and (counts >= 0).all()
+            and np.isfinite(mass).all()
+            and 0 < scale < float("inf")
+        ):
             raise ValueError("token table: counts must be finite and not negative")
-        for target, values in ((self._counts, counts), (self._totals, totals), (self._published, told), (self._dirty, dirty)):
+        for target, values in (
+            (self._counts, counts),
+            (self._totals, totals),
+            (self._published, told),
+            (self._dirty, dirty),
+        ):
             target[used] = values
         self._mass[:], self._scale, self._top, self._revisit = mass, scale, top, int(state["revisit"])
         self._at = None if state["at"] is None else state["at"] + later

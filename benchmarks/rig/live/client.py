@@ -58,7 +58,11 @@ class Lengths(NamedTuple):
         return max(1, round(self.mean * (1.0 + self.vary * request.stray)))
 
     def __str__(self) -> str:
-        return f"{self.mean}" if not self.vary else f"{self.mean * (1 - self.vary):.0f} to {self.mean * (1 + self.vary):.0f}"
+        return (
+            f"{self.mean}"
+            if not self.vary
+            else f"{self.mean * (1 - self.vary):.0f} to {self.mean * (1 + self.vary):.0f}"
+        )
 
 
 class Asker:
@@ -70,7 +74,14 @@ class Asker:
         self._lengths = lengths
 
     def body(self, prompt: list[int], tokens: int) -> dict[str, Any]:
-        return {"model": self._model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
+        return {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+        }
 
     async def ask(self, request: Request, load: Load) -> None:
         """Send one request. An incomplete answer counts as lost, and is logged."""
@@ -78,7 +89,10 @@ class Asker:
         tokens = self._lengths.of(request)
         sent, first, said = time.monotonic(), 0.0, bytearray()
         try:
-            async with asyncio.timeout(PATIENCE_SECONDS), self._http.post("/v1/completions", json=self.body(request.prompt, tokens)) as answer:
+            async with (
+                asyncio.timeout(PATIENCE_SECONDS),
+                self._http.post("/v1/completions", json=self.body(request.prompt, tokens)) as answer,
+            ):
                 async for chunk in answer.content.iter_any():
                     first = first or time.monotonic()
                     said += chunk
@@ -92,7 +106,9 @@ class Asker:
 
 
 @asynccontextmanager
-async def asking(router: str, model: str, requests: Iterator[Request], concurrency: int, output: Lengths) -> AsyncIterator[Load]:
+async def asking(
+    router: str, model: str, requests: Iterator[Request], concurrency: int, output: Lengths
+) -> AsyncIterator[Load]:
     """Run `concurrency` clients while the context lasts, or until there is no further request; started
     requests are completed before it ends."""
     load, going = Load(), True
@@ -103,9 +119,14 @@ async def asking(router: str, model: str, requests: Iterator[Request], concurren
             if load.lost and not load.answered and len(load.lost) > concurrency:
                 raise RuntimeError(f"nothing is answered: {load.lost[-1]}")
 
-    async with aiohttp.ClientSession(router, connector=aiohttp.TCPConnector(limit=0)) as http, asyncio.TaskGroup() as tasks:
+    async with (
+        aiohttp.ClientSession(router, connector=aiohttp.TCPConnector(limit=0)) as http,
+        asyncio.TaskGroup() as tasks,
+    ):
         for number in range(concurrency):
-            tasks.create_task(client(Asker(http, model, output)), name=f"client {number} asks one thing after another")
+            tasks.create_task(
+                client(Asker(http, model, output)), name=f"client {number} asks one thing after another"
+            )
         try:
             yield load
         finally:

@@ -54,12 +54,18 @@ class Texts:
         dice, strays = np.random.default_rng(seed), np.random.default_rng((seed, _STRAYS))
         while True:
             domain = self.domains[int(dice.integers(len(self.domains)))]
-            yield Request(domain, self._window(domain, prompt, offset, dice), float(strays.uniform(-1.0, 1.0)))
+            yield Request(
+                domain, self._window(domain, prompt, offset, dice), float(strays.uniform(-1.0, 1.0))
+            )
 
     def shuffled(self, prompt: int, seed: int, offset: int) -> Iterator[Request]:
         """Yield endless prompts of homogeneous traffic, each of pieces of `PIECE` tokens of all domains in
         random order."""
-        dice, strays, pieces = np.random.default_rng(seed), np.random.default_rng((seed, _STRAYS)), -(-prompt // PIECE)
+        dice, strays, pieces = (
+            np.random.default_rng(seed),
+            np.random.default_rng((seed, _STRAYS)),
+            -(-prompt // PIECE),
+        )
         while True:
             order = dice.permutation(np.arange(pieces) % len(self.domains)).tolist()
             tokens = [token for at in order for token in self._window(self.domains[at], PIECE, offset, dice)]
@@ -81,10 +87,16 @@ def texts(folder: Path | None, prompt: int, checkpoint: Path = DEMO_CHECKPOINT) 
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     root = folder or HELDOUT
     if not root.is_dir():
-        raise ValueError(f"{root} is no folder; name one with a text file, or a folder of text files, per domain")
+        raise ValueError(
+            f"{root} is no folder; name one with a text file, or a folder of text files, per domain"
+        )
     found: dict[str, list[list[int]]] = {}
     for place in sorted(root.iterdir()):
-        if place.name in _NOT_TRAFFIC or place.name.startswith(".") or (place.is_file() and place.suffix == ".json"):
+        if (
+            place.name in _NOT_TRAFFIC
+            or place.name.startswith(".")
+            or (place.is_file() and place.suffix == ".json")
+        ):
             continue
         files = [place] if place.is_file() else sorted(file for file in place.rglob("*") if file.is_file())
         tokens = [list(tokenizer.encode(file.read_text("utf-8", errors="replace")).ids) for file in files]

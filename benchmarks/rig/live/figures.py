@@ -169,7 +169,14 @@ def _rounded(value: float) -> float | None:
 async def watching(bus: Bus, subjects: Subjects) -> AsyncIterator[Watcher]:
     """Collect messages while the context lasts."""
     watcher = Watcher()
-    said = (subjects.dispatched(), subjects.migrations(), subjects.placements(), subjects.shifts, subjects.homes, subjects.tables)
+    said = (
+        subjects.dispatched(),
+        subjects.migrations(),
+        subjects.placements(),
+        subjects.shifts,
+        subjects.homes,
+        subjects.tables,
+    )
 
     async def listen(heard: Subscription) -> None:
         async for received in heard:

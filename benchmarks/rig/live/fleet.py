@@ -33,7 +33,10 @@ Settings = Mapping[str, Mapping[str, Any]]
 def toml(settings: Settings) -> str:
     """Return the settings as roost.toml. Text, numbers, booleans and lists of them have the same form in JSON
     and TOML."""
-    return "\n".join(f"[{section}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items()) for section, keys in settings.items())
+    return "\n".join(
+        f"[{section}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
+        for section, keys in settings.items()
+    )
 
 
 def merged(*several: Settings) -> dict[str, dict[str, Any]]:
@@ -69,22 +72,37 @@ class LiveFleet:
                 self.check()
                 await asyncio.sleep(0.05)
         running = json.loads(next(self.folder.glob("roost/run-*/running.json")).read_text())
-        self.nats, self.router, self.credentials = running["nats"], running["router"], Path(running["credentials"]) / "operator.json"
+        self.nats, self.router, self.credentials = (
+            running["nats"],
+            running["router"],
+            Path(running["credentials"]) / "operator.json",
+        )
 
     def check(self) -> None:
         """Raise RuntimeError if `roost up` has ended."""
         if self._up.returncode is not None:
-            raise RuntimeError(f"roost up ended with {self._up.returncode}; it said: {(self.folder / 'up.out').read_text()[-2000:]}")
+            raise RuntimeError(
+                f"roost up ended with {self._up.returncode}; it said:"
+                f" {(self.folder / 'up.out').read_text()[-2000:]}"
+            )
 
     async def command(self, *arguments: str) -> str:
         """Return the output of a successful `roost` command. Raises RuntimeError with its error output."""
         process = await asyncio.create_subprocess_exec(
-            *ROOST, *arguments, cwd=self.folder, env=self._environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            *ROOST,
+            *arguments,
+            cwd=self.folder,
+            env=self._environment,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
         )
         async with asyncio.timeout(COMMAND_SECONDS):
             out, told = await process.communicate()
         if process.returncode != 0:
-            raise RuntimeError(f"roost {' '.join(arguments)} ended with {process.returncode}: {told.decode().strip()[-2000:]} {out.decode().strip()[-500:]}")
+            raise RuntimeError(
+                f"roost {' '.join(arguments)} ended with {process.returncode}:"
+                f" {told.decode().strip()[-2000:]} {out.decode().strip()[-500:]}"
+            )
         return out.decode()
 
     async def reload(self, settings: Settings) -> None:
@@ -131,7 +149,11 @@ def _name(command: list[str]) -> str | None:
     if not command[-1].startswith('{"part"'):
         return "nats" if "nats-server" in command[0] else None
     order = json.loads(command[-1])
-    return f"{order['rank']['engine']}/{order['rank']['rank']}" if order["part"] == "rank" else str(order["part"])
+    return (
+        f"{order['rank']['engine']}/{order['rank']['rank']}"
+        if order["part"] == "rank"
+        else str(order["part"])
+    )
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -148,7 +170,13 @@ async def live_fleet(settings: Settings) -> AsyncIterator[LiveFleet]:
     with (folder / "up.out").open("wb") as out:
         command = wrapped([*ROOST, "up", "--port", "0"], os.getpid())
         process = await asyncio.create_subprocess_exec(
-            *command, cwd=folder, env=environment(folder), stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, process_group=0
+            *command,
+            cwd=folder,
+            env=environment(folder),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            process_group=0,
         )
     fleet = LiveFleet(folder, process, settings)
     try:
@@ -170,4 +198,6 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     except TimeoutError:
         process.kill()
         await process.wait()
-        raise RuntimeError(f"roost up did not end within {time.monotonic() - began:.0f} s, and was killed") from None
+        raise RuntimeError(
+            f"roost up did not end within {time.monotonic() - began:.0f} s, and was killed"
+        ) from None

@@ -58,7 +58,9 @@ async def flip(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float
     """Replace all domains at once. The gain is the loop's saving against the first placement with KV-only
     routing under the same traffic."""
     before, after = halves(traffic, seed)
-    plain = [await baseline(live, one, much, seed, max(BASELINE_SECONDS * scale, 5.0)) for one in (before, after)]
+    plain = [
+        await baseline(live, one, much, seed, max(BASELINE_SECONDS * scale, 5.0)) for one in (before, after)
+    ]
     await live.reset()
     await live.use(LOOP)
     tap = Tap(before.requests(much.prompt, seed, live.offset))
@@ -73,11 +75,22 @@ async def flip(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float
     return flip_told(live, plain, (before.domains, after.domains), began, flipped, end, len(load.lost))
 
 
-def flip_told(live: Live, plain: list[float], domains: tuple[list[str], list[str]], began: float, flipped: float, end: float, lost: int) -> Told:
+def flip_told(
+    live: Live,
+    plain: list[float],
+    domains: tuple[list[str], list[str]],
+    began: float,
+    flipped: float,
+    end: float,
+    lost: int,
+) -> Told:
     watcher = live.watcher
     steady = plain[1] - watcher.sent(end - (end - flipped) / 3, end).remote_ranks
     first = plain[0] - watcher.sent(flipped - (flipped - began) / 3, flipped).remote_ranks
-    moments = [(at - flipped, plain[1] - watcher.sent(at - WIDTH, at).remote_ranks) for at in np.arange(flipped + WIDTH, end, 1.0).tolist()]
+    moments = [
+        (at - flipped, plain[1] - watcher.sent(at - WIDTH, at).remote_ranks)
+        for at in np.arange(flipped + WIDTH, end, 1.0).tolist()
+    ]
     back = next((at for at, gain in moments if gain >= BACK * steady), float("inf"))
     moved = watcher.bytes_moved(flipped, end)
     budget, seconds = live.settings["planner"]["budget_bytes"], live.settings["planner"]["budget_seconds"]
@@ -86,10 +99,14 @@ def flip_told(live: Live, plain: list[float], domains: tuple[list[str], list[str
     told = f"said after {', '.join(f'{at:.0f} s' for at in shifts)}" if shifts else "never said"
     notes = [
         (
-            f"flip: {', '.join(domains[0])} -> {', '.join(domains[1])}; remote ranks per token without the loop {plain[0]:.3f} and {plain[1]:.3f}; the loop "
-            f"saves {first:.3f} before and {steady:.3f} in the end; back to {BACK:.0%} of that {back:.0f} s after the flip (mean of the {WIDTH:g} s before); "
-            f"{moved / 1e6:.1f} MB in {watcher.handovers(flipped, end)} handovers of {len(watcher.plans(flipped, end))} plans; that popularity "
-            f"shifted was {told}"
+            f"flip: {', '.join(domains[0])} -> {', '.join(domains[1])};"
+            f" remote ranks per token without the loop"
+            f" {plain[0]:.3f} and {plain[1]:.3f}; the loop"
+            f" saves {first:.3f} before and {steady:.3f} in the end;"
+            f" back to {BACK:.0%} of that {back:.0f} s after the flip"
+            f" (mean of the {WIDTH:g} s before);"
+            f" {moved / 1e6:.1f} MB in {watcher.handovers(flipped, end)} handovers of"
+            f" {len(watcher.plans(flipped, end))} plans; that popularity shifted was {told}"
         )
     ]
     targets = [
@@ -97,10 +114,31 @@ def flip_told(live: Live, plain: list[float], domains: tuple[list[str], list[str
         Target("flip: bytes moved, of the budget", moved / allowed, 1.0, at_least=False),
     ]
     lasting = [
-        Target("flip: gain in the end, of the remote ranks without the loop", 100 * steady / plain[1], 20.0, unit=" %"),
-        Target(f"flip: seconds until {BACK:.0%} of the gain is back", back, BACK_SECONDS, at_least=False, unit=" s"),
+        Target(
+            "flip: gain in the end, of the remote ranks without the loop",
+            100 * steady / plain[1],
+            20.0,
+            unit=" %",
+        ),
+        Target(
+            f"flip: seconds until {BACK:.0%} of the gain is back",
+            back,
+            BACK_SECONDS,
+            at_least=False,
+            unit=" s",
+        ),
     ]
-    return Told(notes, targets, lasting, {"began": 0.0, "flipped": flipped - began, "plain": plain, "course": watcher.course(began, end)._asdict()})
+    return Told(
+        notes,
+        targets,
+        lasting,
+        {
+            "began": 0.0,
+            "flipped": flipped - began,
+            "plain": plain,
+            "course": watcher.course(began, end)._asdict(),
+        },
+    )
 
 
 async def homogeneous(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float) -> Told:
@@ -112,7 +150,10 @@ async def homogeneous(live: Live, traffic: Texts, much: Plenty, seed: int, scale
     told = Told(course={})
     for name, source in (
         ("all domains shuffled within each prompt", traffic.shuffled(much.prompt, seed, live.offset)),
-        (f"one domain ({traffic.domains[0]})", traffic.some(traffic.domains[:1]).requests(much.prompt, seed, live.offset)),
+        (
+            f"one domain ({traffic.domains[0]})",
+            traffic.some(traffic.domains[:1]).requests(much.prompt, seed, live.offset),
+        ),
     ):
         await live.reset()
         await live.use(LOOP)
@@ -124,12 +165,20 @@ async def homogeneous(live: Live, traffic: Texts, much: Plenty, seed: int, scale
             end = time.monotonic()
         await asyncio.sleep(HEARD_SECONDS)
         watcher = live.watcher
-        filled, moved, found = watcher.bytes_moved(began, begin), watcher.bytes_moved(begin, end), watcher.sent(begin, end)
-        told.notes.append(
-            f"homogeneous, {name}: {end - begin:.0f} s, {moved:,} bytes in {len(watcher.plans(begin, end))} plans, and {filled / 1e6:.1f} MB into empty slots "
-            f"in the {begin - began:.0f} s before; {len(load.answered)} requests; remote ranks per token {found.remote_ranks:.3f}, balance {found.balance:.3f}"
+        filled, moved, found = (
+            watcher.bytes_moved(began, begin),
+            watcher.bytes_moved(begin, end),
+            watcher.sent(begin, end),
         )
-        told.targets.append(Target(f"homogeneous, {name}: requests lost", len(load.lost), 0, at_least=False, unit=""))
+        told.notes.append(
+            f"homogeneous, {name}: {end - begin:.0f} s, {moved:,} bytes in {len(watcher.plans(begin, end))}"
+            f" plans, and {filled / 1e6:.1f} MB into empty slots in the {begin - began:.0f} s before;"
+            f" {len(load.answered)} requests; remote ranks per token {found.remote_ranks:.3f}, balance"
+            f" {found.balance:.3f}"
+        )
+        told.targets.append(
+            Target(f"homogeneous, {name}: requests lost", len(load.lost), 0, at_least=False, unit="")
+        )
         told.lasting.append(Target(f"homogeneous, {name}: bytes moved", moved, 0, at_least=False, unit=""))
         told.course[name] = watcher.course(began, end)._asdict()
     return told
@@ -151,12 +200,16 @@ async def alternating(live: Live, traffic: Texts, much: Plenty, seed: int, scale
     await asyncio.sleep(HEARD_SECONDS)
     watcher, middle = live.watcher, (began + end) / 2
     moved, later = watcher.bytes_moved(began, end), watcher.bytes_moved(middle, end)
-    budget = live.settings["planner"]["budget_bytes"] * (1 + int((end - began) // live.settings["planner"]["budget_seconds"]))
+    budget = live.settings["planner"]["budget_bytes"] * (
+        1 + int((end - began) // live.settings["planner"]["budget_seconds"])
+    )
     return Told(
         [
             (
-                f"alternating every {EVERY_SECONDS:g} s for {end - began:.0f} s: {moved / 1e6:.1f} MB in {len(watcher.plans(began, end))} plans, "
-                f"{later / 1e6:.1f} MB of it in the second half; remote ranks per token {watcher.sent(middle, end).remote_ranks:.3f} in the second half"
+                f"alternating every {EVERY_SECONDS:g} s for {end - began:.0f} s: {moved / 1e6:.1f} MB in"
+                f" {len(watcher.plans(began, end))} plans,"
+                f" {later / 1e6:.1f} MB of it in the second half; remote"
+                f" ranks per token {watcher.sent(middle, end).remote_ranks:.3f} in the second half"
             )
         ],
         [

@@ -55,7 +55,15 @@ def _policies(figure: Figure, policies: Mapping[str, Any]) -> None:
             values = [value(one) for one in policies[name]]
             axes.barh(at, statistics.median(values), color=COLOURS[at % len(COLOURS)], alpha=0.75)
             axes.plot(values, [at] * len(values), "k.", markersize=4)
-            axes.text(statistics.median(values) / 2, at, f"{statistics.median(values):.3g}", ha="center", va="center", color="white", fontsize=8)
+            axes.text(
+                statistics.median(values) / 2,
+                at,
+                f"{statistics.median(values):.3g}",
+                ha="center",
+                va="center",
+                color="white",
+                fontsize=8,
+            )
         axes.set_yticks(range(len(names)), names, fontsize=8)
         axes.set_title(title, fontsize=9)
         axes.tick_params(labelsize=8)
@@ -66,7 +74,13 @@ def _policies_course(figure: Figure, policies: Mapping[str, Any]) -> None:
     """Draw the first round of each policy, from its reset on."""
     axes = figure.subplots()
     for at, (name, rounds) in enumerate(policies.items()):
-        axes.plot(rounds[0]["course"]["seconds"], _floats(rounds[0]["course"]["remote_ranks"]), color=COLOURS[at % len(COLOURS)], label=name, linewidth=1.3)
+        axes.plot(
+            rounds[0]["course"]["seconds"],
+            _floats(rounds[0]["course"]["remote_ranks"]),
+            color=COLOURS[at % len(COLOURS)],
+            label=name,
+            linewidth=1.3,
+        )
     axes.axvline(next(iter(policies.values()))[0]["begin"], color=GREY, linestyle=":", linewidth=1)
     _label(axes, "seconds after the reset (dotted: measured from here on)", REMOTE)
     axes.legend(fontsize=7, ncols=2)
@@ -77,7 +91,15 @@ def _flip(figure: Figure, part: Mapping[str, Any]) -> None:
     _line_and_bytes(axes, part["course"])
     before, after = part["plain"]
     end = part["course"]["seconds"][-1]
-    axes.hlines([before, after], [0, part["flipped"]], [part["flipped"], end], colors=GREY, linestyles="--", linewidth=1, label="static + KV-only")
+    axes.hlines(
+        [before, after],
+        [0, part["flipped"]],
+        [part["flipped"], end],
+        colors=GREY,
+        linestyles="--",
+        linewidth=1,
+        label="static + KV-only",
+    )
     axes.axvline(part["flipped"], color="tab:red", linestyle=":", linewidth=1, label="all domains change")
     axes.legend(fontsize=7)
 
@@ -92,7 +114,9 @@ def _alternating(figure: Figure, part: Mapping[str, Any]) -> None:
 
 
 def _homogeneous(figure: Figure, part: Mapping[str, Course]) -> None:
-    for axes, (name, course) in zip(figure.subplots(1, len(part), squeeze=False)[0], part.items(), strict=True):
+    for axes, (name, course) in zip(
+        figure.subplots(1, len(part), squeeze=False)[0], part.items(), strict=True
+    ):
         _line_and_bytes(axes, course)
         axes.set_title(name, fontsize=9)
 
@@ -103,7 +127,9 @@ def _line_and_bytes(axes: Any, course: Course) -> None:
     _label(axes, "seconds", REMOTE)
     axes.set_ylim(bottom=0)
     beside = axes.twinx()
-    beside.bar(course["seconds"], [count / 1e6 for count in course["bytes"]], width=4.0, color=MOVED, alpha=0.6)
+    beside.bar(
+        course["seconds"], [count / 1e6 for count in course["bytes"]], width=4.0, color=MOVED, alpha=0.6
+    )
     beside.set_ylabel("MB moved in 5 s", fontsize=8, color=MOVED)
     beside.set_ylim(0, max(1.0, 3 * max(course["bytes"], default=0) / 1e6))
     beside.tick_params(labelsize=7, colors=MOVED)

@@ -46,9 +46,16 @@ class Policy:
     settings: Settings
 
 
-STATIC = Policy("static + KV-only", {"router": {"policy": "kv"}, "planner": {"automatic": False, "policy": "roost"}})
-EPLB = Policy("EPLB + KV-only", {"router": {"policy": "kv"}, "planner": {"automatic": True, "policy": "eplb"}})
-JOINT = Policy("joint routing, static placement", {"router": {"policy": "cost"}, "planner": {"automatic": False, "policy": "roost"}})
+STATIC = Policy(
+    "static + KV-only", {"router": {"policy": "kv"}, "planner": {"automatic": False, "policy": "roost"}}
+)
+EPLB = Policy(
+    "EPLB + KV-only", {"router": {"policy": "kv"}, "planner": {"automatic": True, "policy": "eplb"}}
+)
+JOINT = Policy(
+    "joint routing, static placement",
+    {"router": {"policy": "cost"}, "planner": {"automatic": False, "policy": "roost"}},
+)
 LOOP = Policy("full loop", {"router": {"policy": "cost"}, "planner": {"automatic": True, "policy": "roost"}})
 POLICIES = (STATIC, EPLB, JOINT, LOOP)
 
@@ -80,7 +87,11 @@ CADENCE: dict[str, dict[str, Any]] = {
 def base(link_seconds: float, cadence: Settings) -> dict[str, dict[str, Any]]:
     """Return the settings common to all policies: engine, slots, dispatch rule, links, cadence."""
     engine = {"ranks": RANKS, "slots_per_rank": SLOTS, "link_seconds": link_seconds}
-    return merged({"engine": engine, "transfer": {"way": "nixl", "least_seconds": 5.0}, "worker": {"name": "engine"}}, cadence, STATIC.settings)
+    return merged(
+        {"engine": engine, "transfer": {"way": "nixl", "least_seconds": 5.0}, "worker": {"name": "engine"}},
+        cadence,
+        STATIC.settings,
+    )
 
 
 class Phase(NamedTuple):
@@ -154,7 +165,9 @@ class Live:
         if not self.watcher.planned:
             return False
         last = self.watcher.planned[-1][1].plan
-        over = any(one.plan == last and one.last for _, one in self.watcher.moved) or any(one.plan == last for _, one in self.watcher.aborted)
+        over = any(one.plan == last and one.last for _, one in self.watcher.moved) or any(
+            one.plan == last for _, one in self.watcher.aborted
+        )
         return not over
 
     async def _go_back(self) -> None:
@@ -164,14 +177,23 @@ class Live:
             await self.settled()
             if held_alike(self.placement, self.first):
                 break
-            await self._carry_out(RollBack(engine=ENGINE, plan=next(one.plan for _, one in self.watcher.moved if one.epoch == begun)))
+            await self._carry_out(
+                RollBack(
+                    engine=ENGINE, plan=next(one.plan for _, one in self.watcher.moved if one.epoch == begun)
+                )
+            )
         if not held_alike(self.placement, self.first):
-            raise RuntimeError(f"epoch {self.placement.epoch} is not what everything began with: {difference(self.placement, self.first)}")
+            raise RuntimeError(
+                f"epoch {self.placement.epoch} is not what everything began with:"
+                f" {difference(self.placement, self.first)}"
+            )
         self.first = self.placement
 
     async def _carry_out(self, order: RollBack | ApplyPlan) -> None:
         """Carry out a request. Raises RuntimeError if it is aborted, NotAccepted if it is refused."""
-        course = await carried_out(self.bus, self.subjects, order, wait=True, began=lambda _: None, say=lambda _: None)
+        course = await carried_out(
+            self.bus, self.subjects, order, wait=True, began=lambda _: None, say=lambda _: None
+        )
         if course.given_up is not None:
             raise RuntimeError(f"plan {course.accepted.plan} was given up: {course.given_up.reason}")
         async with asyncio.timeout(SETTLED_SECONDS):
@@ -196,10 +218,14 @@ class Live:
         """Draw heat maps of demand and placement, and of the changes since the beginning. folder: an existing
         absolute path."""
         for what, *more in (("placement", "--before"), ("popularity",)):
-            await self.fleet.command(what, *more, "--plot", str(folder / f"{what}.png"), "--nats", self.fleet.nats)
+            await self.fleet.command(
+                what, *more, "--plot", str(folder / f"{what}.png"), "--nats", self.fleet.nats
+            )
 
     @asynccontextmanager
-    async def loaded(self, requests: Iterator[Request], concurrency: int, output: Lengths) -> AsyncIterator[Load]:
+    async def loaded(
+        self, requests: Iterator[Request], concurrency: int, output: Lengths
+    ) -> AsyncIterator[Load]:
         """Apply this load while the context lasts."""
         async with asking(self.fleet.router, DEMO_MODEL, requests, concurrency, output) as load:
             yield load
@@ -221,9 +247,16 @@ def evenly(placement: Placement) -> Plan:
     it copies no bytes."""
     split = even_split(placement.expert_of_slot, placement.experts)
     split = split._replace(keep=np.zeros_like(split.keep))
-    steps = tuple(PlanStep(kind="reweight", layer=layer, why="replicas share evenly, wherever a token lives") for layer in range(placement.layers))
+    steps = tuple(
+        PlanStep(kind="reweight", layer=layer, why="replicas share evenly, wherever a token lives")
+        for layer in range(placement.layers)
+    )
     record = SplitRecord.of(split, np.arange(placement.layers))
-    return planned(placement, [Handover(epoch=placement.epoch + 1, steps=steps, split=record)], reason="replicas are chosen as by a hash")
+    return planned(
+        placement,
+        [Handover(epoch=placement.epoch + 1, steps=steps, split=record)],
+        reason="replicas are chosen as by a hash",
+    )
 
 
 @asynccontextmanager
@@ -233,10 +266,17 @@ async def live(link_seconds: float = LINK_SECONDS, cadence: Settings = CADENCE) 
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(live_fleet(settings))
         subjects = Subjects(BusConfig().namespace)
-        bus = await NatsBus.connect(fleet.nats, subjects, BusConfig(urls=(fleet.nats,), credentials_file=fleet.credentials), name="benchmark")
+        bus = await NatsBus.connect(
+            fleet.nats,
+            subjects,
+            BusConfig(urls=(fleet.nats,), credentials_file=fleet.credentials),
+            name="benchmark",
+        )
         stack.push_async_callback(bus.close)
         watcher = await stack.enter_async_context(watching(bus, subjects))
-        joined = [one.message async for one in bus.replay(subjects.membership(ENGINE), latest=True, follow=False)][-1]
+        joined = [
+            one.message async for one in bus.replay(subjects.membership(ENGINE), latest=True, follow=False)
+        ][-1]
         if not isinstance(joined, EngineJoined) or joined.placement is None:
             raise RuntimeError(f"engine {ENGINE} does not say what it serves: {joined}")
         yield Live(fleet, bus, subjects, watcher, Placement.from_record(joined.placement), joined, settings)
@@ -322,4 +362,8 @@ def measured(watcher: Watcher, name: str, load: Load, began: float, begin: float
 def firsts(answered: list[Answered], begin: float, end: float) -> tuple[float, float]:
     """Return seconds to the first token of requests sent in the interval: p50 and p99."""
     taken = [one.first - one.sent for one in answered if begin < one.sent <= end]
-    return (float(np.percentile(taken, 50)), float(np.percentile(taken, 99))) if taken else (float("nan"), float("nan"))
+    return (
+        (float(np.percentile(taken, 50)), float(np.percentile(taken, 99)))
+        if taken
+        else (float("nan"), float("nan"))
+    )

@@ -63,12 +63,25 @@ def _row(name: str, found: list[tuple[Case, _Found]]) -> Row:
     case, seeds = found[0][0], [one for _, one in found]
     gap = max(one.bound - one.ours for one in seeds)
     held = [
-        Target("balance above EPLB's", 100.0 * min(one.ours - one.eplb for one in seeds), -ROUNDING, unit=" points"),
+        Target(
+            "balance above EPLB's",
+            100.0 * min(one.ours - one.eplb for one in seeds),
+            -ROUNDING,
+            unit=" points",
+        ),
         Target("experts twice on a rank", max(one.twice for one in seeds), 0, at_least=False, unit=""),
         Target("full placement", median(one.ms for one in seeds), FULL_MS, at_least=False, unit=" ms"),
     ]
     if case.per_rank >= ENOUGH_SLOTS:
-        held.append(Target(f"gap to the bound at {ENOUGH_SLOTS} slots per rank or more", gap, GAP, at_least=False, unit=""))
+        held.append(
+            Target(
+                f"gap to the bound at {ENOUGH_SLOTS} slots per rank or more",
+                gap,
+                GAP,
+                at_least=False,
+                unit="",
+            )
+        )
     figures: dict[str, float | str] = {
         "EPLB": mean(one.eplb for one in seeds),
         f"in {NODES} nodes": mean(one.by_node for one in seeds),

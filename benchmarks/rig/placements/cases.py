@@ -29,7 +29,14 @@ WINDOW_STEPS = 100
 """steps in a window of demand: 2 % of noise on an expert of average popularity at 8 ranks, 0.6 % at 64"""
 SHAPES = ((58, 256), (94, 128))
 """layers, experts"""
-SLOTS = {(256, 8): (320,), (256, 32): (288,), (256, 64): (320,), (128, 8): (160,), (128, 32): (160,), (128, 64): (192, 320)}
+SLOTS = {
+    (256, 8): (320,),
+    (256, 32): (288,),
+    (256, 64): (320,),
+    (128, 8): (160,),
+    (128, 32): (160,),
+    (128, 64): (192, 320),
+}
 """slots of a layer by experts and ranks"""
 DRIFTS = ("noise", "jitter10", "jitter30", "mix25", "full")
 
@@ -93,7 +100,9 @@ class Drifting:
     drift: str
 
     def _dice(self, use: int) -> np.random.Generator:
-        return np.random.default_rng([self.case.seed, SKEWS.index(self.case.skew), DRIFTS.index(self.drift), use])
+        return np.random.default_rng(
+            [self.case.seed, SKEWS.index(self.case.skew), DRIFTS.index(self.drift), use]
+        )
 
     def __str__(self) -> str:
         return f"{self.case}, {self.drift}"
@@ -130,7 +139,9 @@ class Drifting:
     def steps(self) -> NDArray[np.float64]:
         """Return float64 [10, layers, experts]: pairs of ten decode steps after the drift."""
         after, dice = self._truths[1], self._dice(2)
-        return np.stack([dice.multinomial(self.case.step, truth / truth.sum(), 10) for truth in after], axis=1).astype(np.float64)
+        return np.stack(
+            [dice.multinomial(self.case.step, truth / truth.sum(), 10) for truth in after], axis=1
+        ).astype(np.float64)
 
 
 def even(table: Table, experts: int) -> NDArray[np.float64]:
@@ -143,7 +154,9 @@ def even(table: Table, experts: int) -> NDArray[np.float64]:
     return np.where(held, 1.0 / np.maximum(counts[place], 1), 0.0)
 
 
-def rank_loads(table: Table, wanted: NDArray[Any], ranks: int, share: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
+def rank_loads(
+    table: Table, wanted: NDArray[Any], ranks: int, share: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
     """Return float64 [..., layers, ranks] of demand [..., layers, experts]."""
     held = table >= 0
     part = even(table, wanted.shape[-1]) if share is None else np.where(held, share, 0.0)
@@ -151,7 +164,9 @@ def rank_loads(table: Table, wanted: NDArray[Any], ranks: int, share: NDArray[np
     return np.asarray(served.reshape(*served.shape[:-1], ranks, -1).sum(axis=-1))
 
 
-def balance(table: Table, wanted: NDArray[Any], ranks: int, share: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
+def balance(
+    table: Table, wanted: NDArray[Any], ranks: int, share: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
     """Return float64 [..., layers]: mean over highest load of a rank."""
     loads = rank_loads(table, wanted, ranks, share)
     return np.asarray(loads.mean(axis=-1) / np.maximum(loads.max(axis=-1), 1e-300))

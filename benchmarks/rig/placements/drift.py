@@ -9,7 +9,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.rig.placements.cases import DRIFTS, Case, Drifting, Row, Table, balance, cases, split_shares, timed
+from benchmarks.rig.placements.cases import (
+    DRIFTS,
+    Case,
+    Drifting,
+    Row,
+    Table,
+    balance,
+    cases,
+    split_shares,
+    timed,
+)
 from benchmarks.rig.placements.popularity import SKEWS
 from benchmarks.rig.report import Target
 from fleet.placement import Placement, Split
@@ -21,8 +31,13 @@ from migration.solvers.rank_relabelling import relabelled
 from migration.solvers.split_copies import weighted
 from migration.solvers.split_weights import reweight
 
-EVEN = "after a drift, replicas share evenly: balance on the next window (of a decode step), copies in % of slots"
-SPLIT = "after a drift, with split weights: balance on the next window (of a decode step), copies in % of slots"
+EVEN = (
+    "after a drift, replicas share evenly: balance on the next window (of a decode step), copies in % of"
+    " slots"
+)
+SPLIT = (
+    "after a drift, with split weights: balance on the next window (of a decode step), copies in % of slots"
+)
 GAIN, STEP_LOSS = 95.0, 0.01
 EVEN_COPIES = {
     "drift": {8: 4.0, 32: 12.0, 64: 16.0},
@@ -61,7 +76,10 @@ def rows(quick: bool) -> list[Row]:
     found: list[tuple[Row, Row]] = []
     for _, group in groupby(cases(seeds=seeds, skews=skews), key=str):
         of_seed = list(group)
-        found += [_rows(of_seed[0], drift, [_answers(Drifting(case, drift), 1 if quick else 3) for case in of_seed]) for drift in drifts]
+        found += [
+            _rows(of_seed[0], drift, [_answers(Drifting(case, drift), 1 if quick else 3) for case in of_seed])
+            for drift in drifts
+        ]
     return [row for row, _ in found] + [row for _, row in found]
 
 
@@ -92,7 +110,9 @@ def _scored(drifting: Drifting, before: Table, table: Table, split: Split | None
 
 def _rows(case: Case, drift: str, seeds: Sequence[_Answers]) -> tuple[Row, Row]:
     name = f"{case}, {drift}"
-    return Row(EVEN, name, _even_figures(seeds), _even_held(case, drift, seeds)), Row(SPLIT, name, _split_figures(seeds), _split_held(case, drift, seeds))
+    return Row(EVEN, name, _even_figures(seeds), _even_held(case, drift, seeds)), Row(
+        SPLIT, name, _split_figures(seeds), _split_held(case, drift, seeds)
+    )
 
 
 def _even_figures(seeds: Sequence[_Answers]) -> dict[str, float | str]:
@@ -126,11 +146,21 @@ def _even_held(case: Case, drift: str, seeds: Sequence[_Answers]) -> tuple[Targe
     ways = [one.even for one in seeds]
     copies = _copies(ways)
     if drift == "noise":
-        return (Target("few, only noise: copies", copies, 0.0, at_least=False, unit=" %"), _steps("few", seeds, ways), _time("few", case, drift, ways))
+        return (
+            Target("few, only noise: copies", copies, 0.0, at_least=False, unit=" %"),
+            _steps("few", seeds, ways),
+            _time("few", case, drift, ways),
+        )
     kind = _kind(drift) + (", Zipf" if drift == "full" and case.skew == "zipf" else "")
     return (
         Target(f"few, {_kind(drift)}: part of the gain", _gain(seeds, ways), GAIN, unit=" %"),
-        Target(f"few, {kind}, {case.ranks} ranks: copies", copies, EVEN_COPIES[kind][case.ranks], at_least=False, unit=" %"),
+        Target(
+            f"few, {kind}, {case.ranks} ranks: copies",
+            copies,
+            EVEN_COPIES[kind][case.ranks],
+            at_least=False,
+            unit=" %",
+        ),
         _steps("few", seeds, ways),
         _time("few", case, drift, ways),
     )
@@ -138,15 +168,27 @@ def _even_held(case: Case, drift: str, seeds: Sequence[_Answers]) -> tuple[Targe
 
 def _split_held(case: Case, drift: str, seeds: Sequence[_Answers]) -> tuple[Target, ...]:
     ways, weights = [one.split for one in seeds], [one.weights for one in seeds]
-    reweighing = Target("weights alone: time", median(one.ms for one in weights), REWEIGHT_MS, at_least=False, unit=" ms")
+    reweighing = Target(
+        "weights alone: time", median(one.ms for one in weights), REWEIGHT_MS, at_least=False, unit=" ms"
+    )
     timely = (_time("split", case, drift, ways), reweighing)
     if drift == "full":
         return timely
     if drift == "noise":
-        return (Target("split, only noise: copies", _copies(ways), 0.0, at_least=False, unit=" %"), _steps("split", seeds, ways), *timely)
+        return (
+            Target("split, only noise: copies", _copies(ways), 0.0, at_least=False, unit=" %"),
+            _steps("split", seeds, ways),
+            *timely,
+        )
     return (
         Target(f"split, {_kind(drift)}: part of the gain", _gain(seeds, ways), GAIN, unit=" %"),
-        Target(f"split, {_kind(drift)}, {case.ranks} ranks: copies", _copies(ways), SPLIT_COPIES[case.ranks], at_least=False, unit=" %"),
+        Target(
+            f"split, {_kind(drift)}, {case.ranks} ranks: copies",
+            _copies(ways),
+            SPLIT_COPIES[case.ranks],
+            at_least=False,
+            unit=" %",
+        ),
         _steps("split", seeds, ways),
         *timely,
     )
@@ -158,7 +200,9 @@ def _kind(drift: str) -> str:
 
 def _steps(name: str, seeds: Sequence[_Answers], ways: Sequence[_Way]) -> Target:
     lost = mean(float((one.full.step - way.step).mean()) for one, way in zip(seeds, ways, strict=True))
-    return Target(f"{name}: balance of a step below a full re-placement's", lost, STEP_LOSS, at_least=False, unit="")
+    return Target(
+        f"{name}: balance of a step below a full re-placement's", lost, STEP_LOSS, at_least=False, unit=""
+    )
 
 
 def _time(name: str, case: Case, drift: str, ways: Sequence[_Way]) -> Target:
@@ -179,4 +223,7 @@ def _copies(ways: Sequence[_Way]) -> float:
 
 
 def _both(ways: Sequence[_Way]) -> str:
-    return f"{mean(float(way.balance.mean()) for way in ways):.3f} ({mean(float(way.step.mean()) for way in ways):.3f})"
+    return (
+        f"{mean(float(way.balance.mean()) for way in ways):.3f}"
+        f" ({mean(float(way.step.mean()) for way in ways):.3f})"
+    )

@@ -15,7 +15,10 @@ from migration.solvers.even_split_copies import few
 from migration.solvers.full_placement import full
 from migration.solvers.split_copies import weighted
 
-PART = "a full change of domain, single layers: copies for 95 % of a full re-placement's gain (demand known exactly), and what no plan can do with less"
+PART = (
+    "a full change of domain, single layers: copies for 95 % of a full re-placement's gain (demand known"
+    " exactly), and what no plan can do with less"
+)
 SKEWS = ("mild", "zipf", "lognormal")
 TARGET = 0.95
 SECONDS, QUICK_SECONDS = 60.0, 5.0
@@ -33,7 +36,11 @@ def rows(quick: bool) -> list[Row]:
     """Return one row for each; quick: of the smallest engine only."""
     layers, experts = SHAPES[0]
     ranks, skews, seconds = ((8,), SKEWS[1:], QUICK_SECONDS) if quick else ((8, 32, 64), SKEWS, SECONDS)
-    return [_row(Case(skew, layers, experts, many, SLOTS[experts, many][0], 0), seconds) for many in ranks for skew in skews]
+    return [
+        _row(Case(skew, layers, experts, many, SLOTS[experts, many][0], 0), seconds)
+        for many in ranks
+        for skew in skews
+    ]
 
 
 def _row(case: Case, seconds: float) -> Row:
@@ -72,20 +79,34 @@ def least_copies(row: Table, load: NDArray[np.float64], ranks: int, most: float,
     held[row[slot], slot // per] = 1.0
     cells = experts * ranks
     cost = np.concatenate([(1.0 - held).ravel(), np.zeros(cells)])
-    one, no_expert, no_rank = sparse.identity(cells, format="csr"), sparse.csr_matrix((experts, cells)), sparse.csr_matrix((ranks, cells))
+    one, no_expert, no_rank = (
+        sparse.identity(cells, format="csr"),
+        sparse.csr_matrix((experts, cells)),
+        sparse.csr_matrix((ranks, cells)),
+    )
     of_expert = sparse.kron(sparse.identity(experts), np.ones((1, ranks)), format="csr")
     of_rank = sparse.kron(np.ones((1, experts)), sparse.identity(ranks), format="csr")
     loads = sparse.kron(load[None, :] / most, sparse.identity(ranks), format="csr")
     below = sparse.vstack(
-        [sparse.hstack([-one, one]), sparse.hstack([of_rank, no_rank]), sparse.hstack([no_rank, loads]), sparse.hstack([-of_expert, no_expert])], format="csr"
+        [
+            sparse.hstack([-one, one]),
+            sparse.hstack([of_rank, no_rank]),
+            sparse.hstack([no_rank, loads]),
+            sparse.hstack([-of_expert, no_expert]),
+        ],
+        format="csr",
     )
-    limit = np.concatenate([np.zeros(cells), np.full(ranks, per), np.ones(ranks), -np.maximum(np.ceil(load / most - 1e-9), 1.0)])
+    limit = np.concatenate(
+        [np.zeros(cells), np.full(ranks, per), np.ones(ranks), -np.maximum(np.ceil(load / most - 1e-9), 1.0)]
+    )
     wholly = sparse.hstack([no_expert, of_expert], format="csr")
     relaxed = linprog(cost, A_ub=below, b_ub=limit, A_eq=wholly, b_eq=np.ones(experts), bounds=(0, 1))
     if relaxed.fun is None:
         raise RuntimeError(f"the relaxed program of {ranks} ranks was not solved: {relaxed.message}")
     constraints = [LinearConstraint(below, -np.inf, limit), LinearConstraint(wholly, 1.0, 1.0)]
     whole = np.concatenate([np.ones(cells), np.zeros(cells)])
-    found = milp(cost, constraints=constraints, integrality=whole, bounds=Bounds(0, 1), options={"time_limit": seconds})
+    found = milp(
+        cost, constraints=constraints, integrality=whole, bounds=Bounds(0, 1), options={"time_limit": seconds}
+    )
     proved = relaxed.fun if found.mip_dual_bound is None else max(relaxed.fun, found.mip_dual_bound)
     return Least(None if found.x is None else round(found.fun), ceil(proved - 1e-6))

@@ -23,7 +23,9 @@ from migration.solvers.eplb import as_placement, eplb_global
 from migration.solvers.locality_placement import LocalityPrices, LocalityProblem, bound, located, measured
 from migration.solvers.specialisation_test import gate
 
-PLACED = "experts near the ranks that want them, 8 ranks, 8 spare slots each; parts of pairs served elsewhere, %"
+PLACED = (
+    "experts near the ranks that want them, 8 ranks, 8 spare slots each; parts of pairs served elsewhere, %"
+)
 WIDE = "experts near the nodes that want them, nodes of 8 ranks; parts of pairs, %"
 JOINT = "homes and placement together; parts of pairs served elsewhere (of dispatch: beyond one node), %"
 GATED = "whether demand differs at all: windows taken for specialised"
@@ -52,8 +54,14 @@ def rows(quick: bool) -> list[Row]:
     specialisation test."""
     skews = ("topheavy",) if quick else SKEWS
     seeds = 1 if quick else 3
-    found = [_placed_row(*case, seeds, quick) for case in product(skews, SPECIAL[:2] if quick else SPECIAL, LEAKS, MOST)]
-    found += [_wide_row(skew, ranks, special, quick) for skew, ranks, special in product(skews, (32, 64), (0.5, 1.0))]
+    found = [
+        _placed_row(*case, seeds, quick)
+        for case in product(skews, SPECIAL[:2] if quick else SPECIAL, LEAKS, MOST)
+    ]
+    found += [
+        _wide_row(skew, ranks, special, quick)
+        for skew, ranks, special in product(skews, (32, 64), (0.5, 1.0))
+    ]
     found += [_joint_row(skew, leak, seeds) for skew, leak in product(skews, LEAKS[:1] if quick else LEAKS)]
     found += [_whole_row(ranks, quick) for ranks in ((64,) if quick else (8, 32, 64))]
     return found + [_gate_row(skew, special, quick) for skew, special in product(skews, (0.0, 0.25))]
@@ -71,7 +79,9 @@ def _placed_row(skew: str, special: float, leak: float, most: int | None, seeds:
     found = [_placed(skew, special, leak, most, seed, 8 if quick else LAYERS) for seed in range(seeds)]
     gap = 100 * max(one.ours - one.optimum for one in found)
     if min(one.ours - one.optimum for one in found) < -1e-6:
-        raise RuntimeError(f"{skew}, b {special}, leak {leak}: less remote than is possible; the bound is wrong")
+        raise RuntimeError(
+            f"{skew}, b {special}, leak {leak}: less remote than is possible; the bound is wrong"
+        )
     figures: dict[str, float | str] = {
         "EPLB, hash": 100 * mean(one.hashed for one in found),
         "EPLB, local first": 100 * mean(one.local_first for one in found),
@@ -83,7 +93,13 @@ def _placed_row(skew: str, special: float, leak: float, most: int | None, seeds:
         "s": median(one.seconds for one in found),
     }
     held = (
-        Target("remote above the optimum of the linear programme", gap, WITHIN_POINTS, at_least=False, unit=" points"),
+        Target(
+            "remote above the optimum of the linear programme",
+            gap,
+            WITHIN_POINTS,
+            at_least=False,
+            unit=" points",
+        ),
         Target("balance of a placement for locality", min(one.balance for one in found), BALANCE, unit=""),
     )
     return Row(PLACED, f"{skew}, b {special}, leak {leak}, replicas {most or 'any'}", figures, held)
@@ -124,7 +140,10 @@ def by_hash(raw: NDArray[np.int16], demand: NDArray[np.float64]) -> float:
 
 
 def _wide_row(skew: str, ranks: int, special: float, quick: bool) -> Row:
-    layers, dice = 4 if quick else LAYERS, np.random.default_rng([ranks, SKEWS.index(skew), int(100 * special)])
+    layers, dice = (
+        4 if quick else LAYERS,
+        np.random.default_rng([ranks, SKEWS.index(skew), int(100 * special)]),
+    )
     truth = by_rank(domains(skew, DOMAINS, special, layers, EXPERTS, dice), ranks, 0.0)
     # ranks of one node are the homes of the same domains
     truth = truth[np.argsort(np.arange(ranks) % DOMAINS, kind="stable")]
@@ -156,7 +175,9 @@ def _traffic(skew: str, clusters: int, leak: float, layers: int, seed: int) -> C
     """Return clusters in families: three quarters of a domain, a quarter unique; shares by Dirichlet."""
     dice = np.random.default_rng([seed, SKEWS.index(skew), clusters])
     kinds = domains(skew, max(DOMAINS, clusters // 4), 0.5, layers, EXPERTS, dice)
-    profiles = np.stack([0.75 * kinds[at % len(kinds)] + 0.25 * load(skew, layers, EXPERTS, dice) for at in range(clusters)])
+    profiles = np.stack(
+        [0.75 * kinds[at % len(kinds)] + 0.25 * load(skew, layers, EXPERTS, dice) for at in range(clusters)]
+    )
     return ClusterTraffic(profiles, dice.dirichlet(np.full(clusters, 3.0)), leak)
 
 
@@ -183,7 +204,13 @@ def _joint_row(skew: str, leak: float, seeds: int, layers: int = 8, clusters: in
         "s": "",
     }
     held = (
-        Target("remote above the best alternation of exact halves", gap, WITHIN_POINTS, at_least=False, unit=" points"),
+        Target(
+            "remote above the best alternation of exact halves",
+            gap,
+            WITHIN_POINTS,
+            at_least=False,
+            unit=" points",
+        ),
         Target("balance of a placement for locality", min(bal), BALANCE, unit=""),
     )
     return Row(JOINT, f"{skew}, 8 ranks, {clusters} clusters, {layers} layers, leak {leak}", figures, held)
@@ -198,7 +225,11 @@ def _exact_alternation(traffic: ClusterTraffic, room: LocalityProblem, seed: int
         demand = traffic.demand(where)
         held = np.stack([_exact_placement(demand[:, layer], room.slots) for layer in range(demand.shape[1])])
         flat = held.transpose(1, 0, 2).reshape(room.ranks, -1)
-        where = routed(traffic.profiles.reshape(len(where), -1) @ flat.T / len(held), traffic.shares, traffic.room_for(room.ranks))
+        where = routed(
+            traffic.profiles.reshape(len(where), -1) @ flat.T / len(held),
+            traffic.shares,
+            traffic.room_for(room.ranks),
+        )
         reached = max(reached, float((traffic.demand(where).transpose(1, 0, 2) * held).sum() / len(held)))
     return reached
 
@@ -210,14 +241,22 @@ def _exact_placement(demand: NDArray[np.float64], slots: int) -> NDArray[np.floa
     one = np.ones(len(at))
     full = coo_array((one, (at // experts, at)), (ranks, len(at)))
     least = coo_array((-one, (at % experts, at)), (experts, len(at)))
-    found = linprog(-demand.ravel(), A_ub=vstack([full, least]), b_ub=np.r_[np.full(ranks, slots), -np.ones(experts)], bounds=(0.0, 1.0), method="highs")
+    found = linprog(
+        -demand.ravel(),
+        A_ub=vstack([full, least]),
+        b_ub=np.r_[np.full(ranks, slots), -np.ones(experts)],
+        bounds=(0.0, 1.0),
+        method="highs",
+    )
     return np.asarray(found.x.reshape(demand.shape))
 
 
 def _whole_row(ranks: int, quick: bool) -> Row:
     """Return a row of full size with its computation time."""
     traffic = _traffic("topheavy", ranks if ranks > 8 else 16, 0.3, LAYERS, 0)
-    room = LocalityProblem(np.arange(ranks) // 8, EXPERTS // ranks + 4, LocalityPrices(1.0, NODE_PRICE if ranks > 8 else 0.0))
+    room = LocalityProblem(
+        np.arange(ranks) // 8, EXPERTS // ranks + 4, LocalityPrices(1.0, NODE_PRICE if ranks > 8 else 0.0)
+    )
     found, ms = timed(lambda: homes(traffic, room), 1 if quick else 3)
     if found.located is None:
         raise RuntimeError(f"{ranks} ranks: no homes: {found.reason}")
@@ -234,7 +273,12 @@ def _whole_row(ranks: int, quick: bool) -> Row:
         Target("homes and placement together", ms / 1e3, JOINT_SECONDS, at_least=False, unit=" s"),
         Target("balance of a placement for locality", float(found.located.balance.mean()), BALANCE, unit=""),
     )
-    return Row(JOINT, f"topheavy, {ranks} ranks, {len(traffic.shares)} clusters, {LAYERS} layers, leak 0.3", figures, held)
+    return Row(
+        JOINT,
+        f"topheavy, {ranks} ranks, {len(traffic.shares)} clusters, {LAYERS} layers, leak 0.3",
+        figures,
+        held,
+    )
 
 
 # Specialisation test
@@ -245,14 +289,28 @@ def _gate_row(skew: str, special: float, quick: bool) -> Row:
     dice = np.random.default_rng([SKEWS.index(skew), int(100 * special)])
     truth = by_rank(domains(skew, DOMAINS, special, LAYERS, EXPERTS, dice), 8, 0.0)
     for at in range(windows):
-        counts = dice.poisson(truth * (300, 1000, 3000, 10_000)[at % 4 if special == 0 else 2]).astype(np.float64)
+        counts = dice.poisson(truth * (300, 1000, 3000, 10_000)[at % 4 if special == 0 else 2]).astype(
+            np.float64
+        )
         found = gate(counts, counts.sum(axis=2))
         alarms += found.specialised
         seen.append((found.divergence - found.floor) / found.spread)
     share = alarms / windows
-    figures: dict[str, float | str] = {"windows": str(windows), "specialised": share, "deviations, mean": float(np.mean(seen)), "most": float(np.max(seen))}
+    figures: dict[str, float | str] = {
+        "windows": str(windows),
+        "specialised": share,
+        "deviations, mean": float(np.mean(seen)),
+        "most": float(np.max(seen)),
+    }
     if special == 0:
-        held = Target("homogeneous demand taken for specialised", share, ALARMS, at_least=False, unit=" of windows")
+        held = Target(
+            "homogeneous demand taken for specialised", share, ALARMS, at_least=False, unit=" of windows"
+        )
     else:
-        held = Target("a quarter of own popularity noticed with 3,000 pairs per rank and layer", share, 0.99, unit=" of windows")
+        held = Target(
+            "a quarter of own popularity noticed with 3,000 pairs per rank and layer",
+            share,
+            0.99,
+            unit=" of windows",
+        )
     return Row(GATED, f"{skew}, b {special}", figures, (held,))

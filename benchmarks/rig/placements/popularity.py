@@ -63,11 +63,15 @@ def sampled(truth: Load, pairs: float, dice: np.random.Generator) -> Load:
     return np.asarray(dice.poisson(truth * pairs), np.float64)
 
 
-def domains(skew: str, count: int, special: float, layers: int, experts: int, dice: np.random.Generator) -> NDArray[np.float64]:
+def domains(
+    skew: str, count: int, special: float, layers: int, experts: int, dice: np.random.Generator
+) -> NDArray[np.float64]:
     """Return float64 [count, layers, experts]: domains that share (1 - special) of their popularity and have
     `special` of their own, in unrelated orders."""
     common = load(skew, layers, experts, dice)
-    return np.stack([(1.0 - special) * common + special * load(skew, layers, experts, dice) for _ in range(count)])
+    return np.stack(
+        [(1.0 - special) * common + special * load(skew, layers, experts, dice) for _ in range(count)]
+    )
 
 
 def by_rank(kinds: NDArray[Any], ranks: int, leak: float) -> NDArray[np.float64]:
@@ -77,5 +81,7 @@ def by_rank(kinds: NDArray[Any], ranks: int, leak: float) -> NDArray[np.float64]
     With fewer ranks than domains, a rank is the home of several.
     """
     count = len(kinds)
-    own = np.stack([kinds[rank % count] if ranks >= count else kinds[rank::ranks].mean(axis=0) for rank in range(ranks)])
+    own = np.stack(
+        [kinds[rank % count] if ranks >= count else kinds[rank::ranks].mean(axis=0) for rank in range(ranks)]
+    )
     return np.asarray((1.0 - leak) * own + leak * own.mean(axis=0))

@@ -102,16 +102,54 @@ class SimulatedConfig:
     def __post_init__(self) -> None:
         _need(self.shape in SHAPES, "shape", self.shape, f"use one of {', '.join(SHAPES)}")
         named = self.placement in PLACEMENTS or "." in self.placement or "/" in self.placement
-        _need(named, "placement", self.placement, f"use one of {', '.join(PLACEMENTS)}, or name a file, with a dot or a slash in its name")
+        _need(
+            named,
+            "placement",
+            self.placement,
+            f"use one of {', '.join(PLACEMENTS)}, or name a file, with a dot or a slash in its name",
+        )
         least = -(-SHAPES[self.shape].experts // self.ranks) if self.ranks > 0 else 1
-        _need(self.slots_per_rank is None or self.slots_per_rank >= least, "slots_per_rank", self.slots_per_rank, f"use {least} or more, or leave it out")
-        _need(self.dispatch_rule in DISPATCHES, "dispatch_rule", self.dispatch_rule, f"use one of {', '.join(DISPATCHES)}")
-        for key in ("kv_blocks", "block_size", "max_running", "max_waiting", "domain_blocks", "node_ranks", "profiled_tokens_per_second"):
+        _need(
+            self.slots_per_rank is None or self.slots_per_rank >= least,
+            "slots_per_rank",
+            self.slots_per_rank,
+            f"use {least} or more, or leave it out",
+        )
+        _need(
+            self.dispatch_rule in DISPATCHES,
+            "dispatch_rule",
+            self.dispatch_rule,
+            f"use one of {', '.join(DISPATCHES)}",
+        )
+        for key in (
+            "kv_blocks",
+            "block_size",
+            "max_running",
+            "max_waiting",
+            "domain_blocks",
+            "node_ranks",
+            "profiled_tokens_per_second",
+        ):
             _need(getattr(self, key) >= 1, key, getattr(self, key), "use 1 or more")
-        _need(1 <= self.ranks <= SHAPES[self.shape].experts, "ranks", self.ranks, f"use 1 to {SHAPES[self.shape].experts}, the experts of a layer")
+        _need(
+            1 <= self.ranks <= SHAPES[self.shape].experts,
+            "ranks",
+            self.ranks,
+            f"use 1 to {SHAPES[self.shape].experts}, the experts of a layer",
+        )
         _need(1 <= self.domains <= MOST_DOMAINS, "domains", self.domains, f"use 1 to {MOST_DOMAINS}")
-        _need(self.max_batch_tokens > self.max_running, "max_batch_tokens", self.max_batch_tokens, f"must exceed max_running ({self.max_running})")
-        _need(self.max_context is None or self.max_context >= 2, "max_context", self.max_context, "use 2 or more, or leave it out")
+        _need(
+            self.max_batch_tokens > self.max_running,
+            "max_batch_tokens",
+            self.max_batch_tokens,
+            f"must exceed max_running ({self.max_running})",
+        )
+        _need(
+            self.max_context is None or self.max_context >= 2,
+            "max_context",
+            self.max_context,
+            "use 2 or more, or leave it out",
+        )
         _need(self.kv_blocks * self.block_size >= 2, "kv_blocks", self.kv_blocks, "hold at least 2 tokens")
         _need(self.output_tokens >= 0, "output_tokens", self.output_tokens, "use 0 or more")
         for key in ("time_scale", "activity_seconds", "rank_bytes_per_second", "node_bytes_per_second"):
@@ -132,7 +170,9 @@ class SimulatedConfig:
     @property
     def context(self) -> int:
         """Longest sequence in tokens, prompt and completion together."""
-        return min(MOST_CONTEXT if self.max_context is None else self.max_context, self.kv_blocks * self.block_size)
+        return min(
+            MOST_CONTEXT if self.max_context is None else self.max_context, self.kv_blocks * self.block_size
+        )
 
     @property
     def served_model(self) -> str:
@@ -144,13 +184,17 @@ class SimulatedConfig:
         """Speeds of a rank in simulated seconds."""
         default = speed_of(self.shape, self.block_size)
         chosen = {key: getattr(self, key) for key in EngineSpeed.__struct_fields__}
-        return EngineSpeed(**{key: getattr(default, key) if value is None else value for key, value in chosen.items()})
+        return EngineSpeed(
+            **{key: getattr(default, key) if value is None else value for key, value in chosen.items()}
+        )
 
     @property
     def real_speed(self) -> EngineSpeed:
         """Speeds of a rank in real seconds."""
         speed = self.speed
-        return EngineSpeed(**{key: self.time_scale * getattr(speed, key) for key in EngineSpeed.__struct_fields__})
+        return EngineSpeed(
+            **{key: self.time_scale * getattr(speed, key) for key in EngineSpeed.__struct_fields__}
+        )
 
     @property
     def covers(self) -> bool:

@@ -39,13 +39,20 @@ class DispatchModel:
     """Destinations of rows under one placement, by the rule of `fleet.dispatch`, as expected values. Exact
     for experts with one replica."""
 
-    def __init__(self, tastes: RoutingModel, placement: Placement, node_of_rank: Sequence[int], *, cover: bool = False) -> None:
+    def __init__(
+        self, tastes: RoutingModel, placement: Placement, node_of_rank: Sequence[int], *, cover: bool = False
+    ) -> None:
         """cover: choose replicas so that a token reaches few ranks. The number of ranks is then a mean over a
         few tokens of each row."""
         node = np.asarray(node_of_rank, np.intp)
         layer, slot = np.nonzero(placement.expert_of_slot != EMPTY)
         part = np.stack([shares(placement, home, node)[layer, slot] for home in range(placement.ranks)])
-        held = _Slots(layer * placement.experts + placement.expert_of_slot[layer, slot], layer, slot // placement.slots_per_rank, part)
+        held = _Slots(
+            layer * placement.experts + placement.expert_of_slot[layer, slot],
+            layer,
+            slot // placement.slots_per_rank,
+            part,
+        )
         replicas = np.bincount(held.place)[held.place]
         demand = np.zeros((tastes.rows, placement.layers * placement.experts), bool)
         np.put_along_axis(demand, tastes.places, True, axis=1)
@@ -54,11 +61,19 @@ class DispatchModel:
         if cover and (replicas > 1).any():
             self._reached, self._local, nodes = _covered(tastes, placement, node)
         else:
-            self._reached, self._local = _remote(tastes, placement, held, np.arange(placement.ranks)), _local(tastes, placement, held)
+            self._reached, self._local = (
+                _remote(tastes, placement, held, np.arange(placement.ranks)),
+                _local(tastes, placement, held),
+            )
             nodes = _remote(tastes, placement, held, node)
-        self._remote_ranks, self._remote_nodes = self._reached.sum(axis=1, dtype=np.float64), nodes.sum(axis=1, dtype=np.float64)
+        self._remote_ranks, self._remote_nodes = (
+            self._reached.sum(axis=1, dtype=np.float64),
+            nodes.sum(axis=1, dtype=np.float64),
+        )
 
-    def sent(self, rank: int, tokens_of_row: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def sent(
+        self, rank: int, tokens_of_row: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return two float64 [layers]: distinct other ranks that tokens of one rank reach, and their local
         pairs. tokens_of_row: [rows]."""
         there = np.flatnonzero(tokens_of_row)
@@ -71,7 +86,9 @@ class DispatchModel:
         nodes = (tokens_of_row * self._remote_nodes).sum(axis=1, dtype=np.float64)
         pairs = self._several.pairs(tokens_of_row)
         read = self._sole.read(tokens_of_row) + self._several.read(pairs)
-        return StepTraffic(remote, nodes, read, self._sole.served(tokens_of_row) + self._several.served(pairs))
+        return StepTraffic(
+            remote, nodes, read, self._sole.served(tokens_of_row) + self._several.served(pairs)
+        )
 
 
 class _Slots(NamedTuple):
@@ -91,7 +108,9 @@ class _Slots(NamedTuple):
 class _Sole:
     """Experts with one replica. Their traffic does not depend on the home rank of a token."""
 
-    def __init__(self, tastes: RoutingModel, held: _Slots, demand: NDArray[np.bool_], placement: Placement) -> None:
+    def __init__(
+        self, tastes: RoutingModel, held: _Slots, demand: NDArray[np.bool_], placement: Placement
+    ) -> None:
         """demand: [rows, layers * experts]."""
         layers, self._ranks = placement.layers, placement.ranks
         self._rank = held.rank
@@ -145,7 +164,9 @@ class _Several:
 
     def read(self, pairs: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the expected number of experts that each rank must read, float64 [ranks]."""
-        return np.bincount(self._rank, -np.expm1((pairs * self._miss).sum(axis=0)), self._ranks).astype(np.float64)
+        return np.bincount(self._rank, -np.expm1((pairs * self._miss).sum(axis=0)), self._ranks).astype(
+            np.float64
+        )
 
 
 def _remote(tastes: RoutingModel, placement: Placement, held: _Slots, spot: NDArray[np.intp]) -> Float32Array:
@@ -176,13 +197,18 @@ def _local(tastes: RoutingModel, placement: Placement, held: _Slots) -> Float32A
     return found
 
 
-def _covered(tastes: RoutingModel, placement: Placement, node: NDArray[np.intp]) -> tuple[Float32Array, Float32Array, Float32Array]:
+def _covered(
+    tastes: RoutingModel, placement: Placement, node: NDArray[np.intp]
+) -> tuple[Float32Array, Float32Array, Float32Array]:
     """Return other ranks, local pairs and other nodes per token, for joint replica selection."""
     chooser, per = Chooser(placement, range(placement.ranks), node), placement.slots_per_rank
     found = np.zeros((3, placement.ranks, placement.layers, tastes.rows), np.float32)
     ranks, local, nodes = found
     for layer, home, turn in product(range(placement.layers), range(placement.ranks), range(_TURNS)):
-        rank = chooser.cover(layer, home * placement.experts + tastes.table[:, layer].astype(np.intp), turn) // per
+        rank = (
+            chooser.cover(layer, home * placement.experts + tastes.table[:, layer].astype(np.intp), turn)
+            // per
+        )
         ranks[home, layer] += reached(rank, np.full(tastes.rows, home))
         local[home, layer] += (rank == home).sum(axis=1)
         nodes[home, layer] += reached(node[rank], np.full(tastes.rows, node[home]))

@@ -69,13 +69,40 @@ class Faults:
     def check(self, order: FaultOrder) -> None:
         """ValueError unless the order can be executed."""
         _need(order.fault in KINDS, "fault", order.fault, f"use one of {', '.join(KINDS)}")
-        _need(order.rank is None or 0 <= order.rank < self._ranks, "rank", order.rank, f"ranks run from 0 to {self._ranks - 1}")
-        _need(order.rank is None or order.fault not in _ENGINE_WIDE, "rank", order.rank, f"{order.fault} affects the whole engine: its ranks step together")
-        _need(order.seconds is None or 0 < order.seconds < float("inf"), "seconds", order.seconds, "use a positive number, or leave it out to last until heal")
-        _need(order.seconds is not None or order.fault != "handover", "seconds", None, "a handover has to announce its duration")
+        _need(
+            order.rank is None or 0 <= order.rank < self._ranks,
+            "rank",
+            order.rank,
+            f"ranks run from 0 to {self._ranks - 1}",
+        )
+        _need(
+            order.rank is None or order.fault not in _ENGINE_WIDE,
+            "rank",
+            order.rank,
+            f"{order.fault} affects the whole engine: its ranks step together",
+        )
+        _need(
+            order.seconds is None or 0 < order.seconds < float("inf"),
+            "seconds",
+            order.seconds,
+            "use a positive number, or leave it out to last until heal",
+        )
+        _need(
+            order.seconds is not None or order.fault != "handover",
+            "seconds",
+            None,
+            "a handover has to announce its duration",
+        )
         _need(0 <= order.share <= 1, "share", order.share, "use 0 to 1")
-        _need(order.factor is None or 0 <= order.factor < float("inf"), "factor", order.factor, "use 0 or more")
-        _need(order.factor is None or order.fault in _FACTORS, "factor", order.factor, f"only {', '.join(_FACTORS)} have one")
+        _need(
+            order.factor is None or 0 <= order.factor < float("inf"), "factor", order.factor, "use 0 or more"
+        )
+        _need(
+            order.factor is None or order.fault in _FACTORS,
+            "factor",
+            order.factor,
+            f"only {', '.join(_FACTORS)} have one",
+        )
 
     def active(self, now: float) -> list[InjectedFault]:
         """Faults that still last."""
@@ -100,7 +127,11 @@ class Faults:
         return max((one.until - now for one in self.active(now) if one.kind == "handover"), default=0.0)
 
     def _at(self, kind: str, rank: int, now: float) -> list[InjectedFault]:
-        return [one for one in self.active(now) if one.kind == kind and one.rank in (None, rank)] if self._active else []
+        return (
+            [one for one in self.active(now) if one.kind == kind and one.rank in (None, rank)]
+            if self._active
+            else []
+        )
 
 
 def _need(holds: bool, key: str, value: object, remedy: str) -> None:

@@ -41,14 +41,18 @@ PRESETS = {
     "deepseek-v3": Preset(
         # The model's gate selects 4 of 8 groups. The simulated gate draws experts freely, so the shape has no
         # groups.
-        ModelShape(layers=58, experts=256, top_k=8, hidden=7168, expert_intermediate=2048, dtype="float8_e4m3fn"),
+        ModelShape(
+            layers=58, experts=256, top_k=8, hidden=7168, expert_intermediate=2048, dtype="float8_e4m3fn"
+        ),
         active_flops=74e9,
         dense_bytes=17e9,
         cache_token_bytes=70_272,
         pair_flops=2 * 61 * 128 * (192 + 128),
     ),
     "qwen3-235b": Preset(
-        ModelShape(layers=94, experts=128, top_k=8, hidden=4096, expert_intermediate=1536, dtype="float8_e4m3fn"),
+        ModelShape(
+            layers=94, experts=128, top_k=8, hidden=4096, expert_intermediate=1536, dtype="float8_e4m3fn"
+        ),
         active_flops=44e9,
         dense_bytes=8e9,
         cache_token_bytes=2 * 94 * 4 * 128 * 2,

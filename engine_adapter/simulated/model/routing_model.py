@@ -40,7 +40,10 @@ class RoutingModel:
         self._block_size = config.block_size
         self.table = _table(config)
         """int16 [rows, layers, k] distinct experts."""
-        places = self.table.astype(np.int32) + np.arange(self.shape.layers, dtype=np.int32)[None, :, None] * self.shape.experts
+        places = (
+            self.table.astype(np.int32)
+            + np.arange(self.shape.layers, dtype=np.int32)[None, :, None] * self.shape.experts
+        )
         self.places = places.reshape(self.rows, -1)
         """int32 [rows, layers * k]: the same as layer * experts + expert."""
 
@@ -50,7 +53,11 @@ class RoutingModel:
         if not blocks:
             return self.domains
         first = blocks[: self._domain_blocks]
-        name = first[-1].block_hash if not first[-1].salt else sequence_hashes([local_hash(block.tokens) for block in first])[-1]
+        name = (
+            first[-1].block_hash
+            if not first[-1].salt
+            else sequence_hashes([local_hash(block.tokens) for block in first])[-1]
+        )
         return (name >> 17) % self.domains
 
     def row(self, token: int, position: int, blocks: Sequence[Block]) -> int:
@@ -89,7 +96,9 @@ def _table(config: SimulatedConfig) -> NDArray[np.int16]:
     domain = config.domain_skew * dice.standard_normal((config.domains + 1, 1, layers, experts), np.float32)
     domain[-1] = 0.0
     token = config.token_skew * dice.standard_normal((1, BUCKETS, layers, experts), np.float32)
-    gumbel = -np.log(dice.standard_exponential((config.domains + 1, BUCKETS, layers, experts), np.float32) + 1e-30)
+    gumbel = -np.log(
+        dice.standard_exponential((config.domains + 1, BUCKETS, layers, experts), np.float32) + 1e-30
+    )
     score = popular + domain + token + gumbel
     best = np.argpartition(-score, shape.top_k - 1, axis=-1)[..., : shape.top_k]
     return best.astype(np.int16).reshape(-1, layers, shape.top_k)
@@ -100,7 +109,9 @@ def _bucket(token: int) -> int:
 
 
 def _buckets(tokens: NDArray[np.uint64]) -> NDArray[np.int64]:
-    return ((tokens * np.uint64(_MIX) & np.uint64(0xFFFFFFFF)) * np.uint64(BUCKETS) >> np.uint64(32)).astype(np.int64)
+    return ((tokens * np.uint64(_MIX) & np.uint64(0xFFFFFFFF)) * np.uint64(BUCKETS) >> np.uint64(32)).astype(
+        np.int64
+    )
 
 
 def place(tastes: RoutingModel, config: SimulatedConfig) -> Placement:
@@ -108,7 +119,12 @@ def place(tastes: RoutingModel, config: SimulatedConfig) -> Placement:
     if config.placement == "aligned":
         placement = aligned(tastes, config.ranks)
         return placement if config.slots_per_rank is None else with_slots(placement, config.slots_per_rank)
-    return linear(layers=tastes.shape.layers, experts=tastes.shape.experts, ranks=config.ranks, slots_per_rank=config.slots_per_rank)
+    return linear(
+        layers=tastes.shape.layers,
+        experts=tastes.shape.experts,
+        ranks=config.ranks,
+        slots_per_rank=config.slots_per_rank,
+    )
 
 
 def aligned(tastes: RoutingModel, ranks: int) -> Placement:
@@ -120,11 +136,17 @@ def aligned(tastes: RoutingModel, ranks: int) -> Placement:
     """
     shape = tastes.shape
     slots = -(-shape.experts // ranks)
-    of_domain = tastes.table[: tastes.domains * BUCKETS].reshape(tastes.domains, -1, shape.layers, shape.top_k)
+    of_domain = tastes.table[: tastes.domains * BUCKETS].reshape(
+        tastes.domains, -1, shape.layers, shape.top_k
+    )
     table = np.full((shape.layers, ranks, slots), -1, np.int16)
     for layer in range(shape.layers):
-        wish = np.stack([np.bincount(one[:, layer].ravel(), minlength=shape.experts) for one in of_domain]).astype(np.float64)
-        by_rank = np.stack([wish[rank % tastes.domains :: max(ranks, 1)].sum(axis=0) for rank in range(ranks)])
+        wish = np.stack(
+            [np.bincount(one[:, layer].ravel(), minlength=shape.experts) for one in of_domain]
+        ).astype(np.float64)
+        by_rank = np.stack(
+            [wish[rank % tastes.domains :: max(ranks, 1)].sum(axis=0) for rank in range(ranks)]
+        )
         for rank, experts in enumerate(_balanced(by_rank, wish.sum(axis=0), slots)):
             table[layer, rank, : len(experts)] = experts
     return Placement(table.reshape(shape.layers, -1), experts=shape.experts, ranks=ranks)
@@ -139,7 +161,11 @@ def _balanced(wish: NDArray[np.float64], load: NDArray[np.float64], slots: int) 
     for expert in np.argsort(wish.mean(axis=0) - wish.max(axis=0), kind="stable"):
         free = np.array([len(one) < slots for one in held])
         fits = free & (carried + load[expert] <= most)
-        chosen = int(np.argmax(np.where(fits, wish[:, expert], -1.0))) if fits.any() else int(np.argmin(np.where(free, carried, np.inf)))
+        chosen = (
+            int(np.argmax(np.where(fits, wish[:, expert], -1.0)))
+            if fits.any()
+            else int(np.argmin(np.where(free, carried, np.inf)))
+        )
         held[chosen].append(int(expert))
         carried[chosen] += load[expert]
     return held

@@ -45,7 +45,11 @@ def plan(slices: Sequence[Slice], tastes: RoutingModel) -> StepPlan:
     for one in slices:
         about = one.generation
         if one.count == 1 and one.last:
-            parts.append(PlannedWork(one, np.array([tastes.row(about.tokens[one.start], one.start, about.blocks)], np.int16)))
+            parts.append(
+                PlannedWork(
+                    one, np.array([tastes.row(about.tokens[one.start], one.start, about.blocks)], np.int16)
+                )
+            )
             sequences += 1
             blocks += len(about.table.pages)
         else:
@@ -59,7 +63,9 @@ def tokens_of_row(parts: Sequence[PlannedWork], rows: int) -> NDArray[np.int64]:
     """Count the tokens of each row: int64 [rows]."""
     if not parts:
         return np.zeros(rows, np.int64)
-    return np.bincount(np.concatenate([one.rows for one in parts]), minlength=rows).astype(np.int64, copy=False)
+    return np.bincount(np.concatenate([one.rows for one in parts]), minlength=rows).astype(
+        np.int64, copy=False
+    )
 
 
 def seconds(speed: EngineSpeed, plans: Sequence[StepPlan], caused: StepTraffic) -> NDArray[np.float64]:

@@ -25,8 +25,15 @@ class StepTotals(NamedTuple):
 
     def after(self, seconds: float, served: NDArray[np.float64]) -> "StepTotals":
         """Add one step. served: as in `StepTraffic`."""
-        return StepTotals(self.steps + 1, self.seconds + seconds, self.served + served, self.balance + balance(served))
+        return StepTotals(
+            self.steps + 1, self.seconds + seconds, self.served + served, self.balance + balance(served)
+        )
 
     def since(self, before: "StepTotals") -> "StepTotals":
         """Return the totals of the steps since `before`."""
-        return StepTotals(self.steps - before.steps, self.seconds - before.seconds, self.served - before.served, self.balance - before.balance)
+        return StepTotals(
+            self.steps - before.steps,
+            self.seconds - before.seconds,
+            self.served - before.served,
+            self.balance - before.balance,
+        )

@@ -20,21 +20,23 @@ from tokenizers import Tokenizer
 from engine_adapter.batching.detokenizer import ByteDetokenizer, byte_letters
 
 WORDS = (
-    "the a of to and in it is on by at as we or if no so up "
-    "roost bird nest wing flock perch owl heron crane finch robin swift raven eagle wren dove stork gull tern lark "
-    "river stone cloud forest valley island harbour bridge tower garden window market kitchen lantern ladder engine signal letter number "
-    "small quiet early late warm cold bright heavy simple open hidden narrow gentle ancient silver golden green "
-    "goes comes rests waits learns carries gathers follows answers listens returns builds keeps finds sends brings moves turns "
-    "slowly often always seldom together again before after under over between beyond because until while where there"
+    "the a of to and in it is on by at as we or if no so up roost bird nest wing flock perch owl heron crane"
+    " finch robin swift raven eagle wren dove stork gull tern lark river stone cloud forest valley island"
+    " harbour bridge tower garden window market kitchen lantern ladder engine signal letter number small"
+    " quiet early late warm cold bright heavy simple open hidden narrow gentle ancient silver golden green"
+    " goes comes rests waits learns carries gathers follows answers listens returns builds keeps finds sends"
+    " brings moves turns slowly often always seldom together again before after under over between beyond"
+    " because until while where there"
 ).split()
 END = "<|end|>"
 VOCABULARY = 131_072
 """Valid token IDs in a prompt. IDs beyond the tokenizer's entries have no text and otherwise work like any
 other."""
 TEMPLATE = (
-    "{%- for message in messages -%}{{ message['role'] + ': ' }}{%- if message['content'] is string -%}{{ message['content'] }}{%- else -%}"
-    "{%- for part in message['content'] -%}{{ part['text'] }}{%- endfor -%}{%- endif -%}{{ '\\n' }}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ 'assistant:' }}{%- endif -%}"
+    "{%- for message in messages -%}{{ message['role'] + ': ' }}{%- if message['content'] is string -%}{{"
+    " message['content'] }}{%- else -%}{%- for part in message['content'] -%}{{ part['text'] }}{%- endfor"
+    " -%}{%- endif -%}{{ '\\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ 'assistant:' }}{%-"
+    " endif -%}"
 )
 _STREAM = 0x73696D
 """xxh3 seed of all draws in this module."""
@@ -49,11 +51,16 @@ class WordTokenizer:
 
     def __init__(self) -> None:
         definition = msgspec.json.encode(_definition())
-        settings = msgspec.json.encode({"eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE})
+        settings = msgspec.json.encode(
+            {"eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+        )
         self._tokenizer = Tokenizer.from_str(definition.decode())
         letters = byte_letters()
         spelt = _vocabulary()
-        self._bytes = [b"" if token == END else bytes(letters[letter] for letter in token) for token in sorted(spelt, key=spelt.__getitem__)]
+        self._bytes = [
+            b"" if token == END else bytes(letters[letter] for letter in token)
+            for token in sorted(spelt, key=spelt.__getitem__)
+        ]
         self.end: int = spelt[END]
         self.words = array("I", [spelt["\u0120" + word] for word in WORDS])
         self.full_stop: int = spelt["."]
@@ -82,7 +89,9 @@ class Script:
         length of answers with an end. 0: answers never end."""
         self._tokenizer = tokenizer
         self._start = len(prompt)
-        self._key = xxhash.xxh3_64_intdigest(array("I", prompt).tobytes(), (seed ^ _STREAM) & 0xFFFFFFFFFFFFFFFF)
+        self._key = xxhash.xxh3_64_intdigest(
+            array("I", prompt).tobytes(), (seed ^ _STREAM) & 0xFFFFFFFFFFFFFFFF
+        )
         self._end = self._start + _length(self._key, mean_tokens) if mean_tokens else None
 
     def token(self, position: int) -> int:
@@ -105,7 +114,12 @@ def _length(key: int, mean: int) -> int:
 def _beginnings() -> list[tuple[str, str]]:
     """Merges: (prefix, next letter) of every word with its space, shorter prefixes first."""
     spelt = ["\u0120" + word for word in WORDS]
-    steps = {(word[:length], word[length]): None for length in range(1, max(map(len, spelt))) for word in spelt if len(word) > length}
+    steps = {
+        (word[:length], word[length]): None
+        for length in range(1, max(map(len, spelt)))
+        for word in spelt
+        if len(word) > length
+    }
     return list(steps)
 
 
@@ -121,10 +135,34 @@ def _definition() -> dict[str, object]:
     """Content of tokenizer.json for a byte-level BPE."""
     ids = _vocabulary()
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    end = {"id": ids.pop(END), "content": END, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    end = {
+        "id": ids.pop(END),
+        "content": END,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     merges = [[before, letter] for before, letter in _beginnings()]
-    model = {"type": "BPE", "dropout": None, "unk_token": None, "vocab": ids, "merges": merges, "ignore_merges": False, "byte_fallback": False}
-    return {"version": "1.0", "added_tokens": [end], "normalizer": None, "pre_tokenizer": level, "post_processor": None, "decoder": level, "model": model}
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "vocab": ids,
+        "merges": merges,
+        "ignore_merges": False,
+        "byte_fallback": False,
+    }
+    return {
+        "version": "1.0",
+        "added_tokens": [end],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": model,
+    }
 
 
 def _archive(files: dict[str, bytes]) -> bytes:

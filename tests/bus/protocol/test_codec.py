@@ -67,14 +67,29 @@ U64 = st.integers(0, (1 << 64) - 1)
 NAMES = st.text(max_size=20)
 KV_BLOCKS = st.builds(KvBlock, U64, U64)
 KV_CHANGES = st.one_of(
-    st.builds(KvChange, stored=st.builds(KvStored, blocks=st.lists(KV_BLOCKS, max_size=4).map(tuple), parent_hash=st.none() | U64)),
+    st.builds(
+        KvChange,
+        stored=st.builds(
+            KvStored, blocks=st.lists(KV_BLOCKS, max_size=4).map(tuple), parent_hash=st.none() | U64
+        ),
+    ),
     st.builds(KvChange, removed=st.builds(KvRemoved, block_hashes=st.lists(U64, max_size=4).map(tuple))),
     st.just("cleared"),
 )
 KV_EVENTS = st.builds(KvEvent, event_id=U64, data=KV_CHANGES, dp_rank=st.integers(0, 1000))
 SIZES = st.integers(1, 9)
-TABLES = st.builds(lambda layers, experts, fill: ExpertTable.of(np.full((layers, experts), fill)), SIZES, SIZES, st.floats(0, 1e9, width=32))
-COUNTS = st.builds(lambda layers, experts, fill: ExpertCounts.of(np.full((layers, experts), fill)), SIZES, SIZES, st.integers(0, 1 << 40))
+TABLES = st.builds(
+    lambda layers, experts, fill: ExpertTable.of(np.full((layers, experts), fill)),
+    SIZES,
+    SIZES,
+    st.floats(0, 1e9, width=32),
+)
+COUNTS = st.builds(
+    lambda layers, experts, fill: ExpertCounts.of(np.full((layers, experts), fill)),
+    SIZES,
+    SIZES,
+    st.integers(0, 1 << 40),
+)
 PROFILES = st.builds(
     RequestProfile,
     decision=NAMES,
@@ -161,7 +176,13 @@ EVENTS: st.SearchStrategy[Message] = st.one_of(
         clusters=U64,
         requests=st.lists(PROFILES, max_size=3).map(tuple),
     ),
-    st.builds(RequestsFinished, model=NAMES, tables=U64, clusters=U64, requests=st.lists(OUTCOMES, max_size=3).map(tuple)),
+    st.builds(
+        RequestsFinished,
+        model=NAMES,
+        tables=U64,
+        clusters=U64,
+        requests=st.lists(OUTCOMES, max_size=3).map(tuple),
+    ),
     st.builds(
         TablesPublished,
         model=NAMES,
@@ -196,32 +217,60 @@ EVENTS: st.SearchStrategy[Message] = st.one_of(
         max_batch_tokens=U64,
         layout=st.none() | st.just(EP),
         shape=st.none() | st.just(ModelShape(layers=2, experts=8, top_k=2, hidden=4, expert_intermediate=8)),
-        placement=st.none() | st.integers(1, 4).map(lambda ranks: linear(layers=2, experts=8, ranks=ranks).record()),
+        placement=st.none()
+        | st.integers(1, 4).map(lambda ranks: linear(layers=2, experts=8, ranks=ranks).record()),
     ),
 )
 ROUTED = st.lists(st.builds(RoutedKvEvent, worker_id=U64, event=KV_EVENTS), max_size=3).map(tuple)
-METRICS = st.builds(KvMetrics, worker_id=U64, dp_rank=st.integers(0, 9), kv_used_blocks=st.none() | U64, waiting=st.none() | U64)
+METRICS = st.builds(
+    KvMetrics,
+    worker_id=U64,
+    dp_rank=st.integers(0, 9),
+    kv_used_blocks=st.none() | U64,
+    waiting=st.none() | U64,
+)
 
 
-@given(st.tuples(st.just("anything"), EVENTS) | st.tuples(st.just("kv-events"), ROUTED) | st.tuples(st.just("kv_metrics"), METRICS))
+@given(
+    st.tuples(st.just("anything"), EVENTS)
+    | st.tuples(st.just("kv-events"), ROUTED)
+    | st.tuples(st.just("kv_metrics"), METRICS)
+)
 def test_what_is_encoded_is_decoded_to_the_same(said: tuple[str, Message]) -> None:
     topic, message = said
     assert decode(topic, encode(topic, message)) == message
 
 
 @given(U64, U64, st.floats(0, 4e9), NAMES, st.binary(max_size=200))
-def test_an_envelope_is_dynamos_five_field_map(publisher_id: int, sequence: int, published_at: float, topic: str, payload: bytes) -> None:
+def test_an_envelope_is_dynamos_five_field_map(
+    publisher_id: int, sequence: int, published_at: float, topic: str, payload: bytes
+) -> None:
     raw = seal(publisher_id, sequence, published_at, topic, payload)
     fields = msgspec.msgpack.decode(raw)
-    assert fields == {"publisher_id": publisher_id, "sequence": sequence, "published_at": int(published_at * 1000), "topic": topic, "payload": payload}
+    assert fields == {
+        "publisher_id": publisher_id,
+        "sequence": sequence,
+        "published_at": int(published_at * 1000),
+        "topic": topic,
+        "payload": payload,
+    }
     assert list(fields) == ["publisher_id", "sequence", "published_at", "topic", "payload"]
     envelope = unseal(raw)
-    assert (envelope.publisher_id, envelope.sequence, envelope.topic, envelope.payload) == (publisher_id, sequence, topic, payload)
+    assert (envelope.publisher_id, envelope.sequence, envelope.topic, envelope.payload) == (
+        publisher_id,
+        sequence,
+        topic,
+        payload,
+    )
 
 
 @given(st.binary(max_size=300), st.sampled_from(["kv-events", "kv_metrics", "heartbeat", BLOB_TOPIC]))
 def test_random_bytes_are_refused_and_nothing_else_is_raised(raw: bytes, topic: str) -> None:
-    for attempt in (lambda: unseal(raw), lambda: decode(topic, raw), lambda: referred(unseal(seal(1, 1, 1.0, topic, raw)))):
+    for attempt in (
+        lambda: unseal(raw),
+        lambda: decode(topic, raw),
+        lambda: referred(unseal(seal(1, 1, 1.0, topic, raw))),
+    ):
         with suppress(Undeliverable):
             attempt()
 
@@ -239,14 +288,20 @@ def test_a_message_with_some_bytes_changed_is_read_or_refused(message: Message, 
 
 
 def test_every_event_of_the_union_is_known_as_a_kind() -> None:
-    assert {kind.__name__ for kind in get_args(AnyEvent)} == {kind.__name__ for kind in Event.__subclasses__()}
+    assert {kind.__name__ for kind in get_args(AnyEvent)} == {
+        kind.__name__ for kind in Event.__subclasses__()
+    }
 
 
 @pytest.mark.parametrize(
     ("topic", "payload", "reason"),
     [
         ("heartbeat", {"kind": "FromTheFuture", "x": 1}, RejectionReason.KIND),
-        ("heartbeat", {"kind": "EngineHeartbeat", "engine": "e", "worker_id": "seven", "epoch": 0}, RejectionReason.PAYLOAD),
+        (
+            "heartbeat",
+            {"kind": "EngineHeartbeat", "engine": "e", "worker_id": "seven", "epoch": 0},
+            RejectionReason.PAYLOAD,
+        ),
         ("heartbeat", {"engine": "e"}, RejectionReason.PAYLOAD),
         ("heartbeat", [1, 2], RejectionReason.PAYLOAD),
         ("kv-events", {"worker_id": 1}, RejectionReason.PAYLOAD),
@@ -261,15 +316,23 @@ def test_a_refusal_names_its_reason(topic: str, payload: Any, reason: RejectionR
 
 
 def test_fields_a_reader_does_not_know_are_ignored() -> None:
-    raw = msgspec.msgpack.encode({"kind": "EngineLeft", "engine": "e", "worker_id": 1, "reason": "r", "colour": {"deep": [1, 2]}})
+    raw = msgspec.msgpack.encode(
+        {"kind": "EngineLeft", "engine": "e", "worker_id": 1, "reason": "r", "colour": {"deep": [1, 2]}}
+    )
     assert decode("membership", raw) == EngineLeft(engine="e", worker_id=1, reason="r")
-    envelope = msgspec.msgpack.encode({"publisher_id": 1, "sequence": 2, "published_at": 3, "topic": "t", "payload": raw, "trace": "x"})
+    envelope = msgspec.msgpack.encode(
+        {"publisher_id": 1, "sequence": 2, "published_at": 3, "topic": "t", "payload": raw, "trace": "x"}
+    )
     assert unseal(envelope).sequence == 2
 
 
 def test_hostile_nesting_and_lengths_are_refused_without_taking_memory() -> None:
     deep = b"\x91" * 200_000
-    for payload in (deep, b"\x82\xa4kind\xaaEngineLeft\xa1x" + deep, *(head + b"\xff" * 4 for head in (b"\xdd", b"\xdf", b"\xc6"))):
+    for payload in (
+        deep,
+        b"\x82\xa4kind\xaaEngineLeft\xa1x" + deep,
+        *(head + b"\xff" * 4 for head in (b"\xdd", b"\xdf", b"\xc6")),
+    ):
         for topic in ("kv-events", "kv_metrics", "x"):
             with pytest.raises(Undeliverable):
                 decode(topic, payload)
@@ -281,7 +344,17 @@ def test_what_is_too_large_is_neither_read_nor_sent() -> None:
     with pytest.raises(BusError, match=str(PAYLOAD_BYTES)):
         reference("x", "0" * 64, bytes(PAYLOAD_BYTES + 1))
     with pytest.raises(Undeliverable, match="oversize"):
-        referred(unseal(seal(1, 1, 1.0, BLOB_TOPIC, msgspec.msgpack.encode(BlobReference(topic="x", digest="", size=1 << 60)))))
+        referred(
+            unseal(
+                seal(
+                    1,
+                    1,
+                    1.0,
+                    BLOB_TOPIC,
+                    msgspec.msgpack.encode(BlobReference(topic="x", digest="", size=1 << 60)),
+                )
+            )
+        )
     assert LARGE < WIRE_BYTES
 
 
@@ -317,9 +390,17 @@ def test_topics_follow_dynamos_convention() -> None:
     assert {subject: topic_of(subject) for subject in topics} == topics
 
 
-@given(st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=4), st.lists(st.sampled_from(["a", "b", "*"]), min_size=1, max_size=4), st.booleans())
-def test_a_pattern_matches_as_the_same_regular_expression_does(tokens: list[str], pattern: list[str], rest: bool) -> None:
-    expression = r"\.".join("[^.]+" if token == "*" else token for token in pattern) + (r"(\.[^.]+)+" if rest else "")
+@given(
+    st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=4),
+    st.lists(st.sampled_from(["a", "b", "*"]), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_a_pattern_matches_as_the_same_regular_expression_does(
+    tokens: list[str], pattern: list[str], rest: bool
+) -> None:
+    expression = r"\.".join("[^.]+" if token == "*" else token for token in pattern) + (
+        r"(\.[^.]+)+" if rest else ""
+    )
     wanted = ".".join(pattern + [">"] * rest)
     assert matches(wanted, ".".join(tokens)) == bool(re.fullmatch(expression, ".".join(tokens)))
 
@@ -332,29 +413,50 @@ def dynamo_message() -> bytes:
     blocks = [{"block_hash": 16382211095592908423, "tokens_hash": (1 << 64) - 1, "mm_extra_info": None}]
     stored = {"stored": {"parent_hash": None, "start_position": 0, "blocks": blocks}}
     removed = {"removed": {"block_hashes": [1 << 63]}}
-    device, host = ({"storage_tier": tier, "residency_domain": "worker"} for tier in ("device", "host_pinned"))
+    device, host = (
+        {"storage_tier": tier, "residency_domain": "worker"} for tier in ("device", "host_pinned")
+    )
     events = [
         {"worker_id": 16382211095592908423, **device, "event": {"event_id": 1, "data": stored, "dp_rank": 3}},
         {"worker_id": 7, **host, "event": {"event_id": 2, "data": removed, "dp_rank": 0, "new": {}}},
         {"worker_id": 7, **device, "event": {"event_id": 3, "data": "cleared", "dp_rank": 0}, "lora": [1]},
     ]
     payload = msgspec.msgpack.encode(events)
-    return msgspec.msgpack.encode({"publisher_id": (1 << 64) - 2, "sequence": 0, "published_at": 1_700_000_000_000, "topic": "kv-events", "payload": payload})
+    return msgspec.msgpack.encode(
+        {
+            "publisher_id": (1 << 64) - 2,
+            "sequence": 0,
+            "published_at": 1_700_000_000_000,
+            "topic": "kv-events",
+            "payload": payload,
+        }
+    )
 
 
 def test_a_message_of_dynamos_own_form_is_read_with_all_its_64_bits() -> None:
     envelope = unseal(dynamo_message())
     assert envelope.publisher_id == (1 << 64) - 2
     stored, removed, cleared = decode(envelope.topic, envelope.payload)  # type: ignore[misc]
-    assert (stored.worker_id, stored.storage_tier, stored.event.dp_rank) == (16382211095592908423, "device", 3)
+    assert (stored.worker_id, stored.storage_tier, stored.event.dp_rank) == (
+        16382211095592908423,
+        "device",
+        3,
+    )
     assert stored.event.data.stored.blocks[0].tokens_hash == (1 << 64) - 1
     assert (removed.storage_tier, removed.event.data.removed.block_hashes) == ("host_pinned", (1 << 63,))
     assert cleared.event.data == "cleared"
 
 
 def test_a_multimodal_block_of_dynamos_is_read() -> None:
-    block = {"block_hash": 1, "tokens_hash": 2, "mm_extra_info": {"mm_objects": [{"mm_hash": 3, "offsets": [[0, 1]]}]}}
-    event = {"worker_id": 7, "event": {"event_id": 1, "data": {"stored": {"parent_hash": None, "blocks": [block]}}, "dp_rank": 0}}
+    block = {
+        "block_hash": 1,
+        "tokens_hash": 2,
+        "mm_extra_info": {"mm_objects": [{"mm_hash": 3, "offsets": [[0, 1]]}]},
+    }
+    event = {
+        "worker_id": 7,
+        "event": {"event_id": 1, "data": {"stored": {"parent_hash": None, "blocks": [block]}}, "dp_rank": 0},
+    }
     (read,) = decode("kv-events", msgspec.msgpack.encode([event]))  # type: ignore[misc]
     assert read.event.data.stored.blocks[0].block_hash == 1
 
@@ -390,7 +492,16 @@ def test_our_kv_events_say_to_dynamos_index_what_they_mean() -> None:
 def test_a_placement_survives_the_journey() -> None:
     placement = linear(layers=3, experts=10, ranks=4)
     joined = EngineJoined(
-        engine="e", worker_id=1, model="m", node="n", urls=(), block_size=16, kv_blocks=1, max_context=1, max_batch_tokens=1, placement=placement.record()
+        engine="e",
+        worker_id=1,
+        model="m",
+        node="n",
+        urls=(),
+        block_size=16,
+        kv_blocks=1,
+        max_context=1,
+        max_batch_tokens=1,
+        placement=placement.record(),
     )
     read = decode("membership", encode("membership", joined))
     assert isinstance(read, EngineJoined)

@@ -14,7 +14,12 @@ U64 = st.integers(0, (1 << 64) - 1)
 def test_messages_in_order_are_told_from_the_first_one() -> None:
     sequences = Sequences()
     verdicts = [sequences.observe(7, number) for number in range(4)]
-    assert [verdict.order for verdict in verdicts] == [MessageOrder.NEW, MessageOrder.IN_ORDER, MessageOrder.IN_ORDER, MessageOrder.IN_ORDER]
+    assert [verdict.order for verdict in verdicts] == [
+        MessageOrder.NEW,
+        MessageOrder.IN_ORDER,
+        MessageOrder.IN_ORDER,
+        MessageOrder.IN_ORDER,
+    ]
     assert sum(verdict.missing for verdict in verdicts) == 0
 
 
@@ -97,7 +102,9 @@ def test_every_verdict_agrees_with_the_set_of_what_was_heard(arrivals: list[tupl
 
 
 @given(st.permutations(list(range(40))), st.sets(st.integers(0, 39)), st.randoms(use_true_random=False))
-def test_gaps_less_late_arrivals_are_exactly_what_was_lost(order: list[int], lost: set[int], random: object) -> None:
+def test_gaps_less_late_arrivals_are_exactly_what_was_lost(
+    order: list[int], lost: set[int], random: object
+) -> None:
     """Messages are lost, repeated and reordered within the window: the sum of the gaps minus the late
     messages is the loss.
     """

@@ -83,14 +83,19 @@ def test_the_version_is_printed() -> None:
     assert roost("--version").exit_code == 0
 
 
-def test_the_effective_configuration_is_printed_with_sources_and_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_effective_configuration_is_printed_with_sources_and_reads_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "roost.toml").write_text("[router]\nport = 8123\n")
     monkeypatch.setenv("ROOST_UP_ENGINES", "3")
     printed = roost("config").output
     assert f"port = 8123  # {tmp_path / 'roost.toml'}:2" in printed
     assert "engines = 3  # ROOST_UP_ENGINES" in printed
     assert tomllib.loads(printed)["engine"]["ranks"] == 2
-    assert json.loads(roost("config", "--json").output)["router"]["port"] == {"value": 8123, "source": f"{tmp_path / 'roost.toml'}:2"}
+    assert json.loads(roost("config", "--json").output)["router"]["port"] == {
+        "value": 8123,
+        "source": f"{tmp_path / 'roost.toml'}:2",
+    }
 
 
 @pytest.mark.parametrize("command", ["config", "up", "tracker", "status", "explain"])
@@ -115,19 +120,31 @@ def test_a_bad_value_is_refused_before_anything_starts(tmp_path: Path) -> None:
         (["worker", "--url", "http://a"], "--url belongs to --engine openai"),
         (["worker", "--host", "0.0.0.0"], "host must be an address under which routers reach this machine"),
         (["worker", "--name", "two words"], "engine name 'two words'"),
-        (["events", "--kind", "Nonsense"], "no kind 'Nonsense'; kinds: migration, membership, loop, handover, EngineJoined"),
-        (["events", "--kind", "MigrationComitted"], "no kind 'MigrationComitted'; did you mean MigrationCommitted"),
+        (
+            ["events", "--kind", "Nonsense"],
+            "no kind 'Nonsense'; kinds: migration, membership, loop, handover, EngineJoined",
+        ),
+        (
+            ["events", "--kind", "MigrationComitted"],
+            "no kind 'MigrationComitted'; did you mean MigrationCommitted",
+        ),
         (["events", "--kind", "handover", "--since", "1h"], "is telemetry and is not stored"),
         (["migrate"], "roost migrate --expert LAYER/EXPERT --to ENGINE/RANK, or roost migrate --plan FILE"),
         (["migrate", "--expert", "3", "--to", "e0/1"], "--expert '3': name it as LAYER/EXPERT, e.g. 3/17"),
         (["migrate", "--expert", "3/17", "--to", "e0"], "--to 'e0': name it as ENGINE/RANK, e.g. engine-0/1"),
-        (["migrate", "--expert", "3/17", "--to", "e0/1", "--move", "--swap", "4"], "--swap already moves both experts"),
+        (
+            ["migrate", "--expert", "3/17", "--to", "e0/1", "--move", "--swap", "4"],
+            "--swap already moves both experts",
+        ),
         (["migrate", "--plan", "x.json", "--expert", "3/17"], "--expert moves one expert"),
         (["migrate", "--plan", "x.json"], "x.json: no plan can be read from it"),
         (["plan", "--apply", "--dead", "1"], "a plan needs live ranks"),
         (["events", "--since", "1h", "--kind", "kvmetrics"], "KvMetrics is telemetry and is not stored"),
         (["events", "--since", "soon"], "use a number and s, m, h or d"),
-        (["events", "--kind", "kv"], "'kv' is the beginning of KvSnapshotRequested, KvSnapshot, KvEvents, KvMetrics: say which"),
+        (
+            ["events", "--kind", "kv"],
+            "'kv' is the beginning of KvSnapshotRequested, KvSnapshot, KvEvents, KvMetrics: say which",
+        ),
         (["events", "--no-follow"], "only makes sense with --since"),
         (["drain", "e0", "--undo", "--wait", "3"], "--undo takes neither --wait nor --reason"),
         (["drain"], "Missing argument"),
@@ -144,8 +161,13 @@ def test_unknown_options_and_commands_are_usage_errors() -> None:
     assert "nonsense" in refused(2, "nonsense")
 
 
-@pytest.mark.parametrize("command", [["status"], ["migration", "pause"], ["placement"], ["events"], ["tracker"], ["planner"], ["worker"]])
-def test_without_nats_a_command_fails_with_address_and_remedy(command: list[str], unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [["status"], ["migration", "pause"], ["placement"], ["events"], ["tracker"], ["planner"], ["worker"]],
+)
+def test_without_nats_a_command_fails_with_address_and_remedy(
+    command: list[str], unused_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ROOST_BUS_CONNECT_SECONDS", "0.3")
     said = refused(1, *command, "--nats", f"nats://127.0.0.1:{unused_port}")
     assert f"127.0.0.1:{unused_port}" in said
@@ -153,15 +175,26 @@ def test_without_nats_a_command_fails_with_address_and_remedy(command: list[str]
 
 def test_without_a_router_explain_fails_with_address_and_remedy(unused_port: int) -> None:
     said = refused(1, "explain", "hello", "--router", f"http://127.0.0.1:{unused_port}")
-    assert f"no router at http://127.0.0.1:{unused_port}: Connection refused; name it with --router URL" in said
+    assert (
+        f"no router at http://127.0.0.1:{unused_port}: Connection refused; name it with --router URL" in said
+    )
 
 
 def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for command in ("up", "router"):
-            said = refused(1, command, "--port", port, *(["--backend", "http://127.0.0.1:1"] if command == "router" else []))
-            assert f"cannot listen on 127.0.0.1:{port}: Address already in use; is another server there? Choose another with --port" in said
+            said = refused(
+                1,
+                command,
+                "--port",
+                port,
+                *(["--backend", "http://127.0.0.1:1"] if command == "router" else []),
+            )
+            assert (
+                f"cannot listen on 127.0.0.1:{port}: Address already in use; is another server there? Choose"
+                " another with --port" in said
+            )
     assert not (tmp_path / "state").exists()
 
 
@@ -177,5 +210,15 @@ def test_reload_without_a_running_fleet_says_what_to_do() -> None:
 
 def test_the_beginning_of_a_kind_is_enough(unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROOST_BUS_CONNECT_SECONDS", "0.3")
-    said = refused(1, "events", "--kind", "config", "--since", "1h", "--no-follow", "--nats", f"nats://127.0.0.1:{unused_port}")
+    said = refused(
+        1,
+        "events",
+        "--kind",
+        "config",
+        "--since",
+        "1h",
+        "--no-follow",
+        "--nats",
+        f"nats://127.0.0.1:{unused_port}",
+    )
     assert f"127.0.0.1:{unused_port}" in said

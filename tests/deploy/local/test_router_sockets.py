@@ -1,4 +1,5 @@
-"""The sockets of several router processes: one port for clients, one address each for operators, nothing left open."""
+"""The sockets of several router processes: one port for clients, one address each for operators, nothing left
+open."""
 
 import socket
 from pathlib import Path
@@ -84,8 +85,13 @@ def test_private_ports_are_counted_from_the_one_that_is_set_and_a_taken_one_is_n
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_each_process_is_a_unit_of_its_own_and_is_told_its_sockets(processes: int, tmp_path: Path) -> None:
-    with run_directory(tmp_path / "state") as run, RouterSockets.listening(RouterConfig(port=0, processes=processes)) as doors:
+async def test_each_process_is_a_unit_of_its_own_and_is_told_its_sockets(
+    processes: int, tmp_path: Path
+) -> None:
+    with (
+        run_directory(tmp_path / "state") as run,
+        RouterSockets.listening(RouterConfig(port=0, processes=processes)) as doors,
+    ):
         async with Fleet(read_settings(None, {}, tmp_path), run, {}, lambda _: None) as fleet:
             units = fleet._routers(fleet._ground(), doors, bus=False)
             lives = [await unit._launch() for unit in units]
@@ -100,7 +106,10 @@ async def test_each_process_is_a_unit_of_its_own_and_is_told_its_sockets(process
             assert set(life.commands[0].keep) == {order.descriptor, order.private} - {None}
 
 
-@pytest.mark.parametrize("settings", [{"processes": 0}, {"processes": 257}, {"processes": 2, "private_port": 65_535}, {"private_port": -1}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"processes": 0}, {"processes": 257}, {"processes": 2, "private_port": 65_535}, {"private_port": -1}],
+)
 def test_settings_out_of_range_are_refused_by_name(settings: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"processes|private_port"):
         RouterConfig(**settings)  # type: ignore[arg-type]

@@ -17,7 +17,14 @@ from deploy.local.supervise import Child, Command, Incarnation, Policy, Unit, Un
 Script = Callable[..., Command]
 FOREVER = "import time; print('up'); time.sleep(600)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(600)"
-QUICK = Policy(ready_seconds=5, grace_seconds=0.5, crash_grace_seconds=0.5, first_pause_seconds=0.01, longest_pause_seconds=0.02, failures=2)
+QUICK = Policy(
+    ready_seconds=5,
+    grace_seconds=0.5,
+    crash_grace_seconds=0.5,
+    first_pause_seconds=0.01,
+    longest_pause_seconds=0.02,
+    failures=2,
+)
 
 
 def launcher(*commands: Command) -> Callable[[], Awaitable[Incarnation]]:
@@ -29,7 +36,9 @@ def launcher(*commands: Command) -> Callable[[], Awaitable[Incarnation]]:
 
 def gone(pids: Iterable[int]) -> bool:
     """No such process, or only its unread exit status."""
-    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+    return not any(
+        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids
+    )
 
 
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -38,7 +47,9 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace_period(script: Script, tmp_path: Path) -> None:
+async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace_period(
+    script: Script, tmp_path: Path
+) -> None:
     child = await Child.start(script(DEAF))
     await until(lambda: "up" in tail(tmp_path / "child.log"))
     await child.stop(0.1)
@@ -53,13 +64,17 @@ async def test_a_stopped_child_is_ended(script: Script) -> None:
     assert gone([child.pid])
 
 
-async def test_a_command_that_does_not_exist_ends_with_its_reason_in_the_log(script: Script, tmp_path: Path) -> None:
+async def test_a_command_that_does_not_exist_ends_with_its_reason_in_the_log(
+    script: Script, tmp_path: Path
+) -> None:
     child = await Child.start(replace(script(""), arguments=["/no/such/program"]))
     assert await child.wait() == 127
     assert "cannot run /no/such/program: No such file or directory" in tail(tmp_path / "child.log")
 
 
-async def test_a_child_has_its_own_process_group_so_that_ctrl_c_reaches_the_supervisor_alone(script: Script) -> None:
+async def test_a_child_has_its_own_process_group_so_that_ctrl_c_reaches_the_supervisor_alone(
+    script: Script,
+) -> None:
     child = await Child.start(script(FOREVER))
     try:
         assert os.getpgid(child.pid) == child.pid
@@ -97,14 +112,25 @@ asyncio.run(main())
 async def test_a_child_whose_parent_is_gone_before_it_starts_does_not_run(tmp_path: Path) -> None:
     other = 1  # alive, but not the parent
     path = Path(__file__).parents[3] / "deploy" / "local" / "parent_death.py"
-    process = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", str(path), str(other), "touch", str(tmp_path / "ran"), stderr=subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-I",
+        "-S",
+        str(path),
+        str(other),
+        "touch",
+        str(tmp_path / "ran"),
+        stderr=subprocess.PIPE,
+    )
     assert b"the parent process is gone" in (await process.communicate())[1]
     assert not (tmp_path / "ran").exists()
 
 
 async def test_when_one_child_of_a_unit_ends_the_others_are_ended_and_all_start_anew(script: Script) -> None:
     said: list[str] = []
-    async with Unit("engine", launcher(script(FOREVER, "a"), script(FOREVER, "b")), QUICK, said.append) as unit:
+    async with Unit(
+        "engine", launcher(script(FOREVER, "a"), script(FOREVER, "b")), QUICK, said.append
+    ) as unit:
         await unit.ready()
         first = list(unit.children)
         os.kill(first[0].pid, signal.SIGKILL)
@@ -124,7 +150,9 @@ async def test_a_unit_that_never_became_ready_is_given_up_with_the_end_of_its_lo
         return Incarnation([script("print('port 4222 is taken'); raise SystemExit(3)")], ready=never)
 
     async with Unit("nats", launch, QUICK, print) as unit:
-        with pytest.raises(UnitFailed, match=r"(?s)nats: child ended with status 3.*child\.log.*port 4222 is taken"):
+        with pytest.raises(
+            UnitFailed, match=r"(?s)nats: child ended with status 3.*child\.log.*port 4222 is taken"
+        ):
             await unit.ready()
 
 
@@ -143,7 +171,9 @@ async def test_a_unit_that_is_not_ready_in_time_is_ended(script: Script) -> None
 
 async def test_restarts_are_bounded(script: Script) -> None:
     said: list[str] = []
-    async with Unit("router", launcher(script("import time; time.sleep(0.2); raise SystemExit(1)")), QUICK, said.append) as unit:
+    async with Unit(
+        "router", launcher(script("import time; time.sleep(0.2); raise SystemExit(1)")), QUICK, said.append
+    ) as unit:
         with pytest.raises(UnitFailed, match="router: child ended with status 1"):
             await unit.failed()
     assert sum("starting it again" in line for line in said) == QUICK.failures
@@ -151,7 +181,9 @@ async def test_restarts_are_bounded(script: Script) -> None:
 
 async def test_a_child_that_says_it_would_fail_again_is_not_restarted(script: Script) -> None:
     said: list[str] = []
-    async with Unit("engine", launcher(script("import time; time.sleep(0.2); raise SystemExit(2)")), QUICK, said.append) as unit:
+    async with Unit(
+        "engine", launcher(script("import time; time.sleep(0.2); raise SystemExit(2)")), QUICK, said.append
+    ) as unit:
         with pytest.raises(UnitFailed, match="engine: child ended with status 2"):
             await unit.failed()
     assert said == []
@@ -170,14 +202,18 @@ async def test_a_child_that_no_longer_answers_is_replaced(script: Script) -> Non
         return Incarnation([script(FOREVER)], healthy=deaf)
 
     said: list[str] = []
-    async with Unit("router", launch, replace(QUICK, health_seconds=0.02, health_misses=2), said.append) as unit:
+    async with Unit(
+        "router", launch, replace(QUICK, health_seconds=0.02, health_misses=2), said.append
+    ) as unit:
         await unit.ready()
         await until(lambda: bool(said))
         await unit.ready()
     assert said == ["router: no answer to 2 health probes; starting it again in 0.0 s", "router serves again"]
 
 
-async def test_units_that_serve_in_each_others_place_are_ended_for_silence_one_at_a_time(script: Script) -> None:
+async def test_units_that_serve_in_each_others_place_are_ended_for_silence_one_at_a_time(
+    script: Script,
+) -> None:
     """As on an overloaded machine, where no probe is answered in time."""
     policy = replace(QUICK, health_seconds=0.02, health_misses=2, failures=1000)
     said: list[str] = []
@@ -215,6 +251,8 @@ def test_pauses_double_up_to_a_bound() -> None:
 
 
 async def test_stopping_a_unit_while_it_starts_leaves_nothing(script: Script) -> None:
-    async with Unit("engine", launcher(*(script(FOREVER, str(number)) for number in range(3))), QUICK, print) as unit:
+    async with Unit(
+        "engine", launcher(*(script(FOREVER, str(number)) for number in range(3))), QUICK, print
+    ) as unit:
         await until(lambda: len(unit.children) >= 1)
     assert gone(child.pid for child in unit.children)

@@ -45,7 +45,10 @@ async def test_it_joins_leaves_with_the_reason_and_joins_again_as_another(server
     broker = MemoryBroker(SUBJECTS)
     plain = BackendAgentConfig(url=server.url, probe_seconds=0.02, answer_seconds=1, misses=2)
     server.status = 503  # not there yet: waited for
-    async with asyncio.timeout(10), alongside(represent(MemoryBus(broker), SUBJECTS, "plain", plain, CONFIG), "plain"):
+    async with (
+        asyncio.timeout(10),
+        alongside(represent(MemoryBus(broker), SUBJECTS, "plain", plain, CONFIG), "plain"),
+    ):
         heard = MemoryBus(broker).replay(SUBJECTS.membership("plain"))
         server.status = 200
         joined = (await anext(heard)).message
@@ -64,7 +67,10 @@ async def test_it_joins_leaves_with_the_reason_and_joins_again_as_another(server
 async def test_a_name_that_is_taken_ends_it(server: Server) -> None:
     broker = MemoryBroker(SUBJECTS)
     plain = BackendAgentConfig(url=server.url, probe_seconds=0.02)
-    async with asyncio.timeout(10), alongside(represent(MemoryBus(broker), SUBJECTS, "plain", plain, CONFIG), "plain"):
+    async with (
+        asyncio.timeout(10),
+        alongside(represent(MemoryBus(broker), SUBJECTS, "plain", plain, CONFIG), "plain"),
+    ):
         await anext(MemoryBus(broker).replay(SUBJECTS.membership("plain")))
         with pytest.raises(ExceptionGroup) as caught:
             await represent(MemoryBus(broker), SUBJECTS, "plain", plain, CONFIG)

@@ -1,4 +1,5 @@
-"""A new life of an engine goes on with the epoch that the last one ended in: what counts as that, and how all ranks come to know it."""
+"""A new life of an engine goes on with the epoch that the last one ended in: what counts as that, and how all
+ranks come to know it."""
 
 import asyncio
 from pathlib import Path
@@ -36,7 +37,9 @@ def committed(epoch: int, worker_id: int = 1) -> PlacementCommitted:
 
 def staged(epoch: int, worker_id: int = 1) -> MigrationStaged:
     whole = {"plan": "p", "handover": epoch, "number": 0, "copies": 1, "bytes": 1, "seconds": 1.0}
-    return MigrationStaged(engine="e", worker_id=worker_id, epoch=epoch, placement=placement(epoch).record(), **whole)
+    return MigrationStaged(
+        engine="e", worker_id=worker_id, epoch=epoch, placement=placement(epoch).record(), **whole
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,12 +67,18 @@ def test_the_last_epoch_is_the_one_committed_or_the_one_after_it_if_that_was_dec
 
 def test_a_placement_of_other_slots_or_another_model_or_broken_does_not_fit() -> None:
     assert fitting(placement(7).record(), FIRST) == placement(7)
-    for other in (linear(layers=2, experts=4, ranks=2, slots_per_rank=2), linear(layers=2, experts=5, ranks=2), linear(layers=1, experts=4, ranks=2)):
+    for other in (
+        linear(layers=2, experts=4, ranks=2, slots_per_rank=2),
+        linear(layers=2, experts=5, ranks=2),
+        linear(layers=1, experts=4, ranks=2),
+    ):
         with pytest.raises(ValueError, match=r"epoch 7 was of .* \(2, 4, 2, 3\); the engine now has"):
             fitting(placement(7).record(), other)
 
 
-def test_ranks_begin_with_what_was_left_for_them_if_it_fits_and_say_so_if_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_begin_with_what_was_left_for_them_if_it_fits_and_say_so_if_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert resumed(tmp_path, FIRST) == FIRST
     leave_last(tmp_path, None)
     assert resumed(tmp_path, FIRST) == FIRST
@@ -77,7 +86,10 @@ def test_ranks_begin_with_what_was_left_for_them_if_it_fits_and_say_so_if_not(tm
     leave_last(tmp_path, placement(5).record())
     assert resumed(tmp_path, FIRST) == placement(5)
     assert [file.name for file in tmp_path.iterdir()] == ["last-placement.json"]
-    for wrong, words in ((linear(layers=2, experts=4, ranks=2).record(), "epoch 0 was of"), (b"{", "truncated")):
+    for wrong, words in (
+        (linear(layers=2, experts=4, ranks=2).record(), "epoch 0 was of"),
+        (b"{", "truncated"),
+    ):
         if isinstance(wrong, bytes):
             (tmp_path / "last-placement.json").write_bytes(wrong)
         else:
@@ -89,12 +101,16 @@ def test_ranks_begin_with_what_was_left_for_them_if_it_fits_and_say_so_if_not(tm
 
 def opened(state: CoordinatorState, handover: int) -> bytes:
     whole = {"plan": "p", "number": 0, "last": True, "copied": 1, "bytes": 1, "token": 1}
-    return msgspec.json.encode(OpenHandover(state=state, worker_id=1, ranks=2, handover=handover, epoch=handover, **whole))
+    return msgspec.json.encode(
+        OpenHandover(state=state, worker_id=1, ranks=2, handover=handover, epoch=handover, **whole)
+    )
 
 
 def judged(engine: str = "e") -> PlanJudged:
     figures = {"predicted_before": START, "predicted_after": FORETOLD, "trust": 1.0}
-    return PlanJudged(engine=engine, worker_id=1, plan="o", epoch=2, verdict="kept", reason="it stays", **figures)
+    return PlanJudged(
+        engine=engine, worker_id=1, plan="o", epoch=2, verdict="kept", reason="it stays", **figures
+    )
 
 
 async def test_the_bus_is_asked_for_what_was_decided_last(tmp_path: Path) -> None:
@@ -115,10 +131,15 @@ async def test_the_bus_is_asked_for_what_was_decided_last(tmp_path: Path) -> Non
     assert (await last_life(bus, SUBJECTS, "e")) == placement(2).record()
     await bus.claim(SUBJECTS.handover_key("e"), opened(CoordinatorState.ABORTING, 3), revision)
     whole = {"engine": "e", "worker_id": 1, "plan": "p", "handover": 3, "number": 0, "epoch": 3}
-    await bus.record(SUBJECTS.migrations("e"), MigrationAborted(**whole, reason="a rank was lost", fault="gone"))
+    await bus.record(
+        SUBJECTS.migrations("e"), MigrationAborted(**whole, reason="a rank was lost", fault="gone")
+    )
     assert (await last_life(bus, SUBJECTS, "e")) == placement(2).record()
     await bus.record(SUBJECTS.migrations("e"), staged(3))
-    await bus.record(SUBJECTS.migrations("e"), MigrationCommitted(**whole, copies=1, bytes=1, seconds=1, commit_seconds=1, last=True))
+    await bus.record(
+        SUBJECTS.migrations("e"),
+        MigrationCommitted(**whole, copies=1, bytes=1, seconds=1, commit_seconds=1, last=True),
+    )
     await bus.record(SUBJECTS.placements("e"), committed(3))
     assert (await last_life(bus, SUBJECTS, "e")) == placement(3).record()
     await bus.close()
@@ -164,7 +185,10 @@ async def test_a_rank_waits_for_the_first_one_only_so_long(tmp_path: Path) -> No
 @pytest.mark.looptime
 @pytest.mark.parametrize("failure", [BusError("no store"), None])
 async def test_a_bus_that_cannot_say_delays_an_engine_but_does_not_stop_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: BusError | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failure: BusError | None,
 ) -> None:
     async def replay(*_: object, **__: object):  # type: ignore[no-untyped-def]
         if failure is not None:

@@ -36,7 +36,9 @@ def test_an_address_is_of_this_machine_alone_or_not(host: str, alone: bool) -> N
 
 def test_a_name_counts_by_all_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     def addresses(*found: str) -> Callable[..., list[tuple[int, int, int, str, tuple[str, int]]]]:
-        return lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in found]
+        return lambda *_, **__: [
+            (socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in found
+        ]
 
     monkeypatch.setattr(socket, "getaddrinfo", addresses("127.0.0.1", "10.0.0.7"))
     assert not is_loopback("both.example")
@@ -53,7 +55,9 @@ def test_a_name_counts_by_all_of_its_addresses(monkeypatch: pytest.MonkeyPatch) 
         (PAIR, ("client keys",)),
     ],
 )
-def test_a_router_for_other_machines_says_what_it_lacks(settings: dict[str, object], words: tuple[str, ...]) -> None:
+def test_a_router_for_other_machines_says_what_it_lacks(
+    settings: dict[str, object], words: tuple[str, ...]
+) -> None:
     complaint = missing_at_router(RouterConfig(host="0.0.0.0", **settings))  # type: ignore[arg-type]
     assert complaint is not None
     assert complaint.startswith("the router would listen on '0.0.0.0'")
@@ -91,7 +95,9 @@ def test_ranks_for_other_machines_need_the_secret_and_tls() -> None:
         (("worker", "--tls-key", "key.pem"), "tls_cert and tls_key belong together"),
     ],
 )
-def test_a_command_refuses_to_open_such_a_door_and_names_the_remedy(arguments: tuple[str, ...], complaint: str) -> None:
+def test_a_command_refuses_to_open_such_a_door_and_names_the_remedy(
+    arguments: tuple[str, ...], complaint: str
+) -> None:
     result = roost(*arguments)
     assert result.exit_code == 2
     assert complaint in result.output
@@ -100,7 +106,9 @@ def test_a_command_refuses_to_open_such_a_door_and_names_the_remedy(arguments: t
 
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("command", ["router", "up"])
-def test_a_keys_file_of_an_older_version_ends_the_command_at_once_with_the_line_to_put(command: str, tmp_path: Path) -> None:
+def test_a_keys_file_of_an_older_version_ends_the_command_at_once_with_the_line_to_put(
+    command: str, tmp_path: Path
+) -> None:
     (tmp_path / "keys").write_text("key-in-clear\n")
     result = roost(command, "--client-keys", str(tmp_path / "keys"))
     assert result.exit_code == 2

@@ -1,4 +1,5 @@
-"""Lines are written by a thread: in order, many at once, and when nobody reads they are dropped and counted."""
+"""Lines are written by a thread: in order, many at once, and when nobody reads they are dropped and
+counted."""
 
 import fcntl
 import json
@@ -13,7 +14,13 @@ from pathlib import Path
 import pytest
 
 import deploy.telemetry.log_writer
-from deploy.telemetry.log_writer import MOST_LINE_CHARACTERS, JsonFormatter, LogFile, LogWriter, PlainFormatter
+from deploy.telemetry.log_writer import (
+    MOST_LINE_CHARACTERS,
+    JsonFormatter,
+    LogFile,
+    LogWriter,
+    PlainFormatter,
+)
 
 PIPE_BYTES = 4096
 
@@ -64,7 +71,9 @@ def test_lines_arrive_in_order(pipe: Pipe, say: logging.Logger) -> None:
     assert pipe.until("line 299\n").splitlines() == [f"line {at}" for at in range(300)]
 
 
-def test_a_flush_writes_at_once_what_is_held(pipe: Pipe, say: logging.Logger, handler: LogWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flush_writes_at_once_what_is_held(
+    pipe: Pipe, say: logging.Logger, handler: LogWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(deploy.telemetry.log_writer, "GATHER_SECONDS", 600.0)
     say.info("last words")
     handler.flush()
@@ -90,14 +99,18 @@ def test_nobody_reading_holds_nobody_up_and_is_told_when_the_reader_is_back(
     assert pipe.until("after all\n").splitlines()[-2:] == [f"{dropped} dropped", "after all"]
 
 
-def test_a_reader_that_has_gone_is_counted_and_survived(pipe: Pipe, say: logging.Logger, handler: LogWriter) -> None:
+def test_a_reader_that_has_gone_is_counted_and_survived(
+    pipe: Pipe, say: logging.Logger, handler: LogWriter
+) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), pipe.write_end)  # writing there is an error
     say.info("to nobody")
     handler.flush()
     assert handler.dropped == 1
 
 
-def test_a_descriptor_that_does_not_block_loses_nothing(pipe: Pipe, say: logging.Logger, handler: LogWriter) -> None:
+def test_a_descriptor_that_does_not_block_loses_nothing(
+    pipe: Pipe, say: logging.Logger, handler: LogWriter
+) -> None:
     os.set_blocking(pipe.write_end, False)
     for at in range(2000):
         say.info("%020d", at)
@@ -105,7 +118,9 @@ def test_a_descriptor_that_does_not_block_loses_nothing(pipe: Pipe, say: logging
     assert handler.dropped == 0
 
 
-def test_one_line_is_bounded_and_one_that_cannot_be_made_is_told(pipe: Pipe, say: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_line_is_bounded_and_one_that_cannot_be_made_is_told(
+    pipe: Pipe, say: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
     say.info("%d", "no number")
     say.info("x" * 1_000_000)
     assert len(pipe.until("\n")) == MOST_LINE_CHARACTERS + 1
@@ -116,7 +131,9 @@ def test_json_lines_have_time_level_logger_message_and_traceback_and_no_secrets(
     try:
         raise ValueError("nats://user:s3cret@h:1")  # noqa: TRY301
     except ValueError:
-        record = logging.getLogger("a.b").makeRecord("a.b", logging.WARNING, "", 0, "said %s", ("nats://u:s3cret@h",), sys.exc_info())
+        record = logging.getLogger("a.b").makeRecord(
+            "a.b", logging.WARNING, "", 0, "said %s", ("nats://u:s3cret@h",), sys.exc_info()
+        )
     line = json.loads(JsonFormatter().format(record))
     assert (line["level"], line["logger"]) == ("WARNING", "a.b")
     assert datetime.fromisoformat(line["time"]).tzinfo is not None

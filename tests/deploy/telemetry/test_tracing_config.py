@@ -33,7 +33,12 @@ with tracing("roost-test", TracingConfig(spans=Path(sys.argv[1]) if sys.argv[1] 
 def run(spans: str, **environment: str) -> str:
     """What the program printed."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, spans], env={"PATH": "/usr/bin:/bin", **environment}, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", PROGRAM, spans],
+        env={"PATH": "/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     return done.stdout.strip()
 
@@ -45,19 +50,30 @@ def run(spans: str, **environment: str) -> str:
         ({"OTEL_TRACES_EXPORTER": "none"}, ()),
         ({"OTEL_TRACES_EXPORTER": "console, otlp"}, ("console", "otlp")),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, ("otlp",)),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, ("otlp_grpc",)),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            ("otlp_grpc",),
+        ),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_TRACES_EXPORTER": "none"}, ()),
     ],
 )
-def test_the_standard_variables_choose_the_exporters(environment: dict[str, str], expected: tuple[str, ...]) -> None:
+def test_the_standard_variables_choose_the_exporters(
+    environment: dict[str, str], expected: tuple[str, ...]
+) -> None:
     assert exporters(environment) == expected
 
 
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ({"OTEL_TRACES_EXPORTER": "zipkin"}, "OTEL_TRACES_EXPORTER=zipkin: 'zipkin' is not known; use otlp, console or none"),
-        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "http/json: Roost sends http/protobuf or grpc"),
+        (
+            {"OTEL_TRACES_EXPORTER": "zipkin"},
+            "OTEL_TRACES_EXPORTER=zipkin: 'zipkin' is not known; use otlp, console or none",
+        ),
+        (
+            {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"},
+            "http/json: Roost sends http/protobuf or grpc",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(environment: dict[str, str], says: str) -> None:
@@ -75,7 +91,12 @@ def test_a_span_file_has_one_json_object_per_span_and_processes_share_it(tmp_pat
     assert run(str(file)) == "TracerProvider True"
     run(str(file), OTEL_SERVICE_NAME="other")
     spans = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(span["name"], span["service"]) for span in spans] == [("inner", "roost-test"), ("outer", "roost-test"), ("inner", "other"), ("outer", "other")]
+    assert [(span["name"], span["service"]) for span in spans] == [
+        ("inner", "roost-test"),
+        ("outer", "roost-test"),
+        ("inner", "other"),
+        ("outer", "other"),
+    ]
     inner, outer = spans[:2]
     assert inner["parent_id"] == outer["span_id"]
     assert inner["trace_id"] == outer["trace_id"] != spans[2]["trace_id"]
@@ -130,7 +151,9 @@ def test_otlp_goes_over_grpc_when_that_is_asked_for() -> None:
         return b""
 
     method = grpc.unary_unary_rpc_method_handler(export)
-    service = grpc.method_handlers_generic_handler("opentelemetry.proto.collector.trace.v1.TraceService", {"Export": method})
+    service = grpc.method_handlers_generic_handler(
+        "opentelemetry.proto.collector.trace.v1.TraceService", {"Export": method}
+    )
     server = grpc.server(ThreadPoolExecutor(1), handlers=(service,))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -143,7 +166,9 @@ def test_otlp_goes_over_grpc_when_that_is_asked_for() -> None:
     assert b"roost-test" in got[0]
 
 
-def test_a_span_file_that_is_full_is_moved_aside_by_one_of_the_processes_that_share_it(tmp_path: Path) -> None:
+def test_a_span_file_that_is_full_is_moved_aside_by_one_of_the_processes_that_share_it(
+    tmp_path: Path,
+) -> None:
     """Two exporters of one file: whoever finds it full begins the next, and the other follows."""
     file = tmp_path / "spans.jsonl"
     exporters = [SpanFile(file, most_bytes=2000) for _ in range(2)]
@@ -154,7 +179,11 @@ def test_a_span_file_that_is_full_is_moved_aside_by_one_of_the_processes_that_sh
             pass
         assert isinstance(span, ReadableSpan)
         exporters[at % 2].export([span])
-    kept = [json.loads(line)["name"] for part in (f"{file}.old", file) for line in Path(part).read_text().splitlines()]
+    kept = [
+        json.loads(line)["name"]
+        for part in (f"{file}.old", file)
+        for line in Path(part).read_text().splitlines()
+    ]
     assert kept == [f"span {at}" for at in range(30 - len(kept), 30)]  # the latest, each once, in order
     assert 6 <= len(kept) < 30
     for exporter in exporters:

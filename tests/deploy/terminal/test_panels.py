@@ -45,7 +45,10 @@ def joined(name: str = "engine-0", worker_id: int = 7, nodes: tuple[str, ...] = 
 def test_a_placement_is_shown_by_replicas_and_by_rank_in_one_scale() -> None:
     (replicas,), (first,), (second,) = placement_panels(NOW, None)
     assert replicas.values.tolist() == [[1, 1, 2, 1], [1, 1, 1, 1]]
-    assert first.values.tolist() == [[1, 1, 2, 0], [0, 0, 2, 1]], "a replicated expert is marked with how many there are"
+    assert first.values.tolist() == [
+        [1, 1, 2, 0],
+        [0, 0, 2, 1],
+    ], "a replicated expert is marked with how many there are"
     assert second.values.tolist() == [[0, 1, 0, 1], [1, 0, 1, 0]]
     assert {panel.most for panel in (replicas, first, second)} == {2.0}
     assert (replicas.down, first.down) == ("layer", "rank")
@@ -77,11 +80,14 @@ def test_demand_is_shown_with_what_ranks_hold_and_what_of_it_is_near() -> None:
     demand = np.zeros((2, 2, 4))
     demand[0, :, 3], demand[1, :, 0], demand[1, :, 1] = 10.0, 5.0, 5.0
     first, second = demand_panels(demand, [("at the start", FIRST), ("now", NOW)], NODE)
-    assert first[0].values.tolist() == [[0, 0, 0, 4], [2, 2, 0, 0]], "times the even share of the rank's own demand"
+    assert first[0].values.tolist() == [
+        [0, 0, 0, 4],
+        [2, 2, 0, 0],
+    ], "times the even share of the rank's own demand"
     assert [panel.title.split(", ")[1] for panel in second] == ["0% local", "75% local"]
     assert second[1].marks is not None
     assert second[1].marks.tolist() == [[False, True, False, True], [True, False, True, False]]
-    ((alone,), _) = demand_panels(demand, [], NODE)
+    (alone,), _ = demand_panels(demand, [], NODE)
     assert alone.marks is None
 
 
@@ -93,7 +99,10 @@ async def test_the_first_placement_of_this_life_is_known_beside_the_last() -> No
     layout = Layout(attention="dp", boundary=0)
     for worker_id, placement in ((7, NOW), (6, FIRST)):
         await bus.record(
-            SUBJECTS.placements("engine-0"), PlacementCommitted(engine="engine-0", worker_id=worker_id, layout=layout, placement=placement.record())
+            SUBJECTS.placements("engine-0"),
+            PlacementCommitted(
+                engine="engine-0", worker_id=worker_id, layout=layout, placement=placement.record()
+            ),
         )
         found = (await placements(bus, SUBJECTS))["engine-0"]
     assert found.first == FIRST
@@ -102,22 +111,39 @@ async def test_the_first_placement_of_this_life_is_known_beside_the_last() -> No
     await bus.close()
 
 
-def test_each_engine_has_a_picture_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_engine_has_a_picture_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     drawn: dict[str, Rows] = {}
-    monkeypatch.setattr(placement_view, "drawer", lambda: lambda path, rows, title: drawn.update({path.name: rows}))
-    monkeypatch.setattr(placement_view, "on_bus", lambda config, ask: {name: placement_view.Placements(joined(name), FIRST, NOW) for name in ("a", "b")})
+    monkeypatch.setattr(
+        placement_view, "drawer", lambda: lambda path, rows, title: drawn.update({path.name: rows})
+    )
+    monkeypatch.setattr(
+        placement_view,
+        "on_bus",
+        lambda config, ask: {
+            name: placement_view.Placements(joined(name), FIRST, NOW) for name in ("a", "b")
+        },
+    )
     placement_view.show_placement(BusConfig(), None, tmp_path / "out.png", before=True, as_json=False)
     assert drawn.keys() == {"out-a.png", "out-b.png"}
     assert {len(row) for row in drawn["out-a.png"]} == {3}
     assert "out-b.png" in capsys.readouterr().err
-    monkeypatch.setattr(placement_view, "on_bus", lambda config, ask: {"c": placement_view.Placements(joined("c"), None, NOW)})
+    monkeypatch.setattr(
+        placement_view, "on_bus", lambda config, ask: {"c": placement_view.Placements(joined("c"), None, NOW)}
+    )
     placement_view.show_placement(BusConfig(), 1, tmp_path / "out.svg", before=True, as_json=True)
     assert [len(row) for row in drawn["out.svg"]] == [1]
     assert "did not say with which placement it began" in capsys.readouterr().err
 
 
 def test_a_picture_is_drawn_or_it_is_said_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows: Rows = [(Panel("marked", np.ones((2, 4)), down="rank", marks=np.eye(2, 4) > 0), Panel("signed", np.zeros((2, 4)), "signed"))]
+    rows: Rows = [
+        (
+            Panel("marked", np.ones((2, 4)), down="rank", marks=np.eye(2, 4) > 0),
+            Panel("signed", np.zeros((2, 4)), "signed"),
+        )
+    ]
     drawer()(tmp_path / "out.png", rows, "a title")
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(typer.Exit):
@@ -128,7 +154,9 @@ def test_a_picture_is_drawn_or_it_is_said_why_not(tmp_path: Path, capsys: pytest
 def test_demand_by_rank_is_drawn_for_engines_of_the_model_that_want_something() -> None:
     wanted = np.ones((2, 4))
     found: dict[str, Any] = {name: popularity.Placements(joined(name), FIRST, NOW) for name in ("a", "b")}
-    pictures = popularity.rank_panels("m", {("a", 1): wanted, ("b", 0): np.ones((3, 4)), ("a", 9): wanted, ("gone", 0): wanted}, found)
+    pictures = popularity.rank_panels(
+        "m", {("a", 1): wanted, ("b", 0): np.ones((3, 4)), ("a", 9): wanted, ("gone", 0): wanted}, found
+    )
     assert list(pictures) == ["a"], "what b says is of another shape"
     title, rows = pictures["a"]
     assert [len(row) for row in rows] == [2, 2], "at the start, and now"

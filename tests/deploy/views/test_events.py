@@ -40,10 +40,21 @@ REQUEST = RequestProfile(
     sample=SampledProfile(prompt=COUNTS, completion=COUNTS),
 )
 OUTCOME = RequestOutcome(
-    decision="d", worker_id=1, rank=0, prefix=7, tokens=bytes(400), session=1, tenant=2, predicted=SIGNATURE, predicted_local=0.5, prior_local=0.4
+    decision="d",
+    worker_id=1,
+    rank=0,
+    prefix=7,
+    tokens=bytes(400),
+    session=1,
+    tenant=2,
+    predicted=SIGNATURE,
+    predicted_local=0.5,
+    prior_local=0.4,
 )
 WHO = {"engine": "a", "worker_id": 1, "rank": 0, "model": "m"}
-RANK = RankPopularity(engine="a", rank=0, tokens_per_second=1.0, remote=None, wanted_remote=((0, 1, 2.0),) * 50)
+RANK = RankPopularity(
+    engine="a", rank=0, tokens_per_second=1.0, remote=None, wanted_remote=((0, 1, 2.0),) * 50
+)
 TABLES = TablesPublished(
     model="m",
     version=4,
@@ -72,7 +83,15 @@ MEASURED = DispatchMeasured(
     balance=HALVES,
 )
 JUDGED = PlanJudged(
-    engine="a", worker_id=1, plan="cafe", epoch=1, verdict="harmful", predicted_before=START, predicted_after=FORETOLD, trust=0.5, reason="longer steps"
+    engine="a",
+    worker_id=1,
+    plan="cafe",
+    epoch=1,
+    verdict="harmful",
+    predicted_before=START,
+    predicted_after=FORETOLD,
+    trust=0.5,
+    reason="longer steps",
 )
 DESCRIBED = PopularityDescribed(
     model="m",
@@ -98,22 +117,61 @@ DESCRIBED = PopularityDescribed(
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (ExpertsActivated(**WHO, epoch=0, seconds=1.0, tokens=5, cached_tokens=0, counts=COUNTS), ["counts=[58x256 sum 44544]"]),
-        (CountsImported(model="m", digest="abc", tokens=5, counts=ExpertCounts(layers=1, experts=2, width=3, values=b"")), ["digest=abc", "unusable"]),
-        (RequestsProfiled(**WHO, epoch=0, clusters=5, requests=(REQUEST, REQUEST)), ["<2 requests, 200 tokens, 12 blocks, 2 whole profiles>"]),
-        (RequestsFinished(model="m", tables=4, clusters=5, requests=(OUTCOME,)), ["<1 requests, 1 with a known prefix>"]),
-        (ClustersPublished(model="m", record=CLUSTERS.record()), ["[version 5: 3 clusters of 58x256, sharpness 0.2]"]),
-        (TABLES, ["blocks=[1000 rows]", "sessions=[0 rows]", "token_ratios=<65536 bytes>", "trust={prefix: 0.5, tokens: 0.125}"]),
         (
-            PopularityShifted(model="m", version=1, settled=False, divergence=0.0123456789, threshold=0.002, layers=(3, 1)),
+            ExpertsActivated(**WHO, epoch=0, seconds=1.0, tokens=5, cached_tokens=0, counts=COUNTS),
+            ["counts=[58x256 sum 44544]"],
+        ),
+        (
+            CountsImported(
+                model="m",
+                digest="abc",
+                tokens=5,
+                counts=ExpertCounts(layers=1, experts=2, width=3, values=b""),
+            ),
+            ["digest=abc", "unusable"],
+        ),
+        (
+            RequestsProfiled(**WHO, epoch=0, clusters=5, requests=(REQUEST, REQUEST)),
+            ["<2 requests, 200 tokens, 12 blocks, 2 whole profiles>"],
+        ),
+        (
+            RequestsFinished(model="m", tables=4, clusters=5, requests=(OUTCOME,)),
+            ["<1 requests, 1 with a known prefix>"],
+        ),
+        (
+            ClustersPublished(model="m", record=CLUSTERS.record()),
+            ["[version 5: 3 clusters of 58x256, sharpness 0.2]"],
+        ),
+        (
+            TABLES,
+            [
+                "blocks=[1000 rows]",
+                "sessions=[0 rows]",
+                "token_ratios=<65536 bytes>",
+                "trust={prefix: 0.5, tokens: 0.125}",
+            ],
+        ),
+        (
+            PopularityShifted(
+                model="m", version=1, settled=False, divergence=0.0123456789, threshold=0.002, layers=(3, 1)
+            ),
             ["settled=False", "divergence=0.0123457", "layers=(3, 1)"],
         ),
         (DESCRIBED, ["ranks=<3 ranks>", "slow=[58x256 sum 58]"]),
         (MEASURED, ["remote_ranks=<58 values, sum 29>", "tokens=20"]),
-        (JUDGED, ["verdict=harmful", "predicted_after=[remote ranks 1.430, local 59.0%, balance 0.920, step 9.05 ms]", "measured_after=None"]),
+        (
+            JUDGED,
+            [
+                "verdict=harmful",
+                "predicted_after=[remote ranks 1.430, local 59.0%, balance 0.920, step 9.05 ms]",
+                "measured_after=None",
+            ],
+        ),
     ],
 )
-def test_a_message_of_any_size_is_one_line_that_says_what_it_amounts_to(message: Message, words: list[str]) -> None:
+def test_a_message_of_any_size_is_one_line_that_says_what_it_amounts_to(
+    message: Message, words: list[str]
+) -> None:
     line = _line(Received("s", 1, 0, 0.0, message))
     assert kind_of(message) in line
     assert "\n" not in line

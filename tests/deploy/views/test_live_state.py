@@ -37,17 +37,61 @@ from tests.deploy.loop_figures import FORETOLD, START
 WHO: dict[str, Any] = {"engine": "engine-0", "worker_id": 7}
 PLAN: dict[str, Any] = {**WHO, "plan": "cafe"}
 PLACEMENT = linear(layers=2, experts=8, ranks=2).record()
-JOINED = EngineJoined(**WHO, model="m", node="n", urls=("http://x", "http://y"), block_size=16, kv_blocks=8, max_context=512, max_batch_tokens=256)
-PLANNED = MigrationPlanned(
-    **PLAN, origin="planner", base_epoch=0, handovers=1, copies=3, bytes=3000, reason="it pays", before=START, after=FORETOLD, policy="roost"
+JOINED = EngineJoined(
+    **WHO,
+    model="m",
+    node="n",
+    urls=("http://x", "http://y"),
+    block_size=16,
+    kv_blocks=8,
+    max_context=512,
+    max_batch_tokens=256,
 )
-COMMITTED = MigrationCommitted(**PLAN, handover=1, number=0, epoch=1, copies=3, bytes=3000, seconds=0.2, commit_seconds=0.1, last=True)
-HOMES = HomesPublished(**WHO, model="m", version=3, epoch=1, clusters=2, count=4, ranks=2, homes=bytes(32), reason="they are foretold")
+PLANNED = MigrationPlanned(
+    **PLAN,
+    origin="planner",
+    base_epoch=0,
+    handovers=1,
+    copies=3,
+    bytes=3000,
+    reason="it pays",
+    before=START,
+    after=FORETOLD,
+    policy="roost",
+)
+COMMITTED = MigrationCommitted(
+    **PLAN, handover=1, number=0, epoch=1, copies=3, bytes=3000, seconds=0.2, commit_seconds=0.1, last=True
+)
+HOMES = HomesPublished(
+    **WHO,
+    model="m",
+    version=3,
+    epoch=1,
+    clusters=2,
+    count=4,
+    ranks=2,
+    homes=bytes(32),
+    reason="they are foretold",
+)
 
 
 def measured(rank: int = 0, **fields: Any) -> DispatchMeasured:
-    plain: dict[str, Any] = {"rank": rank, "model": "m", "epoch": 0, "seconds": 1.0, "steps": 10, "step_seconds": 0.1, "tokens": 20, "pairs": 40}
-    layers = {"remote_ranks": (0.0, 30.0), "local": (0.0, 10.0), "served": (0.0, 40.0), "balance": (10.0, 8.0)}
+    plain: dict[str, Any] = {
+        "rank": rank,
+        "model": "m",
+        "epoch": 0,
+        "seconds": 1.0,
+        "steps": 10,
+        "step_seconds": 0.1,
+        "tokens": 20,
+        "pairs": 40,
+    }
+    layers = {
+        "remote_ranks": (0.0, 30.0),
+        "local": (0.0, 10.0),
+        "served": (0.0, 40.0),
+        "balance": (10.0, 8.0),
+    }
     return DispatchMeasured(**{**WHO, **plain, **layers, **fields})
 
 
@@ -67,20 +111,42 @@ def live(*messages: Message, now: float = 0.0) -> LiveState:
 
 
 def test_figures_are_means_over_tokens_pairs_and_steps_of_the_layers_that_are_not_sharded() -> None:
-    found = figures([measured(0), measured(1, tokens=60, pairs=120, remote_ranks=(0.0, 10.0), local=(0.0, 110.0))])
+    found = figures(
+        [measured(0), measured(1, tokens=60, pairs=120, remote_ranks=(0.0, 10.0), local=(0.0, 110.0))]
+    )
     assert found is not None
-    assert (found.remote_ranks, found.local, found.balance, found.step_seconds, found.tokens) == pytest.approx((0.5, 0.75, 0.8, 0.01, 80.0))
+    assert (
+        found.remote_ranks,
+        found.local,
+        found.balance,
+        found.step_seconds,
+        found.tokens,
+    ) == pytest.approx((0.5, 0.75, 0.8, 0.01, 80.0))
     assert figures([]) is None
-    assert figures([measured(tokens=0, pairs=0, remote_ranks=(0.0, 0.0), local=(0.0, 0.0))]) is None, "no token, no mean"
+    assert figures([measured(tokens=0, pairs=0, remote_ranks=(0.0, 0.0), local=(0.0, 0.0))]) is None, (
+        "no token, no mean"
+    )
 
 
 @settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 9)), min_size=1, max_size=6))
 def test_figures_do_not_depend_on_how_the_time_is_cut(parts: list[tuple[int, int]]) -> None:
-    said = [measured(tokens=tokens, pairs=2 * tokens, steps=steps, step_seconds=0.01 * steps, balance=(steps, 0.5 * steps)) for tokens, steps in parts]
+    said = [
+        measured(
+            tokens=tokens,
+            pairs=2 * tokens,
+            steps=steps,
+            step_seconds=0.01 * steps,
+            balance=(steps, 0.5 * steps),
+        )
+        for tokens, steps in parts
+    ]
     names = ("steps", "step_seconds", "tokens", "pairs")
     sums: dict[str, Any] = {name: sum(getattr(one, name) for one in said) for name in names}
-    layers = {name: tuple(np.sum([getattr(one, name) for one in said], axis=0).tolist()) for name in ("remote_ranks", "local", "served", "balance")}
+    layers = {
+        name: tuple(np.sum([getattr(one, name) for one in said], axis=0).tolist())
+        for name in ("remote_ranks", "local", "served", "balance")
+    }
     apart, whole = figures(said), figures([measured(**sums, **layers)])
     assert apart is not None
     assert whole is not None
@@ -118,7 +184,12 @@ def test_only_the_last_seconds_of_the_newest_epoch_count() -> None:
 
 
 def test_an_engine_is_silent_when_its_heart_is_not_heard_and_gone_when_it_left() -> None:
-    found = live(EngineHeartbeat(**WHO, epoch=4), KvMetrics(worker_id=7, dp_rank=1, running=2), KvMetrics(worker_id=7, dp_rank=9, running=2), measured())
+    found = live(
+        EngineHeartbeat(**WHO, epoch=4),
+        KvMetrics(worker_id=7, dp_rank=1, running=2),
+        KvMetrics(worker_id=7, dp_rank=9, running=2),
+        measured(),
+    )
     (engine,) = found.engines.values()
     assert engine.heartbeat is not None
     assert list(engine.load) == [1], "it has no rank 9"
@@ -153,7 +224,9 @@ def test_what_the_log_says_again_does_not_undo_what_was_heard() -> None:
 
 
 def test_no_more_events_are_kept_than_can_be_looked_at() -> None:
-    found = live(*(RankDrained(**WHO, rank=0, draining=bool(number % 2)) for number in range(2 * MOST_EVENTS)))
+    found = live(
+        *(RankDrained(**WHO, rank=0, draining=bool(number % 2)) for number in range(2 * MOST_EVENTS))
+    )
     assert (len(found.events), found.happened) == (MOST_EVENTS, 2 * MOST_EVENTS + 1)
 
 
@@ -164,29 +237,74 @@ def test_no_more_events_are_kept_than_can_be_looked_at() -> None:
     ("message", "says"),
     [
         (JOINED, "engine-0 joined: m, 2 ranks"),
-        (PLANNED, "engine-0: plan cafe of the planner begins, 3 copies, 3 kB: predicted remote ranks 1.969 > 1.430, step 1.15 ms shorter"),
         (
-            MigrationStaged(**PLAN, handover=1, number=0, epoch=1, placement=PLACEMENT, copies=3, bytes=2_500_000, seconds=0.5),
+            PLANNED,
+            (
+                "engine-0: plan cafe of the planner begins, 3 copies, 3 kB: predicted remote ranks 1.969 >"
+                " 1.430, step 1.15 ms shorter"
+            ),
+        ),
+        (
+            MigrationStaged(
+                **PLAN,
+                handover=1,
+                number=0,
+                epoch=1,
+                placement=PLACEMENT,
+                copies=3,
+                bytes=2_500_000,
+                seconds=0.5,
+            ),
             "engine-0: handover 1 of cafe is staged, 2.5 MB in 0.50 s",
         ),
         (COMMITTED, "engine-0: handover 1 committed, epoch 1 is served; plan cafe is done"),
-        (MigrationAborted(**PLAN, handover=1, number=0, epoch=1, reason="no\x1b room", fault="room"), "engine-0: plan cafe is given up: no  room"),
-        (PlacementCommitted(**WHO, layout=Layout(attention="dp", boundary=0), placement=PLACEMENT), "engine-0 serves epoch 0"),
-        (PlacementCommitted(**WHO, layout=Layout(attention="dp", boundary=0), placement=PLACEMENT, plan="cafe"), None),
         (
-            PlanJudged(**PLAN, epoch=1, verdict="harmful", predicted_before=START, predicted_after=FORETOLD, trust=0.5, reason="steps got longer"),
+            MigrationAborted(**PLAN, handover=1, number=0, epoch=1, reason="no\x1b room", fault="room"),
+            "engine-0: plan cafe is given up: no  room",
+        ),
+        (
+            PlacementCommitted(**WHO, layout=Layout(attention="dp", boundary=0), placement=PLACEMENT),
+            "engine-0 serves epoch 0",
+        ),
+        (
+            PlacementCommitted(
+                **WHO, layout=Layout(attention="dp", boundary=0), placement=PLACEMENT, plan="cafe"
+            ),
+            None,
+        ),
+        (
+            PlanJudged(
+                **PLAN,
+                epoch=1,
+                verdict="harmful",
+                predicted_before=START,
+                predicted_after=FORETOLD,
+                trust=0.5,
+                reason="steps got longer",
+            ),
             "engine-0: plan cafe is judged harmful, trust 0.50: steps got longer",
         ),
         (
-            PopularityShifted(model="m", version=2, settled=False, divergence=0.0123, threshold=0.004, layers=(3, 1)),
+            PopularityShifted(
+                model="m", version=2, settled=False, divergence=0.0123, threshold=0.004, layers=(3, 1)
+            ),
             "popularity of m shifted by 0.0123 nats of 0.0040 that chance explains, most in layers 3, 1",
         ),
-        (PopularityShifted(model="m", version=2, settled=True, divergence=0.0, threshold=0.0, layers=()), "popularity of m has settled"),
+        (
+            PopularityShifted(model="m", version=2, settled=True, divergence=0.0, threshold=0.0, layers=()),
+            "popularity of m has settled",
+        ),
         (HOMES, "engine-0: new homes of clusters from epoch 1 on: they are foretold"),
         (EngineLeft(**WHO, reason="told to"), "engine-0 left: told to"),
         (RankDrained(**WHO, rank=None, draining=True, reason="fan"), "engine-0 takes no new requests: fan"),
-        (ConfigChanged(part="planner", instance=1, changed={"policy": ("eplb", "roost")}), "settings of planner: policy = roost"),
-        (ConfigChanged(part="router", instance=1, changed={}, refused="no such key"), "settings of router: refused: no such key"),
+        (
+            ConfigChanged(part="planner", instance=1, changed={"policy": ("eplb", "roost")}),
+            "settings of planner: policy = roost",
+        ),
+        (
+            ConfigChanged(part="router", instance=1, changed={}, refused="no such key"),
+            "settings of router: refused: no such key",
+        ),
         (KvMetrics(worker_id=7), None),
     ],
 )

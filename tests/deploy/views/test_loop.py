@@ -28,8 +28,22 @@ SUBJECTS = Subjects()
 def engine_now(name: str, ranks: int = 4) -> EngineNow:
     about = {"engine": name, "worker_id": 7}
     urls = tuple(f"http://127.0.0.1:40{rank:03}" for rank in range(ranks))
-    joined = EngineJoined(**about, model="m", node="n", urls=urls, block_size=16, kv_blocks=2048, max_context=512, max_batch_tokens=256)
-    loads = {rank: KvMetrics(worker_id=7, dp_rank=rank, running=3, waiting=1, active_prefill_tokens=120, kv_used_blocks=310) for rank in range(ranks)}
+    joined = EngineJoined(
+        **about,
+        model="m",
+        node="n",
+        urls=urls,
+        block_size=16,
+        kv_blocks=2048,
+        max_context=512,
+        max_batch_tokens=256,
+    )
+    loads = {
+        rank: KvMetrics(
+            worker_id=7, dp_rank=rank, running=3, waiting=1, active_prefill_tokens=120, kv_used_blocks=310
+        )
+        for rank in range(ranks)
+    }
     return EngineNow(joined, EngineHeartbeat(**about, epoch=5), loads)
 
 
@@ -45,9 +59,16 @@ def plain(lines: list[Text]) -> list[str]:
 
 async def test_a_full_store_that_refuses_is_an_alarm_and_one_whose_oldest_makes_room_is_none() -> None:
     mib = 2**20
-    blobs, log = StoreUse("blobs", 480 * mib, 512 * mib, refuses=True), StoreUse("log", 256 * mib, 256 * mib, refuses=False)
-    assert [line.split(";")[0] for line in plain(alarms([blobs, log]))] == ["ALARM: the store for blobs is full: 480.0 of 512.0 MiB"]
-    assert not alarms([StoreUse("blobs", 400 * mib, 512 * mib, refuses=True), StoreUse("parcels", 99, -1, refuses=True)])
+    blobs, log = (
+        StoreUse("blobs", 480 * mib, 512 * mib, refuses=True),
+        StoreUse("log", 256 * mib, 256 * mib, refuses=False),
+    )
+    assert [line.split(";")[0] for line in plain(alarms([blobs, log]))] == [
+        "ALARM: the store for blobs is full: 480.0 of 512.0 MiB"
+    ]
+    assert not alarms(
+        [StoreUse("blobs", 400 * mib, 512 * mib, refuses=True), StoreUse("parcels", 99, -1, refuses=True)]
+    )
     bus = MemoryBus()
     assert {one.store for one in await stores_of(bus)} == {"log", "claims", "blobs", "parcels"}
     await bus.close()
@@ -59,7 +80,9 @@ async def test_a_full_store_that_refuses_is_an_alarm_and_one_whose_oldest_makes_
 # The story
 
 
-@pytest.mark.parametrize(("engines", "ranks"), [(1, 4), (1, 16), (1, 64), (2, 4), (2, 8), (3, 4), (8, 4), (8, 8)])
+@pytest.mark.parametrize(
+    ("engines", "ranks"), [(1, 4), (1, 16), (1, 64), (2, 4), (2, 8), (3, 4), (8, 4), (8, 8)]
+)
 def test_the_story_of_a_fleet_fits_on_a_screen(engines: int, ranks: int) -> None:
     lines = screen(engines, ranks)
     assert len(lines) <= 39
@@ -91,7 +114,11 @@ def test_what_is_measured_stands_beside_the_start_and_what_was_foretold() -> Non
 def test_what_was_given_up_is_no_promise() -> None:
     assert "predicted" in "\n".join(plain(story(loop(), ENGINE, NOW)))
     given_up = msgspec.structs.replace(
-        ENGINE, plans=(msgspec.structs.replace(KEPT, outcome="aborted: room"), msgspec.structs.replace(KEPT, outcome="under way"))
+        ENGINE,
+        plans=(
+            msgspec.structs.replace(KEPT, outcome="aborted: room"),
+            msgspec.structs.replace(KEPT, outcome="under way"),
+        ),
     )
     said = plain(story(loop(), given_up, NOW))
     assert not any("at start   predicted" in line for line in said)
@@ -101,21 +128,39 @@ def test_what_was_given_up_is_no_promise() -> None:
 
 
 def test_a_loop_that_has_done_nothing_yet_says_so() -> None:
-    fresh = msgspec.structs.replace(ENGINE, measured=None, layers=None, at_start=None, decided_at=None, next_seconds=None, plans=(), homes=0, homes_note="")
+    fresh = msgspec.structs.replace(
+        ENGINE,
+        measured=None,
+        layers=None,
+        at_start=None,
+        decided_at=None,
+        next_seconds=None,
+        plans=(),
+        homes=0,
+        homes_note="",
+    )
     said = "\n".join(plain(story(loop(), fresh, NOW)))
-    for words in ("no recent measurements", "no decision yet; the engine is planned on request only", "no plan was carried out yet"):
+    for words in (
+        "no recent measurements",
+        "no decision yet; the engine is planned on request only",
+        "no plan was carried out yet",
+    ):
         assert words in said
 
 
 def test_a_pause_is_what_is_said_first_with_its_reason() -> None:
-    assert plain(overview(loop(paused=True, paused_reason="new fan", paused_at=NOW - 300), NOW))[0].startswith(
-        "loop: PAUSED for 5 min: new fan; roost migration resume"
-    )
+    assert plain(overview(loop(paused=True, paused_reason="new fan", paused_at=NOW - 300), NOW))[
+        0
+    ].startswith("loop: PAUSED for 5 min: new fan; roost migration resume")
     assert "acts on request only" in plain(overview(loop(automatic=False), NOW))[0]
 
 
 def test_words_from_the_bus_give_the_terminal_no_commands_and_numbers_that_are_none_are_dashes() -> None:
-    odd = msgspec.structs.replace(ENGINE, decided="\x1b[2Jgone\r", measured=msgspec.structs.replace(ENGINE.measured, remote_ranks=math.nan))  # type: ignore[type-var]
+    odd = msgspec.structs.replace(
+        ENGINE,
+        decided="\x1b[2Jgone\r",
+        measured=msgspec.structs.replace(ENGINE.measured, remote_ranks=math.nan),
+    )  # type: ignore[type-var]
     said = plain(story(loop(), odd, NOW))
     assert all(line.isprintable() for line in said)
     assert said[1].split()[3:] == ["token", "-", "1.969", "1.430", "-"]
@@ -132,7 +177,10 @@ def test_a_sparkline_shows_the_worst_of_each_group_of_many_layers() -> None:
 
 
 def test_a_step_is_foretold_as_a_share_of_the_one_that_was_measured() -> None:
-    model = {"predicted_before": msgspec.structs.replace(START, step_seconds=0.002), "predicted_after": msgspec.structs.replace(FORETOLD, step_seconds=0.001)}
+    model = {
+        "predicted_before": msgspec.structs.replace(START, step_seconds=0.002),
+        "predicted_after": msgspec.structs.replace(FORETOLD, step_seconds=0.001),
+    }
     found = foretold_of((msgspec.structs.replace(KEPT, **model),))
     assert found is not None
     assert found.step_seconds == pytest.approx(START.step_seconds / 2)
@@ -186,7 +234,9 @@ async def test_pausing_is_asked_of_the_planner_and_what_it_says_comes_back(bus: 
     assert not told.paused
 
 
-async def test_a_planner_that_takes_over_is_waited_for_and_then_given_up(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_planner_that_takes_over_is_waited_for_and_then_given_up(
+    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(control_loop, "TAKEOVER_SECONDS", 0.01)
     said: list[str] = []
     with pytest.raises(NoAnswer, match="nothing was changed"):
@@ -196,7 +246,9 @@ async def test_a_planner_that_takes_over_is_waited_for_and_then_given_up(bus: Me
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("then", ["hangs", "is gone", "declines"])
-async def test_where_a_planner_may_have_heard_it_is_not_said_that_nothing_was_changed(bus: MemoryBus, then: str) -> None:
+async def test_where_a_planner_may_have_heard_it_is_not_said_that_nothing_was_changed(
+    bus: MemoryBus, then: str
+) -> None:
     asked: list[Message] = []
 
     async def hang(message: Message) -> Message:

@@ -13,7 +13,17 @@ from fleet.events import EngineJoined
 from fleet.placement import FULL, Placement
 
 TABLE = np.array([[0, 1, 2, 2, 3, 0], [0, 1, 2, 3, 2, 0]], np.int16)
-JOINED = EngineJoined(engine="a", worker_id=7, model="m", node="n", urls=("http://x",), block_size=16, kv_blocks=8, max_context=512, max_batch_tokens=256)
+JOINED = EngineJoined(
+    engine="a",
+    worker_id=7,
+    model="m",
+    node="n",
+    urls=("http://x",),
+    block_size=16,
+    kv_blocks=8,
+    max_context=512,
+    max_batch_tokens=256,
+)
 EVEN = Placement(TABLE, experts=4, ranks=2)
 
 
@@ -22,10 +32,19 @@ def uneven() -> Placement:
     spill[0, [2, 3]] = FULL * 3 // 10, FULL - FULL * 3 // 10
     keep[0, [3, 4]] = FULL // 2
     near[1, 5] = FULL // 5
-    return Placement(TABLE, experts=4, ranks=2, epoch=4, split=EVEN.split._replace(keep=keep, spill=spill, near=near))
+    return Placement(
+        TABLE, experts=4, ranks=2, epoch=4, split=EVEN.split._replace(keep=keep, spill=spill, near=near)
+    )
 
 
-def shown(placement: Placement, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], layer: int | None = None, *, as_json: bool = False) -> str:
+def shown(
+    placement: Placement,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    layer: int | None = None,
+    *,
+    as_json: bool = False,
+) -> str:
     def answer(config: BusConfig, ask: Any) -> dict[str, Placements]:
         return {"a": Placements(JOINED, None, placement)}
 
@@ -34,14 +53,18 @@ def shown(placement: Placement, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     return capsys.readouterr().out
 
 
-def test_an_even_split_is_not_spoken_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_even_split_is_not_spoken_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = shown(EVEN, monkeypatch, capsys)
     assert "1 0* 2*" in said
     assert "%" not in said
     assert json.loads(shown(EVEN, monkeypatch, capsys, as_json=True))["a"]["split"] is None
 
 
-def test_a_replica_that_takes_another_share_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replica_that_takes_another_share_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = shown(uneven(), monkeypatch, capsys)
     assert "1 0* 2*30%" in said
     assert "3 0* 2*70%,k50%" in said, "an expert with one replica goes there in any case"

@@ -1,4 +1,5 @@
-"""`roost plan`: a plan or a refusal in words, the memory curve, and a first placement from a recorded load, with and without a fleet."""
+"""`roost plan`: a plan or a refusal in words, the memory curve, and a first placement from a recorded load,
+with and without a fleet."""
 
 import json
 from pathlib import Path
@@ -35,8 +36,19 @@ NOW = Measures(
     dispatch_seconds=0.0003,
     memory_seconds=0.0,
 )
-THEN = msgspec.structs.replace(NOW, balance_mean=0.97, balance_min=0.93, local_share=0.31, step_seconds=0.0038)
-COPY = StepRecord(number=1, kind="replicate", layer=7, copies=1, bytes=44_000_000, gain_seconds=3e-5, what="expert 5 from rank 0 to rank 3", why="it is hot")
+THEN = msgspec.structs.replace(
+    NOW, balance_mean=0.97, balance_min=0.93, local_share=0.31, step_seconds=0.0038
+)
+COPY = StepRecord(
+    number=1,
+    kind="replicate",
+    layer=7,
+    copies=1,
+    bytes=44_000_000,
+    gain_seconds=3e-5,
+    what="expert 5 from rank 0 to rank 3",
+    why="it is hot",
+)
 PLAIN: dict[str, Any] = {
     "engine": "a",
     "worker_id": "1",
@@ -82,7 +94,9 @@ def profile(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_plan_is_shown_with_what_it_changes_what_it_costs_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_shown_with_what_it_changes_what_it_costs_and_why(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     print_plan(PLAN)
     said = capsys.readouterr().out
     for words in (
@@ -99,19 +113,28 @@ def test_a_plan_is_shown_with_what_it_changes_what_it_costs_and_why(capsys: pyte
         "dry run",
     ):
         assert words in said, (words, said)
-    assert [line.split()[-2:] for line in said.splitlines() if line.startswith("served where")] == [["25.0%", "31.0%"]]
+    assert [line.split()[-2:] for line in said.splitlines() if line.startswith("served where")] == [
+        ["25.0%", "31.0%"]
+    ]
     print_plan(PLAN, everything=True)
     assert "gain less" not in capsys.readouterr().out
 
 
-def test_how_far_predictions_are_trusted_is_shown_where_that_is_not_all_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_far_predictions_are_trusted_is_shown_where_that_is_not_all_the_way(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     print_plan(PLAN)
     assert "counts for" not in capsys.readouterr().out
     print_plan(msgspec.structs.replace(PLAN, trust=0.35))
-    assert "predicted gains are multiplied by 35%, from the measured gains of earlier plans" in capsys.readouterr().out
+    assert (
+        "predicted gains are multiplied by 35%, from the measured gains of earlier plans"
+        in capsys.readouterr().out
+    )
 
 
-def test_a_refusal_is_shown_with_its_reasons_and_the_present_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_is_shown_with_its_reasons_and_the_present_figures(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     print_plan(PlanRecord(**PLAIN, refused="no gain beyond sampling noise"))
     said = capsys.readouterr().out
     assert "nothing to do: no gain beyond sampling noise" in said
@@ -135,15 +158,26 @@ def test_the_memory_curve_and_lost_ranks_are_shown(capsys: pytest.CaptureFixture
         present=True,
         best=False,
     )
-    lost = msgspec.structs.replace(PLAN, before=None, lost="2 experts of 1 layers have no live holder; all of them are loaded from storage", memory=(point,))
+    lost = msgspec.structs.replace(
+        PLAN,
+        before=None,
+        lost="2 experts of 1 layers have no live holder; all of them are loaded from storage",
+        memory=(point,),
+    )
     print_plan(lost)
     said = capsys.readouterr().out
-    assert "plan cafe: 1 copy (0.1% of the slots, 44 MB) in 2 handovers of 0.20 s together\n2 experts of 1 layers" in said
+    assert (
+        "plan cafe: 1 copy (0.1% of the slots, 44 MB) in 2 handovers of 0.20 s together\n2 experts of 1"
+        " layers" in said
+    )
     assert "2.55 GB" in said
     assert "for ever" in said
 
 
-@pytest.mark.parametrize(("text", "count"), [("2GB", 2 * 10**9), ("1.5 GiB", 3 * 2**29), ("500mb", 5 * 10**8), ("0", 0), ("64KiB", 65536)])
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("2GB", 2 * 10**9), ("1.5 GiB", 3 * 2**29), ("500mb", 5 * 10**8), ("0", 0), ("64KiB", 65536)],
+)
 def test_a_budget_is_read_with_its_unit(text: str, count: int) -> None:
     assert in_bytes(text) == count
 
@@ -159,7 +193,10 @@ def test_a_budget_is_read_with_its_unit(text: str, count: int) -> None:
         (("--profile", "{profile}", "--ranks", "4", "--apply"), "--apply is about a running engine"),
         (("--profile", "{profile}", "--ranks", "4", "--memory"), "--memory is about a running engine"),
         (("a", "--profile", "{profile}", "--ranks", "4"), "ENGINE is about a running engine"),
-        (("--profile", "{profile}", "--ranks", "4", "--slots-per-rank", "7"), "32 experts do not fit into 7 slots"),
+        (
+            ("--profile", "{profile}", "--ranks", "4", "--slots-per-rank", "7"),
+            "32 experts do not fit into 7 slots",
+        ),
         (("--profile", "{profile}", "--ranks", "4", "--nodes", "3"), "4 ranks do not divide by 3 nodes"),
         (("--profile", "nowhere.npy", "--ranks", "4"), "nowhere.npy"),
         (("--profile", "{profile}", "--ranks", "4", "--out", "no/such/folder/x.json"), "cannot write"),
@@ -171,15 +208,21 @@ def test_what_cannot_work_is_refused_in_words(profile: Path, arguments: tuple[st
     assert said in result.stderr
 
 
-def test_a_first_placement_is_written_for_an_engine_that_begins_with_it(profile: Path, tmp_path: Path) -> None:
+def test_a_first_placement_is_written_for_an_engine_that_begins_with_it(
+    profile: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "placement.json"
-    result = roost("--profile", str(profile), "--ranks", "4", "--slots-per-rank", "10", "--nodes", "2", "--out", str(out))
+    result = roost(
+        "--profile", str(profile), "--ranks", "4", "--slots-per-rank", "10", "--nodes", "2", "--out", str(out)
+    )
     assert result.exit_code == 0
     assert "8 redundant per layer" in result.stdout
     assert f'placement = "{out}"' in result.stderr
     placement = initial(out, layers=4, experts=32, ranks=4, slots_per_rank=None)
     assert placement == first_placement(np.load(profile), 4, 10, 2)
-    found = json.loads(roost("--profile", str(profile), "--ranks", "4", "--slots-per-rank", "10", "--json").stdout)
+    found = json.loads(
+        roost("--profile", str(profile), "--ranks", "4", "--slots-per-rank", "10", "--json").stdout
+    )
     assert found["placed"]["mean"] > found["in_order"]["mean"]
     assert found["placed"]["mean"] <= found["bound"]["mean"] + 1e-9
 
@@ -189,8 +232,19 @@ def test_a_first_placement_is_written_for_an_engine_that_begins_with_it(profile:
 
 async def joined(bus: MemoryBus, engine: str = "a") -> None:
     shape = ModelShape(layers=2, experts=8, top_k=2, hidden=4, expert_intermediate=8)
-    about: dict[str, Any] = {"model": "m", "node": "n", "urls": ("http://x",), "block_size": 16, "kv_blocks": 8, "max_context": 512, "max_batch_tokens": 256}
-    await bus.record(SUBJECTS.membership(engine), EngineJoined(engine=engine, worker_id=hash(engine) % 99, shape=shape, **about))
+    about: dict[str, Any] = {
+        "model": "m",
+        "node": "n",
+        "urls": ("http://x",),
+        "block_size": 16,
+        "kv_blocks": 8,
+        "max_context": 512,
+        "max_batch_tokens": 256,
+    }
+    await bus.record(
+        SUBJECTS.membership(engine),
+        EngineJoined(engine=engine, worker_id=hash(engine) % 99, shape=shape, **about),
+    )
 
 
 async def test_the_planner_is_asked_about_the_only_engine_with_experts() -> None:
@@ -204,7 +258,9 @@ async def test_the_planner_is_asked_about_the_only_engine_with_experts() -> None
     async with bus.serve(SUBJECTS.describe_plan, planner):
         answer = await described(bus, SUBJECTS, PlanQuery(None, "uniform", 5, True, (1,), (0,)))
         assert msgspec.json.decode(answer.record, type=PlanRecord) == PLAN
-        assert heard == [DescribePlan(engine="a", policy="uniform", budget_bytes=5, memory=True, dead=(1,), layers=(0,))]
+        assert heard == [
+            DescribePlan(engine="a", policy="uniform", budget_bytes=5, memory=True, dead=(1,), layers=(0,))
+        ]
         await joined(bus, "b")
         with pytest.raises(typer.Exit):
             await described(bus, SUBJECTS, PlanQuery())

@@ -18,7 +18,14 @@ from bus import BusError
 from bus.memory import MemoryBus
 from bus.protocol.subjects import Subjects
 from deploy.views.popularity import as_record, demands, describe, learn, loaded, print_popularity, skew
-from fleet.events import ClusterPopularity, EngineJoined, ExpertsActivated, PopularityDescribed, RankPopularity, SourceQuality
+from fleet.events import (
+    ClusterPopularity,
+    EngineJoined,
+    ExpertsActivated,
+    PopularityDescribed,
+    RankPopularity,
+    SourceQuality,
+)
 from fleet.experts import ModelShape
 from fleet.popularity import ExpertCounts, ExpertTable
 from tests.deploy import commands
@@ -51,8 +58,20 @@ def described(**fields: Any) -> PopularityDescribed:
         "tokens_per_second": 56.0,
         "fast": profile,
         "slow": profile,
-        "ranks": (RankPopularity(engine="a", rank=0, tokens_per_second=56.0, remote=0.25, wanted_remote=((1, 7, 3.5),), local_idle=((0, 2, 0.1),)),),
-        "clusters": (ClusterPopularity(cluster=0, share=0.75, distance=0.01), ClusterPopularity(cluster=3, share=0.25, distance=0.2)),
+        "ranks": (
+            RankPopularity(
+                engine="a",
+                rank=0,
+                tokens_per_second=56.0,
+                remote=0.25,
+                wanted_remote=((1, 7, 3.5),),
+                local_idle=((0, 2, 0.1),),
+            ),
+        ),
+        "clusters": (
+            ClusterPopularity(cluster=0, share=0.75, distance=0.01),
+            ClusterPopularity(cluster=3, share=0.25, distance=0.2),
+        ),
         "shifted": False,
         "divergence": 0.001,
         "threshold": 0.004,
@@ -102,7 +121,18 @@ def test_everything_the_tracker_knows_is_printed(capsys: pytest.CaptureFixture[s
 
 
 def test_little_evidence_is_said_as_such(capsys: pytest.CaptureFixture[str]) -> None:
-    print_popularity(described(ranks=(), clusters=(), sources=(), divergence=None, threshold=None, recall=None, prior_recall=None, shifted=True))
+    print_popularity(
+        described(
+            ranks=(),
+            clusters=(),
+            sources=(),
+            divergence=None,
+            threshold=None,
+            recall=None,
+            prior_recall=None,
+            shifted=True,
+        )
+    )
     said = capsys.readouterr().out
     for words in ("too little was seen", "shifted", "no rank has reported", "no clusters yet"):
         assert words in said, said
@@ -163,7 +193,9 @@ def test_what_cannot_work_is_refused_in_words(dump: Path, arguments: tuple[str, 
     assert said in result.stderr
 
 
-def test_a_fleet_without_engines_or_without_a_tracker_is_said_as_such(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fleet_without_engines_or_without_a_tracker_is_said_as_such(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ROOST_BUS_NAMESPACE", "popularity-test")
     monkeypatch.setattr("deploy.views.popularity.ASK_SECONDS", 0.2)
     nothing = roost("--nats", nats_url)
@@ -194,7 +226,9 @@ def joined(engine: str = "a", model: str = "m") -> EngineJoined:
 
 @asynccontextmanager
 async def tracking(bus: MemoryBus) -> AsyncIterator[TrackerService]:
-    service = TrackerService(bus, SUBJECTS, TrackerConfig(publish_seconds=0.2), clock=asyncio.get_running_loop().time)
+    service = TrackerService(
+        bus, SUBJECTS, TrackerConfig(publish_seconds=0.2), clock=asyncio.get_running_loop().time
+    )
     running = asyncio.create_task(service.run())
     try:
         await asyncio.wait_for(service.ready.wait(), 5)
@@ -211,7 +245,15 @@ async def test_a_running_tracker_is_asked_about_the_only_model(dump: Path) -> No
         counts = ExpertCounts.of(COUNTS)
         tokens = int(COUNTS.sum(axis=1).max() // 2) + 1
         report = ExpertsActivated(
-            engine="a", worker_id=joined().worker_id, rank=1, model="m", epoch=0, seconds=1.0, tokens=tokens, cached_tokens=0, counts=counts
+            engine="a",
+            worker_id=joined().worker_id,
+            rank=1,
+            model="m",
+            epoch=0,
+            seconds=1.0,
+            tokens=tokens,
+            cached_tokens=0,
+            counts=counts,
         )
         async with bus.subscribe(SUBJECTS.profiles) as profiles:
             await bus.publisher(SUBJECTS.experts("a")).publish(report)

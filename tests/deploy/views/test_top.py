@@ -1,4 +1,5 @@
-"""`roost top`: a screen that is drawn anew, lines where there is none, JSON for programs; and nothing of it stays."""
+"""`roost top`: a screen that is drawn anew, lines where there is none, JSON for programs; and nothing of it
+stays."""
 
 import asyncio
 import io
@@ -52,10 +53,18 @@ async def watching(bus: Bus) -> AsyncIterator[FleetWatch]:
     """With an engine that speaks and a planner that answers."""
     watch = FleetWatch(bus, SUBJECTS, "NATS somewhere")
     async with asyncio.timeout(10), bus.serve(SUBJECTS.loop, here), watch.going_on(0.01):
-        await bus.publisher(SUBJECTS.heartbeats("engine-0")).publish(EngineHeartbeat(engine="engine-0", worker_id=7, epoch=4))
+        await bus.publisher(SUBJECTS.heartbeats("engine-0")).publish(
+            EngineHeartbeat(engine="engine-0", worker_id=7, epoch=4)
+        )
         for rank in range(2):
             await bus.publisher(SUBJECTS.kv_metrics).publish(KvMetrics(worker_id=7, dp_rank=rank, running=3))
-        await until(watch, lambda: all(one.complete for one in watch.live.engines.values()) and isinstance(watch.loop, LoopDescribed))
+        await until(
+            watch,
+            lambda: (
+                all(one.complete for one in watch.live.engines.values())
+                and isinstance(watch.loop, LoopDescribed)
+            ),
+        )
         yield watch
 
 
@@ -77,7 +86,14 @@ async def test_the_page_shows_engines_the_loop_and_what_happens(bus: MemoryBus) 
         await until(watch, watch.live.figures)
         said = plain(watch)
         assert len(said) <= 40
-        for words in ("tokens/s", "engine-0: m, epoch 4", "last 10 s", "trust 0.85", "plan cafe of the planner begins", "plan cafe is done"):
+        for words in (
+            "tokens/s",
+            "engine-0: m, epoch 4",
+            "last 10 s",
+            "trust 0.85",
+            "plan cafe of the planner begins",
+            "plan cafe is done",
+        ):
             assert any(words in line for line in said), words
         assert "being carried out" not in "\n".join(said)
 
@@ -103,7 +119,9 @@ async def test_a_planner_that_is_gone_is_said_and_measurements_go_on(bus: Memory
         assert any(line.startswith("served locally") for line in said)
 
 
-async def test_pages_of_text_and_json_tell_an_event_once(bus: MemoryBus, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_pages_of_text_and_json_tell_an_event_once(
+    bus: MemoryBus, capsys: pytest.CaptureFixture[str]
+) -> None:
     text: Page = TextPage()
     programs: Page = JsonPage()
     async with watching(bus) as watch:
@@ -122,7 +140,9 @@ async def test_pages_of_text_and_json_tell_an_event_once(bus: MemoryBus, capsys:
     assert second["events"] == []
 
 
-async def test_without_a_bus_for_a_while_it_says_so_and_goes_on(broker: MemoryBroker, bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_bus_for_a_while_it_says_so_and_goes_on(
+    broker: MemoryBroker, bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(control_loop, "ASK_SECONDS", 0.05)
     async with watching(bus) as watch:
         broker.reachable = False
@@ -162,7 +182,9 @@ async def test_q_ends_it_and_the_terminal_is_as_before(monkeypatch: pytest.Monke
     os.close(ours)
 
 
-async def test_the_screen_is_a_page_of_its_own_also_when_something_fails(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_screen_is_a_page_of_its_own_also_when_something_fails(
+    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     drawn = io.StringIO()
     console = Console(file=drawn, force_terminal=True, width=80, height=24)
@@ -182,14 +204,19 @@ async def test_the_screen_is_a_page_of_its_own_also_when_something_fails(bus: Me
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_the_loop_is_watched_paused_and_resumed_from_the_command_line(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_is_watched_paused_and_resumed_from_the_command_line(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ROOST_BUS_NAMESPACE", "watched")
     monkeypatch.setattr(top, "LISTEN_SECONDS", 0.1)
     monkeypatch.setattr("deploy.client.fleet_status.LISTEN_SECONDS", 0.1)
 
     @asynccontextmanager
     async def serving(bus: Bus, subjects: Subjects) -> AsyncIterator[None]:
-        await bus.record(subjects.membership("engine-0"), EngineJoined(**{name: getattr(JOINED, name) for name in JOINED.__struct_fields__}))
+        await bus.record(
+            subjects.membership("engine-0"),
+            EngineJoined(**{name: getattr(JOINED, name) for name in JOINED.__struct_fields__}),
+        )
         async with bus.serve(subjects.loop, here):
             yield
 
@@ -199,12 +226,23 @@ def test_the_loop_is_watched_paused_and_resumed_from_the_command_line(nats_url: 
         assert "loop: automatic" in roost("top", "--once", "--nats", nats_url).stdout
         told = roost("status", "engine-0", "--nats", nats_url)
         assert "trust 0.85" in told.stdout
-        assert "no engine 'engine-9'; there are: engine-0" in roost("status", "engine-9", "--nats", nats_url).stderr
-        assert json.loads(roost("status", "--json", "--nats", nats_url).stdout)["loop"]["engines"][0]["spent_bytes"] == 12_300_000
+        assert (
+            "no engine 'engine-9'; there are: engine-0"
+            in roost("status", "engine-9", "--nats", nats_url).stderr
+        )
+        assert (
+            json.loads(roost("status", "--json", "--nats", nats_url).stdout)["loop"]["engines"][0][
+                "spent_bytes"
+            ]
+            == 12_300_000
+        )
         paused = roost("migration", "pause", "--reason", "new fan", "--nats", nats_url)
         assert paused.exit_code == 0
         assert "PAUSED" in paused.stdout
-        assert "the planner starts no plan and undoes none. Commands of operators are carried out" in " ".join(paused.stdout.split())
+        assert (
+            "the planner starts no plan and undoes none. Commands of operators are carried out"
+            in " ".join(paused.stdout.split())
+        )
         assert json.loads(roost("migration", "pause", "--json", "--nats", nats_url).stdout)["paused"] is True
         assert "loop: automatic" in roost("migration", "resume", "--nats", nats_url).stdout
         assert "loop: automatic" in roost("migration", "status", "--nats", nats_url).stdout

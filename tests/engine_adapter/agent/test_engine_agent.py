@@ -14,7 +14,14 @@ from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
 from engine_adapter.agent.engine_agent import Agent, AgentIdentity
 from engine_adapter.config import AgentConfig
-from engine_adapter.engine import Activations, DispatchCounts, EndedRequest, EngineDescription, RankFacts, RankLoad
+from engine_adapter.engine import (
+    Activations,
+    DispatchCounts,
+    EndedRequest,
+    EngineDescription,
+    RankFacts,
+    RankLoad,
+)
 from fleet.blocks import sequence_hashes
 from fleet.events import (
     Capabilities,
@@ -46,7 +53,14 @@ from tests.engine_adapter.rank_fixture import Group, StandingExperts
 
 WORKER = 2**63 + 5
 SUBJECTS = Subjects()
-CONFIG = AgentConfig(heartbeat_seconds=0.05, facts_seconds=0.01, load_seconds=0.1, experts_seconds=0.05, lease_seconds=0.3, farewell_seconds=0.5)
+CONFIG = AgentConfig(
+    heartbeat_seconds=0.05,
+    facts_seconds=0.01,
+    load_seconds=0.1,
+    experts_seconds=0.05,
+    lease_seconds=0.3,
+    farewell_seconds=0.5,
+)
 IDLE = RankLoad(running=0, waiting=0, prefill_tokens=0, decode_blocks=0, used_blocks=0)
 BUSY = RankLoad(running=2, waiting=1, prefill_tokens=40, decode_blocks=6, used_blocks=9)
 
@@ -98,7 +112,13 @@ class PuppetEngine:
         self._new.clear()
         self.seen.set()
         self.looks += 1
-        facts = RankFacts(kv=tuple(self._kv), load=self._load, activations=self._activations, ended=self._ended, sent=self._sent)  # type: ignore[arg-type]
+        facts = RankFacts(
+            kv=tuple(self._kv),
+            load=self._load,
+            activations=self._activations,
+            ended=self._ended,
+            sent=self._sent,
+        )  # type: ignore[arg-type]
         self._kv, self._activations, self._ended, self._sent = [], None, (), ()
         return facts
 
@@ -106,7 +126,13 @@ class PuppetEngine:
 
 
 def stored(*local: int) -> KvChange:
-    return KvChange(stored=KvStored(blocks=tuple(KvBlock(block, tokens) for block, tokens in zip(sequence_hashes(local), local, strict=True))))
+    return KvChange(
+        stored=KvStored(
+            blocks=tuple(
+                KvBlock(block, tokens) for block, tokens in zip(sequence_hashes(local), local, strict=True)
+            )
+        )
+    )
 
 
 @pytest.fixture
@@ -115,11 +141,18 @@ def broker() -> MemoryBroker:
 
 
 def identity(worker_id: int = WORKER, ranks: int = 1) -> AgentIdentity:
-    return AgentIdentity(engine="a", worker_id=worker_id, node="n", urls=tuple(f"http://127.0.0.1:{9000 + rank}" for rank in range(ranks)))
+    return AgentIdentity(
+        engine="a",
+        worker_id=worker_id,
+        node="n",
+        urls=tuple(f"http://127.0.0.1:{9000 + rank}" for rank in range(ranks)),
+    )
 
 
 @asynccontextmanager
-async def running(broker: MemoryBroker, engine: PuppetEngine, who: AgentIdentity | None = None) -> AsyncIterator[Agent]:
+async def running(
+    broker: MemoryBroker, engine: PuppetEngine, who: AgentIdentity | None = None
+) -> AsyncIterator[Agent]:
     agent = Agent(MemoryBus(broker), SUBJECTS, engine, who or identity(), CONFIG)
     task = asyncio.create_task(agent.run())
     try:
@@ -131,7 +164,9 @@ async def running(broker: MemoryBroker, engine: PuppetEngine, who: AgentIdentity
         await asyncio.wait([task])
 
 
-async def next_of(heard: Subscription, kind: type, wanted: Callable[[Received], bool] = lambda _: True) -> Received:
+async def next_of(
+    heard: Subscription, kind: type, wanted: Callable[[Received], bool] = lambda _: True
+) -> Received:
     async with asyncio.timeout(5):
         async for received in heard:
             if isinstance(received.message, kind) and wanted(received):
@@ -140,7 +175,9 @@ async def next_of(heard: Subscription, kind: type, wanted: Callable[[Received], 
 
 
 async def history(broker: MemoryBroker) -> list[object]:
-    return [received.message async for received in MemoryBus(broker).replay(SUBJECTS.membership(), follow=False)]
+    return [
+        received.message async for received in MemoryBus(broker).replay(SUBJECTS.membership(), follow=False)
+    ]
 
 
 async def test_an_engine_joins_beats_describes_itself_and_leaves(broker: MemoryBroker) -> None:
@@ -150,9 +187,15 @@ async def test_an_engine_joins_beats_describes_itself_and_leaves(broker: MemoryB
             beats = [await next_of(heard, EngineHeartbeat) for _ in range(3)]
             assert [beat.sequence for beat in beats] == [0, 1, 2]
             assert beats[0].message == EngineHeartbeat(engine="a", worker_id=WORKER, epoch=0)
-            described = await bus.request(SUBJECTS.describe_engine("a", WORKER), DescribeEngine(worker_id=WORKER))
+            described = await bus.request(
+                SUBJECTS.describe_engine("a", WORKER), DescribeEngine(worker_id=WORKER)
+            )
             assert isinstance(described, EngineJoined)
-            assert (described.urls, described.kv_blocks, described.layout) == (("http://127.0.0.1:9000",), 64, EP)
+            assert (described.urls, described.kv_blocks, described.layout) == (
+                ("http://127.0.0.1:9000",),
+                64,
+                EP,
+            )
             assert described.tokenizer is not None
             assert await bus.get_blob(described.tokenizer) == b"zip"
             assert described.placement is not None
@@ -163,8 +206,12 @@ async def test_an_engine_joins_beats_describes_itself_and_leaves(broker: MemoryB
 
 
 @pytest.mark.looptime
-async def test_an_engine_whose_join_was_pushed_out_of_the_log_announces_itself_again_and_else_it_does_not(broker: MemoryBroker) -> None:
-    agent = asyncio.create_task(Agent(MemoryBus(broker), SUBJECTS, PuppetEngine(), identity(), AgentConfig()).run())
+async def test_an_engine_whose_join_was_pushed_out_of_the_log_announces_itself_again_and_else_it_does_not(
+    broker: MemoryBroker,
+) -> None:
+    agent = asyncio.create_task(
+        Agent(MemoryBus(broker), SUBJECTS, PuppetEngine(), identity(), AgentConfig()).run()
+    )
     for _ in range(2):
         await asyncio.sleep(700)
         assert len(broker._log) == 1
@@ -178,7 +225,10 @@ async def test_an_engine_whose_join_was_pushed_out_of_the_log_announces_itself_a
 
 async def test_only_rank_zero_speaks_membership_and_every_rank_its_own_load(broker: MemoryBroker) -> None:
     bus = MemoryBus(broker)
-    async with bus.subscribe(SUBJECTS.everything) as heard, running(broker, PuppetEngine(rank=1, ranks=2), identity(ranks=2)):
+    async with (
+        bus.subscribe(SUBJECTS.everything) as heard,
+        running(broker, PuppetEngine(rank=1, ranks=2), identity(ranks=2)),
+    ):
         kinds = {type((await next_of(heard, object)).message) for _ in range(4)}
     assert kinds == {KvMetrics}
     assert await history(broker) == []
@@ -196,10 +246,16 @@ async def test_kv_changes_of_one_look_are_one_message_numbered_from_one(broker: 
     assert one.publisher_id == two.publisher_id != WORKER
     events = [*one.message, *two.message]  # type: ignore[misc]
     assert all(isinstance(event, RoutedKvEvent) and event.worker_id == WORKER for event in events)
-    assert [(event.event.event_id, event.event.data) for event in events] == [(1, first), (2, gone), (3, "cleared")]
+    assert [(event.event.event_id, event.event.data) for event in events] == [
+        (1, first),
+        (2, gone),
+        (3, "cleared"),
+    ]
 
 
-async def test_a_snapshot_of_a_moment_ago_answers_those_who_missed_nothing_later(broker: MemoryBroker) -> None:
+async def test_a_snapshot_of_a_moment_ago_answers_those_who_missed_nothing_later(
+    broker: MemoryBroker,
+) -> None:
     bus, engine = MemoryBus(broker), PuppetEngine(rank=1, ranks=2)
     subject = SUBJECTS.kv_snapshot("a", WORKER, 1)
 
@@ -244,7 +300,14 @@ async def test_load_is_said_when_it_changes_and_from_time_to_time(broker: Memory
         changed = await next_of(heard, KvMetrics, lambda received: received.message.running == 2)  # type: ignore[union-attr]
         again = await next_of(heard, KvMetrics)
     assert changed.message == again.message
-    assert changed.message == KvMetrics(worker_id=WORKER, active_decode_blocks=6, active_prefill_tokens=40, kv_used_blocks=9, running=2, waiting=1)
+    assert changed.message == KvMetrics(
+        worker_id=WORKER,
+        active_decode_blocks=6,
+        active_prefill_tokens=40,
+        kv_used_blocks=9,
+        running=2,
+        waiting=1,
+    )
 
 
 async def test_a_restless_engine_is_looked_at_a_bounded_number_of_times(broker: MemoryBroker) -> None:
@@ -257,7 +320,9 @@ async def test_a_restless_engine_is_looked_at_a_bounded_number_of_times(broker: 
     assert engine.looks - looks <= 0.3 / CONFIG.facts_seconds + 2
 
 
-async def test_activated_experts_of_an_interval_are_summed_and_silence_says_nothing(broker: MemoryBroker) -> None:
+async def test_activated_experts_of_an_interval_are_summed_and_silence_says_nothing(
+    broker: MemoryBroker,
+) -> None:
     engine = PuppetEngine()
     async with MemoryBus(broker).subscribe(SUBJECTS.experts()) as heard, running(broker, engine):
         for _ in range(2):
@@ -277,7 +342,9 @@ async def test_activated_experts_of_an_interval_are_summed_and_silence_says_noth
                 await next_of(heard, ExpertsActivated)
 
 
-async def test_a_report_of_activated_experts_is_of_one_epoch_and_a_flip_ends_it_early(broker: MemoryBroker) -> None:
+async def test_a_report_of_activated_experts_is_of_one_epoch_and_a_flip_ends_it_early(
+    broker: MemoryBroker,
+) -> None:
     engine, per_token = PuppetEngine(), np.ones((2, 4), np.int64)
     second = Placement(linear(layers=2, experts=4, ranks=1).expert_of_slot, experts=4, ranks=1, epoch=1)
     async with MemoryBus(broker).subscribe(SUBJECTS.experts()) as heard, running(broker, engine):
@@ -291,14 +358,30 @@ async def test_a_report_of_activated_experts_is_of_one_epoch_and_a_flip_ends_it_
 
 
 def sent(epoch: int, steps: int) -> DispatchCounts:
-    """Of 2 layers and top 2: each step takes 10 ms and has one token here, which goes elsewhere in the second layer."""
+    """Of 2 layers and top 2: each step takes 10 ms and has one token here, which goes elsewhere in the second
+    layer."""
     zero, one = np.zeros(2), np.full(2, float(steps))
-    return DispatchCounts(epoch, steps, 0.01 * steps, steps, 2 * steps, one * [0, 1], 2 * one - one * [0, 2], one + zero, 0.5 * one)
+    return DispatchCounts(
+        epoch,
+        steps,
+        0.01 * steps,
+        steps,
+        2 * steps,
+        one * [0, 1],
+        2 * one - one * [0, 2],
+        one + zero,
+        0.5 * one,
+    )
 
 
-async def test_where_tokens_were_sent_is_summed_over_an_interval_and_said_with_who_says_it(broker: MemoryBroker) -> None:
+async def test_where_tokens_were_sent_is_summed_over_an_interval_and_said_with_who_says_it(
+    broker: MemoryBroker,
+) -> None:
     engine = PuppetEngine(rank=1, ranks=2)
-    async with MemoryBus(broker).subscribe(SUBJECTS.dispatched()) as heard, running(broker, engine, identity(ranks=2)):
+    async with (
+        MemoryBus(broker).subscribe(SUBJECTS.dispatched()) as heard,
+        running(broker, engine, identity(ranks=2)),
+    ):
         total, reports = 0, 0
         for _ in range(3):
             engine.did(sent=(sent(0, 2),))
@@ -306,11 +389,26 @@ async def test_where_tokens_were_sent_is_summed_over_an_interval_and_said_with_w
         while total < 6:
             message = (await next_of(heard, DispatchMeasured)).message
             assert isinstance(message, DispatchMeasured)
-            assert (message.engine, message.worker_id, message.rank, message.model, message.epoch) == ("a", WORKER, 1, "m", 0)
+            assert (message.engine, message.worker_id, message.rank, message.model, message.epoch) == (
+                "a",
+                WORKER,
+                1,
+                "m",
+                0,
+            )
             assert message.seconds >= CONFIG.experts_seconds
             steps = message.steps
-            assert (message.tokens, message.pairs, message.step_seconds) == (steps, 2 * steps, pytest.approx(0.01 * steps))
-            assert (message.remote_ranks, message.local, message.served, message.balance) == ((0, steps), (2 * steps, 0), (steps, steps), (steps / 2,) * 2)
+            assert (message.tokens, message.pairs, message.step_seconds) == (
+                steps,
+                2 * steps,
+                pytest.approx(0.01 * steps),
+            )
+            assert (message.remote_ranks, message.local, message.served, message.balance) == (
+                (0, steps),
+                (2 * steps, 0),
+                (steps, steps),
+                (steps / 2,) * 2,
+            )
             total, reports = total + steps, reports + 1
         assert reports <= 3
         with pytest.raises(TimeoutError):
@@ -318,7 +416,9 @@ async def test_where_tokens_were_sent_is_summed_over_an_interval_and_said_with_w
                 await next_of(heard, DispatchMeasured)
 
 
-async def test_a_report_of_where_tokens_were_sent_is_of_one_epoch_however_many_there_were_between_two_looks(broker: MemoryBroker) -> None:
+async def test_a_report_of_where_tokens_were_sent_is_of_one_epoch_however_many_there_were_between_two_looks(
+    broker: MemoryBroker,
+) -> None:
     engine = PuppetEngine()
     async with MemoryBus(broker).subscribe(SUBJECTS.dispatched()) as heard, running(broker, engine):
         engine.did(sent=(sent(0, 1),))
@@ -327,7 +427,9 @@ async def test_a_report_of_where_tokens_were_sent_is_of_one_epoch_however_many_t
         await engine.seen.wait()
         engine.did(sent=(sent(1, 8), sent(2, 16)))
         steps: dict[int, int] = {}
-        while 2 not in steps:  # a busy machine may take longer than an interval between two looks: then there is a report more
+        while (
+            2 not in steps
+        ):  # a busy machine may take longer than an interval between two looks: then there is a report more
             message = (await next_of(heard, DispatchMeasured)).message
             assert isinstance(message, DispatchMeasured)
             assert message.epoch >= max(steps, default=0)
@@ -350,11 +452,18 @@ async def tracking(broker: MemoryBroker) -> AsyncIterator[list[Message]]:
         yield asked
 
 
-async def test_what_an_ended_request_activated_is_said_beside_the_counts_and_on_any_rank(broker: MemoryBroker) -> None:
+async def test_what_an_ended_request_activated_is_said_beside_the_counts_and_on_any_rank(
+    broker: MemoryBroker,
+) -> None:
     bus, engine = MemoryBus(broker), PuppetEngine(rank=1, ranks=2)
     routed = np.array([[[0, 1], [2, 3]]] * 20, np.int16)
     requests = bus.subscribe(SUBJECTS.requests_profiled())
-    async with tracking(broker) as asked, requests as heard, running(broker, engine, identity(ranks=2)), asyncio.timeout(5):
+    async with (
+        tracking(broker) as asked,
+        requests as heard,
+        running(broker, engine, identity(ranks=2)),
+        asyncio.timeout(5),
+    ):
         message = None
         while message is None:
             engine.did(ended=(EndedRequest("d-1", 12, routed, [KvBlock(77, 7)]),))
@@ -362,7 +471,14 @@ async def test_what_an_ended_request_activated_is_said_beside_the_counts_and_on_
                 async with asyncio.timeout(4 * CONFIG.experts_seconds):
                     message = (await next_of(heard, RequestsProfiled)).message
     assert isinstance(message, RequestsProfiled)
-    assert (message.engine, message.worker_id, message.rank, message.model, message.epoch, message.clusters) == ("a", WORKER, 1, "m", 0, 3)
+    assert (
+        message.engine,
+        message.worker_id,
+        message.rank,
+        message.model,
+        message.epoch,
+        message.clusters,
+    ) == ("a", WORKER, 1, "m", 0, 3)
     one = message.requests[0]
     assert (one.decision, one.tokens, one.cached_tokens, one.local) == ("d-1", 20, 0, 0.5)
     assert (one.blocks, one.parent, one.block_size) == ((77).to_bytes(8, "little"), None, 16)
@@ -372,20 +488,32 @@ async def test_what_an_ended_request_activated_is_said_beside_the_counts_and_on_
 
 
 async def test_an_engine_that_says_nothing_of_experts_never_asks_for_clusters(broker: MemoryBroker) -> None:
-    async with tracking(broker) as asked, running(broker, PuppetEngine(capabilities=Capabilities(experts=False))):
+    async with (
+        tracking(broker) as asked,
+        running(broker, PuppetEngine(capabilities=Capabilities(experts=False))),
+    ):
         await asyncio.sleep(4 * CONFIG.heartbeat_seconds)
     assert asked == []
 
 
 async def test_what_an_engine_cannot_report_is_not_published(broker: MemoryBroker) -> None:
-    engine = PuppetEngine(capabilities=Capabilities(kv_events=False, load=False, experts=False, token_ids=False))
+    engine = PuppetEngine(
+        capabilities=Capabilities(kv_events=False, load=False, experts=False, token_ids=False)
+    )
     async with MemoryBus(broker).subscribe(SUBJECTS.everything) as heard, running(broker, engine):
-        engine.did(stored(1), load=BUSY, activations=Activations(counts=np.ones((2, 4)), tokens=1, cached_tokens=0), sent=(sent(0, 1), sent(1, 1)))
+        engine.did(
+            stored(1),
+            load=BUSY,
+            activations=Activations(counts=np.ones((2, 4)), tokens=1, cached_tokens=0),
+            sent=(sent(0, 1), sent(1, 1)),
+        )
         kinds = {type((await next_of(heard, object)).message) for _ in range(6)}
     assert kinds <= {EngineJoined, EngineHeartbeat}
 
 
-async def test_a_second_engine_of_the_same_name_is_refused_and_the_first_serves_on(broker: MemoryBroker) -> None:
+async def test_a_second_engine_of_the_same_name_is_refused_and_the_first_serves_on(
+    broker: MemoryBroker,
+) -> None:
     async with running(broker, PuppetEngine()) as first:
         with pytest.raises(ExceptionGroup) as caught:
             await Agent(MemoryBus(broker), SUBJECTS, PuppetEngine(), identity(7), CONFIG).run()
@@ -394,7 +522,9 @@ async def test_a_second_engine_of_the_same_name_is_refused_and_the_first_serves_
     assert [type(message) for message in await history(broker)] == [EngineJoined, EngineLeft]
 
 
-async def test_a_bus_that_was_away_hears_the_join_again_and_the_name_is_still_ours(broker: MemoryBroker) -> None:
+async def test_a_bus_that_was_away_hears_the_join_again_and_the_name_is_still_ours(
+    broker: MemoryBroker,
+) -> None:
     bus = MemoryBus(broker)
     async with running(broker, PuppetEngine()):
         broker.reachable = False
@@ -409,7 +539,9 @@ async def test_a_bus_that_was_away_hears_the_join_again_and_the_name_is_still_ou
     assert [type(message) for message in await history(broker)] == [EngineJoined, EngineJoined, EngineLeft]
 
 
-async def test_an_engine_that_announces_itself_again_names_the_placement_that_it_serves_by_then(broker: MemoryBroker) -> None:
+async def test_an_engine_that_announces_itself_again_names_the_placement_that_it_serves_by_then(
+    broker: MemoryBroker,
+) -> None:
     engine, bus = PuppetEngine(), MemoryBus(broker)
     assert engine.placement is not None
     async with running(broker, engine):
@@ -426,22 +558,32 @@ async def test_an_engine_that_announces_itself_again_names_the_placement_that_it
     assert beat.message.epoch == 3  # type: ignore[union-attr]
 
 
-async def test_an_engine_whose_experts_stay_where_they_are_refuses_handovers_in_a_sentence(broker: MemoryBroker) -> None:
+async def test_an_engine_whose_experts_stay_where_they_are_refuses_handovers_in_a_sentence(
+    broker: MemoryBroker,
+) -> None:
     bus = MemoryBus(broker)
     async with running(broker, PuppetEngine()):
         with pytest.raises(Declined, match="a cannot move its experts"):
             await bus.request(SUBJECTS.handover("a", WORKER, 0), DescribeHandover(worker_id=WORKER, rank=0))
 
 
-async def test_the_agent_of_an_engine_that_hands_experts_over_answers_the_coordinator(broker: MemoryBroker) -> None:
+async def test_the_agent_of_an_engine_that_hands_experts_over_answers_the_coordinator(
+    broker: MemoryBroker,
+) -> None:
     engine, bus = PuppetEngine(), MemoryBus(broker)
     assert engine.placement is not None
     engine.experts = StandingExperts(Group(engine.placement, broker), 0)
     async with running(broker, engine) as agent:
-        described = await bus.request(SUBJECTS.handover("a", WORKER, 0), DescribeHandover(worker_id=WORKER, rank=0))
+        described = await bus.request(
+            SUBJECTS.handover("a", WORKER, 0), DescribeHandover(worker_id=WORKER, rank=0)
+        )
         assert agent.desk is not None
     assert isinstance(described, HandoverDescribed)
-    assert (described.state, described.served, described.free) == ("serving", 0, engine.placement.slots_per_rank)
+    assert (described.state, described.served, described.free) == (
+        "serving",
+        0,
+        engine.placement.slots_per_rank,
+    )
     engine.experts.memory.close()
 
 

@@ -1,4 +1,5 @@
-"""Handovers of three ranks over the memory bus, as each rank takes part in them: good ones, and everything that can go wrong. Time is virtual."""
+"""Handovers of three ranks over the memory bus, as each rank takes part in them: good ones, and everything
+that can go wrong. Time is virtual."""
 
 import asyncio
 from typing import Any
@@ -36,7 +37,9 @@ ONCE = TransferConfig(lease_seconds=LEASE, retries=0, quarantine_cells=0)
 
 
 def lease(*experts: tuple[int, int, int], rank: int = 0, reader: int = 2, handover: int = 1) -> LeaseExperts:
-    return LeaseExperts(worker_id=WORKER, rank=rank, reader=reader, handover=handover, experts=experts, seconds=60.0)
+    return LeaseExperts(
+        worker_id=WORKER, rank=rank, reader=reader, handover=handover, experts=experts, seconds=60.0
+    )
 
 
 async def ask(group: Group, request: Any, rank: int = 0) -> Any:
@@ -59,7 +62,9 @@ async def test_an_expert_is_brought_into_an_empty_slot_and_served_from_the_commi
         described = await group.hand_over(COPIED)
         assert group.placement == COPIED
         assert [one.state for one in described] == [RankState.SERVING] * 3
-        assert [(pull.source, pull.transfer, pull.experts) for pull in described[2].pulls] == [(0, "memory", 1)]
+        assert [(pull.source, pull.transfer, pull.experts) for pull in described[2].pulls] == [
+            (0, "memory", 1)
+        ]
         assert group.ways[2].asked[0][1][0].source == 3  # layer 1 slot 0 is in cell 3
         await all_free(group)
 
@@ -107,7 +112,12 @@ async def test_every_change_is_said_on_the_bus_once() -> None:
                     states.append(described.state)
                     if described.served == 1:
                         break
-    assert [state for at, state in enumerate(states) if at == 0 or states[at - 1] != state] == ["staging", "staged", "ready", "serving"]
+    assert [state for at, state in enumerate(states) if at == 0 or states[at - 1] != state] == [
+        "staging",
+        "staged",
+        "ready",
+        "serving",
+    ]
     assert len(states) <= 8
 
 
@@ -193,7 +203,10 @@ async def test_commands_that_come_again_are_answered_and_change_nothing() -> Non
 async def test_proposals_that_come_at_once_are_one() -> None:
     async with standing(FIRST) as group:
         group.handover = 1
-        verdicts = [one.verdict for one in await asyncio.gather(*(group.tell(2, group.proposal(2, COPIED)) for _ in range(5)))]
+        verdicts = [
+            one.verdict
+            for one in await asyncio.gather(*(group.tell(2, group.proposal(2, COPIED)) for _ in range(5)))
+        ]
         assert sorted(verdicts) == ["repeat"] * 4 + ["take"]
 
 
@@ -239,11 +252,15 @@ async def test_a_coordinator_that_is_silent_for_ever_leaves_the_rank_serving_and
 async def test_commands_for_others_and_strange_ones_are_refused_in_a_sentence() -> None:
     async with standing(FIRST) as group:
         with pytest.raises(Declined, match="this is rank 1 of worker 7, not rank 2 of worker 7"):
-            await group.bus.request(SUBJECTS.handover("a", WORKER, 1), DescribeHandover(worker_id=WORKER, rank=2))
+            await group.bus.request(
+                SUBJECTS.handover("a", WORKER, 1), DescribeHandover(worker_id=WORKER, rank=2)
+            )
         with pytest.raises(Declined, match="this is rank 1 of worker 7, not rank 1 of worker 8"):
             await group.bus.request(SUBJECTS.handover("a", WORKER, 1), DescribeHandover(worker_id=8, rank=1))
         with pytest.raises(Declined, match="expected a command about handovers, got LeaseEnded"):
-            await group.bus.request(SUBJECTS.handover("a", WORKER, 1), LeaseEnded(worker_id=WORKER, rank=1, lease=1))
+            await group.bus.request(
+                SUBJECTS.handover("a", WORKER, 1), LeaseEnded(worker_id=WORKER, rank=1, lease=1)
+            )
         with pytest.raises(Declined, match="expected LeaseExperts or EndLease"):
             await ask(group, DescribeHandover(worker_id=WORKER, rank=0))
 
@@ -251,7 +268,9 @@ async def test_commands_for_others_and_strange_ones_are_refused_in_a_sentence() 
 async def test_a_placement_that_cannot_be_read_fails_the_handover_and_nothing_else() -> None:
     async with standing(FIRST) as group:
         group.handover = 1
-        broken = msgspec.structs.replace(group.proposal(2, COPIED), placement=msgspec.structs.replace(COPIED.record(), slots=b"123"))
+        broken = msgspec.structs.replace(
+            group.proposal(2, COPIED), placement=msgspec.structs.replace(COPIED.record(), slots=b"123")
+        )
         described = await group.tell(2, broken)
         assert (described.state, described.fault) == (RankState.FAILED, "placement")
         assert "3 bytes of slots" in described.failure
@@ -276,10 +295,15 @@ async def test_damage_that_stays_fails_and_names_the_tensor() -> None:
         await group.propose(COPIED)
         described = await group.reaches(2, RankState.FAILED)
         assert described.fault == "checksum"
-        assert "expert 1/0, as read from rank 0, does not match that rank's checksums: scale" in described.failure
+        assert (
+            "expert 1/0, as read from rank 0, does not match that rank's checksums: scale"
+            in described.failure
+        )
         assert len(group.ways[2].asked) == 3
         await group.abort(2)
-        assert (group.ranks[0].experts.memory.cell(3)[: len(weights(1, 0))] == weights(1, 0)).sum() == len(weights(1, 0)) - 1
+        assert (group.ranks[0].experts.memory.cell(3)[: len(weights(1, 0))] == weights(1, 0)).sum() == len(
+            weights(1, 0)
+        ) - 1
 
 
 async def test_a_source_that_breaks_off_is_let_go_of_and_another_replica_is_read() -> None:
@@ -303,7 +327,9 @@ async def test_a_source_that_does_not_answer_fails_the_handover_in_time() -> Non
 
 async def test_a_source_of_another_layout_fails_the_handover() -> None:
     async with standing(FIRST, ONCE) as group:
-        group.ways[0].address = lambda address: msgspec.structs.replace(address, agent=group.ways[0].agent, layout="another")  # type: ignore[method-assign]
+        group.ways[0].address = lambda address: msgspec.structs.replace(
+            address, agent=group.ways[0].agent, layout="another"
+        )  # type: ignore[method-assign]
         await group.propose(COPIED)
         described = await group.reaches(2, RankState.FAILED)
         assert described.fault == "transfer"
@@ -315,10 +341,15 @@ async def test_a_source_that_no_way_reaches_fails_the_handover_and_says_what_to_
         group.ways[2].reaches = lambda address: False  # type: ignore[method-assign]
         await group.propose(COPIED)
         described = await group.reaches(2, RankState.FAILED)
-        assert described.failure == "rank 2 has no way to read the memory of rank 0 (ways: memory); set transfer.way"
+        assert (
+            described.failure
+            == "rank 2 has no way to read the memory of rank 0 (ways: memory); set transfer.way"
+        )
 
 
-async def test_a_transfer_that_fails_as_it_never_should_costs_its_cell_and_not_the_rank(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_transfer_that_fails_as_it_never_should_costs_its_cell_and_not_the_rank(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with standing(FIRST, ONCE) as group:
 
         async def fail(*_: object) -> None:
@@ -332,7 +363,9 @@ async def test_a_transfer_that_fails_as_it_never_should_costs_its_cell_and_not_t
         assert "a defect" in caplog.text
 
 
-async def test_a_stopped_source_is_overdue_its_cell_is_quarantined_and_room_is_back_when_it_has_settled() -> None:
+async def test_a_stopped_source_is_overdue_its_cell_is_quarantined_and_room_is_back_when_it_has_settled() -> (
+    None
+):
     async with standing(FIRST, ONCE) as group:
         group.fabric.stop(group.ways[0])
         await group.propose(COPIED)
@@ -418,7 +451,9 @@ async def test_a_leased_expert_that_a_flip_evicts_drains_until_its_reader_has_en
         await group.hand_over(after(COPIED, (1, 0, 5)))
         described = await group.describe(0)
         assert (described.draining, described.free) == (1, 2)
-        assert (group.ranks[0].experts.memory.cell(given.cells[0])[: len(weights(1, 0))] == weights(1, 0)).all()
+        assert (
+            group.ranks[0].experts.memory.cell(given.cells[0])[: len(weights(1, 0))] == weights(1, 0)
+        ).all()
         ended = await ask(group, EndLease(worker_id=WORKER, rank=0, lease=given.lease))
         assert ended == LeaseEnded(worker_id=WORKER, rank=0, lease=given.lease)
         await all_free(group)
@@ -513,7 +548,13 @@ async def test_an_engine_of_one_rank_hands_over_by_renaming_slots() -> None:
 
 async def test_a_copy_that_is_not_needed_is_not_made() -> None:
     async with standing(FIRST) as group:
-        await group.hand_over(COPIED, [ExpertCopy(layer=1, expert=0, source=0, slot=8), ExpertCopy(layer=0, expert=1, source=1, slot=1)])
+        await group.hand_over(
+            COPIED,
+            [
+                ExpertCopy(layer=1, expert=0, source=0, slot=8),
+                ExpertCopy(layer=0, expert=1, source=1, slot=1),
+            ],
+        )
         assert [len(way.asked) for way in group.ways] == [0, 0, 1]
 
 
@@ -521,7 +562,9 @@ class Spans:
     def __init__(self) -> None:
         self.seen: list[tuple[str, dict[str, str | int], str]] = []
 
-    def stage(self, traceparent: str, name: str, began: int, attributes: dict[str, str | int], failure: str) -> None:
+    def stage(
+        self, traceparent: str, name: str, began: int, attributes: dict[str, str | int], failure: str
+    ) -> None:
         assert traceparent == "t"
         self.seen.append((name, attributes, failure))
 
@@ -531,7 +574,9 @@ async def test_what_staging_consists_of_is_traced() -> None:
     async with standing(FIRST, tracing=spans) as group:
         group.ways[2].faults.append(PullFault(broken=True))
         await group.hand_over(COPIED)
-    names = [name for name, attributes, _ in spans.seen if attributes.get("roost.source") == 0 or name == "prepare"]
+    names = [
+        name for name, attributes, _ in spans.seen if attributes.get("roost.source") == 0 or name == "prepare"
+    ]
     assert names.count("prepare") == 3
     assert [name for name in names if name != "prepare"] == ["pull", "pull", "verify"]
     assert [bool(failure) for name, _, failure in spans.seen if name == "pull"] == [True, False]
@@ -567,7 +612,9 @@ async def test_experts_that_come_and_go_and_cells_that_serve_nothing_alarm_nobod
             await group.hand_over(wanted)
             await asyncio.sleep(1.0)
         residency = group.desks[0].conduct.residency
-        free = next(cell for cell in range(group.ranks[0].experts.memory.cells) if residency.use(cell) is Cell.FREE)
+        free = next(
+            cell for cell in range(group.ranks[0].experts.memory.cells) if residency.use(cell) is Cell.FREE
+        )
         group.ranks[0].experts.memory.cell(free)[:] = 255
         await asyncio.sleep(1.0)
         assert not any(task.done() for task in group.running)

@@ -1,4 +1,5 @@
-"""Text as it comes out of ids: whole characters, no part of a stop string, exact continuation at any point."""
+"""Text as it comes out of ids: whole characters, no part of a stop string, exact continuation at any
+point."""
 
 import io
 import json
@@ -52,7 +53,9 @@ def odd_ids(tokenizer: CheckpointTokenizer, dice: random.Random, length: int) ->
 
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32), stops=st.lists(st.sampled_from(STOPS), max_size=3))
-def test_a_stream_broken_anywhere_and_resumed_has_the_unbroken_text(tokenizer: CheckpointTokenizer, seed: int, stops: list[str]) -> None:
+def test_a_stream_broken_anywhere_and_resumed_has_the_unbroken_text(
+    tokenizer: CheckpointTokenizer, seed: int, stops: list[str]
+) -> None:
     dice = random.Random(seed)
     ids = odd_ids(tokenizer, dice, dice.randint(1, 40))
     whole = feed_all(TextStream(tokenizer.detokenizer(), stops), ids)
@@ -90,7 +93,9 @@ def test_no_half_of_a_character_is_let_out(by_bytes: CheckpointTokenizer) -> Non
     assert stream.finish() == "\ufffd"
 
 
-def test_endless_invalid_bytes_are_shown_as_they_come_and_in_linear_time(tokenizer: CheckpointTokenizer) -> None:
+def test_endless_invalid_bytes_are_shown_as_they_come_and_in_linear_time(
+    tokenizer: CheckpointTokenizer,
+) -> None:
     dice = random.Random(2)
     noise = [dice.choice([0xFF, 0x80, 0xE2, 0xC0]) for _ in range(4000)]
     stream = TextStream(tokenizer.detokenizer(), ["never"])
@@ -108,8 +113,14 @@ def test_ids_outside_the_vocabulary_and_special_ones_have_no_text(tokenizer: Che
 
 
 @settings(max_examples=300, deadline=None)
-@given(text=st.text("abc", max_size=40), stops=st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4), dice=st.randoms(use_true_random=False))
-def test_the_text_ends_before_the_first_stop_string_to_complete(text: str, stops: list[str], dice: random.Random) -> None:
+@given(
+    text=st.text("abc", max_size=40),
+    stops=st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4),
+    dice=st.randoms(use_true_random=False),
+)
+def test_the_text_ends_before_the_first_stop_string_to_complete(
+    text: str, stops: list[str], dice: random.Random
+) -> None:
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     expected = text
     if ends:

@@ -196,7 +196,10 @@ def test_equal_prompts_of_two_salts_share_nothing() -> None:
 def test_a_collision_of_two_salts_shares_nothing() -> None:
     cache = KvCache(8, SIZE)
     ours = compute(cache, "ab", "ours")
-    forged = [named(theirs, own) for theirs, own in zip(blocks_of("ab", "theirs"), blocks_of("ab", "ours"), strict=True)]
+    forged = [
+        named(theirs, own)
+        for theirs, own in zip(blocks_of("ab", "theirs"), blocks_of("ab", "ours"), strict=True)
+    ]
     assert cache.open(forged).pages == []
     assert not set(compute_blocks(cache, forged).pages) & set(ours.pages)
 
@@ -249,11 +252,15 @@ class Pool(RuleBasedStateMachine):
 
 
 class Collisions(Pool):
-    """The same where almost every hash names several blocks: whatever shares a page has the same tokens and salt up to there."""
+    """The same where almost every hash names several blocks: whatever shares a page has the same tokens and
+    salt up to there."""
 
     @rule(text=st.text("ab", min_size=1, max_size=5), salt=st.sampled_from(["", "s"]))
     def open(self, text: str, salt: str = "") -> None:
-        blocks = [Block(KvBlock(block.block_hash % 5, block.identity.tokens_hash), block.tokens, salt) for block in blocks_of(text, salt)]
+        blocks = [
+            Block(KvBlock(block.block_hash % 5, block.identity.tokens_hash), block.tokens, salt)
+            for block in blocks_of(text, salt)
+        ]
         table = self.cache.open(blocks)
         if self.cache.extend(table, len(blocks)):
             self.tables.append((table, blocks))

@@ -70,11 +70,18 @@ def test_more_blocks_than_the_rank_has_are_forgotten_and_counted() -> None:
     assert (len(mirror), mirror.forgotten) == (2, 1)
 
 
-moves = st.lists(st.tuples(st.sampled_from(["store", "remove", "clear"]), st.lists(st.integers(1, 3), min_size=1, max_size=4)), max_size=30)
+moves = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "remove", "clear"]), st.lists(st.integers(1, 3), min_size=1, max_size=4)
+    ),
+    max_size=30,
+)
 
 
 @given(moves)
-def test_every_prefix_has_the_overlap_that_a_set_of_cached_prefixes_gives(moves: list[tuple[str, list[int]]]) -> None:
+def test_every_prefix_has_the_overlap_that_a_set_of_cached_prefixes_gives(
+    moves: list[tuple[str, list[int]]],
+) -> None:
     mirror, held = KvMirror(1000), set[tuple[int, ...]]()
     for what, locals_ in moves:
         prefix = tuple(locals_)
@@ -89,5 +96,8 @@ def test_every_prefix_has_the_overlap_that_a_set_of_cached_prefixes_gives(moves:
             held.clear()
     tree = index(mirror.snapshot(1))
     for _, locals_ in moves:
-        expected = next((length for length in range(len(locals_)) if tuple(locals_[: length + 1]) not in held), len(locals_))
+        expected = next(
+            (length for length in range(len(locals_)) if tuple(locals_[: length + 1]) not in held),
+            len(locals_),
+        )
         assert overlap(tree, *locals_) == expected

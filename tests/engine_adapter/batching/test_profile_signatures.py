@@ -30,7 +30,9 @@ def clusters(random: np.random.Generator, layers: int, experts: int, count: int 
     profiles = random.gamma(0.3, size=(count, layers, experts)) + 1e-3
     shares = random.dirichlet(np.ones(count)) * (random.random(count) > 1 / 3)
     shares[0] += 0.1
-    return ClusterModel(3, np.float32(profiles / profiles.sum(axis=2, keepdims=True)), np.float32(shares / shares.sum()), 0.3)
+    return ClusterModel(
+        3, np.float32(profiles / profiles.sum(axis=2, keepdims=True)), np.float32(shares / shares.sum()), 0.3
+    )
 
 
 def placement_of(random: np.random.Generator, layers: int, experts: int, ranks: int) -> Placement:
@@ -38,7 +40,10 @@ def placement_of(random: np.random.Generator, layers: int, experts: int, ranks: 
     rows = []
     for _ in range(layers):
         homes = random.integers(0, ranks, experts)
-        held = [np.union1d(np.flatnonzero(homes == rank), random.integers(0, experts, random.integers(0, 3))) for rank in range(ranks)]
+        held = [
+            np.union1d(np.flatnonzero(homes == rank), random.integers(0, experts, random.integers(0, 3)))
+            for rank in range(ranks)
+        ]
         rows.append([np.pad(each, (0, experts - len(each)), constant_values=-1) for each in held])
     table = np.array(rows, np.int16).reshape(layers, -1)
     split = random_split(random, table, experts, nodes=True) if random.random() < 0.5 else None
@@ -54,7 +59,16 @@ class Case(NamedTuple):
 
     def profiles(self, most_blocks: int = 100, sampled: bool = False) -> list[RequestProfile]:
         wanted = [sampled] * len(self.requests)
-        return request_profiles(self.requests, self.model, self.placement, self.rank, self.node, block_size=BLOCK, most_blocks=most_blocks, sampled=wanted)
+        return request_profiles(
+            self.requests,
+            self.model,
+            self.placement,
+            self.rank,
+            self.node,
+            block_size=BLOCK,
+            most_blocks=most_blocks,
+            sampled=wanted,
+        )
 
 
 @st.composite
@@ -72,9 +86,20 @@ def cases(draw: st.DrawFn) -> Case:
             routed[position] = [random.choice(experts, top_k, replace=False) for _ in range(layers)]
         routed = routed[: np.flatnonzero(known)[-1] + 1 if known.any() else 0]
         tokens = random.integers(0, 1000, len(routed) + draw(st.integers(0, BLOCK))).tolist()
-        requests.append(EndedRequest(f"d{at}", draw(st.integers(0, len(routed))), routed, [block.identity for block in identify(tokens, BLOCK)]))
+        requests.append(
+            EndedRequest(
+                f"d{at}",
+                draw(st.integers(0, len(routed))),
+                routed,
+                [block.identity for block in identify(tokens, BLOCK)],
+            )
+        )
     return Case(
-        requests, clusters(random, layers, experts), placement_of(random, layers, experts, ranks), draw(st.integers(0, ranks - 1)), random.integers(0, 2, ranks)
+        requests,
+        clusters(random, layers, experts),
+        placement_of(random, layers, experts, ranks),
+        draw(st.integers(0, ranks - 1)),
+        random.integers(0, 2, ranks),
     )
 
 
@@ -90,7 +115,8 @@ def counted(routed: np.ndarray, positions: Any, experts: int) -> np.ndarray:
 
 
 def run_of(routed: np.ndarray) -> list[int]:
-    """Indexes of the blocks of which everything is known, of the longest unbroken run, the first of several."""
+    """Indexes of the blocks of which everything is known, of the longest unbroken run, the first of
+    several."""
     best: list[int] = []
     run: list[int] = []
     for block in range(len(routed) // BLOCK + 1):
@@ -114,18 +140,31 @@ def test_a_profile_is_what_counting_token_by_token_gives(case: Case, sampled: bo
         assert (profile.sample is not None) == sampled
         if profile.sample is not None:
             experts = case.placement.experts
-            assert np.array_equal(profile.sample.prompt.array(), counted(ended.routed, range(ended.prompt_tokens), experts))
-            assert np.array_equal(profile.sample.completion.array(), counted(ended.routed, range(ended.prompt_tokens, len(ended.routed)), experts))
+            assert np.array_equal(
+                profile.sample.prompt.array(), counted(ended.routed, range(ended.prompt_tokens), experts)
+            )
+            assert np.array_equal(
+                profile.sample.completion.array(),
+                counted(ended.routed, range(ended.prompt_tokens, len(ended.routed)), experts),
+            )
 
 
 def assert_counted(ended: EndedRequest, profile: RequestProfile, case: Case) -> None:
     routed, model, placement = ended.routed, case.model, case.placement
     counts = counted(routed, range(len(routed)), placement.experts)
     computed = sum(position[0][0] != UNKNOWN for position in routed.tolist())
-    assert (profile.tokens, profile.cached_tokens, profile.block_size) == (computed, len(routed) - computed, BLOCK)
+    assert (profile.tokens, profile.cached_tokens, profile.block_size) == (
+        computed,
+        len(routed) - computed,
+        BLOCK,
+    )
     assert_packed(profile.signature, model, counts)
     part, per = shares(placement, case.rank, case.node), placement.slots_per_rank
-    here = [(layer, slot) for layer in range(placement.layers) for slot in range(case.rank * per, (case.rank + 1) * per)]
+    here = [
+        (layer, slot)
+        for layer in range(placement.layers)
+        for slot in range(case.rank * per, (case.rank + 1) * per)
+    ]
     near = sum(part[at] * counts[at[0], placement.expert_of_slot[at]] for at in here)
     assert profile.local == (pytest.approx(near / counts.sum()) if computed else None)
     run = run_of(routed)
@@ -138,18 +177,26 @@ def assert_counted(ended: EndedRequest, profile: RequestProfile, case: Case) -> 
 
 
 def assert_packed(packed: bytes, model: ClusterModel, counts: np.ndarray) -> None:
-    """It is the signature of counts, up to one step of its rounding: products of matrices are not added up in the same order."""
+    """It is the signature of counts, up to one step of its rounding: products of matrices are not added up in
+    the same order."""
     nothing = np.zeros(model.clusters, np.float32)
     wanted = pack(model.signature(counts)).tolist()
     assert unpack(packed, nothing) == pytest.approx(unpack(wanted, nothing), abs=1.1 / 255)
 
 
 @given(cases(), st.integers(1, 4))
-def test_of_a_long_request_the_first_blocks_are_said_and_the_signature_stays_that_of_all(case: Case, most: int) -> None:
+def test_of_a_long_request_the_first_blocks_are_said_and_the_signature_stays_that_of_all(
+    case: Case, most: int
+) -> None:
     for part, whole in zip(case.profiles(most_blocks=most), case.profiles(), strict=True):
         assert blocks_of(part) == blocks_of(whole)[:most]
         assert part.block_signatures == whole.block_signatures[: most * PACKED]
-        assert (part.parent, part.signature, part.tokens, part.local) == (whole.parent, whole.signature, whole.tokens, whole.local)
+        assert (part.parent, part.signature, part.tokens, part.local) == (
+            whole.parent,
+            whole.signature,
+            whole.tokens,
+            whole.local,
+        )
 
 
 def test_hashes_are_those_of_the_tokens_and_the_parent_closes_the_reused_prefix() -> None:
@@ -158,7 +205,9 @@ def test_hashes_are_those_of_the_tokens_and_the_parent_closes_the_reused_prefix(
     trace = RoutedTrace(2, 6, 2)
     trace.note(3 * BLOCK, random.integers(0, 6, (len(tokens) - 1 - 3 * BLOCK, 2, 2)))
     ended = EndedRequest("", 20, trace.chosen(), [block.identity for block in identify(tokens, BLOCK)])
-    (profile,) = Case([ended], clusters(random, 2, 6), linear(layers=2, experts=6, ranks=2), 1, np.zeros(2, np.intp)).profiles()
+    (profile,) = Case(
+        [ended], clusters(random, 2, 6), linear(layers=2, experts=6, ranks=2), 1, np.zeros(2, np.intp)
+    ).profiles()
     chained = sequence_hashes(local_hashes(tokens, BLOCK))
     assert (blocks_of(profile), profile.parent) == (chained[3:], chained[2])
     assert (profile.tokens, profile.cached_tokens) == (8 * BLOCK, 3 * BLOCK)
@@ -172,7 +221,16 @@ def test_a_position_computed_again_counts_once_and_as_it_was_the_last_time() -> 
 
 
 @pytest.mark.parametrize(
-    ("full", "run"), [("", (0, 0)), ("-", (0, 0)), ("..-", (0, 2)), ("--..", (2, 4)), (".-.--", (0, 1)), (".-..-..-", (2, 4)), ("..-...", (3, 6))]
+    ("full", "run"),
+    [
+        ("", (0, 0)),
+        ("-", (0, 0)),
+        ("..-", (0, 2)),
+        ("--..", (2, 4)),
+        (".-.--", (0, 1)),
+        (".-..-..-", (2, 4)),
+        ("..-...", (3, 6)),
+    ],
 )
 def test_the_blocks_that_are_reported_are_the_longest_unbroken_run(full: str, run: tuple[int, int]) -> None:
     assert longest_run(np.array([letter == "." for letter in full], bool)) == run

@@ -42,10 +42,17 @@ def rows(seed: int, count: int, vocabulary: int) -> np.ndarray:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(wishes.filter(lambda wish: wish.temperature > 0), min_size=1, max_size=6), st.integers(0, 1000), st.sampled_from([2, 17, 256]))
+@given(
+    st.lists(wishes.filter(lambda wish: wish.temperature > 0), min_size=1, max_size=6),
+    st.integers(0, 1000),
+    st.sampled_from([2, 17, 256]),
+)
 def test_every_row_has_the_reference_distribution(batch: list[Sampling], seed: int, vocabulary: int) -> None:
     logits = rows(seed, len(batch), vocabulary)
-    found = probabilities(logits, *(np.array([getattr(wish, name) for wish in batch]) for name in ("temperature", "top_k", "top_p")))
+    found = probabilities(
+        logits,
+        *(np.array([getattr(wish, name) for wish in batch]) for name in ("temperature", "top_k", "top_p")),
+    )
     found = found / found.sum(axis=1, keepdims=True)
     for row, wish in enumerate(batch):
         np.testing.assert_allclose(found[row], reference(logits[row].tolist(), wish), atol=1e-12)
@@ -67,7 +74,9 @@ def test_draws_follow_the_distribution() -> None:
     wish = Sampling(temperature=1.0, top_p=0.9, seed=7)
     tokens = sample(np.repeat(logits, count, axis=0), [Draw(wish, position) for position in range(count)])
     shares = np.bincount(tokens, minlength=4) / count
-    np.testing.assert_allclose(shares, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0.0], atol=4 * math.sqrt(0.25 / count))
+    np.testing.assert_allclose(
+        shares, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0.0], atol=4 * math.sqrt(0.25 / count)
+    )
 
 
 def test_random_numbers_depend_on_seed_and_position_alone_and_are_even() -> None:
@@ -85,7 +94,10 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
 
 def test_a_tiny_temperature_is_greedy_and_overflows_nothing() -> None:
     logits = rows(3, 4, 50)
-    draws = [Draw(Sampling(temperature=temperature, seed=row), row) for row, temperature in enumerate((1e-6, 1e-300, 5e-324, 1e-12))]
+    draws = [
+        Draw(Sampling(temperature=temperature, seed=row), row)
+        for row, temperature in enumerate((1e-6, 1e-300, 5e-324, 1e-12))
+    ]
     assert sample(logits, draws).tolist() == logits.argmax(axis=1).tolist()
 
 
@@ -109,4 +121,6 @@ def test_log_probabilities_are_those_of_the_model_and_ordered() -> None:
     for row, (found, count) in enumerate(zip(logprobs(logits, tokens, [0, 5, 100]), [0, 5, 40], strict=True)):
         assert found.chosen == pytest.approx(exact[row, tokens[row]], abs=1e-9)
         assert [token for token, _ in found.top] == np.argsort(-exact[row], kind="stable")[:count].tolist()
-        assert [value for _, value in found.top] == pytest.approx(sorted(exact[row], reverse=True)[:count], abs=1e-9)
+        assert [value for _, value in found.top] == pytest.approx(
+            sorted(exact[row], reverse=True)[:count], abs=1e-9
+        )

@@ -24,7 +24,11 @@ class PretendModel:
 
     def step(self, scheduler: BatchScheduler, slices: Sequence[Slice], budget: int) -> list[SequenceState]:
         assert sum(one.count for one in slices) <= budget
-        written = [(one.generation.table.pages[position // SIZE], position % SIZE) for one in slices for position in range(one.start, one.start + one.count)]
+        written = [
+            (one.generation.table.pages[position // SIZE], position % SIZE)
+            for one in slices
+            for position in range(one.start, one.start + one.count)
+        ]
         assert len(set(written)) == len(written), "two sequences write one place"
         for one in slices:
             for offset, token in enumerate(one.tokens):
@@ -41,7 +45,10 @@ class PretendModel:
         return done
 
     def _next(self, one: Slice) -> int:
-        seen = [self.memory[one.generation.table.pages[at // SIZE], at % SIZE] for at in range(one.start + one.count)]
+        seen = [
+            self.memory[one.generation.table.pages[at // SIZE], at % SIZE]
+            for at in range(one.start + one.count)
+        ]
         assert seen == one.generation.tokens, "pages hold another sequence's tokens"
         return pretend_token(seen)
 
@@ -57,9 +64,13 @@ def alone(prompt: Sequence[int], count: int) -> list[int]:
     return tokens
 
 
-def build(pages: int = 16, budget: int = 12, running: int = 4, waiting: int = 100) -> tuple[BatchScheduler, PretendModel]:
+def build(
+    pages: int = 16, budget: int = 12, running: int = 4, waiting: int = 100
+) -> tuple[BatchScheduler, PretendModel]:
     cache = KvCache(pages, SIZE)
-    return BatchScheduler(cache, max_batch_tokens=budget, max_running=running, max_waiting=waiting), PretendModel(cache)
+    return BatchScheduler(
+        cache, max_batch_tokens=budget, max_running=running, max_waiting=waiting
+    ), PretendModel(cache)
 
 
 def run_dry(scheduler: BatchScheduler, model: PretendModel, limit: int = 10_000) -> list[SequenceState]:
@@ -93,7 +104,9 @@ def test_every_request_finishes_with_the_output_it_has_alone_and_no_page_leaks(
 
 @settings(max_examples=60, deadline=None)
 @given(requests, st.integers(13, 30), st.randoms(use_true_random=False))
-def test_arrivals_and_cancellations_at_any_time_leave_nothing_behind(wanted: list[tuple[list[int], int]], pages: int, dice: random.Random) -> None:
+def test_arrivals_and_cancellations_at_any_time_leave_nothing_behind(
+    wanted: list[tuple[list[int], int]], pages: int, dice: random.Random
+) -> None:
     scheduler, model = build(pages)
     live: list[SequenceState] = []
     queue = [SequenceState(list(prompt), count) for prompt, count in wanted]

@@ -1,4 +1,5 @@
-"""The arena: equal cells in one mapping, each seen through views and bytes that are the same memory, also from elsewhere."""
+"""The arena: equal cells in one mapping, each seen through views and bytes that are the same memory, also
+from elsewhere."""
 
 import mmap
 import os
@@ -47,7 +48,9 @@ def test_tensors_lie_in_a_cell_one_behind_another_and_cells_begin_at_even_addres
     end = 0
     for tensor, weights in zip(arena.tensors, (expert.gate, expert.up, expert.down.t()), strict=False):
         assert (tensor.dtype, tensor.offset, tensor.bytes) == ("float32", end, 4 * 5 * 8)
-        memory = arena.cell(7)[tensor.offset : tensor.offset + tensor.bytes].view(np.float32).reshape(tensor.shape)
+        memory = (
+            arena.cell(7)[tensor.offset : tensor.offset + tensor.bytes].view(np.float32).reshape(tensor.shape)
+        )
         assert np.array_equal(memory, weights.numpy())
         end += tensor.bytes
     assert [tensor.name for tensor in arena.tensors] == ["gate", "up", "down"] + ["ballast"] * (ballast > 0)
@@ -79,7 +82,10 @@ def test_cells_do_not_overlap_and_there_is_a_layer_of_them_beyond_those_of_the_s
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory files")
 def test_others_map_the_same_memory_through_its_descriptor_until_the_arena_is_gone():
     arena = Arena(SHAPE, slots=4)
-    with open(f"/proc/{os.getpid()}/fd/{arena.descriptor}", "r+b") as file, mmap.mmap(file.fileno(), arena.nbytes) as elsewhere:
+    with (
+        open(f"/proc/{os.getpid()}/fd/{arena.descriptor}", "r+b") as file,
+        mmap.mmap(file.fileno(), arena.nbytes) as elsewhere,
+    ):
         elsewhere[5 * arena.cell_bytes] = 77
         assert arena.cell(5)[0] == 77
         arena.cell(0)[3] = 66
@@ -139,5 +145,8 @@ def test_a_rank_reads_its_own_experts_only(tmp_path):
 
 def test_the_placement_of_another_model_is_refused(tmp_path):
     write_tiny(tmp_path)
-    with Checkpoint(tmp_path) as checkpoint, pytest.raises(ValueError, match="does not fit a model of 2 layers x 6 experts"):
+    with (
+        Checkpoint(tmp_path) as checkpoint,
+        pytest.raises(ValueError, match="does not fit a model of 2 layers x 6 experts"),
+    ):
         load_arena(checkpoint, linear(layers=2, experts=8, ranks=1), 0, "float32")

@@ -47,7 +47,10 @@ def logits_of(folder, tokens, dtype="float32"):
     with Checkpoint(folder) as checkpoint:
         placement = linear(layers=checkpoint.config.layers, experts=checkpoint.config.experts, ranks=1)
         runner = ModelRunner(checkpoint, placement, kv_pages=64, dtype=dtype)
-    work = [SequenceWork(tokens[: end + 1], 0, [2 * end, 2 * end + 1], wants_logits=True) for end in range(len(tokens))]
+    work = [
+        SequenceWork(tokens[: end + 1], 0, [2 * end, 2 * end + 1], wants_logits=True)
+        for end in range(len(tokens))
+    ]
     return runner.forward(work).logits
 
 
@@ -86,7 +89,8 @@ def test_a_bf16_run_stays_near_the_fp32_one(pristine):
     tokens = list(range(20, 40))
     exact, rough = logits_of(pristine, tokens), logits_of(pristine, tokens, "bfloat16")
     assert rough.dtype == torch.float32
-    # near ties of the router may pick another expert in bf16, so the typical distance is compared, not the largest
+    # near ties of the router may pick another expert in bf16, so the typical distance is compared, not the
+    # largest
     assert (exact - rough).abs().median() < 0.03 * exact.abs().median()
 
 
@@ -107,7 +111,16 @@ def test_a_missing_shard_is_named(tmp_path):
 
 def test_configs_of_transformers_4_are_read(folder):
     raw = json.loads((folder / "config.json").read_text())
-    change_config(folder, rope_parameters=..., rope_theta=5000.0, rope_scaling=None, dtype=..., torch_dtype="float32", num_local_experts=..., num_experts=6)
+    change_config(
+        folder,
+        rope_parameters=...,
+        rope_theta=5000.0,
+        rope_scaling=None,
+        dtype=...,
+        torch_dtype="float32",
+        num_local_experts=...,
+        num_experts=6,
+    )
     assert "rope_parameters" in raw
     assert read_config(folder).rope_theta == 5000.0
     assert read_config(folder).experts == 6
@@ -172,13 +185,18 @@ def test_a_missing_tensor_is_named_with_the_shape_it_should_have(folder, name):
 
 def test_a_misshapen_tensor_is_named_with_both_shapes_and_its_file(folder):
     change_tensors(folder, lambda tensors: tensors.update({EXPERT: torch.zeros(16, 32)}))
-    with pytest.raises(CheckpointError, match=rf"model.safetensors: tensor {EXPERT} has shape \[16, 32\]; expected \[32, 16\]"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"model.safetensors: tensor {EXPERT} has shape \[16, 32\]; expected \[32, 16\]",
+    ):
         Checkpoint(folder)
 
 
 def test_a_tensor_of_a_dtype_that_is_not_supported_is_named(folder):
     change_tensors(folder, lambda tensors: tensors.update({QUERY: tensors[QUERY].to(torch.float8_e4m3fn)}))
-    with pytest.raises(CheckpointError, match=f"{QUERY} is stored as F8_E4M3; expected one of F32, BF16, F16"):
+    with pytest.raises(
+        CheckpointError, match=f"{QUERY} is stored as F8_E4M3; expected one of F32, BF16, F16"
+    ):
         Checkpoint(folder)
 
 
@@ -193,7 +211,13 @@ def test_a_truncated_file_is_refused(folder, kept):
     path = folder / "model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[: int(kept * len(content))])
-    with pytest.raises(CheckpointError, match=r"model.safetensors: (tensor model\S+ ends at byte \d+ .* cut off|its header is damaged|not a safetensors)"):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            r"model.safetensors: (tensor model\S+ ends at byte \d+ .* cut off|its header is damaged|not a"
+            r" safetensors)"
+        ),
+    ):
         Checkpoint(folder)
 
 
@@ -204,14 +228,20 @@ def test_a_file_of_something_else_is_refused(folder):
 
 
 def test_an_index_may_not_lead_out_of_the_folder(folder):
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {QUERY: "../model.safetensors"}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {QUERY: "../model.safetensors"}})
+    )
     with pytest.raises(CheckpointError, match="a file of the checkpoint folder itself"):
         Checkpoint(folder)
 
 
 def test_an_index_that_names_the_wrong_file_is_refused(folder):
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.absent": "model.safetensors"}}))
-    with pytest.raises(CheckpointError, match=r"tensor model.absent is not in model.safetensors, where the index places it"):
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.absent": "model.safetensors"}})
+    )
+    with pytest.raises(
+        CheckpointError, match=r"tensor model.absent is not in model.safetensors, where the index places it"
+    ):
         Checkpoint(folder)
 
 
@@ -234,7 +264,9 @@ def test_one_changed_number_of_one_tensor_is_another_digest(folder):
     assert digest_of(folder) != before
 
 
-def test_another_dtype_and_another_number_of_the_config_are_other_digests_but_a_writers_version_is_not(folder):
+def test_another_dtype_and_another_number_of_the_config_are_other_digests_but_a_writers_version_is_not(
+    folder,
+):
     before = digest_of(folder)
     assert digest_of(folder, "bfloat16") != before
     change_config(folder, transformers_version="99.0")

@@ -1,4 +1,5 @@
-"""Dispatch and combine: every pair reaches its expert's slot, in order, and comes home weighted, whoever holds the expert."""
+"""Dispatch and combine: every pair reaches its expert's slot, in order, and comes home weighted, whoever
+holds the expert."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,7 +28,8 @@ from tests.fleet.splits import random_split, random_table
 
 @st.composite
 def placements(draw, ranks, experts, layers=1):
-    """Any legal placement: every expert somewhere, some on several ranks, empty slots in between, shared out evenly or in any other way."""
+    """Any legal placement: every expert somewhere, some on several ranks, empty slots in between, shared out
+    evenly or in any other way."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     rows = []
     for _ in range(layers):
@@ -48,7 +50,9 @@ def batches(draw, experts, top_k, hidden=5):
     tokens = draw(st.integers(0, 40))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     x = torch.from_numpy(random.standard_normal((tokens, hidden)).astype(np.float32))
-    chosen = np.array([random.permutation(experts)[:top_k] for _ in range(tokens)], np.int64).reshape(tokens, top_k)
+    chosen = np.array([random.permutation(experts)[:top_k] for _ in range(tokens)], np.int64).reshape(
+        tokens, top_k
+    )
     return x, chosen, torch.from_numpy(random.random((tokens, top_k)).astype(np.float32))
 
 
@@ -65,7 +69,9 @@ def scale_by_expert(dispatched, placement, rank, layer):
 
 def expected(x, chosen, weights):
     """The same, densely, in float64."""
-    each = x.double()[:, None] * (torch.from_numpy(chosen)[..., None] + 1) + torch.from_numpy(chosen)[..., None]
+    each = (
+        x.double()[:, None] * (torch.from_numpy(chosen)[..., None] + 1) + torch.from_numpy(chosen)[..., None]
+    )
     return (each * weights.double()[..., None]).sum(dim=1)
 
 
@@ -138,13 +144,17 @@ def groups(request, tmp_path_factory):
     """The ranks of an engine as threads of this process, with a real process group between them."""
     directory, ranks = tmp_path_factory.mktemp("ranks"), request.param
     with ThreadPoolExecutor(ranks) as pool:
-        joined = list(pool.map(lambda rank: RankGroup(directory, rank, ranks, step_timeout_s=5), range(ranks)))
+        joined = list(
+            pool.map(lambda rank: RankGroup(directory, rank, ranks, step_timeout_s=5), range(ranks))
+        )
         yield joined, pool
         for group in joined:
             group.close()
 
 
-@pytest.mark.parametrize("small_gather_bytes", [10**6, 0], ids=["activations-to-everybody", "activations-where-needed"])
+@pytest.mark.parametrize(
+    "small_gather_bytes", [10**6, 0], ids=["activations-to-everybody", "activations-where-needed"]
+)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_ranks_together_equal_a_dense_float64_reference(groups, small_gather_bytes, data):
@@ -160,14 +170,25 @@ def test_ranks_together_equal_a_dense_float64_reference(groups, small_gather_byt
         found = []
         for layer in range(2):
             sent = dispatch.dispatch(layer, x, chosen)
-            found.append((sent, dispatch.combine(scale_by_expert(sent, placement, group.rank, layer), weights, sent.handle)))
+            found.append(
+                (
+                    sent,
+                    dispatch.combine(
+                        scale_by_expert(sent, placement, group.rank, layer), weights, sent.handle
+                    ),
+                )
+            )
         return found
 
     everyone = list(pool.map(run, joined))
     for layer in range(2):
-        assert sum(int(found[layer][0].counts.sum()) for found in everyone) == sum(chosen.size for _, chosen, _ in brought)
+        assert sum(int(found[layer][0].counts.sum()) for found in everyone) == sum(
+            chosen.size for _, chosen, _ in brought
+        )
         for (x, chosen, weights), found in zip(brought, everyone, strict=True):
-            assert torch.allclose(found[layer][1].double(), expected(x, chosen, weights), rtol=1e-5, atol=1e-5)
+            assert torch.allclose(
+                found[layer][1].double(), expected(x, chosen, weights), rtol=1e-5, atol=1e-5
+            )
 
 
 def test_slots_serve_their_shares_of_what_all_ranks_bring_step_by_step(groups):
@@ -228,7 +249,9 @@ def test_a_step_that_only_one_rank_has_work_for_is_a_step_of_all(groups):
         assert sent.rows.shape == (placement.slots_per_rank * GROUP_ROWS, 4)
         return dispatch.combine(sent.rows, torch.ones(count, 8), sent.handle)
 
-    assert [found.sum().item() for found in pool.map(run, joined)] == [0.0] * (len(joined) - 1) + [3 * 4 * 8.0]
+    assert [found.sum().item() for found in pool.map(run, joined)] == [0.0] * (len(joined) - 1) + [
+        3 * 4 * 8.0
+    ]
 
 
 def test_whole_tokens_reach_fewer_ranks_and_come_home_the_same_to_the_last_bit(groups):
@@ -238,7 +261,10 @@ def test_whole_tokens_reach_fewer_ranks_and_come_home_the_same_to_the_last_bit(g
     table[0, :8] = [0, 1, *[-1] * 6]  # rank 0 lacks most; the others have everything
     placement = Placement(table, experts=8, ranks=ranks)
     x = torch.from_numpy(random.standard_normal((40, 5)).astype(np.float32))
-    chosen, weights = np.array([random.permutation(8)[:4] for _ in range(40)]), torch.rand(40, 4, generator=torch.Generator().manual_seed(1))
+    chosen, weights = (
+        np.array([random.permutation(8)[:4] for _ in range(40)]),
+        torch.rand(40, 4, generator=torch.Generator().manual_seed(1)),
+    )
 
     def run(group, cover):
         tokens = 40 if group.rank == 0 else 0
@@ -246,7 +272,10 @@ def test_whole_tokens_reach_fewer_ranks_and_come_home_the_same_to_the_last_bit(g
         dispatch.begin_step(tokens, [40] + [0] * (ranks - 1))
         sent = dispatch.dispatch(0, x[:tokens], chosen[:tokens])
         fetched = len({tuple(row) for row in sent.rows.tolist()}) if group.rank else 0
-        return dispatch.combine(scale_by_expert(sent, placement, group.rank, 0), weights[:tokens], sent.handle), fetched
+        return (
+            dispatch.combine(scale_by_expert(sent, placement, group.rank, 0), weights[:tokens], sent.handle),
+            fetched,
+        )
 
     split, cover = (list(pool.map(run, joined, [how] * ranks)) for how in (False, True))
     assert torch.equal(split[0][0], cover[0][0])
@@ -260,7 +289,9 @@ def test_a_token_is_sent_once_to_each_other_rank_that_serves_any_of_its_experts(
     row = st.lists(st.integers(0, ranks - 1), min_size=top_k, max_size=top_k)
     served_by = data.draw(st.lists(row, min_size=tokens, max_size=tokens))
     rank = data.draw(st.integers(0, ranks - 1))
-    assert sent_away(np.array(served_by, np.int64).reshape(tokens, top_k), rank) == sum(len(set(one) - {rank}) for one in served_by)
+    assert sent_away(np.array(served_by, np.int64).reshape(tokens, top_k), rank) == sum(
+        len(set(one) - {rank}) for one in served_by
+    )
 
 
 def test_slowed_links_take_their_time_for_each_token_sent_away_and_change_no_result(groups, monkeypatch):
@@ -275,7 +306,9 @@ def test_slowed_links_take_their_time_for_each_token_sent_away_and_change_no_res
         dispatch.slow_links(seconds)
         dispatch.begin_step(count, [3] + [0] * (len(joined) - 1))
         sent = dispatch.dispatch(0, torch.arange(count * 4.0).view(count, 4), chosen[:count])
-        return dispatch.combine(scale_by_expert(sent, placement, group.rank, 0), torch.ones(count, 2), sent.handle)
+        return dispatch.combine(
+            scale_by_expert(sent, placement, group.rank, 0), torch.ones(count, 2), sent.handle
+        )
 
     plain, slowed = (list(pool.map(run, joined, [seconds] * len(joined))) for seconds in (0.0, 0.25))
     assert torch.equal(plain[0], slowed[0])

@@ -1,4 +1,5 @@
-"""Where tokens were sent is counted as one would by hand, whenever it is asked for, and never of two epochs at once."""
+"""Where tokens were sent is counted as one would by hand, whenever it is asked for, and never of two epochs
+at once."""
 
 from collections import Counter
 from dataclasses import replace
@@ -23,7 +24,9 @@ def steps(draw: st.DrawFn, ranks: int, layers: int, top_k: int) -> list[Finished
     for _ in range(draw(st.integers(1, 6))):
         tokens = random.integers(0, 5, ranks)
         tokens[random.integers(ranks)] += 1
-        served_by = [random.integers(0, ranks, (tokens.sum(), top_k)) for _ in range(layers)] if ranks > 1 else []
+        served_by = (
+            [random.integers(0, ranks, (tokens.sum(), top_k)) for _ in range(layers)] if ranks > 1 else []
+        )
         found.append(FinishedStep(float(random.random()), tokens.tolist(), served_by))
     return found
 
@@ -50,7 +53,11 @@ def by_hand(done: list[FinishedStep], rank: int, layers: int, top_k: int) -> dic
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_counts_are_those_of_counting_by_hand_however_often_they_are_taken(data: st.DataObject) -> None:
-    ranks, layers, top_k = data.draw(st.sampled_from([1, 2, 4, 9])), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    ranks, layers, top_k = (
+        data.draw(st.sampled_from([1, 2, 4, 9])),
+        data.draw(st.integers(1, 3)),
+        data.draw(st.integers(1, 4)),
+    )
     done = data.draw(steps(ranks, layers, top_k))
     taken_after = data.draw(st.sets(st.integers(0, len(done) - 1)))
     everyones = np.zeros((2, layers))
@@ -89,7 +96,9 @@ def test_steps_of_two_epochs_are_never_counted_together(data: st.DataObject) -> 
         assert one.served.tolist() == by_hand(those, 1, 2, 2)["served"]
 
 
-def test_what_nobody_takes_is_bounded_in_steps_and_epochs_and_loses_nothing_of_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_takes_is_bounded_in_steps_and_epochs_and_loses_nothing_of_the_last_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(dispatch_stats, "KEPT_STEPS", 8)
     log, step = DispatchLog(0, layers=1, top_k=1), FinishedStep(0.5, [1, 0], [np.array([[1]])])
     for epoch in range(dispatch_stats.MOST_EPOCHS + 4):

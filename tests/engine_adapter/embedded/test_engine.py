@@ -36,8 +36,12 @@ async def read(answer: AnswerStream) -> AnswerDelta:
     return whole
 
 
-async def ask(engine: EmbeddedEngine, prompt: Sequence[int] = PROMPT, max_tokens: int = 20, **more: Any) -> AnswerDelta:
-    return await read(await engine.submit(GenerationRequest(prompt=list(prompt), max_tokens=max_tokens, **more)))
+async def ask(
+    engine: EmbeddedEngine, prompt: Sequence[int] = PROMPT, max_tokens: int = 20, **more: Any
+) -> AnswerDelta:
+    return await read(
+        await engine.submit(GenerationRequest(prompt=list(prompt), max_tokens=max_tokens, **more))
+    )
 
 
 async def facts_until(engine: EmbeddedEngine, holds: Callable[[RankFacts], bool]) -> RankFacts:
@@ -57,11 +61,24 @@ async def test_an_answer_is_what_the_model_says_and_its_outcome_counts_it(preten
         assert whole.text == bytes(whole.token_ids).decode()
         outcome = whole.outcome
         assert outcome is not None
-        assert (outcome.reason, outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens) == ("length", len(PROMPT), 20, 0)
-        assert 0 < outcome.moments.submitted <= outcome.moments.admitted <= outcome.moments.first_token <= outcome.moments.finished
+        assert (outcome.reason, outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens) == (
+            "length",
+            len(PROMPT),
+            20,
+            0,
+        )
+        assert (
+            0
+            < outcome.moments.submitted
+            <= outcome.moments.admitted
+            <= outcome.moments.first_token
+            <= outcome.moments.finished
+        )
 
 
-async def test_many_at_once_in_small_chunks_with_few_pages_each_get_their_own_answer(pretend_engine: Starter) -> None:
+async def test_many_at_once_in_small_chunks_with_few_pages_each_get_their_own_answer(
+    pretend_engine: Starter,
+) -> None:
     prompts = [[65 + one] * (5 + 7 * one) for one in range(12)]
     async with pretend_engine(kv_blocks=14, max_batch_tokens=9, max_running=6) as started:
         answers = await asyncio.gather(*(ask(started.engine, prompt, 30) for prompt in prompts))
@@ -72,7 +89,9 @@ async def test_many_at_once_in_small_chunks_with_few_pages_each_get_their_own_an
         assert facts.load.decode_blocks == 0
 
 
-async def test_a_repeated_prompt_reuses_blocks_and_reports_what_it_computed_and_what_not(pretend_engine: Starter) -> None:
+async def test_a_repeated_prompt_reuses_blocks_and_reports_what_it_computed_and_what_not(
+    pretend_engine: Starter,
+) -> None:
     async with pretend_engine() as started:
         engine = started.engine
         first = await ask(engine, max_tokens=4)
@@ -115,22 +134,34 @@ def assert_true(one: EndedRequest, tokens: Sequence[int], routing: Callable[[int
     """Every computed position is the routing of its token, and the blocks are those of the tokens."""
     for position in np.flatnonzero(one.routed[:, 0, 0] != UNKNOWN).tolist():
         assert one.routed[position].tolist() == routing(tokens[position])
-    assert [block.block_hash for block in one.blocks] == sequence_hashes(local_hashes(tokens))[: len(one.blocks)]
+    assert [block.block_hash for block in one.blocks] == sequence_hashes(local_hashes(tokens))[
+        : len(one.blocks)
+    ]
     assert len(one.blocks) >= len(one.routed) // 16
 
 
-async def test_an_ended_request_is_reported_once_with_its_decision_and_what_it_computed(pretend_engine: Starter) -> None:
+async def test_an_ended_request_is_reported_once_with_its_decision_and_what_it_computed(
+    pretend_engine: Starter,
+) -> None:
     async with pretend_engine() as started:
         for decision, reused in (("one", 0), ("two", len(PROMPT) // 16 * 16)):
             whole = await ask(started.engine, max_tokens=10, decision=decision)
             (one,) = await ended_requests(started.engine, 1)
-            assert (one.decision, one.prompt_tokens, len(one.routed)) == (decision, len(PROMPT), len(PROMPT) + 9)
-            assert (one.routed[:, 0, 0] == UNKNOWN).tolist() == [position < reused for position in range(len(one.routed))]
+            assert (one.decision, one.prompt_tokens, len(one.routed)) == (
+                decision,
+                len(PROMPT),
+                len(PROMPT) + 9,
+            )
+            assert (one.routed[:, 0, 0] == UNKNOWN).tolist() == [
+                position < reused for position in range(len(one.routed))
+            ]
             assert_true(one, PROMPT + whole.token_ids, started.runner.routing)
         assert started.engine.take_facts().ended == ()
 
 
-async def test_a_cancelled_request_reports_what_it_had_computed_and_one_that_computed_nothing_is_not_reported(pretend_engine: Starter) -> None:
+async def test_a_cancelled_request_reports_what_it_had_computed_and_one_that_computed_nothing_is_not_reported(
+    pretend_engine: Starter,
+) -> None:
     async with pretend_engine(max_running=1) as started:
         engine = started.engine
         gone = await engine.submit(GenerationRequest(prompt=PROMPT, max_tokens=400, decision="gone"))
@@ -146,10 +177,14 @@ async def test_a_cancelled_request_reports_what_it_had_computed_and_one_that_com
         assert [each.decision for each in await ended_requests(engine, 1)] == ["later"]
 
 
-async def test_preempted_requests_are_reported_once_each_and_no_position_twice(pretend_engine: Starter) -> None:
+async def test_preempted_requests_are_reported_once_each_and_no_position_twice(
+    pretend_engine: Starter,
+) -> None:
     prompts = [[65 + one] * (5 + 7 * one) for one in range(12)]
     async with pretend_engine(kv_blocks=14, max_batch_tokens=9, max_running=6) as started:
-        answers = await asyncio.gather(*(ask(started.engine, prompt, 30, decision=str(at)) for at, prompt in enumerate(prompts)))
+        answers = await asyncio.gather(
+            *(ask(started.engine, prompt, 30, decision=str(at)) for at, prompt in enumerate(prompts))
+        )
         assert sum(answer.outcome.preemptions for answer in answers) > 0
         by_decision = {one.decision: one for one in await ended_requests(started.engine, len(prompts))}
         assert len(by_decision) == len(prompts)
@@ -159,7 +194,9 @@ async def test_preempted_requests_are_reported_once_each_and_no_position_twice(p
             assert_true(one, prompt + answer.token_ids, started.runner.routing)
 
 
-async def test_of_a_continuation_the_clients_own_prompt_is_prompt_and_the_rest_completion(pretend_engine: Starter) -> None:
+async def test_of_a_continuation_the_clients_own_prompt_is_prompt_and_the_rest_completion(
+    pretend_engine: Starter,
+) -> None:
     async with pretend_engine() as started:
         emitted = started.runner.alone(PROMPT, 5)
         whole = await ask(started.engine, PROMPT + emitted, 7, emitted=5)
@@ -181,8 +218,12 @@ async def test_ended_requests_that_nobody_takes_are_bounded_in_bytes_the_oldest_
     assert [one.decision for one in facts.take().ended] == ["larger than all"]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=1.0, top_k=40, top_p=0.95, seed=11)])
-async def test_a_continuation_elsewhere_ends_like_the_unbroken_run(pretend_engine: Starter, sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0.0), Sampling(temperature=1.0, top_k=40, top_p=0.95, seed=11)]
+)
+async def test_a_continuation_elsewhere_ends_like_the_unbroken_run(
+    pretend_engine: Starter, sampling: Sampling
+) -> None:
     async with pretend_engine() as one, pretend_engine() as other:
         whole = await ask(one.engine, max_tokens=24, sampling=sampling)
         for cut in (1, 7, 23):
@@ -266,7 +307,9 @@ async def test_a_patient_reader_is_told_when_the_engine_fails(pretend_engine: St
 async def test_more_than_may_wait_are_refused_with_a_type_of_their_own(pretend_engine: Starter) -> None:
     async with pretend_engine(max_running=2, max_waiting=3) as started:
         started.runner.hold = threading.Event()
-        answers = [await started.engine.submit(GenerationRequest(prompt=PROMPT, max_tokens=3)) for _ in range(5)]
+        answers = [
+            await started.engine.submit(GenerationRequest(prompt=PROMPT, max_tokens=3)) for _ in range(5)
+        ]
         with pytest.raises(Overloaded):
             await started.engine.submit(GenerationRequest(prompt=PROMPT, max_tokens=3))
         started.runner.hold.set()
@@ -283,13 +326,17 @@ async def test_more_than_may_wait_are_refused_with_a_type_of_their_own(pretend_e
         ([1, 2], {"emitted": 2}, "client's own"),
     ],
 )
-async def test_requests_out_of_bounds_are_refused(pretend_engine: Starter, prompt: list[int], more: dict[str, Any], complaint: str) -> None:
+async def test_requests_out_of_bounds_are_refused(
+    pretend_engine: Starter, prompt: list[int], more: dict[str, Any], complaint: str
+) -> None:
     async with pretend_engine() as started:
         with pytest.raises(ValueError, match=complaint):
             await ask(started.engine, prompt, **more)
 
 
-async def test_a_failing_step_fails_every_request_within_a_second_and_the_engine_for_good(pretend_engine: Starter) -> None:
+async def test_a_failing_step_fails_every_request_within_a_second_and_the_engine_for_good(
+    pretend_engine: Starter,
+) -> None:
     async with pretend_engine() as started:
         engine = started.engine
         answer = await engine.submit(GenerationRequest(prompt=PROMPT, max_tokens=400))
@@ -335,7 +382,11 @@ async def test_facts_that_nobody_takes_are_restated_not_piled_up(pretend_engine:
             await ask(started.engine, [token + 1] * 60, 1)
         facts = started.engine.take_facts()
         assert facts.kv[0] == "cleared"
-        blocks = sum(len(change.stored.blocks) for change in facts.kv if change != "cleared" and change.stored is not None)
+        blocks = sum(
+            len(change.stored.blocks)
+            for change in facts.kv
+            if change != "cleared" and change.stored is not None
+        )
         assert blocks <= (4 + 1) * 16
 
 
@@ -349,10 +400,18 @@ async def test_an_idle_engine_uses_next_to_no_processor_time(pretend_engine: Sta
         assert started.runner.steps == steps
 
 
-async def test_the_description_says_what_a_router_must_know(pretend_engine: Starter, byte_folder: Path) -> None:
+async def test_the_description_says_what_a_router_must_know(
+    pretend_engine: Starter, byte_folder: Path
+) -> None:
     async with pretend_engine(kv_blocks=20) as started:
         about = started.engine.description
-        assert (about.model, about.rank, about.ranks, about.block_size, about.kv_blocks) == ("pretend", 0, 1, 16, 20)
+        assert (about.model, about.rank, about.ranks, about.block_size, about.kv_blocks) == (
+            "pretend",
+            0,
+            1,
+            16,
+            20,
+        )
         assert about.max_context == 20 * 16
         assert about.shape == started.runner.shape
         assert about.tokenizer[:2] == b"PK"
@@ -367,7 +426,9 @@ async def test_an_engine_that_cannot_load_says_why(byte_folder: Path, tmp_path: 
         await EmbeddedEngine(EmbeddedConfig(checkpoint=tmp_path)).start()
 
 
-async def test_ranks_that_wait_in_vain_for_another_give_up_in_time_and_say_so(byte_folder: Path, tmp_path: Path) -> None:
+async def test_ranks_that_wait_in_vain_for_another_give_up_in_time_and_say_so(
+    byte_folder: Path, tmp_path: Path
+) -> None:
     config = EmbeddedConfig(checkpoint=byte_folder, ranks=3, join_timeout_seconds=0.5)
     engines = [EmbeddedEngine(config, rank, tmp_path) for rank in (0, 2)]
     began = time.monotonic()
@@ -376,11 +437,19 @@ async def test_ranks_that_wait_in_vain_for_another_give_up_in_time_and_say_so(by
     for engine, failure in zip(engines, failures, strict=True):
         assert isinstance(failure, EngineFailed)
         assert engine.failure is failure
-        assert re.search(r"rank [02] cannot start: join of 3 ranks: rank 1 did not arrive within 0\.5 s", str(failure))
+        assert re.search(
+            r"rank [02] cannot start: join of 3 ranks: rank 1 did not arrive within 0\.5 s", str(failure)
+        )
 
 
-async def test_seeds_of_requests_that_state_none_differ_and_repeat_with_the_engines_seed(pretend_engine: Starter) -> None:
-    async with pretend_engine(seed=5) as one, pretend_engine(seed=5) as other, pretend_engine(seed=6) as third:
+async def test_seeds_of_requests_that_state_none_differ_and_repeat_with_the_engines_seed(
+    pretend_engine: Starter,
+) -> None:
+    async with (
+        pretend_engine(seed=5) as one,
+        pretend_engine(seed=5) as other,
+        pretend_engine(seed=6) as third,
+    ):
         seeds = [[started.engine.fresh_seed() for _ in range(3)] for started in (one, other, third)]
         assert seeds[0] == seeds[1] != seeds[2]
         assert len(np.unique(seeds[0])) == 3

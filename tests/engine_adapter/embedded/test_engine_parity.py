@@ -1,4 +1,5 @@
-"""The whole engine on the demo model against transformers: prefix reuse, chunks, preemption, log-probabilities; one, two and four ranks."""
+"""The whole engine on the demo model against transformers: prefix reuse, chunks, preemption,
+log-probabilities; one, two and four ranks."""
 
 import asyncio
 import json
@@ -27,7 +28,10 @@ ROOT = Path(__file__).resolve().parents[3]
 CHECKPOINT = ROOT / "deploy/demo_model/checkpoint"
 MOST_RANKS = 4
 NEW = 64
-TEXT = ("def encode(self, text):\n    return [ord(letter) for letter in text]\n\nDie Datei wird gelesen. #include <stdio.h>\n" * 4).encode()
+TEXT = (
+    "def encode(self, text):\n    return [ord(letter) for letter in text]\n\nDie Datei wird gelesen. #include"
+    " <stdio.h>\n" * 4
+).encode()
 PROMPTS = [list(TEXT[3 * one : 3 * one + 1 + 13 * one]) for one in range(20)]
 """20 prompts of 1 to 248 tokens"""
 
@@ -48,7 +52,8 @@ class Oracle:
         return self._known[key]
 
     def assert_greedy(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Each id of the answer is the most likely one behind those before it; where two are within 1e-3 either will do."""
+        """Each id of the answer is the most likely one behind those before it; where two are within 1e-3
+        either will do."""
         logits = self.logits([*prompt, *answer])[len(prompt) - 1 : -1]
         for row, token in zip(logits, answer, strict=True):
             runner_up, best = np.partition(row, -2)[-2:]
@@ -61,7 +66,9 @@ def oracle() -> Oracle:
 
 
 @asynccontextmanager
-async def engine_of(rank: int = 0, run_directory: Path | None = None, **settings: Any) -> AsyncIterator[EmbeddedEngine]:
+async def engine_of(
+    rank: int = 0, run_directory: Path | None = None, **settings: Any
+) -> AsyncIterator[EmbeddedEngine]:
     engine = EmbeddedEngine(EmbeddedConfig(checkpoint=CHECKPOINT, **settings), rank, run_directory)
     await engine.start()
     running = asyncio.create_task(engine.run(), name=f"rank {rank} under test")
@@ -73,9 +80,13 @@ async def engine_of(rank: int = 0, run_directory: Path | None = None, **settings
         await asyncio.wait([running])
 
 
-async def ask(engine: EmbeddedEngine, prompt: Sequence[int], max_tokens: int = NEW, **more: Any) -> AnswerDelta:
+async def ask(
+    engine: EmbeddedEngine, prompt: Sequence[int], max_tokens: int = NEW, **more: Any
+) -> AnswerDelta:
     whole = AnswerDelta()
-    async for delta in await engine.submit(GenerationRequest(prompt=list(prompt), max_tokens=max_tokens, **{"ignore_eos": True} | more)):
+    async for delta in await engine.submit(
+        GenerationRequest(prompt=list(prompt), max_tokens=max_tokens, **{"ignore_eos": True} | more)
+    ):
         whole.absorb(delta)
     return whole
 
@@ -84,11 +95,17 @@ async def test_log_probabilities_are_those_of_transformers(oracle: Oracle) -> No
     prompt = PROMPTS[7]
     async with engine_of() as engine:
         whole = await ask(engine, prompt, 16, sampling=Sampling(temperature=0.0, logprobs=5))
-    expected = torch.log_softmax(torch.tensor(oracle.logits([*prompt, *whole.token_ids])[len(prompt) - 1 : -1]), dim=-1).numpy()
+    expected = torch.log_softmax(
+        torch.tensor(oracle.logits([*prompt, *whole.token_ids])[len(prompt) - 1 : -1]), dim=-1
+    ).numpy()
     for row, scored in zip(expected, whole.scored, strict=True):
         assert scored.logprobs.chosen == pytest.approx(row[scored.token], abs=1e-4)
-        assert [value for _, value in scored.logprobs.top] == pytest.approx(np.sort(row)[::-1][:5].tolist(), abs=1e-4)
-        assert [value for _, value in scored.logprobs.top] == pytest.approx([row[token] for token, _ in scored.logprobs.top], abs=1e-4)
+        assert [value for _, value in scored.logprobs.top] == pytest.approx(
+            np.sort(row)[::-1][:5].tolist(), abs=1e-4
+        )
+        assert [value for _, value in scored.logprobs.top] == pytest.approx(
+            [row[token] for token, _ in scored.logprobs.top], abs=1e-4
+        )
 
 
 async def test_an_idle_engine_sleeps(oracle: Oracle) -> None:
@@ -99,10 +116,17 @@ async def test_an_idle_engine_sleeps(oracle: Oracle) -> None:
         assert (time.process_time() - used) / (time.monotonic() - began) < 0.03
 
 
-async def test_a_rank_that_stops_takes_the_others_with_it_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first, second = (EmbeddedEngine(EmbeddedConfig(checkpoint=CHECKPOINT, ranks=2, kv_blocks=64), rank, tmp_path) for rank in range(2))
+async def test_a_rank_that_stops_takes_the_others_with_it_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (
+        EmbeddedEngine(EmbeddedConfig(checkpoint=CHECKPOINT, ranks=2, kv_blocks=64), rank, tmp_path)
+        for rank in range(2)
+    )
     await asyncio.gather(first.start(), second.start())
-    runs = [asyncio.create_task(engine.run(), name=f"rank {rank}") for rank, engine in enumerate((first, second))]
+    runs = [
+        asyncio.create_task(engine.run(), name=f"rank {rank}") for rank, engine in enumerate((first, second))
+    ]
     assert len((await ask(second, PROMPTS[4], 5)).token_ids) == 5
     runs[0].cancel()
     with pytest.raises(EngineFailed, match="rank 0 of this engine stopped"):
@@ -119,7 +143,14 @@ class RankProcess:
 
     def __init__(self) -> None:
         command = [sys.executable, str(Path(__file__).parents[1] / "engine_process.py")]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={"PYTHONPATH": str(ROOT)},
+        )
 
     def order(self, **order: Any) -> None:
         assert self.process.stdin is not None
@@ -145,16 +176,22 @@ class RankPool:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._idle = [RankProcess() for _ in range(MOST_RANKS)]  # all at once: they import torch while the oracle is loaded
+        self._idle = [
+            RankProcess() for _ in range(MOST_RANKS)
+        ]  # all at once: they import torch while the oracle is loaded
 
     @contextmanager
     def engine(self, ranks: int, **settings: Any) -> Iterator[list[RankProcess]]:
-        """A running engine, one process per rank. Processes that were killed, or that saw the test fail, are not used again."""
+        """A running engine, one process per rank. Processes that were killed, or that saw the test fail, are
+        not used again."""
         taken = [self._idle.pop(0) if self._idle else RankProcess() for _ in range(ranks)]
         with ExitStack() as on_failure:
             for process in taken:
                 on_failure.callback(process.end)
-            job = {"run_directory": mkdtemp(dir=self._folder), "settings": {"checkpoint": str(CHECKPOINT), "ranks": ranks, **settings}}
+            job = {
+                "run_directory": mkdtemp(dir=self._folder),
+                "settings": {"checkpoint": str(CHECKPOINT), "ranks": ranks, **settings},
+            }
             told(taken, "ready", start=[{"rank": rank, **job} for rank in range(ranks)])
             yield taken
             dead = [process for process in taken if process.process.poll() is not None]
@@ -186,7 +223,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 
 def answers_of(ranks: Sequence[RankProcess], turn: int = 1) -> list[dict[str, Any]]:
-    """All prompts at once, spread over the ranks, the last ones first when turn is -1; the answers in the order of the prompts."""
+    """All prompts at once, spread over the ranks, the last ones first when turn is -1; the answers in the
+    order of the prompts."""
     shares = [PROMPTS[rank :: len(ranks)] for rank in range(len(ranks))]
     told(ranks, "begun", ask=[{"prompts": share[::turn], "max_tokens": NEW} for share in shares])
     by_rank = [rank.hear("answers")[::turn] for rank in ranks]
@@ -220,7 +258,9 @@ WAYS = ("at once", "in chunks", "with few pages")
         *(pytest.param(4, way, marks=pytest.mark.slow) for way in WAYS),
     ],
 )
-def test_twenty_prompts_together_continue_for_64_tokens_as_transformers_does(pool: RankPool, oracle: Oracle, ranks: int, way: str) -> None:
+def test_twenty_prompts_together_continue_for_64_tokens_as_transformers_does(
+    pool: RankPool, oracle: Oracle, ranks: int, way: str
+) -> None:
     with pool.engine(ranks, **settings_for(way, ranks)) as processes:
         fresh = answers_of(processes)
         work = told(processes, "work", work=[None] * ranks)
@@ -234,7 +274,9 @@ def test_twenty_prompts_together_continue_for_64_tokens_as_transformers_does(poo
     for answers in (fresh, again):
         assert any(answer["preemptions"] for answer in answers) == (way == "with few pages")
     if way == "with few pages":
-        assert any(answer["cached"] for answer in again), "the prompts that come first in the second turn were the last in the first"
+        assert any(answer["cached"] for answer in again), (
+            "the prompts that come first in the second turn were the last in the first"
+        )
     else:
         assert [answer["cached"] for answer in again] == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
     if way == "at once":

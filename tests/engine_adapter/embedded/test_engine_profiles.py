@@ -1,4 +1,5 @@
-"""From a request at a rank's HTTP face to what its agent says of it on the bus, against the routers of transformers."""
+"""From a request at a rank's HTTP face to what its agent says of it on the bus, against the routers of
+transformers."""
 
 import asyncio
 import contextlib
@@ -33,7 +34,8 @@ CONFIG = AgentConfig(facts_seconds=0.01, experts_seconds=0.05, heartbeat_seconds
 PREFIX = list(Path(__file__).read_bytes()[:100])
 TAILS = [list(b"def encode(self, text):\n"), list(b"Die Datei wird gelesen")]
 CLEAR = 1e-5
-"""A choice is compared where the last chosen expert leads the first not chosen by more: closer calls are rounding."""
+"""A choice is compared where the last chosen expert leads the first not chosen by more: closer calls are
+rounding."""
 
 
 def clusters() -> ClusterModel:
@@ -50,7 +52,8 @@ class Routers:
         self._model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
 
     def chosen(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """One-hot int64 [positions, layers, experts], and bool [positions, layers]: where the choice is clear."""
+        """One-hot int64 [positions, layers, experts], and bool [positions, layers]: where the choice is
+        clear."""
         with torch.no_grad():
             by_layer = self._model(torch.tensor([list(tokens)]), output_router_logits=True).router_logits
         logits = torch.stack(by_layer, dim=1).numpy()
@@ -72,8 +75,16 @@ class Rank:
     client: httpx.AsyncClient
 
     async def complete(self, prompt: list[int], decision: str, **more: Any) -> list[int]:
-        body = {"prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True, "return_token_ids": True} | more
-        response = await self.client.post("/v1/completions", json=body, headers={"x-roost-decision-id": decision})
+        body = {
+            "prompt": prompt,
+            "max_tokens": 20,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        } | more
+        response = await self.client.post(
+            "/v1/completions", json=body, headers={"x-roost-decision-id": decision}
+        )
         assert response.status_code == 200, response.text
         ids: list[int] = response.json()["choices"][0]["token_ids"]
         return ids
@@ -94,7 +105,12 @@ async def fleet(ranks: int, folder: Path, broker: MemoryBroker) -> AsyncIterator
         await asyncio.gather(*(engine.start() for engine in engines))
         agents = [Agent(MemoryBus(broker), SUBJECTS, engine, who, CONFIG) for engine in engines]
         tasks = [asyncio.create_task(one.run(), name=f"{one} under test") for one in (*engines, *agents)]
-        clients = [httpx.AsyncClient(transport=httpx.ASGITransport(RankApp(engine)), base_url="http://rank", timeout=30) for engine in engines]
+        clients = [
+            httpx.AsyncClient(
+                transport=httpx.ASGITransport(RankApp(engine)), base_url="http://rank", timeout=30
+            )
+            for engine in engines
+        ]
         for client in clients:
             await stack.enter_async_context(client)
         await asyncio.gather(*(agent.joined.wait() for agent in agents))
@@ -146,8 +162,18 @@ async def test_a_request_is_profiled_as_the_models_own_routers_chose_and_a_secon
             prompt = PREFIX + tail
             tokens = prompt + await served[at].complete(prompt, decision)
             message, one = await profile_of(heard, decision)
-            assert (message.engine, message.rank, message.model, message.epoch, message.clusters) == ("a", at, "demo", 0, 9)
-            assert (one.tokens, one.cached_tokens, one.block_size) == (len(tokens) - 1 - reused * BLOCK, reused * BLOCK, BLOCK)
+            assert (message.engine, message.rank, message.model, message.epoch, message.clusters) == (
+                "a",
+                at,
+                "demo",
+                0,
+                9,
+            )
+            assert (one.tokens, one.cached_tokens, one.block_size) == (
+                len(tokens) - 1 - reused * BLOCK,
+                reused * BLOCK,
+                BLOCK,
+            )
             hashes, full = sequence_hashes(local_hashes(tokens)), (len(tokens) - 1) // BLOCK
             assert np.frombuffer(one.blocks, "<u8").tolist() == hashes[reused:full]
             assert one.parent == (hashes[reused - 1] if reused else None)
@@ -155,11 +181,18 @@ async def test_a_request_is_profiled_as_the_models_own_routers_chose_and_a_secon
             assert clear.mean() > 0.99
             own = slice(reused * BLOCK, None)
             assert one.sample is not None
-            prompt_counts, completion_counts = one.sample.prompt.array().astype(np.int64), one.sample.completion.array().astype(np.int64)
-            assert_counts(prompt_counts, chosen[reused * BLOCK : len(prompt)], clear[reused * BLOCK : len(prompt)])
+            prompt_counts, completion_counts = (
+                one.sample.prompt.array().astype(np.int64),
+                one.sample.completion.array().astype(np.int64),
+            )
+            assert_counts(
+                prompt_counts, chosen[reused * BLOCK : len(prompt)], clear[reused * BLOCK : len(prompt)]
+            )
             assert_counts(completion_counts, chosen[len(prompt) :], clear[len(prompt) :])
             assert one.signature == pack(clusters().signature(prompt_counts + completion_counts)).tobytes()
-            near = chosen[own, :, at * EXPERTS // ranks : (at + 1) * EXPERTS // ranks].sum() / chosen[own].sum()
+            near = (
+                chosen[own, :, at * EXPERTS // ranks : (at + 1) * EXPERTS // ranks].sum() / chosen[own].sum()
+            )
             assert one.local == pytest.approx(near, abs=(~clear[own]).sum() / clear[own].size)
             for block in range(reused, full):
                 rows = slice(block * BLOCK, (block + 1) * BLOCK)
@@ -168,7 +201,9 @@ async def test_a_request_is_profiled_as_the_models_own_routers_chose_and_a_secon
                     assert packed == pack(clusters().signature(chosen[rows].sum(axis=0))).tobytes()
 
 
-async def test_a_request_that_is_cancelled_half_way_is_profiled_as_far_as_it_came(routers: Routers, tmp_path: Path) -> None:
+async def test_a_request_that_is_cancelled_half_way_is_profiled_as_far_as_it_came(
+    routers: Routers, tmp_path: Path
+) -> None:
     broker = MemoryBroker(SUBJECTS)
     requests = MemoryBus(broker).subscribe(SUBJECTS.requests_profiled())
     async with requests as heard, fleet(1, tmp_path, broker) as (rank,):

@@ -1,4 +1,5 @@
-"""The embedded engine goes over from epoch to epoch while it serves: all ranks at one step, and no bit of any logit changes."""
+"""The embedded engine goes over from epoch to epoch while it serves: all ranks at one step, and no bit of any
+logit changes."""
 
 import asyncio
 import runpy
@@ -28,7 +29,11 @@ from tests.fleet.splits import random_split
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYERS, EXPERTS = 2, 6
-PROMPTS = [list(b"short"), list(b"of fifteen byte"), list(b"one that fills two blocks, and reuses them after the first time")]
+PROMPTS = [
+    list(b"short"),
+    list(b"of fifteen byte"),
+    list(b"one that fills two blocks, and reuses them after the first time"),
+]
 NEW = 6
 
 
@@ -36,7 +41,9 @@ NEW = 6
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model that speaks bytes."""
     folder = tmp_path_factory.mktemp("tiny")
-    runpy.run_path(str(Path(__file__).parents[1] / "tiny_models.py"))["write_tiny"](folder, vocab_size=256, eos_token_id=0)
+    runpy.run_path(str(Path(__file__).parents[1] / "tiny_models.py"))["write_tiny"](
+        folder, vocab_size=256, eos_token_id=0
+    )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(ROOT / "deploy/demo_model/checkpoint" / name, folder)
     return folder
@@ -75,7 +82,9 @@ class Rank:
     seen: Witness
 
     async def submit(self, prompt: Sequence[int], count: int = NEW) -> AnswerStream:
-        return await self.engine.submit(GenerationRequest(prompt=list(prompt), max_tokens=count, ignore_eos=True))
+        return await self.engine.submit(
+            GenerationRequest(prompt=list(prompt), max_tokens=count, ignore_eos=True)
+        )
 
 
 @asynccontextmanager
@@ -88,14 +97,25 @@ async def ranks_of(checkpoint: Path, folder: Path, ranks: int, **settings: Any) 
         seen[rank] = Witness(machine)
         return replace(machine, runner=seen[rank])
 
-    config = EmbeddedConfig(checkpoint=checkpoint, ranks=ranks, threads=1, **{"kv_blocks": 64, "max_batch_tokens": 64, "max_running": 8} | settings)
+    config = EmbeddedConfig(
+        checkpoint=checkpoint,
+        ranks=ranks,
+        threads=1,
+        **{"kv_blocks": 64, "max_batch_tokens": 64, "max_running": 8} | settings,
+    )
     meeting = Path(mkdtemp(dir=folder))
     engines = [EmbeddedEngine(config, rank, meeting, build=build) for rank in range(ranks)]
     await asyncio.gather(*(engine.start() for engine in engines))
-    runs = [asyncio.create_task(engine.run(), name=f"rank {rank} under test") for rank, engine in enumerate(engines)]
+    runs = [
+        asyncio.create_task(engine.run(), name=f"rank {rank} under test")
+        for rank, engine in enumerate(engines)
+    ]
     await asyncio.sleep(0)
     try:
-        yield [Rank(engine, run, seen[rank]) for rank, (engine, run) in enumerate(zip(engines, runs, strict=True))]
+        yield [
+            Rank(engine, run, seen[rank])
+            for rank, (engine, run) in enumerate(zip(engines, runs, strict=True))
+        ]
     finally:
         for run in runs:
             run.cancel()
@@ -103,7 +123,8 @@ async def ranks_of(checkpoint: Path, folder: Path, ranks: int, **settings: Any) 
 
 
 def scattered(dice: np.random.Generator, ranks: int, slots: int) -> np.ndarray:
-    """One layer: every expert somewhere, some of them several times, some slots empty. int16 [ranks * slots]"""
+    """One layer: every expert somewhere, some of them several times, some slots empty. int16 [ranks *
+    slots]"""
     row = np.full((ranks, slots), EMPTY, np.int16)
     spots = dice.permutation(ranks * slots)
     row.flat[spots[:EXPERTS]] = dice.permutation(EXPERTS)
@@ -115,7 +136,8 @@ def scattered(dice: np.random.Generator, ranks: int, slots: int) -> np.ndarray:
 
 
 def one_layer_anew(dice: np.random.Generator, placement: Placement) -> Placement:
-    """The next epoch: a layer's experts wherever chance puts them (no more of them arrive at a rank than it has room for), all splits new."""
+    """The next epoch: a layer's experts wherever chance puts them (no more of them arrive at a rank than it
+    has room for), all splits new."""
     table = placement.expert_of_slot.copy()
     table[dice.integers(len(table))] = scattered(dice, placement.ranks, placement.slots_per_rank)
     split: Split = random_split(dice, table, EXPERTS, nodes=bool(dice.integers(2)))
@@ -130,7 +152,10 @@ def staged(engines: Sequence[EmbeddedEngine], wanted: Placement) -> list[np.ndar
 def _cell_of(engine: EmbeddedEngine, rank: int) -> dict[tuple[int, int], int]:
     """Of each (layer, expert) that a rank holds."""
     mine, cells = engine.placement.on_rank(rank), engine.experts.cells
-    return {(layer, int(mine[layer, slot])): int(cells[layer, slot]) for layer, slot in np.argwhere(mine != EMPTY).tolist()}
+    return {
+        (layer, int(mine[layer, slot])): int(cells[layer, slot])
+        for layer, slot in np.argwhere(mine != EMPTY).tolist()
+    }
 
 
 def _stage(engines: Sequence[EmbeddedEngine], rank: int, wanted: Placement) -> np.ndarray:
@@ -141,7 +166,11 @@ def _stage(engines: Sequence[EmbeddedEngine], rank: int, wanted: Placement) -> n
     for layer, slot in np.argwhere(mine != EMPTY).tolist():
         key = (layer, int(mine[layer, slot]))
         if key not in here:
-            source = next((other, held[key]) for other, engine in enumerate(engines) if key in (held := _cell_of(engine, other)))
+            source = next(
+                (other, held[key])
+                for other, engine in enumerate(engines)
+                if key in (held := _cell_of(engine, other))
+            )
             memory.cell(free[0])[:] = engines[source[0]].experts.memory.cell(source[1])
             here[key] = free.pop(0)
         cells[layer, slot] = here[key]
@@ -153,16 +182,21 @@ def _stage(engines: Sequence[EmbeddedEngine], rank: int, wanted: Placement) -> n
 async def go_over(ranks: Sequence[Rank], wanted: Placement) -> None:
     engines = [rank.engine for rank in ranks]
     cells = staged(engines, wanted)
-    prepared = [await engine.experts.prepare(wanted, mine) for engine, mine in zip(engines, cells, strict=True)]
+    prepared = [
+        await engine.experts.prepare(wanted, mine) for engine, mine in zip(engines, cells, strict=True)
+    ]
     async with asyncio.timeout(10):
-        await asyncio.gather(*(engine.experts.adopt(one) for engine, one in zip(engines, prepared, strict=True)))
+        await asyncio.gather(
+            *(engine.experts.adopt(one) for engine, one in zip(engines, prepared, strict=True))
+        )
     for engine, mine in zip(engines, cells, strict=True):
         assert engine.placement == wanted
         assert np.array_equal(engine.experts.cells, mine)
 
 
 def sorted_rows(ranks: Sequence[Rank]) -> np.ndarray:
-    """Every row of logits computed since the last call, in an order of their own: who computed them, and beside what, is of no importance."""
+    """Every row of logits computed since the last call, in an order of their own: who computed them, and
+    beside what, is of no importance."""
     rows = np.array([row for rank in ranks for row in rank.seen.rows])
     for rank in ranks:
         rank.seen.rows.clear()
@@ -176,7 +210,9 @@ async def all_prompts(ranks: Sequence[Rank]) -> list[AnswerStream]:
     return answers
 
 
-async def bit_equal_under_live_flips(checkpoint: Path, folder: Path, ranks: int, slots: int, dispatch: str = SPLIT) -> None:
+async def bit_equal_under_live_flips(
+    checkpoint: Path, folder: Path, ranks: int, slots: int, dispatch: str = SPLIT
+) -> None:
     async with ranks_of(checkpoint, folder, 1) as alone:
         for answer in await all_prompts(alone):
             await answer.rest()
@@ -197,13 +233,19 @@ async def bit_equal_under_live_flips(checkpoint: Path, folder: Path, ranks: int,
         assert several[0].engine.placement.epoch == 50
 
 
-async def test_fifty_scattered_placements_one_after_another_under_load_change_no_bit(checkpoint: Path, tmp_path: Path) -> None:
+async def test_fifty_scattered_placements_one_after_another_under_load_change_no_bit(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     await bit_equal_under_live_flips(checkpoint, tmp_path, ranks=2, slots=5)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("small_gather_bytes", "dispatch"), [(SMALL_GATHER_BYTES, SPLIT), (0, COVER)], ids=["small-steps", "as-large-steps-and-cover"])
+@pytest.mark.parametrize(
+    ("small_gather_bytes", "dispatch"),
+    [(SMALL_GATHER_BYTES, SPLIT), (0, COVER)],
+    ids=["small-steps", "as-large-steps-and-cover"],
+)
 async def test_fifty_scattered_placements_on_four_ranks_change_no_bit(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_gather_bytes: int, dispatch: str
 ) -> None:
@@ -212,10 +254,14 @@ async def test_fifty_scattered_placements_on_four_ranks_change_no_bit(
 
 
 @pytest.mark.parametrize("handovers", [0, 3])
-async def test_a_step_in_which_all_go_over_takes_no_collective_more(checkpoint: Path, tmp_path: Path, handovers: int) -> None:
+async def test_a_step_in_which_all_go_over_takes_no_collective_more(
+    checkpoint: Path, tmp_path: Path, handovers: int
+) -> None:
     dice = np.random.default_rng(5)
     async with ranks_of(checkpoint, tmp_path, 2, slots_per_rank=5, max_running=1) as ranks:
-        answers = [await ranks[0].submit(PROMPTS[0], 20) for _ in range(60)]  # one after the other, without a pause
+        answers = [
+            await ranks[0].submit(PROMPTS[0], 20) for _ in range(60)
+        ]  # one after the other, without a pause
         for _ in range(handovers):
             await go_over(ranks, one_layer_anew(dice, ranks[0].engine.placement))
         await answers[3].rest()
@@ -226,19 +272,28 @@ async def test_a_step_in_which_all_go_over_takes_no_collective_more(checkpoint: 
         assert set(epochs.tolist()) | {0} == set(range(handovers + 1))
         assert set(np.diff(epochs).tolist()) <= {0, 1}, "one after the other"
         assert set(np.diff(before).tolist()) == {1 + 2 * LAYERS}
-    assert all(one == other for (_, one), (_, other) in zip(*seen, strict=False)), "both ranks served the same epoch in every step"
+    assert all(one == other for (_, one), (_, other) in zip(*seen, strict=False)), (
+        "both ranks served the same epoch in every step"
+    )
 
 
 def sent_by_hand(ranks: Sequence[Rank], rank: int, epoch: int) -> list[list[float]]:
-    """Of each layer: ranks reached, own pairs at home, pairs served, balance; of placements in which every expert is in one slot only."""
+    """Of each layer: ranks reached, own pairs at home, pairs served, balance; of placements in which every
+    expert is in one slot only."""
     found = [[0.0] * 4 for _ in range(LAYERS)]
     for passes in zip(*(one.seen.routed for one in ranks), strict=True):
         placement = passes[0][0]
         if placement.epoch != epoch:
             continue
         for layer, sums in enumerate(found):
-            holder = {int(expert): slot // placement.slots_per_rank for slot, expert in enumerate(placement.expert_of_slot[layer])}
-            by = [[[holder[expert] for expert in token[layer].tolist()] for token in routed] for _, routed in passes]
+            holder = {
+                int(expert): slot // placement.slots_per_rank
+                for slot, expert in enumerate(placement.expert_of_slot[layer])
+            }
+            by = [
+                [[holder[expert] for expert in token[layer].tolist()] for token in routed]
+                for _, routed in passes
+            ]
             pairs = [at for tokens in by for token in tokens for at in token]
             loads = [pairs.count(at) for at in range(len(ranks))]
             sums[0] += sum(len(set(token) - {rank}) for token in by[rank])
@@ -271,7 +326,9 @@ async def test_where_tokens_were_sent_is_reported_per_epoch_as_counting_by_hand_
             assert [one.epoch for one in sent] == [0, 1, 2, 3]
             for one in sent:
                 expected = np.array(sent_by_hand(ranks, number, one.epoch))
-                assert np.stack([one.remote_ranks, one.local, one.served, one.balance], axis=1) == pytest.approx(expected)
+                assert np.stack(
+                    [one.remote_ranks, one.local, one.served, one.balance], axis=1
+                ) == pytest.approx(expected)
                 assert one.step_seconds > 0
             steps.append([one.steps for one in sent])
             assert sum(one.tokens for one in sent) == sum(len(routed) for _, routed in rank.seen.routed)
@@ -279,11 +336,16 @@ async def test_where_tokens_were_sent_is_reported_per_epoch_as_counting_by_hand_
         assert sum(steps[0]) == len(ranks[0].seen.routed)
 
 
-async def test_a_rank_that_alone_is_ready_goes_nowhere_and_serves_until_the_other_is(checkpoint: Path, tmp_path: Path) -> None:
+async def test_a_rank_that_alone_is_ready_goes_nowhere_and_serves_until_the_other_is(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     async with ranks_of(checkpoint, tmp_path, 2, slots_per_rank=5) as ranks:
         engines = [rank.engine for rank in ranks]
         wanted = one_layer_anew(np.random.default_rng(6), engines[0].placement)
-        prepared = [await engine.experts.prepare(wanted, mine) for engine, mine in zip(engines, staged(engines, wanted), strict=True)]
+        prepared = [
+            await engine.experts.prepare(wanted, mine)
+            for engine, mine in zip(engines, staged(engines, wanted), strict=True)
+        ]
         first = asyncio.create_task(engines[0].experts.adopt(prepared[0]))
         for rank in ranks:
             assert len((await (await rank.submit(PROMPTS[2])).rest()).token_ids) == NEW
@@ -298,19 +360,27 @@ async def test_a_rank_that_alone_is_ready_goes_nowhere_and_serves_until_the_othe
         assert [engine.placement for engine in engines] == [wanted, wanted]
 
 
-async def test_an_engine_at_rest_goes_over_in_an_empty_step_and_rests_again(checkpoint: Path, tmp_path: Path) -> None:
+async def test_an_engine_at_rest_goes_over_in_an_empty_step_and_rests_again(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     async with ranks_of(checkpoint, tmp_path, 2, slots_per_rank=5) as ranks:
         before = [rank.seen.machine.lockstep.collectives for rank in ranks]
         await go_over(ranks, one_layer_anew(np.random.default_rng(7), ranks[0].engine.placement))
         assert [rank.seen.steps for rank in ranks] == [[], []]
-        assert all(rank.seen.machine.lockstep.collectives - one <= 3 for rank, one in zip(ranks, before, strict=True))
+        assert all(
+            rank.seen.machine.lockstep.collectives - one <= 3 for rank, one in zip(ranks, before, strict=True)
+        )
 
 
-async def test_an_engine_that_loses_a_rank_before_all_are_ready_ends_as_one(checkpoint: Path, tmp_path: Path) -> None:
+async def test_an_engine_that_loses_a_rank_before_all_are_ready_ends_as_one(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     async with ranks_of(checkpoint, tmp_path, 2) as ranks:
         engines = [rank.engine for rank in ranks]
         same = replace_epoch(engines[0].placement, 1)
-        waiting = asyncio.create_task(engines[0].experts.adopt(await engines[0].experts.prepare(same, engines[0].experts.cells)))
+        waiting = asyncio.create_task(
+            engines[0].experts.adopt(await engines[0].experts.prepare(same, engines[0].experts.cells))
+        )
         assert (await (await ranks[0].submit(PROMPTS[0])).rest()).token_ids
         ranks[1].run.cancel()
         with pytest.raises(EngineFailed, match="rank 1 of this engine stopped"):
@@ -336,7 +406,11 @@ async def test_what_does_not_fit_is_refused_before_anything_changes(checkpoint: 
         wrong[0, 0] = wrong[1, 1]
         for placement, where, words in (
             (linear(layers=LAYERS, experts=EXPERTS, ranks=2), cells, "same layers, experts, ranks and slots"),
-            (linear(layers=LAYERS, experts=EXPERTS, ranks=1, slots_per_rank=7), cells, "same layers, experts, ranks and slots"),
+            (
+                linear(layers=LAYERS, experts=EXPERTS, ranks=1, slots_per_rank=7),
+                cells,
+                "same layers, experts, ranks and slots",
+            ),
             (after, cells[:1], "one per slot"),
             (after, cells.astype(np.int64), "expected int32"),
             (after, wrong, "a cell of its own"),

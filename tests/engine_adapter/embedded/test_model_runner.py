@@ -45,8 +45,13 @@ def test_a_decoding_sequence_has_the_same_bits_alone_and_in_any_batch(runner, de
     assert torch.equal(together.logits, alone)
     for size in (2, 3, 5, 9):
         for begin in range(0, len(decodes), size):
-            assert torch.equal(runner.forward(decodes[begin : begin + size]).logits, alone[begin : begin + size])
-            assert torch.equal(runner.forward(decodes[begin : begin + size][::-1]).logits, alone[begin : begin + size].flip(0)), "longest first"
+            assert torch.equal(
+                runner.forward(decodes[begin : begin + size]).logits, alone[begin : begin + size]
+            )
+            assert torch.equal(
+                runner.forward(decodes[begin : begin + size][::-1]).logits,
+                alone[begin : begin + size].flip(0),
+            ), "longest first"
     order = np.random.default_rng(2).permutation(len(decodes)).tolist()
     assert torch.equal(runner.forward([decodes[at] for at in order]).logits, alone[order])
 
@@ -63,7 +68,12 @@ def test_a_prefill_beside_decodes_changes_no_bit_of_either(runner, decodes):
 def test_the_tap_shows_the_experts_transformers_chose(runner):
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     prompts = [TEXT[:40], TEXT[300:317]]
-    found = runner.forward([SequenceWork(prompt, 0, list(range(at * 8, at * 8 + 8)), wants_logits=False) for at, prompt in enumerate(prompts)])
+    found = runner.forward(
+        [
+            SequenceWork(prompt, 0, list(range(at * 8, at * 8 + 8)), wants_logits=False)
+            for at, prompt in enumerate(prompts)
+        ]
+    )
     assert found.routed.dtype == np.uint8
     assert found.routed.shape == (57, runner.config.layers, runner.config.top_k)
     assert found.logits.shape == (0, runner.config.vocabulary)
@@ -73,7 +83,9 @@ def test_the_tap_shows_the_experts_transformers_chose(runner):
             by_layer = model(torch.tensor([prompt]), output_router_logits=True).router_logits
         for layer, logits in enumerate(by_layer):
             ranked = logits.sort(dim=-1, descending=True)
-            clear = (ranked.values[:, runner.config.top_k - 1] - ranked.values[:, runner.config.top_k] > 1e-4).numpy()
+            clear = (
+                ranked.values[:, runner.config.top_k - 1] - ranked.values[:, runner.config.top_k] > 1e-4
+            ).numpy()
             expected = np.sort(ranked.indices[:, : runner.config.top_k].numpy(), axis=1)
             ours = np.sort(found.routed[begin : begin + len(prompt), layer], axis=1)
             assert np.array_equal(ours[clear], expected[clear])
@@ -84,11 +96,14 @@ def test_threads_share_large_steps_and_change_no_bit(runner, decodes):
     used = {page for work in decodes for page in work.pages}
     free = iter([page for page in range(runner.kv_pages) if page not in used])
     prompts = [
-        SequenceWork(TEXT[at : at + length], 0, [next(free) for _ in range(-(-length // 16))], at % 2 == 0) for at, length in enumerate((130, 97, 16, 75, 201))
+        SequenceWork(TEXT[at : at + length], 0, [next(free) for _ in range(-(-length // 16))], at % 2 == 0)
+        for at, length in enumerate((130, 97, 16, 75, 201))
     ]
     work = [*decodes[:3], *prompts]
     with Checkpoint(DEMO) as checkpoint:
-        shared = ModelRunner(checkpoint, runner.placement, kv_pages=runner.kv_pages, max_tokens=1024, threads=3)
+        shared = ModelRunner(
+            checkpoint, runner.placement, kv_pages=runner.kv_pages, max_tokens=1024, threads=3
+        )
     shared.kv.copy_(runner.kv)
     alone, together = runner.forward(work), shared.forward(work)
     shared.close()
@@ -104,7 +119,11 @@ def test_a_step_without_work_is_empty(runner):
 
 
 def test_logits_come_in_the_order_of_the_works_that_want_them(runner, decodes):
-    asked = [decodes[5], SequenceWork(decodes[7].tokens, decodes[7].start, decodes[7].pages, wants_logits=False), decodes[2]]
+    asked = [
+        decodes[5],
+        SequenceWork(decodes[7].tokens, decodes[7].start, decodes[7].pages, wants_logits=False),
+        decodes[2],
+    ]
     found = runner.forward(asked)
     assert torch.equal(found.logits, torch.cat([runner.forward([decodes[at]]).logits for at in (5, 2)]))
 

@@ -1,4 +1,5 @@
-"""Router and experts: the choices of transformers' router, and results whose bits do not depend on the company of a row."""
+"""Router and experts: the choices of transformers' router, and results whose bits do not depend on the
+company of a row."""
 
 import runpy
 from pathlib import Path
@@ -36,7 +37,9 @@ def runner():
 @pytest.mark.parametrize("normalise", [True, False])
 def test_the_router_chooses_and_weighs_as_transformers_does(normalise):
     torch.manual_seed(5)
-    theirs = Qwen3MoeTopKRouter(Qwen3MoeConfig(hidden_size=48, num_experts=16, num_experts_per_tok=4, norm_topk_prob=normalise))
+    theirs = Qwen3MoeTopKRouter(
+        Qwen3MoeConfig(hidden_size=48, num_experts=16, num_experts_per_tok=4, norm_topk_prob=normalise)
+    )
     theirs.weight.data.normal_(0, 0.3)
     hidden = torch.randn(200, 48)
     with torch.no_grad():
@@ -58,7 +61,12 @@ def test_grouped_products_are_those_of_torch_bit_for_bit(slots, seed):
         found = GroupedMatrices(matrices.unbind()).product(given_rows, NonEmpty.of(ends))
         assert torch.equal(found, torch.nn.functional.grouped_mm(given_rows, matrices, offs=ends))
         slot_of_row = np.searchsorted(groups.ends, np.arange(len(rows)), side="right")
-        exact = torch.stack([row.double() @ matrices[slot].double() for row, slot in zip(given_rows, slot_of_row, strict=True)])
+        exact = torch.stack(
+            [
+                row.double() @ matrices[slot].double()
+                for row, slot in zip(given_rows, slot_of_row, strict=True)
+            ]
+        )
         assert (found - exact).abs().max() < 1e-4
 
 
@@ -83,15 +91,23 @@ def test_an_expert_computes_a_row_to_the_same_bits_in_any_company(runner):
         for slot in (0, 31):
             ends = torch.zeros(32, dtype=torch.int32)
             ends[slot:] = count
-            assert torch.equal(block.compute(rows[:count], ends)[:4], block.compute(rows[:4], ends.clamp(max=4)))
+            assert torch.equal(
+                block.compute(rows[:count], ends)[:4], block.compute(rows[:4], ends.clamp(max=4))
+            )
 
 
 def test_a_bf16_block_groups_as_fp32_does(tmp_path):
     write_tiny(tmp_path)
     with Checkpoint(tmp_path) as checkpoint:
         placement = linear(layers=2, experts=6, ranks=1)
-        blocks = [block_of(ModelRunner(checkpoint, placement, kv_pages=4, dtype=dtype), 0) for dtype in ("float32", "bfloat16")]
+        blocks = [
+            block_of(ModelRunner(checkpoint, placement, kv_pages=4, dtype=dtype), 0)
+            for dtype in ("float32", "bfloat16")
+        ]
     groups = group_by_slot(np.array([0, 5, 5, 2, 2, 2, 2, 2]), 6)
     rows = torch.randn(len(groups.pair_of_row), 32)
-    exact, rough = (block.compute(rows.to(dtype), torch.from_numpy(groups.ends)) for block, dtype in zip(blocks, (torch.float32, torch.bfloat16), strict=True))
+    exact, rough = (
+        block.compute(rows.to(dtype), torch.from_numpy(groups.ends))
+        for block, dtype in zip(blocks, (torch.float32, torch.bfloat16), strict=True)
+    )
     assert ((exact - rough.float()).norm() / exact.norm()) < 0.02

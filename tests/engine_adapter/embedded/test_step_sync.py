@@ -14,7 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.embedded.step_sync import PeerLost, PeerTimeout, RankGroup, StepHeader, StepMismatch, StepSync, StepSyncError
+from engine_adapter.embedded.step_sync import (
+    PeerLost,
+    PeerTimeout,
+    RankGroup,
+    StepHeader,
+    StepMismatch,
+    StepSync,
+    StepSyncError,
+)
 
 HERE = Path(__file__).parents[1]
 FIELD = st.integers(-(2**62), 2**62)
@@ -39,7 +47,15 @@ def pair(tmp_path):
 @given(st.lists(FIELD, min_size=7, max_size=7))
 def test_a_header_survives_the_wire(fields):
     step, tokens, flags, served, ready, boundary, membership = fields
-    header = StepHeader(step=step, tokens=tokens, flags=flags, epoch_served=served, epoch_ready=ready, boundary=boundary, membership=membership)
+    header = StepHeader(
+        step=step,
+        tokens=tokens,
+        flags=flags,
+        epoch_served=served,
+        epoch_ready=ready,
+        boundary=boundary,
+        membership=membership,
+    )
     wire = torch.tensor(header.fields(), dtype=torch.int64)
     assert wire.shape == (8,)
     assert StepHeader.from_fields(wire.tolist()) == header
@@ -189,12 +205,19 @@ def test_a_run_directory_too_long_for_a_socket_is_named(tmp_path):
         StepSync(tmp_path / ("x" * 120))
 
 
-@pytest.mark.parametrize(("number", "error", "least", "most"), [(signal.SIGKILL, "PeerLost", 0, 1.0), (signal.SIGSTOP, "PeerTimeout", 1.0, 4.0)])
-def test_a_killed_peer_is_noticed_at_once_and_a_frozen_one_within_the_step_time_out(tmp_path, number, error, least, most):
+@pytest.mark.parametrize(
+    ("number", "error", "least", "most"),
+    [(signal.SIGKILL, "PeerLost", 0, 1.0), (signal.SIGSTOP, "PeerTimeout", 1.0, 4.0)],
+)
+def test_a_killed_peer_is_noticed_at_once_and_a_frozen_one_within_the_step_time_out(
+    tmp_path, number, error, least, most
+):
     (tmp_path / "job.json").write_text(json.dumps({"do": "exchange", "ranks": 2, "step_timeout_s": 1.5}))
     command = [sys.executable, str(HERE / "rank_process.py"), str(tmp_path / "job.json")]
     root = HERE.parents[1]
-    survivor, victim = (subprocess.Popen([*command, str(rank)], cwd=root, env={"PYTHONPATH": str(root)}) for rank in range(2))
+    survivor, victim = (
+        subprocess.Popen([*command, str(rank)], cwd=root, env={"PYTHONPATH": str(root)}) for rank in range(2)
+    )
     try:
         deadline = time.monotonic() + 90
         while not all((tmp_path / f"{rank}.stepping").exists() for rank in range(2)):

@@ -1,15 +1,33 @@
-"""The cells of a rank: none is used again before what went before has settled, none is lost, and what is leased does not change.
+"""The cells of a rank: none is used again before what went before has settled, none is lost, and what is
+leased does not change.
 
-The oracle is a memory that was made up: what lies in each cell, who is still writing into it, and who reads it and what they were promised.
+The oracle is a memory that was made up: what lies in each cell, who is still writing into it, and who reads
+it and what they were promised.
 """
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
-from engine_adapter.handover.cell_table import MOST_LEASES, CellTable, Inconsistent, LeaseRefused, NoFreeCell, ReadLease
+from engine_adapter.handover.cell_table import (
+    MOST_LEASES,
+    CellTable,
+    Inconsistent,
+    LeaseRefused,
+    NoFreeCell,
+    ReadLease,
+)
 from fleet.handover import Cell, IllegalMove
 from fleet.placement import EMPTY
 
@@ -62,7 +80,11 @@ class Cells(RuleBasedStateMachine):
     def begin(self) -> None:
         self.now = 0.0
         self.residency = started()
-        self.memory: dict[int, Content] = {int(table()[place]): (place[0], int(expert)) for place, expert in np.ndenumerate(HELD) if expert != EMPTY}
+        self.memory: dict[int, Content] = {
+            int(table()[place]): (place[0], int(expert))
+            for place, expert in np.ndenumerate(HELD)
+            if expert != EMPTY
+        }
         self.writers: set[int] = set()
         self.staged: dict[int, tuple[int, int, int]] = {}
         self.wanted: dict[int, tuple[int, int, int]] = {}
@@ -71,7 +93,8 @@ class Cells(RuleBasedStateMachine):
     def _wants(self, layer: int, slot: int, expert: int) -> bool:
         """Whether a placement could want this, beside what is on its way."""
         return expert not in self.residency.held[layer] and not any(
-            (one[0], one[1]) == (layer, slot) or (one[0], one[2]) == (layer, expert) for one in self.wanted.values()
+            (one[0], one[1]) == (layer, slot) or (one[0], one[2]) == (layer, expert)
+            for one in self.wanted.values()
         )
 
     def _reserve(self, layer: int, slot: int, expert: int) -> int | None:
@@ -88,12 +111,19 @@ class Cells(RuleBasedStateMachine):
         self.memory[cell] = (-1, cell)
         return cell
 
-    @rule(target=writing, layer=st.integers(0, LAYERS - 1), slot=st.integers(0, SLOTS - 1), expert=st.integers(0, EXPERTS - 1))
+    @rule(
+        target=writing,
+        layer=st.integers(0, LAYERS - 1),
+        slot=st.integers(0, SLOTS - 1),
+        expert=st.integers(0, EXPERTS - 1),
+    )
     def reserve(self, layer: int, slot: int, expert: int) -> object:
         cell = self._reserve(layer, slot, expert) if self._wants(layer, slot, expert) else None
         return multiple() if cell is None else cell
 
-    @rule(layer=st.integers(0, LAYERS - 1), slot=st.integers(0, SLOTS - 1), expert=st.integers(0, EXPERTS - 1))
+    @rule(
+        layer=st.integers(0, LAYERS - 1), slot=st.integers(0, SLOTS - 1), expert=st.integers(0, EXPERTS - 1)
+    )
     def bring(self, layer: int, slot: int, expert: int) -> None:
         """All the way, for flips to happen often."""
         cell = self._reserve(layer, slot, expert) if self._wants(layer, slot, expert) else None
@@ -169,7 +199,12 @@ class Cells(RuleBasedStateMachine):
             del self.wanted[cell]
         self.staged.clear()
 
-    @rule(target=reading, reader=st.integers(1, 2), picks=st.sets(st.integers(0, LAYERS * SLOTS - 1), min_size=1, max_size=3), seconds=st.floats(0.5, 3))
+    @rule(
+        target=reading,
+        reader=st.integers(1, 2),
+        picks=st.sets(st.integers(0, LAYERS * SLOTS - 1), min_size=1, max_size=3),
+        seconds=st.floats(0.5, 3),
+    )
     def lease(self, reader: int, picks: set[int], seconds: float) -> object:
         experts = [(*divmod(pick, SLOTS), int(self.residency.held.flat[pick])) for pick in sorted(picks)]
         known = {lease.experts for lease, _ in self.promised.values() if lease.reader == reader}
@@ -232,12 +267,20 @@ class Cells(RuleBasedStateMachine):
 
 
 TestCells = Cells.TestCase
-TestCells.settings = settings(max_examples=50, stateful_step_count=30, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+TestCells.settings = settings(
+    max_examples=50,
+    stateful_step_count=30,
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+)
 
 
 @pytest.mark.slow
 class TestManyCells(Cells.TestCase):
-    settings = settings(max_examples=300, stateful_step_count=60, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+    settings = settings(
+        max_examples=300,
+        stateful_step_count=60,
+        suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+    )
 
 
 def test_a_slot_takes_the_cell_that_was_staged_for_it_and_its_old_one_is_room_again() -> None:

@@ -1,4 +1,5 @@
-"""One rank's part in handovers, decided without a bus: what is refused and why, what is tried again, and whatever order things happen in."""
+"""One rank's part in handovers, decided without a bus: what is refused and why, what is tried again, and
+whatever order things happen in."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -30,7 +31,14 @@ from engine_adapter.handover.inbound_copies import (
 )
 from engine_adapter.handover.proposal_check import LONGEST_SECONDS, StagingFault
 from engine_adapter.handover.rank_protocol import Adopt, Effect, Forget, Prepare, RankProtocol
-from fleet.events import AbortHandover, CommitHandover, ExpertCopy, ExpertsLeased, MemoryAddress, ProposeHandover
+from fleet.events import (
+    AbortHandover,
+    CommitHandover,
+    ExpertCopy,
+    ExpertsLeased,
+    MemoryAddress,
+    ProposeHandover,
+)
 from fleet.handover import Cell, CommandVerdict, RankState
 from fleet.placement import EMPTY, Placement
 from tests.engine_adapter.rank_fixture import after, copies_to
@@ -48,12 +56,24 @@ class Seat:
 
     def __init__(self, placement: Placement = FIRST, config: TransferConfig = CONFIG) -> None:
         held = placement.on_rank(RANK)
-        self.residency = CellTable(held, np.arange(held.size, dtype=np.int32).reshape(held.shape), held.size + placement.slots_per_rank)
-        self.conduct = RankProtocol(worker_id=1, rank=RANK, placement=placement, residency=self.residency, tensors=2, config=config)
+        self.residency = CellTable(
+            held,
+            np.arange(held.size, dtype=np.int32).reshape(held.shape),
+            held.size + placement.slots_per_rank,
+        )
+        self.conduct = RankProtocol(
+            worker_id=1, rank=RANK, placement=placement, residency=self.residency, tensors=2, config=config
+        )
         self.now = 0.0
 
     def propose(
-        self, placement: Placement, copies: Iterable[ExpertCopy] | None = None, *, number: int = 1, token: int = 1, deadline: float = 10.0
+        self,
+        placement: Placement,
+        copies: Iterable[ExpertCopy] | None = None,
+        *,
+        number: int = 1,
+        token: int = 1,
+        deadline: float = 10.0,
     ) -> CommandVerdict:
         stated = copies_to(self.conduct.placement, placement) if copies is None else copies
         command = ProposeHandover(
@@ -66,7 +86,9 @@ class Seat:
         return self.conduct.commit(CommitHandover(worker_id=1, rank=RANK, token=token, handover=number))
 
     def abort(self, number: int = 1, token: int = 1) -> CommandVerdict:
-        return self.conduct.abort(AbortHandover(worker_id=1, rank=RANK, token=token, handover=number, reason="x"), self.now)
+        return self.conduct.abort(
+            AbortHandover(worker_id=1, rank=RANK, token=token, handover=number, reason="x"), self.now
+        )
 
     def take(self, report: Any) -> list[Effect]:
         self.conduct.take(report, self.now)
@@ -75,7 +97,14 @@ class Seat:
     def lease(self, effect: Effect, lease: int = 9) -> ExpertsLeased:
         assert isinstance(effect, RequestLease)
         count = len(effect.experts)
-        return ExpertsLeased(worker_id=1, rank=effect.source, lease=lease, memory=MEMORY, cells=tuple(range(count)), checksums=(SUMS,) * count)
+        return ExpertsLeased(
+            worker_id=1,
+            rank=effect.source,
+            lease=lease,
+            memory=MEMORY,
+            cells=tuple(range(count)),
+            checksums=(SUMS,) * count,
+        )
 
     def read(self, effect: Effect) -> ReadCells:
         """Grant a lease; what is read then."""
@@ -131,7 +160,13 @@ def test_a_handover_goes_from_the_proposal_over_staged_to_the_flip() -> None:
     assert seat.conduct.drain() == [Adopt(1)]
     seat.conduct.adopted(seat.now)
     described = seat.conduct.describe(9.0)
-    assert (described.state, described.served, described.flipped, described.concluded, described.seconds) == ("serving", 1, 1, 1, 4.0)
+    assert (described.state, described.served, described.flipped, described.concluded, described.seconds) == (
+        "serving",
+        1,
+        1,
+        1,
+        4.0,
+    )
     seat.finish()
 
 
@@ -149,7 +184,9 @@ def test_an_expert_that_changes_slots_on_its_rank_is_not_read() -> None:
     (prepare,) = seat.conduct.drain()
     assert isinstance(prepare, Prepare)
     assert prepare.cells.tolist() == [[2, 1, 0], [3, 4, 5]]
-    assert [(pull.source, pull.transfer, pull.experts, pull.bytes) for pull in seat.conduct.describe(0.0).pulls] == [(RANK, "local", 1, 0)]
+    assert [
+        (pull.source, pull.transfer, pull.experts, pull.bytes) for pull in seat.conduct.describe(0.0).pulls
+    ] == [(RANK, "local", 1, 0)]
 
 
 def _other_shape(seat: Seat) -> None:
@@ -159,20 +196,54 @@ def _other_shape(seat: Seat) -> None:
 @pytest.mark.parametrize(
     ("propose", "fault", "told"),
     [
-        (_other_shape, StagingFault.PLACEMENT, r"\(1, 6, 3, 3\), and this engine has \(2, 6, 3, 3\); plan anew"),
-        (lambda seat: seat.propose(WANTED, ()), StagingFault.COPIES, "expert 0/0 is new in slot 5 of rank 1, and no copy names its source"),
-        (lambda seat: seat.propose(WANTED, [copy(0, 0, 1, 5)]), StagingFault.COPIES, "slot 1 does not hold it in epoch 0, which is served"),
-        (lambda seat: seat.propose(WANTED, [copy(0, 1, 1, 5)]), StagingFault.COPIES, "slot 5 of the new placement does not hold it"),
-        (lambda seat: seat.propose(WANTED, [copy(0, 0, 0, 5), copy(0, 0, 6, 5)]), StagingFault.COPIES, "another copy fills slot 5 too"),
-        (lambda seat: seat.propose(WANTED, [copy(0, 0, 0, 5), copy(0, 0, 9, 5)]), StagingFault.COPIES, "there are 2 layers of 9 slots"),
-        (lambda seat: seat.propose(WANTED, [copy(-1, 0, 0, 5)]), StagingFault.COPIES, "there are 2 layers of 9 slots"),
+        (
+            _other_shape,
+            StagingFault.PLACEMENT,
+            r"\(1, 6, 3, 3\), and this engine has \(2, 6, 3, 3\); plan anew",
+        ),
+        (
+            lambda seat: seat.propose(WANTED, ()),
+            StagingFault.COPIES,
+            "expert 0/0 is new in slot 5 of rank 1, and no copy names its source",
+        ),
+        (
+            lambda seat: seat.propose(WANTED, [copy(0, 0, 1, 5)]),
+            StagingFault.COPIES,
+            "slot 1 does not hold it in epoch 0, which is served",
+        ),
+        (
+            lambda seat: seat.propose(WANTED, [copy(0, 1, 1, 5)]),
+            StagingFault.COPIES,
+            "slot 5 of the new placement does not hold it",
+        ),
+        (
+            lambda seat: seat.propose(WANTED, [copy(0, 0, 0, 5), copy(0, 0, 6, 5)]),
+            StagingFault.COPIES,
+            "another copy fills slot 5 too",
+        ),
+        (
+            lambda seat: seat.propose(WANTED, [copy(0, 0, 0, 5), copy(0, 0, 9, 5)]),
+            StagingFault.COPIES,
+            "there are 2 layers of 9 slots",
+        ),
+        (
+            lambda seat: seat.propose(WANTED, [copy(-1, 0, 0, 5)]),
+            StagingFault.COPIES,
+            "there are 2 layers of 9 slots",
+        ),
         (lambda seat: seat.propose(WANTED, [copy(0, EMPTY, 2, 5)]), StagingFault.COPIES, "does not hold it"),
         (lambda seat: seat.propose(WANTED, deadline=0.0), StagingFault.DEADLINE, "use more than 0"),
         (lambda seat: seat.propose(WANTED, deadline=math.nan), StagingFault.DEADLINE, "nan s for staging"),
-        (lambda seat: seat.propose(WANTED, deadline=2 * LONGEST_SECONDS), StagingFault.DEADLINE, "86400 at most"),
+        (
+            lambda seat: seat.propose(WANTED, deadline=2 * LONGEST_SECONDS),
+            StagingFault.DEADLINE,
+            "86400 at most",
+        ),
     ],
 )
-def test_a_proposal_that_does_not_fit_fails_and_says_why(propose: Callable[[Seat], None], fault: StagingFault, told: str) -> None:
+def test_a_proposal_that_does_not_fit_fails_and_says_why(
+    propose: Callable[[Seat], None], fault: StagingFault, told: str
+) -> None:
     seat = Seat()
     propose(seat)
     assert seat.told == (RankState.FAILED, fault)
@@ -204,7 +275,9 @@ def test_more_experts_than_cells_are_free_fail_for_want_of_room() -> None:
 
 
 def test_experts_of_one_source_are_one_batch_and_sources_take_turns() -> None:
-    first = Placement(np.array([[0, 1, EMPTY, 2, EMPTY, EMPTY, 3, EMPTY, EMPTY, 4, EMPTY, EMPTY]]), experts=5, ranks=4)
+    first = Placement(
+        np.array([[0, 1, EMPTY, 2, EMPTY, EMPTY, 3, EMPTY, EMPTY, 4, EMPTY, EMPTY]]), experts=5, ranks=4
+    )
     seat = Seat(first)
     wanted = after(first, (0, 3, 0), (0, 4, 3), (0, 5, 4), (0, 7, 2))
     seat.propose(wanted)
@@ -218,7 +291,9 @@ def test_experts_of_one_source_are_one_batch_and_sources_take_turns() -> None:
     assert isinstance(prepare, Prepare)
 
 
-def test_an_expert_is_read_from_its_other_holder_when_the_first_refuses_and_then_the_first_once_more() -> None:
+def test_an_expert_is_read_from_its_other_holder_when_the_first_refuses_and_then_the_first_once_more() -> (
+    None
+):
     seat = Seat(config=TransferConfig(retries=2))
     seat.propose(WANTED)
     sources = []
@@ -259,7 +334,9 @@ def test_a_damaged_expert_is_read_again_while_the_good_ones_of_its_batch_stay() 
     assert (seat.residency.count(Cell.STAGED), seat.residency.count(Cell.PULLING)) == (1, 1)
     assert seat.verify(seat.read(lease), "scale") == [Forget(1)]
     assert seat.told == (RankState.FAILED, StagingFault.CHECKSUM)
-    assert "expert 0/0, as read from rank 2, does not match that rank's checksums: scale" in seat.conduct.failure
+    assert (
+        "expert 0/0, as read from rank 2, does not match that rank's checksums: scale" in seat.conduct.failure
+    )
     seat.abort()
     seat.finish()
 
@@ -321,7 +398,9 @@ def test_the_number_of_a_renewed_lease_is_the_one_that_is_ended() -> None:
 
 @pytest.mark.parametrize("cells", [(), (0, 1)])
 @pytest.mark.parametrize("checksums", [(), ((1,),), ((1, 2, 3),)])
-def test_a_lease_of_other_things_than_were_asked_for_is_refused(cells: tuple[int, ...], checksums: tuple[tuple[int, ...], ...]) -> None:
+def test_a_lease_of_other_things_than_were_asked_for_is_refused(
+    cells: tuple[int, ...], checksums: tuple[tuple[int, ...], ...]
+) -> None:
     seat = Seat()
     seat.propose(WANTED)
     (lease,) = seat.conduct.drain()
@@ -341,7 +420,9 @@ def test_staging_that_takes_too_long_fails_and_says_what_it_waited_for() -> None
     assert seat.told[0] == RankState.STAGING
     seat.conduct.tick(5.0)
     assert seat.told == (RankState.FAILED, StagingFault.OVERDUE)
-    assert seat.conduct.failure == "rank 1 had not staged 5 s after the proposal: reading 1 experts from rank 0"
+    assert (
+        seat.conduct.failure == "rank 1 had not staged 5 s after the proposal: reading 1 experts from rank 0"
+    )
     assert seat.conduct.drain() == [StopReads(read.batch), Forget(1)]
     assert seat.conduct.wakes == float("inf")
 
@@ -355,7 +436,9 @@ def test_an_engine_that_cannot_prepare_fails_the_handover() -> None:
     assert not seat.conduct.prepared(1)
 
 
-def test_commands_of_a_replaced_coordinator_are_fenced_and_tokens_are_remembered_whatever_becomes_of_a_command() -> None:
+def test_commands_of_a_replaced_coordinator_are_fenced_and_tokens_are_remembered_whatever_becomes_of_a_command() -> (
+    None
+):
     seat = Seat()
     assert seat.commit(number=5, token=8) is CommandVerdict.UNKNOWN
     assert seat.propose(WANTED, token=7) is CommandVerdict.FENCED
@@ -366,7 +449,8 @@ def test_commands_of_a_replaced_coordinator_are_fenced_and_tokens_are_remembered
 
 
 class Rank(RuleBasedStateMachine):
-    """Anything in any order: commands of two coordinators, late, repeated, for other handovers; effects carried out or failed, one after another."""
+    """Anything in any order: commands of two coordinators, late, repeated, for other handovers; effects
+    carried out or failed, one after another."""
 
     @initialize()
     def begin(self) -> None:
@@ -380,24 +464,42 @@ class Rank(RuleBasedStateMachine):
         for effect in self.seat.conduct.drain():
             match effect:
                 case StopReads():
-                    assert any(isinstance(one, ReadCells) and one.batch == effect.batch for one in self.pending)
-                    self.pending = [one for one in self.pending if not (isinstance(one, ReadCells) and one.batch == effect.batch)]
+                    assert any(
+                        isinstance(one, ReadCells) and one.batch == effect.batch for one in self.pending
+                    )
+                    self.pending = [
+                        one
+                        for one in self.pending
+                        if not (isinstance(one, ReadCells) and one.batch == effect.batch)
+                    ]
                     self.unsettled.add(effect.batch)
                 case Forget():
                     self.pending = [one for one in self.pending if not isinstance(one, Prepare)]
                 case ReleaseLease():
-                    assert not any(isinstance(one, ReadCells) and one.batch == effect.batch for one in self.pending)
+                    assert not any(
+                        isinstance(one, ReadCells) and one.batch == effect.batch for one in self.pending
+                    )
                 case _:
                     self.pending.append(effect)
 
-    @rule(seed=st.integers(0, 10_000), number=st.integers(1, 6), token=st.integers(1, 2), deadline=st.sampled_from([0.0, 2.0, 8.0]), ahead=st.integers(1, 2))
+    @rule(
+        seed=st.integers(0, 10_000),
+        number=st.integers(1, 6),
+        token=st.integers(1, 2),
+        deadline=st.sampled_from([0.0, 2.0, 8.0]),
+        ahead=st.integers(1, 2),
+    )
     def propose(self, seed: int, number: int, token: int, deadline: float, ahead: int) -> None:
         served = self.seat.conduct.placement
         table = np.random.default_rng(seed).permuted(served.expert_of_slot, axis=1)
         try:
             wanted = Placement(table, experts=6, ranks=3, epoch=served.epoch + ahead)
         except ValueError:
-            wanted = after(served, (seed % 2, 5, seed % 6)) if seed % 6 not in served.on_rank(RANK)[seed % 2] else after(served)
+            wanted = (
+                after(served, (seed % 2, 5, seed % 6))
+                if seed % 6 not in served.on_rank(RANK)[seed % 2]
+                else after(served)
+            )
         verdict = self.seat.propose(wanted, number=number, token=token, deadline=deadline)
         assert verdict is not CommandVerdict.TAKE or wanted.epoch == served.epoch + 1
         self._collect()
@@ -406,7 +508,9 @@ class Rank(RuleBasedStateMachine):
     def commit(self, number: int, token: int) -> None:
         before = self.seat.conduct.standing
         verdict = self.seat.commit(number, token)
-        assert (verdict is CommandVerdict.TAKE) == (before.state is RankState.STAGED and before.handover == number and token >= before.token)
+        assert (verdict is CommandVerdict.TAKE) == (
+            before.state is RankState.STAGED and before.handover == number and token >= before.token
+        )
         self._collect()
 
     @rule(number=st.integers(1, 6), token=st.integers(1, 2))
@@ -427,11 +531,20 @@ class Rank(RuleBasedStateMachine):
         seat, conduct, now = self.seat, self.seat.conduct, self.seat.now
         match effect:
             case RequestLease():
-                conduct.take(LeaseGranted(effect.batch, seat.lease(effect)) if fate == "good" else LeaseDenied(effect.batch, "no"), now)
+                conduct.take(
+                    (
+                        LeaseGranted(effect.batch, seat.lease(effect))
+                        if fate == "good"
+                        else LeaseDenied(effect.batch, "no")
+                    ),
+                    now,
+                )
             case ReadCells():
                 self._read(effect, fate)
             case VerifyCells():
-                conduct.take(CellsVerified(effect.batch, ("" if fate == "good" else "scale",) * len(effect.cells)), now)
+                conduct.take(
+                    CellsVerified(effect.batch, ("" if fate == "good" else "scale",) * len(effect.cells)), now
+                )
             case Prepare():
                 if fate == "bad":
                     conduct.unprepared(effect.handover, "no", now)
@@ -490,9 +603,17 @@ class Rank(RuleBasedStateMachine):
 
 
 TestRank = Rank.TestCase
-TestRank.settings = settings(max_examples=40, stateful_step_count=30, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+TestRank.settings = settings(
+    max_examples=40,
+    stateful_step_count=30,
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+)
 
 
 @pytest.mark.slow
 class TestLongLivedRank(Rank.TestCase):
-    settings = settings(max_examples=300, stateful_step_count=60, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+    settings = settings(
+        max_examples=300,
+        stateful_step_count=60,
+        suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+    )

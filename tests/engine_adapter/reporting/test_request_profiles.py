@@ -1,4 +1,5 @@
-"""What a rank says of its ended requests, over the memory bus, beside a tracker that publishes what a test says."""
+"""What a rank says of its ended requests, over the memory bus, beside a tracker that publishes what a test
+says."""
 
 import asyncio
 import logging
@@ -30,7 +31,15 @@ SUBJECTS = Subjects()
 CONFIG = AgentConfig(heartbeat_seconds=0.02, experts_seconds=0.05)
 SHAPE = ModelShape(layers=2, experts=4, top_k=2, hidden=8, expert_intermediate=4)
 ABOUT = EngineDescription(
-    model="m", rank=1, ranks=2, block_size=16, kv_blocks=64, max_context=512, max_batch_tokens=128, capabilities=Capabilities(), shape=SHAPE
+    model="m",
+    rank=1,
+    ranks=2,
+    block_size=16,
+    kv_blocks=64,
+    max_context=512,
+    max_batch_tokens=128,
+    capabilities=Capabilities(),
+    shape=SHAPE,
 )
 HERE = linear(layers=2, experts=4, ranks=2)
 
@@ -43,7 +52,9 @@ def clusters(version: int = 1, layers: int = 2) -> ClusterModel:
 
 def ended(decision: str = "", tokens: int = 40) -> EndedRequest:
     routed = np.random.default_rng(tokens).integers(0, 4, (tokens, 2, 2)).astype(np.int16)
-    return EndedRequest(decision, tokens - 10, routed, [block.identity for block in identify(range(tokens), 16)])
+    return EndedRequest(
+        decision, tokens - 10, routed, [block.identity for block in identify(range(tokens), 16)]
+    )
 
 
 def published(model: ClusterModel, name: str = "m") -> ClustersPublished:
@@ -96,7 +107,9 @@ async def said(heard: Subscription) -> RequestsProfiled:
     raise AssertionError("the subscription ended")
 
 
-async def known(profiles: RequestProfiler, heard: Subscription, placement: Placement = HERE) -> RequestsProfiled:
+async def known(
+    profiles: RequestProfiler, heard: Subscription, placement: Placement = HERE
+) -> RequestsProfiled:
     """Let a request end again and again until one is said: the clusters are known then."""
     async with asyncio.timeout(5):
         while True:
@@ -113,7 +126,11 @@ async def said_until(heard: Subscription, decision: str) -> list[RequestsProfile
     messages: list[RequestsProfiled] = []
     while not messages or decision not in decisions(messages[-1:]):
         message = await said(heard)
-        messages.append(msgspec.structs.replace(message, requests=tuple(one for one in message.requests if one.decision != "first")))
+        messages.append(
+            msgspec.structs.replace(
+                message, requests=tuple(one for one in message.requests if one.decision != "first")
+            )
+        )
     return [message for message in messages if message.requests]
 
 
@@ -121,23 +138,49 @@ def decisions(messages: Sequence[RequestsProfiled]) -> list[str]:
     return [one.decision for message in messages for one in message.requests]
 
 
-def expected(one: EndedRequest, model: ClusterModel, placement: Placement = HERE, *, sampled: bool = True) -> RequestProfile:
+def expected(
+    one: EndedRequest, model: ClusterModel, placement: Placement = HERE, *, sampled: bool = True
+) -> RequestProfile:
     (profile,) = request_profiles(
-        [one], model, placement, 1, np.zeros(placement.ranks, np.intp), block_size=16, most_blocks=CONFIG.profile_blocks, sampled=[sampled]
+        [one],
+        model,
+        placement,
+        1,
+        np.zeros(placement.ranks, np.intp),
+        block_size=16,
+        most_blocks=CONFIG.profile_blocks,
+        sampled=[sampled],
     )
     return profile
 
 
-async def test_an_ended_request_is_said_with_all_that_a_reader_needs_to_place_it(broker: MemoryBroker) -> None:
-    async with tracking(broker, clusters(5)), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard, running(broker) as profiles:
+async def test_an_ended_request_is_said_with_all_that_a_reader_needs_to_place_it(
+    broker: MemoryBroker,
+) -> None:
+    async with (
+        tracking(broker, clusters(5)),
+        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard,
+        running(broker) as profiles,
+    ):
         message = await known(profiles, heard)
-    assert (message.engine, message.worker_id, message.rank, message.model, message.epoch, message.clusters) == ("a", 7, 1, "m", 0, 5)
+    assert (
+        message.engine,
+        message.worker_id,
+        message.rank,
+        message.model,
+        message.epoch,
+        message.clusters,
+    ) == ("a", 7, 1, "m", 0, 5)
     assert message.requests[0] == expected(ended("first"), clusters(5))
 
 
 async def test_what_ends_in_an_interval_is_said_together_and_each_once(broker: MemoryBroker) -> None:
     config = replace(CONFIG, experts_seconds=0.2)
-    async with tracking(broker, clusters()), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard, running(broker, config) as profiles:
+    async with (
+        tracking(broker, clusters()),
+        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard,
+        running(broker, config) as profiles,
+    ):
         await known(profiles, heard)
         began = asyncio.get_running_loop().time()
         for at in range(20):
@@ -165,17 +208,25 @@ async def test_a_tracker_that_comes_later_is_heard_or_asked(broker: MemoryBroker
         await publisher.publish(published(clusters(1), name="another model"))
         await publisher.publish(published(clusters(2)))
         await asyncio.sleep(0.02)
-        assert (await known(profiles, heard)).clusters == 3, "an older version of the same tracker is late, not news"
+        assert (await known(profiles, heard)).clusters == 3, (
+            "an older version of the same tracker is late, not news"
+        )
         await bus.publisher(SUBJECTS.clusters).publish(published(clusters(1)))
         async with asyncio.timeout(5):
             while (await known(profiles, heard)).clusters != 1:
                 pass
 
 
-async def test_clusters_that_cannot_be_used_are_refused_with_one_line_and_the_ones_before_stay(broker: MemoryBroker, caplog: pytest.LogCaptureFixture) -> None:
+async def test_clusters_that_cannot_be_used_are_refused_with_one_line_and_the_ones_before_stay(
+    broker: MemoryBroker, caplog: pytest.LogCaptureFixture
+) -> None:
     bus = MemoryBus(broker)
     publisher = bus.publisher(SUBJECTS.clusters)
-    async with tracking(broker, clusters(1)), bus.subscribe(SUBJECTS.requests_profiled()) as heard, running(broker) as profiles:
+    async with (
+        tracking(broker, clusters(1)),
+        bus.subscribe(SUBJECTS.requests_profiled()) as heard,
+        running(broker) as profiles,
+    ):
         await known(profiles, heard)
         for version in (2, 3, 4):
             await publisher.publish(published(clusters(version, layers=3)))
@@ -193,7 +244,9 @@ async def test_clusters_that_cannot_be_used_are_refused_with_one_line_and_the_on
     assert "sharpness" in lines[1]
 
 
-async def test_after_the_bus_was_away_the_tracker_is_asked_again_and_never_without_need(broker: MemoryBroker) -> None:
+async def test_after_the_bus_was_away_the_tracker_is_asked_again_and_never_without_need(
+    broker: MemoryBroker,
+) -> None:
     requests = MemoryBus(broker).subscribe(SUBJECTS.requests_profiled())
     async with tracking(broker, clusters()) as tracker, requests as heard, running(broker) as profiles:
         await known(profiles, heard)
@@ -210,7 +263,9 @@ async def test_after_the_bus_was_away_the_tracker_is_asked_again_and_never_witho
 
 
 @pytest.mark.looptime
-async def test_a_tracker_that_never_answers_is_asked_ever_more_seldom(broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tracker_that_never_answers_is_asked_ever_more_seldom(
+    broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requested: list[float] = []
     feed = ClusterSubscriber(MemoryBus(broker), SUBJECTS, "m", SHAPE, 1.0)
     request, clock = feed._request, asyncio.get_running_loop().time
@@ -230,7 +285,11 @@ async def test_a_tracker_that_never_answers_is_asked_ever_more_seldom(broker: Me
 
 async def test_requests_of_another_epoch_or_cluster_version_are_another_message(broker: MemoryBroker) -> None:
     later = Placement(HERE.expert_of_slot[:, ::-1], experts=4, ranks=2, epoch=4)
-    async with tracking(broker, clusters()), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard, running(broker) as profiles:
+    async with (
+        tracking(broker, clusters()),
+        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard,
+        running(broker) as profiles,
+    ):
         await known(profiles, heard)
         profiles.take([ended("x")], 0, HERE)
         profiles.take([ended("y"), ended("z")], 0, later)
@@ -242,7 +301,11 @@ async def test_requests_of_another_epoch_or_cluster_version_are_another_message(
 
 async def test_only_some_requests_carry_their_counts(broker: MemoryBroker) -> None:
     config = replace(CONFIG, samples_per_second=1e-6, samples_burst=3.0)
-    async with tracking(broker, clusters()), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard, running(broker, config) as profiles:
+    async with (
+        tracking(broker, clusters()),
+        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard,
+        running(broker, config) as profiles,
+    ):
         await known(profiles, heard)
         profiles.take([ended(str(at)) for at in range(5)], 0, HERE)
         (message,) = await said_until(heard, "4")
@@ -251,9 +314,15 @@ async def test_only_some_requests_carry_their_counts(broker: MemoryBroker) -> No
     assert sum(sampled) <= 2
 
 
-async def test_large_batches_are_several_messages_in_order(broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_batches_are_several_messages_in_order(
+    broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(profile_reports, "MESSAGE_BYTES", 1000)
-    async with tracking(broker, clusters()), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard, running(broker) as profiles:
+    async with (
+        tracking(broker, clusters()),
+        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard,
+        running(broker) as profiles,
+    ):
         await known(profiles, heard)
         profiles.take([ended(str(at)) for at in range(40)], 0, HERE)
         messages = await said_until(heard, "39")
@@ -261,15 +330,23 @@ async def test_large_batches_are_several_messages_in_order(broker: MemoryBroker,
     assert all(len(message.requests) <= 6 for message in messages)
 
 
-async def test_when_too_much_waits_the_oldest_are_left_out_and_counted(broker: MemoryBroker, caplog: pytest.LogCaptureFixture) -> None:
+async def test_when_too_much_waits_the_oldest_are_left_out_and_counted(
+    broker: MemoryBroker, caplog: pytest.LogCaptureFixture
+) -> None:
     config = replace(CONFIG, profile_queue_bytes=1 << 20)
-    async with tracking(broker, clusters()), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard, running(broker, config) as profiles:
+    async with (
+        tracking(broker, clusters()),
+        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard,
+        running(broker, config) as profiles,
+    ):
         await known(profiles, heard)
         large = [ended(str(at), 40_000) for at in range(9)]  # 320 kB, and 160 kB of blocks
         profiles.take(large, 3, HERE)
         messages = await said_until(heard, "8")
     assert decisions(messages) == ["7", "8"]
-    assert [len(one.blocks) // 8 for message in messages for one in message.requests] == [CONFIG.profile_blocks] * 2
+    assert [len(one.blocks) // 8 for message in messages for one in message.requests] == [
+        CONFIG.profile_blocks
+    ] * 2
     assert profiles.lost >= 3 + 7, "and, on a busy machine, what was still waiting of what `known` let end"
     assert sum("faster than they can be profiled" in record.getMessage() for record in caplog.records) == 1
 
@@ -281,7 +358,9 @@ def test_a_token_bucket_gives_a_burst_and_then_its_rate() -> None:
     assert sum(bucket.take(at / 10) for at in range(10, 1010)) == pytest.approx(200, abs=2)
 
 
-@pytest.mark.parametrize(("setting", "value"), [("samples_burst", 0.5), ("profile_blocks", 1 << 15), ("profile_queue_bytes", 1000)])
+@pytest.mark.parametrize(
+    ("setting", "value"), [("samples_burst", 0.5), ("profile_blocks", 1 << 15), ("profile_queue_bytes", 1000)]
+)
 def test_settings_out_of_range_are_refused_by_name(setting: str, value: float) -> None:
     with pytest.raises(ValueError, match=setting):
         AgentConfig(**{setting: value})

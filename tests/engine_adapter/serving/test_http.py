@@ -1,4 +1,5 @@
-"""The HTTP face of a rank: OpenAI's forms, refusals that name the field, clients that vanish or read slowly."""
+"""The HTTP face of a rank: OpenAI's forms, refusals that name the field, clients that vanish or read
+slowly."""
 
 import asyncio
 import json
@@ -26,7 +27,9 @@ IDS = list(PROMPT.encode())
 
 @asynccontextmanager
 async def client_of(app: Any) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://rank", timeout=10) as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://rank", timeout=10
+    ) as client:
         yield client
 
 
@@ -53,9 +56,17 @@ async def test_a_whole_answer_has_text_reason_and_usage(served: tuple[httpx.Asyn
     answer = msgspec.json.decode(response.content, type=Completion)
     assert response.status_code == 200
     assert answer.choices[0].text == bytes(started.runner.alone(IDS, 12)).decode()
-    assert (answer.choices[0].finish_reason, answer.choices[0].token_ids, answer.model) == ("length", None, "pretend")
+    assert (answer.choices[0].finish_reason, answer.choices[0].token_ids, answer.model) == (
+        "length",
+        None,
+        "pretend",
+    )
     assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (len(IDS), 12, len(IDS) + 12)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (
+        len(IDS),
+        12,
+        len(IDS) + 12,
+    )
     again = msgspec.json.decode((await complete(client, max_tokens=12)).content, type=Completion)
     assert again.usage is not None
     assert again.usage.prompt_tokens_details is not None
@@ -65,7 +76,9 @@ async def test_a_whole_answer_has_text_reason_and_usage(served: tuple[httpx.Asyn
 async def test_a_stream_says_every_id_and_its_text_once(served: tuple[httpx.AsyncClient, Any]) -> None:
     client, started = served
     options = {"include_usage": True}
-    response = await complete(client, prompt=IDS, max_tokens=12, stream=True, return_token_ids=True, stream_options=options)
+    response = await complete(
+        client, prompt=IDS, max_tokens=12, stream=True, return_token_ids=True, stream_options=options
+    )
     *chunks, usage = events_of(response)
     alone = started.runner.alone(IDS, 12)
     assert [token for chunk in chunks for token in chunk.choices[0].token_ids or []] == alone
@@ -88,26 +101,38 @@ async def test_ids_are_said_also_while_their_text_is_held_back(served: tuple[htt
     assert all(chunk.choices[0].text or chunk.choices[0].finish_reason for chunk in quiet)
 
 
-async def test_log_probabilities_come_in_parallel_lists_with_offsets(served: tuple[httpx.AsyncClient, Any]) -> None:
+async def test_log_probabilities_come_in_parallel_lists_with_offsets(
+    served: tuple[httpx.AsyncClient, Any],
+) -> None:
     client, started = served
-    whole = msgspec.json.decode((await complete(client, max_tokens=5, logprobs=3)).content, type=Completion).choices[0]
+    whole = msgspec.json.decode(
+        (await complete(client, max_tokens=5, logprobs=3)).content, type=Completion
+    ).choices[0]
     streamed = events_of(await complete(client, max_tokens=5, logprobs=3, stream=True))
     assert whole.logprobs is not None
     assert "".join(whole.logprobs.tokens) == whole.text
     assert whole.logprobs.text_offset == [0, 1, 2, 3, 4]
     assert [len(top) for top in whole.logprobs.top_logprobs] == [3] * 5
-    for token, value, top in zip(whole.logprobs.tokens, whole.logprobs.token_logprobs, whole.logprobs.top_logprobs, strict=True):
+    for token, value, top in zip(
+        whole.logprobs.tokens, whole.logprobs.token_logprobs, whole.logprobs.top_logprobs, strict=True
+    ):
         assert max(top.values()) == top[token] == value <= 0
     pieces = [chunk.choices[0].logprobs for chunk in streamed]
-    assert [value for piece in pieces if piece is not None for value in piece.token_logprobs] == pytest.approx(whole.logprobs.token_logprobs)
+    assert [
+        value for piece in pieces if piece is not None for value in piece.token_logprobs
+    ] == pytest.approx(whole.logprobs.token_logprobs)
     assert [at for piece in pieces if piece is not None for at in piece.text_offset] == [0, 1, 2, 3, 4]
-    chosen_only = msgspec.json.decode((await complete(client, max_tokens=2, logprobs=0)).content, type=Completion).choices[0]
+    chosen_only = msgspec.json.decode(
+        (await complete(client, max_tokens=2, logprobs=0)).content, type=Completion
+    ).choices[0]
     assert chosen_only.logprobs is not None
     assert chosen_only.logprobs.top_logprobs == [{}, {}]
     assert started.runner.steps > 0
 
 
-async def test_a_continuation_says_only_what_is_new_and_counts_the_clients_own_prompt(served: tuple[httpx.AsyncClient, Any]) -> None:
+async def test_a_continuation_says_only_what_is_new_and_counts_the_clients_own_prompt(
+    served: tuple[httpx.AsyncClient, Any],
+) -> None:
     client, started = served
     alone = started.runner.alone(IDS, 12)
     response = await complete(client, prompt=IDS + alone[:5], emitted=5, max_tokens=7, return_token_ids=True)
@@ -119,8 +144,15 @@ async def test_a_continuation_says_only_what_is_new_and_counts_the_clients_own_p
 
 @pytest.mark.parametrize(
     ("header", "decision"),
-    [({"x-roost-decision-id": "d-1 (second try)"}, "d-1 (second try)"), ({"X-Roost-Decision-Id": "~" * 64}, "~" * 64), ({}, "")]
-    + [({"x-roost-decision-id": value}, "") for value in (b"", b"~" * 65, b"two\tparts", "größer".encode(), b"\x7f")],
+    [
+        ({"x-roost-decision-id": "d-1 (second try)"}, "d-1 (second try)"),
+        ({"X-Roost-Decision-Id": "~" * 64}, "~" * 64),
+        ({}, ""),
+    ]
+    + [
+        ({"x-roost-decision-id": value}, "")
+        for value in (b"", b"~" * 65, b"two\tparts", "größer".encode(), b"\x7f")
+    ],
 )
 async def test_a_request_is_reported_under_the_decision_it_names_unless_that_is_no_id(
     served: tuple[httpx.AsyncClient, Any], header: dict[str, Any], decision: str
@@ -168,7 +200,9 @@ async def test_a_request_is_reported_under_the_decision_it_names_unless_that_is_
         ({"seed": 1.5}, "seed"),
     ],
 )
-async def test_a_field_out_of_range_is_a_400_that_names_it(served: tuple[httpx.AsyncClient, Any], body: dict[str, Any], field: str) -> None:
+async def test_a_field_out_of_range_is_a_400_that_names_it(
+    served: tuple[httpx.AsyncClient, Any], body: dict[str, Any], field: str
+) -> None:
     client, _ = served
     response = await complete(client, **body)
     error = response.json()["error"]
@@ -177,7 +211,9 @@ async def test_a_field_out_of_range_is_a_400_that_names_it(served: tuple[httpx.A
     assert error["message"].count("`") % 2 == 0, "msgspec's place is cut off whole"
 
 
-async def test_numbers_of_any_size_are_taken_where_they_make_sense(served: tuple[httpx.AsyncClient, Any]) -> None:
+async def test_numbers_of_any_size_are_taken_where_they_make_sense(
+    served: tuple[httpx.AsyncClient, Any],
+) -> None:
     client, _ = served
     assert (await complete(client, seed=2**70, temperature=1, top_k=10**30, max_tokens=2)).status_code == 200
     assert (await complete(client, seed=-3, temperature=1e-300, max_tokens=2)).status_code == 200
@@ -199,7 +235,9 @@ NO_REQUESTS = {
 }
 
 
-async def test_a_prompt_under_another_cache_salt_is_computed_anew(served: tuple[httpx.AsyncClient, Any]) -> None:
+async def test_a_prompt_under_another_cache_salt_is_computed_anew(
+    served: tuple[httpx.AsyncClient, Any],
+) -> None:
     client, _ = served
     cached = []
     for salt in ({"cache_salt": "ours"}, {"cache_salt": "ours"}, {"cache_salt": "theirs"}, {}):
@@ -216,9 +254,14 @@ async def test_a_body_that_is_no_request_is_a_400(served: tuple[httpx.AsyncClien
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-async def test_a_request_beyond_the_context_is_refused_with_both_numbers_but_a_default_length_is_clipped(served: tuple[httpx.AsyncClient, Any]) -> None:
+async def test_a_request_beyond_the_context_is_refused_with_both_numbers_but_a_default_length_is_clipped(
+    served: tuple[httpx.AsyncClient, Any],
+) -> None:
     client, _ = served
-    for body, numbers in (({"prompt": [65] * 500, "max_tokens": 13}, ("500", "513", "512")), ({"prompt": [65] * 512}, ("512",))):
+    for body, numbers in (
+        ({"prompt": [65] * 500, "max_tokens": 13}, ("500", "513", "512")),
+        ({"prompt": [65] * 512}, ("512",)),
+    ):
         response = await complete(client, **body)
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
@@ -228,10 +271,16 @@ async def test_a_request_beyond_the_context_is_refused_with_both_numbers_but_a_d
     assert clipped.usage.completion_tokens == 7
 
 
-async def test_wrong_places_models_and_sizes_have_their_own_status(served: tuple[httpx.AsyncClient, Any]) -> None:
+async def test_wrong_places_models_and_sizes_have_their_own_status(
+    served: tuple[httpx.AsyncClient, Any],
+) -> None:
     client, _ = served
     unknown = await complete(client, model="other")
-    assert (unknown.status_code, unknown.json()["error"]["code"], unknown.json()["error"]["param"]) == (404, "model_not_found", "model")
+    assert (unknown.status_code, unknown.json()["error"]["code"], unknown.json()["error"]["param"]) == (
+        404,
+        "model_not_found",
+        "model",
+    )
     assert (await client.get("/v1/nowhere")).status_code == 404
     assert (await client.get("/v1/completions")).status_code == 405
     large = await client.post("/v1/completions", content=b" " * (MOST_BODY_BYTES + 1))
@@ -245,9 +294,15 @@ async def test_wrong_places_models_and_sizes_have_their_own_status(served: tuple
 
 
 async def test_a_long_text_prompt_is_served_like_its_ids(pretend_engine: Starter) -> None:
-    async with pretend_engine(context=9000, kv_blocks=600, max_batch_tokens=4096) as started, client_of(RankApp(started.engine)) as client:
+    async with (
+        pretend_engine(context=9000, kv_blocks=600, max_batch_tokens=4096) as started,
+        client_of(RankApp(started.engine)) as client,
+    ):
         text = "ab" * 2500
-        answer = msgspec.json.decode((await complete(client, prompt=text, max_tokens=2, return_token_ids=True)).content, type=Completion)
+        answer = msgspec.json.decode(
+            (await complete(client, prompt=text, max_tokens=2, return_token_ids=True)).content,
+            type=Completion,
+        )
         assert answer.choices[0].token_ids == started.runner.alone(list(text.encode()), 2)
 
 
@@ -258,12 +313,18 @@ async def test_models_and_health_are_told_until_the_engine_fails(pretend_engine:
         assert (model["id"], model["max_model_len"]) == ("pretend", 512)
         started.runner.failure = ArithmeticError("no numbers")
         broken = await complete(client)
-        assert (broken.status_code, broken.json()["error"]["code"], broken.headers["retry-after"]) == (503, "engine_failed", "1")
+        assert (broken.status_code, broken.json()["error"]["code"], broken.headers["retry-after"]) == (
+            503,
+            "engine_failed",
+            "1",
+        )
         assert (await client.get("/health")).status_code == 503
         assert (await complete(client)).status_code == 503
 
 
-async def test_a_rank_with_a_secret_answers_routers_and_tells_strangers_only_that_it_lives(pretend_engine: Starter, tmp_path: Path) -> None:
+async def test_a_rank_with_a_secret_answers_routers_and_tells_strangers_only_that_it_lives(
+    pretend_engine: Starter, tmp_path: Path
+) -> None:
     (tmp_path / "secret").write_text("the-secret-of-the-fleet\n")
     admission = RouterAdmission(tmp_path / "secret")
     async with pretend_engine() as started, client_of(RankApp(started.engine, None, admission)) as client:
@@ -282,11 +343,18 @@ async def test_a_rank_with_a_secret_answers_routers_and_tells_strangers_only_tha
 
 
 async def test_a_full_queue_is_a_503_with_retry_after(pretend_engine: Starter) -> None:
-    async with pretend_engine(max_running=1, max_waiting=1) as started, client_of(RankApp(started.engine)) as client:
+    async with (
+        pretend_engine(max_running=1, max_waiting=1) as started,
+        client_of(RankApp(started.engine)) as client,
+    ):
         started.runner.hold = threading.Event()
         busy = [await started.engine.submit(GenerationRequest(prompt=IDS, max_tokens=2)) for _ in range(2)]
         refused = await complete(client)
-        assert (refused.status_code, refused.json()["error"]["code"], refused.headers["retry-after"]) == (503, "overloaded", "1")
+        assert (refused.status_code, refused.json()["error"]["code"], refused.headers["retry-after"]) == (
+            503,
+            "overloaded",
+            "1",
+        )
         started.runner.hold.set()
         assert [len([delta async for delta in answer]) > 0 for answer in busy] == [True, True]
 
@@ -317,7 +385,9 @@ class Client:
 
     def text(self) -> str:
         lines = b"".join(message.get("body", b"") for message in self.sent).decode().split("\n\n")
-        events = [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
+        events = [
+            json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"
+        ]
         return "".join(choice["text"] for event in events for choice in event["choices"])
 
 
@@ -371,7 +441,9 @@ async def test_an_engine_that_fails_mid_stream_ends_it_with_an_error_event(prete
 
 async def test_a_real_server_streams_and_notices_a_closed_connection(pretend_engine: Starter) -> None:
     async with pretend_engine() as started:
-        server = uvicorn.Server(uvicorn.Config(RankApp(started.engine), port=0, log_config=None, lifespan="on"))
+        server = uvicorn.Server(
+            uvicorn.Config(RankApp(started.engine), port=0, log_config=None, lifespan="on")
+        )
         serving = asyncio.create_task(server.serve())
         while not server.started:  # noqa: ASYNC110 (uvicorn offers no event for it)
             await asyncio.sleep(0.01)
@@ -379,10 +451,16 @@ async def test_a_real_server_streams_and_notices_a_closed_connection(pretend_eng
         try:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
                 assert (
-                    "".join(one.choices[0].text for one in events_of(await complete(client, max_tokens=9, stream=True)) if one.choices)
+                    "".join(
+                        one.choices[0].text
+                        for one in events_of(await complete(client, max_tokens=9, stream=True))
+                        if one.choices
+                    )
                     == bytes(started.runner.alone(IDS, 9)).decode()
                 )
-                async with client.stream("POST", "/v1/completions", json={"prompt": PROMPT, "max_tokens": 450, "stream": True}) as response:
+                async with client.stream(
+                    "POST", "/v1/completions", json={"prompt": PROMPT, "max_tokens": 450, "stream": True}
+                ) as response:
                     await anext(response.aiter_bytes())
             async with asyncio.timeout(2):
                 while (load := started.engine.take_facts().load).running or load.decode_blocks:

@@ -1,4 +1,5 @@
-"""The simulated engine's clock: what a step lasts, who waits for whom, and what is reported of it. Time is virtual."""
+"""The simulated engine's clock: what a step lasts, who waits for whom, and what is reported of it. Time is
+virtual."""
 
 import asyncio
 import functools
@@ -20,7 +21,15 @@ from fleet.placement import linear
 
 pytestmark = pytest.mark.looptime
 
-PLAIN = {"prefill_token": 0.001, "prefill_pair": 0.0, "step": 0.01, "decode_sequence": 0.0, "decode_block": 0.0, "dispatch": 0.0, "max_batch_tokens": 200}
+PLAIN = {
+    "prefill_token": 0.001,
+    "prefill_pair": 0.0,
+    "step": 0.01,
+    "decode_sequence": 0.0,
+    "decode_block": 0.0,
+    "dispatch": 0.0,
+    "max_batch_tokens": 200,
+}
 
 
 @asynccontextmanager
@@ -35,7 +44,9 @@ async def running(**settings: Any) -> AsyncIterator[SimulatedEngine]:
 
 
 async def ask(rank: SimulatedRank, tokens: int, max_tokens: int) -> AnswerDelta:
-    return await (await rank.submit(GenerationRequest(prompt=list(range(1, tokens + 1)), max_tokens=max_tokens))).rest()
+    return await (
+        await rank.submit(GenerationRequest(prompt=list(range(1, tokens + 1)), max_tokens=max_tokens))
+    ).rest()
 
 
 async def test_a_request_takes_the_time_of_its_steps() -> None:
@@ -120,7 +131,10 @@ async def test_busy_ranks_count_their_experts_now_and_then_and_idle_ones_at_once
 
 async def test_what_is_sent_between_two_looks_adds_up_over_the_ranks_of_an_engine() -> None:
     async with running(ranks=4, dispatch=1e-6, activity_seconds=0.2) as engine:
-        answering = [asyncio.create_task(ask(rank, 20 * number + 1, 30)) for number, rank in enumerate(engine.ranks[1:])]
+        answering = [
+            asyncio.create_task(ask(rank, 20 * number + 1, 30))
+            for number, rank in enumerate(engine.ranks[1:])
+        ]
         sent = [[], [], [], []]
         while not all(one.done() for one in answering):
             for taken, rank in zip(sent, engine.ranks, strict=True):
@@ -137,7 +151,9 @@ async def test_what_is_sent_between_two_looks_adds_up_over_the_ranks_of_an_engin
     assert all(np.array_equal(one.balance, totals[0].balance) for one in totals)
     assert (totals[0].balance < engine.steps).all()
     assert not totals[0].remote_ranks.any()
-    assert sum(one.served for one in totals) == pytest.approx(np.full(4, float(sum(one.pairs for one in totals))))
+    assert sum(one.served for one in totals) == pytest.approx(
+        np.full(4, float(sum(one.pairs for one in totals)))
+    )
     for one in totals[1:]:
         assert (one.remote_ranks > one.tokens).all()
         assert (one.remote_ranks <= one.pairs - one.local + 1e-3 * one.pairs).all()
@@ -169,5 +185,7 @@ async def test_answers_end_by_themselves_where_lengths_are_simulated() -> None:
         outcomes = [(await ask(engine.ranks[0], 10 + number, 2000)).outcome for number in range(12)]
         assert {one.reason for one in outcomes if one is not None} == {"stop"}
         assert 5 < np.mean([one.completion_tokens for one in outcomes if one is not None]) < 60
-        ignoring = await engine.ranks[0].submit(GenerationRequest(prompt=[1, 2], max_tokens=300, ignore_eos=True))
+        ignoring = await engine.ranks[0].submit(
+            GenerationRequest(prompt=[1, 2], max_tokens=300, ignore_eos=True)
+        )
         assert len((await ignoring.rest()).token_ids) == 300

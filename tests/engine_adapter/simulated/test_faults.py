@@ -19,7 +19,12 @@ from engine_adapter.simulated.model.faults import KINDS, FaultOrder, Faults
 from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics
 from tests.simulated_engines import simulated_engine
 
-ASK = {"prompt": "tell me about the river and the old bridge", "max_tokens": 24, "stream": True, "return_token_ids": True}
+ASK = {
+    "prompt": "tell me about the river and the old bridge",
+    "max_tokens": 24,
+    "stream": True,
+    "return_token_ids": True,
+}
 
 
 class House:
@@ -32,7 +37,9 @@ class House:
         self.http = http
 
     async def ask(self, rank: int = 0, **changes: object) -> tuple[int, str]:
-        async with self.http.post(f"{self.host.identity.urls[rank]}/v1/completions", json=ASK | changes) as answer:
+        async with self.http.post(
+            f"{self.host.identity.urls[rank]}/v1/completions", json=ASK | changes
+        ) as answer:
             return answer.status, await answer.text()
 
     async def simulate(self, **order: object) -> tuple[int, dict[str, object]]:
@@ -73,7 +80,12 @@ async def test_a_share_of_the_requests_is_a_share(house):
 
 async def test_shares_that_are_set_hit_without_being_told():
     broker = MemoryBroker()
-    async with simulated_engine(MemoryBus(broker), broker.subjects, refuse_share=0.4, error_share=0.4, ranks=1) as host, aiohttp.ClientSession() as http:
+    async with (
+        simulated_engine(
+            MemoryBus(broker), broker.subjects, refuse_share=0.4, error_share=0.4, ranks=1
+        ) as host,
+        aiohttp.ClientSession() as http,
+    ):
         house = House(broker, host, http)
         found = [(await house.ask(0, max_tokens=1))[0] for _ in range(60)]
     assert min(found.count(status) for status in (200, 500, 503)) > 5
@@ -101,7 +113,9 @@ async def test_a_stalled_engine_takes_requests_and_goes_on_where_it_was(house):
 
 
 async def test_a_killed_engine_breaks_its_connections_and_says_no_word(house):
-    async with house.http.post(f"{house.host.identity.urls[0]}/v1/completions", json=ASK | {"max_tokens": 2000}) as answer:
+    async with house.http.post(
+        f"{house.host.identity.urls[0]}/v1/completions", json=ASK | {"max_tokens": 2000}
+    ) as answer:
         await answer.content.readline()
         await house.host.kill()
         with pytest.raises(aiohttp.ClientPayloadError):
@@ -120,7 +134,11 @@ async def test_a_slow_rank_makes_the_others_wait(house):
     await house.simulate(fault="slow", rank=1, factor=20)
     await house.ask(0)
     async with house.bus.subscribe(house.subjects.kv_metrics) as said:
-        load = await anext(one.message async for one in said if isinstance(one.message, KvMetrics) and one.message.step_seconds is not None)
+        load = await anext(
+            one.message
+            async for one in said
+            if isinstance(one.message, KvMetrics) and one.message.step_seconds is not None
+        )
     assert load.step_seconds > 2 * usual
 
 
@@ -149,7 +167,11 @@ async def test_a_handover_is_announced_and_holds_the_steps(house):
     async with house.bus.subscribe(house.subjects.heartbeats()) as beats:
         await house.simulate(fault="handover", seconds=1.0)
         asked = asyncio.create_task(house.ask(0, max_tokens=2))
-        beat = await anext(one.message async for one in beats if isinstance(one.message, EngineHeartbeat) and one.message.handover_seconds)
+        beat = await anext(
+            one.message
+            async for one in beats
+            if isinstance(one.message, EngineHeartbeat) and one.message.handover_seconds
+        )
         assert 0 < beat.handover_seconds <= 1.0
         assert not asked.done()
         assert (await asked)[0] == 200
@@ -173,7 +195,10 @@ def test_an_order_that_makes_no_sense_is_refused_in_words(order, complaint):
 
 
 async def test_the_door_says_what_is_wrong_with_an_order(house):
-    for order, complaint in (({"fault": "explode"}, "use one of die, stall"), ({"fault": "slow", "ranks": 1}, "unknown field `ranks`")):
+    for order, complaint in (
+        ({"fault": "explode"}, "use one of die, stall"),
+        ({"fault": "slow", "ranks": 1}, "unknown field `ranks`"),
+    ):
         status, told = await house.simulate(**order)
         assert status == 400
         assert complaint in told["error"]["message"]
@@ -190,7 +215,11 @@ async def test_the_door_tells_what_lasts(house):
 def test_a_fault_ends_by_itself_and_a_new_order_replaces_the_old():
     faults = Faults(2)
     faults.order(FaultOrder(fault="slow", rank=0, seconds=2, factor=3), now=10)
-    assert (faults.factor("slow", 0, 11), faults.factor("slow", 1, 11), faults.factor("slow", 0, 12)) == (3, 1, 1)
+    assert (faults.factor("slow", 0, 11), faults.factor("slow", 1, 11), faults.factor("slow", 0, 12)) == (
+        3,
+        1,
+        1,
+    )
     faults.order(FaultOrder(fault="slow", rank=0, factor=5), now=20)
     faults.order(FaultOrder(fault="slow", rank=0, factor=7), now=20)
     assert [one.factor for one in faults.active(1e9)] == [7]

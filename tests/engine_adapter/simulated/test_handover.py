@@ -1,4 +1,5 @@
-"""How a simulated engine's experts move: cells that say what lies in them, links that take their time, ranks that go over together. Time is virtual."""
+"""How a simulated engine's experts move: cells that say what lies in them, links that take their time, ranks
+that go over together. Time is virtual."""
 
 import asyncio
 
@@ -29,14 +30,23 @@ def replicated(engine: SimulatedEngine, layer: int = 1, expert: int = 3, epoch: 
     return Placement(table, experts=32, ranks=2, epoch=epoch)
 
 
-async def prepared(engine: SimulatedEngine, placement: Placement, layer: int = 1, expert: int = 3) -> list[SimulatedEpoch]:
+async def prepared(
+    engine: SimulatedEngine, placement: Placement, layer: int = 1, expert: int = 3
+) -> list[SimulatedEpoch]:
     """By every rank, with the expert brought into a free cell of rank 1."""
     source, target = engine.ranks
     free = placement.layers * SLOTS
-    await target.transfer.pull(source.transfer.address(own_address(source.experts.memory)), [Pull(int(source.experts.cells[layer, expert]), free)], 1.0)
+    await target.transfer.pull(
+        source.transfer.address(own_address(source.experts.memory)),
+        [Pull(int(source.experts.cells[layer, expert]), free)],
+        1.0,
+    )
     cells = target.experts.cells.copy()
     cells[layer, -1] = free
-    return [await source.experts.prepare(placement, source.experts.cells), await target.experts.prepare(placement, cells)]
+    return [
+        await source.experts.prepare(placement, source.experts.cells),
+        await target.experts.prepare(placement, cells),
+    ]
 
 
 def test_a_cell_says_which_expert_lies_in_it_and_no_two_are_alike() -> None:
@@ -51,9 +61,13 @@ def test_a_cell_says_which_expert_lies_in_it_and_no_two_are_alike() -> None:
         memories[0].cell(85)
 
 
-async def test_reading_takes_the_time_of_the_experts_real_size_on_the_link_and_reads_of_a_rank_take_turns() -> None:
+async def test_reading_takes_the_time_of_the_experts_real_size_on_the_link_and_reads_of_a_rank_take_turns() -> (
+    None
+):
     fast, size = 1e6, SimulatedConfig().model_shape.expert_bytes
-    async with running(ranks=4, node_ranks=2, rank_bytes_per_second=fast, node_bytes_per_second=fast / 10, time_scale=0.5) as engine:
+    async with running(
+        ranks=4, node_ranks=2, rank_bytes_per_second=fast, node_bytes_per_second=fast / 10, time_scale=0.5
+    ) as engine:
         addresses = [rank.transfer.address(own_address(rank.experts.memory)) for rank in engine.ranks]
         reader = engine.ranks[0]
         for source, speed in ((1, fast), (2, fast / 10)):
@@ -61,8 +75,12 @@ async def test_reading_takes_the_time_of_the_experts_real_size_on_the_link_and_r
             assert pulled.bytes == 2 * size
             assert pulled.seconds == pytest.approx(0.5 * 2 * size / speed, rel=1e-2)
             for cell in range(2):
-                assert (reader.experts.memory.cell(33 + cell) == engine.ranks[source].experts.memory.cell(cell)).all()
-        both = await asyncio.gather(*(reader.transfer.pull(addresses[1], [Pull(0, cell)], 60.0) for cell in (33, 34)))
+                assert (
+                    reader.experts.memory.cell(33 + cell) == engine.ranks[source].experts.memory.cell(cell)
+                ).all()
+        both = await asyncio.gather(
+            *(reader.transfer.pull(addresses[1], [Pull(0, cell)], 60.0) for cell in (33, 34))
+        )
         assert both[1].seconds == pytest.approx(2 * both[0].seconds, rel=1e-2)
 
 
@@ -112,7 +130,9 @@ async def test_steps_last_as_long_as_the_new_placement_makes_them() -> None:
         began = engine.now
         await ask(engine.ranks[0], 1, 10)
         seconds.append(engine.now - began)
-        everywhere = np.tile(np.arange(32), (4, 2))  # every expert on both ranks: what rank 0 wants it reads from its own
+        everywhere = np.tile(
+            np.arange(32), (4, 2)
+        )  # every expert on both ranks: what rank 0 wants it reads from its own
         placement = Placement(everywhere, experts=32, ranks=2, epoch=1)
         for rank in engine.ranks:
             other = engine.ranks[1 - rank.description.rank]
@@ -144,7 +164,9 @@ async def test_a_slot_whose_cell_holds_something_else_is_refused_before_it_is_se
         with pytest.raises(ValueError, match="layer 1 slot 16 on rank 1 does not hold"):
             await engine.ranks[1].experts.prepare(replicated(engine), engine.ranks[1].experts.cells)
         with pytest.raises(ValueError, match="does not follow"):
-            await engine.ranks[1].experts.prepare(SimulatedEngine(SimulatedConfig(ranks=4)).placement, engine.ranks[1].experts.cells)
+            await engine.ranks[1].experts.prepare(
+                SimulatedEngine(SimulatedConfig(ranks=4)).placement, engine.ranks[1].experts.cells
+            )
         assert engine.placement.epoch == 0
 
 

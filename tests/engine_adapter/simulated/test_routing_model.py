@@ -46,7 +46,9 @@ def test_a_position_wants_the_same_experts_however_its_prompt_is_cut_and_goes_on
 def test_the_first_blocks_choose_the_domain_and_the_rest_keeps_it():
     dice = np.random.default_rng(3)
     prompts = [dice.integers(0, 1000, 160).tolist() for _ in range(60)]
-    domains = [(TASTES.rows_of(prompt, 0, identify(prompt, 16)) // BUCKETS).reshape(-1, 16) for prompt in prompts]
+    domains = [
+        (TASTES.rows_of(prompt, 0, identify(prompt, 16)) // BUCKETS).reshape(-1, 16) for prompt in prompts
+    ]
     for found in domains:
         assert (found[0] == CONFIG.domains).all()
         assert len(set(found[CONFIG.domain_blocks :].ravel().tolist())) == 1
@@ -83,16 +85,25 @@ def unevenly() -> Placement:
         first, second = np.flatnonzero(table[layer] == expert)
         spill[layer, first] = dice.choice([0, 20_000, FULL])
         spill[layer, second] = FULL - spill[layer, first]
-    keep, near = (np.where(table >= 0, dice.choice([0, 30_000, FULL], table.shape), 0).astype(np.uint16) for _ in range(2))
+    keep, near = (
+        np.where(table >= 0, dice.choice([0, 30_000, FULL], table.shape), 0).astype(np.uint16)
+        for _ in range(2)
+    )
     return Placement(table, experts=32, ranks=4, split=Split(keep, spill, near))
 
 
-PLACEMENTS = {"linear": place(TASTES, CONFIG), "aligned": aligned(TASTES, 4), "replicas": with_replicas(), "uneven": unevenly()}
+PLACEMENTS = {
+    "linear": place(TASTES, CONFIG),
+    "aligned": aligned(TASTES, 4),
+    "replicas": with_replicas(),
+    "uneven": unevenly(),
+}
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
 def test_traffic_is_what_counting_token_by_token_gives(placement):
-    """Each expert of each token goes its own way: all ways that a token's experts may go together, by their probability."""
+    """Each expert of each token goes its own way: all ways that a token's experts may go together, by their
+    probability."""
     by_row = np.random.default_rng(2).integers(0, 3, (4, TASTES.rows)) * (np.arange(TASTES.rows) % 29 == 0)
     node = CONFIG.node_of_rank
     part = np.stack([shares(placement, home, np.array(node)) for home in range(4)])
@@ -102,7 +113,14 @@ def test_traffic_is_what_counting_token_by_token_gives(placement):
     for home, row in zip(*np.nonzero(by_row), strict=True):
         tokens = by_row[home, row]
         for layer, experts in enumerate(TASTES.table[row]):
-            ways = [[slot for slot in np.flatnonzero(placement.expert_of_slot[layer] == expert) if part[home, layer, slot]] for expert in experts]
+            ways = [
+                [
+                    slot
+                    for slot in np.flatnonzero(placement.expert_of_slot[layer] == expert)
+                    if part[home, layer, slot]
+                ]
+                for expert in experts
+            ]
             for slots in itertools.product(*ways):
                 chance = tokens * np.prod(part[home, layer, list(slots)])
                 to = {slot // placement.slots_per_rank for slot in slots}
@@ -116,7 +134,9 @@ def test_traffic_is_what_counting_token_by_token_gives(placement):
                 unread[layer, slot] *= (1 - part[home, layer, slot]) ** tokens
     routes = DispatchModel(TASTES, placement, node)
     for home in range(4):
-        assert np.stack(routes.sent(home, by_row[home])) == pytest.approx(np.stack([reached[home], local[home]]), rel=1e-5)
+        assert np.stack(routes.sent(home, by_row[home])) == pytest.approx(
+            np.stack([reached[home], local[home]]), rel=1e-5
+        )
     found = routes.traffic(by_row)
     assert found.remote_ranks == pytest.approx(ranks)
     assert found.remote_nodes == pytest.approx(nodes)
@@ -140,7 +160,9 @@ def test_tokens_chosen_for_as_a_whole_reach_fewer_ranks_and_cause_the_same_else(
     assert (cover.remote_nodes <= 1.02 * split.remote_nodes).all()
     assert cover.served == pytest.approx(split.served)
     sole = linear(layers=4, experts=32, ranks=4)
-    split, cover = (DispatchModel(TASTES, sole, (0, 0, 1, 1), cover=cover).traffic(tokens) for cover in (False, True))
+    split, cover = (
+        DispatchModel(TASTES, sole, (0, 0, 1, 1), cover=cover).traffic(tokens) for cover in (False, True)
+    )
     assert cover.remote_ranks.tolist() == split.remote_ranks.tolist()
 
 
@@ -151,7 +173,13 @@ def test_alignment_keeps_domains_at_home_and_ranks_balanced():
     for placement in (linear(layers=4, experts=32, ranks=4), aligned(tastes, 4)):
         held = placement.replicas_on_rank > 0
         local = [
-            np.mean([held[layer, domain, tastes.table[domain * BUCKETS : (domain + 1) * BUCKETS, layer]].mean() for layer in range(4)]) for domain in range(4)
+            np.mean(
+                [
+                    held[layer, domain, tastes.table[domain * BUCKETS : (domain + 1) * BUCKETS, layer]].mean()
+                    for layer in range(4)
+                ]
+            )
+            for domain in range(4)
         ]
         wanted = tastes.counts(np.ones(tastes.rows, np.int64))
         shares.append(np.mean(local))
@@ -200,7 +228,9 @@ def test_speeds_of_the_presets_are_those_of_the_cost_model():
     assert speed.expert_pair == pytest.approx(88.1e6 / 8e14, rel=1e-3)
     assert 0.008 < speed.step < 0.02
     assert 5_000 < 1 / speed.prefill_token < 20_000
-    assert all(getattr(speed_of(name, 16), field) > 0 for name in PRESETS for field in EngineSpeed.__struct_fields__)
+    assert all(
+        getattr(speed_of(name, 16), field) > 0 for name in PRESETS for field in EngineSpeed.__struct_fields__
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,7 +253,11 @@ def test_a_setting_that_cannot_be_is_refused_by_name(wrong, complaint):
 
 def test_the_context_is_what_fits():
     assert SimulatedConfig().context == 32768
-    assert SimulatedConfig(kv_blocks=100).context == SimulatedConfig(kv_blocks=100, max_context=4096).context == 1600
+    assert (
+        SimulatedConfig(kv_blocks=100).context
+        == SimulatedConfig(kv_blocks=100, max_context=4096).context
+        == 1600
+    )
     assert SimulatedConfig(max_context=500).context == 500
 
 
@@ -247,7 +281,11 @@ def test_what_is_said_is_text_that_reads_back_as_it_was_said(prompt, seed, skipp
 
 
 def test_another_prompt_or_seed_says_something_else():
-    said = {tuple(Script(TOKENIZER, prompt, seed, 0).token(3 + at) for at in range(20)) for prompt in ([1, 2, 3], [1, 2, 4]) for seed in (0, 1)}
+    said = {
+        tuple(Script(TOKENIZER, prompt, seed, 0).token(3 + at) for at in range(20))
+        for prompt in ([1, 2, 3], [1, 2, 4])
+        for seed in (0, 1)
+    }
     assert len(said) == 4
 
 
@@ -268,4 +306,7 @@ def test_the_archive_is_what_routers_read():
         assert "assistant:" in told["chat_template"]
         assert len(json.loads(files.read("tokenizer.json"))["model"]["vocab"]) == TOKENIZER.end
     assert WordTokenizer().archive == TOKENIZER.archive
-    assert [TOKENIZER.piece(token) for token in (TOKENIZER.words[0], TOKENIZER.full_stop, TOKENIZER.end, VOCABULARY - 1)] == [" the", ".", "", ""]
+    assert [
+        TOKENIZER.piece(token)
+        for token in (TOKENIZER.words[0], TOKENIZER.full_stop, TOKENIZER.end, VOCABULARY - 1)
+    ] == [" the", ".", "", ""]

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from engine_adapter.transfer.checksums import checksums, compare, layout_hash
 from engine_adapter.transfer.mapped_memory import laid_out
 
-EXPERT = laid_out([("gate_up", "float32", (6, 8)), ("down", "float32", (3, 8)), ("gate_up.scale", "float32", (2, 1)), ("down.scale", "float32", (1, 1))])
+EXPERT = laid_out(
+    [
+        ("gate_up", "float32", (6, 8)),
+        ("down", "float32", (3, 8)),
+        ("gate_up.scale", "float32", (2, 1)),
+        ("down.scale", "float32", (1, 1)),
+    ]
+)
 CELL_BYTES = max(one.offset + one.bytes for one in EXPERT)
 
 

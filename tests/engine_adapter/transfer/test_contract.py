@@ -1,6 +1,8 @@
-"""One contract for every way to read another rank's experts: in-process, shared memory, NIXL as it comes, and NIXL over tcp as between machines.
+"""One contract for every way to read another rank's experts: in-process, shared memory, NIXL as it comes, and
+NIXL over tcp as between machines.
 
-The ranks are processes, but for the in-process way. What a test needs of the others to be slow it makes slow by a cap, or by stopping them.
+The ranks are processes, but for the in-process way. What a test needs of the others to be slow it makes slow
+by a cap, or by stopping them.
 """
 
 from collections.abc import Iterator
@@ -9,7 +11,9 @@ import pytest
 
 from tests.engine_adapter.transfer_ranks import MEMORY, MIB, NIXL, SHARED, TCP, Rank, Ranks, ranks_of
 
-WAYS = pytest.mark.parametrize("way", [MEMORY, SHARED, NIXL, TCP], ids=lambda way: way.name, scope="module", indirect=True)
+WAYS = pytest.mark.parametrize(
+    "way", [MEMORY, SHARED, NIXL, TCP], ids=lambda way: way.name, scope="module", indirect=True
+)
 pytestmark = WAYS
 
 
@@ -50,16 +54,32 @@ def test_no_cells_are_nothing_to_read(pair: tuple[Rank, Rank]) -> None:
     assert reader.ask("pull", address=source.address, pulls=[], seconds=20)["pulled"] == 0
 
 
-@pytest.mark.parametrize("pulls", [[[4, 0]], [[-1, 0]], [[0, 4]], [[0, -1]], [[0, 1], [1, 1]], [[0, 0], [1 << 40, 1]]])
-def test_cells_that_do_not_exist_are_refused_before_any_byte_is_read(pair: tuple[Rank, Rank], pulls: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    "pulls", [[[4, 0]], [[-1, 0]], [[0, 4]], [[0, -1]], [[0, 1], [1, 1]], [[0, 0], [1 << 40, 1]]]
+)
+def test_cells_that_do_not_exist_are_refused_before_any_byte_is_read(
+    pair: tuple[Rank, Rank], pulls: list[list[int]]
+) -> None:
     source, reader = pair
     fresh(reader)
     assert reader.ask("pull", address=source.address, pulls=pulls, seconds=20)["failed"] == "AddressRefused"
     assert reader.ask("zeros", cell=0)["zeros"] == 1
 
 
-@pytest.mark.parametrize("wrong", [{"layout": "another"}, {"cell_bytes": MIB // 2}, {"cells": 0}, {"cells": 1 << 50}, {"base": 0}, {"base": 1 << 62}])
-def test_memory_that_cannot_be_like_ours_is_refused(pair: tuple[Rank, Rank], wrong: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"layout": "another"},
+        {"cell_bytes": MIB // 2},
+        {"cells": 0},
+        {"cells": 1 << 50},
+        {"base": 0},
+        {"base": 1 << 62},
+    ],
+)
+def test_memory_that_cannot_be_like_ours_is_refused(
+    pair: tuple[Rank, Rank], wrong: dict[str, object]
+) -> None:
     source, reader = pair
     answer = reader.ask("pull", address=source.address | wrong, pulls=[[0, 0]], seconds=20)
     assert answer["failed"] == "AddressRefused", answer
@@ -99,7 +119,9 @@ def test_a_corrupted_byte_of_a_scale_is_named(pair: tuple[Rank, Rank]) -> None:
     assert [expected == got for expected, got in zip(promised, found, strict=True)] == [True, False]
 
 
-def test_a_stopped_source_makes_reads_overdue_and_they_settle_once_it_goes_on(way: Ranks, pair: tuple[Rank, Rank]) -> None:
+def test_a_stopped_source_makes_reads_overdue_and_they_settle_once_it_goes_on(
+    way: Ranks, pair: tuple[Rank, Rank]
+) -> None:
     source, reader = pair
     reader.ask("pull", address=source.address, pulls=[[0, 0]], seconds=20)
     fresh(reader)
@@ -114,7 +136,11 @@ def test_a_stopped_source_makes_reads_overdue_and_they_settle_once_it_goes_on(wa
     assert reader.answer(reading)["settled"]
     late = reader.ask("sums", cell=2)["sums"]
     assert late == source.ask("sums", cell=1)["sums"] or reader.ask("zeros", cell=2)["zeros"] > 0
-    assert [reader.ask("zeros", cell=cell)["zeros"] for cell in (0, 1, 3)] == [1, 1, 1], "it landed outside of its cell"
+    assert [reader.ask("zeros", cell=cell)["zeros"] for cell in (0, 1, 3)] == [
+        1,
+        1,
+        1,
+    ], "it landed outside of its cell"
     reader.ask("fill", cell=2, seed=9)
     poisoned = reader.ask("sums", cell=2)["sums"]
     reader.ask("pull", address=source.address, pulls=[[1, 3]], seconds=20)
@@ -126,7 +152,9 @@ def test_a_cancelled_read_settles(pair: tuple[Rank, Rank], way: Ranks) -> None:
     source, reader = pair
     if way.way.hangs:
         source.stop()
-    reading = reader.send("pull", address=source.address, pulls=[[1, 2]], seconds=60, cancel=0.1 if way.way.hangs else 0)
+    reading = reader.send(
+        "pull", address=source.address, pulls=[[1, 2]], seconds=60, cancel=0.1 if way.way.hangs else 0
+    )
     first = reader.answer(reading)
     source.resume()
     if way.way.hangs or "overdue" in first:
@@ -137,7 +165,9 @@ def test_a_cancelled_read_settles(pair: tuple[Rank, Rank], way: Ranks) -> None:
     assert reader.ask("pull", address=source.address, pulls=[[1, 2]], seconds=20)["pulled"] == MIB
 
 
-def test_a_rank_at_rest_uses_next_to_no_processor_and_one_that_is_read_little(way: Ranks, pair: tuple[Rank, Rank]) -> None:
+def test_a_rank_at_rest_uses_next_to_no_processor_and_one_that_is_read_little(
+    way: Ranks, pair: tuple[Rank, Rank]
+) -> None:
     source, reader = pair
     if way.way is MEMORY:
         return  # it has no thread
@@ -149,7 +179,9 @@ def test_a_rank_at_rest_uses_next_to_no_processor_and_one_that_is_read_little(wa
     source.ask("busy", active=False)
 
 
-def test_reads_from_a_killed_source_fail_and_its_next_life_is_read(way: Ranks, pair: tuple[Rank, Rank]) -> None:
+def test_reads_from_a_killed_source_fail_and_its_next_life_is_read(
+    way: Ranks, pair: tuple[Rank, Rank]
+) -> None:
     """The last test, since it kills the source of all others."""
     first, reader = pair
     second = way.start("e0-0.00000001")  # the same name again, of another process

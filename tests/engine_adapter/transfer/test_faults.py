@@ -1,4 +1,5 @@
-"""Large reads between processes while something goes wrong: sources killed and stopped at any moment, caps, an event loop that must go on."""
+"""Large reads between processes while something goes wrong: sources killed and stopped at any moment, caps,
+an event loop that must go on."""
 
 import os
 import random
@@ -36,7 +37,10 @@ WHOLE = [[cell, cell] for cell in range(CELLS)]
 @pytest.mark.parametrize("ranks", [NIXL], ids=lambda way: way.name, indirect=True)
 def test_a_cap_holds_and_a_source_that_dies_meanwhile_is_found_gone(ranks: Ranks) -> None:
     rate = 16 * MIB
-    source, reader = a_source(ranks, "e0-0.1", CELLS, MIB), ranks.start("e0-1.1", cells=CELLS, cell_bytes=MIB, bytes_per_second=rate)
+    source, reader = (
+        a_source(ranks, "e0-0.1", CELLS, MIB),
+        ranks.start("e0-1.1", cells=CELLS, cell_bytes=MIB, bytes_per_second=rate),
+    )
     filled(source)
     read = reader.ask("pull", address=source.address, pulls=WHOLE, seconds=60)
     assert read["seconds"] >= 0.7 * CELLS * MIB / rate  # the last piece is not waited for
@@ -54,7 +58,8 @@ def test_a_cap_holds_and_a_source_that_dies_meanwhile_is_found_gone(ranks: Ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [NIXL], ids=lambda way: way.name, indirect=True)
 def test_whoever_has_the_metadata_can_write_and_checksums_show_it(ranks: Ranks) -> None:
-    """A limit of NIXL, kept here: should this fail because the write is refused, memory can be registered readable only, and should be."""
+    """A limit of NIXL, kept here: should this fail because the write is refused, memory can be registered
+    readable only, and should be."""
     source, stranger = a_source(ranks, "e0-0.1", CELLS, MIB), a_source(ranks, "e0-1.1", CELLS, MIB)
     filled(source)
     before = [source.ask("sums", cell=cell)["sums"] for cell in range(CELLS)]
@@ -146,7 +151,9 @@ def test_the_event_loop_goes_on_during_a_large_read(ranks: Ranks) -> None:
     source.ask("busy", active=True)
     for _ in range(2):
         read = reader.ask("pull", address=source.address, pulls=[[0, 1], [1, 0]], seconds=60)
-        assert read["ticks"] > read["seconds"] / 0.02, "the event loop stood still for more than 20 ms on average"
+        assert read["ticks"] > read["seconds"] / 0.02, (
+            "the event loop stood still for more than 20 ms on average"
+        )
 
 
 @pytest.mark.slow
@@ -162,15 +169,20 @@ def test_nothing_is_left_behind_by_many_reads(ranks: Ranks) -> None:
 
 def test_without_nixl_all_else_loads_and_the_error_names_the_extra() -> None:
     code = (
-        "import sys, asyncio\n"
-        "for name in ('nixl', 'nixl_cu12', 'nixl_cu13'): sys.modules[name] = None\n"
-        "from engine_adapter.config import TransferConfig\n"
-        "from engine_adapter.transfer import in_process, mapped_memory, selection\n"
-        "from engine_adapter.transfer.port import TransferError\n"
-        "assert 'torch' not in sys.modules\n"
-        "memory = mapped_memory.MappedCells(mapped_memory.laid_out([('weights', 'uint8', (8,))]), 1)\n"
-        "try: asyncio.run(selection.open_transfers(TransferConfig(way='nixl'), memory, 'a', one_machine=True))\n"
-        "except TransferError as error: print(error)\n"
+        "import sys, asyncio\nfor name in ('nixl', 'nixl_cu12', 'nixl_cu13'): sys.modules[name] = None\nfrom"
+        " engine_adapter.config import TransferConfig\nfrom engine_adapter.transfer import in_process,"
+        " mapped_memory, selection\nfrom engine_adapter.transfer.port import TransferError\nassert 'torch'"
+        " not in sys.modules\nmemory = mapped_memory.MappedCells(mapped_memory.laid_out([('weights', 'uint8',"
+        " (8,))]), 1)\ntry: asyncio.run(selection.open_transfers(TransferConfig(way='nixl'), memory, 'a',"
+        " one_machine=True))\nexcept TransferError as error: print(error)\n"
     )
-    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ}, capture_output=True, text=True, check=True, timeout=60)
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert "extra `nixl`" in said.stdout

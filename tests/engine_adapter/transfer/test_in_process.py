@@ -1,4 +1,5 @@
-"""The transfer between ranks of one process: what its faults do. Its contract is tested with that of the others."""
+"""The transfer between ranks of one process: what its faults do. Its contract is tested with that of the
+others."""
 
 import asyncio
 
@@ -36,7 +37,9 @@ def pair() -> Pair:
     return Pair()
 
 
-async def test_a_delay_beyond_the_deadline_is_overdue_and_lands_late(pair: Pair, looptime: looptime.LoopTimeProxy) -> None:
+async def test_a_delay_beyond_the_deadline_is_overdue_and_lands_late(
+    pair: Pair, looptime: looptime.LoopTimeProxy
+) -> None:
     pair.taking.faults.append(PullFault(delay_seconds=5))
     with pytest.raises(Overdue) as overdue:
         await pair.taking.pull(pair.address, [Pull(1, 2)], 1)

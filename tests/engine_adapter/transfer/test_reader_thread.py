@@ -119,12 +119,21 @@ async def given_up(worker: ReaderThread, script: Script, address: MemoryAddress,
     st.integers(1, 40),
     st.integers(1, 50),
 )
-def test_requests_cover_every_byte_once_in_order_and_none_is_larger_than_a_piece(pulls: list[tuple[int, int]], cell: int, piece: int) -> None:
+def test_requests_cover_every_byte_once_in_order_and_none_is_larger_than_a_piece(
+    pulls: list[tuple[int, int]], cell: int, piece: int
+) -> None:
     asked = list(requests([Pull(*pull) for pull in pulls], cell, piece))
     assert all(0 < sum(part.size for part in parts) <= piece for parts in asked)
-    covered = [(part.source, part.cell, part.offset + at) for parts in asked for part in parts for at in range(part.size)]
+    covered = [
+        (part.source, part.cell, part.offset + at)
+        for parts in asked
+        for part in parts
+        for at in range(part.size)
+    ]
     assert covered == [(source, target, at) for source, target in pulls for at in range(cell)]
-    assert all(sum(part.size for part in first) + second[0].size > piece for first, second in pairwise(asked)), "two requests that one would do for"
+    assert all(
+        sum(part.size for part in first) + second[0].size > piece for first, second in pairwise(asked)
+    ), "two requests that one would do for"
 
 
 async def test_only_one_thread_touches_the_way(worker: ReaderThread, script: Script) -> None:
@@ -135,7 +144,9 @@ async def test_only_one_thread_touches_the_way(worker: ReaderThread, script: Scr
     assert threading.get_ident() not in script.threads
 
 
-async def test_a_failed_peer_is_disconnected_once_everything_from_it_has_settled_and_connected_anew(worker: ReaderThread, script: Script) -> None:
+async def test_a_failed_peer_is_disconnected_once_everything_from_it_has_settled_and_connected_anew(
+    worker: ReaderThread, script: Script
+) -> None:
     script.done.clear()
     overdue = await given_up(worker, script, address(), Pull(0, 0))
     script.error = PeerGone("dead")
@@ -146,10 +157,14 @@ async def test_a_failed_peer_is_disconnected_once_everything_from_it_has_settled
     assert script.record == ["open", "connect e0-0.1 0", "disconnect e0-0.1 0", "connect e0-0.1 0"]
 
 
-async def test_a_next_life_of_the_same_name_waits_for_reads_of_the_last_one(worker: ReaderThread, script: Script) -> None:
+async def test_a_next_life_of_the_same_name_waits_for_reads_of_the_last_one(
+    worker: ReaderThread, script: Script
+) -> None:
     script.done.clear()
     overdue = await given_up(worker, script, address(life=1), Pull(0, 0))
-    second = asyncio.create_task(worker.read(address(life=2), [Pull(0, 1)], 10), name="reads from the next life")
+    second = asyncio.create_task(
+        worker.read(address(life=2), [Pull(0, 1)], 10), name="reads from the next life"
+    )
     checked = script.checked
     await until(lambda: script.checked > checked + 1)
     assert not overdue.settled.done()
@@ -176,7 +191,9 @@ async def test_what_fails_has_settled_only_after_a_grace(worker: ReaderThread, s
     assert asyncio.get_running_loop().time() - began >= 0.05
 
 
-async def test_what_was_forgotten_is_disconnected_when_its_reads_have_settled(worker: ReaderThread, script: Script) -> None:
+async def test_what_was_forgotten_is_disconnected_when_its_reads_have_settled(
+    worker: ReaderThread, script: Script
+) -> None:
     script.done.clear()
     overdue = await given_up(worker, script, address(), Pull(0, 0))
     worker.forget(address(life=7))  # another life: not this one
@@ -199,7 +216,9 @@ async def test_reads_take_turns_under_a_cap(script: Script) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 10_000), st.floats(0, 1)), max_size=30), st.integers(1, 100_000))
-def test_no_stretch_of_time_holds_more_than_the_cap_and_one_piece(pieces: list[tuple[int, float]], rate: int) -> None:
+def test_no_stretch_of_time_holds_more_than_the_cap_and_one_piece(
+    pieces: list[tuple[int, float]], rate: int
+) -> None:
     pace, now = RateLimit(rate, 1 << 20), 0.0
     begun: list[tuple[float, int]] = []
     for size, idle in pieces:
@@ -230,7 +249,9 @@ async def test_a_way_that_is_impossible_says_so_to_every_read(script: Script) ->
     await worker.close()
 
 
-async def test_a_defect_of_the_thread_fails_reads_and_is_told(script: Script, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_defect_of_the_thread_fails_reads_and_is_told(
+    script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
     worker = ReaderThread(script, CONFIG, CELL)
     script.error = ZeroDivisionError("a defect")
     overdue = await given_up(worker, script, address(), Pull(0, 0))
@@ -248,7 +269,9 @@ async def test_nothing_is_read_after_the_end(worker: ReaderThread) -> None:
         await worker.read(address(), [Pull(0, 0)], 10)
 
 
-async def test_the_end_does_not_wait_long_for_what_hangs(script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_end_does_not_wait_long_for_what_hangs(
+    script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("engine_adapter.transfer.reader_thread._CLOSE_SECONDS", 0.02)
     worker = ReaderThread(script, CONFIG, CELL)
     script.done.clear()

@@ -50,7 +50,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
     monkeypatch.setitem(sys.modules, f"{variant}._api", api)
 
 
-def test_the_variant_that_is_loaded_already_is_taken_and_else_the_smallest(no_nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variant_that_is_loaded_already_is_taken_and_else_the_smallest(
+    no_nixl: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretended(monkeypatch, "nixl_cu13")
     assert load_nixl().variant == "nixl_cu13"
     pretended(monkeypatch, "nixl_cu12")
@@ -87,7 +89,9 @@ async def test_on_one_machine_nixl_is_left_alone(no_nixl: None, memory: MappedCe
         await way.close()
 
 
-async def test_without_nixl_ranks_of_one_machine_still_read_each_other(no_nixl: None, memory: MappedCells, caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_nixl_ranks_of_one_machine_still_read_each_other(
+    no_nixl: None, memory: MappedCells, caplog: pytest.LogCaptureFixture
+) -> None:
     (way,) = await open_transfers(TransferConfig(), memory, "a", one_machine=False)
     assert way.name == "shared"
     assert "extra `nixl`" in caplog.text
@@ -107,8 +111,12 @@ def held(of: list[MappedCells]) -> tuple[int, int]:
     """Descriptors and mappings that this process has of these memories' files."""
     gc.collect()
     files = {os.fstat(one.descriptor).st_ino for one in of}
-    descriptors = sum(link.exists() and link.stat().st_ino in files for link in Path("/proc/self/fd").iterdir())
-    return descriptors, sum(int(line.split()[4]) in files for line in Path("/proc/self/maps").read_text().splitlines())
+    descriptors = sum(
+        link.exists() and link.stat().st_ino in files for link in Path("/proc/self/fd").iterdir()
+    )
+    return descriptors, sum(
+        int(line.split()[4]) in files for line in Path("/proc/self/maps").read_text().splitlines()
+    )
 
 
 async def test_mappings_go_when_a_peer_is_forgotten_and_at_the_end(memory: MappedCells) -> None:
@@ -142,7 +150,9 @@ async def test_mappings_go_when_a_peer_is_forgotten_and_at_the_end(memory: Mappe
         ({"host": "elsewhere"}, AddressRefused),
     ],
 )
-async def test_what_is_not_the_file_that_was_told_is_not_read(memory: MappedCells, wrong: dict[str, object], error: type[Exception]) -> None:
+async def test_what_is_not_the_file_that_was_told_is_not_read(
+    memory: MappedCells, wrong: dict[str, object], error: type[Exception]
+) -> None:
     source = MappedCells(TENSORS, 3)
     address = SharedTransfer(source, TransferConfig()).address(own_address(source))
     reader = SharedTransfer(memory, TransferConfig())
@@ -174,7 +184,9 @@ async def test_the_rank_s_memory_is_of_a_file_that_goes_with_it(memory: MappedCe
     assert this_host()
 
 
-def test_a_thread_that_cannot_be_made_nice_says_so(monkeypatch: pytest.MonkeyPatch, memory: MappedCells, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thread_that_cannot_be_made_nice_says_so(
+    monkeypatch: pytest.MonkeyPatch, memory: MappedCells, caplog: pytest.LogCaptureFixture
+) -> None:
     def forbidden(*_: int) -> None:
         raise PermissionError("no")
 

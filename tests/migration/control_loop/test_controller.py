@@ -61,19 +61,34 @@ from tests.migration.control_loop_fixture import (
 )
 
 
-def serving(broker: MemoryBroker, config: MigrationConfig = CONFIG) -> AbstractAsyncContextManager[MigrationService]:
+def serving(
+    broker: MemoryBroker, config: MigrationConfig = CONFIG
+) -> AbstractAsyncContextManager[MigrationService]:
     return leading(MemoryBus(broker), config)
 
 
 def by_another(planned: MigrationPlanned, trust: float) -> PlanJudged:
     """Verdict recorded by a previous leader."""
     nothing = LoopFigures(remote_ranks=0.0, local=0.0, balance=0.0, step_seconds=0.0)
-    about: dict[str, Any] = {"engine": planned.engine, "worker_id": planned.worker_id, "plan": planned.plan, "epoch": 1}
-    return PlanJudged(verdict="kept", predicted_before=nothing, predicted_after=nothing, trust=trust, reason="so", **about)
+    about: dict[str, Any] = {
+        "engine": planned.engine,
+        "worker_id": planned.worker_id,
+        "plan": planned.plan,
+        "epoch": 1,
+    }
+    return PlanJudged(
+        verdict="kept", predicted_before=nothing, predicted_after=nothing, trust=trust, reason="so", **about
+    )
 
 
 SHIFT = PopularityShifted(
-    model="m", version=1, settled=False, divergence=0.3, threshold=0.1, layers=(0, 1), traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    model="m",
+    version=1,
+    settled=False,
+    divergence=0.3,
+    threshold=0.1,
+    layers=(0, 1),
+    traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
 )
 
 
@@ -110,7 +125,11 @@ async def test_a_plan_that_pays_is_carried_out_and_judged_with_nobody_touching_i
 
 
 @pytest.mark.looptime
-@pytest.mark.parametrize("config", [replace(CONFIG, automatic=False), replace(CONFIG, policy="reweight")], ids=["by hand", "reweight"])
+@pytest.mark.parametrize(
+    "config",
+    [replace(CONFIG, automatic=False), replace(CONFIG, policy="reweight")],
+    ids=["by hand", "reweight"],
+)
 async def test_where_it_is_not_to_move_anything_by_itself_nothing_is_copied(config: MigrationConfig) -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker, config):
@@ -128,7 +147,11 @@ async def test_a_pause_outlives_the_service_and_what_operators_ask_for_is_still_
     async with flight(broker) as world:
         async with serving(broker) as service:
             told = await steer(world.bus, paused=True, reason="a demonstration")
-            assert (told.paused, told.paused_reason, told.paused_at is None) == (True, "a demonstration", False)
+            assert (told.paused, told.paused_reason, told.paused_at is None) == (
+                True,
+                "a demonstration",
+                False,
+            )
             await world.last(25)
             assert "it is paused (a demonstration)" in (await engine_of(world.bus)).decided
             assert b"roost_loop_paused 1.0" in service.metrics.exposition()
@@ -136,7 +159,9 @@ async def test_a_pause_outlives_the_service_and_what_operators_ask_for_is_still_
             assert (await loop(world.bus)).paused_reason == "a demonstration"
             await world.last(25)
             assert await own(world.bus) == []
-            await world.bus.request(SUBJECTS.migrate, MigrateExpert(engine="a", layer=1, expert=2, rank=3), 20)
+            await world.bus.request(
+                SUBJECTS.migrate, MigrateExpert(engine="a", layer=1, expert=2, rank=3), 20
+            )
             await world.last(5)
             assert world.ranks.served[-1] > 0
             told = await steer(world.bus, paused=False)
@@ -146,7 +171,9 @@ async def test_a_pause_outlives_the_service_and_what_operators_ask_for_is_still_
 
 
 @pytest.mark.looptime
-async def test_a_plan_that_pays_is_not_begun_any_more_where_somebody_pauses_at_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_plan_that_pays_is_not_begun_any_more_where_somebody_pauses_at_the_last_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker) as service:
         controller = service._controller
@@ -167,7 +194,9 @@ async def test_a_plan_that_pays_is_not_begun_any_more_where_somebody_pauses_at_t
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("when", ["while it is stored", "between two attempts to record it"])
-async def test_a_plan_begins_no_more_once_a_pause_was_acknowledged(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+async def test_a_plan_begins_no_more_once_a_pause_was_acknowledged(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker) as service:
         controller = service._controller
@@ -203,7 +232,9 @@ async def test_a_plan_begins_no_more_once_a_pause_was_acknowledged(monkeypatch: 
 
 
 @pytest.mark.looptime
-async def test_an_engine_that_leaves_while_its_verdict_is_taken_up_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_leaves_while_its_verdict_is_taken_up_harms_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker, replace(CONFIG, judge_seconds=100.0)) as service:
         controller = service._controller
@@ -212,7 +243,9 @@ async def test_an_engine_that_leaves_while_its_verdict_is_taken_up_harms_nobody(
 
         async def slowly(*arguments: Any) -> None:
             nonlocal learnt
-            await world.bus.record(SUBJECTS.membership("a"), EngineLeft(engine="a", worker_id=1, reason="stopped"))
+            await world.bus.record(
+                SUBJECTS.membership("a"), EngineLeft(engine="a", worker_id=1, reason="stopped")
+            )
             await asyncio.sleep(3)
             await learn(*arguments)
             learnt += 1
@@ -227,7 +260,9 @@ async def test_an_engine_that_leaves_while_its_verdict_is_taken_up_harms_nobody(
 
 
 @pytest.mark.looptime
-async def test_of_engines_that_come_and_go_a_bounded_number_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_engines_that_come_and_go_a_bounded_number_is_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(controller, "MOST_ENGINES", 2)
     broker = MemoryBroker()
     async with serving(broker) as service:
@@ -235,7 +270,10 @@ async def test_of_engines_that_come_and_go_a_bounded_number_is_remembered(monkey
             async with flight(broker, name=f"e{number}", worker_id=10 + number) as world:
                 await asyncio.sleep(2)
                 assert (await engine_of(world.bus)).engine == f"e{number}"
-                await world.bus.record(SUBJECTS.membership(world.name), EngineLeft(engine=world.name, worker_id=world.worker_id, reason="stopped"))
+                await world.bus.record(
+                    SUBJECTS.membership(world.name),
+                    EngineLeft(engine=world.name, worker_id=world.worker_id, reason="stopped"),
+                )
                 await asyncio.sleep(2)
         assert service._controller is not None
         assert len(service._controller._histories) == 2
@@ -281,7 +319,14 @@ async def test_a_pause_that_the_server_lost_is_stored_again() -> None:
 async def test_plans_of_its_own_keep_to_the_budget_of_the_interval_also_across_a_restart() -> None:
     broker = MemoryBroker()
     most = 3 * SHAPE.expert_bytes
-    config = replace(CONFIG, policy="uniform", budget_bytes=most, budget_seconds=600.0, cooldown_seconds=1.0, least_gain=0.0)
+    config = replace(
+        CONFIG,
+        policy="uniform",
+        budget_bytes=most,
+        budget_seconds=600.0,
+        cooldown_seconds=1.0,
+        least_gain=0.0,
+    )
     async with flight(broker) as world:
         async with serving(broker, config):
             planned = await world.until(MigrationPlanned)
@@ -299,7 +344,9 @@ async def test_plans_of_its_own_keep_to_the_budget_of_the_interval_also_across_a
 
 
 @pytest.mark.looptime
-async def test_a_plan_that_did_harm_is_rolled_back_and_its_experts_rest_also_after_a_restart(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_plan_that_did_harm_is_rolled_back_and_its_experts_rest_also_after_a_restart(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     broker = MemoryBroker()
     config = replace(CONFIG, cooldown_seconds=15.0, judge_seconds=22.0)
     async with flight(broker) as world:
@@ -323,7 +370,9 @@ async def test_a_plan_that_did_harm_is_rolled_back_and_its_experts_rest_also_aft
             assert "was not rolled back" not in caplog.text, "once is enough"
             answer = await world.bus.request(SUBJECTS.describe_plan, DescribePlan(engine="a"), 20)
             assert isinstance(answer, PlanDescribed)
-            assert msgspec.json.decode(answer.record, type=PlanRecord).trust == pytest.approx(judged.trust, abs=0.01)
+            assert msgspec.json.decode(answer.record, type=PlanRecord).trust == pytest.approx(
+                judged.trust, abs=0.01
+            )
             assert b'roost_loop_verdicts_total{verdict="harmful"} 1.0' in service.metrics.exposition()
             world.rates, world.balance, world.step_seconds = SKEWED, 0.5, 2e-3
             await world.last(20)
@@ -364,7 +413,9 @@ async def rolled_back(world: Flight) -> EngineLoop:
 
 
 @pytest.mark.looptime
-async def test_a_rollback_that_was_given_up_is_tried_again_and_till_then_nothing_is_held_where_it_does_harm() -> None:
+async def test_a_rollback_that_was_given_up_is_tried_again_and_till_then_nothing_is_held_where_it_does_harm() -> (
+    None
+):
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker, HARSH):
         await carried_out(world)
@@ -383,11 +434,17 @@ def step_by_step(*arguments: Any) -> Any:
     """Make the rollback plan with one handover per step."""
     placement = arguments[0]
     steps = [step for handover in operator_plans.back(*arguments).handovers for step in handover.steps]
-    return planned_of(placement, [Handover(epoch=placement.epoch + at, steps=(step,)) for at, step in enumerate(steps, 1)], reason="so")
+    return planned_of(
+        placement,
+        [Handover(epoch=placement.epoch + at, steps=(step,)) for at, step in enumerate(steps, 1)],
+        reason="so",
+    )
 
 
 @pytest.mark.looptime
-async def test_a_rollback_that_was_given_up_on_its_way_is_gone_on_with_and_all_that_it_brought_back_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rollback_that_was_given_up_on_its_way_is_gone_on_with_and_all_that_it_brought_back_rests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("migration.requests.operator_commands.back", step_by_step)
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker, HARSH) as service:
@@ -428,7 +485,9 @@ async def test_a_rollback_that_was_just_proposed_when_its_planner_ended_is_begun
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("reason", ["silent", "full"])
-async def test_what_cannot_be_rolled_back_now_is_rolled_back_later_and_nothing_else_is_begun_before(reason: str) -> None:
+async def test_what_cannot_be_rolled_back_now_is_rolled_back_later_and_nothing_else_is_begun_before(
+    reason: str,
+) -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker, HARSH):
         await carried_out(world)
@@ -451,7 +510,9 @@ async def test_what_cannot_be_rolled_back_now_is_rolled_back_later_and_nothing_e
 
 
 @pytest.mark.looptime
-async def test_a_rollback_that_fails_for_ever_is_left_to_people_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rollback_that_fails_for_ever_is_left_to_people_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("migration.loop_state.engine_loop.MOST_UNDOINGS", 2)
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker, HARSH):
@@ -459,8 +520,21 @@ async def test_a_rollback_that_fails_for_ever_is_left_to_people_after_a_while(mo
         world.ranks.fails = {2: ("its memory is full", "memory")}
         await world.until(PlanJudged, 60)
         await world.last(60)
-        assert [planned.origin for planned in await recorded(world.bus, MigrationPlanned)][:3] == ["planner", "rollback", "rollback"]
-        assert len([planned for planned in await recorded(world.bus, MigrationPlanned) if planned.origin == "rollback"]) == 2
+        assert [planned.origin for planned in await recorded(world.bus, MigrationPlanned)][:3] == [
+            "planner",
+            "rollback",
+            "rollback",
+        ]
+        assert (
+            len(
+                [
+                    planned
+                    for planned in await recorded(world.bus, MigrationPlanned)
+                    if planned.origin == "rollback"
+                ]
+            )
+            == 2
+        )
         assert "gave up after 2 attempts; use roost rollback" in (await engine_of(world.bus)).decided
 
 
@@ -472,7 +546,9 @@ async def test_what_an_operator_asked_for_in_vain_keeps_nothing_from_being_judge
         world.ranks.fails, world.ranks.stage_seconds = {3: ("its memory is full", "memory")}, 1.5
         await world.bus.request(SUBJECTS.migrate, MigrateExpert(engine="a", layer=0, expert=4, rank=3), 20)
         await world.last(1)
-        assert await verdicts(world.bus) == await recorded(world.bus, MigrationAborted) == [], "it may yet change something"
+        assert await verdicts(world.bus) == await recorded(world.bus, MigrationAborted) == [], (
+            "it may yet change something"
+        )
         await world.until(MigrationAborted, 20)
         world.ranks.fails, world.ranks.stage_seconds = {}, 0.05
         await world.until(PlanJudged, 60)
@@ -489,7 +565,10 @@ async def test_what_did_harm_stays_while_it_is_paused_and_that_is_told() -> None
         world.rates, world.balance, world.step_seconds = EVEN, 0.3, 4e-3
         assert (await world.until(PlanJudged)).verdict == "harmful"
         await world.last(2)
-        assert "was not rolled back: automatic plans were off at that time" in (await engine_of(world.bus)).decided
+        assert (
+            "was not rolled back: automatic plans were off at that time"
+            in (await engine_of(world.bus)).decided
+        )
         await world.last(8)
         assert len(await recorded(world.bus, MigrationPlanned)) == 1
 
@@ -508,7 +587,10 @@ async def test_what_got_worse_with_the_traffic_alone_is_no_harm() -> None:
 @pytest.mark.looptime
 async def test_one_plan_is_judged_before_the_next_is_made_and_by_nothing_where_others_move_experts() -> None:
     broker = MemoryBroker()
-    async with flight(broker) as world, serving(broker, replace(CONFIG, judge_seconds=100.0, cooldown_seconds=1.0)):
+    async with (
+        flight(broker) as world,
+        serving(broker, replace(CONFIG, judge_seconds=100.0, cooldown_seconds=1.0)),
+    ):
         await world.until(MigrationPlanned)
         await world.until(MigrationCommitted)
         world.rates = SKEWED[::-1].copy()
@@ -577,7 +659,9 @@ async def test_a_shift_while_a_plan_is_being_judged_is_answered_and_that_plan_st
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("reason", ["silent", "paused"])
-async def test_a_plan_that_was_not_followed_after_a_shift_is_judged_as_ever(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+async def test_a_plan_that_was_not_followed_after_a_shift_is_judged_as_ever(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
     broker = MemoryBroker()
     config = replace(CONFIG, judge_seconds=30.0, cooldown_seconds=1.0)
     async with flight(broker) as world, serving(broker, config) as service:
@@ -605,7 +689,9 @@ async def test_a_plan_that_was_not_followed_after_a_shift_is_judged_as_ever(monk
 
 
 @pytest.mark.looptime
-async def test_a_plan_is_not_carried_out_where_popularity_shifted_while_it_was_thought_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_plan_is_not_carried_out_where_popularity_shifted_while_it_was_thought_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker) as service:
         decide, shifts = service._plan_queries.decide, 0
@@ -635,7 +721,11 @@ async def test_shifts_one_after_another_cost_a_thought_now_and_then() -> None:
         for _ in range(40):
             await voice.publish(SHIFT)
             await world.last(1)
-        (line,) = [line for line in service.metrics.exposition().decode().splitlines() if line.startswith("roost_planner_plan_seconds_count")]
+        (line,) = [
+            line
+            for line in service.metrics.exposition().decode().splitlines()
+            if line.startswith("roost_planner_plan_seconds_count")
+        ]
         assert 2 <= float(line.split()[1]) <= 9
 
 
@@ -661,7 +751,9 @@ def plans_with_homes(monkeypatch: pytest.MonkeyPatch) -> NDArray[np.float32]:
 
 
 @pytest.mark.looptime
-async def test_homes_of_a_plan_hold_soon_after_its_end_though_the_log_is_heard_before_it_counts_as_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_homes_of_a_plan_hold_soon_after_its_end_though_the_log_is_heard_before_it_counts_as_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plans_with_homes(monkeypatch)
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker, replace(CONFIG, cycle_seconds=25.0)) as service:
@@ -681,7 +773,9 @@ async def test_homes_of_a_plan_hold_soon_after_its_end_though_the_log_is_heard_b
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("fails", [False, True], ids=["committed", "aborted"])
-async def test_homes_of_a_plan_are_said_for_its_last_epoch_and_taken_back_where_it_is_given_up(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+async def test_homes_of_a_plan_are_said_for_its_last_epoch_and_taken_back_where_it_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
     shares = plans_with_homes(monkeypatch)
     broker = MemoryBroker()
     said: list[HomesPublished] = []
@@ -693,7 +787,12 @@ async def test_homes_of_a_plan_are_said_for_its_last_epoch_and_taken_back_where_
         planned = await world.until(MigrationPlanned)
         await world.last(1)
         early = said[-1]
-        assert (early.epoch, early.clusters, early.count, early.homes) == (planned.handovers, 9, 2, shares.astype("<f4").tobytes())
+        assert (early.epoch, early.clusters, early.count, early.homes) == (
+            planned.handovers,
+            9,
+            2,
+            shares.astype("<f4").tobytes(),
+        )
         assert early.version > said[-2].version
         assert said[-2].epoch == 0
         await world.until(MigrationAborted if fails else MigrationCommitted, 60)
@@ -740,12 +839,18 @@ async def test_settings_are_taken_all_or_none_while_it_runs_and_that_is_recorded
         told = await loop(world.bus)
         assert (told.policy, told.cycle_seconds, told.budget_bytes) == ("roost", 5.0, CONFIG.budget_bytes)
         audit = [one.message async for one in world.bus.replay(SUBJECTS.config("planner"), follow=False)]
-        assert [isinstance(one, ConfigChanged) and one.refused is None for one in audit] == [True, False, False]
+        assert [isinstance(one, ConfigChanged) and one.refused is None for one in audit] == [
+            True,
+            False,
+            False,
+        ]
         assert b'roost_planner_reloads_total{outcome="refused"} 2.0' in service.metrics.exposition()
 
 
 @pytest.mark.looptime
-async def test_a_defect_in_thinking_of_one_engine_does_not_hold_up_another(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_defect_in_thinking_of_one_engine_does_not_hold_up_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def broken(view: Any, *arguments: Any) -> Any:
         if view.engine == "b":
             raise ZeroDivisionError("a defect")
@@ -754,7 +859,11 @@ async def test_a_defect_in_thinking_of_one_engine_does_not_hold_up_another(monke
     decide = plan_queries.decide
     monkeypatch.setattr("migration.requests.plan_queries.decide", broken)
     broker = MemoryBroker()
-    async with flight(broker) as world, flight(broker, name="b", worker_id=2) as other, serving(broker) as service:
+    async with (
+        flight(broker) as world,
+        flight(broker, name="b", worker_id=2) as other,
+        serving(broker) as service,
+    ):
         for _ in range(45):
             await other.speak()
             await world.last(1)
@@ -765,7 +874,9 @@ async def test_a_defect_in_thinking_of_one_engine_does_not_hold_up_another(monke
 
 
 @pytest.mark.looptime
-async def test_an_engine_whose_experts_are_sharded_is_measured_and_left_alone_beside_one_that_is_planned_for() -> None:
+async def test_an_engine_whose_experts_are_sharded_is_measured_and_left_alone_beside_one_that_is_planned_for() -> (
+    None
+):
     broker = MemoryBroker()
     sharded = Flight(broker, "t", 2)
     sharded.remote_ranks = 0.0
@@ -775,7 +886,7 @@ async def test_an_engine_whose_experts_are_sharded_is_measured_and_left_alone_be
             await sharded.speak()
             await world.last(1)
         assert len(await own(world.bus)) == 1
-        (_, told) = (await loop(world.bus)).engines
+        _, told = (await loop(world.bus)).engines
         assert (told.engine, told.plans, told.homes) == ("t", (), 0)
         assert "sharded over all ranks" in told.decided
         assert told.measured is not None
@@ -803,9 +914,18 @@ async def test_measurements_that_cannot_be_are_counted_and_change_nothing() -> N
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker) as service:
         voice = world.bus.publisher(SUBJECTS.dispatched(world.name))
-        for wrong in ({"rank": 7}, {"steps": 0}, {"balance": (1.0,)}, {"local": (1e9, 0.0)}, {"remote_ranks": (float("nan"), 0.0)}, {"tokens": -1}):
+        for wrong in (
+            {"rank": 7},
+            {"steps": 0},
+            {"balance": (1.0,)},
+            {"local": (1e9, 0.0)},
+            {"remote_ranks": (float("nan"), 0.0)},
+            {"tokens": -1},
+        ):
             await voice.publish(
-                world.measured(0, **{key: value for key, value in wrong.items() if key != "rank"}) if "rank" not in wrong else world.measured(7)
+                world.measured(0, **{key: value for key, value in wrong.items() if key != "rank"})
+                if "rank" not in wrong
+                else world.measured(7)
             )
         await asyncio.sleep(1)
         exposed = service.metrics.exposition().decode()

@@ -74,7 +74,9 @@ async def test_a_former_leader_that_was_slow_does_not_erase_what_its_successor_a
     async with asyncio.timeout(5):
         await former.asked_again.wait()
     assert not writing.done()
-    assert await stored(broker) == LoopMemory(paused=True, paused_reason="an incident", paused_at=5.0, engines={"e": trusting(0.9)})
+    assert await stored(broker) == LoopMemory(
+        paused=True, paused_reason="an incident", paused_at=5.0, engines={"e": trusting(0.9)}
+    )
     writing.cancel()  # like all tasks of a leader, once another service leads
     await asyncio.wait([writing])
     assert (await stored(broker)).paused
@@ -85,12 +87,19 @@ async def test_what_a_predecessor_wrote_after_its_successor_read_is_merged() -> 
     former, successor = Leader(broker), Leader(broker)
     await former.remembering.keep(LoopMemory(engines={"a": trusting(0.9), "b": trusting(0.8)}))
     await successor.remembering.read()
-    memory = former.remembering.memory.steered(True, "an incident", 5.0).remembering("a", trusting(0.2)).remembering("b", trusting(0.3))
+    memory = (
+        former.remembering.memory.steered(True, "an incident", 5.0)
+        .remembering("a", trusting(0.2))
+        .remembering("b", trusting(0.3))
+    )
     await former.remembering.keep(memory)  # late, but acknowledged
     await successor.remembering.keep(successor.remembering.memory.remembering("b", trusting(0.5)))
     merged = await stored(broker)
     assert (merged.paused, merged.paused_reason, merged.paused_at) == (True, "an incident", 5.0)
-    assert (merged.engine("a").trust, merged.engine("b").trust) == (0.2, 0.5), "what both changed is the successor's"
+    assert (merged.engine("a").trust, merged.engine("b").trust) == (
+        0.2,
+        0.5,
+    ), "what both changed is the successor's"
     assert successor.remembering.memory == merged
 
 

@@ -21,12 +21,23 @@ CONFIG = MigrationConfig(window_seconds=60.0, stale_seconds=15.0)
 
 def wanted(rank: int, rate: float, version: int, **fields: Any) -> DemandPublished:
     table = ExpertTable.of(np.full((2, 8), rate))
-    plain: dict[str, Any] = {"engine": "a", "worker_id": 1, "model": "m", "tokens_per_second": 4 * rate, "pairs": 20 * 8 * rate, "demand": table}
+    plain: dict[str, Any] = {
+        "engine": "a",
+        "worker_id": 1,
+        "model": "m",
+        "tokens_per_second": 4 * rate,
+        "pairs": 20 * 8 * rate,
+        "demand": table,
+    }
     return DemandPublished(rank=rank, version=version, **{**plain, **fields})
 
 
 def load(rank: int, **fields: Any) -> KvMetrics:
-    return KvMetrics(worker_id=1, dp_rank=rank, **{"running": 0, "waiting": 0, "active_prefill_tokens": 0, "kv_used_blocks": 0, **fields})
+    return KvMetrics(
+        worker_id=1,
+        dp_rank=rank,
+        **{"running": 0, "waiting": 0, "active_prefill_tokens": 0, "kv_used_blocks": 0, **fields},
+    )
 
 
 def watching(config: MigrationConfig = CONFIG) -> DemandWindows:
@@ -73,7 +84,9 @@ def test_plans_are_made_from_one_window_and_judged_on_the_next() -> None:
     steady(early, (5.0, 1.0), 62, 96)
     view = early.view(ENTRY, 96.0)
     assert view.later is not None
-    np.testing.assert_allclose([view.demand.rates[0].mean(), view.later.rates[0].mean()], [1.0, 5.0], rtol=0.05)
+    np.testing.assert_allclose(
+        [view.demand.rates[0].mean(), view.later.rates[0].mean()], [1.0, 5.0], rtol=0.05
+    )
 
 
 def test_a_rank_that_nobody_spoke_of_is_unknown_until_it_says_that_it_is_idle() -> None:
@@ -91,7 +104,9 @@ def test_silence_is_no_demand_only_where_the_last_word_was_that_nothing_is_wante
     watch.demand(wanted(0, 2.0, 1), 1.0)
     watch.demand(wanted(1, 0.0, 2, tokens_per_second=0.0, pairs=0.0), 1.0)
     assert watch.view(ENTRY, 10.0).demand.rates[0, 0, 0] == pytest.approx(2.0)
-    assert "ranks 0 of" in str(refused(watch, 30.0)), "rank 1 wanted nothing, and nobody says that it does now"
+    assert "ranks 0 of" in str(refused(watch, 30.0)), (
+        "rank 1 wanted nothing, and nobody says that it does now"
+    )
     watch.load(load(1, running=1), 29.0)
     assert "ranks 0, 1 of" in str(refused(watch, 30.0))
 
@@ -166,7 +181,10 @@ def test_load_and_clusters_are_part_of_the_view() -> None:
     steady(watch, (1.0, 1.0), 0, 2)
     for rank in (0, 1):
         watch.load(load(rank, running=rank + 1, active_decode_blocks=4, kv_used_blocks=8), 1.0)
-    old, new = (ClusterModel(version, np.full((1, 2, 8), 1 / 8, np.float32), np.ones(1, np.float32), 1.0) for version in (1, 2))
+    old, new = (
+        ClusterModel(version, np.full((1, 2, 8), 1 / 8, np.float32), np.ones(1, np.float32), 1.0)
+        for version in (1, 2)
+    )
     watch.clusters("m", new)
     watch.clusters("m", old)
     view = watch.view(ENTRY, 1.0)

@@ -18,7 +18,12 @@ from tests.migration.builders import SHAPE
 FIRST = linear(layers=2, experts=8, ranks=2, slots_per_rank=5)
 
 
-def joined(worker_id: int = 1, engine: str = "a", placement: Placement | PlacementRecord | None = FIRST, **fields: Any) -> EngineJoined:
+def joined(
+    worker_id: int = 1,
+    engine: str = "a",
+    placement: Placement | PlacementRecord | None = FIRST,
+    **fields: Any,
+) -> EngineJoined:
     return builders.joined(worker_id, engine, placement, **fields)
 
 
@@ -84,7 +89,10 @@ def test_one_epoch_is_one_placement() -> None:
     ledger = PlacementRegistry()
     ledger.joined(joined())
     ledger.committed(committed(FIRST))
-    for attempt in (lambda: ledger.committed(committed(later(0, 1))), lambda: ledger.joined(joined(placement=later(0, 1)))):
+    for attempt in (
+        lambda: ledger.committed(committed(later(0, 1))),
+        lambda: ledger.joined(joined(placement=later(0, 1))),
+    ):
         with pytest.raises(InvalidPlacementEvent) as refusal:
             attempt()
         assert refusal.value.fault is PlacementFault.CONTRADICTION
@@ -137,17 +145,25 @@ def test_a_tensor_parallel_engine_is_one_target_with_the_placement_to_return_to(
         ({"layout": Layout(attention="dp", boundary=9)}, PlacementFault.LAYOUT),
         ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"")}, PlacementFault.PLACEMENT),
         ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"\0" * 40)}, PlacementFault.PLACEMENT),
-        ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"\xff" * 40)}, PlacementFault.PLACEMENT),
+        (
+            {"placement": msgspec.structs.replace(FIRST.record(), slots=b"\xff" * 40)},
+            PlacementFault.PLACEMENT,
+        ),
         ({"placement": msgspec.structs.replace(FIRST.record(), experts=9)}, PlacementFault.PLACEMENT),
         ({"placement": msgspec.structs.replace(FIRST.record(), experts=1 << 40)}, PlacementFault.PLACEMENT),
         ({"placement": msgspec.structs.replace(FIRST.record(), experts=-1)}, PlacementFault.PLACEMENT),
         ({"placement": msgspec.structs.replace(FIRST.record(), ranks=0)}, PlacementFault.PLACEMENT),
-        ({"placement": msgspec.structs.replace(FIRST.record(), ranks=-2, slots_per_rank=-5)}, PlacementFault.PLACEMENT),
+        (
+            {"placement": msgspec.structs.replace(FIRST.record(), ranks=-2, slots_per_rank=-5)},
+            PlacementFault.PLACEMENT,
+        ),
         ({"placement": msgspec.structs.replace(FIRST.record(), ranks=3)}, PlacementFault.PLACEMENT),
         ({"placement": msgspec.structs.replace(FIRST.record(), epoch=-1)}, PlacementFault.PLACEMENT),
     ],
 )
-def test_a_join_that_contradicts_itself_is_refused_and_asks_for_nothing(fields: dict[str, Any], fault: PlacementFault) -> None:
+def test_a_join_that_contradicts_itself_is_refused_and_asks_for_nothing(
+    fields: dict[str, Any], fault: PlacementFault
+) -> None:
     ledger = PlacementRegistry()
     with pytest.raises(InvalidPlacementEvent) as refusal:
         ledger.joined(joined(**fields))
@@ -163,7 +179,11 @@ def test_a_placement_of_another_shape_is_refused() -> None:
         ledger.committed(committed(linear(layers=2, experts=8, ranks=4)))
     assert refusal.value.fault is PlacementFault.SHAPE
     with pytest.raises(InvalidPlacementEvent) as refusal:
-        ledger.committed(msgspec.structs.replace(committed(FIRST), placement=msgspec.structs.replace(FIRST.record(), slots=b"12")))
+        ledger.committed(
+            msgspec.structs.replace(
+                committed(FIRST), placement=msgspec.structs.replace(FIRST.record(), slots=b"12")
+            )
+        )
     assert refusal.value.fault is PlacementFault.PLACEMENT
 
 
@@ -177,7 +197,9 @@ def test_incarnations_long_gone_are_forgotten_and_present_ones_never() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4), st.integers(0, 7)), max_size=40))
-def test_however_the_log_is_repeated_or_mixed_the_newest_agreed_epoch_stands(said: list[tuple[int, int, int]]) -> None:
+def test_however_the_log_is_repeated_or_mixed_the_newest_agreed_epoch_stands(
+    said: list[tuple[int, int, int]],
+) -> None:
     ledger = PlacementRegistry()
     expected: dict[int, tuple[int, int]] = {}
     for worker_id, epoch, shift in said:

@@ -31,7 +31,20 @@ from fleet.handover import ProtocolState, RankState
 from fleet.placement import Placement
 from migration.model.plan import replay
 from tests.migration.builders import joined
-from tests.migration.executor_fixture import CONFIG, FIRST, SUBJECTS, apply, ask, at_rest, engine, key, leading, log, replicating, told
+from tests.migration.executor_fixture import (
+    CONFIG,
+    FIRST,
+    SUBJECTS,
+    apply,
+    ask,
+    at_rest,
+    engine,
+    key,
+    leading,
+    log,
+    replicating,
+    told,
+)
 from tests.migration.fake_ranks import Ranks
 
 ONE = ["Planned", "Staged", "1@1", "Committed"]
@@ -52,7 +65,11 @@ async def test_a_plan_of_three_handovers_is_carried_out_and_told_in_order() -> N
         assert at_rest(broker, ranks)
         entries = await log(bus)
         assert told(entries) == ["1@0", *ONE, "Staged", "1@2", "Committed", "Staged", "1@3", "Committed"]
-        assert [entry.last for entry in entries if isinstance(entry, MigrationCommitted)] == [False, False, True]
+        assert [entry.last for entry in entries if isinstance(entry, MigrationCommitted)] == [
+            False,
+            False,
+            True,
+        ]
         assert all(len(entry.pulls) == 2 for entry in entries if isinstance(entry, MigrationStaged))
         exposed = service.metrics.exposition().decode()
         assert 'handovers_total{fault="",outcome="committed"} 3.0' in exposed
@@ -103,9 +120,13 @@ async def test_a_second_plan_for_an_engine_is_refused_by_naming_the_first() -> N
     async with engine(broker) as ranks, leading(bus):
         ranks.stage_seconds = 1.0
         accepted = await apply(bus, replicating())
-        with pytest.raises(Declined, match=rf"engine 'a' is carrying out plan {accepted.plan} \(handover 1 of 3\)"):
+        with pytest.raises(
+            Declined, match=rf"engine 'a' is carrying out plan {accepted.plan} \(handover 1 of 3\)"
+        ):
             await apply(bus, replicating())
-        both = await asyncio.gather(apply(bus, replicating()), apply(bus, replicating()), return_exceptions=True)
+        both = await asyncio.gather(
+            apply(bus, replicating()), apply(bus, replicating()), return_exceptions=True
+        )
         assert all(isinstance(one, Declined) for one in both)
 
 
@@ -114,7 +135,9 @@ async def test_of_two_plans_at_the_same_time_one_is_taken() -> None:
     broker = MemoryBroker()
     bus = MemoryBus(broker)
     async with engine(broker) as ranks, leading(bus):
-        both = await asyncio.gather(apply(bus, replicating()), apply(bus, replicating()), return_exceptions=True)
+        both = await asyncio.gather(
+            apply(bus, replicating()), apply(bus, replicating()), return_exceptions=True
+        )
         assert sum(isinstance(one, Declined) for one in both) == 1
         await asyncio.sleep(5)
         assert ranks.served == [0, 1, 2, 3]
@@ -126,7 +149,10 @@ async def test_several_engines_are_conducted_at_once() -> None:
     broker = MemoryBroker()
     bus = MemoryBus(broker)
     async with AsyncExitStack() as stack:
-        engines = [await stack.enter_async_context(engine(broker, worker_id, name)) for worker_id, name in enumerate("abc", start=1)]
+        engines = [
+            await stack.enter_async_context(engine(broker, worker_id, name))
+            for worker_id, name in enumerate("abc", start=1)
+        ]
         await stack.enter_async_context(leading(bus))
         for ranks, name in zip(engines, "abc", strict=True):
             ranks.stage_seconds = 1.5
@@ -144,10 +170,17 @@ async def test_a_rank_that_cannot_stage_ends_the_plan_and_the_next_one_is_taken(
         first = await apply(bus, replicating())
         await asyncio.sleep(3)
         (aborted,) = [entry for entry in await log(bus) if isinstance(entry, MigrationAborted)]
-        assert (aborted.reason, aborted.fault, aborted.rank, aborted.epoch) == ("rank 0 sent other bytes than it promised", "checksum", 1, 1)
+        assert (aborted.reason, aborted.fault, aborted.rank, aborted.epoch) == (
+            "rank 0 sent other bytes than it promised",
+            "checksum",
+            1,
+            1,
+        )
         assert ranks.served == [0]
         assert at_rest(broker, ranks)
-        assert 'handovers_total{fault="checksum",outcome="aborted"} 1.0' in service.metrics.exposition().decode()
+        assert (
+            'handovers_total{fault="checksum",outcome="aborted"} 1.0' in service.metrics.exposition().decode()
+        )
         ranks.fails.clear()
         second = await apply(bus, replicating())
         assert second.plan == f"{first.plan}-2"
@@ -156,7 +189,9 @@ async def test_a_rank_that_cannot_stage_ends_the_plan_and_the_next_one_is_taken(
 
 
 @pytest.mark.looptime
-async def test_a_silent_rank_is_waited_for_until_the_deadline_and_then_told_of_the_abort_until_it_hears() -> None:
+async def test_a_silent_rank_is_waited_for_until_the_deadline_and_then_told_of_the_abort_until_it_hears() -> (
+    None
+):
     broker = MemoryBroker()
     bus = MemoryBus(broker)
     async with engine(broker) as ranks, leading(bus):
@@ -181,7 +216,9 @@ async def test_engines_that_take_part_in_no_handovers_are_refused_with_their_own
     bus = MemoryBus(broker)
     async with engine(broker) as ranks, leading(bus):
         ranks.unable = "this engine's experts cannot be moved"
-        with pytest.raises(Declined, match="rank 0 takes part in no handover: this engine's experts cannot be moved"):
+        with pytest.raises(
+            Declined, match="rank 0 takes part in no handover: this engine's experts cannot be moved"
+        ):
             await apply(bus, replicating())
         ranks.unable = ""
         ranks.silent = {0, 1}
@@ -211,14 +248,20 @@ async def test_a_handover_waits_for_cells_that_drain_and_what_has_no_room_at_all
         await asyncio.sleep(1.5)
         assert not any(isinstance(command, ProposeHandover) for _, command in ranks.commands)
         exposed = service.metrics.exposition().decode()
-        for words in ('handovers_pending{engine="a"} 3.0', 'layers_pending{engine="a"} 1.0', 'state="draining"} 2.0'):
+        for words in (
+            'handovers_pending{engine="a"} 3.0',
+            'layers_pending{engine="a"} 1.0',
+            'state="draining"} 2.0',
+        ):
             assert words in exposed
         assert 'plan_age_seconds{engine="a"} 0.0' not in exposed
         ranks.free, ranks.draining = 1, 0
         await asyncio.sleep(3)
         assert ranks.served == [0, 1, 2, 3]
         ranks.free = 0
-        with pytest.raises(Declined, match="rank 0 has no free cell to bring an expert into: 0 are in quarantine, 0 drain"):
+        with pytest.raises(
+            Declined, match="rank 0 has no free cell to bring an expert into: 0 are in quarantine, 0 drain"
+        ):
             await ask(bus, MigrateExpert(engine="a", layer=1, expert=0, rank=1))
 
 
@@ -227,7 +270,9 @@ async def test_a_handover_waits_for_cells_that_drain_and_what_has_no_room_at_all
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("last_command", [ProposeHandover, CommitHandover, AbortHandover])
-async def test_an_engine_that_dies_in_any_phase_ends_the_plan_and_its_next_life_begins_where_the_log_says(last_command: type[Message]) -> None:
+async def test_an_engine_that_dies_in_any_phase_ends_the_plan_and_its_next_life_begins_where_the_log_says(
+    last_command: type[Message],
+) -> None:
     broker = MemoryBroker()
     bus = MemoryBus(broker)
     async with engine(broker) as ranks, leading(bus) as service:
@@ -238,7 +283,11 @@ async def test_an_engine_that_dies_in_any_phase_ends_the_plan_and_its_next_life_
         ranks.kill()
         await asyncio.sleep(2)
         decided = last_command is CommitHandover
-        second = Placement(replay(FIRST, replicating())[0].expert_of_slot, experts=8, ranks=2, epoch=1) if decided else FIRST
+        second = (
+            Placement(replay(FIRST, replicating())[0].expert_of_slot, experts=8, ranks=2, epoch=1)
+            if decided
+            else FIRST
+        )
         async with engine(broker, 2, placement=second) as reborn:
             await asyncio.sleep(3)
             entries = await log(bus)
@@ -303,7 +352,9 @@ async def test_an_engine_that_falls_silent_forever_ends_its_plan_but_never_a_dec
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("begins", [0.02, 0.08, 0.3])
-async def test_while_the_bus_is_away_nothing_is_commanded_and_afterwards_the_plan_goes_on(begins: float) -> None:
+async def test_while_the_bus_is_away_nothing_is_commanded_and_afterwards_the_plan_goes_on(
+    begins: float,
+) -> None:
     broker = MemoryBroker()
     bus = MemoryBus(broker)
     async with engine(broker) as ranks, leading(bus):
@@ -388,16 +439,28 @@ async def test_a_service_that_was_stopped_for_long_finds_itself_replaced_and_com
         await asyncio.sleep(0.1)
         stopped.running.clear()
         await asyncio.sleep(10)
-        tokens = {command.token for _, command in ranks.commands if isinstance(command, ProposeHandover | CommitHandover | AbortHandover)}
+        tokens = {
+            command.token
+            for _, command in ranks.commands
+            if isinstance(command, ProposeHandover | CommitHandover | AbortHandover)
+        }
         stopped.running.set()
         await asyncio.sleep(10)
         assert b"roost_migration_leader 0.0" in first.metrics.exposition()
         assert b'{engine="a"' not in first.metrics.exposition(), "it knows of them no more"
-        later = [command.token for _, command in ranks.commands if isinstance(command, ProposeHandover | CommitHandover | AbortHandover)]
+        later = [
+            command.token
+            for _, command in ranks.commands
+            if isinstance(command, ProposeHandover | CommitHandover | AbortHandover)
+        ]
         assert set(later) == tokens
         assert at_rest(broker, ranks)
         assert ranks.served == [0]
-        assert told(await log(bus))[:3] == ["1@0", "Planned", "Aborted"], "what the first was just writing when it was stopped may come late"
+        assert told(await log(bus))[:3] == [
+            "1@0",
+            "Planned",
+            "Aborted",
+        ], "what the first was just writing when it was stopped may come late"
 
 
 class Stoppable(MemoryBus):
@@ -468,7 +531,9 @@ async def test_a_plan_is_stored_while_it_is_under_way_and_no_longer() -> None:
         assert set(broker.blobs) == {tokenizer}
         await ask(bus, RollBack(engine="a"))
         await asyncio.sleep(5)
-        assert (ranks.placement.replicas_on_rank == FIRST.replicas_on_rank).all(), "what is over can be rolled back nevertheless"
+        assert (ranks.placement.replicas_on_rank == FIRST.replicas_on_rank).all(), (
+            "what is over can be rolled back nevertheless"
+        )
         assert set(broker.blobs) == {tokenizer}
 
 
@@ -575,7 +640,16 @@ async def test_lost_answers_of_the_store_change_nothing(every: int) -> None:
         await apply(bus, replicating())
         await asyncio.sleep(60)
         assert ranks.served == [0, 1, 2, 3]
-        assert told(await log(bus)) == ["1@0", *ONE, "Staged", "1@2", "Committed", "Staged", "1@3", "Committed"]
+        assert told(await log(bus)) == [
+            "1@0",
+            *ONE,
+            "Staged",
+            "1@2",
+            "Committed",
+            "Staged",
+            "1@3",
+            "Committed",
+        ]
 
 
 # Death of the coordinator
@@ -614,7 +688,8 @@ class Mortal(MemoryBus):
 
 
 async def dies(at: int, *, after: bool, handovers: int) -> int:
-    """End a coordinator at its nth call and start another. Returns the number of calls of an undisturbed run."""
+    """End a coordinator at its nth call and start another. Returns the number of calls of an undisturbed
+    run."""
     broker = MemoryBroker()
     mortal, bus = Mortal(broker), MemoryBus(broker)
     async with engine(broker) as ranks:
@@ -631,7 +706,9 @@ async def dies(at: int, *, after: bool, handovers: int) -> int:
                 words = told(entries)
                 assert at_rest(broker, ranks), words
                 assert words == ["1@0"] or words[-1] in ("Committed", "Aborted"), words
-                assert len(set(words) - {"Staged", "Committed"}) == len([word for word in words if word not in ("Staged", "Committed")]), words
+                assert len(set(words) - {"Staged", "Committed"}) == len(
+                    [word for word in words if word not in ("Staged", "Committed")]
+                ), words
                 assert [int(word[2:]) for word in words if word.startswith("1@")] == ranks.served
                 kinds = [
                     (type(entry), getattr(entry, "handover", None), getattr(entry, "number", None))
@@ -646,7 +723,9 @@ async def dies(at: int, *, after: bool, handovers: int) -> int:
 
 
 @pytest.mark.looptime
-async def test_a_coordinator_that_ends_at_any_of_its_calls_is_followed_by_one_that_ends_what_it_began() -> None:
+async def test_a_coordinator_that_ends_at_any_of_its_calls_is_followed_by_one_that_ends_what_it_began() -> (
+    None
+):
     calls = await dies(0, after=False, handovers=1)
     assert calls > 10
     for at in range(1, calls + 1):
@@ -679,7 +758,16 @@ async def test_over_nats_a_plan_is_carried_out_though_the_server_is_killed(nats_
                     while told(entries := await log(bus)).count("Committed") < 3:  # noqa: ASYNC110 the log is elsewhere
                         await asyncio.sleep(0.1)
                 assert ranks.served == [0, 1, 2, 3]
-                assert told(entries) == ["1@0", *ONE, "Staged", "1@2", "Committed", "Staged", "1@3", "Committed"]
+                assert told(entries) == [
+                    "1@0",
+                    *ONE,
+                    "Staged",
+                    "1@2",
+                    "Committed",
+                    "Staged",
+                    "1@3",
+                    "Committed",
+                ]
     finally:
         await bus.close()
         await theirs.close()

@@ -10,7 +10,15 @@ import pytest
 
 from bus import BusError
 from bus.memory import MemoryBroker, MemoryBus
-from fleet.events import MigrateExpert, MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged, PlacementCommitted, RollBack
+from fleet.events import (
+    MigrateExpert,
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationPlanned,
+    MigrationStaged,
+    PlacementCommitted,
+    RollBack,
+)
 from tests.migration.execution.test_executor import Stoppable
 from tests.migration.executor_fixture import SUBJECTS, at_rest, engine, leading, log, told
 from tests.migration.fake_ranks import Ranks
@@ -21,7 +29,9 @@ SECONDS = 40.0
 class _Trouble:
     """Random faults, one after another. All of them end, except that some coordinators never come back."""
 
-    def __init__(self, chance: random.Random, broker: MemoryBroker, ranks: Ranks, stack: AsyncExitStack) -> None:
+    def __init__(
+        self, chance: random.Random, broker: MemoryBroker, ranks: Ranks, stack: AsyncExitStack
+    ) -> None:
         self.chance, self.broker, self.ranks, self.stack = chance, broker, ranks, stack
         self.leaders: list[Stoppable] = []
 
@@ -62,7 +72,13 @@ async def _wanting(chance: random.Random, bus: MemoryBus, broker: MemoryBroker) 
     """Operator who keeps requesting further moves."""
     while True:
         await asyncio.sleep(chance.expovariate(1.5))
-        wish = MigrateExpert(engine="a", layer=chance.randrange(2), expert=chance.randrange(8), rank=chance.randrange(2), move=chance.random() < 0.7)
+        wish = MigrateExpert(
+            engine="a",
+            layer=chance.randrange(2),
+            expert=chance.randrange(8),
+            rank=chance.randrange(2),
+            move=chance.random() < 0.7,
+        )
         with suppress(BusError):
             await bus.request(SUBJECTS.migrate, wish if chance.random() < 0.8 else RollBack(engine="a"), 3)
 
@@ -90,9 +106,16 @@ async def _run(seed: int) -> Counter[str]:
         entries = await log(bus)
         words = told(entries)
         assert at_rest(broker, ranks), words
-        assert [entry.placement.epoch for entry in entries if isinstance(entry, PlacementCommitted)] == ranks.served, words
+        assert [
+            entry.placement.epoch for entry in entries if isinstance(entry, PlacementCommitted)
+        ] == ranks.served, words
         for plan in [entry.plan for entry in entries if isinstance(entry, MigrationPlanned)]:
-            ends = [e for e in entries if ((isinstance(e, MigrationCommitted) and e.last) or isinstance(e, MigrationAborted)) and e.plan == plan]
+            ends = [
+                e
+                for e in entries
+                if ((isinstance(e, MigrationCommitted) and e.last) or isinstance(e, MigrationAborted))
+                and e.plan == plan
+            ]
             assert len(ends) == 1, (plan, words)
         decided = {entry.handover for entry in entries if isinstance(entry, MigrationCommitted)}
         assert not decided & {entry.handover for entry in entries if isinstance(entry, MigrationAborted)}

@@ -22,7 +22,14 @@ from fleet.events import (
 from fleet.handover import CommandVerdict, CoordinatorEvent, CoordinatorState, RankState
 from fleet.layout import EP
 from fleet.placement import linear
-from migration.handover.coordinator import Command, HandoverSpec, HandoverState, HandoverTimes, begun, taken_over
+from migration.handover.coordinator import (
+    Command,
+    HandoverSpec,
+    HandoverState,
+    HandoverTimes,
+    begun,
+    taken_over,
+)
 
 PACE = HandoverTimes(repeat=0.5, grace=1.0, commit=5.0)
 RANKS = 3
@@ -92,19 +99,29 @@ def test_everybody_is_proposed_to_and_again_after_a_while_until_it_answers() -> 
     assert sent(proceeding, 10.4) == {}
     assert proceeding.next_look(10.1) == 10.5
     proceeding = proceeding.heard(said(0, RankState.STAGING)).heard(said(1, RankState.STAGED))
-    assert sent(proceeding, 10.5) == {0: DescribeHandover, 2: ProposeHandover}, "who has taken it is asked how it goes"
+    assert sent(proceeding, 10.5) == {
+        0: DescribeHandover,
+        2: ProposeHandover,
+    }, "who has taken it is asked how it goes"
 
 
 def test_commits_go_to_all_and_again_to_those_that_do_not_serve_yet() -> None:
     proceeding = committing()
     assert sent(proceeding, 11.0) == dict.fromkeys(range(3), CommitHandover), "at once"
-    proceeding = proceeding.asked(range(3), 11.0).heard(said(0, RankState.READY)).heard(said(1, flipped=7, concluded=7))
+    proceeding = (
+        proceeding.asked(range(3), 11.0)
+        .heard(said(0, RankState.READY))
+        .heard(said(1, flipped=7, concluded=7))
+    )
     assert sent(proceeding, 11.5) == dict.fromkeys((0, 2), CommitHandover)
 
 
 def test_an_abort_goes_to_all_with_its_reason_until_each_says_that_it_is_over() -> None:
     proceeding = aborting()
-    assert all(isinstance(command, AbortHandover) and "did not answer" in command.reason for _, command in proceeding.due(13.5))
+    assert all(
+        isinstance(command, AbortHandover) and "did not answer" in command.reason
+        for _, command in proceeding.due(13.5)
+    )
     proceeding = proceeding.heard(said(0, concluded=7)).heard(said(1, RankState.STAGED))
     assert sent(proceeding, 13.5) == dict.fromkeys((1, 2), AbortHandover)
 
@@ -165,7 +182,12 @@ def test_what_leaves_no_hope_aborts_with_whose_fault_it_is(word: HandoverDescrib
 
 
 def test_the_deadline_names_who_is_late_and_a_commit_has_none() -> None:
-    proceeding = proposing().heard(said(0, RankState.STAGED)).heard(said(1, RankState.STAGING)).heard(said(2, RankState.STAGING))
+    proceeding = (
+        proposing()
+        .heard(said(0, RankState.STAGED))
+        .heard(said(1, RankState.STAGING))
+        .heard(said(2, RankState.STAGING))
+    )
     assert proceeding.move(12.9) is None
     after, cue = make(proceeding, 13.0)
     assert cue is CoordinatorEvent.FAILED
@@ -186,7 +208,12 @@ def test_a_rank_that_refuses_commands_ends_a_proposal_and_is_not_waited_for_with
 
 
 @pytest.mark.parametrize(
-    ("begin", "records"), [(proposing, [MigrationAborted]), (committing, [PlacementCommitted, MigrationCommitted]), (aborting, [MigrationAborted])]
+    ("begin", "records"),
+    [
+        (proposing, [MigrationAborted]),
+        (committing, [PlacementCommitted, MigrationCommitted]),
+        (aborting, [MigrationAborted]),
+    ],
 )
 def test_an_engine_that_is_gone_ends_it_with_what_was_decided(begin: Any, records: list[type]) -> None:
     proceeding = begin().gone("it has left")
@@ -210,9 +237,15 @@ def test_silence_ends_an_abort_only() -> None:
 
 @pytest.mark.parametrize(
     ("begin", "command", "cue"),
-    [(proposing, None, CoordinatorEvent.FAILED), (committing, CommitHandover, None), (aborting, AbortHandover, None)],
+    [
+        (proposing, None, CoordinatorEvent.FAILED),
+        (committing, CommitHandover, None),
+        (aborting, AbortHandover, None),
+    ],
 )
-def test_a_successor_goes_on_from_what_is_durable(begin: Any, command: type | None, cue: CoordinatorEvent | None) -> None:
+def test_a_successor_goes_on_from_what_is_durable(
+    begin: Any, command: type | None, cue: CoordinatorEvent | None
+) -> None:
     left = begin()
     found = left.durable(left.state, 13.5)
     heir = taken_over(left.what, found, 8, PACE, 100.0)
@@ -228,7 +261,9 @@ def test_a_successor_goes_on_from_what_is_durable(begin: Any, command: type | No
 
 def test_what_nothing_durable_knew_of_is_ended_without_a_record() -> None:
     left = aborting()
-    heir = taken_over(undertaking(plan="", placement=None), left.durable(CoordinatorState.ABORTING, 13.5), 8, PACE, 20.0)
+    heir = taken_over(
+        undertaking(plan="", placement=None), left.durable(CoordinatorState.ABORTING, 13.5), 8, PACE, 20.0
+    )
     move = all_say(heir, RankState.SERVING, concluded=7).move(20.0)
     assert move is not None
     assert move.records == ()
@@ -241,14 +276,24 @@ class _Rank:
     """Reports of one rank in one handover, in the order in which they become true."""
 
     def __init__(self, rank: int, fails: bool) -> None:
-        self.words = [said(rank), said(rank, RankState.STAGING), said(rank, RankState.FAILED if fails else RankState.STAGED)]
+        self.words = [
+            said(rank),
+            said(rank, RankState.STAGING),
+            said(rank, RankState.FAILED if fails else RankState.STAGED),
+        ]
         self.aborted = said(rank, concluded=7)
         self.committed = [said(rank, RankState.READY), said(rank, flipped=7, concluded=7, served=4)]
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 1 << 30), fails=st.sets(st.integers(0, RANKS - 1), max_size=1), heirs=st.integers(0, 2))
-def test_whatever_is_lost_repeated_and_reordered_the_end_is_that_of_the_protocol(seed: int, fails: set[int], heirs: int) -> None:
+@given(
+    seed=st.integers(0, 1 << 30),
+    fails=st.sets(st.integers(0, RANKS - 1), max_size=1),
+    heirs=st.integers(0, 2),
+)
+def test_whatever_is_lost_repeated_and_reordered_the_end_is_that_of_the_protocol(
+    seed: int, fails: set[int], heirs: int
+) -> None:
     """Reports arrive late, twice or never.
 
     A coordinator may end at any time, and its successor knows only the durable state.
@@ -285,7 +330,9 @@ def test_whatever_is_lost_repeated_and_reordered_the_end_is_that_of_the_protocol
             recorded += [type(entry) for entry in move.records if type(entry) not in recorded]
             if heirs and chance.random() < 0.3:
                 heirs, token = heirs - 1, token + 1
-                proceeding = taken_over(proceeding.what, proceeding.durable(proceeding.state, now), token, PACE, now)
+                proceeding = taken_over(
+                    proceeding.what, proceeding.durable(proceeding.state, now), token, PACE, now
+                )
                 continue
             proceeding = proceeding.moved(move, now)
             states.append(proceeding.state)

@@ -12,8 +12,12 @@ STORY = st.lists(st.tuples(st.floats(0, 50), st.integers(0, 1000)), max_size=30)
 
 
 @given(STORY, st.integers(0, 2000), st.floats(1, 100))
-@example([(6.4e-178, 1), (1.0, 1)], 1, 1.0)  # the second request comes when the interval of the first has ended by less than the resolution of a float
-def test_who_copies_no_more_than_is_left_never_copies_more_than_the_budget_in_any_interval(story: list[tuple[float, int]], budget: int, seconds: float) -> None:
+@example(
+    [(6.4e-178, 1), (1.0, 1)], 1, 1.0
+)  # the second request comes when the interval of the first has ended by less than the resolution of a float
+def test_who_copies_no_more_than_is_left_never_copies_more_than_the_budget_in_any_interval(
+    story: list[tuple[float, int]], budget: int, seconds: float
+) -> None:
     kept, now, done = ByteBudget(), 0.0, []
     for pause, wish in story:
         now += pause
@@ -25,7 +29,9 @@ def test_who_copies_no_more_than_is_left_never_copies_more_than_the_budget_in_an
 
 
 @given(STORY, st.floats(0, 200), st.floats(1, 100))
-def test_what_is_within_an_interval_is_what_was_copied_in_it(story: list[tuple[float, int]], later: float, seconds: float) -> None:
+def test_what_is_within_an_interval_is_what_was_copied_in_it(
+    story: list[tuple[float, int]], later: float, seconds: float
+) -> None:
     kept, now, done = ByteBudget(), 0.0, []
     for pause, copied in story:
         now += pause

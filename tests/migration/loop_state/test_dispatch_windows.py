@@ -24,7 +24,9 @@ def measured(config: MigrationConfig = CONFIG) -> DispatchWindows:
     return found
 
 
-def said(rank: int = 0, epoch: int = 0, steps: int = 10, took: float = 0.02, tokens: int = 100, **fields: Any) -> DispatchMeasured:
+def said(
+    rank: int = 0, epoch: int = 0, steps: int = 10, took: float = 0.02, tokens: int = 100, **fields: Any
+) -> DispatchMeasured:
     plain: dict[str, Any] = {
         "seconds": 1.0,
         "pairs": 2 * tokens,
@@ -33,7 +35,17 @@ def said(rank: int = 0, epoch: int = 0, steps: int = 10, took: float = 0.02, tok
         "served": (0.0, 2.0 * tokens, 2.0 * tokens),
         "balance": (0.0, 0.8 * steps, 0.6 * steps),
     }
-    return DispatchMeasured(engine="a", worker_id=1, rank=rank, model="m", epoch=epoch, steps=steps, step_seconds=took, tokens=tokens, **{**plain, **fields})
+    return DispatchMeasured(
+        engine="a",
+        worker_id=1,
+        rank=rank,
+        model="m",
+        epoch=epoch,
+        steps=steps,
+        step_seconds=took,
+        tokens=tokens,
+        **{**plain, **fields},
+    )
 
 
 def test_means_are_over_all_that_was_said_and_leave_out_layers_that_are_sharded() -> None:
@@ -46,7 +58,9 @@ def test_means_are_over_all_that_was_said_and_leave_out_layers_that_are_sharded(
     figures = window.measured.figures
     assert (figures.remote_ranks, figures.local, figures.balance) == pytest.approx((0.4, 0.375, 0.7))
     assert (figures.step_seconds, figures.tokens) == pytest.approx((0.002, 3200))
-    assert window.measured.token_seconds == pytest.approx(0.002 / 40), "a step of 40 tokens, of both ranks together"
+    assert window.measured.token_seconds == pytest.approx(0.002 / 40), (
+        "a step of 40 tokens, of both ranks together"
+    )
     assert window.measured.pairs == 6400
     assert window.layers.balance == pytest.approx((0.0, 0.8, 0.6))
     assert window.measured.errors.remote_ranks == pytest.approx(0.0, abs=1e-12)
@@ -143,7 +157,9 @@ def test_what_cannot_be_is_refused_and_changes_nothing(wrong: dict[str, Any], fa
     assert not kept._engines[1].slices
 
 
-def test_of_engines_that_are_not_present_nothing_is_kept_and_what_contradicts_one_that_is_is_refused() -> None:
+def test_of_engines_that_are_not_present_nothing_is_kept_and_what_contradicts_one_that_is_is_refused() -> (
+    None
+):
     kept = DispatchWindows(CONFIG)
     kept.hear(said(), 0.0)
     assert kept._engines == {}

@@ -6,28 +6,67 @@ import msgspec
 import numpy as np
 import pytest
 
-from fleet.events import LoopFigures, MigrationAborted, MigrationCommitted, MigrationPlanned, Origin, PlanJudged, Verdict
-from migration.loop_state.persistent_state import MOST_ENGINES, MOST_HARMS, EngineMemory, Harm, LoopMemory, PendingVerdict
+from fleet.events import (
+    LoopFigures,
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationPlanned,
+    Origin,
+    PlanJudged,
+    Verdict,
+)
+from migration.loop_state.persistent_state import (
+    MOST_ENGINES,
+    MOST_HARMS,
+    EngineMemory,
+    Harm,
+    LoopMemory,
+    PendingVerdict,
+)
 from migration.loop_state.plan_history import MOST_TALES, MOST_TOLD, PlanHistory
 from migration.loop_state.verdict import StepPrices
 
 FIGURES = LoopFigures(remote_ranks=1.0, local=0.5, balance=0.9, step_seconds=1e-3)
 
 
-def planned(plan: str = "p", origin: Origin = "planner", policy: str = "roost", handovers: int = 2) -> MigrationPlanned:
+def planned(
+    plan: str = "p", origin: Origin = "planner", policy: str = "roost", handovers: int = 2
+) -> MigrationPlanned:
     return MigrationPlanned(
-        engine="a", worker_id=1, plan=plan, origin=origin, base_epoch=0, handovers=handovers, copies=2, bytes=20, reason="so", policy=policy, before=FIGURES
+        engine="a",
+        worker_id=1,
+        plan=plan,
+        origin=origin,
+        base_epoch=0,
+        handovers=handovers,
+        copies=2,
+        bytes=20,
+        reason="so",
+        policy=policy,
+        before=FIGURES,
     )
 
 
 def committed(number: int, plan: str = "p", last: bool = False) -> MigrationCommitted:
     return MigrationCommitted(
-        engine="a", worker_id=1, plan=plan, handover=number + 1, number=number, epoch=number + 1, copies=1, bytes=10, seconds=1.0, commit_seconds=0.1, last=last
+        engine="a",
+        worker_id=1,
+        plan=plan,
+        handover=number + 1,
+        number=number,
+        epoch=number + 1,
+        copies=1,
+        bytes=10,
+        seconds=1.0,
+        commit_seconds=0.1,
+        last=last,
     )
 
 
 def aborted(plan: str = "p") -> MigrationAborted:
-    return MigrationAborted(engine="a", worker_id=1, plan=plan, handover=1, number=0, epoch=1, reason="full", fault="memory")
+    return MigrationAborted(
+        engine="a", worker_id=1, plan=plan, handover=1, number=0, epoch=1, reason="full", fault="memory"
+    )
 
 
 def judged(plan: str = "p", verdict: Verdict = "harmful") -> PlanJudged:
@@ -59,7 +98,12 @@ def test_a_story_told_twice_is_told_once() -> None:
     assert not annals.hear(committed(0, "nobody's"), 50.0, 2000.0)
     assert (annals.moved_bytes, annals.spending.within(3.0, 100.0)) == (20, 20)
     (plan,) = annals.told()
-    assert (plan.at, plan.outcome, plan.predicted_before, plan.measured_after) == (1000.0, "harmful", FIGURES, FIGURES)
+    assert (plan.at, plan.outcome, plan.predicted_before, plan.measured_after) == (
+        1000.0,
+        "harmful",
+        FIGURES,
+        FIGURES,
+    )
 
 
 def test_a_story_of_more_plans_than_are_remembered_is_told_once_too() -> None:
@@ -77,7 +121,12 @@ def test_a_story_of_more_plans_than_are_remembered_is_told_once_too() -> None:
 
 
 def test_only_what_the_planner_does_by_itself_is_on_its_budget() -> None:
-    for origin, policy, spent in (("planner", "roost", 10), ("operator", "", 0), ("rollback", "", 0), ("rollback", "roost", 10)):
+    for origin, policy, spent in (
+        ("planner", "roost", 10),
+        ("operator", "", 0),
+        ("rollback", "", 0),
+        ("rollback", "roost", 10),
+    ):
         annals = told(planned(origin=origin, policy=policy), committed(0))  # type: ignore[arg-type]
         assert (annals.spending.within(2.0, 100.0), annals.moved_bytes) == (spent, 10)
 
@@ -115,12 +164,25 @@ HARMFUL = [planned(), committed(0), committed(1, last=True), judged()]
         ([planned("q", "rollback"), committed(0, "q"), aborted("q")], True),
         ([planned("q", "rollback", ""), committed(0, "q"), aborted("q")], False),
         ([planned("q", "operator", ""), committed(0, "q", last=True)], False),
-        ([planned("q", "rollback"), aborted("q"), planned("r", "rollback"), committed(0, "r", last=True)], False),
+        (
+            [planned("q", "rollback"), aborted("q"), planned("r", "rollback"), committed(0, "r", last=True)],
+            False,
+        ),
         ([planned("q", "rollback"), aborted("q"), planned("r", "rollback"), committed(0, "r")], False),
     ],
-    ids=["in vain", "both in vain", "given up half way", "half way by an operator", "moved by an operator", "rolled back", "being rolled back"],
+    ids=[
+        "in vain",
+        "both in vain",
+        "given up half way",
+        "half way by an operator",
+        "moved by an operator",
+        "rolled back",
+        "being rolled back",
+    ],
 )
-def test_what_did_harm_is_to_be_undone_until_it_is_or_others_move_something(behind: list[Any], stands: bool) -> None:
+def test_what_did_harm_is_to_be_undone_until_it_is_or_others_move_something(
+    behind: list[Any], stands: bool
+) -> None:
     undo = told(*HARMFUL, *behind).to_undo
     assert (undo is not None) == stands
     assert undo is None or undo.planned.plan == "p"
@@ -159,13 +221,23 @@ def test_old_stories_are_forgotten() -> None:
 def test_what_is_remembered_comes_back_whole_and_stays_small() -> None:
     cells = np.zeros((58, 256), bool)
     cells[3, 5] = cells[57, 255] = True
-    memory = EngineMemory(worker_id=7, trust=0.4, trust_at=5.0, judging=PendingVerdict(plan="p", prices=StepPrices(experts=1.0, remote=2.0)), at_start=FIGURES)
+    memory = EngineMemory(
+        worker_id=7,
+        trust=0.4,
+        trust_at=5.0,
+        judging=PendingVerdict(plan="p", prices=StepPrices(experts=1.0, remote=2.0)),
+        at_start=FIGURES,
+    )
     for number in range(2 * MOST_HARMS):
         memory = memory.harmed(Harm.of(f"p{number}", 100.0, cells), 50.0)
-    assert [harm.plan for harm in memory.harms] == [f"p{number}" for number in range(MOST_HARMS, 2 * MOST_HARMS)]
+    assert [harm.plan for harm in memory.harms] == [
+        f"p{number}" for number in range(MOST_HARMS, 2 * MOST_HARMS)
+    ]
     whole = LoopMemory().steered(True, "x" * 9999, 3.0).remembering("a", memory)
     for number in range(MOST_ENGINES + 10):
-        whole = whole.remembering(f"b{number}", EngineMemory()) if number % 2 else whole.remembering("a", memory)
+        whole = (
+            whole.remembering(f"b{number}", EngineMemory()) if number % 2 else whole.remembering("a", memory)
+        )
     content = msgspec.json.encode(whole)
     assert len(content) < 100_000
     back = msgspec.json.decode(content, type=LoopMemory)

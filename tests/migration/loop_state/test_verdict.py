@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.events import LoopFigures
-from migration.loop_state.verdict import LEAST_TRUST, Judgement, Measurement, PlanCase, StepPrices, judged, moved, recovered
+from migration.loop_state.verdict import (
+    LEAST_TRUST,
+    Judgement,
+    Measurement,
+    PlanCase,
+    StepPrices,
+    judged,
+    moved,
+    recovered,
+)
 
 PRICES = StepPrices(experts=1e-3, remote=2e-3)
 SHARES = st.floats(0.05, 1.0)
@@ -34,7 +43,11 @@ class Seen:
         part = self.error
         errors = figures(self.remote * part, self.balance * part, self.step * part)
         return Measurement(
-            figures=figures(self.remote, self.balance, self.step, 1e5), errors=errors, token_seconds=self.token, token_error=self.token * part, pairs=self.pairs
+            figures=figures(self.remote, self.balance, self.step, 1e5),
+            errors=errors,
+            token_seconds=self.token,
+            token_error=self.token * part,
+            pairs=self.pairs,
         )
 
 
@@ -47,7 +60,10 @@ def case(before: Seen | None, after: Seen | None, **fields: Any) -> PlanCase:
         "regret_seconds": 1e-3,
         "least_regret": 1e-5,
     }
-    windows = {name: None if seen is None else seen.measurement() for name, seen in (("before", before), ("after", after))}
+    windows = {
+        name: None if seen is None else seen.measurement()
+        for name, seen in (("before", before), ("after", after))
+    }
     return PlanCase(**{**plain, **windows, **fields})
 
 
@@ -65,15 +81,27 @@ BEFORE = Seen()
         (Seen(remote=1.9), {"regret_seconds": None}, "kept", "cannot be judged"),
         (Seen(remote=1.52), {}, "kept", "gained"),
         (Seen(step=4e-3), {}, "kept", "gained"),
-        (Seen(step=4e-3, token=2e-5), {}, "harmful", "a step takes 2 ms longer than before, and also longer per token"),
+        (
+            Seen(step=4e-3, token=2e-5),
+            {},
+            "harmful",
+            "a step takes 2 ms longer than before, and also longer per token",
+        ),
         (Seen(token=2e-5), {}, "kept", "gained"),
         (Seen(pairs=10.0), {}, "unknown", "too little was measured since it ended: 10 pairs"),
         (None, {}, "unknown", "nothing was measured since it ended"),
         (Seen(remote=1.9), {"prices": None}, "unknown", "not known any more"),
-        (Seen(remote=1.9), {"disturbed": "others moved experts meanwhile"}, "unknown", "others moved experts"),
+        (
+            Seen(remote=1.9),
+            {"disturbed": "others moved experts meanwhile"},
+            "unknown",
+            "others moved experts",
+        ),
     ],
 )
-def test_a_plan_is_harmful_where_it_got_worse_beyond_noise_and_was_better_before(after: Seen | None, fields: dict[str, Any], verdict: str, says: str) -> None:
+def test_a_plan_is_harmful_where_it_got_worse_beyond_noise_and_was_better_before(
+    after: Seen | None, fields: dict[str, Any], verdict: str, says: str
+) -> None:
     found = judged(case(BEFORE, after, **fields), 1.0)
     assert found.verdict == verdict, found
     assert says in found.reason
@@ -82,7 +110,9 @@ def test_a_plan_is_harmful_where_it_got_worse_beyond_noise_and_was_better_before
 
 
 def test_nothing_is_made_of_what_was_not_measured_before_and_a_part_of_a_plan_moves_no_trust() -> None:
-    assert judged(case(None, BEFORE), 0.7) == Judgement("unknown", None, 0.7, "nothing was measured before it began")
+    assert judged(case(None, BEFORE), 0.7) == Judgement(
+        "unknown", None, 0.7, "nothing was measured before it began"
+    )
     part = judged(case(BEFORE, Seen(remote=1.9), whole=False), 0.7)
     assert (part.verdict, part.realised, part.trust) == ("harmful", None, 0.7)
 
@@ -102,11 +132,15 @@ def test_trust_stays_a_share_and_harm_is_never_found_where_the_cost_fell(
 
 
 @given(st.floats(-3, 3), st.floats(0, 1), st.floats(LEAST_TRUST, 1.0))
-def test_trust_moves_towards_what_was_realised_and_falls_faster_than_it_rises(realised: float, error: float, trust: float) -> None:
+def test_trust_moves_towards_what_was_realised_and_falls_faster_than_it_rises(
+    realised: float, error: float, trust: float
+) -> None:
     after = moved(trust, realised, error)
     aim = min(max(realised + error, LEAST_TRUST), 1.0)
     assert min(trust, aim) - 1e-9 <= after <= max(trust, aim) + 1e-9
-    assert moved(trust, realised, error + 0.1) >= after - 1e-9, "what is known less well is held against it less"
+    assert moved(trust, realised, error + 0.1) >= after - 1e-9, (
+        "what is known less well is held against it less"
+    )
     down, up = trust - moved(trust, trust - 0.05, 0.0), moved(trust, trust + 0.05, 0.0) - trust
     if LEAST_TRUST + 0.05 < trust < 0.95:
         assert down > 2 * up > 0
@@ -114,30 +148,49 @@ def test_trust_moves_towards_what_was_realised_and_falls_faster_than_it_rises(re
 
 @given(st.floats(LEAST_TRUST, 1.0), st.floats(0, 1e5), st.floats(0, 1e5))
 def test_what_is_missing_of_trust_comes_back_by_itself_slowly(trust: float, one: float, more: float) -> None:
-    assert trust - 1e-12 <= recovered(trust, one, 900.0) <= recovered(trust, one + more, 900.0) + 1e-12 <= 1.0 + 1e-9
+    assert (
+        trust - 1e-12
+        <= recovered(trust, one, 900.0)
+        <= recovered(trust, one + more, 900.0) + 1e-12
+        <= 1.0 + 1e-9
+    )
     assert recovered(trust, -5.0, 900.0) == pytest.approx(trust)
 
 
 def test_noise_is_no_harm_and_the_same_difference_without_it_is() -> None:
-    noisy, quiet = (case(replace(BEFORE, error=error), Seen(remote=1.6, error=error)) for error in (0.1, 0.001))
+    noisy, quiet = (
+        case(replace(BEFORE, error=error), Seen(remote=1.6, error=error)) for error in (0.1, 0.001)
+    )
     assert judged(noisy, 1.0).verdict == "kept"
     assert judged(quiet, 1.0).verdict == "harmful"
 
 
 @given(st.floats(0.2, 0.95), st.floats(8, 4096), st.floats(8, 4096))
-def test_a_balance_is_told_as_it_would_be_at_another_size_of_steps(placed: float, tokens: float, instead: float) -> None:
+def test_a_balance_is_told_as_it_would_be_at_another_size_of_steps(
+    placed: float, tokens: float, instead: float
+) -> None:
     prices = StepPrices(experts=1.0, remote=0.0, chance=1.5)
 
     def measured(size: float) -> float:
         return 1.0 / (1.0 + ((1.0 / placed - 1.0) ** 2 + 1.5**2 / size) ** 0.5)
 
     assert prices.balance(measured(tokens), tokens, instead) == pytest.approx(measured(instead))
-    assert prices.balance(placed, tokens, tokens) == pytest.approx(placed), "also where it is better than chance should allow"
+    assert prices.balance(placed, tokens, tokens) == pytest.approx(placed), (
+        "also where it is better than chance should allow"
+    )
 
 
 def test_less_traffic_is_no_harm() -> None:
-    busy, quiet = Seen(balance=1 / (1 + 0.15), token=2e-3 / 100), Seen(balance=1 / (1 + 0.3), token=2e-3 / 25, step=1.9e-3)
+    busy, quiet = (
+        Seen(balance=1 / (1 + 0.15), token=2e-3 / 100),
+        Seen(balance=1 / (1 + 0.3), token=2e-3 / 25, step=1.9e-3),
+    )
     plain = case(busy, quiet, prices=StepPrices(experts=1e-2, remote=2e-3), predicted_after=figures(1.5, 0.9))
-    knowing = case(busy, quiet, prices=StepPrices(experts=1e-2, remote=2e-3, chance=1.5), predicted_after=figures(1.5, 0.9))
+    knowing = case(
+        busy,
+        quiet,
+        prices=StepPrices(experts=1e-2, remote=2e-3, chance=1.5),
+        predicted_after=figures(1.5, 0.9),
+    )
     assert judged(plain, 1.0).verdict == "harmful"
     assert judged(knowing, 1.0).verdict == "kept"

@@ -27,7 +27,9 @@ NODE = np.array([0, 0, 1, 1])
 SPEED = EngineSpeed(dispatch=2e-6, dispatch_node=5e-6, expert_pair=1e-7)
 
 
-def placement(dice: np.random.Generator, layers: int = 2, experts: int = 6, ranks: int = 4, per: int = 3) -> Placement:
+def placement(
+    dice: np.random.Generator, layers: int = 2, experts: int = 6, ranks: int = 4, per: int = 3
+) -> Placement:
     """Return a placement: every expert on its linear rank, plus random replicas with an uneven split."""
     table = linear(layers=layers, experts=experts, ranks=ranks, slots_per_rank=per).expert_of_slot.copy()
     for row in table.reshape(layers, ranks, per):
@@ -43,12 +45,15 @@ def placement(dice: np.random.Generator, layers: int = 2, experts: int = 6, rank
     return Placement(table, experts=experts, ranks=ranks, split=Split(keep, spill, near))
 
 
-def demand(dice: np.random.Generator, layers: int = 2, experts: int = 6, ranks: int = 4) -> NDArray[np.float64]:
+def demand(
+    dice: np.random.Generator, layers: int = 2, experts: int = 6, ranks: int = 4
+) -> NDArray[np.float64]:
     return np.asarray(dice.random((ranks, layers, experts)) ** 2)
 
 
 def by_slots(held: Placement, wanted: NDArray[np.float64], home: int) -> NDArray[np.float64]:
-    """Return the pairs of a rank's tokens that each rank serves, [layers, ranks], from the dispatch shares."""
+    """Return the pairs of a rank's tokens that each rank serves, [layers, ranks], from the dispatch
+    shares."""
     part = shares(held, home, NODE)
     table = np.where(held.expert_of_slot == EMPTY, 0, held.expert_of_slot)
     pairs = part * np.take_along_axis(wanted[home], table, axis=1)
@@ -78,7 +83,10 @@ def test_distinct_destinations_are_those_of_tokens_drawn_one_by_one() -> None:
         chosen = dice.choice(4, size=(draws, top_k), p=likely)
         reached = (chosen[:, :, None] == np.arange(4)).any(axis=1)
         seen[home] = reached.mean(axis=0) * tokens[home]
-        across = np.stack([reached[:, NODE == node].any(axis=1) for node in (0, 1)], axis=1).mean(axis=0) * tokens[home]
+        across = (
+            np.stack([reached[:, NODE == node].any(axis=1) for node in (0, 1)], axis=1).mean(axis=0)
+            * tokens[home]
+        )
         assert sent.nodes_out[0, home] == pytest.approx(across[1 - NODE[home]], rel=0.02)
     np.fill_diagonal(seen, 0.0)
     assert sent.ranks_out[0] == pytest.approx(seen.sum(axis=1), rel=0.02)
@@ -95,13 +103,19 @@ def test_seconds_are_those_of_the_slowest_rank_and_the_busiest_link_of_each_laye
     load = loads(held, wanted, NODE)
     experts, dispatch = float(expert_seconds(load * scale, SPEED).sum()), 0.0
     for layer in range(2):
-        dispatch += 2e-6 * max(max(sent.ranks_out[layer]), max(sent.ranks_in[layer])) + 5e-6 * max(max(sent.nodes_out[layer]), max(sent.nodes_in[layer]))
+        dispatch += 2e-6 * max(max(sent.ranks_out[layer]), max(sent.ranks_in[layer])) + 5e-6 * max(
+            max(sent.nodes_out[layer]), max(sent.nodes_in[layer])
+        )
     assert found.seconds.experts == pytest.approx(experts)
     assert found.seconds.dispatch == pytest.approx(dispatch)
     assert found.seconds.total == pytest.approx(experts + dispatch + 0.25)
     assert judged(held, wanted, terms).seconds.sum() == pytest.approx(experts + dispatch)
-    assert found.balance == pytest.approx(np.mean([load[layer].mean() / load[layer].max() for layer in range(2)]))
-    assert found.local == pytest.approx(sum(by_slots(held, wanted, home)[:, home].sum() for home in range(4)) / wanted.sum())
+    assert found.balance == pytest.approx(
+        np.mean([load[layer].mean() / load[layer].max() for layer in range(2)])
+    )
+    assert found.local == pytest.approx(
+        sum(by_slots(held, wanted, home)[:, home].sum() for home in range(4)) / wanted.sum()
+    )
 
 
 @pytest.mark.parametrize("uneven", [0.0, 0.05, 0.3])
@@ -125,7 +139,11 @@ def test_equal_demand_everywhere_reaches_as_many_ranks_as_independent_draws_do()
 
 
 def test_without_demand_nothing_takes_time() -> None:
-    found = figures(linear(layers=1, experts=4, ranks=2), np.zeros((2, 1, 4)), CostTerms(SPEED, np.zeros(2, np.intp), 2, step_tokens=8))
+    found = figures(
+        linear(layers=1, experts=4, ranks=2),
+        np.zeros((2, 1, 4)),
+        CostTerms(SPEED, np.zeros(2, np.intp), 2, step_tokens=8),
+    )
     assert (found.seconds.total, found.balance, found.local, found.remote_ranks) == (0.0, 1.0, 1.0, 0.0)
 
 
@@ -138,7 +156,9 @@ def test_balance_of_an_idle_layer_is_one() -> None:
     assert balance(np.array([[0.0, 0.0], [1.0, 3.0]])).tolist() == [1.0, 2 / 3]
 
 
-LINKS = LinkSpeeds(same_node=100.0, cross_node=10.0, checkpoint=5.0, checksum=50.0, handover_seconds=0.5, contention=0.1)
+LINKS = LinkSpeeds(
+    same_node=100.0, cross_node=10.0, checkpoint=5.0, checksum=50.0, handover_seconds=0.5, contention=0.1
+)
 
 
 def transfers(*rows: tuple[int, int, int, float]) -> Transfers:
@@ -172,7 +192,9 @@ def test_what_copies_nothing_has_paid_at_once() -> None:
     assert found.pays
 
 
-@pytest.mark.parametrize("wrong", [{"same_node": 0.0}, {"contention": 2.0}, {"handover_seconds": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong", [{"same_node": 0.0}, {"contention": 2.0}, {"handover_seconds": float("nan")}]
+)
 def test_links_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="links"):
         LinkSpeeds(**{"same_node": 1.0, "cross_node": 1.0, **wrong})

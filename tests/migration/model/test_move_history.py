@@ -20,8 +20,12 @@ def counts(*shares: float, pairs: float = 10_000.0) -> NDArray[np.float32]:
     return np.array([[shares]], np.float32) * np.float32(pairs)
 
 
-def change(kind: ChangeKind, slot: int, expert: int, other: int = NOWHERE, other_expert: int = EMPTY) -> PlacementChanges:
-    return PlacementChanges._make(np.array([part]) for part in (int(kind), 0, slot, expert, other, other_expert, 1.0))
+def change(
+    kind: ChangeKind, slot: int, expert: int, other: int = NOWHERE, other_expert: int = EMPTY
+) -> PlacementChanges:
+    return PlacementChanges._make(
+        np.array([part]) for part in (int(kind), 0, slot, expert, other, other_expert, 1.0)
+    )
 
 
 BEFORE, AFTER = [0, 1, 2, EMPTY], [0, 1, 2, 0]
@@ -30,7 +34,9 @@ BACK = change(ChangeKind.DROP, 3, EMPTY)
 
 
 def replicated(demand: NDArray[np.float32] | None) -> MoveHistory:
-    return MoveHistory.begin(WORKER, placement(BEFORE, 0)).committed(placement(AFTER, 1), "plan", 100.0, demand)
+    return MoveHistory.begin(WORKER, placement(BEFORE, 0)).committed(
+        placement(AFTER, 1), "plan", 100.0, demand
+    )
 
 
 def test_an_expert_that_was_moved_rests_and_its_layer_for_another_while() -> None:
@@ -44,7 +50,9 @@ def test_an_expert_that_was_moved_rests_and_its_layer_for_another_while() -> Non
 
 
 def test_changing_slots_inside_a_rank_is_no_move() -> None:
-    history = MoveHistory.begin(WORKER, placement([0, 1, 2, EMPTY], 0)).committed(placement([1, 0, EMPTY, 2], 1), "plan", 100.0)
+    history = MoveHistory.begin(WORKER, placement([0, 1, 2, EMPTY], 0)).committed(
+        placement([1, 0, EMPTY, 2], 1), "plan", 100.0
+    )
     assert (history.moved == NEVER).all()
 
 
@@ -127,7 +135,9 @@ def test_rates_become_counts_of_the_pairs_behind_them() -> None:
 def test_experts_that_did_harm_rest_until_their_time_also_while_others_are_moved() -> None:
     cells = np.zeros((1, 4), bool)
     cells[0, 2] = True
-    history = MoveHistory.begin(1, linear(layers=1, experts=4, ranks=2)).harmed(cells, 100.0).harmed(cells, 50.0)
+    history = (
+        MoveHistory.begin(1, linear(layers=1, experts=4, ranks=2)).harmed(cells, 100.0).harmed(cells, 50.0)
+    )
     moved = Placement(np.array([[1, 0, 2, 3]], np.int16), experts=4, ranks=2, epoch=1)
     later = history.committed(moved, "p", 10.0)
     np.testing.assert_array_equal(later.frozen(99.0, 1.0), cells)

@@ -12,16 +12,28 @@ def changes(rows: list[tuple[ChangeKind, int, float]]) -> PlacementChanges:
     kind, layer, gain = (np.array(part) for part in zip(*rows, strict=True))
     nothing = np.full(len(rows), -1)
     return PlacementChanges(
-        kind.astype(np.uint8), layer.astype(np.int32), np.arange(len(rows), dtype=np.int32), nothing, nothing, nothing, gain.astype(np.float64)
+        kind.astype(np.uint8),
+        layer.astype(np.int32),
+        np.arange(len(rows), dtype=np.int32),
+        nothing,
+        nothing,
+        nothing,
+        gain.astype(np.float64),
     )
 
 
-series = st.lists(st.tuples(st.sampled_from(ChangeKind), st.integers(0, 2), st.sampled_from([-1.0, 0.0, 0.5, 1.0, 3.0])), min_size=1, max_size=12)
+series = st.lists(
+    st.tuples(st.sampled_from(ChangeKind), st.integers(0, 2), st.sampled_from([-1.0, 0.0, 0.5, 1.0, 3.0])),
+    min_size=1,
+    max_size=12,
+)
 
 
 @settings(max_examples=60, deadline=None)
 @given(rows=series, most=st.integers(0, 12))
-def test_no_change_is_made_without_those_of_its_layer_before_it(rows: list[tuple[ChangeKind, int, float]], most: int) -> None:
+def test_no_change_is_made_without_those_of_its_layer_before_it(
+    rows: list[tuple[ChangeKind, int, float]], most: int
+) -> None:
     planned = changes(rows)
     found = within(planned, most)
     assert found.copies.sum() <= most
@@ -32,12 +44,20 @@ def test_no_change_is_made_without_those_of_its_layer_before_it(rows: list[tuple
 
 
 def test_a_drop_waits_for_the_copy_that_makes_it_legal() -> None:
-    found = within(changes([(ChangeKind.REPLICATE, 0, 1.0), (ChangeKind.DROP, 0, 0.0), (ChangeKind.REPLICATE, 1, 2.0)]), 1)
+    found = within(
+        changes([(ChangeKind.REPLICATE, 0, 1.0), (ChangeKind.DROP, 0, 0.0), (ChangeKind.REPLICATE, 1, 2.0)]),
+        1,
+    )
     assert found.slot.tolist() == [2]
 
 
 def test_a_small_step_before_a_large_one_is_not_lost() -> None:
-    found = within(changes([(ChangeKind.REPLICATE, 0, 1.0), (ChangeKind.REPLICATE, 1, 0.0), (ChangeKind.REPLICATE, 1, 9.0)]), 2)
+    found = within(
+        changes(
+            [(ChangeKind.REPLICATE, 0, 1.0), (ChangeKind.REPLICATE, 1, 0.0), (ChangeKind.REPLICATE, 1, 9.0)]
+        ),
+        2,
+    )
     assert found.slot.tolist() == [1, 2]
 
 

@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 from fleet.arrays import SlotTable
 from fleet.placement import EMPTY, FULL, Placement, Split, even_split
 from migration.model.constraints import Constraints
-from migration.model.placement_changes import NOWHERE, ChangeKind, PlacementChanges, copies_between, joined, made, taken
+from migration.model.placement_changes import (
+    NOWHERE,
+    ChangeKind,
+    PlacementChanges,
+    copies_between,
+    joined,
+    made,
+    taken,
+)
 from migration.model.plan import Handover, Inapplicable, Plan, PlanCause, applied, planned, replay
 from migration.planning.handover_batching import ordered, transfers
 from migration.planning.staging_capacity import StagingRoom, Unorderable
@@ -24,14 +32,18 @@ EXPERT_BYTES = 10
 def changes(*rows: tuple[int, int, int, int, int, int, float]) -> PlacementChanges:
     """Make changes from (kind, layer, slot, expert, other slot, other expert, gain)."""
     types = (np.uint8, np.int32, np.int32, np.int16, np.int32, np.int16, np.float64)
-    return PlacementChanges._make(np.array(column, kind) for column, kind in zip(zip(*rows, strict=True), types, strict=True))
+    return PlacementChanges._make(
+        np.array(column, kind) for column, kind in zip(zip(*rows, strict=True), types, strict=True)
+    )
 
 
 def replicate(layer: int, slot: int, expert: int, gain: float = 0.0) -> PlacementChanges:
     return changes((ChangeKind.REPLICATE, layer, slot, expert, NOWHERE, EMPTY, gain))
 
 
-def swap(layer: int, slot: int, expert: int, other_slot: int, other_expert: int, gain: float = 0.0) -> PlacementChanges:
+def swap(
+    layer: int, slot: int, expert: int, other_slot: int, other_expert: int, gain: float = 0.0
+) -> PlacementChanges:
     return changes((ChangeKind.SWAP, layer, slot, expert, other_slot, other_expert, gain))
 
 
@@ -66,21 +78,36 @@ def random_table(dice: np.random.Generator, layers: int, experts: int, ranks: in
     return table.reshape(layers, -1)
 
 
-def random_changes(dice: np.random.Generator, table: SlotTable, ranks: int, experts: int, count: int) -> PlacementChanges:
+def random_changes(
+    dice: np.random.Generator, table: SlotTable, ranks: int, experts: int, count: int
+) -> PlacementChanges:
     """Return changes that are legal one after another, from a number of random attempts."""
     table, per, found = table.copy(), table.shape[1] // ranks, list[PlacementChanges]()
     for _ in range(count):
         layer, kind = int(dice.integers(len(table))), ChangeKind(int(dice.integers(4)))
         slot, other = (int(at) for at in dice.integers(table.shape[1], size=2))
         there = int(table[layer, slot])
-        wanted = int(dice.integers(experts)) if kind == ChangeKind.REPLICATE else EMPTY if kind == ChangeKind.DROP else int(table[layer, other])
+        wanted = (
+            int(dice.integers(experts))
+            if kind == ChangeKind.REPLICATE
+            else EMPTY
+            if kind == ChangeKind.DROP
+            else int(table[layer, other])
+        )
         if (
             there == wanted
             or (kind == ChangeKind.SWAP and there == EMPTY)
-            or (kind in (ChangeKind.SWAP, ChangeKind.MOVE) and (wanted == EMPTY or slot // per == other // per))
+            or (
+                kind in (ChangeKind.SWAP, ChangeKind.MOVE)
+                and (wanted == EMPTY or slot // per == other // per)
+            )
         ):
             continue
-        second = (other, there if kind == ChangeKind.SWAP else EMPTY) if kind in (ChangeKind.SWAP, ChangeKind.MOVE) else (NOWHERE, EMPTY)
+        second = (
+            (other, there if kind == ChangeKind.SWAP else EMPTY)
+            if kind in (ChangeKind.SWAP, ChangeKind.MOVE)
+            else (NOWHERE, EMPTY)
+        )
         one = changes((kind, layer, slot, wanted, *second, float(dice.random())))
         after = made(table, one)
         if legal(after[[layer]], ranks, experts):
@@ -103,7 +130,9 @@ def holders(table: SlotTable, experts: int) -> NDArray[np.int64]:
 
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.integers(0, 10_000)).flatmap(
-    lambda of: st.tuples(st.just(of[0]), st.integers(1, of[1] * of[2]), st.just(of[1]), st.just(of[2]), st.just(of[3]))
+    lambda of: st.tuples(
+        st.just(of[0]), st.integers(1, of[1] * of[2]), st.just(of[1]), st.just(of[2]), st.just(of[3])
+    )
 )
 """(layers, experts, ranks, slots per rank, seed)"""
 
@@ -130,7 +159,9 @@ def test_any_legal_changes_become_handovers_that_are_legal_one_after_another_and
     assert all(map(np.array_equal, last.split, even_split(end, experts) if split is None else split))
     assert plan.bytes == EXPERT_BYTES * int(wanted.copies.sum()) == sum(copy.bytes for copy in plan.copies)
     for before, handover in zip([start, *epochs], plan.handovers, strict=False):
-        received = np.bincount([copy.slot // per for step in handover.steps for copy in step.copies], minlength=ranks)
+        received = np.bincount(
+            [copy.slot // per for step in handover.steps for copy in step.copies], minlength=ranks
+        )
         assert received.max(initial=0) <= staging
         for step in handover.steps:
             assert step.why
@@ -144,7 +175,9 @@ def test_any_legal_changes_become_handovers_that_are_legal_one_after_another_and
 
 @settings(max_examples=15, deadline=None)
 @given(shape=shapes)
-def test_experts_keep_the_live_holders_that_they_must_after_every_handover(shape: tuple[int, int, int, int, int]) -> None:
+def test_experts_keep_the_live_holders_that_they_must_after_every_handover(
+    shape: tuple[int, int, int, int, int],
+) -> None:
     layers, experts, ranks, per, seed = shape
     dice = np.random.default_rng(seed)
     table = random_table(dice, layers, experts, ranks, per)
@@ -172,7 +205,9 @@ def random_split(dice: np.random.Generator, table: SlotTable, experts: int) -> S
 
 @settings(max_examples=30, deadline=None)
 @given(shape=shapes)
-def test_between_two_tables_every_state_is_legal_and_nearly_nothing_is_copied_in_vain(shape: tuple[int, int, int, int, int]) -> None:
+def test_between_two_tables_every_state_is_legal_and_nearly_nothing_is_copied_in_vain(
+    shape: tuple[int, int, int, int, int],
+) -> None:
     layers, experts, ranks, per, seed = shape
     dice = np.random.default_rng(seed)
     before, after = (random_table(dice, layers, experts, ranks, per) for _ in range(2))
@@ -183,10 +218,16 @@ def test_between_two_tables_every_state_is_legal_and_nearly_nothing_is_copied_in
         table = made(table, taken(found, np.array([at])))
         assert legal(table, ranks, experts)
         assert (holders(table, experts) <= most).all()
-    assert np.array_equal(np.sort(table.reshape(layers, ranks, per), axis=2), np.sort(after.reshape(layers, ranks, per), axis=2))
+    assert np.array_equal(
+        np.sort(table.reshape(layers, ranks, per), axis=2), np.sort(after.reshape(layers, ranks, per), axis=2)
+    )
     stays = (before == after) & (before != EMPTY)
     assert np.array_equal(table[stays], after[stays])
-    assert copies_between(before, after, ranks) <= int(found.copies.sum()) <= 2 * copies_between(before, after, ranks)
+    assert (
+        copies_between(before, after, ranks)
+        <= int(found.copies.sum())
+        <= 2 * copies_between(before, after, ranks)
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -210,13 +251,19 @@ def test_a_replica_that_later_changes_take_back_is_not_copied() -> None:
     table = np.array([[0, EMPTY, 1, EMPTY]], np.int16)
     to_and_fro = joined([replicate(0, 1, 1), drop(0, 1), replicate(0, 3, 0, 2.0)])
     found = shortened(table, to_and_fro, 2)
-    assert [(ChangeKind(kind), int(expert)) for kind, expert in zip(found.kind, found.expert, strict=True)] == [(ChangeKind.REPLICATE, 0)]
+    assert [
+        (ChangeKind(kind), int(expert)) for kind, expert in zip(found.kind, found.expert, strict=True)
+    ] == [(ChangeKind.REPLICATE, 0)]
 
 
 def test_with_a_spare_slot_nothing_is_copied_in_vain() -> None:
     ring = placement([0, 1, 2, 0], ranks=4, experts=3)
     after = np.array([[2, 0, 1, 0]], np.int16)
-    assert int(between(ring.expert_of_slot, after, 4).copies.sum()) == copies_between(ring.expert_of_slot, after, 4) == 3
+    assert (
+        int(between(ring.expert_of_slot, after, 4).copies.sum())
+        == copies_between(ring.expert_of_slot, after, 4)
+        == 3
+    )
 
 
 def test_a_ring_of_experts_without_another_holder_is_turned_by_swaps() -> None:
@@ -229,12 +276,19 @@ def test_experts_that_only_change_slots_inside_their_rank_are_left_alone() -> No
 
 
 def test_a_layers_gain_is_shared_out_over_its_copies() -> None:
-    found = between(np.array([[0, 1, 2], [0, 1, 2]], np.int16), np.array([[2, 0, 1], [0, 1, 2]], np.int16), 3, np.array([8.0, 1.0]))
+    found = between(
+        np.array([[0, 1, 2], [0, 1, 2]], np.int16),
+        np.array([[2, 0, 1], [0, 1, 2]], np.int16),
+        3,
+        np.array([8.0, 1.0]),
+    )
     assert found.gain.tolist() == [4.0, 4.0]
 
 
 @pytest.mark.parametrize(("before", "after"), [([0, 1], [0, 0]), ([0, 0], [0, 1]), ([0, 1], [0, 1, 2])])
-def test_tables_that_lack_an_expert_or_differ_in_shape_cannot_be_compared(before: list[int], after: list[int]) -> None:
+def test_tables_that_lack_an_expert_or_differ_in_shape_cannot_be_compared(
+    before: list[int], after: list[int]
+) -> None:
     with pytest.raises(ValueError, match="difference"):
         between(np.array([before], np.int16), np.array([after], np.int16), 2)
 
@@ -243,7 +297,10 @@ def test_a_copy_comes_from_the_same_node_and_from_whom_gave_least() -> None:
     start = placement([0, 1, 0, 2, 0, 3, 4, 5], [0, 1, 0, 2, 0, 3, 4, 5], ranks=4, experts=6)
     dear = placement([0, 6, 0, 1, 0, 2, EMPTY, 3, EMPTY, 4, EMPTY, 5], ranks=6, experts=7)
     (handover,) = ordered(start, swap(0, 7, 1, 1, 5), room(4))
-    assert [(copy.source, copy.link) for copy in handover.steps[0].copies] == [(1, "cross-node"), (7, "cross-node")]
+    assert [(copy.source, copy.link) for copy in handover.steps[0].copies] == [
+        (1, "cross-node"),
+        (7, "cross-node"),
+    ]
     (handover,) = ordered(dear, joined([replicate(0, slot, 0) for slot in (6, 8, 10)]), room(6, per_node=4))
     copies = [copy for step in handover.steps for copy in step.copies]
     assert [copy.link for copy in copies] == ["same-node", "cross-node", "cross-node"]
@@ -253,8 +310,13 @@ def test_a_copy_comes_from_the_same_node_and_from_whom_gave_least() -> None:
 def test_a_dead_holder_is_no_source_and_what_nobody_else_holds_comes_from_the_checkpoint() -> None:
     start = placement([0, 1, 0, EMPTY, 2, EMPTY], ranks=3, experts=3)
     live = np.array([False, True, True])
-    (handover,) = ordered(start, joined([replicate(0, 5, 0), move(0, 3, 1, 1)]), room(3), limits=Constraints(live=live))
-    assert [(copy.source, copy.link) for step in handover.steps for copy in step.copies] == [(2, "cross-node"), (None, "checkpoint")]
+    (handover,) = ordered(
+        start, joined([replicate(0, 5, 0), move(0, 3, 1, 1)]), room(3), limits=Constraints(live=live)
+    )
+    assert [(copy.source, copy.link) for step in handover.steps for copy in step.copies] == [
+        (2, "cross-node"),
+        (None, "checkpoint"),
+    ]
 
 
 def test_what_gains_most_per_copy_comes_first_and_each_handover_fills_the_staging_room() -> None:
@@ -281,7 +343,9 @@ def test_layers_that_are_only_shared_out_anew_come_first_and_copy_nothing() -> N
     spill[1, [0, 3]] = [1, FULL - 1]
     split = Split(even.keep, spill, even.near)
     first, second = ordered(start, replicate(1, 3, 0), room(2), split=split, reweighted=np.array([0.5, 0.0]))
-    assert [(step.kind, step.layer, step.gain, step.bytes) for step in first.steps] == [("reweight", 0, 0.5, 0)]
+    assert [(step.kind, step.layer, step.gain, step.bytes) for step in first.steps] == [
+        ("reweight", 0, 0.5, 0)
+    ]
     assert [step.kind for step in second.steps] == ["replicate"]
     between_them, last = replay(start, planned(start, (first, second)))
     assert np.array_equal(between_them.split.spill[1], start.split.spill[1])
@@ -295,7 +359,9 @@ def test_an_expert_that_must_keep_two_holders_has_them_after_every_handover() ->
     series = ordered(start, there_and_back, room(3, staging=1), limits=Constraints(least_replicas=least))
     assert [len(handover.steps) for handover in series] == [2]
     with pytest.raises(Unorderable, match="must keep 2"):
-        ordered(start, taken(there_and_back, np.array([0])), room(3), limits=Constraints(least_replicas=least))
+        ordered(
+            start, taken(there_and_back, np.array([0])), room(3), limits=Constraints(least_replicas=least)
+        )
 
 
 @pytest.mark.parametrize(
@@ -315,7 +381,12 @@ def test_changes_that_are_not_legal_are_named(wrong: PlacementChanges, why: str)
 
 def test_nothing_is_put_on_a_rank_that_is_not_live() -> None:
     with pytest.raises(Unorderable, match="not live"):
-        ordered(placement([0, EMPTY, 1, EMPTY], ranks=2, experts=2), replicate(0, 3, 0), room(2), limits=Constraints(live=np.array([True, False])))
+        ordered(
+            placement([0, EMPTY, 1, EMPTY], ranks=2, experts=2),
+            replicate(0, 3, 0),
+            room(2),
+            limits=Constraints(live=np.array([True, False])),
+        )
 
 
 def plan_of_one() -> tuple[Placement, Plan]:
@@ -340,7 +411,9 @@ def test_a_plan_survives_being_written_down_and_equal_plans_have_equal_ids() -> 
         ([1, EMPTY, 1, 0], 7, PlanCause.DUPLICATE),
     ],
 )
-def test_a_plan_that_meets_another_placement_is_refused_with_the_cause(rows: list[int], epoch: int, cause: PlanCause) -> None:
+def test_a_plan_that_meets_another_placement_is_refused_with_the_cause(
+    rows: list[int], epoch: int, cause: PlanCause
+) -> None:
     _, plan = plan_of_one()
     with pytest.raises(Inapplicable, match="plan") as refused:
         replay(placement(rows, ranks=2, experts=2, epoch=epoch), plan)
@@ -380,7 +453,11 @@ def test_a_step_that_makes_no_sense_is_refused(step: dict[str, Any], cause: Plan
 
 def test_transfers_say_who_sends_what_to_whom_in_which_handover() -> None:
     start = placement([0, EMPTY, 1, EMPTY], [0, EMPTY, 1, EMPTY], ranks=2, experts=2)
-    series = ordered(start, joined([replicate(0, 1, 1, 2.0), replicate(1, 1, 1, 1.0), replicate(1, 3, 0)]), room(2, staging=1))
+    series = ordered(
+        start,
+        joined([replicate(0, 1, 1, 2.0), replicate(1, 1, 1, 1.0), replicate(1, 3, 0)]),
+        room(2, staging=1),
+    )
     found = transfers(series, 2)
     told: list[NDArray[Any]] = [found.handover, found.source, found.destination, found.bytes]
     assert [part.tolist() for part in told] == [[0, 1, 1], [1, 1, 0], [0, 0, 1], [10.0, 10.0, 10.0]]

@@ -10,13 +10,31 @@ RECORD = linear(layers=1, experts=2, ranks=2).record()
 
 def planned(plan: str = "p", handovers: int = 2) -> MigrationPlanned:
     return MigrationPlanned(
-        engine="a", worker_id=1, plan=plan, origin="operator", base_epoch=0, handovers=handovers, copies=1, bytes=1, reason="", blob=f"blob of {plan}"
+        engine="a",
+        worker_id=1,
+        plan=plan,
+        origin="operator",
+        base_epoch=0,
+        handovers=handovers,
+        copies=1,
+        bytes=1,
+        reason="",
+        blob=f"blob of {plan}",
     )
 
 
 def staged(number: int, plan: str = "p") -> MigrationStaged:
     return MigrationStaged(
-        engine="a", worker_id=1, plan=plan, handover=number + 1, number=number, epoch=number + 1, placement=RECORD, copies=1, bytes=1, seconds=1.0
+        engine="a",
+        worker_id=1,
+        plan=plan,
+        handover=number + 1,
+        number=number,
+        epoch=number + 1,
+        placement=RECORD,
+        copies=1,
+        bytes=1,
+        seconds=1.0,
     )
 
 
@@ -37,7 +55,9 @@ def committed(number: int, plan: str = "p", *, last: bool = False) -> MigrationC
 
 
 def aborted(number: int, plan: str = "p") -> MigrationAborted:
-    return MigrationAborted(engine="a", worker_id=1, plan=plan, handover=0, number=number, epoch=number + 1, reason="", fault="x")
+    return MigrationAborted(
+        engine="a", worker_id=1, plan=plan, handover=0, number=number, epoch=number + 1, reason="", fault="x"
+    )
 
 
 def test_a_plan_is_under_way_until_its_last_handover_is_committed() -> None:

@@ -11,13 +11,17 @@ SHARES = np.random.default_rng(5).dirichlet(np.full(64, 2.0), 8)
 @pytest.mark.parametrize("repeats", [1, 4, 10])
 def test_pairs_that_come_in_bunches_count_as_many_times_less(repeats: int) -> None:
     dice = np.random.default_rng(repeats)
-    windows = [np.stack([repeats * dice.multinomial(20_000 // repeats, share) for share in SHARES]) for _ in range(2)]
+    windows = [
+        np.stack([repeats * dice.multinomial(20_000 // repeats, share) for share in SHARES]) for _ in range(2)
+    ]
     assert scatter(*windows) == pytest.approx(repeats, rel=0.2)
 
 
 def test_windows_of_different_lengths_differ_by_their_mix_alone() -> None:
     dice = np.random.default_rng(1)
-    short, long = (np.stack([dice.multinomial(pairs, share) for share in SHARES]) for pairs in (5_000, 80_000))
+    short, long = (
+        np.stack([dice.multinomial(pairs, share) for share in SHARES]) for pairs in (5_000, 80_000)
+    )
     assert scatter(short, long) == pytest.approx(1.0, abs=0.2)
 
 

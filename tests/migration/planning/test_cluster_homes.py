@@ -23,7 +23,12 @@ def traffic(special: float, clusters: int = 8, seed: int = 0, leak: float = 0.0)
     dice = np.random.default_rng(seed)
     kinds = domains("topheavy", 4, special, LAYERS, EXPERTS, dice)
     own = special > 0
-    profiles = np.stack([0.8 * kinds[at % 4] + 0.2 * (load("topheavy", LAYERS, EXPERTS, dice) if own else kinds[at % 4]) for at in range(clusters)])
+    profiles = np.stack(
+        [
+            0.8 * kinds[at % 4] + 0.2 * (load("topheavy", LAYERS, EXPERTS, dice) if own else kinds[at % 4])
+            for at in range(clusters)
+        ]
+    )
     return ClusterTraffic(profiles, dice.dirichlet(np.full(clusters, 5.0)), leak)
 
 
@@ -34,7 +39,11 @@ def best_alternation(given: ClusterTraffic, room: LocalityProblem, seed: int) ->
     for _ in range(8):
         demand = given.demand(where)
         held = np.stack([_placed(demand[:, layer], room.slots) for layer in range(LAYERS)])
-        local = given.profiles.reshape(len(given.shares), -1) @ held.transpose(1, 0, 2).reshape(room.ranks, -1).T / LAYERS
+        local = (
+            given.profiles.reshape(len(given.shares), -1)
+            @ held.transpose(1, 0, 2).reshape(room.ranks, -1).T
+            / LAYERS
+        )
         where = routed(local, given.shares, given.room_for(room.ranks))
         reached = max(reached, float((given.demand(where).transpose(1, 0, 2) * held).sum() / LAYERS))
     return reached
@@ -45,7 +54,9 @@ def _placed(demand: NDArray[np.float64], slots: int) -> NDArray[np.float64]:
     ranks, experts = demand.shape
     each, full = np.kron(np.ones((1, ranks)), np.eye(experts)), np.kron(np.eye(ranks), np.ones((1, experts)))
     limits = np.r_[np.full(ranks, slots), -np.ones(experts)]
-    return linprog(-demand.ravel(), A_ub=np.vstack([full, -each]), b_ub=limits, bounds=(0, 1), method="highs").x.reshape(demand.shape)
+    return linprog(
+        -demand.ravel(), A_ub=np.vstack([full, -each]), b_ub=limits, bounds=(0, 1), method="highs"
+    ).x.reshape(demand.shape)
 
 
 @pytest.mark.parametrize("leak", [0.0, 0.3])
@@ -72,7 +83,11 @@ def test_homogeneous_traffic_gets_no_homes(pairs: NDArray[np.float64] | None) ->
     assert found.homes is None
     assert found.located is None
     assert found.saved == found.saved_before
-    assert ("no specialisation" in found.reason) if pairs is not None else ("the same placement without them" in found.reason)
+    assert (
+        ("no specialisation" in found.reason)
+        if pairs is not None
+        else ("the same placement without them" in found.reason)
+    )
 
 
 def test_one_cluster_has_no_place_of_its_own() -> None:
@@ -132,7 +147,9 @@ def test_routing_is_exact_and_chains_lay_shares_along_ranks() -> None:
     dice = np.random.default_rng(1)
     value = dice.random((3, 3))
     found = routed(value, np.full(3, 1 / 3), np.full(3, 1 / 3))
-    assert (found * value).sum() == pytest.approx(max(sum(value[at, to] for at, to in enumerate(order)) for order in itertools.permutations(range(3))))
+    assert (found * value).sum() == pytest.approx(
+        max(sum(value[at, to] for at, to in enumerate(order)) for order in itertools.permutations(range(3)))
+    )
     given = traffic(0.5)
     row = chained(given, RANKS)
     assert given.shares @ row == pytest.approx(np.full(RANKS, 1 / RANKS))
@@ -144,7 +161,14 @@ def test_demand_of_clusters_without_a_home_is_the_same_everywhere() -> None:
     even = given.demand(np.zeros((8, RANKS)))
     assert np.ptp(even, axis=0) == pytest.approx(np.zeros((LAYERS, EXPERTS)))
     assert even.sum(axis=(0, 2)) == pytest.approx(np.ones(LAYERS))
-    assert homes(given, ROOM, present=linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS, slots_per_rank=10).expert_of_slot).saved_before > 0
+    assert (
+        homes(
+            given,
+            ROOM,
+            present=linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS, slots_per_rank=10).expert_of_slot,
+        ).saved_before
+        > 0
+    )
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -39,7 +39,10 @@ def balanced(domain: int) -> Loop:
 
 
 def test_from_a_linear_placement_without_any_gain_the_loop_closes() -> None:
-    even, loop = Loop(mixed(*range(DOMAINS)), placement=eplb(), policy="reweight"), Loop(mixed(*range(DOMAINS)))
+    even, loop = (
+        Loop(mixed(*range(DOMAINS)), placement=eplb(), policy="reweight"),
+        Loop(mixed(*range(DOMAINS))),
+    )
     even.run(4)
     loop.run(8)
     before, after = even.mean(4), loop.mean(4)
@@ -51,7 +54,10 @@ def test_from_a_linear_placement_without_any_gain_the_loop_closes() -> None:
 def test_traffic_whose_kinds_are_alike_or_one_moves_nothing_and_has_no_homes() -> None:
     loop = balanced(1)
     alike = np.broadcast_to(profiles()[1], (4, LAYERS, EXPERTS)).copy()
-    for clusters in (ClusterModel(1, alike, np.full(4, 0.25, np.float32), 1.0), ClusterModel(1, alike, np.array([1, 0, 0, 0], np.float32), 1.0)):
+    for clusters in (
+        ClusterModel(1, alike, np.full(4, 0.25, np.float32), 1.0),
+        ClusterModel(1, alike, np.array([1, 0, 0, 0], np.float32), 1.0),
+    ):
         again = Loop(mixed(1), placement=loop.placement, clusters=clusters, seed=3)
         again.run(7)
         assert again.bytes == 0
@@ -61,7 +67,11 @@ def test_traffic_whose_kinds_are_alike_or_one_moves_nothing_and_has_no_homes() -
 
 @pytest.mark.slow
 def test_other_domains_are_followed_within_four_minutes_and_fewer_bytes_than_at_first() -> None:
-    static, fresh, loop = Loop(mixed(*OTHERS), placement=eplb(), policy="reweight"), Loop(mixed(*OTHERS)), Loop(mixed(*FEWER))
+    static, fresh, loop = (
+        Loop(mixed(*OTHERS), placement=eplb(), policy="reweight"),
+        Loop(mixed(*OTHERS)),
+        Loop(mixed(*FEWER)),
+    )
     static.run(8)
     fresh.run(12)
     loop.run(8)
@@ -73,7 +83,9 @@ def test_other_domains_are_followed_within_four_minutes_and_fewer_bytes_than_at_
 
 
 @pytest.mark.slow
-def test_domains_that_take_turns_every_half_minute_move_at_most_a_quarter_of_the_slots_once_the_loop_has_closed() -> None:
+def test_domains_that_take_turns_every_half_minute_move_at_most_a_quarter_of_the_slots_once_the_loop_has_closed() -> (
+    None
+):
     loop = Loop(mixed(*FEWER))
     for turn in range(20):
         loop.mix = mixed(*(FEWER, OTHERS)[turn % 2])
@@ -85,7 +97,9 @@ def test_domains_that_take_turns_every_half_minute_move_at_most_a_quarter_of_the
 
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "roost"])
 def test_no_other_policy_gives_homes_and_each_keeps_to_its_name(policy: str) -> None:
-    loop = Loop(mixed(*range(DOMAINS)), policy=policy, requests=32, config=MigrationConfig(critical_experts=0.1))
+    loop = Loop(
+        mixed(*range(DOMAINS)), policy=policy, requests=32, config=MigrationConfig(critical_experts=0.1)
+    )
     loop.run(4)
     assert loop.last is not None
     assert loop.last.homes.share is None
@@ -99,12 +113,16 @@ def test_no_other_policy_gives_homes_and_each_keeps_to_its_name(policy: str) -> 
 
 
 @pytest.mark.parametrize(("policy", "share", "requests"), [("roost", 0.1, 4), ("replicate", 0.25, 64)])
-def test_experts_that_must_survive_a_loss_are_not_held_twice_over_and_over_while_traffic_stays_as_it_is(policy: str, share: float, requests: int) -> None:
+def test_experts_that_must_survive_a_loss_are_not_held_twice_over_and_over_while_traffic_stays_as_it_is(
+    policy: str, share: float, requests: int
+) -> None:
     loop = Loop(mixed(1), policy=policy, requests=requests, config=MigrationConfig(critical_experts=share))
     safe, copied = [], []
     for _ in range(16):
         before, decided = loop.bytes, loop.cycle()
-        safe.append(decided is not None and decided.plan is not None and "second replicas" in decided.plan.reason)
+        safe.append(
+            decided is not None and decided.plan is not None and "second replicas" in decided.plan.reason
+        )
         copied.append((loop.bytes - before) / SHAPE.expert_bytes)
     assert any(safe)
     assert sum(safe[8:]) <= 1, "it came to rest"
@@ -118,7 +136,10 @@ def test_a_gain_that_is_not_trusted_does_not_pay() -> None:
     loop.policy = "reweight"
     loop.cycle()
     view = loop.view()
-    sure, doubtful = (decide(view, PlanningQuestion("roost", 1 << 40, trust=trust), MigrationConfig()) for trust in (1.0, 0.001))
+    sure, doubtful = (
+        decide(view, PlanningQuestion("roost", 1 << 40, trust=trust), MigrationConfig())
+        for trust in (1.0, 0.001)
+    )
     assert sure.plan is not None
     assert sure.homes_after is not None
     assert sure.homes_after.epoch == view.placement.epoch + len(sure.plan.handovers)
@@ -134,7 +155,9 @@ def test_a_gain_that_is_not_trusted_does_not_pay() -> None:
 def kinds(seed: int = 0, clusters: int = 6) -> tuple[ClusterTraffic, NDArray[np.float64]]:
     """Traffic, and homes that suit as many ranks."""
     dice = np.random.default_rng(seed)
-    traffic = ClusterTraffic(dice.dirichlet(np.full(EXPERTS, 0.3), (clusters, LAYERS)), dice.dirichlet(np.full(clusters, 3.0)))
+    traffic = ClusterTraffic(
+        dice.dirichlet(np.full(EXPERTS, 0.3), (clusters, LAYERS)), dice.dirichlet(np.full(clusters, 3.0))
+    )
     return traffic, dice.dirichlet(np.full(RANKS, 0.3), clusters)
 
 

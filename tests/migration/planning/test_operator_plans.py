@@ -23,10 +23,14 @@ ROOM = StagingRoom(node=np.array([0, 0]), expert_bytes=100)
 
 
 def placed(rows: list[list[int]], ranks: int = 2, epoch: int = 0, split: Split | None = None) -> Placement:
-    return Placement(np.array(rows, np.int16), experts=max(map(max, rows)) + 1, ranks=ranks, epoch=epoch, split=split)
+    return Placement(
+        np.array(rows, np.int16), experts=max(map(max, rows)) + 1, ranks=ranks, epoch=epoch, split=split
+    )
 
 
-def asked(placement: Placement, wanted: Any = None, room: StagingRoom = ROOM, **fields: Any) -> tuple[Plan, Placement]:
+def asked(
+    placement: Placement, wanted: Any = None, room: StagingRoom = ROOM, **fields: Any
+) -> tuple[Plan, Placement]:
     plan = one_expert(placement, MigrateExpert(engine="a", **{"layer": 0, **fields}), room, wanted)
     return plan, replay(placement, plan)[-1]
 
@@ -75,7 +79,12 @@ def test_it_is_read_from_the_rank_that_is_named_or_from_the_nearest() -> None:
 
 def test_shares_of_experts_that_do_not_move_stay_as_they_are() -> None:
     table = np.array([[0, 1, EMPTY, 1, 2, EMPTY]], np.int16)
-    split = Split(*(np.array([row], np.uint16) for row in ([FULL, 9, 0, 8, FULL, 0], [FULL, 5, 0, FULL - 5, FULL, 0], [0] * 6)))
+    split = Split(
+        *(
+            np.array([row], np.uint16)
+            for row in ([FULL, 9, 0, 8, FULL, 0], [FULL, 5, 0, FULL - 5, FULL, 0], [0] * 6)
+        )
+    )
     uneven = Placement(table, experts=3, ranks=2, split=split)
     _, after = asked(uneven, expert=0, rank=1)
     assert after.split.spill[0].tolist() == [FULL // 2 + 1, 5, 0, FULL - 5, FULL, FULL // 2]
@@ -91,11 +100,21 @@ def test_shares_of_experts_that_do_not_move_stay_as_they_are() -> None:
         (ROOMY, {"expert": 2, "rank": 1, "layer": 2}, "engine 'a' has no layer 2; they run from 0 to 1"),
         (ROOMY, {"expert": 2, "rank": 1, "source": -1}, "engine 'a' has no rank -1"),
         (ROOMY, {"expert": 2, "rank": 1, "source": 1}, "rank 1 does not hold expert 0/2; it is on rank 0"),
-        (TIGHT, {"expert": 2, "rank": 1, "swap": 3}, "rank 1 does not hold expert 0/3, so it cannot be swapped"),
-        (placed([[0, 1, 2, 0]]), {"expert": 1, "rank": 1, "swap": 0}, "rank 0 holds expert 0/0 already; omit swap"),
+        (
+            TIGHT,
+            {"expert": 2, "rank": 1, "swap": 3},
+            "rank 1 does not hold expert 0/3, so it cannot be swapped",
+        ),
+        (
+            placed([[0, 1, 2, 0]]),
+            {"expert": 1, "rank": 1, "swap": 0},
+            "rank 0 holds expert 0/0 already; omit swap",
+        ),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(placement: Placement, fields: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_is_refused_in_a_sentence(
+    placement: Placement, fields: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         asked(placement, **fields)
 
@@ -111,7 +130,10 @@ def test_plans_come_back_from_json_and_are_tried_on_what_is_served() -> None:
         read(msgspec.json.encode(plan), later)
     with pytest.raises(ValueError, match=r"this is no plan .*roost plan --out"):
         read(b"[]", ROOMY)
-    for odd, words in (({"id": "a b"}, "an id has 1 to 64 letters"), ({"handovers": _heavy(plan)}, "has -1 bytes")):
+    for odd, words in (
+        ({"id": "a b"}, "an id has 1 to 64 letters"),
+        ({"handovers": _heavy(plan)}, "has -1 bytes"),
+    ):
         with pytest.raises(ValueError, match=words):
             read(msgspec.json.encode(msgspec.structs.replace(plan, **odd)), ROOMY)
     with pytest.raises(ValueError, match="made for"):
@@ -130,7 +152,10 @@ def _heavy(plan: Plan) -> tuple[Handover, ...]:
 def test_what_is_in_no_ranks_memory_cannot_be_brought_while_serving() -> None:
     plan, _ = asked(ROOMY, expert=2, rank=1)
     handover = plan.handovers[0]
-    step = msgspec.structs.replace(handover.steps[0], copies=(msgspec.structs.replace(handover.steps[0].copies[0], source=None, link="checkpoint"),))
+    step = msgspec.structs.replace(
+        handover.steps[0],
+        copies=(msgspec.structs.replace(handover.steps[0].copies[0], source=None, link="checkpoint"),),
+    )
     unheld = msgspec.structs.replace(plan, handovers=(msgspec.structs.replace(handover, steps=(step,)),))
     with pytest.raises(ValueError, match="reads expert 2 from storage"):
         checked(ROOMY, unheld)
@@ -140,7 +165,14 @@ def test_what_is_in_no_ranks_memory_cannot_be_brought_while_serving() -> None:
 
 
 def test_the_plan_to_undo_is_the_last_of_which_anything_was_committed() -> None:
-    log = [announced("p"), committed(0, "p"), announced("q"), committed(0, "q", last=True), announced("r"), aborted(0, "r")]
+    log = [
+        announced("p"),
+        committed(0, "p"),
+        announced("q"),
+        committed(0, "q", last=True),
+        announced("r"),
+        aborted(0, "r"),
+    ]
     assert undone(log).plan == "q"
     assert undone(log, "p").plan == "p"
     with pytest.raises(ValueError, match="no plan 'r' of which anything was committed; there are: q, p"):
@@ -156,7 +188,9 @@ def test_an_engine_of_another_shape_cannot_go_back() -> None:
         back(ROOMY, ROOMY, "p", ROOM)
 
 
-def _legal(chance: np.random.Generator, ranks: int, per: int, layers: int, experts: int, epoch: int) -> Placement:
+def _legal(
+    chance: np.random.Generator, ranks: int, per: int, layers: int, experts: int, epoch: int
+) -> Placement:
     rows = []
     for _ in range(layers):
         row = np.full((ranks, per), EMPTY)
@@ -171,7 +205,13 @@ def _legal(chance: np.random.Generator, ranks: int, per: int, layers: int, exper
                 row[rank, int(empty[0])] = expert
         rows.append(row.reshape(-1))
     table = np.array(rows, np.int16)
-    return Placement(table, experts=experts, ranks=ranks, epoch=epoch, split=_weighted(chance, table, experts) if chance.random() < 0.7 else None)
+    return Placement(
+        table,
+        experts=experts,
+        ranks=ranks,
+        epoch=epoch,
+        split=_weighted(chance, table, experts) if chance.random() < 0.7 else None,
+    )
 
 
 def _weighted(chance: np.random.Generator, table: np.ndarray[Any, Any], experts: int) -> Split:
@@ -181,19 +221,32 @@ def _weighted(chance: np.random.Generator, table: np.ndarray[Any, Any], experts:
             (slots,) = np.nonzero(table[layer] == expert)
             cuts = np.sort(chance.integers(0, FULL + 1, len(slots) - 1))
             spill[layer, slots] = np.diff([0, *cuts, FULL])
-    return Split(np.where(filled, chance.integers(0, FULL, table.shape), 0).astype(np.uint16), spill, np.zeros(table.shape, np.uint16))
+    return Split(
+        np.where(filled, chance.integers(0, FULL, table.shape), 0).astype(np.uint16),
+        spill,
+        np.zeros(table.shape, np.uint16),
+    )
 
 
 def _shares(placement: Placement) -> list[tuple[int, int, int, int, int]]:
     """(layer, rank, expert, keep, spill) of every replica, wherever in its rank it lies."""
     layer, slot = np.nonzero(placement.expert_of_slot != EMPTY)
     parts = (placement.expert_of_slot, placement.split.keep, placement.split.spill)
-    return sorted(zip(layer.tolist(), (slot // placement.slots_per_rank).tolist(), *(part[layer, slot].tolist() for part in parts), strict=True))
+    return sorted(
+        zip(
+            layer.tolist(),
+            (slot // placement.slots_per_rank).tolist(),
+            *(part[layer, slot].tolist() for part in parts),
+            strict=True,
+        )
+    )
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 1 << 30), ranks=st.integers(2, 4), staging=st.integers(2, 4))
-def test_back_leads_to_what_every_rank_held_and_how_it_was_shared(seed: int, ranks: int, staging: int) -> None:
+def test_back_leads_to_what_every_rank_held_and_how_it_was_shared(
+    seed: int, ranks: int, staging: int
+) -> None:
     chance = np.random.default_rng(seed)
     now, goal = (_legal(chance, ranks, 4, 2, 3 * ranks, epoch) for epoch in (6, 3))
     plan = back(now, goal, "p", StagingRoom(node=np.zeros(ranks, np.intp), expert_bytes=10, staging=staging))
@@ -213,9 +266,16 @@ def test_any_expert_that_can_come_to_a_rank_comes_and_nothing_else_is_lost(seed:
     holders = now.holders(ExpertId(layer, expert))
     if rank in holders:
         return
-    plan = one_expert(now, MigrateExpert(engine="a", layer=layer, expert=expert, rank=rank, move=move), StagingRoom(node=np.zeros(3, np.intp), expert_bytes=10))
+    plan = one_expert(
+        now,
+        MigrateExpert(engine="a", layer=layer, expert=expert, rank=rank, move=move),
+        StagingRoom(node=np.zeros(3, np.intp), expert_bytes=10),
+    )
     after = replay(now, plan)[-1]
     assert rank in after.holders(ExpertId(layer, expert))
     assert move or plan.steps[0].kind == "swap" or set(holders) < set(after.holders(ExpertId(layer, expert)))
     assert (after.expert_of_slot[1 - layer] == now.expert_of_slot[1 - layer]).all()
-    assert all((part[1 - layer] == before[1 - layer]).all() for part, before in zip(after.split, now.split, strict=True))
+    assert all(
+        (part[1 - layer] == before[1 - layer]).all()
+        for part, before in zip(after.split, now.split, strict=True)
+    )

@@ -54,8 +54,13 @@ def view(placement: Placement, truth: Truth, later: Truth | None = None, **about
         "cache": CacheUse(1000, np.full(RANKS, 400.0), 16, 65_536),
     }
     pairs = about.pop("pairs", PAIRS)
-    windows = {"demand": window(truth, 1, pairs), "later": window(truth if later is None else later, 2, pairs)}
-    return EngineView(engine="e", worker_id=1, model="m", shape=SHAPE, placement=placement, **{**plain, **windows, **about})
+    windows = {
+        "demand": window(truth, 1, pairs),
+        "later": window(truth if later is None else later, 2, pairs),
+    }
+    return EngineView(
+        engine="e", worker_id=1, model="m", shape=SHAPE, placement=placement, **{**plain, **windows, **about}
+    )
 
 
 def planned_for(truth: Truth, slots: int = SLOTS) -> Placement:
@@ -68,7 +73,13 @@ def zipf(seed: int = 7) -> tuple[Truth, Truth, np.random.Generator]:
     return load("zipf", LAYERS, EXPERTS, dice), load("zipf", LAYERS, EXPERTS, dice), dice
 
 
-def decided(seen: EngineView, policy: Any = "roost", budget: int = 1 << 40, config: MigrationConfig = CONFIG, **question: Any) -> PlannerDecision:
+def decided(
+    seen: EngineView,
+    policy: Any = "roost",
+    budget: int = 1 << 40,
+    config: MigrationConfig = CONFIG,
+    **question: Any,
+) -> PlannerDecision:
     """Decide, and check: the record is JSON that reads back, and the plan can be carried out and leads to
     what it states."""
     found = decide(seen, PlanningQuestion(policy, budget, **question), config)
@@ -81,7 +92,9 @@ def decided(seen: EngineView, policy: Any = "roost", budget: int = 1 << 40, conf
 
 def check(seen: EngineView, plan: Plan, record: PlanRecord, budget: int) -> None:
     series = replay(seen.placement, plan)
-    assert [placement.epoch for placement in series] == list(range(seen.placement.epoch + 1, seen.placement.epoch + 1 + record.handovers))
+    assert [placement.epoch for placement in series] == list(
+        range(seen.placement.epoch + 1, seen.placement.epoch + 1 + record.handovers)
+    )
     assert record.copied_bytes == plan.bytes == record.copies * SHAPE.expert_bytes <= budget
     assert all(step.why for step in plan.steps)
     assert record.net_seconds > 0 or record.lost
@@ -110,17 +123,25 @@ def test_the_same_demand_everywhere_gives_no_reason_to_move_anything_nearer() ->
 def test_empty_slots_are_filled_with_what_is_wanted_most_where_sending_tokens_takes_time() -> None:
     truth, _, _ = zipf()
     full_ranks = planned_for(truth, 9).expert_of_slot.reshape(LAYERS, RANKS, 9)
-    room = Placement(np.pad(full_ranks, ((0, 0), (0, 0), (0, 3)), constant_values=-1).reshape(LAYERS, -1), experts=EXPERTS, ranks=RANKS)
+    room = Placement(
+        np.pad(full_ranks, ((0, 0), (0, 0), (0, 3)), constant_values=-1).reshape(LAYERS, -1),
+        experts=EXPERTS,
+        ranks=RANKS,
+    )
     found = decided(view(room, truth, speed=FAR), budget=3 * LAYERS * RANKS * SHAPE.expert_bytes).record
     assert found.before is not None
     assert found.after is not None
     assert {step.kind for step in found.steps} <= {"replicate", "reweight"}
     assert 0 < found.copies <= 3 * LAYERS * RANKS
     assert found.after.local_share > found.before.local_share + 0.1
-    assert decided(view(room, truth)).why is ReasonCode.NOISE, "where it takes none, there is nothing to be saved"
+    assert decided(view(room, truth)).why is ReasonCode.NOISE, (
+        "where it takes none, there is nothing to be saved"
+    )
 
 
-@pytest.mark.parametrize("layout", [Layout(attention="tp", boundary=LAYERS), Layout(attention="dp", boundary=LAYERS)])
+@pytest.mark.parametrize(
+    "layout", [Layout(attention="tp", boundary=LAYERS), Layout(attention="dp", boundary=LAYERS)]
+)
 def test_sharded_experts_have_no_better_place(layout: Layout) -> None:
     truth, foreign, _ = zipf()
     found = decided(view(planned_for(truth), foreign, layout=layout))
@@ -135,7 +156,10 @@ def test_from_too_little_nothing_is_concluded() -> None:
     assert f"of {CONFIG.least_pairs * EXPERTS:,.0f}" in str(found.record.refused)
     nothing = view(planned_for(truth), foreign)
     empty = Demand.of(np.zeros_like(nothing.demand.rates), np.zeros(RANKS))
-    assert decided(replace(nothing, demand=empty, later=None), config=MigrationConfig(least_pairs=0.0)).why is ReasonCode.DATA
+    assert (
+        decided(replace(nothing, demand=empty, later=None), config=MigrationConfig(least_pairs=0.0)).why
+        is ReasonCode.DATA
+    )
 
 
 def test_what_does_not_pay_while_the_demand_lasts_is_not_done() -> None:
@@ -189,7 +213,9 @@ def test_more_bytes_are_taken_only_for_more_seconds() -> None:
     assert any("all anew" in reason for reason in found.record.reasons), "it was thought of"
 
 
-def test_a_step_of_evenly_loaded_ranks_lasts_what_the_speeds_say_and_chance_and_uneven_ranks_add_to_it() -> None:
+def test_a_step_of_evenly_loaded_ranks_lasts_what_the_speeds_say_and_chance_and_uneven_ranks_add_to_it() -> (
+    None
+):
     """The step time of an even load includes the experts' time already: it is not added twice."""
     truth, foreign, _ = zipf()
     seen = view(planned_for(truth), foreign)
@@ -255,7 +281,9 @@ def test_where_eplb_has_an_expert_twice_on_a_rank_it_keeps_two_parts_of_its_toke
     raw = eplb_global(seen.demand.rates.sum(axis=0), RANKS * SLOTS, RANKS).reshape(LAYERS, RANKS, SLOTS)
     counts = (raw == 0).sum(axis=2)
     assert counts.max() > 1
-    np.testing.assert_allclose(share.max(axis=1), (counts / counts.sum(axis=1, keepdims=True)).max(axis=1), atol=1e-4)
+    np.testing.assert_allclose(
+        share.max(axis=1), (counts / counts.sum(axis=1, keepdims=True)).max(axis=1), atol=1e-4
+    )
 
 
 def test_a_policy_that_cannot_plan_here_says_why() -> None:
@@ -287,7 +315,9 @@ def kinds(count: int = 4, special: float = 1.0) -> ClusterModel:
     profiles = domains("topheavy", count, special, LAYERS, EXPERTS, np.random.default_rng(5))
     unused = np.full((1, LAYERS, EXPERTS), 1 / EXPERTS)
     shares = np.append(np.full(count, 1 / count), 0.0)
-    return ClusterModel(9, np.concatenate([profiles, unused]).astype(np.float32), shares.astype(np.float32), 1.0)
+    return ClusterModel(
+        9, np.concatenate([profiles, unused]).astype(np.float32), shares.astype(np.float32), 1.0
+    )
 
 
 def test_kinds_of_requests_get_homes_with_the_plan_that_brings_their_experts_and_keep_them() -> None:
@@ -304,9 +334,20 @@ def test_kinds_of_requests_get_homes_with_the_plan_that_brings_their_experts_and
     np.testing.assert_allclose(found.homes_after.share.sum(axis=1), [1, 1, 1, 1, 0], atol=1e-6)
     assert [cluster for cluster, _ in found.record.homes] == [0, 1, 2, 3]
     there = replay(seen.placement, found.plan)[-1]
-    lives = np.einsum("kr,kle->rle", 0.63 * found.homes_after.share.astype(np.float64) + 0.37 / RANKS, clusters.profiles)
+    lives = np.einsum(
+        "kr,kle->rle", 0.63 * found.homes_after.share.astype(np.float64) + 0.37 / RANKS, clusters.profiles
+    )
     for now in (100.0, 1000.0):
-        again = decided(replace(seen, placement=there, homes=found.homes_after, now=now, demand=window(lives, 3), later=window(lives, 4)))
+        again = decided(
+            replace(
+                seen,
+                placement=there,
+                homes=found.homes_after,
+                now=now,
+                demand=window(lives, 3),
+                later=window(lives, 4),
+            )
+        )
         assert again.record.copied_share < 0.05, "what is left to be evened out is little"
         assert again.homes.share is not None
         np.testing.assert_array_equal(again.homes.share, found.homes_after.share)
@@ -320,12 +361,18 @@ def test_a_lull_takes_nobodys_home_away() -> None:
     share = np.append(np.eye(RANKS, dtype=np.float32)[:4], np.zeros((1, RANKS), np.float32), axis=0)
     before = PlannedHomes(share, 8, 3, "they save", 50.0)
     served = Placement(planned_for(truth).expert_of_slot, experts=EXPERTS, ranks=RANKS, epoch=3)
-    seen = view(served, truth, speed=FAR, clusters=clusters, foreseen=0.9, homes=before, pairs=500.0, now=100.0)
+    seen = view(
+        served, truth, speed=FAR, clusters=clusters, foreseen=0.9, homes=before, pairs=500.0, now=100.0
+    )
     found = decided(seen)
     assert found.why is ReasonCode.DATA
-    assert found.homes == before._replace(clusters=9, note=f"{found.record.refused}; the present homes stay"), "since when they held, and for which epoch"
+    assert found.homes == before._replace(
+        clusters=9, note=f"{found.record.refused}; the present homes stay"
+    ), "since when they held, and for which epoch"
     assert [cluster for cluster, _ in found.record.homes] == [0, 1, 2, 3]
-    assert decided(replace(seen, clusters=None)).homes.clusters == 8, "a tracker that begins anew says nothing against them"
+    assert decided(replace(seen, clusters=None)).homes.clusters == 8, (
+        "a tracker that begins anew says nothing against them"
+    )
     to_come, others = before._replace(epoch=4), before._replace(share=share[:4])
     for another in (replace(seen, homes=to_come), replace(seen, homes=others), replace(seen, homes=None)):
         assert decided(another).homes.share is None
@@ -339,14 +386,23 @@ def test_a_lull_takes_nobodys_home_away() -> None:
     [
         ({"foreseen": 0.0}, "cannot be predicted"),
         ({"clusters": None}, "no clusters of requests"),
-        ({"clusters": ClusterModel(1, np.full((2, 1, 4), 0.25, np.float32), np.full(2, 0.5, np.float32), 1.0)}, "another shape"),
+        (
+            {
+                "clusters": ClusterModel(
+                    1, np.full((2, 1, 4), 0.25, np.float32), np.full(2, 0.5, np.float32), 1.0
+                )
+            },
+            "another shape",
+        ),
         ({"clusters": kinds(special=0.0)}, "no specialisation"),
         ({"speed": SPEED}, "next to nothing"),
     ],
 )
 def test_nobody_has_a_home_where_none_would_help_and_it_is_said_why(about: dict[str, Any], said: str) -> None:
     truth, _, _ = zipf()
-    found = decided(view(planned_for(truth), truth, **{"speed": FAR, "clusters": kinds(), "foreseen": 0.9, **about}))
+    found = decided(
+        view(planned_for(truth), truth, **{"speed": FAR, "clusters": kinds(), "foreseen": 0.9, **about})
+    )
     assert found.homes.share is None
     assert said in found.homes.note
     assert found.record.homes_note == found.homes.note
@@ -377,7 +433,9 @@ def test_demand_that_swings_to_and_fro_moves_bounded_bytes() -> None:
         copied.append(found.record.copies)
         if found.plan is not None:
             placement = replay(placement, found.plan)[-1]
-            history = history.committed(placement, found.plan.id, now, counted(seen.demand.rates, seen.demand.pairs))
+            history = history.committed(
+                placement, found.plan.id, now, counted(seen.demand.rates, seen.demand.pairs)
+            )
     assert sum(copied) <= 2 * LAYERS * RANKS * SLOTS * 0.2, copied
     assert sum(copied[4:]) <= sum(copied[:4]), copied
 
@@ -392,12 +450,22 @@ def test_what_the_last_plan_did_is_not_undone_without_new_evidence(boundary: int
     pair = [int(wants[:per].argmax()), per + int(wants[per : 2 * per].argmin())]
     table[layer, pair] = table[layer, pair[::-1]]
     moved = Placement(table, experts=EXPERTS, ranks=RANKS, epoch=1)
-    seen = view(moved, truth, layout=Layout(attention="dp", boundary=boundary), history=MoveHistory.begin(1, start).committed(moved, "p", 0.0), now=1e6)
+    seen = view(
+        moved,
+        truth,
+        layout=Layout(attention="dp", boundary=boundary),
+        history=MoveHistory.begin(1, start).committed(moved, "p", 0.0),
+        now=1e6,
+    )
     taken = start.replicas_on_rank & ~moved.replicas_on_rank
     undone = []
     for basis in (truth, foreign):
         plan = decided(replace(seen, since=window(basis, 3)), config=MigrationConfig(least_gain=0.0)).plan
-        copied = [] if plan is None else [(step.layer, copy.slot // per, copy.expert) for step in plan.steps for copy in step.copies]
+        copied = (
+            []
+            if plan is None
+            else [(step.layer, copy.slot // per, copy.expert) for step in plan.steps for copy in step.copies]
+        )
         undone.append(any(taken[where] for where in copied))
     assert undone == [False, True]
 
@@ -488,7 +556,9 @@ def test_second_holders_take_no_place_of_experts_that_rest_and_come_into_named_l
 
 def test_experts_that_must_be_held_twice_where_there_is_no_room_for_that_hinder_no_decision() -> None:
     truth, foreign, _ = zipf()
-    found = decided(view(planned_for(truth), foreign), budget=0, config=MigrationConfig(critical_experts=0.5)).record
+    found = decided(
+        view(planned_for(truth), foreign), budget=0, config=MigrationConfig(critical_experts=0.5)
+    ).record
     assert {step.kind for step in found.steps} == {"reweight"}
     assert len([reason for reason in found.reasons if "least_replicas asks for" in reason]) == 1
 

@@ -1,4 +1,5 @@
-"""From requests to a plan: a simulated engine with room for replicas, the tracker and the planner, in real time on one bus."""
+"""From requests to a plan: a simulated engine with room for replicas, the tracker and the planner, in real
+time on one bus."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -34,7 +35,9 @@ TRACKER = TrackerConfig(publish_seconds=0.1, fast_seconds=1.0)
 
 
 async def ask(bus: MemoryBus, broker: MemoryBroker, **question: Any) -> PlanRecord:
-    answer = await bus.request(broker.subjects.describe_plan, DescribePlan(engine="sim-0", **question), seconds=20)
+    answer = await bus.request(
+        broker.subjects.describe_plan, DescribePlan(engine="sim-0", **question), seconds=20
+    )
     assert isinstance(answer, PlanDescribed)
     return msgspec.json.decode(answer.record, type=PlanRecord)
 
@@ -55,7 +58,11 @@ async def until_judged(bus: MemoryBus, broker: MemoryBroker) -> PlanRecord:
 async def keep_asking(http: aiohttp.ClientSession, url: str, number: int) -> None:
     """One client: sends the next prompt as soon as the last one is answered."""
     for turn in range(10_000):
-        body = {"prompt": [(17 * number + 5 * turn + at) % 200 + 1 for at in range(32)], "max_tokens": 60, "temperature": 0}
+        body = {
+            "prompt": [(17 * number + 5 * turn + at) % 200 + 1 for at in range(32)],
+            "max_tokens": 60,
+            "temperature": 0,
+        }
         async with http.post(f"{url}/v1/completions", json=body) as answer:
             await answer.read()
 

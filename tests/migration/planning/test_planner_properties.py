@@ -41,10 +41,17 @@ def some_placement(dice: np.random.Generator, ranks: int, slots: int) -> Placeme
 def some_view(seed: int, ranks: int, slots: int, nodes: int, boundary: int) -> EngineView:
     dice = np.random.default_rng(seed)
     placement = some_placement(dice, ranks, slots)
-    windows = [np.floor(dice.pareto(0.8, (ranks, LAYERS, EXPERTS)) * dice.integers(0, 3, (ranks, 1, 1))).clip(0, 1e9) for _ in range(2)]
+    windows = [
+        np.floor(dice.pareto(0.8, (ranks, LAYERS, EXPERTS)) * dice.integers(0, 3, (ranks, 1, 1))).clip(0, 1e9)
+        for _ in range(2)
+    ]
     pairs = 10.0 ** dice.uniform(0, 6)
     profiles = dice.dirichlet(np.full(EXPERTS, 0.2), (3, LAYERS)).astype(np.float32)
-    speed = EngineSpeed(expert_pair=10.0 ** dice.uniform(-8, -4), dispatch=10.0 ** dice.uniform(-8, -4), dispatch_node=10.0 ** dice.uniform(-8, -4))
+    speed = EngineSpeed(
+        expert_pair=10.0 ** dice.uniform(-8, -4),
+        dispatch=10.0 ** dice.uniform(-8, -4),
+        dispatch_node=10.0 ** dice.uniform(-8, -4),
+    )
     return EngineView(
         engine="e",
         worker_id=1,
@@ -55,11 +62,17 @@ def some_view(seed: int, ranks: int, slots: int, nodes: int, boundary: int) -> E
         node=np.arange(ranks) * nodes // ranks,
         speed=speed,
         demand=Demand.of(windows[0], np.full(ranks, pairs), 60.0),
-        later=None if seed % 3 == 0 else Demand.of(windows[1] if seed % 2 else windows[0], np.full(ranks, pairs), 60.0),
+        later=(
+            None
+            if seed % 3 == 0
+            else Demand.of(windows[1] if seed % 2 else windows[0], np.full(ranks, pairs), 60.0)
+        ),
         running=None if seed % 5 == 0 else dice.integers(0, 9, ranks).astype(np.float64),
         waiting=np.zeros(ranks),
         cache=None if seed % 7 == 0 else CacheUse(100, dice.uniform(0, 100, ranks), 16, 1000),
-        clusters=ClusterModel(3, profiles / profiles.sum(axis=2, keepdims=True), np.array([0.5, 0.5, 0.0], np.float32), 1.0),
+        clusters=ClusterModel(
+            3, profiles / profiles.sum(axis=2, keepdims=True), np.array([0.5, 0.5, 0.0], np.float32), 1.0
+        ),
         history=MoveHistory.begin(1, placement),
         now=100.0,
     )
@@ -92,9 +105,20 @@ def check(seed: int, size: tuple[int, int, int], policy: Any, boundary: int, dat
     ranks, slots, nodes = size
     view = some_view(seed, ranks, slots, nodes, boundary)
     budget = data.draw(st.sampled_from([0, 3, 1000])) * SHAPE.expert_bytes
-    dead = tuple(sorted(data.draw(st.sets(st.integers(0, ranks - 1), max_size=ranks - 1)))) if seed % 4 == 0 else ()
-    config = MigrationConfig(least_pairs=0.0, least_gain=0.0, critical_experts=data.draw(st.sampled_from([0.0, 0.25])), most_replicas=None)
-    found = decide(view, PlanningQuestion(policy, budget, memory=seed % 2 == 0, dead=dead, bounds=True), config)
+    dead = (
+        tuple(sorted(data.draw(st.sets(st.integers(0, ranks - 1), max_size=ranks - 1))))
+        if seed % 4 == 0
+        else ()
+    )
+    config = MigrationConfig(
+        least_pairs=0.0,
+        least_gain=0.0,
+        critical_experts=data.draw(st.sampled_from([0.0, 0.25])),
+        most_replicas=None,
+    )
+    found = decide(
+        view, PlanningQuestion(policy, budget, memory=seed % 2 == 0, dead=dead, bounds=True), config
+    )
     record = found.record
     assert (found.plan is None) == (record.refused is not None) == (found.why is not None)
     assert np.isfinite([record.gain_seconds, record.net_seconds, record.cost_seconds]).all()
@@ -104,11 +128,20 @@ def check(seed: int, size: tuple[int, int, int], policy: Any, boundary: int, dat
         return
     series = replay(view.placement, found.plan)
     assert found.plan.bytes == record.copied_bytes
-    assert np.array_equal(series[-1].expert_of_slot[:boundary], view.placement.expert_of_slot[:boundary]) if series else True
+    assert (
+        np.array_equal(series[-1].expert_of_slot[:boundary], view.placement.expert_of_slot[:boundary])
+        if series
+        else True
+    )
     assert record.copied_bytes <= budget or dead
     assert all(step.why for step in found.plan.steps)
     assert all(step.layer >= boundary for step in record.steps)
-    assert record.net_seconds > 0 or dead or "second replicas" in " ".join(record.reasons) or config.critical_experts
+    assert (
+        record.net_seconds > 0
+        or dead
+        or "second replicas" in " ".join(record.reasons)
+        or config.critical_experts
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -117,7 +150,10 @@ def test_an_engine_of_which_nothing_is_wanted_is_left_alone(seed: int) -> None:
     nothing = Demand.of(np.zeros((4, LAYERS, EXPERTS)), np.zeros(4), 60.0)
     for policy in POLICIES:
         found = decide(
-            EngineView(**{name: getattr(view, name) for name in EngineView.__dataclass_fields__} | {"demand": nothing, "later": nothing}),
+            EngineView(
+                **{name: getattr(view, name) for name in EngineView.__dataclass_fields__}
+                | {"demand": nothing, "later": nothing}
+            ),
             PlanningQuestion(policy, 0),
             MigrationConfig(),
         )

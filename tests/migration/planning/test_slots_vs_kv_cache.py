@@ -7,7 +7,14 @@ import pytest
 
 from fleet.timing import EngineSpeed
 from migration.model.cost_model import CostTerms
-from migration.planning.slots_vs_kv_cache import KvCacheModel, TradeOffPoint, best, curve, memory_seconds, waiting_seconds
+from migration.planning.slots_vs_kv_cache import (
+    KvCacheModel,
+    TradeOffPoint,
+    best,
+    curve,
+    memory_seconds,
+    waiting_seconds,
+)
 
 
 def cache(blocks: float, used: float, requests: float, variation: float = 0.0) -> KvCacheModel:
@@ -45,7 +52,9 @@ def test_a_cache_that_is_too_small_is_never_caught_up_with_and_an_idle_one_makes
 
 def test_replicas_cost_what_requests_wait_longer_for_their_sake_and_never_more_than_a_step() -> None:
     now = cache(100.0, 90.0, 18.0)
-    assert memory_seconds(now, 20_000, 0.01) == pytest.approx(waiting_seconds(now, 100.0, 0.01) - waiting_seconds(now, 120.0, 0.01))
+    assert memory_seconds(now, 20_000, 0.01) == pytest.approx(
+        waiting_seconds(now, 100.0, 0.01) - waiting_seconds(now, 120.0, 0.01)
+    )
     assert memory_seconds(now, 0, 0.01) == 0.0
     assert memory_seconds(cache(100.0, 100.0, 18.0), 1e9, 0.01) == 0.01
 
@@ -54,8 +63,20 @@ def test_replicas_cost_what_requests_wait_longer_for_their_sake_and_never_more_t
 def points(used: float, requests: float = 16.0) -> tuple[TradeOffPoint, ...]:
     load = 1.0 / np.arange(1, 17)
     demand = np.repeat(np.stack([load, load[::-1]])[None], 4, axis=0)
-    terms = CostTerms(EngineSpeed(step=1e-3, decode_sequence=0.0, decode_block=0.0, expert_pair=1e-5, dispatch=1e-6), np.zeros(4, np.intp), 2, step_tokens=64)
-    return curve(demand, terms, cache(100.0, used, requests, 1.0), (3, 4, 5, 6, 7, 14, 15, 17), present=5, expert_bytes=5_000)
+    terms = CostTerms(
+        EngineSpeed(step=1e-3, decode_sequence=0.0, decode_block=0.0, expert_pair=1e-5, dispatch=1e-6),
+        np.zeros(4, np.intp),
+        2,
+        step_tokens=64,
+    )
+    return curve(
+        demand,
+        terms,
+        cache(100.0, used, requests, 1.0),
+        (3, 4, 5, 6, 7, 14, 15, 17),
+        present=5,
+        expert_bytes=5_000,
+    )
 
 
 def test_slots_are_worth_it_while_there_are_blocks_to_spare() -> None:
@@ -74,7 +95,9 @@ def test_slots_are_worth_it_while_there_are_blocks_to_spare() -> None:
 def test_a_step_lasts_longer_by_what_the_slowest_rank_has_above_the_mean() -> None:
     first = points(20.0)[0]
     even = 1e-5 * 2 * 64 * 2 / 4
-    assert first.step_seconds == pytest.approx(1e-3 + first.figures.seconds.experts - even + first.figures.seconds.dispatch)
+    assert first.step_seconds == pytest.approx(
+        1e-3 + first.figures.seconds.experts - even + first.figures.seconds.dispatch
+    )
 
 
 def test_with_more_requests_than_any_cache_serves_nothing_is_best() -> None:

@@ -58,9 +58,25 @@ class Traffic:
         for rank in ranks:
             self._version += 1
             table = ExpertTable.of(np.tile(500.0 * rates, (2, 1)))
-            said = DemandPublished(rank=rank, version=self._version, tokens_per_second=1.0, demand=table, pairs=2e5, **self._about)  # type: ignore[arg-type]
+            said = DemandPublished(
+                rank=rank,
+                version=self._version,
+                tokens_per_second=1.0,
+                demand=table,
+                pairs=2e5,
+                **self._about,
+            )  # type: ignore[arg-type]
             await self._demand.publish(said)
-            await self._load.publish(KvMetrics(worker_id=1, dp_rank=rank, running=64, waiting=0, active_prefill_tokens=0, active_decode_blocks=20))
+            await self._load.publish(
+                KvMetrics(
+                    worker_id=1,
+                    dp_rank=rank,
+                    running=64,
+                    waiting=0,
+                    active_prefill_tokens=0,
+                    active_decode_blocks=20,
+                )
+            )
 
     async def last(self, seconds: int, rates: np.ndarray[Any, Any]) -> None:
         for _ in range(seconds // 2):
@@ -68,7 +84,9 @@ class Traffic:
             await asyncio.sleep(2)
 
 
-def serving(bus: MemoryBus, config: MigrationConfig = CONFIG, thinking: Executor | None = None) -> AbstractAsyncContextManager[MigrationService]:
+def serving(
+    bus: MemoryBus, config: MigrationConfig = CONFIG, thinking: Executor | None = None
+) -> AbstractAsyncContextManager[MigrationService]:
     return leading(bus, config, thinking)
 
 
@@ -91,10 +109,16 @@ async def test_a_plan_that_is_told_can_be_carried_out_and_one_that_is_refused_is
         record = msgspec.json.decode(answer.record, type=PlanRecord)
         accepted = await bus.request(SUBJECTS.migrate, ApplyPlan(engine="a", plan=answer.plan), seconds=10)
         assert isinstance(accepted, MigrationAccepted)
-        assert (accepted.plan, accepted.handovers, accepted.bytes) == (record.id, record.handovers, record.copied_bytes)
+        assert (accepted.plan, accepted.handovers, accepted.bytes) == (
+            record.id,
+            record.handovers,
+            record.copied_bytes,
+        )
         await asyncio.sleep(2 * record.handovers)
         assert ranks.served == list(range(record.handovers + 1))
-        refused = await bus.request(SUBJECTS.describe_plan, DescribePlan(engine="a", budget_bytes=0, policy="full"), seconds=30)
+        refused = await bus.request(
+            SUBJECTS.describe_plan, DescribePlan(engine="a", budget_bytes=0, policy="full"), seconds=30
+        )
         assert isinstance(refused, PlanDescribed)
         assert not refused.plan
 
@@ -131,7 +155,11 @@ async def test_a_plan_is_told_to_whoever_asks_and_nothing_is_moved() -> None:
         assert (await ask(bus, dead=(2,))).lost
         assert service.ledger.engines()["a"].epoch == 0
         exposed = service.metrics.exposition()
-        for told in (b'roost_planner_plans_total{outcome="plan"}', b"roost_planner_plan_seconds_count", b'roost_planner_gain_seconds{engine="a"}'):
+        for told in (
+            b'roost_planner_plans_total{outcome="plan"}',
+            b"roost_planner_plan_seconds_count",
+            b'roost_planner_gain_seconds{engine="a"}',
+        ):
             assert told in exposed
 
 
@@ -183,8 +211,22 @@ async def test_old_repeated_and_impossible_demand_is_counted_and_changes_nothing
         await traffic.speak(SKEWED)
         publisher = bus.publisher(SUBJECTS.demand)
         table = ExpertTable.of(np.ones((2, 16)))
-        plain: dict[str, Any] = {"engine": "a", "worker_id": 1, "model": "m", "rank": 0, "version": 99, "tokens_per_second": 1.0, "demand": table}
-        for wrong in ({"version": 1}, {"worker_id": 7}, {"rank": 9}, {"demand": ExpertTable.of(np.ones((3, 16)))}, {"pairs": -1.0}):
+        plain: dict[str, Any] = {
+            "engine": "a",
+            "worker_id": 1,
+            "model": "m",
+            "rank": 0,
+            "version": 99,
+            "tokens_per_second": 1.0,
+            "demand": table,
+        }
+        for wrong in (
+            {"version": 1},
+            {"worker_id": 7},
+            {"rank": 9},
+            {"demand": ExpertTable.of(np.ones((3, 16)))},
+            {"pairs": -1.0},
+        ):
             await publisher.publish(DemandPublished(**{**plain, **wrong}))
         await asyncio.sleep(0.1)
         exposed = service.metrics.exposition().decode()
@@ -221,10 +263,15 @@ async def test_homes_are_said_every_cycle_and_get_a_new_version_when_they_change
         traffic = Traffic(bus)
         await traffic.last(45, np.ones(16))
         assert len(said) == 4
-        assert {(homes.engine, homes.worker_id, homes.ranks, homes.epoch) for homes in said} == {("a", 1, 4, 0)}
+        assert {(homes.engine, homes.worker_id, homes.ranks, homes.epoch) for homes in said} == {
+            ("a", 1, 4, 0)
+        }
         assert said[-1].version == said[-2].version
         moved = Placement(FIRST.expert_of_slot[:, ::-1].copy(), experts=16, ranks=4, epoch=1)
-        await bus.record(SUBJECTS.placements("a"), PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=moved.record(), plan="p"))
+        await bus.record(
+            SUBJECTS.placements("a"),
+            PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=moved.record(), plan="p"),
+        )
         await traffic.last(12, np.ones(16))
         assert said[-1].epoch == 1
         assert said[-1].version > said[0].version
@@ -255,7 +302,9 @@ async def test_the_tracker_is_asked_for_clusters_that_were_not_heard() -> None:
 
 
 @pytest.mark.looptime
-async def test_a_defect_of_planning_is_counted_and_the_service_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_defect_of_planning_is_counted_and_the_service_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def broken(view: Any, question: PlanningQuestion, config: MigrationConfig) -> PlannerDecision:
         raise ZeroDivisionError("a defect")
 

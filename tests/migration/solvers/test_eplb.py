@@ -7,13 +7,28 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Placement
-from migration.solvers.eplb import as_placement, eplb_global, eplb_hierarchical, packed, raw_shares, replicated
+from migration.solvers.eplb import (
+    as_placement,
+    eplb_global,
+    eplb_hierarchical,
+    packed,
+    raw_shares,
+    replicated,
+)
 
 
 def test_it_gives_the_placement_that_its_description_prints() -> None:
-    load = np.array([[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86], [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27]])
+    load = np.array(
+        [
+            [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+            [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+        ]
+    )
     raw = eplb_hierarchical(load, slots=16, groups=4, nodes=2, ranks=8)
-    assert raw.tolist() == [[5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1], [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1]]
+    assert raw.tolist() == [
+        [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+        [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+    ]
 
 
 def test_the_most_loaded_replica_is_halved_first_and_of_equals_the_first() -> None:
@@ -37,7 +52,10 @@ def by_hand(load: list[float], slots: int, ranks: int) -> list[list[int]]:
     packs: list[list[int]] = [[] for _ in range(ranks)]
     carried = [0.0] * ranks
     for item in sorted(range(slots), key=lambda one: (-weight[one], one)):
-        rank = min((rank for rank in range(ranks) if len(packs[rank]) < slots // ranks), key=lambda rank: (carried[rank], rank))
+        rank = min(
+            (rank for rank in range(ranks) if len(packs[rank]) < slots // ranks),
+            key=lambda rank: (carried[rank], rank),
+        )
         packs[rank].append(experts[item])
         carried[rank] += weight[item]
     return packs
@@ -50,27 +68,36 @@ def test_the_global_variant_is_its_description(load: list[int], ranks: int, spar
     if per_rank == 1:
         return
     raw = eplb_global(np.array([load], float), ranks * per_rank, ranks)
-    assert raw.reshape(ranks, per_rank).tolist() == by_hand([float(one) for one in load], ranks * per_rank, ranks)
+    assert raw.reshape(ranks, per_rank).tolist() == by_hand(
+        [float(one) for one in load], ranks * per_rank, ranks
+    )
 
 
 def even_loads(table: NDArray[np.integer], load: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
     loads = np.zeros((len(table), ranks))
     for layer, row in enumerate(table.tolist()):
         for slot, expert in enumerate(row):
-            loads[layer, slot * ranks // len(row)] += load[layer, expert] / row.count(expert) if expert != EMPTY else 0.0
+            loads[layer, slot * ranks // len(row)] += (
+                load[layer, expert] / row.count(expert) if expert != EMPTY else 0.0
+            )
     return loads
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([(6, 3, 4), (8, 2, 6), (5, 4, 2)]))
-def test_as_a_placement_it_is_lawful_and_its_shares_balance_as_the_raw_map(seed: int, shape: tuple[int, int, int]) -> None:
+def test_as_a_placement_it_is_lawful_and_its_shares_balance_as_the_raw_map(
+    seed: int, shape: tuple[int, int, int]
+) -> None:
     experts, ranks, per_rank = shape
     load = np.random.default_rng(seed).pareto(1.0, (3, experts)) + 0.01
     raw = eplb_global(load, ranks * per_rank, ranks)
     table = as_placement(raw, ranks)
     Placement(table, experts=experts, ranks=ranks)
     shares = raw_shares(raw, ranks)
-    served = np.where(table == EMPTY, 0.0, np.take_along_axis(load, np.maximum(table, 0).astype(np.intp), axis=1)) * shares
+    served = (
+        np.where(table == EMPTY, 0.0, np.take_along_axis(load, np.maximum(table, 0).astype(np.intp), axis=1))
+        * shares
+    )
     np.testing.assert_allclose(served.reshape(3, ranks, -1).sum(axis=2), even_loads(raw, load, ranks))
 
 

@@ -12,13 +12,22 @@ from benchmarks.rig.placements.cases import Case, Drifting, balance, rank_loads
 from fleet.arrays import SlotTable
 from fleet.placement import EMPTY, Placement
 from migration.model.constraints import Constraints
-from migration.model.placement_changes import ChangeKind, PlacementChanges, copies_between, made, taken, within
+from migration.model.placement_changes import (
+    ChangeKind,
+    PlacementChanges,
+    copies_between,
+    made,
+    taken,
+    within,
+)
 from migration.model.sampling_noise import LoadNoise, changed, deviations, expected_max, expected_most
 from migration.solvers.even_split_copies import few
 from migration.solvers.full_placement import full
 
 
-def random_table(layers: int, experts: int, ranks: int, per_rank: int, dice: np.random.Generator) -> SlotTable:
+def random_table(
+    layers: int, experts: int, ranks: int, per_rank: int, dice: np.random.Generator
+) -> SlotTable:
     """Every expert at least once, replicas and empty slots where there is room."""
     table = np.full((layers, ranks, per_rank), EMPTY, np.int16)
     for row in table:
@@ -30,7 +39,9 @@ def random_table(layers: int, experts: int, ranks: int, per_rank: int, dice: np.
     return table.reshape(layers, -1)
 
 
-def most_loaded(table: SlotTable, load: NDArray[np.float64], ranks: int, live: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
+def most_loaded(
+    table: SlotTable, load: NDArray[np.float64], ranks: int, live: NDArray[np.bool_] | None = None
+) -> NDArray[np.float64]:
     """[layers], in mean rank loads."""
     alive = np.ones(ranks, bool) if live is None else live
     table = np.where(np.repeat(alive, table.shape[1] // ranks), table, EMPTY)
@@ -125,7 +136,9 @@ def test_every_limit_is_kept(seed: int) -> None:
     start = replicas(table, experts, live)
     frozen, least = dice.random((layers, experts)) < 0.2, dice.integers(1, 3, (layers, experts))
     copies, most = int(dice.integers(0, 9)), int(dice.integers(1, 4))
-    limits = Constraints(most_copies=copies, most_replicas=most, frozen=frozen, live=live, least_replicas=least)
+    limits = Constraints(
+        most_copies=copies, most_replicas=most, frozen=frozen, live=live, least_replicas=least
+    )
     changes = few(table, load, ranks, limits, goal=np.ones(layers))
     assert changes.copies.sum() <= copies
     for after in states(table, changes):
@@ -134,7 +147,10 @@ def test_every_limit_is_kept(seed: int) -> None:
         assert (counts >= np.minimum(start, least)).all()
         assert (counts <= np.maximum(start, most)).all()
         for layer, expert in np.argwhere(frozen).tolist():
-            assert np.flatnonzero(after[layer] == expert).tolist() == np.flatnonzero(table[layer] == expert).tolist(), "a frozen expert was touched"
+            assert (
+                np.flatnonzero(after[layer] == expert).tolist()
+                == np.flatnonzero(table[layer] == expert).tolist()
+            ), "a frozen expert was touched"
 
 
 def test_the_same_is_answered_to_the_same() -> None:
@@ -188,8 +204,14 @@ def test_comes_near_the_best_of_all_pairs_of_changes() -> None:
         table, load = random_table(1, 6, 3, 3, dice), dice.lognormal(0.0, 0.7, (1, 6))
         budget = int(dice.integers(1, 4))
         keep, best = most_loaded(table, load, 3)[0], best_within(table[0], load, 3, budget)
-        changes = few(table, load, 3, Constraints(most_copies=budget, target=1.0), goal=np.array([1.0 / best]))
-        part.append((keep - most_loaded(made(table, changes), load, 3)[0]) / (keep - best) if keep > best + 1e-9 else 1.0)
+        changes = few(
+            table, load, 3, Constraints(most_copies=budget, target=1.0), goal=np.array([1.0 / best])
+        )
+        part.append(
+            (keep - most_loaded(made(table, changes), load, 3)[0]) / (keep - best)
+            if keep > best + 1e-9
+            else 1.0
+        )
     assert np.mean(part) > 0.85, part
     assert np.median(part) > 0.99, part
 
@@ -224,7 +246,9 @@ def test_a_new_sample_of_the_same_demand_copies_nothing() -> None:
     for seed in range(3):
         same = Drifting(Case("zipf", 8, 64, 8, 72, seed), "noise")
         before, anew = (full(load, 8, 9) for load in (same.before, same.now))
-        assert not few(before, same.now, 8, goal=balance(anew, same.now, 8), noise=LoadNoise(same.case.window))
+        assert not few(
+            before, same.now, 8, goal=balance(anew, same.now, 8), noise=LoadNoise(same.case.window)
+        )
 
 
 def test_imbalance_that_drowns_in_the_noise_of_a_step_is_left_alone() -> None:

@@ -20,7 +20,9 @@ def balance(table: NDArray[np.integer], load: NDArray[np.float64], ranks: int) -
     loads = np.zeros((len(table), ranks))
     for layer, row in enumerate(table.tolist()):
         for slot, expert in enumerate(row):
-            loads[layer, slot * ranks // len(row)] += load[layer, expert] / row.count(expert) if expert != EMPTY else 0.0
+            loads[layer, slot * ranks // len(row)] += (
+                load[layer, expert] / row.count(expert) if expert != EMPTY else 0.0
+            )
     return loads.mean(axis=1) / np.maximum(loads.max(axis=1), 1e-300)
 
 
@@ -35,8 +37,14 @@ def lognormal(layers: int, experts: int, seed: int) -> NDArray[np.float64]:
 def best_of_all(load: NDArray[np.float64], ranks: int, per_rank: int) -> NDArray[np.float64]:
     """[layers]: least load of the fullest rank, by trying every placement."""
     experts = load.shape[1]
-    sets = [np.isin(np.arange(experts), chosen) for size in range(1, per_rank + 1) for chosen in combinations(range(experts), size)]
-    tried = np.array([[sets[at] for at in chosen] for chosen in combinations_with_replacement(range(len(sets)), ranks)])
+    sets = [
+        np.isin(np.arange(experts), chosen)
+        for size in range(1, per_rank + 1)
+        for chosen in combinations(range(experts), size)
+    ]
+    tried = np.array(
+        [[sets[at] for at in chosen] for chosen in combinations_with_replacement(range(len(sets)), ranks)]
+    )
     tried = tried[tried.any(axis=1).all(axis=1)].astype(float)
     part = tried / tried.sum(axis=1, keepdims=True)
     return np.array([(part @ one).max(axis=1).min() for one in load])
@@ -58,11 +66,17 @@ def test_every_shape_gives_a_lawful_placement_not_above_its_bound(data: st.DataO
     ranks, per_rank = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
     experts = data.draw(st.integers(1, ranks * per_rank))
     most = data.draw(st.none() | st.integers(1, 3))
-    load = np.array([data.draw(st.lists(st.integers(0, 9), min_size=experts, max_size=experts)) for _ in range(2)], float)
+    load = np.array(
+        [data.draw(st.lists(st.integers(0, 9), min_size=experts, max_size=experts)) for _ in range(2)], float
+    )
     table = full(load, ranks, per_rank, most_replicas=most)
     Placement(table, experts=experts, ranks=ranks)
-    assert max(row.tolist().count(expert) for row in table for expert in range(experts)) <= min(ranks, most or ranks)
-    for found, limit, asked in zip(balance(table, load, ranks), bound(load, ranks, per_rank, most), load.any(axis=1), strict=True):
+    assert max(row.tolist().count(expert) for row in table for expert in range(experts)) <= min(
+        ranks, most or ranks
+    )
+    for found, limit, asked in zip(
+        balance(table, load, ranks), bound(load, ranks, per_rank, most), load.any(axis=1), strict=True
+    ):
         assert found <= limit + 1e-9 or not asked
     assert np.array_equal(table, full(load, ranks, per_rank, most_replicas=most))
 
@@ -70,7 +84,10 @@ def test_every_shape_gives_a_lawful_placement_not_above_its_bound(data: st.DataO
 @pytest.mark.parametrize(("ranks", "per_rank"), [(8, 10), (16, 5), (32, 3), (32, 2)])
 def test_it_is_at_least_as_even_as_eplb_whose_raw_map_may_hold_duplicates(ranks: int, per_rank: int) -> None:
     for load in (zipf(4, 64, 3), lognormal(4, 64, 3)):
-        ours, theirs = (balance(table, load, ranks) for table in (full(load, ranks, per_rank), eplb_global(load, ranks * per_rank, ranks)))
+        ours, theirs = (
+            balance(table, load, ranks)
+            for table in (full(load, ranks, per_rank), eplb_global(load, ranks * per_rank, ranks))
+        )
         assert ours.mean() >= theirs.mean() - 1e-9
 
 
@@ -112,7 +129,10 @@ def test_replicas_lie_on_different_nodes_and_ranks_carry_what_they_carried() -> 
 def nodes_of_a_pair(table: NDArray[np.int16], load: NDArray[np.float64], node: NDArray[np.intp]) -> float:
     """Mean number of nodes that hold a pair's expert."""
     per = table.shape[1] // len(node)
-    found = [[len(set(node[np.flatnonzero(row == expert) // per].tolist())) for expert in range(load.shape[1])] for row in table]
+    found = [
+        [len(set(node[np.flatnonzero(row == expert) // per].tolist())) for expert in range(load.shape[1])]
+        for row in table
+    ]
     return float((np.array(found) * load).sum() / load.sum())
 
 
@@ -132,7 +152,9 @@ def test_ranks_that_are_not_live_get_nothing_and_the_others_what_they_would_get_
     table = full(load, 4, 3, live=live, node=np.array([0, 0, 1, 2]))
     assert (table.reshape(2, 4, 3)[:, 1] == EMPTY).all()
     alone = full(load, 3, 3)
-    np.testing.assert_allclose(balance(table.reshape(2, 4, 3)[:, live].reshape(2, -1), load, 3), balance(alone, load, 3))
+    np.testing.assert_allclose(
+        balance(table.reshape(2, 4, 3)[:, live].reshape(2, -1), load, 3), balance(alone, load, 3)
+    )
     with pytest.raises(ValueError, match="6 experts do not fit into 3 slots on each of 1 ranks"):
         full(load, 4, 3, live=np.array([True, False, False, False]))
 

@@ -15,13 +15,23 @@ from fleet.timing import EngineSpeed
 from migration.model.placement_changes import copies_between
 from migration.solvers.holder_value import held_by_worth
 from migration.solvers.load_cap import held_of, table_of
-from migration.solvers.locality_placement import LocalityPrices, LocalityProblem, bound, located, measured, placed, worth_of
+from migration.solvers.locality_placement import (
+    LocalityPrices,
+    LocalityProblem,
+    bound,
+    located,
+    measured,
+    placed,
+    worth_of,
+)
 from migration.solvers.pairwise_exchange import bettered
 
 FLAT8 = np.zeros(8, np.intp)
 
 
-def demand_of(skew: str, special: float, ranks: int, layers: int, experts: int, seed: int, leak: float = 0.0) -> NDArray[np.float64]:
+def demand_of(
+    skew: str, special: float, ranks: int, layers: int, experts: int, seed: int, leak: float = 0.0
+) -> NDArray[np.float64]:
     dice = np.random.default_rng(seed)
     return by_rank(domains(skew, min(ranks, 8), special, layers, experts, dice), ranks, leak)
 
@@ -66,11 +76,24 @@ def test_small_layers_too() -> None:
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.integers(0, 999), st.sampled_from([(3, 6, 3), (4, 12, 4), (6, 10, 2)]), st.integers(1, 4), st.booleans())
+@given(
+    st.integers(0, 999),
+    st.sampled_from([(3, 6, 3), (4, 12, 4), (6, 10, 2)]),
+    st.integers(1, 4),
+    st.booleans(),
+)
 def test_every_placement_is_legal(seed: int, size: tuple[int, int, int], most: int, nodes: bool) -> None:
     ranks, experts, slots = size
-    demand = np.random.default_rng(seed).exponential(size=(ranks, 2, experts)) * np.random.default_rng(seed + 1).integers(0, 2, (ranks, 2, experts))
-    room = LocalityProblem(np.arange(ranks) // 2 if nodes else np.zeros(ranks, np.intp), slots, LocalityPrices(1.0, 2.0), most, balance=0.9)
+    demand = np.random.default_rng(seed).exponential(size=(ranks, 2, experts)) * np.random.default_rng(
+        seed + 1
+    ).integers(0, 2, (ranks, 2, experts))
+    room = LocalityProblem(
+        np.arange(ranks) // 2 if nodes else np.zeros(ranks, np.intp),
+        slots,
+        LocalityPrices(1.0, 2.0),
+        most,
+        balance=0.9,
+    )
     found = located(demand, room)
     placement = Placement(found.table, experts=experts, ranks=ranks, split=found.split)
     assert placement.replicas_on_rank.sum(axis=1).max() <= most
@@ -95,7 +118,10 @@ def test_a_placement_it_made_itself_is_left_as_it_is() -> None:
 
 def test_nodes_come_first_where_their_link_costs_more() -> None:
     demand, node = demand_of("topheavy", 0.5, 8, 4, 64, 4), np.arange(8) // 2
-    flat, wide = located(demand, LocalityProblem(FLAT8, 10)), located(demand, LocalityProblem(node, 10, LocalityPrices(1.0, 4.0)))
+    flat, wide = (
+        located(demand, LocalityProblem(FLAT8, 10)),
+        located(demand, LocalityProblem(node, 10, LocalityPrices(1.0, 4.0))),
+    )
     room = LocalityProblem(node, 10, LocalityPrices(1.0, 4.0))
     assert wide.near.mean() > measured(flat.table, None, demand, room).near.mean() + 0.03
     assert wide.saved.mean() >= bound(demand, room)[1].mean() - 0.01
@@ -125,7 +151,11 @@ def test_a_pair_costs_what_its_destination_costs_less_what_its_token_sends_there
     several = LocalityPrices.of(speed, 8, np.arange(8) // 2)
     assert several.rank / several.node > one.rank / one.node
     assert LocalityPrices.of(speed, 8, FLAT8).node == 0.0
-    assert LocalityPrices.of(EngineSpeed(dispatch=0.0), 8, FLAT8) == LocalityPrices.of(speed, 8, np.zeros(1, np.intp)) == LocalityPrices(1.0, 0.0)
+    assert (
+        LocalityPrices.of(EngineSpeed(dispatch=0.0), 8, FLAT8)
+        == LocalityPrices.of(speed, 8, np.zeros(1, np.intp))
+        == LocalityPrices(1.0, 0.0)
+    )
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -153,4 +183,9 @@ def test_any_placement_can_be_measured() -> None:
     demand = demand_of("mild", 0.5, 4, 2, 16, 0)
     table = linear(layers=2, experts=16, ranks=4).expert_of_slot
     found = measured(table, None, demand, LocalityProblem(np.zeros(4, np.intp), 4))
-    assert found.local == pytest.approx([demand[np.arange(4), layer].reshape(4, 4, 4)[np.arange(4), np.arange(4)].sum() / 4 for layer in range(2)])
+    assert found.local == pytest.approx(
+        [
+            demand[np.arange(4), layer].reshape(4, 4, 4)[np.arange(4), np.arange(4)].sum() / 4
+            for layer in range(2)
+        ]
+    )

@@ -18,18 +18,30 @@ RANKS, EXPERTS, SLOTS, LAYERS = 4, 12, 5, 2
 ROOM = LocalityProblem(np.zeros(RANKS, np.intp), SLOTS, balance=0.5)
 
 
-def tables(seed: int, room: LocalityProblem = ROOM) -> tuple[NDArray[np.int16], NDArray[np.int16], NDArray[np.float64]]:
+def tables(
+    seed: int, room: LocalityProblem = ROOM
+) -> tuple[NDArray[np.int16], NDArray[np.int16], NDArray[np.float64]]:
     """A placement for one demand, one for another, and the other demand."""
     dice = np.random.default_rng(seed)
-    first, second = (100.0 * by_rank(domains("zipf", RANKS, 0.8, LAYERS, EXPERTS, dice), RANKS, 0.0) for _ in range(2))
-    begun = linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS, slots_per_rank=SLOTS).expert_of_slot if seed % 2 else located(first, room).table
+    first, second = (
+        100.0 * by_rank(domains("zipf", RANKS, 0.8, LAYERS, EXPERTS, dice), RANKS, 0.0) for _ in range(2)
+    )
+    begun = (
+        linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS, slots_per_rank=SLOTS).expert_of_slot
+        if seed % 2
+        else located(first, room).table
+    )
     return begun, located(second, room).table, second
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10_000), st.booleans())
 def test_every_state_between_is_legal_and_gains_add_up(seed: int, nodes: bool) -> None:
-    room = LocalityProblem(np.arange(RANKS) // 2, SLOTS, LocalityPrices(1.0, 2.0), balance=0.5) if nodes else ROOM
+    room = (
+        LocalityProblem(np.arange(RANKS) // 2, SLOTS, LocalityPrices(1.0, 2.0), balance=0.5)
+        if nodes
+        else ROOM
+    )
     table, target, demand = tables(seed, room)
     changes = toward(table, target, demand, room)
     for upto in range(len(changes.kind) + 1):
@@ -74,7 +86,10 @@ def test_what_rests_is_not_touched_and_dead_ranks_get_nothing() -> None:
     changes = toward(table, target, demand, ROOM, Constraints(live=live))
     slots = np.concatenate([changes.slot, changes.other_slot[changes.other_slot >= 0]])
     assert (slots // SLOTS != 1).all()
-    alive = held_of(table, RANKS, EXPERTS)[:, live].sum(axis=1), held_of(made(table, changes), RANKS, EXPERTS)[:, live].sum(axis=1)
+    alive = (
+        held_of(table, RANKS, EXPERTS)[:, live].sum(axis=1),
+        held_of(made(table, changes), RANKS, EXPERTS)[:, live].sum(axis=1),
+    )
     assert (alive[1][alive[0] > 0] > 0).all()
 
 
@@ -94,7 +109,9 @@ def test_a_rank_that_would_be_too_full_is_spared() -> None:
     assert toward(table, np.array([[0, 1, 2, 3, -1, -1]], np.int16), demand, room).copies.sum() <= 1
     changes = toward(table, target, demand, room)
     held = [held_of(one, 2, 4)[0] for one in (table, made(table, changes))]
-    full = [(demand.sum(axis=(0, 1)) / one.sum(axis=0) * one).sum(axis=1).max() for one in held]  # replicas share evenly
+    full = [
+        (demand.sum(axis=(0, 1)) / one.sum(axis=0) * one).sum(axis=1).max() for one in held
+    ]  # replicas share evenly
     assert full[1] <= max(full[0], demand.sum() / 2 / room.balance)
     local = [(demand[:, 0] * one).sum() for one in held]
     assert changes.gain.sum() == local[1] - local[0] > 0

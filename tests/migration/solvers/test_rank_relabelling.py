@@ -16,9 +16,13 @@ NODE = np.array([0, 0, 1, 1])
 
 
 def tables(seed: int) -> tuple[SlotTable, SlotTable]:
-    """Two placements of 6 experts, each held twice, on 4 ranks of 3 slots, two layers; the first with an empty slot in each layer."""
+    """Two placements of 6 experts, each held twice, on 4 ranks of 3 slots, two layers; the first with an
+    empty slot in each layer."""
     dice = np.random.default_rng(seed)
-    before, after = (np.array([np.concatenate([dice.permutation(6), dice.permutation(6)]) for _ in range(2)], np.int16) for _ in range(2))
+    before, after = (
+        np.array([np.concatenate([dice.permutation(6), dice.permutation(6)]) for _ in range(2)], np.int16)
+        for _ in range(2)
+    )
     before[[0, 1], dice.integers(0, 12, 2)] = EMPTY
     return before, after
 
@@ -31,7 +35,9 @@ def least_copies(before: SlotTable, after: SlotTable, ranks: int, allowed: list[
     total = 0
     for old, new in zip(before, after, strict=True):
         olds, news = sets(old, ranks), sets(new, ranks)
-        total += min(sum(len(news[source] - olds[rank]) for rank, source in enumerate(order)) for order in allowed)
+        total += min(
+            sum(len(news[source] - olds[rank]) for rank, source in enumerate(order)) for order in allowed
+        )
     return total
 
 
@@ -51,7 +57,10 @@ def test_sets_that_shared_a_node_share_one_still(seed: int) -> None:
     before, after = tables(seed)
     result = relabelled(before, after, 4, NODE)
     for new, given_out in zip(after, result, strict=True):
-        wanted, found = (sorted(tuple(sorted(map(sorted, sets(row, 4)[at : at + 2]))) for at in (0, 2)) for row in (new, given_out))
+        wanted, found = (
+            sorted(tuple(sorted(map(sorted, sets(row, 4)[at : at + 2]))) for at in (0, 2))
+            for row in (new, given_out)
+        )
         assert wanted == found
 
 

@@ -13,7 +13,9 @@ LAYERS, EXPERTS, RANKS = 8, 64, 4
 def window(special: float, pairs: float, seed: int, skew: str = "topheavy") -> np.ndarray:
     """Poisson counts [ranks, layers, experts] of domains that differ by this much."""
     dice = np.random.default_rng(seed)
-    return dice.poisson(by_rank(domains(skew, RANKS, special, LAYERS, EXPERTS, dice), RANKS, 0.0) * pairs).astype(float)
+    return dice.poisson(
+        by_rank(domains(skew, RANKS, special, LAYERS, EXPERTS, dice), RANKS, 0.0) * pairs
+    ).astype(float)
 
 
 @pytest.mark.parametrize("sent", [(40, 60), (200, 20), (500, 700)])

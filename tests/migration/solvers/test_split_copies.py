@@ -34,10 +34,18 @@ def fullest(row: NDArray[np.int16], load: NDArray[np.float64], ranks: int) -> fl
     upper, equal = np.zeros((ranks, n + 1)), np.zeros((len(load), n + 1))
     upper[rank, np.arange(n)], upper[:, n] = load[expert], -1.0
     equal[expert, np.arange(n)] = 1.0
-    return float(linprog(np.eye(n + 1)[n], upper, np.zeros(ranks), equal, np.ones(len(load)), method="highs").fun) * ranks / load.sum()
+    return (
+        float(
+            linprog(np.eye(n + 1)[n], upper, np.zeros(ranks), equal, np.ones(len(load)), method="highs").fun
+        )
+        * ranks
+        / load.sum()
+    )
 
 
-def fewest(row: NDArray[np.int16], load: NDArray[np.float64], ranks: int, cap: float, most: int) -> int | None:
+def fewest(
+    row: NDArray[np.int16], load: NDArray[np.float64], ranks: int, cap: float, most: int
+) -> int | None:
     """Fewest replications after which some split keeps all ranks under the cap; None: more than `most` are
     needed."""
     counts = np.bincount(row[row != EMPTY], minlength=len(load))
@@ -48,7 +56,9 @@ def fewest(row: NDArray[np.int16], load: NDArray[np.float64], ranks: int, cap: f
                 new = row.copy()
                 new[list(slots)] = experts
                 per_rank = [part[part != EMPTY] for part in new.reshape(ranks, -1)]
-                legal = len(np.unique(new[new != EMPTY])) == len(load) and all(len(set(part)) == len(part) for part in per_rank)
+                legal = len(np.unique(new[new != EMPTY])) == len(load) and all(
+                    len(set(part)) == len(part) for part in per_rank
+                )
                 if legal and fullest(new, load, ranks) <= cap:
                     return copies
     return None
@@ -85,10 +95,19 @@ def test_needs_as_few_copies_as_exhaustive_search_on_three_ranks_and_six_experts
 
 @pytest.mark.parametrize("drift", ["jitter30", "mix25"])
 @pytest.mark.parametrize(("ranks", "slots", "most"), [(8, 96, 0.01), (16, 96, 0.03)])
-def test_few_copies_win_back_what_a_full_replacement_would(drift: str, ranks: int, slots: int, most: float) -> None:
+def test_few_copies_win_back_what_a_full_replacement_would(
+    drift: str, ranks: int, slots: int, most: float
+) -> None:
     drifting = Drifting(Case("lognormal", 6, 64, ranks, slots, 3), drift)
     before, now = full(drifting.before, ranks, slots // ranks), full(drifting.now, ranks, slots // ranks)
-    plan = weighted(before, drifting.now, ranks, 64, goal=balance(now, drifting.now, ranks), noise=LoadNoise(drifting.case.window))
+    plan = weighted(
+        before,
+        drifting.now,
+        ranks,
+        64,
+        goal=balance(now, drifting.now, ranks),
+        noise=LoadNoise(drifting.case.window),
+    )
     after = served(plan, drifting.next, ranks)
     kept, anew = balance(before, drifting.next, ranks), balance(now, drifting.next, ranks)
     assert (after.mean(axis=1) / after.max(axis=1) - kept).sum() > 0.93 * (anew - kept).sum()
@@ -111,7 +130,9 @@ def test_layers_that_weights_alone_bring_to_the_cap_get_no_copy() -> None:
 
 
 def test_a_rank_that_holds_nothing_shared_makes_room_by_giving_away_its_smallest_expert() -> None:
-    table = np.array([[0, 5, 1, 0, 5, 2, 3, 4, 6]], np.int16)  # ranks 0 and 1 share experts 0 and 5, rank 2 shares nothing
+    table = np.array(
+        [[0, 5, 1, 0, 5, 2, 3, 4, 6]], np.int16
+    )  # ranks 0 and 1 share experts 0 and 5, rank 2 shares nothing
     load = np.array([[2.0, 4.0, 4.0, 0.2, 1.0, 0.1, 0.7]])
     plan = weighted(table, load, 3, 7, goal=np.array([0.97]))
     np.testing.assert_array_equal(plan.changes.expert, [3, 1])
@@ -141,7 +162,11 @@ def test_a_goal_for_other_layers_is_refused() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10_000), st.integers(2, 5), st.sampled_from(["free", "budget", "replicas", "frozen", "dead", "kept"]))
+@given(
+    st.integers(0, 10_000),
+    st.integers(2, 5),
+    st.sampled_from(["free", "budget", "replicas", "frozen", "dead", "kept"]),
+)
 def test_every_plan_keeps_every_limit(seed: int, ranks: int, kind: str) -> None:
     dice = np.random.default_rng(seed)
     experts, slots = 2 * ranks, 4 * ranks
@@ -157,7 +182,9 @@ def test_every_plan_keeps_every_limit(seed: int, ranks: int, kind: str) -> None:
         "kept": Constraints(least_replicas=least),
     }[kind]
     plan = weighted(table, load, ranks, experts, limits, node=np.arange(ranks) % 2 if seed % 2 else None)
-    before, after = (Placement(each, experts=experts, ranks=ranks).replicas_on_rank > 0 for each in (table, plan.table))
+    before, after = (
+        Placement(each, experts=experts, ranks=ranks).replicas_on_rank > 0 for each in (table, plan.table)
+    )
     Placement(plan.table, experts=experts, ranks=ranks, split=plan.split)
     np.testing.assert_array_equal(made(table, plan.changes), plan.table)
     assert (plan.changes.kind == ChangeKind.REPLICATE).all()

@@ -33,7 +33,13 @@ def balance(rank_loads: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(rank_loads.mean(axis=1) / rank_loads.max(axis=1))
 
 
-def served(table: NDArray[np.int16], demand: NDArray[Any], ranks: int, split: Split | None, node: NDArray[np.intp] | None = None) -> NDArray[np.float64]:
+def served(
+    table: NDArray[np.int16],
+    demand: NDArray[Any],
+    ranks: int,
+    split: Split | None,
+    node: NDArray[np.intp] | None = None,
+) -> NDArray[np.float64]:
     """[layers, ranks] by the shared dispatch rule; demand without sources comes evenly from all ranks."""
     demand = np.broadcast_to(demand / ranks, (ranks, *demand.shape)) if demand.ndim == 2 else demand
     placement = Placement(table, experts=demand.shape[2], ranks=ranks, split=split)
@@ -68,7 +74,9 @@ def test_known_sources_do_not_stand_in_the_way_of_balance() -> None:
     dice = np.random.default_rng(3)
     table, demand = tables(4, 20, 8, 40, dice), by_rank(domains("topheavy", 4, 1.0, 4, 20, dice), 8, 0.0)
     got = balance(served(table, demand, 8, reweight(table, demand, 8, 20)))
-    np.testing.assert_allclose(got, np.minimum(best_balance(table, demand.sum(axis=0), 8), 1 / 1.005), atol=0.006)
+    np.testing.assert_allclose(
+        got, np.minimum(best_balance(table, demand.sum(axis=0), 8), 1 / 1.005), atol=0.006
+    )
 
 
 def test_what_is_balanced_stays_at_home_and_near_home() -> None:
@@ -77,7 +85,9 @@ def test_what_is_balanced_stays_at_home_and_near_home() -> None:
     node = np.array([0, 0, 1, 1])
     split = reweight(table, demand, 4, 8, node, slack=0.5)
     assert (split.keep[table != EMPTY] == FULL).all()
-    here, there = (flows(Placement(table, experts=8, ranks=4, split=each), demand, node) for each in (split, None))
+    here, there = (
+        flows(Placement(table, experts=8, ranks=4, split=each), demand, node) for each in (split, None)
+    )
     assert here.near.sum() > 0 == there.near.sum()
     np.testing.assert_allclose(here.kept.sum(), there.kept.sum())
 
@@ -106,7 +116,12 @@ def test_a_small_window_is_trusted_little_and_an_empty_one_not_at_all() -> None:
     dice = np.random.default_rng(6)
     table, wanted = tables(4, 32, 8, 48, dice), np.ones((4, 32))
     window = sampled(wanted / 32, 200, dice)
-    far = [np.abs(reweight(table, window, 8, 32, pairs=pairs).spill.astype(int) - even_split(table, 32).spill).sum() for pairs in (200, 2000, None)]
+    far = [
+        np.abs(
+            reweight(table, window, 8, 32, pairs=pairs).spill.astype(int) - even_split(table, 32).spill
+        ).sum()
+        for pairs in (200, 2000, None)
+    ]
     assert far[0] < far[1] < far[2]
     nothing = reweight(table, np.zeros((4, 32)), 8, 32, pairs=0)
     np.testing.assert_allclose(nothing.spill, even_split(table, 32).spill, atol=1)
@@ -115,7 +130,9 @@ def test_a_small_window_is_trusted_little_and_an_empty_one_not_at_all() -> None:
 def test_dead_ranks_serve_nothing_that_lives_elsewhere() -> None:
     table = np.array([[0, 1, 0, 2, 1, 2]], np.int16)
     split = reweight(table, np.array([[4.0, 1.0, 1.0]]), 3, 3, live=np.array([True, True, False]))
-    np.testing.assert_array_equal(split.spill, [[split.spill[0, 0], FULL, FULL - split.spill[0, 0], FULL, 0, 0]])
+    np.testing.assert_array_equal(
+        split.spill, [[split.spill[0, 0], FULL, FULL - split.spill[0, 0], FULL, 0, 0]]
+    )
     np.testing.assert_array_equal(split.keep[0, 4:], 0)
 
 
@@ -129,7 +146,9 @@ def test_contradicting_shapes_are_refused_by_name() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 5), st.booleans(), st.booleans())
-def test_every_split_is_one_that_a_placement_takes_and_never_fuller_than_the_even_one(seed: int, ranks: int, sources: bool, nodes: bool) -> None:
+def test_every_split_is_one_that_a_placement_takes_and_never_fuller_than_the_even_one(
+    seed: int, ranks: int, sources: bool, nodes: bool
+) -> None:
     dice = np.random.default_rng(seed)
     table = tables(2, 2 * ranks, ranks, 3 * ranks, dice)
     shape = (ranks, 2, 2 * ranks) if sources else (2, 2 * ranks)
@@ -138,4 +157,6 @@ def test_every_split_is_one_that_a_placement_takes_and_never_fuller_than_the_eve
     split = reweight(table, demand, ranks, 2 * ranks, node)
     now, even = served(table, demand, ranks, split, node), served(table, demand, ranks, None, node)
     np.testing.assert_allclose(now.sum(axis=1), even.sum(axis=1))
-    assert (now.max(axis=1) <= np.maximum(even.max(axis=1), 1.006 * even.mean(axis=1)) + 1e-3 * even.sum(axis=1)).all()
+    assert (
+        now.max(axis=1) <= np.maximum(even.max(axis=1), 1.006 * even.mean(axis=1)) + 1e-3 * even.sum(axis=1)
+    ).all()

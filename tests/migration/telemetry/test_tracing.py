@@ -1,4 +1,5 @@
-"""One trace per plan: a span per handover and one for the verdict, below its cause, also across coordinators."""
+"""One trace per plan: a span per handover and one for the verdict, below its cause, also across
+coordinators."""
 
 import asyncio
 
@@ -35,7 +36,9 @@ def trace_id(span: ReadableSpan) -> int:
 def traceparent(span: ReadableSpan) -> str:
     context = span.get_span_context()
     assert context is not None
-    return f"00-{format_trace_id(context.trace_id)}-{format_span_id(context.span_id)}-{context.trace_flags:02x}"
+    return (
+        f"00-{format_trace_id(context.trace_id)}-{format_span_id(context.span_id)}-{context.trace_flags:02x}"
+    )
 
 
 @pytest.mark.looptime
@@ -49,12 +52,16 @@ async def test_a_plan_is_one_trace_and_its_handovers_are_below_it(spans: InMemor
         assert [span.name for span in handovers] == ["roost.handover"] * 2
         assert plan.name == "roost.plan"
         assert plan.context is not None
-        assert all(span.parent is not None and span.parent.span_id == plan.context.span_id for span in handovers)
+        assert all(
+            span.parent is not None and span.parent.span_id == plan.context.span_id for span in handovers
+        )
         assert [event.name for event in handovers[0].events] == ["proposed", "staged", "decided", "flipped"]
         about = dict(handovers[1].attributes or {})
         assert about["roost.experts"] == ("0/1: 0 -> 1",)
         committed = [event for event in await log(bus) if isinstance(event, MigrationCommitted)]
-        assert [[(one.layer, one.expert, one.source, one.rank) for one in event.arrivals] for event in committed] == [[(0, 0, 0, 1)], [(0, 1, 0, 1)]]
+        assert [
+            [(one.layer, one.expert, one.source, one.rank) for one in event.arrivals] for event in committed
+        ] == [[(0, 0, 0, 1)], [(0, 1, 0, 1)]]
         assert {key: about[key] for key in ("roost.plan", "roost.epoch", "roost.bytes", "roost.outcome")} == {
             "roost.plan": accepted.plan,
             "roost.epoch": 2,
@@ -63,7 +70,9 @@ async def test_a_plan_is_one_trace_and_its_handovers_are_below_it(spans: InMemor
         }
         (planned,) = [entry for entry in await log(bus) if isinstance(entry, MigrationPlanned)]
         assert planned.traceparent == traceparent(plan)
-        proposed = {command.traceparent for _, command in ranks.commands if isinstance(command, ProposeHandover)}
+        proposed = {
+            command.traceparent for _, command in ranks.commands if isinstance(command, ProposeHandover)
+        }
         assert proposed == {traceparent(span) for span in handovers}
 
 
@@ -78,11 +87,16 @@ async def test_an_abort_is_an_error_with_its_reason(spans: InMemorySpanExporter)
         handover, plan = spans.get_finished_spans()
         assert [event.name for event in handover.events] == ["proposed", "given up", "aborted"]
         for span in (handover, plan):
-            assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, "no room for an expert")
+            assert (span.status.status_code, span.status.description) == (
+                StatusCode.ERROR,
+                "no room for an expert",
+            )
 
 
 @pytest.mark.looptime
-async def test_what_a_successor_goes_on_with_is_of_the_plans_trace_and_links_to_it(spans: InMemorySpanExporter) -> None:
+async def test_what_a_successor_goes_on_with_is_of_the_plans_trace_and_links_to_it(
+    spans: InMemorySpanExporter,
+) -> None:
     broker = MemoryBroker()
     async with engine(broker) as ranks:
         ranks.stage_seconds = 0.4
@@ -101,7 +115,9 @@ async def test_what_a_successor_goes_on_with_is_of_the_plans_trace_and_links_to_
 
 
 @pytest.mark.parametrize(("parent", "below"), [(SHIFT, True), ("", False), ("00-nonsense-01", False)])
-def test_a_plan_that_answers_something_is_in_its_trace_and_any_other_in_its_own(spans: InMemorySpanExporter, parent: str, below: bool) -> None:
+def test_a_plan_that_answers_something_is_in_its_trace_and_any_other_in_its_own(
+    spans: InMemorySpanExporter, parent: str, below: bool
+) -> None:
     tracing = MigrationTracing.create()
     assert tracing is not None
     tracing.plan("one", replicating(), "planner", parent).end(None)
@@ -110,20 +126,49 @@ def test_a_plan_that_answers_something_is_in_its_trace_and_any_other_in_its_own(
     assert (span.parent is not None and span.parent.span_id == 0xB7AD6B7169203331) == below
 
 
-def test_a_verdict_is_a_span_below_its_plan_that_says_what_was_foretold_and_measured(spans: InMemorySpanExporter) -> None:
+def test_a_verdict_is_a_span_below_its_plan_that_says_what_was_foretold_and_measured(
+    spans: InMemorySpanExporter,
+) -> None:
     tracing = MigrationTracing.create()
     assert tracing is not None
     plan = tracing.plan("one", replicating(), "planner")
     plan.end(None)
-    before, after = (LoopFigures(remote_ranks=ranks, local=0.25, balance=0.9, step_seconds=0.01) for ranks in (2.0, 1.5))
-    about = {"engine": "one", "worker_id": 1, "plan": "p-1", "epoch": 3, "trust": 0.8, "reason": "it brought half of it"}
-    tracing.judged(PlanJudged(verdict="kept", predicted_before=before, predicted_after=after, measured_after=before, realised=0.5, **about), plan.traceparent)  # type: ignore[arg-type]
+    before, after = (
+        LoopFigures(remote_ranks=ranks, local=0.25, balance=0.9, step_seconds=0.01) for ranks in (2.0, 1.5)
+    )
+    about = {
+        "engine": "one",
+        "worker_id": 1,
+        "plan": "p-1",
+        "epoch": 3,
+        "trust": 0.8,
+        "reason": "it brought half of it",
+    }
+    tracing.judged(
+        PlanJudged(
+            verdict="kept",
+            predicted_before=before,
+            predicted_after=after,
+            measured_after=before,
+            realised=0.5,
+            **about,
+        ),
+        plan.traceparent,
+    )  # type: ignore[arg-type]
     first, judged = spans.get_finished_spans()
     assert judged.name == "roost.plan.judged"
     assert judged.parent is not None
     assert first.context is not None
     assert (trace_id(judged), judged.parent.span_id) == (first.context.trace_id, first.context.span_id)
     told = dict(judged.attributes or {})
-    assert (told["roost.verdict"], told["roost.epoch"], told["roost.realised"], told["roost.trust"]) == ("kept", 3, 0.5, 0.8)
-    assert (told["roost.predicted.before.remote_ranks"], told["roost.measured.after.remote_ranks"]) == (2.0, 2.0)
+    assert (told["roost.verdict"], told["roost.epoch"], told["roost.realised"], told["roost.trust"]) == (
+        "kept",
+        3,
+        0.5,
+        0.8,
+    )
+    assert (told["roost.predicted.before.remote_ranks"], told["roost.measured.after.remote_ranks"]) == (
+        2.0,
+        2.0,
+    )
     assert not any(name.startswith("roost.measured.before") for name in told)

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.completions import ApiError
-from router.access.api_keys import ALL_RIGHTS, DEFAULT_RIGHTS, RIGHTS, TRUSTED, Caller, ClientKeys, key_line, parse_keys
+from router.access.api_keys import (
+    ALL_RIGHTS,
+    DEFAULT_RIGHTS,
+    RIGHTS,
+    TRUSTED,
+    Caller,
+    ClientKeys,
+    key_line,
+    parse_keys,
+)
 
 CLASSES = ("high", "normal", "low")
 HEX = hashlib.sha256(b"a key").hexdigest()
@@ -57,7 +66,9 @@ def test_a_key_in_clear_is_refused_with_the_line_to_put_instead() -> None:
         parsed(f"sha256:{HEX} acme\nsecret-two\n")
     assert "secret-two" not in str(refused.value)
     instead = str(refused.value).partition(": ")[2]
-    assert parsed(instead).caller("Bearer secret-two") == Caller("default", "normal", frozenset({"infer", "route"}))
+    assert parsed(instead).caller("Bearer secret-two") == Caller(
+        "default", "normal", frozenset({"infer", "route"})
+    )
 
 
 @given(st.text(min_size=1).filter(lambda text: text.strip() == text and text.isprintable()), st.text())

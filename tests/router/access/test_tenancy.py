@@ -23,7 +23,9 @@ def test_two_lists_of_fields_are_never_framed_alike(one: list[str], other: list[
 
 
 @given(names, st.none() | names, names, st.none() | names)
-def test_two_tenants_or_two_salts_of_one_never_share_a_salt(tenant: str, own: str | None, other: str, others: str | None) -> None:
+def test_two_tenants_or_two_salts_of_one_never_share_a_salt(
+    tenant: str, own: str | None, other: str, others: str | None
+) -> None:
     same = (tenant, own) == (other, others)
     assert (cache_salt(b"key", tenant, own) == cache_salt(b"key", other, others)) == same
 
@@ -47,16 +49,26 @@ def test_a_salt_that_is_empty_or_too_long_is_refused_by_name(own: str) -> None:
 
 
 @given(
-    st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.text() | st.lists(st.floats(-1e6, 1e6))),
+    st.dictionaries(
+        st.text(max_size=5), st.none() | st.integers() | st.text() | st.lists(st.floats(-1e6, 1e6))
+    ),
     names,
 )
-def test_a_body_says_the_salt_in_place_of_its_own_and_all_else_as_before(body: dict[str, object], salt: str) -> None:
+def test_a_body_says_the_salt_in_place_of_its_own_and_all_else_as_before(
+    body: dict[str, object], salt: str
+) -> None:
     assert json.loads(with_salt(msgspec.json.encode(body), salt)) == {**body, "cache_salt": salt}
 
 
 @pytest.mark.parametrize(
     "body",
-    [b"{}", b' {"a": [1.50]} \n', b'{"cache_salt": "x"}', b'{"cache\\u005fsalt": "x"}', b'{"cache_salt": 1, "cache\\u005fsalt": 2}'],
+    [
+        b"{}",
+        b' {"a": [1.50]} \n',
+        b'{"cache_salt": "x"}',
+        b'{"cache\\u005fsalt": "x"}',
+        b'{"cache_salt": 1, "cache\\u005fsalt": 2}',
+    ],
 )
 def test_no_way_to_write_the_field_keeps_a_clients_own_salt(body: bytes) -> None:
     assert json.loads(with_salt(body, "salt"))["cache_salt"] == "salt"
@@ -90,16 +102,27 @@ async def test_a_salt_goes_to_ranks_that_take_it_and_a_decision_says_whose_cache
     for more in ({}, {"cache_salt": "mine"}):
         answer = await house.post("/v1/chat/completions", chat(**more))
         assert answer.status == 200
-        caches.append((await house.get(f"/v1/decisions/{answer.headers['x-roost-decision-id']}")).json["cache"])
+        caches.append(
+            (await house.get(f"/v1/decisions/{answer.headers['x-roost-decision-id']}")).json["cache"]
+        )
     assert [request.cache_salt for request in rank.requests] == [None, "mine" if isolates else None]
     assert caches == ["common", "tenant" if isolates else "shared"]
 
 
-async def test_a_guess_of_what_a_rank_has_cached_is_made_under_the_salt(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_guess_of_what_a_rank_has_cached_is_made_under_the_salt(
+    house: House, serve_rank: Serve, byte_archive: bytes
+) -> None:
     rank = await serve_rank(MockRank(byte_archive))
-    await house.join("alone", [rank.url], byte_archive, capabilities=Capabilities(kv_events=False, isolates_tenants=True))
+    await house.join(
+        "alone", [rank.url], byte_archive, capabilities=Capabilities(kv_events=False, isolates_tenants=True)
+    )
     await house.post("/v1/chat/completions", chat("a prompt of some blocks", cache_salt="mine"))
-    bodies = [chat("a prompt of some blocks", **more) for more in ({"cache_salt": "mine"}, {"cache_salt": "other"}, {})]
-    overlaps = [(await house.post("/v1/route", body)).json["candidates"][0]["overlap_blocks"] for body in bodies]
+    bodies = [
+        chat("a prompt of some blocks", **more)
+        for more in ({"cache_salt": "mine"}, {"cache_salt": "other"}, {})
+    ]
+    overlaps = [
+        (await house.post("/v1/route", body)).json["candidates"][0]["overlap_blocks"] for body in bodies
+    ]
     assert overlaps[0] > 5
     assert overlaps[1:] == [0, 0]

@@ -9,14 +9,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fleet.completions import ApiError
-from router.admission.queue_policy import AGED_EVERY, CONTINUES, PriorityQueue, QueueBounds, Rate, Waiter, class_of, retry_after
+from router.admission.queue_policy import (
+    AGED_EVERY,
+    CONTINUES,
+    PriorityQueue,
+    QueueBounds,
+    Rate,
+    Waiter,
+    class_of,
+    retry_after,
+)
 
 ROOM = QueueBounds(1000, 1_000_000)
 NEVER_AGED = -math.inf
 CLASSES = ("high", "normal", "low")
 
 
-def waiter(urgency: int = 1, came: float = 0.0, *, until: float = 10.0, size: int = 1, model: str = "m") -> Waiter:
+def waiter(
+    urgency: int = 1, came: float = 0.0, *, until: float = 10.0, size: int = 1, model: str = "m"
+) -> Waiter:
     return Waiter(model, urgency, came, until, size)
 
 
@@ -28,7 +39,13 @@ def queue_of(*waiters: Waiter, room: QueueBounds = ROOM) -> PriorityQueue[Waiter
 
 
 def test_continuations_come_first_then_classes_then_arrival() -> None:
-    low, late, early, high, begun = waiter(2, 0.0), waiter(1, 3.0), waiter(1, 1.0), waiter(0, 4.0), waiter(CONTINUES, 5.0)
+    low, late, early, high, begun = (
+        waiter(2, 0.0),
+        waiter(1, 3.0),
+        waiter(1, 1.0),
+        waiter(0, 4.0),
+        waiter(CONTINUES, 5.0),
+    )
     queue = queue_of(low, late, early, high, begun)
     assert list(queue.in_order("m", NEVER_AGED)) == [begun, high, early, late, low]
     assert list(queue.in_order("other", NEVER_AGED)) == []
@@ -64,7 +81,10 @@ def test_continuations_are_never_shed() -> None:
 
 def test_no_request_is_shed_in_vain() -> None:
     queue = queue_of(waiter(2, size=10), waiter(1, size=80))
-    assert queue.offer(waiter(1, size=40), QueueBounds(10, 100)) == (False, ())  # shedding the low one would not free enough
+    assert queue.offer(waiter(1, size=40), QueueBounds(10, 100)) == (
+        False,
+        (),
+    )  # shedding the low one would not free enough
     assert queue.offer(waiter(0, size=101), QueueBounds(10, 100)) == (False, ())
     assert len(queue) == 2
     assert len(queue.offer(waiter(0, size=40), QueueBounds(10, 100)).shed) == 2
@@ -96,13 +116,22 @@ def test_an_aged_request_gets_one_place_in_four_whatever_comes() -> None:
 
 def test_a_new_request_passes_over_none_as_urgent_or_aged() -> None:
     queue = queue_of(waiter(1, 5.0))
-    assert [queue.passes_over("m", urgency, NEVER_AGED) for urgency in (CONTINUES, 0, 1, 2)] == [False, False, True, True]
+    assert [queue.passes_over("m", urgency, NEVER_AGED) for urgency in (CONTINUES, 0, 1, 2)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert queue.passes_over("m", 0, aged_before=5.0)
     assert not queue.passes_over("other", 2, aged_before=9.0)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.lists(st.integers(0, 2), min_size=60, max_size=60), st.data())
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=12),
+    st.lists(st.integers(0, 2), min_size=60, max_size=60),
+    st.data(),
+)
 def test_no_request_starves(aged: list[int], later: list[int], data: st.DataObject) -> None:
     """Admit one request at a time, with two new arrivals each: at most (AGED_EVERY - 1) * k later ones
     overtake the k-th oldest aged request.
@@ -126,9 +155,19 @@ def test_no_request_starves(aged: list[int], later: list[int], data: st.DataObje
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(-1, 2), st.integers(0, 9)), max_size=20), st.integers(0, 9), st.integers(0, 3))
-def test_admitting_one_by_one_follows_the_predicted_order(came: list[tuple[int, int]], aged: int, passed: int) -> None:
-    queue = queue_of(*(waiter(urgency, float(at)) for urgency, at in came), *(waiter(0, 20.0) for _ in range(passed)), waiter(2, 0.0))
+@given(
+    st.lists(st.tuples(st.integers(-1, 2), st.integers(0, 9)), max_size=20),
+    st.integers(0, 9),
+    st.integers(0, 3),
+)
+def test_admitting_one_by_one_follows_the_predicted_order(
+    came: list[tuple[int, int]], aged: int, passed: int
+) -> None:
+    queue = queue_of(
+        *(waiter(urgency, float(at)) for urgency, at in came),
+        *(waiter(0, 20.0) for _ in range(passed)),
+        waiter(2, 0.0),
+    )
     for _ in range(passed):
         queue.placed(next(queue.in_order("m", float(aged))), float(aged))
     foretold = list(queue.in_order("m", float(aged)))
@@ -148,7 +187,12 @@ class Ledger(RuleBasedStateMachine):
         self.held: list[Waiter] = []
         self.now = 0.0
 
-    @rule(urgency=st.integers(-1, 2), size=st.integers(0, 40), wait=st.integers(1, 20), model=st.sampled_from("ab"))
+    @rule(
+        urgency=st.integers(-1, 2),
+        size=st.integers(0, 40),
+        wait=st.integers(1, 20),
+        model=st.sampled_from("ab"),
+    )
     def offer(self, urgency: int, size: int, wait: int, model: str) -> None:
         room = QueueBounds(6, 100)
         one = waiter(urgency, self.now, until=self.now + wait, size=size, model=model)
@@ -156,7 +200,12 @@ class Ledger(RuleBasedStateMachine):
         assert all(other.urgency > urgency for other in shed)
         assert accepted or not shed
         stayed = [other for other in self.held if other not in shed]
-        assert all((other.urgency, other.came, other.number) <= min((gone.urgency, gone.came, gone.number) for gone in shed) for other in stayed if shed)
+        assert all(
+            (other.urgency, other.came, other.number)
+            <= min((gone.urgency, gone.came, gone.number) for gone in shed)
+            for other in stayed
+            if shed
+        )
         self.held = [*stayed, one] if accepted else stayed
         if not accepted:
             urgent = [other for other in self.held if other.urgency <= urgency]

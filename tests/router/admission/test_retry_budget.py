@@ -43,7 +43,9 @@ def test_requests_older_than_the_window_do_not_count() -> None:
 
 
 @given(st.floats(0, 1), st.integers(0, 20), st.lists(st.tuples(st.floats(0, 3), st.booleans()), max_size=150))
-def test_no_window_holds_more_retries_than_the_budget_says(share: float, least: int, course: list[tuple[float, bool]]) -> None:
+def test_no_window_holds_more_retries_than_the_budget_says(
+    share: float, least: int, course: list[tuple[float, bool]]
+) -> None:
     budget, now = RetryBudget(share, least), 1000.0
     asked: list[float] = []
     retried: list[float] = []

@@ -51,13 +51,24 @@ def holding(arrived: asyncio.Event, go_on: asyncio.Event) -> Any:
 async def test_a_backend_is_listed_with_its_models_load_speed_and_limit(open_house: OpenHouse) -> None:
     arrived, go_on = asyncio.Event(), asyncio.Event()
     async with serving(ForeignServer("one", holding(arrived, go_on), models=("base", "adapter"))) as server:
-        gpu = BackendConfig(name="gpu", url=server.url, max_requests=7, prompt_tokens_per_second=20_000.0, output_tokens_per_second=50.0)
+        gpu = BackendConfig(
+            name="gpu",
+            url=server.url,
+            max_requests=7,
+            prompt_tokens_per_second=20_000.0,
+            output_tokens_per_second=50.0,
+        )
         house = await open_house(bus=False, named_backends=(gpu,))
         await until(lambda: house.service.view.models(live=True) == ["adapter", "base"])
         request = asyncio.create_task(house.post(CHAT, chat(model="adapter")))
         await arrived.wait()
         (backend,) = await listed(house)
-        assert (backend["name"], backend["url"], backend["state"], backend["models"]) == ("gpu", server.url, "live", ["adapter", "base"])
+        assert (backend["name"], backend["url"], backend["state"], backend["models"]) == (
+            "gpu",
+            server.url,
+            "live",
+            ["adapter", "base"],
+        )
         assert (backend["requests"], backend["max_requests"]) == (1, 7)
         assert backend["speed"] == {
             "source": "stated",
@@ -72,20 +83,31 @@ async def test_a_backend_is_listed_with_its_models_load_speed_and_limit(open_hou
 async def test_a_backend_of_unknown_speed_reports_none(open_house: OpenHouse) -> None:
     async with serving(ForeignServer("one", saying({}))) as server:
         (backend,) = await listed(await in_front_of(open_house, server))
-        assert backend["speed"] == {"source": "not measured", "prompt_tokens_per_second": None, "output_tokens_per_second": None}
+        assert backend["speed"] == {
+            "source": "not measured",
+            "prompt_tokens_per_second": None,
+            "output_tokens_per_second": None,
+        }
 
 
 async def test_a_backend_that_never_answered_is_listed_as_such(open_house: OpenHouse) -> None:
     port = free_port()
     house = await open_house(bus=False, backends=(f"http://127.0.0.1:{port}",))
     (backend,) = await listed(house)
-    assert (backend["name"], backend["state"], backend["models"]) == (f"127.0.0.1:{port}", "has not answered yet", [])
+    assert (backend["name"], backend["state"], backend["models"]) == (
+        f"127.0.0.1:{port}",
+        "has not answered yet",
+        [],
+    )
     refused = await house.post(f"{BACKENDS}/127.0.0.1:{port}/drain", {})
     assert (refused.status, refused.json["error"]["code"]) == (409, "not_ready")
 
 
 async def test_a_drained_backend_gets_no_new_requests_until_it_is_undone(open_house: OpenHouse) -> None:
-    async with serving(ForeignServer("one", saying({"id": "one"}))) as one, serving(ForeignServer("two", saying({"id": "two"}))) as two:
+    async with (
+        serving(ForeignServer("one", saying({"id": "one"}))) as one,
+        serving(ForeignServer("two", saying({"id": "two"}))) as two,
+    ):
         house = await in_front_of(open_house, one, two, policy="round_robin")
         name = one.url.removeprefix("http://")
         drained = (await house.post(f"{BACKENDS}/{name}/drain", {"reason": "new fan"})).json
@@ -108,7 +130,12 @@ async def test_an_unknown_backend_or_a_bad_body_is_refused_with_the_remedy(open_
 
 async def test_listing_and_draining_need_rights(open_house: OpenHouse, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("".join(key_line(f"rk_{right}", "t", None, frozenset({right})) + "\n" for right in ("infer", "metrics", "admin")))
+    keys.write_text(
+        "".join(
+            key_line(f"rk_{right}", "t", None, frozenset({right})) + "\n"
+            for right in ("infer", "metrics", "admin")
+        )
+    )
     async with serving(ForeignServer("one", saying({}))) as server:
         house = await in_front_of(open_house, server, api_key_file=keys)
         name = server.url.removeprefix("http://")
@@ -116,15 +143,24 @@ async def test_listing_and_draining_need_rights(open_house: OpenHouse, tmp_path:
         def as_(right: str) -> dict[str, str]:
             return {"authorization": f"Bearer rk_{right}"}
 
-        assert [(await house.get(BACKENDS, headers=as_(right))).status for right in ("infer", "metrics")] == [403, 200]
-        assert [(await house.post(f"{BACKENDS}/{name}/drain", {}, headers=as_(right))).status for right in ("metrics", "admin")] == [403, 200]
+        assert [(await house.get(BACKENDS, headers=as_(right))).status for right in ("infer", "metrics")] == [
+            403,
+            200,
+        ]
+        assert [
+            (await house.post(f"{BACKENDS}/{name}/drain", {}, headers=as_(right))).status
+            for right in ("metrics", "admin")
+        ] == [403, 200]
 
 
 async def test_status_and_top_show_the_backends_of_a_router_without_a_bus(open_house: OpenHouse) -> None:
     async with serving(ForeignServer("one", saying({}), models=("base", "adapter"))) as server:
         house = await in_front_of(open_house, server)
         name = server.url.removeprefix("http://")
-        for shown in (await command("status", "--url", house.url), await command("top", "--once", "--url", house.url)):
+        for shown in (
+            await command("status", "--url", house.url),
+            await command("top", "--once", "--url", house.url),
+        ):
             assert shown.exit_code == 0
             row = next(line for line in shown.output.splitlines() if line.startswith(name))
             assert row.split()[1:4] == ["live", "0/512", "0"]
@@ -134,7 +170,9 @@ async def test_status_and_top_show_the_backends_of_a_router_without_a_bus(open_h
         assert status["backends"][0]["models"] == ["adapter", "base"]
 
 
-async def test_status_finds_the_router_that_is_configured_where_no_bus_is(open_house: OpenHouse, tmp_path: Path) -> None:
+async def test_status_finds_the_router_that_is_configured_where_no_bus_is(
+    open_house: OpenHouse, tmp_path: Path
+) -> None:
     async with serving(ForeignServer("one", saying({}))) as server:
         house = await in_front_of(open_house, server)
         (tmp_path / "roost.toml").write_text(f"[router]\nport = {house.url.rsplit(':', 1)[1]}\n")

@@ -43,7 +43,11 @@ class RouterEndpoint:
     async def post(self, path: str, body: Any) -> Answered:
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         async with self.http.post(self.url + path, data=data) as response:
-            return Answered(response.status, {name.lower(): value for name, value in response.headers.items()}, await response.read())
+            return Answered(
+                response.status,
+                {name.lower(): value for name, value in response.headers.items()},
+                await response.read(),
+            )
 
     async def get(self, path: str) -> Answered:
         async with self.http.get(self.url + path) as response:
@@ -86,7 +90,9 @@ class RouterGroup:
 
     async def beat(self) -> None:
         assert self.joined is not None
-        await self.bus.publisher(self.subjects.heartbeats("a")).publish(EngineHeartbeat(engine="a", worker_id=self.joined.worker_id, epoch=0))
+        await self.bus.publisher(self.subjects.heartbeats("a")).publish(
+            EngineHeartbeat(engine="a", worker_id=self.joined.worker_id, epoch=0)
+        )
 
     async def report(self, busy: str, *endpoints: RouterEndpoint, running: int) -> None:
         """Let both ranks report this many running requests, 100 blocks and 10 prompt tokens, `busy`
@@ -95,9 +101,17 @@ class RouterGroup:
         assert self.joined is not None
         ranks = [int(busy[-1]), 1 - int(busy[-1])]
         for rank in ranks:
-            load = KvMetrics(worker_id=self.joined.worker_id, dp_rank=rank, running=running, active_decode_blocks=100, active_prefill_tokens=10)
+            load = KvMetrics(
+                worker_id=self.joined.worker_id,
+                dp_rank=rank,
+                running=running,
+                active_decode_blocks=100,
+                active_prefill_tokens=10,
+            )
             await self.bus.publisher(self.subjects.kv_metrics).publish(load)
-        await until(lambda: all(endpoint.column(f"a/{ranks[1]}") == reported(running) for endpoint in endpoints))
+        await until(
+            lambda: all(endpoint.column(f"a/{ranks[1]}") == reported(running) for endpoint in endpoints)
+        )
 
     async def router(self, **settings: Any) -> RouterEndpoint:
         config = RouterConfig(**{"dead_after_seconds": 60.0, **settings})
@@ -131,7 +145,18 @@ async def group() -> AsyncIterator[RouterGroup]:
 
 
 AGENT_OFTEN = dataclasses.replace(AGENT, load_seconds=0.02)
-DIFFERS = {"id", "request_id", "seed", "chosen", "runner_up", "if_gone", "without", "url", "expires_seconds", "candidates"}
+DIFFERS = {
+    "id",
+    "request_id",
+    "seed",
+    "chosen",
+    "runner_up",
+    "if_gone",
+    "without",
+    "url",
+    "expires_seconds",
+    "candidates",
+}
 
 
 def alike(record: dict[str, Any]) -> dict[str, Any]:
@@ -139,13 +164,18 @@ def alike(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in DIFFERS}
 
 
-async def test_what_is_reserved_is_booked_until_it_is_released_whatever_ranks_report_meanwhile(group: RouterGroup) -> None:
+async def test_what_is_reserved_is_booked_until_it_is_released_whatever_ranks_report_meanwhile(
+    group: RouterGroup,
+) -> None:
     endpoint = await group.router(settle_seconds=0.0)
     answer = await endpoint.post("/v1/route/reserve", chat())
     record = answer.json
     assert answer.status == 200
     assert answer.headers["x-roost-decision-id"] == record["id"]
-    assert (record["url"], record["expires_seconds"]) == ({"a/0": "http://h:1", "a/1": "http://h:2"}[record["chosen"]], 120.0)
+    assert (record["url"], record["expires_seconds"]) == (
+        {"a/0": "http://h:1", "a/1": "http://h:2"}[record["chosen"]],
+        120.0,
+    )
     held, chosen = [max(row) for row in endpoint.load], record["chosen"]
     assert held[PREFILL] > 0
     assert held[SEQUENCES] == 1
@@ -155,10 +185,14 @@ async def test_what_is_reserved_is_booked_until_it_is_released_whatever_ranks_re
         assert endpoint.column(chosen) == reported(number, held)
     noted = await endpoint.post("/v1/route/release", {"id": record["id"], "first_token": True})
     assert (noted.status, noted.json) == (200, {"id": record["id"], "outcome": "noted"})
-    assert endpoint.column(chosen) == reported(5, [0, 0, 0, held[STEPS]])  # this report may contain the booking
+    assert endpoint.column(chosen) == reported(
+        5, [0, 0, 0, held[STEPS]]
+    )  # this report may contain the booking
     await group.report(chosen, endpoint, running=6)
     assert endpoint.column(chosen) == reported(5, [0, 1, 0, held[STEPS]])  # this one does
-    assert [(await endpoint.post("/v1/route/release", {"id": record["id"]})).json["outcome"] for _ in range(2)] == ["ended", "unknown"]
+    assert [
+        (await endpoint.post("/v1/route/release", {"id": record["id"]})).json["outcome"] for _ in range(2)
+    ] == ["ended", "unknown"]
     assert endpoint.column(chosen) == reported(5, [0, 1, 0, 0])  # until the rank reports its end
     await group.report(chosen, endpoint, running=5)
     assert endpoint.column(chosen) == reported(5)
@@ -187,7 +221,9 @@ async def test_forty_reservations_fill_exactly_forty_slots_of_engines_that_repor
     """Let simulated idle ranks report many times after the last reservation has settled."""
     async with contextlib.AsyncExitStack() as stack:
         group = RouterGroup(stack)
-        await stack.enter_async_context(simulated_engine(MemoryBus(group.broker), group.subjects, agent=AGENT_OFTEN, shape="demo"))
+        await stack.enter_async_context(
+            simulated_engine(MemoryBus(group.broker), group.subjects, agent=AGENT_OFTEN, shape="demo")
+        )
         endpoint = await group.router(max_requests_per_rank=20, queue_requests=0)
         bodies = [chat(f"question {number} " + "word " * 400, model="demo") for number in range(40)]
         assert [(await endpoint.post("/v1/route/reserve", body)).status for body in bodies] == [200] * 40
@@ -226,14 +262,20 @@ async def test_http_bus_and_library_explain_alike(group: RouterGroup) -> None:
     over_bus = msgspec.json.decode(decided.record)
     as_library = msgspec.to_builtins(await Decider(endpoint.service).decide(chat()))
     assert alike(over_http) == alike(over_bus) == alike(as_library)
-    assert {one["rank"]: one["terms_ms"] for one in over_http["candidates"]} == {one["rank"]: one["terms_ms"] for one in over_bus["candidates"]}
+    assert {one["rank"]: one["terms_ms"] for one in over_http["candidates"]} == {
+        one["rank"]: one["terms_ms"] for one in over_bus["candidates"]
+    }
     assert decided.expires_seconds is None
     assert decided.url.startswith("http://h:")
 
 
-async def test_over_the_bus_a_request_is_reserved_and_released_and_refused_with_a_status(group: RouterGroup) -> None:
+async def test_over_the_bus_a_request_is_reserved_and_released_and_refused_with_a_status(
+    group: RouterGroup,
+) -> None:
     endpoint = await group.router()
-    decided = await group.bus.request(group.subjects.route, RouteRequested(body=msgspec.json.encode(chat()), reserve=True, session="s"))
+    decided = await group.bus.request(
+        group.subjects.route, RouteRequested(body=msgspec.json.encode(chat()), reserve=True, session="s")
+    )
     assert isinstance(decided, RouteDecided)
     assert decided.expires_seconds == 120.0
     released = RouteReleased(id=msgspec.json.decode(decided.record)["id"])
@@ -242,18 +284,28 @@ async def test_over_the_bus_a_request_is_reserved_and_released_and_refused_with_
         assert await group.bus.request(group.subjects.release, released) == released
         assert endpoint.load == NOTHING
     with pytest.raises(BusError, match="404 model_not_found"):
-        await group.bus.request(group.subjects.route, RouteRequested(body=msgspec.json.encode(chat(model="other"))))
-    for subject in (group.subjects.route, group.subjects.release, group.subjects.decision(endpoint.service.tag)):
+        await group.bus.request(
+            group.subjects.route, RouteRequested(body=msgspec.json.encode(chat(model="other")))
+        )
+    for subject in (
+        group.subjects.route,
+        group.subjects.release,
+        group.subjects.decision(endpoint.service.tag),
+    ):
         with pytest.raises(BusError, match="is no request for this subject"):
             await group.bus.request(subject, EngineHeartbeat(engine="a", worker_id=1, epoch=0))
 
 
 @pytest.mark.parametrize("first_token", [True, False])
-async def test_a_release_that_reaches_another_router_is_passed_on(group: RouterGroup, first_token: bool) -> None:
+async def test_a_release_that_reaches_another_router_is_passed_on(
+    group: RouterGroup, first_token: bool
+) -> None:
     one, other = await group.router(), await group.router()
     record = (await one.post("/v1/route/reserve", chat())).json
     await until(lambda: other.load == one.load)
-    assert (await other.post("/v1/route/release", {"id": record["id"], "first_token": first_token})).json["outcome"] == "passed_on"
+    assert (await other.post("/v1/route/release", {"id": record["id"], "first_token": first_token})).json[
+        "outcome"
+    ] == "passed_on"
     await until(lambda: max(one.load[0]) == 0 and max(other.load[0]) == 0)
     await until(lambda: (one.load == other.load == NOTHING) != first_token)
     assert len(one.service.reserved) == first_token
@@ -270,7 +322,9 @@ async def test_a_decision_is_read_back_from_whichever_router_made_it(group: Rout
     assert "not among the last 1" in pushed_out.json["error"]["message"]
     gone = await other.get(f"/v1/decisions/{int(one.service.tag, 16) ^ 1:08x}000000000000")
     assert (gone.status, "may be gone" in gone.json["error"]["message"]) == (404, True)
-    older = await other.get("/v1/decisions/abcd0123456789ab-a2")  # the tag of a router of an older version has four digits
+    older = await other.get(
+        "/v1/decisions/abcd0123456789ab-a2"
+    )  # the tag of a router of an older version has four digits
     assert "was made by another router (abcd)" in older.json["error"]["message"]
     assert (await other.get("/v1/decisions/nonsense")).status == 404
 
@@ -376,7 +430,9 @@ async def test_a_decider_without_engines_reports_what_is_missing(group: RouterGr
             await decider.ready(seconds=0.1)
 
 
-async def test_a_deciders_context_passes_errors_on_as_they_are_and_its_end_is_noticed(group: RouterGroup) -> None:
+async def test_a_deciders_context_passes_errors_on_as_they_are_and_its_end_is_noticed(
+    group: RouterGroup,
+) -> None:
     with pytest.raises(KeyError, match="mine"):
         async with Decider.running(MemoryBus(group.broker), group.subjects) as decider:
             raise KeyError("mine")
@@ -392,8 +448,17 @@ async def test_a_deciders_context_passes_errors_on_as_they_are_and_its_end_is_no
 async def test_the_document_describes_the_deciders_routes(group: RouterGroup) -> None:
     endpoint = await group.router()
     paths = (await endpoint.get("/openapi.json")).json["paths"]
-    for path, form in (("/v1/route", "DecisionRecord"), ("/v1/route/reserve", "ReservedRecord"), ("/v1/route/release", "ReleaseRecord")):
+    for path, form in (
+        ("/v1/route", "DecisionRecord"),
+        ("/v1/route/reserve", "ReservedRecord"),
+        ("/v1/route/release", "ReleaseRecord"),
+    ):
         answer = paths[path]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
         assert answer == {"$ref": f"#/components/schemas/{form}"}
-    names = [one["name"] for path in ("/v1/route", "/v1/route/reserve") for one in paths[path]["post"]["parameters"] if one["in"] == "query"]
+    names = [
+        one["name"]
+        for path in ("/v1/route", "/v1/route/reserve")
+        for one in paths[path]["post"]["parameters"]
+        if one["in"] == "query"
+    ]
     assert names == ["without", "gone", "wait"]

@@ -52,8 +52,13 @@ async def test_a_place_given_to_a_client_that_leaves_at_that_moment_goes_to_the_
     assert leaving.cancelled()
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["take", "give", "leave"])), max_size=60), st.integers(1, 3))
-def test_no_slot_is_lost_or_taken_twice_whenever_clients_leave(steps: list[tuple[str, str]], places: int) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["take", "give", "leave"])), max_size=60),
+    st.integers(1, 3),
+)
+def test_no_slot_is_lost_or_taken_twice_whenever_clients_leave(
+    steps: list[tuple[str, str]], places: int
+) -> None:
     async def run() -> None:
         turns, tasks, held = FairTurns("jobs", places, 1000, 1000), [], 0
         for client, step in steps:

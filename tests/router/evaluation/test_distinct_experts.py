@@ -90,14 +90,19 @@ def test_any_order_of_bookings_and_ends_leaves_what_is_open(events: list[tuple[i
             assert share is not None
             open_now.append((worker, cluster, share))
     for worker in range(3):
-        expected = [float(sum(1 for w, c, _ in open_now if (w, c) == (worker, cluster))) for cluster in range(2)]
+        expected = [
+            float(sum(1 for w, c, _ in open_now if (w, c) == (worker, cluster))) for cluster in range(2)
+        ]
         found = mixes.changed(worker, int(sum(expected)), halves(), told=False)
         assert found is not None
         assert found == pytest.approx(expected)
 
 
 def test_a_request_adds_least_where_its_experts_are_read_anyway() -> None:
-    reads = read(ReadingGroup(halves(skew=30.0), 1, 0).misses(), [np.array([8.0, 0.0]), np.array([0.0, 8.0]), np.zeros(2)])
+    reads = read(
+        ReadingGroup(halves(skew=30.0), 1, 0).misses(),
+        [np.array([8.0, 0.0]), np.array([0.0, 8.0]), np.zeros(2)],
+    )
     assert reads.added[0, 0] < 0.3 * reads.added[1, 0]
     assert reads.added[1, 1] < 0.3 * reads.added[0, 1]
     assert reads.added[2] == pytest.approx([2.0, 2.0])  # one expert in each of two layers
@@ -116,8 +121,12 @@ def test_sharded_layers_and_unused_clusters() -> None:
 class Running:
     """Two engines. The first runs eight requests of the first cluster."""
 
-    def __init__(self, threads: ThreadPoolExecutor, layout: Layout = EP, speed: EngineSpeed | None = READS) -> None:
-        self.view, self.reservations = view_of({"layout": layout, "speed": speed}, {"layout": layout, "speed": speed}, clusters=halves(skew=30.0))
+    def __init__(
+        self, threads: ThreadPoolExecutor, layout: Layout = EP, speed: EngineSpeed | None = READS
+    ) -> None:
+        self.view, self.reservations = view_of(
+            {"layout": layout, "speed": speed}, {"layout": layout, "speed": speed}, clusters=halves(skew=30.0)
+        )
         self.mixing = ActiveClusterMix(self.view, self.reservations, threads)
         roster = self.view.roster("demo")
         for _ in range(8):
@@ -152,10 +161,17 @@ async def test_engines_are_priced_by_what_they_run(threads: ThreadPoolExecutor) 
 
 @pytest.mark.parametrize(
     ("layout", "speed"),
-    [(Layout(attention="tp", boundary=2), READS), (EP, EngineSpeed()), (EP, None), (Layout(attention="dp", boundary=2), READS)],
+    [
+        (Layout(attention="tp", boundary=2), READS),
+        (EP, EngineSpeed()),
+        (EP, None),
+        (Layout(attention="dp", boundary=2), READS),
+    ],
     ids=["tp", "no reading time", "no speed", "all layers sharded"],
 )
-async def test_engines_that_read_nothing_or_everything_are_left_out(threads: ThreadPoolExecutor, layout: Layout, speed: EngineSpeed | None) -> None:
+async def test_engines_that_read_nothing_or_everything_are_left_out(
+    threads: ThreadPoolExecutor, layout: Layout, speed: EngineSpeed | None
+) -> None:
     running = Running(threads, layout, speed)
     await running.mixing.refresh(0.0)
     assert not running.view.prices("demo").distinct.any()
@@ -177,7 +193,9 @@ async def test_an_engine_that_introduces_itself_again_is_priced_again(threads: T
     assert again.distinct.tolist() == before.tolist()
 
 
-async def test_an_engine_that_switches_to_tensor_parallelism_reads_and_sends_nothing_of_its_own_any_more(threads: ThreadPoolExecutor) -> None:
+async def test_an_engine_that_switches_to_tensor_parallelism_reads_and_sends_nothing_of_its_own_any_more(
+    threads: ThreadPoolExecutor,
+) -> None:
     running = Running(threads)
     await running.mixing.refresh(0.0)
     before = running.mixing.surcharge(1)
@@ -186,7 +204,9 @@ async def test_an_engine_that_switches_to_tensor_parallelism_reads_and_sends_not
     state = running.view.engine(1)
     assert state is not None
     assert state.placement is not None
-    placement = Placement.from_record(structs.replace(state.placement.record(), epoch=state.placement.epoch + 1))
+    placement = Placement.from_record(
+        structs.replace(state.placement.record(), epoch=state.placement.epoch + 1)
+    )
     assert running.view.place(1, placement, Layout(attention="tp", boundary=2))
     await running.mixing.refresh(1.0)
     assert running.mixing.surcharge(1) == NONE

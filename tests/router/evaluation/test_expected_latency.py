@@ -11,7 +11,9 @@ from tests.router.scheduling.test_decision import decided, view_of
 SPEED = EngineSpeed(prefill_token=1e-3, prefill_pair=1e-6, step=0.01, decode_sequence=1e-3, decode_block=1e-5)
 
 
-def priced(load: dict[int, int], surcharge: Surcharge = NONE, overlap: int = 0, prompt: int = 100) -> tuple[tuple[float, float], float]:
+def priced(
+    load: dict[int, int], surcharge: Surcharge = NONE, overlap: int = 0, prompt: int = 100
+) -> tuple[tuple[float, float], float]:
     """Return ((prefill, beside), step) of one rank with this load."""
     view, _ = view_of({"ranks": 1, "speed": SPEED, "max_batch_tokens": 64})
     table = np.zeros((AMOUNTS, 1), np.int64)

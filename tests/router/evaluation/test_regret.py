@@ -31,7 +31,9 @@ def load_of(targets: int, **rows: Any) -> Any:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 4))
-def test_regret_is_never_negative_and_nothing_when_all_was_as_believed(seed: int, engines: int, ranks: int) -> None:
+def test_regret_is_never_negative_and_nothing_when_all_was_as_believed(
+    seed: int, engines: int, ranks: int
+) -> None:
     chance = np.random.default_rng(seed)
     view = house(engines, ranks)
     roster = view.roster("demo")
@@ -64,7 +66,9 @@ def test_what_the_chosen_rank_had_cached_is_as_it_was() -> None:
     decision = decided(view.roster("demo"), overlap=[10, 5])  # 40 and 20 tokens of 100
     assert decision.chosen == 0
     assert regret_ms(decision, Truth(decision.load, cached_tokens=40), view.prices("demo")) == 0.0
-    assert regret_ms(decision, Truth(decision.load, cached_tokens=0), view.prices("demo")) == pytest.approx(20.0)
+    assert regret_ms(decision, Truth(decision.load, cached_tokens=0), view.prices("demo")) == pytest.approx(
+        20.0
+    )
 
 
 def test_a_request_of_another_kind_than_predicted_is_regretted_by_its_traffic() -> None:
@@ -77,14 +81,18 @@ def test_a_request_of_another_kind_than_predicted_is_regretted_by_its_traffic() 
     assert regret_ms(decision, Truth(decision.load, weights=first), prices) == 0.0
     remote = prices.of(second)[0]
     expected = 1000.0 * SPEED.dispatch * (100 + 20) * float(remote[0] - remote[1])
-    assert regret_ms(decision, Truth(decision.load, weights=second), prices) == pytest.approx(expected, rel=1e-5)
+    assert regret_ms(decision, Truth(decision.load, weights=second), prices) == pytest.approx(
+        expected, rel=1e-5
+    )
     wrong_number = Truth(decision.load, weights=np.full(5, 0.2, np.float32))
     assert regret_ms(decision, wrong_number, prices) == 0.0  # clusters changed: the prediction stands
 
 
 def test_only_candidates_could_have_been_chosen() -> None:
     view = house(engines=3, ranks=1)
-    decision = decided(view.roster("demo"), load=load_of(3, sequences=[0, 0, 10]))  # the last one is saturated
+    decision = decided(
+        view.roster("demo"), load=load_of(3, sequences=[0, 0, 10])
+    )  # the last one is saturated
     assert len(decision.at) == 2
     truth = load_of(3, prefill=[100, 100, 0])
     assert regret_ms(decision, Truth(truth), view.prices("demo")) == 0.0

@@ -45,16 +45,26 @@ def series(service: RouterService, name: str, **labels: str) -> float:
     """Return the value of one series of the service's metrics; 0.0 when there is none."""
     families = text_string_to_metric_families(service.metrics.exposition().decode())
     samples = (sample for family in families for sample in family.samples)
-    return sum(sample.value for sample in samples if sample.name == f"roost_router_{name}" and labels.items() <= sample.labels.items())
+    return sum(
+        sample.value
+        for sample in samples
+        if sample.name == f"roost_router_{name}" and labels.items() <= sample.labels.items()
+    )
 
 
 def need(tokens: int, output: int = 20) -> RoutingRequest:
     """Return a request whose prompt shares no prefix with any other."""
-    return RoutingRequest("demo", TokenPrompt([next(_fresh), *range(tokens - 1)]), tokens + output, output, None)
+    return RoutingRequest(
+        "demo", TokenPrompt([next(_fresh), *range(tokens - 1)]), tokens + output, output, None
+    )
 
 
-def book(service: RouterService, asked: RoutingRequest, attempt: Attempt = FIRST_TRY) -> tuple[Decision, Booking]:
-    return service.book(RequestLog("r", service.new_decision_id(), "/v1/completions", 0.0), asked, "", attempt)
+def book(
+    service: RouterService, asked: RoutingRequest, attempt: Attempt = FIRST_TRY
+) -> tuple[Decision, Booking]:
+    return service.book(
+        RequestLog("r", service.new_decision_id(), "/v1/completions", 0.0), asked, "", attempt
+    )
 
 
 def terms(service: RouterService, joined: EngineJoined, name: str, asked: RoutingRequest) -> float:
@@ -64,14 +74,19 @@ def terms(service: RouterService, joined: EngineJoined, name: str, asked: Routin
     return float(decision.scores.terms[TERMS.index(name), at])
 
 
-async def serve(service: RouterService, slowness: float, tokens: int, joined: EngineJoined, *, reports: bool) -> None:
+async def serve(
+    service: RouterService, slowness: float, tokens: int, joined: EngineJoined, *, reports: bool
+) -> None:
     """Serve one request on an engine whose times are `slowness` times those that it states."""
     bus = service.feeds
     assert bus is not None
     decision, booking = book(service, need(tokens, 64))
     mine = decision.target.key[0] == joined.worker_id
     factor = slowness if mine else 1.0
-    queued, running = int(decision.load[PREFILL, decision.chosen]), int(decision.load[SEQUENCES, decision.chosen]) + 1
+    queued, running = (
+        int(decision.load[PREFILL, decision.chosen]),
+        int(decision.load[SEQUENCES, decision.chosen]) + 1,
+    )
     step = SPEED.step + SPEED.decode_sequence * running
     await asyncio.sleep(factor * ((tokens + queued) * SPEED.prefill_token + 1.5 * step))
     service.first_token(booking)
@@ -79,17 +94,29 @@ async def serve(service: RouterService, slowness: float, tokens: int, joined: En
         await asyncio.sleep(16 * factor * step)
         service.emitted(booking, 16)
         if reports:
-            bus._handle(KvMetrics(worker_id=decision.target.key[0], running=running, active_decode_blocks=0, step_seconds=factor * step))
+            bus._handle(
+                KvMetrics(
+                    worker_id=decision.target.key[0],
+                    running=running,
+                    active_decode_blocks=0,
+                    step_seconds=factor * step,
+                )
+            )
     service.release(booking)
 
 
 @pytest.mark.looptime
 @pytest.mark.parametrize(("slowness", "reports"), [(3.0, True), (1 / 3, False)])
-async def test_speeds_wrong_by_three_are_corrected_after_some_tens_of_requests(network: RouterNetwork, slowness: float, reports: bool) -> None:
+async def test_speeds_wrong_by_three_are_corrected_after_some_tens_of_requests(
+    network: RouterNetwork, slowness: float, reports: bool
+) -> None:
     liar = await network.engine("liar", speed=SPEED, capabilities=PLAIN)
     service = await network.ready_router()
     asked = need(400, 64)
-    honest_prefill, honest_decode = terms(service, liar, "prefill", asked), terms(service, liar, "decode", asked)
+    honest_prefill, honest_decode = (
+        terms(service, liar, "prefill", asked),
+        terms(service, liar, "decode", asked),
+    )
     for number in range(30):
         await serve(service, slowness, 100 + 37 * (number % 7), liar, reports=reports)
     await asyncio.sleep(TICK_SECONDS)
@@ -99,7 +126,9 @@ async def test_speeds_wrong_by_three_are_corrected_after_some_tens_of_requests(n
     await asyncio.sleep(1.1)  # until its heartbeat
     wanted = honest if slowness > 1 else liar
     assert service.decide(asked, "d").target.key[0] == wanted.worker_id
-    assert series(service, "speed_factor", worker_id=str(liar.worker_id), of="prefill") == pytest.approx(slowness, rel=0.15)
+    assert series(service, "speed_factor", worker_id=str(liar.worker_id), of="prefill") == pytest.approx(
+        slowness, rel=0.15
+    )
     await asyncio.sleep(4 * HALF_LIFE_SECONDS)
     assert terms(service, liar, "prefill", asked) == pytest.approx(honest_prefill)
 
@@ -121,7 +150,9 @@ async def test_a_restarted_engine_is_believed_anew(network: RouterNetwork) -> No
 
 
 @pytest.mark.looptime
-async def test_a_request_that_outlives_its_engine_says_nothing_of_the_next_one(network: RouterNetwork) -> None:
+async def test_a_request_that_outlives_its_engine_says_nothing_of_the_next_one(
+    network: RouterNetwork,
+) -> None:
     await network.engine("e", speed=SPEED, capabilities=PLAIN)
     service = await network.ready_router()
     outliving = [book(service, need(100))[1] for _ in range(2)]
@@ -138,8 +169,12 @@ async def test_a_request_that_outlives_its_engine_says_nothing_of_the_next_one(n
 
 
 @pytest.mark.looptime
-@pytest.mark.parametrize(("attempt", "queued"), [(Attempt(2), 0.0), (FIRST_TRY, 0.5)], ids=["retried or continued", "queued"])
-async def test_disturbed_requests_say_nothing_of_speed(network: RouterNetwork, attempt: Attempt, queued: float) -> None:
+@pytest.mark.parametrize(
+    ("attempt", "queued"), [(Attempt(2), 0.0), (FIRST_TRY, 0.5)], ids=["retried or continued", "queued"]
+)
+async def test_disturbed_requests_say_nothing_of_speed(
+    network: RouterNetwork, attempt: Attempt, queued: float
+) -> None:
     liar = await network.engine("liar", speed=SPEED, capabilities=PLAIN)
     service = await network.ready_router()
     for _ in range(40):
@@ -161,7 +196,11 @@ async def test_steps_of_a_load_that_is_over_say_nothing(network: RouterNetwork) 
     voice = network.bus.publisher(network.subjects.kv_metrics)
     for _ in range(40):
         await voice.publish(KvMetrics(worker_id=joined.worker_id, running=0, step_seconds=0.5))
-        await voice.publish(KvMetrics(worker_id=joined.worker_id, running=10, step_seconds=SPEED.step + 10 * SPEED.decode_sequence))
+        await voice.publish(
+            KvMetrics(
+                worker_id=joined.worker_id, running=10, step_seconds=SPEED.step + 10 * SPEED.decode_sequence
+            )
+        )
     await asyncio.sleep(2 * TICK_SECONDS)
     assert series(service, "speed_factor", of="decode") == pytest.approx(1.0)
 
@@ -172,7 +211,9 @@ async def test_steps_of_no_sensible_length_are_refused(network: RouterNetwork, s
     joined = await network.engine("e", speed=SPEED, capabilities=PLAIN)
     service = await network.ready_router()
     before = series(service, "bus_messages_refused_total")
-    await network.bus.publisher(network.subjects.kv_metrics).publish(KvMetrics(worker_id=joined.worker_id, running=1, step_seconds=seconds))
+    await network.bus.publisher(network.subjects.kv_metrics).publish(
+        KvMetrics(worker_id=joined.worker_id, running=1, step_seconds=seconds)
+    )
     await asyncio.sleep(0.1)
     assert series(service, "bus_messages_refused_total") == before + 1
 
@@ -187,11 +228,15 @@ async def test_first_tokens_are_measured_as_predicted_and_as_observed(network: R
     service.first_token(booking)
     assert series(service, "observed_first_token_seconds_count", model="demo") == 1
     assert series(service, "observed_first_token_seconds_sum", model="demo") == pytest.approx(2.0)
-    assert series(service, "predicted_first_token_seconds_sum", model="demo") == pytest.approx(1.0 + 2.5 * 0.0101)  # two chunks of 512 tokens, and a step
+    assert series(service, "predicted_first_token_seconds_sum", model="demo") == pytest.approx(
+        1.0 + 2.5 * 0.0101
+    )  # two chunks of 512 tokens, and a step
 
 
 @pytest.mark.looptime
-async def test_a_load_that_was_believed_wrongly_is_regretted_once_it_is_reported(network: RouterNetwork) -> None:
+async def test_a_load_that_was_believed_wrongly_is_regretted_once_it_is_reported(
+    network: RouterNetwork,
+) -> None:
     one, other = [await network.engine(name, speed=SPEED, capabilities=PLAIN) for name in ("a", "b")]
     service = await network.ready_router()
     await network.report(one, active_prefill_tokens=1)
@@ -202,7 +247,9 @@ async def test_a_load_that_was_believed_wrongly_is_regretted_once_it_is_reported
     await asyncio.sleep(0.15)
     await network.report(one, active_prefill_tokens=501 + 2000, running=1)  # our own 500, and 2,000 of others
     await network.report(other, active_prefill_tokens=100)
-    await network.report(one, active_prefill_tokens=0, running=1)  # the first report counts; later ones show progress
+    await network.report(
+        one, active_prefill_tokens=0, running=1
+    )  # the first report counts; later ones show progress
     await asyncio.sleep(2 * TICK_SECONDS)
     assert series(service, "regret_seconds_count", model="demo") == 1
     assert series(service, "regret_seconds_sum", model="demo") == pytest.approx(1.901 + 20 * 1e-4, abs=0.01)
@@ -242,13 +289,32 @@ async def foretold(network: RouterNetwork) -> tuple[EngineJoined, RouterService]
     raise AssertionError("never priced")
 
 
-def profiled(joined: EngineJoined, decision: Decision, weights: Any, local: float, **more: Any) -> RequestsProfiled:
-    profile = RequestProfile(decision=decision.id, tokens=120, cached_tokens=0, signature=pack(np.asarray(weights)).tobytes(), local=local, **more)
-    return RequestsProfiled(engine="e", worker_id=joined.worker_id, rank=decision.target.rank, model="demo", epoch=0, clusters=1, requests=(profile,))
+def profiled(
+    joined: EngineJoined, decision: Decision, weights: Any, local: float, **more: Any
+) -> RequestsProfiled:
+    profile = RequestProfile(
+        decision=decision.id,
+        tokens=120,
+        cached_tokens=0,
+        signature=pack(np.asarray(weights)).tobytes(),
+        local=local,
+        **more,
+    )
+    return RequestsProfiled(
+        engine="e",
+        worker_id=joined.worker_id,
+        rank=decision.target.rank,
+        model="demo",
+        epoch=0,
+        clusters=1,
+        requests=(profile,),
+    )
 
 
 @pytest.mark.looptime
-async def test_locality_is_measured_as_predicted_and_as_observed_and_counts_as_regret(network: RouterNetwork) -> None:
+async def test_locality_is_measured_as_predicted_and_as_observed_and_counts_as_regret(
+    network: RouterNetwork,
+) -> None:
     joined, service = await foretold(network)
     voice = network.bus.publisher(network.subjects.requests_profiled("e"))
     decision, booking = book(service, need(100))
@@ -259,7 +325,9 @@ async def test_locality_is_measured_as_predicted_and_as_observed_and_counts_as_r
     assert series(service, "regret_seconds_count") == 0  # it waits for the request's profile
     await voice.publish(profiled(joined, decision, [0.0, 1.0], 0.02))
     await asyncio.sleep(0.1)
-    assert series(service, "locality_predicted_sum", model="demo") == pytest.approx(float(decision.outlook.local[0]))
+    assert series(service, "locality_predicted_sum", model="demo") == pytest.approx(
+        float(decision.outlook.local[0])
+    )
     assert series(service, "locality_observed_sum", model="demo") == pytest.approx(0.02)
     assert series(service, "profiles_heard_total", outcome="ours") == 1
     assert series(service, "regret_seconds_count") == 1
@@ -267,7 +335,9 @@ async def test_locality_is_measured_as_predicted_and_as_observed_and_counts_as_r
 
 
 @pytest.mark.looptime
-async def test_profiles_of_others_are_ignored_and_a_request_without_a_profile_is_settled_in_the_end(network: RouterNetwork) -> None:
+async def test_profiles_of_others_are_ignored_and_a_request_without_a_profile_is_settled_in_the_end(
+    network: RouterNetwork,
+) -> None:
     joined, service = await foretold(network)
     voice = network.bus.publisher(network.subjects.requests_profiled("e"))
     decision, booking = book(service, need(100))
@@ -276,7 +346,12 @@ async def test_profiles_of_others_are_ignored_and_a_request_without_a_profile_is
     unknown = profiled(joined, decision, [1.0, 0.0], 0.9)
     for message in (
         RequestsProfiled(**{**_fields(elsewhere), "worker_id": 5}),
-        RequestsProfiled(**{**_fields(unknown), "requests": (RequestProfile(decision="ffff", tokens=1, cached_tokens=0, signature=b""),)}),
+        RequestsProfiled(
+            **{
+                **_fields(unknown),
+                "requests": (RequestProfile(decision="ffff", tokens=1, cached_tokens=0, signature=b""),),
+            }
+        ),
     ):
         await voice.publish(message)
     await asyncio.sleep(0.2)
@@ -298,8 +373,14 @@ async def test_nonsense_in_a_profile_changes_nothing_but_is_survived(network: Ro
         decision, booking = book(service, need(100))
         service.release(booking)
         await asyncio.sleep(3 * TICK_SECONDS)
-        profile = RequestProfile(decision=decision.id, tokens=1, cached_tokens=cached, signature=signature, local=local)
-        await voice.publish(RequestsProfiled(**{**_fields(profiled(joined, decision, [1.0, 0.0], 0.5)), "requests": (profile,)}))
+        profile = RequestProfile(
+            decision=decision.id, tokens=1, cached_tokens=cached, signature=signature, local=local
+        )
+        await voice.publish(
+            RequestsProfiled(
+                **{**_fields(profiled(joined, decision, [1.0, 0.0], 0.5)), "requests": (profile,)}
+            )
+        )
         await asyncio.sleep(0.1)
     assert series(service, "regret_seconds_count") == 3
     assert series(service, "locality_observed_count") == 0
@@ -314,7 +395,9 @@ async def test_many_profiles_are_dropped_unread(network: RouterNetwork) -> None:
     for _ in range(500):
         await voice.publish(profiled(joined, decision, [1.0, 0.0], 0.9))
     await asyncio.sleep(5.0)
-    read, unread = (series(service, "profiles_heard_total", outcome=outcome) for outcome in ("ours", "unread"))
+    read, unread = (
+        series(service, "profiles_heard_total", outcome=outcome) for outcome in ("ours", "unread")
+    )
     assert read < 100
     assert read + unread == 500
 
@@ -324,13 +407,23 @@ async def test_ranks_stages_and_terms_are_exported_and_lost_workers_are_not(netw
     one, other = [await network.engine(name, speed=SPEED, capabilities=PLAIN) for name in ("a", "b")]
     service = await network.ready_router()
     decisions = [book(service, need(100)) for _ in range(2 * LAPS)]
-    promised = sum(series(service, "rank_prefill_tokens", worker_id=str(joined.worker_id), dp_rank="0") for joined in (one, other))
+    promised = sum(
+        series(service, "rank_prefill_tokens", worker_id=str(joined.worker_id), dp_rank="0")
+        for joined in (one, other)
+    )
     assert promised == 2 * LAPS * 100
     assert series(service, "rank_sequences", model="demo") == 2 * LAPS
-    assert series(service, "overhead_seconds_count", stage="score") == series(service, "overhead_seconds_count", stage="book") == 2
+    assert (
+        series(service, "overhead_seconds_count", stage="score")
+        == series(service, "overhead_seconds_count", stage="book")
+        == 2
+    )
     assert series(service, "overhead_seconds_count", stage="decide") == 2 * LAPS
     assert series(service, "term_seconds_count", term="prefill") == 2 * LAPS
-    expected = sum(float(decision.scores.terms[TERMS.index("queue"), decision.chosen]) for decision, _ in decisions) / 1000
+    expected = (
+        sum(float(decision.scores.terms[TERMS.index("queue"), decision.chosen]) for decision, _ in decisions)
+        / 1000
+    )
     assert series(service, "term_seconds_sum", model="demo", term="queue") == pytest.approx(expected)
     assert series(service, "decisions_total", worker_id=str(one.worker_id)) == LAPS
     service.forget_worker(one.worker_id)

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.events import BookedLoad, ReservationsChanged, ReservationsDescribed
-from router.fleet_state.booking_replication import MOST_PER_MESSAGE, MOST_PREFIX_BLOCKS, SILENT_SECONDS, BookingMessage, OwnBookings, RemoteBookings
+from router.fleet_state.booking_replication import (
+    MOST_PER_MESSAGE,
+    MOST_PREFIX_BLOCKS,
+    SILENT_SECONDS,
+    BookingMessage,
+    OwnBookings,
+    RemoteBookings,
+)
 from router.fleet_state.reservations import PREFILL, SEQUENCES, STEPS, Booking, Reservations
 
 RANK = (7, 0)
@@ -24,18 +31,28 @@ class Peer:
     """One router without its I/O."""
 
     name: int
-    reservations: Reservations = field(default_factory=lambda: Reservations(settle_seconds=0.1, stale_seconds=5.0))
+    reservations: Reservations = field(
+        default_factory=lambda: Reservations(settle_seconds=0.1, stale_seconds=5.0)
+    )
     sent: int = 0
 
     def __post_init__(self) -> None:
         self.rows = np.array([self.reservations.add_rank(key) for key in RANKS])
         self.learnt: list[tuple[tuple[int, int], BookingMessage]] = []
-        self.ledger = RemoteBookings(self.reservations, 60.0, lambda rank, word: self.learnt.append((rank, word)))
+        self.ledger = RemoteBookings(
+            self.reservations, 60.0, lambda rank, word: self.learnt.append((rank, word))
+        )
         self.diary = OwnBookings(self.name, refresh_seconds=20.0)
         self.open: dict[str, Booking] = {}
 
     def book(
-        self, decision_id: str, now: float, key: tuple[int, int] = RANK, amounts: tuple[int, int, int, int] = (100, 1, 8, 40), *, external: bool = False
+        self,
+        decision_id: str,
+        now: float,
+        key: tuple[int, int] = RANK,
+        amounts: tuple[int, int, int, int] = (100, 1, 8, 40),
+        *,
+        external: bool = False,
     ) -> Booking:
         booking = self.open[decision_id] = self.reservations.book(key, amounts, now, external=external)
         self.diary.booked(decision_id, key, booking)
@@ -61,7 +78,9 @@ class Peer:
         return self.sent - 1, message
 
     def described(self, now: float) -> ReservationsDescribed:
-        return ReservationsDescribed(router=self.name, publisher_id=self.name, sequence=self.sent - 1, booked=self.diary.all(now))
+        return ReservationsDescribed(
+            router=self.name, publisher_id=self.name, sequence=self.sent - 1, booked=self.diary.all(now)
+        )
 
     def load(self, now: float) -> list[list[int]]:
         return self.reservations.load(self.rows, now).tolist()  # type: ignore[no-any-return]
@@ -93,7 +112,9 @@ def test_a_booking_counts_at_the_other_router_through_its_whole_life(pair: tuple
     assert other.ledger.open == 0
 
 
-def test_what_is_held_for_another_data_plane_counts_beside_reports_at_the_other_router_too(pair: tuple[Peer, Peer]) -> None:
+def test_what_is_held_for_another_data_plane_counts_beside_reports_at_the_other_router_too(
+    pair: tuple[Peer, Peer],
+) -> None:
     one, other = pair
     one.book("a", 0.0, external=True)
     deliver(one, other, 0.005)
@@ -110,7 +131,9 @@ def test_what_is_held_for_another_data_plane_counts_beside_reports_at_the_other_
     assert [row[0] for row in one.load(1.3)] == [row[0] for row in other.load(1.3)] == [50, 3, 10, 20]
 
 
-def test_a_newcomer_hears_of_a_held_booking_after_its_first_token_and_takes_nothing_from_reports(pair: tuple[Peer, Peer]) -> None:
+def test_a_newcomer_hears_of_a_held_booking_after_its_first_token_and_takes_nothing_from_reports(
+    pair: tuple[Peer, Peer],
+) -> None:
     one, other = pair
     one.book("a", 0.0, external=True)
     other.reservations.report(RANK, (50, 2, 10, 30), 1.0)
@@ -133,7 +156,11 @@ def test_a_held_booking_of_a_prompt_that_is_all_cached_stays_held(pair: tuple[Pe
 
 
 def test_a_booking_from_a_router_without_external_ones_is_an_ordinary_one() -> None:
-    decoded = msgspec.json.decode(b'{"id": "a", "worker_id": 7, "rank": 0, "prefill_tokens": 1, "blocks": 1, "steps": 1, "age_seconds": 0.0}', type=BookedLoad)
+    decoded = msgspec.json.decode(
+        b'{"id": "a", "worker_id": 7, "rank": 0, "prefill_tokens": 1, "blocks": 1, "steps": 1, "age_seconds":'
+        b" 0.0}",
+        type=BookedLoad,
+    )
     assert (decoded.external, decoded.held) == (False, False)
 
 
@@ -235,13 +262,28 @@ def test_a_booking_that_is_not_named_again_expires_and_one_that_is_continues(pai
     "load",
     [
         *({"prefill_tokens": -1}, {"blocks": 2**63}, {"steps": -5}, {"rank": 9}, {"worker_id": 99}),
-        *({"session": -1}, {"session": 2**64}, {"prefix": b"1234567"}, {"prefix": bytes(8 * MOST_PREFIX_BLOCKS + 8)}),
+        *(
+            {"session": -1},
+            {"session": 2**64},
+            {"prefix": b"1234567"},
+            {"prefix": bytes(8 * MOST_PREFIX_BLOCKS + 8)},
+        ),
         *({"age_seconds": -1.0}, {"age_seconds": float("nan")}, {"id": "x" * 129}),
     ],
 )
-def test_a_booking_that_makes_no_sense_is_refused_and_counted(pair: tuple[Peer, Peer], load: dict[str, object]) -> None:
+def test_a_booking_that_makes_no_sense_is_refused_and_counted(
+    pair: tuple[Peer, Peer], load: dict[str, object]
+) -> None:
     _, other = pair
-    good: dict[str, object] = {"id": "a", "worker_id": 7, "rank": 0, "prefill_tokens": 1, "blocks": 1, "steps": 1, "age_seconds": 0.0}
+    good: dict[str, object] = {
+        "id": "a",
+        "worker_id": 7,
+        "rank": 0,
+        "prefill_tokens": 1,
+        "blocks": 1,
+        "steps": 1,
+        "age_seconds": 0.0,
+    }
     other.ledger.hear(1, 0, ReservationsChanged(router=1, booked=(BookedLoad(**{**good, **load}),)), 0.0)  # type: ignore[arg-type]
     assert (other.ledger.open, other.ledger.refused, other.reservations.open_bookings) == (0, 1, 0)
 
@@ -309,15 +351,27 @@ ANY_LOAD = st.builds(
     session=ANY,
     prefix=st.binary(max_size=40),
 )
-ANY_MESSAGE = st.builds(ReservationsChanged, router=st.integers(0, 3), booked=st.lists(ANY_LOAD, max_size=4).map(tuple), ended=st.just(("a", "zz")))
+ANY_MESSAGE = st.builds(
+    ReservationsChanged,
+    router=st.integers(0, 3),
+    booked=st.lists(ANY_LOAD, max_size=4).map(tuple),
+    ended=st.just(("a", "zz")),
+)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2**64), ANY_MESSAGE, st.booleans()), max_size=30))
-def test_nothing_that_a_stranger_says_raises_or_makes_a_sum_negative(messages: list[tuple[int, int, ReservationsChanged, bool]]) -> None:
+def test_nothing_that_a_stranger_says_raises_or_makes_a_sum_negative(
+    messages: list[tuple[int, int, ReservationsChanged, bool]],
+) -> None:
     receiver = Peer(99)
     for now, (publisher, sequence, message, whole) in enumerate(messages):
         if whole:
-            receiver.ledger.replace(ReservationsDescribed(router=message.router, publisher_id=publisher, sequence=sequence, booked=message.booked), float(now))
+            receiver.ledger.replace(
+                ReservationsDescribed(
+                    router=message.router, publisher_id=publisher, sequence=sequence, booked=message.booked
+                ),
+                float(now),
+            )
         else:
             receiver.ledger.hear(publisher, sequence, message, float(now))
         assert np.min(receiver.reservations.load(receiver.rows, float(now))) >= 0
@@ -325,13 +379,20 @@ def test_nothing_that_a_stranger_says_raises_or_makes_a_sum_negative(messages: l
     assert receiver.reservations.open_bookings == receiver.ledger.open == 0
 
 
-STEP = st.tuples(st.sampled_from(["book", "first", "emit", "end", "publish", "list", "restart", "pass", "report"]), st.integers(0, 2), st.integers(0, 2**16))
+STEP = st.tuples(
+    st.sampled_from(["book", "first", "emit", "end", "publish", "list", "restart", "pass", "report"]),
+    st.integers(0, 2),
+    st.integers(0, 2**16),
+)
 
 
 @settings(max_examples=150)
 @given(st.lists(STEP, max_size=120), st.integers(0, 2**32))
-def test_whatever_is_lost_or_doubled_or_late_sums_stay_above_zero_everything_ends_and_all_agree_at_last(steps: list[tuple[str, int, int]], seed: int) -> None:
-    """Three routers. Messages and lists in flight are delivered in random order, some never and some twice."""
+def test_whatever_is_lost_or_doubled_or_late_sums_stay_above_zero_everything_ends_and_all_agree_at_last(
+    steps: list[tuple[str, int, int]], seed: int
+) -> None:
+    """Three routers. Messages and lists in flight are delivered in random order, some never and some
+    twice."""
     network = random.Random(seed)
     peers = [Peer(name) for name in (1, 2, 3)]
     under_way: list[tuple[Peer, int, ReservationsChanged | ReservationsDescribed]] = []
@@ -361,7 +422,9 @@ def test_whatever_is_lost_or_doubled_or_late_sums_stay_above_zero_everything_end
                 for each in peers:
                     each.ledger.sweep(now)
             case "report":
-                peer.reservations.report(RANKS[number % 3], (number % 500, number % 9, number % 90, number % 400), now)
+                peer.reservations.report(
+                    RANKS[number % 3], (number % 500, number % 9, number % 90, number % 400), now
+                )
         for _ in range(network.randrange(3)):
             if under_way:
                 _deliver(peers, *under_way[network.randrange(len(under_way))], now)
@@ -377,7 +440,13 @@ def test_whatever_is_lost_or_doubled_or_late_sums_stay_above_zero_everything_end
     _converge(peers, now)
 
 
-def _deliver(peers: list[Peer], sender: Peer, sequence: int, message: ReservationsChanged | ReservationsDescribed, now: float) -> None:
+def _deliver(
+    peers: list[Peer],
+    sender: Peer,
+    sequence: int,
+    message: ReservationsChanged | ReservationsDescribed,
+    now: float,
+) -> None:
     for peer in peers:
         if peer.name == sender.name:
             continue
@@ -393,7 +462,10 @@ def _converge(peers: list[Peer], now: float) -> None:
         for sender in peers:
             sequence, message = sender.next_message(now)
             for peer in peers:
-                if peer is not sender and (peer.ledger.hear(sender.name, sequence, message, now).incomplete or peer.ledger.incomplete(sender.name)):
+                if peer is not sender and (
+                    peer.ledger.hear(sender.name, sequence, message, now).incomplete
+                    or peer.ledger.incomplete(sender.name)
+                ):
                     assert peer.ledger.replace(sender.described(now), now)
     loads = [peer.reservations.load(peer.rows, now + 100.0) for peer in peers]  # reports have gone stale
     for load in loads:

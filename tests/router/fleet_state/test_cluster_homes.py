@@ -26,11 +26,19 @@ def halves() -> ClusterModel:
 def published(version: int = 1, share: Any = ((1.0, 0.0), (0.0, 1.0)), **fields: Any) -> HomesPublished:
     table = np.asarray(share, "<f4")
     plain: dict[str, Any] = {"engine": "e0", "worker_id": 1, "model": "demo", "epoch": 0, "clusters": 3}
-    about = {**plain, "count": len(table), "ranks": table.shape[1] if table.size else 2, "homes": table.tobytes(), **fields}
+    about = {
+        **plain,
+        "count": len(table),
+        "ranks": table.shape[1] if table.size else 2,
+        "homes": table.tobytes(),
+        **fields,
+    }
     return HomesPublished(version=version, **about)
 
 
-def test_shares_become_multiples_of_the_even_share_and_a_cluster_without_homes_has_all_ranks_as_homes() -> None:
+def test_shares_become_multiples_of_the_even_share_and_a_cluster_without_homes_has_all_ranks_as_homes() -> (
+    None
+):
     homes = homes_of(published(share=((0.75, 0.25), (0.0, 0.0))), 2)
     assert homes.lift is not None
     np.testing.assert_allclose(homes.lift, [[1.5, 1.0], [0.5, 1.0]])
@@ -63,10 +71,19 @@ def test_a_home_gets_clearly_more_than_its_even_share_and_not_much_less_than_the
 
 
 def test_homes_come_first_if_they_cost_at_most_what_they_save_and_then_the_least_work() -> None:
-    def chosen(score: list[float], home: list[bool] | None, work: list[float] | None = None, saves: list[float] | None = None) -> tuple[int, str]:
+    def chosen(
+        score: list[float],
+        home: list[bool] | None,
+        work: list[float] | None = None,
+        saves: list[float] | None = None,
+    ) -> tuple[int, str]:
         total = np.array(score)
-        where = None if home is None else HomeRanks(np.array(home), None if saves is None else np.array(saves))
-        choice = choose(PolicyRules(), total, "ms", total, np.array(work or [0.0] * len(score)), 0, None, where)
+        where = (
+            None if home is None else HomeRanks(np.array(home), None if saves is None else np.array(saves))
+        )
+        choice = choose(
+            PolicyRules(), total, "ms", total, np.array(work or [0.0] * len(score)), 0, None, where
+        )
         return choice.chosen, choice.why
 
     assert chosen([1, 1, 1], [False, False, True], [0, 0, 9]) == (2, "home")
@@ -77,10 +94,19 @@ def test_homes_come_first_if_they_cost_at_most_what_they_save_and_then_the_least
     assert chosen([1, 2], [False, True]) == (0, "cheapest")
     assert chosen([1, 2], [False, True], saves=[-3, -2]) == (1, "home"), "it saves as much as it costs more"
     assert chosen([1, 2], [False, True], saves=[-3, -2.1]) == (0, "cheapest")
-    assert chosen([1, 1], [False, True], saves=[0, -9]) == (1, "home"), "among equals even a home that saves nothing"
-    assert chosen([1, 3, 2], [False, True, True], saves=[-9, 0, 0]) == (2, "home"), "the cheapest of those that are worth it"
+    assert chosen([1, 1], [False, True], saves=[0, -9]) == (
+        1,
+        "home",
+    ), "among equals even a home that saves nothing"
+    assert chosen([1, 3, 2], [False, True, True], saves=[-9, 0, 0]) == (
+        2,
+        "home",
+    ), "the cheapest of those that are worth it"
     assert chosen([1, 3, 1], [True, True, False], saves=[-9, 0, -9]) == (0, "home")
-    assert chosen([1, 1, 2, 2], [False, False, True, True], saves=[-9, -9, 0, 0]) == (2, "home"), "several homes, as many as there are cheapest ranks"
+    assert chosen([1, 1, 2, 2], [False, False, True, True], saves=[-9, -9, 0, 0]) == (
+        2,
+        "home",
+    ), "several homes, as many as there are cheapest ranks"
 
 
 def settled(share: Any) -> FleetView:
@@ -97,7 +123,9 @@ def test_a_decision_goes_home_and_its_record_says_where_that_is() -> None:
     record = msgspec.json.decode(msgspec.json.encode(decision.record()), type=DecisionRecord)
     assert (record.home_ranks, record.chosen, record.candidates[0].rank) == (["e0/1"], "e0/1", 1)
     assert record.homes_note is None
-    assert {candidate.rank: candidate.home_lift for candidate in record.candidates if candidate.engine == "e0"} == {0: 0.4, 1: 1.6}
+    assert {
+        candidate.rank: candidate.home_lift for candidate in record.candidates if candidate.engine == "e0"
+    } == {0: 0.4, 1: 1.6}
 
 
 def test_homes_apply_by_the_requests_own_confidence_regardless_of_the_earned_gain() -> None:
@@ -119,16 +147,26 @@ def test_a_home_may_cost_more_by_its_expected_saving_scaled_by_confidence() -> N
         assert decided(roster, outlook=near, conditions=load).choice.why == why
     unpriced = near._replace(priced=np.array([True, False, True, True]))
     load = {"handover": np.array([0.0, 0.5 * saved / 1e3, 0.0, 0.0])}
-    assert decided(roster, outlook=unpriced, conditions=load).choice.why == "tie", "what is not priced saves nothing that is known"
+    assert decided(roster, outlook=unpriced, conditions=load).choice.why == "tie", (
+        "what is not priced saves nothing that is known"
+    )
 
 
 @pytest.mark.parametrize(
     "rules",
-    [PolicyRules(weights=Weights(experts=0.0)), PolicyRules("kv"), PolicyRules("least_loaded"), PolicyRules("round_robin"), PolicyRules("classic", beta=0.0)],
+    [
+        PolicyRules(weights=Weights(experts=0.0)),
+        PolicyRules("kv"),
+        PolicyRules("least_loaded"),
+        PolicyRules("round_robin"),
+        PolicyRules("classic", beta=0.0),
+    ],
 )
 def test_rules_that_do_not_mind_where_experts_are_do_not_mind_homes(rules: PolicyRules) -> None:
     roster = view_of({"speed": SLOW}, {"speed": SLOW})[0].roster("demo")
-    record = decided(roster, outlook=foretold([0.0] * 4)._replace(home=np.array([0.4, 1.6, 1.0, 1.0])), rules=rules).record()
+    record = decided(
+        roster, outlook=foretold([0.0] * 4)._replace(home=np.array([0.4, 1.6, 1.0, 1.0])), rules=rules
+    ).record()
     assert "does not depend on expert placement" in (record.homes_note or "")
     assert record.why != "home"
 
@@ -142,13 +180,17 @@ def test_an_older_word_of_the_planner_and_words_about_strangers_change_nothing()
     assert view.settle(1, homes_of(published(version=2, homes=b"", count=0), 2)), "homes are withdrawn"
 
 
-def test_the_homes_of_a_signature_are_those_of_its_clusters_and_an_engine_without_homes_counts_as_any() -> None:
+def test_the_homes_of_a_signature_are_those_of_its_clusters_and_an_engine_without_homes_counts_as_any() -> (
+    None
+):
     view = settled(((1.0, 0.0), (0.0, 1.0)))
     lift = view.prices("demo").home(np.array([0.9, 0.1], np.float32))
     assert lift is not None
     np.testing.assert_allclose(lift, [1.8, 0.2, 1.0, 1.0], rtol=1e-6)
     assert view.settle(1, homes_of(published(version=2, share=((1.0, 0.0),)), 2))
-    assert view.prices("demo").home(np.array([0.9, 0.1], np.float32)) is None, "they are of another number of clusters"
+    assert view.prices("demo").home(np.array([0.9, 0.1], np.float32)) is None, (
+        "they are of another number of clusters"
+    )
 
 
 async def test_homes_from_the_bus_reach_decisions_and_garbage_does_not(open_house: OpenHouse) -> None:

@@ -18,7 +18,10 @@ from tests.router.decision_builders import view_of
 from tests.router.router_fixture import SHAPE
 
 PLACED, SAID, BEGUN, PRICED, CLUSTERS, JOINED = range(6)
-STEPS = st.lists(st.tuples(st.sampled_from((PLACED, SAID, BEGUN, PRICED, CLUSTERS, JOINED)), st.integers(0, 3)), max_size=25)
+STEPS = st.lists(
+    st.tuples(st.sampled_from((PLACED, SAID, BEGUN, PRICED, CLUSTERS, JOINED)), st.integers(0, 3)),
+    max_size=25,
+)
 
 
 def homes(version: int, epoch: int) -> ClusterHomes:
@@ -31,7 +34,12 @@ def clusters(version: int) -> ClusterModel:
 
 
 def placed(epoch: int) -> Placement:
-    return Placement(linear(layers=SHAPE.layers, experts=SHAPE.experts, ranks=2).expert_of_slot, experts=SHAPE.experts, ranks=2, epoch=epoch)
+    return Placement(
+        linear(layers=SHAPE.layers, experts=SHAPE.experts, ranks=2).expert_of_slot,
+        experts=SHAPE.experts,
+        ranks=2,
+        epoch=epoch,
+    )
 
 
 class Pricing(NamedTuple):
@@ -99,7 +107,9 @@ class World:
 
 
 @given(STEPS)
-def test_no_decision_sees_homes_and_prices_that_do_not_belong_together_and_the_newest_of_both_win(steps: list[tuple[int, int]]) -> None:
+def test_no_decision_sees_homes_and_prices_that_do_not_belong_together_and_the_newest_of_both_win(
+    steps: list[tuple[int, int]],
+) -> None:
     world, before = World(), (0, 0)
     for step in steps:
         world.do(*step)
@@ -107,7 +117,9 @@ def test_no_decision_sees_homes_and_prices_that_do_not_belong_together_and_the_n
         assert now[0] >= before[0], "prices of an older epoch"
         assert now[1] >= before[1], "homes of an older version"
         newest = world.received[-1] if world.received else None
-        assert newest is None or newest.epoch > now[0] or newest.version == now[1], "both are known, and only one of them holds"
+        assert newest is None or newest.epoch > now[0] or newest.version == now[1], (
+            "both are known, and only one of them holds"
+        )
         before = now
     world.do(BEGUN, 0)
     world.do(PRICED, 0)  # one in progress may belong to an outdated placement
@@ -133,7 +145,9 @@ def test_homes_of_the_next_epoch_wait_for_its_prices_and_then_both_change_in_one
     assert world.view.prices("demo").versions.coming == {}
 
 
-def test_homes_that_a_newer_word_takes_back_for_an_older_epoch_are_gone_at_once_and_so_are_those_that_waited() -> None:
+def test_homes_that_a_newer_word_takes_back_for_an_older_epoch_are_gone_at_once_and_so_are_those_that_waited() -> (
+    None
+):
     waiting = EngineHomes().hearing(homes(1, 0), 0).hearing(homes(2, 3), 0)
     assert waiting.now is not None
     assert waiting.coming is not None

@@ -60,8 +60,12 @@ def test_a_report_that_may_contain_a_booking_is_not_added_to_it() -> None:
     assert loads(reservations, row, 0.2) == [150, 2, 12, 20]
 
 
-@pytest.mark.parametrize(("reported_at", "expected"), [(0.2, [60, 2, 12, 30]), (0.05, [100, 2, 12, 30]), (0.0, [160, 3, 20, 50])])
-def test_a_booking_that_arrives_after_a_report_containing_it_is_not_counted_twice(reported_at: float, expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("reported_at", "expected"), [(0.2, [60, 2, 12, 30]), (0.05, [100, 2, 12, 30]), (0.0, [160, 3, 20, 50])]
+)
+def test_a_booking_that_arrives_after_a_report_containing_it_is_not_counted_twice(
+    reported_at: float, expected: list[int]
+) -> None:
     """Another router's booking: contained in the report, perhaps contained, or made after it. 10 of the 20
     reported tokens belong to the other sequence.
     """
@@ -98,7 +102,9 @@ def test_what_a_booking_has_left_is_known_better_than_a_report_guesses_it() -> N
     row = reservations.add_rank("a")
     nearly_done = reservations.book("a", (100, 1, 8, 1000), 0.0)
     reservations.emitted(nearly_done, 990)
-    reservations.report("a", (0, 3, 30, 192), 1.0)  # two more sequences, known only to the report: 64 steps each
+    reservations.report(
+        "a", (0, 3, 30, 192), 1.0
+    )  # two more sequences, known only to the report: 64 steps each
     assert loads(reservations, row, 1.0)[STEPS] == 10 + 2 * 64
     reservations.emitted(nearly_done, 16)
     assert loads(reservations, row, 1.0)[STEPS] == 2 * 64
@@ -153,7 +159,12 @@ def test_an_external_booking_counts_beside_every_report_until_its_first_token() 
         reservations.report("a", (60, 2, 12, 30), at)
         assert loads(reservations, row, at) == [160, 3, 20, 40]
     reservations.first_token(booking)
-    assert loads(reservations, row, 2.5) == [60, 2, 12, 40]  # this report may contain it: the larger of the two readings
+    assert loads(reservations, row, 2.5) == [
+        60,
+        2,
+        12,
+        40,
+    ]  # this report may contain it: the larger of the two readings
     reservations.report("a", (0, 3, 20, 30), 2.6)
     assert loads(reservations, row, 2.6) == [0, 3, 20, 30]  # 10 left for it, and 20 for the two others
     reservations.release(booking)
@@ -210,8 +221,17 @@ class Model:
     def load(self) -> list[int]:
         steps = self.strangers_steps + self.sum(STEPS, "perhaps", "contained", "beside")
         if self.reported is None:
-            return [*(self.sum(at, "perhaps", "contained", "beside") for at in (PREFILL, SEQUENCES, BLOCKS)), steps]
-        return [*(max(self.reported[at], self.sum(at, "perhaps")) + self.sum(at, "beside") for at in (PREFILL, SEQUENCES, BLOCKS)), steps]
+            return [
+                *(self.sum(at, "perhaps", "contained", "beside") for at in (PREFILL, SEQUENCES, BLOCKS)),
+                steps,
+            ]
+        return [
+            *(
+                max(self.reported[at], self.sum(at, "perhaps")) + self.sum(at, "beside")
+                for at in (PREFILL, SEQUENCES, BLOCKS)
+            ),
+            steps,
+        ]
 
     def sum(self, at: int, *states: str) -> int:
         return sum(one.amounts[at] for one in self.bookings if one.state in states)
@@ -257,7 +277,11 @@ class Bookkeeping(RuleBasedStateMachine):
             self.ranks.pop(name, None)
 
     @precondition(lambda self: self.rows)
-    @rule(data=st.data(), amounts=st.tuples(st.integers(0, 500), st.just(1), st.integers(0, 50), st.integers(0, 90)), external=st.booleans())
+    @rule(
+        data=st.data(),
+        amounts=st.tuples(st.integers(0, 500), st.just(1), st.integers(0, 50), st.integers(0, 90)),
+        external=st.booleans(),
+    )
     def book(self, data: st.DataObject, amounts: tuple[int, int, int, int], external: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.rows)))
         real = self.reservations.book(name, amounts, self.now, external=external)
@@ -290,7 +314,10 @@ class Bookkeeping(RuleBasedStateMachine):
         rank.bookings.remove(booking)
 
     @precondition(lambda self: self.rows)
-    @rule(data=st.data(), amounts=st.tuples(st.integers(0, 900), st.integers(0, 9), st.integers(0, 90), st.integers(0, 900)))
+    @rule(
+        data=st.data(),
+        amounts=st.tuples(st.integers(0, 900), st.integers(0, 9), st.integers(0, 90), st.integers(0, 900)),
+    )
     def report(self, data: st.DataObject, amounts: tuple[int, int, int, int]) -> None:
         name = data.draw(st.sampled_from(sorted(self.rows)))
         self.reservations.report(name, amounts, self.now)
@@ -341,7 +368,12 @@ def burst(ranks: int, **settings: Any) -> tuple[Scheduler, RoutingRequest]:
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
     view = FleetView(reservations)
     urls = [f"http://h:{number}" for number in range(ranks)]
-    view.join(engine_joined("e", urls, "f" * 64, worker_id=1, shape=None, placement=None, capabilities=Capabilities()), 0.0)
+    view.join(
+        engine_joined(
+            "e", urls, "f" * 64, worker_id=1, shape=None, placement=None, capabilities=Capabilities()
+        ),
+        0.0,
+    )
     view.heard(1, 0.0)
     config = RouterConfig(**{"max_requests_per_rank": 10_000, "max_queue_seconds": 1e9} | settings)
     holders = BlockIndex()
@@ -364,7 +396,9 @@ def test_explaining_books_and_keeps_nothing() -> None:
     assert decision.record().chosen == decision.target.name
 
 
-@pytest.mark.parametrize("setting", ["max_attempts", "kept_decisions", "connect_seconds", "prefix_blocks_per_rank"])
+@pytest.mark.parametrize(
+    "setting", ["max_attempts", "kept_decisions", "connect_seconds", "prefix_blocks_per_rank"]
+)
 def test_a_setting_out_of_range_is_refused_by_name(setting: str) -> None:
     with pytest.raises(ValueError, match=setting):
         RouterConfig(**{setting: 0})

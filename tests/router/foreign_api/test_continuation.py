@@ -21,11 +21,15 @@ EXACT = {"model": "demo", "stream": True, "temperature": 0, "max_tokens": 40}
 
 
 def request_of(path: str, **more: Any) -> bytes:
-    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {"prompt": "x"}
+    prompt: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {"prompt": "x"}
+    )
     return json.dumps({**prompt, **EXACT, **more}).encode()
 
 
-def continued(path: str, body: bytes, deaths: list[int], sizes: list[int], cuts: int, *, detokenizes: bool) -> bytes:
+def continued(
+    path: str, body: bytes, deaths: list[int], sizes: list[int], cuts: int, *, detokenizes: bool
+) -> bytes:
     """Return the stream of a client whose servers die one after another, after these numbers of events.
     InexactContinuation as raised.
     """
@@ -48,7 +52,10 @@ def continued(path: str, body: bytes, deaths: list[int], sizes: list[int], cuts:
             raise InexactContinuation(course.why_not())
         if detokenizes:
             before = TOKENIZER.decode(course.context_of(0))
-            any(course.fits(ids, before, TOKENIZER.decode(course.context_of(ids))) for ids in course.positions())
+            any(
+                course.fits(ids, before, TOKENIZER.decode(course.context_of(ids)))
+                for ids in course.positions()
+            )
         rest = course.request()
         if rest is None:
             return got + course.ending()
@@ -99,7 +106,9 @@ def test_a_greedy_stream_equals_an_unbroken_one_wherever_its_servers_die(
     stop=st.sampled_from(STOPS),
     detokenizes=st.booleans(),
 )
-def test_a_sampled_stream_is_continued_only_where_the_clients_text_is_that_of_whole_tokens(death: int, sizes: list[int], stop: Any, detokenizes: bool) -> None:
+def test_a_sampled_stream_is_continued_only_where_the_clients_text_is_that_of_whole_tokens(
+    death: int, sizes: list[int], stop: Any, detokenizes: bool
+) -> None:
     body = request_of(CHAT, temperature=0.7, stop=stop)
     course = Continuable(CHAT, body, 4096)
     events = list(Asked(CHAT, course.body()).events(sizes))[:death]
@@ -127,7 +136,9 @@ def test_what_the_client_did_not_ask_for_is_put_back_to_null_byte_for_byte() -> 
         course = Continuable(path, plain, 4096)
         assert course.body() != plain
         assert json.loads(course.body()) == {**json.loads(plain), "return_token_ids": True}
-        assert b"".join(map(course.take, Asked(path, course.body()).events())) == b"".join(Asked(path, plain).events())
+        assert b"".join(map(course.take, Asked(path, course.body()).events())) == b"".join(
+            Asked(path, plain).events()
+        )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +166,9 @@ def test_what_the_client_did_not_ask_for_is_put_back_to_null_byte_for_byte() -> 
     ],
     ids=str,
 )
-def test_what_would_not_be_exact_has_a_reason_and_its_body_stays_as_it_came(fields: dict[str, Any], why: str) -> None:
+def test_what_would_not_be_exact_has_a_reason_and_its_body_stays_as_it_came(
+    fields: dict[str, Any], why: str
+) -> None:
     body = request_of(CHAT, **fields)
     course = Continuable(CHAT, body, 4096)
     assert why in (course.why_not() or "")
@@ -194,7 +207,11 @@ def test_what_changes_nothing_keeps_no_stream_from_being_continued(fields: dict[
 def test_reasoning_and_tool_calls_in_an_answer_keep_it_from_being_continued() -> None:
     for delta in ({"reasoning": "hm"}, {"tool_calls": [{"index": 0}]}, {"reasoning_content": "hm"}):
         course = Continuable(CHAT, request_of(CHAT), 4096)
-        course.take(b'data: {"choices":[{"index":0,"delta":' + json.dumps(delta).encode() + b',"token_ids":[1]}],"prompt_token_ids":[1]}\n\n')
+        course.take(
+            b'data: {"choices":[{"index":0,"delta":'
+            + json.dumps(delta).encode()
+            + b',"token_ids":[1]}],"prompt_token_ids":[1]}\n\n'
+        )
         assert next(iter(delta)) in (course.why_not() or "")
 
 
@@ -303,7 +320,10 @@ async def test_a_server_that_computes_another_text_does_not_continue_the_stream(
     """
     dying = VllmLike((3,), detokenizes=False)
     dying.die_after = 6
-    strange = b'data: {"id":"y","choices":[{"index":0,"text":"strange","finish_reason":null,"token_ids":[1,2]}]}\n\n'
+    strange = (
+        b"data:"
+        b' {"id":"y","choices":[{"index":0,"text":"strange","finish_reason":null,"token_ids":[1,2]}]}\n\n'
+    )
     async with (
         serving(ForeignServer("one", dying.answer, owned_by="vllm")) as one,
         serving(ForeignServer("two", streaming(strange, b"data: [DONE]\n\n"), owned_by="vllm")) as two,

@@ -18,10 +18,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.memory import MemoryBus
-from fleet.events import Capabilities, ClustersPublished, CountsImported, DescribePopularity, PopularityDescribed, RequestsFinished, RequestsProfiled
+from fleet.events import (
+    Capabilities,
+    ClustersPublished,
+    CountsImported,
+    DescribePopularity,
+    PopularityDescribed,
+    RequestsFinished,
+    RequestsProfiled,
+)
 from fleet.experts import ModelShape
 from fleet.signatures import ClusterModel, unpack
-from router.foreign_api.routed_experts_parser import MARK, RoutedCounts, RoutedExpertsParser, TokenUsage, counted
+from router.foreign_api.routed_experts_parser import (
+    MARK,
+    RoutedCounts,
+    RoutedExpertsParser,
+    TokenUsage,
+    counted,
+)
 from tests.router.router_fixture import House, chat, engine_joined, served_web, until
 from tracker.config import TrackerConfig
 from tracker.service import TrackerService
@@ -31,7 +45,9 @@ SHAPE = ModelShape(layers=3, experts=8, top_k=2, hidden=1, expert_intermediate=1
 PROMPT, COMPLETION = 7, 5
 USAGE = TokenUsage(PROMPT, COMPLETION, 0)
 CHANCE = np.random.default_rng(0)
-CHOSEN = np.array([[CHANCE.choice(8, 2, replace=False) for _ in range(3)] for _ in range(PROMPT + COMPLETION - 1)], np.int32)
+CHOSEN = np.array(
+    [[CHANCE.choice(8, 2, replace=False) for _ in range(3)] for _ in range(PROMPT + COMPLETION - 1)], np.int32
+)
 """[tokens, layers, k]: of all tokens but the last"""
 
 
@@ -63,7 +79,10 @@ WAYS: dict[str, Any] = {
     "vllm": {"choices": [{"index": 0, "routed_experts": npy(CHOSEN.astype(np.uint8))}]},
     "vllm, two choices": {"choices": [{"routed_experts": npy(CHOSEN)}, {"routed_experts": npy(CHOSEN[:4])}]},
     "vllm, older": {"choices": [{"routed_experts": CHOSEN.tolist()}]},
-    "vllm, prompt apart": {"prompt_routed_experts": npy(CHOSEN[:PROMPT]), "choices": [{"routed_experts": npy(CHOSEN[PROMPT:])}]},
+    "vllm, prompt apart": {
+        "prompt_routed_experts": npy(CHOSEN[:PROMPT]),
+        "choices": [{"routed_experts": npy(CHOSEN[PROMPT:])}],
+    },
     "vllm, dense layers": {"choices": [{"routed_experts": npy(with_dense(CHOSEN))}]},
     "sglang": {"choices": [{"text": "x"}], "sglext": {"routed_experts": raw(CHOSEN)}},
     "sglang, its own route": {"text": "x", "meta_info": {"routed_experts": raw(CHOSEN), "prompt_tokens": 7}},
@@ -77,7 +96,11 @@ WAYS: dict[str, Any] = {
 @pytest.mark.parametrize("streamed", [False, True])
 def test_experts_are_found_wherever_a_system_puts_them(way: str, streamed: bool) -> None:
     body = json.dumps({"id": "1", **WAYS[way]}).encode()
-    found = counted([b'data: {"choices": []}\n\ndata: ' + body + b"\n\ndata: [DONE]"] if streamed else [body], SHAPE, USAGE)
+    found = counted(
+        [b'data: {"choices": []}\n\ndata: ' + body + b"\n\ndata: [DONE]"] if streamed else [body],
+        SHAPE,
+        USAGE,
+    )
     assert found is not None
     assert (found.tokens, found.cached) == (PROMPT + COMPLETION - 1, 0)
     np.testing.assert_array_equal(found.prompt, by_hand(CHOSEN[:PROMPT]))
@@ -94,14 +117,23 @@ def test_tokens_from_the_prefix_cache_activate_nothing(way: str) -> None:
 
 
 def test_rows_that_begin_behind_the_cached_tokens_all_count() -> None:
-    found = counted([json.dumps({"choices": [{"routed_experts": npy(CHOSEN[4:])}]}).encode()], SHAPE, TokenUsage(PROMPT, COMPLETION, cached=4))
+    found = counted(
+        [json.dumps({"choices": [{"routed_experts": npy(CHOSEN[4:])}]}).encode()],
+        SHAPE,
+        TokenUsage(PROMPT, COMPLETION, cached=4),
+    )
     assert found is not None
     np.testing.assert_array_equal(found.prompt, by_hand(CHOSEN[4:PROMPT]))
     assert found.tokens == len(CHOSEN) - 4
 
 
 def test_an_answer_without_experts_says_nothing() -> None:
-    for body in (b"{}", b'{"choices": [{"text": "routed"}]}', b'{"choices": [{"text": "routed_experts", "routed_experts": null}]}', b"data: [DONE]"):
+    for body in (
+        b"{}",
+        b'{"choices": [{"text": "routed"}]}',
+        b'{"choices": [{"text": "routed_experts", "routed_experts": null}]}',
+        b"data: [DONE]",
+    ):
         assert counted([body], SHAPE, USAGE) is None
 
 
@@ -127,17 +159,31 @@ def test_what_is_no_array_of_this_models_experts_is_refused_in_words(held: Any, 
         counted([json.dumps({"choices": [{"routed_experts": held}]}).encode()], SHAPE, USAGE)
 
 
-@given(st.binary(max_size=80), st.sampled_from(["choices", "sglext", "nvext", "prompt_routed_experts"]), st.text(max_size=60))
+@given(
+    st.binary(max_size=80),
+    st.sampled_from(["choices", "sglext", "nvext", "prompt_routed_experts"]),
+    st.text(max_size=60),
+)
 def test_garbage_is_refused_and_never_anything_else(garbage: bytes, place: str, text: str) -> None:
     experts = {"routed_experts": text}
-    for body in (MARK + garbage, json.dumps({place: [experts] if place == "choices" else text if place.startswith("prompt") else experts}).encode() + garbage):
+    for body in (
+        MARK + garbage,
+        json.dumps(
+            {place: [experts] if place == "choices" else text if place.startswith("prompt") else experts}
+        ).encode()
+        + garbage,
+    ):
         with contextlib.suppress(ValueError):
             found = counted([body], SHAPE, USAGE)
             assert found is None or isinstance(found, RoutedCounts)
 
 
 @given(
-    st.lists(st.binary(max_size=12) | st.sampled_from([b"\n", b"\n\n", b"routed_", b"experts", b'data: {"routed_experts": 1}']), max_size=30),
+    st.lists(
+        st.binary(max_size=12)
+        | st.sampled_from([b"\n", b"\n\n", b"routed_", b"experts", b'data: {"routed_experts": 1}']),
+        max_size=30,
+    ),
     st.lists(st.integers(1, 9), min_size=1, max_size=5),
 )
 def test_a_tap_keeps_whole_events_however_they_are_cut(pieces: list[bytes], steps: list[int]) -> None:
@@ -173,7 +219,11 @@ class NamingServer:
         self.sent: list[bytes] = []
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
-        usage = {"prompt_tokens": PROMPT, "completion_tokens": COMPLETION, "total_tokens": PROMPT + COMPLETION}
+        usage = {
+            "prompt_tokens": PROMPT,
+            "completion_tokens": COMPLETION,
+            "total_tokens": PROMPT + COMPLETION,
+        }
         body = json.dumps({"id": "theirs", "usage": usage, **self.content}, indent=1).encode()
         if not json.loads(await http.read()).get("stream"):
             self.sent.append(body)
@@ -181,7 +231,9 @@ class NamingServer:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(http)
         flat = json.dumps(json.loads(body)).encode()
-        self.sent.append(b'data: {"choices": [{"delta": {"content": "w"}}]}\n\ndata: ' + flat + b"\n\ndata: [DONE]\n\n")
+        self.sent.append(
+            b'data: {"choices": [{"delta": {"content": "w"}}]}\n\ndata: ' + flat + b"\n\ndata: [DONE]\n\n"
+        )
         for at in range(0, len(self.sent[-1]), 37):
             await response.write(self.sent[-1][at : at + 37])
         return response
@@ -197,7 +249,9 @@ async def server() -> AsyncIterator[tuple[NamingServer, str]]:
 
 async def joined(house: House, url: str, shape: ModelShape | None = SHAPE) -> None:
     nothing = Capabilities(kv_events=False, load=False, experts=False, token_ids=False)
-    about = engine_joined("foreign", [url], None, shape=shape, placement=None, layout=None, capabilities=nothing)
+    about = engine_joined(
+        "foreign", [url], None, shape=shape, placement=None, layout=None, capabilities=nothing
+    )
     await house.bus.record(house.subjects.membership("foreign"), about)
     await house.beat(about)
     await until(lambda: house.service.ready)
@@ -208,7 +262,9 @@ async def collected(house: House) -> AsyncIterator[list[Any]]:
     """Collect what is published about requests and imports."""
     published: list[Any] = []
     subjects = house.subjects
-    async with MemoryBus(house.broker).subscribe(subjects.imports, subjects.requests_read, subjects.requests_finished) as subscription:
+    async with MemoryBus(house.broker).subscribe(
+        subjects.imports, subjects.requests_read, subjects.requests_finished
+    ) as subscription:
 
         async def listen() -> None:
             async for received in subscription:
@@ -220,7 +276,9 @@ async def collected(house: House) -> AsyncIterator[list[Any]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_tracker_gets_the_experts_and_the_answer_passes_byte_for_byte(house: House, server: tuple[NamingServer, str], stream: bool) -> None:
+async def test_the_tracker_gets_the_experts_and_the_answer_passes_byte_for_byte(
+    house: House, server: tuple[NamingServer, str], stream: bool
+) -> None:
     foreign, url = server
     await joined(house, url)
     async with collected(house) as published:
@@ -235,19 +293,31 @@ async def test_the_tracker_gets_the_experts_and_the_answer_passes_byte_for_byte(
     assert (counts.model, counts.tokens) == ("demo", len(CHOSEN))
     assert decision in counts.digest
     (request,) = profiled.requests
-    assert (profiled.engine, profiled.rank, profiled.clusters, request.decision, request.tokens) == ("foreign", 0, 0, decision, len(CHOSEN))
+    assert (profiled.engine, profiled.rank, profiled.clusters, request.decision, request.tokens) == (
+        "foreign",
+        0,
+        0,
+        decision,
+        len(CHOSEN),
+    )
     assert request.sample is not None
     np.testing.assert_array_equal(request.sample.prompt.array(), by_hand(CHOSEN[:PROMPT]))
     assert [one.decision for one in finished.requests] == [decision]
 
 
-async def test_where_clusters_are_known_the_signature_is_over_them(house: House, server: tuple[NamingServer, str]) -> None:
+async def test_where_clusters_are_known_the_signature_is_over_them(
+    house: House, server: tuple[NamingServer, str]
+) -> None:
     _, url = server
     await joined(house, url)
     counts = by_hand(CHOSEN)
     alike, other = (counts + 0.1) / (counts + 0.1).sum(axis=1, keepdims=True), np.full((3, 8), 0.125)
-    clusters = ClusterModel(5, np.stack([other, alike]).astype(np.float32), np.array([0.5, 0.5], np.float32), 1.0)
-    await house.bus.publisher(house.subjects.clusters).publish(ClustersPublished(model="demo", record=clusters.record()))
+    clusters = ClusterModel(
+        5, np.stack([other, alike]).astype(np.float32), np.array([0.5, 0.5], np.float32), 1.0
+    )
+    await house.bus.publisher(house.subjects.clusters).publish(
+        ClustersPublished(model="demo", record=clusters.record())
+    )
     await until(lambda: house.service.view.clusters("demo") is not None)
     async with collected(house) as published:
         await house.post(CHAT, chat())
@@ -260,7 +330,9 @@ async def test_where_clusters_are_known_the_signature_is_over_them(house: House,
 async def test_a_tracker_learns_from_a_foreign_engine(house: House, server: tuple[NamingServer, str]) -> None:
     _, url = server
     await joined(house, url)
-    tracker = TrackerService(MemoryBus(house.broker), house.subjects, TrackerConfig(publish_seconds=0.1, prior_pairs=1e-3))
+    tracker = TrackerService(
+        MemoryBus(house.broker), house.subjects, TrackerConfig(publish_seconds=0.1, prior_pairs=1e-3)
+    )
     running = asyncio.create_task(tracker.run())
     await asyncio.wait_for(tracker.ready.wait(), 5)
     try:
@@ -292,14 +364,18 @@ async def test_whole_profiles_are_rationed(house: House, server: tuple[NamingSer
     assert sum(whole) < 12
 
 
-async def test_a_bad_array_is_counted_and_the_answer_passes_all_the_same(house: House, server: tuple[NamingServer, str]) -> None:
+async def test_a_bad_array_is_counted_and_the_answer_passes_all_the_same(
+    house: House, server: tuple[NamingServer, str]
+) -> None:
     foreign, url = server
     foreign.content = {"choices": [{"routed_experts": npy(CHOSEN + 100)}]}
     await joined(house, url)
     async with collected(house) as published:
         for number in range(2):
             assert (await house.post(CHAT, chat())).body == foreign.sent[number]
-        await until(lambda: b'foreign_routings_total{outcome="bad"} 2.0' in house.service.metrics.exposition())
+        await until(
+            lambda: b'foreign_routings_total{outcome="bad"} 2.0' in house.service.metrics.exposition()
+        )
         assert not [one for one in published if isinstance(one, CountsImported | RequestsProfiled)]
 
 

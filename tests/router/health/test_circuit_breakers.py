@@ -91,7 +91,9 @@ def test_half_open_lets_exactly_one_request_through_at_a_time(roster: TargetTabl
     assert person.kinds(roster, 1.1) == {}
 
 
-def test_each_failed_probe_doubles_the_time_up_to_a_bound_and_an_answer_resets_it(roster: TargetTable) -> None:
+def test_each_failed_probe_doubles_the_time_up_to_a_bound_and_an_answer_resets_it(
+    roster: TargetTable,
+) -> None:
     person = Person(breaker_failures=1, breaker_seconds=1.0)
     now, times = 0.0, []
     for _ in range(DOUBLINGS + 3):
@@ -120,7 +122,14 @@ def test_a_first_token_closes_a_breaker_on_trial_only(roster: TargetTable) -> No
 def test_requests_from_before_the_breaker_opened_say_nothing_about_it(roster: TargetTable) -> None:
     person = Person(breaker_failures=2, breaker_seconds=1.0)
     old = [person.begin(A, 0.0) for _ in range(10)]
-    assert [person.health.failed(visit, 1.0) for visit in old[:6]] == [False, True, False, False, False, False]
+    assert [person.health.failed(visit, 1.0) for visit in old[:6]] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     person.health.answered(old[6], 1.1)
     assert person.kinds(roster, 1.5) == {A: "breaker"}
     person.health.answered(person.begin(A, 2.0), 2.1)
@@ -193,7 +202,9 @@ def test_what_is_slow_by_prediction_is_no_outlier(roster: TargetTable) -> None:
     assert person.kinds(roster, 4.0) == {}
 
 
-def test_requests_that_wait_in_vain_for_their_first_token_are_seen_before_they_time_out(roster: TargetTable) -> None:
+def test_requests_that_wait_in_vain_for_their_first_token_are_seen_before_they_time_out(
+    roster: TargetTable,
+) -> None:
     person = Person(outlier_factor=4.0)
     answered(person, {A: 0.1, B: 0.1, C: 0.1}, 1.0)
     for _ in range(LEAST):
@@ -318,7 +329,13 @@ class Course(RuleBasedStateMachine):
 
     @initialize(share=st.sampled_from([0.0, 0.25, 0.5, 1.0]), failures=st.integers(1, 3))
     def begin(self, share: float, failures: int) -> None:
-        self.person = Person(max_ejected_share=share, breaker_failures=failures, breaker_seconds=1.0, outlier_factor=2.0, first_token_seconds=20.0)
+        self.person = Person(
+            max_ejected_share=share,
+            breaker_failures=failures,
+            breaker_seconds=1.0,
+            outlier_factor=2.0,
+            first_token_seconds=20.0,
+        )
         self.health = self.person.health
         self.roster = roster_of(2, 2)
         self.share = share
@@ -331,14 +348,22 @@ class Course(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(rank=st.sampled_from([A, B, C, D]), times=st.integers(1, 12), predicted=st.sampled_from([0.1, 1.0, None]))
+    @rule(
+        rank=st.sampled_from([A, B, C, D]),
+        times=st.integers(1, 12),
+        predicted=st.sampled_from([0.1, 1.0, None]),
+    )
     def ask(self, rank: RankKey, times: int, predicted: float | None) -> None:
         for _ in range(times):
             if rank not in self.health.bars(self.roster, self.now).every:
                 self.open[self.person.begin(rank, self.now, predicted)] = rank
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), how=st.sampled_from(["token", "answered", "failed", "ended"]), times=st.integers(1, 10))
+    @rule(
+        data=st.data(),
+        how=st.sampled_from(["token", "answered", "failed", "ended"]),
+        times=st.integers(1, 10),
+    )
     def hear(self, data: st.DataObject, how: str, times: int) -> None:
         for _ in range(min(times, len(self.open))):
             visit = data.draw(st.sampled_from(sorted(self.open)))

@@ -18,7 +18,19 @@ from fleet.completions import RankRequest
 from fleet.events import RankDrained
 from router.api.app import create_app
 from router.service import RouterService
-from tests.router.router_fixture import Answered, House, MockRank, OpenHouse, Serve, chat, engine_joined, rendered, running, served_app, until
+from tests.router.router_fixture import (
+    Answered,
+    House,
+    MockRank,
+    OpenHouse,
+    Serve,
+    chat,
+    engine_joined,
+    rendered,
+    running,
+    served_app,
+    until,
+)
 
 CHAT = "/v1/chat/completions"
 FAULTS = ("server_error", "hang_up", "break_early", "garbage", "break_late", "no_finish", "end_early")
@@ -26,7 +38,8 @@ TOKENS = 24
 
 
 class FaultyRank(MockRank):
-    """One in a fixed number of forwards fails, over all ranks that share `turns`, each time in another way."""
+    """One in a fixed number of forwards fails, over all ranks that share `turns`, each time in another
+    way."""
 
     def __init__(self, packed: bytes, turns: Iterator[int], every: int) -> None:
         super().__init__(packed)
@@ -73,7 +86,9 @@ class FaultyRank(MockRank):
         return response
 
 
-async def faulty_engines(house: House, serve_rank: Serve, packed: bytes, every: int, ranks: tuple[int, ...] = (2, 2)) -> list[FaultyRank]:
+async def faulty_engines(
+    house: House, serve_rank: Serve, packed: bytes, every: int, ranks: tuple[int, ...] = (2, 2)
+) -> list[FaultyRank]:
     turns, found = itertools.count(1), []
     for number, count in enumerate(ranks, start=1):
         mocks = [FaultyRank(packed, turns, every) for _ in range(count)]
@@ -89,7 +104,9 @@ def text_of(answer: Answered) -> str:
     assert answer.status == 200, answer.body
     if answer.headers["content-type"].startswith("text/event-stream"):
         assert not any("error" in event for event in answer.events), answer.events
-        return "".join(choice["delta"].get("content") or "" for event in answer.events for choice in event["choices"])
+        return "".join(
+            choice["delta"].get("content") or "" for event in answer.events for choice in event["choices"]
+        )
     content: str = answer.json["choices"][0]["message"]["content"]
     assert answer.json["usage"]["completion_tokens"] == TOKENS
     return content
@@ -108,7 +125,9 @@ async def send_all(house: House, urls: list[str], rank: MockRank, count: int, at
             async with house.http.post(urls[number % len(urls)] + CHAT, data=body) as response:
                 headers = {name.lower(): value for name, value in response.headers.items()}
                 answer = Answered(response.status, headers, await response.read())
-            assert text_of(answer) == rank.text(rank.tokenizer.encode_rendered(rendered(content)), number, TOKENS)
+            assert text_of(answer) == rank.text(
+                rank.tokenizer.encode_rendered(rendered(content)), number, TOKENS
+            )
 
     async with asyncio.TaskGroup() as clients:
         for _ in range(at_once):
@@ -124,9 +143,13 @@ def in_all(mocks: list[FaultyRank]) -> Counter[str]:
     return sum((mock.failed for mock in mocks), Counter())
 
 
-async def test_with_a_tenth_of_all_forwards_failing_no_request_is_lost_or_doubled(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_with_a_tenth_of_all_forwards_failing_no_request_is_lost_or_doubled(
+    house: House, serve_rank: Serve, byte_archive: bytes
+) -> None:
     mocks = await faulty_engines(house, serve_rank, byte_archive, every=10)
-    gone = await house.join("refuses", ["http://127.0.0.1:9"], byte_archive, worker_id=9)  # connections to it are refused
+    gone = await house.join(
+        "refuses", ["http://127.0.0.1:9"], byte_archive, worker_id=9
+    )  # connections to it are refused
     async with asyncio.TaskGroup() as tasks:
         beats = tasks.create_task(beating(house, gone), name="beats")
         await send_all(house, [house.url], mocks[0], 240, 16)
@@ -146,22 +169,33 @@ async def beating(house: House, joined: Any) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_two_routers_lose_nothing_while_ranks_fail(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_two_routers_lose_nothing_while_ranks_fail(
+    house: House, serve_rank: Serve, byte_archive: bytes
+) -> None:
     mocks = await faulty_engines(house, serve_rank, byte_archive, every=10)
     async with AsyncExitStack() as stack:
-        second = await stack.enter_async_context(running(RouterService(MemoryBus(house.broker), house.subjects, house.service.config)))
+        second = await stack.enter_async_context(
+            running(RouterService(MemoryBus(house.broker), house.subjects, house.service.config))
+        )
         url = await stack.enter_async_context(served_app(create_app(second)))
         await until(lambda: second.view.models(live=False))
         for state in list(second.view.engines()):
             await house.beat(state.joined)
-        await until(lambda: len(second.view.roster("demo").targets) == 4 and second.tokenizer(second.view.roster("demo").tokenizer) is not None)
+        await until(
+            lambda: (
+                len(second.view.roster("demo").targets) == 4
+                and second.tokenizer(second.view.roster("demo").tokenizer) is not None
+            )
+        )
         await send_all(house, [house.url, url], mocks[0], 120, 16)
         for service in (house.service, second):
             await until(lambda service=service: idle(service))
     assert in_all(mocks).total() >= 12
 
 
-async def test_attempts_and_retries_are_bounded_when_everything_fails(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_attempts_and_retries_are_bounded_when_everything_fails(
+    open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes
+) -> None:
     house = await open_house(max_attempts=3, retry_share=0.2, least_retries=10, breaker_failures=1000)
     mocks = await faulty_engines(house, serve_rank, byte_archive, every=1, ranks=(1, 1, 1, 1, 1))
     for mock in mocks:
@@ -172,7 +206,11 @@ async def test_attempts_and_retries_are_bounded_when_everything_fails(open_house
     answers = await asyncio.gather(*(house.post(CHAT, chat(f"number {number}")) for number in range(99)))
     assert {answer.status for answer in answers} == {503}
     assert all("retry-after" in answer.headers for answer in answers)
-    refused = [answer for answer in answers if "too many of the last requests were tried again" in answer.json["error"]["message"]]
+    refused = [
+        answer
+        for answer in answers
+        if "too many of the last requests were tried again" in answer.json["error"]["message"]
+    ]
     forwards = sum(mock.failed.total() for mock in mocks)
     assert len(refused) >= 60
     # A fifth of the requests that came, and of those still open.
@@ -181,7 +219,9 @@ async def test_attempts_and_retries_are_bounded_when_everything_fails(open_house
     assert f"roost_router_retries_refused_total {float(len(refused))}" in metrics
 
 
-async def test_a_breaker_opens_is_reported_and_closes_again(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_breaker_opens_is_reported_and_closes_again(
+    open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes
+) -> None:
     house = await open_house(breaker_failures=3, breaker_seconds=0.8, policy="round_robin")
     bad, good = [await serve_rank(MockRank(byte_archive)) for _ in range(2)]
     for number, rank in enumerate((bad, good), start=1):
@@ -190,7 +230,13 @@ async def test_a_breaker_opens_is_reported_and_closes_again(open_house: OpenHous
     while len(bad.requests) < 3:
         assert (await house.post(CHAT, chat())).status == 200
     record = (await house.post("/v1/route", chat())).json
-    assert record["excluded"] == [{"engine": "e1", "rank": 0, "reason": "its breaker is open: too many failures in a row; excluded for 0.8 s"}]
+    assert record["excluded"] == [
+        {
+            "engine": "e1",
+            "rank": 0,
+            "reason": "its breaker is open: too many failures in a row; excluded for 0.8 s",
+        }
+    ]
     await until(lambda: 'dp_rank="0"' in exposed(house, "rank_left_alone"))
     assert 'cause="breaker"' in exposed(house, "rank_left_alone")
     assert "roost_router_breakers_opened_total 1.0" in exposed(house, "breakers_opened_total")
@@ -199,7 +245,13 @@ async def test_a_breaker_opens_is_reported_and_closes_again(open_house: OpenHous
         await house.post(CHAT, chat())
     assert len(bad.requests) == asked_before
     bad.answer_status = 200
-    await until(lambda: not house.service.picker.health.bars(house.service.view.roster("demo"), house.service.clock()).every)
+    await until(
+        lambda: (
+            not house.service.picker.health.bars(
+                house.service.view.roster("demo"), house.service.clock()
+            ).every
+        )
+    )
     for _ in range(4):
         assert (await house.post(CHAT, chat())).status == 200
     assert len(bad.requests) > asked_before
@@ -212,7 +264,9 @@ def exposed(house: House, name: str) -> str:
     return "\n".join(line for line in lines if line.startswith(f"roost_router_{name}"))
 
 
-async def test_breakers_never_leave_a_model_without_ranks_and_that_is_reported(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_breakers_never_leave_a_model_without_ranks_and_that_is_reported(
+    open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes
+) -> None:
     house = await open_house(breaker_failures=1, breaker_seconds=60.0)
     rank = await serve_rank(MockRank(byte_archive))
     await house.join("alone", [rank.url], byte_archive)
@@ -228,17 +282,23 @@ async def test_breakers_never_leave_a_model_without_ranks_and_that_is_reported(o
     assert not (await house.post("/v1/route", chat())).json["ignored"]  # it answered: the breaker is closed
 
 
-async def test_a_clients_own_error_and_a_busy_rank_open_no_breaker(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_clients_own_error_and_a_busy_rank_open_no_breaker(
+    open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes
+) -> None:
     house = await open_house(breaker_failures=1, max_attempts=2)
     rank = await serve_rank(MockRank(byte_archive))
     await house.join("alone", [rank.url], byte_archive)
     for status, answered in ((400, (400,)), (429, (429, 503))):
         rank.answer_status = status
         assert (await house.post(CHAT, chat())).status in answered
-    assert not house.service.picker.health.bars(house.service.view.roster("demo"), house.service.clock()).every
+    assert not house.service.picker.health.bars(
+        house.service.view.roster("demo"), house.service.clock()
+    ).every
 
 
-async def test_a_client_that_leaves_frees_the_probe_of_a_half_open_breaker(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_client_that_leaves_frees_the_probe_of_a_half_open_breaker(
+    open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes
+) -> None:
     house = await open_house(breaker_failures=1, breaker_seconds=0.05)
     rank = await serve_rank(MockRank(byte_archive))
     await house.join("alone", [rank.url], byte_archive)
@@ -262,7 +322,9 @@ async def test_a_client_that_leaves_frees_the_probe_of_a_half_open_breaker(open_
 
 async def drain(house: House, worker_id: int, rank: int | None, *, draining: bool = True) -> None:
     engine = f"e{worker_id}"
-    drained = RankDrained(engine=engine, worker_id=worker_id, rank=rank, draining=draining, reason="new fan" if draining else "")
+    drained = RankDrained(
+        engine=engine, worker_id=worker_id, rank=rank, draining=draining, reason="new fan" if draining else ""
+    )
     await house.bus.record(house.subjects.drains(engine, rank), drained)
 
 
@@ -270,7 +332,9 @@ def draining(service: RouterService) -> int:
     return len(service.picker.health.bars(service.view.roster("demo"), service.clock()).hard)
 
 
-async def test_a_draining_rank_finishes_its_streams_and_gets_no_new_ones(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_draining_rank_finishes_its_streams_and_gets_no_new_ones(
+    house: House, serve_rank: Serve, byte_archive: bytes
+) -> None:
     rank, other = [await serve_rank(MockRank(byte_archive)) for _ in range(2)]
     await house.join("e1", [rank.url], byte_archive, worker_id=1)
     rank.hold_after = 3
@@ -293,7 +357,9 @@ async def test_a_draining_rank_finishes_its_streams_and_gets_no_new_ones(house: 
     await until(lambda: draining(house.service) == 0)
 
 
-async def test_when_every_rank_drains_new_requests_are_refused_in_words(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_when_every_rank_drains_new_requests_are_refused_in_words(
+    house: House, serve_rank: Serve, byte_archive: bytes
+) -> None:
     ranks = [await serve_rank(MockRank(byte_archive)) for _ in range(2)]
     await house.join("e1", [rank.url for rank in ranks], byte_archive, worker_id=1)
     for number in (0, 1):
@@ -309,7 +375,9 @@ async def test_when_every_rank_drains_new_requests_are_refused_in_words(house: H
     assert len(ranks[1].requests) == 1
 
 
-async def test_a_router_that_starts_later_hears_of_drains_and_an_engine_that_starts_again_is_used(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_router_that_starts_later_hears_of_drains_and_an_engine_that_starts_again_is_used(
+    house: House, serve_rank: Serve, byte_archive: bytes
+) -> None:
     rank = await serve_rank(MockRank(byte_archive))
     joined = await house.join("e1", [rank.url, rank.url + "/"], byte_archive, worker_id=1)
     await drain(house, 1, None)
@@ -320,7 +388,12 @@ async def test_a_router_that_starts_later_hears_of_drains_and_an_engine_that_sta
     again = engine_joined("e1", [rank.url], await house.bus.put_blob(byte_archive), worker_id=2)
     await house.bus.record(house.subjects.membership("e1"), again)
     await house.beat(again)
-    await until(lambda: len(house.service.view.roster("demo").targets) == 1 and house.service.view.roster("demo").targets[0].key == (2, 0))
+    await until(
+        lambda: (
+            len(house.service.view.roster("demo").targets) == 1
+            and house.service.view.roster("demo").targets[0].key == (2, 0)
+        )
+    )
     assert draining(house.service) == 0
 
 
@@ -358,7 +431,9 @@ class SlowRank(MockRank):
         return await super().completions(http)
 
 
-async def test_a_rank_that_delays_all_requests_is_ejected_for_a_while(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_rank_that_delays_all_requests_is_ejected_for_a_while(
+    open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes
+) -> None:
     house = await open_house(outlier_factor=3.0, policy="round_robin", correction_limit=1.0)
     ranks = [SlowRank(byte_archive) for _ in range(4)]
     for rank in ranks:
@@ -367,7 +442,9 @@ async def test_a_rank_that_delays_all_requests_is_ejected_for_a_while(open_house
     ranks[2].delay = 0.4
     async with asyncio.timeout(10):
         while not (excluded := (await house.post("/v1/route", chat())).json["excluded"]):
-            await asyncio.gather(*(house.post(CHAT, chat(f"number {number}", max_tokens=1)) for number in range(16)))
+            await asyncio.gather(
+                *(house.post(CHAT, chat(f"number {number}", max_tokens=1)) for number in range(16))
+            )
     assert [out["rank"] for out in excluded] == [2]
     assert "an outlier of its model" in excluded[0]["reason"]
     assert 'dp_rank="2"' in exposed(house, "rank_left_alone")

@@ -11,7 +11,9 @@ from router.http.body_budget import BodyBudget, BodyShare
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 600), st.booleans()), max_size=80))
-def test_bodies_never_exceed_the_bound_and_what_is_released_is_free_again(steps: list[tuple[str, int, bool]]) -> None:
+def test_bodies_never_exceed_the_bound_and_what_is_released_is_free_again(
+    steps: list[tuple[str, int, bool]],
+) -> None:
     budget, shares = BodyBudget(1000), list[tuple[str, BodyShare]]()
     for client, size, ends in steps:
         if ends and shares:

@@ -26,7 +26,9 @@ HELLO = [{"role": "user", "content": "hi"}]
 
 
 def tokenizer(template: Any = TEMPLATE, **settings: Any) -> ModelTokenizer:
-    return ModelTokenizer.from_archive(archive(bpe(300), {"eos_token": "<eos>", "chat_template": template, **settings}))
+    return ModelTokenizer.from_archive(
+        archive(bpe(300), {"eos_token": "<eos>", "chat_template": template, **settings})
+    )
 
 
 def test_a_conversation_is_rendered_and_encoded_without_further_special_tokens() -> None:
@@ -36,7 +38,9 @@ def test_a_conversation_is_rendered_and_encoded_without_further_special_tokens()
 
 
 def test_special_tokens_written_by_the_template_become_single_ids() -> None:
-    model = tokenizer("{{ eos_token }}{{ messages[0]['content'] }}", eos_token={"content": "<eos>", "lstrip": False})
+    model = tokenizer(
+        "{{ eos_token }}{{ messages[0]['content'] }}", eos_token={"content": "<eos>", "lstrip": False}
+    )
     ids = model.encode_rendered(model.render(HELLO))
     assert ids[0] == 0
     assert model.decode(ids) == "hi"
@@ -52,18 +56,23 @@ def test_special_tokens_written_by_the_template_become_single_ids() -> None:
         ({"add_bos_token": False, "bos_token": "<eos>"}, True, False),
     ],
 )
-def test_a_bare_prompt_begins_with_the_bos_token_once_where_the_model_wants_it(settings: dict[str, Any], post_processor: bool, expected: bool) -> None:
+def test_a_bare_prompt_begins_with_the_bos_token_once_where_the_model_wants_it(
+    settings: dict[str, Any], post_processor: bool, expected: bool
+) -> None:
     own = bpe(300)
     if post_processor:
         own.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
     model = ModelTokenizer.from_archive(archive(own, settings))
-    assert [at for at, token in enumerate(model.encode_prompt("hi")) if token == 0] == ([0] if expected else [])
+    assert [at for at, token in enumerate(model.encode_prompt("hi")) if token == 0] == (
+        [0] if expected else []
+    )
 
 
 def test_templates_may_use_what_transformers_gives_them() -> None:
     written = (
-        "{% generation %}{{ messages | length }}{% endgeneration %}{% for message in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{% endfor %}"
-        " {{ {'a': 'é'} | tojson }} {{ strftime_now('%Y') | length }} {{ tools is none }} {{ flag }}"
+        "{% generation %}{{ messages | length }}{% endgeneration %}{% for message in messages %}{% if"
+        " loop.index > 1 %}{% break %}{% endif %}{% endfor %} {{ {'a': 'é'} | tojson }} {{ strftime_now('%Y')"
+        " | length }} {{ tools is none }} {{ flag }}"
     )
     assert tokenizer(written).render(HELLO, {"flag": "on"}) == '1 {"a": "é"} 4 True on'
 
@@ -105,7 +114,10 @@ def test_a_template_that_refuses_or_misbehaves_is_a_400(template: str) -> None:
         ({}, "no tokenizer.json"),
         ({"tokenizer.json": "{}"}, "cannot be read"),
         ({"tokenizer.json": bpe(257).to_str(), "tokenizer_config.json": "[]"}, "cannot be read"),
-        ({"tokenizer.json": bpe(257).to_str(), "tokenizer_config.json": '{"chat_template": "{% if %}"}'}, "cannot be compiled"),
+        (
+            {"tokenizer.json": bpe(257).to_str(), "tokenizer_config.json": '{"chat_template": "{% if %}"}'},
+            "cannot be compiled",
+        ),
     ],
 )
 def test_an_archive_without_a_usable_tokenizer_says_what_is_wrong(content: Any, complaint: str) -> None:
@@ -140,11 +152,29 @@ def test_no_bytes_make_the_decoder_fall_over(body: bytes) -> None:
 
 
 @settings(deadline=None)
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
 def test_any_value_in_any_field_is_served_or_refused_by_name(value: Any) -> None:
-    for field in ("messages", "max_tokens", "temperature", "stop", "n", "seed", "stream_options", "logit_bias", "response_format", "chat_template_kwargs"):
+    for field in (
+        "messages",
+        "max_tokens",
+        "temperature",
+        "stop",
+        "n",
+        "seed",
+        "stream_options",
+        "logit_bias",
+        "response_format",
+        "chat_template_kwargs",
+    ):
         error = refusal(json.dumps(chat(**{field: value})).encode())
-        assert error is None or (error.status == 400 and (error.param is None or error.param.startswith(field)))
+        assert error is None or (
+            error.status == 400 and (error.param is None or error.param.startswith(field))
+        )
 
 
 def refusal(body: bytes) -> ApiError | None:
@@ -156,7 +186,9 @@ def refusal(body: bytes) -> ApiError | None:
 
 
 def test_fields_that_are_not_read_do_no_harm() -> None:
-    request = RequestDecoder().chat(json.dumps(chat(metadata={"a": 1}, store=True, parallel_tool_calls=False)).encode())
+    request = RequestDecoder().chat(
+        json.dumps(chat(metadata={"a": 1}, store=True, parallel_tool_calls=False)).encode()
+    )
     assert sampling(request, 4).max_tokens == 12
 
 
@@ -164,7 +196,11 @@ def test_fields_that_are_not_read_do_no_harm() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.text(alphabet="abc{}\"', é"), max_size=8), st.lists(st.integers(1, 7), min_size=1), st.sampled_from(["\n", "\r\n"]))
+@given(
+    st.lists(st.text(alphabet="abc{}\"', é"), max_size=8),
+    st.lists(st.integers(1, 7), min_size=1),
+    st.sampled_from(["\n", "\r\n"]),
+)
 def test_events_are_the_same_however_the_bytes_are_cut(texts: list[str], cuts: list[int], end: str) -> None:
     payloads = [text.strip().encode() for text in texts]
     stream = b"".join(b"data: " + payload + (end * 2).encode() for payload in payloads)
@@ -189,7 +225,13 @@ def test_an_endless_event_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("body", "message"),
-    [(b'{"error":{"message":"m","code":5}}', "m"), (b'{"error":"plain"}', "plain"), (b'{"detail":"d"}', "d"), (b"oops", "oops"), (b"", "HTTP 418")],
+    [
+        (b'{"error":{"message":"m","code":5}}', "m"),
+        (b'{"error":"plain"}', "plain"),
+        (b'{"detail":"d"}', "d"),
+        (b"oops", "oops"),
+        (b"", "HTTP 418"),
+    ],
 )
 def test_foreign_errors_are_read_as_far_as_possible(body: bytes, message: str) -> None:
     assert api_error(418, body).message == message
@@ -199,11 +241,15 @@ def test_foreign_errors_are_read_as_far_as_possible(body: bytes, message: str) -
 
 
 def course(max_tokens: int = 10) -> CompletionState:
-    return CompletionState(0, [1, 2, 3], sampling(RequestDecoder().chat(json.dumps(chat()).encode()), 1), max_tokens, 5, "demo")
+    return CompletionState(
+        0, [1, 2, 3], sampling(RequestDecoder().chat(json.dumps(chat()).encode()), 1), max_tokens, 5, "demo"
+    )
 
 
 def chunk(ids: list[int] | None, text: str, finish: str | None = None) -> Completion:
-    return Completion(id="x", model="m", created=0, choices=[Choice(text=text, token_ids=ids, finish_reason=finish)])
+    return Completion(
+        id="x", model="m", created=0, choices=[Choice(text=text, token_ids=ids, finish_reason=finish)]
+    )
 
 
 def test_a_course_asks_for_what_is_missing() -> None:
@@ -211,7 +257,12 @@ def test_a_course_asks_for_what_is_missing() -> None:
     one.take(chunk([7, 8], "ab"))
     one.take(chunk([9], ""))
     request = one.request()
-    assert (request.prompt, request.emitted, request.max_tokens, request.seed) == ([1, 2, 3, 7, 8, 9], 3, 7, 5)
+    assert (request.prompt, request.emitted, request.max_tokens, request.seed) == (
+        [1, 2, 3, 7, 8, 9],
+        3,
+        7,
+        5,
+    )
 
 
 def test_a_completion_refuses_more_than_requested_and_text_without_ids() -> None:
@@ -256,7 +307,9 @@ def test_whom_to_avoid_depends_on_how_they_failed() -> None:
 def test_chat_deltas_have_one_role_and_no_empty_chunks() -> None:
     request = RequestDecoder().chat(json.dumps(chat(stream=True)).encode())
     answer = answer_for(request, ResponseHead(id="i", model="m", created=1), 1)
-    chunks = [answer.add(0, Choice(text=text)) for text in ("", "", "a", "")] + [answer.add(0, Choice(finish_reason="stop"))]
+    chunks = [answer.add(0, Choice(text=text)) for text in ("", "", "a", "")] + [
+        answer.add(0, Choice(finish_reason="stop"))
+    ]
     assert [event.count(b"data: ") for event in chunks] == [1, 0, 1, 0, 1]
     assert b"usage" not in b"".join(chunks)
     assert answer.end(Usage(prompt_tokens=1, completion_tokens=1, total_tokens=2)) == b"data: [DONE]\n\n"

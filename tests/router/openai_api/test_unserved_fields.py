@@ -118,7 +118,9 @@ def test_a_value_that_asks_for_nothing_and_a_field_that_changes_nothing_are_serv
     assert refusal(chat(**{field: (NEUTRAL | HARMLESS)[field]})) is None
 
 
-@pytest.mark.parametrize("name", ["bos_token", "eos_token", "tools", "messages", "add_generation_prompt", "continue_final_message"])
+@pytest.mark.parametrize(
+    "name", ["bos_token", "eos_token", "tools", "messages", "add_generation_prompt", "continue_final_message"]
+)
 def test_a_chat_template_is_given_no_special_tokens_and_no_tools_by_clients(name: str) -> None:
     error = refusal(chat(chat_template_kwargs={"enable_thinking": False, name: "x"}))
     assert error is not None
@@ -126,11 +128,21 @@ def test_a_chat_template_is_given_no_special_tokens_and_no_tools_by_clients(name
     assert refusal(chat(chat_template_kwargs={"enable_thinking": False})) is None
 
 
-async def test_an_engine_that_declares_it_is_given_unserved_and_unknown_fields_as_they_came(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_an_engine_that_declares_it_is_given_unserved_and_unknown_fields_as_they_came(
+    house: House, serve_rank: Serve, byte_archive: bytes
+) -> None:
     rank = await serve_rank(MockRank(byte_archive))
     await house.join("vllm", [rank.url], byte_archive, capabilities=PASSING)
-    fields = b'"structured_outputs": {"choice":["red",  "green"]}, "repetition_penalty": 1.50, "vendor": {"deep": [1e2]}, "min_p": null'
-    body = json.dumps(chat(metadata={"a": "1"})).encode()[:-1] + b", " + fields + b', "emitted": 7, "prompt": "smuggled"}'
+    fields = (
+        b'"structured_outputs": {"choice":["red",  "green"]}, "repetition_penalty": 1.50, "vendor": {"deep":'
+        b' [1e2]}, "min_p": null'
+    )
+    body = (
+        json.dumps(chat(metadata={"a": "1"})).encode()[:-1]
+        + b", "
+        + fields
+        + b', "emitted": 7, "prompt": "smuggled"}'
+    )
     assert (await house.post(CHAT, body)).status == 200
     assert b'"structured_outputs":{"choice":["red",  "green"]}' in rank.bodies[0]
     assert b'"repetition_penalty":1.50' in rank.bodies[0]
@@ -140,14 +152,18 @@ async def test_an_engine_that_declares_it_is_given_unserved_and_unknown_fields_a
     assert isinstance(sent["prompt"], list)
 
 
-async def test_what_belongs_to_the_chat_template_is_refused_for_these_engines_too(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_what_belongs_to_the_chat_template_is_refused_for_these_engines_too(
+    house: House, serve_rank: Serve, byte_archive: bytes
+) -> None:
     rank = await serve_rank(MockRank(byte_archive))
     await house.join("vllm", [rank.url], byte_archive, capabilities=PASSING)
     answer = await house.post(CHAT, chat(tools=[{"type": "function"}]))
     assert (answer.status, answer.json["error"]["param"]) == (400, "tools")
 
 
-async def test_a_request_with_such_a_field_goes_to_engines_that_serve_it_alone(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_request_with_such_a_field_goes_to_engines_that_serve_it_alone(
+    house: House, serve_rank: Serve, byte_archive: bytes
+) -> None:
     ours, theirs = await serve_rank(MockRank(byte_archive)), await serve_rank(MockRank(byte_archive))
     await house.join("ours", [ours.url], byte_archive)
     await house.join("vllm", [theirs.url], byte_archive, capabilities=PASSING)
@@ -162,7 +178,9 @@ async def test_a_request_with_such_a_field_goes_to_engines_that_serve_it_alone(h
     assert [b"metadata" in body for body in (ours.bodies[-1], theirs.bodies[-1])] == [False, True]
 
 
-async def test_a_stream_with_such_a_field_is_not_continued_by_another_rank(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_stream_with_such_a_field_is_not_continued_by_another_rank(
+    house: House, serve_rank: Serve, byte_archive: bytes
+) -> None:
     for name in ("one", "two"):
         rank = await serve_rank(MockRank(byte_archive))
         rank.die_after = 3
@@ -173,7 +191,9 @@ async def test_a_stream_with_such_a_field_is_not_continued_by_another_rank(house
     assert "guided_regex cannot be continued exactly" in error["message"]
 
 
-async def test_up_to_a_hundred_and_twenty_eight_choices_are_served(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_up_to_a_hundred_and_twenty_eight_choices_are_served(
+    house: House, serve_rank: Serve, byte_archive: bytes
+) -> None:
     rank = await serve_rank(MockRank(byte_archive))
     await house.join("alone", [rank.url], byte_archive)
     answer = await house.post(CHAT, chat(n=128, max_tokens=1))
@@ -181,10 +201,17 @@ async def test_up_to_a_hundred_and_twenty_eight_choices_are_served(house: House,
     assert (await house.post(CHAT, chat(n=129))).json["error"]["param"] == "n"
 
 
-async def test_a_request_that_does_not_fit_is_refused_in_the_words_that_clients_look_for(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_request_that_does_not_fit_is_refused_in_the_words_that_clients_look_for(
+    house: House, serve_rank: Serve, byte_archive: bytes
+) -> None:
     rank = await serve_rank(MockRank(byte_archive))
     await house.join("alone", [rank.url], byte_archive, max_context=100)
-    for path, body in ((CHAT, chat("x" * 200)), (CHAT, chat(max_tokens=99)), (TEXT, text(max_tokens=100)), (TEXT, text(prompt="x" * 200))):
+    for path, body in (
+        (CHAT, chat("x" * 200)),
+        (CHAT, chat(max_tokens=99)),
+        (TEXT, text(max_tokens=100)),
+        (TEXT, text(prompt="x" * 200)),
+    ):
         error = (await house.post(path, body)).json["error"]
         assert error["message"].startswith("This model's maximum context length is 100 tokens. However, ")
         assert error["code"] == "context_length_exceeded"

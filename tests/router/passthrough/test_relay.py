@@ -42,7 +42,9 @@ JSON = {"content-type": "application/json"}
     ],
     ids=str,
 )
-async def test_what_a_server_may_accept_is_not_refused_and_reaches_it_byte_for_byte(open_house: OpenHouse, fields: dict[str, Any]) -> None:
+async def test_what_a_server_may_accept_is_not_refused_and_reaches_it_byte_for_byte(
+    open_house: OpenHouse, fields: dict[str, Any]
+) -> None:
     async with serving(ForeignServer("one", saying({"id": "x"}))) as server:
         house = await in_front_of(open_house, server)
         body = b"  " + json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode() + b"\n"
@@ -57,7 +59,11 @@ USUAL = {
     "stream": st.sampled_from([None, True, False]),
     "max_tokens": st.none() | st.integers(),
     "max_completion_tokens": st.none() | st.integers(-1, 9),
-    "messages": st.lists(st.fixed_dictionaries({}, optional={"role": st.text(), "content": st.none() | st.text(), "name": st.text()})),
+    "messages": st.lists(
+        st.fixed_dictionaries(
+            {}, optional={"role": st.text(), "content": st.none() | st.text(), "name": st.text()}
+        )
+    ),
     "prompt": st.none() | st.text(),
     "tools": st.none() | st.lists(st.dictionaries(st.text(), st.integers())),
     "user": st.none() | st.text(),
@@ -70,13 +76,17 @@ USUAL = {
 
 
 @given(st.fixed_dictionaries({}, optional=USUAL))
-def test_one_field_of_an_unusual_type_changes_nothing_about_how_the_others_are_read(fields: dict[str, Any]) -> None:
+def test_one_field_of_an_unusual_type_changes_nothing_about_how_the_others_are_read(
+    fields: dict[str, Any],
+) -> None:
     alone, beside = (read(json.dumps({**fields, **more}).encode(), "") for more in ({}, {"top_p": "0.5"}))
     assert beside == msgspec.structs.replace(alone, top_p=0.5)
 
 
 async def test_a_body_that_is_no_json_is_judged_by_the_server(open_house: OpenHouse) -> None:
-    async with serving(ForeignServer("one", saying({"detail": "There was an error parsing the body"}, status=400))) as server:
+    async with serving(
+        ForeignServer("one", saying({"detail": "There was an error parsing the body"}, status=400))
+    ) as server:
         house = await in_front_of(open_house, server)
         answer = await house.post(CHAT, b'{"model": "demo", ')
         assert (answer.status, answer.json) == (400, {"detail": "There was an error parsing the body"})
@@ -85,7 +95,9 @@ async def test_a_body_that_is_no_json_is_judged_by_the_server(open_house: OpenHo
 async def test_explaining_reads_a_body_as_leniently_as_serving_does(open_house: OpenHouse) -> None:
     async with serving(ForeignServer("one", saying({}))) as server:
         house = await in_front_of(open_house, server)
-        explained = await house.post("/v1/route", {"messages": [{"role": "user", "content": "x"}], "max_tokens": "7"})
+        explained = await house.post(
+            "/v1/route", {"messages": [{"role": "user", "content": "x"}], "max_tokens": "7"}
+        )
         assert explained.status == 200
         assert explained.json["expected_output_tokens"] == 7
 
@@ -113,7 +125,10 @@ NAMES = st.sampled_from(
 
 
 @settings(max_examples=50)
-@given(st.binary() | st.dictionaries(NAMES | st.text(), JSON_VALUES).map(lambda fields: json.dumps(fields).encode()))
+@given(
+    st.binary()
+    | st.dictionaries(NAMES | st.text(), JSON_VALUES).map(lambda fields: json.dumps(fields).encode())
+)
 def test_reading_a_body_never_fails(body: bytes) -> None:
     fields = read(body, "application/json")
     assert fields.model is None or fields.model
@@ -129,7 +144,8 @@ def test_reading_a_multipart_body_never_fails(body: bytes, boundary: bytes) -> N
 def test_the_model_of_a_multipart_body_is_found_behind_a_file_that_looks_like_one() -> None:
     decoy = b'Content-Disposition: form-data; name="model"\r\n\r\nwrong'
     body = (
-        b'--XY\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\nContent-Type: audio/wav\r\n\r\n\x00\xff' + decoy + b"\r\n"
+        b'--XY\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\nContent-Type:'
+        b" audio/wav\r\n\r\n\x00\xff" + decoy + b"\r\n"
         b'--XY\r\ncontent-disposition: form-data; name="model"\r\n\r\nwhisper-1\r\n'
         b"--XY\r\nContent-Disposition: form-data; name=stream\r\n\r\ntrue\r\n--XY--\r\n"
     )
@@ -211,7 +227,13 @@ def test_a_clients_key_is_forwarded_only_to_a_server_that_validates_it() -> None
         b"authorization",
         b"Bearer router",
     )
-    assert sum(name == b"authorization" for name, _ in to_server(client, [(b"authorization", b"Bearer router")], credentials=True)) == 1
+    assert (
+        sum(
+            name == b"authorization"
+            for name, _ in to_server(client, [(b"authorization", b"Bearer router")], credentials=True)
+        )
+        == 1
+    )
 
 
 def test_headers_that_connection_names_stay_behind_in_any_spelling() -> None:
@@ -235,14 +257,19 @@ def test_headers_that_connection_names_stay_behind_in_any_spelling() -> None:
         (400, b'{"error": {"message": "too long", "type": "BadRequestError", "param": null, "code": 400}}'),
         (
             400,
-            b'{"object":"error","message":"longer than the model\'s context","type":"invalid_request_error","param":null,"code":400}',
+            (
+                b'{"object":"error","message":"longer than the model\'s'
+                b' context","type":"invalid_request_error","param":null,"code":400}'
+            ),
         ),
         (404, b"plain words"),
         (422, b'{"detail": [{"loc": ["body"]}]}'),
         (403, b'{"error": "policy"}'),
     ],
 )
-async def test_an_error_of_the_server_passes_unchanged_and_without_a_retry(open_house: OpenHouse, status: int, body: bytes) -> None:
+async def test_an_error_of_the_server_passes_unchanged_and_without_a_retry(
+    open_house: OpenHouse, status: int, body: bytes
+) -> None:
     async with (
         serving(ForeignServer("one", saying(body, status, x_vendor="kept"))) as one,
         serving(ForeignServer("two", saying(body, status, x_vendor="kept"))) as two,
@@ -269,8 +296,12 @@ async def test_a_busy_servers_own_retry_after_reaches_the_client(open_house: Ope
 
 async def test_a_401_is_the_clients_when_its_own_key_was_judged(open_house: OpenHouse) -> None:
     async with (
-        serving(ForeignServer("one", saying({"error": "who are you"}, 401, www_authenticate="Bearer"))) as one,
-        serving(ForeignServer("two", saying({"error": "who are you"}, 401, www_authenticate="Bearer"))) as two,
+        serving(
+            ForeignServer("one", saying({"error": "who are you"}, 401, www_authenticate="Bearer"))
+        ) as one,
+        serving(
+            ForeignServer("two", saying({"error": "who are you"}, 401, www_authenticate="Bearer"))
+        ) as two,
     ):
         house = await in_front_of(open_house, one, two)
         answer = await house.post(CHAT, chat(), headers={"authorization": "Bearer wrong"})
@@ -282,7 +313,9 @@ async def test_a_401_is_the_clients_when_its_own_key_was_judged(open_house: Open
         assert len(one.requests) + len(two.requests) == 1
 
 
-async def test_a_401_to_the_routers_own_key_is_the_servers_fault_and_names_the_setting(open_house: OpenHouse, tmp_path: Path) -> None:
+async def test_a_401_to_the_routers_own_key_is_the_servers_fault_and_names_the_setting(
+    open_house: OpenHouse, tmp_path: Path
+) -> None:
     key = tmp_path / "key"
     key.write_text("routers-own")
     async with (
@@ -294,7 +327,9 @@ async def test_a_401_to_the_routers_own_key_is_the_servers_fault_and_names_the_s
         assert [answer.json.get("id") for answer in answers] == ["two"] * 8
         assert refusing.requests
         assert len(refusing.requests) <= house.service.config.breaker_failures
-        assert {sent.header("authorization") for sent in [*refusing.requests, *willing.requests]} == {"Bearer routers-own"}
+        assert {sent.header("authorization") for sent in [*refusing.requests, *willing.requests]} == {
+            "Bearer routers-own"
+        }
 
 
 # Streams
@@ -310,7 +345,9 @@ EVENTS = [
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=8), st.lists(st.integers(1, 12), max_size=40))
-def test_only_complete_events_come_out_and_nothing_is_lost_wherever_pieces_end(events: list[bytes], sizes: list[int]) -> None:
+def test_only_complete_events_come_out_and_nothing_is_lost_wherever_pieces_end(
+    events: list[bytes], sizes: list[int]
+) -> None:
     whole = b"".join(events)
     stream, out, at = EventStream(1000), b"", 0
     ends = {0}
@@ -335,7 +372,9 @@ def test_an_event_longer_than_the_bound_passes_in_pieces_and_is_closed_before_an
 
 
 @pytest.mark.parametrize("cut", range(1, 24))
-async def test_a_stream_broken_anywhere_in_an_event_ends_in_an_error_that_clients_parse(open_house: OpenHouse, cut: int) -> None:
+async def test_a_stream_broken_anywhere_in_an_event_ends_in_an_error_that_clients_parse(
+    open_house: OpenHouse, cut: int
+) -> None:
     first, second = b'data: {"choices":[]}\n\n', b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n'
     async with serving(ForeignServer("one", streaming(first, second[:cut], broken=True))) as server:
         house = await in_front_of(open_house, server)
@@ -376,7 +415,9 @@ async def test_an_unstreamed_answer_longer_than_the_limit_passes_as_it_arrives(o
 
 async def test_a_long_unstreamed_answer_that_breaks_off_is_visibly_truncated(open_house: OpenHouse) -> None:
     async def answer(http: aiohttp.web.Request) -> aiohttp.web.StreamResponse:
-        response = aiohttp.web.StreamResponse(headers={"content-type": "application/json", "content-length": "500000"})
+        response = aiohttp.web.StreamResponse(
+            headers={"content-type": "application/json", "content-length": "500000"}
+        )
         await response.prepare(http)
         await response.write(b"x" * 300_000)
         assert http.transport is not None
@@ -394,7 +435,10 @@ async def test_a_long_unstreamed_answer_that_breaks_off_is_visibly_truncated(ope
     [
         (
             CHAT,
-            b'data: {"error":{"message":"gone","type":"server_error","param":null,"code":"c"}}\n\ndata: [DONE]\n\n',
+            (
+                b'data: {"error":{"message":"gone","type":"server_error","param":null,"code":"c"}}\n\ndata:'
+                b" [DONE]\n\n"
+            ),
         ),
         (
             "/v1/messages",
@@ -412,7 +456,9 @@ def test_an_error_event_has_the_form_of_its_api(path: str, last: bytes) -> None:
 
 async def test_many_streams_cut_by_the_server_leave_nothing_booked(open_house: OpenHouse) -> None:
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(serving(ForeignServer("one", streaming(b"data: {}\n\n", broken=True))))
+        server = await stack.enter_async_context(
+            serving(ForeignServer("one", streaming(b"data: {}\n\n", broken=True)))
+        )
         house = await in_front_of(open_house, server, breaker_failures=100)
         await asyncio.gather(*(house.post(CHAT, chat(f"{number}", stream=True)) for number in range(20)))
         assert house.service.picker.reservations.open_bookings == 0

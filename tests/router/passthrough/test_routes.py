@@ -50,7 +50,9 @@ INFERENCE = [
 ]
 
 
-async def call(house: House, method: str, path: str, headers: dict[str, str] | None = None, **more: Any) -> Answered:
+async def call(
+    house: House, method: str, path: str, headers: dict[str, str] | None = None, **more: Any
+) -> Answered:
     async with house.http.request(method, house.url + path, headers=headers, **more) as response:
         return await read(response)
 
@@ -88,7 +90,9 @@ async def test_an_upload_goes_by_the_model_in_its_multipart_field(open_house: Op
         audio = b"\x00\xff" * 50_000
         body = b'--B\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + audio
         body += b'\r\n--B\r\nContent-Disposition: form-data; name="model"\r\n\r\nwhisper\r\n--B--\r\n'
-        answer = await house.post("/v1/audio/transcriptions", body, headers={"content-type": "multipart/form-data; boundary=B"})
+        answer = await house.post(
+            "/v1/audio/transcriptions", body, headers={"content-type": "multipart/form-data; boundary=B"}
+        )
         assert answer.status == 200
         assert [request.body for request in two.requests] == [body]
         assert two.requests[0].header("content-type") == "multipart/form-data; boundary=B"
@@ -119,7 +123,9 @@ class ObjectServer:
             self.made.append(made)
             if b'"stream": true' in body:
                 events = [
-                    b'event: response.created\ndata: {"type":"response.created","response":{"id":"' + made.encode() + b'"}}\n\n',
+                    b'event: response.created\ndata: {"type":"response.created","response":{"id":"'
+                    + made.encode()
+                    + b'"}}\n\n',
                     b"data: {}\n\n",
                 ]
                 return await streaming(*events)(http)
@@ -181,7 +187,12 @@ async def test_what_follows_a_response_goes_to_its_server_however_loaded(open_ho
         house, other = await in_front_of(open_house, a, b), await in_front_of(open_house, a, b)
         first = (await house.post("/v1/responses", {"model": "demo"})).json
         for router in (house, other):
-            follow = [(await router.post("/v1/responses", {"model": "demo", "previous_response_id": first["id"]})).json["from"] for _ in range(4)]
+            follow = [
+                (
+                    await router.post("/v1/responses", {"model": "demo", "previous_response_id": first["id"]})
+                ).json["from"]
+                for _ in range(4)
+            ]
             assert follow == [first["from"]] * 4
         lost = await house.post("/v1/responses", {"model": "demo", "previous_response_id": "resp_none"})
         assert (lost.status, lost.json["error"]["code"]) == (404, "not_found")
@@ -193,7 +204,9 @@ async def test_making_a_file_is_never_repeated_elsewhere(open_house: OpenHouse) 
         serving(ForeignServer("two", saying({"error": "disk"}, 500))) as two,
     ):
         house = await in_front_of(open_house, one, two)
-        answer = await house.post("/v1/files", b"x", headers={"content-type": "multipart/form-data; boundary=B"})
+        answer = await house.post(
+            "/v1/files", b"x", headers={"content-type": "multipart/form-data; boundary=B"}
+        )
         assert (answer.status, answer.json) == (500, {"error": "disk"})
         assert len(one.requests) + len(two.requests) == 1
 
@@ -227,16 +240,25 @@ async def test_administration_needs_the_right(open_house: OpenHouse, tmp_path: P
     keys.write_text("\n".join(lines))
     async with serving(ForeignServer("one", echo)) as server:
         house = await in_front_of(open_house, server, passthrough_admin=("/sleep",), api_key_file=keys)
-        statuses = {key: (await call(house, "POST", "/sleep", {"authorization": f"Bearer {key}"})).status for key in ("plain", "root", "wrong")}
+        statuses = {
+            key: (await call(house, "POST", "/sleep", {"authorization": f"Bearer {key}"})).status
+            for key in ("plain", "root", "wrong")
+        }
         assert statuses == {"plain": 403, "root": 200, "wrong": 401}
         assert server.requests[0].header("authorization") is None
-        assert (await call(house, "GET", "/v1/files", {"authorization": "Bearer plain"})).status == 403  # a list of all tenants' files
+        assert (
+            await call(house, "GET", "/v1/files", {"authorization": "Bearer plain"})
+        ).status == 403  # a list of all tenants' files
 
 
-async def test_the_names_of_servers_are_shown_to_those_with_a_right_to_see_them(open_house: OpenHouse, tmp_path: Path) -> None:
+async def test_the_names_of_servers_are_shown_to_those_with_a_right_to_see_them(
+    open_house: OpenHouse, tmp_path: Path
+) -> None:
     keys = tmp_path / "keys"
     rights = {"route": False, "metrics": True, "admin": True}
-    keys.write_text("\n".join(key_line(right, "acme", None, parse_rights(f"infer,{right}")) for right in rights))
+    keys.write_text(
+        "\n".join(key_line(right, "acme", None, parse_rights(f"infer,{right}")) for right in rights)
+    )
     async with serving(ForeignServer("one", echo)) as one, serving(ForeignServer("two", echo)) as two:
         house = await in_front_of(open_house, one, two, api_key_file=keys)
         for right, shown in rights.items():
@@ -254,7 +276,11 @@ async def test_a_tenant_does_not_reach_another_ones_objects(open_house: OpenHous
         house = await in_front_of(open_house, server, api_key_file=keys)
         await house.post("/v1/responses", {"model": "demo"}, headers={"authorization": "Bearer acme"})
         for key, status in (("acme", 200), ("bolt", 404)):
-            assert (await call(house, "GET", f"/v1/responses/{objects.made[0]}", {"authorization": f"Bearer {key}"})).status == status
+            assert (
+                await call(
+                    house, "GET", f"/v1/responses/{objects.made[0]}", {"authorization": f"Bearer {key}"}
+                )
+            ).status == status
 
 
 async def test_websockets_are_refused_by_name(open_house: OpenHouse) -> None:
@@ -270,7 +296,9 @@ async def test_websockets_are_refused_by_name(open_house: OpenHouse) -> None:
         assert (answer.status, answer.json["error"]["code"]) == (501, "websocket_unsupported")
 
 
-async def test_own_engines_say_which_routes_they_serve(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_own_engines_say_which_routes_they_serve(
+    house: House, serve_rank: Serve, byte_archive: bytes
+) -> None:
     rank = await serve_rank(MockRank(byte_archive))
     await house.join("ours", [rank.url], byte_archive)
     assert (await house.post("/v1/embeddings", {"model": "demo", "input": "abc"})).status == 404
@@ -289,7 +317,9 @@ def test_no_route_of_roost_is_one_that_passes() -> None:
 )
 def test_only_an_id_and_a_known_part_make_the_path_of_an_object(method: str, path: str) -> None:
     route = route_of(method, path, ())
-    assert route is None or (route.kind is RouteKind.OBJECT and ".." not in path and "%" not in path and path.count("/") <= 4)
+    assert route is None or (
+        route.kind is RouteKind.OBJECT and ".." not in path and "%" not in path and path.count("/") <= 4
+    )
 
 
 @pytest.mark.parametrize("path", ["/v1/load lora", "relative", "/a/../b", "/v1/x?y=1"])
@@ -322,5 +352,7 @@ def test_the_oldest_places_make_room() -> None:
         (b"", None),
     ],
 )
-def test_the_id_of_a_created_object_is_read_from_unstreamed_answers_and_streams(answer: bytes, found: str | None) -> None:
+def test_the_id_of_a_created_object_is_read_from_unstreamed_answers_and_streams(
+    answer: bytes, found: str | None
+) -> None:
     assert object_id(answer) == found

@@ -68,11 +68,15 @@ async def test_a_stream_keeps_its_first_token_limit(open_house: OpenHouse) -> No
         assert (answer.status, answer.json["error"]["code"]) == (503, "upstream_failed")
 
 
-async def test_an_answer_is_requested_elsewhere_when_probes_show_that_its_server_hangs(open_house: OpenHouse, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_is_requested_elsewhere_when_probes_show_that_its_server_hangs(
+    open_house: OpenHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("router.passthrough.unstreamed.LOOK_SECONDS", 0.01)
     held = Held()
     async with serving(ForeignServer("one", held.answer)) as hung:
-        house = await in_front_of(open_house, hung, probe_timeout_seconds=0.05, no_engine_wait_seconds=0.01, max_attempts=2)
+        house = await in_front_of(
+            open_house, hung, probe_timeout_seconds=0.05, no_engine_wait_seconds=0.01, max_attempts=2
+        )
         pending = asyncio.create_task(house.post(CHAT, chat()), name="asks")
         await held.requested.wait()
         hung.listing.clear()  # its event loop hangs: requests stay open, probes go unanswered
@@ -81,7 +85,9 @@ async def test_an_answer_is_requested_elsewhere_when_probes_show_that_its_server
         assert house.service.picker.reservations.open_bookings == 0
 
 
-async def test_an_answer_of_a_server_that_refuses_new_connections_is_awaited(open_house: OpenHouse, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_of_a_server_that_refuses_new_connections_is_awaited(
+    open_house: OpenHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("router.passthrough.unstreamed.LOOK_SECONDS", 0.01)
     held = Held()
     async with serving(ForeignServer("one", held.answer)) as stopping:
@@ -105,7 +111,9 @@ async def test_a_server_that_dies_while_its_answer_is_awaited_is_replaced(open_h
         serving(ForeignServer("two", saying({"id": "two"}))) as willing,
     ):
         house = await in_front_of(open_house, dying, willing, policy="round_robin")
-        assert [(await house.post(CHAT, chat(f"q{number}"))).json for number in range(6)] == [{"id": "two"}] * 6
+        assert [(await house.post(CHAT, chat(f"q{number}"))).json for number in range(6)] == [
+            {"id": "two"}
+        ] * 6
 
 
 def promised(house: House) -> tuple[int, int]:
@@ -119,7 +127,9 @@ async def test_a_prompt_counts_as_computed_after_the_time_that_it_should_take(op
     """4,000 tokens at 0.125 ms are due after half a second; the answer arrives much later."""
     held = Held()
     async with serving(ForeignServer("one", held.answer)) as server:
-        house = await open_house(bus=False, named_backends=(_stated(server.url, tokens_per_second=8_000.0),), probe_seconds=0.05)
+        house = await open_house(
+            bus=False, named_backends=(_stated(server.url, tokens_per_second=8_000.0),), probe_seconds=0.05
+        )
         await until(lambda: house.service.view.models(live=True))
         begun = asyncio.get_running_loop().time()
         pending = asyncio.create_task(house.post(CHAT, chat("word " * 3200)), name="asks")
@@ -138,9 +148,13 @@ async def test_many_answers_share_one_timer_and_an_answer_before_its_time_is_no_
     open_house: OpenHouse,
 ) -> None:
     async with serving(ForeignServer("one", saying({"id": "quick"}))) as server:
-        house = await open_house(bus=False, named_backends=(_stated(server.url, tokens_per_second=10_000.0),), probe_seconds=0.05)
+        house = await open_house(
+            bus=False, named_backends=(_stated(server.url, tokens_per_second=10_000.0),), probe_seconds=0.05
+        )
         await until(lambda: house.service.view.models(live=True))
-        answers = await asyncio.gather(*(house.post(CHAT, chat(f"{number} " * number * 20)) for number in range(30)))
+        answers = await asyncio.gather(
+            *(house.post(CHAT, chat(f"{number} " * number * 20)) for number in range(30))
+        )
         assert {answer.status for answer in answers} == {200}
         assert promised(house) == (0, 0)
         await asyncio.sleep(0.2)  # past the times at which they would have been due
@@ -148,4 +162,6 @@ async def test_many_answers_share_one_timer_and_an_answer_before_its_time_is_no_
 
 
 def _stated(url: str, tokens_per_second: float) -> BackendConfig:
-    return BackendConfig(name="stated", url=url, prompt_tokens_per_second=tokens_per_second, output_tokens_per_second=1000.0)
+    return BackendConfig(
+        name="stated", url=url, prompt_tokens_per_second=tokens_per_second, output_tokens_per_second=1000.0
+    )

@@ -28,7 +28,16 @@ from router.scheduling.scheduler import Attempt, RoutingRequest
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 from tests.router.learnt_tables import halves, published_clusters, tables
-from tests.router.router_fixture import House, MockRank, OpenHouse, Serve, chat, engine_joined, rendered, until
+from tests.router.router_fixture import (
+    House,
+    MockRank,
+    OpenHouse,
+    Serve,
+    chat,
+    engine_joined,
+    rendered,
+    until,
+)
 
 CHAT, TEXT, ROUTE = "/v1/chat/completions", "/v1/completions", "/v1/route"
 FAR = EngineSpeed(dispatch=1e-3)
@@ -67,7 +76,9 @@ async def reports(house: House) -> AsyncIterator[Reports]:
     await asyncio.wait([task])
 
 
-async def engine(house: House, serve_rank: Serve, packed: bytes, count: int = 2, **about: Any) -> list[MockRank]:
+async def engine(
+    house: House, serve_rank: Serve, packed: bytes, count: int = 2, **about: Any
+) -> list[MockRank]:
     """Return one engine of `count` ranks. Experts 0 and 1 of every layer are on its first half."""
     ranks = [await serve_rank(MockRank(packed)) for _ in range(count)]
     await house.join("e", [rank.url for rank in ranks], packed, speed=FAR, worker_id=2**64 - 9, **about)
@@ -83,7 +94,12 @@ async def teach(house: House, **fields: Any) -> None:
     def come() -> bool:
         replica = house.service.picker.foresight.replica("demo")
         priced = house.service.view.prices("demo").priced
-        return replica is not None and replica.tables is not None and replica.tables.version == version and bool(priced.all())
+        return (
+            replica is not None
+            and replica.tables is not None
+            and replica.tables.version == version
+            and bool(priced.all())
+        )
 
     await until(come)
 
@@ -100,11 +116,15 @@ def blocks_of(ids: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("home", [0, 1])
-async def test_a_request_goes_where_the_experts_of_its_known_prefix_live(house: House, serve_rank: Serve, byte_archive: bytes, home: int) -> None:
+async def test_a_request_goes_where_the_experts_of_its_known_prefix_live(
+    house: House, serve_rank: Serve, byte_archive: bytes, home: int
+) -> None:
     ranks = await engine(house, serve_rank, byte_archive)
     blocks = blocks_of(ids_of(ranks[0]))
     weights = (0.95, 0.05) if home == 0 else (0.05, 0.95)
-    await teach(house, blocks={block: (weights, 4.0 * at) for at, block in enumerate(blocks[:6], 1)}, gain=1.0)
+    await teach(
+        house, blocks={block: (weights, 4.0 * at) for at, block in enumerate(blocks[:6], 1)}, gain=1.0
+    )
     for seed in range(6):
         answer = await house.post(CHAT, chat(seed=seed))
         record = (await house.get(f"/v1/decisions/{answer.headers['x-roost-decision-id']}")).json
@@ -117,7 +137,9 @@ async def test_a_request_goes_where_the_experts_of_its_known_prefix_live(house: 
         assert terms[0] < terms[1]
 
 
-async def test_without_gain_tables_or_an_expert_parallel_layout_the_term_is_zero_and_says_why(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_without_gain_tables_or_an_expert_parallel_layout_the_term_is_zero_and_says_why(
+    house: House, serve_rank: Serve, byte_archive: bytes
+) -> None:
     async def notes() -> set[str]:
         record = (await house.post(ROUTE, chat())).json
         assert all(candidate["terms_ms"]["experts"] == 0 for candidate in record["candidates"])
@@ -132,7 +154,9 @@ async def test_without_gain_tables_or_an_expert_parallel_layout_the_term_is_zero
     assert await notes() == {NO_GAIN}
 
 
-async def test_a_continuation_is_predicted_from_prompt_and_emitted_tokens(house: House, serve_rank: Serve, byte_archive: bytes, reports: Reports) -> None:
+async def test_a_continuation_is_predicted_from_prompt_and_emitted_tokens(
+    house: House, serve_rank: Serve, byte_archive: bytes, reports: Reports
+) -> None:
     ranks = await engine(house, serve_rank, byte_archive)
     first_prompt = ids_of(ranks[0])
     whole = first_prompt + ranks[0].ids(first_prompt, 5, 20)
@@ -158,14 +182,22 @@ async def test_every_completed_choice_is_reported_once_after_its_end(
     ranks = await engine(house, serve_rank, byte_archive)
     ids = ids_of(ranks[0])
     await teach(house, blocks={blocks_of(ids)[0]: ((0.7, 0.3), 4.0)}, gain=0.5, shares=(0.25, 0.75))
-    answer = await house.post(CHAT, chat(stream=stream, n=3), headers={"x-session-id": "s", "x-tenant-id": "t"})
+    answer = await house.post(
+        CHAT, chat(stream=stream, n=3), headers={"x-session-id": "s", "x-tenant-id": "t"}
+    )
     assert answer.status == 200
     await until(lambda: len(reports.outcomes) == 3)
     await asyncio.sleep(0.05)
     assert len(reports.outcomes) == 3, "and never again"
     decision_id = answer.headers["x-roost-decision-id"]
-    assert {outcome.decision for outcome in reports.outcomes} == {decision_id, f"{decision_id}-c1", f"{decision_id}-c2"}
-    assert {(message.model, message.tables, message.clusters) for message in reports.messages} == {("demo", 5, 5)}
+    assert {outcome.decision for outcome in reports.outcomes} == {
+        decision_id,
+        f"{decision_id}-c1",
+        f"{decision_id}-c2",
+    }
+    assert {(message.model, message.tables, message.clusters) for message in reports.messages} == {
+        ("demo", 5, 5)
+    }
     keys = keys_of("s", "t", "demo", CHAT)
     prices = house.service.view.prices("demo").local
     for outcome in reports.outcomes:
@@ -182,7 +214,9 @@ async def test_every_completed_choice_is_reported_once_after_its_end(
     assert b'roost_router_predictions_total{source="prefix"} 3.0' in house.service.metrics.exposition()
 
 
-async def test_after_failed_attempts_only_the_rank_that_answered_is_reported(house: House, serve_rank: Serve, byte_archive: bytes, reports: Reports) -> None:
+async def test_after_failed_attempts_only_the_rank_that_answered_is_reported(
+    house: House, serve_rank: Serve, byte_archive: bytes, reports: Reports
+) -> None:
     ranks = await engine(house, serve_rank, byte_archive)
     await teach(house)
     ranks[0].answer_status = ranks[1].answer_status = 500
@@ -196,29 +230,44 @@ async def test_after_failed_attempts_only_the_rank_that_answered_is_reported(hou
     assert reports.outcomes[0].decision.endswith(("-a2", "-a3"))
 
 
-async def test_before_there_are_tables_requests_are_reported_with_evidence(house: House, serve_rank: Serve, byte_archive: bytes, reports: Reports) -> None:
+async def test_before_there_are_tables_requests_are_reported_with_evidence(
+    house: House, serve_rank: Serve, byte_archive: bytes, reports: Reports
+) -> None:
     ranks = await engine(house, serve_rank, byte_archive)
     await house.post(CHAT, chat(user="ann"))
     await until(lambda: reports.outcomes)
     [outcome] = reports.outcomes
     assert (reports.messages[0].tables, reports.messages[0].clusters) == (0, 0)
-    assert (outcome.predicted, outcome.predicted_local, outcome.prior_local, outcome.spread) == (bytes(8), None, None, None)
+    assert (outcome.predicted, outcome.predicted_local, outcome.prior_local, outcome.spread) == (
+        bytes(8),
+        None,
+        None,
+        None,
+    )
     assert np.frombuffer(outcome.tokens, "<u4").tolist() == ids_of(ranks[0])
     assert outcome.tenant == keys_of(None, "ann", "demo", CHAT).tenant
 
 
-async def test_engines_that_report_no_experts_are_not_reported(house: House, serve_rank: Serve, byte_archive: bytes, reports: Reports) -> None:
+async def test_engines_that_report_no_experts_are_not_reported(
+    house: House, serve_rank: Serve, byte_archive: bytes, reports: Reports
+) -> None:
     await engine(house, serve_rank, byte_archive, shape=None, placement=None)
     assert (await house.post(CHAT, chat())).status == 200
     await asyncio.sleep(0.06)
     assert not reports.outcomes
 
 
-async def test_ranks_learn_the_id_of_the_decision_that_chose_them(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_ranks_learn_the_id_of_the_decision_that_chose_them(
+    house: House, serve_rank: Serve, byte_archive: bytes
+) -> None:
     ranks = await engine(house, serve_rank, byte_archive)
     ranks[0].hang_up_once = ranks[1].hang_up_once = True
     answer = await house.post(CHAT, chat())
-    sent = [{name.lower(): value for name, value in headers.items()}["x-roost-decision-id"] for rank in ranks for headers in rank.headers]
+    sent = [
+        {name.lower(): value for name, value in headers.items()}["x-roost-decision-id"]
+        for rank in ranks
+        for headers in rank.headers
+    ]
     assert sent == [answer.headers["x-roost-decision-id"]]
     assert (await house.get(f"/v1/decisions/{sent[0]}")).status == 200
 
@@ -261,10 +310,14 @@ async def test_who_asks_is_read_from_headers_then_from_the_body(
     assert (outcome.session != 0) == (session is not None)
 
 
-async def test_the_headers_names_are_settings(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_the_headers_names_are_settings(
+    open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes
+) -> None:
     house = await open_house(session_header="x-conversation", tenant_header="x-org")
     await engine(house, serve_rank, byte_archive)
-    await house.post(CHAT, chat(), headers={"x-conversation": "s", "x-org": "t", "x-session-id": "no", "x-tenant-id": "no"})
+    await house.post(
+        CHAT, chat(), headers={"x-conversation": "s", "x-org": "t", "x-session-id": "no", "x-tenant-id": "no"}
+    )
     [decision] = house.service.picker._kept.values()
     assert decision.ask.keys == keys_of("s", "t", "demo", CHAT)
 
@@ -275,14 +328,23 @@ def test_a_name_that_is_no_header_of_ones_own_is_refused(name: str) -> None:
         RouterConfig(session_header=name)
 
 
-async def test_a_body_that_names_its_session_wrongly_is_refused(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_body_that_names_its_session_wrongly_is_refused(
+    house: House, serve_rank: Serve, byte_archive: bytes
+) -> None:
     await engine(house, serve_rank, byte_archive)
     answer = await house.post(CHAT, chat(prompt_cache_key=5))
     assert (answer.status, answer.json["error"]["param"]) == (400, "prompt_cache_key")
 
 
 def test_keys_tell_apart_what_differs_and_are_never_none_by_chance() -> None:
-    asked = [("s", "t", "m", "/a"), ("s", "u", "m", "/a"), ("t", "s", "m", "/a"), (None, "t", "m", "/a"), (None, None, "m", "/a"), (None, None, "m", "/b")]
+    asked = [
+        ("s", "t", "m", "/a"),
+        ("s", "u", "m", "/a"),
+        ("t", "s", "m", "/a"),
+        (None, "t", "m", "/a"),
+        (None, None, "m", "/a"),
+        (None, None, "m", "/b"),
+    ]
     asked += [(None, None, "n", "/a"), (None, "t", "n", "/a"), ("s", None, "m", "/a")]
     found = [keys_of(*one) for one in asked]
     sessions = [keys.session for keys in found if keys.session]
@@ -290,13 +352,19 @@ def test_keys_tell_apart_what_differs_and_are_never_none_by_chance() -> None:
     assert len({keys.tenant for keys in found}) == 7, "a tenant's key is the same with and without a session"
     assert keys_of("s", "t", "m", "/a") == found[0]
     assert all(0 < keys.tenant < 2**64 for keys in found)
-    assert keys_of("s", "t", "m", "/a").session == keys_of("s", "t", "other", "/b").session, "a session continues with any model"
+    assert keys_of("s", "t", "m", "/a").session == keys_of("s", "t", "other", "/b").session, (
+        "a session continues with any model"
+    )
 
 
-async def test_explaining_predicts_the_same_as_the_request_itself(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_explaining_predicts_the_same_as_the_request_itself(
+    house: House, serve_rank: Serve, byte_archive: bytes
+) -> None:
     await engine(house, serve_rank, byte_archive)
     keys = keys_of("s", "t", "demo", CHAT)
-    await teach(house, sessions={keys.session: ((0.9, 0.1), 500.0)}, tenants={keys.tenant: ((0.6, 0.4), 5000.0)})
+    await teach(
+        house, sessions={keys.session: ((0.9, 0.1), 500.0)}, tenants={keys.tenant: ((0.6, 0.4), 5000.0)}
+    )
     who = {"x-session-id": "s", "x-tenant-id": "t"}
     explained = (await house.post(ROUTE, chat(), headers=who)).json["prediction"]
     answer = await house.post(CHAT, chat(), headers=who)
@@ -309,7 +377,9 @@ async def test_explaining_predicts_the_same_as_the_request_itself(house: House, 
 # Explanation
 
 
-async def test_an_explanation_is_readable(house: House, serve_rank: Serve, byte_archive: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_an_explanation_is_readable(
+    house: House, serve_rank: Serve, byte_archive: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
     ranks = await engine(house, serve_rank, byte_archive)
     blocks = blocks_of(ids_of(ranks[0]))
     show_decision((await house.post(ROUTE, chat())).body)
@@ -330,10 +400,20 @@ async def test_an_explanation_is_readable(house: House, serve_rank: Serve, byte_
 
 
 async def test_a_prompt_known_only_as_text_is_predicted_only_by_its_sender(house: House) -> None:
-    joined = await house.join("text", ["http://h:1", "http://h:2"], None, capabilities=Capabilities(kv_events=False, token_ids=False))
+    joined = await house.join(
+        "text",
+        ["http://h:1", "http://h:2"],
+        None,
+        capabilities=Capabilities(kv_events=False, token_ids=False),
+    )
     text = TextPrompt(b"a text of some length, long enough for blocks" * 4, "demo")
     keys = keys_of("s", None, "demo", CHAT)
-    await teach(house, blocks=dict.fromkeys(text.chained(4), ((0.1, 0.9), 99.0)), sessions={keys.session: ((0.9, 0.1), 500.0)}, tokens=np.ones((3, 2)))
+    await teach(
+        house,
+        blocks=dict.fromkeys(text.chained(4), ((0.1, 0.9), 99.0)),
+        sessions={keys.session: ((0.9, 0.1), 500.0)},
+        tokens=np.ones((3, 2)),
+    )
     decision = house.service.decide(RoutingRequest("demo", text, 0, 10, None, keys=keys), "d")
     assert decision.outlook is not None
     assert decision.outlook.forecast.best == "session"
@@ -357,13 +437,17 @@ def noted(service: RouterService, outcomes: OutcomeReporter, number: int) -> Non
     prompt = TokenPrompt([1, 2, number])
     exchange = RequestLog("r", f"d{number}", CHAT, 0.0)
     exchange.model = "demo"
-    decision, booking = service.book(exchange, RoutingRequest("demo", prompt, 3, 10, None, keys=exchange.keys()), "", Attempt())
+    decision, booking = service.book(
+        exchange, RoutingRequest("demo", prompt, 3, 10, None, keys=exchange.keys()), "", Attempt()
+    )
     service.release(booking)
     outcomes.note(decision, prompt)
 
 
 @pytest.mark.looptime
-async def test_outcomes_are_published_in_batches_at_once_when_many_wait_and_dropped_beyond_the_limit() -> None:
+async def test_outcomes_are_published_in_batches_at_once_when_many_wait_and_dropped_beyond_the_limit() -> (
+    None
+):
     broker = MemoryBroker()
     service = service_of(broker)
     outcomes = OutcomeReporter(MemoryBus(broker), broker.subjects, service.metrics, seconds=10.0, most=100)
@@ -408,7 +492,9 @@ async def test_a_router_without_a_bus_predicts_and_publishes_nothing() -> None:
     service.threads.shutdown()
 
 
-async def test_an_engine_that_left_takes_its_models_tables_with_it(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_an_engine_that_left_takes_its_models_tables_with_it(
+    house: House, serve_rank: Serve, byte_archive: bytes
+) -> None:
     async def describe(request: Message) -> Message:
         return published_clusters(halves()) if isinstance(request, DescribeClusters) else tables(9)
 

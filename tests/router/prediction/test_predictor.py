@@ -13,8 +13,12 @@ from tests.router.scheduling.test_decision import foretold
 
 
 def model(version: int = 1, clusters: int = 3, layers: int = 5, experts: int = 9) -> ClusterModel:
-    profiles = np.random.default_rng(version).dirichlet(np.full(experts, 0.3), (clusters, layers)).astype(np.float32)
-    return ClusterModel(version=version, profiles=profiles, shares=np.full(clusters, 1 / clusters, np.float32), sharpness=1.0)
+    profiles = (
+        np.random.default_rng(version).dirichlet(np.full(experts, 0.3), (clusters, layers)).astype(np.float32)
+    )
+    return ClusterModel(
+        version=version, profiles=profiles, shares=np.full(clusters, 1 / clusters, np.float32), sharpness=1.0
+    )
 
 
 def test_the_likeliest_experts_of_each_layer_are_named_most_likely_first() -> None:
@@ -35,7 +39,10 @@ def test_a_decision_keeps_no_clusters_in_memory_and_then_names_no_experts() -> N
     clusters = model()
     roster = view.roster("demo")
     outlook = foretold([0.0] * 2)
-    outlook = outlook._replace(forecast=outlook.forecast._replace(weights=np.array([1, 0, 0], np.float32)), clusters=weakref.ref(clusters))
+    outlook = outlook._replace(
+        forecast=outlook.forecast._replace(weights=np.array([1, 0, 0], np.float32)),
+        clusters=weakref.ref(clusters),
+    )
     decision = decided(roster, outlook=outlook)
     prediction = decision.record().prediction
     assert prediction is not None

@@ -37,7 +37,12 @@ def rows_of(count: int, tokens: Any = 7) -> Any:
 
 # Rows
 
-puttings = st.lists(st.lists(st.tuples(st.integers(0, 40).map(lambda number: number * (2**57 + 1)), st.integers(0, 3)), max_size=30), max_size=12)
+puttings = st.lists(
+    st.lists(
+        st.tuples(st.integers(0, 40).map(lambda number: number * (2**57 + 1)), st.integers(0, 3)), max_size=30
+    ),
+    max_size=12,
+)
 
 
 @given(puttings)
@@ -45,7 +50,10 @@ def test_rows_are_a_mapping_as_long_as_there_is_room(drawn: list[list[tuple[int,
     rows, oracle = RowTable(64 * SLOT * WAYS), dict[int, bytes]()
     for number, putting in enumerate(drawn):
         packed = [row(bytes([number] * 8), tokens) for _, tokens in putting]
-        rows.put(np.array([key for key, _ in putting], np.uint64), np.frombuffer(b"".join(packed), np.uint8).reshape(-1, ROW))
+        rows.put(
+            np.array([key for key, _ in putting], np.uint64),
+            np.frombuffer(b"".join(packed), np.uint8).reshape(-1, ROW),
+        )
         for (key, tokens), one in zip(putting, packed, strict=True):
             if tokens and key:
                 oracle[key] = one
@@ -138,8 +146,14 @@ def test_a_table_of_many_ages_stays_whole() -> None:
         ({"token_rows": b"123"}, "u32"),
         ({"token_rows": bytes(4)}, "do not make 1 rows"),
         ({"token_rows": bytes(4), "token_ratios": bytes(4)}, "outside the 0 buckets"),
-        ({"buckets": 9, "token_rows": np.array([9], "<u4").tobytes(), "token_ratios": bytes(4)}, "row 9 is outside"),
-        ({"buckets": 9, "token_rows": bytes(4), "token_ratios": np.array([np.inf, 0], "<f2").tobytes()}, "finite"),
+        (
+            {"buckets": 9, "token_rows": np.array([9], "<u4").tobytes(), "token_ratios": bytes(4)},
+            "row 9 is outside",
+        ),
+        (
+            {"buckets": 9, "token_rows": bytes(4), "token_ratios": np.array([np.inf, 0], "<f2").tobytes()},
+            "finite",
+        ),
         ({"blocks": KeyedRows(keys=bytes(8), rows=bytes(ROW - 1))}, "blocks"),
         ({"sessions": KeyedRows(keys=bytes(7), rows=b"")}, "sessions"),
         ({"tenants": KeyedRows(keys=b"", rows=bytes(ROW))}, "tenants"),
@@ -166,7 +180,9 @@ def test_missing_sources_count_nothing_and_unknown_ones_are_left_out() -> None:
 def test_trusts_may_depend_on_who_else_speaks() -> None:
     trusts = np.zeros((16, 4), "<f4")
     trusts[0b0010, 1] = 1.0  # the session alone
-    published = tables(trusts=trusts.tobytes(), sessions={5: ((0.9, 0.1), 1e6)}, blocks={7: ((0.9, 0.1), 1e6)})
+    published = tables(
+        trusts=trusts.tobytes(), sessions={5: ((0.9, 0.1), 1e6)}, blocks={7: ((0.9, 0.1), 1e6)}
+    )
     replica = TableReplica(BUDGET).prepare(read(published))
     assert replica.tables is not None
     assert predict(replica.tables, Query(session=5)).weights[0] == pytest.approx(0.9, abs=0.02)
@@ -175,7 +191,10 @@ def test_trusts_may_depend_on_who_else_speaks() -> None:
 
 def test_a_whole_is_taken_slice_by_slice_as_at_once() -> None:
     keys = np.random.default_rng(3).integers(1, 2**64, 3 * SLICE + 5, np.uint64)
-    parts = [KeyedRows(keys=some.tobytes(), rows=rows_of(len(some)).tobytes()) for some in (keys[: SLICE + 1], keys[SLICE + 1 : SLICE + 9], keys[SLICE + 9 :])]
+    parts = [
+        KeyedRows(keys=some.tobytes(), rows=rows_of(len(some)).tobytes())
+        for some in (keys[: SLICE + 1], keys[SLICE + 1 : SLICE + 9], keys[SLICE + 9 :])
+    ]
     change = read(msgspec.structs.replace(tables(), blocks=parts[0], sessions=parts[1], tenants=parts[2]))
     found = TableReplica(64 << 20).prepare(change).tables
     assert found is not None
@@ -198,12 +217,21 @@ def test_a_change_to_another_version_or_of_another_size_is_a_gap_and_an_old_one_
 
 
 def test_the_replica_predicts_from_the_published_tables() -> None:
-    message = tables(tokens=np.array([[0.5, -0.5], [0, 0]]), blocks={7: ((0.9, 0.1), 64)}, sessions={5: ((0.2, 0.8), 100)}, gain=0.25)
+    message = tables(
+        tokens=np.array([[0.5, -0.5], [0, 0]]),
+        blocks={7: ((0.9, 0.1), 64)},
+        sessions={5: ((0.2, 0.8), 100)},
+        gain=0.25,
+    )
     replica = TableReplica(BUDGET).prepare(read(message))
     assert replica.tables is not None
     assert replica.tables.gain == 0.25
     assert replica.tables.gain_of(np.array([0.9, 0.1], np.float32)) == 0.25, "the same for all"
-    by_cluster = TableReplica(BUDGET).prepare(read(tables(gain=0.25, gains=np.array([1.0, 0.0], "<f4").tobytes()))).tables
+    by_cluster = (
+        TableReplica(BUDGET)
+        .prepare(read(tables(gain=0.25, gains=np.array([1.0, 0.0], "<f4").tobytes())))
+        .tables
+    )
     assert by_cluster is not None
     assert by_cluster.gain_of(np.array([0.9, 0.1], np.float32)) == pytest.approx(0.9)
     found = predict(replica.tables, Query(prefix=(7, 8), tokens=range(40), session=5))
@@ -240,7 +268,15 @@ class Tracker:
         self.version += 1
         token_rows = np.array([bucket], "<u4").tobytes()
         ratios = self.tokens[bucket].astype("<f2").tobytes()
-        return tables(self.version, self.version - 1, gain=self.gain, blocks=news, buckets=4, token_rows=token_rows, token_ratios=ratios)
+        return tables(
+            self.version,
+            self.version - 1,
+            gain=self.gain,
+            blocks=news,
+            buckets=4,
+            token_rows=token_rows,
+            token_ratios=ratios,
+        )
 
     def whole(self) -> TablesPublished:
         return tables(self.version, gain=self.gain, blocks=self.blocks, tokens=self.tokens)
@@ -268,14 +304,23 @@ class House:
         self.threads = ThreadPoolExecutor(1)
         self.tracker = Tracker()
         self.feeds = TableSubscriber(
-            self.foresight, MemoryBus(self.broker), self.subjects, self.metrics, self.threads, asyncio.get_running_loop().time, self._learnt
+            self.foresight,
+            MemoryBus(self.broker),
+            self.subjects,
+            self.metrics,
+            self.threads,
+            asyncio.get_running_loop().time,
+            self._learnt,
         )
 
     def _learnt(self, model: str, clusters: ClusterModel) -> None:
         self.learnt.append((model, clusters))
 
     async def run(self, started: asyncio.Event) -> None:
-        async with self.bus.subscribe(self.subjects.tables, self.subjects.clusters) as subscription, asyncio.TaskGroup() as tasks:
+        async with (
+            self.bus.subscribe(self.subjects.tables, self.subjects.clusters) as subscription,
+            asyncio.TaskGroup() as tasks,
+        ):
             tasks.create_task(self.feeds.listen(subscription))
             tasks.create_task(self.feeds.run())
             started.set()
@@ -303,9 +348,16 @@ class House:
         if replica is None or replica.tables is None:
             return False
         held, tracker = replica.tables, self.tracker
-        rows = {key: row(pack(np.asarray(weights)).tobytes(), tokens) for key, (weights, tokens) in tracker.blocks.items()}
+        rows = {
+            key: row(pack(np.asarray(weights)).tobytes(), tokens)
+            for key, (weights, tokens) in tracker.blocks.items()
+        }
         same = (held.version, held.gain) == (tracker.version, tracker.gain)
-        return same and dict(held.blocks) == rows and bool((held.tokens == tracker.tokens.astype(np.float16).astype(np.float32)).all())
+        return (
+            same
+            and dict(held.blocks) == rows
+            and bool((held.tokens == tracker.tokens.astype(np.float16).astype(np.float32)).all())
+        )
 
 
 @pytest.fixture
@@ -335,8 +387,13 @@ async def test_a_merely_announced_snapshot_is_requested_once_and_applied(house: 
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**32), st.lists(st.sampled_from(["published", "lost", "twice", "late", "whole", "garbled"]), max_size=14))
-def test_losses_repetitions_and_delays_leave_the_replica_equal_to_the_tracker(seed: int, fates: list[str]) -> None:
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.sampled_from(["published", "lost", "twice", "late", "whole", "garbled"]), max_size=14),
+)
+def test_losses_repetitions_and_delays_leave_the_replica_equal_to_the_tracker(
+    seed: int, fates: list[str]
+) -> None:
     async def story() -> None:
         house, started = House(), asyncio.Event()
         task = asyncio.create_task(house.run(started))
@@ -403,7 +460,12 @@ async def test_what_cannot_be_used_is_counted_and_the_next_change_repairs_it(hou
         house.feeds.add("demo")
         await until(lambda: house.version == 100)
         await house.say(msgspec.structs.replace(house.tracker.change(1), gain=7.0))
-        await house.say(msgspec.structs.replace(published_clusters(halves()), record=msgspec.structs.replace(halves().record(), profiles=b"short")))
+        await house.say(
+            msgspec.structs.replace(
+                published_clusters(halves()),
+                record=msgspec.structs.replace(halves().record(), profiles=b"short"),
+            )
+        )
         await house.say(DescribeTables(model="demo"))
         await until(lambda: house.refused == 3)
         assert house.version == 100
@@ -457,13 +519,21 @@ async def test_large_tables_are_taken_whole_and_by_changes(house: House) -> None
     part = KeyedRows(keys=keys.tobytes(), rows=rows_of(len(keys)).tobytes())
 
     async def describe(request: Message) -> Message:
-        return published_clusters(halves()) if isinstance(request, DescribeClusters) else msgspec.structs.replace(tables(1), blocks=part)
+        return (
+            published_clusters(halves())
+            if isinstance(request, DescribeClusters)
+            else msgspec.structs.replace(tables(1), blocks=part)
+        )
 
     async with house.bus.serve(house.subjects.describe_profile, describe):
         house.feeds.add("demo")
         await until(lambda: house.version == 1)
         assert house.blocks == len(keys)
         more = np.random.default_rng(6).integers(1, 2**64, 9_000, np.uint64)
-        await house.say(msgspec.structs.replace(tables(2, 1), blocks=KeyedRows(keys=more.tobytes(), rows=rows_of(len(more)).tobytes())))
+        await house.say(
+            msgspec.structs.replace(
+                tables(2, 1), blocks=KeyedRows(keys=more.tobytes(), rows=rows_of(len(more)).tobytes())
+            )
+        )
         await until(lambda: house.version == 2)
         assert house.blocks == len(keys) + len(more)

@@ -56,7 +56,9 @@ def test_only_a_rank_that_lost_a_block_before_those_behind_it_may_have_gaps() ->
     index.apply([removed(LOCAL, [9, 8, 7, 6], rank=rank) for rank in range(3)])
     # Remove the fork, and finally all blocks of both branches.
     index.apply([removed(other, [2, 3, 4, 5, 6], rank=0), removed(LOCAL, [3, 4, 5], rank=0)])
-    index.apply([removed(LOCAL, [3, 4, 5], rank=1), removed(other, [6, 5, 4, 3], rank=1), removed(LOCAL, [2], rank=1)])
+    index.apply(
+        [removed(LOCAL, [3, 4, 5], rank=1), removed(other, [6, 5, 4, 3], rank=1), removed(LOCAL, [2], rank=1)]
+    )
     holders = index.holders
     assert holders._gappy == holders._slots[WORKER, 0].bit
     index.apply([removed(LOCAL, [4], rank=2)])
@@ -104,14 +106,21 @@ def test_removing_what_is_gone_already_is_counted_and_removes_the_rest() -> None
 
 def test_what_lies_in_another_tier_is_not_cached() -> None:
     index = indexed(stored(LOCAL[:4]))
-    index.apply([msgspec.structs.replace(removed(LOCAL, [3]), storage_tier="host_pinned"), msgspec.structs.replace(stored(LOCAL), storage_tier="disk")])
+    index.apply(
+        [
+            msgspec.structs.replace(removed(LOCAL, [3]), storage_tier="host_pinned"),
+            msgspec.structs.replace(stored(LOCAL), storage_tier="disk"),
+        ]
+    )
     assert found(index, LOCAL) == {(WORKER, 0): 4}
 
 
 def test_a_rank_may_call_its_blocks_as_it_likes() -> None:
     named = [KvBlock(100 + at, LOCAL[at]) for at in range(6)]
     index = KvEventIndex(BlockIndex())
-    say = lambda change: index.apply([RoutedKvEvent(worker_id=WORKER, event=KvEvent(event_id=1, data=change))])  # noqa: E731
+    say = lambda change: index.apply(  # noqa: E731
+        [RoutedKvEvent(worker_id=WORKER, event=KvEvent(event_id=1, data=change))]
+    )
     say(KvChange(stored=KvStored(blocks=tuple(named[:3]))))
     say(KvChange(stored=KvStored(blocks=tuple(named[3:]), parent_hash=102)))
     assert found(index, LOCAL) == {(WORKER, 0): 6}
@@ -159,7 +168,9 @@ def test_a_rank_that_says_it_holds_more_than_any_can_is_not_believed(monkeypatch
 def test_the_index_finds_what_comparing_prompts_finds(held: list[int], looked_up: list[int]) -> None:
     one, two = local_hashes(held, 2), local_hashes(looked_up, 2)
     index = indexed(*([stored(one)] if one else []))
-    common = next((at for at in range(min(len(one), len(two))) if one[at] != two[at]), min(len(one), len(two)))
+    common = next(
+        (at for at in range(min(len(one), len(two))) if one[at] != two[at]), min(len(one), len(two))
+    )
     assert found(index, two).get((WORKER, 0), 0) == common
 
 
@@ -181,7 +192,10 @@ def test_equal_prompts_of_two_salts_have_no_block_in_common_though_runs_are_reme
     hashes = [chain.reach(125, runs)[:125] for chain in chains]
     assert hashes[:3] == [sequence_hashes(local_hashes(ids, 16, seed)) for seed in seeds] == hashes[3:]
     assert len({block for chain in hashes[:3] for block in chain}) == 3 * 125
-    texts = [TextPrompt(b"a text of some length, long enough for blocks" * 4, "m", seed).chained(4)[:] for seed in seeds]
+    texts = [
+        TextPrompt(b"a text of some length, long enough for blocks" * 4, "m", seed).chained(4)[:]
+        for seed in seeds
+    ]
     assert len({block for chain in texts for block in chain}) == 3 * len(texts[0]) > 0
 
 
@@ -192,7 +206,11 @@ def test_beginnings_that_were_hashed_before_are_not_hashed_again(monkeypatch: py
     assert len(runs) == 3  # 29 of 125 blocks do not fill a run
     hashed: list[int] = []
     monkeypatch.setattr(
-        "router.prefix_index.block_hash_chain.extend", lambda chained, raw, width, seed: (hashed.append(len(raw) // width), extend(chained, raw, width, seed))
+        "router.prefix_index.block_hash_chain.extend",
+        lambda chained, raw, width, seed: (
+            hashed.append(len(raw) // width),
+            extend(chained, raw, width, seed),
+        ),
     )
     again = TokenPrompt(ids[:1_600] + [7] * 400).chained(16)
     for depth in (1, 2, 33, 70, 100, 125):
@@ -203,7 +221,10 @@ def test_beginnings_that_were_hashed_before_are_not_hashed_again(monkeypatch: py
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=2, max_size=6), st.lists(st.integers(1, 200), max_size=8))
+@given(
+    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=2, max_size=6),
+    st.lists(st.integers(1, 200), max_size=8),
+)
 def test_remembered_runs_never_change_a_chain(prompts: list[list[int]], depths: list[int]) -> None:
     runs = HashRuns(4)
     for prompt in prompts:
@@ -218,7 +239,9 @@ def test_remembered_runs_never_change_a_chain(prompts: list[list[int]], depths: 
 # Sweeping
 
 
-def test_what_cleared_ranks_leave_behind_is_swept_out_as_others_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cleared_ranks_leave_behind_is_swept_out_as_others_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "_FEW_LEFT", 4)
     holders = BlockIndex()
     for rank in range(6):
@@ -261,7 +284,13 @@ class Compared(RuleBasedStateMachine):
         if hasattr(self, "patch"):
             self.patch.undo()
 
-    @rule(worker=st.integers(1, 3), rank=st.integers(0, 2), prompt=st.integers(0, 1), start=st.integers(0, 8), count=st.integers(1, 6))
+    @rule(
+        worker=st.integers(1, 3),
+        rank=st.integers(0, 2),
+        prompt=st.integers(0, 1),
+        start=st.integers(0, 8),
+        count=st.integers(1, 6),
+    )
     def store(self, worker: int, rank: int, prompt: int, start: int, count: int) -> None:
         held = self.sets.setdefault((worker, rank), set())
         chained, local = self.PROMPTS[prompt], self.LOCALS[prompt]

@@ -26,7 +26,15 @@ from router.prefix_index.approximate_index import ApproximateIndex
 from router.prefix_index.block_index import BlockIndex
 from router.prefix_index.kv_event_index import KvEventIndex
 from router.prefix_index.prompt import TokenPrompt
-from router.scheduling.batch_assignment import Assignment, BatchAssignment, LoadPrices, gathered, greedy, route_batch, total
+from router.scheduling.batch_assignment import (
+    Assignment,
+    BatchAssignment,
+    LoadPrices,
+    gathered,
+    greedy,
+    route_batch,
+    total,
+)
 from router.scheduling.cost import Weights, score
 from router.scheduling.filters import SaturationLimits
 from router.scheduling.scheduler import RoutingRequest, Scheduler
@@ -47,10 +55,20 @@ class Table:
     engine: NDArray[np.intp]
 
     def prices(self, requests: slice, targets: slice, load: IntArray) -> NDArray[np.float64]:
-        return np.asarray((self.fixed[requests, targets] + self.token[targets] * load[PREFILL, targets]).T, np.float64)
+        return np.asarray(
+            (self.fixed[requests, targets] + self.token[targets] * load[PREFILL, targets]).T, np.float64
+        )
 
 
-def batch_of(pricing: Table, *, prefill: Any, room: Any = 1000, may: Any = True, most_prefill: float = np.inf, seeds: Any = 0) -> BatchAssignment:
+def batch_of(
+    pricing: Table,
+    *,
+    prefill: Any,
+    room: Any = 1000,
+    may: Any = True,
+    most_prefill: float = np.inf,
+    seeds: Any = 0,
+) -> BatchAssignment:
     requests, targets = pricing.fixed.shape
     shape = (requests, targets)
     return BatchAssignment(
@@ -66,7 +84,9 @@ def batch_of(pricing: Table, *, prefill: Any, room: Any = 1000, may: Any = True,
     )
 
 
-def in_turn(batch: BatchAssignment, pricing: Table, order: Iterator[int] | range | tuple[int, ...]) -> list[Assignment]:
+def in_turn(
+    batch: BatchAssignment, pricing: Table, order: Iterator[int] | range | tuple[int, ...]
+) -> list[Assignment]:
     """Assign in the plain way, without numpy: each request in its turn takes the cheapest target."""
     load = batch.load.copy()
     places = []
@@ -74,10 +94,15 @@ def in_turn(batch: BatchAssignment, pricing: Table, order: Iterator[int] | range
         open_to = [
             target
             for target in range(load.shape[1])
-            if batch.may[request, target] and load[SEQUENCES, target] < batch.most_requests[target] and load[PREFILL, target] <= batch.most_prefill[target]
+            if batch.may[request, target]
+            and load[SEQUENCES, target] < batch.most_requests[target]
+            and load[PREFILL, target] <= batch.most_prefill[target]
         ]
         if open_to:
-            costs = {target: float(pricing.fixed[request, target] + pricing.token[target] * load[PREFILL, target]) for target in open_to}
+            costs = {
+                target: float(pricing.fixed[request, target] + pricing.token[target] * load[PREFILL, target])
+                for target in open_to
+            }
             best = min(costs.values())
             ties = [target for target in open_to if costs[target] == best]
             target = ties[int(batch.seeds[request]) % len(ties)]
@@ -88,7 +113,8 @@ def in_turn(batch: BatchAssignment, pricing: Table, order: Iterator[int] | range
 
 
 def optimum(batch: BatchAssignment, pricing: Table) -> tuple[int, float]:
-    """Return the most places, and their lowest cost, over every order and every choice, by exhaustive search."""
+    """Return the most places, and their lowest cost, over every order and every choice, by exhaustive
+    search."""
     requests, targets = pricing.fixed.shape
 
     @cache
@@ -96,11 +122,21 @@ def optimum(batch: BatchAssignment, pricing: Table) -> tuple[int, float]:
         best = (0, 0.0)
         for request in left:
             for target in range(targets):
-                if not batch.may[request, target] or held[target] >= batch.most_requests[target] or queued[target] > batch.most_prefill[target]:
+                if (
+                    not batch.may[request, target]
+                    or held[target] >= batch.most_requests[target]
+                    or queued[target] > batch.most_prefill[target]
+                ):
                     continue
                 price = float(pricing.fixed[request, target] + pricing.token[target] * queued[target])
-                more = (*queued[:target], queued[target] + int(batch.prefill[request, target]), *queued[target + 1 :])
-                placed, saved = rest(left - {request}, more, (*held[:target], held[target] + 1, *held[target + 1 :]))
+                more = (
+                    *queued[:target],
+                    queued[target] + int(batch.prefill[request, target]),
+                    *queued[target + 1 :],
+                )
+                placed, saved = rest(
+                    left - {request}, more, (*held[:target], held[target] + 1, *held[target + 1 :])
+                )
                 best = max(best, (placed + 1, saved - price))
         return best
 
@@ -155,17 +191,25 @@ def test_no_request_is_lost_or_duplicated_and_capacities_hold(case: tuple[BatchA
         assert batch.may[place.request, place.target]
         assert load[SEQUENCES, place.target] < batch.most_requests[place.target]
         assert load[PREFILL, place.target] <= batch.most_prefill[place.target]
-        assert place.price == pricing.fixed[place.request, place.target] + pricing.token[place.target] * load[PREFILL, place.target]
+        assert (
+            place.price
+            == pricing.fixed[place.request, place.target]
+            + pricing.token[place.target] * load[PREFILL, place.target]
+        )
         load[PREFILL, place.target] += batch.prefill[place.request, place.target]
         load[SEQUENCES, place.target] += 1
     still_open = (load[SEQUENCES] < batch.most_requests) & (load[PREFILL] <= batch.most_prefill)
-    waiting = [request for request in range(len(batch.steps)) if request not in {place.request for place in places}]
+    waiting = [
+        request for request in range(len(batch.steps)) if request not in {place.request for place in places}
+    ]
     assert not (batch.may[waiting] & still_open).any()  # no request waits while a place is open
 
 
 @settings(max_examples=100, deadline=None)
 @given(cases(bound=True))
-def test_a_batch_is_never_dearer_than_the_plain_order_nor_smaller(case: tuple[BatchAssignment, Table]) -> None:
+def test_a_batch_is_never_dearer_than_the_plain_order_nor_smaller(
+    case: tuple[BatchAssignment, Table],
+) -> None:
     batch, pricing = case
     places, plain = route_batch(batch, pricing), in_turn(batch, pricing, range(len(batch.steps)))
     assert (-len(places), total(places)) <= (-len(plain), total(plain) + 1e-9)
@@ -173,7 +217,9 @@ def test_a_batch_is_never_dearer_than_the_plain_order_nor_smaller(case: tuple[Ba
 
 @settings(max_examples=40, deadline=None)
 @given(cases(bound=False))
-def test_without_binding_capacities_a_batch_costs_at_most_twice_what_the_best_ranks_would(case: tuple[BatchAssignment, Table]) -> None:
+def test_without_binding_capacities_a_batch_costs_at_most_twice_what_the_best_ranks_would(
+    case: tuple[BatchAssignment, Table],
+) -> None:
     batch, pricing = case
     places = route_batch(batch, pricing)
     assert len(places) == len(batch.steps)
@@ -211,7 +257,11 @@ def test_who_has_but_one_rank_left_is_not_kept_from_it() -> None:
 def test_the_order_in_which_requests_are_given_does_not_matter_where_nothing_is_equal(seed: int) -> None:
     chance = np.random.default_rng(seed)
     fixed = chance.uniform(0.0, 400.0, (5, 4))
-    prefill, token, engine = chance.integers(1, 50, (5, 1)), np.array([0.31, 0.37, 0.41, 0.43]), np.array([0, 1, 1, 2])
+    prefill, token, engine = (
+        chance.integers(1, 50, (5, 1)),
+        np.array([0.31, 0.37, 0.41, 0.43]),
+        np.array([0, 1, 1, 2]),
+    )
     assigned, costs = set(), []
     for order in list(permutations(range(5)))[::17]:
         at = list(order)
@@ -226,7 +276,10 @@ def test_the_order_in_which_requests_are_given_does_not_matter_where_nothing_is_
 
 def test_ties_between_ranks_are_broken_only_by_the_seed() -> None:
     pricing = Table(np.zeros((1, 4)), np.zeros(4), np.zeros(4, np.intp))
-    targets = [route_batch(batch_of(pricing, prefill=1, seeds=seed), pricing)[0].target for seed in (0, 1, 2, 3, 4, 0)]
+    targets = [
+        route_batch(batch_of(pricing, prefill=1, seeds=seed), pricing)[0].target
+        for seed in (0, 1, 2, 3, 4, 0)
+    ]
     assert targets == [0, 1, 2, 3, 0, 0]
 
 
@@ -242,14 +295,32 @@ def fleet(*ranks: int) -> TargetTable:
     view = FleetView(Reservations(settle_seconds=0.1, stale_seconds=5.0))
     for number, count in enumerate(ranks):
         urls = [f"http://h:{100 * number + rank}" for rank in range(count)]
-        view.join(engine_joined(f"e{number}", urls, "f" * 64, worker_id=number + 1, speed=SPEEDS[number % 3], shape=None, placement=None), 0.0)
+        view.join(
+            engine_joined(
+                f"e{number}",
+                urls,
+                "f" * 64,
+                worker_id=number + 1,
+                speed=SPEEDS[number % 3],
+                shape=None,
+                placement=None,
+            ),
+            0.0,
+        )
         view.heard(number + 1, 0.0)
     return view.roster("demo")
 
 
 def some_load(chance: np.random.Generator, targets: int) -> IntArray:
     sequences = chance.integers(0, 30, targets)
-    return np.array([chance.integers(0, 5000, targets), sequences, sequences * 7, sequences * chance.integers(1, 90, targets)])
+    return np.array(
+        [
+            chance.integers(0, 5000, targets),
+            sequences,
+            sequences * 7,
+            sequences * chance.integers(1, 90, targets),
+        ]
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -265,19 +336,28 @@ def test_a_load_is_priced_as_a_decision_would_price_it(seed: int, measured: bool
     factors = chance.uniform(0.5, 2.0, (2, targets)) if measured else None
 
     def scores(load: IntArray) -> NDArray[np.float64]:
-        rows = [score(roster, load, uncached[at], int(prompts[at]), int(outputs[at]), weights, None, None, factors).total for at in range(6)]
+        rows = [
+            score(
+                roster, load, uncached[at], int(prompts[at]), int(outputs[at]), weights, None, None, factors
+            ).total
+            for at in range(6)
+        ]
         return np.stack(rows)
 
     pricing = LoadPrices(roster, weights, before, scores(before), uncached, prompts, outputs, factors)
     everybody, everywhere = slice(0, 6), slice(0, targets)
     assert np.allclose(pricing.prices(everybody, everywhere, after).T, scores(after), rtol=1e-9, atol=1e-9)
     if not lone:
-        assert np.allclose(pricing.prices(slice(2, 5), slice(4, 8), after).T, scores(after)[2:5, 4:8], rtol=1e-9, atol=1e-9)
+        assert np.allclose(
+            pricing.prices(slice(2, 5), slice(4, 8), after).T, scores(after)[2:5, 4:8], rtol=1e-9, atol=1e-9
+        )
 
 
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 2**32 - 1))
-def test_deciding_one_after_another_in_the_order_found_gives_the_same_ranks_at_the_same_prices(seed: int) -> None:
+def test_deciding_one_after_another_in_the_order_found_gives_the_same_ranks_at_the_same_prices(
+    seed: int,
+) -> None:
     chance = np.random.default_rng(seed)
     config = RouterConfig(max_requests_per_rank=12, max_queue_seconds=3.0, max_kv_share=0.9)
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
@@ -292,9 +372,20 @@ def test_deciding_one_after_another_in_the_order_found_gives_the_same_ranks_at_t
     roster = view.roster("demo")
     for target in roster.targets:
         running = int(chance.integers(8, 13))
-        reservations.report(target.key, (int(chance.integers(0, 2000)), running, 60 * running, int(chance.integers(0, 100)) * running), 0.0)
+        reservations.report(
+            target.key,
+            (int(chance.integers(0, 2000)), running, 60 * running, int(chance.integers(0, 100)) * running),
+            0.0,
+        )
     needs = [
-        RoutingRequest("demo", TokenPrompt(list(range(at, at + int(chance.integers(5, 900))))), 0, int(chance.integers(1, 200)), "f" * 64) for at in range(9)
+        RoutingRequest(
+            "demo",
+            TokenPrompt(list(range(at, at + int(chance.integers(5, 900))))),
+            0,
+            int(chance.integers(1, 200)),
+            "f" * 64,
+        )
+        for at in range(9)
     ]
     try:
         alone = [picker.decide(need, "d", at, 0.0) for at, need in enumerate(needs)]

@@ -1,4 +1,5 @@
-"""Bursts between two load reports: no rank gets much more than its fair share of the work, in predicted time."""
+"""Bursts between two load reports: no rank gets much more than its fair share of the work, in predicted
+time."""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +20,9 @@ BLOCK = 16
 LARGE = SaturationLimits(10**9, 1e9)
 FAST = EngineSpeed(prefill_token=1e-4, prefill_pair=1e-9, decode_sequence=1e-4, decode_block=1e-6, step=3e-3)
 SLOW = EngineSpeed(prefill_token=2e-4, prefill_pair=2e-9, decode_sequence=2e-4, decode_block=2e-6, step=6e-3)
-CHATTY = EngineSpeed(prefill_token=5e-5, prefill_pair=5e-10, decode_sequence=4e-4, decode_block=2e-6, step=2e-3)
+CHATTY = EngineSpeed(
+    prefill_token=5e-5, prefill_pair=5e-10, decode_sequence=4e-4, decode_block=2e-6, step=2e-3
+)
 MIXED = ((4, FAST), (4, SLOW), (1, CHATTY), (2, FAST))
 SINGLE = ((1, FAST), (1, SLOW), (1, CHATTY), (1, SLOW), (1, FAST))
 ALIKE = ((8, FAST), (8, FAST))
@@ -46,28 +49,65 @@ def burst(engines: Any, rules: PolicyRules, requests: int = 1000) -> Burst:
     view = FleetView(reservations)
     for number, (ranks, speed) in enumerate(engines):
         urls = [f"http://h:{100 * number + rank}" for rank in range(ranks)]
-        view.join(engine_joined(f"e{number}", urls, "f" * 64, worker_id=number + 1, block_size=BLOCK, max_context=1 << 20, speed=speed), 0.0)
+        view.join(
+            engine_joined(
+                f"e{number}",
+                urls,
+                "f" * 64,
+                worker_id=number + 1,
+                block_size=BLOCK,
+                max_context=1 << 20,
+                speed=speed,
+            ),
+            0.0,
+        )
         view.heard(number + 1, 0.0)
         for rank in range(ranks):
             running = int(chance.integers(0, 12))
-            load = (int(chance.integers(0, 6000)), running, running * int(chance.integers(20, 80)), running * 64)
+            load = (
+                int(chance.integers(0, 6000)),
+                running,
+                running * int(chance.integers(20, 80)),
+                running * 64,
+            )
             reservations.report((number + 1, rank), load, 0.0)
     roster = view.roster("demo")
     targets = len(roster.targets)
     load = reservations.load(roster.rows, 0.0)
-    runs = running_seconds(roster.decode_sequence_s, roster.decode_block_s, load[SEQUENCES], load[BLOCKS], load[STEPS], STEPS_AHEAD)
+    runs = running_seconds(
+        roster.decode_sequence_s,
+        roster.decode_block_s,
+        load[SEQUENCES],
+        load[BLOCKS],
+        load[STEPS],
+        STEPS_AHEAD,
+    )
     before = queue_seconds(roster.prefill_token_s, load[PREFILL]) + runs
     given, counts, nothing = np.zeros(targets), np.zeros(targets, np.int64), np.zeros(targets, np.int64)
     for number in range(requests):
-        prompt = int(chance.choice([200, 1000, 4000, 16_000], p=[0.4, 0.3, 0.2, 0.1]) * chance.uniform(0.7, 1.3))
+        prompt = int(
+            chance.choice([200, 1000, 4000, 16_000], p=[0.4, 0.3, 0.2, 0.1]) * chance.uniform(0.7, 1.3)
+        )
         output = int(chance.choice([32, 128]))
         load = reservations.load(roster.rows, 0.0)
-        ask = Ask(decision_id="d", seed=int(chance.integers(2**32)), model="demo", prompt_tokens=prompt, output_tokens=output)
-        decision = decide(ask, roster, candidates(roster, load, 0, LARGE), nothing, Conditions(load, turn=number), rules, 1)
+        ask = Ask(
+            decision_id="d",
+            seed=int(chance.integers(2**32)),
+            model="demo",
+            prompt_tokens=prompt,
+            output_tokens=output,
+        )
+        decision = decide(
+            ask, roster, candidates(roster, load, 0, LARGE), nothing, Conditions(load, turn=number), rules, 1
+        )
         at, blocks = decision.chosen, -(-(prompt + output) // BLOCK)
         reservations.book(decision.target.key, (prompt, 1, blocks, output), 0.0)
-        work = prefill_seconds(roster.prefill_token_s, roster.prefill_pair_s, np.full(targets, prompt), prompt)
-        given[at] += float(work[at] + output * (roster.decode_sequence_s[at] + roster.decode_block_s[at] * blocks))
+        work = prefill_seconds(
+            roster.prefill_token_s, roster.prefill_pair_s, np.full(targets, prompt), prompt
+        )
+        given[at] += float(
+            work[at] + output * (roster.decode_sequence_s[at] + roster.decode_block_s[at] * blocks)
+        )
         counts[at] += 1
     return Burst(before, given, counts)
 
@@ -82,8 +122,14 @@ def shares(found: Burst) -> NDArray[np.float64]:
     return np.asarray(found.given / (level - found.before))
 
 
-@pytest.mark.parametrize(("engines", "lockstep"), [(MIXED, 1.0), (MIXED, 0.0), (SINGLE, 1.0), (ALIKE, 1.0)], ids=["mixed", "no lockstep", "single", "alike"])
-def test_a_burst_between_two_reports_gives_no_rank_more_than_five_quarters_of_a_fair_share(engines: Any, lockstep: float) -> None:
+@pytest.mark.parametrize(
+    ("engines", "lockstep"),
+    [(MIXED, 1.0), (MIXED, 0.0), (SINGLE, 1.0), (ALIKE, 1.0)],
+    ids=["mixed", "no lockstep", "single", "alike"],
+)
+def test_a_burst_between_two_reports_gives_no_rank_more_than_five_quarters_of_a_fair_share(
+    engines: Any, lockstep: float
+) -> None:
     assert shares(burst(engines, PolicyRules(weights=Weights(lockstep=lockstep)))).max() < 1.25
 
 

@@ -32,9 +32,14 @@ def live(before: World, gain: float, *, given: bool = True) -> Lived:
     return lived(before, Setting(16, gain, given), 160)
 
 
-def test_under_a_placement_that_follows_homes_requests_come_home_and_nothing_gets_slower(recorded: tuple[Table, Table]) -> None:
+def test_under_a_placement_that_follows_homes_requests_come_home_and_nothing_gets_slower(
+    recorded: tuple[Table, Table],
+) -> None:
     aligned = world(*recorded, width=EXPERTS, slots=9)
-    blind, homed, priced, both = (live(aligned, gain, given=given) for gain, given in ((0.0, False), (0.0, True), (0.8, False), (0.8, True)))
+    blind, homed, priced, both = (
+        live(aligned, gain, given=given)
+        for gain, given in ((0.0, False), (0.0, True), (0.8, False), (0.8, True))
+    )
     assert blind.at_home < 0.35
     assert homed.at_home > blind.at_home + 0.1, "homes pull before prediction has earned anything"
     assert both.at_home > max(priced.at_home, homed.at_home, 0.5)
@@ -43,7 +48,9 @@ def test_under_a_placement_that_follows_homes_requests_come_home_and_nothing_get
     assert both.balance > blind.balance - 0.1
 
 
-def test_under_a_placement_that_ignores_clusters_there_is_next_to_nothing_to_steer_by(recorded: tuple[Table, Table]) -> None:
+def test_under_a_placement_that_ignores_clusters_there_is_next_to_nothing_to_steer_by(
+    recorded: tuple[Table, Table],
+) -> None:
     linear = world(*recorded, width=EXPERTS, slots=9, follows=False)
     steered, blind = live(linear, 0.8), live(linear, 0.0, given=False)
     assert steered.swing_ms < 5.0

@@ -43,15 +43,34 @@ def load_of(*ranks: tuple[int, int, int, int]) -> NDArray[np.int64]:
     return np.array(ranks, np.int64).T
 
 
-def expected(remote: Any = 0.0, nodes: Any = 0.0, added: Any = 0.0, gain: float = 1.0, targets: int = 2) -> ExpectedLoad:
-    return ExpectedLoad(*(np.broadcast_to(np.asarray(table, np.float64), targets) for table in (remote, nodes, added)), gain)
+def expected(
+    remote: Any = 0.0, nodes: Any = 0.0, added: Any = 0.0, gain: float = 1.0, targets: int = 2
+) -> ExpectedLoad:
+    return ExpectedLoad(
+        *(np.broadcast_to(np.asarray(table, np.float64), targets) for table in (remote, nodes, added)), gain
+    )
 
 
-def priced(roster: TargetTable, load: Any = None, uncached: Any = 100, prompt: int = 100, output: int = 20, **more: Any) -> dict[str, list[float]]:
+def priced(
+    roster: TargetTable,
+    load: Any = None,
+    uncached: Any = 100,
+    prompt: int = 100,
+    output: int = 20,
+    **more: Any,
+) -> dict[str, list[float]]:
     """Return milliseconds by term, one per target."""
     targets = len(roster.targets)
     load = np.zeros((AMOUNTS, targets), np.int64) if load is None else load
-    found = score(roster, load, np.broadcast_to(np.asarray(uncached, np.int64), targets), prompt, output, Weights(), **more)
+    found = score(
+        roster,
+        load,
+        np.broadcast_to(np.asarray(uncached, np.int64), targets),
+        prompt,
+        output,
+        Weights(),
+        **more,
+    )
     return dict(zip(TERMS, found.terms.tolist(), strict=True))
 
 
@@ -65,7 +84,9 @@ def pair(**about: Any) -> TargetTable:
 
 @pytest.mark.parametrize(("uncached", "pairs"), [(100, 5000.0), (60, 60 * 100 - 60 * 60 / 2), (1, 99.5)])
 def test_prefill_is_a_price_per_token_and_one_per_pair_that_attends(uncached: int, pairs: float) -> None:
-    assert sum(position + 0.5 for position in range(100 - uncached, 100)) == pairs, "token i attends to the i before it, and to half of itself"
+    assert sum(position + 0.5 for position in range(100 - uncached, 100)) == pairs, (
+        "token i attends to the i before it, and to half of itself"
+    )
     assert priced(pair(), uncached=uncached)["prefill"] == pytest.approx([1.0 * uncached + 1e-3 * pairs] * 2)
 
 
@@ -83,7 +104,9 @@ def test_the_queue_is_the_prefill_that_was_promised_before() -> None:
         ((0, 0, 50, 40), 0.0),  # no sequence runs: blocks that are merely held cost nothing
     ],
 )
-def test_decode_is_the_requests_own_steps_and_what_runs_beside_it_until_it_is_done(load: tuple[int, int, int, int], running: float) -> None:
+def test_decode_is_the_requests_own_steps_and_what_runs_beside_it_until_it_is_done(
+    load: tuple[int, int, int, int], running: float
+) -> None:
     own = 20 * (4.0 + 1.0 + 0.01 * 120 / 4)
     assert priced(pair(), load_of(load, load))["decode"] == pytest.approx([own + running] * 2)
 
@@ -94,7 +117,10 @@ def test_a_rank_whose_sequences_are_nearly_done_costs_less() -> None:
 
 
 def test_a_slower_engine_is_dearer_even_when_both_are_idle() -> None:
-    view, _ = view_of({"speed": SPEED, "ranks": 1}, {"speed": EngineSpeed(step=8e-3, decode_sequence=1e-3, decode_block=1e-5), "ranks": 1})
+    view, _ = view_of(
+        {"speed": SPEED, "ranks": 1},
+        {"speed": EngineSpeed(step=8e-3, decode_sequence=1e-3, decode_block=1e-5), "ranks": 1},
+    )
     fast, slow = priced(view.roster("demo"))["decode"]
     assert slow - fast == pytest.approx(20 * 4.0)
 
@@ -105,9 +131,13 @@ def test_experts_are_tokens_times_distinct_ranks_and_nodes_each_at_the_price_of_
 
 
 def test_distinct_experts_are_read_by_all_ranks_of_an_engine_at_once() -> None:
-    assert priced(pair(), expected=expected(added=[6.0, 6.0], gain=0.5))["distinct"] == pytest.approx([0.5 * 20 * 0.1 * 6 / 2] * 2)
+    assert priced(pair(), expected=expected(added=[6.0, 6.0], gain=0.5))["distinct"] == pytest.approx(
+        [0.5 * 20 * 0.1 * 6 / 2] * 2
+    )
     four = view_of({"speed": SPEED, "ranks": 4})[0].roster("demo")
-    assert priced(four, expected=expected(added=6.0, targets=4))["distinct"] == pytest.approx([20 * 0.1 * 6 / 4] * 4)
+    assert priced(four, expected=expected(added=6.0, targets=4))["distinct"] == pytest.approx(
+        [20 * 0.1 * 6 / 4] * 4
+    )
 
 
 def test_lockstep_is_waiting_for_the_slowest_rank_and_making_the_longest_prefill_longer() -> None:
@@ -131,13 +161,17 @@ def test_where_nothing_runs_a_prefill_delays_no_request() -> None:
     assert priced(pair(), load_of((0, 0, 0, 0), (500, 0, 0, 0)))["lockstep"] == [0.0, 0.0]
     view, _ = view_of({"speed": SPEED}, {"speed": SPEED})
     load = load_of((0, 0, 0, 0), (500, 1, 90, 2000), (0, 0, 0, 0), (0, 0, 0, 0))
-    assert {decided(view.roster("demo"), load, seed=seed).target.engine.engine for seed in range(4)} == {"e1"}, "not beside the busy one"
+    assert {decided(view.roster("demo"), load, seed=seed).target.engine.engine for seed in range(4)} == {
+        "e1"
+    }, "not beside the busy one"
 
 
 def test_decode_and_lockstep_together_are_the_time_of_the_engines_steps() -> None:
     """The work of a request on any rank but the slowest is hidden behind the slowest."""
     found = priced(pair(), load_of((0, 5, 0, 1000), (0, 1, 0, 1000)))
-    slow, fast = (decode + lockstep for decode, lockstep in zip(found["decode"], found["lockstep"], strict=True))
+    slow, fast = (
+        decode + lockstep for decode, lockstep in zip(found["decode"], found["lockstep"], strict=True)
+    )
     prefill = 100 * 1.0 + 1e-3 * 5000
     assert fast - prefill == pytest.approx(20 * (4.0 + 5 * 1.0))
     assert slow - prefill == pytest.approx(20 * (4.0 + 5 * 1.0) + 20 * (1.0 + 0.01 * 120 / 4))
@@ -159,10 +193,18 @@ def test_measured_speeds_multiply_what_they_were_measured_of() -> None:
     load, foreseen = load_of((50, 3, 40, 1000), (70, 1, 10, 1000)), expected(2.0, 1.0, 3.0)
     plain = priced(pair(), load, expected=foreseen)
     faster = priced(pair(), load, expected=foreseen, factors=np.array([[2.0, 2.0], [3.0, 3.0]]))
-    for term, factor in (("prefill", 2.0), ("queue", 2.0), ("decode", 3.0), ("experts", 1.0), ("distinct", 1.0)):
+    for term, factor in (
+        ("prefill", 2.0),
+        ("queue", 2.0),
+        ("decode", 3.0),
+        ("experts", 1.0),
+        ("distinct", 1.0),
+    ):
         assert faster[term] == pytest.approx([factor * ms for ms in plain[term]])
     only = priced(pair(), load, factors=np.array([[1.0, 5.0], [1.0, 1.0]]))
-    assert only["lockstep"][0] == 0.0, "the other rank's queue is known to last longer than this one and the prompt"
+    assert only["lockstep"][0] == 0.0, (
+        "the other rank's queue is known to last longer than this one and the prompt"
+    )
     assert plain["lockstep"][0] > 0
 
 
@@ -195,7 +237,9 @@ def test_an_engine_behind_one_url_is_one_target_whose_experts_are_not_priced() -
     view.heard(5, 0.0)
     view.price(5, 0, locality((0, 0), SHAPE, None, linear(layers=2, experts=4, ranks=2), halves()))
     assert not view.prices("demo").priced.any()
-    assert view.roster("demo").targets[0].note == "the engine is one target: the rank of a request is not known"
+    assert (
+        view.roster("demo").targets[0].note == "the engine is one target: the rank of a request is not known"
+    )
 
 
 # Trends of terms
@@ -213,30 +257,55 @@ states = st.fixed_dictionaries(
         "factors": st.lists(st.floats(0.25, 4.0), min_size=8, max_size=8),
     }
 )
-HOUSE = view_of({"speed": SPEED}, {"ranks": 1}, {"ranks": 1, "speed": EngineSpeed(step=1e-2)})[0].roster("demo")
+HOUSE = view_of({"speed": SPEED}, {"ranks": 1}, {"ranks": 1, "speed": EngineSpeed(step=1e-2)})[0].roster(
+    "demo"
+)
 
 ALONE = view_of({"ranks": 1, "speed": SPEED})[0].roster("demo")
 
 
 def scores_of(state: dict[str, Any], weights: Weights = Weights()) -> Scores:  # noqa: B008 immutable
-    foreseen = ExpectedLoad(np.array(state["remote"]), np.array(state["nodes"]), np.array(state["added"]), 0.7)
+    foreseen = ExpectedLoad(
+        np.array(state["remote"]), np.array(state["nodes"]), np.array(state["added"]), 0.7
+    )
     factors = np.reshape(state["factors"], (2, 4))
-    return score(HOUSE, np.array(state["load"]).T, np.array(state["uncached"]), 2000, state["output"], weights, foreseen, np.full(4, 0.1), factors)
+    return score(
+        HOUSE,
+        np.array(state["load"]).T,
+        np.array(state["uncached"]),
+        2000,
+        state["output"],
+        weights,
+        foreseen,
+        np.full(4, 0.1),
+        factors,
+    )
 
 
 @settings(deadline=None, max_examples=60)
 @given(state=states, weights=st.builds(Weights, *[st.floats(0, 10)] * len(TERMS)))
 def test_terms_add_up_exactly_and_none_is_negative(state: dict[str, Any], weights: Weights) -> None:
     found = scores_of(state, weights)
-    alone = score(ALONE, np.array(state["load"][:1]).T, np.array(state["uncached"][:1]), 2000, state["output"], weights)
-    for terms, total in zip([*found.terms.T.tolist(), *alone.terms.T.tolist()], [*found.total, *alone.total], strict=True):
+    alone = score(
+        ALONE, np.array(state["load"][:1]).T, np.array(state["uncached"][:1]), 2000, state["output"], weights
+    )
+    for terms, total in zip(
+        [*found.terms.T.tolist(), *alone.terms.T.tolist()], [*found.total, *alone.total], strict=True
+    ):
         assert reduce(add, terms) == total
     assert (found.terms >= 0).all()
 
 
 @settings(deadline=None, max_examples=60)
-@given(state=states, what=st.sampled_from(["remote", "nodes", "added", "uncached"]), which=st.integers(0, 3), more=st.integers(1, 50))
-def test_more_to_compute_or_to_send_never_costs_less_and_leaves_others_alone(state: dict[str, Any], what: str, which: int, more: int) -> None:
+@given(
+    state=states,
+    what=st.sampled_from(["remote", "nodes", "added", "uncached"]),
+    which=st.integers(0, 3),
+    more=st.integers(1, 50),
+)
+def test_more_to_compute_or_to_send_never_costs_less_and_leaves_others_alone(
+    state: dict[str, Any], what: str, which: int, more: int
+) -> None:
     state["uncached"] = [min(uncached, 1900) for uncached in state["uncached"]]
     before = scores_of(state).total
     state[what][which] += more
@@ -246,20 +315,34 @@ def test_more_to_compute_or_to_send_never_costs_less_and_leaves_others_alone(sta
 
 
 @settings(deadline=None, max_examples=60)
-@given(state=states, row=st.sampled_from([PREFILL, BLOCKS, STEPS]), which=st.integers(0, 3), more=st.integers(1, 500))
-def test_more_promised_to_a_rank_never_makes_it_cheaper_nor_a_rank_of_another_engine_dearer(state: dict[str, Any], row: int, which: int, more: int) -> None:
+@given(
+    state=states,
+    row=st.sampled_from([PREFILL, BLOCKS, STEPS]),
+    which=st.integers(0, 3),
+    more=st.integers(1, 500),
+)
+def test_more_promised_to_a_rank_never_makes_it_cheaper_nor_a_rank_of_another_engine_dearer(
+    state: dict[str, Any], row: int, which: int, more: int
+) -> None:
     before = scores_of(state).total
-    state["load"] = [tuple(amount + more * (at == row and one == which) for at, amount in enumerate(load)) for one, load in enumerate(state["load"])]
+    state["load"] = [
+        tuple(amount + more * (at == row and one == which) for at, amount in enumerate(load))
+        for one, load in enumerate(state["load"])
+    ]
     after = scores_of(state).total
     assert after[which] >= before[which] * (1 - 1e-12)
     assert (after == before)[HOUSE.engine != HOUSE.engine[which]].all()
 
 
 @pytest.mark.parametrize("experts", [16, 64, 256])
-def test_the_expert_term_does_not_change_with_the_number_of_experts_where_the_ranks_are_the_same(experts: int) -> None:
+def test_the_expert_term_does_not_change_with_the_number_of_experts_where_the_ranks_are_the_same(
+    experts: int,
+) -> None:
     shape = ModelShape(layers=2, experts=experts, top_k=4, hidden=64, expert_intermediate=64)
     placement, model = linear(layers=2, experts=experts, ranks=4), clusters(np.ones((2, 2, experts)))
-    view, _ = view_of({"ranks": 4, "speed": SPEED, "shape": shape, "placement": placement.record()}, clusters=model)
+    view, _ = view_of(
+        {"ranks": 4, "speed": SPEED, "shape": shape, "placement": placement.record()}, clusters=model
+    )
     found = view.prices("demo")
     remote, nodes, local, added = found.of(np.array([0.3, 0.7], np.float32))
     assert remote == pytest.approx(np.full(4, 2 * 3 * (1 - 0.75**4)), rel=1e-5)
@@ -273,7 +356,10 @@ def test_the_expert_term_does_not_change_with_the_number_of_experts_where_the_ra
 
 def test_nodes_of_ranks_make_remote_nodes_and_engines_spread_alike_are_priced_alike() -> None:
     view, _ = view_of(
-        {"ranks": 4, "nodes": ("a", "a", "b", "b")}, {"ranks": 4, "nodes": ("x", "x", "y", "y")}, {"ranks": 4}, clusters=clusters(np.ones((2, 2, 4)))
+        {"ranks": 4, "nodes": ("a", "a", "b", "b")},
+        {"ranks": 4, "nodes": ("x", "x", "y", "y")},
+        {"ranks": 4},
+        clusters=clusters(np.ones((2, 2, 4))),
     )
     _, nodes, _, _ = view.prices("demo").of(np.array([0.5, 0.5], np.float32))
     away = 2 * (1 - 0.5**SHAPE.top_k)
@@ -287,7 +373,10 @@ def test_an_engine_that_names_nodes_for_other_ranks_than_its_own_is_refused() ->
 
 
 def distinct_of(view: FleetView) -> list[float]:
-    decision = decided(view.roster("demo"), outlook=foretold([0.0] * 4, added=view.prices("demo").of(np.array([0.8, 0.2], np.float32))[3]))
+    decision = decided(
+        view.roster("demo"),
+        outlook=foretold([0.0] * 4, added=view.prices("demo").of(np.array([0.8, 0.2], np.float32))[3]),
+    )
     return decision.scores.terms[TERMS.index("distinct")].tolist()  # type: ignore[no-any-return]
 
 
@@ -341,7 +430,9 @@ def test_what_has_no_price_is_not_computed_and_would_have_been_nothing(state: di
     foreseen = ExpectedLoad(np.array(state["remote"]), np.array(state["nodes"]), np.array(state["added"]))
     assert (PLAIN.pairs, PLAIN.far, PLAIN.reads, PLAIN.apart) == (False,) * 4
     houses = PLAIN, replace(PLAIN, pairs=True, far=True, reads=True, apart=True)
-    short, whole = (score(house, load, uncached, 2000, state["output"], Weights(), foreseen) for house in houses)
+    short, whole = (
+        score(house, load, uncached, 2000, state["output"], Weights(), foreseen) for house in houses
+    )
     assert (short.terms == whole.terms).all()
 
 

@@ -25,7 +25,11 @@ from tests.router.decision_builders import LIMITS, SLOW, ask, decided, foretold,
 from tests.router.learnt_tables import clusters, halves
 from tests.router.router_fixture import SHAPE, engine_joined
 
-loads = st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 9), st.integers(0, 500), st.integers(0, 900)), min_size=4, max_size=4)
+loads = st.lists(
+    st.tuples(st.integers(0, 4000), st.integers(0, 9), st.integers(0, 500), st.integers(0, 900)),
+    min_size=4,
+    max_size=4,
+)
 overlaps = st.lists(st.integers(0, 40), min_size=4, max_size=4)
 weights = st.builds(Weights, *[st.floats(0, 10)] * len(TERMS))
 
@@ -38,17 +42,36 @@ weights = st.builds(Weights, *[st.floats(0, 10)] * len(TERMS))
     prompt=st.integers(1, 200),
     output=st.integers(1, 100),
     seed=st.integers(0, 2**32),
-    outlook=st.none() | st.builds(foretold, st.lists(st.floats(0, 60), min_size=4, max_size=4), st.floats(0, 1)),
+    outlook=st.none()
+    | st.builds(foretold, st.lists(st.floats(0, 60), min_size=4, max_size=4), st.floats(0, 1)),
 )
 def test_the_terms_of_a_decision_add_up_to_its_scores_exactly(
     load: Any, overlap: Any, weight: Weights, prompt: int, output: int, seed: int, outlook: Outlook | None
 ) -> None:
     view, _ = view_of({}, {"speed": SLOW})
-    decision = decided(view.roster("demo"), np.array(load).T, overlap, weight, outlook, prompt=prompt, output=output, seed=seed)
+    decision = decided(
+        view.roster("demo"),
+        np.array(load).T,
+        overlap,
+        weight,
+        outlook,
+        prompt=prompt,
+        output=output,
+        seed=seed,
+    )
     record = msgspec.json.decode(msgspec.json.encode(decision.record()), type=DecisionRecord)
     for candidate in record.candidates:
         terms = candidate.terms_ms
-        assert candidate.score == terms.prefill + terms.queue + terms.decode + terms.experts + terms.distinct + terms.lockstep + terms.handover
+        assert (
+            candidate.score
+            == terms.prefill
+            + terms.queue
+            + terms.decode
+            + terms.experts
+            + terms.distinct
+            + terms.lockstep
+            + terms.handover
+        )
         assert min(msgspec.structs.astuple(terms)) >= 0
     scores = [candidate.score for candidate in record.candidates]
     assert scores == pytest.approx(sorted(scores), rel=1e-11)
@@ -59,14 +82,21 @@ def test_the_terms_of_a_decision_add_up_to_its_scores_exactly(
 
 
 @settings(deadline=None)
-@given(load=loads, overlap=overlaps, more=st.integers(1, 20), which=st.integers(0, 3), prompt=st.integers(1, 200))
-def test_more_overlap_never_raises_a_score(load: Any, overlap: list[int], more: int, which: int, prompt: int) -> None:
+@given(
+    load=loads, overlap=overlaps, more=st.integers(1, 20), which=st.integers(0, 3), prompt=st.integers(1, 200)
+)
+def test_more_overlap_never_raises_a_score(
+    load: Any, overlap: list[int], more: int, which: int, prompt: int
+) -> None:
     view, _ = view_of({}, {"speed": SLOW})
     roster = view.roster("demo")
     grown = [blocks + more if one == which else blocks for one, blocks in enumerate(overlap)]
     table = np.array(load).T
     before, after = (
-        score(roster, table, uncached_tokens(prompt, np.array(blocks), roster.block_size), prompt, 10, Weights()).total for blocks in (overlap, grown)
+        score(
+            roster, table, uncached_tokens(prompt, np.array(blocks), roster.block_size), prompt, 10, Weights()
+        ).total
+        for blocks in (overlap, grown)
     )
     assert after[which] <= before[which]
     assert (np.delete(after, which) == np.delete(before, which)).all()
@@ -94,7 +124,9 @@ def test_a_weight_of_zero_switches_a_term_off_and_two_doubles_it() -> None:
         plain = decided(view.roster("demo"), load, outlook=foretold([1.0, 0.5])).scores.terms
         for factor in (0.0, 2.0):
             only = Weights(*[factor if one == at else 1.0 for one in range(len(TERMS))])
-            weighted = decided(view.roster("demo"), load, weights=only, outlook=foretold([1.0, 0.5])).scores.terms
+            weighted = decided(
+                view.roster("demo"), load, weights=only, outlook=foretold([1.0, 0.5])
+            ).scores.terms
             assert (weighted[at] == factor * plain[at]).all()
 
 
@@ -102,16 +134,25 @@ def test_terms_are_milliseconds_of_the_time_model() -> None:
     view, _ = view_of({"speed": SLOW})
     load = np.array([[200, 0], [3, 0], [40, 0], [1000, 0]])
     remote = 2 * (1 - 0.5**2)  # two layers, half of the mass away, two draws
-    decision = decided(view.roster("demo"), load, [5, 0], outlook=foretold([remote, remote], gain=0.6), prompt=100, output=20)
+    decision = decided(
+        view.roster("demo"), load, [5, 0], outlook=foretold([remote, remote], gain=0.6), prompt=100, output=20
+    )
     own, running = 20 * (3.0 + 1.0 + 0.01 * (100 + 20) / 4), 20 * (3 * 1.0 + 40 * 0.01)
-    assert decision.scores.terms[:, 0] == pytest.approx([80.0, 200.0, own + running, 0.6 * (80 + 20) * 0.01 * remote, 0.0, 80.0, 0.0])
+    assert decision.scores.terms[:, 0] == pytest.approx(
+        [80.0, 200.0, own + running, 0.6 * (80 + 20) * 0.01 * remote, 0.0, 80.0, 0.0]
+    )
 
 
 def test_ties_between_candidates_are_broken_only_by_the_seed() -> None:
     view, _ = view_of({}, {})
     picks = [decided(view.roster("demo"), seed=seed).target.name for seed in range(400)]
     assert picks == [decided(view.roster("demo"), seed=seed).target.name for seed in range(400)]
-    assert {name: picks.count(name) for name in set(picks)} == {"e0/0": 100, "e0/1": 100, "e1/0": 100, "e1/1": 100}
+    assert {name: picks.count(name) for name in set(picks)} == {
+        "e0/0": 100,
+        "e0/1": 100,
+        "e1/0": 100,
+        "e1/1": 100,
+    }
     assert decided(view.roster("demo")).choice.tied == 4
     assert decided(view.roster("demo")).margin == 0.0
 
@@ -154,11 +195,26 @@ def test_a_decision_without_candidates_is_an_error_of_the_caller() -> None:
     roster = view.roster("demo")
     none = candidates(roster, np.zeros((AMOUNTS, 2), np.int64), 10**6, LIMITS)
     with pytest.raises(ValueError, match="no candidate"):
-        decide(ask(), roster, none, np.zeros(2, np.int64), Conditions(np.zeros((AMOUNTS, 2), np.int64)), PolicyRules(), 1)
+        decide(
+            ask(),
+            roster,
+            none,
+            np.zeros(2, np.int64),
+            Conditions(np.zeros((AMOUNTS, 2), np.int64)),
+            PolicyRules(),
+            1,
+        )
 
 
 def test_engines_that_cannot_serve_are_named_with_their_reason() -> None:
-    view, _ = view_of({}, {"model": "other"}, {}, {}, {"tokenizer": "e" * 64}, {"tokenizer": None, "capabilities": Capabilities(token_ids=False)})
+    view, _ = view_of(
+        {},
+        {"model": "other"},
+        {},
+        {},
+        {"tokenizer": "e" * 64},
+        {"tokenizer": None, "capabilities": Capabilities(token_ids=False)},
+    )
     view.leave(3)
     view.unreachable(4)
     excluded = {out.engine: out.reason for out in view.roster("demo").excluded}
@@ -218,9 +274,16 @@ def test_layers_below_the_boundary_cost_nothing_and_are_not_counted_as_local() -
 
 def test_a_rank_that_keeps_less_of_its_own_sends_more_away() -> None:
     even = Placement(np.tile(np.arange(4), (2, 2)), experts=4, ranks=2)
-    shared = Placement(even.expert_of_slot, experts=4, ranks=2, split=even.split._replace(keep=even.split.keep // 2))
-    near = Placement(even.expert_of_slot, experts=4, ranks=2, split=shared.split._replace(near=even.split.keep))
-    found = {name: prices(locality((0, 1), SHAPE, None, one, halves())) for name, one in (("even", even), ("shared", shared), ("near", near))}
+    shared = Placement(
+        even.expert_of_slot, experts=4, ranks=2, split=even.split._replace(keep=even.split.keep // 2)
+    )
+    near = Placement(
+        even.expert_of_slot, experts=4, ranks=2, split=shared.split._replace(near=even.split.keep)
+    )
+    found = {
+        name: prices(locality((0, 1), SHAPE, None, one, halves()))
+        for name, one in (("even", even), ("shared", shared), ("near", near))
+    }
     assert found["even"].local == pytest.approx(1.0)
     assert found["even"].remote == pytest.approx(0.0)
     assert found["shared"].local == pytest.approx(0.75, abs=1e-4)
@@ -233,9 +296,13 @@ def test_unknown_expert_terms_are_noted_and_cost_nothing() -> None:
     cases = {
         "reports no experts": locality((0, 0), None, None, None, None),
         "placement is unknown": locality((0, 0), SHAPE, None, None, halves()),
-        "placement is of another shape": locality((0, 0), SHAPE, None, linear(layers=3, experts=4, ranks=2), halves()),
+        "placement is of another shape": locality(
+            (0, 0), SHAPE, None, linear(layers=3, experts=4, ranks=2), halves()
+        ),
         "no clusters of this model yet": locality((0, 0), SHAPE, None, placement, None),
-        "clusters are of another shape": locality((0, 0), SHAPE, None, placement, clusters(np.ones((2, 5, 7)))),
+        "clusters are of another shape": locality(
+            (0, 0), SHAPE, None, placement, clusters(np.ones((2, 5, 7)))
+        ),
     }
     for expected_note, found in cases.items():
         assert found.prices is None
@@ -251,7 +318,9 @@ def test_engines_that_began_alike_have_the_same_prices_whatever_their_epochs() -
     work = DispatchInputs((0, 0), SHAPE, None, placement, model)
     assert work.same_as(DispatchInputs((0, 0), SHAPE, None, later, model))
     others = [
-        DispatchInputs((0, 0), SHAPE, None, Placement(placement.expert_of_slot, experts=4, ranks=2, split=split), model),
+        DispatchInputs(
+            (0, 0), SHAPE, None, Placement(placement.expert_of_slot, experts=4, ranks=2, split=split), model
+        ),
         DispatchInputs((0, 0), SHAPE, None, mirrored, model),
         DispatchInputs((0, 0), SHAPE, None, None, model),
         DispatchInputs((0, 0), SHAPE, None, placement, halves()),
@@ -292,14 +361,25 @@ def test_a_cached_prefix_outweighs_experts_and_experts_outweigh_a_little_less() 
 
 def test_a_candidates_record_says_what_was_expected_there_and_why_not() -> None:
     roster, outlook = aligned(gain=0.5)
-    record = msgspec.json.decode(msgspec.json.encode(decided(roster, outlook=outlook).record()), type=DecisionRecord)
-    assert [(one.rank, one.local_share, one.experts_note) for one in record.candidates] == [(1, 0.9, None), (0, 0.1, None)]
+    record = msgspec.json.decode(
+        msgspec.json.encode(decided(roster, outlook=outlook).record()), type=DecisionRecord
+    )
+    assert [(one.rank, one.local_share, one.experts_note) for one in record.candidates] == [
+        (1, 0.9, None),
+        (0, 0.1, None),
+    ]
     assert (record.epochs.tables, record.epochs.clusters) == (7, 3)
     assert record.prediction is not None
     assert [(one.cluster, round(one.weight, 3)) for one in record.prediction.clusters] == [(0, 0.8), (1, 0.2)]
     assert record.prediction.prefix == str(2**64 - 5)
-    assert [(one.source, one.evidence_tokens, one.confidence) for one in record.prediction.sources] == [("prefix", 8.0, 0.25)]
-    assert (record.prediction.best, record.prediction.known_blocks, record.prediction.gain) == ("prefix", 2, 0.5)
+    assert [(one.source, one.evidence_tokens, one.confidence) for one in record.prediction.sources] == [
+        ("prefix", 8.0, 0.25)
+    ]
+    assert (record.prediction.best, record.prediction.known_blocks, record.prediction.gain) == (
+        "prefix",
+        2,
+        0.5,
+    )
 
 
 def test_an_expert_term_of_zero_says_why() -> None:
@@ -375,7 +455,9 @@ def test_the_last_epochs_prices_stand_until_those_of_the_new_one_are_known() -> 
     view, _ = view_of({}, clusters=halves())
     before = view.prices("demo")
     assert before.priced.all()
-    mirrored = Placement(linear(layers=2, experts=4, ranks=2).expert_of_slot[:, ::-1], experts=4, ranks=2, epoch=1)
+    mirrored = Placement(
+        linear(layers=2, experts=4, ranks=2).expert_of_slot[:, ::-1], experts=4, ranks=2, epoch=1
+    )
     view.place(1, mirrored, Layout(attention="dp", boundary=0))
     assert (view.prices("demo").flat == before.flat).all()
     assert view.roster("demo").targets[0].note == "not priced yet: the term is that of epoch 0"

@@ -44,18 +44,25 @@ COMMON = Weights(experts=0.0, distinct=0.0, lockstep=0.0, handover=0.0)
 def roster_of(scale: float, per_request: float) -> TargetTable:
     """Return two engines of four ranks."""
     speed = EngineSpeed(
-        prefill_token=scale * BLOCK_SECONDS / BLOCK, decode_block=BLOCK_SECONDS / OUTPUT, decode_sequence=per_request * BLOCK_SECONDS / OUTPUT, step=7e-3
+        prefill_token=scale * BLOCK_SECONDS / BLOCK,
+        decode_block=BLOCK_SECONDS / OUTPUT,
+        decode_sequence=per_request * BLOCK_SECONDS / OUTPUT,
+        step=7e-3,
     )
     view = FleetView(Reservations(settle_seconds=0.1, stale_seconds=5.0))
     for worker in (1, 2):
         urls = [f"http://h:{worker}{rank}" for rank in range(RANKS // 2)]
-        view.join(engine_joined(f"e{worker}", urls, "f" * 64, worker_id=worker, block_size=BLOCK, speed=speed), 0.0)
+        view.join(
+            engine_joined(f"e{worker}", urls, "f" * 64, worker_id=worker, block_size=BLOCK, speed=speed), 0.0
+        )
         view.heard(worker, 0.0)
     return view.roster("demo")
 
 
 @pytest.mark.parametrize(("scale", "per_request"), [(1.0, 0.0), (2.0, 0.0), (4.0, 1.5), (1.0, 8.0)])
-def test_the_order_of_ranks_is_dynamos_on_ten_thousand_random_states(scale: float, per_request: float) -> None:
+def test_the_order_of_ranks_is_dynamos_on_ten_thousand_random_states(
+    scale: float, per_request: float
+) -> None:
     """2,500 states of eight ranks for each of four settings. Loads, prompts and their cached parts are
     random.
     """
@@ -67,14 +74,17 @@ def test_the_order_of_ranks_is_dynamos_on_ten_thousand_random_states(scale: floa
         cached = chance.integers(0, (prompt - 1) // BLOCK + 1, RANKS)
         prefill_blocks = np.maximum((load[PREFILL] + prompt) / BLOCK - cached, 0.0)
         theirs = scale * prefill_blocks + load[BLOCKS] + -(-prompt // BLOCK) + per_request * load[SEQUENCES]
-        ours = score(roster, load, uncached_tokens(prompt, cached, roster.block_size), prompt, OUTPUT, COMMON).total / (1000.0 * BLOCK_SECONDS)
+        ours = score(
+            roster, load, uncached_tokens(prompt, cached, roster.block_size), prompt, OUTPUT, COMMON
+        ).total / (1000.0 * BLOCK_SECONDS)
         assert np.abs((ours - ours.min()) - (theirs - theirs.min())).max() < 1e-6
         for before, after in pairwise(np.argsort(theirs, kind="stable")):
             assert ours[before] < ours[after] or theirs[before] == theirs[after]
 
 
 def loads(chance: np.random.Generator) -> IntArray:
-    """Return random loads. Every running request outlasts the new one, and ranks without any hold no blocks."""
+    """Return random loads. Every running request outlasts the new one, and ranks without any hold no
+    blocks."""
     load = np.zeros((AMOUNTS, RANKS), np.int64)
     load[PREFILL] = chance.integers(0, int(chance.choice([2, 500, 60_000])), RANKS)
     load[SEQUENCES] = chance.integers(0, int(chance.choice([3, 200])), RANKS)
@@ -86,7 +96,14 @@ def loads(chance: np.random.Generator) -> IntArray:
 def test_a_prompt_that_is_cached_whole_still_costs_one_token_here() -> None:
     roster = roster_of(1.0, 0.0)
     cached = np.array([4, 3] * 4)
-    ours = score(roster, np.zeros((AMOUNTS, RANKS), np.int64), uncached_tokens(64, cached, roster.block_size), 64, OUTPUT, COMMON).total
+    ours = score(
+        roster,
+        np.zeros((AMOUNTS, RANKS), np.int64),
+        uncached_tokens(64, cached, roster.block_size),
+        64,
+        OUTPUT,
+        COMMON,
+    ).total
     assert (ours[1] - ours[0]) / (1000.0 * BLOCK_SECONDS) == pytest.approx((16 - 1) / BLOCK), "there: 16 / 16"
 
 

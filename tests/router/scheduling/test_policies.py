@@ -36,11 +36,17 @@ Four = tuple[int, int, int, int]
 
 
 def four(policy: str, queued: Four = (0, 0, 0, 0), **more: Any) -> Decision:
-    """Return four engines of one rank. queued: outstanding prompt tokens of each, one millisecond per token."""
+    """Return four engines of one rank. queued: outstanding prompt tokens of each, one millisecond per
+    token."""
     load = np.zeros((AMOUNTS, 4), np.int64)
     load[PREFILL] = queued
     rules = more.pop("rules", {})
-    return decided(view_of(*[dict(ALONE) for _ in range(4)])[0].roster("demo"), load, rules=PolicyRules(policy=policy, **rules), **more)  # type: ignore[arg-type]
+    return decided(
+        view_of(*[dict(ALONE) for _ in range(4)])[0].roster("demo"),
+        load,
+        rules=PolicyRules(policy=policy, **rules),
+        **more,
+    )  # type: ignore[arg-type]
 
 
 # Policies
@@ -48,7 +54,9 @@ def four(policy: str, queued: Four = (0, 0, 0, 0), **more: Any) -> Decision:
 
 def test_kv_takes_the_most_cached_prompt_and_of_equals_the_least_loaded() -> None:
     assert four("kv", (0, 0, 900, 800), overlap=[1, 2, 9, 9]).chosen == 3
-    assert four("kv", (0, 0, 4000, 0), overlap=[24, 24, 25, 0]).chosen == 2, "any load for four tokens more: that is what it is for"
+    assert four("kv", (0, 0, 4000, 0), overlap=[24, 24, 25, 0]).chosen == 2, (
+        "any load for four tokens more: that is what it is for"
+    )
 
 
 def test_least_loaded_takes_the_least_promised_work_whatever_is_cached() -> None:
@@ -61,7 +69,9 @@ def test_least_loaded_counts_what_runs_by_the_time_it_adds() -> None:
     speed = EngineSpeed(prefill_token=1e-3, decode_sequence=1e-3, decode_block=0.0)
     load = np.zeros((AMOUNTS, 2), np.int64)
     load[SEQUENCES], load[STEPS] = (1, 2), (1000, 10)
-    decision = decided(view_of({"speed": speed})[0].roster("demo"), load, rules=PolicyRules(policy="least_loaded"))
+    decision = decided(
+        view_of({"speed": speed})[0].roster("demo"), load, rules=PolicyRules(policy="least_loaded")
+    )
     assert decision.chosen == 1, "two that are nearly done are less than one that has just begun"
 
 
@@ -76,23 +86,43 @@ def test_classic_weighs_shares_that_have_no_unit() -> None:
     the most loaded.
     """
     outlook = foretold([1.0] * 4, gain=0.5, local=[0.25, 0.5, 0.0, 1.0], priced=[True, True, True, False])
-    decision = four("classic", (50, 0, 100, 0), overlap=[5, 0, 10, 25], outlook=outlook, rules={"alpha": 2.0, "beta": 3.0, "gamma": 0.5})
-    uncached, remote, relative = [0.8, 1.0, 0.6, 0.01], [0.5 * 0.75, 0.5 * 0.5, 0.5, 0.0], [0.5, 0.0, 1.0, 0.0]
-    assert decision.score == pytest.approx([2 * u + 3 * r + 0.5 * busy for u, r, busy in zip(uncached, remote, relative, strict=True)])
+    decision = four(
+        "classic",
+        (50, 0, 100, 0),
+        overlap=[5, 0, 10, 25],
+        outlook=outlook,
+        rules={"alpha": 2.0, "beta": 3.0, "gamma": 0.5},
+    )
+    uncached, remote, relative = (
+        [0.8, 1.0, 0.6, 0.01],
+        [0.5 * 0.75, 0.5 * 0.5, 0.5, 0.0],
+        [0.5, 0.0, 1.0, 0.0],
+    )
+    assert decision.score == pytest.approx(
+        [2 * u + 3 * r + 0.5 * busy for u, r, busy in zip(uncached, remote, relative, strict=True)]
+    )
     assert decision.unit == "1"
     assert four("classic").score == pytest.approx([1.0] * 4)
 
 
 @pytest.mark.parametrize("policy", ["cost", "classic", "kv", "least_loaded", "round_robin"])
 def test_every_policy_is_explained_by_the_same_record(policy: str) -> None:
-    decision = four(policy, (5, 6, 7, 8), overlap=[0, 3, 2, 1], outlook=foretold([4.0, 3.0, 2.0, 1.0]), conditions={"turn": 1})
+    decision = four(
+        policy,
+        (5, 6, 7, 8),
+        overlap=[0, 3, 2, 1],
+        outlook=foretold([4.0, 3.0, 2.0, 1.0]),
+        conditions={"turn": 1},
+    )
     record = msgspec.json.decode(msgspec.json.encode(decision.record()), type=DecisionRecord)
     assert (record.policy, record.unit) == (policy, "ms" if policy in ("cost", "least_loaded") else "1")
     scores = [candidate.score for candidate in record.candidates]
     assert scores == sorted(scores)
     assert record.margin == scores[1] - scores[0]
     priced = {candidate.engine: candidate.terms_ms.queue for candidate in record.candidates}
-    assert priced == pytest.approx({"e0": 5.0, "e1": 6.0, "e2": 7.0, "e3": 8.0}), "terms are filled in for comparison"
+    assert priced == pytest.approx({"e0": 5.0, "e1": 6.0, "e2": 7.0, "e3": 8.0}), (
+        "terms are filled in for comparison"
+    )
     assert set(record.without) == (set(TERMS) if policy == "cost" else set())
     assert record.if_gone == f"{record.candidates[1].engine}/0"
 
@@ -110,7 +140,9 @@ def test_ties_are_broken_only_by_chance(seed: int) -> None:
 
 def test_beside_an_engines_slowest_rank_all_cost_the_same_and_the_least_promised_work_decides() -> None:
     """All work there is hidden behind the slowest rank, up to rounding."""
-    view, _ = view_of({"ranks": 4, "speed": EngineSpeed(prefill_token=1e-4, decode_sequence=1e-3, decode_block=0.0)})
+    view, _ = view_of(
+        {"ranks": 4, "speed": EngineSpeed(prefill_token=1e-4, decode_sequence=1e-3, decode_block=0.0)}
+    )
     load = np.zeros((AMOUNTS, 4), np.int64)
     load[SEQUENCES], load[STEPS] = (9, 3, 2, 3), 10**6
     for seed in range(4):
@@ -130,14 +162,21 @@ def test_one_candidate_alone_is_only_that() -> None:
 def test_temperature_draws_by_how_much_dearer_a_rank_is() -> None:
     """A rank that costs more by the temperature is drawn 1/e times as often as the cheapest."""
     score, rules = np.array([0.0, 10.0, 20.0, 500.0]), PolicyRules(temperature_ms=10.0)
-    drawn = Counter(choose(rules, score, "ms", score, score, number * 2**32 // 4000, None).chosen for number in range(4000))
+    drawn = Counter(
+        choose(rules, score, "ms", score, score, number * 2**32 // 4000, None).chosen
+        for number in range(4000)
+    )
     weights = [1.0, exp(-1), exp(-2), exp(-50)]
-    assert [drawn[at] / 4000 for at in range(4)] == pytest.approx([weight / sum(weights) for weight in weights], abs=0.002)
+    assert [drawn[at] / 4000 for at in range(4)] == pytest.approx(
+        [weight / sum(weights) for weight in weights], abs=0.002
+    )
     assert drawn[3] == 0
 
 
 def test_a_draw_is_repeatable_and_says_what_it_was() -> None:
-    decisions = [four("cost", (0, 10, 20, 30), seed=2**32 - 5, rules={"temperature_ms": 10.0}) for _ in range(2)]
+    decisions = [
+        four("cost", (0, 10, 20, 30), seed=2**32 - 5, rules={"temperature_ms": 10.0}) for _ in range(2)
+    ]
     assert decisions[0].chosen == decisions[1].chosen == 3
     record = decisions[0].record()
     assert (record.why, record.chosen) == ("temperature", "e3/0")
@@ -146,7 +185,10 @@ def test_a_draw_is_repeatable_and_says_what_it_was() -> None:
 
 
 def test_temperature_is_for_milliseconds_and_a_tiny_one_is_no_temperature() -> None:
-    assert four("kv", seed=2**32 - 1, overlap=[0, 0, 0, 9], rules={"temperature_ms": 1e6}).choice.why == "cheapest"
+    assert (
+        four("kv", seed=2**32 - 1, overlap=[0, 0, 0, 9], rules={"temperature_ms": 1e6}).choice.why
+        == "cheapest"
+    )
     assert four("cost", (5, 0, 10, 9), seed=2**32 - 1, rules={"temperature_ms": 1e-9}).chosen == 1
 
 
@@ -161,8 +203,15 @@ def test_a_conversation_stays_until_another_rank_is_cheaper_by_more_than_it_may_
     assert (far.chosen, far.choice.why) == (1, "cheapest")
     record = far.record()
     assert record.session_rank == "e2/0"
-    assert four("cost", (10, 0, 20, 5), conditions={"held": (2, 0)}, rules=rules).choice.why == "cheapest", "it is there already"
-    assert four("kv", (10, 0, 20, 5), overlap=[0, 9, 0, 0], conditions={"held": (4, 0)}, rules={"stay_ms": 50.0}).choice.why == "session"
+    assert four("cost", (10, 0, 20, 5), conditions={"held": (2, 0)}, rules=rules).choice.why == "cheapest", (
+        "it is there already"
+    )
+    assert (
+        four(
+            "kv", (10, 0, 20, 5), overlap=[0, 9, 0, 0], conditions={"held": (4, 0)}, rules={"stay_ms": 50.0}
+        ).choice.why
+        == "session"
+    )
 
 
 def test_a_conversation_whose_rank_is_no_candidate_moves() -> None:
@@ -211,11 +260,20 @@ def picker_of(ranks: int, **config: Any) -> tuple[Scheduler, RoutingRequest]:
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
     view = FleetView(reservations)
     urls = [f"http://h:{number}" for number in range(ranks)]
-    view.join(engine_joined("e", urls, "f" * 64, worker_id=1, shape=None, placement=None, capabilities=Capabilities()), 0.0)
+    view.join(
+        engine_joined(
+            "e", urls, "f" * 64, worker_id=1, shape=None, placement=None, capabilities=Capabilities()
+        ),
+        0.0,
+    )
     view.heard(1, 0.0)
     holders = BlockIndex()
-    picker = Scheduler(view, reservations, KvEventIndex(holders), ApproximateIndex(100, holders), RouterConfig(**config))
-    return picker, RoutingRequest("demo", TokenPrompt(list(range(50))), 60, 10, "f" * 64, keys=PredictionKeys(session=9))
+    picker = Scheduler(
+        view, reservations, KvEventIndex(holders), ApproximateIndex(100, holders), RouterConfig(**config)
+    )
+    return picker, RoutingRequest(
+        "demo", TokenPrompt(list(range(50))), 60, 10, "f" * 64, keys=PredictionKeys(session=9)
+    )
 
 
 def test_the_picker_takes_turns_by_what_it_booked_and_not_by_what_it_explained() -> None:
@@ -252,7 +310,16 @@ def test_kept_decisions_are_bounded_by_their_memory_too() -> None:
 
 
 def test_rules_are_what_the_configuration_says() -> None:
-    config = RouterConfig(policy="classic", classic_beta=0.5, lockstep_weight=0.0, distinct_weight=2.0, temperature_ms=3.0, session_affinity_ms=7.0)
+    config = RouterConfig(
+        policy="classic",
+        classic_beta=0.5,
+        lockstep_weight=0.0,
+        distinct_weight=2.0,
+        temperature_ms=3.0,
+        session_affinity_ms=7.0,
+    )
     weights = Weights(lockstep=0.0, distinct=2.0)
     assert PolicyRules.of(config) == PolicyRules("classic", weights, 1.0, 0.5, 1.0, 3.0, 7.0)
-    assert PolicyRules.of(config).without(("distinct", "queue")).weights == Weights(lockstep=0.0, distinct=0.0, queue=0.0)
+    assert PolicyRules.of(config).without(("distinct", "queue")).weights == Weights(
+        lockstep=0.0, distinct=0.0, queue=0.0
+    )

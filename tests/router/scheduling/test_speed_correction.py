@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.scheduling.speed_correction import DECODE_SPEED, ENOUGH, HALF_LIFE_SECONDS, LEAST, PREFILL_SPEED, SpeedCorrection
+from router.scheduling.speed_correction import (
+    DECODE_SPEED,
+    ENOUGH,
+    HALF_LIFE_SECONDS,
+    LEAST,
+    PREFILL_SPEED,
+    SpeedCorrection,
+)
 
 KEY, ROW = (7, 0), 3
 
@@ -19,7 +26,9 @@ def factors(speeds: SpeedCorrection, *rows: int, now: float = 0.0) -> list[list[
     return found
 
 
-def feed(speeds: SpeedCorrection, ratio: float, times: int, key: tuple[int, int] = KEY, row: int = ROW) -> None:
+def feed(
+    speeds: SpeedCorrection, ratio: float, times: int, key: tuple[int, int] = KEY, row: int = ROW
+) -> None:
     for _ in range(times):
         speeds.prefilled(key, row, 0.1, 0.0, 0.1 * ratio)
         speeds.stepped(key, row, 0.02, 0.02 * ratio)
@@ -48,10 +57,21 @@ def test_a_biased_engine_is_known_after_some_tens_of_requests(ratio: float) -> N
 @settings(max_examples=60, deadline=None)
 @given(
     st.floats(1.0, 16.0),
-    st.lists(st.tuples(st.floats(1e-9, 1e6), st.floats(0, 10.0), st.floats(1e-9, 1e6), st.integers(0, 5), st.integers(0, 3)), max_size=80),
+    st.lists(
+        st.tuples(
+            st.floats(1e-9, 1e6),
+            st.floats(0, 10.0),
+            st.floats(1e-9, 1e6),
+            st.integers(0, 5),
+            st.integers(0, 3),
+        ),
+        max_size=80,
+    ),
     st.floats(0, 1e9),
 )
-def test_a_factor_never_leaves_its_bounds(limit: float, seen: list[tuple[float, float, float, int, int]], later: float) -> None:
+def test_a_factor_never_leaves_its_bounds(
+    limit: float, seen: list[tuple[float, float, float, int, int]], later: float
+) -> None:
     speeds = SpeedCorrection(limit)
     for predicted, beside, observed, rank, worker in seen:
         speeds.prefilled((worker, rank), 10 * worker + rank, predicted, beside, observed)

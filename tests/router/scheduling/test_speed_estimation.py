@@ -7,12 +7,27 @@ from math import exp, log
 import numpy as np
 import pytest
 
-from router.scheduling.speed_estimation import DECODE_KIND, ENOUGH, HALF_LIFE_SECONDS, LEAST, PREFILL_KIND, SpeedEstimation
+from router.scheduling.speed_estimation import (
+    DECODE_KIND,
+    ENOUGH,
+    HALF_LIFE_SECONDS,
+    LEAST,
+    PREFILL_KIND,
+    SpeedEstimation,
+)
 
 ONE, TWO = (1, 0), (2, 0)
 
 
-def feed(speeds: SpeedEstimation, ratio: float, times: int, server: tuple[int, int] = ONE, *, pool: str = "llama", noise: float = 0.0) -> None:
+def feed(
+    speeds: SpeedEstimation,
+    ratio: float,
+    times: int,
+    server: tuple[int, int] = ONE,
+    *,
+    pool: str = "llama",
+    noise: float = 0.0,
+) -> None:
     chance = np.random.default_rng(server[0])
     for _ in range(times):
         factor = ratio * float(exp(chance.normal(0, noise)))

@@ -38,7 +38,9 @@ async def two_engines(open_house: OpenHouse, packed: bytes, **settings: Any) -> 
     return house
 
 
-async def test_without_a_term_the_whole_decision_is_made_anew_and_says_so(open_house: OpenHouse, byte_archive: bytes) -> None:
+async def test_without_a_term_the_whole_decision_is_made_anew_and_says_so(
+    open_house: OpenHouse, byte_archive: bytes
+) -> None:
     house = await two_engines(open_house, byte_archive)
     plain = await explained(house)
     assert (plain.chosen, plain.why, plain.supposed) == ("thinker/0", "cheapest", None)
@@ -57,11 +59,16 @@ async def test_without_a_term_the_whole_decision_is_made_anew_and_says_so(open_h
     assert neither.tied == 3
 
 
-async def test_ranks_that_are_gone_are_excluded_with_that_reason(open_house: OpenHouse, byte_archive: bytes) -> None:
+async def test_ranks_that_are_gone_are_excluded_with_that_reason(
+    open_house: OpenHouse, byte_archive: bytes
+) -> None:
     house = await two_engines(open_house, byte_archive)
     one = await explained(house, "?gone=thinker/0&gone=stepper/1")
     assert (one.chosen, one.why, one.if_gone) == ("stepper/0", "only", None)
-    assert [(out.engine, out.rank, out.reason) for out in one.excluded] == [("thinker", 0, "gone, as assumed"), ("stepper", 1, "gone, as assumed")]
+    assert [(out.engine, out.rank, out.reason) for out in one.excluded] == [
+        ("thinker", 0, "gone, as assumed"),
+        ("stepper", 1, "gone, as assumed"),
+    ]
     whole = await explained(house, "?gone=stepper")
     assert [candidate.engine for candidate in whole.candidates] == ["thinker"]
 
@@ -69,22 +76,35 @@ async def test_ranks_that_are_gone_are_excluded_with_that_reason(open_house: Ope
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ("without=luck", "there is no term 'luck' that could be left out; terms: prefill, queue, decode, experts, distinct, lockstep, handover"),
-        ("gone=nobody/0", "no rank or engine 'nobody/0' serves the model 'demo'; ranks: thinker/0, stepper/0, stepper/1"),
+        (
+            "without=luck",
+            (
+                "there is no term 'luck' that could be left out; terms: prefill, queue, decode, experts,"
+                " distinct, lockstep, handover"
+            ),
+        ),
+        (
+            "gone=nobody/0",
+            "no rank or engine 'nobody/0' serves the model 'demo'; ranks: thinker/0, stepper/0, stepper/1",
+        ),
         ("gone=thinker&gone=stepper", "every rank that serves the model 'demo' is assumed to be gone"),
         ("with=experts", "unknown query parameter 'with'"),
         ("without", "the query string cannot be read"),
         ("without=%ff", "there is no term"),
     ],
 )
-async def test_suppositions_that_make_no_sense_are_refused_with_what_would(open_house: OpenHouse, byte_archive: bytes, query: str, message: str) -> None:
+async def test_suppositions_that_make_no_sense_are_refused_with_what_would(
+    open_house: OpenHouse, byte_archive: bytes, query: str, message: str
+) -> None:
     house = await two_engines(open_house, byte_archive)
     answer = await house.post(f"/v1/route?{query}", chat())
     assert answer.status == 400
     assert message in answer.json["error"]["message"]
 
 
-async def test_only_the_cost_has_terms_to_leave_out_and_reservations_suppose_nothing(open_house: OpenHouse, byte_archive: bytes) -> None:
+async def test_only_the_cost_has_terms_to_leave_out_and_reservations_suppose_nothing(
+    open_house: OpenHouse, byte_archive: bytes
+) -> None:
     house = await two_engines(open_house, byte_archive, policy="round_robin")
     answer = await house.post("/v1/route?without=experts", chat())
     assert (answer.status, answer.json["error"]["param"]) == (400, "without")
@@ -102,27 +122,40 @@ def test_names_count_once_and_too_many_are_refused() -> None:
 
 
 def test_the_buss_question_may_suppose_as_well() -> None:
-    message = msgspec.msgpack.decode(msgspec.msgpack.encode(RouteRequested(body=b"{}", without=("experts",), gone=("e/0",))), type=RouteRequested)
+    message = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(RouteRequested(body=b"{}", without=("experts",), gone=("e/0",))),
+        type=RouteRequested,
+    )
     assert supposed(message.without, message.gone) == Supposed(without=("experts",), gone=("e/0",))
 
 
 async def explain(house: House, *arguments: str) -> str:
     """Return the output of `roost explain`, without line breaks."""
-    found = await asyncio.to_thread(CliRunner(env={"COLUMNS": "300"}).invoke, app, ["explain", "hello there", "--router", house.url, *arguments])
+    found = await asyncio.to_thread(
+        CliRunner(env={"COLUMNS": "300"}).invoke,
+        app,
+        ["explain", "hello there", "--router", house.url, *arguments],
+    )
     assert found.exit_code == (1 if "nowhere/9" in arguments else 0), found.output
     return found.output
 
 
-async def test_the_command_says_why_and_what_would_have_been(open_house: OpenHouse, byte_archive: bytes) -> None:
+async def test_the_command_says_why_and_what_would_have_been(
+    open_house: OpenHouse, byte_archive: bytes
+) -> None:
     house = await two_engines(open_house, byte_archive)
     shown = await explain(house)
     assert "why: the lowest score; policy cost" in shown
     assert re.search(r"otherwise: stepper/\d without decode", shown)
     assert re.search(r"if thinker/0 were gone: stepper/\d", shown)
-    shown = await explain(house, "--without", "decode", "--gone", "stepper/1", "--session", "s", "--tenant", "t")
+    shown = await explain(
+        house, "--without", "decode", "--gone", "stepper/1", "--session", "s", "--tenant", "t"
+    )
     assert "supposed: decode does not count, stepper/1 is gone" in shown
     assert "gone, as assumed" in shown
-    assert "no rank or engine 'nowhere/9' serves the model 'demo'" in await explain(house, "--gone", "nowhere/9")
+    assert "no rank or engine 'nowhere/9' serves the model 'demo'" in await explain(
+        house, "--gone", "nowhere/9"
+    )
 
 
 def test_the_command_supposes_nothing_of_a_decision_that_was_made() -> None:

@@ -21,7 +21,16 @@ from router.api.app import create_app
 from router.config import RouterConfig
 from router.service import RouterService
 from tests.conftest import NatsServer
-from tests.router.router_fixture import MockRank, Serve, chat, engine_joined, rendered, running, served_app, until
+from tests.router.router_fixture import (
+    MockRank,
+    Serve,
+    chat,
+    engine_joined,
+    rendered,
+    running,
+    served_app,
+    until,
+)
 
 AWAY_SECONDS = 10.0
 BEFORE, AFTER = 1.5, 4.0
@@ -65,7 +74,9 @@ async def away(server: NatsServer, how: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["hangs", "dies"])
-async def test_ten_seconds_without_nats_lose_no_request_and_double_none(how: str, nats_server: NatsServer, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_ten_seconds_without_nats_lose_no_request_and_double_none(
+    how: str, nats_server: NatsServer, serve_rank: Serve, byte_archive: bytes
+) -> None:
     ranks = [await serve_rank(MockRank(byte_archive)) for _ in range(3)]
     numbers, answered, excluded = itertools.count(), Counter[int](), Counter[str]()
     async with contextlib.AsyncExitStack() as stack:
@@ -80,13 +91,16 @@ async def test_ten_seconds_without_nats_lose_no_request_and_double_none(how: str
         routers = [await stack.enter_async_context(router(nats_server)) for _ in range(2)]
         http = await stack.enter_async_context(aiohttp.ClientSession())
         for service, _ in routers:
-            await until(lambda service=service: service.ready and len(service.view.roster("demo").targets) == 3, 10.0)
+            await until(
+                lambda service=service: service.ready and len(service.view.roster("demo").targets) == 3, 10.0
+            )
 
         async def ask(url: str, over: asyncio.Event) -> None:
             while not over.is_set():
                 number = next(numbers)
                 async with http.post(
-                    f"{url}/v1/chat/completions", data=msgspec.json.encode(chat(f"request {number}", seed=number, max_tokens=TOKENS))
+                    f"{url}/v1/chat/completions",
+                    data=msgspec.json.encode(chat(f"request {number}", seed=number, max_tokens=TOKENS)),
                 ) as answer:
                     body = await answer.json()
                     assert answer.status == 200, body
@@ -98,7 +112,9 @@ async def test_ten_seconds_without_nats_lose_no_request_and_double_none(how: str
         async def look(over: asyncio.Event) -> None:
             while not over.is_set():
                 for service, _ in routers:
-                    excluded.update(f"{out.engine}: {out.reason}" for out in service.view.roster("demo").excluded)
+                    excluded.update(
+                        f"{out.engine}: {out.reason}" for out in service.view.roster("demo").excluded
+                    )
                 await asyncio.sleep(0.05)
 
         over = asyncio.Event()

@@ -54,7 +54,9 @@ class Fleet:
         self.broker = MemoryBroker()
         self.bus = MemoryBus(self.broker)
         self.subjects = self.broker.subjects
-        self.service = RouterService(MemoryBus(self.broker), self.subjects, RouterConfig(**settings), self.clock)
+        self.service = RouterService(
+            MemoryBus(self.broker), self.subjects, RouterConfig(**settings), self.clock
+        )
 
     async def join(self, joined: EngineJoined) -> EngineJoined:
         await self.bus.record(self.subjects.membership(joined.engine), joined)
@@ -112,7 +114,9 @@ async def test_a_router_that_starts_late_receives_earlier_joins() -> None:
     fleet = Fleet()
     joined = await fleet.join(text_engine("a"))
     gone = await fleet.join(text_engine("b"))
-    await fleet.bus.record(fleet.subjects.membership("b"), EngineLeft(engine="b", worker_id=gone.worker_id, reason="stopped"))
+    await fleet.bus.record(
+        fleet.subjects.membership("b"), EngineLeft(engine="b", worker_id=gone.worker_id, reason="stopped")
+    )
     async with running(fleet.service):
         await until(lambda: fleet.excluded())
         await fleet.beat(joined)
@@ -124,7 +128,9 @@ async def test_an_engine_that_leaves_is_not_routed_to_any_more(fleet: Fleet) -> 
     joined = await fleet.join(text_engine("a"))
     await fleet.beat(joined)
     await until(lambda: fleet.names())
-    await fleet.bus.record(fleet.subjects.membership("a"), EngineLeft(engine="a", worker_id=joined.worker_id, reason="stopped"))
+    await fleet.bus.record(
+        fleet.subjects.membership("a"), EngineLeft(engine="a", worker_id=joined.worker_id, reason="stopped")
+    )
     await until(lambda: not fleet.names())
     await fleet.beat(joined)
     await asyncio.sleep(0.01)
@@ -174,23 +180,44 @@ async def test_load_reports_enter_the_next_decision(fleet: Fleet) -> None:
     joined = await fleet.join(text_engine("a"))
     await fleet.beat(joined)
     await until(lambda: fleet.names())
-    report = KvMetrics(worker_id=joined.worker_id, dp_rank=1, active_decode_blocks=30, active_prefill_tokens=200, running=2, waiting=1)
+    report = KvMetrics(
+        worker_id=joined.worker_id,
+        dp_rank=1,
+        active_decode_blocks=30,
+        active_prefill_tokens=200,
+        running=2,
+        waiting=1,
+    )
     await fleet.bus.publisher(fleet.subjects.kv_metrics).publish(report)
     roster = fleet.service.view.roster("demo")
     reservations = fleet.service.picker.reservations
-    await until(lambda: reservations.load(roster.rows, fleet.clock()).tolist() == [[0, 200], [0, 3], [0, 30], [0, 3 * 64]])
+    await until(
+        lambda: (
+            reservations.load(roster.rows, fleet.clock()).tolist() == [[0, 200], [0, 3], [0, 30], [0, 3 * 64]]
+        )
+    )
 
 
-async def test_a_handover_in_progress_costs_what_heartbeats_say_until_they_say_it_is_over(fleet: Fleet) -> None:
+async def test_a_handover_in_progress_costs_what_heartbeats_say_until_they_say_it_is_over(
+    fleet: Fleet,
+) -> None:
     joined = await fleet.join(text_engine("a"))
     await fleet.beat(joined)
     await until(lambda: fleet.names() and "no clusters" in str(fleet.target().note))  # its prices are made
     view, roster = fleet.service.view, fleet.service.view.roster("demo")
     heartbeats = fleet.bus.publisher(fleet.subjects.heartbeats("a"))
     for seconds, expected in ((0.75, [0.75, 0.75]), (float("nan"), [0.75, 0.75]), (0.0, None)):
-        await heartbeats.publish(EngineHeartbeat(engine="a", worker_id=joined.worker_id, epoch=0, handover_seconds=seconds))
-        await until(lambda expected=expected: (None if (found := view.handovers(roster)) is None else found.tolist()) == expected)
-    await until(lambda: "roost_router_bus_messages_refused_total 1.0" in fleet.service.metrics.exposition().decode())
+        await heartbeats.publish(
+            EngineHeartbeat(engine="a", worker_id=joined.worker_id, epoch=0, handover_seconds=seconds)
+        )
+        await until(
+            lambda expected=expected: (
+                (None if (found := view.handovers(roster)) is None else found.tolist()) == expected
+            )
+        )
+    await until(
+        lambda: "roost_router_bus_messages_refused_total 1.0" in fleet.service.metrics.exposition().decode()
+    )
     assert view.roster("demo") is roster, "nothing is built anew every second"
 
 
@@ -202,25 +229,43 @@ async def test_a_committed_placement_changes_the_expert_prices(fleet: Fleet) -> 
     await until(lambda: fleet.target().note is None)
     before = fleet.service.view.prices("demo").flat
     everywhere = Placement(np.tile(np.arange(4, dtype=np.int16), (2, 2)), experts=4, ranks=2, epoch=1)
-    committed = PlacementCommitted(engine="a", worker_id=joined.worker_id, layout=EP, placement=everywhere.record())
+    committed = PlacementCommitted(
+        engine="a", worker_id=joined.worker_id, layout=EP, placement=everywhere.record()
+    )
     await fleet.bus.record(fleet.subjects.placements("a"), committed)
     await until(lambda: fleet.target().epoch == 1 and fleet.target().note is None)
     assert before[:2].min() > 0
-    assert fleet.service.view.prices("demo").flat == pytest.approx(np.array([[0, 0]] * 4 + [[1, 1]] * 2 + [[0, 0]]))
+    assert fleet.service.view.prices("demo").flat == pytest.approx(
+        np.array([[0, 0]] * 4 + [[1, 1]] * 2 + [[0, 0]])
+    )
 
 
-async def test_homes_of_the_next_placement_wait_on_the_bus_for_it_and_come_with_its_prices(fleet: Fleet) -> None:
+async def test_homes_of_the_next_placement_wait_on_the_bus_for_it_and_come_with_its_prices(
+    fleet: Fleet,
+) -> None:
     joined = await fleet.join(text_engine("a"))
     await fleet.beat(joined)
     await fleet.bus.publisher(fleet.subjects.clusters).publish(published_clusters(halves()))
     await until(lambda: fleet.names() and fleet.target().note is None)
     share = np.eye(2, dtype="<f4").tobytes()
-    homes = HomesPublished(engine="a", worker_id=joined.worker_id, model="demo", version=3, epoch=1, clusters=1, count=2, ranks=2, homes=share)
+    homes = HomesPublished(
+        engine="a",
+        worker_id=joined.worker_id,
+        model="demo",
+        version=3,
+        epoch=1,
+        clusters=1,
+        count=2,
+        ranks=2,
+        homes=share,
+    )
     await fleet.bus.publisher(fleet.subjects.homes).publish(homes)
     await until(lambda: fleet.service.view.prices("demo").versions.coming == {"a": (3, 1)})
     assert fleet.service.view.prices("demo").homes is None
     everywhere = Placement(np.tile(np.arange(4, dtype=np.int16), (2, 2)), experts=4, ranks=2, epoch=1)
-    committed = PlacementCommitted(engine="a", worker_id=joined.worker_id, layout=EP, placement=everywhere.record())
+    committed = PlacementCommitted(
+        engine="a", worker_id=joined.worker_id, layout=EP, placement=everywhere.record()
+    )
     await fleet.bus.record(fleet.subjects.placements("a"), committed)
     await until(lambda: fleet.target().epoch == 1 and fleet.target().note is None)
     found = fleet.service.view.prices("demo")
@@ -294,7 +339,14 @@ async def test_garbage_and_contradictions_stop_nothing(fleet: Fleet) -> None:
             fleet.broker.deliver(subject, raw)
     joined = text_engine("broken")
     assert joined.placement is not None
-    await fleet.join(text_engine("broken", placement=type(joined.placement)(epoch=0, experts=4, layers=2, ranks=2, slots_per_rank=2, slots=b"xx")))
+    await fleet.join(
+        text_engine(
+            "broken",
+            placement=type(joined.placement)(
+                epoch=0, experts=4, layers=2, ranks=2, slots_per_rank=2, slots=b"xx"
+            ),
+        )
+    )
     await fleet.join(msgspec.structs.replace(text_engine("nowhere"), urls=()))
     short = msgspec.structs.replace(halves().record(), profiles=b"short")
     await fleet.bus.publisher(subjects.clusters).publish(ClustersPublished(model="demo", record=short))
@@ -316,11 +368,15 @@ async def test_the_cached_prefix_of_a_rank_wins_the_decision(fleet: Fleet) -> No
 
     async def snapshot(request: Any) -> Message:
         events = (event.event,) if request.rank == 1 else ()
-        return KvSnapshot(worker_id=joined.worker_id, rank=request.rank, publisher_id=5, sequence=0, events=events)
+        return KvSnapshot(
+            worker_id=joined.worker_id, rank=request.rank, publisher_id=5, sequence=0, events=events
+        )
 
     async with contextlib.AsyncExitStack() as stack:
         for rank in (0, 1):
-            await stack.enter_async_context(fleet.bus.serve(fleet.subjects.kv_snapshot(joined.engine, joined.worker_id, rank), snapshot))
+            await stack.enter_async_context(
+                fleet.bus.serve(fleet.subjects.kv_snapshot(joined.engine, joined.worker_id, rank), snapshot)
+            )
         assert fleet.service.feeds is not None
         feeds = fleet.service.feeds
         await until(lambda: feeds.kv.in_step((joined.worker_id, 1)))
@@ -335,6 +391,8 @@ async def test_the_cached_prefix_of_a_rank_wins_the_decision(fleet: Fleet) -> No
 async def test_the_service_leaves_nothing_running(byte_archive: bytes) -> None:
     fleet = Fleet()
     async with running(fleet.service):
-        await fleet.beat(await fleet.join(engine_joined("a", ["http://h:1"], await fleet.bus.put_blob(byte_archive))))
+        await fleet.beat(
+            await fleet.join(engine_joined("a", ["http://h:1"], await fleet.bus.put_blob(byte_archive)))
+        )
         await until(lambda: fleet.names())
     assert {task for task in asyncio.all_tasks() if task is not asyncio.current_task()} == set()

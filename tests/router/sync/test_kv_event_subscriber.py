@@ -53,7 +53,13 @@ class Rank:
         self.snapshots += 1
         events, sequence = tuple(self.sent), self.publisher.sequence - 1
         await self.answering.wait()
-        return KvSnapshot(worker_id=WORKER, rank=0, publisher_id=self.publisher.publisher_id, sequence=sequence, events=events)
+        return KvSnapshot(
+            worker_id=WORKER,
+            rank=0,
+            publisher_id=self.publisher.publisher_id,
+            sequence=sequence,
+            events=events,
+        )
 
 
 class World:
@@ -79,7 +85,10 @@ class World:
     async def live(self, started: asyncio.Event) -> None:
         """Run the rank's server and the router's subscriber until cancelled."""
         subjects = self.broker.subjects
-        async with self.bus.serve(subjects.kv_snapshot("e", WORKER, 0), self.rank.answer), MemoryBus(self.broker).subscribe(subjects.kv_events) as inbox:
+        async with (
+            self.bus.serve(subjects.kv_snapshot("e", WORKER, 0), self.rank.answer),
+            MemoryBus(self.broker).subscribe(subjects.kv_events) as inbox,
+        ):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.feeds.run(), name="repairs")
                 started.set()
@@ -117,13 +126,17 @@ async def test_a_gap_is_repaired_by_a_snapshot(world: World) -> None:
     assert world.requested("gap") == 1
 
 
-async def test_a_batch_with_a_bad_event_is_repaired_by_a_snapshot(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_batch_with_a_bad_event_is_repaired_by_a_snapshot(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("router.sync.kv_event_subscriber._BAD_EVENT_SECONDS", 0.01)
     world.feeds.add((WORKER, 0), "e")
     await world.rank.say(stored(LOCAL[:2]))
     await until(lambda: world.in_step and world.overlap == 2)
     bad = RoutedKvEvent(worker_id=WORKER, event=KvEvent(event_id=9, data=KvChange(), dp_rank=0))
-    world.rank.sent += [event.event for event in (stored(LOCAL[2:4], LOCAL[:2]), stored(LOCAL[4:6], LOCAL[:4]))]
+    world.rank.sent += [
+        event.event for event in (stored(LOCAL[2:4], LOCAL[:2]), stored(LOCAL[4:6], LOCAL[:4]))
+    ]
     await world.rank.publisher.publish((stored(LOCAL[2:4], LOCAL[:2]), bad, stored(LOCAL[4:6], LOCAL[:4])))
     await until(lambda: world.in_step and world.overlap == 6)
     assert world.requested("bad_event") == 1
@@ -160,7 +173,13 @@ async def test_messages_that_a_snapshot_contains_already_are_not_applied_twice(w
     await until(lambda: world.in_step)
     await world.rank.say(stored(LOCAL[:3]))
     await until(lambda: world.overlap == 3)
-    late = Received(world.broker.subjects.kv_events, world.rank.publisher.publisher_id, 0, 0.0, (removed(LOCAL, [0, 1, 2]),))
+    late = Received(
+        world.broker.subjects.kv_events,
+        world.rank.publisher.publisher_id,
+        0,
+        0.0,
+        (removed(LOCAL, [0, 1, 2]),),
+    )
     world.feeds.hear(late)
     assert (world.overlap, world.in_step) == (3, True)
 
@@ -200,7 +219,9 @@ async def test_a_snapshot_is_requested_again_until_the_rank_answers(world: World
     assert not world.feeds.in_step((WORKER, 1))
 
 
-async def test_messages_held_back_for_a_snapshot_are_bounded_and_the_snapshot_is_requested_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_held_back_for_a_snapshot_are_bounded_and_the_snapshot_is_requested_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("router.sync.kv_event_subscriber._LATE_BLOCKS", 8)
     world.rank.answering.clear()
     world.feeds.add((WORKER, 0), "e")
@@ -281,7 +302,9 @@ def test_ranks_share_what_all_prefix_memories_together_may_hold(monkeypatch: pyt
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=12), st.integers(1, 8))
-def test_a_prefix_memory_never_exceeds_its_capacity_and_keeps_the_newest_prompts_head(prompts: list[list[int]], capacity: int) -> None:
+def test_a_prefix_memory_never_exceeds_its_capacity_and_keeps_the_newest_prompts_head(
+    prompts: list[list[int]], capacity: int
+) -> None:
     prefixes, holders = guesses(capacity)
     for prompt in prompts:
         chained = sequence_hashes(prompt)

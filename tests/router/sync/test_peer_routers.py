@@ -59,7 +59,12 @@ class RouterNetwork:
         self._beats: asyncio.Task[None] | None = None
 
     async def router(self, **settings: Any) -> RouterService:
-        service = RouterService(MemoryBus(self.broker), self.subjects, RouterConfig(**{**self.settings, **settings}), asyncio.get_running_loop().time)
+        service = RouterService(
+            MemoryBus(self.broker),
+            self.subjects,
+            RouterConfig(**{**self.settings, **settings}),
+            asyncio.get_running_loop().time,
+        )
         await self.stack.enter_async_context(running(service))
         return service
 
@@ -75,18 +80,24 @@ class RouterNetwork:
         joined = engine_joined(name, urls, None, **{"shape": None, "placement": None, **about})
         await self.bus.record(self.subjects.membership(name), joined)
         self.engines.append(joined)
-        self._beats = self._beats or asyncio.create_task(self.beat(), name="sends heartbeats")  # not in the fixture, whose event loop time differs
+        self._beats = self._beats or asyncio.create_task(
+            self.beat(), name="sends heartbeats"
+        )  # not in the fixture, whose event loop time differs
         return joined
 
     async def beat(self) -> None:
         while True:
             for joined in self.engines if self.beating else ():
                 voice = self.bus.publisher(self.subjects.heartbeats(joined.engine))
-                await voice.publish(EngineHeartbeat(engine=joined.engine, worker_id=joined.worker_id, epoch=0))
+                await voice.publish(
+                    EngineHeartbeat(engine=joined.engine, worker_id=joined.worker_id, epoch=0)
+                )
             await asyncio.sleep(1.0)
 
     async def report(self, joined: EngineJoined, **load: int) -> None:
-        await self.bus.publisher(self.subjects.kv_metrics).publish(KvMetrics(worker_id=joined.worker_id, **load))
+        await self.bus.publisher(self.subjects.kv_metrics).publish(
+            KvMetrics(worker_id=joined.worker_id, **load)
+        )
 
     async def __aenter__(self) -> "RouterNetwork":
         return self
@@ -109,7 +120,9 @@ def need(tokens: int, first: int = 0) -> RoutingRequest:
 
 
 def book(service: RouterService, routing: RoutingRequest) -> tuple[Decision, Booking]:
-    return service.book(RequestLog("r", service.new_decision_id(), "/v1/completions", 0.0), routing, "", FIRST_TRY)
+    return service.book(
+        RequestLog("r", service.new_decision_id(), "/v1/completions", 0.0), routing, "", FIRST_TRY
+    )
 
 
 def load(service: RouterService, joined: EngineJoined) -> list[int]:
@@ -124,8 +137,16 @@ async def burst(*, replicas: bool) -> float:
 
     Return the predicted time of the fullest rank at the end, as a multiple of that of an even distribution.
     """
-    async with RouterNetwork(SlowBroker(), replicas=replicas, max_requests_per_rank=10_000, max_queue_seconds=1e6, settle_seconds=0.1) as network:
-        engines = [await network.engine(f"e{number}", max_context=10_000, speed=EngineSpeed()) for number in range(8)]
+    async with RouterNetwork(
+        SlowBroker(),
+        replicas=replicas,
+        max_requests_per_rank=10_000,
+        max_queue_seconds=1e6,
+        settle_seconds=0.1,
+    ) as network:
+        engines = [
+            await network.engine(f"e{number}", max_context=10_000, speed=EngineSpeed()) for number in range(8)
+        ]
         routers = [await network.ready_router() for _ in range(2)]
         before = np.array([0, 0, *[90_000] * 6])
         for joined, tokens in zip(engines, before.tolist(), strict=True):
@@ -212,7 +233,9 @@ async def test_a_router_alone_gives_signs_of_life_and_nothing_more(network: Rout
 
 
 @pytest.mark.looptime
-async def test_a_conversation_stays_with_its_rank_and_a_prefix_is_found_through_any_router(network: RouterNetwork) -> None:
+async def test_a_conversation_stays_with_its_rank_and_a_prefix_is_found_through_any_router(
+    network: RouterNetwork,
+) -> None:
     """The ranks send no KV events: their cached blocks are inferred from the requests sent to them."""
     for name in ("a", "b", "c", "d"):
         await network.engine(name)
@@ -222,7 +245,9 @@ async def test_a_conversation_stays_with_its_rank_and_a_prefix_is_found_through_
     first, booking = book(one, second_turn)
     one.release(booking)
     await asyncio.sleep(0.02)
-    second, booking = book(other, msgspec.structs.replace(need(400, 9000), keys=PredictionKeys(session=7, tenant=0)))
+    second, booking = book(
+        other, msgspec.structs.replace(need(400, 9000), keys=PredictionKeys(session=7, tenant=0))
+    )
     other.release(booking)
     assert second.target == first.target
     third, _ = book(other, need(400))
@@ -233,7 +258,9 @@ async def test_a_conversation_stays_with_its_rank_and_a_prefix_is_found_through_
 async def test_a_router_that_dies_takes_its_bookings_with_it(network: RouterNetwork) -> None:
     joined = await network.engine("a")
     one = await network.ready_router()
-    dying = RouterService(MemoryBus(network.broker), network.subjects, RouterConfig(), asyncio.get_running_loop().time)
+    dying = RouterService(
+        MemoryBus(network.broker), network.subjects, RouterConfig(), asyncio.get_running_loop().time
+    )
     async with running(dying):
         while not dying.ready:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -346,7 +373,9 @@ def standings(service: RouterService, names: Sequence[str] = ("a",)) -> list[str
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("replicas", [True, False])
-async def test_engines_are_not_declared_dead_while_the_bus_is_away_nor_right_after(network: RouterNetwork, replicas: bool) -> None:
+async def test_engines_are_not_declared_dead_while_the_bus_is_away_nor_right_after(
+    network: RouterNetwork, replicas: bool
+) -> None:
     await network.engine("a")
     service = await network.ready_router(replicas=replicas)
     network.broker.reachable = False
@@ -381,7 +410,9 @@ async def test_while_the_bus_is_away_a_failed_connection_keeps_no_engine_out(net
     service = await network.ready_router()
 
     def fail() -> None:
-        service.attempt_failed(RequestLog("r", "d", "/", 0.0), *book(service, need(10)), AttemptFailure.CONNECT, "refused")
+        service.attempt_failed(
+            RequestLog("r", "d", "/", 0.0), *book(service, need(10)), AttemptFailure.CONNECT, "refused"
+        )
 
     network.beating = False
     fail()
@@ -404,7 +435,9 @@ async def test_one_silent_engine_among_others_is_dead(network: RouterNetwork) ->
 
 
 @pytest.mark.looptime
-async def test_bookings_of_others_are_requested_only_once_their_ranks_are_known(network: RouterNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bookings_of_others_are_requested_only_once_their_ranks_are_known(
+    network: RouterNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bus's store may be slow."""
     joined = await network.engine("a")
     one = await network.ready_router()

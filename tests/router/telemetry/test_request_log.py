@@ -14,8 +14,12 @@ def exchange(tokens: int, choices: int = 1) -> RequestLog:
     return made
 
 
-@pytest.mark.parametrize(("tokens", "choices", "expected"), [(5, 1, 0.5), (10, 2, 0.5), (1, 1, None), (2, 2, None), (0, 1, None)])
-def test_time_per_output_token_is_the_mean_between_a_choices_tokens(tokens: int, choices: int, expected: float | None) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "choices", "expected"), [(5, 1, 0.5), (10, 2, 0.5), (1, 1, None), (2, 2, None), (0, 1, None)]
+)
+def test_time_per_output_token_is_the_mean_between_a_choices_tokens(
+    tokens: int, choices: int, expected: float | None
+) -> None:
     assert exchange(tokens, choices).time_per_output_token(13.0) == expected
 
 

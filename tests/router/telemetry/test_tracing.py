@@ -63,7 +63,9 @@ async def engines(house: House, serve_rank: Serve, packed: bytes, count: int = 2
     return ranks
 
 
-async def test_decisions_requested_by_programs_and_over_nats_are_traced_like_http(house: House, serve_rank: Serve, byte_archive: bytes, traces: Traces) -> None:
+async def test_decisions_requested_by_programs_and_over_nats_are_traced_like_http(
+    house: House, serve_rank: Serve, byte_archive: bytes, traces: Traces
+) -> None:
     await engines(house, serve_rank, byte_archive, 1)
     decider = Decider(house.service, tracer_provider=traces.provider)
     inquiries = BusApi(house.bus, house.subjects, decider)
@@ -74,7 +76,10 @@ async def test_decisions_requested_by_programs_and_over_nats_are_traced_like_htt
     await house.bus.request(house.subjects.route, request)
     task.cancel()
     spans = traces.named("route demo")
-    assert [(about(span)["roost.asked_over"], about(span)["roost.outcome"]) for span in spans] == [("library", "answered"), ("nats", "answered")]
+    assert [(about(span)["roost.asked_over"], about(span)["roost.outcome"]) for span in spans] == [
+        ("library", "answered"),
+        ("nats", "answered"),
+    ]
     decisions = traces.named("roost.decide")
     for span, decision in zip(spans, decisions, strict=True):
         assert span.parent is not None
@@ -90,7 +95,13 @@ def about(span: ReadableSpan) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("rights", "continued"), [("infer,trace", True), ("infer", False)])
 async def test_with_keys_only_a_caller_with_the_right_to_it_decides_on_traces(
-    open_house: OpenHouse, traces: Traces, serve_rank: Serve, byte_archive: bytes, tmp_path: Path, rights: str, continued: bool
+    open_house: OpenHouse,
+    traces: Traces,
+    serve_rank: Serve,
+    byte_archive: bytes,
+    tmp_path: Path,
+    rights: str,
+    continued: bool,
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"{key_line('a key', 'acme', None, frozenset(rights.split(',')))}\n")
@@ -100,9 +111,14 @@ async def test_with_keys_only_a_caller_with_the_right_to_it_decides_on_traces(
     ranks = await engines(house, serve_rank, byte_archive)
     headers = {"traceparent": PARENT, "authorization": "Bearer a key"}
     assert (await house.post(CHAT, chat(), headers=headers)).status == 200
-    sent = {name.lower(): value for rank in ranks for received in rank.headers for name, value in received.items()}
+    sent = {
+        name.lower(): value for rank in ranks for received in rank.headers for name, value in received.items()
+    }
     assert bool(traces.exporter.get_finished_spans()) == continued, "who may not, cannot switch tracing on"
-    assert (PARENT.split("-")[1] in sent["traceparent"], sent["traceparent"].endswith("-01")) == (continued, continued)
+    assert (PARENT.split("-")[1] in sent["traceparent"], sent["traceparent"].endswith("-01")) == (
+        continued,
+        continued,
+    )
 
 
 async def test_a_caller_that_may_not_decide_on_traces_is_linked_to(
@@ -127,23 +143,35 @@ async def test_without_tracing_the_context_of_a_caller_without_the_right_stays_b
     house = await open_house(api_key_file=keys)
     ranks = await engines(house, serve_rank, byte_archive)
     await house.post(CHAT, chat(), headers={"traceparent": PARENT, "authorization": "Bearer a key"})
-    sent = {name.lower(): value for rank in ranks for received in rank.headers for name, value in received.items()}
+    sent = {
+        name.lower(): value for rank in ranks for received in rank.headers for name, value in received.items()
+    }
     assert (sent.get("traceparent") == PARENT) == passed
 
 
-async def test_a_request_is_one_trace_under_the_clients_own(house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_request_is_one_trace_under_the_clients_own(
+    house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes
+) -> None:
     ranks = await engines(house, serve_rank, byte_archive)
-    answer = await house.post(CHAT, chat(temperature=0.5), headers={"traceparent": PARENT, "tracestate": "vendor=1", "x-request-id": "r-9"})
+    answer = await house.post(
+        CHAT,
+        chat(temperature=0.5),
+        headers={"traceparent": PARENT, "tracestate": "vendor=1", "x-request-id": "r-9"},
+    )
     server = await traces.server()
     [decide], [forward] = traces.named("roost.decide"), traces.named("roost.forward")
     assert (server.kind, decide.kind, forward.kind) == (SpanKind.SERVER, SpanKind.INTERNAL, SpanKind.CLIENT)
     assert server.context is not None
     assert server.parent is not None
-    assert (f"{server.context.trace_id:032x}", f"{server.parent.span_id:016x}") == tuple(PARENT.split("-")[1:3])
+    assert (f"{server.context.trace_id:032x}", f"{server.parent.span_id:016x}") == tuple(
+        PARENT.split("-")[1:3]
+    )
     for child in (decide, forward):
         assert child.parent is not None
         assert child.parent.span_id == server.context.span_id
-    sent = {name.lower(): value for rank in ranks for received in rank.headers for name, value in received.items()}
+    sent = {
+        name.lower(): value for rank in ranks for received in rank.headers for name, value in received.items()
+    }
     assert forward.context is not None
     assert sent["traceparent"] == f"00-{server.context.trace_id:032x}-{forward.context.span_id:016x}-01"
     assert sent["tracestate"] == "vendor=1"
@@ -154,13 +182,19 @@ async def test_a_request_is_one_trace_under_the_clients_own(house: House, traces
     assert attributes["gen_ai.usage.output_tokens"] == 12
     assert attributes["gen_ai.response.finish_reasons"] == ("length",)
     assert attributes["gen_ai.response.id"] == answer.json["id"]
-    assert (attributes["http.response.status_code"], attributes["roost.outcome"], attributes["roost.request.id"]) == (200, "answered", "r-9")
+    assert (
+        attributes["http.response.status_code"],
+        attributes["roost.outcome"],
+        attributes["roost.request.id"],
+    ) == (200, "answered", "r-9")
     assert attributes["roost.decision.id"] == answer.headers["x-roost-decision-id"]
     assert (forward.start_time or 0) >= (decide.end_time or 0) - 2_000_000
     assert (server.start_time or 0) <= (decide.start_time or 0)
 
 
-async def test_the_decision_span_carries_every_candidates_terms_and_they_add_up(house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_the_decision_span_carries_every_candidates_terms_and_they_add_up(
+    house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes
+) -> None:
     await engines(house, serve_rank, byte_archive, 3)
     answer = await house.post(CHAT, chat())
     await traces.server()
@@ -182,12 +216,21 @@ async def test_the_decision_span_carries_every_candidates_terms_and_they_add_up(
     assert set(attributes["roost.epoch.placement"]) == {"engine0:0", "engine1:0", "engine2:0"}
 
 
-async def test_the_decision_span_contains_the_prediction_and_its_sources(house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_the_decision_span_contains_the_prediction_and_its_sources(
+    house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes
+) -> None:
     ranks = await engines(house, serve_rank, byte_archive)
     prefix = sequence_hashes(local_hashes(ranks[0].tokenizer.encode_rendered(rendered("hello there")), 4))[0]
     await house.bus.publisher(house.subjects.clusters).publish(published_clusters(halves(version=3)))
-    await house.bus.publisher(house.subjects.tables).publish(tables(8, clusters=3, gain=0.25, blocks={prefix: ((0.9, 0.1), 48.0)}))
-    await until(lambda: house.service.view.prices("demo").priced.all() and house.service.picker.foresight.replica("demo") is not None)
+    await house.bus.publisher(house.subjects.tables).publish(
+        tables(8, clusters=3, gain=0.25, blocks={prefix: ((0.9, 0.1), 48.0)})
+    )
+    await until(
+        lambda: (
+            house.service.view.prices("demo").priced.all()
+            and house.service.picker.foresight.replica("demo") is not None
+        )
+    )
     await house.post(CHAT, chat())
     await traces.server()
     [decide] = traces.named("roost.decide")
@@ -196,15 +239,23 @@ async def test_the_decision_span_contains_the_prediction_and_its_sources(house: 
     assert attributes["roost.prediction.known_blocks"] == 1
     assert attributes["roost.prediction.prefix"] == str(prefix)
     assert attributes["roost.prediction.sources"] == ("prefix: 48 tokens, confidence 0.375",)
-    assert (attributes["roost.prediction.best"], attributes["roost.prediction.gain"], attributes["roost.prediction.confidence"]) == ("prefix", 0.25, 0.375)
+    assert (
+        attributes["roost.prediction.best"],
+        attributes["roost.prediction.gain"],
+        attributes["roost.prediction.confidence"],
+    ) == ("prefix", 0.25, 0.375)
     assert (attributes["roost.epoch.tables"], attributes["roost.epoch.clusters"]) == (8, 3)
     for event in decide.events:
         attributes = dict(event.attributes or {})
-        assert attributes["roost.local_share"] == pytest.approx(1.0), "the one rank of an engine holds all of its experts"
+        assert attributes["roost.local_share"] == pytest.approx(1.0), (
+            "the one rank of an engine holds all of its experts"
+        )
         assert attributes["roost.remote_ranks"] == 0
 
 
-async def test_each_attempt_has_a_decision_and_a_forward_span_of_its_own(house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_each_attempt_has_a_decision_and_a_forward_span_of_its_own(
+    house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes
+) -> None:
     for rank in await engines(house, serve_rank, byte_archive):
         rank.die_after = 4
     answer = await house.post(CHAT, chat(stream=True))
@@ -219,7 +270,9 @@ async def test_each_attempt_has_a_decision_and_a_forward_span_of_its_own(house: 
     assert about(server)["error.type"] == "broken"
 
 
-async def test_a_refused_request_is_traced_too(house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_refused_request_is_traced_too(
+    house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes
+) -> None:
     await engines(house, serve_rank, byte_archive, 1)
     await house.post(CHAT, b"{")
     server = await traces.server("chat")
@@ -229,14 +282,18 @@ async def test_a_refused_request_is_traced_too(house: House, traces: Traces, ser
     assert about(await traces.server("text_completion unknown"))["roost.outcome"] == "refused"
 
 
-async def test_explaining_makes_no_forward_span(house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_explaining_makes_no_forward_span(
+    house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes
+) -> None:
     await engines(house, serve_rank, byte_archive)
     await house.post("/v1/route", chat())
     await traces.server("route demo")
     assert not traces.named("roost.forward")
 
 
-async def test_numbers_of_64_bits_are_text(house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_numbers_of_64_bits_are_text(
+    house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes
+) -> None:
     await engines(house, serve_rank, byte_archive, 1)
     await house.post(CHAT, chat())
     await traces.server()
@@ -248,7 +305,9 @@ def test_without_a_real_provider_no_span_is_ever_made() -> None:
     assert RouterTracing.create() is None, "the process's own provider is a proxy until somebody sets one"
 
 
-async def test_a_sampled_out_request_costs_no_candidate_events(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+async def test_a_sampled_out_request_costs_no_candidate_events(
+    open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes
+) -> None:
     traces = Traces()
     quiet = TracerProvider(sampler=ALWAYS_OFF)
     quiet.add_span_processor(SimpleSpanProcessor(traces.exporter))

@@ -21,7 +21,10 @@ from tests.router.encoding import whole, wrong_in_threads
 from tests.router.router_fixture import SCRIPT, MockRank, OpenHouse, Serve, archive, until
 
 MARKS = ("<|start|>", "<|end|>", "<|start|>x", "</s>")
-CHATML = "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}<|start|>assistant\n"
+CHATML = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor"
+    " %}<|start|>assistant\n"
+)
 LINES = [SCRIPT * 3, "user assistant system words words row two  spaces\n\nlines"]
 
 
@@ -35,20 +38,30 @@ def _trained(model: Any, trainer: Any, **parts: Any) -> Tokenizer:
 
 def byte_level(*, prefix_space: bool) -> Tokenizer:
     level = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-    return _trained(models.BPE(), trainer, pre_tokenizer=level, post_processor=processors.ByteLevel(trim_offsets=True))
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    return _trained(
+        models.BPE(), trainer, pre_tokenizer=level, post_processor=processors.ByteLevel(trim_offsets=True)
+    )
 
 
 def word_piece() -> Tokenizer:
-    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=300, special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False
+    )
     parts = {"normalizer": normalizers.BertNormalizer(), "pre_tokenizer": pre_tokenizers.BertPreTokenizer()}
     tokenizer = _trained(models.WordPiece(unk_token="[UNK]"), trainer, **parts)
-    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
     return tokenizer
 
 
 def unigram(scheme: str) -> Tokenizer:
-    trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+    )
     nfkc, metaspace = normalizers.NFKC(), pre_tokenizers.Metaspace(prepend_scheme=scheme)
     return _trained(models.Unigram(), trainer, normalizer=nfkc, pre_tokenizer=metaspace)
 
@@ -84,7 +97,28 @@ EXACT = ("demo", "bytes", "bytes, prefix space", "pieces of words", "unigram, fi
 REFUSED = ("unigram, strips", "bytes, normalised", "words only")
 
 NASTY = st.sampled_from(
-    [*MARKS, "<|", "|>", "start", "\x00", " ", "  ", "\n", "\r\n", "\t", "'s", "e\u0301", "\u200d", "\u2581", "ﬁ", "漢字", "🐣", "[CLS]", "<unk>", ""]
+    [
+        *MARKS,
+        "<|",
+        "|>",
+        "start",
+        "\x00",
+        " ",
+        "  ",
+        "\n",
+        "\r\n",
+        "\t",
+        "'s",
+        "e\u0301",
+        "\u200d",
+        "\u2581",
+        "ﬁ",
+        "漢字",
+        "🐣",
+        "[CLS]",
+        "<unk>",
+        "",
+    ]
 )
 TEXTS = st.lists(NASTY | st.text(max_size=8), max_size=8).map("".join)
 TALKS = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), TEXTS), min_size=1, max_size=6)
@@ -97,7 +131,9 @@ def talk(turns: list[tuple[str, str]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", [*EXACT, *REFUSED])
 @settings(max_examples=25, deadline=None)
 @given(talks=st.lists(TALKS, min_size=1, max_size=3))
-def test_ids_made_in_pieces_are_those_of_the_whole_conversation(kind: str, talks: list[list[tuple[str, str]]]) -> None:
+def test_ids_made_in_pieces_are_those_of_the_whole_conversation(
+    kind: str, talks: list[list[tuple[str, str]]]
+) -> None:
     model = small_memory(kind)
     for turns in talks:
         for length in range(1, len(turns) + 1):
@@ -111,7 +147,9 @@ def test_reuse_is_on_where_special_tokens_are_found_in_the_raw_text(kind: str) -
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_reuse_is_off_and_logged_where_tokens_depend_on_their_context(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_reuse_is_off_and_logged_where_tokens_depend_on_their_context(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     assert not ModelTokenizer(known(kind), {}, None, SegmentCache(4096)).reuses_segments
     assert "cannot be reused" in caplog.text
@@ -126,7 +164,9 @@ def test_a_tokenizer_that_draws_ids_by_chance_is_not_cut() -> None:
 def test_probes_find_a_tokenizer_that_puts_something_before_each_text() -> None:
     tokenizer = marked(unigram("first"), normalized=True)
     tokenizer.normalizer = normalizers.Prepend("▁")
-    assert first_difference(lambda text: whole(tokenizer, text), Cutter(MARKS, MARKS), list(MARKS)) is not None
+    assert (
+        first_difference(lambda text: whole(tokenizer, text), Cutter(MARKS, MARKS), list(MARKS)) is not None
+    )
 
 
 def test_probes_find_an_encoder_that_looks_back_across_a_special_token() -> None:
@@ -219,11 +259,15 @@ def test_vocabularies_share_the_budget_but_not_the_ids() -> None:
 
 def test_many_threads_get_the_same_ids() -> None:
     model = ModelTokenizer(known("bytes"), {}, CHATML, SegmentCache(16384))
-    texts = [model.render(talk([("system", f"s{at % 3}"), ("user", "hello " * (at % 7))])) for at in range(40)]
+    texts = [
+        model.render(talk([("system", f"s{at % 3}"), ("user", "hello " * (at % 7))])) for at in range(40)
+    ]
     assert not wrong_in_threads(model, known("bytes"), texts)
 
 
-async def test_only_what_is_new_of_a_long_conversation_leaves_the_event_loop(open_house: OpenHouse, serve_rank: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_what_is_new_of_a_long_conversation_leaves_the_event_loop(
+    open_house: OpenHouse, serve_rank: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     packed = archive(known("bytes"), {"chat_template": CHATML})
     house = await open_house(long_prompt_characters=1000)
     rank = await serve_rank(MockRank(packed))
@@ -240,7 +284,11 @@ async def test_only_what_is_new_of_a_long_conversation_leaves_the_event_loop(ope
     turns = [("system", "words in a row " * 100)]
     for words, leaves in (("hi", 1), ("and now", 1), ("so " * 400, 2), ("bye", 2)):
         turns += [("user", words)]
-        assert (await house.post("/v1/chat/completions", {"model": "demo", "messages": talk(turns), "max_tokens": 1})).status == 200
+        assert (
+            await house.post(
+                "/v1/chat/completions", {"model": "demo", "messages": talk(turns), "max_tokens": 1}
+            )
+        ).status == 200
         assert left == leaves
         assert rank.requests[-1].prompt == whole(known("bytes"), rank.tokenizer.render(talk(turns)))
     seen = house.service.lexicon.seen
@@ -252,20 +300,31 @@ async def test_only_what_is_new_of_a_long_conversation_leaves_the_event_loop(ope
 
 @settings(max_examples=30)
 @given(turns=TALKS, later=TALKS)
-def test_the_text_of_a_conversation_is_a_prefix_of_its_next_turn(turns: list[tuple[str, str]], later: list[tuple[str, str]]) -> None:
-    bodies = (msgspec.json.encode({"model": "demo", "messages": talk(some), "tools": [{"type": "function"}]}) for some in (turns, turns + later))
+def test_the_text_of_a_conversation_is_a_prefix_of_its_next_turn(
+    turns: list[tuple[str, str]], later: list[tuple[str, str]]
+) -> None:
+    bodies = (
+        msgspec.json.encode({"model": "demo", "messages": talk(some), "tools": [{"type": "function"}]})
+        for some in (turns, turns + later)
+    )
     before, after = (read(body, "application/json").prompt for body in bodies)
     assert after.startswith(before)
 
 
-async def test_a_request_reuses_the_texts_of_its_own_salt_alone(open_house: OpenHouse, serve_rank: Serve) -> None:
+async def test_a_request_reuses_the_texts_of_its_own_salt_alone(
+    open_house: OpenHouse, serve_rank: Serve
+) -> None:
     packed = archive(known("bytes"), {"eos_token": "</s>", "chat_template": CHATML})
     rank = await serve_rank(MockRank(packed))
     house = await open_house()
     await house.join("alone", [rank.url], packed)
     kept = []
     for salt in ("ours", "ours", "theirs"):
-        body = {"model": "demo", "messages": [{"role": "user", "content": "a long question " * 20}], "cache_salt": salt}
+        body = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": "a long question " * 20}],
+            "cache_salt": salt,
+        }
         assert (await house.post("/v1/route", body)).status == 200
         assert house.service.lexicon.seen is not None
         kept.append(len(house.service.lexicon.seen))

@@ -15,7 +15,19 @@ NFC = bpe(400)
 NFC.normalizer = normalizers.NFC()
 TOKENIZERS = [ModelTokenizer.from_archive(archive(one, {})) for one in (bpe(257), bpe(400), NFC)]
 PIECES = st.sampled_from(
-    ["words in a row; ", "<eos>", "\u212a", "e\u0301", "\u03b9\u0308\u0301", "\u1100\u1161\u11a8", "東京タワー", "🐣", "\x00", " " * 9, "\ud800"]
+    [
+        "words in a row; ",
+        "<eos>",
+        "\u212a",
+        "e\u0301",
+        "\u03b9\u0308\u0301",
+        "\u1100\u1161\u11a8",
+        "東京タワー",
+        "🐣",
+        "\x00",
+        " " * 9,
+        "\ud800",
+    ]
 )
 
 
@@ -31,7 +43,11 @@ def test_a_text_of_the_longest_token_alone_has_exactly_as_many() -> None:
     tokenizer = bpe(400)
     longest = max(tokenizer.get_vocab(with_added_tokens=False), key=len)
     text = tokenizer.decode([tokenizer.token_to_id(longest)])
-    assert ModelTokenizer.from_archive(archive(tokenizer, {})).fewest_tokens(text) == len(tokenizer.encode(text).ids) == 1
+    assert (
+        ModelTokenizer.from_archive(archive(tokenizer, {})).fewest_tokens(text)
+        == len(tokenizer.encode(text).ids)
+        == 1
+    )
 
 
 def changed(**parts: Any) -> Tokenizer:
@@ -52,7 +68,11 @@ def with_added(token: AddedToken) -> Tokenizer:
     [
         changed(normalizer=normalizers.Strip()),
         changed(normalizer=normalizers.NFKC()),
-        changed(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)])),
+        changed(
+            pre_tokenizer=pre_tokenizers.Sequence(
+                [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            )
+        ),
         changed(pre_tokenizer=pre_tokenizers.Whitespace()),
         with_added(AddedToken("<pad>", lstrip=True)),
         Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")),

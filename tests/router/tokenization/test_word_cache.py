@@ -20,8 +20,14 @@ from tests.router.encoding import whole, wrong_in_threads
 from tests.router.router_fixture import SCRIPT
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 O200K = "|".join(
     [
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
@@ -49,7 +55,9 @@ LINES = [SCRIPT * 3, "two words  it's it'll IT'S camelCase 1234 foo.bar\n\n  ind
 
 def split(*patterns: str, behavior: str = "isolated") -> Any:
     splits = [pre_tokenizers.Split(Regex(pattern), behavior) for pattern in patterns]
-    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
 
 
 def trained(pre_tokenizer: Any, normalizer: Any = None, **model: Any) -> Tokenizer:
@@ -57,7 +65,9 @@ def trained(pre_tokenizer: Any, normalizer: Any = None, **model: Any) -> Tokeniz
     tokenizer.pre_tokenizer = pre_tokenizer
     if normalizer is not None:
         tokenizer.normalizer = normalizer
-    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     tokenizer.train_from_iterator(LINES, trainer)
     tokenizer.add_special_tokens([AddedToken("<|end|>", normalized=False)])
     tokenizer.add_tokens(["<tool>", "été", "   "])
@@ -69,7 +79,11 @@ def accepted(kind: str) -> Tokenizer:
     return {
         "gpt2": lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=False)),
         "gpt2 as a split": lambda: trained(split(GPT2)),
-        "digits first": lambda: trained(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)])),
+        "digits first": lambda: trained(
+            pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+            )
+        ),
         "llama3": lambda: trained(split(LLAMA3), ignore_merges=True),
         "qwen2": lambda: trained(split(QWEN2), normalizers.NFC()),
         "o200k": lambda: trained(split(O200K)),
@@ -91,8 +105,12 @@ REFUSED = {
     "spaces not matched": lambda: trained(split(LLAMA3.removesuffix(r"|\s+"))),
     "pattern that removes": lambda: trained(split(LLAMA3, behavior="removed")),
     "spaces at the end of words": lambda: trained(split(r"\p{L}+ ?|\s+")),
-    "text, no pattern": lambda: trained(pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "isolated"), pre_tokenizers.ByteLevel(False)])),
-    "bytes too early": lambda: trained(pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(False), pre_tokenizers.Digits()])),
+    "text, no pattern": lambda: trained(
+        pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "isolated"), pre_tokenizers.ByteLevel(False)])
+    ),
+    "bytes too early": lambda: trained(
+        pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(False), pre_tokenizers.Digits()])
+    ),
     "other normaliser": lambda: trained(split(LLAMA3), normalizers.NFKC()),
     "no bytes": lambda: Tokenizer(models.BPE(vocab={"a": 0}, merges=[])),
     "chance": lambda: trained(split(LLAMA3), dropout=0.5),
@@ -148,7 +166,26 @@ PIECES = st.sampled_from(
             "q" * 70,
             "x" * 300,
         ),
-        *(" ", " ", " ", " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "\u3000", "\u00a0", "\u2028", "\x85", "\u180e", "\u1680", "\x00", "\x1c"),
+        *(
+            " ",
+            " ",
+            " ",
+            " ",
+            "  ",
+            "   ",
+            "\n",
+            "\n\n",
+            "\r\n",
+            "\t",
+            "\u3000",
+            "\u00a0",
+            "\u2028",
+            "\x85",
+            "\u180e",
+            "\u1680",
+            "\x00",
+            "\x1c",
+        ),
     ]
 )
 TEXTS = st.lists(PIECES | st.text(max_size=5), max_size=40).map("".join)
@@ -180,7 +217,9 @@ def test_words_are_the_text_and_begin_at_spaces_behind_something_visible(text: s
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_tokenizer_that_is_not_proven_to_cut_before_spaces_is_used_as_it_is(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tokenizer_that_is_not_proven_to_cut_before_spaces_is_used_as_it_is(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     tokenizer = REFUSED[kind]()
     assert why_not(tokenizer) is not None
@@ -198,7 +237,10 @@ def test_probes_find_what_the_structure_does_not_show() -> None:
     sizes = byte_sizes(tokenizer)
     assert first_wrong(lambda text: whole(tokenizer, text), sizes, lambda text: True) is None
     assert "word 1" in str(first_wrong(looks_ahead, sizes, lambda text: True))
-    assert first_wrong(lambda text: whole(tokenizer, text), array("I", [1] * len(sizes)), lambda text: True) is not None
+    assert (
+        first_wrong(lambda text: whole(tokenizer, text), array("I", [1] * len(sizes)), lambda text: True)
+        is not None
+    )
 
 
 def test_only_words_that_are_new_are_encoded() -> None:
@@ -206,7 +248,10 @@ def test_only_words_that_are_new_are_encoded() -> None:
     model = ModelTokenizer(accepted("llama3"), {}, None, seen)
     model.encode_rendered("a text of few words")
     model.encode_rendered("a few words of other text")
-    assert (seen.new_characters, seen.known_characters) == (len("a text of few words other"), len("a few words of text"))
+    assert (seen.new_characters, seen.known_characters) == (
+        len("a text of few words other"),
+        len("a few words of text"),
+    )
 
 
 def test_a_text_of_new_words_is_encoded_in_one_go_and_teaches_a_few() -> None:
@@ -227,8 +272,13 @@ def test_what_normalising_changes_is_encoded_whole() -> None:
 
 
 @settings(max_examples=50)
-@given(calls=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 60), st.integers(1, 9)), max_size=80), budget=st.integers(500, 6000))
-def test_words_stay_within_their_bytes_and_have_their_own_ids(calls: list[tuple[int, int, int]], budget: int) -> None:
+@given(
+    calls=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 60), st.integers(1, 9)), max_size=80),
+    budget=st.integers(500, 6000),
+)
+def test_words_stay_within_their_bytes_and_have_their_own_ids(
+    calls: list[tuple[int, int, int]], budget: int
+) -> None:
     cache = WordCache(budget)
     for owner, number, length in calls:
         if number == 0:

@@ -1,4 +1,5 @@
-"""The small HTTP client: every way in which an answer may arrive, end or fail, and the reuse of connections."""
+"""The small HTTP client: every way in which an answer may arrive, end or fail, and the reuse of
+connections."""
 
 import asyncio
 import contextlib
@@ -10,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.upstream.http_client import BUFFERED_BYTES, MOST_HEAD_BYTES, Connection, ConnectionLost, HttpClient, Origin, request_bytes
+from router.upstream.http_client import (
+    BUFFERED_BYTES,
+    MOST_HEAD_BYTES,
+    Connection,
+    ConnectionLost,
+    HttpClient,
+    Origin,
+    request_bytes,
+)
 from tests.router.router_fixture import until
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -124,7 +133,9 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n7
         (b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\nhi", b"hi", False),
     ],
 )
-async def test_an_answer_is_read_to_its_end_and_its_connection_kept_if_it_may_be(client: HttpClient, answer: bytes, body: bytes, kept: bool) -> None:
+async def test_an_answer_is_read_to_its_end_and_its_connection_kept_if_it_may_be(
+    client: HttpClient, answer: bytes, body: bytes, kept: bool
+) -> None:
     async with server(lingering(answer, answer)) as url:
         connection = await ask(client, url)
         assert await whole(connection) == body
@@ -163,21 +174,27 @@ async def test_what_came_before_a_break_is_given_out_before_the_error(client: Ht
         (b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n", "not HTTP"),
     ],
 )
-async def test_no_answer_at_all_is_an_error_that_says_why(client: HttpClient, answer: bytes, complaint: str) -> None:
+async def test_no_answer_at_all_is_an_error_that_says_why(
+    client: HttpClient, answer: bytes, complaint: str
+) -> None:
     async with server(answering(answer)) as url:
         with pytest.raises(ConnectionLost, match=complaint):
             await ask(client, url)
 
 
 async def test_a_bad_chunk_breaks_the_answer(client: HttpClient) -> None:
-    async with server(lingering(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\nzz\r\n")) as url:
+    async with server(
+        lingering(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\nzz\r\n")
+    ) as url:
         connection = await ask(client, url)
         with pytest.raises(ConnectionLost, match="not HTTP"):
             await whole(connection)
 
 
 @pytest.mark.parametrize("more", [b"HTTP/1.1 200 OK\r\n", b"garbage"])
-async def test_a_connection_that_sends_more_than_requested_is_not_reused(client: HttpClient, more: bytes) -> None:
+async def test_a_connection_that_sends_more_than_requested_is_not_reused(
+    client: HttpClient, more: bytes
+) -> None:
     async with server(lingering(OK + more)) as url:
         connection = await ask(client, url)
         with contextlib.suppress(ConnectionLost):
@@ -264,9 +281,16 @@ async def test_cutting_wakes_the_waiting_task_and_the_server_notices(client: Htt
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=6), st.lists(st.integers(1, 9), min_size=1, max_size=5))
+@given(
+    st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=6),
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+)
 async def test_answers_are_the_same_however_the_bytes_are_cut(chunks: list[bytes], cuts: list[int]) -> None:
-    stream = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+    stream = (
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+        + b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
+        + b"0\r\n\r\n"
+    )
     connection = Connection()
     connection.connection_made(_Deaf())
     connection.send(b"")
@@ -295,8 +319,12 @@ class _Deaf(asyncio.Transport):
 
 def test_requests_say_their_host_length_and_headers_and_nothing_can_be_smuggled_in() -> None:
     origin = Origin.of("http://example.org:8080/base/")
-    sent = request_bytes("POST", origin, "/v1/x", {"a": "b", "evil": "x\r\ninjected: y", "nul": "\0"}, b"body")
-    assert sent == b"POST /base/v1/x HTTP/1.1\r\nhost: example.org:8080\r\ncontent-length: 4\r\na: b\r\n\r\nbody"
+    sent = request_bytes(
+        "POST", origin, "/v1/x", {"a": "b", "evil": "x\r\ninjected: y", "nul": "\0"}, b"body"
+    )
+    assert (
+        sent == b"POST /base/v1/x HTTP/1.1\r\nhost: example.org:8080\r\ncontent-length: 4\r\na: b\r\n\r\nbody"
+    )
 
 
 @pytest.mark.parametrize(
@@ -311,7 +339,9 @@ def test_urls_are_taken_apart(url: str, origin: tuple[object, ...]) -> None:
     assert Origin.of(url) == origin
 
 
-@pytest.mark.parametrize("url", ["ftp://h", "http://", "h:80", "http://h/a b", "http://h/\r\nx", "http://hä", "http://h:99999"])
+@pytest.mark.parametrize(
+    "url", ["ftp://h", "http://", "h:80", "http://h/a b", "http://h/\r\nx", "http://hä", "http://h:99999"]
+)
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         Origin.of(url)
@@ -394,7 +424,11 @@ async def test_each_wait_has_its_own_limit_whatever_the_one_before_was(quiet: Co
     loop = asyncio.get_running_loop()
     quiet.send(b"")
     for seconds in (100.0, 1.0):
-        loop.call_later(0.5, quiet.data_received, b"HTTP/1.1 200 OK\r\n" if seconds == 100.0 else b"content-length: 5\r\n\r\n")
+        loop.call_later(
+            0.5,
+            quiet.data_received,
+            b"HTTP/1.1 200 OK\r\n" if seconds == 100.0 else b"content-length: 5\r\n\r\n",
+        )
         await quiet.more(seconds)
     began = loop.time()
     await quiet.more(1.0)

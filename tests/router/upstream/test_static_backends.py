@@ -19,7 +19,10 @@ from router.upstream.static_backends import MISSES, StaticBackends
 URL = "http://10.0.0.1:8000"
 LIST = json.dumps({"data": [{"id": "demo"}]}).encode()
 REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed")
-REFUSED_TWICE = OSError("Multiple exceptions: [Errno 111] Connect call failed ('::1', 1), [Errno 111] Connect call failed ('127.0.0.1', 1)")
+REFUSED_TWICE = OSError(
+    "Multiple exceptions: [Errno 111] Connect call failed ('::1', 1), [Errno 111] Connect call failed"
+    " ('127.0.0.1', 1)"
+)
 
 
 class Scripted(Upstream):
@@ -30,7 +33,9 @@ class Scripted(Upstream):
         self._script: list[bytes | Exception] = []
         self._more, self._over = asyncio.Event(), asyncio.Event()
 
-    async def get(self, url: str, path: str, headers: Mapping[str, str], *, seconds: float, most_bytes: int) -> bytes:
+    async def get(
+        self, url: str, path: str, headers: Mapping[str, str], *, seconds: float, most_bytes: int
+    ) -> bytes:
         while not self._script:
             self._over.set()
             self._more.clear()
@@ -54,7 +59,9 @@ class Rig:
         self.view = FleetView(Reservations(settle_seconds=0.1, stale_seconds=5.0))
         self.now = 0.0
         self.upstream = Scripted()
-        self.backends = StaticBackends(RouterConfig(backends=(URL,)), lambda _: None, self.view, lambda: self.now, self.view.forget)
+        self.backends = StaticBackends(
+            RouterConfig(backends=(URL,)), lambda _: None, self.view, lambda: self.now, self.view.forget
+        )
 
     @property
     def worker(self) -> int:
@@ -103,7 +110,9 @@ async def test_a_token_brings_back_a_server_whose_probes_were_missed(rig: Rig) -
 
 
 @pytest.mark.parametrize("refusal", [REFUSED, REFUSED_TWICE])
-async def test_a_refused_connection_takes_a_server_away_at_once_whatever_it_still_serves(rig: Rig, refusal: OSError) -> None:
+async def test_a_refused_connection_takes_a_server_away_at_once_whatever_it_still_serves(
+    rig: Rig, refusal: OSError
+) -> None:
     await rig.upstream.play(refusal)
     assert rig.standing is EngineStatus.UNREACHABLE
     rig.backends.served(rig.worker)

@@ -59,7 +59,10 @@ class Oracle:
         self.sources = sources
 
     def counts(self, now: float) -> np.ndarray:
-        return sum((self._density(report, now) * report.table.astype(np.float64) for report in self.reports), np.zeros((LAYERS, EXPERTS)))
+        return sum(
+            (self._density(report, now) * report.table.astype(np.float64) for report in self.reports),
+            np.zeros((LAYERS, EXPERTS)),
+        )
 
     def tokens(self, now: float) -> float:
         return sum(self._density(report, now) * report.tokens for report in self.reports)
@@ -70,8 +73,14 @@ class Oracle:
     def exposure(self, now: float) -> float:
         began = min(report.end - report.seconds for report in self.reports)
         pairs = zip(self.reports, self.reports[1:], strict=False)
-        lost = sum(weight(self.constant, a.end, b.end - b.seconds, now) for a, b in pairs if b.sequence > a.sequence + 1)
-        own = sum(weight(self.constant, report.end - report.seconds, report.end, now) for report in self.reports)
+        lost = sum(
+            weight(self.constant, a.end, b.end - b.seconds, now)
+            for a, b in pairs
+            if b.sequence > a.sequence + 1
+        )
+        own = sum(
+            weight(self.constant, report.end - report.seconds, report.end, now) for report in self.reports
+        )
         return max(weight(self.constant, began, now, now) - lost / self.sources, own / self.sources)
 
     def judged(self, now: float) -> float:
@@ -103,7 +112,9 @@ def test_an_empty_window_says_nothing() -> None:
 
 
 @given(reports, st.floats(0.0, 100.0), st.randoms())
-def test_any_order_of_reports_gives_what_the_integrals_over_them_give(told: list[Told], later: float, random: object) -> None:
+def test_any_order_of_reports_gives_what_the_integrals_over_them_give(
+    told: list[Told], later: float, random: object
+) -> None:
     shuffled = list(told)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     heard, gaps = window(), ReportGaps()
@@ -116,12 +127,20 @@ def test_any_order_of_reports_gives_what_the_integrals_over_them_give(told: list
         assert heard.tokens(level, now) == pytest.approx(oracle.tokens(now), rel=1e-6, abs=1e-9)
         judged = oracle.judged(now)
         exposure = oracle.exposure(judged)
-        np.testing.assert_allclose(heard.rates(level, now), oracle.counts(judged) / exposure, rtol=1e-4, atol=1e-6)
-        assert heard.tokens_per_second(level, now) == pytest.approx(oracle.tokens(judged) / exposure, rel=1e-4, abs=1e-9)
+        np.testing.assert_allclose(
+            heard.rates(level, now), oracle.counts(judged) / exposure, rtol=1e-4, atol=1e-6
+        )
+        assert heard.tokens_per_second(level, now) == pytest.approx(
+            oracle.tokens(judged) / exposure, rel=1e-4, abs=1e-9
+        )
 
 
-@given(st.lists(st.tuples(st.floats(0.1, 20.0), st.integers(1, 4)), min_size=1, max_size=10), st.floats(0.1, 1e4))
-def test_how_time_is_cut_into_reports_changes_nothing(intervals: list[tuple[float, int]], rate: float) -> None:
+@given(
+    st.lists(st.tuples(st.floats(0.1, 20.0), st.integers(1, 4)), min_size=1, max_size=10), st.floats(0.1, 1e4)
+)
+def test_how_time_is_cut_into_reports_changes_nothing(
+    intervals: list[tuple[float, int]], rate: float
+) -> None:
     whole, cut, now = window(), window(), 0.0
     for seconds, pieces in intervals:
         for piece in range(1, pieces + 1):
@@ -131,11 +150,15 @@ def test_how_time_is_cut_into_reports_changes_nothing(intervals: list[tuple[floa
         whole.observe(WindowReport(ones(rate * seconds), rate * seconds, seconds, now))
     for level in (FAST, SLOW):
         np.testing.assert_allclose(cut.counts(level, now + 5.0), whole.counts(level, now + 5.0), rtol=1e-5)
-        assert cut.tokens_per_second(level, now) == pytest.approx(whole.tokens_per_second(level, now), rel=1e-6)
+        assert cut.tokens_per_second(level, now) == pytest.approx(
+            whole.tokens_per_second(level, now), rel=1e-6
+        )
 
 
 @given(st.lists(st.floats(0.01, 500.0), min_size=1, max_size=30), st.floats(0.01, 1e6))
-def test_a_constant_rate_is_estimated_exactly_whatever_the_intervals(lengths: list[float], rate: float) -> None:
+def test_a_constant_rate_is_estimated_exactly_whatever_the_intervals(
+    lengths: list[float], rate: float
+) -> None:
     heard, now = window(), 1000.0
     for seconds in lengths:
         now += seconds
@@ -151,9 +174,14 @@ def test_a_silent_rank_decays_under_both_time_constants() -> None:
         heard.observe(WindowReport(ones(10.0), 10.0, 1.0, float(now)))
     for level, constant in ((FAST, FAST_SECONDS), (SLOW, SLOW_SECONDS)):
         assert heard.tokens_per_second(level, 2000.0) == pytest.approx(10.0, rel=1e-6)
-        assert heard.tokens_per_second(level, 2002.0) == pytest.approx(10.0, rel=1e-6), "the next report may still come"
+        assert heard.tokens_per_second(level, 2002.0) == pytest.approx(10.0, rel=1e-6), (
+            "the next report may still come"
+        )
         assert heard.tokens_per_second(level, 2002.0 + constant) == pytest.approx(
-            10.0 * (np.exp(-1.0) - np.exp(-2000.0 / constant - 1.0)) / (1.0 - np.exp(-2000.0 / constant - 1.0)), rel=1e-6
+            10.0
+            * (np.exp(-1.0) - np.exp(-2000.0 / constant - 1.0))
+            / (1.0 - np.exp(-2000.0 / constant - 1.0)),
+            rel=1e-6,
         )
         assert heard.rates(level, 2000.0 + 20 * constant).max() < 1e-6
 
@@ -162,7 +190,9 @@ def test_a_rank_that_idles_and_comes_back_was_silent_meanwhile() -> None:
     heard, gaps = window(), ReportGaps()
     for sequence, end in enumerate((1.0, 61.0)):
         hear(heard, gaps, Told(sequence, end, 1.0, 10, (10,) * 6))
-    assert heard.tokens_per_second(FAST, 61.0) == pytest.approx(10.0 * (1 - exp(-1 / 20)) * (1 + exp(-3)) / (1 - exp(-61 / 20)), rel=1e-6)
+    assert heard.tokens_per_second(FAST, 61.0) == pytest.approx(
+        10.0 * (1 - exp(-1 / 20)) * (1 + exp(-3)) / (1 - exp(-61 / 20)), rel=1e-6
+    )
 
 
 def test_time_whose_reports_were_lost_is_not_taken_for_silence() -> None:
@@ -204,11 +234,15 @@ def test_sums_stay_exact_when_the_reference_moves() -> None:
     for now in range(1, 5001):
         heard.observe(WindowReport(ones(7.0), 7.0, 1.0, float(now)))
     np.testing.assert_allclose(heard.counts(FAST, 5000.0), 7.0 * FAST_SECONDS, rtol=1e-4)
-    np.testing.assert_allclose(heard.counts(SLOW, 5000.0), 7.0 * SLOW_SECONDS * (1 - exp(-5000 / SLOW_SECONDS)), rtol=1e-4)
+    np.testing.assert_allclose(
+        heard.counts(SLOW, 5000.0), 7.0 * SLOW_SECONDS * (1 - exp(-5000 / SLOW_SECONDS)), rtol=1e-4
+    )
 
 
 @given(st.floats(-1e9, 1e9), st.floats(-1e5, 1e5), st.floats(-100, 100))
-def test_a_clock_that_seems_to_go_back_changes_nothing_for_the_worse(start: float, jump: float, look: float) -> None:
+def test_a_clock_that_seems_to_go_back_changes_nothing_for_the_worse(
+    start: float, jump: float, look: float
+) -> None:
     heard = window()
     heard.observe(WindowReport(ones(5.0), 5, 1.0, start))
     heard.observe(WindowReport(ones(5.0), 5, 1.0, start + jump))
@@ -229,7 +263,9 @@ def test_512_ranks_of_58_x_256_fit_in_a_gigabyte() -> None:
 
 
 @given(reports, st.floats(0.0, 50.0), st.randoms())
-def test_a_restored_window_says_what_the_saved_one_would_have_said(told: list[Told], later: float, random: object) -> None:
+def test_a_restored_window_says_what_the_saved_one_would_have_said(
+    told: list[Told], later: float, random: object
+) -> None:
     half = len(told) // 2
     plain, saved, plain_gaps, saved_gaps = window(), window(), ReportGaps(), ReportGaps()
     for report in told[:half]:
@@ -246,7 +282,13 @@ def test_a_restored_window_says_what_the_saved_one_would_have_said(told: list[To
 
 
 @pytest.mark.parametrize(
-    "state", [{}, {"shape": [2, 3]}, {**DecayWindow(1, 1, CONSTANTS).state(), "shape": [2, 2]}, {**DecayWindow(1, 1, CONSTANTS).state(), "sums": []}]
+    "state",
+    [
+        {},
+        {"shape": [2, 3]},
+        {**DecayWindow(1, 1, CONSTANTS).state(), "shape": [2, 2]},
+        {**DecayWindow(1, 1, CONSTANTS).state(), "sums": []},
+    ],
 )
 def test_what_is_no_state_of_a_window_is_refused(state: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="no state of a window"):

@@ -24,7 +24,9 @@ LAYERS, EXPERTS = 2, 8
 SHAPE = ModelShape(layers=LAYERS, experts=EXPERTS, top_k=2, hidden=4, expert_intermediate=8)
 
 
-def joined(worker_id: int = 1, engine: str = "a", model: str = "m", ranks: int = 2, shape: ModelShape | None = SHAPE) -> EngineJoined:
+def joined(
+    worker_id: int = 1, engine: str = "a", model: str = "m", ranks: int = 2, shape: ModelShape | None = SHAPE
+) -> EngineJoined:
     return EngineJoined(
         engine=engine,
         worker_id=worker_id,
@@ -41,12 +43,22 @@ def joined(worker_id: int = 1, engine: str = "a", model: str = "m", ranks: int =
 
 def report(worker_id: int = 1, rank: int = 0, counts: Any = None, **fields: Any) -> ExpertsActivated:
     table = np.ones((LAYERS, EXPERTS)) if counts is None else np.asarray(counts)
-    plain = {"engine": "a", "model": "m", "epoch": 0, "seconds": 1.0, "tokens": 4, "cached_tokens": 0, "counts": ExpertCounts.of(np.asarray(table, np.int64))}
+    plain = {
+        "engine": "a",
+        "model": "m",
+        "epoch": 0,
+        "seconds": 1.0,
+        "tokens": 4,
+        "cached_tokens": 0,
+        "counts": ExpertCounts.of(np.asarray(table, np.int64)),
+    }
     return ExpertsActivated(worker_id=worker_id, rank=rank, **{**plain, **fields})
 
 
 def demands(said: Iterable[Any]) -> dict[tuple[int, int], DemandPublished]:
-    return {(message.worker_id, message.rank): message for message in said if isinstance(message, DemandPublished)}
+    return {
+        (message.worker_id, message.rank): message for message in said if isinstance(message, DemandPublished)
+    }
 
 
 def profiles(said: Iterable[Any]) -> dict[str, ProfilePublished]:
@@ -86,8 +98,12 @@ def test_a_demand_says_how_many_pairs_are_behind_it_and_a_rank_that_wants_nothin
     for second in range(1, 401):
         activity.report(report(), float(second))
     (said,) = demands(activity.changed(400.0)).values()
-    assert said.pairs == pytest.approx(20.0 * EXPERTS, rel=0.01), "EXPERTS pairs a second in each layer, over the 20 s that are remembered"
-    last = [demand for now in range(402, 3000, 2) for demand in demands(activity.changed(float(now))).values()][-1]
+    assert said.pairs == pytest.approx(20.0 * EXPERTS, rel=0.01), (
+        "EXPERTS pairs a second in each layer, over the 20 s that are remembered"
+    )
+    last = [
+        demand for now in range(402, 3000, 2) for demand in demands(activity.changed(float(now))).values()
+    ][-1]
     assert (last.tokens_per_second, last.pairs) == (0.0, 0.0)
 
 
@@ -101,7 +117,11 @@ def test_the_profile_is_that_of_all_ranks_and_the_demand_that_of_each() -> None:
         activity.report(report(worker_id, rank, counts, engine="ab"[worker_id - 1]), 1.0)
     said = list(activity.changed(1.0))
     np.testing.assert_allclose(profiles(said)["m"].profile.array()[:, :3], 1 / 3, rtol=1e-5)
-    assert {key: int(demand.demand.array()[0].argmax()) for key, demand in demands(said).items()} == {(1, 0): 0, (1, 1): 1, (2, 0): 2}
+    assert {key: int(demand.demand.array()[0].argmax()) for key, demand in demands(said).items()} == {
+        (1, 0): 0,
+        (1, 1): 1,
+        (2, 0): 2,
+    }
     assert activity.ranks == 3
 
 
@@ -196,7 +216,9 @@ def test_another_shape_is_another_model() -> None:
         ({"counts": np.ones((EXPERTS, LAYERS))}, ReportFault.SHAPE),
     ],
 )
-def test_a_report_that_cannot_be_true_is_refused_and_changes_nothing(fields: dict[str, Any], fault: ReportFault) -> None:
+def test_a_report_that_cannot_be_true_is_refused_and_changes_nothing(
+    fields: dict[str, Any], fault: ReportFault
+) -> None:
     activity = EngineActivity(TrackerConfig())
     activity.joined(joined(), 0.0)
     with pytest.raises(InvalidReport) as refusal:
@@ -205,7 +227,9 @@ def test_a_report_that_cannot_be_true_is_refused_and_changes_nothing(fields: dic
     assert (activity.ranks, list(activity.changed(2.0))) == (0, [])
 
 
-@pytest.mark.parametrize(("layers", "experts", "values"), [(2, 8, b"123"), (0, 8, b""), (-2, -8, b""), (1 << 40, 1 << 40, b"")])
+@pytest.mark.parametrize(
+    ("layers", "experts", "values"), [(2, 8, b"123"), (0, 8, b""), (-2, -8, b""), (1 << 40, 1 << 40, b"")]
+)
 def test_a_table_whose_bytes_do_not_fit_is_refused(layers: int, experts: int, values: bytes) -> None:
     table = ExpertCounts(layers=layers, experts=experts, width=4, values=values)
     activity = EngineActivity(TrackerConfig())
@@ -245,13 +269,24 @@ def test_versions_never_repeat() -> None:
     assert versions == list(range(1000, 1010))
 
 
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(-1, 2), st.integers(-1, 5), st.floats(-1, 10), st.floats(0, 100)), max_size=40))
-def test_no_sequence_of_reports_makes_the_tracker_say_nonsense(steps: list[tuple[int, int, int, float, float]]) -> None:
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 3), st.integers(-1, 2), st.integers(-1, 5), st.floats(-1, 10), st.floats(0, 100)
+        ),
+        max_size=40,
+    )
+)
+def test_no_sequence_of_reports_makes_the_tracker_say_nonsense(
+    steps: list[tuple[int, int, int, float, float]],
+) -> None:
     activity, now, numbers = EngineActivity(TrackerConfig(most_ranks=4)), 0.0, itertools.count()
     for worker_id, rank, tokens, seconds, wait in steps:
         now += wait
         with suppress(InvalidReport):  # every rejection is fine; the accepted state must stay consistent
-            activity.report(report(worker_id, rank, tokens=tokens, seconds=seconds), now, 1, next(numbers) * tokens)
+            activity.report(
+                report(worker_id, rank, tokens=tokens, seconds=seconds), now, 1, next(numbers) * tokens
+            )
         activity.forget_silent(now)
         for message in activity.changed(now):
             table = (message.profile if isinstance(message, ProfilePublished) else message.demand).array()
@@ -265,7 +300,12 @@ Heard = tuple[int, int, int, float, float, list[int]]
 """worker, rank, sequence, arrival, seconds, counts"""
 arrivals = st.lists(
     st.tuples(
-        st.integers(1, 2), st.integers(0, 1), st.integers(0, 20), st.floats(0, 200), st.floats(0.1, 10), st.lists(st.integers(0, 300), min_size=16, max_size=16)
+        st.integers(1, 2),
+        st.integers(0, 1),
+        st.integers(0, 20),
+        st.floats(0, 200),
+        st.floats(0.1, 10),
+        st.lists(st.integers(0, 300), min_size=16, max_size=16),
     ),
     min_size=1,
     max_size=12,
@@ -275,7 +315,14 @@ arrivals = st.lists(
 
 def tell(activity: EngineActivity, heard: Heard) -> None:
     worker_id, rank, sequence, arrival, seconds, counts = heard
-    said = report(worker_id, rank, np.reshape(counts, (LAYERS, EXPERTS)), engine="ab"[worker_id - 1], tokens=sum(counts), seconds=seconds)
+    said = report(
+        worker_id,
+        rank,
+        np.reshape(counts, (LAYERS, EXPERTS)),
+        engine="ab"[worker_id - 1],
+        tokens=sum(counts),
+        seconds=seconds,
+    )
     activity.report(said, arrival, publisher=10 * worker_id + rank, sequence=sequence)
 
 
@@ -292,7 +339,9 @@ def everything(activity: EngineActivity, now: float) -> dict[Any, tuple[float, n
     return found | {"fast": (0.0, fast.array())}
 
 
-def assert_same(one: dict[Any, tuple[float, np.ndarray]], other: dict[Any, tuple[float, np.ndarray]], rtol: float) -> None:
+def assert_same(
+    one: dict[Any, tuple[float, np.ndarray]], other: dict[Any, tuple[float, np.ndarray]], rtol: float
+) -> None:
     assert one.keys() == other.keys()
     for key, (number, table) in one.items():
         assert number == pytest.approx(other[key][0], rel=rtol, abs=1e-9)
@@ -374,7 +423,9 @@ def test_a_restarted_worker_starts_afresh() -> None:
         activity.report(report(1, tokens=1000), float(now), 5, now)
     activity.joined(joined(2), 60.0)
     activity.report(report(2, tokens=10), 61.0, 6, 0)
-    assert {key: demand.tokens_per_second for key, demand in demands(activity.changed(61.0)).items()} == {(2, 0): pytest.approx(10.0)}
+    assert {key: demand.tokens_per_second for key, demand in demands(activity.changed(61.0)).items()} == {
+        (2, 0): pytest.approx(10.0)
+    }
 
 
 def placed(activity: EngineActivity, worker_id: int, epoch: int, slots: Any) -> None:
@@ -390,7 +441,11 @@ def test_only_the_newest_placement_says_what_is_remote() -> None:
     hot[:, 7] = 10
     activity.report(report(counts=hot, tokens=20), 1.0)
     assert demands(activity.changed(1.0))[1, 0].remote is None
-    for epoch, slots, remote in ((1, [4, 5, 6, 7, 0, 1, 2, 3], 0.75), (3, [0, 1, 2, 7, 4, 5, 6, 3], 0.0), (2, [4, 5, 6, 7, 0, 1, 2, 3], 0.0)):
+    for epoch, slots, remote in (
+        (1, [4, 5, 6, 7, 0, 1, 2, 3], 0.75),
+        (3, [0, 1, 2, 7, 4, 5, 6, 3], 0.0),
+        (2, [4, 5, 6, 7, 0, 1, 2, 3], 0.0),
+    ):
         placed(activity, 1, epoch, slots)
         activity.report(report(counts=hot, tokens=20), 1.0)
         assert demands(activity.changed(1.0))[1, 0].remote == pytest.approx(remote, abs=1e-6)
@@ -446,10 +501,22 @@ def test_what_a_rank_wants_and_holds_is_told_expert_by_expert() -> None:
     assert found.tokens_per_second == pytest.approx(300.0)
     assert found.remote == pytest.approx(0.75)
     assert [(layer, expert) for layer, expert, _ in found.wanted_remote] == [(1, 6), (0, 5)]
-    assert [(layer, expert) for layer, expert, _ in found.local_idle] == [(0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
+    assert [(layer, expert) for layer, expert, _ in found.local_idle] == [
+        (0, 2),
+        (0, 3),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+        (1, 3),
+    ]
     silent = activity.rank_popularity(key, 2000.0)
     assert silent is not None
-    assert (silent.tokens_per_second, silent.remote, silent.wanted_remote, silent.local_idle) == (0.0, None, (), ())
+    assert (silent.tokens_per_second, silent.remote, silent.wanted_remote, silent.local_idle) == (
+        0.0,
+        None,
+        (),
+        (),
+    )
     activity.left(1)
     assert activity.rank_popularity(key, 99.0) is None
     assert activity.rank_keys("m") == []
@@ -457,7 +524,9 @@ def test_what_a_rank_wants_and_holds_is_told_expert_by_expert() -> None:
 
 def imported(digest: str = "d", counts: Any = None, tokens: int = 100, model: str = "m") -> CountsImported:
     table = np.ones((LAYERS, EXPERTS)) if counts is None else np.asarray(counts)
-    return CountsImported(model=model, digest=digest, tokens=tokens, counts=ExpertCounts.of(np.asarray(table, np.int64)))
+    return CountsImported(
+        model=model, digest=digest, tokens=tokens, counts=ExpertCounts.of(np.asarray(table, np.int64))
+    )
 
 
 def test_an_import_enters_the_slow_profile_once_and_no_demand() -> None:
@@ -484,7 +553,9 @@ def test_an_import_enters_the_slow_profile_once_and_no_demand() -> None:
         (imported(counts=np.ones((300, 300)), model="huge"), ReportFault.CAPACITY),
     ],
 )
-def test_an_import_that_cannot_be_used_is_refused_and_may_be_tried_again(bad: CountsImported, fault: ReportFault) -> None:
+def test_an_import_that_cannot_be_used_is_refused_and_may_be_tried_again(
+    bad: CountsImported, fault: ReportFault
+) -> None:
     activity = EngineActivity(TrackerConfig())
     activity.joined(joined(), 0.0)
     with pytest.raises(InvalidReport) as refusal:

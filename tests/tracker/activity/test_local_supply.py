@@ -24,7 +24,9 @@ tables = st.lists(st.integers(0, 200), min_size=LAYERS * EXPERTS, max_size=LAYER
 
 
 @given(tables, st.integers(0, RANKS - 1), st.integers(0, LAYERS))
-def test_the_lists_and_the_share_are_what_counting_expert_by_expert_gives(pairs: np.ndarray, rank: int, boundary: int) -> None:
+def test_the_lists_and_the_share_are_what_counting_expert_by_expert_gives(
+    pairs: np.ndarray, rank: int, boundary: int
+) -> None:
     placement = linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS)
     known, rates = supply(placement, Layout(attention="dp", boundary=boundary)), pairs / np.float32(20)
     held = {(layer, int(expert)) for layer in range(LAYERS) for expert in placement.on_rank(rank)[layer]}
@@ -33,9 +35,17 @@ def test_the_lists_and_the_share_are_what_counting_expert_by_expert_gives(pairs:
     away = sum(float(rates[cell]) for cell in cells if cell not in held)
     assert known.remote(rank, rates) == (None if total == 0 else pytest.approx(away / total, rel=1e-6))
     wanted = [cell for cell in cells if cell not in held and pairs[cell] > DOUBT * sqrt(pairs[cell])]
-    assert known.wanted_remote(rank, rates, pairs) == _named(sorted(wanted, key=lambda cell: (-rates[cell], cell)), rates)
-    idle = [cell for cell in cells if cell in held and pairs[cell] + DOUBT * sqrt(pairs[cell] + 1) < 0.5 * pairs[cell[0]].mean()]
-    assert known.local_idle(rank, rates, pairs) == _named(sorted(idle, key=lambda cell: (rates[cell], cell)), rates)
+    assert known.wanted_remote(rank, rates, pairs) == _named(
+        sorted(wanted, key=lambda cell: (-rates[cell], cell)), rates
+    )
+    idle = [
+        cell
+        for cell in cells
+        if cell in held and pairs[cell] + DOUBT * sqrt(pairs[cell] + 1) < 0.5 * pairs[cell[0]].mean()
+    ]
+    assert known.local_idle(rank, rates, pairs) == _named(
+        sorted(idle, key=lambda cell: (rates[cell], cell)), rates
+    )
 
 
 def _named(cells: list[tuple[int, int]], rates: np.ndarray) -> tuple[tuple[int, int, float], ...]:
@@ -87,4 +97,7 @@ def test_a_replica_makes_an_expert_local() -> None:
 def test_a_placement_that_contradicts_itself_is_refused() -> None:
     record = linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS).record()
     with pytest.raises(ValueError, match="placement"):
-        LocalSupply.of(type(record)(epoch=0, experts=EXPERTS, layers=LAYERS, ranks=RANKS, slots_per_rank=2, slots=b"1"), None)
+        LocalSupply.of(
+            type(record)(epoch=0, experts=EXPERTS, layers=LAYERS, ranks=RANKS, slots_per_rank=2, slots=b"1"),
+            None,
+        )

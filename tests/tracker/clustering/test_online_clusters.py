@@ -15,7 +15,9 @@ LAYERS, EXPERTS, K = 3, 16, 8
 CONFIG = TrackerConfig(clusters=K, refine_seconds=1.0)
 
 
-def kinds(count: int, seed: int = 0, spread: float = 0.3, layers: int = LAYERS, experts: int = EXPERTS) -> np.ndarray:
+def kinds(
+    count: int, seed: int = 0, spread: float = 0.3, layers: int = LAYERS, experts: int = EXPERTS
+) -> np.ndarray:
     """Return distinct profiles: float64 [count, layers, experts]."""
     return np.random.default_rng(seed).dirichlet(np.full(experts, spread), (count, layers))
 
@@ -25,7 +27,12 @@ def drawn(profile: np.ndarray, random: np.random.Generator, pairs: int) -> np.nd
 
 
 def taught(
-    profiles: np.ndarray, requests: int, seed: int = 0, config: TrackerConfig = CONFIG, clusters: OnlineClusters | None = None, start: float = 0.0
+    profiles: np.ndarray,
+    requests: int,
+    seed: int = 0,
+    config: TrackerConfig = CONFIG,
+    clusters: OnlineClusters | None = None,
+    start: float = 0.0,
 ) -> OnlineClusters:
     """Return clusters after `requests` samples of kinds in turn, one per second, refitted whenever due."""
     random, learnt = np.random.default_rng(seed), clusters or OnlineClusters(config, *profiles.shape[1:])
@@ -47,7 +54,9 @@ def assert_valid(model: ClusterModel) -> None:
     np.testing.assert_allclose(model.profiles.sum(axis=2), 1.0, atol=1e-4)
     assert 0 < model.sharpness < np.inf
     unused = np.flatnonzero(model.shares == 0)
-    np.testing.assert_allclose(model.profiles[unused], np.broadcast_to(model.mean, (len(unused), *model.mean.shape)), atol=1e-5)
+    np.testing.assert_allclose(
+        model.profiles[unused], np.broadcast_to(model.mean, (len(unused), *model.mean.shape)), atol=1e-5
+    )
     assert isinstance(ClusterModel.from_record(model.record()), ClusterModel)
 
 
@@ -62,7 +71,9 @@ def test_the_first_sample_is_told_at_once() -> None:
     profiles = kinds(1)
     clusters = taught(profiles, 1)
     assert clusters.model.version == 2
-    assert np.abs(clusters.model.profiles[0] - profiles[0]).max() < np.abs(1 / EXPERTS - profiles[0]).max() / 2
+    assert (
+        np.abs(clusters.model.profiles[0] - profiles[0]).max() < np.abs(1 / EXPERTS - profiles[0]).max() / 2
+    )
 
 
 def test_kinds_of_requests_are_found_and_keep_apart_those_that_differ() -> None:
@@ -78,8 +89,15 @@ def test_kinds_of_requests_are_found_and_keep_apart_those_that_differ() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 10_000), st.integers(2, 80), st.sampled_from([(2, 8), (3, 16), (8, 32)]), st.integers(5, 3000))
-def test_noise_of_counting_is_never_split(seed: int, requests: int, shape: tuple[int, int], pairs: int) -> None:
+@given(
+    st.integers(0, 10_000),
+    st.integers(2, 80),
+    st.sampled_from([(2, 8), (3, 16), (8, 32)]),
+    st.integers(5, 3000),
+)
+def test_noise_of_counting_is_never_split(
+    seed: int, requests: int, shape: tuple[int, int], pairs: int
+) -> None:
     random = np.random.default_rng(seed)
     profile, clusters = random.dirichlet(np.full(shape[1], 0.5), shape[0]), OnlineClusters(CONFIG, *shape)
     for _ in range(requests):
@@ -89,7 +107,11 @@ def test_noise_of_counting_is_never_split(seed: int, requests: int, shape: tuple
 
 
 def test_differences_that_do_not_last_from_prompt_to_completion_are_not_split() -> None:
-    random, profiles, clusters = np.random.default_rng(3), kinds(2, spread=1.0), OnlineClusters(CONFIG, LAYERS, EXPERTS)
+    random, profiles, clusters = (
+        np.random.default_rng(3),
+        kinds(2, spread=1.0),
+        OnlineClusters(CONFIG, LAYERS, EXPERTS),
+    )
     for _ in range(100):
         first, second = random.integers(0, 2, 2)
         clusters.learn(drawn(profiles[first], random, 300), drawn(profiles[second], random, 300), 0.0)
@@ -100,7 +122,10 @@ def test_differences_that_do_not_last_from_prompt_to_completion_are_not_split() 
 @given(st.integers(0, 10_000), st.integers(1, 60))
 def test_the_order_within_a_batch_changes_nothing(seed: int, requests: int) -> None:
     random, profiles = np.random.default_rng(seed), kinds(3, seed)
-    batch = [(drawn(profiles[number % 3], random, 100), drawn(profiles[number % 3], random, 100)) for number in range(requests)]
+    batch = [
+        (drawn(profiles[number % 3], random, 100), drawn(profiles[number % 3], random, 100))
+        for number in range(requests)
+    ]
     models = []
     for order in (range(requests), random.permutation(requests)):
         clusters = OnlineClusters(CONFIG, LAYERS, EXPERTS)
@@ -114,9 +139,23 @@ def test_the_order_within_a_batch_changes_nothing(seed: int, requests: int) -> N
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(0, 10_000), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 400), st.integers(0, 400), st.floats(0, 500)), min_size=1, max_size=60))
-def test_whatever_is_learnt_probabilities_stay_probabilities(seed: int, lessons: list[tuple[int, int, int, float]]) -> None:
-    random, profiles, clusters, now = np.random.default_rng(seed), kinds(4, seed), OnlineClusters(CONFIG, LAYERS, EXPERTS), 0.0
+@given(
+    st.integers(0, 10_000),
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 400), st.integers(0, 400), st.floats(0, 500)),
+        min_size=1,
+        max_size=60,
+    ),
+)
+def test_whatever_is_learnt_probabilities_stay_probabilities(
+    seed: int, lessons: list[tuple[int, int, int, float]]
+) -> None:
+    random, profiles, clusters, now = (
+        np.random.default_rng(seed),
+        kinds(4, seed),
+        OnlineClusters(CONFIG, LAYERS, EXPERTS),
+        0.0,
+    )
     for kind, prompt, completion, seconds in lessons:
         now += seconds
         clusters.learn(drawn(profiles[kind], random, prompt), drawn(profiles[kind], random, completion), now)
@@ -127,7 +166,12 @@ def test_whatever_is_learnt_probabilities_stay_probabilities(seed: int, lessons:
 
 
 def test_splits_and_merges_are_told_and_hand_mass_on() -> None:
-    clusters, random, profiles, now = OnlineClusters(CONFIG, LAYERS, EXPERTS), np.random.default_rng(0), kinds(4), 0.0
+    clusters, random, profiles, now = (
+        OnlineClusters(CONFIG, LAYERS, EXPERTS),
+        np.random.default_rng(0),
+        kinds(4),
+        0.0,
+    )
     slots, structural = {0}, 0
     for number in range(400):
         now += 4.0
@@ -146,7 +190,9 @@ def test_splits_and_merges_are_told_and_hand_mass_on() -> None:
                 assert isinstance(change, ClusterMerge)
                 assert {change.kept, change.freed} <= slots
                 slots.remove(change.freed)
-        assert np.frombuffer(clusters.state()["tokens"]).sum() == pytest.approx(np.frombuffer(before).sum(), rel=1e-9)
+        assert np.frombuffer(clusters.state()["tokens"]).sum() == pytest.approx(
+            np.frombuffer(before).sum(), rel=1e-9
+        )
         assert slots == set(used(clusters.model).tolist())
     assert structural >= 3
 
@@ -175,7 +221,9 @@ def test_what_is_no_longer_asked_for_gives_its_slot_back() -> None:
     model = clusters.model
     assert held == len(used(model)) == 2
     for kind in profiles[2:]:
-        assert np.abs(model.expected(model.signature(drawn(kind, random, 300))) - kind).sum(axis=1).mean() < 0.1
+        assert (
+            np.abs(model.expected(model.signature(drawn(kind, random, 300))) - kind).sum(axis=1).mean() < 0.1
+        )
 
 
 def test_when_all_slots_are_taken_the_two_most_alike_make_room_for_what_differs_more() -> None:
@@ -199,7 +247,9 @@ def test_a_quiet_night_forgets_nothing() -> None:
     slots = set(used(clusters.model).tolist())
     random = np.random.default_rng(4)
     for number in range(20):
-        clusters.learn(drawn(profiles[0], random, 200), drawn(profiles[0], random, 200), 90.0 + 40_000.0 + number)
+        clusters.learn(
+            drawn(profiles[0], random, 200), drawn(profiles[0], random, 200), 90.0 + 40_000.0 + number
+        )
         clusters.refine(40_090.0 + number)
     assert set(used(clusters.model).tolist()) == slots
 
@@ -207,19 +257,25 @@ def test_a_quiet_night_forgets_nothing() -> None:
 def test_shares_follow_the_signatures_of_all_requests() -> None:
     profiles = kinds(2)
     clusters = taught(profiles, 60)
-    first, second = (clusters.model.signature(drawn(kind, np.random.default_rng(0), 500)) for kind in profiles)
+    first, second = (
+        clusters.model.signature(drawn(kind, np.random.default_rng(0), 500)) for kind in profiles
+    )
     for number in range(2000):
         clusters.mixed(first if number % 10 else second, 400, 60.0 + number / 10)
     clusters.refine(300.0)
     assert 0.75 < clusters.model.shares[first.argmax()] < 0.95
     clusters.mixed(second, 0.0, 1e9)
-    assert clusters.shares[second.argmax()] == pytest.approx(0.5, abs=0.1), "what is long ago is forgotten, and the samples speak"
+    assert clusters.shares[second.argmax()] == pytest.approx(0.5, abs=0.1), (
+        "what is long ago is forgotten, and the samples speak"
+    )
 
 
 def test_shares_alone_are_told_now_and_then() -> None:
     profiles = kinds(2)
     clusters = taught(profiles, 60)
-    first, second = (clusters.model.signature(drawn(kind, np.random.default_rng(0), 500)) for kind in profiles)
+    first, second = (
+        clusters.model.signature(drawn(kind, np.random.default_rng(0), 500)) for kind in profiles
+    )
     version, start = clusters.model.version, 60.0
     for number in range(120):
         clusters.mixed(first if number // 10 % 2 else second, 20_000, start + number)
@@ -276,7 +332,9 @@ def test_memory_is_bounded() -> None:
 def test_restoring_is_exact(seed: int, before: int, after: int) -> None:
     profiles = kinds(3, seed)
     clusters = taught(profiles, before)
-    restored = OnlineClusters.restore(CONFIG, msgspec.msgpack.decode(msgspec.msgpack.encode(clusters.state()), strict=False))
+    restored = OnlineClusters.restore(
+        CONFIG, msgspec.msgpack.decode(msgspec.msgpack.encode(clusters.state()), strict=False)
+    )
     for each in (clusters, restored):
         taught(profiles, after, seed=1, clusters=each, start=float(before))
     assert restored.model.version == clusters.model.version
@@ -315,7 +373,12 @@ def test_nonsense_is_refused_and_changes_nothing() -> None:
     for bad in (np.ones((LAYERS, EXPERTS + 1)), -good, good * np.nan):
         with pytest.raises(ValueError, match="sampled profile"):
             clusters.learn(good, bad, 30.0)
-    for weights, tokens in ((np.ones(K + 1), 1.0), (np.full(K, np.nan), 1.0), (np.full(K, 1 / K), np.inf), (np.full(K, -1.0), 1.0)):
+    for weights, tokens in (
+        (np.ones(K + 1), 1.0),
+        (np.full(K, np.nan), 1.0),
+        (np.full(K, 1 / K), np.inf),
+        (np.full(K, -1.0), 1.0),
+    ):
         with pytest.raises(ValueError, match="signature"):
             clusters.mixed(weights.astype(np.float32), tokens, 30.0)
     assert msgspec.msgpack.encode(clusters.state()) == before
@@ -323,15 +386,22 @@ def test_nonsense_is_refused_and_changes_nothing() -> None:
 
 def test_a_model_that_is_told_survives_the_journey() -> None:
     model = taught(kinds(4), 80).model
-    arrived = ClusterModel.from_record(msgspec.msgpack.decode(msgspec.msgpack.encode(model.record()), type=ClusterRecord))
+    arrived = ClusterModel.from_record(
+        msgspec.msgpack.decode(msgspec.msgpack.encode(model.record()), type=ClusterRecord)
+    )
     np.testing.assert_allclose(arrived.profiles, model.profiles, rtol=2e-3, atol=1e-6)
 
 
 def test_draws_that_come_in_bunches_say_less_each() -> None:
-    """Oracle: n copies of every draw carry the evidence of one, so that the best sharpness falls by about n."""
+    """Oracle: n copies of every draw carry the evidence of one, so that the best sharpness falls by about
+    n."""
     found = []
     for copies in (1, 16):
-        random, profiles, clusters = np.random.default_rng(0), kinds(2, spread=8.0), OnlineClusters(CONFIG, LAYERS, EXPERTS)
+        random, profiles, clusters = (
+            np.random.default_rng(0),
+            kinds(2, spread=8.0),
+            OnlineClusters(CONFIG, LAYERS, EXPERTS),
+        )
         for number in range(400):
             prompt, completion = (copies * drawn(profiles[number % 2], random, 24) for _ in range(2))
             clusters.learn(prompt, completion, 0.0)

@@ -19,7 +19,10 @@ def offered(reservoir: Reservoir, number: int, at: float, cells: int = 4) -> Non
 
 @given(st.integers(1, 40), st.integers(0, 100))
 def test_while_there_is_room_everything_is_kept_and_weighs_by_its_age(capacity: int, seed: int) -> None:
-    reservoir, times = Reservoir(capacity, 4, T, steps=1), np.sort(np.random.default_rng(seed).uniform(0, T, capacity))
+    reservoir, times = (
+        Reservoir(capacity, 4, T, steps=1),
+        np.sort(np.random.default_rng(seed).uniform(0, T, capacity)),
+    )
     for number, at in enumerate(times):
         offered(reservoir, number + 1, float(at))
     samples = reservoir.samples()
@@ -62,7 +65,10 @@ def test_which_are_kept_depends_on_the_clock_not_on_the_order_within_a_moment(se
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 100_000), min_size=6, max_size=6), st.lists(st.integers(0, 300), min_size=6, max_size=6))
+@given(
+    st.lists(st.integers(0, 100_000), min_size=6, max_size=6),
+    st.lists(st.integers(0, 300), min_size=6, max_size=6),
+)
 def test_counts_come_back_within_the_noise_of_counting(prompt: list[int], completion: list[int]) -> None:
     reservoir = Reservoir(2, 6, T)
     reservoir.learn(np.array(prompt), np.array(completion), 0.0)

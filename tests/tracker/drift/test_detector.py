@@ -9,7 +9,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.tracker.traffic_of_requests import Mix, Requests, constant, detector, flipped, of_the_demo_model, rotating, seconds_of, synthetic, watch
+from tests.tracker.traffic_of_requests import (
+    Mix,
+    Requests,
+    constant,
+    detector,
+    flipped,
+    of_the_demo_model,
+    rotating,
+    seconds_of,
+    synthetic,
+    watch,
+)
 from tracker.config import TrackerConfig
 from tracker.drift.detector import DriftDetector
 from tracker.drift.sampling_noise import divergence_by_layer, f_quantile, gamma_shape
@@ -37,7 +48,10 @@ def demo() -> Requests:
 
 def course_of(requests: Requests, mix: Mix, rate: Any, seconds: int, seed: int, **settings: float) -> Any:
     arrivals = rate if callable(rate) else lambda _: rate
-    return watch(detector(requests, **settings), seconds_of(requests, mix, arrivals, seconds, np.random.default_rng(seed)))
+    return watch(
+        detector(requests, **settings),
+        seconds_of(requests, mix, arrivals, seconds, np.random.default_rng(seed)),
+    )
 
 
 # A flip is detected
@@ -45,9 +59,17 @@ def course_of(requests: Requests, mix: Mix, rate: Any, seconds: int, seed: int, 
 
 @pytest.mark.parametrize(
     ("before", "after", "rate"),
-    [("code", "prose", 1.0), ("prose", "far", 1.0), ("two", "two, turned", 1.0), ("two", "two, turned", 10.0), ("code", "prose", 50.0)],
+    [
+        ("code", "prose", 1.0),
+        ("prose", "far", 1.0),
+        ("two", "two, turned", 1.0),
+        ("two", "two, turned", 10.0),
+        ("code", "prose", 50.0),
+    ],
 )
-def test_a_flip_of_the_domain_mix_is_noticed_once_and_within_three_fast_time_constants(before: str, after: str, rate: float) -> None:
+def test_a_flip_of_the_domain_mix_is_noticed_once_and_within_three_fast_time_constants(
+    before: str, after: str, rate: float
+) -> None:
     course = course_of(demo(), flipped(MIXES[before], MIXES[after], WARM), rate, WARM + 120, 1)
     assert len(course.alarms) == 1, course.said
     assert WARM < course.alarms[0] <= WARM + IN_TIME
@@ -88,7 +110,9 @@ def test_each_of_several_changes_is_told_at_most_once() -> None:
 
     course = course_of(demo(), flapping, 10.0, 900 + 4 * 600, 4)
     changes = [900 + 600 * number for number in range(4)]
-    assert [sum(change < alarm <= change + IN_TIME for alarm in course.alarms) for change in changes] == [1] * 4
+    assert [sum(change < alarm <= change + IN_TIME for alarm in course.alarms) for change in changes] == [
+        1
+    ] * 4
     assert len(course.alarms) == 4
 
 
@@ -102,7 +126,9 @@ def test_a_change_back_and_forth_that_is_too_quick_to_tell_is_no_flood_of_shifts
 # Noise is no shift
 
 
-@pytest.mark.parametrize(("mix", "rate"), [("all", 1.0), ("two", 2.0), ("rare", 2.0), ("code", 5.0), ("one", 10.0)])
+@pytest.mark.parametrize(
+    ("mix", "rate"), [("all", 1.0), ("two", 2.0), ("rare", 2.0), ("code", 5.0), ("one", 10.0)]
+)
 def test_an_hour_of_sampled_traffic_without_a_change_gives_no_alarm(mix: str, rate: float) -> None:
     course = course_of(demo(), MIXES[mix], rate, 3600, 6)
     assert course.said == []
@@ -110,10 +136,13 @@ def test_an_hour_of_sampled_traffic_without_a_change_gives_no_alarm(mix: str, ra
 
 
 def test_a_few_very_large_requests_are_no_shift() -> None:
-    """Log-normal lengths with sigma 1.2: one request in a hundred is sixteen times as long as the usual one."""
+    """Log-normal lengths with sigma 1.2: one request in a hundred is sixteen times as long as the usual
+    one."""
     requests = demo()
     factors = np.exp(1.2 * np.random.default_rng(1).standard_normal(len(requests.tokens)))[:, None]
-    heavy = requests._replace(pieces=(requests.pieces * factors[:, :, None]).astype(np.float32), tokens=requests.tokens * factors)
+    heavy = requests._replace(
+        pieces=(requests.pieces * factors[:, :, None]).astype(np.float32), tokens=requests.tokens * factors
+    )
     assert course_of(heavy, MIXES["all"], 1.0, 3600, 3).said == []
 
 
@@ -139,7 +168,13 @@ def test_nothing_is_told_in_the_warm_up() -> None:
 
 def test_silence_is_no_evidence_and_what_was_said_stands() -> None:
     drift = detector(demo())
-    traffic = seconds_of(demo(), flipped(MIXES["code"], MIXES["prose"], WARM), lambda _: 5.0, WARM + 100, np.random.default_rng(10))
+    traffic = seconds_of(
+        demo(),
+        flipped(MIXES["code"], MIXES["prose"], WARM),
+        lambda _: 5.0,
+        WARM + 100,
+        np.random.default_rng(10),
+    )
     assert len(watch(drift, traffic).alarms) == 1
     for second in range(WARM + 130, WARM + 4000, 2):
         assert drift.judge(second) is None
@@ -150,7 +185,11 @@ def test_silence_is_no_evidence_and_what_was_said_stands() -> None:
 def test_traffic_that_comes_back_is_judged_by_what_it_is(after: str) -> None:
     pause = 300
     course = course_of(
-        demo(), flipped(MIXES["code"], MIXES[after], WARM + pause), lambda now: 0.0 if WARM <= now < WARM + pause else 5.0, WARM + pause + 200, 11
+        demo(),
+        flipped(MIXES["code"], MIXES[after], WARM + pause),
+        lambda now: 0.0 if WARM <= now < WARM + pause else 5.0,
+        WARM + pause + 200,
+        11,
     )
     back = WARM + pause
     assert [back <= alarm <= back + IN_TIME for alarm in course.alarms] == ([] if after == "code" else [True])
@@ -183,20 +222,29 @@ def test_reports_told_apart_are_as_good_as_told_together() -> None:
 def test_a_detector_that_was_restarted_goes_on_as_if_it_had_not() -> None:
     kept, restarted = detector(demo()), detector(demo())
     later = 0.0
-    traffic = seconds_of(demo(), flipped(MIXES["code"], MIXES["prose"], WARM), lambda _: 5.0, 1200, np.random.default_rng(2))
+    traffic = seconds_of(
+        demo(), flipped(MIXES["code"], MIXES["prose"], WARM), lambda _: 5.0, 1200, np.random.default_rng(2)
+    )
     for second, counts, tokens in traffic:
         kept.observe(counts, tokens, second)
         restarted.observe(counts, tokens, second + later)
         if second in (590, 660, 1000):
             kept.judge(second + 0.5)
-            restarted, later = DriftDetector.restore(TrackerConfig(), msgspec.msgpack.decode(msgspec.msgpack.encode(kept.state()))), 1e6
+            restarted, later = (
+                DriftDetector.restore(
+                    TrackerConfig(), msgspec.msgpack.decode(msgspec.msgpack.encode(kept.state()))
+                ),
+                1e6,
+            )
             restarted.judge(second + 0.5 + later)
             kept.observe(counts, tokens, second + 0.75)
             restarted.observe(counts, tokens, second + 0.75 + later)
         said, expected = restarted.judge(second + 0.8 + later), kept.judge(second + 0.8)
         assert (said is None) == (expected is None)
         assert (restarted.shifted, restarted.divergence is None) == (kept.shifted, kept.divergence is None)
-        assert [restarted.divergence or 0, restarted.threshold or 0] == pytest.approx([kept.divergence or 0, kept.threshold or 0], rel=1e-6)
+        assert [restarted.divergence or 0, restarted.threshold or 0] == pytest.approx(
+            [kept.divergence or 0, kept.threshold or 0], rel=1e-6
+        )
     assert kept.shifted
 
 
@@ -221,7 +269,9 @@ def test_a_state_that_cannot_be_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match="drift"):
         DriftDetector.restore(TrackerConfig(), {**state, name: value})
     with pytest.raises(ValueError, match="drift"):
-        DriftDetector.restore(TrackerConfig(), {key: value for key, value in copy.deepcopy(state).items() if key != name})
+        DriftDetector.restore(
+            TrackerConfig(), {key: value for key, value in copy.deepcopy(state).items() if key != name}
+        )
 
 
 # The formulas
@@ -235,7 +285,14 @@ def test_the_divergence_is_that_of_the_textbook() -> None:
         for row, other in zip(counts, others, strict=True):
             p, q = row / row.sum(), other / other.sum()
             middle = (p + q) / 2
-            expected.append(sum(0.5 * side[at] * np.log(side[at] / middle[at]) for side in (p, q) for at in range(16) if side[at] > 0))
+            expected.append(
+                sum(
+                    0.5 * side[at] * np.log(side[at] / middle[at])
+                    for side in (p, q)
+                    for at in range(16)
+                    if side[at] > 0
+                )
+            )
         np.testing.assert_allclose(divergence_by_layer(counts, others), expected, rtol=1e-9)
     assert divergence_by_layer(np.zeros((1, 4)), np.ones((1, 4))).tolist() == [0.0]
     assert divergence_by_layer(np.array([[1, 0]]), np.array([[0, 1]]))[0] == pytest.approx(np.log(2))
@@ -243,7 +300,9 @@ def test_the_divergence_is_that_of_the_textbook() -> None:
 
 @pytest.mark.parametrize(("first", "second"), [(1.0, 20.0), (2.0, 20.0), (4.0, 100.0), (8.0, 1e6)])
 @pytest.mark.parametrize("sigmas", [2.0, 3.0])
-def test_the_quantile_is_near_that_of_many_draws_and_rather_above(first: float, second: float, sigmas: float) -> None:
+def test_the_quantile_is_near_that_of_many_draws_and_rather_above(
+    first: float, second: float, sigmas: float
+) -> None:
     draws = np.random.default_rng(0).f(first, second, 1_000_000)
     beyond = 0.5 * erfc(sigmas / sqrt(2))
     assert 0.95 < f_quantile(sigmas, first, second) / np.quantile(draws, 1 - beyond) < 1.25
@@ -284,9 +343,17 @@ def test_many_hours_of_many_mixes_and_rates(capsys: pytest.CaptureFixture[str]) 
                 false += sum(alarm < 3600 for alarm in course.alarms)
                 delays.append(min((alarm - 3600 for alarm in course.alarms if alarm >= 3600), default=np.inf))
             late += sum(delay > IN_TIME for delay in delays)
-            lines.append(f"{before:>6} -> {after:12} {rate:4.0f} requests/s: noticed after {np.median(delays):4.0f} s, at most {max(delays):4.0f} s")
+            lines.append(
+                f"{before:>6} -> {after:12} {rate:4.0f} requests/s: noticed after {np.median(delays):4.0f} s,"
+                f" at most {max(delays):4.0f} s"
+            )
     with capsys.disabled():
-        print("\n" + "\n".join(lines) + f"\n{false} false alarms in {hours} hours; {late} of {hours} flips noticed later than {IN_TIME:g} s")  # noqa: T201
+        print(  # noqa: T201
+            "\n"
+            + "\n".join(lines)
+            + f"\n{false} false alarms in {hours} hours; {late} of {hours} flips noticed later than"
+            f" {IN_TIME:g} s"
+        )
     assert false <= max(1.0, 0.01 * hours)
     assert late <= max(1.0, 0.02 * hours)
 

@@ -20,7 +20,14 @@ CHANCE = np.random.default_rng(0)
 COUNTS = CHANCE.integers(1, 100, (3, 4, 8))
 """[steps, layers, experts]"""
 TOTAL = COUNTS.sum(axis=0)
-MAP = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 0, 3], [7, 6, 5, 4, 3, 2, 1, 0, 7, 7], [0, 1, 2, 3, 4, 5, 6, 7, -1, -1], [1, 0, 2, 3, 4, 5, 6, 7, 2, 1]])
+MAP = np.array(
+    [
+        [0, 1, 2, 3, 4, 5, 6, 7, 0, 3],
+        [7, 6, 5, 4, 3, 2, 1, 0, 7, 7],
+        [0, 1, 2, 3, 4, 5, 6, 7, -1, -1],
+        [1, 0, 2, 3, 4, 5, 6, 7, 2, 1],
+    ]
+)
 """[layers, slots]; -1: empty"""
 
 
@@ -55,16 +62,31 @@ def by_hand(slots: np.ndarray) -> np.ndarray:
 def recording(mode: str) -> tuple[dict[str, Any], np.ndarray]:
     """Return a recording as SGLang's recorder saves it in a mode, and its counts."""
     if mode == "stat":
-        return {"rank": 0, "logical_count": torch.tensor(COUNTS, dtype=torch.int32), "average_utilization_rate_over_window": None}, TOTAL
+        return {
+            "rank": 0,
+            "logical_count": torch.tensor(COUNTS, dtype=torch.int32),
+            "average_utilization_rate_over_window": None,
+        }, TOTAL
     records, total = [], np.zeros((4, 8))
     for number in range(3):
         slots = np.where(MAP >= 0, CHANCE.integers(0, 50, MAP.shape), 0)
         total += by_hand(slots)
-        record = {"forward_pass_id": number, "rank": 0, "gatherer_key": "primary", "global_physical_count": torch.tensor(slots, dtype=torch.int32)}
+        record = {
+            "forward_pass_id": number,
+            "rank": 0,
+            "gatherer_key": "primary",
+            "global_physical_count": torch.tensor(slots, dtype=torch.int32),
+        }
         if mode == "per_token":
             chosen = np.full((4, 5, 8), -1)
             chosen[:, :, :2] = CHANCE.integers(0, 8, (4, 5, 2))
-            detail = {"input_ids": [1, 2, 3, 4, 5], "positions": [0, 1, 2, 3, 4], "extend_seq_lens": [5], "forward_mode": 1, "misc_objects": []}
+            detail = {
+                "input_ids": [1, 2, 3, 4, 5],
+                "positions": [0, 1, 2, 3, 4],
+                "extend_seq_lens": [5],
+                "forward_mode": 1,
+                "misc_objects": [],
+            }
             record |= {**detail, "topk_ids_of_layer": torch.tensor(chosen, dtype=torch.int32)}
         records.append(record)
     return {"records": records, "last_physical_to_logical_map": torch.tensor(MAP)}, total
@@ -75,7 +97,12 @@ def test_a_recording_of_sglang_is_read_whatever_its_mode(mode: str) -> None:
     content, total = recording(mode)
     load = read_load(f"expert_distribution_recorder_17{mode}.pt", saved(content))
     np.testing.assert_array_equal(load.counts, total)
-    assert (load.steps, load.whole, load.top_k, load.empty_layers) == (3, True, 2 if mode == "per_token" else None, 0)
+    assert (load.steps, load.whole, load.top_k, load.empty_layers) == (
+        3,
+        True,
+        2 if mode == "per_token" else None,
+        0,
+    )
     assert "SGLang" in load.form
 
 
@@ -90,7 +117,11 @@ def test_dense_layers_which_such_systems_number_too_are_left_out() -> None:
 @pytest.mark.parametrize("ending", ["npy", "npz", "json"])
 def test_a_load_matrix_is_read_with_or_without_steps(ending: str, shape: str) -> None:
     table = TOTAL if shape == "layers" else COUNTS
-    content = {"npy": npy(table), "npz": npz(weight=table, other=np.arange(3)), "json": json.dumps({"logical_count": table.tolist()}).encode()}[ending]
+    content = {
+        "npy": npy(table),
+        "npz": npz(weight=table, other=np.arange(3)),
+        "json": json.dumps({"logical_count": table.tolist()}).encode(),
+    }[ending]
     load = read_load(f"LOAD.{ending.upper()}", content)
     np.testing.assert_array_equal(load.counts, TOTAL)
     assert load.steps == (1 if shape == "layers" else 3)
@@ -102,11 +133,17 @@ def test_a_bare_json_list_and_a_lonely_array_need_no_name() -> None:
     np.testing.assert_array_equal(read_load("a.pt", saved(torch.tensor(TOTAL))).counts, TOTAL)
 
 
-@pytest.mark.parametrize("head", ["", "layer," + ",".join(f"e{expert}" for expert in range(8)) + "\n", ",".join("abcdefgh") + "\n"])
+@pytest.mark.parametrize(
+    "head", ["", "layer," + ",".join(f"e{expert}" for expert in range(8)) + "\n", ",".join("abcdefgh") + "\n"]
+)
 def test_a_csv_has_a_line_per_layer(head: str) -> None:
     numbered = head.startswith("layer")
-    lines = [",".join(map(str, ([layer] if numbered else []) + row)) for layer, row in enumerate(TOTAL.tolist())]
-    np.testing.assert_array_equal(read_load("a.csv", (head + "\n".join(lines) + "\n\n").encode()).counts, TOTAL)
+    lines = [
+        ",".join(map(str, ([layer] if numbered else []) + row)) for layer, row in enumerate(TOTAL.tolist())
+    ]
+    np.testing.assert_array_equal(
+        read_load("a.csv", (head + "\n".join(lines) + "\n\n").encode()).counts, TOTAL
+    )
 
 
 def test_slots_are_counted_as_the_experts_that_are_in_them() -> None:
@@ -142,7 +179,11 @@ def test_proportions_need_to_be_told_how_many_tokens_they_stand_for() -> None:
         ("a.pt", saved([1, 2]), "a list was saved"),
         ("a.pt", saved({"records": []}), "without any forward pass"),
         ("a.pt", saved({"records": [{"rank": 0}]}), "record 0 has no global_physical_count"),
-        ("a.pt", saved({"rank": 0, "model": torch.zeros(2)}), "it names model, rank; expected one of logical_count"),
+        (
+            "a.pt",
+            saved({"rank": 0, "model": torch.zeros(2)}),
+            "it names model, rank; expected one of logical_count",
+        ),
         ("a.pt", saved({"logical_count": torch.zeros(2, 4, 8)}), "all zeros"),
         ("a.npy", b"", "not a .npy array"),
         ("a.npy", npz(weight=TOTAL), "name it .npz"),
@@ -163,7 +204,9 @@ def test_proportions_need_to_be_told_how_many_tokens_they_stand_for() -> None:
         ("a.csv", b"a,b\n1,x\n", "line 2 has 2 columns"),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_what_was_found_and_what_is_expected(name: str, content: bytes, said: str) -> None:
+def test_what_cannot_be_used_is_refused_with_what_was_found_and_what_is_expected(
+    name: str, content: bytes, said: str
+) -> None:
     with pytest.raises(ValueError, match=said) as refused:
         read_load(name, content)
     assert str(refused.value).startswith(name)
@@ -174,7 +217,9 @@ class _Evil:
         return (print, ("it ran",))
 
 
-def test_a_pickle_that_wants_to_run_something_is_refused_and_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pickle_that_wants_to_run_something_is_refused_and_nothing_runs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         archive.writestr("a/data.pkl", pickle.dumps({"logical_count": _Evil()}))
@@ -190,7 +235,11 @@ def test_a_tensor_cannot_reach_outside_its_storage() -> None:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}
     pickled = next(name for name in entries if name.endswith("data.pkl"))
-    for found, forged in ((b"K\x02K\x02K\x03\x87", b"K\x02K\x02K\x7f\x87"), (b"K\x06K\x03K\x01\x87", b"K\x7fK\x03K\x01\x87"), (b"K\x0ctq", b"K\x0btq")):
+    for found, forged in (
+        (b"K\x02K\x02K\x03\x87", b"K\x02K\x02K\x7f\x87"),
+        (b"K\x06K\x03K\x01\x87", b"K\x7fK\x03K\x01\x87"),
+        (b"K\x0ctq", b"K\x0btq"),
+    ):
         assert entries[pickled].count(found) == 1
         out = io.BytesIO()
         with zipfile.ZipFile(out, "w") as archive:
@@ -200,11 +249,18 @@ def test_a_tensor_cannot_reach_outside_its_storage() -> None:
             read_load("a.pt", out.getvalue())
 
 
-@given(npst.arrays(st.sampled_from(["u1", "i1", "i2", "i4", "i8", "f4", "f8"]), npst.array_shapes(max_dims=4, max_side=5)), st.booleans())
+@given(
+    npst.arrays(
+        st.sampled_from(["u1", "i1", "i2", "i4", "i8", "f4", "f8"]), npst.array_shapes(max_dims=4, max_side=5)
+    ),
+    st.booleans(),
+)
 def test_tensors_are_read_as_torch_reads_them(table: np.ndarray, turned: bool) -> None:
     tensor = torch.tensor(table)
     tensor = tensor.transpose(0, -1) if turned else tensor
-    content = saved({"a": [tensor, tensor[1:] if len(tensor) else tensor], "b": None, "c": "text", "d": (1, 2.5)})
+    content = saved(
+        {"a": [tensor, tensor[1:] if len(tensor) else tensor], "b": None, "c": "text", "d": (1, 2.5)}
+    )
     read, expected = read_torch_file(content), torch.load(io.BytesIO(content), weights_only=True)
     assert (read["b"], read["c"], read["d"]) == (None, "text", (1, 2.5))
     for ours, theirs in zip(read["a"], expected["a"], strict=True):
@@ -214,7 +270,9 @@ def test_tensors_are_read_as_torch_reads_them(table: np.ndarray, turned: bool) -
 
 @given(st.binary(max_size=200), st.sampled_from(["a.pt", "a.npy", "a.npz", "a.json", "a.csv"]), st.booleans())
 def test_garbage_is_refused_and_never_anything_else(content: bytes, name: str, begun: bool) -> None:
-    whole = {"a.pt": saved({"logical_count": torch.ones(1, 1, 1)}), "a.npz": npz(load=np.ones((1, 1)))}.get(name, b"")
+    whole = {"a.pt": saved({"logical_count": torch.ones(1, 1, 1)}), "a.npz": npz(load=np.ones((1, 1)))}.get(
+        name, b""
+    )
     try:
         load = read_load(name, whole[: len(whole) // 2] + content if begun else content)
     except ValueError:

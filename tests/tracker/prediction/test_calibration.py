@@ -8,7 +8,9 @@ import pytest
 from tracker.prediction.calibration import Calibration, recall
 
 
-def gain(count: int, *, predicted: float, worth: float, noise: float = 0.05, off: float = 0.0, seed: int = 0) -> float:
+def gain(
+    count: int, *, predicted: float, worth: float, noise: float = 0.05, off: float = 0.0, seed: int = 0
+) -> float:
     """Return the gain after `count` outcomes.
 
     Predicted differences have this spread. The given share of them comes true, with noise and a biased prior.
@@ -58,7 +60,10 @@ def test_a_placement_where_no_rank_is_nearer_is_worth_nothing() -> None:
 
 
 def test_few_samples_are_worth_less_than_many() -> None:
-    few, many = (np.mean([gain(count, predicted=0.12, worth=1.0, noise=0.1, seed=seed) for seed in range(10)]) for count in (4, 400))
+    few, many = (
+        np.mean([gain(count, predicted=0.12, worth=1.0, noise=0.1, seed=seed) for seed in range(10)])
+        for count in (4, 400)
+    )
     assert few < 0.5 * many
 
 
@@ -107,7 +112,9 @@ def by_cluster(worth: list[float], counts: list[int], seed: int = 0) -> Calibrat
         of = np.full(len(worth), 0.1 / len(worth), np.float32)
         of[cluster] += 0.9
         difference = 0.12 * random.normal()
-        calibration.learn(0.3 + difference, 0.3, 0.3 + worth[cluster] * difference + 0.05 * random.normal(), 0.8, 0.2, of)
+        calibration.learn(
+            0.3 + difference, 0.3, 0.3 + worth[cluster] * difference + 0.05 * random.normal(), 0.8, 0.2, of
+        )
     return calibration
 
 
@@ -133,7 +140,9 @@ def test_gains_go_with_what_was_said_of_a_cluster_that_splits_or_merges() -> Non
     calibration.move(1, 2, 0.5)
     assert calibration.gains[2] < 0.3
     calibration.move(1, 2, 1.0)
-    assert calibration.gains[1] == pytest.approx(calibration.gain, abs=0.01), "nothing is known of it any more"
+    assert calibration.gains[1] == pytest.approx(calibration.gain, abs=0.01), (
+        "nothing is known of it any more"
+    )
 
 
 def test_what_was_good_and_no_longer_is_loses_its_worth() -> None:
@@ -174,7 +183,9 @@ def test_a_restart_changes_nothing() -> None:
     assert again.gains.tolist() == calibration.gains.tolist()
 
 
-@pytest.mark.parametrize("broken", [{"sums": [1.0]}, {"recalls": [float("nan")] * 3}, {"spreads": [0.0]}, {"by_cluster": [1.0]}])
+@pytest.mark.parametrize(
+    "broken", [{"sums": [1.0]}, {"recalls": [float("nan")] * 3}, {"spreads": [0.0]}, {"by_cluster": [1.0]}]
+)
 def test_a_state_that_does_not_fit_is_refused(broken: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="calibration"):
         Calibration(100).take_over(Calibration(100).state() | broken)

@@ -8,7 +8,14 @@ from hypothesis.extra.numpy import arrays
 
 from fleet.signatures import ClusterModel, pack, unpack
 from tracker.clustering.refit import ClusterMerge, ClusterSplit
-from tracker.prediction.cluster_remap import MOST_CHANGES, RemapHistory, SlotChange, carried, carried_weights, dense
+from tracker.prediction.cluster_remap import (
+    MOST_CHANGES,
+    RemapHistory,
+    SlotChange,
+    carried,
+    carried_weights,
+    dense,
+)
 
 K = 6
 SHARES = np.array([0.3, 0.2, 0.2, 0.1, 0.1, 0.1], np.float32)
@@ -22,7 +29,9 @@ def model(version: int, shares: np.ndarray = SHARES) -> ClusterModel:
 @given(arrays(np.float64, (5, K), elements=st.floats(0.001, 1.0)))
 def test_many_are_unpacked_as_each_is(weights: np.ndarray) -> None:
     packed = pack(weights / weights.sum(axis=1, keepdims=True))
-    assert dense(packed, SHARES) == pytest.approx(np.array([unpack(each, SHARES) for each in packed]), abs=1e-6)
+    assert dense(packed, SHARES) == pytest.approx(
+        np.array([unpack(each, SHARES) for each in packed]), abs=1e-6
+    )
 
 
 def test_after_a_merge_the_kept_cluster_has_what_both_had() -> None:
@@ -33,7 +42,15 @@ def test_after_a_merge_the_kept_cluster_has_what_both_had() -> None:
 
 
 def test_after_a_split_parent_and_child_share_it() -> None:
-    packed = pack(np.array([[0.8, 0.2, 0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25, 0.0, 0.0]]))
+    packed = pack(
+        np.array(
+            [
+                [0.8, 0.2, 0.0, 0.0, 0.0, 0.0],
+                [0.0, 1.0, 0.0, 0.0, 0.0, 0.0],
+                [0.25, 0.25, 0.25, 0.25, 0.0, 0.0],
+            ]
+        )
+    )
     after = dense(carried(packed, SlotChange(2, 0, 5, 0.25)), SHARES)
     assert after[0] == pytest.approx([0.6, 0.2, 0, 0, 0, 0.2], abs=0.01)
     assert after[1] == pytest.approx(np.eye(K)[1], abs=0.01)

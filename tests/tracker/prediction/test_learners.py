@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.events import ClustersPublished, RequestOutcome, RequestProfile, RequestsFinished, RequestsProfiled, SampledProfile, TablesPublished
+from fleet.events import (
+    ClustersPublished,
+    RequestOutcome,
+    RequestProfile,
+    RequestsFinished,
+    RequestsProfiled,
+    SampledProfile,
+    TablesPublished,
+)
 from fleet.popularity import ExpertCounts
 from fleet.signatures import ClusterModel, pack
 from tracker.config import TrackerConfig
@@ -16,7 +24,14 @@ from tracker.prediction.token_table import LEAST_CHANGE
 
 LAYERS, EXPERTS = 3, 12
 SHAPE = (LAYERS, EXPERTS)
-CONFIG = TrackerConfig(clusters=6, refine_seconds=2.0, prefix_bytes=1 << 20, session_bytes=1 << 18, tenant_bytes=1 << 16, token_bytes=1 << 18)
+CONFIG = TrackerConfig(
+    clusters=6,
+    refine_seconds=2.0,
+    prefix_bytes=1 << 20,
+    session_bytes=1 << 18,
+    tenant_bytes=1 << 16,
+    token_bytes=1 << 18,
+)
 KINDS = np.random.default_rng(7).dirichlet(np.full(EXPERTS, 0.15), (3, LAYERS))
 FIRST = 1000
 
@@ -52,7 +67,9 @@ def profiled(model: ClusterModel, step: Step, number: int) -> RequestsProfiled:
         block_size=16,
         sample=sample if sampled else None,
     )
-    return RequestsProfiled(engine="a", worker_id=1, rank=0, model="m", epoch=0, clusters=model.version, requests=(profile,))
+    return RequestsProfiled(
+        engine="a", worker_id=1, rank=0, model="m", epoch=0, clusters=model.version, requests=(profile,)
+    )
 
 
 def finished(model: ClusterModel, step: Step, number: int) -> RequestsFinished:
@@ -96,7 +113,9 @@ def as_told(lessons: Learners) -> tuple[TablesPublished, ClustersPublished]:
     assert tables is not None
     assert clusters is not None
     assert tables.clusters == clusters.record.version
-    return msgspec.structs.replace(tables, version=0, clusters=0), msgspec.structs.replace(clusters, record=msgspec.structs.replace(clusters.record, version=0))
+    return msgspec.structs.replace(tables, version=0, clusters=0), msgspec.structs.replace(
+        clusters, record=msgspec.structs.replace(clusters.record, version=0)
+    )
 
 
 def same_tables(one: TablesPublished, other: TablesPublished) -> None:
@@ -122,7 +141,9 @@ def token_table(tables: TablesPublished) -> np.ndarray:
 
 @settings(max_examples=30)
 @given(steps, steps)
-def test_a_restart_changes_nothing_of_what_is_told_then_or_later(before: list[Step], after: list[Step]) -> None:
+def test_a_restart_changes_nothing_of_what_is_told_then_or_later(
+    before: list[Step], after: list[Step]
+) -> None:
     plain = Learners(CONFIG, FIRST)
     plain.follow({"m": SHAPE})
     live(plain, before, 0)
@@ -187,13 +208,20 @@ def test_what_cannot_be_learnt_from_is_counted_by_reason_and_changes_nothing() -
     replace = msgspec.structs.replace
     small = ExpertCounts.of(np.ones((1, 1), np.int64))
     broken = ExpertCounts(layers=LAYERS, experts=EXPERTS, width=3, values=b"")
-    for sample in (SampledProfile(prompt=small, completion=small), SampledProfile(prompt=broken, completion=broken)):
+    for sample in (
+        SampledProfile(prompt=small, completion=small),
+        SampledProfile(prompt=broken, completion=broken),
+    ):
         said = replace(good, requests=(replace(good.requests[0], sample=sample),))
         assert lessons.profiled(said, 100.0)[SAMPLE] == 1
-    assert lessons.profiled(replace(good, requests=(replace(good.requests[0], signature=b""),)), 100.0) == {SIGNATURE: 1}
+    assert lessons.profiled(replace(good, requests=(replace(good.requests[0], signature=b""),)), 100.0) == {
+        SIGNATURE: 1
+    }
     assert lessons.profiled(replace(good, model="x"), 100.0) == {MODEL: 1}
     assert lessons.finished(replace(outcome, model="x"), 100.0) == {MODEL: 1}
-    assert lessons.finished(replace(outcome, requests=(replace(outcome.requests[0], predicted=b"1"),)), 100.0) == {OUTCOME: 1}
+    assert lessons.finished(
+        replace(outcome, requests=(replace(outcome.requests[0], predicted=b"1"),)), 100.0
+    ) == {OUTCOME: 1}
     assert as_told(lessons) == before
 
 
@@ -207,7 +235,15 @@ def test_signatures_over_clusters_of_another_life_are_not_learnt_from() -> None:
     assert as_told(lessons) == before
 
 
-@pytest.mark.parametrize("state", [{}, {"clusters": {}, "learning": {}}, {"clusters": 1, "learning": 2}, {"clusters": {"shape": []}, "learning": {}}])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"clusters": {}, "learning": {}},
+        {"clusters": 1, "learning": 2},
+        {"clusters": {"shape": []}, "learning": {}},
+    ],
+)
 def test_what_is_no_state_is_refused(state: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"state|snapshot"):
         Learners(CONFIG, FIRST).restore("m", SHAPE, state)
@@ -221,7 +257,9 @@ def test_a_state_of_another_shape_is_refused() -> None:
 
 
 def test_popularity_names_the_clusters_in_use_by_their_share() -> None:
-    profiles = np.stack([np.full((1, 4), 0.25), np.array([[0.7, 0.1, 0.1, 0.1]]), np.array([[0.1, 0.1, 0.1, 0.7]])]).astype(np.float32)
+    profiles = np.stack(
+        [np.full((1, 4), 0.25), np.array([[0.7, 0.1, 0.1, 0.1]]), np.array([[0.1, 0.1, 0.1, 0.7]])]
+    ).astype(np.float32)
     found = popularity(ClusterModel(1, profiles, np.array([0.0, 0.25, 0.75], np.float32), 0.1))
     assert [(each.cluster, each.share) for each in found] == [(2, 0.75), (1, 0.25)]
     assert found[1].distance > found[0].distance > 0

@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fleet.events import ExpertCounts, KeyedRows, RequestOutcome, RequestProfile, SampledProfile, TablesPublished
+from fleet.events import (
+    ExpertCounts,
+    KeyedRows,
+    RequestOutcome,
+    RequestProfile,
+    SampledProfile,
+    TablesPublished,
+)
 from fleet.prediction import PATTERNS, ROW, SOURCES, Query, Tables, predict
 from fleet.signatures import ClusterModel, pack, unpack
 from tracker.clustering.refit import ClusterMerge, ClusterSplit
@@ -22,14 +29,25 @@ from tracker.prediction.model_learner import ModelLearner
 
 K, LAYERS, EXPERTS, BLOCK = 8, 3, 16, 16
 CONFIG = TrackerConfig(
-    clusters=K, prefix_bytes=64 << 10, session_bytes=32 << 10, tenant_bytes=16 << 10, token_bytes=64 << 10, waiting_bytes=64 << 10, most_waiting=64
+    clusters=K,
+    prefix_bytes=64 << 10,
+    session_bytes=32 << 10,
+    tenant_bytes=16 << 10,
+    token_bytes=64 << 10,
+    waiting_bytes=64 << 10,
+    most_waiting=64,
 )
 VERSION = 3
 
 
 def model(version: int = VERSION, shares: NDArray[Any] | None = None) -> ClusterModel:
     profiles = np.random.default_rng(0).dirichlet(np.full(EXPERTS, 0.3), (K, LAYERS)).astype(np.float32)
-    return ClusterModel(version, profiles, np.full(K, 1 / K, np.float32) if shares is None else np.asarray(shares, np.float32), 0.1)
+    return ClusterModel(
+        version,
+        profiles,
+        np.full(K, 1 / K, np.float32) if shares is None else np.asarray(shares, np.float32),
+        0.1,
+    )
 
 
 def learner(config: TrackerConfig = CONFIG) -> ModelLearner:
@@ -44,7 +62,9 @@ def one_hot(cluster: int, sure: float = 0.9) -> NDArray[np.float64]:
     return weights
 
 
-def profile(decision: str, cluster: int, keys: list[int] | None = None, parent: int | None = None, **other: Any) -> RequestProfile:
+def profile(
+    decision: str, cluster: int, keys: list[int] | None = None, parent: int | None = None, **other: Any
+) -> RequestProfile:
     keys = keys or []
     signature = pack(one_hot(cluster))
     given_fields = {
@@ -68,7 +88,13 @@ def outcome(decision: str, tokens: list[int] | None = None, **other: Any) -> Req
         "predicted_local": 0.4,
         "prior_local": 0.3,
     }
-    return RequestOutcome(decision=decision, worker_id=1, rank=0, tokens=np.array(tokens or [], "<u4").tobytes(), **(given_fields | other))
+    return RequestOutcome(
+        decision=decision,
+        worker_id=1,
+        rank=0,
+        tokens=np.array(tokens or [], "<u4").tobytes(),
+        **(given_fields | other),
+    )
 
 
 @dataclass
@@ -87,7 +113,9 @@ class Replica:
             assert told.base == self.version, "a gap"
         self.version = told.version
         self.head = (told.clusters, told.shares, told.trust, told.trusts, told.reliability, told.gain)
-        self.tokens[np.frombuffer(told.token_rows, "<u4")] = np.frombuffer(told.token_ratios, "<f2").reshape(-1, K)
+        self.tokens[np.frombuffer(told.token_rows, "<u4")] = np.frombuffer(told.token_ratios, "<f2").reshape(
+            -1, K
+        )
         for table, rows in zip(self.keyed, (told.blocks, told.sessions, told.tenants), strict=True):
             self._put(table, rows)
 
@@ -139,7 +167,9 @@ def traffic(learning: ModelLearner, count: int, seed: int = 0, start: int = 0, *
             parent = first[0] - 1 if turn else None
             tokens = (100 * cluster + random.integers(0, 20, 40)).tolist()
             learning.profiled(profile(name, cluster, first, parent), VERSION, now)
-            learning.finished(outcome(name, tokens, prefix=parent or 0, session=request + 1, tenant=1 + cluster % 2), now)
+            learning.finished(
+                outcome(name, tokens, prefix=parent or 0, session=request + 1, tenant=1 + cluster % 2), now
+            )
 
 
 # Learning
@@ -208,7 +238,10 @@ def test_a_signature_of_few_tokens_counts_less() -> None:
         learning.profiled(profile("a", 1, tokens=tokens), VERSION, 0.0)
         learning.finished(outcome("a", [11] * 5, session=3), 0.0)
         learning.change("m")
-    surer, doubtful = (predict(replica(learning).tables(), Query(session=3, tokens=[11])).weights[1] for learning in (many, few))
+    surer, doubtful = (
+        predict(replica(learning).tables(), Query(session=3, tokens=[11])).weights[1]
+        for learning in (many, few)
+    )
     assert surer > doubtful + 0.1
 
 
@@ -231,7 +264,10 @@ def test_reliable_sources_are_told_from_useless_ones() -> None:
     for at in range(400):
         cluster = int(random.integers(K))
         learning.profiled(profile(f"{at}", cluster), VERSION, float(at))
-        learning.finished(outcome(f"{at}", [50 * cluster + int(random.integers(5)) for _ in range(8)], tenant=1 + at % 3), float(at))
+        learning.finished(
+            outcome(f"{at}", [50 * cluster + int(random.integers(5)) for _ in range(8)], tenant=1 + at % 3),
+            float(at),
+        )
     found = {source.source: source for source in learning.sources()}
     assert found["tokens"].reliability > 0.5
     assert found["tenant"].reliability < 0.1
@@ -244,8 +280,12 @@ def test_the_gain_is_high_for_predictions_that_come_true_and_none_for_shuffled_o
     for at in range(400):
         predicted = 0.25 + 0.15 * random.normal()
         came = 0.25 + 0.15 * random.normal() if shuffled else predicted
-        learning.profiled(profile(f"{at}", 1, local=float(np.clip(came + 0.04 * random.normal(), 0, 1))), VERSION, float(at))
-        learning.finished(outcome(f"{at}", predicted_local=float(np.clip(predicted, 0, 1)), prior_local=0.25), float(at))
+        learning.profiled(
+            profile(f"{at}", 1, local=float(np.clip(came + 0.04 * random.normal(), 0, 1))), VERSION, float(at)
+        )
+        learning.finished(
+            outcome(f"{at}", predicted_local=float(np.clip(predicted, 0, 1)), prior_local=0.25), float(at)
+        )
     assert learning.outcomes == 400
     assert learning.gain < 0.1 if shuffled else learning.gain > 0.5
 
@@ -304,7 +344,10 @@ def test_what_was_said_of_a_freed_cluster_is_said_of_the_kept_one() -> None:
     assert predict(tables, Query(prefix=keys_of(900, 2))).weights.argmax() == 3
     assert predict(tables, Query(session=42)).weights.argmax() == 3
     assert predict(tables, Query(tokens=[400 + at for at in range(20)])).weights.argmax() == 3
-    assert all(predict(tables, Query(tokens=[100 * cluster + at for at in range(20)])).weights[4] == 0 for cluster in range(K))
+    assert all(
+        predict(tables, Query(tokens=[100 * cluster + at for at in range(20)])).weights[4] == 0
+        for cluster in range(K)
+    )
 
 
 def test_a_child_shares_what_was_said_of_its_parent() -> None:
@@ -342,9 +385,17 @@ def test_clusters_of_another_shape_or_an_older_version_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot follow"):
         learning.adopt(model(VERSION - 1), [])
     with pytest.raises(ValueError, match=r"tracker\.clusters is 8"):
-        learning.adopt(ClusterModel(9, np.ones((2, LAYERS, EXPERTS), np.float32) / EXPERTS, np.ones(2, np.float32) / 2, 0.1), [])
+        learning.adopt(
+            ClusterModel(
+                9, np.ones((2, LAYERS, EXPERTS), np.float32) / EXPERTS, np.ones(2, np.float32) / 2, 0.1
+            ),
+            [],
+        )
     with pytest.raises(ValueError, match="cannot follow"):
-        learning.adopt(ClusterModel(9, np.ones((K, 1, EXPERTS), np.float32) / EXPERTS, np.ones(K, np.float32) / K, 0.1), [])
+        learning.adopt(
+            ClusterModel(9, np.ones((K, 1, EXPERTS), np.float32) / EXPERTS, np.ones(K, np.float32) / K, 0.1),
+            [],
+        )
 
 
 # Joining reports
@@ -365,7 +416,13 @@ def test_order_and_repetition_of_both_reports_change_nothing(orders: list[tuple[
     for at, (swapped, again_profile, again_outcome) in enumerate(orders):
         cluster = int(random.integers(K))
         one = profile(f"{at}", cluster, keys_of(at, 3))
-        other = outcome(f"{at}", random.integers(0, 50, 10).tolist(), session=1 + at % 3, tenant=2, prefix=keys_of(at - 1, 3)[-1] if at else 0)
+        other = outcome(
+            f"{at}",
+            random.integers(0, 50, 10).tolist(),
+            session=1 + at % 3,
+            tenant=2,
+            prefix=keys_of(at - 1, 3)[-1] if at else 0,
+        )
         plain.profiled(one, VERSION, float(at))
         plain.finished(other, float(at))
         steps = [partial(mixed.profiled, one, VERSION, float(at)), partial(mixed.finished, other, float(at))]
@@ -394,14 +451,28 @@ def test_a_flood_of_halves_is_bounded_in_number_and_bytes() -> None:
         learning.finished(outcome(f"{at}", [1] * 128), 0.0)
         learning.profiled(profile(f"other {at}", 1), VERSION, 0.0)
     assert learning.waiting <= CONFIG.most_waiting
-    assert learning.nbytes < sum((CONFIG.prefix_bytes, CONFIG.session_bytes, CONFIG.tenant_bytes, CONFIG.token_bytes, CONFIG.waiting_bytes))
+    assert learning.nbytes < sum(
+        (
+            CONFIG.prefix_bytes,
+            CONFIG.session_bytes,
+            CONFIG.tenant_bytes,
+            CONFIG.token_bytes,
+            CONFIG.waiting_bytes,
+        )
+    )
 
 
 # Publishing
 
 
 @settings(deadline=None, max_examples=15)
-@given(st.lists(st.sampled_from(["requests", "requests", "requests", "telling", "hours", "merge", "split"]), min_size=5, max_size=40))
+@given(
+    st.lists(
+        st.sampled_from(["requests", "requests", "requests", "telling", "hours", "merge", "split"]),
+        min_size=5,
+        max_size=40,
+    )
+)
 def test_a_replica_that_follows_the_changes_equals_the_whole(steps: list[str]) -> None:
     learning, follower, version, now, shares = learner(), Replica(), VERSION, 0, np.full(K, 1 / K)
     follower.take(learning.whole("m"))
@@ -414,7 +485,10 @@ def test_a_replica_that_follows_the_changes_equals_the_whole(steps: list[str]) -
         elif step in ("merge", "split"):
             version += 1
             shares = np.where(np.arange(K) == at % 3, 0.0 if step == "merge" else 0.1, shares)
-            learning.adopt(model(version, shares / shares.sum()), [ClusterMerge(5, at % 3) if step == "merge" else ClusterSplit(5, at % 3)])
+            learning.adopt(
+                model(version, shares / shares.sum()),
+                [ClusterMerge(5, at % 3) if step == "merge" else ClusterSplit(5, at % 3)],
+            )
         elif (told := learning.change("m")) is not None:
             follower.take(told)
             assert follower.said() == replica(learning).said()
@@ -429,7 +503,11 @@ def test_changes_are_small_and_their_versions_rise() -> None:
         traffic(learning, 1, seed=at, start=1000 + at)
         told.append(learning.change("m"))
     found = [change for change in told if change is not None]
-    assert all(later.version == earlier.version + 1 == later.base + 1 for earlier, later in pairwise(found) if later.base is not None)
+    assert all(
+        later.version == earlier.version + 1 == later.base + 1
+        for earlier, later in pairwise(found)
+        if later.base is not None
+    )
     assert all(change.base is not None for change in found)
     assert max(len(msgspec.msgpack.encode(change)) for change in found) < 8000
     assert len(msgspec.msgpack.encode(learning.whole("m"))) > 20_000
@@ -490,7 +568,11 @@ def test_a_restart_changes_nothing() -> None:
         traffic(one, 40, start=81)
         one.profiled(profile("waits", 3), VERSION, 125.0)
     assert again.state() == learning.state()
-    assert (again.gain, again.sources(), again.stored_blocks) == (learning.gain, learning.sources(), learning.stored_blocks)
+    assert (again.gain, again.sources(), again.stored_blocks) == (
+        learning.gain,
+        learning.sources(),
+        learning.stored_blocks,
+    )
     told = again.change("m")
     assert told is not None
     assert told.base is None, "nobody can know what was told since the state was taken"
@@ -513,7 +595,15 @@ def test_a_state_on_another_clock_keeps_its_ages() -> None:
     assert set(replica(moved).keyed[0]) == {*keys_of(2, 2), *keys_of(3, 2)}
 
 
-@pytest.mark.parametrize("broken", [{"format": 0}, {"blocks": None}, {"trust": {}}, {"pairs": {"waiting": [["a", 7, 0.0, []]], "paired": [], "given_up": 0}}])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"format": 0},
+        {"blocks": None},
+        {"trust": {}},
+        {"pairs": {"waiting": [["a", 7, 0.0, []]], "paired": [], "given_up": 0}},
+    ],
+)
 def test_a_state_that_is_none_is_refused(broken: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"learning|pairing"):
         ModelLearner.restore(CONFIG, learner().state() | broken)
@@ -544,7 +634,12 @@ def test_whatever_part_of_a_state_is_garbled_it_is_refused_or_does_no_harm(garba
 
 def _paths(state: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     """Return the keys of everything in a state, recursively."""
-    below = [path for key, value in state.items() if isinstance(value, dict) for path in _paths(value, (*above, key))]
+    below = [
+        path
+        for key, value in state.items()
+        if isinstance(value, dict)
+        for path in _paths(value, (*above, key))
+    ]
     return [(*above, key) for key in state] + below
 
 
@@ -568,10 +663,20 @@ def _paths(state: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str
         ("block_signatures", {"blocks": b"12345678"}),
         ("block_size", {"blocks": b"12345678", "block_signatures": bytes(8), "block_size": 0}),
         ("decision", {"decision": "x" * 200}),
-        ("sample.prompt", {"sample": SampledProfile(prompt=ExpertCounts.of(np.ones((2, 2), int)), completion=ExpertCounts.of(np.ones((2, 2), int)))}),
+        (
+            "sample.prompt",
+            {
+                "sample": SampledProfile(
+                    prompt=ExpertCounts.of(np.ones((2, 2), int)),
+                    completion=ExpertCounts.of(np.ones((2, 2), int)),
+                )
+            },
+        ),
     ],
 )
-def test_a_profile_that_cannot_be_is_refused_and_changes_nothing(field_name: str, broken: dict[str, Any]) -> None:
+def test_a_profile_that_cannot_be_is_refused_and_changes_nothing(
+    field_name: str, broken: dict[str, Any]
+) -> None:
     learning = learner()
     before = learning.state()
     with pytest.raises(ValueError, match=field_name):
@@ -593,7 +698,9 @@ def test_a_profile_that_cannot_be_is_refused_and_changes_nothing(field_name: str
         ("prior_local", {"prior_local": float("inf")}),
     ],
 )
-def test_an_outcome_that_cannot_be_is_refused_and_changes_nothing(field_name: str, broken: dict[str, Any]) -> None:
+def test_an_outcome_that_cannot_be_is_refused_and_changes_nothing(
+    field_name: str, broken: dict[str, Any]
+) -> None:
     learning = learner()
     before = learning.state()
     with pytest.raises(ValueError, match=field_name):
@@ -612,12 +719,22 @@ def test_a_megabyte_is_enough_for_a_hundred_thousand_prefixes() -> None:
     hot = keys_of(1, 40)
     for at in range(100_000 // 250):
         learning.profiled(profile(f"{at}", 1, keys_of(1000 + at, 250)), VERSION, float(at))
-        learning.finished(outcome(f"{at}", [at % 512], session=1 + at, tenant=1 + at % 50, prefix=hot[-1]), float(at))
+        learning.finished(
+            outcome(f"{at}", [at % 512], session=1 + at, tenant=1 + at % 50, prefix=hot[-1]), float(at)
+        )
         if at % 15 == 0:
             learning.profiled(profile("", 2, hot), VERSION, float(at))
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    budget = sum((config.prefix_bytes, config.session_bytes, config.tenant_bytes, config.token_bytes, config.waiting_bytes))
+    budget = sum(
+        (
+            config.prefix_bytes,
+            config.session_bytes,
+            config.tenant_bytes,
+            config.token_bytes,
+            config.waiting_bytes,
+        )
+    )
     assert learning.stored_bytes <= learning.nbytes <= budget
     assert held < budget + 64_000, "and the model, the trusts, the decisions that were joined"
     assert set(hot) <= set(replica(learning).keyed[0]), "what is used again and again stays"

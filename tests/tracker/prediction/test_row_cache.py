@@ -168,7 +168,12 @@ def test_more_changes_than_are_remembered_overflow() -> None:
 def test_a_replica_that_follows_the_changes_equals_the_whole() -> None:
     rows, random, replica = RowCache(32 * 1024, 50.0, 4096), np.random.default_rng(15), dict[int, bytes]()
     for at in range(300):
-        rows.put(random.integers(1, 3000, 8, dtype=np.uint64) + np.arange(8, dtype=np.uint64) * 3000, chain(8), float(at), 0)
+        rows.put(
+            random.integers(1, 3000, 8, dtype=np.uint64) + np.arange(8, dtype=np.uint64) * 3000,
+            chain(8),
+            float(at),
+            0,
+        )
         if at % 7 == 0:
             told, values = rows.take()
             for key, value in zip(told.tolist(), values, strict=True):
@@ -177,14 +182,21 @@ def test_a_replica_that_follows_the_changes_equals_the_whole() -> None:
                 else:
                     replica.pop(key, None)
             everything, values = rows.all()
-            assert replica == {key: value.tobytes() for key, value in zip(everything.tolist(), values, strict=True)}
+            assert replica == {
+                key: value.tobytes() for key, value in zip(everything.tolist(), values, strict=True)
+            }
 
 
 def test_a_restart_changes_nothing() -> None:
     def worked(rows: RowCache, start: int) -> RowCache:
         random = np.random.default_rng(start)
         for at in range(start, start + 200):
-            rows.put(random.integers(1, 1 << 14, 1, dtype=np.uint64) + np.arange(8, dtype=np.uint64), chain(8), float(at), 0)
+            rows.put(
+                random.integers(1, 1 << 14, 1, dtype=np.uint64) + np.arange(8, dtype=np.uint64),
+                chain(8),
+                float(at),
+                0,
+            )
             rows.touch(int(random.integers(1, 1 << 14)), float(at))
         return rows
 

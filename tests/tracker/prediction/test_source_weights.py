@@ -29,19 +29,28 @@ def likely(logits: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def cross_entropy(trusts: NDArray[Any], outcomes: list[tuple[SourceEvidence, NDArray[np.float32]]]) -> float:
-    return -float(np.mean([np.log(likely(LOG_SHARES + trusts @ said.ratios)) @ seen for said, seen in outcomes]))
+    return -float(
+        np.mean([np.log(likely(LOG_SHARES + trusts @ said.ratios)) @ seen for said, seen in outcomes])
+    )
 
 
 def test_a_source_is_trusted_as_far_as_it_is_right() -> None:
     random, trust = np.random.default_rng(0), SourceWeights(1000)
     for _ in range(1500):
         truth, other = random.normal(size=(2, K))
-        trust.learn(LOG_SHARES, known(prefix=truth / 1.5, session=2 * truth, tenant=other), likely(LOG_SHARES + truth), 1.0)
+        trust.learn(
+            LOG_SHARES,
+            known(prefix=truth / 1.5, session=2 * truth, tenant=other),
+            likely(LOG_SHARES + truth),
+            1.0,
+        )
         trust.learn(LOG_SHARES, known(tokens=2.5 * truth), likely(LOG_SHARES + truth), 1.0)
     table = trust.table
     together = known(prefix=np.ones(K), session=np.ones(K), tenant=np.ones(K))
     row = table[pattern(together.evidence)]
-    assert row[PREFIX] / 1.5 + 2 * row[SESSION] == pytest.approx(1.0, abs=0.03), "what two say alike is believed once"
+    assert row[PREFIX] / 1.5 + 2 * row[SESSION] == pytest.approx(1.0, abs=0.03), (
+        "what two say alike is believed once"
+    )
     assert abs(row[TENANT]) < 0.03, "what has nothing to do with it is not believed"
     assert table[1 << TOKENS, TOKENS] == pytest.approx(0.4, abs=0.03), "what exaggerates is believed less"
     assert trust.reliability[[PREFIX, SESSION, TOKENS]] == pytest.approx(1.0, abs=0.06)
@@ -58,7 +67,10 @@ def test_the_trusts_are_those_that_the_outcomes_call_for() -> None:
         outcomes.append((said, likely(LOG_SHARES + 1.2 * truth)))
         trust.learn(LOG_SHARES, *outcomes[-1], 1.0)
     found = trust.table[3].astype(float)
-    best = min(((a, b) for a in np.linspace(0, 1.5, 21) for b in np.linspace(0, 1.5, 21)), key=lambda t: cross_entropy(np.array([*t, 0, 0]), outcomes[::16]))
+    best = min(
+        ((a, b) for a in np.linspace(0, 1.5, 21) for b in np.linspace(0, 1.5, 21)),
+        key=lambda t: cross_entropy(np.array([*t, 0, 0]), outcomes[::16]),
+    )
     assert cross_entropy(found, outcomes) < cross_entropy(np.array([*best, 0, 0]), outcomes) + 0.01
 
 
@@ -67,7 +79,12 @@ def test_a_source_that_speaks_alone_is_believed_more_than_in_company() -> None:
     for _ in range(500):
         truth = random.normal(size=K)
         said = truth + 0.3 * random.normal(size=K)
-        trust.learn(LOG_SHARES, known(session=said, tokens=said + 0.1 * random.normal(size=K)), likely(LOG_SHARES + truth), 1.0)
+        trust.learn(
+            LOG_SHARES,
+            known(session=said, tokens=said + 0.1 * random.normal(size=K)),
+            likely(LOG_SHARES + truth),
+            1.0,
+        )
         trust.learn(LOG_SHARES, known(tokens=said), likely(LOG_SHARES + truth), 1.0)
     assert trust.table[1 << TOKENS, TOKENS] > trust.table[1 << TOKENS | 1 << SESSION, TOKENS] + 0.1
 
@@ -111,7 +128,12 @@ def test_clusters_without_a_share_do_not_matter() -> None:
     with np.errstate(divide="ignore"):
         logs = np.log(shares)
     for _ in range(50):
-        trust.learn(logs, known(prefix=np.array([1.0, -1.0, 0, 0, 0, 0, 0, 0])), np.array([0.9, 0.1, 0, 0, 0, 0, 0, 0], np.float32), 1.0)
+        trust.learn(
+            logs,
+            known(prefix=np.array([1.0, -1.0, 0, 0, 0, 0, 0, 0])),
+            np.array([0.9, 0.1, 0, 0, 0, 0, 0, 0], np.float32),
+            1.0,
+        )
     assert np.isfinite(trust.table).all()
     assert trust.reliability[PREFIX] > 0.4
 
