@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: up test test-slow test-vllm record-vllm soak lint bench evidence venv clean
+.PHONY: up docs test test-slow test-vllm record-vllm soak lint bench evidence venv clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -46,6 +46,9 @@ lint: venv ## ruff, mypy, the walls, plain English and live links
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/python docs/check_prose.py
+
+docs: venv ## generate docs/settings.md, docs/openapi.yaml, docs/asyncapi.yaml and the diagrams from the code
+	@for script in $(wildcard docs/make_*.py); do $(BIN)/python $$script || exit 1; done
 
 bench: venv ## every benchmark, quickly; make bench ARGS=--json
 	@for script in $(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script --quick $(ARGS) || exit 1; done
