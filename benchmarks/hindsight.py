@@ -27,6 +27,7 @@ from router.fleet_state.reservations import Reservations
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.scheduler import RoutingRequest
 from router.scheduling.speed_correction import PREFILL_SPEED, SpeedCorrection
+from router.scheduling.target_speeds import TargetSpeeds
 from router.service import RouterService
 
 OPEN_PER_RANK = 100
@@ -111,20 +112,24 @@ def request(repeats: int, rounds: int) -> dict[str, float]:
         )
         service.view.heard(engine + 1, service.clock())
     need = RoutingRequest("m", TokenPrompt(list(range(1024))), 1152, 128, None)
-    picker, hindsight, plain = service.picker, service.hindsight, SpeedCorrection(1.0)
+    picker, hindsight, plain = service.picker, service.hindsight, TargetSpeeds(1.0)
     measured = picker.speeds
     for engine in range(ENGINES):
         for rank in range(RANKS):
             for _ in range(20):
                 measured.stepped(
-                    (engine + 1, rank), int(picker.roster("m").rows[RANKS * engine + rank]), 0.01, 0.02
+                    (engine + 1, rank),
+                    int(picker.roster("m").rows[RANKS * engine + rank]),
+                    0.01,
+                    0.02,
+                    pool=None,
                 )
     measured.refresh(0.0)
     decision = picker.decide(need, "d", 1, service.clock())
     booking = picker.book(decision, need.prompt, service.clock())
     hindsight.booked(decision, booking)  # the booking that feedback compares later
 
-    def decided(speeds: SpeedCorrection) -> None:
+    def decided(speeds: TargetSpeeds) -> None:
         picker.speeds = speeds
         picker.decide(need, "d", 1, service.clock())
 

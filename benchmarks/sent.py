@@ -111,7 +111,7 @@ async def serve(
         made.append(Switched(number, layers=layers, top_k=top_k))
         return made[0]
 
-    setattr(step_loop, "SentLog", switched)  # noqa: B010 it is another class, of the same use
+    setattr(step_loop, "DispatchLog", switched)  # noqa: B010 it is another class, of the same use
     slots = None if ranks == 1 else 32 // ranks + SLOTS_TO_SPARE
     engine = EmbeddedEngine(
         EmbeddedConfig(
