@@ -26,7 +26,7 @@ from typing import Any
 MOST_SECONDS = 0.005
 """of processor time, for one callback"""
 SURELY_SECONDS = 0.05
-"""A callback that takes so much fails its test at once."""
+"""A callback that takes this much, and was seen at it, fails its test at once."""
 TIMES = 3
 """Between the two, this many of a kind in a session fail the last one's test: first calls import, compile and
 fill caches, and on a processor that others share two in 1,400 tests of routers were beyond 5 ms by chance."""
@@ -77,6 +77,9 @@ class Offence:
     seconds: float
     stack: tuple[str, ...] = ()
     """our functions in it, the outermost first, where it was seen; else the coroutine of its task"""
+    was_seen: bool = True
+    """False: no look fell into it, however long it took. One call into C kept the interpreter, or the machine
+    did: chance, until it comes again"""
 
     @property
     def known(self) -> bool:
@@ -148,10 +151,11 @@ class LoopWatch:
         if code is not None and "/tests/" in code.co_filename:
             return  # the test's own work
         stack = self._seen.pop(self._number, ())
+        was_seen = bool(stack)
         if not stack and code is not None and any(part in code.co_filename for part in OURS):
             stack = (f"{_module(code.co_filename)}.{code.co_qualname}",)
         if stack:
-            self.offences.append(Offence(spent, stack))
+            self.offences.append(Offence(spent, stack, was_seen))
 
 
 def _ours(innermost: FrameType) -> tuple[str, ...]:
@@ -181,7 +185,7 @@ def complaint(offences: list[Offence], before: "Counter[str]") -> str | None:
         if offence.known:
             continue
         before[offence.name] += 1
-        if before[offence.name] >= TIMES or offence.seconds > SURELY_SECONDS:
+        if before[offence.name] >= TIMES or (offence.was_seen and offence.seconds > SURELY_SECONDS):
             found.append(f"{1000 * offence.seconds:.1f} ms: {' > '.join(offence.stack)}")
     if not found:
         return None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import loop_watch
-from tests.loop_watch import KNOWN, TIMES, LoopWatch, complaint
+from tests.loop_watch import KNOWN, TIMES, LoopWatch, Offence, complaint
 
 ROOT = Path(loop_watch.__file__).parent.parent
 SOURCE = """
@@ -71,6 +71,12 @@ async def test_what_is_known_is_let_be_and_what_is_short_counts_when_it_comes_ag
     assert complaint(watch.offences[-1:], session) is not None
     monkeypatch.setitem(KNOWN, "router.invented.Busy.spin", "invented")
     assert complaint(watch.offences, session) is None
+
+
+def test_what_no_look_fell_into_is_chance_until_it_comes_again() -> None:
+    once = Offence(0.2, ("router.invented.Busy.answer",), was_seen=False)
+    session = Counter[str]()
+    assert [complaint([once], session) is None for _ in range(TIMES)] == [True] * (TIMES - 1) + [False]
 
 
 @pytest.mark.parametrize("name", KNOWN)
