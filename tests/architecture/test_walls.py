@@ -1,9 +1,12 @@
 """The walls that import-linter cannot state: whitelists, drawers, and names."""
 
 import ast
+import pkgutil
+import re
 import sys
 import tomllib
 from collections import Counter, defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -133,6 +136,16 @@ def test_a_class_name_means_one_thing_in_the_product() -> None:
                 where[node.name].append(str(path.relative_to(ROOT)))
     ambiguous = {name: files for name, files in where.items() if len(files) > 1}
     assert not ambiguous, f"rename all but one of each: {ambiguous}"
+
+
+def test_new_names_in_the_table_of_renamed_things_exist() -> None:
+    for line in (ROOT / "docs/renamed.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `") and len(cells) == 3:
+            pkgutil.resolve_name(f"{cells[0].strip('`')}:{cells[2].strip('`')}")
+        elif line.startswith("| `"):
+            for name in re.findall(r"`([\w.]+)`", cells[1]):
+                assert find_spec(name) is not None, line
 
 
 def test_every_room_has_its_line_in_the_architecture() -> None:
