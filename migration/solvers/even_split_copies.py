@@ -309,8 +309,10 @@ class _Search:
         return made
 
     def changes(self) -> PlacementChanges:
-        """Return the changes of each layer up to the point of its lowest maximum load: later ones relieved
-        other ranks in vain."""
+        """Return the changes of each layer up to the one that reaches its lowest maximum load.
+
+        Later changes relieve other ranks without lowering that maximum.
+        """
         kind, hot, cold, at_hot, at_cold = (
             np.concatenate([np.empty(0, np.intp), *(getattr(change, name) for change in self._made)])
             for name in ("kind", "hot", "cold", "at_hot", "at_cold")
