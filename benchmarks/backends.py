@@ -19,7 +19,7 @@ import typer
 
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, median
 from bus.memory import MemoryBroker
-from fleet.events import Capabilities, EngineJoined
+from fleet.facts.engines import Capabilities, EngineJoined
 from fleet.timing import EngineSpeed
 from router.config import Policy, RouterConfig
 from router.feedback.decision_feedback import TICK_SECONDS

@@ -31,14 +31,10 @@ from bus import Bus, Subscription
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
-from fleet.events import (
-    MigrateExpert,
-    MigrationAborted,
-    MigrationAccepted,
-    MigrationCommitted,
-    PlacementCommitted,
-)
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted
+from fleet.facts.placements import PlacementCommitted
 from fleet.placement import EMPTY, Placement
+from fleet.requests.plans import MigrateExpert, MigrationAccepted
 
 RANKS, SLOTS, SEQUENCES = 4, 9, 2
 MIB = 1 << 20

@@ -19,7 +19,7 @@ import typer
 
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, median
 from bus.memory import MemoryBroker
-from fleet.events import Capabilities, EngineJoined
+from fleet.facts.engines import Capabilities, EngineJoined
 from fleet.signatures import ClusterModel
 from router.config import RouterConfig
 from router.evaluation.distinct_experts import ReadingGroup, read

@@ -34,7 +34,8 @@ from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.codec import decode, encode, seal, unseal
 from bus.protocol.subjects import KV_EVENTS
 from fleet.blocks import local_hashes, sequence_hashes
-from fleet.events import KvBlock, KvChange, KvEvent, KvSnapshot, KvSnapshotRequested, KvStored, RoutedKvEvent
+from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent
+from fleet.requests.engines import KvSnapshot, KvSnapshotRequested
 from router.fleet_state.target_table import TargetTable
 from router.prefix_index.block_hash_chain import HashRuns
 from router.prefix_index.block_index import BlockIndex

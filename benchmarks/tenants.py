@@ -21,7 +21,8 @@ from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, median
 from bus.memory import MemoryBroker
 from engine_adapter.batching.kv_cache import BlockTable, KvCache, identify
 from fleet.blocks import salted_seed
-from fleet.events import Capabilities, EngineJoined, KvEvent, RoutedKvEvent
+from fleet.facts.dynamo_kv import KvEvent, RoutedKvEvent
+from fleet.facts.engines import Capabilities, EngineJoined
 from fleet.timing import EngineSpeed
 from router.access.tenancy import cache_salt
 from router.config import RouterConfig

@@ -38,7 +38,7 @@ from deploy.local.nats_server import answers, binary
 from engine_adapter.batching.kv_cache import identify
 from engine_adapter.batching.profile_signatures import request_profiles
 from engine_adapter.engine import EndedRequest
-from fleet.events import RequestOutcome, RequestProfile
+from fleet.facts.activity import RequestOutcome, RequestProfile
 from fleet.placement import linear
 from fleet.prediction import MOST_TOKENS, Query, Tables, predict
 from fleet.signatures import ClusterModel, pack

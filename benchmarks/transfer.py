@@ -36,7 +36,7 @@ from engine_adapter.transfer.nixl import NixlTransfer
 from engine_adapter.transfer.port import Pull, Transfer
 from engine_adapter.transfer.read_validation import own_address
 from engine_adapter.transfer.shared_memory import SharedTransfer
-from fleet.events import MemoryAddress
+from fleet.requests.handovers import MemoryAddress
 
 MIB = 1 << 20
 SIZES = {1 * MIB: 64, 16 * MIB: 8, 176 * MIB: 1}

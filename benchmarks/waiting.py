@@ -22,7 +22,8 @@ import typer
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, median
 from bus.memory import MemoryBroker
 from fleet.blocks import local_hashes, sequence_hashes
-from fleet.events import Capabilities, EngineJoined, KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent
+from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent
+from fleet.facts.engines import Capabilities, EngineJoined
 from fleet.timing import EngineSpeed
 from router.config import RouterConfig
 from router.fleet_state.reservations import Booking

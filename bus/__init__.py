@@ -1,9 +1,9 @@
 """Message bus: publish, subscribe, request and reply, durable replay, claims and blobs.
 
 Parts depend on each other only through this package and `fleet`. Admission rule: everything needed to carry
-messages. The meaning of messages belongs in `fleet.events`, reactions to them in the parts. Two
-implementations share one contract: `bus.memory` (one process) and `bus.nats`. Only the composition root
-chooses between them.
+messages. The meaning of messages belongs in `fleet.facts` and `fleet.requests`, reactions to them in the
+parts. Two implementations share one contract: `bus.memory` (one process) and `bus.nats`. Only the composition
+root chooses between them.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -11,7 +11,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from fleet.events import AnyEvent, KvMetrics, RoutedKvEvent
+from fleet.facts.dynamo_kv import KvMetrics, RoutedKvEvent
+from fleet.messages import AnyEvent
 
 Message = AnyEvent | KvMetrics | tuple[RoutedKvEvent, ...]
 """Content of one envelope. A batch of KV events is Dynamo's array; every other message is a single value."""
@@ -142,7 +143,7 @@ class Bus(Protocol):
         ...
 
     async def record(self, subject: str, message: Message) -> None:
-        """Store a message durably (kinds of `fleet.events.STORED`). Return once it is stored.
+        """Store a message durably (kinds of `fleet.messages.STORED`). Return once it is stored.
 
         Subscribers to the subject receive it too. Waits for a broken connection for a bounded time. After a
         BusError the message may or may not be stored.

@@ -13,7 +13,7 @@ from contextlib import suppress
 from bus import Bus, BusError, Received
 from bus.claims import LOOK_SECONDS, holder_of
 from bus.protocol.subjects import Subjects
-from fleet.events import EngineJoined, EngineLeft
+from fleet.facts.engines import EngineJoined, EngineLeft
 
 CLAIM_SECONDS = 5.0
 """A join is ignored if its claim does not appear within this time."""

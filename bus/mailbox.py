@@ -41,7 +41,8 @@ from bus.protocol.codec import (
 )
 from bus.protocol.subjects import check_subject, engine_of, matches
 from bus.stores import FullStores
-from fleet.events import STORED, RequestRefused
+from fleet.messages import STORED
+from fleet.requests.refusal import RequestRefused
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Write docs/asyncapi.yaml: every subject of `bus.protocol.subjects` and every message of `fleet.events`,
+"""Write docs/asyncapi.yaml: every subject of `bus.protocol.subjects` and every message of `fleet.messages`,
 with their fields, as AsyncAPI 3.0.
 
     python docs/make_asyncapi.py
@@ -22,7 +22,70 @@ import yaml
 
 from bus.protocol.codec import BlobReference, Envelope, PartsOffer, PartWanted
 from bus.protocol.subjects import Subjects
-from fleet import events as say
+from fleet.facts.activity import (
+    CountsImported,
+    DispatchMeasured,
+    ExpertsActivated,
+    RequestsFinished,
+    RequestsProfiled,
+)
+from fleet.facts.bookings import ReservationsChanged
+from fleet.facts.demand import (
+    ClustersPublished,
+    DemandPublished,
+    PopularityShifted,
+    ProfilePublished,
+    TablesPublished,
+)
+from fleet.facts.dynamo_kv import KvMetrics, RoutedKvEvent
+from fleet.facts.engines import ConfigChanged, EngineHeartbeat, EngineJoined, EngineLeft, RankDrained
+from fleet.facts.migrations import (
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationPlanned,
+    MigrationStaged,
+    PlanJudged,
+)
+from fleet.facts.placements import HomesPublished, PlacementCommitted
+from fleet.messages import STORED, AnyEvent
+from fleet.requests.control_loop import DescribeLoop, LoopDescribed, SteerLoop
+from fleet.requests.demand import (
+    DescribeClusters,
+    DescribePopularity,
+    DescribeProfile,
+    DescribeTables,
+    PopularityDescribed,
+)
+from fleet.requests.engines import DescribeEngine, KvSnapshot, KvSnapshotRequested
+from fleet.requests.handovers import (
+    AbortHandover,
+    CommitHandover,
+    DescribeHandover,
+    EndLease,
+    ExpertsLeased,
+    HandoverDescribed,
+    LeaseEnded,
+    LeaseExperts,
+    ProposeHandover,
+)
+from fleet.requests.plans import (
+    ApplyPlan,
+    DescribePlan,
+    MigrateExpert,
+    MigrationAccepted,
+    PlanDescribed,
+    RollBack,
+)
+from fleet.requests.refusal import RequestRefused
+from fleet.requests.routing import (
+    DecisionDescribed,
+    DescribeDecision,
+    DescribeReservations,
+    ReservationsDescribed,
+    RouteDecided,
+    RouteReleased,
+    RouteRequested,
+)
 
 FILE = Path(__file__).with_name("asyncapi.yaml")
 KV_EVENTS = "KvEvents"
@@ -30,83 +93,83 @@ KV_EVENTS = "KvEvents"
 
 PUBLISHED: dict[str, tuple[tuple[type, ...], str]] = {
     "kv_events": (
-        (say.RoutedKvEvent,),
+        (RoutedKvEvent,),
         "every rank that reports its KV cache, in batches, in Dynamo's own form",
     ),
     "kv_metrics": (
-        (say.KvMetrics,),
+        (KvMetrics,),
         "every rank, in Dynamo's own form, when its load changes and once a second",
     ),
-    "heartbeats": ((say.EngineHeartbeat,), "rank 0 of every engine, once a second"),
-    "experts": ((say.ExpertsActivated,), "every rank, once a second while it computes"),
+    "heartbeats": ((EngineHeartbeat,), "rank 0 of every engine, once a second"),
+    "experts": ((ExpertsActivated,), "every rank, once a second while it computes"),
     "dispatched": (
-        (say.DispatchMeasured,),
+        (DispatchMeasured,),
         "every rank that can measure it, once a second while it computes",
     ),
-    "requests_profiled": ((say.RequestsProfiled,), "every rank, about requests that ended there"),
-    "requests_read": ((say.RequestsProfiled,), "routers"),
-    "requests_finished": ((say.RequestsFinished,), "routers"),
-    "imports": ((say.CountsImported,), "`roost popularity --learn`"),
-    "clusters": ((say.ClustersPublished,), "the tracker"),
-    "tables": ((say.TablesPublished,), "the tracker"),
-    "shifts": ((say.PopularityShifted,), "the tracker"),
-    "profiles": ((say.ProfilePublished,), "the tracker"),
-    "demand": ((say.DemandPublished,), "the tracker"),
-    "homes": ((say.HomesPublished,), "the planner"),
+    "requests_profiled": ((RequestsProfiled,), "every rank, about requests that ended there"),
+    "requests_read": ((RequestsProfiled,), "routers"),
+    "requests_finished": ((RequestsFinished,), "routers"),
+    "imports": ((CountsImported,), "`roost popularity --learn`"),
+    "clusters": ((ClustersPublished,), "the tracker"),
+    "tables": ((TablesPublished,), "the tracker"),
+    "shifts": ((PopularityShifted,), "the tracker"),
+    "profiles": ((ProfilePublished,), "the tracker"),
+    "demand": ((DemandPublished,), "the tracker"),
+    "homes": ((HomesPublished,), "the planner"),
     "handovers": (
-        (say.HandoverDescribed,),
+        (HandoverDescribed,),
         "every rank that takes part in a handover, at every step of progress",
     ),
-    "reservations": ((say.ReservationsChanged,), "routers"),
-    "membership": ((say.EngineJoined, say.EngineLeft), "rank 0 of every engine"),
-    "placements": ((say.PlacementCommitted,), "the planner"),
+    "reservations": ((ReservationsChanged,), "routers"),
+    "membership": ((EngineJoined, EngineLeft), "rank 0 of every engine"),
+    "placements": ((PlacementCommitted,), "the planner"),
     "migrations": (
         (
-            say.MigrationPlanned,
-            say.MigrationStaged,
-            say.MigrationCommitted,
-            say.MigrationAborted,
-            say.PlanJudged,
+            MigrationPlanned,
+            MigrationStaged,
+            MigrationCommitted,
+            MigrationAborted,
+            PlanJudged,
         ),
         "the planner",
     ),
-    "drains": ((say.RankDrained,), "`roost drain`"),
-    "config": ((say.ConfigChanged,), "routers and planners, and `roost up`"),
+    "drains": ((RankDrained,), "`roost drain`"),
+    "config": ((ConfigChanged,), "routers and planners, and `roost up`"),
 }
 """Published messages and their publisher, by member of Subjects."""
 REQUESTED: dict[str, tuple[dict[type, type], str]] = {
-    "describe_engine": ({say.DescribeEngine: say.EngineJoined}, "rank 0 of the engine"),
-    "kv_snapshot": ({say.KvSnapshotRequested: say.KvSnapshot}, "the rank"),
+    "describe_engine": ({DescribeEngine: EngineJoined}, "rank 0 of the engine"),
+    "kv_snapshot": ({KvSnapshotRequested: KvSnapshot}, "the rank"),
     "describe_profile": (
         {
-            say.DescribeProfile: say.ProfilePublished,
-            say.DescribeClusters: say.ClustersPublished,
-            say.DescribeTables: say.TablesPublished,
-            say.DescribePopularity: say.PopularityDescribed,
+            DescribeProfile: ProfilePublished,
+            DescribeClusters: ClustersPublished,
+            DescribeTables: TablesPublished,
+            DescribePopularity: PopularityDescribed,
         },
         "the tracker",
     ),
-    "describe_plan": ({say.DescribePlan: say.PlanDescribed}, "the planner"),
+    "describe_plan": ({DescribePlan: PlanDescribed}, "the planner"),
     "migrate": (
-        dict.fromkeys((say.MigrateExpert, say.ApplyPlan, say.RollBack), say.MigrationAccepted),
+        dict.fromkeys((MigrateExpert, ApplyPlan, RollBack), MigrationAccepted),
         "the leading planner",
     ),
-    "loop": (dict.fromkeys((say.DescribeLoop, say.SteerLoop), say.LoopDescribed), "the leading planner"),
+    "loop": (dict.fromkeys((DescribeLoop, SteerLoop), LoopDescribed), "the leading planner"),
     "handover": (
         dict.fromkeys(
-            (say.ProposeHandover, say.CommitHandover, say.AbortHandover, say.DescribeHandover),
-            say.HandoverDescribed,
+            (ProposeHandover, CommitHandover, AbortHandover, DescribeHandover),
+            HandoverDescribed,
         ),
         "the rank; only the leading planner sends these requests",
     ),
     "leases": (
-        {say.LeaseExperts: say.ExpertsLeased, say.EndLease: say.LeaseEnded},
+        {LeaseExperts: ExpertsLeased, EndLease: LeaseEnded},
         "the rank; only ranks of its engine send these requests",
     ),
-    "describe_reservations": ({say.DescribeReservations: say.ReservationsDescribed}, "the router"),
-    "route": ({say.RouteRequested: say.RouteDecided}, "one of the routers"),
-    "release": ({say.RouteReleased: say.RouteReleased}, "one of the routers"),
-    "decision": ({say.DescribeDecision: say.DecisionDescribed}, "the router that made it"),
+    "describe_reservations": ({DescribeReservations: ReservationsDescribed}, "the router"),
+    "route": ({RouteRequested: RouteDecided}, "one of the routers"),
+    "release": ({RouteReleased: RouteReleased}, "one of the routers"),
+    "decision": ({DescribeDecision: DecisionDescribed}, "the router that made it"),
 }
 """Answer of each request, and the answering party, by member of Subjects. RequestRefused may replace any
 answer."""
@@ -214,7 +277,7 @@ def document() -> dict[str, Any]:
 def text() -> str:
     """Return the content of the file."""
     head = (
-        "# Written by docs/make_asyncapi.py from fleet/events.py and bus/protocol/subjects.py; change"
+        "# Written by docs/make_asyncapi.py from fleet/messages.py and bus/protocol/subjects.py; change"
         " those.\n"
     )
     return head + yaml.dump(document(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)
@@ -225,7 +288,7 @@ def text() -> str:
 
 def _published(name: str) -> dict[str, Any]:
     kinds, by = PUBLISHED[name]
-    stored = {"x-stored": True} if all(kind in say.STORED for kind in kinds) else {}
+    stored = {"x-stored": True} if all(kind in STORED for kind in kinds) else {}
     return {**_channel(name, kinds, f"Published by {by}."), **stored}
 
 
@@ -272,7 +335,7 @@ def _given(name: str) -> list[tuple[Any, str]]:
 
 def _answers() -> dict[str, Any]:
     kinds = sorted(
-        {answer for requests, _ in REQUESTED.values() for answer in requests.values()} | {say.RequestRefused},
+        {answer for requests, _ in REQUESTED.values() for answer in requests.values()} | {RequestRefused},
         key=lambda kind: kind.__name__,
     )
     return {
@@ -291,7 +354,7 @@ def _receive_operation(name: str) -> dict[str, Any]:
 
 
 def _request_operation(name: str, kind: type) -> dict[str, Any]:
-    answers = (REQUESTED[name][0][kind], say.RequestRefused)
+    answers = (REQUESTED[name][0][kind], RequestRefused)
     return {
         "action": "send",
         "channel": {"$ref": f"#/channels/{name}"},
@@ -312,20 +375,20 @@ def _in_channel(channel: str, kind: type) -> dict[str, str]:
 
 
 def _kinds() -> set[type]:
-    return {*say.AnyEvent.__args__, say.KvMetrics, say.RoutedKvEvent}
+    return {*AnyEvent.__args__, KvMetrics, RoutedKvEvent}
 
 
 def _name(kind: type) -> str:
-    return KV_EVENTS if kind is say.RoutedKvEvent else kind.__name__
+    return KV_EVENTS if kind is RoutedKvEvent else kind.__name__
 
 
 def _message(kind: type) -> dict[str, Any]:
-    if kind is say.RoutedKvEvent:
+    if kind is RoutedKvEvent:
         payload: dict[str, Any] = {"type": "array", "items": _ref("schemas", kind.__name__)}
     else:
         payload = _ref("schemas", kind.__name__)
     about = " ".join(inspect.cleandoc(kind.__doc__ or "").split())
-    stored = {"x-stored": True} if kind in say.STORED else {}
+    stored = {"x-stored": True} if kind in STORED else {}
     return {
         "name": _name(kind),
         "summary": about.split(". ")[0].removesuffix(".") + ".",
@@ -384,12 +447,7 @@ def _with(schema: dict[str, Any], words: str | None) -> dict[str, Any]:
 @cache
 def _documented() -> dict[str, dict[str, str]]:
     """Return the docstring of each field, by class and field."""
-    shown = (*vars(say).values(), Envelope)
-    modules = {
-        sys.modules[one.__module__]
-        for one in shown
-        if inspect.isclass(one) and one.__module__.startswith(("fleet.", "bus."))
-    }
+    modules = [module for name, module in sys.modules.items() if name.startswith(("fleet.", "bus."))]
     return {
         node.name: dict(_fields(node))
         for module in modules

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.dispatch import SPLIT
-from fleet.events import Capabilities, KvBlock, KvChange
 from fleet.experts import ModelShape
+from fleet.facts.dynamo_kv import KvBlock, KvChange
+from fleet.facts.engines import Capabilities
 from fleet.layout import Layout
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from fleet.events import MigrationStaged, PlacementCommitted
+from fleet.facts.migrations import MigrationStaged
+from fleet.facts.placements import PlacementCommitted
 from fleet.placement import Placement, PlacementRecord, linear, with_slots
 
 MOST_BYTES = 64 << 20

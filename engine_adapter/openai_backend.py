@@ -16,8 +16,8 @@ import msgspec
 
 from engine_adapter.engine import EngineDescription, EngineFailed, RankFacts, RankLoad
 from fleet.blocks import BLOCK_SIZE
-from fleet.events import Capabilities
 from fleet.experts import ModelShape
+from fleet.facts.engines import Capabilities
 from fleet.placement import Placement
 from fleet.redaction import without_secrets
 

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from fleet.events import ConfigChanged
+from fleet.facts.engines import ConfigChanged
 
 Settings = TypeVar("Settings")
 

@@ -1,7 +1,7 @@
 """Settings that can change while the planner runs. Pure."""
 
 from fleet import reloading
-from fleet.events import ConfigChanged
+from fleet.facts.engines import ConfigChanged
 from migration.config import MigrationConfig
 
 PART = "planner"

@@ -19,22 +19,14 @@ from bus.claims import LeaseTaken
 from bus.joins import holds_its_name, vouched
 from bus.protocol.sequence import MessageOrder, Sequences
 from bus.protocol.subjects import Subjects
-from fleet.events import (
-    ClustersPublished,
-    ConfigChanged,
-    DemandPublished,
-    DescribeClusters,
-    DescribeEngine,
-    DispatchMeasured,
-    EngineHeartbeat,
-    EngineJoined,
-    EngineLeft,
-    KvMetrics,
-    PlacementCommitted,
-    PopularityShifted,
-    TablesPublished,
-)
+from fleet.facts.activity import DispatchMeasured
+from fleet.facts.demand import ClustersPublished, DemandPublished, PopularityShifted, TablesPublished
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import ConfigChanged, EngineHeartbeat, EngineJoined, EngineLeft
+from fleet.facts.placements import PlacementCommitted
 from fleet.placement import Placement
+from fleet.requests.demand import DescribeClusters
+from fleet.requests.engines import DescribeEngine
 from fleet.signatures import ClusterModel
 from migration.config import MigrationConfig
 from migration.control_loop.controller import Controller

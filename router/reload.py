@@ -1,7 +1,7 @@
 """Settings that may change while a router runs. Pure."""
 
 from fleet import reloading
-from fleet.events import ConfigChanged
+from fleet.facts.engines import ConfigChanged
 from router.config import RouterConfig
 
 RELOADABLE = frozenset(

@@ -17,7 +17,7 @@ import msgspec
 from bus import Bus, BusError
 from bus.protocol.subjects import Subjects
 from fleet.completions import DECISION_HEADER, ApiError
-from fleet.events import ConfigChanged
+from fleet.facts.engines import ConfigChanged
 from router.admission.retry_budget import RetryBudget
 from router.bodies.reader import BodyReader
 from router.config import RouterConfig

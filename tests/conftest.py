@@ -19,7 +19,7 @@ from hypothesis import settings
 from bus import Bus, Message
 from bus.memory import MemoryBus
 from bus.nats import NatsBus
-from fleet.events import EngineJoined
+from fleet.facts.engines import EngineJoined
 from tests.loop_watch import WATCHED, LoopWatch, complaint
 from tests.name_claims import claim_name
 

@@ -6,7 +6,7 @@ import msgspec
 
 from bus import Bus, BusError
 from bus.claims import Holder, holder_of
-from fleet.events import EngineJoined
+from fleet.facts.engines import EngineJoined
 
 
 async def claim_name(bus: Bus, joined: EngineJoined) -> None:

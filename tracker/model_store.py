@@ -12,7 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from fleet.events import PopularityDescribed, PopularityShifted, RankPopularity
+from fleet.facts.demand import PopularityShifted
+from fleet.requests.demand import PopularityDescribed, RankPopularity
 from tracker.activity.engine_activity import EngineActivity, ReportedCounts
 from tracker.config import TrackerConfig
 from tracker.drift.detector import DriftDetector

@@ -17,29 +17,21 @@ from bus.joins import vouched
 from bus.protocol.codec import LARGE
 from bus.protocol.sequence import MessageOrder, Sequences
 from bus.protocol.subjects import Subjects
-from fleet.events import (
+from fleet.facts.activity import CountsImported, ExpertsActivated, RequestsFinished, RequestsProfiled
+from fleet.facts.demand import (
     ClustersPublished,
-    CountsImported,
     DemandPublished,
-    DescribeClusters,
-    DescribePopularity,
-    DescribeProfile,
-    DescribeTables,
-    EngineHeartbeat,
-    EngineJoined,
-    EngineLeft,
-    ExpertsActivated,
     KeyedRows,
-    PlacementCommitted,
     PopularityShifted,
     ProfilePublished,
-    RequestRefused,
-    RequestsFinished,
-    RequestsProfiled,
     TablesPublished,
 )
+from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
+from fleet.facts.placements import PlacementCommitted
 from fleet.layout import Layout
 from fleet.placement import PlacementRecord
+from fleet.requests.demand import DescribeClusters, DescribePopularity, DescribeProfile, DescribeTables
+from fleet.requests.refusal import RequestRefused
 from tracker.activity.local_supply import LocalSupply
 from tracker.activity.report_validation import InvalidReport, ReportFault
 from tracker.clustering.online_clusters import OnlineClusters

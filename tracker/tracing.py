@@ -14,7 +14,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, SpanContext, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from fleet.events import PopularityShifted
+from fleet.facts.demand import PopularityShifted
 
 MOST_LAYERS = 64
 """limit of changed layers named in a span"""

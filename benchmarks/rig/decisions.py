@@ -12,17 +12,10 @@ from numpy.typing import NDArray
 
 from bus.memory import MemoryBroker
 from fleet.blocks import BLOCK_SIZE, local_hashes, sequence_hashes
-from fleet.events import (
-    EngineJoined,
-    KeyedRows,
-    KvBlock,
-    KvChange,
-    KvEvent,
-    KvStored,
-    RoutedKvEvent,
-    TablesPublished,
-)
 from fleet.experts import ModelShape
+from fleet.facts.demand import KeyedRows, TablesPublished
+from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent
+from fleet.facts.engines import EngineJoined
 from fleet.layout import EP
 from fleet.placement import linear
 from fleet.prediction import PATTERNS, SOURCES

@@ -11,16 +11,8 @@ from bus.claims import NameClaim
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from fleet.blocks import BLOCK_SIZE, local_hashes, sequence_hashes
-from fleet.events import (
-    Capabilities,
-    EngineHeartbeat,
-    EngineJoined,
-    KvBlock,
-    KvChange,
-    KvEvent,
-    KvStored,
-    RoutedKvEvent,
-)
+from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent
+from fleet.facts.engines import Capabilities, EngineHeartbeat, EngineJoined
 
 MODEL = "mock"
 _ARCHIVED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -8,7 +8,7 @@ import numpy as np
 
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.transfer.nixl_loader import load_nixl
-from fleet.events import MemoryAddress
+from fleet.requests.handovers import MemoryAddress
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 50e-6, 1e-3
 Rows = list[tuple[int, int, int]]

@@ -19,7 +19,7 @@ import numpy as np
 
 from bus.protocol.codec import encode, seal, topic_of
 from bus.protocol.subjects import Subjects
-from fleet.events import ExpertsActivated
+from fleet.facts.activity import ExpertsActivated
 from fleet.popularity import ExpertCounts
 
 FIRST = 1 << 16

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from fleet.arrays import Float32Array
 from fleet.blocks import BLOCK_SIZE
 from fleet.dispatch import Chooser, reached
-from fleet.events import EngineJoined
 from fleet.experts import ModelShape
+from fleet.facts.engines import EngineJoined
 from fleet.layout import EP
 from fleet.placement import Placement, linear
 from fleet.routings import count_pairs

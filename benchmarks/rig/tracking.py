@@ -12,7 +12,8 @@ from engine_adapter.batching.profile_signatures import request_profiles
 from engine_adapter.engine import EndedRequest
 from fleet.arrays import Float32Array
 from fleet.blocks import BLOCK_SIZE
-from fleet.events import KvBlock, RequestOutcome, RequestProfile
+from fleet.facts.activity import RequestOutcome, RequestProfile
+from fleet.facts.dynamo_kv import KvBlock
 from fleet.prediction import Prediction, Query, Tables, predict
 from fleet.signatures import ClusterModel, pack, unpack
 from fleet.timing import expected_local_share

@@ -17,7 +17,9 @@ import xxhash
 
 from bus import BusError, Message
 from bus.protocol.subjects import KV_EVENTS, KV_METRICS
-from fleet.events import AnyEvent, Event, KvMetrics, RoutedKvEvent
+from fleet.event import Event
+from fleet.facts.dynamo_kv import KvMetrics, RoutedKvEvent
+from fleet.messages import AnyEvent
 
 BLOB_TOPIC = "roost-blob"
 """Reserved topic: the payload is a BlobReference."""

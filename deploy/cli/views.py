@@ -37,7 +37,8 @@ from deploy.terminal.options import (
     with_bus,
     with_login,
 )
-from fleet.events import STORED, AnyEvent, KvMetrics
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.messages import STORED, AnyEvent
 from router.config import RouterConfig
 from router.scheduling.cost import TERMS
 

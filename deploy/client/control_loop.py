@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from bus import Bus, BusTimeout, Declined, NobodyThere
 from bus.protocol.subjects import Subjects
-from fleet.events import DescribeLoop, LoopDescribed, SteerLoop
+from fleet.requests.control_loop import DescribeLoop, LoopDescribed, SteerLoop
 
 ASK_SECONDS = 3.0
 TAKEOVER_SECONDS = 8.0

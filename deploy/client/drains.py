@@ -12,13 +12,10 @@ from bus import Bus, BusError, Message, Subscription
 from bus.protocol.subjects import Subjects
 from deploy.client.fleet_status import EngineNow, members
 from deploy.process import alongside
-from fleet.events import (
-    DescribeReservations,
-    KvMetrics,
-    RankDrained,
-    ReservationsChanged,
-    ReservationsDescribed,
-)
+from fleet.facts.bookings import ReservationsChanged
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import RankDrained
+from fleet.requests.routing import DescribeReservations, ReservationsDescribed
 
 LOOK_SECONDS = 0.5
 """Poll interval for remaining work."""

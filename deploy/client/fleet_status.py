@@ -10,16 +10,9 @@ from bus import Bus, Received
 from bus.joins import vouched
 from bus.protocol.subjects import Subjects
 from deploy.client.last_plan_entry import before_verdicts
-from fleet.events import (
-    EngineHeartbeat,
-    EngineJoined,
-    EngineLeft,
-    KvMetrics,
-    MigrationCommitted,
-    MigrationPlanned,
-    MigrationStaged,
-    RankDrained,
-)
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft, RankDrained
+from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, MigrationStaged
 
 LISTEN_SECONDS = 1.5
 """Listening time; longer than the interval of heartbeats and load reports."""

@@ -3,7 +3,7 @@
 import time
 
 from bus import Bus, Message, Received
-from fleet.events import PlanJudged
+from fleet.facts.migrations import PlanJudged
 
 _MARGIN_SECONDS = 60.0
 """First search window before a verdict. A verdict follows its plan after about this time; clocks differ."""

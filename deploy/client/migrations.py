@@ -11,18 +11,10 @@ from bus import Bus, BusTimeout, Declined, Message, Received, Subscription
 from bus.protocol.subjects import Subjects
 from deploy.client.fleet_status import members
 from deploy.process import alongside
-from fleet.events import (
-    ApplyPlan,
-    EngineJoined,
-    HandoverDescribed,
-    MigrateExpert,
-    MigrationAborted,
-    MigrationAccepted,
-    MigrationCommitted,
-    MigrationPlanned,
-    MigrationStaged,
-    RollBack,
-)
+from fleet.facts.engines import EngineJoined
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
+from fleet.requests.handovers import HandoverDescribed
+from fleet.requests.plans import ApplyPlan, MigrateExpert, MigrationAccepted, RollBack
 
 ASK_SECONDS = 15.0
 """Time limit for the planner to check a request."""

@@ -9,7 +9,8 @@ from bus import Bus
 from bus.protocol.subjects import Subjects
 from deploy.client.fleet_status import members
 from fleet.dispatch import numbered
-from fleet.events import EngineJoined, PlacementCommitted
+from fleet.facts.engines import EngineJoined
+from fleet.facts.placements import PlacementCommitted
 from fleet.placement import Placement
 
 

@@ -38,7 +38,7 @@ from deploy.reload import Read, check
 from deploy.run_directory import SETTINGS, RunDirectory, Running, private_text
 from deploy.security.credentials import FOLDER, ServerCredentials
 from deploy.settings import UpConfig, WorkerConfig, engine_ranks
-from fleet.events import ConfigChanged
+from fleet.facts.engines import ConfigChanged
 from fleet.redaction import without_secrets
 from fleet.settings import FilePath
 from router.config import RouterConfig

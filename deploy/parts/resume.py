@@ -12,7 +12,8 @@ from bus.protocol.subjects import Subjects
 from deploy.client.last_plan_entry import before_verdicts
 from engine_adapter.engine import EngineFailed
 from engine_adapter.initial_placement import last_decided, last_is_left, leave_last
-from fleet.events import MigrationStaged, PlacementCommitted
+from fleet.facts.migrations import MigrationStaged
+from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CoordinatorState
 from fleet.placement import PlacementRecord
 from migration.handover.coordinator import OpenHandover

@@ -4,21 +4,17 @@ from collections.abc import Mapping
 
 from bus import Message
 from deploy.terminal.options import printable
-from fleet.events import (
-    ConfigChanged,
-    EngineJoined,
-    EngineLeft,
-    HomesPublished,
+from fleet.facts.demand import PopularityShifted
+from fleet.facts.engines import ConfigChanged, EngineJoined, EngineLeft, RankDrained
+from fleet.facts.migrations import (
     LoopFigures,
     MigrationAborted,
     MigrationCommitted,
     MigrationPlanned,
     MigrationStaged,
-    PlacementCommitted,
     PlanJudged,
-    PopularityShifted,
-    RankDrained,
 )
+from fleet.facts.placements import HomesPublished, PlacementCommitted
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _LAYERS = 6

@@ -13,9 +13,12 @@ from bus.config import BusConfig
 from bus.protocol.subjects import Subjects
 from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.options import in_json, show
-from fleet.events import KeyedRows, LoopFigures, RankPopularity, RequestOutcome, RequestProfile
+from fleet.facts.activity import RequestOutcome, RequestProfile
+from fleet.facts.demand import KeyedRows
+from fleet.facts.migrations import LoopFigures
 from fleet.placement import PlacementRecord
 from fleet.popularity import ExpertCounts, ExpertTable
+from fleet.requests.demand import RankPopularity
 from fleet.signatures import PACKED, ClusterRecord
 
 SHOWN = 8

@@ -8,19 +8,11 @@ from typing import NamedTuple
 from bus import Received
 from deploy.client.fleet_status import EngineNow
 from deploy.views.event_lines import words
-from fleet.events import (
-    DispatchMeasured,
-    EngineHeartbeat,
-    EngineJoined,
-    EngineLeft,
-    HomesPublished,
-    KvMetrics,
-    LoopFigures,
-    MigrationAborted,
-    MigrationCommitted,
-    MigrationPlanned,
-    RankDrained,
-)
+from fleet.facts.activity import DispatchMeasured
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft, RankDrained
+from fleet.facts.migrations import LoopFigures, MigrationAborted, MigrationCommitted, MigrationPlanned
+from fleet.facts.placements import HomesPublished
 
 LAST_SECONDS = 10.0
 """Time window of the figures."""

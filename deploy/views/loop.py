@@ -17,7 +17,8 @@ from deploy.client.control_loop import NoAnswer, described, steered
 from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.options import console, fail, in_json, note, printable, show
 from deploy.views.plan import in_units, many
-from fleet.events import EngineLoop, LayerFigures, LoopDescribed, LoopFigures, PlanTold
+from fleet.facts.migrations import LoopFigures
+from fleet.requests.control_loop import EngineLoop, LayerFigures, LoopDescribed, PlanTold
 
 WIDTH = 80
 MOST_PLANS, BRIEF_PLANS = 4, 2

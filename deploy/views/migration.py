@@ -18,8 +18,8 @@ from deploy.process import FAILURE, print_error
 from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.options import USAGE, console, fail, in_json, note, show
 from deploy.views.plan import in_units, many
-from fleet.events import ApplyPlan, MigrateExpert, RollBack
 from fleet.experts import ExpertId
+from fleet.requests.plans import ApplyPlan, MigrateExpert, RollBack
 from migration.model.plan import Plan
 
 LOOK_SECONDS = 0.1

@@ -16,7 +16,7 @@ from deploy.run_directory import Running
 from deploy.security.credentials import of_run
 from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.options import fail, in_json, note, show
-from fleet.events import ConfigChanged
+from fleet.facts.engines import ConfigChanged
 from fleet.settings import FilePath
 
 

@@ -13,7 +13,7 @@ from bus.protocol.subjects import Subjects
 from deploy.client.migrations import NoSuchEngine, engine_named
 from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.options import USAGE, console, fail, note, show, table
-from fleet.events import DescribePlan, PlanDescribed
+from fleet.requests.plans import DescribePlan, PlanDescribed
 from migration.model.plan_record import MemoryPoint, PlanRecord, StepRecord
 
 ASK_SECONDS = 60.0

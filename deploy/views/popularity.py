@@ -20,16 +20,12 @@ from deploy.terminal.drawing import drawer, named
 from deploy.terminal.options import USAGE, console, fail, in_json, note, show, table
 from deploy.terminal.panels import Panel, Rows, demand_panels
 from fleet.arrays import FloatingArray
-from fleet.events import (
-    CountsImported,
-    DemandPublished,
-    DescribePopularity,
-    EngineJoined,
-    PopularityDescribed,
-    RankPopularity,
-)
 from fleet.experts import ModelShape
+from fleet.facts.activity import CountsImported
+from fleet.facts.demand import DemandPublished
+from fleet.facts.engines import EngineJoined
 from fleet.popularity import ExpertCounts
+from fleet.requests.demand import DescribePopularity, PopularityDescribed, RankPopularity
 from tracker.importers.load_files import ExpertLoads, read_load
 
 HOTTEST = 6

@@ -18,7 +18,9 @@ from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.options import USAGE, fail, in_json, printable, show
 from deploy.views.backends import backend_lines
 from deploy.views.loop import figures, in_rows, overview, say, story, wrapped
-from fleet.events import KvMetrics, LoopDescribed, LoopFigures
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.migrations import LoopFigures
+from fleet.requests.control_loop import LoopDescribed
 from router.api.backend_record import BackendStatus
 
 logger = logging.getLogger(__name__)

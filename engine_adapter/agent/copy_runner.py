@@ -38,8 +38,8 @@ from engine_adapter.handover.inbound_copies import (
 from engine_adapter.handover.read_deadlines import Deadlines
 from engine_adapter.transfer.checksums import checksums, compare
 from engine_adapter.transfer.port import Overdue, PeerGone, Pull, Transfer, TransferError
-from fleet.events import EndLease as EndLeaseRequest
-from fleet.events import ExpertsLeased, LeaseExperts
+from fleet.requests.handovers import EndLease as EndLeaseRequest
+from fleet.requests.handovers import ExpertsLeased, LeaseExperts
 
 ANSWER_SECONDS = 2.0
 """Reply timeout of another rank."""

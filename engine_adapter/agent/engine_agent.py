@@ -26,19 +26,11 @@ from engine_adapter.config import AgentConfig
 from engine_adapter.engine import Activations, Engine, RankLoad
 from engine_adapter.reporting.dispatch_reports import DispatchReports
 from engine_adapter.reporting.request_profiles import RequestProfiler
-from fleet.events import (
-    EngineHeartbeat,
-    EngineJoined,
-    EngineLeft,
-    ExpertsActivated,
-    KvChange,
-    KvEvent,
-    KvMetrics,
-    KvSnapshot,
-    KvSnapshotRequested,
-    RoutedKvEvent,
-)
+from fleet.facts.activity import ExpertsActivated
+from fleet.facts.dynamo_kv import KvChange, KvEvent, KvMetrics, RoutedKvEvent
+from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
 from fleet.popularity import ExpertCounts
+from fleet.requests.engines import KvSnapshot, KvSnapshotRequested
 
 log = logging.getLogger(__name__)
 SNAPSHOT_SECONDS = 0.5

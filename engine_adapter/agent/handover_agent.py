@@ -33,7 +33,9 @@ from engine_adapter.handover.rank_protocol import Adopt, Effect, Forget, Prepare
 from engine_adapter.transfer.checksums import checksums
 from engine_adapter.transfer.port import Transfer
 from engine_adapter.transfer.read_validation import own_address
-from fleet.events import (
+from fleet.handover import CommandVerdict
+from fleet.placement import Placement
+from fleet.requests.handovers import (
     AbortHandover,
     CommitHandover,
     DescribeHandover,
@@ -45,8 +47,6 @@ from fleet.events import (
     MemoryAddress,
     ProposeHandover,
 )
-from fleet.handover import CommandVerdict
-from fleet.placement import Placement
 
 TICK_SECONDS = 0.001
 """A timer may fire slightly early. Without this margin, the loop would wake up repeatedly with nothing to

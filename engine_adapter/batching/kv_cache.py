@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from fleet.blocks import BLOCK_SIZE, SEED, chain, contents, local_hash, salted_seed
-from fleet.events import KvBlock, KvChange, KvRemoved, KvStored
+from fleet.facts.dynamo_kv import KvBlock, KvChange, KvRemoved, KvStored
 
 Change = KvChange | Literal["cleared"]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from fleet.events import KvBlock, KvChange, KvEvent, KvStored
+from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvStored
 
 
 class KvMirror:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from engine_adapter.engine import EndedRequest
 from fleet.dispatch import own_part
-from fleet.events import KvBlock, RequestProfile, SampledProfile
+from fleet.facts.activity import RequestProfile, SampledProfile
+from fleet.facts.dynamo_kv import KvBlock
 from fleet.placement import EMPTY, Placement
 from fleet.popularity import ExpertCounts
 from fleet.routings import UNKNOWN, count_pairs

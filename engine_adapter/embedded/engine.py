@@ -27,7 +27,7 @@ from engine_adapter.engine import EngineDescription, EngineFailed, RankFacts
 from engine_adapter.serving.checkpoint_tokenizer import CheckpointTokenizer
 from engine_adapter.serving.fact_log import FactLog
 from engine_adapter.serving.generation import AnswerDelta, AnswerStream, GenerationOutcome, RequestTimes
-from fleet.events import Capabilities
+from fleet.facts.engines import Capabilities
 from fleet.layout import EP
 from fleet.placement import Placement
 

@@ -22,9 +22,10 @@ from typing import NamedTuple
 from engine_adapter.config import TransferConfig
 from engine_adapter.handover.cell_table import CellTable, NoFreeCell
 from engine_adapter.handover.proposal_check import CannotStage, IncomingExperts, StagingFault
-from fleet.events import ExpertsLeased, MemoryAddress, PullTold
 from fleet.experts import ExpertId
+from fleet.facts.migrations import PullTold
 from fleet.handover import Cell
+from fleet.requests.handovers import ExpertsLeased, MemoryAddress
 
 MOST_SOURCES = 2
 """Ranks that are read from concurrently. More would only share the same memory or link."""

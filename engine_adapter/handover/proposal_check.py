@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fleet.events import ExpertCopy, ProposeHandover
 from fleet.experts import ExpertId
 from fleet.placement import EMPTY, Placement
+from fleet.requests.handovers import ExpertCopy, ProposeHandover
 
 LONGEST_SECONDS = 86_400.0
 """Upper limit of the staging deadline."""

@@ -26,7 +26,7 @@ from engine_adapter.handover import inbound_copies
 from engine_adapter.handover.cell_table import CellTable
 from engine_adapter.handover.inbound_copies import InboundCopies, Report
 from engine_adapter.handover.proposal_check import CannotStage, StagingFault, asked
-from fleet.events import AbortHandover, CommitHandover, HandoverDescribed, ProposeHandover, PullTold
+from fleet.facts.migrations import PullTold
 from fleet.handover import (
     Cell,
     CommandVerdict,
@@ -43,6 +43,7 @@ from fleet.handover import (
     staged,
 )
 from fleet.placement import Placement
+from fleet.requests.handovers import AbortHandover, CommitHandover, HandoverDescribed, ProposeHandover
 
 
 class Prepare(NamedTuple):

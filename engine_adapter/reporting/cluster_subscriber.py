@@ -10,8 +10,9 @@ import logging
 
 from bus import Bus, BusError, Received
 from bus.protocol.subjects import Subjects
-from fleet.events import ClustersPublished, DescribeClusters
 from fleet.experts import ModelShape
+from fleet.facts.demand import ClustersPublished
+from fleet.requests.demand import DescribeClusters
 from fleet.signatures import ClusterModel, ClusterRecord
 
 UNREAD = 4

@@ -1,10 +1,10 @@
-"""Publish where a rank's tokens were actually sent (`fleet.events.DispatchMeasured`). A report never mixes
-epochs."""
+"""Publish where a rank's tokens were actually sent (`fleet.facts.activity.DispatchMeasured`). A report never
+mixes epochs."""
 
 from bus import Bus
 from bus.protocol.subjects import Subjects
 from engine_adapter.engine import DispatchCounts, EngineDescription
-from fleet.events import DispatchMeasured
+from fleet.facts.activity import DispatchMeasured
 
 
 class DispatchReports:

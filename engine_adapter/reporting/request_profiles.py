@@ -1,5 +1,5 @@
 """Publish the experts that each finished request activated, as signatures over the tracker's clusters
-(`fleet.events.RequestsProfiled`).
+(`fleet.facts.activity.RequestsProfiled`).
 
 Every rank does this for its own requests, from all clients. Traces wait in a queue bounded in bytes. One
 thread reads them off the event loop, and profiles are published in batches. Without a cluster model, and so
@@ -23,8 +23,8 @@ from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EndedRequest, EngineDescription
 from engine_adapter.reporting.cluster_subscriber import ClusterSubscriber
 from fleet.dispatch import numbered
-from fleet.events import RequestProfile, RequestsProfiled
 from fleet.experts import ModelShape
+from fleet.facts.activity import RequestProfile, RequestsProfiled
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 

@@ -11,7 +11,7 @@ from engine_adapter.simulated.model.faults import Faults
 from engine_adapter.simulated.model.memory import SimulatedCells
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled
 from engine_adapter.transfer.read_validation import OpenRead, own_address, refuse
-from fleet.events import MemoryAddress
+from fleet.requests.handovers import MemoryAddress
 
 
 class SimulatedLinks:

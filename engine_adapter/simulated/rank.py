@@ -27,7 +27,7 @@ from engine_adapter.simulated.model.step_time import StepPlan, plan, tokens_of_r
 from engine_adapter.simulated.model.step_totals import StepTotals
 from engine_adapter.simulated.model.text import VOCABULARY, Script, WordTokenizer
 from engine_adapter.simulated.sequences import RowTrace, SimulatedSequence
-from fleet.events import Capabilities
+from fleet.facts.engines import Capabilities
 from fleet.layout import EP
 from fleet.placement import Placement
 

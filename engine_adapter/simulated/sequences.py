@@ -22,7 +22,7 @@ from engine_adapter.serving.generation import (
 )
 from engine_adapter.simulated.model.routing_model import RoutingModel
 from engine_adapter.simulated.model.text import Script
-from fleet.events import KvBlock
+from fleet.facts.dynamo_kv import KvBlock
 from fleet.routings import UNKNOWN, count_pairs
 
 

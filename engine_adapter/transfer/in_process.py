@@ -17,7 +17,7 @@ import msgspec
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
 from engine_adapter.transfer.read_validation import OpenRead, own_address, refuse
-from fleet.events import MemoryAddress
+from fleet.requests.handovers import MemoryAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from engine_adapter.transfer.nixl_loader import Nixl, NixlMissing, load_nixl
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
 from engine_adapter.transfer.read_validation import own_address, refuse
 from engine_adapter.transfer.reader_thread import Part, ReaderThread
-from fleet.events import MemoryAddress
+from fleet.requests.handovers import MemoryAddress
 
 _GREETING_BYTES = 4096
 _MOST_METADATA, _MOST_NAME = 1 << 16, 256

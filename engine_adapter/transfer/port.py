@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from fleet.events import MemoryAddress
+from fleet.requests.handovers import MemoryAddress
 
 
 class Pull(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.transfer.checksums import layout_hash
 from engine_adapter.transfer.port import AddressRefused, Overdue, Pull, Pulled
-from fleet.events import MemoryAddress
+from fleet.requests.handovers import MemoryAddress
 
 _MOST_BYTES = 1 << 48
 """Upper limit of user-space addresses on known machines. Anything beyond is not an address."""

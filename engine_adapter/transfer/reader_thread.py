@@ -22,7 +22,7 @@ from engine_adapter.config import TransferConfig
 from engine_adapter.transfer.port import PeerGone, Pull, Pulled, TransferError
 from engine_adapter.transfer.rate_limit import RateLimit, lower_priority
 from engine_adapter.transfer.read_validation import OpenRead
-from fleet.events import MemoryAddress
+from fleet.requests.handovers import MemoryAddress
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3
 """Pause between polls of a request. Starts at the first value and grows by half each time, up to the

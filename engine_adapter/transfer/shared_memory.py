@@ -22,7 +22,7 @@ from engine_adapter.engine import ExpertMemory
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
 from engine_adapter.transfer.read_validation import own_address, refuse
 from engine_adapter.transfer.reader_thread import Part, ReaderThread
-from fleet.events import MemoryAddress
+from fleet.requests.handovers import MemoryAddress
 
 
 @cache

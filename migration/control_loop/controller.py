@@ -16,18 +16,16 @@ import msgspec
 
 from bus import Bus, BusError, Message
 from bus.protocol.subjects import Subjects
-from fleet.events import (
-    DescribeLoop,
-    LoopDescribed,
+from fleet.facts.demand import PopularityShifted
+from fleet.facts.migrations import (
     MigrationAborted,
     MigrationCommitted,
     MigrationPlanned,
     MigrationStaged,
     PlanJudged,
-    PopularityShifted,
-    RequestRefused,
-    SteerLoop,
 )
+from fleet.requests.control_loop import DescribeLoop, LoopDescribed, SteerLoop
+from fleet.requests.refusal import RequestRefused
 from migration.config import MigrationConfig
 from migration.control_loop.evaluator import PlanEvaluator
 from migration.control_loop.homes_publisher import HomesPublisher

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from bus import Bus
 from bus.protocol.subjects import Subjects
-from fleet.events import LoopFigures, PlanJudged
+from fleet.facts.migrations import LoopFigures, PlanJudged
 from fleet.placement import Placement
 from migration.config import MigrationConfig
 from migration.control_loop.state_store import StateStore

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from bus import Bus, BusError
 from bus.protocol.subjects import Subjects
-from fleet.events import HomesPublished
+from fleet.facts.placements import HomesPublished
 from migration.engine_state.demand_windows import DemandWindows
 from migration.engine_state.placement_registry import EngineEntry, PlacementRegistry
 from migration.loop_state.engine_loop import EngineLoopState

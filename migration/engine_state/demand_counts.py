@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.events import KvMetrics
+from fleet.facts.dynamo_kv import KvMetrics
 from migration.model.engine_view import DemandCounts
 
 

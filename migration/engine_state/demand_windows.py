@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.events import DemandPublished, EngineJoined, KvMetrics
 from fleet.experts import ModelShape
+from fleet.facts.demand import DemandPublished
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import EngineJoined
 from fleet.placement import Placement
 from fleet.prediction import SOURCES, together
 from fleet.signatures import ClusterModel

@@ -10,7 +10,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fleet.events import EngineJoined, PlacementCommitted
+from fleet.facts.engines import EngineJoined
+from fleet.facts.placements import PlacementCommitted
 from fleet.layout import Layout
 from fleet.placement import Placement, PlacementRecord
 

@@ -15,15 +15,12 @@ import msgspec
 from bus import BlobLost, Bus, BusError, Subscription
 from bus.claims import LeaseTaken
 from bus.protocol.subjects import Subjects, engine_of
-from fleet.events import (
-    EngineHeartbeat,
-    HandoverDescribed,
-    MigrationAccepted,
-    MigrationPlanned,
-    Origin,
-    PlacementCommitted,
-)
+from fleet.facts.engines import EngineHeartbeat
+from fleet.facts.migrations import MigrationPlanned, Origin
+from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CoordinatorState as State
+from fleet.requests.handovers import HandoverDescribed
+from fleet.requests.plans import MigrationAccepted
 from migration.config import MigrationConfig
 from migration.engine_state.liveness import Liveness
 from migration.engine_state.placement_registry import EngineEntry, PlacementRegistry

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from bus import Bus, BusError, Declined
 from bus.protocol.subjects import Subjects
-from fleet.events import DescribeHandover, HandoverDescribed
 from fleet.handover import CoordinatorState
+from fleet.requests.handovers import DescribeHandover, HandoverDescribed
 from migration.execution.leader_lease import LeaderLease
 from migration.execution.migration_log import MigrationLog
 from migration.handover.coordinator import Command, HandoverState, Move

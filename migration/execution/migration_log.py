@@ -15,13 +15,8 @@ import msgspec
 
 from bus import BlobLost, Bus, BusError, Claim, ClaimLost, StoreFull
 from bus.protocol.subjects import Subjects
-from fleet.events import (
-    MigrationAborted,
-    MigrationCommitted,
-    MigrationPlanned,
-    MigrationStaged,
-    PlacementCommitted,
-)
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
+from fleet.facts.placements import PlacementCommitted
 from migration.engine_state.placement_registry import PlacementRegistry
 from migration.handover.coordinator import OpenHandover
 from migration.model.plan import Plan

@@ -13,22 +13,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from fleet.events import (
-    AbortHandover,
-    CommitHandover,
-    DescribeHandover,
-    ExpertArrival,
-    ExpertCopy,
-    HandoverDescribed,
-    MigrationAborted,
-    MigrationCommitted,
-    MigrationStaged,
-    PlacementCommitted,
-    ProposeHandover,
-)
+from fleet.facts.migrations import ExpertArrival, MigrationAborted, MigrationCommitted, MigrationStaged
+from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CONDUCTING, CoordinatorEvent, CoordinatorState, moved
 from fleet.layout import Layout
 from fleet.placement import PlacementRecord
+from fleet.requests.handovers import (
+    AbortHandover,
+    CommitHandover,
+    DescribeHandover,
+    ExpertCopy,
+    HandoverDescribed,
+    ProposeHandover,
+)
 from migration.handover.rank_progress import (
     DECLINED,
     ENGINE_GONE,

@@ -2,17 +2,11 @@
 
 from typing import NamedTuple
 
-from fleet.events import (
-    ExpertCopy,
-    LoopFigures,
-    MigrationAborted,
-    MigrationAccepted,
-    MigrationPlanned,
-    MigrationStaged,
-    Origin,
-)
+from fleet.facts.migrations import LoopFigures, MigrationAborted, MigrationPlanned, MigrationStaged, Origin
 from fleet.handover import CoordinatorState
 from fleet.placement import Placement
+from fleet.requests.handovers import ExpertCopy
+from fleet.requests.plans import MigrationAccepted
 from migration.config import MigrationConfig
 from migration.engine_state.placement_registry import EngineEntry
 from migration.handover.coordinator import HandoverSpec, OpenHandover

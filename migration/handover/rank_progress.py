@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from fleet.events import HandoverDescribed, PullTold
+from fleet.facts.migrations import PullTold
 from fleet.handover import CommandVerdict, RankState
+from fleet.requests.handovers import HandoverDescribed
 
 ENGINE_GONE = "engine-gone"
 OVERDUE = "overdue"

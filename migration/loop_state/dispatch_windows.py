@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import FloatArray
-from fleet.events import DispatchMeasured, LayerFigures, LoopFigures
+from fleet.facts.activity import DispatchMeasured
+from fleet.facts.migrations import LoopFigures
+from fleet.requests.control_loop import LayerFigures
 from migration.config import MigrationConfig
 from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementFault
 from migration.loop_state.verdict import Measurement

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import NamedTuple
 
-from fleet.events import EngineLoop, LoopFigures
+from fleet.facts.migrations import LoopFigures
+from fleet.requests.control_loop import EngineLoop
 from migration.config import MigrationConfig
 from migration.handover.handover_messages import Grounds
 from migration.loop_state.dispatch_windows import DispatchWindow

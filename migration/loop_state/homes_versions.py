@@ -2,7 +2,7 @@
 
 import msgspec
 
-from fleet.events import HomesPublished
+from fleet.facts.placements import HomesPublished
 from migration.engine_state.placement_registry import EngineEntry
 from migration.model.engine_view import PlannedHomes
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.events import LoopFigures
+from fleet.facts.migrations import LoopFigures
 from migration.loop_state.verdict import Measurement, StepPrices
 
 MOST_ENGINES = 256

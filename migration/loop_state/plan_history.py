@@ -8,14 +8,14 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from fleet.events import (
+from fleet.facts.migrations import (
     MigrationAborted,
     MigrationCommitted,
     MigrationPlanned,
     MigrationStaged,
     PlanJudged,
-    PlanTold,
 )
+from fleet.requests.control_loop import PlanTold
 from migration.loop_state.byte_budget import ByteBudget
 
 MOST_TALES = 32

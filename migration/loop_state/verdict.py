@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from fleet.events import LoopFigures, Verdict
+from fleet.facts.migrations import LoopFigures, Verdict
 
 SIGNIFICANT = 3.0
 """standard errors"""

@@ -4,7 +4,7 @@ idempotent."""
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from fleet.events import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
 
 Entry = MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted
 MOST_IDS = 1024

@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.events import MigrateExpert, MigrationCommitted, MigrationPlanned
 from fleet.experts import ExpertId
+from fleet.facts.migrations import MigrationCommitted, MigrationPlanned
 from fleet.placement import EMPTY, Placement, Split, even_split
+from fleet.requests.plans import MigrateExpert
 from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, made
 from migration.model.plan import Copy, Handover, Plan, planned, replay
 from migration.planning.handover_batching import ordered, same_holders

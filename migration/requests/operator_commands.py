@@ -5,20 +5,18 @@ from collections.abc import Sequence
 
 from bus import Bus, BusError, Message
 from bus.protocol.subjects import Subjects
-from fleet.events import (
-    ApplyPlan,
-    HandoverDescribed,
-    MigrateExpert,
+from fleet.facts.migrations import (
     MigrationAborted,
     MigrationCommitted,
     MigrationPlanned,
     MigrationStaged,
     Origin,
-    PlacementCommitted,
-    RequestRefused,
-    RollBack,
 )
+from fleet.facts.placements import PlacementCommitted
 from fleet.placement import Placement
+from fleet.requests.handovers import HandoverDescribed
+from fleet.requests.plans import ApplyPlan, MigrateExpert, RollBack
+from fleet.requests.refusal import RequestRefused
 from migration.engine_state.demand_windows import DemandWindows
 from migration.engine_state.placement_registry import EngineEntry, PlacementRegistry
 from migration.execution.executor import PlanExecutor

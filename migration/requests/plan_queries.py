@@ -8,8 +8,9 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 import msgspec
 
 from bus import Message
-from fleet.events import DescribePlan, PlanDescribed, RequestRefused
 from fleet.placement import Placement
+from fleet.requests.plans import DescribePlan, PlanDescribed
+from fleet.requests.refusal import RequestRefused
 from migration.config import POLICIES, MigrationConfig
 from migration.engine_state.demand_windows import DemandWindows
 from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementRegistry

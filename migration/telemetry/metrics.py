@@ -5,15 +5,15 @@ from time import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from fleet.events import (
-    HandoverDescribed,
-    LayerFigures,
+from fleet.facts.migrations import (
     LoopFigures,
     MigrationAborted,
     MigrationCommitted,
     MigrationStaged,
     PlanJudged,
 )
+from fleet.requests.control_loop import LayerFigures
+from fleet.requests.handovers import HandoverDescribed
 from migration.engine_state.placement_registry import EngineEntry
 from migration.handover.coordinator import HandoverState, Move
 from migration.model.plan_record import PlanRecord

@@ -14,7 +14,13 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from fleet.events import LoopFigures, MigrationAborted, MigrationCommitted, MigrationPlanned, PlanJudged
+from fleet.facts.migrations import (
+    LoopFigures,
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationPlanned,
+    PlanJudged,
+)
 from fleet.handover import CoordinatorEvent
 from migration.handover.coordinator import HandoverSpec, HandoverState, Move
 from migration.model.plan import Plan

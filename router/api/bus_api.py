@@ -9,10 +9,10 @@ import msgspec
 from bus import Bus, Message
 from bus.protocol.subjects import Subjects
 from fleet.completions import ApiError
-from fleet.events import (
+from fleet.requests.refusal import RequestRefused
+from fleet.requests.routing import (
     DecisionDescribed,
     DescribeDecision,
-    RequestRefused,
     RouteDecided,
     RouteReleased,
     RouteRequested,

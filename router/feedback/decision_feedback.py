@@ -13,7 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from bus import Bus
 from bus.protocol.subjects import Subjects
-from fleet.events import EngineJoined, KvMetrics, RequestProfile, RequestsProfiled
+from fleet.facts.activity import RequestProfile, RequestsProfiled
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import EngineJoined
 from fleet.signatures import PACKED, unpack
 from router.evaluation.distinct_experts import MixShare
 from router.evaluation.expected_latency import ExpectedStepTime, first_token, step

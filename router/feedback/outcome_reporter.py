@@ -13,7 +13,7 @@ import numpy as np
 
 from bus import Bus, BusError
 from bus.protocol.subjects import Subjects
-from fleet.events import RequestOutcome, RequestsFinished
+from fleet.facts.activity import RequestOutcome, RequestsFinished
 from fleet.prediction import MOST_TOKENS
 from fleet.signatures import PACKED, pack
 from router.prefix_index.prompt import Prompt

@@ -11,8 +11,8 @@ import numpy as np
 
 from bus import Bus, BusError
 from bus.protocol.subjects import Subjects
-from fleet.events import CountsImported, RequestProfile, RequestsProfiled, SampledProfile
 from fleet.experts import ModelShape
+from fleet.facts.activity import CountsImported, RequestProfile, RequestsProfiled, SampledProfile
 from fleet.popularity import ExpertCounts
 from fleet.signatures import ClusterModel, pack
 from router.fleet_state.view import FleetView

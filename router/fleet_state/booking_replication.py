@@ -17,7 +17,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from fleet.events import BookedLoad, ReservationsChanged, ReservationsDescribed
+from fleet.facts.bookings import BookedLoad, ReservationsChanged
+from fleet.requests.routing import ReservationsDescribed
 from router.fleet_state.reservations import BLOCKS, PREFILL, STEPS, Booking, Reservations
 from router.fleet_state.target_table import RankKey
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.events import HomesPublished
+from fleet.facts.placements import HomesPublished
 from fleet.signatures import MOST_CLUSTERS
 
 AT_HOME = 1.5

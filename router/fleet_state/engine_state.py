@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import Float32Array, FloatArray
-from fleet.events import EngineJoined
+from fleet.facts.engines import EngineJoined
 from fleet.layout import EP, Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel

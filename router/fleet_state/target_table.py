@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.events import EngineJoined
 from fleet.experts import RankId
+from fleet.facts.engines import EngineJoined
 from fleet.timing import EngineSpeed
 
 Dialect = Literal["ids", "text"]

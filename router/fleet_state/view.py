@@ -12,7 +12,7 @@ from math import inf
 import numpy as np
 
 from fleet.arrays import FloatArray
-from fleet.events import EngineJoined
+from fleet.facts.engines import EngineJoined
 from fleet.layout import Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel

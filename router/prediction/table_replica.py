@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import ByteArray, Float32Array, KeyArray
-from fleet.events import KeyedRows, TablesPublished
+from fleet.facts.demand import KeyedRows, TablesPublished
 from fleet.prediction import PATTERNS, ROW, SOURCES, Tables
 from fleet.signatures import MOST_CLUSTERS
 from router.prediction.row_table import RowTable

@@ -8,7 +8,7 @@ it.
 from collections.abc import Iterable, Sequence
 
 from fleet.blocks import chain
-from fleet.events import KvBlock, KvEvent, KvStored, RoutedKvEvent
+from fleet.facts.dynamo_kv import KvBlock, KvEvent, KvStored, RoutedKvEvent
 from router.fleet_state.target_table import RankKey
 from router.prefix_index.block_index import BlockIndex
 

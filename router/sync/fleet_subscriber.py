@@ -10,17 +10,11 @@ from bus import Bus, BusError, Message, Received, Subscription
 from bus.joins import holds_its_name, vouched
 from bus.protocol.subjects import Subjects
 from fleet.dispatch import numbered
-from fleet.events import (
-    DescribeEngine,
-    EngineHeartbeat,
-    EngineJoined,
-    EngineLeft,
-    HomesPublished,
-    KvMetrics,
-    PlacementCommitted,
-    RankDrained,
-)
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft, RankDrained
+from fleet.facts.placements import HomesPublished, PlacementCommitted
 from fleet.placement import Placement
+from fleet.requests.engines import DescribeEngine
 from fleet.signatures import ClusterModel
 from router.fleet_state.cluster_homes import homes_of
 from router.fleet_state.dispatch_cost import DispatchCost, DispatchInputs, locality

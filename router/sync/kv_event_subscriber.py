@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from bus import Bus, BusError, Received
 from bus.protocol.subjects import Subjects
-from fleet.events import KvEvent, KvSnapshot, KvSnapshotRequested, RoutedKvEvent
+from fleet.facts.dynamo_kv import KvEvent, RoutedKvEvent
+from fleet.requests.engines import KvSnapshot, KvSnapshotRequested
 from router.fleet_state.target_table import RankKey
 from router.keyed_queue import KeyedQueue
 from router.prefix_index.kv_event_index import BadKvEvent, KvEventIndex, OrphanBlock

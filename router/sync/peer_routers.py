@@ -13,11 +13,11 @@ from contextlib import AsyncExitStack
 
 from bus import Bus, BusError, BusTimeout, Message, Subscription
 from bus.protocol.subjects import Subjects
-from fleet.events import (
+from fleet.facts.bookings import ReservationsChanged
+from fleet.requests.routing import (
     DecisionDescribed,
     DescribeDecision,
     DescribeReservations,
-    ReservationsChanged,
     ReservationsDescribed,
 )
 from router.config import RouterConfig

@@ -16,7 +16,8 @@ from typing import TypeVar
 
 from bus import Bus, BusError, Subscription
 from bus.protocol.subjects import Subjects
-from fleet.events import ClustersPublished, DescribeClusters, DescribeTables, TablesPublished
+from fleet.facts.demand import ClustersPublished, TablesPublished
+from fleet.requests.demand import DescribeClusters, DescribeTables
 from fleet.signatures import ClusterModel
 from router.keyed_queue import KeyedQueue
 from router.prediction.predictor import Predictor

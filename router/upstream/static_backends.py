@@ -19,7 +19,7 @@ import msgspec
 import xxhash
 
 from fleet.completions import ApiError
-from fleet.events import Capabilities, EngineJoined, ServedModel
+from fleet.facts.engines import Capabilities, EngineJoined, ServedModel
 from fleet.timing import EngineSpeed
 from router.config import BackendConfig, RouterConfig, base_url
 from router.fleet_state.dispatch_cost import locality

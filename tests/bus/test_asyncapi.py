@@ -12,8 +12,9 @@ import yaml
 
 from bus.protocol import codec
 from bus.protocol.subjects import Subjects
-from fleet.events import STORED, AnyEvent, KvMetrics, RoutedKvEvent
 from fleet.experts import ModelShape
+from fleet.facts.dynamo_kv import KvMetrics, RoutedKvEvent
+from fleet.messages import STORED, AnyEvent
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 NO_CHANNELS = {

@@ -15,7 +15,7 @@ from bus import BusError
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
-from fleet.events import EngineLeft
+from fleet.facts.engines import EngineLeft
 
 CONFIG = BusConfig(connect_seconds=2.0, request_seconds=1.0, record_seconds=3.0, reconnect_most_seconds=0.2)
 USERS = 'jetstream: enabled\nauthorization { users: [ { user: "me", password: "%s" } ] }\n'

@@ -18,7 +18,7 @@ from bus import BusError, Message, Received
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
-from fleet.events import EngineHeartbeat, EngineLeft
+from fleet.facts.engines import EngineHeartbeat, EngineLeft
 
 CONFIG = BusConfig(
     connect_seconds=2.0,

@@ -9,7 +9,7 @@ from bus import Message, StoreFull
 from bus.parts import IN_USE_SECONDS, PartedAnswers
 from bus.protocol.codec import PART_BYTES, PartsOffer, PartWanted
 from bus.stores import AGAIN_SECONDS, FullStores
-from fleet.events import RequestRefused
+from fleet.requests.refusal import RequestRefused
 
 KEPT_SECONDS = 10.0
 

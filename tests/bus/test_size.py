@@ -11,18 +11,11 @@ import pytest
 from bus import Bus, Message
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
-from fleet.events import (
-    DescribeTables,
-    KeyedRows,
-    KvBlock,
-    KvChange,
-    KvEvent,
-    KvSnapshot,
-    KvSnapshotRequested,
-    KvStored,
-    TablesPublished,
-)
+from fleet.facts.demand import KeyedRows, TablesPublished
+from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvStored
 from fleet.prediction import ROW
+from fleet.requests.demand import DescribeTables
+from fleet.requests.engines import KvSnapshot, KvSnapshotRequested
 
 BLOCKS = 32_768
 """per rank: half a million tokens in blocks of 16"""

@@ -11,7 +11,7 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.security.credentials import ServerCredentials
-from fleet.events import MigrationAborted, MigrationPlanned
+from fleet.facts.migrations import MigrationAborted, MigrationPlanned
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

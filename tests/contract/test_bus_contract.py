@@ -33,15 +33,12 @@ from bus.protocol.codec import (
     seal,
     unseal,
 )
-from fleet.events import (
-    DescribeProfile,
-    EngineHeartbeat,
-    EngineLeft,
-    KvMetrics,
-    ProfilePublished,
-    RequestRefused,
-)
+from fleet.facts.demand import ProfilePublished
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import EngineHeartbeat, EngineLeft
 from fleet.popularity import ExpertTable
+from fleet.requests.demand import DescribeProfile
+from fleet.requests.refusal import RequestRefused
 
 T = TypeVar("T")
 GARBAGE = (

@@ -29,7 +29,7 @@ from engine_adapter.simulated.model.config import SimulatedConfig
 from engine_adapter.simulated.model.faults import FaultOrder
 from engine_adapter.simulated.rank import SimulatedRank
 from fleet.blocks import local_hashes, salted_seed, sequence_hashes
-from fleet.events import KvChange
+from fleet.facts.dynamo_kv import KvChange
 from fleet.placement import Placement
 from fleet.routings import UNKNOWN
 from fleet.timing import EngineSpeed

@@ -4,7 +4,8 @@ from typing import Any
 
 import msgspec
 
-from fleet.events import EngineLoop, LayerFigures, LoopDescribed, LoopFigures, PlanTold
+from fleet.facts.migrations import LoopFigures
+from fleet.requests.control_loop import EngineLoop, LayerFigures, LoopDescribed, PlanTold
 
 NOW = 1_700_000_000.0
 START = LoopFigures(remote_ranks=1.969, local=0.312, balance=0.93, step_seconds=0.0102, tokens=9000)

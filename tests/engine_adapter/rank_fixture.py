@@ -23,19 +23,19 @@ from engine_adapter.config import TransferConfig
 from engine_adapter.engine import EngineDescription
 from engine_adapter.transfer.in_process import MemoryFabric, MemoryTransfer
 from engine_adapter.transfer.mapped_memory import MappedCells, laid_out
-from fleet.events import (
+from fleet.experts import ModelShape
+from fleet.facts.engines import Capabilities
+from fleet.handover import RankState
+from fleet.layout import EP
+from fleet.placement import EMPTY, Placement
+from fleet.requests.handovers import (
     AbortHandover,
-    Capabilities,
     CommitHandover,
     DescribeHandover,
     ExpertCopy,
     HandoverDescribed,
     ProposeHandover,
 )
-from fleet.experts import ModelShape
-from fleet.handover import RankState
-from fleet.layout import EP
-from fleet.placement import EMPTY, Placement
 
 SUBJECTS = Subjects()
 WORKER = 7

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from engine_adapter.engine import EngineFailed
 from engine_adapter.openai_backend import BackendAgent, BackendAgentConfig
-from fleet.events import Capabilities
+from fleet.facts.engines import Capabilities
 
 
 class Server:

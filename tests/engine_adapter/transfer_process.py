@@ -36,7 +36,7 @@ from engine_adapter.transfer.nixl_loader import load_nixl
 from engine_adapter.transfer.port import Overdue, Pull, Transfer, TransferError
 from engine_adapter.transfer.read_validation import own_address
 from engine_adapter.transfer.shared_memory import SharedTransfer
-from fleet.events import MemoryAddress
+from fleet.requests.handovers import MemoryAddress
 
 
 def tensors_of(cell_bytes: int) -> Any:

@@ -27,7 +27,7 @@ from deploy.local.parent_death import wrapped
 from deploy.parts.resume import last_life
 from deploy.process import alongside
 from deploy.settings import read_settings
-from fleet.events import (
+from fleet.requests.handovers import (
     AbortHandover,
     CommitHandover,
     DescribeHandover,

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from fleet.events import HandoverDescribed
 from fleet.handover import RankState
 from fleet.placement import EMPTY, Placement
+from fleet.requests.handovers import HandoverDescribed
 from tests.faults.expert_contents import CELLS, RANKS, SHAPE, SLOTS, lies_there, memory_of
 from tests.faults.fleet_fixture import Engine, Process, until
 

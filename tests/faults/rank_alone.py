@@ -33,7 +33,7 @@ from engine_adapter.engine import EngineDescription, RankFacts, RankLoad
 from engine_adapter.transfer.mapped_memory import MappedCells
 from engine_adapter.transfer.nixl_loader import agent_name
 from engine_adapter.transfer.selection import open_transfers
-from fleet.events import Capabilities
+from fleet.facts.engines import Capabilities
 from fleet.layout import EP
 from fleet.placement import EMPTY, Placement, PlacementRecord
 from fleet.timing import EngineSpeed

@@ -7,18 +7,17 @@ import msgspec
 
 from bus import Bus, BusError, Declined
 from bus.protocol.subjects import Subjects
-from fleet.events import (
-    ApplyPlan,
-    EngineJoined,
+from fleet.facts.engines import EngineJoined
+from fleet.facts.migrations import (
     MigrationAborted,
-    MigrationAccepted,
     MigrationCommitted,
     MigrationPlanned,
     MigrationStaged,
-    PlacementCommitted,
     PlanJudged,
 )
+from fleet.facts.placements import PlacementCommitted
 from fleet.placement import Placement
+from fleet.requests.plans import ApplyPlan, MigrationAccepted
 from migration.model.plan import Plan
 
 Ended = MigrationCommitted | MigrationAborted

@@ -19,9 +19,10 @@ import pytest
 import pytest_asyncio
 
 from bus import Declined
-from fleet.events import AbortHandover, CommitHandover, MigrationAborted, MigrationCommitted, ProposeHandover
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted
 from fleet.handover import RankState
 from fleet.placement import Placement
+from fleet.requests.handovers import AbortHandover, CommitHandover, ProposeHandover
 from migration.model.plan import Plan
 from tests.faults.expert_contents import RANKS, SLOTS, TENSORS, memory_of
 from tests.faults.fleet_fixture import Engine, House, until

@@ -15,20 +15,12 @@ import pytest_asyncio
 
 from bus import BusError
 from deploy.process import alongside
-from fleet.events import (
-    DemandPublished,
-    DescribeLoop,
-    DispatchMeasured,
-    EngineLoop,
-    KvMetrics,
-    LoopDescribed,
-    MigrationCommitted,
-    MigrationPlanned,
-    MigrationStaged,
-    PlanJudged,
-    SteerLoop,
-)
+from fleet.facts.activity import DispatchMeasured
+from fleet.facts.demand import DemandPublished
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, MigrationStaged, PlanJudged
 from fleet.popularity import ExpertTable
+from fleet.requests.control_loop import DescribeLoop, EngineLoop, LoopDescribed, SteerLoop
 from tests.faults.expert_contents import RANKS, SHAPE
 from tests.faults.fleet_fixture import Engine, House, Process, until
 from tests.faults.invariants import judge

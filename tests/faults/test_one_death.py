@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fleet.events import MigrationCommitted
+from fleet.facts.migrations import MigrationCommitted
 from fleet.placement import Placement
 from tests.faults.fleet_fixture import Engine, House, until
 from tests.faults.invariants import Belongings, judge

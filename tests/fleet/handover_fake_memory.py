@@ -10,8 +10,8 @@ from engine_adapter.config import TransferConfig
 from engine_adapter.handover.cell_table import CellTable
 from engine_adapter.handover.inbound_copies import RequestLease
 from engine_adapter.handover.rank_protocol import Prepare, RankProtocol
-from fleet.events import MemoryAddress
 from fleet.placement import EMPTY, Placement
+from fleet.requests.handovers import MemoryAddress
 
 RANKS, EXPERTS, SLOTS = 3, 5, 3
 TRANSFER = TransferConfig(retries=1, quarantine_cells=2)

@@ -32,20 +32,20 @@ from engine_adapter.handover.inbound_copies import (
 )
 from engine_adapter.handover.rank_protocol import Adopt, Effect, Forget, Prepare
 from engine_adapter.initial_placement import last_decided
-from fleet.events import (
+from fleet.facts.migrations import MigrationStaged
+from fleet.facts.placements import PlacementCommitted
+from fleet.handover import Cell, CoordinatorState, flips
+from fleet.layout import EP
+from fleet.placement import EMPTY, Placement
+from fleet.requests.handovers import (
     AbortHandover,
     CommitHandover,
     DescribeHandover,
     ExpertCopy,
     ExpertsLeased,
     HandoverDescribed,
-    MigrationStaged,
-    PlacementCommitted,
     ProposeHandover,
 )
-from fleet.handover import Cell, CoordinatorState, flips
-from fleet.layout import EP
-from fleet.placement import EMPTY, Placement
 from migration.config import MigrationConfig
 from migration.engine_state.placement_registry import EngineEntry
 from migration.execution.handover_driver import stray

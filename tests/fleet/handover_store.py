@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from fleet.events import PlacementCommitted
+from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CoordinatorState
 from migration.handover.coordinator import OpenHandover, Record
 from tests.fleet.handover_fake_memory import Unsafe

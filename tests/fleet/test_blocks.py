@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec import json
 
 from fleet import blocks
-from fleet.events import KvBlock, KvChange, KvEvent, KvStored
+from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvStored
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=200)
 

@@ -9,8 +9,8 @@ import pytest
 
 from engine_adapter.handover import cell_table
 from engine_adapter.handover.cell_table import CellTable, Inconsistent
-from fleet.events import HandoverDescribed
 from fleet.handover import CELL, Cell, CellEvent, CoordinatorState
+from fleet.requests.handovers import HandoverDescribed
 from migration.config import MigrationConfig
 from migration.handover.coordinator import HandoverState, OpenHandover, taken_over
 from migration.handover.handover_messages import left_open, unheard_of

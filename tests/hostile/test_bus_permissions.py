@@ -20,16 +20,11 @@ from bus.nats import NatsBus
 from bus.protocol.roles import ROLES
 from bus.protocol.subjects import Subjects
 from deploy.security.credentials import ServerCredentials
-from fleet.events import (
-    DescribeLoop,
-    EngineHeartbeat,
-    EngineLeft,
-    KvMetrics,
-    MigrationAborted,
-    RankDrained,
-    RequestRefused,
-    SteerLoop,
-)
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import EngineHeartbeat, EngineLeft, RankDrained
+from fleet.facts.migrations import MigrationAborted
+from fleet.requests.control_loop import DescribeLoop, SteerLoop
+from fleet.requests.refusal import RequestRefused
 
 SUBJECTS = Subjects()
 CONFIG = BusConfig(connect_seconds=2.0, request_seconds=1.0, record_seconds=3.0, reconnect_most_seconds=0.2)

@@ -11,8 +11,10 @@ import pytest
 from bus import Received
 from bus.joins import CLAIM_SECONDS, vouched
 from bus.memory import MemoryBroker, MemoryBus
-from fleet.events import DescribeEngine, EngineHeartbeat, EngineJoined, EngineLeft, ExpertsActivated
+from fleet.facts.activity import ExpertsActivated
+from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
 from fleet.popularity import ExpertCounts
+from fleet.requests.engines import DescribeEngine
 from migration.config import MigrationConfig
 from migration.service import MigrationService
 from router.config import RouterConfig

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from fleet.completions import ApiError
-from fleet.events import Capabilities
+from fleet.facts.engines import Capabilities
 from router.bodies.tasks import PromptBounds
 from router.bodies.worker_pool import BodyWorkers
 from router.config import BackendConfig

@@ -13,7 +13,7 @@ import pytest
 from bus.memory import MemoryBus
 from engine_adapter.embedded.model_runner import ModelRunner
 from engine_adapter.serving.http import RankApp
-from fleet.events import Capabilities
+from fleet.facts.engines import Capabilities
 from fleet.timing import EngineSpeed
 from router.access.api_keys import key_line
 from router.api.bus_api import BusApi

@@ -8,8 +8,8 @@ from typing import Any
 
 from bus import Bus
 from bus.protocol.subjects import Subjects
-from fleet.events import EngineJoined
 from fleet.experts import ModelShape
+from fleet.facts.engines import EngineJoined
 from fleet.layout import EP
 from fleet.placement import Placement, PlacementRecord, linear
 from migration.config import MigrationConfig

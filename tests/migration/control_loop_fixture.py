@@ -12,22 +12,15 @@ import numpy as np
 from bus import Bus
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
-from fleet.events import (
-    DemandPublished,
-    DescribeLoop,
-    DispatchMeasured,
-    EngineJoined,
-    EngineLoop,
-    KvMetrics,
-    LoopDescribed,
-    MigrationCommitted,
-    MigrationPlanned,
-    PlanJudged,
-    SteerLoop,
-)
 from fleet.experts import ModelShape
+from fleet.facts.activity import DispatchMeasured
+from fleet.facts.demand import DemandPublished
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import EngineJoined
+from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, PlanJudged
 from fleet.placement import linear
 from fleet.popularity import ExpertTable
+from fleet.requests.control_loop import DescribeLoop, EngineLoop, LoopDescribed, SteerLoop
 from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
 from tests.migration.builders import joined

@@ -9,9 +9,10 @@ import msgspec
 from bus import Bus, Message
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
-from fleet.events import ApplyPlan, MigrationAccepted, PlacementCommitted
+from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CoordinatorState, RankState
 from fleet.placement import Placement, linear
+from fleet.requests.plans import ApplyPlan, MigrationAccepted
 from migration.config import MigrationConfig
 from migration.handover.coordinator import OpenHandover
 from migration.model.plan import Copy, Handover, Plan, PlanStep, planned, replay

@@ -7,16 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from bus import Bus, Message
 from bus.mailbox import Answer
 from bus.protocol.subjects import Subjects
-from fleet.events import (
-    AbortHandover,
-    CommitHandover,
-    DescribeHandover,
-    EngineHeartbeat,
-    HandoverDescribed,
-    ProposeHandover,
-    PullTold,
-    RequestRefused,
-)
+from fleet.facts.engines import EngineHeartbeat
+from fleet.facts.migrations import PullTold
 from fleet.handover import (
     CommandVerdict,
     ProtocolState,
@@ -32,6 +24,14 @@ from fleet.handover import (
     staged,
 )
 from fleet.placement import Placement
+from fleet.requests.handovers import (
+    AbortHandover,
+    CommitHandover,
+    DescribeHandover,
+    HandoverDescribed,
+    ProposeHandover,
+)
+from fleet.requests.refusal import RequestRefused
 
 
 class Ranks:

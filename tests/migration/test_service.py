@@ -15,9 +15,11 @@ from bus.config import BusConfig
 from bus.memory import MemoryBroker, MemoryBus
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
-from fleet.events import DescribeEngine, EngineHeartbeat, EngineJoined, EngineLeft, PlacementCommitted
+from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
+from fleet.facts.placements import PlacementCommitted
 from fleet.layout import EP
 from fleet.placement import Placement
+from fleet.requests.engines import DescribeEngine
 from migration.config import MigrationConfig
 from migration.engine_state.unknown_engines import UnknownEngines
 from migration.service import MigrationService

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fleet.blocks import sequence_hashes
-from fleet.events import KvChange, KvEvent, KvRemoved, RoutedKvEvent
+from fleet.facts.dynamo_kv import KvChange, KvEvent, KvRemoved, RoutedKvEvent
 from router.fleet_state.target_table import RankKey
 from router.prefix_index.block_hash_chain import HashRuns
 from router.prefix_index.block_index import BlockIndex

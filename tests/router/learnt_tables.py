@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.events import ClustersPublished, KeyedRows, TablesPublished
+from fleet.facts.demand import ClustersPublished, KeyedRows, TablesPublished
 from fleet.prediction import SOURCES, row
 from fleet.signatures import ClusterModel, pack
 

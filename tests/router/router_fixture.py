@@ -24,17 +24,9 @@ from deploy.http.sockets import listen, url_of
 from deploy.parts.router import http_limits
 from fleet.blocks import sequence_hashes
 from fleet.completions import Choice, Completion, Logprobs, PromptDetails, RankRequest, Usage
-from fleet.events import (
-    Capabilities,
-    EngineHeartbeat,
-    EngineJoined,
-    KvBlock,
-    KvChange,
-    KvEvent,
-    KvStored,
-    RoutedKvEvent,
-)
 from fleet.experts import ModelShape
+from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent
+from fleet.facts.engines import Capabilities, EngineHeartbeat, EngineJoined
 from fleet.layout import EP, Layout
 from fleet.placement import linear
 from fleet.timing import EngineSpeed

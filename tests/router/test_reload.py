@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from fleet.events import ConfigChanged
+from fleet.facts.engines import ConfigChanged
 from fleet.reloading import differing
 from router.config import RouterConfig
 from router.reload import RELOADABLE, reloaded

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.completions import ApiError
-from fleet.events import KvMetrics
+from fleet.facts.dynamo_kv import KvMetrics
 from router.admission.queue_policy import AGED_EVERY
 from router.config import RouterConfig
 from router.fleet_state.reservations import Booking

@@ -17,7 +17,9 @@ import psutil
 from bus import BusError, Declined
 from deploy.local.fleet import FLEET_SECRET
 from deploy.local.supervise import Policy
-from fleet.events import LoopDescribed, MigrationPlanned, RollBack, SteerLoop
+from fleet.facts.migrations import MigrationPlanned
+from fleet.requests.control_loop import LoopDescribed, SteerLoop
+from fleet.requests.plans import RollBack
 from fleet.shared_secret import SharedSecret
 from tests.faults.plans import Impossible, series
 from tests.faults.records import Records

@@ -11,13 +11,9 @@ from numpy.typing import NDArray
 
 from bus import Bus, Received
 from bus.protocol.subjects import Subjects
-from fleet.events import (
-    ExpertsActivated,
-    MigrationAborted,
-    MigrationCommitted,
-    MigrationPlanned,
-    PlacementCommitted,
-)
+from fleet.facts.activity import ExpertsActivated
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned
+from fleet.facts.placements import PlacementCommitted
 from fleet.placement import Placement
 from tests.system.fleets import Fleet
 

@@ -15,7 +15,8 @@ from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.process import alongside
 from deploy.settings import DEMO_CHECKPOINT
-from fleet.events import DescribeHandover, HandoverDescribed, MigrationCommitted
+from fleet.facts.migrations import MigrationCommitted
+from fleet.requests.handovers import DescribeHandover, HandoverDescribed
 from migration.model.plan import Plan
 from tests.faults.fleet_fixture import until
 from tests.faults.plans import series

@@ -17,17 +17,12 @@ from bus import BusError, BusTimeout
 from bus.memory import MemoryBus
 from engine_adapter.config import TransferConfig
 from engine_adapter.transfer.in_process import PullFault
-from fleet.events import (
-    DescribeHandover,
-    EngineHeartbeat,
-    HandoverDescribed,
-    MigrateExpert,
-    MigrationAborted,
-    MigrationCommitted,
-    MigrationPlanned,
-)
+from fleet.facts.engines import EngineHeartbeat
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned
 from fleet.handover import CoordinatorState, RankState
 from fleet.placement import linear
+from fleet.requests.handovers import DescribeHandover, HandoverDescribed
+from fleet.requests.plans import MigrateExpert
 from migration.config import MigrationConfig
 from migration.service import MigrationService
 from tests.engine_adapter.rank_fixture import SCALE, SUBJECTS, WORKER, Group, standing

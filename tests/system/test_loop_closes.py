@@ -18,17 +18,12 @@ from bus import BusError
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.process import alongside
-from fleet.events import (
-    DescribeLoop,
-    DescribePopularity,
-    DispatchMeasured,
-    HomesPublished,
-    LoopDescribed,
-    MigrationCommitted,
-    MigrationPlanned,
-    PopularityDescribed,
-    PopularityShifted,
-)
+from fleet.facts.activity import DispatchMeasured
+from fleet.facts.demand import PopularityShifted
+from fleet.facts.migrations import MigrationCommitted, MigrationPlanned
+from fleet.facts.placements import HomesPublished
+from fleet.requests.control_loop import DescribeLoop, LoopDescribed
+from fleet.requests.demand import DescribePopularity, PopularityDescribed
 from tests.faults.fleet_fixture import until
 from tests.faults.records import Records
 from tests.system.fleets import MODEL, Fleet, leave_nothing, new_home

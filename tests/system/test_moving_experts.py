@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from bus import Declined
 from deploy.settings import DEMO_CHECKPOINT
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint
-from fleet.events import MigrationAborted, MigrationCommitted
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted
 from fleet.placement import Placement
 from migration.model.plan import Plan
 from tests.faults.fleet_fixture import until

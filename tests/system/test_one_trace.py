@@ -18,13 +18,9 @@ from opentelemetry.trace import SpanContext, format_span_id
 
 from bus.memory import MemoryBroker, MemoryBus
 from engine_adapter.tracing import HandoverTracing
-from fleet.events import (
-    MigrationCommitted,
-    MigrationPlanned,
-    PlacementCommitted,
-    PlanJudged,
-    PopularityShifted,
-)
+from fleet.facts.demand import PopularityShifted
+from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, PlanJudged
+from fleet.facts.placements import PlacementCommitted
 from fleet.placement import Placement
 from tests.engine_adapter.rank_fixture import WORKER, Group, standing
 from tests.migration.builders import leading

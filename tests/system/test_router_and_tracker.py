@@ -15,16 +15,10 @@ import pytest
 
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.blocks import local_hashes, sequence_hashes
-from fleet.events import (
-    Capabilities,
-    ClustersPublished,
-    EngineHeartbeat,
-    EngineJoined,
-    RequestProfile,
-    RequestsProfiled,
-    SampledProfile,
-)
 from fleet.experts import ModelShape
+from fleet.facts.activity import RequestProfile, RequestsProfiled, SampledProfile
+from fleet.facts.demand import ClustersPublished
+from fleet.facts.engines import Capabilities, EngineHeartbeat, EngineJoined
 from fleet.layout import EP
 from fleet.placement import linear
 from fleet.popularity import ExpertCounts

@@ -29,7 +29,7 @@ import pytest
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.process import alongside
-from fleet.events import MigrationCommitted, MigrationPlanned, PlanJudged
+from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, PlanJudged
 from tests.faults.fleet_fixture import until
 from tests.faults.records import Records
 from tests.system.fault_injection import GentleStop, Mischief

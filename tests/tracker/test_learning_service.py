@@ -14,33 +14,37 @@ import pytest
 from bus import BusError, Message, Subscription
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
-from fleet.events import (
-    ClustersPublished,
+from fleet.experts import ModelShape
+from fleet.facts.activity import (
     CountsImported,
-    DemandPublished,
-    DescribeClusters,
-    DescribePopularity,
-    DescribeProfile,
-    DescribeTables,
-    EngineJoined,
     ExpertsActivated,
-    KeyedRows,
-    PlacementCommitted,
-    PopularityDescribed,
-    PopularityShifted,
-    ProfilePublished,
     RequestOutcome,
     RequestProfile,
     RequestsFinished,
     RequestsProfiled,
     SampledProfile,
+)
+from fleet.facts.demand import (
+    ClustersPublished,
+    DemandPublished,
+    KeyedRows,
+    PopularityShifted,
+    ProfilePublished,
     TablesPublished,
 )
-from fleet.experts import ModelShape
+from fleet.facts.engines import EngineJoined
+from fleet.facts.placements import PlacementCommitted
 from fleet.layout import EP
 from fleet.placement import Placement
 from fleet.popularity import ExpertCounts
 from fleet.prediction import ROW
+from fleet.requests.demand import (
+    DescribeClusters,
+    DescribePopularity,
+    DescribeProfile,
+    DescribeTables,
+    PopularityDescribed,
+)
 from fleet.signatures import ClusterModel, pack
 from tracker.config import TrackerConfig
 from tracker.drift.detector import DriftDetector

@@ -13,18 +13,13 @@ import pytest
 from bus import BusError
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
-from fleet.events import (
-    DemandPublished,
-    DescribeEngine,
-    DescribeProfile,
-    EngineHeartbeat,
-    EngineJoined,
-    EngineLeft,
-    ExpertsActivated,
-    ProfilePublished,
-)
 from fleet.experts import ModelShape
+from fleet.facts.activity import ExpertsActivated
+from fleet.facts.demand import DemandPublished, ProfilePublished
+from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
 from fleet.popularity import ExpertCounts
+from fleet.requests.demand import DescribeProfile
+from fleet.requests.engines import DescribeEngine
 from tracker.config import TrackerConfig
 from tracker.service import TrackerService
 

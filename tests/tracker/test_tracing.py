@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanContext, format_span_id, format_trace_id
 
 from bus.memory import MemoryBus
-from fleet.events import PopularityShifted
+from fleet.facts.demand import PopularityShifted
 from tests.tracker.test_learning_service import SUBJECTS, joined, serving, shift_told
 from tracker import tracing
 from tracker.tracing import ShiftTracing

@@ -9,15 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import Float32Array
-from fleet.events import (
-    CountsImported,
-    DemandPublished,
-    EngineJoined,
-    ExpertsActivated,
-    ProfilePublished,
-    RankPopularity,
-)
+from fleet.facts.activity import CountsImported, ExpertsActivated
+from fleet.facts.demand import DemandPublished, ProfilePublished
+from fleet.facts.engines import EngineJoined
 from fleet.popularity import ExpertTable, profile
+from fleet.requests.demand import RankPopularity
 from tracker.activity.decay_window import FAST, SLOW, DecayWindow, WindowReport
 from tracker.activity.local_supply import LocalSupply
 from tracker.activity.report_gaps import ReportGaps

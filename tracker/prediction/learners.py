@@ -11,15 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fleet.events import (
-    ClusterPopularity,
-    ClustersPublished,
-    RequestProfile,
-    RequestsFinished,
-    RequestsProfiled,
-    SourceQuality,
-    TablesPublished,
-)
+from fleet.facts.activity import RequestProfile, RequestsFinished, RequestsProfiled
+from fleet.facts.demand import ClustersPublished, TablesPublished
+from fleet.requests.demand import ClusterPopularity, SourceQuality
 from fleet.signatures import ClusterModel, unpack
 from tracker.clustering.online_clusters import OnlineClusters
 from tracker.clustering.refit import Refit, RefitResult

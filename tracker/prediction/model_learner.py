@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import ByteArray, Float32Array
-from fleet.events import KeyedRows, RequestOutcome, RequestProfile, SourceQuality, TablesPublished
+from fleet.facts.activity import RequestOutcome, RequestProfile
+from fleet.facts.demand import KeyedRows, TablesPublished
 from fleet.prediction import SOURCES, Query, Tables, know
+from fleet.requests.demand import SourceQuality
 from fleet.signatures import ClusterModel, pack, unpack
 from tracker.clustering.refit import ClusterMerge, ClusterSplit
 from tracker.config import TrackerConfig

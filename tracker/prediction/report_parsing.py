@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import ByteArray
-from fleet.events import RequestOutcome, RequestProfile, SampledProfile
+from fleet.facts.activity import RequestOutcome, RequestProfile, SampledProfile
 from fleet.prediction import MOST_TOKENS
 from fleet.signatures import NAMED, PACKED
 

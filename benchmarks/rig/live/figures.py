@@ -12,17 +12,10 @@ import numpy as np
 
 from bus import Bus, Subscription
 from bus.protocol.subjects import Subjects
-from fleet.events import (
-    DispatchMeasured,
-    HomesPublished,
-    MigrationAborted,
-    MigrationCommitted,
-    MigrationPlanned,
-    PlacementCommitted,
-    PlanJudged,
-    PopularityShifted,
-    TablesPublished,
-)
+from fleet.facts.activity import DispatchMeasured
+from fleet.facts.demand import PopularityShifted, TablesPublished
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, PlanJudged
+from fleet.facts.placements import HomesPublished, PlacementCommitted
 from fleet.placement import Placement
 
 WIDTH_SECONDS = 5.0

@@ -22,8 +22,9 @@ from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.client.migrations import carried_out
 from deploy.settings import DEMO_MODEL
-from fleet.events import ApplyPlan, EngineJoined, RollBack
+from fleet.facts.engines import EngineJoined
 from fleet.placement import Placement, even_split
+from fleet.requests.plans import ApplyPlan, RollBack
 from migration.model.plan import Handover, Plan, PlanStep, SplitRecord, planned
 
 RANKS, SLOTS = 4, 10

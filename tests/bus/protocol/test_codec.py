@@ -31,37 +31,26 @@ from bus.protocol.codec import (
 )
 from bus.protocol.subjects import Subjects, matches
 from fleet.blocks import local_hashes, sequence_hashes
-from fleet.events import (
-    AnyEvent,
-    DemandPublished,
-    DescribePlan,
-    EngineHeartbeat,
-    EngineJoined,
-    EngineLeft,
-    Event,
+from fleet.event import Event
+from fleet.experts import ModelShape
+from fleet.facts.activity import (
     ExpertsActivated,
-    HomesPublished,
-    KeyedRows,
-    KvBlock,
-    KvChange,
-    KvEvent,
-    KvMetrics,
-    KvRemoved,
-    KvSnapshot,
-    KvStored,
-    PlanDescribed,
     RequestOutcome,
     RequestProfile,
     RequestsFinished,
     RequestsProfiled,
-    RoutedKvEvent,
     SampledProfile,
-    TablesPublished,
 )
-from fleet.experts import ModelShape
+from fleet.facts.demand import DemandPublished, KeyedRows, TablesPublished
+from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvMetrics, KvRemoved, KvStored, RoutedKvEvent
+from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
+from fleet.facts.placements import HomesPublished
 from fleet.layout import EP
+from fleet.messages import AnyEvent
 from fleet.placement import Placement, linear
 from fleet.popularity import ExpertCounts, ExpertTable
+from fleet.requests.engines import KvSnapshot
+from fleet.requests.plans import DescribePlan, PlanDescribed
 
 U64 = st.integers(0, (1 << 64) - 1)
 NAMES = st.text(max_size=20)

@@ -11,17 +11,11 @@ from bus.memory import MemoryBus
 from bus.protocol.subjects import Subjects
 from deploy.client.drains import NoSuchTarget, drain, find, undrain, until_idle
 from deploy.client.fleet_status import members
-from fleet.events import (
-    BookedLoad,
-    Capabilities,
-    EngineJoined,
-    EngineLeft,
-    KvMetrics,
-    RankDrained,
-    ReservationsChanged,
-    ReservationsDescribed,
-)
+from fleet.facts.bookings import BookedLoad, ReservationsChanged
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import Capabilities, EngineJoined, EngineLeft, RankDrained
 from fleet.layout import Layout
+from fleet.requests.routing import ReservationsDescribed
 
 SUBJECTS = Subjects()
 

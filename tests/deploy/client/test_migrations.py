@@ -26,25 +26,27 @@ from deploy.process import SIGNALS, alongside
 from deploy.views.migration import as_record
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.simulated.engine import SimulatedEngine
-from fleet.events import (
-    ApplyPlan,
-    DescribePlan,
-    EngineJoined,
-    HandoverDescribed,
-    MigrateExpert,
+from fleet.experts import ModelShape
+from fleet.facts.engines import EngineJoined
+from fleet.facts.migrations import (
     MigrationAborted,
-    MigrationAccepted,
     MigrationCommitted,
     MigrationPlanned,
     MigrationStaged,
-    PlanDescribed,
     PlanJudged,
     PullTold,
-    RequestRefused,
+)
+from fleet.placement import linear
+from fleet.requests.handovers import HandoverDescribed
+from fleet.requests.plans import (
+    ApplyPlan,
+    DescribePlan,
+    MigrateExpert,
+    MigrationAccepted,
+    PlanDescribed,
     RollBack,
 )
-from fleet.experts import ModelShape
-from fleet.placement import linear
+from fleet.requests.refusal import RequestRefused
 from migration.config import MigrationConfig
 from migration.model.plan import planned
 from migration.model.plan_record import PlanRecord

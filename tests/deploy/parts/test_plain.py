@@ -14,7 +14,7 @@ from deploy.parts.plain import represent
 from deploy.process import alongside, first_of
 from engine_adapter.config import AgentConfig
 from engine_adapter.openai_backend import BackendAgentConfig
-from fleet.events import EngineJoined, EngineLeft
+from fleet.facts.engines import EngineJoined, EngineLeft
 
 SUBJECTS = Subjects()
 CONFIG = AgentConfig(heartbeat_seconds=0.05, lease_seconds=0.3)

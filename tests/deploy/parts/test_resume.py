@@ -14,7 +14,8 @@ from bus.protocol.subjects import Subjects
 from deploy.parts.resume import READ_SECONDS, agree, last_life
 from engine_adapter.engine import EngineFailed
 from engine_adapter.initial_placement import fitting, last_decided, leave_last, resumed
-from fleet.events import MigrationAborted, MigrationCommitted, MigrationStaged, PlacementCommitted, PlanJudged
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationStaged, PlanJudged
+from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CoordinatorState
 from fleet.layout import EP
 from fleet.placement import Placement, linear

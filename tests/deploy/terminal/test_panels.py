@@ -15,7 +15,8 @@ from deploy.terminal.drawing import drawer
 from deploy.terminal.panels import MOST_LAYERS, Panel, Rows, demand_panels, placement_panels, shown_layers
 from deploy.views import placement as placement_view
 from deploy.views import popularity
-from fleet.events import EngineJoined, PlacementCommitted
+from fleet.facts.engines import EngineJoined
+from fleet.facts.placements import PlacementCommitted
 from fleet.layout import Layout
 from fleet.placement import Placement, linear
 from tests.deploy.commands import roost

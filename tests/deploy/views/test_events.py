@@ -5,24 +5,20 @@ import pytest
 
 from bus import Message, Received
 from deploy.views.events import _line, kind_of
-from fleet.events import (
-    ClustersPublished,
+from fleet.facts.activity import (
     CountsImported,
     DispatchMeasured,
     ExpertsActivated,
-    KeyedRows,
-    PlanJudged,
-    PopularityDescribed,
-    PopularityShifted,
-    RankPopularity,
     RequestOutcome,
     RequestProfile,
     RequestsFinished,
     RequestsProfiled,
     SampledProfile,
-    TablesPublished,
 )
+from fleet.facts.demand import ClustersPublished, KeyedRows, PopularityShifted, TablesPublished
+from fleet.facts.migrations import PlanJudged
 from fleet.popularity import ExpertCounts, ExpertTable
+from fleet.requests.demand import PopularityDescribed, RankPopularity
 from fleet.signatures import ClusterModel, pack
 from tests.deploy.loop_figures import FORETOLD, START
 

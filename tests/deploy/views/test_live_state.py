@@ -13,23 +13,18 @@ from bus import Message, Received
 from deploy.client.fleet_status import EngineNow
 from deploy.views.event_lines import words
 from deploy.views.live_state import LAST_SECONDS, MOST_EVENTS, LiveState, figures, sound
-from fleet.events import (
-    ConfigChanged,
-    DispatchMeasured,
-    EngineHeartbeat,
-    EngineJoined,
-    EngineLeft,
-    HomesPublished,
-    KvMetrics,
+from fleet.facts.activity import DispatchMeasured
+from fleet.facts.demand import PopularityShifted
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import ConfigChanged, EngineHeartbeat, EngineJoined, EngineLeft, RankDrained
+from fleet.facts.migrations import (
     MigrationAborted,
     MigrationCommitted,
     MigrationPlanned,
     MigrationStaged,
-    PlacementCommitted,
     PlanJudged,
-    PopularityShifted,
-    RankDrained,
 )
+from fleet.facts.placements import HomesPublished, PlacementCommitted
 from fleet.layout import Layout
 from fleet.placement import linear
 from tests.deploy.loop_figures import FORETOLD, START

@@ -19,7 +19,10 @@ from deploy.client.fleet_status import EngineNow
 from deploy.terminal.options import in_json
 from deploy.views.loop import foretold_of, overview, sparkline, story
 from deploy.views.status import Loop, alarms, fitting, loop_of, loop_record, stores_of
-from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics, LoopDescribed, RequestRefused, SteerLoop
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import EngineHeartbeat, EngineJoined
+from fleet.requests.control_loop import LoopDescribed, SteerLoop
+from fleet.requests.refusal import RequestRefused
 from tests.deploy.loop_figures import ENGINE, FORETOLD, KEPT, NOW, ROLLBACK, START, loop
 
 SUBJECTS = Subjects()

@@ -9,7 +9,7 @@ import pytest
 from bus.config import BusConfig
 from deploy.client.placements import Placements
 from deploy.views import placement as placement_view
-from fleet.events import EngineJoined
+from fleet.facts.engines import EngineJoined
 from fleet.placement import FULL, Placement
 
 TABLE = np.array([[0, 1, 2, 2, 3, 0], [0, 1, 2, 3, 2, 0]], np.int16)

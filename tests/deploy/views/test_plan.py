@@ -18,8 +18,9 @@ from deploy.cli.plan import in_bytes
 from deploy.views.first_placement import first_placement
 from deploy.views.plan import PlanQuery, described, print_plan
 from engine_adapter.initial_placement import initial
-from fleet.events import DescribePlan, EngineJoined, PlanDescribed
 from fleet.experts import ModelShape
+from fleet.facts.engines import EngineJoined
+from fleet.requests.plans import DescribePlan, PlanDescribed
 from migration.model.plan_record import Measures, MemoryPoint, PlanRecord, StepRecord
 from tests.deploy import commands
 

@@ -18,16 +18,11 @@ from bus import BusError
 from bus.memory import MemoryBus
 from bus.protocol.subjects import Subjects
 from deploy.views.popularity import as_record, demands, describe, learn, loaded, print_popularity, skew
-from fleet.events import (
-    ClusterPopularity,
-    EngineJoined,
-    ExpertsActivated,
-    PopularityDescribed,
-    RankPopularity,
-    SourceQuality,
-)
 from fleet.experts import ModelShape
+from fleet.facts.activity import ExpertsActivated
+from fleet.facts.engines import EngineJoined
 from fleet.popularity import ExpertCounts, ExpertTable
+from fleet.requests.demand import ClusterPopularity, PopularityDescribed, RankPopularity, SourceQuality
 from tests.deploy import commands
 from tracker.config import TrackerConfig
 from tracker.service import TrackerService

@@ -22,7 +22,9 @@ from bus.protocol.subjects import Subjects
 from deploy.client import control_loop
 from deploy.views import top
 from deploy.views.top import FleetWatch, JsonPage, Page, TextPage, clock, keys, page
-from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics, LoopDescribed, SteerLoop
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import EngineHeartbeat, EngineJoined
+from fleet.requests.control_loop import LoopDescribed, SteerLoop
 from tests.deploy.bus_responder import on_nats
 from tests.deploy.commands import roost
 from tests.deploy.loop_figures import ENGINE, NOW, loop

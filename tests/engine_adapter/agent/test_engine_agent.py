@@ -23,31 +23,16 @@ from engine_adapter.engine import (
     RankLoad,
 )
 from fleet.blocks import sequence_hashes
-from fleet.events import (
-    Capabilities,
-    ClustersPublished,
-    DescribeClusters,
-    DescribeEngine,
-    DescribeHandover,
-    DispatchMeasured,
-    EngineHeartbeat,
-    EngineJoined,
-    EngineLeft,
-    ExpertsActivated,
-    HandoverDescribed,
-    KvBlock,
-    KvChange,
-    KvMetrics,
-    KvRemoved,
-    KvSnapshot,
-    KvSnapshotRequested,
-    KvStored,
-    RequestsProfiled,
-    RoutedKvEvent,
-)
 from fleet.experts import ModelShape
+from fleet.facts.activity import DispatchMeasured, ExpertsActivated, RequestsProfiled
+from fleet.facts.demand import ClustersPublished
+from fleet.facts.dynamo_kv import KvBlock, KvChange, KvMetrics, KvRemoved, KvStored, RoutedKvEvent
+from fleet.facts.engines import Capabilities, EngineHeartbeat, EngineJoined, EngineLeft
 from fleet.layout import EP
 from fleet.placement import Placement, linear
+from fleet.requests.demand import DescribeClusters
+from fleet.requests.engines import DescribeEngine, KvSnapshot, KvSnapshotRequested
+from fleet.requests.handovers import DescribeHandover, HandoverDescribed
 from fleet.signatures import ClusterModel
 from tests.engine_adapter.rank_fixture import Group, StandingExperts
 

@@ -12,7 +12,9 @@ from bus.memory import MemoryBus
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import EngineFailed
 from engine_adapter.transfer.in_process import PullFault
-from fleet.events import (
+from fleet.handover import Cell, RankState
+from fleet.placement import EMPTY, Placement, linear
+from fleet.requests.handovers import (
     CommitHandover,
     DescribeHandover,
     EndLease,
@@ -22,8 +24,6 @@ from fleet.events import (
     LeaseEnded,
     LeaseExperts,
 )
-from fleet.handover import Cell, RankState
-from fleet.placement import EMPTY, Placement, linear
 from tests.engine_adapter.rank_fixture import LEASE, SCALE, SUBJECTS, WORKER, Group, after, standing, weights
 
 pytestmark = pytest.mark.looptime

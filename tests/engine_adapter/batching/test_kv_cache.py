@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine_adapter.batching.kv_cache import Block, BlockTable, Change, KvCache, identify
-from fleet.events import KvBlock
+from fleet.facts.dynamo_kv import KvBlock
 
 SIZE = 4
 

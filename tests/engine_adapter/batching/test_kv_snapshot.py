@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engine_adapter.batching.kv_snapshot import KvMirror
 from fleet.blocks import sequence_hashes
-from fleet.events import KvBlock, KvChange, KvEvent, KvRemoved, KvStored
+from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvRemoved, KvStored
 
 
 def stored(*local: int, behind: tuple[int, ...] = ()) -> KvChange:

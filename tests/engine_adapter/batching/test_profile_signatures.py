@@ -16,7 +16,7 @@ from engine_adapter.batching.routed_experts import RoutedTrace
 from engine_adapter.engine import EndedRequest
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.dispatch import shares
-from fleet.events import RequestProfile
+from fleet.facts.activity import RequestProfile
 from fleet.placement import Placement, linear
 from fleet.routings import UNKNOWN
 from fleet.signatures import PACKED, ClusterModel, pack, unpack

@@ -24,7 +24,8 @@ from engine_adapter.config import AgentConfig, EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.serving.http import RankApp
 from fleet.blocks import local_hashes, sequence_hashes
-from fleet.events import ClustersPublished, RequestProfile, RequestsProfiled
+from fleet.facts.activity import RequestProfile, RequestsProfiled
+from fleet.facts.demand import ClustersPublished
 from fleet.signatures import PACKED, ClusterModel, pack
 
 CHECKPOINT = Path(__file__).resolve().parents[3] / "deploy/demo_model/checkpoint"

@@ -31,7 +31,9 @@ from engine_adapter.handover.inbound_copies import (
 )
 from engine_adapter.handover.proposal_check import LONGEST_SECONDS, StagingFault
 from engine_adapter.handover.rank_protocol import Adopt, Effect, Forget, Prepare, RankProtocol
-from fleet.events import (
+from fleet.handover import Cell, CommandVerdict, RankState
+from fleet.placement import EMPTY, Placement
+from fleet.requests.handovers import (
     AbortHandover,
     CommitHandover,
     ExpertCopy,
@@ -39,8 +41,6 @@ from fleet.events import (
     MemoryAddress,
     ProposeHandover,
 )
-from fleet.handover import Cell, CommandVerdict, RankState
-from fleet.placement import EMPTY, Placement
 from tests.engine_adapter.rank_fixture import after, copies_to
 
 RANK = 1

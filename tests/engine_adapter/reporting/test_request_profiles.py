@@ -22,9 +22,12 @@ from engine_adapter.engine import EndedRequest, EngineDescription
 from engine_adapter.reporting import request_profiles as profile_reports
 from engine_adapter.reporting.cluster_subscriber import ClusterSubscriber
 from engine_adapter.reporting.request_profiles import Allowance, RequestProfiler
-from fleet.events import Capabilities, ClustersPublished, DescribeClusters, RequestProfile, RequestsProfiled
 from fleet.experts import ModelShape
+from fleet.facts.activity import RequestProfile, RequestsProfiled
+from fleet.facts.demand import ClustersPublished
+from fleet.facts.engines import Capabilities
 from fleet.placement import Placement, linear
+from fleet.requests.demand import DescribeClusters
 from fleet.signatures import ClusterModel
 
 SUBJECTS = Subjects()

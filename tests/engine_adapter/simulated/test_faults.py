@@ -16,7 +16,8 @@ from engine_adapter.engine import EngineFailed
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.model.config import SimulatedConfig
 from engine_adapter.simulated.model.faults import KINDS, FaultOrder, Faults
-from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import EngineHeartbeat, EngineJoined
 from tests.simulated_engines import simulated_engine
 
 ASK = {

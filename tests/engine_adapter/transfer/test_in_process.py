@@ -11,7 +11,7 @@ from engine_adapter.transfer.in_process import MemoryFabric, MemoryTransfer, Pul
 from engine_adapter.transfer.mapped_memory import MappedCells, laid_out
 from engine_adapter.transfer.port import Overdue, PeerGone, Pull
 from engine_adapter.transfer.read_validation import own_address
-from fleet.events import MemoryAddress
+from fleet.requests.handovers import MemoryAddress
 
 pytestmark = pytest.mark.looptime
 TENSORS = laid_out([("weights", "float32", (30, 30)), ("scales", "float32", (3,))])

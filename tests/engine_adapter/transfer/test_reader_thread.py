@@ -13,7 +13,7 @@ from engine_adapter.config import TransferConfig
 from engine_adapter.transfer.port import Overdue, PeerGone, Pull, TransferError
 from engine_adapter.transfer.rate_limit import RateLimit
 from engine_adapter.transfer.reader_thread import Part, ReaderThread, requests
-from fleet.events import MemoryAddress
+from fleet.requests.handovers import MemoryAddress
 
 CELL = 64 * 1024
 CONFIG = TransferConfig(piece_bytes=CELL)

@@ -14,25 +14,20 @@ from numpy.typing import NDArray
 
 from bus import BusError, Declined
 from bus.memory import MemoryBroker, MemoryBus
-from fleet.events import (
-    ConfigChanged,
-    DescribePlan,
-    DescribeProfile,
-    EngineLeft,
-    EngineLoop,
-    HomesPublished,
+from fleet.facts.demand import PopularityShifted
+from fleet.facts.engines import ConfigChanged, EngineLeft
+from fleet.facts.migrations import (
     LoopFigures,
-    MigrateExpert,
     MigrationAborted,
     MigrationCommitted,
     MigrationPlanned,
-    PlanDescribed,
     PlanJudged,
-    PopularityShifted,
-    RollBack,
-    SteerLoop,
 )
+from fleet.facts.placements import HomesPublished
 from fleet.layout import Layout
+from fleet.requests.control_loop import EngineLoop, SteerLoop
+from fleet.requests.demand import DescribeProfile
+from fleet.requests.plans import DescribePlan, MigrateExpert, PlanDescribed, RollBack
 from migration.config import MigrationConfig
 from migration.control_loop import controller
 from migration.model.plan import Handover

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleet.events import DemandPublished, KvMetrics
+from fleet.facts.demand import DemandPublished
+from fleet.facts.dynamo_kv import KvMetrics
 from fleet.layout import EP, Layout
 from fleet.popularity import ExpertTable
 from fleet.signatures import ClusterModel

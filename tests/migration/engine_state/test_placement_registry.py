@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.events import EngineJoined, PlacementCommitted
+from fleet.facts.engines import EngineJoined
+from fleet.facts.placements import PlacementCommitted
 from fleet.layout import EP, Layout
 from fleet.placement import Placement, PlacementRecord, linear
 from migration.engine_state.placement_registry import InvalidPlacementEvent, PlacementFault, PlacementRegistry

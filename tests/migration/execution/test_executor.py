@@ -13,22 +13,13 @@ from bus import BusError, Declined, Message
 from bus.config import BusConfig
 from bus.memory import MemoryBroker, MemoryBus
 from bus.nats import NatsBus
-from fleet.events import (
-    AbortHandover,
-    ApplyPlan,
-    CommitHandover,
-    EngineLeft,
-    MigrateExpert,
-    MigrationAborted,
-    MigrationCommitted,
-    MigrationPlanned,
-    MigrationStaged,
-    ProposeHandover,
-    RollBack,
-)
 from fleet.experts import ExpertId
+from fleet.facts.engines import EngineLeft
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
 from fleet.handover import ProtocolState, RankState
 from fleet.placement import Placement
+from fleet.requests.handovers import AbortHandover, CommitHandover, ProposeHandover
+from fleet.requests.plans import ApplyPlan, MigrateExpert, RollBack
 from migration.model.plan import replay
 from tests.migration.builders import joined
 from tests.migration.executor_fixture import (

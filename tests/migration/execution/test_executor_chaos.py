@@ -10,15 +10,9 @@ import pytest
 
 from bus import BusError
 from bus.memory import MemoryBroker, MemoryBus
-from fleet.events import (
-    MigrateExpert,
-    MigrationAborted,
-    MigrationCommitted,
-    MigrationPlanned,
-    MigrationStaged,
-    PlacementCommitted,
-    RollBack,
-)
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
+from fleet.facts.placements import PlacementCommitted
+from fleet.requests.plans import MigrateExpert, RollBack
 from tests.migration.execution.test_executor import Stoppable
 from tests.migration.executor_fixture import SUBJECTS, at_rest, engine, leading, log, told
 from tests.migration.fake_ranks import Ranks

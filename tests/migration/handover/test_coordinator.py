@@ -7,21 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.events import (
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationStaged, PullTold
+from fleet.facts.placements import PlacementCommitted
+from fleet.handover import CommandVerdict, CoordinatorEvent, CoordinatorState, RankState
+from fleet.layout import EP
+from fleet.placement import linear
+from fleet.requests.handovers import (
     AbortHandover,
     CommitHandover,
     DescribeHandover,
     HandoverDescribed,
-    MigrationAborted,
-    MigrationCommitted,
-    MigrationStaged,
-    PlacementCommitted,
     ProposeHandover,
-    PullTold,
 )
-from fleet.handover import CommandVerdict, CoordinatorEvent, CoordinatorState, RankState
-from fleet.layout import EP
-from fleet.placement import linear
 from migration.handover.coordinator import (
     Command,
     HandoverSpec,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.events import DispatchMeasured
+from fleet.facts.activity import DispatchMeasured
 from fleet.layout import EP
 from fleet.placement import linear
 from migration.config import MigrationConfig

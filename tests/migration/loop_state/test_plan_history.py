@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fleet.events import (
+from fleet.facts.migrations import (
     LoopFigures,
     MigrationAborted,
     MigrationCommitted,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.events import LoopFigures
+from fleet.facts.migrations import LoopFigures
 from migration.loop_state.verdict import (
     LEAST_TRUST,
     Judgement,

@@ -1,6 +1,6 @@
 """Fold of the log of plans, and detection of silent engines."""
 
-from fleet.events import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
 from fleet.placement import linear
 from migration.engine_state.liveness import Liveness
 from migration.model.plan_log import PlanLog

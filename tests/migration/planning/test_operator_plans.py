@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.events import MigrateExpert
 from fleet.experts import ExpertId
 from fleet.placement import EMPTY, FULL, Placement, Split, linear
+from fleet.requests.plans import MigrateExpert
 from migration.model.plan import Handover, Plan, planned, replay
 from migration.planning.operator_plans import back, checked, one_expert, read, undone
 from migration.planning.staging_capacity import StagingRoom

@@ -12,7 +12,7 @@ import pytest
 from bus import BusError
 from bus.memory import MemoryBroker, MemoryBus
 from deploy.process import alongside
-from fleet.events import DescribePlan, PlanDescribed
+from fleet.requests.plans import DescribePlan, PlanDescribed
 from migration.config import MigrationConfig
 from migration.model.plan_record import PlanRecord
 from migration.service import MigrationService

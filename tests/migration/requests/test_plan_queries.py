@@ -11,23 +11,15 @@ import pytest
 
 from bus import BusError
 from bus.memory import MemoryBroker, MemoryBus
-from fleet.events import (
-    ApplyPlan,
-    ClustersPublished,
-    DemandPublished,
-    DescribeClusters,
-    DescribePlan,
-    DescribeProfile,
-    EngineLeft,
-    HomesPublished,
-    KvMetrics,
-    MigrationAccepted,
-    PlacementCommitted,
-    PlanDescribed,
-)
+from fleet.facts.demand import ClustersPublished, DemandPublished
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import EngineLeft
+from fleet.facts.placements import HomesPublished, PlacementCommitted
 from fleet.layout import EP, Layout
 from fleet.placement import Placement
 from fleet.popularity import ExpertTable
+from fleet.requests.demand import DescribeClusters, DescribeProfile
+from fleet.requests.plans import ApplyPlan, DescribePlan, MigrationAccepted, PlanDescribed
 from fleet.signatures import ClusterModel
 from migration.config import MigrationConfig
 from migration.model.plan_record import PlanRecord

@@ -10,7 +10,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
 from bus.memory import MemoryBroker, MemoryBus
-from fleet.events import LoopFigures, MigrationCommitted, MigrationPlanned, PlanJudged, ProposeHandover
+from fleet.facts.migrations import LoopFigures, MigrationCommitted, MigrationPlanned, PlanJudged
+from fleet.requests.handovers import ProposeHandover
 from migration.telemetry.tracing import MigrationTracing
 from tests.migration.executor_fixture import apply, engine, leading, log, replicating
 

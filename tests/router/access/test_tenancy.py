@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.completions import ApiError
-from fleet.events import Capabilities
+from fleet.facts.engines import Capabilities
 from fleet.shared_secret import SharedSecret
 from router.access.tenancy import MOST_SALT, cache_salt, framed, with_salt
 from router.credentials import RouterCredentials

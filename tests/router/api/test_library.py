@@ -19,7 +19,9 @@ import pytest
 from bus import BusError
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.completions import ApiError
-from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics, RouteDecided, RouteReleased, RouteRequested
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import EngineHeartbeat, EngineJoined
+from fleet.requests.routing import RouteDecided, RouteReleased, RouteRequested
 from router.api.app import create_app
 from router.api.bus_api import BusApi
 from router.api.library import Decider

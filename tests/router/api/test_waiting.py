@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fleet.events import KvMetrics
+from fleet.facts.dynamo_kv import KvMetrics
 from router.fleet_state.reservations import Booking
 from router.prefix_index.prompt import TextPrompt
 from router.scheduling.scheduler import FIRST_TRY, RoutingRequest

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fleet.events import Capabilities, EngineJoined, KvMetrics, RequestProfile, RequestsProfiled
+from fleet.facts.activity import RequestProfile, RequestsProfiled
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import Capabilities, EngineJoined
 from fleet.placement import linear
 from fleet.signatures import pack
 from fleet.timing import EngineSpeed

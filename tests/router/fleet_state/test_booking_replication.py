@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.events import BookedLoad, ReservationsChanged, ReservationsDescribed
+from fleet.facts.bookings import BookedLoad, ReservationsChanged
+from fleet.requests.routing import ReservationsDescribed
 from router.fleet_state.booking_replication import (
     MOST_PER_MESSAGE,
     MOST_PREFIX_BLOCKS,

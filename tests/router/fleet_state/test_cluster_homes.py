@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fleet.events import HomesPublished
+from fleet.facts.placements import HomesPublished
 from fleet.signatures import ClusterModel
 from router.fleet_state.cluster_homes import at_home, homes_of
 from router.fleet_state.view import FleetView

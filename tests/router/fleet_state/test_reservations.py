@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fleet.events import Capabilities
+from fleet.facts.engines import Capabilities
 from router.config import RouterConfig
 from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Booking, Reservations
 from router.fleet_state.view import FleetView

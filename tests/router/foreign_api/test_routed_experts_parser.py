@@ -18,16 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.memory import MemoryBus
-from fleet.events import (
-    Capabilities,
-    ClustersPublished,
-    CountsImported,
-    DescribePopularity,
-    PopularityDescribed,
-    RequestsFinished,
-    RequestsProfiled,
-)
 from fleet.experts import ModelShape
+from fleet.facts.activity import CountsImported, RequestsFinished, RequestsProfiled
+from fleet.facts.demand import ClustersPublished
+from fleet.facts.engines import Capabilities
+from fleet.requests.demand import DescribePopularity, PopularityDescribed
 from fleet.signatures import ClusterModel, unpack
 from router.foreign_api.routed_experts_parser import (
     MARK,

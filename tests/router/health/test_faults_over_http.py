@@ -15,7 +15,7 @@ from aiohttp import web
 
 from bus.memory import MemoryBus
 from fleet.completions import RankRequest
-from fleet.events import RankDrained
+from fleet.facts.engines import RankDrained
 from router.api.app import create_app
 from router.service import RouterService
 from tests.router.router_fixture import (

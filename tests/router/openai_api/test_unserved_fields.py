@@ -10,7 +10,7 @@ import pytest
 
 from engine_adapter.serving.checkpoint_tokenizer import CheckpointTokenizer
 from fleet.completions import ApiError, Logprobs
-from fleet.events import Capabilities
+from fleet.facts.engines import Capabilities
 from router.openai_api.request_schema import RequestDecoder, sampling
 from router.openai_api.response_format import ChatLogprobs, token_bytes
 from tests.router.router_fixture import House, MockRank, Serve, chat

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from fleet.events import Capabilities
+from fleet.facts.engines import Capabilities
 from router.access.api_keys import key_line
 from router.config import BackendConfig, RouterConfig
 from tests.conftest import free_port

@@ -15,7 +15,9 @@ from bus.memory import MemoryBroker, MemoryBus
 from deploy.views.decision import show_decision
 from fleet.blocks import local_hashes, sequence_hashes, words
 from fleet.completions import ApiError
-from fleet.events import Capabilities, DescribeClusters, RequestOutcome, RequestsFinished
+from fleet.facts.activity import RequestOutcome, RequestsFinished
+from fleet.facts.engines import Capabilities
+from fleet.requests.demand import DescribeClusters
 from fleet.signatures import unpack
 from fleet.timing import EngineSpeed
 from router.config import RouterConfig

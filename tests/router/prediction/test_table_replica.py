@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from bus import Message
 from bus.memory import MemoryBroker, MemoryBus
-from fleet.events import DescribeClusters, DescribeTables, KeyedRows, RequestRefused, TablesPublished
+from fleet.facts.demand import KeyedRows, TablesPublished
 from fleet.prediction import ROW, Query, longest_known, predict, row
+from fleet.requests.demand import DescribeClusters, DescribeTables
+from fleet.requests.refusal import RequestRefused
 from fleet.signatures import ClusterModel, pack
 from router.prediction.predictor import Predictor
 from router.prediction.row_table import SLOT, WAYS, RowTable

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from fleet.blocks import extend, local_hashes, salted_seed, sequence_hashes
-from fleet.events import KvBlock, KvChange, KvEvent, KvRemoved, KvStored, RoutedKvEvent
+from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvRemoved, KvStored, RoutedKvEvent
 from router.fleet_state.target_table import RankKey
 from router.prefix_index import block_index as module
 from router.prefix_index.block_hash_chain import HashRuns

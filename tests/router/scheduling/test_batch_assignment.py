@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fleet.arrays import IntArray
-from fleet.events import Capabilities
+from fleet.facts.engines import Capabilities
 from fleet.timing import EngineSpeed
 from router.admission.queue_policy import Saturated
 from router.config import RouterConfig

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.events import Capabilities
+from fleet.facts.engines import Capabilities
 from fleet.layout import Layout
 from fleet.placement import Placement, linear
 from router.fleet_state.dispatch_cost import DispatchCost, DispatchInputs, DispatchPrices, locality

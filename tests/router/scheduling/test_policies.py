@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.events import Capabilities
+from fleet.facts.engines import Capabilities
 from fleet.timing import EngineSpeed
 from router.config import RouterConfig
 from router.fleet_state.reservations import AMOUNTS, PREFILL, SEQUENCES, STEPS, Reservations

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from deploy.cli.app import app
 from fleet.completions import ApiError
-from fleet.events import RouteRequested
+from fleet.requests.routing import RouteRequested
 from fleet.timing import EngineSpeed
 from router.scheduling.decision_record import DecisionRecord, Supposed
 from router.scheduling.what_if import asked, supposed

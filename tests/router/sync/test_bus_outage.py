@@ -16,7 +16,7 @@ import pytest
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
-from fleet.events import EngineHeartbeat, EngineJoined
+from fleet.facts.engines import EngineHeartbeat, EngineJoined
 from router.api.app import create_app
 from router.config import RouterConfig
 from router.service import RouterService

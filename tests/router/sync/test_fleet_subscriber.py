@@ -12,23 +12,14 @@ import pytest
 from bus import Message
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.blocks import local_hashes
-from fleet.events import (
-    Capabilities,
-    ClustersPublished,
-    DescribeClusters,
-    DescribeEngine,
-    DescribeProfile,
-    DescribeTables,
-    EngineHeartbeat,
-    EngineJoined,
-    EngineLeft,
-    HomesPublished,
-    KvMetrics,
-    KvSnapshot,
-    PlacementCommitted,
-)
+from fleet.facts.demand import ClustersPublished
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import Capabilities, EngineHeartbeat, EngineJoined, EngineLeft
+from fleet.facts.placements import HomesPublished, PlacementCommitted
 from fleet.layout import EP
 from fleet.placement import Placement, linear
+from fleet.requests.demand import DescribeClusters, DescribeProfile, DescribeTables
+from fleet.requests.engines import DescribeEngine, KvSnapshot
 from router.config import RouterConfig
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.scheduler import RoutingRequest

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from bus import Message, Received
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.blocks import local_hashes, sequence_hashes
-from fleet.events import KvBlock, KvChange, KvEvent, KvSnapshot, KvSnapshotRequested, KvStored, RoutedKvEvent
+from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent
+from fleet.requests.engines import KvSnapshot, KvSnapshotRequested
 from router.keyed_queue import KeyedQueue
 from router.prefix_index.approximate_index import ApproximateIndex
 from router.prefix_index.block_index import BlockIndex

@@ -14,15 +14,11 @@ import pytest
 
 from bus import Message
 from bus.memory import MemoryBroker, MemoryBus
-from fleet.events import (
-    Capabilities,
-    EngineHeartbeat,
-    EngineJoined,
-    KvMetrics,
-    KvSnapshot,
-    RequestRefused,
-    ReservationsChanged,
-)
+from fleet.facts.bookings import ReservationsChanged
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import Capabilities, EngineHeartbeat, EngineJoined
+from fleet.requests.engines import KvSnapshot
+from fleet.requests.refusal import RequestRefused
 from fleet.timing import EngineSpeed
 from router.config import RouterConfig
 from router.fleet_state.reservations import PREFILL, Booking

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import NoOpTracerProvider, SpanKind, StatusCode, format_span_id
 
 from fleet.blocks import local_hashes, sequence_hashes
-from fleet.events import RouteRequested
+from fleet.requests.routing import RouteRequested
 from router.access.api_keys import key_line
 from router.api.bus_api import BusApi
 from router.api.library import Decider

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.events import CountsImported, DemandPublished, EngineJoined, ExpertsActivated, ProfilePublished
 from fleet.experts import ModelShape
+from fleet.facts.activity import CountsImported, ExpertsActivated
+from fleet.facts.demand import DemandPublished, ProfilePublished
+from fleet.facts.engines import EngineJoined
 from fleet.placement import Placement, linear
 from fleet.popularity import ExpertCounts
 from tracker.activity.engine_activity import EngineActivity

@@ -6,15 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.events import (
-    ClustersPublished,
+from fleet.facts.activity import (
     RequestOutcome,
     RequestProfile,
     RequestsFinished,
     RequestsProfiled,
     SampledProfile,
-    TablesPublished,
 )
+from fleet.facts.demand import ClustersPublished, TablesPublished
 from fleet.popularity import ExpertCounts
 from fleet.signatures import ClusterModel, pack
 from tracker.config import TrackerConfig

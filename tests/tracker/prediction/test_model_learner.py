@@ -13,14 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fleet.events import (
-    ExpertCounts,
-    KeyedRows,
-    RequestOutcome,
-    RequestProfile,
-    SampledProfile,
-    TablesPublished,
-)
+from fleet.facts.activity import RequestOutcome, RequestProfile, SampledProfile
+from fleet.facts.demand import KeyedRows, TablesPublished
+from fleet.popularity import ExpertCounts
 from fleet.prediction import PATTERNS, ROW, SOURCES, Query, Tables, predict
 from fleet.signatures import ClusterModel, pack, unpack
 from tracker.clustering.refit import ClusterMerge, ClusterSplit

@@ -1,0 +1,1 @@
+"""Messages that state a fact: published for all subscribers, some of them stored."""

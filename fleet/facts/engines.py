@@ -1,0 +1,131 @@
+"""Facts about an engine: it started, lives, left; a rank was drained; a configuration changed."""
+
+import msgspec
+
+from fleet.event import Event
+from fleet.experts import ModelShape
+from fleet.layout import Layout
+from fleet.placement import PlacementRecord
+from fleet.timing import EngineSpeed
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """Reporting capabilities of an engine. An engine declares a missing capability, and readers work without
+    the data.
+    """
+
+    kv_events: bool = True
+    load: bool = True
+    experts: bool = True
+    token_ids: bool = True
+    """accepts token-id prompts and returns the token ids of every chunk"""
+    passes_fields: bool = False
+    """forwards request fields that Roost does not read (sampling parameters, guided decoding) to the engine
+    unchanged. False: requests that have such a field are refused
+    """
+    isolates_tenants: bool = False
+    """accepts `cache_salt` and shares KV only among requests with the same salt. False, also for older
+    engines: all tenants share the engine's KV cache
+    """
+
+
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several names under which an engine serves: an alias, or an adapter on the same base model."""
+
+    name: str
+    max_context: int
+    """context length in tokens, prompt and completion together"""
+
+
+class EngineJoined(Event, frozen=True, kw_only=True):
+    """An engine started serving. Stored. Also the answer to `DescribeEngine`."""
+
+    engine: str
+    worker_id: int
+    model: str
+    """base model, if the engine serves several models"""
+    models: tuple[ServedModel, ...] = ()
+    """all served models, including the base model; empty: the base model only. Ranks, load and limits are
+    common to all
+    """
+    node: str
+    urls: tuple[str, ...]
+    """base URL of each rank's HTTP server, index = rank; one URL for an engine that is a single target"""
+    nodes: tuple[str, ...] = ()
+    """machine of each rank, index = rank; empty: all ranks are on `node`"""
+    block_size: int
+    kv_blocks: int
+    """KV blocks per rank"""
+    kv_block_bytes: int = 0
+    """bytes of one KV block over all layers; 0: not reported"""
+    max_context: int
+    """context length in tokens, prompt and completion together"""
+    max_batch_tokens: int
+    """tokens that one rank computes in one step at most"""
+    max_requests: int | None = None
+    """concurrent requests per rank at most; None: the router's own limit"""
+    layout: Layout | None = None
+    shape: ModelShape | None = None
+    """shape of the MoE layers; None: the engine reports no experts"""
+    placement: PlacementRecord | None = None
+    tokenizer: str | None = None
+    """sha256 (hex) of the tokenizer archive in the blob store (`bus.put_blob`); None: unknown"""
+    weights_digest: str | None = None
+    """identity of weights, dtype and quantisation, as text. A broken stream is resumed only on an engine with
+    an equal digest. None: not reported; such engines count as equal to each other
+    """
+    speed: EngineSpeed | None = None
+    dispatch: str = "split"
+    """replica selection of the engine, one of `fleet.dispatch.DISPATCHES`"""
+    capabilities: Capabilities = Capabilities()
+
+
+class EngineLeft(Event, frozen=True, kw_only=True):
+    """An engine stopped serving on purpose. Stored."""
+
+    engine: str
+    worker_id: int
+    reason: str
+
+
+class EngineHeartbeat(Event, frozen=True, kw_only=True):
+    """Heartbeat of an engine, sent by rank 0 once a second. An engine is dead after three seconds without
+    one. Not stored.
+    """
+
+    engine: str
+    worker_id: int
+    epoch: int
+    """placement epoch in service"""
+    handover_seconds: float = 0.0
+    """expected extra latency, from a migration or layout switch in progress, of a request that arrives now;
+    0: none in progress
+    """
+
+
+class RankDrained(Event, frozen=True, kw_only=True):
+    """An operator drained a rank (`draining` True) or resumed routing to it. Running requests continue.
+    Stored.
+
+    It applies to one incarnation: a restarted engine receives requests again.
+    """
+
+    engine: str
+    worker_id: int
+    rank: int | None
+    """rank; None: the whole engine"""
+    draining: bool
+    reason: str = ""
+
+
+class ConfigChanged(Event, frozen=True, kw_only=True):
+    """A part applied new settings while running, or refused them: the audit record of every reload.
+    Stored."""
+
+    part: str
+    instance: int
+    """identity of the process"""
+    changed: dict[str, tuple[str, str]]
+    """by key: the value before and after, as TOML literals; empty: no difference, or refused"""
+    refused: str | None = None
+    """reason for refusing the new settings; None: they are in use"""

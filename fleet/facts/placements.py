@@ -1,0 +1,42 @@
+"""Facts about placement: which placement an engine serves, and where its clusters have their homes."""
+
+from fleet.event import Event
+from fleet.layout import Layout
+from fleet.placement import PlacementRecord
+
+
+class PlacementCommitted(Event, frozen=True, kw_only=True):
+    """An engine committed a placement and serves it from now on. Stored."""
+
+    engine: str
+    worker_id: int
+    layout: Layout
+    placement: PlacementRecord
+    plan: str | None = None
+
+
+class HomesPublished(Event, frozen=True, kw_only=True):
+    """Home ranks of an engine's clusters: the share of each cluster's traffic that each rank should serve.
+    Not stored. The planner publishes homes when they change, and repeats them every cycle for late
+    subscribers.
+    """
+
+    engine: str
+    worker_id: int
+    model: str
+    version: int
+    """increases with every change, also across restarts of the planner"""
+    epoch: int
+    """placement epoch for which the homes were computed"""
+    clusters: int
+    """version of the cluster model to which the clusters belong"""
+    count: int
+    """K, the number of clusters in that model"""
+    ranks: int
+    homes: bytes
+    """float32 little endian [K, ranks]: shares that sum to 1 per cluster; a row of zeros: no preference.
+    Empty: no cluster has a home. The homes are valid from `epoch` on. A reader at an older epoch keeps its
+    previous homes until it reaches `epoch`
+    """
+    reason: str = ""
+    """explanation in one sentence: why these homes, or why none"""

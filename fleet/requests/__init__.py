@@ -1,0 +1,1 @@
+"""Messages that ask one service for something, and its answers."""

@@ -1,0 +1,81 @@
+"""Requests to the migration service: describe, execute or roll back a plan."""
+
+from fleet.event import Event
+
+
+class DescribePlan(Event, frozen=True, kw_only=True):
+    """Request to the planner for the `PlanDescribed` of an engine in its present state. Nothing is moved.
+    `RequestRefused` for an engine with too little data to plan.
+    """
+
+    engine: str
+    policy: str = ""
+    """name of a planning policy; empty: the configured one"""
+    budget_bytes: int | None = None
+    """limit of copied bytes; None: as configured"""
+    memory: bool = False
+    """also report the value of each additional redundant slot per rank"""
+    dead: tuple[int, ...] = ()
+    """plan as if these ranks were lost"""
+    layers: tuple[int, ...] = ()
+    """change only these MoE layers; empty: all"""
+
+
+class PlanDescribed(Event, frozen=True, kw_only=True):
+    """Answer to `DescribePlan`: a plan, or the reason why there is none."""
+
+    engine: str
+    worker_id: int
+    record: bytes
+    """JSON: `migration.model.plan_record.PlanRecord`"""
+    plan: bytes = b""
+    """JSON: `migration.model.plan.Plan`, for `ApplyPlan`; empty: no plan"""
+
+
+class MigrateExpert(Event, frozen=True, kw_only=True):
+    """Request to the migration service: copy an expert to a rank. Answered with `MigrationAccepted`."""
+
+    engine: str
+    layer: int
+    expert: int
+    rank: int
+    """destination rank"""
+    source: int | None = None
+    """rank to read from; None: the nearest rank that has the expert"""
+    move: bool = False
+    """remove the expert from the source rank"""
+    swap: int | None = None
+    """expert of the layer to move in the opposite direction; None: chosen automatically if there is no free
+    slot
+    """
+
+
+class ApplyPlan(Event, frozen=True, kw_only=True):
+    """Request to the migration service: execute this plan. Answered with `MigrationAccepted`."""
+
+    engine: str
+    plan: bytes
+    """JSON: `migration.model.plan.Plan`"""
+
+
+class RollBack(Event, frozen=True, kw_only=True):
+    """Request to the migration service: restore an engine's placement before a plan. Answered with
+    `MigrationAccepted`.
+    """
+
+    engine: str
+    plan: str = ""
+    """plan id; empty: the last plan with a committed handover"""
+
+
+class MigrationAccepted(Event, frozen=True, kw_only=True):
+    """Answer: the plan will be executed. `MigrationPlanned` and later events report its progress."""
+
+    engine: str
+    worker_id: int
+    plan: str
+    handovers: int
+    copies: int
+    bytes: int
+    what: tuple[str, ...] = ()
+    """first steps of the plan, as text"""
