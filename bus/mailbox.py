@@ -26,7 +26,7 @@ from bus.protocol.codec import (
     PARTS_TOPIC,
     PAYLOAD_BYTES,
     Envelope,
-    PartWanted,
+    PartRequest,
     RejectionReason,
     Rejections,
     Undeliverable,
@@ -123,7 +123,7 @@ class SequencedPublisher:
         """Return the next envelope around a payload that fits."""
         return seal(self.publisher_id, self.number(), self._wall_clock(), topic, payload)
 
-    def asking_for(self, wanted: PartWanted) -> bytes:
+    def asking_for(self, wanted: PartRequest) -> bytes:
         """Return a request for a part of an answer."""
         return self.plain(PART_WANTED_TOPIC, msgspec.msgpack.encode(wanted))
 
@@ -366,7 +366,7 @@ class RequestServer:
             sealed = self._refusal(f"the answer cannot be sent: {error}")
         await reply(sealed)
 
-    def _part(self, wanted: PartWanted) -> bytes:
+    def _part(self, wanted: PartRequest) -> bytes:
         part = self._answers.part(wanted) if wanted.publisher_id == self._outbox.publisher_id else None
         return (
             self._outbox.plain(NO_PART_TOPIC, b"") if part is None else self._outbox.plain(PART_TOPIC, part)

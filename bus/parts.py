@@ -17,8 +17,8 @@ from bus.protocol.codec import (
     PART_BYTES,
     PART_TOPIC,
     Envelope,
+    PartRequest,
     PartsOffer,
-    PartWanted,
     RejectionReason,
     Undeliverable,
     checksum,
@@ -42,7 +42,7 @@ time. Answers in use are not evicted.
 
 Exchange = Callable[[bytes, float], Awaitable[bytes]]
 """Sends one request, as bytes, and returns the first answer. BusTimeout after the given seconds."""
-Sealed = Callable[[PartWanted], bytes]
+Sealed = Callable[[PartRequest], bytes]
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class PartedAnswers:
         self._watch()
         return offer
 
-    def part(self, wanted: PartWanted) -> bytes | None:
+    def part(self, wanted: PartRequest) -> bytes | None:
         """Return up to PART_BYTES of an answer; None if the answer is not stored (any more) or has no such
         part.
         """
@@ -173,7 +173,7 @@ async def fetch_parts(
     async def fetch_some() -> None:
         for number in numbers:
             part = await _fetched(
-                PartWanted(publisher_id=publisher_id, answer=offer.answer, part=number),
+                PartRequest(publisher_id=publisher_id, answer=offer.answer, part=number),
                 exchange,
                 sealed,
                 seconds,
@@ -196,7 +196,7 @@ async def fetch_parts(
     raise failure
 
 
-async def _fetched(wanted: PartWanted, exchange: Exchange, sealed: Sealed, seconds: float) -> bytes:
+async def _fetched(wanted: PartRequest, exchange: Exchange, sealed: Sealed, seconds: float) -> bytes:
     """Request one part until it arrives."""
     clock = asyncio.get_running_loop().time
     until, patience = clock() + seconds, PART_SECONDS
@@ -228,9 +228,9 @@ def _read(raw: bytes) -> Envelope:
         raise BusError(f"a part of an answer cannot be read: {refusal}") from refusal
 
 
-def wanted_part(envelope: Envelope) -> PartWanted:
+def wanted_part(envelope: Envelope) -> PartRequest:
     """Decode the request in an envelope of PART_WANTED_TOPIC. Undeliverable if it is malformed."""
     try:
-        return msgspec.msgpack.decode(envelope.payload, type=PartWanted)
+        return msgspec.msgpack.decode(envelope.payload, type=PartRequest)
     except (ValueError, RecursionError) as error:
         raise Undeliverable(RejectionReason.PAYLOAD, str(error)) from error

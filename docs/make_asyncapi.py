@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from bus.protocol.codec import BlobReference, Envelope, PartsOffer, PartWanted
+from bus.protocol.codec import BlobReference, Envelope, PartRequest, PartsOffer
 from bus.protocol.subjects import Subjects
 from fleet.facts.activity import (
     CountsImported,
@@ -44,11 +44,11 @@ from fleet.facts.migrations import (
     MigrationCommitted,
     MigrationPlanned,
     MigrationStaged,
-    PlanJudged,
+    PlanEvaluated,
 )
 from fleet.facts.placements import HomesPublished, PlacementCommitted
 from fleet.messages import STORED, AnyEvent
-from fleet.requests.control_loop import DescribeLoop, LoopDescribed, SteerLoop
+from fleet.requests.control_loop import DescribeLoop, LoopDescribed, SetLoopState
 from fleet.requests.demand import (
     DescribeClusters,
     DescribePopularity,
@@ -129,7 +129,7 @@ PUBLISHED: dict[str, tuple[tuple[type, ...], str]] = {
             MigrationStaged,
             MigrationCommitted,
             MigrationAborted,
-            PlanJudged,
+            PlanEvaluated,
         ),
         "the planner",
     ),
@@ -154,7 +154,7 @@ REQUESTED: dict[str, tuple[dict[type, type], str]] = {
         dict.fromkeys((MigrateExpert, ApplyPlan, RollBack), MigrationAccepted),
         "the leading planner",
     ),
-    "loop": (dict.fromkeys((DescribeLoop, SteerLoop), LoopDescribed), "the leading planner"),
+    "loop": (dict.fromkeys((DescribeLoop, SetLoopState), LoopDescribed), "the leading planner"),
     "handover": (
         dict.fromkeys(
             (ProposeHandover, CommitHandover, AbortHandover, DescribeHandover),
@@ -203,7 +203,7 @@ ABOUT = """Messages on Roost's bus: NATS, with JetStream for stored messages.
 exception: `kv-events` carries an array of RoutedKvEvent, `kv_metrics` a KvMetrics, both without `kind`.
 A `topic` of `roost-blob` marks a payload that was too large. It is a BlobReference then, and the content is stored
 under its digest in the object store `<namespace>-parcels`. An answer that is too large has the topic `roost-parts`
-and a PartsOffer instead: request each part with a PartWanted (topic `roost-part-wanted`) on the same subject. The
+and a PartsOffer instead: request each part with a PartRequest (topic `roost-part-wanted`) on the same subject. The
 payload of the answer is the raw part (topic `roost-part`; `roost-no-part` from a server that does not have it).
 Where a schema says `format: binary`, the wire has msgpack's bin type. Integers may need 64 bits, unsigned.
 
@@ -268,7 +268,7 @@ def document() -> dict[str, Any]:
             "securitySchemes": {"login": {"type": "userPassword", "description": LOGIN}},
             "messages": {_name(kind): _message(kind) for kind in kinds},
             "schemas": dict(
-                sorted(_schemas((*kinds, Envelope, BlobReference, PartsOffer, PartWanted)).items())
+                sorted(_schemas((*kinds, Envelope, BlobReference, PartsOffer, PartRequest)).items())
             ),
         },
     }

@@ -21,10 +21,10 @@ from fleet.facts.migrations import (
     MigrationCommitted,
     MigrationPlanned,
     MigrationStaged,
-    PlanJudged,
+    PlanEvaluated,
 )
 from fleet.facts.placements import HomesPublished, PlacementCommitted
-from fleet.requests.control_loop import DescribeLoop, LoopDescribed, SteerLoop
+from fleet.requests.control_loop import DescribeLoop, LoopDescribed, SetLoopState
 from fleet.requests.demand import (
     DescribeClusters,
     DescribePopularity,
@@ -99,8 +99,8 @@ AnyEvent = (
     | MigrationStaged
     | MigrationCommitted
     | MigrationAborted
-    | PlanJudged
-    | SteerLoop
+    | PlanEvaluated
+    | SetLoopState
     | DescribeLoop
     | LoopDescribed
     | DescribeEngine
@@ -133,7 +133,7 @@ STORED = (
     MigrationStaged,
     MigrationCommitted,
     MigrationAborted,
-    PlanJudged,
+    PlanEvaluated,
     RankDrained,
     ConfigChanged,
 )

@@ -10,7 +10,7 @@ other topic the tagged union. Answers too large for one message are sent in part
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import xxhash
@@ -28,7 +28,7 @@ LARGE = 512_000
 PARTS_TOPIC = "roost-parts"
 """Reserved topic: the payload is a PartsOffer."""
 PART_WANTED_TOPIC = "roost-part-wanted"
-"""Reserved topic: the payload is a PartWanted."""
+"""Reserved topic: the payload is a PartRequest."""
 PART_TOPIC = "roost-part"
 """Reserved topic: the payload is the raw content of a part."""
 NO_PART_TOPIC = "roost-no-part"
@@ -39,6 +39,9 @@ WIRE_BYTES = 1_048_576
 """Largest envelope that is accepted: the servers' default max_payload."""
 PAYLOAD_BYTES = 64 * 1024 * 1024
 """Largest payload that may be sent through the blob store or in parts."""
+
+RENAMED_KINDS = {"PlanJudged": "PlanEvaluated", "SteerLoop": "SetLoopState"}
+"""Kinds of older versions, and their present names. Stored logs hold them, and older clients send them."""
 
 T = TypeVar("T")
 Unsigned = Annotated[int, msgspec.Meta(ge=0)]
@@ -77,7 +80,7 @@ class PartsOffer(msgspec.Struct, frozen=True, kw_only=True):
     """`checksum` of the payload"""
 
 
-class PartWanted(msgspec.Struct, frozen=True, kw_only=True):
+class PartRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Request for one part of an answer."""
 
     publisher_id: Unsigned
@@ -268,7 +271,22 @@ def decode(topic: str, payload: bytes) -> Message:
     try:
         return _EVENT.decode(payload)
     except _UNDECODABLE as error:
+        renamed = _renamed(payload)
+        if renamed is not None:
+            return decode(topic, renamed)
         raise Undeliverable(*_fault(payload, error)) from error
+
+
+def _renamed(payload: bytes) -> bytes | None:
+    """Return a message of an older version under its present kind; None if its kind was not renamed."""
+    try:
+        kind = _TAG.decode(payload).kind
+        if kind not in RENAMED_KINDS:
+            return None
+        old = msgspec.msgpack.decode(payload, type=dict[str, Any])
+        return msgspec.msgpack.encode(old | {"kind": RENAMED_KINDS[kind]})
+    except _UNDECODABLE:
+        return None
 
 
 def _fault(payload: bytes, error: BaseException) -> tuple[RejectionReason, str]:

@@ -49,7 +49,7 @@ FAMILIES = {
         "MigrationStaged",
         "MigrationCommitted",
         "MigrationAborted",
-        "PlanJudged",
+        "PlanEvaluated",
         "PlacementCommitted",
     ),
     "membership": ("EngineJoined", "EngineLeft"),
@@ -60,7 +60,7 @@ FAMILIES = {
         "MigrationPlanned",
         "MigrationCommitted",
         "MigrationAborted",
-        "PlanJudged",
+        "PlanEvaluated",
     ),
     "handover": (
         "ProposeHandover",

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from bus import Bus, BusTimeout, Declined, NobodyThere
 from bus.protocol.subjects import Subjects
-from fleet.requests.control_loop import DescribeLoop, LoopDescribed, SteerLoop
+from fleet.requests.control_loop import DescribeLoop, LoopDescribed, SetLoopState
 
 ASK_SECONDS = 3.0
 TAKEOVER_SECONDS = 8.0
@@ -44,7 +44,7 @@ async def steered(
     perhaps = False
     for look in range(LOOKS):
         try:
-            return await _request(bus, subjects, SteerLoop(paused=paused, reason=reason))
+            return await _request(bus, subjects, SetLoopState(paused=paused, reason=reason))
         except NoAnswer as error:
             if not isinstance(error.__cause__, BusTimeout):
                 if perhaps:
@@ -62,7 +62,7 @@ async def steered(
     raise NoAnswer(UNKNOWN if perhaps else f"{SILENCE}; nothing was changed")
 
 
-async def _request(bus: Bus, subjects: Subjects, question: DescribeLoop | SteerLoop) -> LoopDescribed:
+async def _request(bus: Bus, subjects: Subjects, question: DescribeLoop | SetLoopState) -> LoopDescribed:
     try:
         answer = await bus.request(subjects.loop, question, ASK_SECONDS)
     except BusTimeout as error:

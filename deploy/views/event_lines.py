@@ -12,7 +12,7 @@ from fleet.facts.migrations import (
     MigrationCommitted,
     MigrationPlanned,
     MigrationStaged,
-    PlanJudged,
+    PlanEvaluated,
 )
 from fleet.facts.placements import HomesPublished, PlacementCommitted
 
@@ -60,7 +60,7 @@ def _moved(message: Message) -> str | None:
 
 def _thought(message: Message, homes: Mapping[int, int]) -> str | None:
     match message:
-        case PlanJudged():
+        case PlanEvaluated():
             return (
                 f"{message.engine}: plan {message.plan} is judged {message.verdict}, trust"
                 f" {message.trust:.2f}: {message.reason}"

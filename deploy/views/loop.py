@@ -18,7 +18,7 @@ from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.options import console, fail, in_json, note, printable, show
 from deploy.views.plan import in_units, many
 from fleet.facts.migrations import LoopFigures
-from fleet.requests.control_loop import EngineLoop, LayerFigures, LoopDescribed, PlanTold
+from fleet.requests.control_loop import EngineLoop, LayerFigures, LoopDescribed, PlanSummary
 
 WIDTH = 80
 MOST_PLANS, BRIEF_PLANS = 4, 2
@@ -151,7 +151,7 @@ def _finite(write: Callable[..., str], *values: float) -> str:
     return write(*values) if all(map(math.isfinite, values)) else "-"
 
 
-def foretold_of(plans: Sequence[PlanTold]) -> LoopFigures | None:
+def foretold_of(plans: Sequence[PlanSummary]) -> LoopFigures | None:
     """Return the predicted figures of the last plan that was carried out and not undone; None: no such plan,
     or no prediction.
 
@@ -166,7 +166,7 @@ def foretold_of(plans: Sequence[PlanTold]) -> LoopFigures | None:
     return None
 
 
-def _as_measured(plan: PlanTold, after: LoopFigures) -> LoopFigures:
+def _as_measured(plan: PlanSummary, after: LoopFigures) -> LoopFigures:
     before, measured = plan.predicted_before, plan.measured_before
     if before is None or measured is None or before.step_seconds <= 0:
         return after
@@ -175,7 +175,7 @@ def _as_measured(plan: PlanTold, after: LoopFigures) -> LoopFigures:
     )
 
 
-def outcome(plan: PlanTold) -> str:
+def outcome(plan: PlanSummary) -> str:
     """Return the outcome in one word, without the reason."""
     told = printable(plan.outcome)
     return _UNDER_WAY if told.startswith(_UNDER_WAY) else (told.split() or ["-"])[0].rstrip(",:;")
@@ -231,7 +231,7 @@ def _decided(one: EngineLoop, now: float) -> str:
     return f"decided {span(now - one.decided_at)} ago ({further}): {printable(one.decided) or '-'}"
 
 
-def plans(told: Sequence[PlanTold], now: float, most: int = MOST_PLANS) -> Iterator[Text]:
+def plans(told: Sequence[PlanSummary], now: float, most: int = MOST_PLANS) -> Iterator[Text]:
     """Return the last plans, with predicted and measured results."""
     if not told:
         yield Text("no plan was carried out yet")
@@ -251,7 +251,7 @@ def plans(told: Sequence[PlanTold], now: float, most: int = MOST_PLANS) -> Itera
             yield from wrapped(f"  {printable(plan.outcome)}")
 
 
-def _promise(plan: PlanTold, word: Callable[[LoopFigures, LoopFigures], str]) -> str:
+def _promise(plan: PlanSummary, word: Callable[[LoopFigures, LoopFigures], str]) -> str:
     """Return the predicted gain of a plan, with the measured one in brackets."""
     predicted = (
         "-"

@@ -23,7 +23,7 @@ from engine_adapter.config import TransferConfig
 from engine_adapter.handover.cell_table import CellTable, NoFreeCell
 from engine_adapter.handover.proposal_check import CannotStage, IncomingExperts, StagingFault
 from fleet.experts import ExpertId
-from fleet.facts.migrations import PullTold
+from fleet.facts.migrations import PullReport
 from fleet.handover import Cell
 from fleet.requests.handovers import ExpertsLeased, MemoryAddress
 
@@ -220,7 +220,7 @@ class InboundCopies:
     ) -> None:
         self.effects: list[Effect] = []
         """Effects to execute. The caller clears the list."""
-        self.pulls: list[PullTold] = []
+        self.pulls: list[PullReport] = []
         """Completed reads of the current or last handover."""
         self._residency = residency
         self._tensors = tensors
@@ -348,7 +348,7 @@ class InboundCopies:
         self.effects.append(ReadCells(batch.number, batch.source, answer.memory, pulls, batch.until))
 
     def _verify(self, batch: _Batch, report: ReadLanded, now: float) -> None:
-        pull = PullTold(
+        pull = PullReport(
             source=batch.source,
             transfer=report.way,
             experts=len(batch.copies),

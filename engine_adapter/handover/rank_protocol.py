@@ -26,7 +26,7 @@ from engine_adapter.handover import inbound_copies
 from engine_adapter.handover.cell_table import CellTable
 from engine_adapter.handover.inbound_copies import InboundCopies, Report
 from engine_adapter.handover.proposal_check import CannotStage, StagingFault, asked
-from fleet.facts.migrations import PullTold
+from fleet.facts.migrations import PullReport
 from fleet.handover import (
     Cell,
     CommandVerdict,
@@ -257,7 +257,7 @@ class RankProtocol:
         open_.placement = placement
         if work.moved:
             self.arrivals.pulls.append(
-                PullTold(source=self._rank, transfer="local", experts=work.moved, bytes=0, seconds=0.0)
+                PullReport(source=self._rank, transfer="local", experts=work.moved, bytes=0, seconds=0.0)
             )
         self.arrivals.expect(work.coming, command.handover, open_.until, now)
 

@@ -17,7 +17,7 @@ class ExpertArrival(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rank: int
 
 
-class PullTold(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class PullReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Data that one rank read from another in a handover."""
 
     source: int
@@ -98,7 +98,7 @@ class MigrationStaged(Event, frozen=True, kw_only=True):
     bytes: int
     seconds: float
     """time since the proposal"""
-    pulls: tuple[PullTold, ...] = ()
+    pulls: tuple[PullReport, ...] = ()
     """reads of all ranks"""
     arrivals: tuple[ExpertArrival, ...] = ()
     """every copy; empty if a successor finished the handover without having its plan"""
@@ -151,7 +151,7 @@ class MigrationAborted(Event, frozen=True, kw_only=True):
 Verdict = Literal["kept", "harmful", "unknown"]
 
 
-class PlanJudged(Event, frozen=True, kw_only=True):
+class PlanEvaluated(Event, frozen=True, kw_only=True):
     """Measured effect of one of the planner's own plans, some time after its end. Stored, after the plan's
     outcome.
     """

@@ -6,7 +6,7 @@ from fleet.event import Event
 from fleet.facts.migrations import LoopFigures, Origin
 
 
-class SteerLoop(Event, frozen=True, kw_only=True):
+class SetLoopState(Event, frozen=True, kw_only=True):
     """Request to the migration service: plan automatically, or (paused) only on request. The setting survives
     restarts of the service. Answered with `LoopDescribed`.
     """
@@ -30,7 +30,7 @@ class LayerFigures(msgspec.Struct, frozen=True, kw_only=True):
     local: tuple[float, ...]
 
 
-class PlanTold(msgspec.Struct, frozen=True, kw_only=True):
+class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Summary of a plan, for display."""
 
     plan: str
@@ -76,12 +76,12 @@ class EngineLoop(msgspec.Struct, frozen=True, kw_only=True):
     homes_note: str = ""
     resting: int = 0
     """experts in cooldown: recently moved, or part of a harmful plan"""
-    plans: tuple[PlanTold, ...] = ()
+    plans: tuple[PlanSummary, ...] = ()
     """last plans, newest first"""
 
 
 class LoopDescribed(Event, frozen=True, kw_only=True):
-    """Answer to `DescribeLoop` and `SteerLoop`."""
+    """Answer to `DescribeLoop` and `SetLoopState`."""
 
     policy: str
     automatic: bool

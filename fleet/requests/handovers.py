@@ -3,7 +3,7 @@
 import msgspec
 
 from fleet.event import Event
-from fleet.facts.migrations import PullTold
+from fleet.facts.migrations import PullReport
 from fleet.placement import PlacementRecord
 
 
@@ -103,7 +103,7 @@ class HandoverDescribed(Event, frozen=True, kw_only=True):
     """the same as a short code, for metrics"""
     seconds: float = 0.0
     """time since the open handover was proposed, or duration of the last one"""
-    pulls: tuple[PullTold, ...] = ()
+    pulls: tuple[PullReport, ...] = ()
     free: int = 0
     """cells available for incoming experts"""
     quarantined: int = 0

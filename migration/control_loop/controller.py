@@ -22,9 +22,9 @@ from fleet.facts.migrations import (
     MigrationCommitted,
     MigrationPlanned,
     MigrationStaged,
-    PlanJudged,
+    PlanEvaluated,
 )
-from fleet.requests.control_loop import DescribeLoop, LoopDescribed, SteerLoop
+from fleet.requests.control_loop import DescribeLoop, LoopDescribed, SetLoopState
 from fleet.requests.refusal import RequestRefused
 from migration.config import MigrationConfig
 from migration.control_loop.evaluator import PlanEvaluator
@@ -155,7 +155,7 @@ class Controller:
 
     async def answer(self, message: Message) -> Message:
         """Answer a request from the bus."""
-        if isinstance(message, SteerLoop):
+        if isinstance(message, SetLoopState):
             try:
                 await self._state_store.steer(message.paused, message.reason, self._wall())
             except BusError as error:
@@ -172,7 +172,7 @@ class Controller:
         elif not isinstance(message, DescribeLoop):
             return RequestRefused(
                 reason=(
-                    f"a {type(message).__name__} is no request for this subject; send a SteerLoop or a"
+                    f"a {type(message).__name__} is no request for this subject; send a SetLoopState or a"
                     " DescribeLoop"
                 )
             )
@@ -244,7 +244,7 @@ class Controller:
     async def _apply(self, event: Message, published_at: float) -> None:
         """Apply one entry of the log of plans, old or new."""
         if not isinstance(
-            event, MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged
+            event, MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanEvaluated
         ):
             return
         history = self._histories.get(event.engine)
@@ -253,7 +253,7 @@ class Controller:
         # a publisher whose clock is ahead of ours must not prevent learning until then
         at = min(published_at, self._wall())
         if history.hear(event, self._clock() - (self._wall() - at), at):
-            if isinstance(event, PlanJudged):
+            if isinstance(event, PlanEvaluated):
                 await self._evaluator.learn(event, at)
             if (loop := self._loops.get(event.engine)) is not None:
                 self._update(loop, event)
@@ -261,7 +261,7 @@ class Controller:
     def _update(
         self,
         loop: EngineLoopState,
-        event: MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged,
+        event: MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanEvaluated,
     ) -> None:
         """Update the engine after a log entry.
 

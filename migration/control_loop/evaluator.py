@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from bus import Bus
 from bus.protocol.subjects import Subjects
-from fleet.facts.migrations import LoopFigures, PlanJudged
+from fleet.facts.migrations import LoopFigures, PlanEvaluated
 from fleet.placement import Placement
 from migration.config import MigrationConfig
 from migration.control_loop.state_store import StateStore
@@ -209,7 +209,7 @@ class PlanEvaluator:
     async def _record(
         self, pilot: EngineLoopState, entry: EngineEntry, tale: PlanStory, case: PlanCase, found: Judgement
     ) -> None:
-        verdict = PlanJudged(
+        verdict = PlanEvaluated(
             engine=entry.engine,
             worker_id=tale.planned.worker_id,
             plan=tale.planned.plan,
@@ -238,7 +238,7 @@ class PlanEvaluator:
             self._tracing.judged(verdict, tale.planned.traceparent)
         await self.learn(verdict, self._wall())
 
-    async def learn(self, said: PlanJudged, at: float) -> None:
+    async def learn(self, said: PlanEvaluated, at: float) -> None:
         """Take over the discount factor of a verdict, unless a newer one is known. at: Unix seconds."""
         known = self.memory(said.engine)
         if at > known.trust_at and 0 < said.trust <= 1:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from fleet.facts.migrations import PullTold
+from fleet.facts.migrations import PullReport
 from fleet.handover import CommandVerdict, RankState
 from fleet.requests.handovers import HandoverDescribed
 
@@ -48,7 +48,7 @@ class RankStatus(NamedTuple):
     asked_at: float = float("-inf")
     declined: bool = False
     """the rank refuses to take part and has never reported that it does"""
-    pulls: tuple[PullTold, ...] = ()
+    pulls: tuple[PullReport, ...] = ()
 
 
 _STATES: dict[str, RankProgress] = {

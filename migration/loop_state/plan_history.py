@@ -13,9 +13,9 @@ from fleet.facts.migrations import (
     MigrationCommitted,
     MigrationPlanned,
     MigrationStaged,
-    PlanJudged,
+    PlanEvaluated,
 )
-from fleet.requests.control_loop import PlanTold
+from fleet.requests.control_loop import PlanSummary
 from migration.loop_state.byte_budget import ByteBudget
 
 MOST_TALES = 32
@@ -26,7 +26,7 @@ MOST_TOLD = 8
 """limit on the plans included in reports"""
 MOST_DOUBLINGS = 6
 """limit on the doublings of the pause after consecutive aborted plans"""
-Entry = MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged
+Entry = MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanEvaluated
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class PlanStory:
     """last epoch that it created; 0: none"""
     end: MigrationCommitted | MigrationAborted | None = None
     ended_at: float = 0.0
-    judged: PlanJudged | None = None
+    judged: PlanEvaluated | None = None
 
     @property
     def own(self) -> bool:
@@ -123,7 +123,7 @@ class PlanHistory:
                 self._committed(tale, said, now)
             case MigrationAborted() if tale.end is None:
                 tale.end, tale.ended_at = said, now
-            case PlanJudged() if tale.judged is None:
+            case PlanEvaluated() if tale.judged is None:
                 tale.judged = said
             case _:
                 return False
@@ -185,7 +185,7 @@ class PlanHistory:
             for later in takewhile(lambda other: other is not tale, reversed(self._plans.values()))
         )
 
-    def told(self) -> tuple[PlanTold, ...]:
+    def told(self) -> tuple[PlanSummary, ...]:
         """Return the last plans, newest first."""
         return tuple(_report(tale) for tale in list(reversed(self._plans.values()))[:MOST_TOLD])
 
@@ -209,9 +209,9 @@ class PlanHistory:
             tale.end, tale.ended_at = said, now
 
 
-def _report(tale: PlanStory) -> PlanTold:
+def _report(tale: PlanStory) -> PlanSummary:
     planned, judged = tale.planned, tale.judged
-    return PlanTold(
+    return PlanSummary(
         plan=planned.plan,
         origin=planned.origin,
         policy=planned.policy,

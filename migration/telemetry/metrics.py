@@ -10,7 +10,7 @@ from fleet.facts.migrations import (
     MigrationAborted,
     MigrationCommitted,
     MigrationStaged,
-    PlanJudged,
+    PlanEvaluated,
 )
 from fleet.requests.control_loop import LayerFigures
 from fleet.requests.handovers import HandoverDescribed
@@ -321,7 +321,7 @@ class MigrationMetrics:
         for name, value in (("trust", trust), ("spent_bytes", spent), ("left_bytes", left)):
             self._set(self._loop[name], engine, value)
 
-    def judged(self, said: PlanJudged) -> None:
+    def judged(self, said: PlanEvaluated) -> None:
         """Publish the verdict on a plan."""
         self._verdicts.labels(said.verdict).inc()
         if said.realised is not None:

@@ -19,7 +19,7 @@ from fleet.facts.migrations import (
     MigrationAborted,
     MigrationCommitted,
     MigrationPlanned,
-    PlanJudged,
+    PlanEvaluated,
 )
 from fleet.handover import CoordinatorEvent
 from migration.handover.coordinator import HandoverSpec, HandoverState, Move
@@ -87,7 +87,7 @@ class MigrationTracing:
             ),
         )
 
-    def judged(self, verdict: PlanJudged, parent: str) -> None:
+    def judged(self, verdict: PlanEvaluated, parent: str) -> None:
         """Record the verdict on a plan. parent: traceparent of the plan, whose span ended long ago."""
         about: Attributes = {
             "roost.plan": verdict.plan,

@@ -7,7 +7,7 @@ import pytest
 
 from bus import Message, StoreFull
 from bus.parts import IN_USE_SECONDS, PartedAnswers
-from bus.protocol.codec import PART_BYTES, PartsOffer, PartWanted
+from bus.protocol.codec import PART_BYTES, PartRequest, PartsOffer
 from bus.stores import AGAIN_SECONDS, FullStores
 from fleet.requests.refusal import RequestRefused
 
@@ -20,7 +20,7 @@ def message(text: str) -> Message:
 
 def content_of(answers: PartedAnswers, offer: PartsOffer) -> bytes | None:
     parts = [
-        answers.part(PartWanted(publisher_id=1, answer=offer.answer, part=number))
+        answers.part(PartRequest(publisher_id=1, answer=offer.answer, part=number))
         for number in range(offer.parts)
     ]
     return None if None in parts else b"".join(part for part in parts if part is not None)
@@ -33,7 +33,7 @@ async def test_the_parts_of_an_offer_make_its_content_and_there_are_no_others(le
     assert offer.size == length
     assert content_of(answers, offer) == content[:length]
     for answer, part in ((offer.answer, offer.parts), (offer.answer, 1 << 63), (offer.answer + 1, 0)):
-        assert answers.part(PartWanted(publisher_id=1, answer=answer, part=part)) is None
+        assert answers.part(PartRequest(publisher_id=1, answer=answer, part=part)) is None
     answers.clear()
 
 

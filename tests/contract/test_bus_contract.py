@@ -29,7 +29,7 @@ from bus.protocol.codec import (
     PART_WANTED_TOPIC,
     PARTS_TOPIC,
     BlobReference,
-    PartWanted,
+    PartRequest,
     seal,
     unseal,
 )
@@ -77,7 +77,7 @@ PART_GARBAGE = (
         9,
         0.0,
         PART_WANTED_TOPIC,
-        msgspec.msgpack.encode(PartWanted(publisher_id=1, answer=1 << 63, part=1 << 63)),
+        msgspec.msgpack.encode(PartRequest(publisher_id=1, answer=1 << 63, part=1 << 63)),
     ),
 )
 """Raw bytes a stranger may send; each must be refused and counted, none may be fatal."""

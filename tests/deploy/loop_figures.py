@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from fleet.facts.migrations import LoopFigures
-from fleet.requests.control_loop import EngineLoop, LayerFigures, LoopDescribed, PlanTold
+from fleet.requests.control_loop import EngineLoop, LayerFigures, LoopDescribed, PlanSummary
 
 NOW = 1_700_000_000.0
 START = LoopFigures(remote_ranks=1.969, local=0.312, balance=0.93, step_seconds=0.0102, tokens=9000)
@@ -16,7 +16,7 @@ LAYERS = LayerFigures(
     remote_ranks=(1.5,) * 57 + (float("nan"),),
     local=(0.6,) * 58,
 )
-KEPT = PlanTold(
+KEPT = PlanSummary(
     plan="1f3a5c7e90abcdef",
     origin="planner",
     policy="roost",

@@ -13,7 +13,7 @@ from fleet.facts.migrations import (
     MigrationCommitted,
     MigrationPlanned,
     MigrationStaged,
-    PlanJudged,
+    PlanEvaluated,
 )
 from fleet.facts.placements import PlacementCommitted
 from fleet.placement import Placement
@@ -21,7 +21,7 @@ from fleet.requests.plans import ApplyPlan, MigrationAccepted
 from migration.model.plan import Plan
 
 Ended = MigrationCommitted | MigrationAborted
-Said = MigrationPlanned | MigrationStaged | Ended | PlanJudged
+Said = MigrationPlanned | MigrationStaged | Ended | PlanEvaluated
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Records:
                     | MigrationStaged()
                     | MigrationCommitted()
                     | MigrationAborted()
-                    | PlanJudged()
+                    | PlanEvaluated()
                 ):
                     self.history(said.engine).migrations.append(said)
 

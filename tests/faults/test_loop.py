@@ -18,9 +18,9 @@ from deploy.process import alongside
 from fleet.facts.activity import DispatchMeasured
 from fleet.facts.demand import DemandPublished
 from fleet.facts.dynamo_kv import KvMetrics
-from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, MigrationStaged, PlanJudged
+from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, MigrationStaged, PlanEvaluated
 from fleet.popularity import ExpertTable
-from fleet.requests.control_loop import DescribeLoop, EngineLoop, LoopDescribed, SteerLoop
+from fleet.requests.control_loop import DescribeLoop, EngineLoop, LoopDescribed, SetLoopState
 from tests.faults.expert_contents import RANKS, SHAPE
 from tests.faults.fleet_fixture import Engine, House, Process, until
 from tests.faults.invariants import judge
@@ -164,8 +164,8 @@ class Loop:
         }
         return sum(one.bytes for one in handovers.values())
 
-    def verdicts(self, plan: str) -> list[PlanJudged]:
-        return [one for one in self.engine.history.of(plan) if isinstance(one, PlanJudged)]
+    def verdicts(self, plan: str) -> list[PlanEvaluated]:
+        return [one for one in self.engine.history.of(plan) if isinstance(one, PlanEvaluated)]
 
     def nothing_between(self, plan: str) -> None:
         """Between the end of a plan and its judgement no other was begun."""
@@ -175,7 +175,9 @@ class Loop:
             for at, one in enumerate(said)
             if one.plan == plan and isinstance(one, MigrationCommitted) and one.last
         )
-        judged = next(at for at, one in enumerate(said) if one.plan == plan and isinstance(one, PlanJudged))
+        judged = next(
+            at for at, one in enumerate(said) if one.plan == plan and isinstance(one, PlanEvaluated)
+        )
         assert not any(isinstance(one, MigrationPlanned) for one in said[ended:judged]), said[ended:judged]
 
     async def next_plan(self) -> MigrationPlanned:
@@ -200,7 +202,7 @@ class Loop:
         living = [one for one in self.house.coordinators if one.alive]
         return next((one for one in living if one.token > dead.token), None)
 
-    async def judged(self, plan: str) -> PlanJudged:
+    async def judged(self, plan: str) -> PlanEvaluated:
         return (
             await until(
                 lambda: self.verdicts(plan),
@@ -328,7 +330,7 @@ async def steered(loop: Loop, *, paused: bool, reason: str) -> LoopDescribed:
     async def tried() -> LoopDescribed | None:
         try:
             answer = await loop.house.bus.request(
-                loop.house.subjects.loop, SteerLoop(paused=paused, reason=reason), 2.0
+                loop.house.subjects.loop, SetLoopState(paused=paused, reason=reason), 2.0
             )
         except BusError:
             return None

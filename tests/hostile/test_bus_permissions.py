@@ -23,7 +23,7 @@ from deploy.security.credentials import ServerCredentials
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineHeartbeat, EngineLeft, RankDrained
 from fleet.facts.migrations import MigrationAborted
-from fleet.requests.control_loop import DescribeLoop, SteerLoop
+from fleet.requests.control_loop import DescribeLoop, SetLoopState
 from fleet.requests.refusal import RequestRefused
 
 SUBJECTS = Subjects()
@@ -224,7 +224,7 @@ async def test_a_subscriber_cannot_pause_the_planner_and_is_told_why_not_at_once
                 BusError,
                 match=r"user 'tracker' may not publish on .*migration\.loop; .*roost bus permissions",
             ):
-                await other.request(SUBJECTS.loop, SteerLoop(paused=True, reason="hostile"), 0.5)
+                await other.request(SUBJECTS.loop, SetLoopState(paused=True, reason="hostile"), 0.5)
     assert asked == [DescribeLoop()]
 
 

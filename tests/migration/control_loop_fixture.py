@@ -17,10 +17,10 @@ from fleet.facts.activity import DispatchMeasured
 from fleet.facts.demand import DemandPublished
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineJoined
-from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, PlanJudged
+from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, PlanEvaluated
 from fleet.placement import linear
 from fleet.popularity import ExpertTable
-from fleet.requests.control_loop import DescribeLoop, EngineLoop, LoopDescribed, SteerLoop
+from fleet.requests.control_loop import DescribeLoop, EngineLoop, LoopDescribed, SetLoopState
 from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
 from tests.migration.builders import joined
@@ -182,7 +182,7 @@ async def engine_of(bus: Bus) -> EngineLoop:
 
 
 async def steer(bus: Bus, *, paused: bool, reason: str = "") -> LoopDescribed:
-    answer = await bus.request(SUBJECTS.loop, SteerLoop(paused=paused, reason=reason), 20)
+    answer = await bus.request(SUBJECTS.loop, SetLoopState(paused=paused, reason=reason), 20)
     assert isinstance(answer, LoopDescribed)
     return answer
 
@@ -196,5 +196,5 @@ async def copied(bus: Bus) -> int:
     return sum(committed.bytes for committed in await recorded(bus, MigrationCommitted))
 
 
-async def verdicts(bus: Bus) -> list[PlanJudged]:
-    return await recorded(bus, PlanJudged)
+async def verdicts(bus: Bus) -> list[PlanEvaluated]:
+    return await recorded(bus, PlanEvaluated)

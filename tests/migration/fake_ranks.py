@@ -8,7 +8,7 @@ from bus import Bus, Message
 from bus.mailbox import Answer
 from bus.protocol.subjects import Subjects
 from fleet.facts.engines import EngineHeartbeat
-from fleet.facts.migrations import PullTold
+from fleet.facts.migrations import PullReport
 from fleet.handover import (
     CommandVerdict,
     ProtocolState,
@@ -185,7 +185,7 @@ class Ranks:
             failure=failure,
             fault=fault,
             pulls=(
-                (PullTold(source=0, transfer="memory", experts=1, bytes=384, seconds=0.01),)
+                (PullReport(source=0, transfer="memory", experts=1, bytes=384, seconds=0.01),)
                 if now.state is RankState.STAGED
                 else ()
             ),

@@ -18,7 +18,7 @@ from bus import BusError, Declined
 from deploy.local.fleet import FLEET_SECRET
 from deploy.local.supervise import Policy
 from fleet.facts.migrations import MigrationPlanned
-from fleet.requests.control_loop import LoopDescribed, SteerLoop
+from fleet.requests.control_loop import LoopDescribed, SetLoopState
 from fleet.requests.plans import RollBack
 from fleet.shared_secret import SharedSecret
 from tests.faults.plans import Impossible, series
@@ -383,7 +383,7 @@ class Mischief:
         while self.now < deadline:
             try:
                 answer = await self._records.bus.request(
-                    self._records.subjects.loop, SteerLoop(paused=paused, reason="the soak says so"), 3.0
+                    self._records.subjects.loop, SetLoopState(paused=paused, reason="the soak says so"), 3.0
                 )
             except BusError:
                 await asyncio.sleep(0.5)

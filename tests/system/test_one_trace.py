@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanContext, format_span_id
 from bus.memory import MemoryBroker, MemoryBus
 from engine_adapter.tracing import HandoverTracing
 from fleet.facts.demand import PopularityShifted
-from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, PlanJudged
+from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, PlanEvaluated
 from fleet.facts.placements import PlacementCommitted
 from fleet.placement import Placement
 from tests.engine_adapter.rank_fixture import WORKER, Group, standing
@@ -95,7 +95,7 @@ async def test_from_the_shift_to_the_verdict_everything_is_one_trace(spans: InMe
             await say_shift(group.broker)
             planned = await world.until(MigrationPlanned)
             world.balance = 0.9
-            judged = await world.until(PlanJudged)
+            judged = await world.until(PlanEvaluated)
             committed = [
                 one.message async for one in world.bus.replay(SUBJECTS.placements("a"), follow=False)
             ]

@@ -29,7 +29,7 @@ import pytest
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.process import alongside
-from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, PlanJudged
+from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, PlanEvaluated
 from tests.faults.fleet_fixture import until
 from tests.faults.records import Records
 from tests.system.fault_injection import GentleStop, Mischief
@@ -308,7 +308,7 @@ class Soak:
                 **Counter(f"{one.origin}" for one in said if isinstance(one, MigrationPlanned)),
                 "handovers": sum(isinstance(one, MigrationCommitted) for one in said),
                 "bytes": sum(one.bytes for one in said if isinstance(one, MigrationPlanned)),
-                "judged": dict(Counter(one.verdict for one in said if isinstance(one, PlanJudged))),
+                "judged": dict(Counter(one.verdict for one in said if isinstance(one, PlanEvaluated))),
             },
             "orders": happened.orders,
             "gentle_stops": [

@@ -14,7 +14,7 @@ from bus import Bus, Subscription
 from bus.protocol.subjects import Subjects
 from fleet.facts.activity import DispatchMeasured
 from fleet.facts.demand import PopularityShifted, TablesPublished
-from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, PlanJudged
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, PlanEvaluated
 from fleet.facts.placements import HomesPublished, PlacementCommitted
 from fleet.placement import Placement
 
@@ -88,7 +88,7 @@ class Watcher:
     moved: list[tuple[float, MigrationCommitted]] = field(default_factory=list)
     planned: list[tuple[float, MigrationPlanned]] = field(default_factory=list)
     aborted: list[tuple[float, MigrationAborted]] = field(default_factory=list)
-    judged: list[tuple[float, PlanJudged]] = field(default_factory=list)
+    judged: list[tuple[float, PlanEvaluated]] = field(default_factory=list)
     shifts: list[tuple[float, PopularityShifted]] = field(default_factory=list)
     gains: list[tuple[float, float, dict[str, float]]] = field(default_factory=list)
     """second, gain, reliability"""
@@ -106,7 +106,7 @@ class Watcher:
                 self.planned.append((now, message))
             case MigrationAborted():
                 self.aborted.append((now, message))
-            case PlanJudged():
+            case PlanEvaluated():
                 self.judged.append((now, message))
             case PopularityShifted():
                 self.shifts.append((now, message))

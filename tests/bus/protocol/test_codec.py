@@ -16,6 +16,7 @@ from bus.protocol.codec import (
     BLOB_TOPIC,
     LARGE,
     PAYLOAD_BYTES,
+    RENAMED_KINDS,
     WIRE_BYTES,
     BlobReference,
     RejectionReason,
@@ -280,6 +281,30 @@ def test_every_event_of_the_union_is_known_as_a_kind() -> None:
     assert {kind.__name__ for kind in get_args(AnyEvent)} == {
         kind.__name__ for kind in Event.__subclasses__()
     }
+
+
+FIGURES = {"remote_ranks": 1.5, "local": 0.5, "balance": 0.9, "step_seconds": 0.01}
+OLD_MESSAGES: dict[str, dict[str, Any]] = {
+    "SteerLoop": {"paused": True, "reason": "an upgrade"},
+    "PlanJudged": {
+        "engine": "sim-0",
+        "worker_id": 7,
+        "plan": "p",
+        "epoch": 3,
+        "verdict": "kept",
+        "predicted_before": FIGURES,
+        "predicted_after": FIGURES,
+        "trust": 0.5,
+        "reason": "faster",
+    },
+}
+
+
+@pytest.mark.parametrize(("old", "kind"), RENAMED_KINDS.items())
+def test_a_message_under_its_old_kind_is_read_as_the_present_one(old: str, kind: str) -> None:
+    present = decode("migrations", msgspec.msgpack.encode(OLD_MESSAGES[old] | {"kind": kind}))
+    assert type(present).__name__ == kind
+    assert decode("migrations", msgspec.msgpack.encode(OLD_MESSAGES[old] | {"kind": old})) == present
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ from fleet.facts.migrations import (
     MigrationCommitted,
     MigrationPlanned,
     MigrationStaged,
-    PlanJudged,
-    PullTold,
+    PlanEvaluated,
+    PullReport,
 )
 from fleet.placement import linear
 from fleet.requests.handovers import HandoverDescribed
@@ -65,7 +65,7 @@ WHO: dict[str, Any] = {"engine": "engine-0", "worker_id": 7, "plan": "cafe"}
 ACCEPTED = MigrationAccepted(
     **WHO, handovers=2, copies=3, bytes=3000, what=("expert 1/3 from rank 0 to rank 1",)
 )
-PULL = PullTold(source=0, transfer="shared", experts=1, bytes=1000, seconds=0.1)
+PULL = PullReport(source=0, transfer="shared", experts=1, bytes=1000, seconds=0.1)
 PLANNED = MigrationPlanned(
     **WHO, origin="operator", base_epoch=0, handovers=2, copies=3, bytes=3000, reason="somebody wants it"
 )
@@ -555,7 +555,7 @@ async def test_status_tells_which_plan_is_under_way(bus: MemoryBus) -> None:
         "predicted_after": FORETOLD,
         "trust": 1.0,
     }
-    judged = PlanJudged(**earlier, epoch=0, verdict="kept", reason="it stays")
+    judged = PlanEvaluated(**earlier, epoch=0, verdict="kept", reason="it stays")
     for said in (
         judged,
         PLANNED,

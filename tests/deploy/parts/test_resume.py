@@ -14,7 +14,7 @@ from bus.protocol.subjects import Subjects
 from deploy.parts.resume import READ_SECONDS, agree, last_life
 from engine_adapter.engine import EngineFailed
 from engine_adapter.initial_placement import fitting, last_decided, leave_last, resumed
-from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationStaged, PlanJudged
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationStaged, PlanEvaluated
 from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CoordinatorState
 from fleet.layout import EP
@@ -107,9 +107,9 @@ def opened(state: CoordinatorState, handover: int) -> bytes:
     )
 
 
-def judged(engine: str = "e") -> PlanJudged:
+def judged(engine: str = "e") -> PlanEvaluated:
     figures = {"predicted_before": START, "predicted_after": FORETOLD, "trust": 1.0}
-    return PlanJudged(
+    return PlanEvaluated(
         engine=engine, worker_id=1, plan="o", epoch=2, verdict="kept", reason="it stays", **figures
     )
 

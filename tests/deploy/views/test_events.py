@@ -16,7 +16,7 @@ from fleet.facts.activity import (
     SampledProfile,
 )
 from fleet.facts.demand import ClustersPublished, KeyedRows, PopularityShifted, TablesPublished
-from fleet.facts.migrations import PlanJudged
+from fleet.facts.migrations import PlanEvaluated
 from fleet.popularity import ExpertCounts, ExpertTable
 from fleet.requests.demand import PopularityDescribed, RankPopularity
 from fleet.signatures import ClusterModel, pack
@@ -78,7 +78,7 @@ MEASURED = DispatchMeasured(
     served=HALVES,
     balance=HALVES,
 )
-JUDGED = PlanJudged(
+JUDGED = PlanEvaluated(
     engine="a",
     worker_id=1,
     plan="cafe",

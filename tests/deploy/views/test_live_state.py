@@ -22,7 +22,7 @@ from fleet.facts.migrations import (
     MigrationCommitted,
     MigrationPlanned,
     MigrationStaged,
-    PlanJudged,
+    PlanEvaluated,
 )
 from fleet.facts.placements import HomesPublished, PlacementCommitted
 from fleet.layout import Layout
@@ -268,7 +268,7 @@ def test_no_more_events_are_kept_than_can_be_looked_at() -> None:
             None,
         ),
         (
-            PlanJudged(
+            PlanEvaluated(
                 **PLAN,
                 epoch=1,
                 verdict="harmful",

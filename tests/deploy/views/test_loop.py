@@ -21,7 +21,7 @@ from deploy.views.loop import foretold_of, overview, sparkline, story
 from deploy.views.status import Loop, alarms, fitting, loop_of, loop_record, stores_of
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineHeartbeat, EngineJoined
-from fleet.requests.control_loop import LoopDescribed, SteerLoop
+from fleet.requests.control_loop import LoopDescribed, SetLoopState
 from fleet.requests.refusal import RequestRefused
 from tests.deploy.loop_figures import ENGINE, FORETOLD, KEPT, NOW, ROLLBACK, START, loop
 
@@ -227,11 +227,11 @@ async def test_pausing_is_asked_of_the_planner_and_what_it_says_comes_back(bus: 
 
     async def steer(message: Message) -> Message:
         heard.append(message)
-        return loop(paused=isinstance(message, SteerLoop) and message.paused)
+        return loop(paused=isinstance(message, SetLoopState) and message.paused)
 
     async with bus.serve(SUBJECTS.loop, steer):
         assert (await steered(bus, SUBJECTS, True, "new fan", lambda _: None)).paused
-        assert heard == [SteerLoop(paused=True, reason="new fan")]
+        assert heard == [SetLoopState(paused=True, reason="new fan")]
         told = await loop_of(bus, SUBJECTS)
     assert isinstance(told, LoopDescribed)
     assert not told.paused

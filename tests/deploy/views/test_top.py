@@ -24,7 +24,7 @@ from deploy.views import top
 from deploy.views.top import FleetWatch, JsonPage, Page, TextPage, clock, keys, page
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineHeartbeat, EngineJoined
-from fleet.requests.control_loop import LoopDescribed, SteerLoop
+from fleet.requests.control_loop import LoopDescribed, SetLoopState
 from tests.deploy.bus_responder import on_nats
 from tests.deploy.commands import roost
 from tests.deploy.loop_figures import ENGINE, NOW, loop
@@ -34,7 +34,7 @@ SUBJECTS = Subjects()
 
 
 async def here(message: Message) -> LoopDescribed:
-    return loop(ENGINE, paused=isinstance(message, SteerLoop) and message.paused)
+    return loop(ENGINE, paused=isinstance(message, SetLoopState) and message.paused)
 
 
 @pytest.fixture

@@ -21,11 +21,11 @@ from fleet.facts.migrations import (
     MigrationAborted,
     MigrationCommitted,
     MigrationPlanned,
-    PlanJudged,
+    PlanEvaluated,
 )
 from fleet.facts.placements import HomesPublished
 from fleet.layout import Layout
-from fleet.requests.control_loop import EngineLoop, SteerLoop
+from fleet.requests.control_loop import EngineLoop, SetLoopState
 from fleet.requests.demand import DescribeProfile
 from fleet.requests.plans import DescribePlan, MigrateExpert, PlanDescribed, RollBack
 from migration.config import MigrationConfig
@@ -62,7 +62,7 @@ def serving(
     return leading(MemoryBus(broker), config)
 
 
-def by_another(planned: MigrationPlanned, trust: float) -> PlanJudged:
+def by_another(planned: MigrationPlanned, trust: float) -> PlanEvaluated:
     """Verdict recorded by a previous leader."""
     nothing = LoopFigures(remote_ranks=0.0, local=0.0, balance=0.0, step_seconds=0.0)
     about: dict[str, Any] = {
@@ -71,7 +71,7 @@ def by_another(planned: MigrationPlanned, trust: float) -> PlanJudged:
         "plan": planned.plan,
         "epoch": 1,
     }
-    return PlanJudged(
+    return PlanEvaluated(
         verdict="kept", predicted_before=nothing, predicted_after=nothing, trust=trust, reason="so", **about
     )
 
@@ -96,7 +96,7 @@ async def test_a_plan_that_pays_is_carried_out_and_judged_with_nobody_touching_i
         assert planned.before.balance < planned.after.balance
         assert planned.before.step_seconds > planned.after.step_seconds
         world.balance = 0.9
-        judged = await world.until(PlanJudged)
+        judged = await world.until(PlanEvaluated)
         assert judged.verdict == "kept", judged
         assert judged.realised > 0.4
         assert judged.epoch == world.ranks.served[-1] == planned.handovers
@@ -278,12 +278,12 @@ async def test_of_engines_that_come_and_go_a_bounded_number_is_remembered(
 async def test_a_pause_that_cannot_be_made_durable_is_refused_and_does_not_hold() -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker) as service:
-        with pytest.raises(Declined, match="send a SteerLoop or a DescribeLoop"):
+        with pytest.raises(Declined, match="send a SetLoopState or a DescribeLoop"):
             await world.bus.request(SUBJECTS.loop, DescribeProfile(model="m"))
         controller = service._controller
         assert controller is not None
         broker.reachable = False
-        answer = await controller.answer(SteerLoop(paused=True))
+        answer = await controller.answer(SetLoopState(paused=True))
         assert "has no effect" in str(answer)
         assert not controller.described().paused
         broker.reachable = True
@@ -326,7 +326,7 @@ async def test_plans_of_its_own_keep_to_the_budget_of_the_interval_also_across_a
         async with serving(broker, config):
             planned = await world.until(MigrationPlanned)
             assert 0 < planned.bytes <= most
-            await world.until(PlanJudged)
+            await world.until(PlanEvaluated)
             assert (await engine_of(world.bus)).spent_bytes == planned.bytes
         async with serving(broker, config) as service:
             world.rates = SKEWED[::-1].copy()
@@ -350,7 +350,7 @@ async def test_a_plan_that_did_harm_is_rolled_back_and_its_experts_rest_also_aft
             assert planned.origin == "planner"
             assert planned.copies > 0
             world.rates, world.balance, world.step_seconds = EVEN, 0.3, 4e-3
-            judged = await world.until(PlanJudged)
+            judged = await world.until(PlanEvaluated)
             assert judged.verdict == "harmful", judged
             assert judged.realised < 0
             assert judged.trust < 1.0
@@ -490,7 +490,7 @@ async def test_what_cannot_be_rolled_back_now_is_rolled_back_later_and_nothing_e
             world.ranks.silent.add(1)
         else:
             world.ranks.free = 0
-        await world.until(PlanJudged, 60)
+        await world.until(PlanEvaluated, 60)
         world.rates = SKEWED[::-1].copy()
         await world.last(15)
         decided = (await engine_of(world.bus)).decided
@@ -513,7 +513,7 @@ async def test_a_rollback_that_fails_for_ever_is_left_to_people_after_a_while(
     async with flight(broker) as world, serving(broker, HARSH):
         await carried_out(world)
         world.ranks.fails = {2: ("its memory is full", "memory")}
-        await world.until(PlanJudged, 60)
+        await world.until(PlanEvaluated, 60)
         await world.last(60)
         assert [planned.origin for planned in await recorded(world.bus, MigrationPlanned)][:3] == [
             "planner",
@@ -546,7 +546,7 @@ async def test_what_an_operator_asked_for_in_vain_keeps_nothing_from_being_judge
         )
         await world.until(MigrationAborted, 20)
         world.ranks.fails, world.ranks.stage_seconds = {}, 0.05
-        await world.until(PlanJudged, 60)
+        await world.until(PlanEvaluated, 60)
         told = await rolled_back(world)
         assert [plan.origin for plan in told.plans] == ["rollback", "operator", "planner"]
 
@@ -558,7 +558,7 @@ async def test_what_did_harm_stays_while_it_is_paused_and_that_is_told() -> None
         await world.until(MigrationCommitted)
         await steer(world.bus, paused=True)
         world.rates, world.balance, world.step_seconds = EVEN, 0.3, 4e-3
-        assert (await world.until(PlanJudged)).verdict == "harmful"
+        assert (await world.until(PlanEvaluated)).verdict == "harmful"
         await world.last(2)
         assert (
             "was not rolled back: automatic plans were off at that time"
@@ -574,7 +574,7 @@ async def test_what_got_worse_with_the_traffic_alone_is_no_harm() -> None:
     async with flight(broker) as world, serving(broker):
         await world.until(MigrationPlanned)
         world.balance, world.step_seconds = 0.3, 4e-3
-        judged = await world.until(PlanJudged)
+        judged = await world.until(PlanEvaluated)
         assert judged.verdict == "kept", judged
         assert "no better as it was before" in judged.reason
 
@@ -593,7 +593,7 @@ async def test_one_plan_is_judged_before_the_next_is_made_and_by_nothing_where_o
         assert len(await own(world.bus)) == 1
         assert "not judged yet" in (await engine_of(world.bus)).decided
         await world.bus.request(SUBJECTS.migrate, RollBack(engine="a"), 20)
-        judged = await world.until(PlanJudged, 5)
+        judged = await world.until(PlanEvaluated, 5)
         assert judged.verdict == "unknown"
         assert "others moved experts meanwhile" in judged.reason
         assert judged.trust == 1.0
@@ -609,7 +609,7 @@ async def test_a_successor_judges_what_its_predecessor_began_by_what_that_had_me
             assert before is not None
         world.balance = 0.9
         async with serving(broker):
-            judged = await world.until(PlanJudged)
+            judged = await world.until(PlanEvaluated)
             assert judged.verdict == "kept"
             assert judged.measured_before.balance == pytest.approx(before.balance, rel=0.05)
             assert judged.measured_after.balance == pytest.approx(0.9, rel=0.02)
@@ -678,7 +678,7 @@ async def test_a_plan_that_was_not_followed_after_a_shift_is_judged_as_ever(
             world.ranks.silent.add(1)
         world.rates = SKEWED[::-1].copy()
         await world.bus.publisher(SUBJECTS.shifts).publish(SHIFT)
-        judged = await world.until(PlanJudged, 60)
+        judged = await world.until(PlanEvaluated, 60)
         assert asked > 0, "a plan would have followed"
         assert judged.verdict != "unknown", judged
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationStaged, PullTold
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationStaged, PullReport
 from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CommandVerdict, CoordinatorEvent, CoordinatorState, RankState
 from fleet.layout import EP
@@ -135,7 +135,7 @@ def test_after_a_higher_token_all_are_asked_again_at_once() -> None:
 
 
 def test_all_staged_is_recorded_with_every_pull_and_decided() -> None:
-    pull = PullTold(source=0, transfer="nixl", experts=1, bytes=50, seconds=0.1)
+    pull = PullReport(source=0, transfer="nixl", experts=1, bytes=50, seconds=0.1)
     proceeding = all_say(proposing(), RankState.STAGED, pulls=(pull,))
     move = proceeding.move(11.0)
     assert move is not None

@@ -12,7 +12,7 @@ from fleet.facts.migrations import (
     MigrationCommitted,
     MigrationPlanned,
     Origin,
-    PlanJudged,
+    PlanEvaluated,
     Verdict,
 )
 from migration.loop_state.persistent_state import (
@@ -69,8 +69,8 @@ def aborted(plan: str = "p") -> MigrationAborted:
     )
 
 
-def judged(plan: str = "p", verdict: Verdict = "harmful") -> PlanJudged:
-    return PlanJudged(
+def judged(plan: str = "p", verdict: Verdict = "harmful") -> PlanEvaluated:
+    return PlanEvaluated(
         engine="a",
         worker_id=1,
         plan=plan,

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
 from bus.memory import MemoryBroker, MemoryBus
-from fleet.facts.migrations import LoopFigures, MigrationCommitted, MigrationPlanned, PlanJudged
+from fleet.facts.migrations import LoopFigures, MigrationCommitted, MigrationPlanned, PlanEvaluated
 from fleet.requests.handovers import ProposeHandover
 from migration.telemetry.tracing import MigrationTracing
 from tests.migration.executor_fixture import apply, engine, leading, log, replicating
@@ -146,7 +146,7 @@ def test_a_verdict_is_a_span_below_its_plan_that_says_what_was_foretold_and_meas
         "reason": "it brought half of it",
     }
     tracing.judged(
-        PlanJudged(
+        PlanEvaluated(
             verdict="kept",
             predicted_before=before,
             predicted_after=after,
