@@ -9,6 +9,7 @@ import asyncio
 import logging
 
 from bus import Bus, BusError, Received
+from bus.keyed_queue import RetryQueue
 from bus.protocol.subjects import Subjects
 from fleet.experts import ModelShape
 from fleet.facts.demand import ClustersPublished
@@ -38,6 +39,7 @@ class ClusterSubscriber:
         self._look_seconds = look_seconds
         self._model: ClusterModel | None = None
         self._publisher: int | None = None
+        self._requests: RetryQueue[str] = RetryQueue(self._request, 1, look_seconds, LONGEST_PAUSE)
         self._warning = ""
         self._turn = asyncio.Lock()  # Replies and publications are processed one at a time.
 
@@ -52,7 +54,8 @@ class ClusterSubscriber:
             self._bus.subscribe(self._subjects.clusters, limit=UNREAD) as publications,
             asyncio.TaskGroup() as tasks,
         ):
-            tasks.create_task(self._request_until_known(), name=f"ask for the clusters of {self._name}")
+            tasks.create_task(self._requests.run(), name=f"request the clusters of {self._name}")
+            tasks.create_task(self._request_after_disconnects(), name="watch for disconnects of the bus")
             async for received in publications:
                 await self._receive(received)
 
@@ -63,23 +66,18 @@ class ClusterSubscriber:
             self._publisher = received.publisher_id
             await self._adopt(message.record, whatever_version=restarted)
 
-    async def _request_until_known(self) -> None:
-        clock = asyncio.get_running_loop().time
-        answered, pause, due = False, self._look_seconds, clock()
+    async def _request_after_disconnects(self) -> None:
+        connected = False
         while True:
-            if not self._bus.connected:
-                answered, pause, due = False, self._look_seconds, clock()
-            elif not answered and clock() >= due:
-                answered = await self._request()
-                due, pause = clock() + pause, min(2 * pause, LONGEST_PAUSE)
+            if self._bus.connected and not connected:
+                self._requests.ask(self._name)
+            connected = self._bus.connected
             await asyncio.sleep(self._look_seconds)
 
-    async def _request(self) -> bool:
+    async def _request(self, model: str) -> bool:
         """Request the clusters. True when the tracker replied."""
         try:
-            message = await self._bus.request(
-                self._subjects.describe_profile, DescribeClusters(model=self._name)
-            )
+            message = await self._bus.request(self._subjects.describe_profile, DescribeClusters(model=model))
         except BusError as error:
             log.debug("no clusters of %s yet: %s", self._name, error)
             return False

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 
 from bus import Bus, BusError, Message, Received, Subscription
 from bus.joins import holds_its_name, vouched
+from bus.keyed_queue import KeyedQueue
 from bus.protocol.subjects import Subjects
 from fleet.dispatch import numbered
 from fleet.facts.dynamo_kv import KvMetrics
@@ -19,7 +20,6 @@ from fleet.signatures import ClusterModel
 from router.fleet_state.cluster_homes import homes_of
 from router.fleet_state.dispatch_cost import DispatchCost, DispatchInputs, locality
 from router.fleet_state.engine_state import EngineStatus
-from router.keyed_queue import KeyedQueue
 from router.scheduling.scheduler import Scheduler
 from router.sync.kv_event_subscriber import KvEventSubscriber
 from router.sync.table_subscriber import TableSubscriber

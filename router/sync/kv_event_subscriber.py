@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bus import Bus, BusError, Received
+from bus.keyed_queue import RetryQueue
 from bus.protocol.subjects import Subjects
 from fleet.facts.dynamo_kv import KvEvent, RoutedKvEvent
 from fleet.requests.engines import KvSnapshot, KvSnapshotRequested
 from router.fleet_state.target_table import RankKey
-from router.keyed_queue import KeyedQueue
 from router.prefix_index.kv_event_index import BadKvEvent, KvEventIndex, OrphanBlock
 from router.telemetry.metrics import RouterMetrics
 
@@ -28,6 +28,7 @@ _SLICE = 1024
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 5.0
 _SNAPSHOT_SECONDS = 5.0
+_MOST_RANKS = 65_536
 _BAD_EVENT_SECONDS = 1.0
 """Pause before requesting a snapshot from a rank that sent an invalid event. A rank that sends nothing else
 then costs one snapshot a second, not one per message.
@@ -57,7 +58,6 @@ class _Feed:
     next: int = 0
     late: deque[tuple[int, int, Batch]] | None = field(default_factory=deque)
     blocks: int = 0
-    pause: float = _FIRST_PAUSE_SECONDS
 
     @property
     def missed(self) -> int:
@@ -76,7 +76,9 @@ class KvEventSubscriber:
         self._subjects = subjects
         self._metrics = metrics
         self._feeds: dict[RankKey, _Feed] = {}
-        self._due: KeyedQueue[RankKey] = KeyedQueue(65_536)
+        self._due: RetryQueue[RankKey] = RetryQueue(
+            self._repair, _MOST_RANKS, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS
+        )
         self._late_blocks = 0
 
     def add(self, rank: RankKey, engine: str) -> None:
@@ -123,7 +125,7 @@ class KvEventSubscriber:
         async with asyncio.TaskGroup() as tasks:
             for turn in range(_ASKING):
                 tasks.create_task(
-                    self._repair(), name=f"repairs KV feeds by snapshots ({turn + 1} of {_ASKING})"
+                    self._due.run(), name=f"repairs KV feeds by snapshots ({turn + 1} of {_ASKING})"
                 )
 
     def _take(self, rank: RankKey, feed: _Feed, publisher_id: int, sequence: int, batch: Batch) -> None:
@@ -173,7 +175,7 @@ class KvEventSubscriber:
             self._metrics.bus_refused.inc()
             feed.late = deque()
             self._metrics.kv_snapshots.labels("bad_event").inc()
-            asyncio.get_running_loop().call_later(_BAD_EVENT_SECONDS, self._due.ask, rank)
+            self._due.ask_later(rank, _BAD_EVENT_SECONDS)
         else:
             self._metrics.kv_events.inc(len(batch))
 
@@ -194,18 +196,17 @@ class KvEventSubscriber:
         self._metrics.kv_snapshots.labels(reason).inc()
         self._due.ask(rank)
 
-    async def _repair(self) -> None:
-        while True:
-            rank = await self._due.next()
-            feed = self._feeds.get(rank)
-            if feed is None or feed.late is None:
-                continue
-            try:
-                await self._snapshot(rank, feed)
-            except (BusError, OrphanBlock, BadKvEvent) as error:
-                log.info("no snapshot of worker %d rank %d yet: %s", *rank, error)
-                asyncio.get_running_loop().call_later(feed.pause, self._due.ask, rank)
-                feed.pause = min(2 * feed.pause, _LONGEST_PAUSE_SECONDS)
+    async def _repair(self, rank: RankKey) -> bool:
+        """Request a snapshot if the rank waits for one. False when there is none yet."""
+        feed = self._feeds.get(rank)
+        if feed is None or feed.late is None:
+            return True
+        try:
+            await self._snapshot(rank, feed)
+        except (BusError, OrphanBlock, BadKvEvent) as error:
+            log.info("no snapshot of worker %d rank %d yet: %s", *rank, error)
+            return False
+        return True
 
     async def _snapshot(self, rank: RankKey, feed: _Feed) -> None:
         """Request and apply a snapshot. BusError when there is none; OrphanBlock or BadKvEvent when it is
@@ -232,11 +233,7 @@ class KvEventSubscriber:
 
     def _resume(self, rank: RankKey, feed: _Feed, answer: KvSnapshot) -> None:
         """Continue after the snapshot, and process the messages held back as if they arrived now."""
-        feed.publisher_id, feed.next, feed.pause = (
-            answer.publisher_id,
-            answer.sequence + 1,
-            _FIRST_PAUSE_SECONDS,
-        )
+        feed.publisher_id, feed.next = answer.publisher_id, answer.sequence + 1
         for publisher_id, sequence, batch in self._let_go(feed):
             if publisher_id == answer.publisher_id:
                 self._take(rank, feed, publisher_id, sequence, batch)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from bus import Bus, BusError, BusTimeout, Message, Subscription
+from bus.keyed_queue import RetryQueue
 from bus.protocol.subjects import Subjects
 from fleet.facts.bookings import ReservationsChanged
 from fleet.requests.routing import (
@@ -30,7 +31,6 @@ from router.fleet_state.booking_replication import (
     RemoteBookings,
 )
 from router.fleet_state.reservations import Booking, Reservations
-from router.keyed_queue import KeyedQueue
 from router.prefix_index.prompt import Prompt
 from router.scheduling.decision import Decision
 from router.telemetry.metrics import RouterMetrics
@@ -91,7 +91,7 @@ class PeerRouters:
         self._diary = OwnBookings(self.router, config.reservation_seconds / 2)
         self._ledger = RemoteBookings(reservations, config.reservation_seconds, learnt)
         self._publisher = bus.publisher(subjects.reservations)
-        self._due: KeyedQueue[int] = KeyedQueue(MOST_ROUTERS)
+        self._due: RetryQueue[int] = RetryQueue(self._ask, MOST_ROUTERS, _PAUSE_SECONDS, _PAUSE_SECONDS)
         self._news = asyncio.Event()
         self._news.set()  # the first message announces this router
         self._echo: float | None = None
@@ -183,7 +183,7 @@ class PeerRouters:
             tasks.create_task(self._publish(), name="publishes the bookings made here")
             tasks.create_task(self._listen(changes), name="listens to other routers")
             tasks.create_task(self._meet(), name="waits for the existing routers")
-            tasks.create_task(self._ask(), name="requests missed messages of routers")
+            tasks.create_task(self._due.run(), name="requests missed messages of routers")
 
     async def _publish(self) -> None:
         """Publish changes at once, but at most once per `coalesce_seconds`; without changes, publish a
@@ -236,26 +236,24 @@ class PeerRouters:
             self._metrics.peer_gaps.inc()
             self._due.ask(change.router)
 
-    async def _ask(self) -> None:
-        while True:
-            router = await self._due.next()
-            try:
-                answer = await self._bus.request(
-                    self._subjects.describe_reservations(router),
-                    DescribeReservations(router=self.router),
-                    _ANSWER_SECONDS,
-                )
-            except BusError as error:
-                log.debug("router %016x does not describe its bookings: %s", router, error)
-                complete = False
-            else:
-                complete = (
-                    isinstance(answer, ReservationsDescribed)
-                    and answer.router == router
-                    and self._ledger.replace(answer, self._clock())
-                )
-            if not complete and router in self._ledger.routers:
-                asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._due.ask, router)
+    async def _ask(self, router: int) -> bool:
+        """Request the bookings of a router. True when they are complete, or the router is gone."""
+        try:
+            answer = await self._bus.request(
+                self._subjects.describe_reservations(router),
+                DescribeReservations(router=self.router),
+                _ANSWER_SECONDS,
+            )
+        except BusError as error:
+            log.debug("router %016x does not describe its bookings: %s", router, error)
+            complete = False
+        else:
+            complete = (
+                isinstance(answer, ReservationsDescribed)
+                and answer.router == router
+                and self._ledger.replace(answer, self._clock())
+            )
+        return complete or router not in self._ledger.routers
 
     async def _meet(self) -> None:
         await asyncio.sleep(MEETING_SECONDS)

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from bus import Bus, BusError, Subscription
+from bus.keyed_queue import RetryQueue
 from bus.protocol.subjects import Subjects
 from fleet.facts.demand import ClustersPublished, TablesPublished
 from fleet.requests.demand import DescribeClusters, DescribeTables
 from fleet.signatures import ClusterModel
-from router.keyed_queue import KeyedQueue
 from router.prediction.predictor import Predictor
 from router.prediction.table_replica import SLICE, ChangeVerdict, TableChange, read
 from router.telemetry.metrics import RouterMetrics
@@ -50,7 +50,6 @@ class _Feed:
     """some cluster model is known"""
     answered: bool = False
     """the tracker has answered (with tables or not), or the request failed"""
-    pause: float = _FIRST_PAUSE_SECONDS
     taken_at: float = 0.0
     """time of the last table update, seconds on the router's clock"""
 
@@ -76,7 +75,9 @@ class TableSubscriber:
         self._clock = clock
         self._learnt = learnt
         self._feeds: dict[str, _Feed] = {}
-        self._due: KeyedQueue[str] = KeyedQueue(_MOST_MODELS)
+        self._due: RetryQueue[str] = RetryQueue(
+            self._ask, _MOST_MODELS, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS
+        )
         self._order = asyncio.Lock()
 
     def add(self, model: str) -> None:
@@ -114,11 +115,7 @@ class TableSubscriber:
 
     async def run(self) -> None:
         """Request missing tables and clusters until cancelled."""
-        while True:
-            model = await self._due.next()
-            feed = self._feeds.get(model)
-            if feed is not None:
-                await self._ask(model, feed)
+        await self._due.run()
 
     def measure(self) -> None:
         """Update the metrics of the replicas."""
@@ -129,7 +126,11 @@ class TableSubscriber:
                     model, replica.tables, replica.stored_bytes, self._clock() - feed.taken_at
                 )
 
-    async def _ask(self, model: str, feed: _Feed) -> None:
+    async def _ask(self, model: str) -> bool:
+        """Request what is missing of a model. True when nothing is missing, or the model is forgotten."""
+        feed = self._feeds.get(model)
+        if feed is None:
+            return True
         describe = self._subjects.describe_profile
         try:
             if not feed.clusters:
@@ -143,11 +144,7 @@ class TableSubscriber:
         except BusError as error:
             log.debug("no prediction tables of model %s yet: %s", model, error)
         feed.answered = True
-        if feed.late is None and feed.clusters:
-            feed.pause = _FIRST_PAUSE_SECONDS
-        elif self._feeds.get(model) is feed:
-            asyncio.get_running_loop().call_later(feed.pause, self._due.ask, model)
-            feed.pause = min(2 * feed.pause, _LONGEST_PAUSE_SECONDS)
+        return (feed.late is None and feed.clusters) or self._feeds.get(model) is not feed
 
     async def _clusters(self, published: ClustersPublished) -> None:
         async with self._order:

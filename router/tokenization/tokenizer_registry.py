@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from bus import Bus, BusError
-from router.keyed_queue import KeyedQueue
+from bus.keyed_queue import KeyedQueue
 from router.tokenization.segment_cache import SegmentCache
 from router.tokenization.tokenizer import BadTokenizer, ModelTokenizer
 
@@ -78,7 +78,7 @@ class TokenizerRegistry:
         except BusError as error:
             log.warning("tokenizer %s cannot be fetched yet: %s", digest, error)
             self._changed(digest, f"its tokenizer cannot be fetched: {error}")
-            asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._due.ask, digest)
+            self._due.ask_later(digest, _PAUSE_SECONDS)
         except BadTokenizer as error:
             log.error("tokenizer %s cannot be used: %s", digest, error)  # noqa: TRY400 the message is complete
             self._changed(digest, f"its tokenizer cannot be used: {error}")

@@ -270,14 +270,15 @@ async def test_a_tracker_that_never_answers_is_asked_ever_more_seldom(
     broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requested: list[float] = []
-    feed = ClusterSubscriber(MemoryBus(broker), SUBJECTS, "m", SHAPE, 1.0)
-    request, clock = feed._request, asyncio.get_running_loop().time
+    bus, clock = MemoryBus(broker), asyncio.get_running_loop().time
+    feed = ClusterSubscriber(bus, SUBJECTS, "m", SHAPE, 1.0)
+    request = bus.request
 
-    async def recorded() -> bool:
+    async def recorded(subject: str, message: Message) -> Message:
         requested.append(clock())
-        return await request()
+        return await request(subject, message)
 
-    monkeypatch.setattr(feed, "_request", recorded)
+    monkeypatch.setattr(bus, "request", recorded)
     task = asyncio.create_task(feed.run())
     await asyncio.sleep(600)
     assert len(requested) < 600 / 30 + 8

@@ -14,7 +14,6 @@ from bus.memory import MemoryBroker, MemoryBus
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent
 from fleet.requests.engines import KvSnapshot, KvSnapshotRequested
-from router.keyed_queue import KeyedQueue
 from router.prefix_index.approximate_index import ApproximateIndex
 from router.prefix_index.block_index import BlockIndex
 from router.prefix_index.kv_event_index import KvEventIndex
@@ -333,18 +332,3 @@ def test_the_chain_of_a_token_prompt_is_made_per_block_size() -> None:
     prompt = TokenPrompt(TOKENS)
     assert prompt.chained(4)[:] == CHAINED
     assert prompt.chained(8)[:] == sequence_hashes(local_hashes(TOKENS, 8))
-
-
-# Keyed queue
-
-
-async def test_a_chore_waits_once_and_room_is_bounded() -> None:
-    chores: KeyedQueue[int] = KeyedQueue(2)
-    for key in (1, 1, 2, 3):
-        chores.ask(key)
-    assert (len(chores), chores.refused) == (2, 1)
-    assert [await chores.next(), await chores.next()] == [1, 2]
-    waiting = asyncio.create_task(chores.next())
-    await asyncio.sleep(0)
-    chores.ask(1)
-    assert await waiting == 1
