@@ -38,8 +38,8 @@ QUESTION_BYTES = 60
 PREFILL_S, STEP_S, SEQUENCE_S, OVERHEAD_S, NOISE = 1e-4, 1.2e-2, 2e-4, 5e-3, 0.05
 """of the simulated servers: seconds per prompt token, per step, added to a step by each stream, per request;
 relative deviation of a request's steps"""
-MOST_MS, MOST_SKEW, LEAST_GAINED = 1.0, 0.6, {200: 0.99, 950: 1.02}
-"""limits; LEAST_GAINED by bytes of a prefix: a short prefix is worth less than an even load"""
+MAX_MS, MAX_SKEW, MIN_GAINED = 1.0, 0.6, {200: 0.99, 950: 1.02}
+"""limits; MIN_GAINED by bytes of a prefix: a short prefix is worth less than an even load"""
 
 
 def service_of(
@@ -199,10 +199,10 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> No
             )
         gained = outcomes["learnt"].cached / outcomes["assumed"].cached
         report.targets.append(
-            Target(f"cached, learnt / assumed, {prefix_bytes} bytes", gained, LEAST_GAINED[prefix_bytes])
+            Target(f"cached, learnt / assumed, {prefix_bytes} bytes", gained, MIN_GAINED[prefix_bytes])
         )
         report.targets.append(
-            Target(f"busier server, {prefix_bytes} bytes", outcomes["learnt"].most, MOST_SKEW, at_least=False)
+            Target(f"busier server, {prefix_bytes} bytes", outcomes["learnt"].most, MAX_SKEW, at_least=False)
         )
     for size in KILOBYTES:
         times = {block: guess_ms(block, 1024 * size, 20 if quick else 60) for block in BLOCKS}
@@ -212,7 +212,7 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> No
         )
         if size == 8:
             report.targets.append(
-                Target("8 kB in blocks of 32 tokens", times[32], MOST_MS, at_least=False, unit=" ms")
+                Target("8 kB in blocks of 32 tokens", times[32], MAX_MS, at_least=False, unit=" ms")
             )
     report.finish(as_json=as_json, check=check)
 

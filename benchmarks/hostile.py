@@ -38,7 +38,7 @@ from deploy.demo_model import checkpoint_path
 CONTROL = "nobody attacks"
 DISTINCT = "8 MB of distinct words"
 ROUNDS = 5
-MOST_MS = 100.0
+MAX_MS = 100.0
 _LONG_TOKEN = "#" * 512
 _PROMPT_BYTES = 20_000
 _PROBE_SECONDS = 0.02
@@ -229,15 +229,13 @@ async def run(quick: bool, report: Report) -> None:
         Target(
             f"/health under the worst attack ({worst})",
             1e3 * median(health[worst]),
-            MOST_MS,
+            MAX_MS,
             at_least=False,
             unit=" ms",
         )
     )
     report.targets.append(
-        Target(
-            "delay of a 20 kB prompt by four 8 MB bodies", 1e3 * delay, MOST_MS, at_least=False, unit=" ms"
-        )
+        Target("delay of a 20 kB prompt by four 8 MB bodies", 1e3 * delay, MAX_MS, at_least=False, unit=" ms")
     )
 
 

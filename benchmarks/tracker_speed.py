@@ -40,7 +40,7 @@ from engine_adapter.batching.profile_signatures import request_profiles
 from engine_adapter.engine import EndedRequest
 from fleet.facts.activity import RequestOutcome, RequestProfile
 from fleet.placement import linear
-from fleet.prediction import MOST_TOKENS, Query, Tables, predict
+from fleet.prediction import MAX_TOKENS, Query, Tables, predict
 from fleet.signatures import ClusterModel, pack
 from router.prediction.table_replica import TableReplica, read
 from tracker.activity.decay_window import BATCH
@@ -261,7 +261,7 @@ def tables(prompts: list[Query]) -> Tables:
     for number, query in enumerate(prompts):
         known = query.prefix[: len(query.prefix) // 2]
         signatures = pack(random.dirichlet(np.full(CLUSTERS, 0.1), len(known) + 1))
-        ids = np.array(query.tokens[:MOST_TOKENS], "<u4").tobytes()
+        ids = np.array(query.tokens[:MAX_TOKENS], "<u4").tobytes()
         profile = RequestProfile(
             decision=f"{number}",
             tokens=len(query.tokens),

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.rig.live.document_traffic import Texts
 from benchmarks.rig.live.figures import Sent
-from benchmarks.rig.live.run import HEARD_SECONDS, LOOP, Live, Plenty, Tap
+from benchmarks.rig.live.run import DELIVERY_SECONDS, LOOP, Live, Plenty, Tap
 from benchmarks.rig.report import Target
 
 FLIP_SECONDS, BEFORE_SECONDS, BASELINE_SECONDS = 240.0, 120.0, 30.0
@@ -23,7 +23,7 @@ WIDTH = 10.0
 
 
 @dataclass
-class Told:
+class Findings:
     notes: list[str] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     """targets for runs of any length"""
@@ -54,7 +54,7 @@ async def baseline(live: Live, traffic: Texts, much: Plenty, seed: int, seconds:
     return live.watcher.sent(begin, end).remote_ranks
 
 
-async def flip(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float) -> Told:
+async def flip(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float) -> Findings:
     """Replace all domains at once. The gain is the loop's saving against the first placement with KV-only
     routing under the same traffic."""
     before, after = halves(traffic, seed)
@@ -71,11 +71,11 @@ async def flip(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float
         tap.source = after.requests(much.prompt, seed + 1, live.offset)
         await asyncio.sleep(FLIP_SECONDS * scale)
         end = time.monotonic()
-    await asyncio.sleep(HEARD_SECONDS)
-    return flip_told(live, plain, (before.domains, after.domains), began, flipped, end, len(load.lost))
+    await asyncio.sleep(DELIVERY_SECONDS)
+    return flip_findings(live, plain, (before.domains, after.domains), began, flipped, end, len(load.lost))
 
 
-def flip_told(
+def flip_findings(
     live: Live,
     plain: list[float],
     domains: tuple[list[str], list[str]],
@@ -83,7 +83,7 @@ def flip_told(
     flipped: float,
     end: float,
     lost: int,
-) -> Told:
+) -> Findings:
     watcher = live.watcher
     steady = plain[1] - watcher.sent(end - (end - flipped) / 3, end).remote_ranks
     first = plain[0] - watcher.sent(flipped - (flipped - began) / 3, flipped).remote_ranks
@@ -128,7 +128,7 @@ def flip_told(
             unit=" s",
         ),
     ]
-    return Told(
+    return Findings(
         notes,
         targets,
         lasting,
@@ -141,13 +141,13 @@ def flip_told(
     )
 
 
-async def homogeneous(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float) -> Told:
+async def homogeneous(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float) -> Findings:
     """Send homogeneous prompts: routing and migration have nothing to gain, so nothing moves.
 
     The first placement leaves slots empty. Filling them gains under any traffic, so it gets time at first and
     is reported.
     """
-    told = Told(course={})
+    told = Findings(course={})
     for name, source in (
         ("all domains shuffled within each prompt", traffic.shuffled(much.prompt, seed, live.offset)),
         (
@@ -163,7 +163,7 @@ async def homogeneous(live: Live, traffic: Texts, much: Plenty, seed: int, scale
             begin = time.monotonic()
             await asyncio.sleep(HOMOGENEOUS_SECONDS * scale)
             end = time.monotonic()
-        await asyncio.sleep(HEARD_SECONDS)
+        await asyncio.sleep(DELIVERY_SECONDS)
         watcher = live.watcher
         filled, moved, found = (
             watcher.bytes_moved(began, begin),
@@ -184,7 +184,7 @@ async def homogeneous(live: Live, traffic: Texts, much: Plenty, seed: int, scale
     return told
 
 
-async def alternating(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float) -> Told:
+async def alternating(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float) -> Findings:
     """Alternate two kinds of traffic faster than experts can follow: bytes stay within the budget, and most
     of it is unused."""
     kinds = [one.requests(much.prompt, seed, live.offset) for one in halves(traffic, seed)]
@@ -197,13 +197,13 @@ async def alternating(live: Live, traffic: Texts, much: Plenty, seed: int, scale
             tap.source = kinds[turn % 2]
             await asyncio.sleep(EVERY_SECONDS * min(1.0, scale * 10))
         end = time.monotonic()
-    await asyncio.sleep(HEARD_SECONDS)
+    await asyncio.sleep(DELIVERY_SECONDS)
     watcher, middle = live.watcher, (began + end) / 2
     moved, later = watcher.bytes_moved(began, end), watcher.bytes_moved(middle, end)
     budget = live.settings["planner"]["budget_bytes"] * (
         1 + int((end - began) // live.settings["planner"]["budget_seconds"])
     )
-    return Told(
+    return Findings(
         [
             (
                 f"alternating every {EVERY_SECONDS:g} s for {end - began:.0f} s: {moved / 1e6:.1f} MB in"

@@ -35,7 +35,7 @@ SETTLED_SECONDS = 60.0
 """time limit for a running plan to end"""
 MEASURED_SEED = 1_000_003
 """added to the seed for the measured requests"""
-HEARD_SECONDS = 1.2
+DELIVERY_SECONDS = 1.2
 """time after which all measurements have arrived"""
 
 
@@ -325,7 +325,7 @@ async def further(live: Live, name: str, traffic: Texts, much: Plenty, seed: int
         begin, before = time.monotonic(), load.sent
         await load.until_sent(before + much.count)
         end = time.monotonic()
-    await asyncio.sleep(HEARD_SECONDS)
+    await asyncio.sleep(DELIVERY_SECONDS)
     live.fleet.check()
     return measured(live.watcher, name, load, began, begin, end)
 

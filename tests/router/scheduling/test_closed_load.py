@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.rig.steering import Lived, Setting, World, lived, world
+from benchmarks.rig.homes import LoadResult, Setting, World, run_load, world
 
 LAYERS, EXPERTS, TOKENS, TOP_K = 4, 32, 64, 4
 Table = NDArray[Any]
@@ -28,8 +28,8 @@ def recorded() -> tuple[Table, Table]:
     return np.argsort(-drawn, axis=3)[..., :TOP_K].astype(np.int16), domain
 
 
-def live(before: World, gain: float, *, given: bool = True) -> Lived:
-    return lived(before, Setting(16, gain, given), 160)
+def live(before: World, gain: float, *, given: bool = True) -> LoadResult:
+    return run_load(before, Setting(16, gain, given), 160)
 
 
 def test_under_a_placement_that_follows_homes_requests_come_home_and_nothing_gets_slower(

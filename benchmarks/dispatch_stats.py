@@ -6,7 +6,7 @@ times a second, as agents do. All ranks switch counting in the same steps. Two f
 counting (on the step thread, and where facts are taken), as a share of step time; and the relative duration
 of windows with counting compared with their neighbours without.
 
-    python -m benchmarks.sent --quick
+    python -m benchmarks.dispatch_stats --quick
 """
 
 import asyncio
@@ -37,12 +37,12 @@ from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.engine import DispatchCounts
 
 WINDOW_STEPS = 32
-LEAST_WINDOWS = 12
+MIN_WINDOWS = 12
 """windows measured at least, whatever their duration"""
 SLOTS_TO_SPARE = 2
 """per rank and layer, so that experts have replicas to choose from"""
 LOOKS_PER_SECOND = 20.0
-MOST_SHARE = 0.01
+MAX_SHARE = 0.01
 """limit, as a share of a step's time"""
 
 
@@ -132,7 +132,7 @@ async def serve(
             )
         await asyncio.sleep(seconds)
         log = made[0]
-        while len(log.ends) < LEAST_WINDOWS * WINDOW_STEPS:  # noqa: ASYNC110 of a machine that is busy with other things
+        while len(log.ends) < MIN_WINDOWS * WINDOW_STEPS:  # noqa: ASYNC110 of a machine that is busy with other things
             await asyncio.sleep(0.1)
         lengths, spent, speed = np.diff(log.ends, prepend=log.ends[0]), log.spent, engine.description.speed
         logging.disable(logging.CRITICAL)  # once one rank leaves, the others log errors
@@ -151,7 +151,7 @@ def measured(ranks: int, sequences: int, prompt: int, seconds: float) -> list[di
         command = [
             sys.executable,
             "-m",
-            "benchmarks.sent",
+            "benchmarks.dispatch_stats",
             "--rank-of",
             f"{ranks},{sequences},{prompt},{seconds}",
             "--folder",
@@ -232,7 +232,7 @@ def main(
         Target(
             "processor time of counting over the time of the steps, worst",
             max(shares),
-            MOST_SHARE,
+            MAX_SHARE,
             at_least=False,
             unit="",
         )

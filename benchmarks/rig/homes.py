@@ -37,7 +37,7 @@ from router.scheduling.policies import PolicyRules
 RANKS = 4
 BLOCKS_HELD = 16
 """KV blocks of a running request"""
-MOST_PREFILL = 512
+MAX_PREFILL = 512
 """prompt tokens that a rank computes in a step"""
 SPEED = EngineSpeed(prefill_token=1.5e-4, step=2e-2, decode_sequence=5e-4, decode_block=2e-6, dispatch=3e-5)
 """roughly the measured speeds of four ranks on two cores, with the stated link costs"""
@@ -106,7 +106,7 @@ def _sent(experts: NDArray[np.int64], placement: Placement) -> NDArray[np.float6
     return found
 
 
-class Lived(NamedTuple):
+class LoadResult(NamedTuple):
     """Steady-state results: means over requests, or over steps."""
 
     at_home: float
@@ -221,7 +221,7 @@ def _joined(placement: Placement, speed: EngineSpeed) -> EngineJoined:
         block_size=BLOCK_SIZE,
         kv_blocks=4096,
         max_context=1024,
-        max_batch_tokens=MOST_PREFILL,
+        max_batch_tokens=MAX_PREFILL,
         layout=EP,
         shape=ModelShape(
             layers=placement.layers, experts=placement.experts, top_k=4, hidden=8, expert_intermediate=8
@@ -286,8 +286,8 @@ class _Engine:
     def _compute(self, rank: int, computed: NDArray[np.float64], sent: NDArray[np.float64]) -> list[_Running]:
         """Compute prompts in order; return the completed ones."""
         done, queue = [], self.computing[rank]
-        while queue and computed[rank] < MOST_PREFILL:
-            part = min(MOST_PREFILL - int(computed[rank]), queue[0].to_compute)
+        while queue and computed[rank] < MAX_PREFILL:
+            part = min(MAX_PREFILL - int(computed[rank]), queue[0].to_compute)
             queue[0].to_compute -= part
             computed[rank] += part
             sent[rank] += part * self._world.remote[queue[0].row, rank]
@@ -305,7 +305,7 @@ class _Engine:
         return ended
 
 
-def lived(world: World, setting: Setting, requests: int) -> Lived:
+def run_load(world: World, setting: Setting, requests: int) -> LoadResult:
     """Run until `requests` are answered; the first quarter is warm-up."""
     random = np.random.default_rng(setting.seed)
     router, engine, now, answered, since, tokens = (
@@ -355,6 +355,6 @@ def lived(world: World, setting: Setting, requests: int) -> Lived:
         answered += len(ended)
         asking += [(now, one.user) for one in ended]
     at_home, remote, swing = np.mean(went, axis=0).tolist()
-    return Lived(
+    return LoadResult(
         at_home, remote, tokens / (now - since), float(np.mean(waited)), float(np.mean(stepped)), swing
     )

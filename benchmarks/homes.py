@@ -1,12 +1,12 @@
 """Effect and cost of homes: recorded requests of the demo model under a closed load of 4 to 6 requests a
-rank, decided by the router's pure code on a clock of the time model (`benchmarks.rig.steering`).
+rank, decided by the router's pure code on a clock of the time model (`benchmarks.rig.homes`).
 
 Three routers with the same placement, which follows the homes that the planner finds for nine domains on four
 ranks of ten slots: one ignores experts, one prices them as far as prediction has earned, and one uses homes
 as well. The cost of a sequence in a step differs between machines and decides how much a home may cost, so it
 is varied.
 
-    python -m benchmarks.steering --quick
+    python -m benchmarks.homes --quick
 """
 
 from typing import NamedTuple
@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import typer
 
+from benchmarks.rig.homes import RANKS, SPEED, LoadResult, Setting, World, run_load, world
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
-from benchmarks.rig.steering import RANKS, SPEED, Lived, Setting, World, lived, world
 from deploy.demo_model import routings_path
 
 SLOTS, GAIN = 10, 0.9
@@ -59,7 +59,7 @@ def recorded() -> World:
     return world(experts, domain, width=int(experts.max()) + 1, slots=SLOTS)
 
 
-def measured(before: World, router: _Router, users: int, sequence: float, *, quick: bool) -> Lived:
+def measured(before: World, router: _Router, users: int, sequence: float, *, quick: bool) -> LoadResult:
     """Return the mean over orders of requests, with answers of one length and of several."""
     speed = msgspec.structs.replace(SPEED, decode_sequence=sequence)
     settings = [
@@ -67,8 +67,8 @@ def measured(before: World, router: _Router, users: int, sequence: float, *, qui
         for varies in (0.0, 0.5)
         for seed in range(1 if quick else 5)
     ]
-    return Lived(
-        *np.mean([lived(before, setting, 300 if quick else 1200) for setting in settings], axis=0).tolist()
+    return LoadResult(
+        *np.mean([run_load(before, setting, 300 if quick else 1200) for setting in settings], axis=0).tolist()
     )
 
 

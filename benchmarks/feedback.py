@@ -7,7 +7,7 @@ median over short rounds of both. Distinct experts: the mixes of 8 engines of a 
 over 32 clusters. Speeds: an engine three times slower than it states, whose first tokens vary by a fifth
 (log-normal).
 
-    python -m benchmarks.hindsight --quick
+    python -m benchmarks.feedback --quick
 """
 
 import os

@@ -6,7 +6,7 @@ conversations whose beginning is in the cache of one or two ranks. The number of
 number of free places. Orders are compared by predicted time: each request's cost at its turn, summed; arrival
 order is the mean of several shuffles.
 
-    python -m benchmarks.waiting --quick
+    python -m benchmarks.queueing --quick
 """
 
 import asyncio
@@ -43,7 +43,7 @@ BATCHES = ((8, 64), (32, 64), (64, 64), (200, 64), (32, 512))
 """(requests, ranks)"""
 PLACES, SHUFFLES = 64, 5
 """per rank"""
-MOST_MS, MOST_ADDED_US, MOST_TURN_MS = 20.0, 3.0, 50.0
+MAX_MS, MAX_ADDED_US, MAX_TURN_MS = 20.0, 3.0, 50.0
 
 
 class House(NamedTuple):
@@ -272,13 +272,13 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> No
         Target(
             "what the waiting room adds where there is room",
             through - direct,
-            MOST_ADDED_US,
+            MAX_ADDED_US,
             at_least=False,
             unit=" us",
         ),
-        Target("longest turn of the event loop", longest, MOST_TURN_MS, at_least=False, unit=" ms"),
+        Target("longest turn of the event loop", longest, MAX_TURN_MS, at_least=False, unit=" ms"),
         Target("cost in the order found / as they came, worst", worst, 1.0, at_least=False),
-        Target("slowest order at 64 ranks", slowest, MOST_MS, at_least=False, unit=" ms"),
+        Target("slowest order at 64 ranks", slowest, MAX_MS, at_least=False, unit=" ms"),
     ]
     report.finish(as_json=as_json, check=check)
 
