@@ -37,6 +37,7 @@ from bus.protocol.subjects import Subjects
 from deploy.local.nats_server import answers, binary
 from engine_adapter.batching.kv_cache import identify
 from engine_adapter.batching.profile_signatures import request_profiles
+from engine_adapter.batching.routed_experts import RoutedTrace
 from engine_adapter.engine import EndedRequest
 from fleet.facts.activity import RequestOutcome, RequestProfile
 from fleet.placement import linear
@@ -347,7 +348,7 @@ def measure_profile(out: Report) -> None:
     ended = EndedRequest(
         "",
         8192,
-        random.integers(0, 256, (8192, 58, 8)).astype(np.int16),
+        RoutedTrace.of(random.integers(0, 256, (8192, 58, 8)).astype(np.int16)),
         [block.identity for block in identify(range(8192), BLOCK)],
     )
     took = []

@@ -132,6 +132,24 @@ def balance(served: NDArray[Any]) -> NDArray[np.float64]:
     )
 
 
+class RoutedExperts(Protocol):
+    """Experts chosen for the tokens of one request, by position."""
+
+    @property
+    def positions(self) -> int:
+        """Number of positions up to the last computed one. 0 when nothing was computed."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated memory in bytes."""
+        ...
+
+    def chosen(self) -> NDArray[np.int16]:
+        """Return int16 [positions, layers, k]. `fleet.routings.UNKNOWN` where nothing was computed."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EndedRequest:
     """A finished request, whatever its outcome, for which this rank computed at least one token.
@@ -145,19 +163,21 @@ class EndedRequest:
     prompt_tokens: int
     """Positions of the client's prompt. All later positions are completion, including those that a
     continuation had to recompute."""
-    routed: NDArray[np.int16]
-    """[positions, layers, k] chosen experts. `fleet.routings.UNKNOWN` where nothing was computed. Ends with
-    the last computed position."""
+    trace: RoutedExperts
     blocks: Sequence[KvBlock]
     """Hashes of the full blocks from the start of the prompt. There may be one more block than the positions
     of `routed` fill. Immutable."""
 
     @property
     def nbytes(self) -> int:
-        """Approximate memory kept alive by this object. The routing table counts with its full allocated
-        size."""
-        table = self.routed if self.routed.base is None else self.routed.base
-        return int(table.nbytes) + 64 * len(self.blocks)
+        """Approximate memory kept alive by this object."""
+        return self.trace.nbytes + 64 * len(self.blocks)
+
+    @property
+    def routed(self) -> NDArray[np.int16]:
+        """[positions, layers, k] chosen experts. `fleet.routings.UNKNOWN` where nothing was computed. Ends
+        with the last computed position. A simulated engine builds the table on each access."""
+        return self.trace.chosen()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from benchmarks.rig.alignment import aligned
 from benchmarks.rig.traffic import Request
 from engine_adapter.batching.profile_signatures import request_profiles
+from engine_adapter.batching.routed_experts import RoutedTrace
 from engine_adapter.engine import EndedRequest
 from fleet.arrays import Float32Array
 from fleet.blocks import BLOCK_SIZE
@@ -134,7 +135,7 @@ class Fleet:
         ended = EndedRequest(
             decision=decision,
             prompt_tokens=min(self.prompt, len(request.ids)),
-            routed=request.computed,
+            trace=RoutedTrace.of(request.computed),
             blocks=blocks,
         )
         sampled = [bool(decision)]

@@ -40,6 +40,22 @@ class GenerationRequest:
     salt: str = ""
     """KV is shared only with requests of the same salt."""
 
+    def check_bounds(self, *, max_context: int, vocabulary: int) -> None:
+        """ValueError for a request that no rank of these bounds can serve."""
+        known = len(self.prompt)
+        if not known or self.max_tokens < 1 or known + self.max_tokens > max_context:
+            raise ValueError(
+                f"request of {known} ids and {self.max_tokens} to generate: at least 1 and 1 are needed,"
+                f" {max_context} in all fit (max_context)"
+            )
+        if not 0 <= self.emitted < known:
+            raise ValueError(
+                f"request with {self.emitted} emitted ids of {known}: at least one id of the prompt must be"
+                " the client's own"
+            )
+        if min(self.prompt) < 0 or max(self.prompt) >= vocabulary:
+            raise ValueError(f"request with an id outside 0..{vocabulary - 1}")
+
 
 def parse(body: bytes) -> RankRequest:
     """Decode a request body. ApiError 400 for invalid JSON, invalid UTF-8, or wrong types."""

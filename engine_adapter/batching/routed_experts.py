@@ -1,35 +1,34 @@
 """Chosen experts of a request's tokens, stored per position while the request is open. Pure NumPy."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.routings import UNKNOWN, count_pairs
-
-
-class Routed(Protocol):
-    """Chosen experts of one request, by position."""
-
-    def chosen(self) -> NDArray[np.int16]:
-        """int16 [positions, layers, k] up to the last computed position. UNKNOWN where nothing was
-        computed."""
-        ...
-
-    def counts(self) -> NDArray[np.int64]:
-        """int64 [layers, experts]: (token, k) pairs of all computed positions. This is the request's
-        profile."""
-        ...
+from fleet.routings import UNKNOWN
 
 
 class RoutedTrace:
     """Chosen experts of one request, by position. Positions served from the prefix cache are UNKNOWN, not
     zero."""
 
-    def __init__(self, layers: int, experts: int, top_k: int) -> None:
-        self.experts = experts
+    def __init__(self, layers: int, top_k: int) -> None:
+        self.positions = 0
+        """Number of positions up to the last computed one."""
         self._table = np.full((0, layers, top_k), UNKNOWN, np.int16)
-        self._end = 0
+
+    @classmethod
+    def of(cls, routed: NDArray[Any]) -> "RoutedTrace":
+        """Return the trace of a request whose tokens chose these experts, from position 0 on: int [n, layers,
+        k]."""
+        trace = cls(*routed.shape[1:])
+        trace.note(0, routed)
+        return trace
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated memory in bytes."""
+        return int(self._table.nbytes)
 
     def note(self, start: int, routed: NDArray[Any]) -> None:
         """Record the experts of the tokens at positions start, start + 1, and so on. routed: int [n, layers,
@@ -40,14 +39,9 @@ class RoutedTrace:
             grown[: len(self._table)] = self._table
             self._table = grown
         self._table[start:end] = routed
-        self._end = max(self._end, end)
+        self.positions = max(self.positions, end)
 
     def chosen(self) -> NDArray[np.int16]:
         """int16 [positions, layers, k] up to the last computed position. UNKNOWN where nothing was
         computed."""
-        return self._table[: self._end]
-
-    def counts(self) -> NDArray[np.int64]:
-        """int64 [layers, experts]: (token, k) pairs of all computed positions. This is the request's
-        profile."""
-        return count_pairs(self.chosen(), self.experts)
+        return self._table[: self.positions]

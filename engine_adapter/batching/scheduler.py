@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine_adapter.batching.kv_cache import Block, BlockTable, KvCache, following, identify
+from engine_adapter.engine import RankLoad
 
 
 class Overloaded(Exception):
@@ -109,6 +110,17 @@ class BatchScheduler:
         subtracted."""
         return sum(one.pending for one in self._running if one.pending > 1) + sum(
             one.pending for one in self._waiting
+        )
+
+    def load(self, step_seconds: float | None) -> RankLoad:
+        """Return the current load. step_seconds: as in `RankLoad`."""
+        return RankLoad(
+            running=self.running,
+            waiting=self.waiting,
+            prefill_tokens=self.uncomputed_prompt_tokens,
+            decode_blocks=self.cache.held,
+            used_blocks=self.cache.used,
+            step_seconds=step_seconds,
         )
 
     def submit(self, generation: SequenceState) -> None:

@@ -9,24 +9,24 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from engine_adapter.batching.detokenizer import TextStream
-from engine_adapter.batching.kv_cache import identify
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.routed_experts import RoutedTrace
-from engine_adapter.batching.scheduler import Overloaded, SequenceState
+from engine_adapter.batching.scheduler import Overloaded
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.expert_handover import RankExperts
 from engine_adapter.embedded.setup import MachineBuilder, RankSetup, build_machine
 from engine_adapter.embedded.step_loop import EmbeddedSequence, PeerLeft, StepLoop, StepReport
 from engine_adapter.engine import EngineDescription, EngineFailed, RankFacts
 from engine_adapter.serving.checkpoint_tokenizer import CheckpointTokenizer
-from engine_adapter.serving.fact_log import FactLog
-from engine_adapter.serving.generation import AnswerDelta, AnswerStream, GenerationOutcome, RequestTimes
+from engine_adapter.serving.fact_log import FACT_BLOCKS_PER_PAGE, FactLog
+from engine_adapter.serving.generation import AnswerDelta, AnswerStream, GenerationOutcome
+from engine_adapter.serving.sequences import built, sequence_parts
 from fleet.facts.engines import Capabilities
 from fleet.layout import EP
 from fleet.placement import Placement
@@ -34,9 +34,6 @@ from fleet.placement import Placement
 _WATCH_SECONDS = 0.5
 """Interval of checks on the step in progress. Also added to the step timeout, so that a rank with more
 information reports first."""
-_LONG_PROMPT = 4096
-"""Requests from this number of IDs are prepared off the event loop."""
-_FACT_BLOCKS_PER_PAGE = 4
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +69,7 @@ def _load(
 ) -> _Loaded:
     tokenizer = CheckpointTokenizer(Path(config.folder))
     machine = build(config, rank, run_directory)
-    facts = FactLog(machine.shape.layers, machine.shape.experts, _FACT_BLOCKS_PER_PAGE * config.kv_blocks)
+    facts = FactLog(machine.shape.layers, machine.shape.experts, FACT_BLOCKS_PER_PAGE * config.kv_blocks)
     room = min(machine.max_context, config.kv_blocks * config.block_size)
     description = EngineDescription(
         model=config.served_model,
@@ -91,7 +88,7 @@ def _load(
         tokenizer=tokenizer.archive,
         weights_digest=machine.weights_digest,
     )
-    steps = StepLoop(machine, config, tokenizer.eos, facts, report, rank)
+    steps = StepLoop(machine, config, facts, report, rank)
     return _Loaded(
         machine,
         tokenizer,
@@ -194,15 +191,11 @@ class EmbeddedEngine:
         self._refuse_if_failed()
         if len(self._open) >= self.config.max_running + self.config.max_waiting:
             raise Overloaded(self.config.max_waiting)
-        self._check(request)
+        request.check_bounds(max_context=self.description.max_context, vocabulary=self.vocabulary)
         answer = AnswerStream(self._cancel)
-        sequence = (
-            await asyncio.to_thread(self._new_sequence, request, answer)
-            if len(request.prompt) > _LONG_PROMPT
-            else self._new_sequence(request, answer)
-        )
+        sequence = await built(request.prompt, partial(self._new_sequence, request, answer))
         self._refuse_if_failed()
-        if self._is_over(sequence):
+        if sequence.is_over:
             answer.put(AnswerDelta(outcome=sequence.outcome("stop", sequence.moments.submitted)))
             return answer
         self._open[answer] = sequence
@@ -276,38 +269,11 @@ class EmbeddedEngine:
         if self._failure is not None:
             raise EngineFailed(str(self._failure)) from self._failure
 
-    def _check(self, request: GenerationRequest) -> None:
-        known, most = len(request.prompt), self.description.max_context
-        if not known or request.max_tokens < 1 or known + request.max_tokens > most:
-            raise ValueError(
-                f"request of {known} ids and {request.max_tokens} to generate: at least 1 and 1 are needed,"
-                f" {most} in all fit (max_context)"
-            )
-        if not 0 <= request.emitted < known:
-            raise ValueError(
-                f"request with {request.emitted} emitted ids of {known}: at least one id of the prompt must"
-                " be the client's own"
-            )
-        if min(request.prompt) < 0 or max(request.prompt) >= self.vocabulary:
-            raise ValueError(f"request with an id outside 0..{self.vocabulary - 1}")
-
     def _new_sequence(self, request: GenerationRequest, answer: AnswerStream) -> EmbeddedSequence:
-        served, shape = self._alive, self._alive.machine.shape
-        blocks = identify(request.prompt, self.config.block_size, request.salt)
-        generation = SequenceState(list(request.prompt), request.max_tokens, blocks=blocks, salt=request.salt)
-        text = TextStream(served.tokenizer.detokenizer(), request.stop)
-        if request.emitted:
-            text.resume(request.prompt[-request.emitted :])
-        routed = RoutedTrace(shape.layers, shape.experts, shape.top_k)
-        return EmbeddedSequence(
-            request, answer, generation, text, routed, RequestTimes(submitted=time.time_ns())
-        )
-
-    def _is_over(self, sequence: EmbeddedSequence) -> bool:
-        """True if a continuation had already finished before its stream broke."""
-        request = sequence.request
-        ended = request.emitted and not request.ignore_eos and request.prompt[-1] in self._alive.tokenizer.eos
-        return sequence.text.stopped or bool(ended)
+        tokenizer, shape = self._alive.tokenizer, self._alive.machine.shape
+        generation, text = sequence_parts(request, self.config.block_size, tokenizer.detokenizer())
+        trace = RoutedTrace(shape.layers, shape.top_k)
+        return EmbeddedSequence(request, answer, generation, text, trace, tokenizer.eos)
 
     def _cancel(self, answer: AnswerStream) -> GenerationOutcome | None:
         sequence = self._open.pop(answer, None)

@@ -11,15 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.batching.detokenizer import TextStream
 from engine_adapter.batching.kv_cache import KvCache
-from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.routed_experts import RoutedTrace
 from engine_adapter.batching.sampling import Draw, logprobs, sample
 from engine_adapter.batching.scheduler import BatchScheduler, Overloaded, SequenceState, Slice
@@ -28,16 +26,10 @@ from engine_adapter.embedded.dispatch_stats import DispatchLog, FinishedStep
 from engine_adapter.embedded.model_runner import Forward, PreparedEpoch, SequenceWork
 from engine_adapter.embedded.setup import RankSetup
 from engine_adapter.embedded.step_sync import StepHeader
-from engine_adapter.engine import DispatchCounts, EndedRequest, RankLoad
+from engine_adapter.engine import DispatchCounts
 from engine_adapter.serving.fact_log import DecodeSteps, FactLog
-from engine_adapter.serving.generation import (
-    AnswerDelta,
-    AnswerStream,
-    Ending,
-    GenerationOutcome,
-    RequestTimes,
-    ScoredToken,
-)
+from engine_adapter.serving.generation import AnswerDelta, AnswerStream, ScoredToken
+from engine_adapter.serving.sequences import ServedSequence
 from fleet.handover import flips
 from fleet.placement import Placement
 from fleet.routings import count_pairs
@@ -50,47 +42,8 @@ class PeerLeft(Exception):
     """Another rank of this engine stopped intentionally."""
 
 
-@dataclass(slots=True, eq=False)
-class EmbeddedSequence:
-    """One request with all its state on the step thread."""
-
-    request: GenerationRequest
-    answer: AnswerStream
-    generation: SequenceState
-    text: TextStream
-    routed: RoutedTrace
-    moments: RequestTimes
-
-    def outcome(self, reason: Ending, now: int, failure: Exception | None = None) -> GenerationOutcome:
-        """Return the final state of the request.
-
-        When a request is cancelled or fails, the event loop may call this while the step thread still works
-        on it. The numbers may then lack the step in progress, but nothing else, because the step thread only
-        adds to them.
-        """
-        prompt_tokens = len(self.request.prompt) - self.request.emitted
-        moments = replace(self.moments)
-        moments.finished = max(now, moments.admitted, moments.first_token)
-        return GenerationOutcome(
-            reason=reason,
-            prompt_tokens=prompt_tokens,
-            completion_tokens=self.generation.generated,
-            cached_tokens=min(self.generation.cached_tokens, prompt_tokens),
-            preemptions=self.generation.preemptions,
-            moments=moments,
-            routed=self.routed,
-            failure=failure,
-        )
-
-    def ended(self) -> EndedRequest | None:
-        """Return the report of a request that is no longer computed. None when nothing was computed."""
-        chosen = self.routed.chosen()
-        if not len(chosen):
-            return None
-        blocks = [block.identity for block in self.generation.blocks]
-        return EndedRequest(
-            self.request.decision, len(self.request.prompt) - self.request.emitted, chosen, blocks
-        )
+EmbeddedSequence = ServedSequence[RoutedTrace]
+"""One request with all its state on the step thread."""
 
 
 @dataclass(slots=True)
@@ -117,13 +70,11 @@ class StepLoop:
         self,
         machine: RankSetup,
         config: EmbeddedConfig,
-        eos: frozenset[int],
         facts: FactLog,
         report: Callable[[StepReport], None],
         rank: int = 0,
     ) -> None:
         self._machine = machine
-        self._eos = eos
         self._facts = facts
         self._report = report
         self._cache = KvCache(config.kv_blocks, config.block_size)
@@ -290,7 +241,7 @@ class StepLoop:
         at = 0
         for one in slices:
             self._scheduler.computed(one)
-            self._sequences[one.generation].routed.note(one.start, routed[at : at + one.count])
+            self._sequences[one.generation].trace.note(one.start, routed[at : at + one.count])
             at += one.count
         if at:
             self._facts.add_activations(count_pairs(routed, self._machine.shape.experts), at)
@@ -298,12 +249,8 @@ class StepLoop:
     def _note_admissions(self, slices: list[Slice]) -> None:
         """Record admissions before the forward pass: a request that fails in it did not fail in the queue."""
         for one in slices:
-            sequence = self._sequences[one.generation]
-            if sequence.moments.admitted:
-                continue
-            sequence.moments.admitted = max(sequence.moments.submitted, self._began)
-            if one.generation.cached_tokens:
-                self._facts.add_cached(one.generation.cached_tokens)
+            if cached := self._sequences[one.generation].admit(self._began):
+                self._facts.add_cached(cached)
 
     def _advance(
         self, rows: list[EmbeddedSequence], logits: NDArray[np.float32], now: int, report: StepReport
@@ -315,10 +262,7 @@ class StepLoop:
         scored = self._score(rows, logits, tokens)
         for row, (sequence, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
             self._scheduler.append(sequence.generation, token)
-            if not sequence.moments.first_token:
-                sequence.moments.first_token = now
-            delta = self._delta(sequence, token, now)
-            delta.scored = scored.get(row, delta.scored)
+            delta = sequence.emit(token, now, scored.get(row, []))
             report.news.append((sequence.answer, delta))
             if delta.outcome is not None:
                 self._end(sequence, report)
@@ -337,29 +281,10 @@ class StepLoop:
             for row, one in zip(chosen, found, strict=True)
         }
 
-    def _delta(self, sequence: EmbeddedSequence, token: int, now: int) -> AnswerDelta:
-        if token in self._eos and not sequence.request.ignore_eos:
-            return AnswerDelta([token], sequence.text.finish(), outcome=sequence.outcome("stop", now))
-        text = sequence.text.feed(token)
-        if not sequence.text.stopped and sequence.generation.generated < sequence.generation.max_new:
-            return AnswerDelta([token], text)
-        rest = "" if sequence.text.stopped else sequence.text.finish()
-        return AnswerDelta(
-            [token], text + rest, outcome=sequence.outcome("stop" if sequence.text.stopped else "length", now)
-        )
-
     def _publish(self, report: StepReport) -> None:
         changes = self._cache.take_changes()
         self._facts.add_kv(changes, self._cache.restated)
-        scheduler = self._scheduler
-        load = RankLoad(
-            running=scheduler.running,
-            waiting=scheduler.waiting,
-            prefill_tokens=scheduler.uncomputed_prompt_tokens,
-            decode_blocks=self._cache.held,
-            used_blocks=self._cache.used,
-            step_seconds=self._decoding.median(time.monotonic()),
-        )
+        load = self._scheduler.load(self._decoding.median(time.monotonic()))
         report.facts = self._facts.set_load(load) or bool(changes) or report.facts
         if report.facts or report.news or report.flipped:
             self._report(report)

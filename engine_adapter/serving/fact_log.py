@@ -16,9 +16,11 @@ from engine_adapter.engine import Activations, EndedRequest, RankFacts, RankLoad
 NO_LOAD = RankLoad(running=0, waiting=0, prefill_tokens=0, decode_blocks=0, used_blocks=0)
 ENDED_BYTES = 64 * 1024 * 1024
 """Memory for finished requests that wait to be taken. The last one stays, however large it is."""
-MOST_ENDED = 4096
+MAX_ENDED = 4096
+FACT_BLOCKS_PER_PAGE = 4
+"""Limit of a log of KV changes, as a multiple of the pages of the rank's cache."""
 STEPS_KEPT = 32
-LATELY_SECONDS = 10.0
+RECENT_SECONDS = 10.0
 
 
 class DecodeSteps:
@@ -37,7 +39,7 @@ class DecodeSteps:
 
     def median(self, now: float) -> float | None:
         """Median duration in seconds. None when there were no recent steps."""
-        while self._steps and now - self._steps[0][0] > LATELY_SECONDS:
+        while self._steps and now - self._steps[0][0] > RECENT_SECONDS:
             self._steps.popleft()
             self._median = None
         if self._median is None and self._steps:
@@ -95,7 +97,7 @@ class FactLog:
         with self._lock:
             self._ended.append(ended)
             self._ended_bytes += ended.nbytes
-            while len(self._ended) > MOST_ENDED or (
+            while len(self._ended) > MAX_ENDED or (
                 self._ended_bytes > self._ended_limit and len(self._ended) > 1
             ):
                 self._ended_bytes -= self._ended.popleft().nbytes

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from engine_adapter.batching.routed_experts import Routed
 from engine_adapter.batching.sampling import TokenLogprobs
 
 FinishReason = Literal["stop", "length"]
@@ -45,8 +44,6 @@ class GenerationOutcome:
     cached_tokens: int
     preemptions: int
     moments: RequestTimes
-    routed: Routed
-    """Experts chosen for each computed token."""
     failure: Exception | None = None
     """Cause of a failure."""
 

@@ -4,18 +4,19 @@ import asyncio
 import time
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.batching.detokenizer import TextStream
-from engine_adapter.batching.kv_cache import Change, KvCache, identify
+from engine_adapter.batching.kv_cache import Change, KvCache
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.scheduler import BatchScheduler, SequenceState
 from engine_adapter.engine import DispatchCounts, EngineDescription, EngineFailed, RankFacts, RankLoad
-from engine_adapter.serving.fact_log import FactLog
-from engine_adapter.serving.generation import AnswerDelta, AnswerStream, GenerationOutcome, RequestTimes
+from engine_adapter.serving.fact_log import FACT_BLOCKS_PER_PAGE, FactLog
+from engine_adapter.serving.generation import AnswerDelta, AnswerStream, GenerationOutcome
+from engine_adapter.serving.sequences import built, sequence_parts
 from engine_adapter.simulated.handover import AdoptionRun, SimulatedExperts
 from engine_adapter.simulated.link_model import SimulatedLinks
 from engine_adapter.simulated.model.config import SimulatedConfig
@@ -35,9 +36,6 @@ _MOST_SENT = 16
 """Limit of pending dispatch statistics. Beyond it, the oldest are dropped."""
 _ENDED_BYTES = 4 * 1024 * 1024
 """Memory for a rank's finished requests that wait to be taken."""
-_FACT_BLOCKS_PER_PAGE = 4
-_LONG_PROMPT = 4096
-"""Requests from this number of IDs are prepared off the event loop."""
 
 
 class SimulatedGroup(Protocol):
@@ -90,7 +88,7 @@ class SimulatedRank:
         )
         shape = config.model_shape
         self._facts = FactLog(
-            shape.layers, shape.experts, _FACT_BLOCKS_PER_PAGE * config.kv_blocks, _ENDED_BYTES
+            shape.layers, shape.experts, FACT_BLOCKS_PER_PAGE * config.kv_blocks, _ENDED_BYTES
         )
         self._sequences: dict[SequenceState, SimulatedSequence] = {}
         self._open: dict[AnswerStream, SimulatedSequence] = {}
@@ -149,16 +147,12 @@ class SimulatedRank:
         """Submit a request. Overloaded when too many are open. EngineFailed when the engine is gone.
         ValueError for a request out of bounds."""
         self._engine.refuse_if_failed()
-        self._check(request)
+        request.check_bounds(max_context=self.description.max_context, vocabulary=VOCABULARY)
         answer = AnswerStream(self._cancel)
-        sequence = (
-            await asyncio.to_thread(self._new_sequence, request, answer)
-            if len(request.prompt) > _LONG_PROMPT
-            else self._new_sequence(request, answer)
-        )
+        sequence = await built(request.prompt, partial(self._new_sequence, request, answer))
         self._engine.refuse_if_failed()
-        if self._is_over(sequence):
-            answer.put(AnswerDelta(outcome=sequence.outcome("stop", time.time_ns())))
+        if sequence.is_over:
+            answer.put(AnswerDelta(outcome=sequence.outcome("stop", sequence.moments.submitted)))
             return answer
         self.scheduler.submit(sequence.generation)
         self._sequences[sequence.generation] = self._open[answer] = sequence
@@ -177,11 +171,8 @@ class SimulatedRank:
         slices = self.scheduler.plan()
         now = time.time_ns() if slices else 0
         for one in slices:
-            moments = self._sequences[one.generation].moments
-            if not moments.admitted:
-                moments.admitted = max(moments.submitted, now)
-                if one.generation.cached_tokens:
-                    self._facts.add_cached(one.generation.cached_tokens)
+            if cached := self._sequences[one.generation].admit(now):
+                self._facts.add_cached(cached)
         return plan(slices, self._engine.tastes)
 
     def book(self, done: StepPlan, by_row: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -208,14 +199,9 @@ class SimulatedRank:
         changes = self._kept(self._cache.take_changes())
         self._facts.add_kv(changes, self._cache.restated)
         factor = engine.faults.factor("lie_load", self._number, engine.now)
-        load = RankLoad(
-            running=round(factor * self.scheduler.running),
-            waiting=round(factor * self.scheduler.waiting),
-            prefill_tokens=round(factor * self.scheduler.uncomputed_prompt_tokens),
-            decode_blocks=round(factor * self._cache.held),
-            used_blocks=self._cache.used,
-            step_seconds=engine.step_seconds,
-        )
+        load = self.scheduler.load(engine.step_seconds)
+        if factor != 1.0:
+            load = _multiplied(load, factor)
         if self._facts.set_load(load) or changes:
             self._news.set()
 
@@ -258,55 +244,19 @@ class SimulatedRank:
         """RuntimeError when pages are held although nothing runs."""
         self.scheduler.check_idle()
 
-    def _check(self, request: GenerationRequest) -> None:
-        known, most = len(request.prompt), self.description.max_context
-        if not known or request.max_tokens < 1 or known + request.max_tokens > most:
-            raise ValueError(
-                f"request of {known} ids and {request.max_tokens} to generate: at least 1 and 1 are needed,"
-                f" {most} in all fit (max_context)"
-            )
-        if not 0 <= request.emitted < known:
-            raise ValueError(
-                f"request with {request.emitted} emitted ids of {known}: at least one id of the prompt must"
-                " be the client's own"
-            )
-        if min(request.prompt) < 0 or max(request.prompt) >= VOCABULARY:
-            raise ValueError(f"request with an id outside 0..{VOCABULARY - 1}")
-
     def _new_sequence(self, request: GenerationRequest, answer: AnswerStream) -> SimulatedSequence:
-        blocks = identify(request.prompt, self._config.block_size, request.salt)
-        generation = SequenceState(list(request.prompt), request.max_tokens, blocks=blocks, salt=request.salt)
-        text = TextStream(self.tokenizer.detokenizer(), request.stop)
-        if request.emitted:
-            text.resume(request.prompt[-request.emitted :])
+        tokenizer = self.tokenizer
+        generation, text = sequence_parts(request, self._config.block_size, tokenizer.detokenizer())
         own = request.prompt[: len(request.prompt) - request.emitted]
         seed = request.sampling.seed if request.sampling.temperature > 0 else 0
-        script = Script(self.tokenizer, own, seed, 0 if request.ignore_eos else self._config.output_tokens)
+        script = Script(tokenizer, own, seed, 0 if request.ignore_eos else self._config.output_tokens)
         trace = RowTrace(self._engine.tastes)
-        return SimulatedSequence(
-            request,
-            answer,
-            generation,
-            text,
-            script,
-            trace,
-            RequestTimes(submitted=time.time_ns()),
-            self.tokenizer.end,
-        )
-
-    def _is_over(self, sequence: SimulatedSequence) -> bool:
-        """True if a continuation had already finished before its stream broke."""
-        request = sequence.request
-        return sequence.text.stopped or bool(
-            request.emitted and not request.ignore_eos and request.prompt[-1] == sequence.end
-        )
+        return SimulatedSequence(request, answer, generation, text, trace, (tokenizer.end,), script=script)
 
     def _advance(self, sequence: SimulatedSequence, now: int) -> None:
         token = sequence.script.token(len(sequence.generation.tokens))
         self.scheduler.append(sequence.generation, token)
-        if not sequence.moments.first_token:
-            sequence.moments.first_token = now
-        delta = sequence.say(token, now)
+        delta = sequence.next_delta(token, now)
         sequence.answer.put(delta)
         if delta.outcome is not None:
             self._end(sequence)
@@ -342,6 +292,17 @@ class SimulatedRank:
         ordered = self._engine.faults.share("lose_kv_events", self._number, self._engine.now)
         share = max(ordered, self._config.lose_kv_share)
         return [one for one in changes if not self._engine.chance(share)] if share else changes
+
+
+def _multiplied(load: RankLoad, factor: float) -> RankLoad:
+    """Return a false load: all but the blocks in use, times a factor."""
+    return replace(
+        load,
+        running=round(factor * load.running),
+        waiting=round(factor * load.waiting),
+        prefill_tokens=round(factor * load.prefill_tokens),
+        decode_blocks=round(factor * load.decode_blocks),
+    )
 
 
 def _describe(config: SimulatedConfig, rank: int, archive: bytes) -> EngineDescription:

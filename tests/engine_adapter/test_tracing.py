@@ -14,7 +14,6 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from engine_adapter.batching.routed_experts import RoutedTrace
 from engine_adapter.engine import EngineFailed
 from engine_adapter.serving.generation import Ending, GenerationOutcome, RequestTimes
 from engine_adapter.serving.http import RankApp
@@ -34,7 +33,6 @@ def outcome(reason: Ending = "length", admitted: int = 20, first_token: int = 50
         cached_tokens=32,
         preemptions=1,
         moments=RequestTimes(submitted=10, admitted=admitted, first_token=first_token, finished=90),
-        routed=RoutedTrace(1, 4, 1),
         failure=EngineFailed("rank 0 is gone") if reason == "failed" else None,
     )
 

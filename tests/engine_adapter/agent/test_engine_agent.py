@@ -13,6 +13,7 @@ from bus.claims import NameTaken
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
 from engine_adapter.agent.engine_agent import Agent, AgentIdentity
+from engine_adapter.batching.routed_experts import RoutedTrace
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import (
     Activations,
@@ -451,7 +452,7 @@ async def test_what_an_ended_request_activated_is_said_beside_the_counts_and_on_
     ):
         message = None
         while message is None:
-            engine.did(ended=(EndedRequest("d-1", 12, routed, [KvBlock(77, 7)]),))
+            engine.did(ended=(EndedRequest("d-1", 12, RoutedTrace.of(routed), [KvBlock(77, 7)]),))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(4 * CONFIG.experts_seconds):
                     message = (await next_of(heard, RequestsProfiled)).message

@@ -90,7 +90,7 @@ def cases(draw: st.DrawFn) -> Case:
             EndedRequest(
                 f"d{at}",
                 draw(st.integers(0, len(routed))),
-                routed,
+                RoutedTrace.of(routed),
                 [block.identity for block in identify(tokens, BLOCK)],
             )
         )
@@ -202,9 +202,9 @@ def test_of_a_long_request_the_first_blocks_are_said_and_the_signature_stays_tha
 def test_hashes_are_those_of_the_tokens_and_the_parent_closes_the_reused_prefix() -> None:
     random = np.random.default_rng(2)
     tokens = random.integers(0, 1000, 11 * BLOCK + 1).tolist()
-    trace = RoutedTrace(2, 6, 2)
+    trace = RoutedTrace(2, 2)
     trace.note(3 * BLOCK, random.integers(0, 6, (len(tokens) - 1 - 3 * BLOCK, 2, 2)))
-    ended = EndedRequest("", 20, trace.chosen(), [block.identity for block in identify(tokens, BLOCK)])
+    ended = EndedRequest("", 20, trace, [block.identity for block in identify(tokens, BLOCK)])
     (profile,) = Case(
         [ended], clusters(random, 2, 6), linear(layers=2, experts=6, ranks=2), 1, np.zeros(2, np.intp)
     ).profiles()
@@ -214,7 +214,7 @@ def test_hashes_are_those_of_the_tokens_and_the_parent_closes_the_reused_prefix(
 
 
 def test_a_position_computed_again_counts_once_and_as_it_was_the_last_time() -> None:
-    trace = RoutedTrace(1, 4, 1)
+    trace = RoutedTrace(1, 1)
     trace.note(0, np.full((6, 1, 1), 3))
     trace.note(4, np.full((3, 1, 1), 2))
     assert pair_counts(trace.chosen(), 4).tolist() == [[0, 0, 3, 4]]

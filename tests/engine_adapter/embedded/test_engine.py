@@ -22,7 +22,7 @@ from engine_adapter.engine import EndedRequest, EngineFailed, RankFacts
 from engine_adapter.serving.fact_log import FactLog
 from engine_adapter.serving.generation import AnswerDelta, AnswerStream
 from fleet.blocks import local_hashes, sequence_hashes
-from fleet.routings import UNKNOWN
+from fleet.routings import UNKNOWN, count_pairs
 
 Starter = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -110,16 +110,16 @@ async def test_a_repeated_prompt_reuses_blocks_and_reports_what_it_computed_and_
 async def test_a_requests_profile_tells_computed_positions_from_cached_ones(pretend_engine: Starter) -> None:
     async with pretend_engine() as started:
         await ask(started.engine, max_tokens=10)
-        routed = (await ask(started.engine, max_tokens=10)).outcome.routed
+        await ask(started.engine, max_tokens=10)
+        chosen = (await ended_requests(started.engine, 2))[1].routed
         known = len(PROMPT) + 9
-        chosen = routed.chosen()
         assert chosen.shape == (known, 2, 2)
         cached = len(PROMPT) // 16 * 16
         assert (chosen[:cached] == -1).all()
         tokens = (PROMPT + started.runner.alone(PROMPT, 10))[:known]
         for position in range(cached, known):
             assert chosen[position].tolist() == started.runner.routing(tokens[position])
-        assert routed.counts().sum() == (known - cached) * 2 * 2
+        assert count_pairs(chosen, 8).sum() == (known - cached) * 2 * 2
 
 
 async def ended_requests(engine: EmbeddedEngine, count: int) -> list[EndedRequest]:
@@ -208,13 +208,13 @@ async def test_of_a_continuation_the_clients_own_prompt_is_prompt_and_the_rest_c
 async def test_ended_requests_that_nobody_takes_are_bounded_in_bytes_the_oldest_let_go_and_counted() -> None:
     facts = FactLog(2, 8, 100, ended_bytes=10_000)
     for at in range(9):
-        trace = RoutedTrace(2, 8, 2)
+        trace = RoutedTrace(2, 2)
         trace.note(0, np.zeros((500, 2, 2), np.uint8))  # 4 kB
-        facts.add_ended(EndedRequest(str(at), 500, trace.chosen(), []))
+        facts.add_ended(EndedRequest(str(at), 500, trace, []))
     taken = facts.take()
     assert ([one.decision for one in taken.ended], taken.ended_lost) == (["7", "8"], 7)
     assert (facts.take().ended, facts.take().ended_lost) == ((), 0)
-    facts.add_ended(EndedRequest("larger than all", 0, np.zeros((5000, 2, 2), np.int16), []))
+    facts.add_ended(EndedRequest("larger than all", 0, RoutedTrace.of(np.zeros((5000, 2, 2), np.int16)), []))
     assert [one.decision for one in facts.take().ended] == ["larger than all"]
 
 

@@ -17,6 +17,7 @@ from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
 from engine_adapter.batching.kv_cache import identify
 from engine_adapter.batching.profile_signatures import request_profiles
+from engine_adapter.batching.routed_experts import RoutedTrace
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EndedRequest, EngineDescription
 from engine_adapter.reporting import request_profiles as profile_reports
@@ -56,7 +57,10 @@ def clusters(version: int = 1, layers: int = 2) -> ClusterModel:
 def ended(decision: str = "", tokens: int = 40) -> EndedRequest:
     routed = np.random.default_rng(tokens).integers(0, 4, (tokens, 2, 2)).astype(np.int16)
     return EndedRequest(
-        decision, tokens - 10, routed, [block.identity for block in identify(range(tokens), 16)]
+        decision,
+        tokens - 10,
+        RoutedTrace.of(routed),
+        [block.identity for block in identify(range(tokens), 16)],
     )
 
 
