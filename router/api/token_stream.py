@@ -9,8 +9,9 @@ import asyncio
 
 import msgspec
 
-from fleet.completions import DECISION_HEADER, ApiError, Choice, Completion, PromptDetails, Usage, rank_body
+from fleet.completions import ApiError, Choice, Completion, PromptDetails, Usage, rank_body
 from router.fleet_state.reservations import Booking
+from router.foreign_api.headers import decision_header, own_headers
 from router.http.asgi_response import AsgiResponse, Headers
 from router.openai_api.completion_state import AttemptFailure, CompletionState
 from router.openai_api.response_format import ClientResponse
@@ -25,7 +26,6 @@ from router.upstream.rank_client import Call, EventSplitter, UpstreamFailed, api
 _EMITTED_EVERY = 16
 """tokens between two updates of a booking's remaining work"""
 _DONE = b"[DONE]"
-_DECISION_HEADER = DECISION_HEADER.encode()
 _CHUNK: msgspec.json.Decoder[Completion] = msgspec.json.Decoder(Completion)
 
 
@@ -155,14 +155,9 @@ class TokenStream:
     async def _attempt(
         self, course: CompletionState, decision: Decision, booking: Booking, span: AttemptTrace | None
     ) -> None:
-        headers: Headers = []
-        for name, value in (self._exchange.pass_on if span is None else span.headers).items():
-            headers.append((name.encode(), value.encode("latin-1", "replace")))
-        headers += (
-            (b"x-request-id", self._exchange.request_id.encode()),
-            (_DECISION_HEADER, decision.id.encode()),
-            *self._service.credentials.for_ranks,
-        )
+        context = self._exchange.pass_on if span is None else span.headers
+        headers = own_headers(context, self._exchange.request_id, decision.id)
+        headers += self._service.credentials.for_ranks
         passes = decision.target.engine.capabilities.passes_fields
         body = rank_body(course.request(decision.cache_salt), course.fields.values if passes else {})
         async with self._service.upstream.call(decision.target.url, "/v1/completions", body, headers) as call:
@@ -227,7 +222,7 @@ class TokenStream:
         decided = self._exchange.decision
         headers = [*self._headers, (b"content-type", self._answer.content_type)]
         if decided is not None:
-            headers.append((_DECISION_HEADER, decided.id.encode()))
+            headers.append(decision_header(decided.id))
         headers.append(
             (b"cache-control", b"no-cache") if length is None else (b"content-length", str(length).encode())
         )

@@ -2,8 +2,9 @@
 that are not meant for the server. Pure.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from fleet.completions import DECISION_HEADER
 from router.http.asgi_response import Headers
 
 _HOP_BY_HOP = frozenset(
@@ -24,10 +25,36 @@ _FRAMING = frozenset({b"host", b"content-length", b"expect"})
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"api-key"})
 """OpenAI's, Anthropic's and Azure's."""
 _OURS = b"x-roost-"
+_DECISION = DECISION_HEADER.encode()
 _TRACE = frozenset({b"traceparent", b"tracestate"})
 _NEVER_TO_CLIENT = _HOP_BY_HOP | _FRAMING
 _NEVER_TO_SERVER = _NEVER_TO_CLIENT | _TRACE | {b"accept-encoding"}
 _NEVER_WITHOUT_KEY = _NEVER_TO_SERVER | _CREDENTIALS
+
+
+def decision_header(decision_id: str) -> tuple[bytes, bytes]:
+    """Return the header that names a decision."""
+    return _DECISION, decision_id.encode()
+
+
+def own_headers(
+    context: Mapping[str, str], request_id: str, decision_id: str | None = None, key: str | None = None
+) -> Headers:
+    """Return the router's own headers of a request to a server. context: its trace context. key: the server's
+    bearer token; None: none.
+    """
+    own: Headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in context.items()]
+    own.append((b"x-request-id", request_id.encode()))
+    if decision_id is not None:
+        own.append(decision_header(decision_id))
+    if key is not None:
+        own.append((b"authorization", f"Bearer {key}".encode("latin-1", "replace")))
+    return own
+
+
+def length_of(server: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """Return the server's own content-length, for an answer that is forwarded as it arrives."""
+    return [(b"content-length", value) for name, value in server if name.lower() == b"content-length"]
 
 
 def to_server(client: Headers, own: Headers, *, credentials: bool) -> Headers:
@@ -54,12 +81,9 @@ def to_client(server: Iterable[tuple[bytes, bytes]], own: Headers) -> Headers:
     return [field for field in lowered if field[0] not in _NEVER_TO_CLIENT and field[0] not in replaced] + own
 
 
-def value_of(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str:
+def value_of(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str:
     """Return the first value of a header (name in lower case), or ""."""
-    for name, value in headers:
-        if name == wanted:
-            return value.decode("latin-1")
-    return ""
+    return next((value.decode("latin-1") for found, value in headers if found == name), "")
 
 
 def _replaced(headers: Headers, own: Headers) -> set[bytes]:

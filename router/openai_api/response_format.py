@@ -3,11 +3,12 @@ bytes.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
-from fleet.completions import ApiError, Choice, Logprobs, Usage, sse
+from fleet.completions import DONE, Choice, Logprobs, Usage, sse
 from router.openai_api.request_schema import ChatRequest, Request
 
 _RAW = re.compile(r"bytes:(?:\\x[0-9a-f]{2})+")
@@ -28,10 +29,7 @@ class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    token: str
-    logprob: float
-    bytes: list[int]
+class TokenLogprob(TopLogprob, frozen=True, kw_only=True):
     top_logprobs: list[TopLogprob]
 
 
@@ -75,17 +73,6 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
 
 
-class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """`usage` appears only if the client requested it, and is null in all chunks but the last."""
-
-    id: str
-    object: str = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-
-
 class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     text: str
@@ -93,17 +80,6 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     """only for clients that requested return_token_ids"""
-
-
-class TextChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A chunk of a completion, or a complete one."""
-
-    id: str
-    object: str = "text_completion"
-    created: int
-    model: str
-    choices: list[TextChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,13 +95,17 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None
 
 
-class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete answer, or one chunk of a stream. `usage` appears in chunks only if the client requested it,
+    and is null in all chunks but the last.
+    """
+
     id: str
-    object: str = "chat.completion"
+    object: str
     created: int
     model: str
-    choices: list[ChatChoice]
-    usage: Usage
+    choices: Sequence[ChatChunkChoice | ChatChoice | TextChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,6 +114,58 @@ class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     model: str
     created: int
+
+
+class ChatFormat:
+    """Choices of the chat API."""
+
+    chunk_object, answer_object = "chat.completion.chunk", "chat.completion"
+    token_ids = False
+
+    def first(self, index: int) -> ChatChunkChoice | None:
+        """Return the chunk that begins a choice; None: there is none."""
+        return ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
+
+    def chunk(self, index: int, choice: Choice) -> ChatChunkChoice:
+        """Return a rank's piece of a choice."""
+        return ChatChunkChoice(
+            index=index,
+            delta=ChatDelta(content=choice.text or None),
+            logprobs=ChatLogprobs.of(choice.logprobs),
+            finish_reason=choice.finish_reason,
+        )
+
+    def complete(self, index: int, choice: Choice) -> ChatChoice:
+        """Return a complete choice."""
+        return ChatChoice(
+            index=index,
+            message=Message(content=choice.text),
+            logprobs=ChatLogprobs.of(choice.logprobs),
+            finish_reason=choice.finish_reason,
+        )
+
+
+class TextFormat:
+    """Choices of the completions API, whose chunks have the form of complete choices."""
+
+    chunk_object = answer_object = "text_completion"
+
+    def __init__(self, token_ids: bool) -> None:
+        self.token_ids = token_ids
+
+    def first(self, index: int) -> None:
+        return None
+
+    def chunk(self, index: int, choice: Choice) -> TextChoice:
+        return TextChoice(
+            index=index,
+            text=choice.text,
+            logprobs=choice.logprobs,
+            finish_reason=choice.finish_reason,
+            token_ids=(choice.token_ids or []) if self.token_ids else msgspec.UNSET,
+        )
+
+    complete = chunk
 
 
 class ClientResponse(Protocol):
@@ -151,215 +183,99 @@ class ClientResponse(Protocol):
         """Return the last bytes, after every choice has finished."""
         ...
 
-    def broken(self, error: ApiError) -> bytes:
-        """Return the last bytes of an answer that has begun and cannot be finished."""
-        ...
 
+class StreamedResponse:
+    """Chunks as server-sent events. A chunk that would say nothing is left out."""
 
-class _Streamed:
     content_type = b"text/event-stream; charset=utf-8"
 
-    def __init__(self, head: ResponseHead, include_usage: bool) -> None:
+    def __init__(self, form: ChatFormat | TextFormat, head: ResponseHead, include_usage: bool) -> None:
+        self._form = form
         self._head = head
         self._usage: msgspec.UnsetType | None = None if include_usage else msgspec.UNSET
-
-    def broken(self, error: ApiError) -> bytes:
-        return b"data: " + error.body() + b"\n\ndata: [DONE]\n\n"
-
-
-class StreamedChat(_Streamed):
-    """Streamed chat. Each choice begins with one chunk that names the role."""
-
-    def __init__(self, head: ResponseHead, include_usage: bool) -> None:
-        super().__init__(head, include_usage)
         self._begun: set[int] = set()
 
     def add(self, index: int, choice: Choice) -> bytes:
         begin = b""
         if index not in self._begun:
             self._begun.add(index)
-            begin = self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content="")))
-        if not choice.text and choice.finish_reason is None and choice.logprobs is None:
+            first = self._form.first(index)
+            begin = b"" if first is None else self._event([first], self._usage)
+        says = choice.text or choice.finish_reason is not None or choice.logprobs is not None
+        if not says and not self._form.token_ids:
             return begin
-        delta = ChatDelta(content=choice.text or None)
-        return begin + self._chunk(
-            ChatChunkChoice(
-                index=index,
-                delta=delta,
-                logprobs=ChatLogprobs.of(choice.logprobs),
-                finish_reason=choice.finish_reason,
-            )
-        )
+        return begin + self._event([self._form.chunk(index, choice)], self._usage)
 
     def end(self, usage: Usage) -> bytes:
-        last = b"" if self._usage is msgspec.UNSET else self._last(usage)
-        return last + b"data: [DONE]\n\n"
+        return (b"" if self._usage is msgspec.UNSET else self._event([], usage)) + DONE
 
-    def _last(self, usage: Usage) -> bytes:
+    def _event(
+        self, choices: list[ChatChunkChoice | TextChoice], usage: Usage | msgspec.UnsetType | None
+    ) -> bytes:
+        head = self._head
         return sse(
-            ChatChunk(
-                id=self._head.id, created=self._head.created, model=self._head.model, choices=[], usage=usage
-            )
-        )
-
-    def _chunk(self, choice: ChatChunkChoice) -> bytes:
-        return sse(
-            ChatChunk(
-                id=self._head.id,
-                created=self._head.created,
-                model=self._head.model,
-                choices=[choice],
-                usage=self._usage,
+            Answer(
+                id=head.id,
+                object=self._form.chunk_object,
+                created=head.created,
+                model=head.model,
+                choices=choices,
+                usage=usage,
             )
         )
 
 
-class StreamedText(_Streamed):
-    def __init__(self, head: ResponseHead, include_usage: bool, token_ids: bool) -> None:
-        super().__init__(head, include_usage)
-        self._token_ids = token_ids
+class CompleteResponse:
+    """One JSON body, once every choice has finished. State: the pieces of each choice."""
 
-    def add(self, index: int, choice: Choice) -> bytes:
-        if (
-            not choice.text
-            and choice.finish_reason is None
-            and choice.logprobs is None
-            and not self._token_ids
-        ):
-            return b""
-        text = TextChoice(
-            index=index,
-            text=choice.text,
-            logprobs=choice.logprobs,
-            finish_reason=choice.finish_reason,
-            token_ids=self._ids(choice),
-        )
-        return sse(
-            TextChunk(
-                id=self._head.id,
-                created=self._head.created,
-                model=self._head.model,
-                choices=[text],
-                usage=self._usage,
-            )
-        )
-
-    def end(self, usage: Usage) -> bytes:
-        last = TextChunk(
-            id=self._head.id, created=self._head.created, model=self._head.model, choices=[], usage=usage
-        )
-        return (b"" if self._usage is msgspec.UNSET else sse(last)) + b"data: [DONE]\n\n"
-
-    def _ids(self, choice: Choice) -> list[int] | msgspec.UnsetType:
-        return (choice.token_ids or []) if self._token_ids else msgspec.UNSET
-
-
-class _Collected:
-    """Parts of one choice of an answer that is not streamed."""
-
-    __slots__ = ("finish_reason", "ids", "logprobs", "texts")
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.ids: list[int] = []
-        self.logprobs: list[Logprobs] = []
-        self.finish_reason: str | None = None
-
-    def add(self, choice: Choice) -> None:
-        self.texts.append(choice.text)
-        self.ids += choice.token_ids or ()
-        if choice.logprobs is not None:
-            self.logprobs.append(choice.logprobs)
-        self.finish_reason = choice.finish_reason or self.finish_reason
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    @property
-    def joined_logprobs(self) -> Logprobs | None:
-        if not self.logprobs:
-            return None
-        return Logprobs(
-            tokens=[one for part in self.logprobs for one in part.tokens],
-            token_logprobs=[one for part in self.logprobs for one in part.token_logprobs],
-            top_logprobs=[one for part in self.logprobs for one in part.top_logprobs],
-            text_offset=[one for part in self.logprobs for one in part.text_offset],
-        )
-
-
-class _Whole:
     content_type = b"application/json"
 
-    def __init__(self, head: ResponseHead, choices: int) -> None:
+    def __init__(self, form: ChatFormat | TextFormat, head: ResponseHead, choices: int) -> None:
+        self._form = form
         self._head = head
-        self._choices = [_Collected() for _ in range(choices)]
+        self._pieces: list[list[Choice]] = [[] for _ in range(choices)]
 
     def add(self, index: int, choice: Choice) -> bytes:
-        self._choices[index].add(choice)
+        self._pieces[index].append(choice)
         return b""
 
-    def broken(self, error: ApiError) -> bytes:
-        return error.body()
-
-
-class ChatWhole(_Whole):
     def end(self, usage: Usage) -> bytes:
-        choices = [
-            ChatChoice(
-                index=at,
-                message=Message(content=one.text),
-                logprobs=ChatLogprobs.of(one.joined_logprobs),
-                finish_reason=one.finish_reason,
-            )
-            for at, one in enumerate(self._choices)
-        ]
+        head, form = self._head, self._form
+        choices = [form.complete(at, _joined(pieces)) for at, pieces in enumerate(self._pieces)]
         return msgspec.json.encode(
-            ChatCompletion(
-                id=self._head.id,
-                created=self._head.created,
-                model=self._head.model,
+            Answer(
+                id=head.id,
+                object=form.answer_object,
+                created=head.created,
+                model=head.model,
                 choices=choices,
                 usage=usage,
             )
         )
 
 
-class TextWhole(_Whole):
-    def __init__(self, head: ResponseHead, choices: int, token_ids: bool) -> None:
-        super().__init__(head, choices)
-        self._token_ids = token_ids
-
-    def end(self, usage: Usage) -> bytes:
-        choices = [
-            TextChoice(
-                index=at,
-                text=one.text,
-                logprobs=one.joined_logprobs,
-                finish_reason=one.finish_reason,
-                token_ids=one.ids if self._token_ids else msgspec.UNSET,
-            )
-            for at, one in enumerate(self._choices)
-        ]
-        return msgspec.json.encode(
-            TextChunk(
-                id=self._head.id,
-                created=self._head.created,
-                model=self._head.model,
-                choices=choices,
-                usage=usage,
-            )
+def _joined(pieces: list[Choice]) -> Choice:
+    """Join the pieces of one choice."""
+    logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    return Choice(
+        text="".join(piece.text for piece in pieces),
+        token_ids=[one for piece in pieces for one in piece.token_ids or ()],
+        logprobs=Logprobs(
+            tokens=[one for part in logprobs for one in part.tokens],
+            token_logprobs=[one for part in logprobs for one in part.token_logprobs],
+            top_logprobs=[one for part in logprobs for one in part.top_logprobs],
+            text_offset=[one for part in logprobs for one in part.text_offset],
         )
+        if logprobs
+        else None,
+        finish_reason=next((piece.finish_reason for piece in reversed(pieces) if piece.finish_reason), None),
+    )
 
 
 def answer_for(request: Request, head: ResponseHead, choices: int) -> ClientResponse:
     """Return the response in the format that the client requested."""
+    form = ChatFormat() if isinstance(request, ChatRequest) else TextFormat(bool(request.return_token_ids))
+    if not request.stream:
+        return CompleteResponse(form, head, choices)
     include_usage = request.stream_options is not None and request.stream_options.include_usage
-    if isinstance(request, ChatRequest):
-        return StreamedChat(head, include_usage) if request.stream else ChatWhole(head, choices)
-    token_ids = bool(request.return_token_ids)
-    return (
-        StreamedText(head, include_usage, token_ids)
-        if request.stream
-        else TextWhole(head, choices, token_ids)
-    )
+    return StreamedResponse(form, head, include_usage)

@@ -8,7 +8,7 @@ import msgspec
 from fleet.completions import ApiError
 from router.access.api_keys import ADMIN, METRICS, Caller
 from router.fleet_state.engine_state import EngineState, EngineStatus
-from router.foreign_api.headers import to_client, to_server, value_of
+from router.foreign_api.headers import length_of, own_headers, to_client, to_server, value_of
 from router.foreign_api.object_locations import ObjectLocation, ObjectLocations
 from router.foreign_api.routes import ForeignRoute, RouteKind
 from router.http.asgi_response import AsgiResponse, Headers
@@ -148,14 +148,9 @@ class DirectRequests:
         """
         credentials, url = self._service.credentials, server.joined.urls[0]
         key = credentials.backend_key_of(url)
-        own: Headers = [
-            (name.encode(), value.encode("latin-1", "replace")) for name, value in exchange.pass_on.items()
-        ]
-        own.append((b"x-request-id", exchange.request_id.encode()))
+        own = own_headers(exchange.pass_on, exchange.request_id, key=key)
         if exchange.caller.tenant:
             own.append((self._service.config.tenant_header.encode(), exchange.caller.tenant.encode()))
-        if key is not None:
-            own.append((b"authorization", f"Bearer {key}".encode("latin-1", "replace")))
         headers = to_server(
             exchange.client_headers, own, credentials=key is None and credentials.clients is None
         )
@@ -166,10 +161,7 @@ class DirectRequests:
 
     async def _pass(self, call: Call, reply: AsgiResponse, headers: Headers) -> None:
         """Pass the answer on piece by piece, as it arrives."""
-        length = [
-            (b"content-length", value) for name, value in call.headers if name.lower() == b"content-length"
-        ]
-        await reply.start(call.status, to_client(call.headers, [*headers, *length]))
+        await reply.start(call.status, to_client(call.headers, [*headers, *length_of(call.headers)]))
         while data := await call.read():
             await reply.write(data)
         call.whole()

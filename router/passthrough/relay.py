@@ -6,13 +6,13 @@ event.
 
 from typing import NoReturn
 
-from fleet.completions import DECISION_HEADER, ApiError
+from fleet.completions import ApiError
 from router.fleet_state.reservations import Booking
 from router.fleet_state.target_table import RankKey
 from router.foreign_api.continuation import CHAT_PATH, TEXT_PATH, Continuable, InexactContinuation
 from router.foreign_api.event_stream import EventStream
 from router.foreign_api.forwarded import ForwardedRequest
-from router.foreign_api.headers import to_client, to_server
+from router.foreign_api.headers import decision_header, length_of, own_headers, to_client, to_server
 from router.foreign_api.object_locations import ObjectLocation, ObjectLocations, object_id
 from router.foreign_api.routed_experts_parser import RoutedExpertsParser, TokenUsage
 from router.foreign_api.usage import counted
@@ -38,11 +38,33 @@ _RETRY_SECONDS = b"2"
 """Retry-After for clients of a busy or failed server that sends none."""
 _BODILESS = frozenset({204, 304})
 _DONE = b"[DONE]"
-_DECISION_HEADER = DECISION_HEADER.encode()
 
 
 class _Ended(ApiError):
     """An answer that has begun cannot be finished; the text says why."""
+
+
+class _PassedEvents:
+    """Events of one attempt on their way to the client."""
+
+    __slots__ = ("events", "held", "tail")
+
+    def __init__(self) -> None:
+        self.held = b""
+        """events that the client does not have yet"""
+        self.tail = b""
+        """end of what was passed on; empty: nothing was"""
+        self.events = 0
+        """number of events since the last update of the booking"""
+
+    def add(self, ready: bytes) -> None:
+        """Record events that were passed on."""
+        self.tail = (self.tail + ready)[-_TAIL_BYTES:]
+        self.events += ready.count(b"\n\n")
+
+    @property
+    def done(self) -> bool:
+        return self.tail.rstrip().endswith(_DONE)
 
 
 class Relay:
@@ -87,65 +109,54 @@ class Relay:
             had = self._progress
             try:
                 decision, failed = await self._try(attempt, replaces)
+                if failed is None or await self._complete_in_spite_of(failed):
+                    return
+                refused = failed.refused or refused
+                fruitless = 1 if self._progress > had else fruitless + 1
+                self._check_retry(failed, fruitless)
             except _Ended:
                 raise
             except ApiError as error:
-                if self._reply.status:
-                    await self._broken(f"no other server could continue it: {error.message}", error)
-                if refused is None:
-                    raise
-                await self._refuse(
-                    refused
-                )  # the server's own error is more precise than the router's summary
+                await self._give_up(error, refused)
                 return
-            if failed is None:
-                return
-            why_not = self._why_not_continued()
-            if self._reply.status and why_not is None and self._course is not None and self._course.finished:
-                await self._end_continued()
-                return
-            if why_not is not None:
-                await self._broken(f"{failed.how.value}; {why_not}", failed)
-            refused = failed.refused or refused
-            fruitless = 1 if self._progress > had else fruitless + 1
             attempt, replaces = attempt + 1, decision.id
-            if not await self._again(failed, fruitless, refused):
-                return
 
     @property
     def _progress(self) -> int:
         """Tokens received, if they are counted."""
         return 0 if self._course is None else len(self._course.ids)
 
-    def _why_not_continued(self) -> str | None:
-        """Return why an answer that has begun cannot be continued by another server; None: it can, or has not
-        begun.
+    async def _complete_in_spite_of(self, failed: UpstreamFailed) -> bool:
+        """Send the end of an answer of which nothing else was missing, and return true. False: the answer has
+        not begun, or another server can continue it; ApiError if none can.
         """
         if not self._reply.status:
-            return None
-        return (
-            "this answer cannot be continued by another server"
-            if self._course is None
-            else self._course.why_not()
-        )
-
-    async def _again(self, failed: UpstreamFailed, attempts: int, refused: UpstreamRefusal | None) -> bool:
-        """Return true to try another server, or false after sending the client the last server's own
-        error."""
-        try:
-            if attempts >= self._service.config.max_attempts or not (
-                self._request.repeatable or failed.how is AttemptFailure.CONNECT
-            ):
-                raise failed.refusal(attempts)
-            self._service.may_retry(failed.how, begun=bool(self._reply.status))
-        except ApiError as error:
-            if self._reply.status:
-                await self._broken(f"no other server could continue it: {error.message}", error)
-            if refused is None:
-                raise
-            await self._refuse(refused)
             return False
+        course = self._course
+        why_not = "this answer cannot be continued by another server" if course is None else course.why_not()
+        if why_not is not None:
+            await self._broken(f"{failed.how.value}; {why_not}", failed)
+        if course is None or not course.finished:
+            return False
+        await self._end_continued()
         return True
+
+    def _check_retry(self, failed: UpstreamFailed, attempts: int) -> None:
+        """Raise ApiError unless another server may be tried."""
+        repeatable = self._request.repeatable or failed.how is AttemptFailure.CONNECT
+        if attempts >= self._service.config.max_attempts or not repeatable:
+            raise failed.refusal(attempts)
+        self._service.may_retry(failed.how, begun=bool(self._reply.status))
+
+    async def _give_up(self, error: ApiError, refused: UpstreamRefusal | None) -> None:
+        """Answer with the last server's own error, which is more precise than the router's. Raise `error` if
+        there is none, or as the end of an answer that has begun.
+        """
+        if self._reply.status:
+            await self._broken(f"no other server could continue it: {error.message}", error)
+        if refused is None:
+            raise error
+        await self._refuse(refused)
 
     async def _broken(self, why: str, cause: Exception) -> NoReturn:
         """Raise ApiError for an answer that has begun and cannot be finished."""
@@ -286,19 +297,12 @@ class Relay:
 
     def _sent_headers(self, decision: Decision, span: AttemptTrace | None) -> Headers:
         exchange, key = self._exchange, self._service.credentials.backend_key_of(decision.target.url)
-        own: Headers = []
-        for name, value in (exchange.pass_on if span is None else span.headers).items():
-            own.append((name.encode(), value.encode("latin-1", "replace")))
-        own.append((b"x-request-id", exchange.request_id.encode()))
-        own.append((_DECISION_HEADER, decision.id.encode()))
+        context = exchange.pass_on if span is None else span.headers
+        own = own_headers(context, exchange.request_id, decision.id, key)
         if exchange.caller.tenant:  # a server may trust this header, so it must name the tenant of the key
             own.append((self._service.config.tenant_header.encode(), exchange.caller.tenant.encode()))
-        if self._reply.status:
-            own.append(
-                (b"content-type", b"application/json")
-            )  # a continuation is a request of the router's own
-        if key is not None:
-            own.append((b"authorization", f"Bearer {key}".encode("latin-1", "replace")))
+        if self._reply.status:  # a continuation is a request of the router's own
+            own.append((b"content-type", b"application/json"))
         return to_server(
             self._request.headers, own, credentials=key is None and self._request.own_credentials
         )
@@ -342,50 +346,60 @@ class Relay:
     # Answers
 
     async def _stream(self, decision: Decision, booking: Booking, call: Call) -> None:
+        """Forward a stream of events to its end."""
         stream = self._events = EventStream(self._service.config.max_event_bytes)
-        tail, tap, events, course, held = b"", self._service.tap(decision), 0, self._course, b""
-        waiting = True
+        tap, course, passed = self._service.tap(decision), self._course, _PassedEvents()
         try:
             while data := await call.read():
-                ready = held + stream.feed(data) if course is None else held + course.take(stream.feed(data))
-                if course is not None and not course.begun and not course.broken:
-                    held = (
-                        ready  # until there is more than a role: up to here another server can start afresh
-                    )
-                    continue
-                held = b""
-                if ready and waiting:
-                    waiting = False
-                    self._first(booking)
-                if ready and not self._reply.status:
-                    self._locate(decision, ready)
-                    await self._start(call.status, call.headers, [])
+                ready = self._ready(stream.feed(data), passed)
                 if ready:
+                    if not passed.tail:
+                        self._first(booking)
+                    if not self._reply.status:
+                        self._locate(decision, ready)
+                        await self._start(call.status, call.headers, [])
                     await self._reply.write(ready)
                 if course is not None and course.broken:
                     raise UpstreamFailed(AttemptFailure.BROKEN, course.broken)  # noqa: TRY301
                 if tap is not None:
                     tap.feed(ready)
-                tail = (tail + ready)[-_TAIL_BYTES:]
-                events += ready.count(b"\n\n")
-                if events >= _COUNTED_EVERY:
-                    self._service.emitted(booking, events)
-                    events = 0
+                passed.add(ready)
+                if passed.events >= _COUNTED_EVERY:
+                    self._service.emitted(booking, passed.events)
+                    passed.events = 0
         except UpstreamFailed:
-            if not tail.rstrip().endswith(_DONE):  # after [DONE] only the end of the connection was lost
+            if not passed.done:  # after [DONE] only the end of the connection was lost
                 raise
-        if not self._reply.status and not stream.rest and not held:
-            raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended before it began")
-        if course is not None and not course.finished and course.why_not() is None:
-            raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended without a finish reason")
+        rest = passed.held + stream.rest
+        self._check_end(rest)
         if not self._reply.status:
             await self._start(call.status, call.headers, [])
         call.whole()
         if course is not None and course.prompt is not None:
             self._exchange.prompt_tokens, self._exchange.output_tokens = len(course.prompt), len(course.ids)
-        self._count(tail.split(b"\n\n"))
+        self._count(passed.tail.split(b"\n\n"))
         self._note(decision, tap)
-        await self._reply.end(held + stream.rest)
+        await self._reply.end(rest)
+
+    def _ready(self, events: bytes, passed: "_PassedEvents") -> bytes:
+        """Return the bytes for the client. Nothing until there is more than a role: up to there another
+        server can start afresh.
+        """
+        course = self._course
+        ready = passed.held + (events if course is None else course.take(events))
+        if course is not None and not course.begun and not course.broken:
+            passed.held = ready
+            return b""
+        passed.held = b""
+        return ready
+
+    def _check_end(self, rest: bytes) -> None:
+        """Raise UpstreamFailed if a stream ended too early. rest: bytes that the client does not have yet."""
+        if not self._reply.status and not rest:
+            raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended before it began")
+        course = self._course
+        if course is not None and not course.finished and course.why_not() is None:
+            raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended without a finish reason")
 
     async def _whole(self, decision: Decision, booking: Booking, call: Call) -> None:
         """Forward an unstreamed answer. JSON is buffered up to a limit until it is complete, so that another
@@ -402,7 +416,7 @@ class Relay:
                 continue
             body += data
             if len(body) > most:
-                await self._start(call.status, call.headers, _length(call.headers))
+                await self._start(call.status, call.headers, length_of(call.headers))
                 await self._reply.write(body)
         call.whole()
         self._exchange.arrived_whole(self._service.clock())
@@ -440,7 +454,7 @@ class Relay:
 
     async def _start(self, status: int, server: Headers, own: Headers) -> None:
         decision = self._exchange.decision
-        about = [] if decision is None else [(_DECISION_HEADER, decision.id.encode())]
+        about = [] if decision is None else [decision_header(decision.id)]
         await self._reply.start(status, to_client(server, [*self._headers, *about, *own]))
 
     def _count(self, events: list[bytes]) -> None:
@@ -452,8 +466,3 @@ class Relay:
             self._exchange.cached_tokens = (
                 usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
             )
-
-
-def _length(server: Headers) -> Headers:
-    """Return the server's own content-length, for an answer that is forwarded as it arrives."""
-    return [(b"content-length", value) for name, value in server if name.lower() == b"content-length"]
